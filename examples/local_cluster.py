@@ -1,0 +1,401 @@
+"""An xinference of one's own on this machine, for the demo and for the end-to-end tests.
+
+`LocalCluster` starts `xinference-local` of the environment it runs in, with our extension, in a
+session and a home folder of its own; launches models, asks them, and leaves nothing behind. One
+thread uses it at a time. Every wait has a deadline; what goes wrong is a `ClusterError`, which
+names the log.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import psutil
+import requests
+
+SHARED_MEMORY = Path("/dev/shm")
+ENVIRONMENT = {
+    "XINFERENCE_EXTENSIONS": "xinference_xavier:extension",
+    "XINFERENCE_ENABLE_VIRTUAL_ENV": "0",
+    "XINFERENCE_AUTH_ADVANCED": "false",
+    "XINFERENCE_DISABLE_METRICS": "1",
+    "XINFERENCE_MODEL_SRC": "huggingface",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+START_TIMEOUT = 180.0
+LAUNCH_TIMEOUT = 600.0
+REQUEST_TIMEOUT = 300.0
+STOP_TIMEOUT = 60.0
+
+
+class ClusterError(RuntimeError):
+    """The cluster did not do what was asked; the message says where its log is."""
+
+
+class Completion(NamedTuple):
+    """An answer, its tokens as text, and the seconds that it took as seen from here."""
+
+    text: str
+    tokens: tuple[str, ...]
+    logprobs: tuple[float, ...]
+    prompt_tokens: int
+    cached_tokens: int
+    seconds: float
+
+
+class Leftovers(NamedTuple):
+    """What `stop` had to remove itself because it did not go by its own."""
+
+    processes: tuple[str, ...]
+    segments: tuple[str, ...]
+
+
+class LocalCluster:
+    """`with LocalCluster(log) as cluster:` starts it and stops it.
+
+    `environment` is added to that of the servers and their engines. `port` 0: a free one.
+    """
+
+    def __init__(
+        self,
+        log: Path,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        environment: dict[str, str] | None = None,
+        say: Callable[[str], None] = lambda _line: None,
+    ) -> None:
+        self.log = log
+        self._host = host
+        self._port = port
+        self._added_environment = environment or {}
+        self._say = say
+        self._session = requests.Session()
+        self._home: tempfile.TemporaryDirectory[str] | None = None
+        self._server: subprocess.Popen[bytes] | None = None
+        self._seen: set[psutil.Process] = set()
+
+    def __enter__(self) -> LocalCluster:
+        try:
+            self.start()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    # Life
+
+    def start(self) -> None:
+        """Return when the server answers."""
+        self._port = self._port or _free_port(self._host)
+        self._home = tempfile.TemporaryDirectory(prefix="xavier-cluster-")
+        environment = {**os.environ, **ENVIRONMENT, **self._added_environment}
+        environment["XINFERENCE_HOME"] = self._home.name
+        environment.pop("PYTHONDONTWRITEBYTECODE", None)
+        program = str(Path(sys.executable).parent / "xinference-local")
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.log.open("wb") as log:
+            self._server = subprocess.Popen(
+                [program, "-H", self._host, "-p", str(self._port)],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self._wait("the server answers", START_TIMEOUT, self._answers)
+
+    def stop(self) -> Leftovers:
+        """End the server and wait until nothing of it is left, by force where it must be."""
+        if self._server is None or self._home is None:
+            return Leftovers((), ())
+        segments = self._segments()
+        self._server.send_signal(signal.SIGINT)
+        gone = _until(STOP_TIMEOUT / 2, lambda: self._reaped() and not self.processes())
+        if not gone:
+            self._server.terminate()
+            gone = _until(STOP_TIMEOUT / 2, lambda: self._reaped() and not self.processes())
+        stubborn = [] if gone else self.processes()
+        names = []
+        for process in stubborn:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                names.append(f"{process.pid} {process.name()}")
+                process.kill()
+        self._server.kill()
+        self._server.wait()
+        psutil.wait_procs(stubborn, timeout=STOP_TIMEOUT)
+        _until(STOP_TIMEOUT / 4, lambda: not any(map(Path.exists, segments)))
+        kept = tuple(segment.name for segment in segments if segment.exists())
+        for segment in segments:
+            segment.unlink(missing_ok=True)
+        self._session.close()
+        self._server = None
+        self._home.cleanup()
+        return Leftovers(tuple(names), kept)
+
+    def processes(self) -> list[psutil.Process]:
+        """Everything that runs because of this cluster, also what has lost its parent."""
+        for process in psutil.process_iter():
+            try:
+                if self._is_ours(process):
+                    self._seen.update((process, *process.children(recursive=True)))
+            except (psutil.NoSuchProcess, psutil.AccessDenied, ProcessLookupError):
+                continue
+        self._seen = {process for process in self._seen if _runs(process)}
+        return sorted(self._seen, key=lambda process: process.pid)
+
+    # Models
+
+    def register(self, folder: Path, name: str) -> None:
+        """Make the model in `folder` known as `name`."""
+        config = json.loads((folder / "config.json").read_text())
+        definition = {
+            "version": 2,
+            "model_name": name,
+            "model_lang": ["en"],
+            "model_ability": ["generate", "chat"],
+            "model_family": "qwen2.5-instruct",
+            "architectures": config["architectures"],
+            "context_length": config["max_position_embeddings"],
+            "chat_template": _chat_template(folder),
+            "stop_token_ids": _stop_tokens(config),
+            "stop": [],
+            "model_specs": [
+                {
+                    "model_format": "pytorch",
+                    "model_size_in_billions": 1,
+                    "quantization": "none",
+                    "model_id": None,
+                    "model_uri": folder.resolve().as_uri(),
+                }
+            ],
+        }
+        body = {"model": json.dumps(definition), "persist": False}
+        self.call("POST", "/v1/model_registrations/LLM", body)
+
+    def launch(self, name: str, model_uid: str, *, replica: int = 2, **arguments: object) -> None:
+        """Launch a registered model; return when every replica is ready.
+
+        Raises:
+            ClusterError: with xinference's reason when the launch failed.
+        """
+        body: dict[str, object] = {
+            "model_name": name,
+            "model_uid": model_uid,
+            "model_engine": "vLLM",
+            "model_format": "pytorch",
+            "quantization": "none",
+            "model_size_in_billions": 1,
+            "replica": replica,
+            "n_gpu": None,
+            "enforce_eager": True,
+            "tensor_parallel_size": 1,
+        }
+        self.call("POST", "/v1/models", body | arguments, timeout=LAUNCH_TIMEOUT)
+        self.wait_ready(model_uid, replica)
+
+    def add_replica(self, model_uid: str) -> None:
+        """Add one replica to a running model; return when it is ready."""
+        count = len(self.replicas(model_uid))
+        path = f"/v1/models/{model_uid}/replicas"
+        self.call("POST", path, {"replica": 1}, timeout=LAUNCH_TIMEOUT)
+        self.wait_ready(model_uid, count + 1)
+
+    def remove_replica(self, model_uid: str, replica_id: int) -> None:
+        self.call("DELETE", f"/v1/models/{model_uid}/replicas/{replica_id}")
+
+    def terminate(self, model_uid: str) -> None:
+        self.call("DELETE", f"/v1/models/{model_uid}")
+
+    def replicas(self, model_uid: str) -> list[dict[str, Any]]:
+        """What xinference says of each replica: `replica_id`, `model_state`, `error_message` …"""
+        found = self.call("GET", f"/v1/models/instances?model_uid={model_uid}")
+        return [status for instance in found for status in instance["replica_statuses"]]
+
+    def wait_ready(self, model_uid: str, count: int) -> None:
+        """Return when `count` replicas are ready; raise as soon as one of them has failed."""
+
+        def ready() -> bool:
+            replicas = self.replicas(model_uid)
+            for replica in replicas:
+                if replica["status"] == "ERROR" or replica["model_state"] == "error":
+                    raise self._error(
+                        f"{replica['replica_model_uid']} failed: {replica['error_message']}"
+                    )
+            return [replica["model_state"] for replica in replicas] == ["ready"] * count
+
+        self._wait(f"{count} replicas of {model_uid} are ready", LAUNCH_TIMEOUT, ready)
+
+    # Requests
+
+    def complete(
+        self,
+        model_uid: str,
+        prompt: str,
+        *,
+        max_tokens: int = 8,
+        cache_salt: str | None = None,
+    ) -> Completion:
+        """The greedy continuation of `prompt`, always `max_tokens` long."""
+        body: dict[str, object] = {
+            "model": model_uid,
+            "prompt": prompt,
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "logprobs": 1,
+        }
+        if cache_salt is not None:
+            body["cache_salt"] = cache_salt
+        begin = time.perf_counter()
+        answer = self.call("POST", "/v1/completions", body)
+        seconds = time.perf_counter() - begin
+        choice, usage = answer["choices"][0], answer["usage"]
+        details = usage.get("prompt_tokens_details") or {}
+        return Completion(
+            text=choice["text"],
+            tokens=tuple(choice["logprobs"]["tokens"]),
+            logprobs=tuple(choice["logprobs"]["token_logprobs"]),
+            prompt_tokens=usage["prompt_tokens"],
+            cached_tokens=details.get("cached_tokens", 0),
+            seconds=seconds,
+        )
+
+    def xavier(self, model_uid: str) -> dict[str, Any]:
+        """What `GET /v1/xavier/{model_uid}` answers."""
+        report: dict[str, Any] = self.call("GET", f"/v1/xavier/{model_uid}")
+        return report
+
+    def switch_sharing(self, model_uid: str, enabled: bool) -> None:
+        self.call("POST", f"/v1/xavier/{model_uid}", {"enabled": enabled})
+
+    def supervisor_address(self) -> str:
+        """The control address, for talking to actors."""
+        return str(self.call("GET", "/v1/address"))
+
+    def call(
+        self, method: str, path: str, body: object = None, *, timeout: float = REQUEST_TIMEOUT
+    ) -> Any:
+        """One REST call; returns the decoded answer.
+
+        Raises:
+            ClusterError: any answer but a success, with its text; or none at all.
+        """
+        url = f"http://{self._host}:{self._port}{path}"
+        try:
+            answer = self._session.request(method, url, json=body, timeout=timeout)
+        except requests.RequestException as error:
+            raise self._error(f"{method} {path}: {error}") from error
+        if not answer.ok:
+            raise self._error(f"{method} {path}: {answer.status_code} {answer.text}")
+        return answer.json()
+
+    # Inside
+
+    def _answers(self) -> bool:
+        assert self._server is not None
+        if self._server.poll() is not None:
+            raise self._error(f"xinference-local ended with {self._server.returncode}")
+        try:
+            url = f"http://{self._host}:{self._port}/v1/models"
+            return self._session.get(url, timeout=5).ok
+        except requests.RequestException:
+            return False
+
+    def _reaped(self) -> bool:
+        assert self._server is not None
+        return self._server.poll() is not None
+
+    def _is_ours(self, process: psutil.Process) -> bool:
+        """Of our session, or started with our home: some leave the one, some rewrite the other."""
+        assert self._server is not None
+        assert self._home is not None
+        return (
+            os.getsid(process.pid) == self._server.pid
+            or process.environ().get("XINFERENCE_HOME") == self._home.name
+        )
+
+    def _segments(self) -> set[Path]:
+        """Python's shared-memory segments that our processes have mapped."""
+        found = set()
+        for process in self.processes():
+            try:
+                mappings = Path(f"/proc/{process.pid}/maps").read_text()
+            except OSError:
+                continue
+            for line in mappings.splitlines():
+                path = Path(line.split(maxsplit=5)[-1])
+                if path.parent == SHARED_MEMORY and path.name.startswith("psm_"):
+                    found.add(path)
+        return found
+
+    def _wait(self, what: str, timeout: float, condition: Callable[[], bool]) -> None:
+        self._say(f"waiting until {what}")
+        if not _until(timeout, condition):
+            raise self._error(f"not within {timeout:.0f} s: {what}")
+
+    def _error(self, message: str) -> ClusterError:
+        return ClusterError(f"{message} (log: {self.log})")
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _until(timeout: float, condition: Callable[[], bool], interval: float = 0.25) -> bool:
+    """Whether `condition` came true within `timeout` seconds."""
+    deadline = time.monotonic() + timeout
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(interval)
+    return True
+
+
+def _free_port(host: str) -> int:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.bind((host, 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _chat_template(folder: Path) -> str:
+    beside = folder / "chat_template.jinja"
+    if beside.is_file():
+        return beside.read_text()
+    tokenizer = json.loads((folder / "tokenizer_config.json").read_text())
+    template = tokenizer.get("chat_template")
+    return template if isinstance(template, str) else "{{ messages[-1]['content'] }}"
+
+
+def _stop_tokens(config: dict[str, Any]) -> list[int]:
+    end: int | Iterable[int] | None = config.get("eos_token_id")
+    if end is None:
+        return []
+    return [end] if isinstance(end, int) else list(end)

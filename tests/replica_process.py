@@ -1,0 +1,210 @@
+"""Real replicas for tests, without vLLM: each a process with a real pool, region, mirror and
+transfer process, whose rows' contents follow from their keys, so that one wrong byte is seen.
+
+xoscar keeps one event loop per process, so replicas cannot share the test's.
+"""
+
+import hashlib
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from xinference_xavier.config import XavierConfig
+from xinference_xavier.pool.pool import Pool, PoolCounts
+from xinference_xavier.pool.region import Region
+from xinference_xavier.replica import Replica
+from xinference_xavier.transfer.fetch import FetchState
+
+ROW_BYTES = 64 << 10
+KEY_BYTES = 36
+DEADLINE = 30.0  # of the tests' own waits, far above anything seen
+
+
+def make_key(number: int) -> bytes:
+    return hashlib.sha256(str(number).encode()).digest() + b"\0\0\0\0"
+
+
+def content(key: bytes, size: int = ROW_BYTES) -> npt.NDArray[np.uint8]:
+    """What the row of `key` must hold."""
+    seed = int.from_bytes(key[:8], "big")
+    return np.random.default_rng(seed).integers(0, 256, size, dtype=np.uint8)
+
+
+def wait_until(condition: Callable[[], bool], what: str) -> None:
+    """Poll a condition in another process, where there is no event of ours to wait for."""
+    deadline = time.monotonic() + DEADLINE
+    while not condition():
+        assert time.monotonic() < deadline, f"never came true: {what}"
+        threading.Event().wait(0.005)
+
+
+class _Inside:
+    """What runs in the replica's process; each public method is a command."""
+
+    def __init__(self, name: str, rows: int, row_bytes: int, namespace: str, options: Any) -> None:
+        self.region = Region.create(rows, row_bytes)
+        self.pool = Pool(rows)
+        self.replica = Replica(
+            XavierConfig(**options),
+            incarnation=name,
+            namespace=namespace,
+            key_bytes=KEY_BYTES,
+            region=self.region,
+            pool=self.pool,
+            engine_stats=dict,
+        )
+        self.replica.start()
+
+    def store(self, keys: Sequence[bytes]) -> int:
+        rows, evicted = self.pool.reserve(keys)
+        self.replica.evicted(evicted)
+        for row in rows:
+            self.region.row(row.slot)[:] = content(row.key, self.region.row_bytes)
+        self.replica.stored([row for row in rows if self.pool.commit(row)])
+        return len(rows)
+
+    def fetch(self, donor: str, keys: Sequence[bytes], timeout: float) -> tuple[str, str | None, int]:
+        """(outcome, reason, committed rows), as soon as it is decided."""
+        rows, evicted = self.pool.reserve(keys)
+        self.replica.evicted(evicted)
+        fetch = self.replica.fetch(donor, rows, time.monotonic() + timeout)
+        assert fetch is not None
+        while fetch.state is FetchState.PENDING:
+            threading.Event().wait(0.0005)
+        self.pool.unpin(fetch.committed)
+        return fetch.state.name, fetch.reason, len(fetch.committed)
+
+    def evict(self, keys: Sequence[bytes]) -> None:
+        """As if memory had run short; the rest is put back by the caller."""
+        filler = [make_key(-1 - n) for n in range(self.pool.slots)]
+        kept = [key for key in self.pool.shared_keys() if key not in set(keys)]
+        self.pool.touch(kept)
+        rows, evicted = self.pool.reserve(filler[: self.pool.slots - len(kept)])
+        assert set(keys) <= set(evicted)
+        for row in rows:
+            self.pool.abort(row)
+        self.replica.evicted(evicted)
+
+    def held(self) -> list[bytes]:
+        return self.pool.shared_keys()
+
+    def wrong_rows(self) -> list[bytes]:
+        """Keys of READY rows whose bytes are not theirs."""
+        wrong = []
+        for key in self.pool.shared_keys():
+            row = self.pool.lookup(key)
+            if row is not None:
+                right = content(key, self.region.row_bytes)
+                if not np.array_equal(self.region.row(row.slot), right):
+                    wrong.append(key)
+        return wrong
+
+    def raw_row(self, key: bytes) -> bytes:
+        row = self.pool.lookup(key)
+        assert row is not None
+        return self.region.row(row.slot).tobytes()
+
+    def holders(self, key: bytes) -> tuple[str, ...]:
+        return self.replica.mirror.holders(key)
+
+    def counts(self) -> PoolCounts:
+        return self.pool.counts()
+
+    def stats(self) -> dict[str, Any]:
+        return self.replica.stats()
+
+    def is_up(self) -> bool:
+        """Joined, with a transfer process that knows the secret."""
+        process = self.replica._process
+        return self.replica._client.connected and process.address is not None
+
+    def reset(self) -> None:
+        self.replica.reset()
+
+    def stop(self) -> None:
+        self.replica.stop()
+
+
+def _run(pipe: Connection, arguments: tuple[Any, ...]) -> None:
+    inside = _Inside(*arguments)
+    while True:
+        try:
+            method, args = pipe.recv()
+        except EOFError:
+            os._exit(0)
+        try:
+            pipe.send((True, getattr(inside, method)(*args)))
+        except Exception as error:
+            pipe.send((False, repr(error)))
+
+
+class ReplicaProcess:
+    """The test's handle: calls are forwarded to `_Inside`."""
+
+    def __init__(
+        self,
+        name: str,
+        tracker_address: str,
+        *,
+        rows: int = 64,
+        row_bytes: int = ROW_BYTES,
+        namespace: str = "namespace",
+        **options: Any,
+    ) -> None:
+        self.name = name
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        options |= {"model_uid": "model", "tracker_address": tracker_address}
+        self.process = context.Process(
+            target=_run, args=(theirs, (name, rows, row_bytes, namespace, options)), daemon=True
+        )
+        self.process.start()
+        theirs.close()
+
+    def begin(self, method: str, *args: Any) -> None:
+        self._pipe.send((method, args))
+
+    def finish(self) -> Any:
+        """The answer to `begin`."""
+        assert self._pipe.poll(DEADLINE), f"{self.name} does not answer"
+        ok, answer = self._pipe.recv()
+        assert ok, answer
+        return answer
+
+    def __getattr__(self, method: str) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            self.begin(method, *args)
+            return self.finish()
+
+        return call
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join()
+
+    def kill_transfer_process(self) -> None:
+        os.kill(self.stats()["transfer_pid"], signal.SIGKILL)
+
+
+@contextmanager
+def replicas(tracker_address: str, *names: str, **options: Any) -> Iterator[list[ReplicaProcess]]:
+    """Replicas that are joined and ready to fetch; gone afterwards."""
+    started = [ReplicaProcess(name, tracker_address, **options) for name in names]
+    try:
+        for replica in started:
+            wait_until(replica.is_up, f"{replica.name} is up")
+        yield started
+    finally:
+        for replica in started:
+            if replica.process.is_alive():
+                replica.stop()
+            replica.kill()

@@ -1,0 +1,193 @@
+"""The REST routes, with a real tracker, real replicas' actors and a real supervisor's actor."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+import xoscar as xo
+from fastapi import APIRouter, FastAPI, HTTPException
+from fastapi.security import SecurityScopes
+from xinference.extensions import APIExtensionContext
+
+from xinference_xavier.errors import NotFoundError
+from xinference_xavier.serving.api import add_routes, report
+from xinference_xavier.tracker.actor import BlockTracker, replica_uid, tracker_uid
+from xinference_xavier.tracker.index import Member, Settings
+
+KEY_BYTES = 36
+HITS = {"own_prefix_cache": 1, "own_pool": 20, "peers": 300, "computed": 4000}
+STATS: dict[str, Any] = {
+    "hits": HITS,
+    "bytes_received": 7,
+    "bytes_sent": 8,
+    "fetches": {"started": 5, "committed": 3, "rolled_back": {"timeout": 2}},
+    "pool": {"rows": 16, "row_bytes": 64},
+    "requests": 9,
+    "transport": "gloo",
+}
+
+
+class Supervisor(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no types
+    def __init__(self, known: str) -> None:
+        super().__init__()
+        self._known = known
+
+    async def xavier_tracker_address(self, model_uid: str, create: bool = False) -> str:
+        assert not create
+        if model_uid != self._known:
+            raise NotFoundError(model_uid, "does not share its cache here")
+        return str(self.address)
+
+
+class Replica(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no types
+    async def stats(self) -> dict[str, Any]:
+        return STATS
+
+
+@pytest.fixture
+async def address() -> AsyncIterator[str]:
+    pool = await xo.create_actor_pool("127.0.0.1:0", n_process=0, use_uvloop=False)
+    async with pool:
+        await xo.create_actor(Supervisor, "m", address=pool.external_address, uid="supervisor")
+        yield pool.external_address
+
+
+@pytest.fixture
+async def tracker(address: str) -> Any:
+    return await xo.create_actor(BlockTracker, "m", address=address, uid=tracker_uid("m"))
+
+
+def client_of(address: str, **auth: Any) -> httpx.AsyncClient:
+    app, router = FastAPI(), APIRouter()
+
+    async def get_supervisor_ref() -> Any:
+        return await xo.actor_ref(address=address, uid="supervisor")
+
+    add_routes(
+        APIExtensionContext(
+            app=app,
+            router=router,
+            auth_service=auth.get("service"),
+            auth_enabled=bool(auth),
+            get_supervisor_ref=get_supervisor_ref,
+        )
+    )
+    app.include_router(router)
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://api")
+
+
+async def join(tracker: Any, address: str, incarnation: str, chunks: int) -> None:
+    await tracker.join("ns", Member(incarnation, address), KEY_BYTES, Settings())
+    keys = b"".join(f"{incarnation}{number}".encode().ljust(KEY_BYTES) for number in range(chunks))
+    await tracker.replace("ns", incarnation, 1, keys)
+
+
+async def test_replicas_and_totals(address: str, tracker: Any) -> None:
+    for incarnation, chunks in (("a", 2), ("b", 3)):
+        await xo.create_actor(Replica, address=address, uid=replica_uid(incarnation))
+        await join(tracker, address, incarnation, chunks)
+    async with client_of(address) as client:
+        answer = await client.get("/v1/xavier/m")
+    assert answer.status_code == 200
+    body = answer.json()
+    assert (body["model_uid"], body["enabled"]) == ("m", True)
+    first, second = sorted(body["replicas"], key=lambda replica: replica["incarnation"])
+    assert (first["incarnation"], first["address"], first["namespace"]) == ("a", address, "ns")
+    assert (first["holdings"], second["holdings"]) == (2, 3)
+    assert 0 < first["lease_left_s"] <= 10
+    assert first["stale"] is False
+    assert {name: first[name] for name in STATS} == STATS
+    assert body["totals"] == {
+        "holdings": 5,
+        "hits": {source: 2 * tokens for source, tokens in HITS.items()},
+        "bytes_received": 14,
+        "bytes_sent": 16,
+        "fetches": {"started": 10, "committed": 6, "rolled_back": {"timeout": 4}},
+        "requests": 18,
+    }
+
+
+async def test_a_replica_that_does_not_answer_is_marked(address: str, tracker: Any) -> None:
+    await join(tracker, address, "silent", 1)
+    async with client_of(address) as client:
+        (replica,) = (await client.get("/v1/xavier/m")).json()["replicas"]
+    assert replica["stale"] is True
+    assert replica["hits"] == dict.fromkeys(HITS, 0)
+
+
+async def test_switching_off_and_on(address: str, tracker: Any) -> None:
+    async with client_of(address) as client:
+        for wanted in (False, True):
+            answer = await client.post("/v1/xavier/m", json={"enabled": wanted})
+            assert answer.status_code == 200
+            assert answer.json()["enabled"] is wanted
+            assert answer.json() == (await client.get("/v1/xavier/m")).json()
+            assert (await tracker.status())["enabled"] is wanted
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"nonsense",
+        b"\xff",
+        b"true",
+        b"{}",
+        b'{"enabled": 1}',
+        b'{"enabled": "false"}',
+        b'{"enabled": null}',
+        b'{"enabled": true, "more": 1}',
+    ],
+)
+async def test_any_other_body_is_refused(address: str, tracker: Any, body: bytes) -> None:
+    async with client_of(address) as client:
+        answer = await client.post("/v1/xavier/m", content=body)
+    assert answer.status_code == 400
+    assert "the body must be" in answer.json()["detail"]
+    assert (await tracker.status())["enabled"] is True
+
+
+async def test_an_unknown_model_is_not_found(address: str) -> None:
+    async with client_of(address) as client:
+        for answer in (
+            await client.get("/v1/xavier/other"),
+            await client.post("/v1/xavier/other", json={"enabled": False}),
+        ):
+            assert answer.status_code == 404
+            assert answer.json()["detail"] == "model 'other' does not share its cache here"
+
+
+async def test_a_tracker_lost_in_between_is_not_found(address: str) -> None:
+    async with client_of(address) as client:
+        assert (await client.get("/v1/xavier/m")).status_code == 404
+
+
+async def test_a_supervisor_that_is_gone_is_unavailable(address: str) -> None:
+    dead = await xo.create_actor_pool("127.0.0.1:0", n_process=0, use_uvloop=False)
+    await dead.stop()
+    async with client_of(dead.external_address) as client:
+        assert (await client.get("/v1/xavier/m")).status_code == 503
+
+
+async def test_reading_and_switching_need_their_scopes(address: str) -> None:
+    demanded: list[list[str]] = []
+
+    async def refuse(security_scopes: SecurityScopes) -> None:
+        demanded.append(security_scopes.scopes)
+        raise HTTPException(403, "no")
+
+    async with client_of(address, service=refuse) as client:
+        assert (await client.get("/v1/xavier/m")).status_code == 403
+        assert (await client.post("/v1/xavier/m", json={"enabled": False})).status_code == 403
+    assert demanded == [["models:list"], ["models:write"]]
+
+
+def test_what_a_replica_reports_beyond_the_known_is_passed_on() -> None:
+    entry = {"incarnation": "a", "holdings": 0, "stats": {"colour": "red", "incarnation": "liar"}}
+    status = {"model_uid": "m", "enabled": True, "namespaces": {"ns": {"replicas": [entry]}}}
+    (replica,) = report(status)["replicas"]
+    assert replica["colour"] == "red"
+    assert replica["incarnation"] == "a"

@@ -1,0 +1,49 @@
+"""The object that XINFERENCE_EXTENSIONS loads, through xinference's own loader's rules."""
+
+from __future__ import annotations
+
+import inspect
+import json
+
+from fastapi import APIRouter, FastAPI
+from xinference.extensions import EXTENSION_API_VERSION, APIExtensionContext
+
+from xinference_xavier import __version__
+from xinference_xavier.serving.extension import XavierExtension
+
+
+def test_it_is_what_the_loader_accepts() -> None:
+    extension = XavierExtension()
+    assert extension.name == "xinference_xavier"
+    assert extension.api_version == EXTENSION_API_VERSION
+    for hook in ("configure_api", "worker_metadata", "filter_worker_resources"):
+        assert not inspect.iscoroutinefunction(getattr(extension, hook))
+
+
+def test_metadata_is_plain_data() -> None:
+    assert json.loads(json.dumps(XavierExtension().worker_metadata())) == {"version": __version__}
+
+
+def test_every_device_stays_visible() -> None:
+    worker = {"gpu_devices": [0, 2]}
+    visible = XavierExtension().filter_worker_resources(worker, [worker])
+    assert visible == [0, 2]
+    assert visible is not worker["gpu_devices"]
+
+
+def test_it_adds_its_routes() -> None:
+    router = APIRouter()
+
+    async def get_supervisor_ref() -> object:
+        raise AssertionError("nobody asks at start")
+
+    XavierExtension().configure_api(
+        APIExtensionContext(
+            app=FastAPI(),
+            router=router,
+            auth_service=None,
+            auth_enabled=False,
+            get_supervisor_ref=get_supervisor_ref,
+        )
+    )
+    assert {route.path for route in router.routes} == {"/v1/xavier/{model_uid}"}

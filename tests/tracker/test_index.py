@@ -1,0 +1,340 @@
+"""The index as replicas and watchers see it, without a network or a clock."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from xinference_xavier.tracker.index import (
+    Change,
+    Index,
+    Member,
+    Outcome,
+    Settings,
+    Update,
+    pack,
+    unpack,
+)
+from xinference_xavier.tracker.mirror import Mirror
+
+KEY_BYTES = 4
+A, B = Member("a", "10.0.0.1:1"), Member("b", "10.0.0.2:1")
+
+
+def key(number: int) -> bytes:
+    return number.to_bytes(KEY_BYTES, "big")
+
+
+def keys(*numbers: int) -> bytes:
+    return pack(map(key, numbers))
+
+
+def index_of(*members: Member, **arguments: int) -> Index:
+    index = Index(lease=10.0, **arguments)
+    for member in members:
+        index.join(member, KEY_BYTES, now=0.0)
+    return index
+
+
+def seen_by(watcher: str, index: Index) -> Update:
+    return index.changes_since("", 0, watcher)
+
+
+def test_packed_keys_come_apart_again() -> None:
+    assert unpack(keys(1, 2, 3), KEY_BYTES) == [key(1), key(2), key(3)]
+    with pytest.raises(ValueError, match="not a multiple"):
+        unpack(b"12345", KEY_BYTES)
+
+
+def test_publications_are_applied_in_their_order() -> None:
+    index = index_of(A)
+    assert index.publish("a", 1, keys(1, 2), b"") is Outcome.APPLIED
+    assert index.publish("a", 2, keys(3), keys(1)) is Outcome.APPLIED
+    assert index.holdings("a") == 2
+
+
+def test_a_publication_seen_before_changes_nothing() -> None:
+    index = index_of(A)
+    index.publish("a", 1, keys(1), b"")
+    index.publish("a", 2, b"", keys(1))
+    revision = index.revision
+    assert index.publish("a", 1, keys(1), b"") is Outcome.STALE
+    assert (index.holdings("a"), index.revision) == (0, revision)
+
+
+def test_a_missing_publication_is_noticed_and_a_snapshot_sets_it_right() -> None:
+    index = index_of(A)
+    index.publish("a", 1, keys(1), b"")
+    assert index.publish("a", 3, keys(3), b"") is Outcome.GAP
+    assert index.holdings("a") == 1
+    assert index.replace("a", 4, keys(2, 3)) is Outcome.APPLIED
+    assert index.publish("a", 5, keys(5), b"") is Outcome.APPLIED
+    assert index.holdings("a") == 3
+
+
+def test_an_older_snapshot_is_ignored() -> None:
+    index = index_of(A)
+    index.replace("a", 5, keys(1))
+    assert index.replace("a", 5, keys(2)) is Outcome.STALE
+    assert index.replace("a", 4, keys(2)) is Outcome.STALE
+    assert seen_by("b", index).changes == (Change("a", 5, keys(1), b"", True),)
+
+
+def test_who_is_no_member_must_join() -> None:
+    index = index_of(A)
+    assert index.publish("b", 1, keys(1), b"") is Outcome.UNKNOWN
+    assert index.replace("b", 1, keys(1)) is Outcome.UNKNOWN
+    assert not index.renew("b", 1.0)
+
+
+def test_keys_of_different_lengths_do_not_mix() -> None:
+    with pytest.raises(ValueError, match="keys of 5 bytes among keys of 4 bytes"):
+        index_of(A).join(B, KEY_BYTES + 1, 0.0)
+
+
+def test_uneven_keys_are_refused_as_a_whole() -> None:
+    index = index_of(A)
+    with pytest.raises(ValueError, match="not a multiple"):
+        index.publish("a", 1, b"123", b"")
+    assert index.publish("a", 1, keys(1), b"") is Outcome.APPLIED
+
+
+def test_joining_again_keeps_holdings_and_moves_the_address() -> None:
+    index = index_of(A)
+    index.publish("a", 1, keys(1), b"")
+    index.join(Member("a", "10.0.0.9:1"), KEY_BYTES, 5.0)
+    assert seen_by("b", index).members == (Member("a", "10.0.0.9:1"),)
+    assert (index.holdings("a"), index.sequence("a")) == (1, 1)
+
+
+def test_a_lease_ends_unless_it_is_renewed() -> None:
+    index = index_of(A, B)
+    assert index.renew("a", 9.0)
+    assert index.expire(10.0) == ["b"]
+    assert index.expire(18.9) == []
+    assert index.expire(19.0) == ["a"]
+
+
+def test_a_forgiven_pause_extends_every_lease() -> None:
+    index = index_of(A)
+    index.forgive(30.0)
+    assert index.expire(39.9) == []
+    assert index.expire(40.0) == ["a"]
+
+
+def test_who_leaves_takes_its_keys_along() -> None:
+    index = index_of(A, B)
+    index.publish("a", 1, keys(1), b"")
+    index.leave("a")
+    update = seen_by("b", index)
+    assert (update.members, update.changes) == ((B,), (Change("b", 0, b"", b"", True),)[:0])
+    assert index.distinct_keys() == 0
+
+
+def test_a_watcher_is_told_even_if_somebody_left_and_joined_between_two_looks() -> None:
+    index = index_of(A, B)
+    index.publish("a", 1, keys(1), b"")
+    before = seen_by("b", index)
+    index.leave("a")
+    index.join(A, KEY_BYTES, 1.0)
+    mirror = Mirror("b")
+    mirror.apply(before)
+    mirror.apply(index.changes_since(before.epoch, before.revision, "b"))
+    assert mirror.holders(key(1)) == ()
+
+
+def test_a_watcher_gets_what_it_missed_and_only_that() -> None:
+    index = index_of(A, B)
+    index.publish("a", 1, keys(1), b"")
+    seen = seen_by("b", index)
+    index.publish("a", 2, keys(2), b"")
+    index.publish("b", 1, keys(9), b"")
+    index.publish("a", 3, b"", keys(1))
+    missed = index.changes_since(seen.epoch, seen.revision, "b")
+    assert not missed.snapshot
+    assert missed.changes == (
+        Change("a", 2, keys(2), b"", False),
+        Change("a", 3, b"", keys(1), False),
+    )
+
+
+def test_only_what_others_did_is_news() -> None:
+    index = index_of(A, B)
+    seen = seen_by("b", index)
+    index.publish("b", 1, keys(1), b"")
+    assert not index.has_news("b", seen.epoch, seen.revision)
+    assert index.has_news("a", seen.epoch, seen.revision)
+    index.publish("a", 1, keys(2), b"")
+    index.publish("b", 2, keys(3), b"")
+    assert index.has_news("b", seen.epoch, seen.revision)
+    assert not index.has_news("b", index.epoch, index.revision)
+
+
+def test_the_switch_is_news_to_everybody() -> None:
+    index = index_of(A)
+    seen = seen_by("a", index)
+    index.configure(Settings(1, False))
+    assert index.has_news("a", seen.epoch, seen.revision)
+    assert not index.changes_since(seen.epoch, seen.revision, "a").settings.enabled
+
+
+def test_a_watcher_that_is_too_far_behind_gets_a_snapshot() -> None:
+    index = index_of(A, B, log_bytes=2000)
+    seen = seen_by("b", index)
+    index.publish("a", 1, keys(1), b"")
+    late = index.changes_since(seen.epoch, seen.revision, "b")
+    for sequence in range(2, 12):
+        index.publish("a", sequence, keys(sequence), b"")
+    assert not late.snapshot
+    assert index.changes_since(seen.epoch, seen.revision, "b").snapshot
+    assert not index.changes_since(seen.epoch, index.revision - 1, "b").snapshot
+
+
+def test_the_log_is_bounded_in_bytes_even_by_one_large_publication() -> None:
+    index = index_of(A, B, log_bytes=2000)
+    seen = seen_by("b", index)
+    index.publish("a", 1, keys(*range(5000)), b"")
+    update = index.changes_since(seen.epoch, seen.revision, "b")
+    assert update.snapshot
+    assert len(update.changes[0].added) == 5000 * KEY_BYTES
+    assert index._log_size == 0
+
+
+def test_a_revision_of_another_index_yields_a_snapshot() -> None:
+    index = index_of(A, B)
+    index.publish("a", 1, keys(1), b"")
+    assert index.changes_since("another life", index.revision, "b").snapshot
+    assert index.changes_since(index.epoch, index.revision + 1, "b").snapshot
+    assert index.has_news("b", "another life", index.revision)
+
+
+def test_keys_beyond_the_bound_are_dropped_and_counted() -> None:
+    index = index_of(A, max_keys=3)
+    index.publish("a", 1, keys(1, 2), b"")
+    index.publish("a", 2, keys(2, 3, 4, 5), b"")
+    assert (index.holdings("a"), index.dropped) == (3, 2)
+    index.replace("a", 3, keys(1, 2, 3, 4, 5))
+    assert (index.holdings("a"), index.dropped) == (3, 4)
+    mirror = Mirror("b")
+    mirror.apply(seen_by("b", index))
+    assert len(mirror) == 3
+
+
+REPLICAS = ("a", "b", "c")
+WATCHERS = ("a", "b", "onlooker")
+UNIVERSE = [key(number) for number in range(8)]
+some_keys = st.sets(st.sampled_from(UNIVERSE), max_size=5)
+replica = st.sampled_from(REPLICAS)
+
+
+class Sharing(RuleBasedStateMachine):
+    """Replicas publish over a network that loses and repeats, and watchers look when they like.
+
+    Whatever happens, a watcher that looked knows exactly what the index knows, and the index knows
+    exactly what a replica holds whose last publication was not lost.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.index = Index(lease=10.0, log_bytes=1500)
+        self.held: dict[str, set[bytes]] = {name: set() for name in REPLICAS}
+        self.known: dict[str, set[bytes]] = {}
+        self.in_step: set[str] = set()
+        self.sequence = dict.fromkeys(REPLICAS, 0)
+        self.sent: list[tuple[str, int, bytes, bytes]] = []
+        self.mirrors = {name: Mirror(name) for name in WATCHERS}
+
+    def snapshot(self, name: str) -> None:
+        self.sequence[name] += 1
+        outcome = self.index.replace(name, self.sequence[name], pack(self.held[name]))
+        assert outcome is Outcome.APPLIED
+        self.known[name] = set(self.held[name])
+        self.in_step.add(name)
+
+    @rule(name=replica)
+    def joins(self, name: str) -> None:
+        self.index.join(Member(name, f"{name}:1"), KEY_BYTES, self.now)
+        self.known.setdefault(name, set())
+        self.snapshot(name)
+
+    @rule(name=replica, added=some_keys, removed=some_keys, lost=st.booleans())
+    def publishes(self, name: str, added: set[bytes], removed: set[bytes], lost: bool) -> None:
+        removed -= added
+        self.held[name] = self.held[name] - removed | added
+        self.sequence[name] += 1
+        batch = (name, self.sequence[name], pack(added), pack(removed))
+        self.sent.append(batch)
+        if lost:
+            self.in_step.discard(name)
+            return
+        outcome = self.index.publish(*batch)
+        if name not in self.known:
+            assert outcome is Outcome.UNKNOWN
+        elif name in self.in_step:
+            assert outcome is Outcome.APPLIED
+            self.known[name] = set(self.held[name])
+        else:
+            assert outcome is Outcome.GAP
+            self.snapshot(name)
+
+    @rule(data=st.data())
+    def an_old_batch_comes_again(self, data: st.DataObject) -> None:
+        if self.sent:
+            batch = data.draw(st.sampled_from(self.sent))
+            fresh = batch[0] in self.known and batch[1] > self.index.sequence(batch[0])
+            if not fresh:
+                assert self.index.publish(*batch) in (Outcome.STALE, Outcome.UNKNOWN)
+
+    @rule(name=replica)
+    def leaves(self, name: str) -> None:
+        self.index.leave(name)
+        self.known.pop(name, None)
+        self.in_step.discard(name)
+
+    @rule(seconds=st.sampled_from([1.0, 6.0]), alive=st.sets(replica))
+    def time_passes(self, seconds: float, alive: set[str]) -> None:
+        self.now += seconds
+        for name in alive:
+            assert self.index.renew(name, self.now) == (name in self.known)
+        for name in self.index.expire(self.now):
+            assert name not in alive
+            del self.known[name]
+            self.in_step.discard(name)
+
+    @rule(watcher=st.sampled_from(WATCHERS))
+    def looks(self, watcher: str) -> None:
+        mirror = self.mirrors[watcher]
+        mirror.apply(self.index.changes_since(mirror.epoch, mirror.revision, watcher))
+        others = {name: held for name, held in self.known.items() if name != watcher}
+        expected = {each: {name for name in others if each in others[name]} for each in UNIVERSE}
+        assert {each: set(mirror.holders(each)) for each in UNIVERSE} == expected
+        assert len(mirror) == sum(map(bool, expected.values()))
+        assert mirror.peers == set(others)
+
+    @rule(watcher=st.sampled_from(WATCHERS))
+    def forgets(self, watcher: str) -> None:
+        self.mirrors[watcher].clear()
+
+    @invariant()
+    def the_index_knows_what_it_was_told(self) -> None:
+        assert {name: self.index.holdings(name) for name in self.known} == {
+            name: len(held) for name, held in self.known.items()
+        }
+        assert len(self.index) == len(self.known)
+
+    @invariant()
+    def who_is_in_step_is_known_exactly(self) -> None:
+        for name in self.in_step:
+            assert self.known[name] == self.held[name]
+
+
+TestSharing = Sharing.TestCase
+TestSharing.settings = settings(
+    max_examples=60,
+    stateful_step_count=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)

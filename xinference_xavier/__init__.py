@@ -1,0 +1,21 @@
+"""Cross-replica prefix cache for vLLM models served by xinference."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from xinference_xavier.serving.extension import XavierExtension
+
+__version__ = "0.1.0"
+
+
+def extension() -> XavierExtension:
+    """Factory for ``XINFERENCE_EXTENSIONS=xinference_xavier:extension``.
+
+    The serving side is imported only here: replicas import this package too, and need none of
+    it.
+    """
+    from xinference_xavier.serving.extension import make_extension
+
+    return make_extension()

@@ -1,0 +1,99 @@
+"""vLLM's offloading connector, told what a spec cannot see.
+
+A spec gets no `VllmConfig`, from which the namespace follows, and a manager does not see how many of
+a request's tokens vLLM's own prefix cache served. The connector sees both; all else is vLLM's.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.request import Request
+
+from xinference_xavier.config import XavierConfig
+from xinference_xavier.engine import identity
+from xinference_xavier.engine.manager import XavierManager
+from xinference_xavier.engine.spec import IDENTITY, XAVIER, chunk_tokens_for
+from xinference_xavier.errors import ConfigError, XavierError
+from xinference_xavier.failure import report_failure
+
+
+class XavierConnector(OffloadingConnector):
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+        self._config = XavierConfig.from_dict(extra[XAVIER])
+        self._prefix_tokens: dict[str, int] = {}  # of requests that are not scheduled yet
+        with self._reporting():
+            nodes = vllm_config.parallel_config.nnodes
+            if nodes > 1:
+                raise ConfigError(
+                    "nnodes",
+                    nodes,
+                    "spreads one replica over several hosts, which sharing does not support",
+                    "use one host per replica, or launch without enable_xavier",
+                )
+            if role is KVConnectorRole.SCHEDULER:
+                block_tokens = [
+                    group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups
+                ]
+                chunk_tokens = chunk_tokens_for(self._config, block_tokens)
+                extra[IDENTITY] = {
+                    "key_bytes": identity.key_bytes(vllm_config),
+                    "namespace": identity.namespace(vllm_config, kv_cache_config, chunk_tokens),
+                }
+            super().__init__(vllm_config, role, kv_cache_config)
+
+    @contextmanager
+    def _reporting(self) -> Iterator[None]:
+        """Carry the cause of a failed start to whoever launches: vLLM itself only logs it."""
+        try:
+            yield
+        except XavierError as error:
+            report_failure(self._config, error)
+            raise
+
+    @property
+    def _manager(self) -> XavierManager:
+        manager = self.scheduler.manager
+        assert isinstance(manager, XavierManager)
+        return manager
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        with self._reporting():
+            super().register_kv_caches(kv_caches)
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        self._prefix_tokens[request.request_id] = num_computed_tokens
+        return super().get_num_new_matched_tokens(request, num_computed_tokens)
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+        # Called again, with nothing new, when an asynchronous load is over.
+        prefix = self._prefix_tokens.pop(request.request_id, None)
+        if prefix is not None:
+            self._manager.count_prompt(
+                request.request_id, request.num_prompt_tokens, prefix, num_external_tokens
+            )
+
+    def request_finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, object] | None]:
+        self._prefix_tokens.pop(request.request_id, None)
+        return super().request_finished(request, block_ids)
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, object] | None]:
+        self._prefix_tokens.pop(request.request_id, None)
+        return super().request_finished_all_groups(request, block_ids)

@@ -1,0 +1,167 @@
+"""Copies between the CPU platform's KV cache and the rows of the region.
+
+vLLM's own worker does this for CUDA and XPU on streams; the CPU platform has none. Here one thread
+copies job after job, in the order of their submission. Threading: vLLM's worker thread submits,
+polls and waits; the copying thread does the rest; a condition guards what they share.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from vllm.v1.kv_offload.base import (
+    BlockIDsLoadStoreSpec,
+    CanonicalKVCaches,
+    GPULoadStoreSpec,
+    LoadStoreSpec,
+    OffloadingWorker,
+    TransferResult,
+)
+
+from xinference_xavier.pool.region import Region
+
+
+class _Page(NamedTuple):
+    """One layer's part of a block: where it is in the KV cache and in a row (bytes)."""
+
+    cache: npt.NDArray[np.int8]  # (blocks, page bytes)
+    size: int
+    offset: int  # of the chunk's first block in the row
+    stride: int  # from one block of the chunk to the next
+
+
+class _Job(NamedTuple):
+    job_id: int
+    is_store: bool
+    blocks: GPULoadStoreSpec
+    slots: npt.NDArray[np.int32]
+
+
+class HostWorker(OffloadingWorker):
+    """`cell_offset` is where this worker's cell begins in each row, in bytes."""
+
+    def __init__(
+        self, kv_caches: CanonicalKVCaches, region: Region, blocks_per_chunk: int, cell_offset: int
+    ) -> None:
+        self._rows = region.array.view(np.int8)
+        self._blocks_per_chunk = blocks_per_chunk
+        self._groups = _lay_out(kv_caches, blocks_per_chunk, cell_offset)
+        self._changed = threading.Condition()
+        self._queue: deque[_Job] = deque()
+        self._unfinished: set[int] = set()
+        self._finished: list[TransferResult] = []
+        self._stopping = False
+        self._thread = threading.Thread(target=self._copy_jobs, name="xavier-copy", daemon=True)
+        self._thread.start()
+
+    def submit_store(
+        self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec
+    ) -> bool:
+        return self._submit(job_id, True, src_spec, dst_spec)
+
+    def submit_load(self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec) -> bool:
+        return self._submit(job_id, False, dst_spec, src_spec)
+
+    def _submit(
+        self, job_id: int, is_store: bool, blocks: GPULoadStoreSpec, rows: LoadStoreSpec
+    ) -> bool:
+        assert isinstance(rows, BlockIDsLoadStoreSpec)
+        with self._changed:
+            self._queue.append(_Job(job_id, is_store, blocks, rows.block_ids))
+            self._unfinished.add(job_id)
+            self._changed.notify_all()
+        return True
+
+    def get_finished(self) -> list[TransferResult]:
+        with self._changed:
+            finished, self._finished = self._finished, []
+        return finished
+
+    def wait(self, job_ids: set[int]) -> None:
+        """Block until these jobs are done: their blocks are about to be used for something else."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._unfinished.isdisjoint(job_ids) or not self._thread.is_alive()
+            )
+
+    def shutdown(self) -> None:
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+        self._thread.join()
+
+    def _copy_jobs(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: bool(self._queue) or self._stopping)
+                if not self._queue:
+                    return
+                job = self._queue.popleft()
+            began = time.perf_counter()
+            size = self._copy(job)
+            seconds = time.perf_counter() - began
+            with self._changed:
+                self._finished.append(TransferResult(job.job_id, True, size, seconds))
+                self._unfinished.discard(job.job_id)
+                self._changed.notify_all()
+
+    def _copy(self, job: _Job) -> int:
+        """Copy every page of the job; returns bytes."""
+        copied = 0
+        for group, block, slot, place in self._placements(job):
+            row = self._rows[slot]
+            for page in group:
+                start = page.offset + place * page.stride
+                in_row = row[start : start + page.size]
+                in_cache = page.cache[block, : page.size]
+                if job.is_store:
+                    in_row[:] = in_cache
+                else:
+                    in_cache[:] = in_row
+                copied += page.size
+        return copied
+
+    def _placements(self, job: _Job) -> Iterator[tuple[list[_Page], int, int, int]]:
+        """Each block of the job: its group's pages, its number, its row, its place in the chunk.
+
+        The first block of a group may begin inside a chunk, and the last chunk may be cut short.
+        """
+        blocks = job.blocks.block_ids.tolist()
+        slots = job.slots.tolist()
+        first_block = first_slot = 0
+        sizes_and_starts = zip(job.blocks.group_sizes, job.blocks.block_indices, strict=True)
+        for group, (size, start) in zip(self._groups, sizes_and_starts, strict=True):
+            if size == 0:
+                continue
+            skipped = start % self._blocks_per_chunk
+            for i in range(size):
+                chunk, place = divmod(skipped + i, self._blocks_per_chunk)
+                yield group, blocks[first_block + i], slots[first_slot + chunk], place
+            first_block += size
+            first_slot += chunk + 1
+
+
+def _lay_out(
+    kv_caches: CanonicalKVCaches, blocks_per_chunk: int, cell_offset: int
+) -> list[list[_Page]]:
+    """Per KV-cache group its pages; a cell holds tensor after tensor, each with its blocks."""
+    offsets = []
+    offset = cell_offset
+    for tensor in kv_caches.tensors:
+        offsets.append(offset)
+        offset += tensor.page_size_bytes * blocks_per_chunk
+    groups = []
+    for refs in kv_caches.group_data_refs:
+        pages = []
+        for ref in refs:
+            tensor = kv_caches.tensors[ref.tensor_idx]
+            cache = tensor.tensor.view(-1, tensor.page_size_bytes).numpy()
+            pages.append(
+                _Page(cache, ref.page_size_bytes, offsets[ref.tensor_idx], tensor.page_size_bytes)
+            )
+        groups.append(pages)
+    return groups

@@ -1,0 +1,58 @@
+"""What of a vLLM engine goes into its namespace."""
+
+from pathlib import Path
+
+import vllm
+from vllm.config import VllmConfig
+from vllm.platforms import current_platform
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.kv_cache_interface import KVCacheConfig
+
+from xinference_xavier.namespace import digest, weights_fingerprint
+
+_GROUP_INDEX_BYTES = 4  # what vLLM appends to a block hash to make an offload key
+
+
+def key_bytes(vllm_config: VllmConfig) -> int:
+    """Length of this engine's offload keys."""
+    hash_block = get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo)
+    return len(hash_block(b"")) + _GROUP_INDEX_BYTES
+
+
+def namespace(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, chunk_tokens: int) -> str:
+    """The digest under which this engine shares. Reads samples of the weights."""
+    model = vllm_config.model_config
+    cache = vllm_config.cache_config
+    parallel = vllm_config.parallel_config
+    architecture = model.hf_config.to_dict()
+    architecture.pop("_name_or_path", None)  # another folder on another host
+    groups = [
+        {"layers": group.layer_names, "spec": repr(group.kv_cache_spec)}
+        for group in kv_cache_config.kv_cache_groups
+    ]
+    return digest(
+        {
+            "format": 1,
+            "vllm": vllm.__version__,
+            "device": current_platform.device_type,
+            "architecture": architecture,
+            "overrides": model.hf_overrides,
+            "weights": weights_fingerprint(Path(model.model)),
+            "revision": model.revision,
+            "dtype": model.dtype,
+            "quantization": model.quantization,
+            "cache_dtype": cache.cache_dtype,
+            "layout": getattr(cache, "kv_cache_layout", None),  # since 0.31
+            "hash": cache.prefix_caching_hash_algo,
+            "block_tokens": cache.block_size,
+            "chunk_tokens": chunk_tokens,
+            "groups": groups,
+            "parallel": [
+                parallel.tensor_parallel_size,
+                parallel.pipeline_parallel_size,
+                parallel.decode_context_parallel_size,
+                parallel.world_size,
+            ],
+            "speculation": repr(vllm_config.speculative_config),
+        }
+    )

@@ -1,0 +1,336 @@
+"""Decides, for vLLM's scheduler, which chunks are at hand, and brings in those that peers hold.
+
+Threading: every method is called by the scheduler thread, works on dictionaries only and returns at
+once; what takes longer is handed to the replica's background thread. Only this thread evicts rows,
+and only in `on_schedule_end` and `prepare_store`: a HIT stays one until the end of its
+scheduling step.
+
+A request's way through `lookup`, one scheduling attempt ("pass") after the other:
+
+    first pass      HITs from the pool, then RETRY for each chunk that a peer holds, MISS at the end
+    on_schedule_end one fetch is begun for the chunks that got a RETRY
+    further passes  RETRY while the fetch is under way and the request has time left
+    then            HIT for what arrived, MISS for the rest; once more if all of it arrived
+"""
+
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+from vllm.v1.kv_offload.base import (
+    LoadStoreSpec,
+    LookupResult,
+    OffloadingManager,
+    OffloadKey,
+    PrepareStoreOutput,
+    ReqContext,
+    RequestOffloadingContext,
+    ScheduleEndContext,
+)
+from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
+
+from xinference_xavier.engine.metrics import HitReporter, Hits
+from xinference_xavier.pool.pool import Pool, Row
+from xinference_xavier.replica import Replica
+from xinference_xavier.transfer.fetch import Fetch, FetchState
+
+_GROUP = slice(-4, None)  # the part of an offload key that numbers its KV-cache group
+
+
+class _Request:
+    """What is on about one request."""
+
+    __slots__ = ("deadline", "fetch", "fetched", "first", "given_up", "wanted")
+
+    def __init__(self) -> None:
+        self.wanted: list[bytes] = []  # this pass's RETRYs, to be fetched
+        self.fetch: Fetch | None = None
+        self.first: set[bytes] = set()  # the fetch's first chunk of each group
+        self.deadline: float | None = None  # of all its waiting together
+        self.given_up = False
+        self.fetched: set[bytes] = set()  # came from a peer for this request
+
+    def conclude(self) -> None:
+        """The fetch is over for us: what it brought are HITs, what it did not are MISSes."""
+        if self.fetch is not None:
+            self.fetched.update(row.key for row in self.fetch.committed)
+            self.given_up = self.fetch.state is not FetchState.COMMITTED
+            self.fetch = None
+
+
+class XavierManager(OffloadingManager):
+    def __init__(
+        self,
+        pool: Pool,
+        *,
+        chunk_tokens: int,
+        min_fetch_tokens: int,
+        fetch_timeout: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._pool = pool
+        self._chunk_tokens = chunk_tokens
+        self._min_fetch_chunks = max(1, -(-min_fetch_tokens // chunk_tokens))
+        self._fetch_timeout = fetch_timeout
+        self._clock = clock
+        self._replica: Replica
+        self._requests: dict[str, _Request] = {}
+        self._gathered: dict[str, _Request] = {}  # got a RETRY in this step, fetch to be begun
+        self._fetches: dict[Fetch, set[str]] = {}  # live ones and the requests that wait for them
+        self._fetching: dict[bytes, Fetch] = {}  # by chunk
+        self._storing: dict[bytes, Row] = {}
+        self._loading: dict[str, list[Row]] = {}  # by request; pinned for a worker's load
+        self._stale_stores: list[Row] = []  # of before the last reset: their jobs may still write
+        self._stale_loads: list[Row] = []  # likewise, may still read
+        self._hits = Hits()
+        self._reporter = HitReporter(self._hits)
+        self._finished_requests = 0
+
+    def attach(self, replica: Replica) -> None:
+        """The replica that fetches and shares for this engine; before anything else."""
+        self._replica = replica
+
+    def stats(self) -> dict[str, Any]:
+        """Called by the replica's background thread."""
+        return {"hits": asdict(self._hits), "requests": self._finished_requests}
+
+    # -- looking up ---------------------------------------------------------------------------
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        self._requests[req_context.req_id] = _Request()
+        return RequestOffloadingContext()
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        if self._pool.lookup(key) is not None:
+            return LookupResult.HIT
+        request = self._requests[req_context.req_id]
+        fetch = request.fetch
+        if fetch is not None:
+            if self._is_pending(request, fetch):
+                # One RETRY per group defers the request; MISS for the rest ends the scan early.
+                return LookupResult.RETRY if key in request.first else LookupResult.MISS
+            request.conclude()
+        if request.given_up or not self._is_elsewhere(key, request, req_context):
+            return LookupResult.MISS
+        request.wanted.append(key)
+        self._gathered[req_context.req_id] = request
+        return LookupResult.RETRY
+
+    def _is_pending(self, request: _Request, fetch: Fetch) -> bool:
+        assert request.deadline is not None
+        return fetch.state is FetchState.PENDING and self._clock() < request.deadline
+
+    def _is_elsewhere(self, key: bytes, request: _Request, context: ReqContext) -> bool:
+        if key in self._fetching:
+            return True
+        if not self._replica.sharing:
+            return False
+        holders = self._replica.mirror.holders(key)
+        if not holders or self._pool.holds(key):
+            return False
+        return bool(request.wanted) or self._is_worth_fetching(key, holders, context)
+
+    def _is_worth_fetching(
+        self, key: bytes, holders: tuple[str, ...], context: ReqContext
+    ) -> bool:
+        """Whether a peer holds enough chunks from `key` on.
+
+        A RETRY can cost the request a whole step of the engine, so this is asked before. Peers hold
+        whole prefixes: who has the last of enough chunks has those before it.
+        """
+        group = [other for other in known_keys(context) if other[_GROUP] == key[_GROUP]]
+        if not group:  # an older vLLM, which tells no keys in advance
+            return True
+        last = group.index(key) + self._min_fetch_chunks - 1
+        if last >= len(group):
+            return False
+        return not set(holders).isdisjoint(self._replica.mirror.holders(group[last]))
+
+    # -- fetching -----------------------------------------------------------------------------
+
+    def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        for req_id, request in self._gathered.items():
+            self._begin_fetch(req_id, request)
+            request.wanted = []
+        self._gathered.clear()
+        if self._fetches:
+            self._settle_fetches()
+
+    def _begin_fetch(self, req_id: str, request: _Request) -> None:
+        if request.deadline is None:
+            request.deadline = self._clock() + self._fetch_timeout
+        fetch = self._fetching.get(request.wanted[0]) or self._new_fetch(request)
+        if fetch is None:
+            request.given_up = True
+            return
+        request.fetch = fetch
+        request.first = _first_of_each_group(request.wanted)
+        self._fetches.setdefault(fetch, set()).add(req_id)
+
+    def _new_fetch(self, request: _Request) -> Fetch | None:
+        assert request.deadline is not None
+        donor, keys = self._choose_donor(request.wanted)
+        if len(keys) < self._min_fetch_chunks or self._clock() >= request.deadline:
+            return None
+        rows, evicted = self._pool.reserve(keys, keep=frozenset(request.wanted))
+        self._replica.evicted(evicted)
+        if not rows:
+            return None
+        fetch = self._replica.fetch(donor, rows, request.deadline)
+        if fetch is not None:
+            self._fetching.update((row.key, fetch) for row in rows)
+        return fetch
+
+    def _choose_donor(self, keys: Sequence[bytes]) -> tuple[str, list[bytes]]:
+        """The peer that holds the longest run from the first key on, and that run."""
+        holders = self._replica.mirror.holders
+        best: tuple[str, list[bytes]] = ("", [])
+        for donor in holders(keys[0]):
+            run = []
+            for key in keys:
+                if donor not in holders(key):
+                    break
+                run.append(key)
+            if len(run) > len(best[1]):
+                best = (donor, run)
+        return best
+
+    def _settle_fetches(self) -> None:
+        """Take note of ended fetches; let go of their rows when nobody waits for them any more."""
+        now = self._clock()
+        for fetch, waiting in list(self._fetches.items()):
+            if fetch.state is FetchState.PENDING:
+                continue
+            for row in fetch.rows:
+                self._fetching.pop(row.key, None)
+            # A waiting request comes for its rows at once, unless it finds no room: not for ever.
+            if not waiting or now > fetch.deadline + self._fetch_timeout:
+                self._pool.unpin(fetch.committed)
+                del self._fetches[fetch]
+
+    def _stop_waiting(self, req_id: str) -> None:
+        for waiting in self._fetches.values():
+            waiting.discard(req_id)
+
+    def has_pending_work(self) -> bool:
+        return bool(self._fetches)
+
+    # -- loading ------------------------------------------------------------------------------
+
+    def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
+        rows = self._pool.pin(keys)
+        # Each key was a HIT in this step and nothing was evicted since; loading anything else
+        # instead would be a wrong token, which is worse than a dead engine.
+        assert len(rows) == len(keys), "a chunk was lost between its lookup and its load"
+        self._loading[req_context.req_id] = rows
+        return CPULoadStoreSpec([row.slot for row in rows])
+
+    def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        self._free_stale()
+        self._pool.unpin(self._loading.pop(req_context.req_id))
+
+    # -- storing ------------------------------------------------------------------------------
+
+    def prepare_store(
+        self, keys: Collection[OffloadKey], req_context: ReqContext
+    ) -> PrepareStoreOutput | None:
+        prefix = known_keys(req_context) or keys
+        self._pool.touch(reversed(list(prefix)))
+        rows, evicted = self._pool.reserve(keys, keep=frozenset(prefix))
+        self._replica.evicted(evicted)
+        self._storing.update((row.key, row) for row in rows)
+        return PrepareStoreOutput(
+            keys_to_store=[OffloadKey(row.key) for row in rows],
+            store_spec=CPULoadStoreSpec([row.slot for row in rows]),
+            evicted_keys=[OffloadKey(key) for key in evicted],
+        )
+
+    def complete_store(
+        self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True
+    ) -> None:
+        self._free_stale()
+        rows = [self._storing.pop(key) for key in keys]
+        if success:
+            self._replica.stored([row for row in rows if self._pool.commit(row)])
+        else:
+            for row in rows:
+                self._pool.abort(row)
+
+    # -- the rest -----------------------------------------------------------------------------
+
+    def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        """Called by vLLM up to 0.30 only."""
+        self._pool.touch(reversed(list(keys)))
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        self._finished_requests += 1
+        self._stop_waiting(req_context.req_id)
+        self._gathered.pop(req_context.req_id, None)
+        # vLLM does not say which chunks its own prefix cache served, and those are in use as well.
+        # From the tail on, so that a prefix is evicted from its end.
+        self._pool.touch(reversed(known_keys(req_context)))
+        del self._requests[req_context.req_id]
+
+    def reset_cache(self) -> None:
+        """vLLM has forgotten all blocks and will not report what is under way now."""
+        self._stale_stores += self._storing.values()
+        self._storing.clear()
+        for rows in self._loading.values():
+            self._stale_loads += rows
+        self._loading.clear()
+        for request in self._requests.values():
+            request.given_up = request.given_up or request.fetch is not None
+            request.fetch = None
+            request.wanted = []
+        self._gathered.clear()
+        self._fetching.clear()
+        for waiting in self._fetches.values():
+            waiting.clear()
+        self._replica.reset()
+
+    def _free_stale(self) -> None:
+        """A job that began after the last reset has ended, so those from before have too."""
+        for row in self._stale_stores:
+            self._pool.abort(row)
+        self._pool.unpin(self._stale_loads)
+        self._stale_stores, self._stale_loads = [], []
+
+    def get_stats(self) -> OffloadingConnectorStats | None:
+        return self._reporter.delta()
+
+    def count_prompt(self, req_id: str, prompt: int, own_prefix: int, loaded: int) -> None:
+        """A request was scheduled: its tokens, those in vLLM's own cache, those we bring."""
+        request = self._requests[req_id]
+        request.conclude()
+        fetched = sum(row.key in request.fetched for row in self._loading.get(req_id, ()))
+        peers = min(loaded, fetched * self._chunk_tokens)
+        self._hits.own_prefix_cache += own_prefix
+        self._hits.own_pool += loaded - peers
+        self._hits.peers += peers
+        self._hits.computed += max(0, prompt - own_prefix - loaded)
+        self._stop_waiting(req_id)
+
+    def came_from_peer(self, key: bytes, req_id: str) -> bool:
+        request = self._requests.get(req_id)
+        return request is not None and key in request.fetched
+
+    def shutdown(self) -> None:
+        self._replica.stop()
+
+
+def known_keys(context: ReqContext) -> list[bytes]:
+    """All chunk keys of a request, in order, group after group.
+
+    vLLM records them from 0.31 on, before the first lookup, but offers no way to list them.
+    """
+    positions: dict[bytes, int] = getattr(context, "_offload_key_positions", {})
+    return list(positions)
+
+
+def _first_of_each_group(keys: Iterable[bytes]) -> set[bytes]:
+    first: dict[bytes, bytes] = {}
+    for key in keys:
+        first.setdefault(key[_GROUP], key)
+    return set(first.values())

@@ -1,0 +1,177 @@
+"""How vLLM's offloading connector is made to use our pool: the region's layout, and who makes what.
+
+One object each in the scheduler's process and in every worker, all of the same configuration, so
+that all come to the same layout. Life cycle: the first worker creates the region when it gets its
+KV cache; the other workers, and the scheduler's side after warm-up, receive it.
+
+A row is `[worker 0's cell | worker 1's cell | … | padding to a page]`; a cell holds the chunk's pages,
+tensor after tensor. Importing this module has no side effects: vLLM does so in its API process too.
+"""
+
+import logging
+import math
+import threading
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+from vllm.platforms import current_platform
+from vllm.v1.kv_offload.base import (
+    CanonicalKVCaches,
+    OffloadingManager,
+    OffloadingMetricMetadata,
+    OffloadingSpec,
+    OffloadingWorker,
+)
+from vllm.v1.kv_offload.config import OffloadingConfig
+from vllm.v1.kv_offload.cpu.gpu_worker import CPUOffloadingWorker
+
+from xinference_xavier.config import XavierConfig
+from xinference_xavier.engine import metrics
+from xinference_xavier.engine.device_region import DeviceRegion
+from xinference_xavier.engine.host_worker import HostWorker
+from xinference_xavier.engine.manager import XavierManager
+from xinference_xavier.errors import ConfigError, RegionError
+from xinference_xavier.host_memory import free_memory_bytes
+from xinference_xavier.pool.pool import Pool
+from xinference_xavier.pool.region import ROW_ALIGNMENT, Region, RegionServer, receive_region
+from xinference_xavier.replica import Replica
+
+logger = logging.getLogger(__name__)
+
+XAVIER, IDENTITY = "xavier", "xavier_identity"  # our entries in the connector's extra config
+DEFAULT_CHUNK_TOKENS = 128
+MIN_ROWS = 16
+_REGION_TIMEOUT = 60.0  # seconds for the first worker to get as far as the others
+_POPULATE_AT_ONCE = 1 << 30  # bytes; more is touched in the background
+
+
+def chunk_tokens_for(config: XavierConfig, block_tokens: Iterable[int]) -> int:
+    """Tokens per chunk: what was asked for, or the default rounded up to whole blocks.
+
+    Raises:
+        ConfigError: what was asked for is not a multiple of every block size.
+    """
+    block = math.lcm(*block_tokens)
+    asked = config.chunk_tokens
+    if asked is None:
+        return -(-DEFAULT_CHUNK_TOKENS // block) * block
+    if asked % block:
+        raise ConfigError(
+            "xavier_chunk_tokens",
+            asked,
+            f"is not a multiple of the model's block size, {block} tokens",
+            f"use {-(-asked // block) * block}",
+        )
+    return asked
+
+
+class XavierSpec(OffloadingSpec):
+    @classmethod
+    def build_metric_definitions(
+        cls, extra_config: dict[str, Any]
+    ) -> dict[str, OffloadingMetricMetadata]:
+        return metrics.definitions()
+
+    def __init__(self, config: OffloadingConfig) -> None:
+        self._xavier = XavierConfig.from_dict(config.extra_config[XAVIER])
+        blocks = [group.tokens_per_block for group in config.groups]
+        self._chunk_tokens = chunk_tokens_for(self._xavier, blocks)
+        blocks_per_chunk = self._chunk_tokens // max(blocks)
+        super().__init__(
+            replace(config, cache=replace(config.cache, blocks_per_chunk=blocks_per_chunk))
+        )
+        self.replicated_layout = config.replicated_layout and current_platform.is_cuda_alike()
+        self._cell_bytes = config.worker_kv_bytes_per_block * blocks_per_chunk
+        cells = 1 if self.replicated_layout else config.parallel.world_size
+        self._row_bytes = -(-self._cell_bytes * cells // ROW_ALIGNMENT) * ROW_ALIGNMENT
+        self._rows = self._count_rows()
+        self._region_server: RegionServer | None = None
+        self._worker: OffloadingWorker | None = None
+        self._manager: XavierManager | None = None
+
+    def _count_rows(self) -> int:
+        pool_bytes = self._xavier.pool_bytes
+        assert pool_bytes is not None, "the worker that launches a replica decides on its pool"
+        rows = pool_bytes // self._row_bytes
+        if rows < MIN_ROWS:
+            raise ConfigError(
+                "xavier_pool_bytes",
+                pool_bytes,
+                f"holds {rows} chunks of {self._row_bytes} bytes, fewer than {MIN_ROWS}",
+                f"use at least {MIN_ROWS * self._row_bytes}",
+            )
+        return rows
+
+    # -- a worker's side ----------------------------------------------------------------------
+
+    def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
+        if self._worker is None:
+            rank = 0 if self.replicated_layout else self.config.parallel.rank
+            region = self._create_region() if self.config.parallel.rank == 0 else self._receive()
+            if current_platform.is_cpu():
+                self._worker = HostWorker(
+                    kv_caches, region, self.blocks_per_chunk, rank * self._cell_bytes
+                )
+            else:
+                self._worker = CPUOffloadingWorker(
+                    kv_caches=kv_caches,
+                    blocks_per_chunk=self.blocks_per_chunk,
+                    num_cpu_chunks=self._rows,
+                    mmap_region=DeviceRegion(region, rank, self._cell_bytes),
+                )
+        return self._worker
+
+    def _create_region(self) -> Region:
+        size = self._rows * self._row_bytes
+        free = free_memory_bytes()
+        if size > free:
+            raise ConfigError(
+                "xavier_pool_bytes",
+                self._xavier.pool_bytes or size,
+                f"is more than the {free} bytes of memory that are free here",
+                "use less, or leave it out for a tenth of what is free",
+            )
+        region = Region.create(self._rows, self._row_bytes)
+        self._region_server = RegionServer(region, self.config.engine_id)
+        if size <= _POPULATE_AT_ONCE:
+            region.populate()
+        else:
+            threading.Thread(target=region.populate, name="xavier-populate", daemon=True).start()
+        logger.info("pool of %d chunks of %d bytes", self._rows, self._row_bytes)
+        return region
+
+    def _receive(self) -> Region:
+        region = receive_region(self.config.engine_id, _REGION_TIMEOUT)
+        if (region.rows, region.row_bytes) != (self._rows, self._row_bytes):
+            raise RegionError(
+                f"the first worker made {region.rows} rows of {region.row_bytes} bytes, this "
+                f"process expects {self._rows} of {self._row_bytes}"
+            )
+        return region
+
+    # -- the scheduler's side -----------------------------------------------------------------
+
+    def get_manager(self) -> OffloadingManager:
+        if self._manager is None:
+            identity = self.extra_config[IDENTITY]
+            region = self._receive()
+            pool = Pool(self._rows)
+            self._manager = XavierManager(
+                pool,
+                chunk_tokens=self._chunk_tokens,
+                min_fetch_tokens=self._xavier.min_fetch_tokens,
+                fetch_timeout=self._xavier.fetch_timeout,
+            )
+            replica = Replica(
+                self._xavier,
+                incarnation=self.config.engine_id,
+                namespace=identity["namespace"],
+                key_bytes=identity["key_bytes"],
+                region=region,
+                pool=pool,
+                engine_stats=self._manager.stats,
+            )
+            self._manager.attach(replica)
+            replica.start()
+        return self._manager

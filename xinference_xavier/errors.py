@@ -1,0 +1,58 @@
+"""The package's own errors.
+
+All of them cross process borders: xoscar pickles what an actor raises, and xinference turns the
+text into a REST answer. So each survives a pickle round trip and says everything in ``str()``.
+"""
+
+from __future__ import annotations
+
+
+class XavierError(Exception):
+    """Base of every error this package raises on purpose."""
+
+
+class ConfigError(XavierError, ValueError):
+    """An option was refused: which, what it was, why, and what to do instead.
+
+    A ``ValueError`` as well, because xinference answers those with status 400.
+    """
+
+    def __init__(self, option: str, value: object, reason: str, remedy: str) -> None:
+        self.option = option
+        # Anything beyond plain data may not survive the pickling.
+        plain = value is None or isinstance(value, (str, int, float, bool))
+        self.value = value if plain else repr(value)
+        self.reason = reason
+        self.remedy = remedy
+        super().__init__(f"{option}={self.value!r} {reason}; {remedy}")
+
+    def __reduce__(self) -> tuple[type[ConfigError], tuple[str, object, str, str]]:
+        return type(self), (self.option, self.value, self.reason, self.remedy)
+
+
+class NotFoundError(XavierError, LookupError):
+    """No model of that uid shares its cache here."""
+
+    def __init__(self, model_uid: str, reason: str) -> None:
+        self.model_uid = model_uid
+        self.reason = reason
+        super().__init__(f"model {model_uid!r} {reason}")
+
+    def __reduce__(self) -> tuple[type[NotFoundError], tuple[str, str]]:
+        return type(self), (self.model_uid, self.reason)
+
+
+class RegionError(XavierError):
+    """A pool's memory could not be made, offered or mapped."""
+
+
+class TransportError(XavierError):
+    """A transport cannot work on this machine as configured."""
+
+
+class LinkError(XavierError):
+    """A link to a peer failed, was refused, or moved nothing until its deadline."""
+
+
+class GrantRefused(XavierError):
+    """A donor did not grant rows; the text is the reason, as counted."""

@@ -1,0 +1,165 @@
+"""What a user may write for each launch option, and the values it becomes.
+
+Options arrive from Python, JSON and the command line, so numbers may be text. Every parser takes
+the option's name and the raw value, and raises ConfigError with value, reason and remedy.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+from xinference_xavier.addresses import is_wildcard
+from xinference_xavier.errors import ConfigError
+
+TRANSPORTS = ("auto", "gloo")
+DEFAULT_FETCH_TIMEOUT = 5.0
+DEFAULT_MIN_FETCH_TOKENS = 256
+
+_LOWEST_PORT, _HIGHEST_PORT = 1024, 65535
+_UNITS = {
+    "": 1,
+    "b": 1,
+    **{f"{letter}ib": 1 << 10 * power for power, letter in enumerate("kmgt", start=1)},
+    **{f"{letter}b": 1000**power for power, letter in enumerate("kmgt", start=1)},
+}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)", re.ASCII)
+_TRUE = frozenset({"true", "1", "yes", "on"})
+_FALSE = frozenset({"false", "0", "no", "off"})
+
+
+def parse_bool(option: str, value: object) -> bool:
+    if isinstance(value, bool):
+        return value
+    if value is None:
+        return False
+    text = str(value).strip().lower() if isinstance(value, (str, int)) else ""
+    if text in _TRUE:
+        return True
+    if text in _FALSE:
+        return False
+    raise ConfigError(option, value, "is neither true nor false", "use true or false")
+
+
+def _parse_size(option: str, value: object) -> int:
+    remedy = "use a positive number of bytes or a size like 4GiB or 512MiB"
+    if isinstance(value, int) and not isinstance(value, bool):
+        size = value
+    else:
+        match = _SIZE.fullmatch(value.strip().lower()) if isinstance(value, str) else None
+        if match is None or match[2] not in _UNITS:
+            raise ConfigError(option, value, "is not a size", remedy)
+        whole, _, fraction = match[1].partition(".")
+        # Whole numbers only: a float cannot hold every byte count.
+        unit = _UNITS[match[2]]
+        size = int(whole) * unit + int(fraction or 0) * unit // 10 ** len(fraction)
+    if size <= 0:
+        raise ConfigError(option, value, "is not positive", remedy)
+    return size
+
+
+def _parse_int(option: str, value: object, remedy: str) -> int:
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    if isinstance(value, str) and re.fullmatch(r"[+-]?\d+", value.strip(), re.ASCII):
+        return int(value)
+    raise ConfigError(option, value, "is not a whole number", remedy)
+
+
+def _parse_chunk_tokens(option: str, value: object) -> int:
+    remedy = "use a positive multiple of the model's block size, such as 128"
+    tokens = _parse_int(option, value, remedy)
+    if tokens <= 0:
+        raise ConfigError(option, value, "is not positive", remedy)
+    return tokens
+
+
+def _parse_min_fetch_tokens(option: str, value: object) -> int:
+    remedy = "use a number of tokens, 0 or more"
+    tokens = _parse_int(option, value, remedy)
+    if tokens < 0:
+        raise ConfigError(option, value, "is negative", remedy)
+    return tokens
+
+
+def _parse_transport(option: str, value: object) -> str:
+    name = value.strip().lower() if isinstance(value, str) else None
+    if name not in TRANSPORTS:
+        raise ConfigError(
+            option, value, "is not a known transport", f"use one of {', '.join(TRANSPORTS)}"
+        )
+    return name
+
+
+def _parse_host(option: str, value: object) -> str:
+    host = value.strip().removeprefix("[").removesuffix("]") if isinstance(value, str) else ""
+    if not re.fullmatch(r"[\w.:%-]+", host, re.ASCII):
+        raise ConfigError(
+            option, value, "is not a host", "use a host name or an IP address without a port"
+        )
+    if is_wildcard(host):
+        raise ConfigError(
+            option, value, "is no address a peer can reach", "leave it out: replicas find their own"
+        )
+    if host.count(":") == 1:
+        raise ConfigError(
+            option,
+            value,
+            "carries a port",
+            "give the host alone and the ports in xavier_port_range",
+        )
+    return host
+
+
+def _parse_port_range(option: str, value: object) -> tuple[int, int]:
+    remedy = (
+        f"use LOW-HIGH within {_LOWEST_PORT}-{_HIGHEST_PORT}, such as 30000-30100, "
+        "with at least two ports for every replica of a host"
+    )
+    if isinstance(value, str):
+        match = re.fullmatch(r"(\d+)\s*-\s*(\d+)", value.strip(), re.ASCII)
+        ports = [int(match[1]), int(match[2])] if match else []
+    elif isinstance(value, (list, tuple)):
+        ports = [port for port in value if type(port) is int]
+        if len(ports) != len(value):
+            ports = []
+    else:
+        ports = []
+    if len(ports) != 2:
+        raise ConfigError(option, value, "is not a range of ports", remedy)
+    low, high = ports
+    if low > high:
+        raise ConfigError(option, value, "ends below its start", remedy)
+    if low < _LOWEST_PORT or high > _HIGHEST_PORT:
+        raise ConfigError(option, value, "leaves the ports a user may take", remedy)
+    if low == high:
+        raise ConfigError(
+            option, value, "has one port, but a replica's engine and transfer need one each", remedy
+        )
+    return low, high
+
+
+def _parse_fetch_timeout(option: str, value: object) -> float:
+    remedy = f"use seconds above 0, such as {DEFAULT_FETCH_TIMEOUT:g}"
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        raise ConfigError(option, value, "is not a number", remedy)
+    try:
+        seconds = float(value)
+    except (ValueError, OverflowError):
+        raise ConfigError(option, value, "is not a number", remedy) from None
+    if not math.isfinite(seconds) or seconds <= 0:
+        raise ConfigError(option, value, "is not a positive, finite time", remedy)
+    return seconds
+
+
+PARSERS: dict[str, Callable[[str, object], Any]] = {
+    "xavier_pool_bytes": _parse_size,
+    "xavier_chunk_tokens": _parse_chunk_tokens,
+    "xavier_transport": _parse_transport,
+    "xavier_host": _parse_host,
+    "xavier_port_range": _parse_port_range,
+    "xavier_fetch_timeout": _parse_fetch_timeout,
+    "xavier_min_fetch_tokens": _parse_min_fetch_tokens,
+}

@@ -1,0 +1,259 @@
+"""The book of one replica's rows: which slot holds which chunk, and who may touch it.
+
+Every slot is in one of four states; `Pool` alone moves it between them:
+
+    FREE → FILLING         reserve: somebody will write the row (a worker's store, a fetch)
+    FILLING → READY        commit: the bytes are whole; lookups hit
+    FILLING → FREE         abort: never existed, and nobody can write it any more
+    FILLING → QUARANTINED  quarantine, or reset: never existed, but may still be written
+    READY → FREE           eviction of the least recently used, never of a pinned one
+    READY → QUARANTINED    reset while the row is pinned
+    QUARANTINED → FREE     abort by its writer, or the last unpin by its readers
+
+Pure bookkeeping: no I/O, no clock. Every operation is O(1) per row. Threading: the scheduler thread
+reserves and evicts, the background thread pins, commits and aborts; a lock held for a few
+dictionary operations keeps them apart. `lookup` takes no lock.
+"""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Collection, Iterable
+from enum import Enum, auto
+from typing import NamedTuple
+
+
+class RowState(Enum):
+    FREE = auto()
+    FILLING = auto()
+    READY = auto()
+    QUARANTINED = auto()
+
+
+class Row:
+    """One chunk's stay in a slot. A new stay is a new object, so a stale handle harms nobody."""
+
+    __slots__ = ("key", "slot", "state", "pins", "checksum")
+
+    def __init__(self, key: bytes, slot: int) -> None:
+        self.key = key
+        self.slot = slot
+        self.state = RowState.FILLING
+        self.pins = 0
+        self.checksum: int | None = None  # None: not computed yet, so not shared yet
+
+    def __repr__(self) -> str:
+        return f"Row(slot={self.slot}, {self.state.name}, pins={self.pins})"
+
+
+class Reservation(NamedTuple):
+    rows: list[Row]  # one per key that got a slot, in order
+    evicted: list[bytes]  # keys that had to go for them
+
+
+class PoolCounts(NamedTuple):
+    rows: int
+    ready: int
+    filling: int
+    pinned: int
+    quarantined: int
+
+
+class Pool:
+    """`slots` rows; keys are vLLM's offload keys."""
+
+    def __init__(self, slots: int) -> None:
+        self.slots = slots
+        self._lock = threading.Lock()
+        self._free = list(range(slots - 1, -1, -1))
+        self._held: dict[bytes, Row] = {}  # FILLING and READY
+        self._idle: OrderedDict[bytes, Row] = OrderedDict()  # READY and unpinned, oldest first
+        self._pinned = 0
+        self._ready = 0
+        self._quarantined = 0
+
+    # -- looking ---------------------------------------------------------------------------
+
+    def lookup(self, key: bytes) -> Row | None:
+        """The READY row of `key`. Stays valid while only the calling thread evicts."""
+        row = self._held.get(key)
+        return row if row is not None and row.state is RowState.READY else None
+
+    def holds(self, key: bytes) -> bool:
+        """Whether `key` is READY or on its way."""
+        return key in self._held
+
+    def shared_keys(self) -> list[bytes]:
+        """Keys of all rows that peers may ask for: READY, with a checksum."""
+        with self._lock:
+            return [
+                row.key
+                for row in self._held.values()
+                if row.state is RowState.READY and row.checksum is not None
+            ]
+
+    def counts(self) -> PoolCounts:
+        with self._lock:
+            return PoolCounts(
+                rows=self.slots,
+                ready=self._ready,
+                filling=len(self._held) - self._ready,
+                pinned=self._pinned,
+                quarantined=self._quarantined,
+            )
+
+    # -- writing a row ---------------------------------------------------------------------
+
+    def reserve(self, keys: Iterable[bytes], keep: Collection[bytes] = frozenset()) -> Reservation:
+        """Take slots for those of `keys` that are not held, evicting the least recently used.
+
+        Stops at the first key that finds no slot: what does not fit is dropped from the tail, as a
+        chunk is useless without those before it. For the same reason nothing in `keep` (the other
+        chunks of the same prefix) is evicted.
+        """
+        rows: list[Row] = []
+        evicted: list[bytes] = []
+        with self._lock:
+            for key in keys:
+                if key in self._held:
+                    continue
+                slot = self._take_slot(keep, evicted)
+                if slot is None:
+                    break
+                row = self._held[key] = Row(key, slot)
+                rows.append(row)
+        return Reservation(rows, evicted)
+
+    def _take_slot(self, keep: Collection[bytes], evicted: list[bytes]) -> int | None:
+        if self._free:
+            return self._free.pop()
+        victim = next(iter(self._idle.values()), None)
+        if victim is None or victim.key in keep:
+            return None
+        del self._idle[victim.key]
+        del self._held[victim.key]
+        victim.state = RowState.FREE
+        self._ready -= 1
+        evicted.append(victim.key)
+        return victim.slot
+
+    def commit(self, row: Row, checksum: int | None = None, pins: int = 0) -> bool:
+        """The row's bytes are whole. False if it was taken away meanwhile (a reset)."""
+        with self._lock:
+            if row.state is not RowState.FILLING:
+                return False
+            row.state = RowState.READY
+            row.checksum = checksum
+            self._ready += 1
+            if pins:
+                row.pins = pins
+                self._pinned += 1
+            else:
+                self._idle[row.key] = row
+            return True
+
+    def quarantine(self, row: Row) -> None:
+        """The row's bytes will not count, but somebody may still write the slot."""
+        with self._lock:
+            if row.state is RowState.FILLING:
+                del self._held[row.key]
+                row.state = RowState.QUARANTINED
+                self._quarantined += 1
+
+    def abort(self, row: Row) -> None:
+        """The row's bytes will not count, and nobody can write the slot any more."""
+        with self._lock:
+            if row.state is RowState.FILLING:
+                del self._held[row.key]
+                self._free_slot(row)
+            elif row.state is RowState.QUARANTINED and row.pins == 0:
+                self._quarantined -= 1
+                self._free_slot(row)
+
+    def _free_slot(self, row: Row) -> None:
+        row.state = RowState.FREE
+        self._free.append(row.slot)
+
+    def set_checksum(self, row: Row, checksum: int) -> bool:
+        """The row may be shared from now on. False if it is gone already."""
+        with self._lock:
+            if row.state is not RowState.READY:
+                return False
+            row.checksum = checksum
+            return True
+
+    # -- reading a row ---------------------------------------------------------------------
+
+    def pin(self, keys: Iterable[bytes]) -> list[Row]:
+        """Pin the leading run of `keys` that is READY; a pinned row is not evicted."""
+        return self._pin_run(keys, need_checksum=False)
+
+    def pin_shared(self, keys: Iterable[bytes]) -> list[Row]:
+        """Like `pin`, but only rows whose checksum is known."""
+        return self._pin_run(keys, need_checksum=True)
+
+    def pin_row(self, row: Row) -> bool:
+        """Pin this very row. False if it is not READY (any more)."""
+        with self._lock:
+            if row.state is not RowState.READY:
+                return False
+            self._pin(row)
+            return True
+
+    def _pin(self, row: Row) -> None:
+        if row.pins == 0:
+            del self._idle[row.key]
+            self._pinned += 1
+        row.pins += 1
+
+    def _pin_run(self, keys: Iterable[bytes], need_checksum: bool) -> list[Row]:
+        run: list[Row] = []
+        with self._lock:
+            for key in keys:
+                row = self._held.get(key)
+                if row is None or row.state is not RowState.READY:
+                    break
+                if need_checksum and row.checksum is None:
+                    break
+                self._pin(row)
+                run.append(row)
+        return run
+
+    def unpin(self, rows: Iterable[Row]) -> None:
+        """Undo one `pin` of each row; an unpinned row is the most recently used one."""
+        with self._lock:
+            for row in rows:
+                row.pins -= 1
+                if row.pins:
+                    continue
+                self._pinned -= 1
+                if row.state is RowState.READY:
+                    self._idle[row.key] = row
+                else:  # a reset came between
+                    self._quarantined -= 1
+                    self._free_slot(row)
+
+    def touch(self, keys: Iterable[bytes]) -> None:
+        """Make the rows the most recently used, in the given order (the last is the newest)."""
+        with self._lock:
+            for key in keys:
+                if key in self._idle:
+                    self._idle.move_to_end(key)
+
+    # -- starting over ---------------------------------------------------------------------
+
+    def reset(self) -> None:
+        """Forget every chunk.
+
+        The slot of a row that is being filled or is pinned stays in quarantine until whoever
+        fills it calls `abort`, or whoever pinned it calls `unpin`.
+        """
+        with self._lock:
+            for row in self._held.values():
+                if row.state is RowState.FILLING or row.pins:
+                    row.state = RowState.QUARANTINED
+                    self._quarantined += 1
+                else:
+                    self._free_slot(row)
+            self._held.clear()
+            self._idle.clear()
+            self._ready = 0

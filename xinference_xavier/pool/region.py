@@ -1,0 +1,191 @@
+"""The memory behind a pool: equal rows in one anonymous file that several processes map.
+
+Life cycle: the first worker of an engine creates the region (`Region.create`) and hands its
+descriptor to the engine's other processes (`RegionServer`, `receive_region`). The file is a memfd:
+it has no name in any file system, does not count against the size of /dev/shm, and is gone with
+its last user, however that one ends.
+
+Threading: a `Region` is immutable after creation; who may write which row is the pool's business.
+"""
+
+import array
+import mmap
+import os
+import socket
+import struct
+import threading
+import time
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from xinference_xavier.errors import RegionError
+
+_HEADER = struct.Struct("!8sQQ")
+_MAGIC = b"XAVIER01"
+_CREDENTIALS = struct.Struct("iII")
+_POPULATE_STEP = 64 << 20
+_MADV_POPULATE_WRITE = getattr(mmap, "MADV_POPULATE_WRITE", 23)  # Linux 5.14
+ROW_ALIGNMENT = mmap.PAGESIZE
+
+
+class Region:
+    """`rows` rows of `row_bytes` bytes each; `array` has shape (rows, row_bytes), uint8."""
+
+    def __init__(self, fd: int, rows: int, row_bytes: int) -> None:
+        """Map `fd`, which the region owns from here on."""
+        size = os.fstat(fd).st_size
+        if rows <= 0 or row_bytes <= 0 or rows * row_bytes != size:
+            os.close(fd)
+            raise RegionError(f"a region of {size} bytes cannot hold {rows} x {row_bytes} bytes")
+        self.fd = fd
+        self.rows = rows
+        self.row_bytes = row_bytes
+        self._map = mmap.mmap(fd, size)
+        self.array: npt.NDArray[np.uint8] = np.frombuffer(self._map, dtype=np.uint8).reshape(
+            rows, row_bytes
+        )
+
+    @classmethod
+    def create(cls, rows: int, row_bytes: int) -> Self:
+        """Make a new region of zeros; nobody can change its size afterwards."""
+        fd = os.memfd_create("xavier-region", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(fd, rows * row_bytes)
+            _seal_size(fd)
+        except OSError:
+            os.close(fd)
+            raise
+        return cls(fd, rows, row_bytes)
+
+    @property
+    def size(self) -> int:
+        """Bytes in all."""
+        return self.rows * self.row_bytes
+
+    def row(self, slot: int) -> npt.NDArray[np.uint8]:
+        """The bytes of one row, shape (row_bytes,)."""
+        return self.array[slot]
+
+    def checksum(self, slot: int, key: bytes) -> int:
+        """64-bit XXH3 of the row, seeded by its chunk key: another chunk's bytes never match."""
+        return xxhash.xxh3_64_intdigest(self.array[slot].data, seed=xxhash.xxh3_64_intdigest(key))
+
+    def populate(self) -> None:
+        """Touch every page, so that no first write pays for it (a factor of ten, measured)."""
+        for start in range(0, self.size, _POPULATE_STEP):
+            length = min(_POPULATE_STEP, self.size - start)
+            try:
+                self._map.madvise(_MADV_POPULATE_WRITE, start, length)
+            except OSError:  # an older kernel: rewrite a byte of each page as it is
+                pages = self.array.reshape(-1)[start : start + length : mmap.PAGESIZE]
+                np.bitwise_or(pages, 0, out=pages)
+
+    def close(self) -> None:
+        """Give the descriptor back; the mapping goes when its last view does."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+def _seal_size(fd: int) -> None:
+    # Whoever holds the descriptor could otherwise shrink the file under its users (SIGBUS).
+    import fcntl
+
+    seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+
+
+def _socket_name(incarnation: str) -> str:
+    return f"\0xinference-xavier-{incarnation}"
+
+
+def _check_same_user(peer: socket.socket) -> None:
+    raw = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, uid, _ = _CREDENTIALS.unpack(raw)
+    if uid != os.getuid():
+        raise RegionError(f"process {pid} of user {uid} is not ours to share a region with")
+
+
+class RegionServer:
+    """Hands a region's descriptor to processes of the same user, on a thread of its own.
+
+    The socket is an abstract Unix socket named by the incarnation: no file is left behind.
+    """
+
+    def __init__(self, region: Region, incarnation: str) -> None:
+        self._region = region
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self._listener.bind(_socket_name(incarnation))
+            self._listener.listen()
+        except OSError:
+            self._listener.close()
+            raise
+        self.refused = 0
+        self._thread = threading.Thread(target=self._serve, name="xavier-region", daemon=True)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                peer, _ = self._listener.accept()
+            except OSError:  # closed
+                return
+            with peer:
+                try:
+                    peer.settimeout(1.0)
+                    _check_same_user(peer)
+                    header = _HEADER.pack(_MAGIC, self._region.rows, self._region.row_bytes)
+                    socket.send_fds(peer, [header], [self._region.fd])
+                except (OSError, RegionError):
+                    self.refused += 1
+
+    def close(self) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self._thread.join()
+
+
+def receive_region(incarnation: str, timeout: float) -> Region:
+    """Map the region that the engine's first worker serves, waiting up to `timeout` seconds for it.
+
+    Raises:
+        RegionError: nobody serves it in time, or not somebody of ours.
+    """
+    deadline = time.monotonic() + timeout
+    while True:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as peer:
+            peer.settimeout(max(0.1, deadline - time.monotonic()))
+            try:
+                peer.connect(_socket_name(incarnation))
+                _check_same_user(peer)
+                return _receive(peer)
+            except (ConnectionRefusedError, FileNotFoundError):
+                if time.monotonic() > deadline:
+                    raise RegionError(
+                        f"no worker offered the region of {incarnation} within {timeout:g} s"
+                    ) from None
+        # The first worker is still starting: there is nothing to wait on but its socket's name.
+        threading.Event().wait(0.02)
+
+
+def _receive(peer: socket.socket) -> Region:
+    descriptors = array.array("i")
+    data, ancillary, _, _ = peer.recvmsg(
+        _HEADER.size, socket.CMSG_LEN(descriptors.itemsize), socket.MSG_CMSG_CLOEXEC
+    )
+    for level, kind, payload in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            descriptors.frombytes(payload[: len(payload) - len(payload) % descriptors.itemsize])
+    if len(data) != _HEADER.size or len(descriptors) != 1:
+        for fd in descriptors:
+            os.close(fd)
+        raise RegionError("the answer to the request for a region was not a region")
+    magic, rows, row_bytes = _HEADER.unpack(data)
+    if magic != _MAGIC:
+        os.close(descriptors[0])
+        raise RegionError(f"a region of another format was offered: {magic!r}")
+    return Region(descriptors[0], rows, row_bytes)

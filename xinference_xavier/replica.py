@@ -1,0 +1,373 @@
+"""One replica beside its engine: joined to the tracker, sharing its pool, fetching from peers.
+
+Threading: `Replica` owns a background thread with an event loop on which everything that talks to
+others happens: tracker client, grants, fetches, checksums' bookkeeping. The scheduler thread calls
+the methods marked so below; each of them returns at once.
+
+Life cycle: `start` returns when the replica listens; joining and the transfer process follow in the
+background, and the engine serves without waiting for either. `stop` ends the thread; if it is never
+called (SIGKILL), leases and closed sockets tell the others.
+"""
+
+import asyncio
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any
+
+import xoscar
+
+from xinference_xavier.addresses import reachable_address
+from xinference_xavier.config import XavierConfig
+from xinference_xavier.errors import GrantRefused, NotFoundError
+from xinference_xavier.network import listen, local_host_towards
+from xinference_xavier.pool.pool import Pool, Row
+from xinference_xavier.pool.region import Region
+from xinference_xavier.tracker.client import TrackerClient
+from xinference_xavier.tracker.mirror import Mirror
+from xinference_xavier.transfer.fetch import Fetch, Fetcher, replica_uid
+from xinference_xavier.transfer.grants import Grants
+from xinference_xavier.transfer.messages import (
+    MAX_ROWS_PER_FETCH,
+    Grant,
+    GrantRequest,
+    check_version,
+)
+from xinference_xavier.transfer.process import TransferProcess
+
+logger = logging.getLogger(__name__)
+
+TRANSPORTS = {
+    "auto": "xinference_xavier.transfer.gloo:GlooTransport",
+    "gloo": "xinference_xavier.transfer.gloo:GlooTransport",
+}
+_CHECKSUM_BATCH = 16  # rows between two publications
+_EXPIRY_INTERVAL = 1.0
+_STOP_TIMEOUT = 3.0
+_WORKER_UID = "worker"
+
+
+class ReplicaActor(xoscar.StatelessActor):  # type: ignore[misc]  # xoscar has no types
+    """What peers' engines and the tracker may ask of this replica."""
+
+    def __init__(self, replica: "Replica") -> None:
+        super().__init__()
+        self._replica = replica
+
+    async def grant(self, request: GrantRequest) -> Grant:
+        return self._replica.grant(request)
+
+    async def release(self, grant_id: int) -> None:
+        self._replica.grants.release(grant_id)
+
+    async def stats(self) -> dict[str, Any]:
+        return await self._replica.full_stats()
+
+
+class Replica:
+    """`pool` and `region` are this engine's; `incarnation` is its engine id."""
+
+    def __init__(
+        self,
+        config: XavierConfig,
+        *,
+        incarnation: str,
+        namespace: str,
+        key_bytes: int,
+        region: Region,
+        pool: Pool,
+        engine_stats: Callable[[], dict[str, Any]],
+    ) -> None:
+        self._config = config
+        self._incarnation = incarnation
+        self._namespace = namespace
+        self._shared_namespace = namespace  # another one after each reset
+        self._key_bytes = key_bytes
+        self._region = region
+        self._pool = pool
+        self._engine_stats = engine_stats
+        self.mirror = Mirror(incarnation)
+        # One grant lives twice as long as the fetch that asked for it may take.
+        self.grants = Grants(pool, max(1, pool.slots // 2), 2 * config.fetch_timeout)
+        self.refused_grants = 0
+        self._resets = 0  # those begun; sharing pauses until the last one is through
+        self._resets_done = 0
+        self._checksums = ThreadPoolExecutor(1, "xavier-checksum")
+        self._unsummed: asyncio.Queue[Row] = asyncio.Queue()
+        self._thread = threading.Thread(target=self._run, name="xavier-replica", daemon=True)
+        self._known_members: frozenset[str] = frozenset()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._up = threading.Event()
+        self._running = False
+        self._error: Exception | None = None
+        self._loop: asyncio.AbstractEventLoop
+        self._main_task: asyncio.Task[None]
+        self._client: TrackerClient
+        self._process: TransferProcess
+        self._fetcher: Fetcher
+
+    # -- called by the scheduler thread ------------------------------------------------------
+
+    def start(self, timeout: float = 60.0) -> None:
+        """Listen and begin to join.
+
+        Raises:
+            TransportError: the configured host or ports cannot be used here.
+        """
+        self._thread.start()
+        if not self._up.wait(timeout):
+            raise TimeoutError(f"the replica's background loop did not start within {timeout:g} s")
+        if self._error is not None:
+            raise self._error
+
+    def stop(self) -> None:
+        """Leave the tracker and end the thread and the transfer process."""
+        if self._post(lambda: self._main_task.cancel()):
+            self._thread.join(_STOP_TIMEOUT)
+
+    @property
+    def sharing(self) -> bool:
+        """Whether the mirror may be asked: not while a reset is on its way."""
+        return self._running and self._resets_done == self._resets
+
+    def stored(self, rows: Sequence[Row]) -> None:
+        """These rows are READY: sum them up and offer them."""
+        self._post(self._sum_up, rows)
+
+    def evicted(self, keys: Sequence[bytes]) -> None:
+        """These chunks are gone."""
+        if keys:
+            self._post(self._client.withdraw, keys)
+
+    def fetch(self, donor: str, rows: list[Row], deadline: float) -> Fetch | None:
+        """Begin to bring the rows, which the caller reserved, from `donor`.
+
+        None, and the rows are free again, when the background loop has ended.
+        """
+        fetch = Fetch(donor, rows, deadline)
+        if self._post(self._fetcher.start, fetch):
+            return fetch
+        for row in rows:
+            self._pool.abort(row)
+        return None
+
+    def reset(self) -> None:
+        """Everything computed so far is void, here and, coming from us, anywhere else.
+
+        From now on we share only in a namespace of our own: peers may hold bytes that were
+        computed with weights that are ours no longer, and nobody can tell which.
+        """
+        self._resets += 1
+        self._pool.reset()
+        namespace = f"{self._namespace}+{secrets.token_hex(8)}"
+        self._post(lambda: self._spawn(self._change_namespace(namespace)))
+
+    def _post(self, action: Callable[..., object], *args: object) -> bool:
+        """Have the background loop do something soon; False if it has ended."""
+        if not self._running:
+            return False
+        try:
+            self._loop.call_soon_threadsafe(action, *args)
+        except RuntimeError:  # it ended just now
+            return False
+        return True
+
+    # -- the background loop -----------------------------------------------------------------
+
+    def _run(self) -> None:
+        with suppress(asyncio.CancelledError):  # `stop`
+            asyncio.run(self._main())
+
+    async def _main(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._main_task = asyncio.current_task()  # type: ignore[assignment]  # we are in one
+        config = self._config
+        try:
+            host = config.host or local_host_towards(config.tracker_address)
+            server = await listen(host, config.port_range)
+        except Exception as error:  # handed to `start`, which raises it
+            self._error = error
+            self._up.set()
+            return
+        await xoscar.create_actor(
+            ReplicaActor, self, address=server.external_address, uid=replica_uid(self._incarnation)
+        )
+        self._process = TransferProcess(
+            self._region,
+            incarnation=self._incarnation,
+            host=host,
+            port_range=config.port_range,
+            transport=TRANSPORTS.get(config.transport, config.transport),
+        )
+        self._client = TrackerClient(
+            model_uid=config.model_uid,
+            incarnation=self._incarnation,
+            namespace=self._namespace,
+            key_bytes=self._key_bytes,
+            address=server.external_address,
+            locate=TrackerLocation(config).find,
+            mirror=self.mirror,
+            holdings=self._pool.shared_keys,
+            stats=self.stats,
+            on_members=self._members_changed,
+            on_joined=self._joined,
+        )
+        self._fetcher = Fetcher(
+            incarnation=self._incarnation,
+            pool=self._pool,
+            process=self._process,
+            namespace=lambda: self._shared_namespace,
+            address_of=self.mirror.address,
+            note_stale=self.mirror.note_stale,
+            arrived=lambda rows: self._client.publish([row.key for row in rows]),
+        )
+        self._running = True
+        self._up.set()
+        background = [
+            asyncio.ensure_future(work)
+            for work in (self._process.run(), self._client.run(), self._sum_rows(), self._expire())
+        ]
+        try:
+            await asyncio.wait(background, return_when=asyncio.FIRST_EXCEPTION)
+        finally:
+            self._running = False
+            for task in background:
+                task.cancel()
+            results = await asyncio.gather(*background, return_exceptions=True)
+            for result in results:
+                if isinstance(result, Exception):
+                    logger.error("replica %s stopped sharing", self._incarnation, exc_info=result)
+            await self._client.leave()
+            await server.stop()
+
+    def _joined(self, secret: bytes) -> None:
+        self._spawn(self._process.configure(secret))
+
+    def _members_changed(self, members: frozenset[str]) -> None:
+        self.grants.keep_only(members)
+        for gone in self._known_members - members:
+            self._fetcher.forget(gone)
+            self._spawn(self._process.forget(gone))
+        self._known_members = members
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _change_namespace(self, namespace: str) -> None:
+        self._shared_namespace = namespace
+        await self._client.change_namespace(namespace)
+        self._resets_done += 1
+
+    async def _expire(self) -> None:
+        while True:
+            await asyncio.sleep(_EXPIRY_INTERVAL)
+            self.grants.expire(time.monotonic())
+
+    # -- checksums ---------------------------------------------------------------------------
+
+    def _sum_up(self, rows: Sequence[Row]) -> None:
+        for row in rows:
+            self._unsummed.put_nowait(row)
+
+    async def _sum_rows(self) -> None:
+        """Compute the checksums of stored rows, each pinned meanwhile, and publish them."""
+        while True:
+            batch = [await self._unsummed.get()]
+            while len(batch) < _CHECKSUM_BATCH and not self._unsummed.empty():
+                batch.append(self._unsummed.get_nowait())
+            pinned = [row for row in batch if self._pool.pin_row(row)]
+            sums = await self._loop.run_in_executor(self._checksums, self._sums, pinned)
+            # Both in one go of the loop: an eviction's withdrawal can only come after.
+            summed = [r.key for r, s in zip(pinned, sums, strict=True) if self._pool.set_checksum(r, s)]
+            self._client.publish(summed)
+            self._pool.unpin(pinned)
+
+    def _sums(self, rows: Sequence[Row]) -> list[int]:
+        return [self._region.checksum(row.slot, row.key) for row in rows]
+
+    # -- asked by peers and the tracker -------------------------------------------------------
+
+    def grant(self, request: GrantRequest) -> Grant:
+        """Promise the leading run of the chunks that we hold.
+
+        Raises:
+            GrantRefused: not ours to give, or not now.
+        """
+        check_version(request.version)
+        try:
+            return self._grant(request)
+        except GrantRefused:
+            self.refused_grants += 1
+            raise
+
+    def _grant(self, request: GrantRequest) -> Grant:
+        if request.namespace != self._shared_namespace or not self.sharing:
+            raise GrantRefused("other namespace")
+        if not self.mirror.enabled:
+            raise GrantRefused("sharing is off")
+        if len(request.keys) > MAX_ROWS_PER_FETCH:
+            raise GrantRefused("too many rows")
+        promise = self.grants.grant(request.consumer, request.keys, time.monotonic())
+        try:
+            ticket = self._process.sign(
+                request.consumer, [row.slot for row in promise.rows], promise.expires
+            )
+        except GrantRefused:
+            self.grants.release(promise.grant_id)
+            raise
+        held = len(promise.rows)
+        more = held < len(request.keys) and self._pool.lookup(request.keys[held]) is not None
+        return Grant(
+            promise.grant_id,
+            tuple(row.checksum for row in promise.rows if row.checksum is not None),
+            ticket,
+            self._process.address or "",
+            more,
+            self._client.last_sequence,
+        )
+
+    def stats(self) -> dict[str, Any]:
+        """Figures of this replica since its start, without asking anybody."""
+        counts = self._fetcher.counts
+        return self._engine_stats() | {
+            "fetches": {
+                "started": counts.started,
+                "committed": counts.committed,
+                "rolled_back": dict(counts.rolled_back),
+            },
+            "pool": self._pool.counts()._asdict() | {"row_bytes": self._region.row_bytes},
+            "grants": {"live": len(self.grants), "refused": self.refused_grants},
+            "transfer_restarts": max(0, self._process.starts - 1),
+            "transfer_pid": self._process.pid,
+        }
+
+    async def full_stats(self) -> dict[str, Any]:
+        return self.stats() | await self._process.stats()
+
+
+class TrackerLocation:
+    """Where the tracker is: as configured, or, when it is lost, where the own worker's
+    supervisor has it or makes it anew."""
+
+    def __init__(self, config: XavierConfig) -> None:
+        self._config = config
+        self._asked_before = False
+
+    async def find(self) -> str:
+        """Raises whatever keeps the worker or its supervisor from answering."""
+        first, self._asked_before = not self._asked_before, True
+        if first or self._config.worker_address is None:
+            return self._config.tracker_address
+        worker = await xoscar.actor_ref(self._config.worker_address, _WORKER_UID)
+        supervisor = await worker.get_supervisor_ref(add_worker=False)
+        try:
+            address: str = await supervisor.xavier_tracker_address(self._config.model_uid, True)
+        except NotFoundError:
+            return self._config.tracker_address
+        return reachable_address(address, via=supervisor.address)

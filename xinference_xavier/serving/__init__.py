@@ -1,0 +1,1 @@
+"""The xinference side: the extension, the launch wrapper, the REST routes."""

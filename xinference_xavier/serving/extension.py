@@ -1,0 +1,39 @@
+"""What ``XINFERENCE_EXTENSIONS=xinference_xavier:extension`` loads.
+
+xinference calls the factory once in the API process, the supervisor and every worker, before
+they serve anything, and then the hooks, which must be synchronous and quick.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from xinference_xavier import __version__
+from xinference_xavier.serving import launch
+
+
+class XavierExtension:
+    """Implements version 1 of xinference's extension interface."""
+
+    name = "xinference_xavier"
+    api_version = 1
+
+    def configure_api(self, context: Any) -> None:
+        """Add our routes; ``context`` is xinference's APIExtensionContext."""
+        from xinference_xavier.serving.api import add_routes
+
+        add_routes(context)
+
+    def worker_metadata(self) -> dict[str, str]:
+        return {"version": __version__}
+
+    def filter_worker_resources(
+        self, worker: dict[str, Any], workers: list[dict[str, Any]]
+    ) -> list[int]:
+        """Sharing needs no say in placement: every device stays visible."""
+        return list(worker["gpu_devices"])
+
+
+def make_extension() -> XavierExtension:
+    launch.install()
+    return XavierExtension()

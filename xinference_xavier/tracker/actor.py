@@ -1,0 +1,340 @@
+"""The tracker of one model: the supervisor side of sharing.
+
+Life cycle: one `BlockTracker` per model uid, created at the supervisor's control address when the
+model is launched, or by the first replica that finds none. All it holds is soft: a new one is
+filled again by its replicas. It ends with the model.
+
+Threading: everything runs on the event loop of the actor's pool, one call's synchronous part at a
+time; only `watch` and `status` wait. What peers send is checked before use.
+
+Errors: ValueError for what cannot be right, TrackerFullError beyond the limits, NotMemberError for
+a watcher that must join first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import os
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import xoscar as xo
+
+from xinference_xavier.deadline import within
+from xinference_xavier.tracker.checks import (
+    MAX_KEY_BYTES,
+    check_count,
+    check_identifier,
+    check_packed,
+    check_stats,
+    check_switch,
+)
+from xinference_xavier.tracker.index import Index, Member, Outcome, ReplicaState, Settings, Update
+
+logger = logging.getLogger(__name__)
+
+MAX_NAMESPACES = 1000
+MAX_MEMBERS = 1000
+"""Replicas of all namespaces together."""
+MAX_WATCH = 60.0
+"""Seconds that a watch waits at most, whatever it asks for."""
+STATS_DEADLINE = 1.0
+"""Seconds that a replica gets to report its figures."""
+
+
+def tracker_uid(model_uid: str) -> str:
+    return f"xavier-tracker-{model_uid}"
+
+
+def replica_uid(incarnation: str) -> str:
+    return f"xavier-replica-{incarnation}"
+
+
+class NotMemberError(LookupError):
+    """The watcher's lease has ended, or it never joined."""
+
+
+class TrackerFullError(RuntimeError):
+    """One more namespace or member would exceed the tracker's limits."""
+
+
+class JoinReply(NamedTuple):
+    """`secret` is shared by the model's replicas, `lease` in seconds, `epoch` the index's life.
+
+    `sequence` is the last that the index saw of this incarnation.
+    """
+
+    secret: bytes
+    lease: float
+    epoch: str
+    sequence: int
+
+
+class _Namespace:
+    """One namespace's index, what its members reported last, and who waits for news."""
+
+    def __init__(self, index: Index) -> None:
+        self.index = index
+        self.stats: dict[str, dict[str, Any]] = {}
+        self._changed = asyncio.Event()
+
+    def wake(self) -> None:
+        """Let all watchers look again; those that come later wait for the next time."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def news(self, timeout: float) -> None:
+        try:
+            await asyncio.wait_for(self._changed.wait(), timeout)
+        except TimeoutError:
+            return
+
+
+class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no types
+    """Membership and holdings of one model's replicas, kept apart by namespace.
+
+    `lease` is how long a member lives without a heartbeat, `tick` how often that is looked at; both
+    in seconds. `clock` gives monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        model_uid: str,
+        *,
+        lease: float = 10.0,
+        tick: float = 1.0,
+        max_keys: int = 250_000,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__()
+        self._model_uid = model_uid
+        self._lease = lease
+        self._tick = tick
+        self._max_keys = max_keys
+        self._clock = clock
+        self._settings = Settings()
+        self._secret = os.urandom(32)
+        self._namespaces: dict[str, _Namespace] = {}
+        self._looked = clock()
+        self._expiry: asyncio.Task[None] | None = None
+
+    async def __post_create__(self) -> None:
+        self._looked = self._clock()
+        self._expiry = asyncio.create_task(self._expire_forever())
+
+    async def __pre_destroy__(self) -> None:
+        if self._expiry is not None:
+            self._expiry.cancel()
+        for namespace in self._namespaces.values():
+            namespace.wake()
+        self._namespaces.clear()
+
+    # Membership
+
+    async def join(
+        self, namespace: str, member: Member, key_bytes: int, settings: Settings
+    ) -> JoinReply:
+        """Make `member` a member of `namespace`, or renew it.
+
+        `settings` are the newest that it has seen: a tracker that took the place of another learns
+        from them whether sharing was switched off.
+        """
+        check_identifier("namespace", namespace)
+        member = Member(*member)
+        check_identifier("incarnation", member.incarnation)
+        check_identifier("address", member.address)
+        check_count("key_bytes", key_bytes, 1, MAX_KEY_BYTES)
+        settings = Settings(*settings)
+        check_count("settings.version", settings.version, 0)
+        check_switch(settings.enabled)
+        index = self._room_for(namespace, member.incarnation)
+        index.join(member, key_bytes, self._clock())
+        if namespace not in self._namespaces:
+            self._namespaces[namespace] = _Namespace(index)
+        if settings.version > self._settings.version:
+            self._configure(settings)
+        self._namespaces[namespace].wake()
+        return JoinReply(self._secret, self._lease, index.epoch, index.sequence(member.incarnation))
+
+    async def heartbeat(self, namespace: str, incarnation: str, stats: dict[str, Any]) -> bool:
+        """Renew the lease and keep the figures; False: not a member, join again."""
+        known = self._namespaces.get(namespace)
+        if known is None or not known.index.renew(incarnation, self._clock()):
+            return False
+        check_stats(stats)
+        known.stats[incarnation] = stats
+        return True
+
+    async def leave(self, namespace: str, incarnation: str) -> None:
+        known = self._namespaces.get(namespace)
+        if known is not None:
+            known.index.leave(incarnation)
+            self._departed(namespace, [incarnation])
+
+    # Holdings
+
+    async def publish(
+        self, namespace: str, incarnation: str, sequence: int, added: bytes, removed: bytes
+    ) -> Outcome:
+        """Apply a publication: packed keys that `incarnation` holds now and holds no more."""
+        check_count("sequence", sequence, 1)
+        check_packed("added", added)
+        check_packed("removed", removed)
+        known = self._namespaces.get(namespace)
+        if known is None:
+            return Outcome.UNKNOWN
+        outcome = known.index.publish(incarnation, sequence, added, removed)
+        known.wake()
+        return outcome
+
+    async def replace(
+        self, namespace: str, incarnation: str, sequence: int, keys: bytes
+    ) -> Outcome:
+        """Take the packed `keys` for all that `incarnation` holds."""
+        check_count("sequence", sequence, 1)
+        check_packed("keys", keys)
+        known = self._namespaces.get(namespace)
+        if known is None:
+            return Outcome.UNKNOWN
+        outcome = known.index.replace(incarnation, sequence, keys)
+        known.wake()
+        return outcome
+
+    async def watch(
+        self, namespace: str, incarnation: str, epoch: str, revision: int, timeout: float
+    ) -> Update:
+        """What the others changed since `revision` of `epoch`.
+
+        Returns at once if there is something, else when there is or after `timeout` seconds. Raises
+        NotMemberError, also when the lease ends meanwhile.
+        """
+        check_count("revision", revision, 0)
+        if not isinstance(timeout, (int, float)) or not math.isfinite(timeout):
+            raise ValueError(f"timeout={timeout!r} is not a number of seconds")
+        loop = asyncio.get_running_loop()
+        until = loop.time() + min(timeout, MAX_WATCH)
+        while True:
+            known = self._namespaces.get(namespace)
+            if known is None or incarnation not in known.index:
+                raise NotMemberError(
+                    f"{incarnation!r} is no member of namespace {namespace!r}: join"
+                )
+            left = until - loop.time()
+            if left <= 0 or known.index.has_news(incarnation, epoch, revision):
+                return known.index.changes_since(epoch, revision, incarnation)
+            await known.news(left)
+
+    # Operation
+
+    async def set_enabled(self, enabled: bool) -> Settings:
+        """Switch sharing of all the model's replicas on or off."""
+        check_switch(enabled)
+        # Wall time outruns the versions of a tracker before this one, whose replicas come later.
+        version = max(self._settings.version + 1, time.time_ns())
+        self._configure(Settings(version, enabled))
+        return self._settings
+
+    async def status(self) -> dict[str, Any]:
+        """All that is known, JSON-able; the replicas' figures as they are now.
+
+        `stale` marks figures of the last heartbeat, of a replica that did not answer in time.
+        """
+        namespaces = dict(self._namespaces)
+        described = await asyncio.gather(*map(self._describe, namespaces.values()))
+        return {
+            "model_uid": self._model_uid,
+            "enabled": self._settings.enabled,
+            "namespaces": dict(zip(namespaces, described, strict=True)),
+        }
+
+    async def _describe(self, known: _Namespace) -> dict[str, Any]:
+        replicas = known.index.replicas(self._clock())
+        keys, revision = known.index.distinct_keys(), known.index.revision
+        described = await asyncio.gather(
+            *(_describe_replica(state, known.stats) for state in replicas)
+        )
+        return {"revision": revision, "keys": keys, "replicas": described}
+
+    def _configure(self, settings: Settings) -> None:
+        self._settings = settings
+        for known in self._namespaces.values():
+            known.index.configure(settings)
+            known.wake()
+
+    def _room_for(self, namespace: str, incarnation: str) -> Index:
+        known = self._namespaces.get(namespace)
+        if known is None and len(self._namespaces) >= MAX_NAMESPACES:
+            raise TrackerFullError(
+                f"{namespace!r} would be one namespace of model {self._model_uid!r} too many; "
+                f"a tracker keeps {MAX_NAMESPACES}"
+            )
+        members = sum(len(each.index) for each in self._namespaces.values())
+        if (known is None or incarnation not in known.index) and members >= MAX_MEMBERS:
+            raise TrackerFullError(
+                f"{incarnation!r} would be one replica of model {self._model_uid!r} too many; "
+                f"a tracker keeps {MAX_MEMBERS}"
+            )
+        if known is not None:
+            return known.index
+        return Index(lease=self._lease, max_keys=self._max_keys, settings=self._settings)
+
+    # Expiry
+
+    async def _expire_forever(self) -> None:
+        while True:
+            await asyncio.sleep(self._tick)
+            try:
+                self._look(self._clock())
+            except Exception:
+                logger.exception("tracker of %s: looking at the leases failed", self._model_uid)
+
+    def _look(self, now: float) -> None:
+        """Let go whose lease has ended, but not for a time in which this loop stood still."""
+        late = now - self._looked - self._tick
+        self._looked = now
+        for digest, known in list(self._namespaces.items()):
+            if late > self._tick:
+                known.index.forgive(late)
+            gone = known.index.expire(now)
+            if gone:
+                logger.warning(
+                    "tracker of %s: no heartbeat from %s", self._model_uid, ", ".join(gone)
+                )
+                self._departed(digest, gone)
+
+    def _departed(self, namespace: str, incarnations: list[str]) -> None:
+        known = self._namespaces[namespace]
+        for incarnation in incarnations:
+            known.stats.pop(incarnation, None)
+        if not len(known.index):
+            del self._namespaces[namespace]
+        known.wake()
+
+
+async def _describe_replica(
+    state: ReplicaState, reported: dict[str, dict[str, Any]]
+) -> dict[str, Any]:
+    incarnation, address = state.member
+    stats = dict(reported.get(incarnation, {}))
+    try:
+        stats = await within(STATS_DEADLINE, _ask_stats(incarnation, address))
+        check_stats(stats)
+    except Exception as error:
+        logger.debug("replica %s at %s reports no figures: %r", incarnation, address, error)
+        stats = {**reported.get(incarnation, {}), "stale": True}
+    return {
+        "incarnation": incarnation,
+        "address": address,
+        "holdings": state.holdings,
+        "sequence": state.sequence,
+        "lease_left_s": round(state.lease_left, 3),
+        "stats": stats,
+    }
+
+
+async def _ask_stats(incarnation: str, address: str) -> Any:
+    ref = await xo.actor_ref(address=address, uid=replica_uid(incarnation))
+    return await ref.stats()

@@ -1,0 +1,359 @@
+"""A replica's side of the tracker: keeps its mirror current and its holdings published.
+
+Threading: a `TrackerClient` lives on one event loop, the replica's background loop, and all its
+methods are called there. The `Mirror` it feeds may be read from anywhere (see `mirror`).
+
+Life cycle: `run` serves one session after the other until it is cancelled or the replica leaves.
+
+    locate → join → publish all holdings → { watch, heartbeat, publish }
+       ↑______________ wait a little ← any failure ______________|
+
+The tracker may be away, hang, lose its memory or come back elsewhere: the mirror stays as it is
+meanwhile, since the peers are still there, and the next session starts from the pool's holdings. So
+nothing has to be remembered about what was or was not delivered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import xoscar as xo
+
+from xinference_xavier.deadline import within
+from xinference_xavier.tracker.actor import JoinReply, NotMemberError, tracker_uid
+from xinference_xavier.tracker.index import Member, Outcome, Update, pack
+from xinference_xavier.tracker.mirror import Mirror
+
+__all__ = ["ClientCounters", "Mirror", "TrackerClient"]
+
+logger = logging.getLogger(__name__)
+
+CALL_DEADLINE = 5.0
+"""Seconds for a call of the tracker; a watch gets its waiting time on top."""
+LOCATE_DEADLINE = 15.0
+"""Seconds to find the tracker: the worker and the supervisor may have to be asked."""
+LEAVE_DEADLINE = 1.0
+FLUSH_DELAY = 0.002
+"""Seconds that the first queued key waits for others."""
+BACKOFF_FIRST, BACKOFF_LAST = 0.1, 2.0
+"""Seconds before the next session."""
+MAX_QUEUED = 100_000
+"""Keys; beyond them it is cheaper to publish all holdings."""
+
+
+@dataclass
+class ClientCounters:
+    """What happened since the start. `failures` are sessions that ended in one."""
+
+    batches: int = 0
+    replacements: int = 0
+    failures: int = 0
+    reconnects: int = 0
+    stats_failures: int = 0
+
+
+class TrackerClient:
+    """Membership of one replica.
+
+    `address` is that of the replica's own actor. `locate` gives the address of the tracker's pool,
+    or raises while there is none. `holdings` gives all keys the replica would publish now; `stats`
+    its figures, JSON-able. `on_members` is told the peers to be taken for alive whenever they
+    change. `on_joined` is given the model's secret at every join, before peers learn the holdings.
+    `heartbeat` and `watch_timeout` are in seconds.
+
+    `secret` is the model's, None before the first join, another one after the tracker was lost.
+    `namespace` is the one to be in. `last_sequence` is that of the last publication that was sent.
+    `connected`: the replica is a member and its holdings are published.
+    """
+
+    def __init__(
+        self,
+        *,
+        model_uid: str,
+        incarnation: str,
+        namespace: str,
+        key_bytes: int,
+        address: str,
+        locate: Callable[[], Awaitable[str]],
+        mirror: Mirror,
+        holdings: Callable[[], Iterable[bytes]],
+        stats: Callable[[], dict[str, object]],
+        on_members: Callable[[frozenset[str]], None],
+        on_joined: Callable[[bytes], None],
+        heartbeat: float = 2.0,
+        watch_timeout: float = 10.0,
+    ) -> None:
+        self.mirror = mirror
+        self.secret: bytes | None = None
+        self.last_sequence = 0
+        self.connected = False
+        self.counters = ClientCounters()
+        self._model_uid = model_uid
+        self._member = Member(incarnation, address)
+        self.namespace = namespace
+        self._key_bytes = key_bytes
+        self._locate = locate
+        self._holdings = holdings
+        self._stats = stats
+        self._heartbeat = heartbeat
+        self._watch_timeout = watch_timeout
+        self._roster = _Roster(on_members)
+        self._on_joined = on_joined
+        self._queue: dict[bytes, bool] = {}
+        self._replace_all = False
+        self._work = asyncio.Event()
+        self._joined = asyncio.Event()
+        self._hurry = asyncio.Event()
+        self._session: asyncio.Task[None] | None = None
+        self._tracker: Any = None
+        self._leaving = False
+        self._outage_logged = False
+
+    # What the replica calls
+
+    async def run(self) -> None:
+        """Be a member until cancelled or `leave` is called."""
+        loop = asyncio.get_running_loop()
+        backoff = BACKOFF_FIRST
+        while not self._leaving:
+            started = loop.time()
+            self._hurry.clear()
+            self._session = asyncio.create_task(self._serve(self.namespace))
+            try:
+                await asyncio.wait({self._session})
+            finally:
+                await self._end_session()
+            if loop.time() - started > BACKOFF_LAST:
+                backoff = BACKOFF_FIRST
+            await self._pause(backoff * random.uniform(0.5, 1.0))
+            backoff = min(BACKOFF_LAST, 2 * backoff)
+
+    def publish(self, keys: Iterable[bytes]) -> None:
+        """Queue `keys` as held now."""
+        self._enqueue(keys, True)
+
+    def withdraw(self, keys: Iterable[bytes]) -> None:
+        """Queue `keys` as held no more."""
+        self._enqueue(keys, False)
+
+    async def joined(self) -> None:
+        """Wait until the replica is a member and its holdings are published."""
+        await self._joined.wait()
+
+    async def change_namespace(self, namespace: str) -> None:
+        """Leave the namespace for another one; join it as soon as the tracker answers.
+
+        On return nothing of the old namespace is left in the mirror or will come there. Wait for
+        `joined` to know that the replica is a member of the new one.
+        """
+        old, self.namespace = self.namespace, namespace
+        await self._end_session()
+        self.mirror.clear()
+        self._roster.clear()
+        await self._say_goodbye(old)
+        self._hurry.set()
+
+    async def leave(self) -> None:
+        """Stop being a member, within a second; `run` returns."""
+        self._leaving = True
+        await self._end_session()
+        self._hurry.set()
+        await self._say_goodbye(self.namespace)
+
+    # A session
+
+    async def _serve(self, namespace: str) -> None:
+        try:
+            await self._join(namespace)
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._watch(namespace))
+                tasks.create_task(self._renew(namespace))
+                tasks.create_task(self._publish(namespace))
+        except Exception as error:
+            self.counters.failures += 1
+            if not self._outage_logged:
+                self._outage_logged = True
+                logger.warning(
+                    "replica %s: lost the tracker of %s, trying again until it is back: %r",
+                    self._member.incarnation,
+                    self._model_uid,
+                    error.exceptions[0] if isinstance(error, ExceptionGroup) else error,
+                )
+
+    async def _join(self, namespace: str) -> None:
+        address = await within(LOCATE_DEADLINE, self._locate())
+        uid = tracker_uid(self._model_uid)
+        self._tracker = await within(CALL_DEADLINE, xo.actor_ref(address=address, uid=uid))
+        reply: JoinReply = await within(
+            CALL_DEADLINE,
+            self._tracker.join(namespace, self._member, self._key_bytes, self.mirror.settings),
+        )
+        self._roster.start(reply.epoch, reply.lease)
+        self.last_sequence = max(self.last_sequence, reply.sequence)
+        self._on_joined(reply.secret)
+        await self._send_holdings(namespace)
+        if self.secret is not None:
+            self.counters.reconnects += 1
+        self.secret = reply.secret
+        self.connected = True
+        self._joined.set()
+        if self._outage_logged:
+            self._outage_logged = False
+            logger.info(
+                "replica %s: joined the tracker of %s", self._member.incarnation, self._model_uid
+            )
+
+    async def _watch(self, namespace: str) -> None:
+        mirror, timeout = self.mirror, self._watch_timeout
+        while True:
+            update: Update = await within(
+                timeout + CALL_DEADLINE,
+                self._tracker.watch(
+                    namespace, self._member.incarnation, mirror.epoch, mirror.revision, timeout
+                ),
+            )
+            mirror.apply(update)
+            self._roster.see(mirror.peers)
+
+    async def _renew(self, namespace: str) -> None:
+        while True:
+            known = await within(
+                CALL_DEADLINE,
+                self._tracker.heartbeat(namespace, self._member.incarnation, self._figures()),
+            )
+            if not known:
+                raise NotMemberError(f"{self._member.incarnation!r} must join again")
+            await asyncio.sleep(self._heartbeat)
+
+    async def _publish(self, namespace: str) -> None:
+        while True:
+            await self._work.wait()
+            await asyncio.sleep(FLUSH_DELAY)
+            self._work.clear()
+            if self._replace_all or not await self._send_queued(namespace):
+                await self._send_holdings(namespace)
+
+    async def _send_queued(self, namespace: str) -> bool:
+        """Publish what is queued; False if only a snapshot can set things right."""
+        queue, self._queue = self._queue, {}
+        if not queue:
+            return True
+        added = pack(key for key, held in queue.items() if held)
+        removed = pack(key for key, held in queue.items() if not held)
+        self.last_sequence += 1
+        outcome = await within(
+            CALL_DEADLINE,
+            self._tracker.publish(
+                namespace, self._member.incarnation, self.last_sequence, added, removed
+            ),
+        )
+        self._check_known(outcome)
+        self.counters.batches += 1
+        return outcome is Outcome.APPLIED
+
+    async def _send_holdings(self, namespace: str) -> None:
+        # What is queued up to here is part of the holdings; what comes later is queued anew.
+        self._queue, self._replace_all = {}, False
+        keys = pack(self._holdings())
+        self.last_sequence += 1
+        outcome = await within(
+            CALL_DEADLINE,
+            self._tracker.replace(namespace, self._member.incarnation, self.last_sequence, keys),
+        )
+        self._check_known(outcome)
+        if outcome is not Outcome.APPLIED:
+            raise RuntimeError(
+                f"the tracker calls snapshot {self.last_sequence} of {self._member.incarnation!r} "
+                f"{outcome.value}: is there another replica of this incarnation?"
+            )
+        self.counters.replacements += 1
+
+    def _check_known(self, outcome: Outcome) -> None:
+        if outcome is Outcome.UNKNOWN:
+            raise NotMemberError(f"{self._member.incarnation!r} must join again")
+
+    # Around the sessions
+
+    def _enqueue(self, keys: Iterable[bytes], held: bool) -> None:
+        if not self._replace_all:
+            self._queue.update(dict.fromkeys(keys, held))
+            if len(self._queue) > MAX_QUEUED:
+                self._queue, self._replace_all = {}, True
+        self._work.set()
+
+    def _figures(self) -> dict[str, object]:
+        try:
+            return self._stats()
+        except Exception:
+            self.counters.stats_failures += 1
+            if self.counters.stats_failures == 1:
+                logger.exception("replica %s: no figures", self._member.incarnation)
+            return {}
+
+    async def _end_session(self) -> None:
+        self.connected = False
+        self._joined.clear()
+        if self._session is not None and not self._session.done():
+            self._session.cancel()
+            await asyncio.wait({self._session})
+
+    async def _say_goodbye(self, namespace: str) -> None:
+        if self._tracker is None:
+            return
+        try:
+            await within(LEAVE_DEADLINE, self._tracker.leave(namespace, self._member.incarnation))
+        except Exception as error:
+            self.counters.failures += 1
+            logger.info(
+                "replica %s: could not leave, its lease will end: %r",
+                self._member.incarnation,
+                error,
+            )
+
+    async def _pause(self, seconds: float) -> None:
+        try:
+            await asyncio.wait_for(self._hurry.wait(), seconds)
+        except TimeoutError:
+            return
+
+
+class _Roster:
+    """Tells the replica which peers to take for alive.
+
+    A new tracker does not know the peers that have not joined it yet: they count as alive for one
+    lease after it appeared, unless it saw them go.
+    """
+
+    def __init__(self, on_members: Callable[[frozenset[str]], None]) -> None:
+        self._on_members = on_members
+        self._alive: frozenset[str] = frozenset()
+        self._seen: frozenset[str] = frozenset()
+        self._epoch = ""
+        self._grace_until = 0.0
+
+    def start(self, epoch: str, lease: float) -> None:
+        """A session with the tracker's index `epoch` begins."""
+        if epoch != self._epoch:
+            self._epoch, self._seen = epoch, frozenset()
+            self._grace_until = asyncio.get_running_loop().time() + lease
+
+    def see(self, peers: frozenset[str]) -> None:
+        """The tracker says that `peers` are members."""
+        departed, self._seen = self._seen - peers, self._seen | peers
+        in_grace = asyncio.get_running_loop().time() < self._grace_until
+        self._tell(peers | (self._alive - departed) if in_grace else peers)
+
+    def clear(self) -> None:
+        """The replica leaves its peers."""
+        self._seen, self._epoch = frozenset(), ""
+        self._tell(frozenset())
+
+    def _tell(self, alive: frozenset[str]) -> None:
+        if alive != self._alive:
+            self._alive = alive
+            self._on_members(alive)

@@ -1,0 +1,1 @@
+"""Moving rows between the pools of two replicas."""

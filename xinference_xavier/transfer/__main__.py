@@ -1,0 +1,52 @@
+"""The transfer process: `python -m xinference_xavier.transfer FD`, started by the engine.
+
+FD is one end of a socket pair. Over it the process gets its `Startup` and answers with its address
+as a line of JSON. It ends when the other end closes, however the engine ended.
+"""
+
+import asyncio
+import json
+import logging
+import os
+import socket
+import sys
+import threading
+
+import xoscar
+
+from xinference_xavier.errors import XavierError
+from xinference_xavier.network import listen
+from xinference_xavier.pool.region import Region
+from xinference_xavier.transfer.actor import UID, TransferActor, load_transport
+from xinference_xavier.transfer.messages import Startup
+
+
+async def _serve(engine: socket.socket, startup: Startup) -> None:
+    region = Region(startup.region_fd, startup.rows, startup.row_bytes)
+    try:
+        transport = load_transport(startup.transport)(region, startup.host, startup.port_range)
+        pool = await listen(startup.host, startup.port_range)
+    except XavierError as error:
+        engine.sendall(json.dumps({"error": str(error)}).encode() + b"\n")
+        return
+    await xoscar.create_actor(
+        TransferActor, startup, region, transport, address=pool.external_address, uid=UID
+    )
+    engine.sendall(json.dumps({"address": pool.external_address}).encode() + b"\n")
+    await asyncio.Event().wait()
+
+
+def _end_with(engine: socket.socket) -> None:
+    engine.recv(1)
+    os._exit(0)
+
+
+def main() -> None:
+    engine = socket.socket(fileno=int(sys.argv[1]))
+    logging.basicConfig(format="%(asctime)s xavier-transfer %(levelname)s %(message)s")
+    startup = Startup.from_json(engine.makefile("rb").readline())
+    threading.Thread(target=_end_with, args=(engine,), daemon=True).start()
+    asyncio.run(_serve(engine, startup))
+
+
+main()

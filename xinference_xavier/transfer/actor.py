@@ -1,0 +1,266 @@
+"""The actor of the transfer process: moves rows so that the engine need not.
+
+Life cycle: created by `__main__.py` in a child process of the engine, and gone with it. It can die by
+itself too: Gloo ends a process that is sent more than it asked for. Then its fetches roll back
+and the engine starts another.
+
+Threading: the actor runs on the process's event loop; each link has a thread of its own for what
+blocks.
+"""
+
+import asyncio
+import importlib
+import logging
+import os
+import time
+from collections.abc import Awaitable
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple, TypeVar
+
+import xoscar
+
+from xinference_xavier.deadline import within
+from xinference_xavier.errors import LinkError, XavierError
+from xinference_xavier.pool.region import Region
+from xinference_xavier.transfer.base import Link, Transport
+from xinference_xavier.transfer.messages import (
+    PROTOCOL_VERSION,
+    PullOrder,
+    PullResult,
+    Startup,
+    Ticket,
+    check_version,
+)
+
+logger = logging.getLogger(__name__)
+
+UID = "xavier-transfer"
+MAX_LINKS = 256  # per direction
+_MAX_TIMEOUT = 3600.0
+_T = TypeVar("_T")
+
+
+class ChecksumError(LinkError):
+    """A row arrived whole in length but not in content."""
+
+
+class _Pulling(NamedTuple):
+    """A link on which we are the consumer."""
+
+    link_id: str
+    address: str  # of the donor's transfer process
+    link: Link
+    thread: ThreadPoolExecutor
+
+
+class _Serving(NamedTuple):
+    """A link on which we are the donor."""
+
+    consumer: str
+    link: asyncio.Future[Link]
+    thread: ThreadPoolExecutor
+
+
+class TransferActor(xoscar.StatelessActor):
+    """Pulls rows for its own engine and serves those that engine granted to peers."""
+
+    def __init__(self, startup: Startup, region: Region, transport: Transport) -> None:
+        super().__init__()
+        self._incarnation = startup.incarnation
+        self._key = bytes.fromhex(startup.key)
+        self._region = region
+        self._transport = transport
+        self._secret: bytes | None = None
+        self._pulling: dict[str, _Pulling] = {}  # by donor
+        self._serving: dict[str, _Serving] = {}  # by link id
+        self._turns: dict[str, asyncio.Lock] = {}  # by donor: a link carries one batch at a time
+        self._bytes_received = 0
+        self._bytes_sent = 0
+
+    # -- asked by the own engine ------------------------------------------------------------
+
+    async def configure(self, secret: bytes) -> None:
+        """The model's secret, new with every tracker."""
+        self._secret = secret
+
+    async def stats(self) -> dict[str, int | str]:
+        return {
+            "transport": self._transport.name,
+            "bytes_received": self._bytes_received,
+            "bytes_sent": self._bytes_sent,
+            "links": len(self._pulling) + len(self._serving),
+        }
+
+    async def forget(self, incarnation: str) -> None:
+        """That replica is gone: close its links."""
+        self._turns.pop(incarnation, None)
+        await self._drop_pulling(incarnation)
+        for link_id, serving in list(self._serving.items()):
+            if serving.consumer == incarnation:
+                await self._drop_serving(link_id)
+
+    async def pull(self, order: PullOrder) -> PullResult:
+        """Fetch the rows of `order`; never raises, and never returns before they are at rest."""
+        deadline = time.monotonic() + order.timeout
+        arrived: list[int] = []
+        reason: str | None = None
+        async with self._turns.setdefault(order.donor, asyncio.Lock()):
+            try:
+                await self._pull(order, deadline, arrived)
+            except (XavierError, xoscar.ActorNotExist, OSError, RuntimeError) as error:
+                reason = _reason(error)
+                logger.warning("pull from %s failed: %s", order.donor, error)
+                await self._drop_pulling(order.donor)
+        self._bytes_received += len(arrived) * self._region.row_bytes
+        return PullResult(len(arrived), reason)
+
+    async def _pull(self, order: PullOrder, deadline: float, arrived: list[int]) -> None:
+        peer = await _before(deadline, xoscar.actor_ref(order.address, UID))
+        pulling = self._pulling.get(order.donor)
+        if pulling is None or pulling.address != order.address:
+            await self._drop_pulling(order.donor)
+            pulling = await self._connect(order, peer, deadline)
+
+        def receive() -> None:
+            slots = pulling.link.receive(order.slots, deadline)
+            for slot, key, checksum in zip(slots, order.keys, order.checksums, strict=True):
+                if self._region.checksum(slot, key) != checksum:
+                    raise ChecksumError(f"the row of chunk {key.hex()[:16]} arrived damaged")
+                arrived.append(slot)
+
+        loop = asyncio.get_running_loop()
+        receiving = loop.run_in_executor(pulling.thread, receive)
+        serving = asyncio.ensure_future(
+            peer.serve(
+                PROTOCOL_VERSION,
+                pulling.link_id,
+                order.ticket,
+                self._region.row_bytes,
+                deadline - time.monotonic(),
+            )
+        )
+        try:
+            await asyncio.wait({receiving, serving}, return_when=asyncio.FIRST_COMPLETED)
+            if serving.done():
+                serving.result()  # a refusal ends the wait at once
+            await receiving
+        finally:
+            serving.cancel()
+            if not receiving.done():
+                await loop.run_in_executor(None, pulling.link.close)
+                await asyncio.wait({receiving})
+
+    async def _connect(
+        self, order: PullOrder, peer: xoscar.ActorRefType["TransferActor"], deadline: float
+    ) -> _Pulling:
+        if self._secret is None:
+            raise LinkError("not joined to a tracker yet")
+        if len(self._pulling) >= MAX_LINKS:
+            raise LinkError(f"{MAX_LINKS} links are open already")
+        loop = asyncio.get_running_loop()
+        thread = ThreadPoolExecutor(1, "xavier-pull")
+        offer = self._transport.offer(self._secret, deadline)
+        try:
+            link_id = os.urandom(8).hex()
+            hello = await loop.run_in_executor(thread, lambda: offer.hello)
+            timeout = deadline - time.monotonic()
+            answer = await _before(
+                deadline,
+                peer.open_link(PROTOCOL_VERSION, link_id, self._incarnation, hello, timeout),
+            )
+            link = await loop.run_in_executor(thread, offer.complete, answer, deadline)
+        except BaseException:
+            offer.withdraw()
+            thread.shutdown(wait=False)
+            raise
+        pulling = self._pulling[order.donor] = _Pulling(link_id, order.address, link, thread)
+        return pulling
+
+    async def _drop_pulling(self, donor: str) -> None:
+        pulling = self._pulling.pop(donor, None)
+        if pulling is not None:
+            await _close(pulling.link, pulling.thread)
+
+    # -- asked by a peer's transfer process --------------------------------------------------
+
+    async def open_link(
+        self, version: int, link_id: str, consumer: str, hello: bytes, timeout: float
+    ) -> bytes:
+        """Begin a link to `consumer`; the answer completes the consumer's side."""
+        check_version(version)
+        if self._secret is None:
+            raise LinkError("the donor has not joined a tracker yet")
+        if len(self._serving) >= MAX_LINKS:
+            raise LinkError(f"the donor serves {MAX_LINKS} links already")
+        if link_id in self._serving or not 0 < timeout < _MAX_TIMEOUT:
+            raise LinkError("malformed request for a link")
+        deadline = time.monotonic() + timeout
+        loop = asyncio.get_running_loop()
+        thread = ThreadPoolExecutor(1, "xavier-serve")
+        half = self._transport.accept(hello, self._secret, deadline)
+        answer = await loop.run_in_executor(thread, lambda: half.answer)
+        link = loop.run_in_executor(thread, half.complete, deadline)
+        # A consumer that never comes back for the link must not leave an error unread.
+        link.add_done_callback(lambda done: done.cancelled() or done.exception())
+        self._serving[link_id] = _Serving(consumer, link, thread)
+        return answer
+
+    async def serve(
+        self, version: int, link_id: str, ticket: Ticket, row_bytes: int, timeout: float
+    ) -> None:
+        """Send the rows of `ticket` over the link; returns when they have left."""
+        check_version(version)
+        serving = self._serving.get(link_id)
+        if serving is None or not 0 < timeout < _MAX_TIMEOUT:
+            raise LinkError("no such link")
+        if row_bytes != self._region.row_bytes:
+            raise LinkError(f"rows of {row_bytes} bytes wanted, ours have {self._region.row_bytes}")
+        if serving.consumer != ticket.consumer or not ticket.is_valid(self._key, time.monotonic()):
+            raise LinkError("the ticket is another's or has expired")
+        deadline = time.monotonic() + timeout
+        loop = asyncio.get_running_loop()
+        try:
+            link = await serving.link
+            await loop.run_in_executor(serving.thread, link.send, ticket.slots, deadline)
+        except BaseException:
+            await self._drop_serving(link_id)
+            raise
+        self._bytes_sent += len(ticket.slots) * row_bytes
+
+    async def _drop_serving(self, link_id: str) -> None:
+        serving = self._serving.pop(link_id, None)
+        if serving is None:
+            return
+        try:
+            link = await serving.link
+        except LinkError:  # it never came to be
+            serving.thread.shutdown(wait=False)
+        else:
+            await _close(link, serving.thread)
+
+
+async def _close(link: Link, thread: ThreadPoolExecutor) -> None:
+    await asyncio.get_running_loop().run_in_executor(None, link.close)
+    thread.shutdown(wait=False)
+
+
+async def _before(deadline: float, call: Awaitable[_T]) -> _T:
+    return await within(max(0.001, deadline - time.monotonic()), call)
+
+
+def _reason(error: BaseException) -> str:
+    """What a failed pull is counted as."""
+    if isinstance(error, ChecksumError):
+        return "checksum"
+    if isinstance(error, TimeoutError) or "timed out" in str(error).lower():
+        return "timeout"
+    return "link"
+
+
+def load_transport(path: str) -> type[Transport]:
+    """The class behind "module:Class"."""
+    module, _, name = path.partition(":")
+    loaded = getattr(importlib.import_module(module), name)
+    if not (isinstance(loaded, type) and issubclass(loaded, Transport)):
+        raise TypeError(f"{path} is not a Transport")
+    return loaded

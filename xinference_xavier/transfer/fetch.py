@@ -1,0 +1,220 @@
+"""A fetch: the transaction that brings rows of a donor's pool into ours, or leaves no trace.
+
+    reserve rows → grant by the donor's engine → pull by our transfer process, which verifies each
+    row's checksum → commit the run that is whole from its start; roll back the rest.
+
+The scheduler thread makes a `Fetch` with the rows it reserved and reads its `state`; everything
+else happens on the replica's background loop. When `state` is no longer PENDING, the committed rows
+are READY and pinned once, for the requests that wait for them. A fetch ends by its deadline, even if
+its rows may still be written: these are in quarantine until the transfer process is done with them.
+"""
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+import xoscar
+
+from xinference_xavier.deadline import within
+from xinference_xavier.errors import GrantRefused, XavierError
+from xinference_xavier.pool.pool import Pool, Row
+from xinference_xavier.rollback import Rollback
+from xinference_xavier.transfer.messages import (
+    PROTOCOL_VERSION,
+    Grant,
+    GrantRequest,
+    PullOrder,
+    PullResult,
+)
+from xinference_xavier.transfer.process import TransferProcess
+
+logger = logging.getLogger(__name__)
+
+_RELEASE_TIMEOUT = 2.0
+
+
+class FetchState(Enum):
+    PENDING = auto()
+    COMMITTED = auto()
+    ROLLED_BACK = auto()
+
+
+class Fetch:
+    """One transaction, as its requests see it. `deadline` is `time.monotonic()` seconds."""
+
+    def __init__(self, donor: str, rows: list[Row], deadline: float) -> None:
+        self.donor = donor
+        self.rows = rows
+        self.deadline = deadline
+        self.committed: list[Row] = []  # pinned once
+        self.reason: str | None = None
+        self.state = FetchState.PENDING
+
+
+@dataclass
+class FetchCounts:
+    started: int = 0
+    committed: int = 0
+    rolled_back: Counter[str] = field(default_factory=Counter)
+    rows: int = 0
+    unreleased_grants: int = 0
+
+
+class Fetcher:
+    """Runs fetches; one per replica, on its background loop."""
+
+    def __init__(
+        self,
+        *,
+        incarnation: str,
+        pool: Pool,
+        process: TransferProcess,
+        namespace: Callable[[], str],
+        address_of: Callable[[str], str | None],
+        note_stale: Callable[[bytes, str, int], None],
+        arrived: Callable[[list[Row]], None],
+    ) -> None:
+        """`note_stale(key, donor, sequence)`: the donor turned out not to hold a key.
+        `arrived(rows)`: rows were committed and may be offered to others."""
+        self._incarnation = incarnation
+        self._pool = pool
+        self._process = process
+        self._namespace = namespace
+        self._address_of = address_of
+        self._note_stale = note_stale
+        self._arrived = arrived
+        self._donors: dict[str, xoscar.ActorRefType] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.counts = FetchCounts()
+
+    def start(self, fetch: Fetch) -> None:
+        self.counts.started += 1
+        self._spawn(self._run(fetch))
+
+    def forget(self, incarnation: str) -> None:
+        self._donors.pop(incarnation, None)
+
+    async def _run(self, fetch: Fetch) -> None:
+        try:
+            async with Rollback() as scope:
+                for row in fetch.rows:  # does nothing to those that were committed by then
+                    scope.undo(self._pool.abort, row)
+                grant = await self._grant(fetch)
+                if grant.grant_id:
+                    scope.undo(self._release, fetch.donor, grant.grant_id)
+                self._note_missing(fetch, grant)
+                if not grant.grant_id:
+                    raise GrantRefused("not held")
+                await self._pull(fetch, grant)
+        except GrantRefused as error:
+            self._finish(fetch, str(error))
+        except TimeoutError:
+            self._donors.pop(fetch.donor, None)
+            self._finish(fetch, "timeout")
+        except (XavierError, xoscar.ActorNotExist, xoscar.ServerClosed, OSError) as error:
+            self._donors.pop(fetch.donor, None)
+            logger.warning("fetch from %s failed: %r", fetch.donor, error)
+            self._finish(fetch, "donor unreachable")
+        except Exception:  # whatever it is, the request must be told
+            logger.exception("fetch from %s failed", fetch.donor)
+            self._finish(fetch, "internal error")
+        finally:  # cancelled: the replica stops
+            self._finish(fetch, "stopped")
+
+    async def _grant(self, fetch: Fetch) -> Grant:
+        request = GrantRequest(
+            PROTOCOL_VERSION,
+            self._namespace(),
+            self._incarnation,
+            tuple(row.key for row in fetch.rows),
+        )
+        donor = await self._donor(fetch)
+        grant: Grant = await within(fetch.deadline - time.monotonic(), donor.grant(request))
+        return grant
+
+    async def _donor(self, fetch: Fetch) -> xoscar.ActorRefType:
+        donor = self._donors.get(fetch.donor)
+        if donor is None:
+            address = self._address_of(fetch.donor)
+            if address is None:
+                raise GrantRefused("donor gone")
+            finding = xoscar.actor_ref(address, replica_uid(fetch.donor))
+            donor = await within(fetch.deadline - time.monotonic(), finding)
+            self._donors[fetch.donor] = donor
+        return donor
+
+    def _note_missing(self, fetch: Fetch, grant: Grant) -> None:
+        held = len(grant.checksums)
+        if held < len(fetch.rows) and not grant.more_is_held:
+            self._note_stale(fetch.rows[held].key, fetch.donor, grant.sequence)
+
+    async def _pull(self, fetch: Fetch, grant: Grant) -> None:
+        rows = fetch.rows[: len(grant.checksums)]
+        remaining = fetch.deadline - time.monotonic()
+        order = PullOrder(
+            fetch.donor,
+            grant.address,
+            grant.ticket,
+            tuple(row.key for row in rows),
+            grant.checksums,
+            tuple(row.slot for row in rows),
+            max(0.001, remaining),
+        )
+        pulling = asyncio.ensure_future(self._process.pull(order))
+        await asyncio.wait({pulling}, timeout=remaining)
+        if not pulling.done():
+            for row in fetch.rows:
+                self._pool.quarantine(row)
+            self._finish(fetch, "timeout")
+        result: PullResult = await pulling
+        if fetch.state is FetchState.PENDING:
+            self._commit(fetch, grant, result)
+
+    def _commit(self, fetch: Fetch, grant: Grant, result: PullResult) -> None:
+        whole = zip(fetch.rows[: result.verified], grant.checksums, strict=False)
+        fetch.committed = [
+            row for row, checksum in whole if self._pool.commit(row, checksum, pins=1)
+        ]
+        self.counts.rows += len(fetch.committed)
+        self._arrived(fetch.committed)
+        if len(fetch.committed) < result.verified:
+            self._finish(fetch, "reset")
+        else:
+            self._finish(fetch, result.reason)
+
+    def _finish(self, fetch: Fetch, reason: str | None) -> None:
+        if fetch.state is not FetchState.PENDING:
+            return
+        fetch.reason = reason
+        if reason is None:
+            self.counts.committed += 1
+            fetch.state = FetchState.COMMITTED
+        else:
+            self.counts.rolled_back[reason] += 1
+            fetch.state = FetchState.ROLLED_BACK
+
+    def _release(self, donor: str, grant_id: int) -> None:
+        """Tell the donor in the background: nobody here waits for it, and grants expire anyway."""
+        self._spawn(self._tell_release(donor, grant_id))
+
+    async def _tell_release(self, donor: str, grant_id: int) -> None:
+        actor = self._donors.get(donor)
+        try:
+            if actor is not None:
+                await within(_RELEASE_TIMEOUT, actor.release(grant_id))
+        except (OSError, xoscar.ServerClosed, xoscar.ActorNotExist, TimeoutError):
+            self.counts.unreleased_grants += 1
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+def replica_uid(incarnation: str) -> str:
+    """The uid of a replica's actor at its engine's address."""
+    return f"xavier-replica-{incarnation}"

@@ -1,0 +1,276 @@
+"""Rows over Gloo: one private two-member process group per link, for any two hosts.
+
+How Gloo fails shapes this module (torch 2.13, probed): a wait that times out closes the pair, and
+after that nothing late arrives; `abort()` does not stop a late message; a message longer than the
+posted receive ends the receiving process, which is why this runs in a process of its own.
+
+The rendezvous needs no port: what Gloo puts into each side's store travels in the link's hello and
+answer. All groups of a process share one listening port.
+"""
+
+import hmac
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+
+import psutil
+import torch
+from torch.distributed import ProcessGroupGloo, Store, Work
+
+from xinference_xavier.errors import LinkError, TransportError
+from xinference_xavier.pool.region import Region
+from xinference_xavier.transfer.base import Link, Transport
+
+_CONSUMER, _DONOR = 0, 1
+_PROOF_TAG, _CLOSE_TAG, _FIRST_ROW_TAG = 0, 1, 2
+_PROOF_BYTES = 32
+_MAX_RENDEZVOUS_BYTES = 64 << 10
+_IN_FLIGHT_BYTES = 64 << 20  # above the bandwidth-delay product of any LAN
+_MIN_IN_FLIGHT = 4
+_PORT_ATTEMPTS = 10_000
+
+
+class _ExchangedStore(Store):
+    """A rendezvous store for two, each side of which carries its part to the other itself."""
+
+    def __init__(self, timeout: float) -> None:
+        super().__init__()
+        self._timeout = timeout
+        self._own: dict[str, bytes] = {}
+        self._peers: dict[str, bytes] = {}
+        self._changed = threading.Condition()
+
+    def set(self, key: str, value: bytes) -> None:  # type: ignore[override]  # Gloo sets bytes
+        with self._changed:
+            self._own[key] = bytes(value)
+            self._changed.notify_all()
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        return self._own[key] if key in self._own else self._peers[key]
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self._own or key in self._peers for key in keys)
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        seconds = self._timeout if timeout is None else timeout.total_seconds()
+        with self._changed:
+            if not self._changed.wait_for(lambda: self.check(keys), seconds):
+                raise LinkError("the peer's part of the rendezvous did not come in time")
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._timeout = timeout.total_seconds()
+
+    def own_part(self) -> bytes:
+        with self._changed:
+            if not self._changed.wait_for(lambda: bool(self._own), self._timeout):
+                raise LinkError("Gloo did not begin its rendezvous")
+            return json.dumps({key: value.hex() for key, value in self._own.items()}).encode()
+
+    def transcript(self) -> bytes:
+        """Both parts, the same on both sides."""
+        both = sorted((self._own | self._peers).items())
+        return b"".join(key.encode() + value for key, value in both)
+
+    def add_peers_part(self, part: bytes) -> None:
+        if len(part) > _MAX_RENDEZVOUS_BYTES:
+            raise LinkError(f"a rendezvous of {len(part)} bytes is too long to be one")
+        try:
+            values = {str(key): bytes.fromhex(value) for key, value in json.loads(part).items()}
+        except (ValueError, TypeError, AttributeError) as error:
+            raise LinkError(f"malformed rendezvous: {error}") from None
+        with self._changed:
+            self._peers.update(values)
+            self._changed.notify_all()
+
+
+class _HalfLink:
+    """A group under construction on a thread; an `Offer` or an `Acceptance`."""
+
+    def __init__(self, transport: "GlooTransport", rank: int, secret: bytes, deadline: float):
+        self._transport = transport
+        self._rank = rank
+        self._secret = secret
+        seconds = max(0.001, deadline - time.monotonic())
+        self._store = _ExchangedStore(seconds)
+        self._thread = ThreadPoolExecutor(1, "xavier-link")
+        self._group: Future[ProcessGroupGloo] = self._thread.submit(
+            transport.build_group, self._store, rank, seconds
+        )
+
+    @property
+    def hello(self) -> bytes:
+        return self._store.own_part()
+
+    answer = hello
+
+    def meet(self, part: bytes) -> None:
+        self._store.add_peers_part(part)
+
+    def finish(self, deadline: float) -> "GlooLink":
+        try:
+            group = self._group.result(max(0.001, deadline - time.monotonic()))
+        except (RuntimeError, TimeoutError) as error:
+            raise LinkError(f"no connection: {error}") from None
+        finally:
+            self._thread.shutdown(wait=False)
+        link = GlooLink(group, self._rank, self._transport.region)
+        try:
+            link.prove(self._secret, self._store.transcript(), deadline)
+        except LinkError:
+            link.close()
+            raise
+        return link
+
+
+class _Offer(_HalfLink):
+    def complete(self, answer: bytes, deadline: float) -> "GlooLink":
+        self.meet(answer)
+        return self.finish(deadline)
+
+    def withdraw(self) -> None:
+        # The building thread ends by its own time limit: Gloo offers no way to stop it.
+        self._thread.shutdown(wait=False)
+
+
+class _Acceptance(_HalfLink):
+    def complete(self, deadline: float) -> "GlooLink":
+        return self.finish(deadline)
+
+
+class GlooTransport(Transport):
+    name = "gloo"
+
+    def __init__(self, region: Region, host: str, port_range: tuple[int, int] | None) -> None:
+        self.region = region
+        self._device = _listen(host, port_range)
+
+    def offer(self, secret: bytes, deadline: float) -> _Offer:
+        return _Offer(self, _CONSUMER, secret, deadline)
+
+    def accept(self, hello: bytes, secret: bytes, deadline: float) -> _Acceptance:
+        half = _Acceptance(self, _DONOR, secret, deadline)
+        half.meet(hello)
+        return half
+
+    def build_group(self, store: Store, rank: int, seconds: float) -> ProcessGroupGloo:
+        options = ProcessGroupGloo._Options()
+        options._devices = [self._device]
+        options._timeout = timedelta(seconds=seconds)
+        return ProcessGroupGloo(store, rank, 2, options)
+
+
+def _listen(host: str, port_range: tuple[int, int] | None) -> ProcessGroupGloo.Device:
+    """A Gloo device, its one listening port within `port_range`.
+
+    Gloo lets the kernel choose the port and offers no say in it. A device costs a few
+    milliseconds, so we make them until the kernel chooses one of ours, and keep the others
+    meanwhile so that it does not choose the same again.
+    """
+    try:
+        if port_range is None:
+            return ProcessGroupGloo.create_device(hostname=host)
+        low, high = port_range
+        kernel_low, kernel_high = _ephemeral_ports()
+        if high < kernel_low or kernel_high < low:
+            raise TransportError(
+                f"xavier_port_range={low}-{high} lies outside the kernel's ephemeral ports "
+                f"{kernel_low}-{kernel_high}, from which Gloo's port is taken; choose a range "
+                "inside them or change net.ipv4.ip_local_port_range"
+            )
+        others = []
+        before = _listening_ports()
+        for _ in range(_PORT_ATTEMPTS):
+            device = ProcessGroupGloo.create_device(hostname=host)
+            now = _listening_ports()
+            if any(low <= port <= high for port in now - before):
+                return device
+            before = now
+            others.append(device)
+    except RuntimeError as error:
+        raise TransportError(f"Gloo cannot listen on host {host!r}: {error}") from None
+    raise TransportError(f"xavier_port_range={low}-{high} has no free port for Gloo")
+
+
+def _listening_ports() -> set[int]:
+    sockets = psutil.Process().net_connections("tcp")
+    return {int(s.laddr.port) for s in sockets if s.status == psutil.CONN_LISTEN}
+
+
+def _ephemeral_ports() -> tuple[int, int]:
+    with open("/proc/sys/net/ipv4/ip_local_port_range") as file:
+        low, high = file.read().split()
+    return int(low), int(high)
+
+
+class GlooLink(Link):
+    def __init__(self, group: ProcessGroupGloo, rank: int, region: Region) -> None:
+        self._group = group
+        self._peer = 1 - rank
+        self._rank = rank
+        self._next_tag = _FIRST_ROW_TAG
+        # Views of the region itself: Gloo reads from and writes to the rows, nothing is copied.
+        self._rows = torch.from_numpy(region.array)
+        self._in_flight = max(_MIN_IN_FLIGHT, _IN_FLIGHT_BYTES // region.row_bytes)
+        self._closing = threading.Lock()
+        self._closed = False
+
+    def prove(self, secret: bytes, transcript: bytes, deadline: float) -> None:
+        """Both sides show that they know the model's secret, before any row moves."""
+        proofs = [hmac.digest(secret, b"%d" % rank + transcript, "sha256") for rank in (0, 1)]
+        own = torch.frombuffer(bytearray(proofs[self._rank]), dtype=torch.uint8)
+        theirs = torch.zeros(_PROOF_BYTES, dtype=torch.uint8)
+        receiving = self._group.recv([theirs], self._peer, _PROOF_TAG)
+        sending = self._group.send([own], self._peer, _PROOF_TAG)
+        self._wait(sending, deadline)
+        self._wait(receiving, deadline)
+        if not hmac.compare_digest(theirs.numpy().tobytes(), proofs[self._peer]):
+            raise LinkError("the peer does not know this model's secret")
+
+    def receive(self, slots: Sequence[int], deadline: float) -> Iterator[int]:
+        posted = []
+        for position in range(len(slots)):
+            while len(posted) < min(len(slots), position + self._in_flight):
+                row = self._rows[slots[len(posted)]]
+                posted.append(self._post(self._group.recv, row))
+            self._wait(posted[position], deadline)
+            yield slots[position]
+
+    def send(self, slots: Sequence[int], deadline: float) -> None:
+        posted = []
+        for position in range(len(slots)):
+            while len(posted) < min(len(slots), position + self._in_flight):
+                row = self._rows[slots[len(posted)]]
+                posted.append(self._post(self._group.send, row))
+            self._wait(posted[position], deadline)
+
+    def close(self) -> None:
+        with self._closing:
+            if self._closed:
+                return
+            self._closed = True
+            try:  # A wait that times out is Gloo's only way to close a pair.
+                unsent = torch.empty(1, dtype=torch.uint8)
+                unsent_work = self._group.recv([unsent], self._peer, _CLOSE_TAG)
+                unsent_work.wait(timedelta(milliseconds=1))
+            except RuntimeError:
+                pass  # what we wanted, or the peer closed first
+
+    def _post(self, operation: Callable[..., Work], row: torch.Tensor) -> Work:
+        try:
+            work = operation([row], self._peer, self._next_tag)
+        except RuntimeError as error:
+            raise LinkError(str(error)) from None
+        self._next_tag += 1
+        return work
+
+    def _wait(self, work: Work, deadline: float) -> None:
+        seconds = deadline - time.monotonic()
+        try:
+            work.wait(timedelta(seconds=max(0.001, seconds)))
+        except RuntimeError as error:
+            raise LinkError(str(error)) from None
+

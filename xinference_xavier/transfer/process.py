@@ -1,0 +1,209 @@
+"""The engine's handle on its transfer process: starts it, gives it orders, starts it again.
+
+Life cycle: `run` keeps one process alive until it is cancelled. Threading: all of it belongs to the
+replica's background event loop.
+"""
+
+import asyncio
+import json
+import logging
+import os
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import NamedTuple
+
+import xoscar
+
+from xinference_xavier.deadline import within
+from xinference_xavier.errors import GrantRefused, TransportError
+from xinference_xavier.pool.region import Region
+from xinference_xavier.transfer.messages import PullOrder, PullResult, Startup, Ticket
+
+logger = logging.getLogger(__name__)
+
+_START_TIMEOUT = 60.0  # importing torch on a busy machine
+_CALL_TIMEOUT = 2.0
+_GRACE = 2.0  # a pull that is not over this long after its deadline never will be
+_RESTART_PAUSES = (0.1, 0.5, 2.0, 10.0)
+_LIVED_WELL = 60.0
+
+
+class _Child(NamedTuple):
+    process: asyncio.subprocess.Process
+    control: socket.socket
+    address: str
+    actor: xoscar.ActorRefType
+    exited: asyncio.Future[int]
+
+
+class TransferProcess:
+    """`address` is where peers' transfer processes find ours; None while there is none."""
+
+    def __init__(
+        self,
+        region: Region,
+        *,
+        incarnation: str,
+        host: str,
+        port_range: tuple[int, int] | None,
+        transport: str,
+    ) -> None:
+        self._region = region
+        self._key = os.urandom(32)
+        self._startup = Startup(
+            incarnation=incarnation,
+            region_fd=region.fd,
+            rows=region.rows,
+            row_bytes=region.row_bytes,
+            host=host,
+            port_range=port_range,
+            transport=transport,
+            key=self._key.hex(),
+        )
+        self._secret: bytes | None = None
+        self._child: _Child | None = None
+        self.started = asyncio.Event()  # there is a child at this moment
+        self.starts = 0
+        self.failed_calls = 0
+
+    @property
+    def address(self) -> str | None:
+        return self._child.address if self._child is not None else None
+
+    @property
+    def pid(self) -> int | None:
+        return self._child.process.pid if self._child is not None else None
+
+    def sign(self, consumer: str, slots: Sequence[int], expires: float) -> Ticket:
+        """A ticket that our transfer process honours.
+
+        Raises:
+            GrantRefused: there is no transfer process at the moment.
+        """
+        if self._child is None or self._secret is None:
+            raise GrantRefused("no transfer process")
+        return Ticket.sign(self._key, consumer, slots, expires)
+
+    async def run(self) -> None:
+        """Keep a process alive; when cancelled, end it."""
+        failures = 0
+        while True:
+            began = time.monotonic()
+            try:
+                child = await self._start()
+            except (OSError, TransportError, TimeoutError) as error:
+                logger.error("the transfer process did not start: %s", error)
+            else:
+                try:
+                    await self._attend(child)
+                finally:
+                    self._child = None
+                    self.started.clear()
+                    await _end(child.process, child.control)
+                logger.warning("the transfer process ended with %s", child.process.returncode)
+            failures = 0 if time.monotonic() - began > _LIVED_WELL else failures + 1
+            await asyncio.sleep(_RESTART_PAUSES[min(failures, len(_RESTART_PAUSES)) - 1])
+
+    async def _start(self) -> _Child:
+        ours, theirs = socket.socketpair()
+        environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        with theirs:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "xinference_xavier.transfer",
+                str(theirs.fileno()),
+                stdin=asyncio.subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(), self._region.fd),
+                env=environment,
+            )
+        self.starts += 1
+        try:
+            ours.setblocking(False)
+            loop = asyncio.get_running_loop()
+            await loop.sock_sendall(ours, self._startup.to_json())
+            async with asyncio.timeout(_START_TIMEOUT):
+                reply = await _read_line(ours)
+                if "address" not in reply:
+                    raise TransportError(reply.get("error", "it ended without a word"))
+                actor = await xoscar.actor_ref(reply["address"], "xavier-transfer")
+        except BaseException:
+            await _end(process, ours)
+            raise
+        exited = asyncio.ensure_future(process.wait())
+        return _Child(process, ours, reply["address"], actor, exited)
+
+    async def _attend(self, child: _Child) -> None:
+        if self._secret is not None:
+            await self._call(child, "configure", self._secret)
+        self._child = child
+        self.started.set()
+        await asyncio.shield(child.exited)
+
+    async def configure(self, secret: bytes) -> None:
+        """The model's secret; a later process gets it too."""
+        self._secret = secret
+        if self._child is not None:
+            await self._call(self._child, "configure", secret)
+
+    async def forget(self, incarnation: str) -> None:
+        if self._child is not None:
+            await self._call(self._child, "forget", incarnation)
+
+    async def stats(self) -> dict[str, int | str]:
+        if self._child is None:
+            return {}
+        return await self._call(self._child, "stats") or {}
+
+    async def _call(self, child: _Child, method: str, *args: object) -> dict[str, int | str] | None:
+        try:
+            answer: dict[str, int | str] | None = await within(
+                _CALL_TIMEOUT, getattr(child.actor, method)(*args)
+            )
+            return answer
+        except (OSError, xoscar.ServerClosed, TimeoutError) as error:
+            self.failed_calls += 1
+            logger.warning("transfer process: %s failed: %r", method, error)
+            return None
+
+    async def pull(self, order: PullOrder) -> PullResult:
+        """Fetch rows. Never raises, and never returns before nothing writes to them any more:
+        a process that does not answer in time is killed for it."""
+        child = self._child
+        if child is None:
+            return PullResult(0, "no transfer process")
+        pulling = asyncio.ensure_future(child.actor.pull(order))
+        await asyncio.wait(
+            {pulling, child.exited},
+            timeout=order.timeout + _GRACE,
+            return_when=asyncio.FIRST_COMPLETED,
+        )
+        if pulling.done() and pulling.exception() is None:
+            return pulling.result()  # type: ignore[no-any-return]  # xoscar's refs are untyped
+        pulling.cancel()
+        with suppress(ProcessLookupError):
+            child.process.kill()
+        await child.exited
+        return PullResult(0, "transfer process died")
+
+
+async def _read_line(control: socket.socket) -> dict[str, str]:
+    loop = asyncio.get_running_loop()
+    line = b""
+    while not line.endswith(b"\n"):
+        part = await loop.sock_recv(control, 4096)
+        if not part:
+            return {}
+        line += part
+    answer: dict[str, str] = json.loads(line)
+    return answer
+
+
+async def _end(process: asyncio.subprocess.Process, control: socket.socket) -> None:
+    control.close()  # the process ends by itself at this
+    with suppress(ProcessLookupError):
+        process.kill()
+    await process.wait()
