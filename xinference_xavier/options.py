@@ -85,12 +85,17 @@ def _parse_min_fetch_tokens(option: str, value: object) -> int:
 
 
 def _parse_transport(option: str, value: object) -> str:
-    name = value.strip().lower() if isinstance(value, str) else None
-    if name not in TRANSPORTS:
-        raise ConfigError(
-            option, value, "is not a known transport", f"use one of {', '.join(TRANSPORTS)}"
-        )
-    return name
+    name = value.strip() if isinstance(value, str) else ""
+    if name.lower() in TRANSPORTS:
+        return name.lower()
+    if re.fullmatch(r"[\w.]+:\w+", name, re.ASCII):
+        return name
+    raise ConfigError(
+        option,
+        value,
+        "is not a known transport",
+        f"use one of {', '.join(TRANSPORTS)}, or module:Class for one of your own",
+    )
 
 
 def _parse_host(option: str, value: object) -> str:

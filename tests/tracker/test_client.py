@@ -438,6 +438,15 @@ async def test_the_namespace_can_change_while_the_tracker_is_lost(
     await b.sees(K1, "a")
 
 
+async def test_who_is_stopped_just_after_a_change_of_namespace_stops(
+    peers: Peers, tracker: Any
+) -> None:
+    a = await peers.start("a")
+    await a.client.change_namespace("other")
+    async with asyncio.timeout(PATIENCE):
+        await a.crash()
+
+
 async def test_a_replica_far_behind_gets_a_snapshot(pool: Any, peers: Peers, tracker: Any) -> None:
     """A replica that could not look for long is not told every step since."""
     a, b = await peers.start("a", K1), await peers.start("b")

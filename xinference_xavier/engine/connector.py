@@ -20,7 +20,7 @@ from xinference_xavier.engine import identity
 from xinference_xavier.engine.manager import XavierManager
 from xinference_xavier.engine.spec import IDENTITY, XAVIER, chunk_tokens_for
 from xinference_xavier.errors import ConfigError, XavierError
-from xinference_xavier.failure import report_failure
+from xinference_xavier.tracker.failure import report_failure
 
 
 class XavierConnector(OffloadingConnector):

@@ -19,14 +19,16 @@ from typing import Any
 import xoscar as xo
 
 from xinference_xavier.config import ENABLE, take_launch_options
-from xinference_xavier.errors import ConfigError, NotFoundError
+from xinference_xavier.errors import ConfigError, NotFoundError, ReplicaStartError
 from xinference_xavier.rollback import Rollback
 from xinference_xavier.serving.transfer_config import (
+    configuration,
     kv_transfer_config,
     localized,
     own_transfer_config,
 )
 from xinference_xavier.tracker.actor import BlockTracker, tracker_uid
+from xinference_xavier.tracker.failure import failure_of
 
 logger = logging.getLogger(__name__)
 
@@ -151,13 +153,22 @@ def _localizing_launch(original: _Method) -> _Method:
     @functools.wraps(original)
     async def launch(worker: Any, *args: Any, **kwargs: Any) -> Any:
         transfer = own_transfer_config(kwargs.get("kv_transfer_config"))
-        if transfer is not None:
-            kwargs["kv_transfer_config"] = localized(
-                transfer,
-                worker_address=worker.address,
-                supervisor_address=worker._supervisor_address,
-            )
-        return await original(worker, *args, **kwargs)
+        if transfer is None:
+            return await original(worker, *args, **kwargs)
+        kwargs["kv_transfer_config"] = here = localized(
+            transfer,
+            worker_address=worker.address,
+            supervisor_address=worker._supervisor_address,
+        )
+        try:
+            return await original(worker, *args, **kwargs)
+        except Exception as error:
+            # All that vLLM says is that its engine did not start.
+            replica = args[0] if args else kwargs["model_uid"]
+            cause = await failure_of(configuration(here), replica)
+            if cause is None:
+                raise
+            raise ReplicaStartError(cause) from error
 
     return launch
 

@@ -50,6 +50,11 @@ def own_transfer_config(value: object) -> dict[str, Any] | None:
     return None
 
 
+def configuration(transfer: Mapping[str, Any]) -> XavierConfig:
+    """What the replica launched with ``transfer`` is told."""
+    return XavierConfig.from_dict(transfer[_EXTRA][_CONFIG])
+
+
 def localized(
     transfer: Mapping[str, Any], *, worker_address: str, supervisor_address: str | None
 ) -> dict[str, Any]:

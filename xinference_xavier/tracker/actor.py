@@ -14,6 +14,7 @@ a watcher that must join first.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import os
@@ -37,6 +38,8 @@ from xinference_xavier.tracker.index import Index, Member, Outcome, ReplicaState
 logger = logging.getLogger(__name__)
 
 MAX_NAMESPACES = 1000
+MAX_CAUSE = 2000
+"""Characters kept of why a replica did not start."""
 MAX_MEMBERS = 1000
 """Replicas of all namespaces together."""
 MAX_WATCH = 60.0
@@ -87,10 +90,9 @@ class _Namespace:
         self._changed = asyncio.Event()
 
     async def news(self, timeout: float) -> None:
-        try:
-            await asyncio.wait_for(self._changed.wait(), timeout)
-        except TimeoutError:
-            return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                await self._changed.wait()
 
 
 class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no types
@@ -117,6 +119,7 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
         self._clock = clock
         self._settings = Settings()
         self._secret = os.urandom(32)
+        self._failures: dict[str, str] = {}
         self._namespaces: dict[str, _Namespace] = {}
         self._looked = clock()
         self._expiry: asyncio.Task[None] | None = None
@@ -257,6 +260,18 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
             *(_describe_replica(state, known.stats) for state in replicas)
         )
         return {"revision": revision, "keys": keys, "replicas": described}
+
+    # Failed starts
+
+    async def report_failure(self, replica: str, cause: str) -> None:
+        """Keep why the engine of `replica` (xinference's name for it) could not start."""
+        check_identifier("replica", replica)
+        if len(self._failures) < MAX_MEMBERS:
+            self._failures[replica] = cause[:MAX_CAUSE]
+
+    async def take_failure(self, replica: str) -> str | None:
+        """The cause that was reported for `replica` since this was asked last."""
+        return self._failures.pop(replica, None)
 
     def _configure(self, settings: Settings) -> None:
         self._settings = settings

@@ -16,6 +16,7 @@ nothing has to be remembered about what was or was not delivered.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
 from collections.abc import Awaitable, Callable, Iterable
@@ -28,6 +29,7 @@ from xinference_xavier.deadline import within
 from xinference_xavier.tracker.actor import JoinReply, NotMemberError, tracker_uid
 from xinference_xavier.tracker.index import Member, Outcome, Update, pack
 from xinference_xavier.tracker.mirror import Mirror
+from xinference_xavier.tracker.roster import Roster
 
 __all__ = ["ClientCounters", "Mirror", "TrackerClient"]
 
@@ -102,7 +104,7 @@ class TrackerClient:
         self._stats = stats
         self._heartbeat = heartbeat
         self._watch_timeout = watch_timeout
-        self._roster = _Roster(on_members)
+        self._roster = Roster(on_members)
         self._on_joined = on_joined
         self._queue: dict[bytes, bool] = {}
         self._replace_all = False
@@ -316,44 +318,7 @@ class TrackerClient:
             )
 
     async def _pause(self, seconds: float) -> None:
-        try:
-            await asyncio.wait_for(self._hurry.wait(), seconds)
-        except TimeoutError:
-            return
-
-
-class _Roster:
-    """Tells the replica which peers to take for alive.
-
-    A new tracker does not know the peers that have not joined it yet: they count as alive for one
-    lease after it appeared, unless it saw them go.
-    """
-
-    def __init__(self, on_members: Callable[[frozenset[str]], None]) -> None:
-        self._on_members = on_members
-        self._alive: frozenset[str] = frozenset()
-        self._seen: frozenset[str] = frozenset()
-        self._epoch = ""
-        self._grace_until = 0.0
-
-    def start(self, epoch: str, lease: float) -> None:
-        """A session with the tracker's index `epoch` begins."""
-        if epoch != self._epoch:
-            self._epoch, self._seen = epoch, frozenset()
-            self._grace_until = asyncio.get_running_loop().time() + lease
-
-    def see(self, peers: frozenset[str]) -> None:
-        """The tracker says that `peers` are members."""
-        departed, self._seen = self._seen - peers, self._seen | peers
-        in_grace = asyncio.get_running_loop().time() < self._grace_until
-        self._tell(peers | (self._alive - departed) if in_grace else peers)
-
-    def clear(self) -> None:
-        """The replica leaves its peers."""
-        self._seen, self._epoch = frozenset(), ""
-        self._tell(frozenset())
-
-    def _tell(self, alive: frozenset[str]) -> None:
-        if alive != self._alive:
-            self._alive = alive
-            self._on_members(alive)
+        # Not `wait_for`: in Python 3.11 it loses a cancellation that comes with the event.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._hurry.wait()

@@ -122,8 +122,8 @@ class Index:
     """The holdings of one namespace's replicas.
 
     `lease` is in seconds. A member holds at most `max_keys` keys: what it publishes beyond them is
-    not listed and counted in `dropped`. The log keeps at most `log_bytes`. A key takes about 150
-    bytes per member that holds it.
+    not listed and counted in `dropped`. The log keeps at most `log_bytes`. A key of 36 bytes
+    takes 116 to 150 bytes per member that holds it.
     """
 
     def __init__(

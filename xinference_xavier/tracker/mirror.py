@@ -4,8 +4,8 @@ Threading: `holders`, `address`, `enabled` and `len` may be read by any thread a
 a lock: each is one read of a dictionary or an attribute. All else is for one writing thread, that
 of the tracker's client. A reader may see part of an update; what it reads is a hint in any case.
 
-Memory: about 200 bytes a key, key included, whoever and how many hold it (equal groups of holders
-are one tuple), bounded by `max_keys`.
+Memory: under 200 bytes a key, key included (measured: 127 for keys of 36 bytes), however many hold
+it, since equal groups of holders are one tuple; bounded by `max_keys`.
 """
 
 from __future__ import annotations
