@@ -1,4 +1,4 @@
-"""Addresses of the form ``host:port``, with IPv6 hosts in brackets."""
+"""Where and by what name actors are found: ``host:port``, IPv6 hosts in brackets, and a uid."""
 
 from __future__ import annotations
 
@@ -40,3 +40,8 @@ def reachable_address(address: str, via: str | None = None) -> str:
         if not is_wildcard(via_host):
             return join_address(via_host, port)
     return join_address("::1" if ":" in host else "127.0.0.1", port)
+
+
+def replica_uid(incarnation: str) -> str:
+    """The uid of a replica's actor at its engine's address."""
+    return f"xavier-replica-{incarnation}"

@@ -21,7 +21,7 @@ from typing import Any
 
 import xoscar
 
-from xinference_xavier.addresses import reachable_address
+from xinference_xavier.addresses import reachable_address, replica_uid
 from xinference_xavier.config import XavierConfig
 from xinference_xavier.errors import GrantRefused, NotFoundError
 from xinference_xavier.network import listen, local_host_towards
@@ -29,7 +29,7 @@ from xinference_xavier.pool.pool import Pool, Row
 from xinference_xavier.pool.region import Region
 from xinference_xavier.tracker.client import TrackerClient
 from xinference_xavier.tracker.mirror import Mirror
-from xinference_xavier.transfer.fetch import Fetch, Fetcher, replica_uid
+from xinference_xavier.transfer.fetch import Fetch, Fetcher
 from xinference_xavier.transfer.grants import Grants
 from xinference_xavier.transfer.messages import (
     MAX_ROWS_PER_FETCH,
@@ -248,8 +248,8 @@ class Replica:
         self._spawn(self._process.configure(secret))
 
     def _members_changed(self, members: frozenset[str]) -> None:
-        self.grants.keep_only(members)
         for gone in self._known_members - members:
+            self.grants.forget(gone)
             self._fetcher.forget(gone)
             self._spawn(self._process.forget(gone))
         self._known_members = members

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import replace
 
 import pytest
@@ -65,8 +66,7 @@ def test_each_departure_is_named(measurement: Measurement, failure: str) -> None
 
 def test_launch_arguments_are_passed_through() -> None:
     arguments = launch_arguments(
-        ["--dtype", "bfloat16", "--max-model-len", "4096"]
-        + ["--xavier_fetch_timeout", "2.5", "--n_gpu", "none"]
+        shlex.split("--dtype bfloat16 --max-model-len 4096 --xavier_fetch_timeout 2.5 --n_gpu none")
     )
     assert arguments["dtype"] == "bfloat16"
     assert arguments["max_model_len"] == 4096

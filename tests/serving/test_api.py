@@ -12,9 +12,10 @@ from fastapi import APIRouter, FastAPI, HTTPException
 from fastapi.security import SecurityScopes
 from xinference.extensions import APIExtensionContext
 
+from xinference_xavier.addresses import replica_uid
 from xinference_xavier.errors import NotFoundError
 from xinference_xavier.serving.api import add_routes, report
-from xinference_xavier.tracker.actor import BlockTracker, replica_uid, tracker_uid
+from xinference_xavier.tracker.actor import BlockTracker, tracker_uid
 from xinference_xavier.tracker.index import Member, Settings
 
 KEY_BYTES = 36

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import xoscar as xo
 
+from xinference_xavier.addresses import replica_uid
 from xinference_xavier.tracker import actor as actor_module
 from xinference_xavier.tracker.actor import (
     BlockTracker,
     NotMemberError,
     TrackerFullError,
-    replica_uid,
     tracker_uid,
 )
 from xinference_xavier.tracker.index import Change, Member, Outcome, Settings, Update

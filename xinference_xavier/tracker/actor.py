@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 import xoscar as xo
 
+from xinference_xavier.addresses import replica_uid
 from xinference_xavier.deadline import within
 from xinference_xavier.tracker.checks import (
     MAX_KEY_BYTES,
@@ -50,10 +51,6 @@ STATS_DEADLINE = 1.0
 
 def tracker_uid(model_uid: str) -> str:
     return f"xavier-tracker-{model_uid}"
-
-
-def replica_uid(incarnation: str) -> str:
-    return f"xavier-replica-{incarnation}"
 
 
 class NotMemberError(LookupError):

@@ -19,6 +19,7 @@ from enum import Enum, auto
 
 import xoscar
 
+from xinference_xavier.addresses import replica_uid
 from xinference_xavier.deadline import within
 from xinference_xavier.errors import GrantRefused, XavierError
 from xinference_xavier.pool.pool import Pool, Row
@@ -213,8 +214,3 @@ class Fetcher:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-
-def replica_uid(incarnation: str) -> str:
-    """The uid of a replica's actor at its engine's address."""
-    return f"xavier-replica-{incarnation}"

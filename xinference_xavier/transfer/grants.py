@@ -59,9 +59,9 @@ class Grants:
     def expire(self, now: float) -> None:
         self._release_where(lambda promise: promise.expires <= now)
 
-    def keep_only(self, consumers: frozenset[str]) -> None:
-        """Whoever is not among `consumers` is gone and will not fetch any more."""
-        self._release_where(lambda promise: promise.consumer not in consumers)
+    def forget(self, consumer: str) -> None:
+        """That replica is gone and will not fetch any more."""
+        self._release_where(lambda promise: promise.consumer == consumer)
 
     def _release_where(self, ended: Callable[[Promise], bool]) -> None:
         for promise in [p for p in self._promises.values() if ended(p)]:
