@@ -58,5 +58,10 @@ class LinkError(XavierError):
     """A link to a peer failed, was refused, or moved nothing until its deadline."""
 
 
-class GrantRefused(XavierError):
-    """A donor did not grant rows; the text is the reason, as counted."""
+class GrantRefusedError(XavierError):
+    """A donor did not grant rows. `reason` is what it is counted as, and stays what it was where the
+    text does not: xoscar puts an address before the text of what comes from another process."""
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+        super().__init__(reason)

@@ -23,7 +23,7 @@ import xoscar
 
 from xinference_xavier.addresses import reachable_address, replica_uid
 from xinference_xavier.config import XavierConfig
-from xinference_xavier.errors import GrantRefused, NotFoundError
+from xinference_xavier.errors import GrantRefusedError, NotFoundError
 from xinference_xavier.network import listen, local_host_towards
 from xinference_xavier.pool.pool import Pool, Row
 from xinference_xavier.pool.region import Region
@@ -297,28 +297,28 @@ class Replica:
         """Promise the leading run of the chunks that we hold.
 
         Raises:
-            GrantRefused: not ours to give, or not now.
+            GrantRefusedError: not ours to give, or not now.
         """
         check_version(request.version)
         try:
             return self._grant(request)
-        except GrantRefused:
+        except GrantRefusedError:
             self.refused_grants += 1
             raise
 
     def _grant(self, request: GrantRequest) -> Grant:
         if request.namespace != self._shared_namespace or not self.sharing:
-            raise GrantRefused("other namespace")
+            raise GrantRefusedError("other namespace")
         if not self.mirror.enabled:
-            raise GrantRefused("sharing is off")
+            raise GrantRefusedError("sharing is off")
         if len(request.keys) > MAX_ROWS_PER_FETCH:
-            raise GrantRefused("too many rows")
+            raise GrantRefusedError("too many rows")
         promise = self.grants.grant(request.consumer, request.keys, time.monotonic())
         try:
             ticket = self._process.sign(
                 request.consumer, [row.slot for row in promise.rows], promise.expires
             )
-        except GrantRefused:
+        except GrantRefusedError:
             self.grants.release(promise.grant_id)
             raise
         held = len(promise.rows)

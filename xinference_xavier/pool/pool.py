@@ -32,7 +32,7 @@ class RowState(Enum):
 class Row:
     """One chunk's stay in a slot. A new stay is a new object, so a stale handle harms nobody."""
 
-    __slots__ = ("key", "slot", "state", "pins", "checksum")
+    __slots__ = ("checksum", "key", "pins", "slot", "state")
 
     def __init__(self, key: bytes, slot: int) -> None:
         self.key = key

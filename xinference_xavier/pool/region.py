@@ -67,7 +67,8 @@ class Region:
 
     def row(self, slot: int) -> npt.NDArray[np.uint8]:
         """The bytes of one row, shape (row_bytes,)."""
-        return self.array[slot]
+        row: npt.NDArray[np.uint8] = self.array[slot]
+        return row
 
     def checksum(self, slot: int, key: bytes) -> int:
         """64-bit XXH3 of the row, seeded by its chunk key: another chunk's bytes never match."""
@@ -163,10 +164,10 @@ def receive_region(incarnation: str, timeout: float) -> Region:
                 peer.connect(_socket_name(incarnation))
                 _check_same_user(peer)
                 return _receive(peer)
-            except (ConnectionRefusedError, FileNotFoundError):
+            except OSError as error:
                 if time.monotonic() > deadline:
                     raise RegionError(
-                        f"no worker offered the region of {incarnation} within {timeout:g} s"
+                        f"no worker offered the region of {incarnation} within {timeout:g} s: {error}"
                     ) from None
         # The first worker is still starting: there is nothing to wait on but its socket's name.
         threading.Event().wait(0.02)

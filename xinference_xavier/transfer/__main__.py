@@ -37,8 +37,10 @@ async def _serve(engine: socket.socket, startup: Startup) -> None:
 
 
 def _end_with(engine: socket.socket) -> None:
-    engine.recv(1)
-    os._exit(0)
+    try:
+        engine.recv(1)
+    finally:  # an engine that ended without reading our answer is an error here
+        os._exit(0)
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
 """The actor of the transfer process: moves rows so that the engine need not.
 
-Life cycle: created by `__main__.py` in a child process of the engine, and gone with it. It can die by
-itself too: Gloo ends a process that is sent more than it asked for. Then its fetches roll back
+Life cycle: created by `__main__.py` in a child process of the engine, and gone with it. It can die
+by itself too: Gloo ends a process that is sent more than it asked for. Then its fetches roll back
 and the engine starts another.
 
 Threading: the actor runs on the process's event loop; each link has a thread of its own for what
@@ -61,7 +61,7 @@ class _Serving(NamedTuple):
     thread: ThreadPoolExecutor
 
 
-class TransferActor(xoscar.StatelessActor):
+class TransferActor(xoscar.StatelessActor):  # type: ignore[misc]  # xoscar has no types
     """Pulls rows for its own engine and serves those that engine granted to peers."""
 
     def __init__(self, startup: Startup, region: Region, transport: Transport) -> None:
@@ -95,22 +95,27 @@ class TransferActor(xoscar.StatelessActor):
         """That replica is gone: close its links."""
         self._turns.pop(incarnation, None)
         await self._drop_pulling(incarnation)
-        for link_id, serving in list(self._serving.items()):
-            if serving.consumer == incarnation:
-                await self._drop_serving(link_id)
+        await self._drop_serving_to(incarnation)
 
     async def pull(self, order: PullOrder) -> PullResult:
         """Fetch the rows of `order`; never raises, and never returns before they are at rest."""
         deadline = time.monotonic() + order.timeout
         arrived: list[int] = []
         reason: str | None = None
-        async with self._turns.setdefault(order.donor, asyncio.Lock()):
-            try:
-                await self._pull(order, deadline, arrived)
-            except (XavierError, xoscar.ActorNotExist, OSError, RuntimeError) as error:
-                reason = _reason(error)
-                logger.warning("pull from %s failed: %s", order.donor, error)
-                await self._drop_pulling(order.donor)
+        turn = self._turns.setdefault(order.donor, asyncio.Lock())
+        try:
+            await asyncio.wait_for(turn.acquire(), order.timeout)
+        except TimeoutError:
+            return PullResult(0, "timeout")
+        try:
+            await self._pull(order, deadline, arrived)
+        # A RuntimeError is what an executor raises that `forget` has shut down meanwhile.
+        except (XavierError, xoscar.XoscarError, OSError, RuntimeError) as error:
+            reason = _reason(error)
+            logger.warning("pull from %s failed: %s", order.donor, error)
+            await self._drop_pulling(order.donor)
+        finally:
+            turn.release()
         self._bytes_received += len(arrived) * self._region.row_bytes
         return PullResult(len(arrived), reason)
 
@@ -130,15 +135,14 @@ class TransferActor(xoscar.StatelessActor):
 
         loop = asyncio.get_running_loop()
         receiving = loop.run_in_executor(pulling.thread, receive)
-        serving = asyncio.ensure_future(
-            peer.serve(
-                PROTOCOL_VERSION,
-                pulling.link_id,
-                order.ticket,
-                self._region.row_bytes,
-                deadline - time.monotonic(),
-            )
+        served = peer.serve(
+            PROTOCOL_VERSION,
+            pulling.link_id,
+            order.ticket,
+            self._region.row_bytes,
+            deadline - time.monotonic(),
         )
+        serving = asyncio.ensure_future(_before(deadline, served))
         try:
             await asyncio.wait({receiving, serving}, return_when=asyncio.FIRST_COMPLETED)
             if serving.done():
@@ -149,6 +153,7 @@ class TransferActor(xoscar.StatelessActor):
             if not receiving.done():
                 await loop.run_in_executor(None, pulling.link.close)
                 await asyncio.wait({receiving})
+                receiving.exception()  # the first error is the one that is reported
 
     async def _connect(
         self, order: PullOrder, peer: xoscar.ActorRefType["TransferActor"], deadline: float
@@ -194,16 +199,24 @@ class TransferActor(xoscar.StatelessActor):
             raise LinkError(f"the donor serves {MAX_LINKS} links already")
         if link_id in self._serving or not 0 < timeout < _MAX_TIMEOUT:
             raise LinkError("malformed request for a link")
+        # A consumer has one link to us; it makes another when it has given up the one before.
+        await self._drop_serving_to(consumer)
         deadline = time.monotonic() + timeout
         loop = asyncio.get_running_loop()
         thread = ThreadPoolExecutor(1, "xavier-serve")
         half = self._transport.accept(hello, self._secret, deadline)
         answer = await loop.run_in_executor(thread, lambda: half.answer)
         link = loop.run_in_executor(thread, half.complete, deadline)
-        # A consumer that never comes back for the link must not leave an error unread.
-        link.add_done_callback(lambda done: done.cancelled() or done.exception())
         self._serving[link_id] = _Serving(consumer, link, thread)
+        link.add_done_callback(lambda done: self._drop_failed(link_id, done))
         return answer
+
+    def _drop_failed(self, link_id: str, link: asyncio.Future[Link]) -> None:
+        """A consumer that does not come back for its link must leave nothing behind."""
+        if link.cancelled() or link.exception() is not None:
+            serving = self._serving.pop(link_id, None)
+            if serving is not None:
+                serving.thread.shutdown(wait=False)
 
     async def serve(
         self, version: int, link_id: str, ticket: Ticket, row_bytes: int, timeout: float
@@ -220,23 +233,23 @@ class TransferActor(xoscar.StatelessActor):
         deadline = time.monotonic() + timeout
         loop = asyncio.get_running_loop()
         try:
-            link = await serving.link
+            link = await asyncio.shield(serving.link)
             await loop.run_in_executor(serving.thread, link.send, ticket.slots, deadline)
         except BaseException:
             await self._drop_serving(link_id)
             raise
         self._bytes_sent += len(ticket.slots) * row_bytes
 
+    async def _drop_serving_to(self, consumer: str) -> None:
+        for link_id, serving in list(self._serving.items()):
+            # One that is not complete yet ends by its own deadline, if nobody comes for it.
+            if serving.consumer == consumer and serving.link.done():
+                await self._drop_serving(link_id)
+
     async def _drop_serving(self, link_id: str) -> None:
         serving = self._serving.pop(link_id, None)
-        if serving is None:
-            return
-        try:
-            link = await serving.link
-        except LinkError:  # it never came to be
-            serving.thread.shutdown(wait=False)
-        else:
-            await _close(link, serving.thread)
+        if serving is not None and serving.link.done():
+            await _close(serving.link.result(), serving.thread)
 
 
 async def _close(link: Link, thread: ThreadPoolExecutor) -> None:

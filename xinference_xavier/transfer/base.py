@@ -45,7 +45,9 @@ class Link(ABC):
 class Offer(Protocol):
     """A consumer's half-open link."""
 
-    hello: bytes  # to be handed to the donor's `accept`
+    @property
+    def hello(self) -> bytes:
+        """To be handed to the donor's `accept`."""
 
     def complete(self, answer: bytes, deadline: float) -> Link:
         """Make the link with the donor's answer."""
@@ -57,7 +59,9 @@ class Offer(Protocol):
 class Acceptance(Protocol):
     """A donor's half-open link."""
 
-    answer: bytes  # to be handed to the consumer's `complete`
+    @property
+    def answer(self) -> bytes:
+        """To be handed to the consumer's `complete`."""
 
     def complete(self, deadline: float) -> Link:
         """Make the link; blocks until the consumer completed its side."""
@@ -68,6 +72,7 @@ class Transport(ABC):
 
     name: ClassVar[str]
 
+    @abstractmethod
     def __init__(self, region: Region, host: str, port_range: tuple[int, int] | None) -> None:
         """Listen on `host`, within `port_range` (both ends included) if there is one.
 

@@ -5,8 +5,9 @@
 
 The scheduler thread makes a `Fetch` with the rows it reserved and reads its `state`; everything
 else happens on the replica's background loop. When `state` is no longer PENDING, the committed rows
-are READY and pinned once, for the requests that wait for them. A fetch ends by its deadline, even if
-its rows may still be written: these are in quarantine until the transfer process is done with them.
+are READY and pinned once, for the requests that wait for them. A fetch ends by its deadline, even
+if its rows may still be written: these are in quarantine until the transfer process is done with
+them.
 """
 
 import asyncio
@@ -21,7 +22,7 @@ import xoscar
 
 from xinference_xavier.addresses import replica_uid
 from xinference_xavier.deadline import within
-from xinference_xavier.errors import GrantRefused, XavierError
+from xinference_xavier.errors import GrantRefusedError, LinkError, XavierError
 from xinference_xavier.pool.pool import Pool, Row
 from xinference_xavier.rollback import Rollback
 from xinference_xavier.transfer.messages import (
@@ -109,10 +110,10 @@ class Fetcher:
                     scope.undo(self._release, fetch.donor, grant.grant_id)
                 self._note_missing(fetch, grant)
                 if not grant.grant_id:
-                    raise GrantRefused("not held")
+                    raise GrantRefusedError("not held")
                 await self._pull(fetch, grant)
-        except GrantRefused as error:
-            self._finish(fetch, str(error))
+        except GrantRefusedError as error:
+            self._finish(fetch, error.reason)
         except TimeoutError:
             self._donors.pop(fetch.donor, None)
             self._finish(fetch, "timeout")
@@ -135,6 +136,8 @@ class Fetcher:
         )
         donor = await self._donor(fetch)
         grant: Grant = await within(fetch.deadline - time.monotonic(), donor.grant(request))
+        if not len(grant.checksums) == len(grant.ticket.slots) <= len(fetch.rows):
+            raise LinkError(f"{fetch.donor} granted other rows than it was asked for")
         return grant
 
     async def _donor(self, fetch: Fetch) -> xoscar.ActorRefType:
@@ -142,7 +145,7 @@ class Fetcher:
         if donor is None:
             address = self._address_of(fetch.donor)
             if address is None:
-                raise GrantRefused("donor gone")
+                raise GrantRefusedError("donor gone")
             finding = xoscar.actor_ref(address, replica_uid(fetch.donor))
             donor = await within(fetch.deadline - time.monotonic(), finding)
             self._donors[fetch.donor] = donor

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from xinference_xavier.errors import GrantRefused
+from xinference_xavier.errors import GrantRefusedError
 from xinference_xavier.pool.pool import Pool, Row
 
 
@@ -36,12 +36,12 @@ class Grants:
         """Pin the leading run of `keys` that we hold; none of them is no promise (id 0).
 
         Raises:
-            GrantRefused: we have promised too much already.
+            GrantRefusedError: we have promised too much already.
         """
         self.expire(now)
         room = self._max_rows - self.promised_rows
         if room <= 0:
-            raise GrantRefused("busy")
+            raise GrantRefusedError("busy")
         rows = self._pool.pin_shared(keys[:room])
         promise = Promise(next(self._ids) if rows else 0, consumer, rows, now + self._lifetime)
         if rows:

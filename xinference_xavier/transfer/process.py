@@ -18,7 +18,7 @@ from typing import NamedTuple
 import xoscar
 
 from xinference_xavier.deadline import within
-from xinference_xavier.errors import GrantRefused, TransportError
+from xinference_xavier.errors import GrantRefusedError, TransportError
 from xinference_xavier.pool.region import Region
 from xinference_xavier.transfer.messages import PullOrder, PullResult, Startup, Ticket
 
@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 _START_TIMEOUT = 60.0  # importing torch on a busy machine
 _CALL_TIMEOUT = 2.0
+_CONFIGURE_TIMEOUT = 20.0
 _GRACE = 2.0  # a pull that is not over this long after its deadline never will be
 _RESTART_PAUSES = (0.1, 0.5, 2.0, 10.0)
 _LIVED_WELL = 60.0
@@ -81,10 +82,10 @@ class TransferProcess:
         """A ticket that our transfer process honours.
 
         Raises:
-            GrantRefused: there is no transfer process at the moment.
+            GrantRefusedError: there is no transfer process at the moment.
         """
         if self._child is None or self._secret is None:
-            raise GrantRefused("no transfer process")
+            raise GrantRefusedError("no transfer process")
         return Ticket.sign(self._key, consumer, slots, expires)
 
     async def run(self) -> None:
@@ -104,7 +105,7 @@ class TransferProcess:
                     self.started.clear()
                     await _end(child.process, child.control)
                 logger.warning("the transfer process ended with %s", child.process.returncode)
-            failures = 0 if time.monotonic() - began > _LIVED_WELL else failures + 1
+            failures = 1 if time.monotonic() - began > _LIVED_WELL else failures + 1
             await asyncio.sleep(_RESTART_PAUSES[min(failures, len(_RESTART_PAUSES)) - 1])
 
     async def _start(self) -> _Child:
@@ -137,8 +138,10 @@ class TransferProcess:
         return _Child(process, ours, reply["address"], actor, exited)
 
     async def _attend(self, child: _Child) -> None:
-        if self._secret is not None:
-            await self._call(child, "configure", self._secret)
+        told = None
+        while told != self._secret:  # another one may come meanwhile
+            told = self._secret
+            await self._tell(child, told)
         self._child = child
         self.started.set()
         await asyncio.shield(child.exited)
@@ -147,7 +150,16 @@ class TransferProcess:
         """The model's secret; a later process gets it too."""
         self._secret = secret
         if self._child is not None:
-            await self._call(self._child, "configure", secret)
+            await self._tell(self._child, secret)
+
+    async def _tell(self, child: _Child, secret: bytes | None) -> None:
+        """A process that does not learn the secret is of no use: another one takes its place."""
+        try:
+            await within(_CONFIGURE_TIMEOUT, child.actor.configure(secret))
+        except (OSError, xoscar.ServerClosed, TimeoutError) as error:
+            self.failed_calls += 1
+            logger.warning("transfer process: configure failed: %r", error)
+            _kill(child.process)
 
     async def forget(self, incarnation: str) -> None:
         if self._child is not None:
@@ -184,8 +196,7 @@ class TransferProcess:
         if pulling.done() and pulling.exception() is None:
             return pulling.result()  # type: ignore[no-any-return]  # xoscar's refs are untyped
         pulling.cancel()
-        with suppress(ProcessLookupError):
-            child.process.kill()
+        _kill(child.process)
         await child.exited
         return PullResult(0, "transfer process died")
 
@@ -204,6 +215,10 @@ async def _read_line(control: socket.socket) -> dict[str, str]:
 
 async def _end(process: asyncio.subprocess.Process, control: socket.socket) -> None:
     control.close()  # the process ends by itself at this
+    _kill(process)
+    await process.wait()
+
+
+def _kill(process: asyncio.subprocess.Process) -> None:
     with suppress(ProcessLookupError):
         process.kill()
-    await process.wait()

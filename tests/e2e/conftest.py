@@ -1,0 +1,36 @@
+"""One xinference for all end-to-end tests; its models come and go with the modules."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from examples.local_cluster import LocalCluster
+from tests.e2e import faulty
+
+ROOT = Path(__file__).parents[2]
+ARGUMENTS = {
+    "dtype": "float32",  # in bfloat16 a random model's near ties flip by rounding alone
+    "max_model_len": 16384,
+    "block_size": 128,
+    "enable_xavier": True,
+    "xavier_pool_bytes": "512MiB",
+}
+
+
+@pytest.fixture(scope="session")
+def fault(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The file that says what `faulty` transports do."""
+    file = tmp_path_factory.mktemp("fault") / "mode"
+    file.write_text(faulty.NONE)
+    return file
+
+
+@pytest.fixture(scope="session")
+def cluster(model_folder: Path, fault: Path) -> Iterator[LocalCluster]:
+    """Listens on all addresses: `0.0.0.0` as xinference's host just works."""
+    environment = {"PYTHONPATH": str(ROOT), faulty.MODE_FILE: str(fault)}
+    log = ROOT / "build" / "test-cluster.log"
+    with LocalCluster(log, host="0.0.0.0", environment=environment) as cluster:
+        cluster.register(model_folder, "small")
+        yield cluster

@@ -1,0 +1,99 @@
+"""Faults under xinference: each ends in the plain answer, within its deadline, and is counted."""
+
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from examples.documents import document, prompt, questions
+from examples.local_cluster import Completion, LocalCluster
+from tests.e2e import faulty
+from tests.e2e.conftest import ARGUMENTS
+from tests.replica_process import wait_until
+
+UID = "faults"
+CHUNK = 128
+ROWS = 60
+TIMEOUT = 5.0  # xavier_fetch_timeout's default
+
+
+@pytest.fixture(params=["tests.e2e.faulty:FaultyGloo"], scope="module")
+def model(cluster: LocalCluster, request: pytest.FixtureRequest) -> Iterator[LocalCluster]:
+    cluster.launch("small", UID, replica=2, xavier_transport=request.param, **ARGUMENTS)
+    wait_until(lambda: len(usable(cluster)) == 2, "both replicas can fetch")
+    yield cluster
+    cluster.terminate(UID)
+
+
+def usable(cluster: LocalCluster) -> list[dict[str, Any]]:
+    return [replica for replica in cluster.xavier(UID)["replicas"] if replica["transfer_pid"]]
+
+
+def totals(cluster: LocalCluster) -> dict[str, Any]:
+    answer: dict[str, Any] = cluster.xavier(UID)["totals"]
+    return answer
+
+
+def compute(cluster: LocalCluster, text: str) -> tuple[dict[str, Any], Completion]:
+    """Have one replica compute `text`; that replica, when its chunks are known, and the answer."""
+    before = {r["incarnation"]: r["holdings"] for r in usable(cluster)}
+    answer = cluster.complete(UID, text)
+    whole = answer.prompt_tokens // CHUNK
+
+    def publishers() -> list[dict[str, Any]]:
+        return [r for r in usable(cluster) if r["holdings"] >= before[r["incarnation"]] + whole]
+
+    wait_until(lambda: bool(publishers()), "the chunks are published")
+    return publishers()[0], answer
+
+
+def question(seed: int) -> str:
+    return prompt(document(seed, ROWS), questions(seed, ROWS)[0])
+
+
+def test_a_byte_turned_wrong_is_noticed_and_the_answer_is_right(
+    model: LocalCluster, fault: Path
+) -> None:
+    _, cold = compute(model, question(200))
+    fault.write_text(faulty.CORRUPT)
+    try:
+        answer = model.complete(UID, question(200))
+    finally:
+        fault.write_text(faulty.NONE)
+    assert answer.tokens == cold.tokens
+    assert answer.logprobs == pytest.approx(cold.logprobs, abs=1e-4)
+    after = totals(model)
+    assert after["fetches"]["rolled_back"] == {"checksum": 1}
+    assert after["hits"]["peers"] == 0
+
+
+def test_a_donor_killed_while_it_serves_costs_a_recomputation(
+    model: LocalCluster, fault: Path
+) -> None:
+    """Last in this module: one replica is gone afterwards."""
+    donor, cold = compute(model, question(201))
+    engine = psutil.Process(donor["transfer_pid"]).parent()
+    assert engine is not None
+    fault.write_text(faulty.SLOW)
+    answers: list[Completion] = []
+    asking = threading.Thread(target=lambda: answers.append(model.complete(UID, question(201))))
+    begun = totals(model)["fetches"]["started"]
+    began = time.monotonic()
+    try:
+        asking.start()
+        wait_until(lambda: totals(model)["fetches"]["started"] > begun, "the fetch is under way")
+        engine.send_signal(signal.SIGKILL)
+        asking.join()
+    finally:
+        fault.write_text(faulty.NONE)
+    seconds = time.monotonic() - began
+    assert answers[0].tokens == cold.tokens
+    assert seconds < TIMEOUT + 10 * cold.seconds  # decided by the deadline, computed after it
+    rolled_back = [r["fetches"]["rolled_back"] for r in model.xavier(UID)["replicas"]]
+    assert any(sum(reasons.values()) > reasons.get("checksum", 0) for reasons in rolled_back)
+

@@ -1,0 +1,65 @@
+"""Launches that cannot work: refused with a sentence that helps, and nothing left of them."""
+
+import asyncio
+
+import pytest
+import xoscar
+
+from examples.local_cluster import ClusterError, LocalCluster
+from tests.e2e.conftest import ARGUMENTS
+from xinference_xavier.addresses import reachable_address
+from xinference_xavier.tracker.actor import tracker_uid
+
+UID = "refused"
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"xavier_pool_bytes": "4QiB"}, "xavier_pool_bytes='4QiB' is not a size"),
+        ({"xavier_transport": "carrier pigeon"}, "is not a known transport; use one of auto, gloo"),
+        ({"xavier_pool_byte": 1}, "xavier_pool_bytes"),
+        ({"enable_xavier": "perhaps"}, "enable_xavier='perhaps' is neither true nor false"),
+        ({"model_engine": "transformers"}, "model_engine='transformers' cannot share its cache"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_exists(
+    cluster: LocalCluster, options: dict[str, object], sentence: str
+) -> None:
+    with pytest.raises(ClusterError, match="400") as refusal:
+        cluster.launch("small", UID, **ARGUMENTS | options)
+    assert sentence in str(refusal.value)
+    assert nothing_left(cluster)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (
+            {"xavier_chunk_tokens": 200},
+            "xavier_chunk_tokens=200 is not a multiple of the model's block size, 128 tokens; "
+            "use 256",
+        ),
+        ({"xavier_pool_bytes": "1MiB"}, "xavier_pool_bytes=1048576 holds 0 chunks of 2097152"),
+    ],
+)
+def test_what_only_the_engine_can_know_fails_the_launch_with_its_own_words(
+    cluster: LocalCluster, options: dict[str, object], sentence: str
+) -> None:
+    with pytest.raises(ClusterError) as failure:
+        cluster.launch("small", UID, replica=1, **ARGUMENTS | options)
+    assert sentence in str(failure.value)
+    assert nothing_left(cluster)
+
+
+def nothing_left(cluster: LocalCluster) -> bool:
+    async def tracker_exists() -> bool:
+        address = reachable_address(cluster.supervisor_address())
+        try:
+            await xoscar.actor_ref(address, tracker_uid(UID))
+        except xoscar.ActorNotExist:
+            return False
+        return True
+
+    models = cluster.call("GET", "/v1/models")["data"]
+    return all(model["id"] != UID for model in models) and not asyncio.run(tracker_exists())

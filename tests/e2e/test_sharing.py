@@ -1,0 +1,211 @@
+"""The main job on real software: what one replica computed, the other does not compute again."""
+
+import asyncio
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import xoscar
+
+from examples.documents import document, prompt, questions
+from examples.local_cluster import Completion, LocalCluster
+from tests.e2e.conftest import ARGUMENTS
+from tests.replica_process import wait_until
+from xinference_xavier.addresses import reachable_address
+from xinference_xavier.pool.region import receive_region
+from xinference_xavier.tracker.actor import tracker_uid
+
+UID = "sharing"
+CHUNK = 128
+ROWS = 60  # of a document's table: about 3,000 tokens
+
+
+@pytest.fixture(scope="module")
+def model(cluster: LocalCluster) -> Iterator[LocalCluster]:
+    cluster.launch("small", UID, replica=2, **ARGUMENTS)
+    wait_until(lambda: can_fetch(cluster, 2), "both replicas can fetch")
+    yield cluster
+    if any(model["id"] == UID for model in cluster.call("GET", "/v1/models")["data"]):
+        cluster.terminate(UID)
+
+
+def can_fetch(cluster: LocalCluster, count: int) -> bool:
+    replicas = cluster.xavier(UID)["replicas"]
+    return len(replicas) == count and all(replica["transfer_pid"] for replica in replicas)
+
+
+def replicas(cluster: LocalCluster) -> dict[str, dict[str, Any]]:
+    return {replica["incarnation"]: replica for replica in cluster.xavier(UID)["replicas"]}
+
+
+def ask(cluster: LocalCluster, text: str, **options: Any) -> tuple[str, Completion]:
+    """The answer, and the incarnation of the replica that gave it."""
+    before = replicas(cluster)
+    answer = cluster.complete(UID, text, **options)
+    answered: list[str] = []
+
+    def one_more_finished() -> bool:
+        answered[:] = [
+            incarnation
+            for incarnation, replica in replicas(cluster).items()
+            if replica["requests"] > before[incarnation]["requests"]
+        ]
+        return bool(answered)
+
+    wait_until(one_more_finished, "a replica has counted the request")
+    assert len(answered) == 1
+    return answered[0], answer
+
+
+def wait_published(cluster: LocalCluster, incarnation: str, chunks: int) -> None:
+    wait_until(
+        lambda: replicas(cluster)[incarnation]["holdings"] >= chunks,
+        f"{incarnation} has published {chunks} chunks",
+    )
+
+
+def question(seed: int, number: int = 0) -> str:
+    return prompt(document(seed, ROWS), questions(seed, ROWS)[number])
+
+
+def share(cluster: LocalCluster, seed: int) -> tuple[str, str, Completion]:
+    """Have one replica compute a document and the other be asked; (donor, consumer, answer)."""
+    before = replicas(cluster)
+    donor, cold = ask(cluster, question(seed))
+    whole = cold.prompt_tokens // CHUNK
+    wait_published(cluster, donor, before[donor]["holdings"] + whole)
+    consumer, answer = ask(cluster, question(seed))
+    assert consumer != donor, "xinference gives requests to the replicas in turn"
+    return donor, consumer, answer
+
+
+def test_remote_hit_reuses_the_prompt_and_changes_nothing(model: LocalCluster) -> None:
+    """Tokens and log-probabilities of a remote hit are those of a local hit, and bytes moved."""
+    before = replicas(model)
+    donor, consumer, remote = share(model, seed=100)
+    whole = remote.prompt_tokens // CHUNK
+    assert remote.cached_tokens == whole * CHUNK
+
+    after = replicas(model)
+    moved = after[consumer]["bytes_received"] - before[consumer]["bytes_received"]
+    assert moved == whole * after[consumer]["pool"]["row_bytes"]
+    assert after[donor]["bytes_sent"] - before[donor]["bytes_sent"] == moved
+    peers = after[consumer]["hits"]["peers"] - before[consumer]["hits"]["peers"]
+    assert peers == whole * CHUNK
+
+    local_donor, local = ask(model, question(100))
+    assert local_donor == donor
+    assert local.cached_tokens == remote.cached_tokens
+    assert remote.tokens == local.tokens
+    assert remote.logprobs == pytest.approx(local.logprobs, abs=1e-4)
+    # A salt of its own keeps a request from reusing anything: the answer computed from nothing.
+    _, cold = ask(model, question(100), cache_salt="alone")
+    assert cold.cached_tokens == 0
+    assert remote.tokens == cold.tokens
+
+
+def test_rows_that_arrived_are_the_donors_byte_for_byte(model: LocalCluster) -> None:
+    """Read from both regions, past everything that keeps books on them."""
+    before = replicas(model)
+    donor, consumer, _ = share(model, seed=101)
+    after = replicas(model)
+    moved = after[consumer]["bytes_received"] - before[consumer]["bytes_received"]
+    ours, theirs = receive_region(consumer, 5.0), receive_region(donor, 5.0)
+    donors_rows = {theirs.row(slot).tobytes() for slot in range(theirs.rows)}
+    same = sum(
+        bool(ours.row(slot).any()) and ours.row(slot).tobytes() in donors_rows
+        for slot in range(ours.rows)
+    )
+    assert moved > 0
+    assert same >= moved // ours.row_bytes
+
+
+def test_generated_tokens_are_shared_too(model: LocalCluster) -> None:
+    """The next turn of a chat, on the other replica, reuses the answer of the first."""
+    before = replicas(model)
+    text = question(102)
+    first, answer = ask(model, text, max_tokens=3 * CHUNK)
+    held = (answer.prompt_tokens + 3 * CHUNK - 1) // CHUNK
+    wait_published(model, first, before[first]["holdings"] + held)
+    second, continued = ask(model, text + answer.text + " And then?")
+    assert second != first
+    assert continued.cached_tokens > answer.prompt_tokens
+
+
+def test_a_tenants_salt_isolates_its_prefixes(model: LocalCluster) -> None:
+    before = replicas(model)
+    donor, cold = ask(model, question(103), cache_salt="tenant a")
+    wait_published(model, donor, before[donor]["holdings"] + cold.prompt_tokens // CHUNK)
+    _, other = ask(model, question(103), cache_salt="tenant b")
+    assert other.cached_tokens == 0
+    assert other.tokens == cold.tokens
+
+
+def test_sharing_is_switched_off_and_on_at_run_time(model: LocalCluster) -> None:
+    model.switch_sharing(UID, False)
+    assert model.xavier(UID)["enabled"] is False
+    _, _, alone = share(model, seed=104)
+    assert alone.cached_tokens == 0
+    model.switch_sharing(UID, True)
+    _, _, shared = share(model, seed=105)
+    assert shared.cached_tokens > 0
+
+
+def test_hash_seed_is_not_needed() -> None:
+    """The cluster inherits our environment, and replicas find each other's chunks all the same."""
+    assert "PYTHONHASHSEED" not in os.environ
+
+
+def test_a_killed_transfer_process_costs_a_recomputation_at_most(model: LocalCluster) -> None:
+    before = replicas(model)
+    donor, cold = ask(model, question(106))
+    wait_published(model, donor, before[donor]["holdings"] + cold.prompt_tokens // CHUNK)
+    (consumer,) = set(before) - {donor}
+    os.kill(replicas(model)[consumer]["transfer_pid"], 9)
+    _, answer = ask(model, question(106))
+    assert answer.tokens == cold.tokens
+    wait_until(lambda: can_fetch(model, 2), "the transfer process is back")
+    _, _, again = share(model, seed=107)
+    assert again.cached_tokens > 0
+    assert replicas(model)[consumer]["transfer_restarts"] == 1
+
+
+def test_a_replica_added_later_gets_hits(model: LocalCluster) -> None:
+    known = set(replicas(model))
+    text = question(108)
+    cold = model.complete(UID, text)
+    held = sum(replica["holdings"] for replica in replicas(model).values())
+    model.add_replica(UID)
+    wait_until(lambda: can_fetch(model, 3), "the third replica has joined")
+    (added,) = set(replicas(model)) - known
+    assert held > 0
+    answers = [ask(model, text) for _ in range(3)]
+    hit = next(answer for incarnation, answer in answers if incarnation == added)
+    assert hit.cached_tokens == cold.prompt_tokens // CHUNK * CHUNK
+    assert hit.tokens == cold.tokens
+
+
+def test_a_removed_replica_disappears_from_the_tracker(model: LocalCluster) -> None:
+    before = len(replicas(model))
+    last = max(replica["replica_id"] for replica in model.replicas(UID))
+    model.remove_replica(UID, last)
+    wait_until(lambda: len(replicas(model)) == before - 1, "the replica is gone")
+
+
+def test_terminating_the_model_leaves_no_actor_of_ours(model: LocalCluster) -> None:
+    address = reachable_address(model.supervisor_address())
+    assert tracker_exists(address)
+    model.terminate(UID)
+    assert not tracker_exists(address)
+
+
+def tracker_exists(address: str) -> bool:
+    async def ask_for_it() -> bool:
+        try:
+            await xoscar.actor_ref(address, tracker_uid(UID))
+        except xoscar.ActorNotExist:
+            return False
+        return True
+
+    return asyncio.run(ask_for_it())
