@@ -116,7 +116,14 @@ class LocalCluster:
         self._port = self._port or _free_port(self._host)
         self._home = tempfile.TemporaryDirectory(prefix="xavier-cluster-")
         environment = {**os.environ, **ENVIRONMENT, **self._added_environment}
-        environment["XINFERENCE_HOME"] = self._home.name
+        # Sockets and scratch files too: engines are killed in the end and leave them behind.
+        scratch = Path(self._home.name, "tmp")
+        scratch.mkdir()
+        environment |= {
+            "XINFERENCE_HOME": self._home.name,
+            "TMPDIR": str(scratch),
+            "VLLM_RPC_BASE_PATH": str(scratch),
+        }
         environment.pop("PYTHONDONTWRITEBYTECODE", None)
         program = str(Path(sys.executable).parent / "xinference-local")
         self.log.parent.mkdir(parents=True, exist_ok=True)

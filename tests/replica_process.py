@@ -4,6 +4,7 @@ transfer process, whose rows' contents follow from their keys, so that one wrong
 xoscar keeps one event loop per process, so replicas cannot share the test's.
 """
 
+import asyncio
 import hashlib
 import multiprocessing
 import os
@@ -11,22 +12,25 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import xoscar
 
 from xinference_xavier.config import XavierConfig
 from xinference_xavier.pool.pool import Pool, PoolCounts
 from xinference_xavier.pool.region import Region
 from xinference_xavier.replica import Replica
-from xinference_xavier.transfer.fetch import FetchState
+from xinference_xavier.tracker.actor import BlockTracker, tracker_uid
+from xinference_xavier.transfer.fetch import Fetch, FetchState
 
 ROW_BYTES = 64 << 10
 KEY_BYTES = 36
-DEADLINE = 30.0  # of the tests' own waits, far above anything seen
+MODEL = "model"
+DEADLINE = 60.0  # of the tests' own waits, far above anything seen
 
 
 def make_key(number: int) -> bytes:
@@ -47,6 +51,15 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
         threading.Event().wait(0.005)
 
 
+class Outcome(NamedTuple):
+    """What became of a fetch."""
+
+    state: str
+    reason: str | None
+    committed: int  # rows
+    seconds: float  # until it was decided
+
+
 class _Inside:
     """What runs in the replica's process; each public method is a command."""
 
@@ -62,6 +75,8 @@ class _Inside:
             pool=self.pool,
             engine_stats=dict,
         )
+        self.fetching: Fetch | None = None
+        self.began = 0.0
         self.replica.start()
 
     def store(self, keys: Sequence[bytes]) -> int:
@@ -72,16 +87,34 @@ class _Inside:
         self.replica.stored([row for row in rows if self.pool.commit(row)])
         return len(rows)
 
-    def fetch(self, donor: str, keys: Sequence[bytes], timeout: float) -> tuple[str, str | None, int]:
-        """(outcome, reason, committed rows), as soon as it is decided."""
+    def fetch(self, donor: str, keys: Sequence[bytes], timeout: float) -> Outcome:
+        """As soon as it is decided."""
+        self.begin_fetch(donor, keys, timeout)
+        return self.end_fetch()
+
+    def begin_fetch(self, donor: str, keys: Sequence[bytes], timeout: float) -> None:
         rows, evicted = self.pool.reserve(keys)
+        assert len(rows) == len(keys)
         self.replica.evicted(evicted)
-        fetch = self.replica.fetch(donor, rows, time.monotonic() + timeout)
+        self.began = time.monotonic()
+        self.fetching = self.replica.fetch(donor, rows, self.began + timeout)
+
+    def end_fetch(self) -> Outcome:
+        fetch = self.fetching
         assert fetch is not None
         while fetch.state is FetchState.PENDING:
             threading.Event().wait(0.0005)
+        seconds = time.monotonic() - self.began
         self.pool.unpin(fetch.committed)
-        return fetch.state.name, fetch.reason, len(fetch.committed)
+        return Outcome(fetch.state.name, fetch.reason, len(fetch.committed), seconds)
+
+    def arrived(self) -> int:
+        """Rows of the fetch under way whose bytes are all there."""
+        assert self.fetching is not None
+        return sum(
+            np.array_equal(self.region.row(row.slot), content(row.key, self.region.row_bytes))
+            for row in self.fetching.rows
+        )
 
     def evict(self, keys: Sequence[bytes]) -> None:
         """As if memory had run short; the rest is put back by the caller."""
@@ -93,6 +126,14 @@ class _Inside:
         for row in rows:
             self.pool.abort(row)
         self.replica.evicted(evicted)
+
+    def forget(self, keys: Sequence[bytes]) -> None:
+        """Evict without a word to the tracker: the withdrawal is still on its way."""
+        tell, self.replica.evicted = self.replica.evicted, lambda keys: None  # type: ignore[method-assign]
+        try:
+            self.evict(keys)
+        finally:
+            self.replica.evicted = tell  # type: ignore[method-assign]
 
     def held(self) -> list[bytes]:
         return self.pool.shared_keys()
@@ -122,16 +163,62 @@ class _Inside:
     def stats(self) -> dict[str, Any]:
         return self.replica.stats()
 
+    def enabled(self) -> bool:
+        return self.replica.mirror.enabled
+
+    def address(self, peer: str) -> str | None:
+        return self.replica.mirror.address(peer)
+
     def is_up(self) -> bool:
         """Joined, with a transfer process that knows the secret."""
-        process = self.replica._process
-        return self.replica._client.connected and process.address is not None
+        return self.replica._client.connected and self.replica._process.ready
 
     def reset(self) -> None:
         self.replica.reset()
 
+    def namespace(self) -> str:
+        """The one that it is a member of."""
+        return self.replica._client.namespace if self.replica.sharing else ""
+
     def stop(self) -> None:
         self.replica.stop()
+
+
+class TrackerProcess:
+    """A process with a real tracker."""
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self.process = context.Process(target=_track, args=(theirs,), daemon=True)
+        self.process.start()
+        theirs.close()
+        self.address: str = self._pipe.recv()
+
+    def set_enabled(self, enabled: bool) -> None:
+        self._pipe.send(enabled)
+        self._pipe.recv()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join()
+
+
+def _track(pipe: Connection) -> None:
+    async def serve() -> None:
+        pool = await xoscar.create_actor_pool("127.0.0.1:0", n_process=0, use_uvloop=False)
+        address = pool.external_address
+        uid = tracker_uid(MODEL)
+        tracker = await xoscar.create_actor(BlockTracker, MODEL, address=address, uid=uid)
+        pipe.send(address)
+        loop = asyncio.get_running_loop()
+        while True:
+            enabled = await loop.run_in_executor(None, pipe.recv)
+            pipe.send(await tracker.set_enabled(enabled))
+
+    with suppress(EOFError):
+        asyncio.run(serve())
+    os._exit(0)
 
 
 def _run(pipe: Connection, arguments: tuple[Any, ...]) -> None:
@@ -163,7 +250,7 @@ class ReplicaProcess:
         self.name = name
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        options |= {"model_uid": "model", "tracker_address": tracker_address}
+        options |= {"model_uid": MODEL, "tracker_address": tracker_address}
         self.process = context.Process(
             target=_run, args=(theirs, (name, rows, row_bytes, namespace, options)), daemon=True
         )
@@ -191,8 +278,13 @@ class ReplicaProcess:
         self.process.kill()
         self.process.join()
 
-    def kill_transfer_process(self) -> None:
-        os.kill(self.stats()["transfer_pid"], signal.SIGKILL)
+    def send_signal(self, number: signal.Signals, process: str = "engine") -> None:
+        """Send a signal to the "engine" or to its "transfer" process."""
+        if process == "engine":
+            assert self.process.pid is not None
+            os.kill(self.process.pid, number)
+        else:
+            os.kill(self.stats()["transfer_pid"], number)
 
 
 @contextmanager

@@ -59,8 +59,11 @@ class LinkError(XavierError):
 
 
 class GrantRefusedError(XavierError):
-    """A donor did not grant rows. `reason` is what it is counted as, and stays what it was where the
-    text does not: xoscar puts an address before the text of what comes from another process."""
+    """A donor did not grant rows.
+
+    `reason` is what it is counted as. It stays what it was where the text does not: xoscar puts an
+    address before the text of what comes from another process.
+    """
 
     def __init__(self, reason: str) -> None:
         self.reason = reason

@@ -284,7 +284,11 @@ class Replica:
             pinned = [row for row in batch if self._pool.pin_row(row)]
             sums = await self._loop.run_in_executor(self._checksums, self._sums, pinned)
             # Both in one go of the loop: an eviction's withdrawal can only come after.
-            summed = [r.key for r, s in zip(pinned, sums, strict=True) if self._pool.set_checksum(r, s)]
+            summed = [
+                row.key
+                for row, checksum in zip(pinned, sums, strict=True)
+                if self._pool.set_checksum(row, checksum)
+            ]
             self._client.publish(summed)
             self._pool.unpin(pinned)
 

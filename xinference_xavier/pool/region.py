@@ -167,7 +167,8 @@ def receive_region(incarnation: str, timeout: float) -> Region:
             except OSError as error:
                 if time.monotonic() > deadline:
                     raise RegionError(
-                        f"no worker offered the region of {incarnation} within {timeout:g} s: {error}"
+                        f"no worker offered the region of {incarnation} within {timeout:g} s "
+                        f"({error})"
                     ) from None
         # The first worker is still starting: there is nothing to wait on but its socket's name.
         threading.Event().wait(0.02)

@@ -37,6 +37,7 @@ logger = logging.getLogger(__name__)
 UID = "xavier-transfer"
 MAX_LINKS = 256  # per direction
 _MAX_TIMEOUT = 3600.0
+_ACTOR_GONE = (xoscar.ActorNotExist, xoscar.ServerClosed)
 _T = TypeVar("_T")
 
 
@@ -110,7 +111,7 @@ class TransferActor(xoscar.StatelessActor):  # type: ignore[misc]  # xoscar has 
         try:
             await self._pull(order, deadline, arrived)
         # A RuntimeError is what an executor raises that `forget` has shut down meanwhile.
-        except (XavierError, xoscar.XoscarError, OSError, RuntimeError) as error:
+        except (XavierError, *_ACTOR_GONE, OSError, RuntimeError) as error:
             reason = _reason(error)
             logger.warning("pull from %s failed: %s", order.donor, error)
             await self._drop_pulling(order.donor)

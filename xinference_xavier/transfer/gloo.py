@@ -15,14 +15,17 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
+from typing import Protocol, cast
 
 import psutil
 import torch
-from torch.distributed import ProcessGroupGloo, Store, Work
+from torch.distributed import ProcessGroupGloo
+from torch.distributed.distributed_c10d import Store, Work
 
 from xinference_xavier.errors import LinkError, TransportError
 from xinference_xavier.pool.region import Region
 from xinference_xavier.transfer.base import Link, Transport
+from xinference_xavier.transfer.free_ports import only_free_ports
 
 _CONSUMER, _DONOR = 0, 1
 _PROOF_TAG, _CLOSE_TAG, _FIRST_ROW_TAG = 0, 1, 2
@@ -30,7 +33,13 @@ _PROOF_BYTES = 32
 _MAX_RENDEZVOUS_BYTES = 64 << 10
 _IN_FLIGHT_BYTES = 64 << 20  # above the bandwidth-delay product of any LAN
 _MIN_IN_FLIGHT = 4
-_PORT_ATTEMPTS = 10_000
+
+
+class _Group(Protocol):
+    """What we use of a ProcessGroupGloo; torch's stubs lack it."""
+
+    def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Work: ...
+    def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Work: ...
 
 
 class _ExchangedStore(Store):
@@ -97,7 +106,7 @@ class _HalfLink:
         seconds = max(0.001, deadline - time.monotonic())
         self._store = _ExchangedStore(seconds)
         self._thread = ThreadPoolExecutor(1, "xavier-link")
-        self._group: Future[ProcessGroupGloo] = self._thread.submit(
+        self._group: Future[_Group] = self._thread.submit(
             transport.build_group, self._store, rank, seconds
         )
 
@@ -156,43 +165,30 @@ class GlooTransport(Transport):
         half.meet(hello)
         return half
 
-    def build_group(self, store: Store, rank: int, seconds: float) -> ProcessGroupGloo:
-        options = ProcessGroupGloo._Options()
+    def build_group(self, store: Store, rank: int, seconds: float) -> _Group:
+        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # not in the stubs
         options._devices = [self._device]
         options._timeout = timedelta(seconds=seconds)
-        return ProcessGroupGloo(store, rank, 2, options)
+        return cast(_Group, ProcessGroupGloo(store, rank, 2, options))
 
 
 def _listen(host: str, port_range: tuple[int, int] | None) -> ProcessGroupGloo.Device:
-    """A Gloo device, its one listening port within `port_range`.
-
-    Gloo lets the kernel choose the port and offers no say in it. A device costs a few
-    milliseconds, so we make them until the kernel chooses one of ours, and keep the others
-    meanwhile so that it does not choose the same again.
-    """
     try:
         if port_range is None:
             return ProcessGroupGloo.create_device(hostname=host)
-        low, high = port_range
-        kernel_low, kernel_high = _ephemeral_ports()
-        if high < kernel_low or kernel_high < low:
-            raise TransportError(
-                f"xavier_port_range={low}-{high} lies outside the kernel's ephemeral ports "
-                f"{kernel_low}-{kernel_high}, from which Gloo's port is taken; choose a range "
-                "inside them or change net.ipv4.ip_local_port_range"
-            )
-        others = []
-        before = _listening_ports()
-        for _ in range(_PORT_ATTEMPTS):
+        with only_free_ports(host, *port_range):
+            before = _listening_ports()
             device = ProcessGroupGloo.create_device(hostname=host)
-            now = _listening_ports()
-            if any(low <= port <= high for port in now - before):
-                return device
-            before = now
-            others.append(device)
+            chosen = _listening_ports() - before
     except RuntimeError as error:
         raise TransportError(f"Gloo cannot listen on host {host!r}: {error}") from None
-    raise TransportError(f"xavier_port_range={low}-{high} has no free port for Gloo")
+    low, high = port_range
+    if not any(low <= port <= high for port in chosen):
+        raise TransportError(
+            f"xavier_port_range={low}-{high}: the kernel gave Gloo a port outside ({chosen}); "
+            "choose another range"
+        )
+    return device
 
 
 def _listening_ports() -> set[int]:
@@ -200,14 +196,8 @@ def _listening_ports() -> set[int]:
     return {int(s.laddr.port) for s in sockets if s.status == psutil.CONN_LISTEN}
 
 
-def _ephemeral_ports() -> tuple[int, int]:
-    with open("/proc/sys/net/ipv4/ip_local_port_range") as file:
-        low, high = file.read().split()
-    return int(low), int(high)
-
-
 class GlooLink(Link):
-    def __init__(self, group: ProcessGroupGloo, rank: int, region: Region) -> None:
+    def __init__(self, group: _Group, rank: int, region: Region) -> None:
         self._group = group
         self._peer = 1 - rank
         self._rank = rank
@@ -231,7 +221,7 @@ class GlooLink(Link):
             raise LinkError("the peer does not know this model's secret")
 
     def receive(self, slots: Sequence[int], deadline: float) -> Iterator[int]:
-        posted = []
+        posted: list[Work] = []
         for position in range(len(slots)):
             while len(posted) < min(len(slots), position + self._in_flight):
                 row = self._rows[slots[len(posted)]]
@@ -240,7 +230,7 @@ class GlooLink(Link):
             yield slots[position]
 
     def send(self, slots: Sequence[int], deadline: float) -> None:
-        posted = []
+        posted: list[Work] = []
         for position in range(len(slots)):
             while len(posted) < min(len(slots), position + self._in_flight):
                 row = self._rows[slots[len(posted)]]
@@ -273,4 +263,3 @@ class GlooLink(Link):
             work.wait(timedelta(seconds=max(0.001, seconds)))
         except RuntimeError as error:
             raise LinkError(str(error)) from None
-

@@ -65,14 +65,19 @@ class TransferProcess:
             key=self._key.hex(),
         )
         self._secret: bytes | None = None
+        self._told: bytes | None = None  # the secret that the child knows
         self._child: _Child | None = None
-        self.started = asyncio.Event()  # there is a child at this moment
         self.starts = 0
         self.failed_calls = 0
 
     @property
     def address(self) -> str | None:
         return self._child.address if self._child is not None else None
+
+    @property
+    def ready(self) -> bool:
+        """There is a child, and it knows the model's secret."""
+        return self._child is not None and self._told is not None and self._told == self._secret
 
     @property
     def pid(self) -> int | None:
@@ -82,9 +87,9 @@ class TransferProcess:
         """A ticket that our transfer process honours.
 
         Raises:
-            GrantRefusedError: there is no transfer process at the moment.
+            GrantRefusedError: there is no transfer process that could honour it at the moment.
         """
-        if self._child is None or self._secret is None:
+        if not self.ready:
             raise GrantRefusedError("no transfer process")
         return Ticket.sign(self._key, consumer, slots, expires)
 
@@ -101,8 +106,7 @@ class TransferProcess:
                 try:
                     await self._attend(child)
                 finally:
-                    self._child = None
-                    self.started.clear()
+                    self._child = self._told = None
                     await _end(child.process, child.control)
                 logger.warning("the transfer process ended with %s", child.process.returncode)
             failures = 1 if time.monotonic() - began > _LIVED_WELL else failures + 1
@@ -138,28 +142,30 @@ class TransferProcess:
         return _Child(process, ours, reply["address"], actor, exited)
 
     async def _attend(self, child: _Child) -> None:
-        told = None
-        while told != self._secret:  # another one may come meanwhile
-            told = self._secret
-            await self._tell(child, told)
+        while self._told != self._secret:  # another one may come meanwhile
+            if not await self._tell(child):
+                return
         self._child = child
-        self.started.set()
         await asyncio.shield(child.exited)
 
     async def configure(self, secret: bytes) -> None:
         """The model's secret; a later process gets it too."""
         self._secret = secret
-        if self._child is not None:
-            await self._tell(self._child, secret)
+        child = self._child
+        if child is not None and not await self._tell(child):
+            _kill(child.process)
 
-    async def _tell(self, child: _Child, secret: bytes | None) -> None:
-        """A process that does not learn the secret is of no use: another one takes its place."""
+    async def _tell(self, child: _Child) -> bool:
+        """Whether it knows the secret now; without it, it is of no use and is to be replaced."""
+        secret = self._secret
         try:
             await within(_CONFIGURE_TIMEOUT, child.actor.configure(secret))
         except (OSError, xoscar.ServerClosed, TimeoutError) as error:
             self.failed_calls += 1
             logger.warning("transfer process: configure failed: %r", error)
-            _kill(child.process)
+            return False
+        self._told = secret
+        return True
 
     async def forget(self, incarnation: str) -> None:
         if self._child is not None:
@@ -185,7 +191,7 @@ class TransferProcess:
         """Fetch rows. Never raises, and never returns before nothing writes to them any more:
         a process that does not answer in time is killed for it."""
         child = self._child
-        if child is None:
+        if child is None or not self.ready:
             return PullResult(0, "no transfer process")
         pulling = asyncio.ensure_future(child.actor.pull(order))
         await asyncio.wait(

@@ -1,0 +1,286 @@
+"""The book of rows against a model that is too simple to be wrong."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+from hypothesis import settings
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
+
+from xinference_xavier.pool.pool import Pool, Row, RowState
+
+SLOTS = 6
+KEYS = st.sampled_from([bytes([n]) for n in range(12)])
+KEY_LISTS = st.lists(KEYS, max_size=8, unique=True)
+
+
+class PoolAgainstModel(RuleBasedStateMachine):
+    """The model: lists of rows per state; `idle` is ordered, least recently used first."""
+
+    writing = Bundle("writing")
+    reading = Bundle("reading")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = Pool(SLOTS)
+        self.filling: list[Row] = []
+        self.idle: list[Row] = []
+        self.pinned: list[Row] = []  # once per pin
+        self.quarantined: list[Row] = []  # without a reader
+
+    def held(self) -> set[bytes]:
+        return {row.key for row in (*self.filling, *self.idle, *self.live())}
+
+    def live(self) -> list[Row]:
+        """Pinned rows that a reset has not taken away."""
+        return [row for row in dict.fromkeys(self.pinned) if row.state is RowState.READY]
+
+    def in_use(self) -> set[int]:
+        rows = (*self.filling, *self.idle, *self.pinned, *self.quarantined)
+        return {row.slot for row in rows}
+
+    @rule(target=writing, keys=KEY_LISTS, keep=st.frozensets(KEYS))
+    def reserve(self, keys: list[bytes], keep: frozenset[bytes]):  # type: ignore[no-untyped-def]
+        held = self.held()
+        free = SLOTS - len(self.in_use())
+        victims: list[bytes] = []
+        expected: list[bytes] = []
+        for key in keys:
+            if key in held:
+                continue
+            if free:
+                free -= 1
+            else:
+                oldest = self.idle[0].key if self.idle else None
+                if oldest is None or oldest in keep:
+                    break
+                held.discard(oldest)
+                victims.append(oldest)
+                del self.idle[0]
+            held.add(key)
+            expected.append(key)
+        in_use = self.in_use()
+        rows, evicted = self.pool.reserve(keys, keep)
+        assert evicted == victims, "the least recently used go, and nothing of `keep`"
+        assert [row.key for row in rows] == expected, "in order, dropped from the tail"
+        taken = {row.slot for row in rows}
+        assert len(taken) == len(rows)
+        assert not taken & in_use, "a slot in two hands"
+        self.filling += rows
+        return multiple(*rows)
+
+    @rule(row=consumes(writing), checksum=st.none() | st.integers(0, 9), pins=st.integers(0, 2))
+    def commit(self, row: Row, checksum: int | None, pins: int) -> None:
+        live = row in self.filling
+        assert self.pool.commit(row, checksum, pins) == live
+        if not live:  # a reset or the like came between
+            self.abort(row)
+            return
+        self.filling.remove(row)
+        if pins:
+            self.pinned += [row] * pins
+            self.pool.unpin([row] * pins)
+            for _ in range(pins):
+                self.pinned.remove(row)
+        self.idle.append(row)
+        assert self.pool.lookup(row.key) is row
+
+    @rule(row=consumes(writing))
+    def abort(self, row: Row) -> None:
+        self.pool.abort(row)
+        if row in self.filling:
+            self.filling.remove(row)
+        elif row in self.quarantined:
+            self.quarantined.remove(row)
+        assert row.state is RowState.FREE
+
+    @rule(row=writing)
+    def quarantine(self, row: Row) -> None:
+        self.pool.quarantine(row)
+        if row in self.filling:
+            self.filling.remove(row)
+            self.quarantined.append(row)
+
+    @rule(target=reading, keys=KEY_LISTS, shared=st.booleans())
+    def pin(self, keys: list[bytes], shared: bool):  # type: ignore[no-untyped-def]
+        run = self.pool.pin_shared(keys) if shared else self.pool.pin(keys)
+        ready = {row.key: row for row in (*self.idle, *self.live())}
+        expected = []
+        for key in keys:
+            row = ready.get(key)
+            if row is None or (shared and row.checksum is None):
+                break
+            expected.append(row)
+        assert run == expected
+        for row in run:
+            if row in self.idle:
+                self.idle.remove(row)
+            self.pinned.append(row)
+        return multiple(*run)
+
+    @rule(target=reading, row=reading)
+    def pin_row(self, row: Row):  # type: ignore[no-untyped-def]
+        """A handle of any age: only a row that is still there can be pinned."""
+        there = row in self.idle or row in self.live()
+        assert self.pool.pin_row(row) == there
+        if not there:
+            return multiple()
+        if row in self.idle:
+            self.idle.remove(row)
+        self.pinned.append(row)
+        return row
+
+    @rule(row=consumes(reading))
+    def unpin(self, row: Row) -> None:
+        self.pool.unpin([row])
+        self.pinned.remove(row)
+        if row not in self.pinned and row.state is RowState.READY:
+            self.idle.append(row)
+
+    @rule(keys=KEY_LISTS)
+    def touch(self, keys: list[bytes]) -> None:
+        self.pool.touch(keys)
+        for key in keys:
+            for row in self.idle:
+                if row.key == key:
+                    self.idle.remove(row)
+                    self.idle.append(row)
+                    break
+
+    @rule(key=KEYS, checksum=st.integers(0, 9))
+    def set_checksum(self, key: bytes, checksum: int) -> None:
+        row = self.pool.lookup(key)
+        if row is not None:
+            assert self.pool.set_checksum(row, checksum)
+            assert row.checksum == checksum
+
+    @rule()
+    def reset(self) -> None:
+        self.pool.reset()
+        self.quarantined += self.filling
+        self.filling, self.idle = [], []
+        assert not self.pool.shared_keys()
+
+    @invariant()
+    def nothing_is_in_two_places(self) -> None:
+        rows = {*self.filling, *self.idle, *self.pinned, *self.quarantined}
+        assert len({row.slot for row in rows}) == len(rows)
+        assert all(row.state is RowState.FILLING for row in self.filling)
+        assert all(row.state is RowState.READY for row in self.idle)
+
+    @invariant()
+    def counts_and_lookups_agree(self) -> None:
+        live = self.live()
+        counts = self.pool.counts()
+        pinned = set(self.pinned)
+        assert counts.rows == SLOTS
+        assert counts.ready == len(self.idle) + len(live)
+        assert counts.filling == len(self.filling)
+        assert counts.pinned == len(pinned)
+        assert counts.quarantined == len(self.quarantined) + len(pinned) - len(live)
+        for row in (*self.idle, *live):
+            assert self.pool.lookup(row.key) is row
+        for row in self.filling:
+            assert self.pool.lookup(row.key) is None
+            assert self.pool.holds(row.key)
+        shared = {row.key for row in (*self.idle, *live) if row.checksum is not None}
+        assert set(self.pool.shared_keys()) == shared
+
+
+TestPoolAgainstModel = PoolAgainstModel.TestCase
+TestPoolAgainstModel.settings = settings(
+    max_examples=60, stateful_step_count=40, deadline=None, derandomize=True
+)
+
+
+def ready(pool: Pool, *keys: bytes) -> list[Row]:
+    rows = pool.reserve(keys).rows
+    for row in rows:
+        assert pool.commit(row, checksum=0)
+    return rows
+
+
+def test_the_least_recently_used_row_goes_first() -> None:
+    pool = Pool(3)
+    ready(pool, b"a", b"b", b"c")
+    pool.touch([b"a"])
+    assert pool.reserve([b"d"]).evicted == [b"b"]
+    assert pool.lookup(b"a") is not None
+
+
+def test_what_does_not_fit_is_dropped_from_the_tail() -> None:
+    """A chunk is useless without those before it, so these are never evicted for it."""
+    pool = Pool(3)
+    prefix = [b"1", b"2", b"3", b"4", b"5"]
+    ready(pool, b"1", b"2")
+    rows, evicted = pool.reserve(prefix, keep=frozenset(prefix))
+    assert [row.key for row in rows] == [b"3"]
+    assert evicted == []
+
+
+def test_a_pinned_row_is_not_evicted_however_often_it_was_pinned() -> None:
+    pool = Pool(1)
+    (row,) = ready(pool, b"a")
+    pool.pin([b"a"])
+    pool.pin([b"a"])
+    pool.unpin([row])
+    assert pool.reserve([b"b"]) == ([], [])
+    pool.unpin([row])
+    assert pool.reserve([b"b"]).evicted == [b"a"]
+
+
+def test_a_run_is_pinned_up_to_the_first_gap() -> None:
+    pool = Pool(4)
+    ready(pool, b"a", b"b", b"d")
+    assert [row.key for row in pool.pin([b"a", b"b", b"c", b"d"])] == [b"a", b"b"]
+    assert pool.counts().pinned == 2
+
+
+def test_only_summed_rows_are_shared() -> None:
+    pool = Pool(2)
+    ready(pool, b"a")
+    (row,) = pool.reserve([b"b"]).rows
+    pool.commit(row)
+    assert pool.shared_keys() == [b"a"]
+    assert pool.pin_shared([b"b"]) == []
+    assert pool.set_checksum(row, 7)
+    assert pool.shared_keys() == [b"a", b"b"]
+
+
+def test_a_slot_that_may_still_be_written_is_not_reused() -> None:
+    pool = Pool(1)
+    (row,) = pool.reserve([b"a"]).rows
+    pool.quarantine(row)
+    assert not pool.holds(b"a")
+    assert pool.reserve([b"b"]).rows == []
+    pool.abort(row)
+    assert len(pool.reserve([b"b"]).rows) == 1
+
+
+def test_after_a_reset_writers_and_readers_end_in_their_own_time() -> None:
+    pool = Pool(3)
+    ready(pool, b"read", b"idle")
+    (read,) = pool.pin([b"read"])
+    (written,) = pool.reserve([b"written"]).rows
+    pool.reset()
+    assert pool.counts() == (3, 0, 0, 1, 2)
+    assert not pool.commit(written), "computed before the reset"
+    assert not pool.set_checksum(read, 1)
+    assert not pool.pin_row(read)
+    assert len(pool.reserve([b"x", b"y", b"z"]).rows) == 1
+    pool.abort(written)
+    pool.unpin([read])
+    assert len(pool.reserve([b"y", b"z"]).rows) == 2
+    assert pool.counts() == (3, 0, 3, 0, 0)
+
+
+def test_a_handle_of_an_earlier_stay_harms_nobody() -> None:
+    pool = Pool(1)
+    (old,) = ready(pool, b"a")
+    (new,) = pool.reserve([b"b"]).rows
+    assert new.slot == old.slot
+    pool.abort(old)
+    pool.quarantine(old)
+    assert not pool.commit(old)
+    assert not pool.pin_row(old)
+    assert pool.counts().filling == 1
+    assert pool.commit(new)

@@ -1,0 +1,231 @@
+"""One memory for several processes, of a fixed size, gone with its last user."""
+
+from __future__ import annotations
+
+import fcntl
+import multiprocessing
+import os
+import socket
+import struct
+import threading
+import uuid
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from xinference_xavier.errors import RegionError
+from xinference_xavier.pool import region as region_module
+from xinference_xavier.pool.region import Region, RegionServer, receive_region
+
+ROWS, ROW_BYTES = 8, 4096
+
+
+@pytest.fixture
+def incarnation() -> str:
+    return uuid.uuid4().hex
+
+
+@pytest.fixture
+def region() -> Iterator[Region]:
+    region = Region.create(ROWS, ROW_BYTES)
+    yield region
+    region.close()
+
+
+def _use(pipe: Connection, incarnation: str) -> None:
+    """Another process of the engine: writes what it is told to, until it is killed."""
+    region = receive_region(incarnation, 30)
+    pipe.send((region.rows, region.row_bytes))
+    while True:
+        slot, value = pipe.recv()
+        region.row(slot)[:] = value
+        pipe.send(os.fstat(region.fd).st_size)
+
+
+def test_another_process_works_on_the_same_bytes(region: Region, incarnation: str) -> None:
+    server = RegionServer(region, incarnation)
+    context = multiprocessing.get_context("spawn")
+    pipe, theirs = context.Pipe()
+    process = context.Process(target=_use, args=(theirs, incarnation), daemon=True)
+    process.start()
+    try:
+        assert pipe.recv() == (ROWS, ROW_BYTES)
+        pipe.send((3, 77))
+        assert pipe.recv() == ROWS * ROW_BYTES
+        assert (region.row(3) == 77).all()
+        assert not region.row(2).any()
+        assert not region.row(4).any()
+    finally:
+        process.kill()
+        process.join()
+        server.close()
+
+
+def test_the_server_may_come_later_than_who_asks(region: Region, incarnation: str) -> None:
+    received: list[Region] = []
+    asking = threading.Thread(target=lambda: received.append(receive_region(incarnation, 30)))
+    asking.start()
+    server = RegionServer(region, incarnation)
+    asking.join()
+    server.close()
+    region.row(0)[:] = 9
+    assert (received[0].row(0) == 9).all()
+    received[0].close()
+
+
+def test_nobody_serving_is_an_error_in_time(incarnation: str) -> None:
+    with pytest.raises(RegionError, match=f"no worker offered the region of {incarnation}"):
+        receive_region(incarnation, 0.05)
+
+
+def test_a_server_that_does_not_answer_is_an_error_in_time(incarnation: str) -> None:
+    with listener(incarnation), pytest.raises(RegionError, match="no worker offered"):
+        receive_region(incarnation, 0.05)
+
+
+def listener(incarnation: str) -> socket.socket:
+    server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    server.bind(region_module._socket_name(incarnation))
+    server.listen()
+    return server
+
+
+@pytest.mark.parametrize(
+    ("header", "error"),
+    [
+        (struct.pack("!8sQQ", b"XAVIER99", ROWS, ROW_BYTES), "another format"),
+        (struct.pack("!8sQQ", b"XAVIER01", ROWS + 1, ROW_BYTES), "cannot hold 9 x 4096 bytes"),
+        (struct.pack("!8sQQ", b"XAVIER01", 0, ROW_BYTES), "cannot hold 0 x 4096 bytes"),
+        (b"XAVIER01", "not a region"),
+    ],
+)
+def test_what_is_not_our_region_is_refused_and_its_descriptor_closed(
+    region: Region, incarnation: str, header: bytes, error: str
+) -> None:
+    with listener(incarnation) as server:
+
+        def answer() -> None:
+            with server.accept()[0] as peer:
+                socket.send_fds(peer, [header], [region.fd])
+
+        answering = threading.Thread(target=answer)
+        answering.start()
+        before = descriptors_of(region)
+        with pytest.raises(RegionError, match=error):
+            receive_region(incarnation, 30)
+        answering.join()
+        assert descriptors_of(region) == before
+
+
+def descriptors_of(region: Region) -> int:
+    inode = os.fstat(region.fd).st_ino
+    count = 0
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            count += os.stat(f"/proc/self/fd/{fd}").st_ino == inode
+        except FileNotFoundError:
+            continue
+    return count
+
+
+def test_another_user_gets_no_descriptor(
+    region: Region, incarnation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seen from the server's side: the kernel says that the peer is of another user than we."""
+    server = RegionServer(region, incarnation)
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as peer:
+        peer.connect(region_module._socket_name(incarnation))
+        data, ancillary, _, _ = peer.recvmsg(100, socket.CMSG_LEN(4))
+    server.close()
+    assert (data, ancillary) == (b"", [])
+    assert server.refused == 1
+
+
+def test_a_server_of_another_user_is_not_believed(
+    incarnation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    with listener(incarnation), pytest.raises(RegionError, match="not ours to share"):
+        receive_region(incarnation, 30)
+
+
+def test_two_engines_of_one_incarnation_cannot_be(region: Region, incarnation: str) -> None:
+    server = RegionServer(region, incarnation)
+    with pytest.raises(OSError, match="in use"):
+        RegionServer(region, incarnation)
+    server.close()
+    RegionServer(region, incarnation).close()
+
+
+def test_nobody_can_change_its_size(region: Region) -> None:
+    """Whoever shrank it would kill the others with SIGBUS."""
+    for size in (0, region.size - 1, region.size + 1):
+        with pytest.raises(PermissionError):
+            os.ftruncate(region.fd, size)
+    with pytest.raises(PermissionError):
+        fcntl.fcntl(region.fd, fcntl.F_ADD_SEALS, 0)
+
+
+@pytest.mark.parametrize(("rows", "row_bytes"), [(0, 4096), (4096, 0)])
+def test_a_region_without_rows_cannot_be(rows: int, row_bytes: int) -> None:
+    with pytest.raises(RegionError):
+        Region.create(rows, row_bytes)
+
+
+def test_populating_keeps_what_is_there(region: Region) -> None:
+    region.row(5)[:] = np.arange(ROW_BYTES) % 251
+    region.populate()
+    assert (region.row(5) == np.arange(ROW_BYTES) % 251).all()
+    assert os.fstat(region.fd).st_blocks * 512 >= region.size
+
+
+def test_populating_works_on_older_kernels(
+    region: Region, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(region_module, "_MADV_POPULATE_WRITE", 9999)
+    region.row(5)[:] = 251
+    region.populate()
+    assert (region.row(5) == 251).all()
+    assert not region.row(4).any()
+    assert os.fstat(region.fd).st_blocks * 512 >= region.size
+
+
+def test_a_checksum_is_of_the_bytes_and_of_the_key(region: Region) -> None:
+    """So a row of another chunk is noticed even if it is whole."""
+    region.row(0)[:] = 1
+    region.row(1)[:] = 1
+    checksum = region.checksum(0, b"key")
+    assert region.checksum(1, b"key") == checksum
+    assert region.checksum(0, b"kez") != checksum
+    region.row(1)[-1] ^= 1
+    assert region.checksum(1, b"key") != checksum
+
+
+def _make_and_wait(pipe: Connection, incarnation: str) -> None:
+    region = Region.create(ROWS, ROW_BYTES)
+    region.populate()
+    server = RegionServer(region, incarnation)
+    pipe.send(server.refused)
+    pipe.recv()
+
+
+def test_nothing_is_left_of_a_killed_owner(incarnation: str) -> None:
+    """It has no file in /dev/shm, and its name goes with it; who has the descriptor goes on working."""
+    context = multiprocessing.get_context("spawn")
+    pipe, theirs = context.Pipe()
+    process = context.Process(target=_make_and_wait, args=(theirs, incarnation), daemon=True)
+    process.start()
+    pipe.recv()
+    region = receive_region(incarnation, 30)
+    assert "/dev/shm" not in Path(f"/proc/{process.pid}/maps").read_text()
+    process.kill()
+    process.join()
+    region.row(0)[:] = 1
+    with pytest.raises(RegionError):
+        receive_region(incarnation, 0.05)
+    assert incarnation not in Path("/proc/net/unix").read_text()
+    region.close()

@@ -1,0 +1,325 @@
+"""Links over Gloo: rows go from region to region, and nothing comes late, whatever happens."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
+
+import numpy as np
+import psutil
+import pytest
+
+from tests.replica_process import wait_until
+from xinference_xavier.errors import LinkError, TransportError
+from xinference_xavier.pool.region import Region
+from xinference_xavier.transfer import gloo
+from xinference_xavier.transfer.gloo import GlooLink, GlooTransport
+
+HOST = "127.0.0.1"
+ROWS, ROW_BYTES = 64, 64 << 10
+SECRET = b"s" * 32
+SENTINEL = 0xA5
+SOON = 0.2  # a deadline that passes
+
+
+class Link(NamedTuple):
+    """Both ends of one."""
+
+    consumer: GlooLink
+    donor: GlooLink
+
+
+@pytest.fixture
+def here() -> Iterator[GlooTransport]:
+    yield from transport(seed=1)
+
+
+@pytest.fixture
+def there() -> Iterator[GlooTransport]:
+    yield from transport(seed=2)
+
+
+def transport(seed: int) -> Iterator[GlooTransport]:
+    region = Region.create(ROWS, ROW_BYTES)
+    region.array[:] = np.random.default_rng(seed).integers(0, 256, (ROWS, ROW_BYTES), np.uint8)
+    yield GlooTransport(region, HOST, None)
+    region.close()
+
+
+@pytest.fixture
+def threads() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(8) as threads:
+        yield threads
+
+
+@pytest.fixture
+def link(here: GlooTransport, there: GlooTransport, threads: ThreadPoolExecutor) -> Iterator[Link]:
+    """From `there` to `here`."""
+    link = connect(here, there, threads)
+    yield link
+    link.consumer.close()
+    link.donor.close()
+
+
+def connect(
+    consumer: GlooTransport,
+    donor: GlooTransport,
+    threads: ThreadPoolExecutor,
+    secrets: tuple[bytes, bytes] = (SECRET, SECRET),
+) -> Link:
+    consumers, donors = connecting(consumer, donor, threads, secrets)
+    return Link(consumers.result(), donors.result())
+
+
+def connecting(
+    consumer: GlooTransport,
+    donor: GlooTransport,
+    threads: ThreadPoolExecutor,
+    secrets: tuple[bytes, bytes],
+) -> tuple[Future[GlooLink], Future[GlooLink]]:
+    offer = consumer.offer(secrets[0], later())
+    acceptance = donor.accept(offer.hello, secrets[1], later())
+    return (
+        threads.submit(offer.complete, acceptance.answer, later()),
+        threads.submit(acceptance.complete, later()),
+    )
+
+
+def later() -> float:
+    return time.monotonic() + 30
+
+
+def soon() -> float:
+    return time.monotonic() + SOON
+
+
+def receive(link: Link, slots: Sequence[int], deadline: float | None = None) -> list[int]:
+    return list(link.consumer.receive(slots, deadline or later()))
+
+
+def test_rows_arrive_byte_for_byte_where_they_belong(
+    link: Link,
+    here: GlooTransport,
+    there: GlooTransport,
+    threads: ThreadPoolExecutor,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also many more than are in flight at a time, in any order, batch after batch."""
+    monkeypatch.setattr(link.consumer, "_in_flight", 4)
+    monkeypatch.setattr(link.donor, "_in_flight", 3)
+    expected = here.region.array.copy()
+    for seed in range(3):
+        order = np.random.default_rng(seed).permutation(ROWS)
+        sources, targets = order[:40].tolist(), order[::-1][:40].tolist()
+        expected[targets] = there.region.array[sources]
+        sending = threads.submit(link.donor.send, sources, later())
+        assert receive(link, targets) == targets
+        sending.result()
+        assert np.array_equal(here.region.array, expected), "nothing else was touched"
+
+
+def test_several_rows_are_in_flight(
+    link: Link,
+    here: GlooTransport,
+    there: GlooTransport,
+    threads: ThreadPoolExecutor,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """While the consumer still looks at the first row, others arrive; but only so many."""
+    monkeypatch.setattr(link.consumer, "_in_flight", 4)
+    slots = list(range(10))
+    untouched = here.region.array[4:10].copy()
+    sending = threads.submit(link.donor.send, slots, later())
+    arriving = link.consumer.receive(slots, later())
+    assert next(arriving) == 0
+    wait_until(
+        lambda: np.array_equal(here.region.array[:4], there.region.array[:4]), "four rows are here"
+    )
+    assert np.array_equal(here.region.array[4:10], untouched)
+    assert list(arriving) == slots[1:]
+    sending.result()
+
+
+def test_bytes_in_flight_are_bounded_but_never_a_single_row() -> None:
+    assert gloo._IN_FLIGHT_BYTES // (16 << 20) <= gloo._MIN_IN_FLIGHT
+    assert gloo._MIN_IN_FLIGHT >= 2
+
+
+@pytest.mark.parametrize("stranger", ["consumer", "donor"])
+def test_a_stranger_gets_no_link(
+    here: GlooTransport, there: GlooTransport, threads: ThreadPoolExecutor, stranger: str
+) -> None:
+    """Without a link no row moves: who knows the secret refuses, and so the other cannot either."""
+    before = here.region.array.copy()
+    secrets = (b"wrong", SECRET) if stranger == "consumer" else (SECRET, b"wrong")
+    for end in connecting(here, there, threads, secrets):
+        with pytest.raises(LinkError):
+            end.result()
+    assert np.array_equal(here.region.array, before)
+
+
+def test_a_recorded_proof_is_worthless_on_another_link(
+    here: GlooTransport, there: GlooTransport, threads: ThreadPoolExecutor
+) -> None:
+    """Proofs cover both parts of the rendezvous, and these are new for each link."""
+    transcripts = set()
+    for _ in range(2):
+        offer = here.offer(SECRET, later())
+        acceptance = there.accept(offer.hello, SECRET, later())
+        ends = (
+            threads.submit(offer.complete, acceptance.answer, later()),
+            threads.submit(acceptance.complete, later()),
+        )
+        for end in ends:
+            end.result().close()
+        assert offer._store.transcript() == acceptance._store.transcript()
+        transcripts.add(offer._store.transcript())
+    assert len(transcripts) == 2
+
+
+def test_after_the_consumer_closed_nothing_late_arrives(
+    link: Link, here: GlooTransport, threads: ThreadPoolExecutor
+) -> None:
+    """The slots may be in other hands by then."""
+    slots = list(range(8))
+    receiving = threads.submit(receive, link, slots)
+    link.donor.send(slots[:3], later())
+    link.consumer.close()
+    with pytest.raises(LinkError):
+        receiving.result()
+    here.region.array[:] = SENTINEL
+    with pytest.raises(LinkError):
+        link.donor.send(slots[3:], later())
+    assert (here.region.array == SENTINEL).all()
+
+
+def test_a_donor_that_closes_ends_the_consumers_wait(
+    link: Link, here: GlooTransport, there: GlooTransport, threads: ThreadPoolExecutor
+) -> None:
+    arrived: list[int] = []
+
+    def collect() -> None:
+        arrived.extend(slot for slot in link.consumer.receive(range(8), later()))
+
+    began = time.monotonic()
+    receiving = threads.submit(collect)
+    link.donor.send([10, 11], later())
+    link.donor.close()
+    with pytest.raises(LinkError):
+        receiving.result()
+    assert time.monotonic() - began < 30, "not only at the deadline"
+
+
+def test_a_row_that_does_not_come_ends_the_link_at_the_deadline(
+    link: Link, here: GlooTransport
+) -> None:
+    with pytest.raises(LinkError, match=r"(?i)timed out"):
+        receive(link, [0, 1], soon())
+    here.region.array[:] = SENTINEL
+    with pytest.raises(LinkError):
+        link.donor.send([0, 1], later())
+    with pytest.raises(LinkError):
+        receive(link, [2])
+    assert (here.region.array == SENTINEL).all()
+
+
+def test_a_row_that_nobody_takes_ends_the_link_at_the_deadline(link: Link) -> None:
+    with pytest.raises(LinkError, match=r"(?i)timed out"):
+        link.donor.send([0, 1], soon())
+
+
+def test_a_deadline_in_the_past_is_a_short_wait(link: Link) -> None:
+    with pytest.raises(LinkError):
+        receive(link, [0], time.monotonic() - 10)
+
+
+def test_closing_ends_what_blocks_and_may_be_repeated(
+    link: Link, threads: ThreadPoolExecutor
+) -> None:
+    sending = threads.submit(link.donor.send, list(range(ROWS)), later())
+    closing = [threads.submit(link.donor.close) for _ in range(4)]
+    for each in closing:
+        each.result()
+    with pytest.raises(LinkError):
+        sending.result()
+    link.donor.close()
+
+
+def test_links_in_both_directions_at_the_same_time(
+    here: GlooTransport, there: GlooTransport, threads: ThreadPoolExecutor
+) -> None:
+    """Two replicas that fetch from each other must not wait for each other."""
+    half = ROWS // 2
+    ours, theirs = here.region.array[:half].copy(), there.region.array[:half].copy()
+    barrier = threading.Barrier(4)
+
+    def both_ends(consumer: GlooTransport, donor: GlooTransport) -> None:
+        link = connect(consumer, donor, threads)
+
+        def send() -> None:
+            barrier.wait()
+            link.donor.send(range(half), later())
+
+        sending = threads.submit(send)
+        barrier.wait()
+        receive(link, range(half, ROWS))
+        sending.result()
+
+    for end in [threads.submit(both_ends, here, there), threads.submit(both_ends, there, here)]:
+        end.result()
+    assert np.array_equal(here.region.array[half:], theirs)
+    assert np.array_equal(there.region.array[half:], ours)
+
+
+@pytest.mark.parametrize("hello", [b"", b"[]", b"{", b'{"a": 1}', b'{"a": "xyz"}', b"{}" * 40_000])
+def test_a_malformed_rendezvous_is_refused(there: GlooTransport, hello: bytes) -> None:
+    with pytest.raises(LinkError, match="rendezvous"):
+        there.accept(hello, SECRET, soon())
+
+
+def test_a_consumer_that_does_not_come_back_is_waited_for_until_the_deadline(
+    here: GlooTransport, there: GlooTransport
+) -> None:
+    offer = here.offer(SECRET, soon())
+    acceptance = there.accept(offer.hello, SECRET, soon())
+    offer.withdraw()
+    assert acceptance.answer
+    with pytest.raises(LinkError, match="no connection"):
+        acceptance.complete(soon())
+
+
+def listening_ports() -> set[int]:
+    sockets = psutil.Process().net_connections("tcp")
+    return {s.laddr.port for s in sockets if s.status == psutil.CONN_LISTEN}
+
+
+def test_its_port_is_in_the_configured_range(threads: ThreadPoolExecutor) -> None:
+    region = Region.create(ROWS, ROW_BYTES)
+    before = listening_ports()
+    confined = GlooTransport(region, HOST, (41000, 41019))
+    (port,) = listening_ports() - before
+    assert 41000 <= port <= 41019
+    other = GlooTransport(region, HOST, None)
+    link = connect(confined, other, threads)
+    assert len(listening_ports() - before) == 2, "links bring no further port"
+    link.consumer.close()
+    link.donor.close()
+
+
+@pytest.mark.parametrize(
+    ("host", "ports", "error"),
+    [
+        (HOST, (1024, 1100), "outside the kernel's ephemeral ports"),
+        ("192.0.2.1", None, "Gloo cannot listen on host '192.0.2.1'"),
+        ("192.0.2.1", (41000, 41019), "on host '192.0.2.1'"),
+    ],
+)
+def test_what_cannot_be_listened_on_is_refused(
+    host: str, ports: tuple[int, int] | None, error: str
+) -> None:
+    region = Region.create(ROWS, ROW_BYTES)
+    with pytest.raises(TransportError, match=error):
+        GlooTransport(region, host, ports)
