@@ -9,6 +9,7 @@ names the log.
 from __future__ import annotations
 
 import contextlib
+import getpass
 import json
 import os
 import re
@@ -124,6 +125,9 @@ class LocalCluster:
             "TMPDIR": str(scratch),
             "VLLM_RPC_BASE_PATH": str(scratch),
         }
+        # What torch compiles for the first request takes 20 s and is worth keeping.
+        compiled = Path(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")
+        environment.setdefault("TORCHINDUCTOR_CACHE_DIR", str(compiled))
         environment.pop("PYTHONDONTWRITEBYTECODE", None)
         program = str(Path(sys.executable).parent / "xinference-local")
         self.log.parent.mkdir(parents=True, exist_ok=True)

@@ -34,7 +34,6 @@ ABOVE_GROUND = {
     "__init__": "package",
     "network": "network",
     "replica": "replica",
-    "failure": "replica",
 }
 """Modules beside the subpackages that are not of the ground floor."""
 

@@ -1,7 +1,8 @@
 """vLLM's offloading connector, told what a spec cannot see.
 
-A spec gets no `VllmConfig`, from which the namespace follows, and a manager does not see how many of
-a request's tokens vLLM's own prefix cache served. The connector sees both; all else is vLLM's.
+A spec gets no `VllmConfig`, from which the namespace follows, and comes too late to decide on the
+chunk size. A manager does not see how many of a request's tokens vLLM's own prefix cache served.
+The connector sees all that; the rest is vLLM's.
 """
 
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from contextlib import contextmanager
 import torch
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -27,23 +29,19 @@ class XavierConnector(OffloadingConnector):
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
-        extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+        transfer = vllm_config.kv_transfer_config
+        assert transfer is not None, "a connector is made of a transfer configuration"
+        extra = transfer.kv_connector_extra_config
         self._config = XavierConfig.from_dict(extra[XAVIER])
         self._prefix_tokens: dict[str, int] = {}  # of requests that are not scheduled yet
         with self._reporting():
-            nodes = vllm_config.parallel_config.nnodes
-            if nodes > 1:
-                raise ConfigError(
-                    "nnodes",
-                    nodes,
-                    "spreads one replica over several hosts, which sharing does not support",
-                    "use one host per replica, or launch without enable_xavier",
-                )
+            _refuse_unsupported(vllm_config, kv_cache_config)
+            groups = build_offloading_config(vllm_config, kv_cache_config).groups
+            block_tokens = [group.tokens_per_block for group in groups]
+            chunk_tokens = chunk_tokens_for(self._config, block_tokens)
+            # vLLM's own entry: from 0.33 on more than the spec depends on it.
+            extra["blocks_per_chunk"] = chunk_tokens // max(block_tokens)
             if role is KVConnectorRole.SCHEDULER:
-                block_tokens = [
-                    group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups
-                ]
-                chunk_tokens = chunk_tokens_for(self._config, block_tokens)
                 extra[IDENTITY] = {
                     "key_bytes": identity.key_bytes(vllm_config),
                     "namespace": identity.namespace(vllm_config, kv_cache_config, chunk_tokens),
@@ -97,3 +95,23 @@ class XavierConnector(OffloadingConnector):
     ) -> tuple[bool, dict[str, object] | None]:
         self._prefix_tokens.pop(request.request_id, None)
         return super().request_finished_all_groups(request, block_ids)
+
+
+def _refuse_unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+    """Raises ConfigError for what would go wrong later, and worse."""
+    nodes = vllm_config.parallel_config.nnodes
+    if nodes > 1:
+        raise ConfigError(
+            "nnodes",
+            nodes,
+            "spreads one replica over several hosts, which sharing does not support",
+            "use one host per replica, or launch without enable_xavier",
+        )
+    # With it, vLLM 0.33 prepares loads in a later step than that of the hit, unprotected between.
+    if kv_cache_config.hisparse_host_num_blocks is not None:
+        raise ConfigError(
+            "hisparse_config",
+            vllm_config.attention_config.hisparse_config,
+            "keeps the cache in host memory in its own way, which sharing does not support",
+            "leave it out, or launch without enable_xavier",
+        )

@@ -7,8 +7,8 @@ reads of its region changes between releases; all of that is here (read from vLL
 from collections.abc import Iterator
 
 import torch
-from vllm.v1.kv_offload.cpu.host_register import host_unregister
 
+from xinference_xavier.engine.versions import host_unregister
 from xinference_xavier.pool.region import ROW_ALIGNMENT, Region
 
 
@@ -49,9 +49,15 @@ class DeviceRegion:
         return view
 
     def iter_worker_slot_ranges(self) -> Iterator[tuple[int, int]]:
-        """(offset, length) of this worker's cell in every row, in bytes."""
+        """(offset, length) in bytes of the whole pages that this worker's cells lie in.
+
+        0.33 registers these and not the region, where it saves enough.
+        """
         for row in range(self.num_chunks):
-            yield row * self._row_stride + self.rank * self.cpu_page_size, self.cpu_page_size
+            start = row * self._row_stride + self.rank * self.cpu_page_size
+            first = start - start % self.page_size
+            end = -(-(start + self.cpu_page_size) // self.page_size) * self.page_size
+            yield first, end - first
 
     def cleanup(self) -> None:
         if self.is_pinned and self._base is not None:

@@ -5,6 +5,7 @@ copies job after job, in the order of their submission. Threading: vLLM's worker
 polls and waits; the copying thread does the rest; a condition guards what they share.
 """
 
+import logging
 import threading
 import time
 from collections import deque
@@ -23,6 +24,8 @@ from vllm.v1.kv_offload.base import (
 )
 
 from xinference_xavier.pool.region import Region
+
+logger = logging.getLogger(__name__)
 
 
 class _Page(NamedTuple):
@@ -63,7 +66,13 @@ class HostWorker(OffloadingWorker):
     ) -> bool:
         return self._submit(job_id, True, src_spec, dst_spec)
 
-    def submit_load(self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec) -> bool:
+    def submit_load(
+        self,
+        job_id: int,
+        src_spec: LoadStoreSpec,
+        dst_spec: GPULoadStoreSpec,
+        expedited: bool = False,
+    ) -> bool:
         return self._submit(job_id, False, dst_spec, src_spec)
 
     def _submit(
@@ -84,9 +93,7 @@ class HostWorker(OffloadingWorker):
     def wait(self, job_ids: set[int]) -> None:
         """Block until these jobs are done: their blocks are about to be used for something else."""
         with self._changed:
-            self._changed.wait_for(
-                lambda: self._unfinished.isdisjoint(job_ids) or not self._thread.is_alive()
-            )
+            self._changed.wait_for(lambda: self._unfinished.isdisjoint(job_ids))
 
     def shutdown(self) -> None:
         with self._changed:
@@ -101,13 +108,20 @@ class HostWorker(OffloadingWorker):
                 if not self._queue:
                     return
                 job = self._queue.popleft()
-            began = time.perf_counter()
-            size = self._copy(job)
-            seconds = time.perf_counter() - began
+            result = self._run(job)
             with self._changed:
-                self._finished.append(TransferResult(job.job_id, True, size, seconds))
+                self._finished.append(result)
                 self._unfinished.discard(job.job_id)
                 self._changed.notify_all()
+
+    def _run(self, job: _Job) -> TransferResult:
+        began = time.perf_counter()
+        try:
+            size = self._copy(job)
+        except Exception:  # vLLM ends the engine on a failed job; unreported, it would hang
+            logger.exception("job %d failed", job.job_id)
+            return TransferResult(job.job_id, False)
+        return TransferResult(job.job_id, True, size, time.perf_counter() - began)
 
     def _copy(self, job: _Job) -> int:
         """Copy every page of the job; returns bytes."""

@@ -42,7 +42,7 @@ def namespace(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, chunk_tok
             "dtype": model.dtype,
             "quantization": model.quantization,
             "cache_dtype": cache.cache_dtype,
-            "layout": getattr(cache, "kv_cache_layout", None),  # since 0.31
+            "layout": cache.kv_cache_layout,
             "hash": cache.prefix_caching_hash_algo,
             "block_tokens": cache.block_size,
             "chunk_tokens": chunk_tokens,

@@ -16,7 +16,7 @@ A request's way through `lookup`, one scheduling attempt ("pass") after the othe
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import (
@@ -32,9 +32,13 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
 from xinference_xavier.engine.metrics import HitReporter, Hits
-from xinference_xavier.pool.pool import Pool, Row
+from xinference_xavier.engine.versions import known_keys, load_source
+from xinference_xavier.pool.pool import Pool, Reservation, Row
 from xinference_xavier.replica import Replica
 from xinference_xavier.transfer.fetch import Fetch, FetchState
+
+if TYPE_CHECKING:
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 _GROUP = slice(-4, None)  # the part of an offload key that numbers its KV-cache group
 
@@ -42,9 +46,10 @@ _GROUP = slice(-4, None)  # the part of an offload key that numbers its KV-cache
 class _Request:
     """What is on about one request."""
 
-    __slots__ = ("deadline", "fetch", "fetched", "first", "given_up", "wanted")
+    __slots__ = ("context", "deadline", "fetch", "fetched", "first", "given_up", "wanted")
 
-    def __init__(self) -> None:
+    def __init__(self, context: ReqContext) -> None:
+        self.context = context
         self.wanted: list[bytes] = []  # this pass's RETRYs, to be fetched
         self.fetch: Fetch | None = None
         self.first: set[bytes] = set()  # the fetch's first chunk of each group
@@ -99,7 +104,7 @@ class XavierManager(OffloadingManager):
     # -- looking up ---------------------------------------------------------------------------
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        self._requests[req_context.req_id] = _Request()
+        self._requests[req_context.req_id] = _Request(req_context)
         return RequestOffloadingContext()
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
@@ -108,19 +113,20 @@ class XavierManager(OffloadingManager):
         request = self._requests[req_context.req_id]
         fetch = request.fetch
         if fetch is not None:
-            if self._is_pending(request, fetch):
+            if fetch.state is FetchState.PENDING and self._has_time(request):
                 # One RETRY per group defers the request; MISS for the rest ends the scan early.
                 return LookupResult.RETRY if key in request.first else LookupResult.MISS
             request.conclude()
-        if request.given_up or not self._is_elsewhere(key, request, req_context):
+        if request.given_up or not self._has_time(request):
+            return LookupResult.MISS
+        if not self._is_elsewhere(key, request, req_context):
             return LookupResult.MISS
         request.wanted.append(key)
         self._gathered[req_context.req_id] = request
         return LookupResult.RETRY
 
-    def _is_pending(self, request: _Request, fetch: Fetch) -> bool:
-        assert request.deadline is not None
-        return fetch.state is FetchState.PENDING and self._clock() < request.deadline
+    def _has_time(self, request: _Request) -> bool:
+        return request.deadline is None or self._clock() < request.deadline
 
     def _is_elsewhere(self, key: bytes, request: _Request, context: ReqContext) -> bool:
         if key in self._fetching:
@@ -132,16 +138,14 @@ class XavierManager(OffloadingManager):
             return False
         return bool(request.wanted) or self._is_worth_fetching(key, holders, context)
 
-    def _is_worth_fetching(
-        self, key: bytes, holders: tuple[str, ...], context: ReqContext
-    ) -> bool:
+    def _is_worth_fetching(self, key: bytes, holders: tuple[str, ...], context: ReqContext) -> bool:
         """Whether a peer holds enough chunks from `key` on.
 
         A RETRY can cost the request a whole step of the engine, so this is asked before. Peers hold
         whole prefixes: who has the last of enough chunks has those before it.
         """
         group = [other for other in known_keys(context) if other[_GROUP] == key[_GROUP]]
-        if not group:  # an older vLLM, which tells no keys in advance
+        if key not in group:  # an older vLLM, which tells no keys in advance
             return True
         last = group.index(key) + self._min_fetch_chunks - 1
         if last >= len(group):
@@ -172,10 +176,9 @@ class XavierManager(OffloadingManager):
     def _new_fetch(self, request: _Request) -> Fetch | None:
         assert request.deadline is not None
         donor, keys = self._choose_donor(request.wanted)
-        if len(keys) < self._min_fetch_chunks or self._clock() >= request.deadline:
+        if len(keys) < self._min_fetch_chunks:
             return None
-        rows, evicted = self._pool.reserve(keys, keep=frozenset(request.wanted))
-        self._replica.evicted(evicted)
+        rows = self._reserve(keys, known_keys(request.context) or request.wanted).rows
         if not rows:
             return None
         fetch = self._replica.fetch(donor, rows, request.deadline)
@@ -204,7 +207,8 @@ class XavierManager(OffloadingManager):
             if fetch.state is FetchState.PENDING:
                 continue
             for row in fetch.rows:
-                self._fetching.pop(row.key, None)
+                if self._fetching.get(row.key) is fetch:
+                    del self._fetching[row.key]
             # A waiting request comes for its rows at once, unless it finds no room: not for ever.
             if not waiting or now > fetch.deadline + self._fetch_timeout:
                 self._pool.unpin(fetch.committed)
@@ -236,16 +240,20 @@ class XavierManager(OffloadingManager):
     def prepare_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext
     ) -> PrepareStoreOutput | None:
-        prefix = known_keys(req_context) or keys
-        self._pool.touch(reversed(list(prefix)))
-        rows, evicted = self._pool.reserve(keys, keep=frozenset(prefix))
-        self._replica.evicted(evicted)
+        rows, evicted = self._reserve(keys, known_keys(req_context) or list(keys))
         self._storing.update((row.key, row) for row in rows)
         return PrepareStoreOutput(
             keys_to_store=[OffloadKey(row.key) for row in rows],
             store_spec=CPULoadStoreSpec([row.slot for row in rows]),
             evicted_keys=[OffloadKey(key) for key in evicted],
         )
+
+    def _reserve(self, keys: Iterable[bytes], prefix: Sequence[bytes]) -> Reservation:
+        """Rows for `keys`, at the cost of anything but the prefix that they belong to."""
+        self._pool.touch(reversed(prefix))
+        reservation = self._pool.reserve(keys, keep=frozenset(prefix))
+        self._replica.evicted(reservation.evicted)
+        return reservation
 
     def complete_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True
@@ -297,6 +305,10 @@ class XavierManager(OffloadingManager):
         self._pool.unpin(self._stale_loads)
         self._stale_stores, self._stale_loads = [], []
 
+    def on_reset_flushed(self) -> None:
+        """Called by vLLM from 0.33 on: no job from before the last reset is under way."""
+        self._free_stale()
+
     def get_stats(self) -> OffloadingConnectorStats | None:
         return self._reporter.delta()
 
@@ -312,21 +324,12 @@ class XavierManager(OffloadingManager):
         self._hits.computed += max(0, prompt - own_prefix - loaded)
         self._stop_waiting(req_id)
 
-    def came_from_peer(self, key: bytes, req_id: str) -> bool:
-        request = self._requests.get(req_id)
-        return request is not None and key in request.fetched
+    def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> "CacheHitSource":
+        """Called by vLLM from 0.32 on, after `count_prompt`."""
+        return load_source(key in self._requests[req_context.req_id].fetched)
 
     def shutdown(self) -> None:
         self._replica.stop()
-
-
-def known_keys(context: ReqContext) -> list[bytes]:
-    """All chunk keys of a request, in order, group after group.
-
-    vLLM records them from 0.31 on, before the first lookup, but offers no way to list them.
-    """
-    positions: dict[bytes, int] = getattr(context, "_offload_key_positions", {})
-    return list(positions)
 
 
 def _first_of_each_group(keys: Iterable[bytes]) -> set[bytes]:

@@ -4,15 +4,15 @@ One object each in the scheduler's process and in every worker, all of the same 
 that all come to the same layout. Life cycle: the first worker creates the region when it gets its
 KV cache; the other workers, and the scheduler's side after warm-up, receive it.
 
-A row is `[worker 0's cell | worker 1's cell | … | padding to a page]`; a cell holds the chunk's pages,
-tensor after tensor. Importing this module has no side effects: vLLM does so in its API process too.
+A row is `[worker 0's cell | worker 1's cell | … | padding to a page]`; a cell holds the chunk's
+pages, tensor after tensor. The connector decides on the size of a chunk. Importing this module has
+no side effects: vLLM does so in its API process too.
 """
 
 import logging
 import math
 import threading
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any
 
 from vllm.platforms import current_platform
@@ -75,14 +75,10 @@ class XavierSpec(OffloadingSpec):
 
     def __init__(self, config: OffloadingConfig) -> None:
         self._xavier = XavierConfig.from_dict(config.extra_config[XAVIER])
-        blocks = [group.tokens_per_block for group in config.groups]
-        self._chunk_tokens = chunk_tokens_for(self._xavier, blocks)
-        blocks_per_chunk = self._chunk_tokens // max(blocks)
-        super().__init__(
-            replace(config, cache=replace(config.cache, blocks_per_chunk=blocks_per_chunk))
-        )
+        super().__init__(config)
+        self._chunk_tokens = self.blocks_per_chunk * max(self.tokens_per_block)
         self.replicated_layout = config.replicated_layout and current_platform.is_cuda_alike()
-        self._cell_bytes = config.worker_kv_bytes_per_block * blocks_per_chunk
+        self._cell_bytes = config.worker_kv_bytes_per_block * self.blocks_per_chunk
         cells = 1 if self.replicated_layout else config.parallel.world_size
         self._row_bytes = -(-self._cell_bytes * cells // ROW_ALIGNMENT) * ROW_ALIGNMENT
         self._rows = self._count_rows()
@@ -118,7 +114,9 @@ class XavierSpec(OffloadingSpec):
                     kv_caches=kv_caches,
                     blocks_per_chunk=self.blocks_per_chunk,
                     num_cpu_chunks=self._rows,
-                    mmap_region=DeviceRegion(region, rank, self._cell_bytes),
+                    mmap_region=DeviceRegion(  # type: ignore[arg-type]  # has what is read of it
+                        region, rank, self._cell_bytes
+                    ),
                 )
         return self._worker
 

@@ -1,0 +1,307 @@
+"""Two transfer actors with real links between them: what moves, what is refused, what is left."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import xoscar
+
+from tests.faults import CORRUPT_ROW, ROWS_BEFORE_STALL, CorruptingGloo, StallingGloo
+from xinference_xavier.errors import LinkError
+from xinference_xavier.network import listen
+from xinference_xavier.pool.region import Region
+from xinference_xavier.transfer import actor as actor_module
+from xinference_xavier.transfer.actor import UID, TransferActor, load_transport
+from xinference_xavier.transfer.base import Transport
+from xinference_xavier.transfer.gloo import GlooTransport
+from xinference_xavier.transfer.messages import (
+    PROTOCOL_VERSION,
+    PullOrder,
+    PullResult,
+    Startup,
+    Ticket,
+)
+
+HOST = "127.0.0.1"
+ROWS, ROW_BYTES = 32, 16 << 10
+SECRET = b"s" * 32
+KEYS = tuple(bytes([n]) * 36 for n in range(ROWS))
+PATIENCE = 30.0
+
+
+class Side:
+    """One replica's transfer actor, and what its engine knows."""
+
+    def __init__(self, name: str, pool: Any, region: Region, actor: Any, key: bytes) -> None:
+        self.name = name
+        self.pool = pool
+        self.region = region
+        self.actor = actor
+        self.key = key
+
+    @property
+    def rows(self) -> Any:
+        return self.region.array
+
+    def ticket(self, consumer: Side, slots: Sequence[int], lifetime: float = PATIENCE) -> Ticket:
+        return Ticket.sign(self.key, consumer.name, slots, time.monotonic() + lifetime)
+
+    def checksum(self, slot: int) -> int:
+        return Region.checksum(self.region, slot, KEYS[slot])
+
+    def order(self, donor: Side, slots: Sequence[int], **changes: Any) -> PullOrder:
+        """For the rows in `slots` of `donor` into the same slots here."""
+        order = PullOrder(
+            donor=donor.name,
+            address=donor.pool.external_address,
+            ticket=donor.ticket(self, slots),
+            keys=tuple(KEYS[slot] for slot in slots),
+            checksums=tuple(donor.checksum(slot) for slot in slots),
+            slots=tuple(slots),
+            timeout=PATIENCE,
+        )
+        return order._replace(**changes)
+
+    async def pull(self, donor: Side, slots: Sequence[int], **changes: Any) -> PullResult:
+        result: PullResult = await self.actor.pull(self.order(donor, slots, **changes))
+        return result
+
+    async def links(self) -> int:
+        count: int = (await self.actor.stats())["links"]
+        return count
+
+
+class Sides:
+    def __init__(self) -> None:
+        self.all: list[Side] = []
+
+    async def start(
+        self,
+        name: str,
+        transport: type[Transport] = GlooTransport,
+        secret: bytes | None = SECRET,
+        row_bytes: int = ROW_BYTES,
+    ) -> Side:
+        region = Region.create(ROWS, row_bytes)
+        seed = len(self.all)
+        region.array[:] = np.random.default_rng(seed).integers(0, 256, region.array.shape, np.uint8)
+        pool = await listen(HOST, None)
+        key = name.encode().ljust(32)
+        startup = Startup(name, region.fd, ROWS, row_bytes, HOST, None, "", key.hex())
+        actor = await xoscar.create_actor(
+            TransferActor,
+            startup,
+            region,
+            transport(region, HOST, None),
+            address=pool.external_address,
+            uid=UID,
+        )
+        if secret is not None:
+            await actor.configure(secret)
+        self.all.append(Side(name, pool, region, actor, key))
+        return self.all[-1]
+
+
+@pytest.fixture
+async def sides() -> AsyncIterator[Sides]:
+    sides = Sides()
+    yield sides
+    for side in sides.all:
+        for other in sides.all:
+            await side.actor.forget(other.name)
+        await side.pool.stop()
+        side.region.close()
+
+
+@pytest.fixture
+async def donor(sides: Sides) -> Side:
+    return await sides.start("donor")
+
+
+@pytest.fixture
+async def consumer(sides: Sides) -> Side:
+    return await sides.start("consumer")
+
+
+async def test_rows_are_pulled_verified_and_counted(consumer: Side, donor: Side) -> None:
+    assert await consumer.pull(donor, [3, 1, 2]) == PullResult(3, None)
+    assert np.array_equal(consumer.rows[1:4], donor.rows[1:4])
+    assert not np.array_equal(consumer.rows[4], donor.rows[4])
+    assert await consumer.actor.stats() == {
+        "transport": "gloo",
+        "bytes_received": 3 * ROW_BYTES,
+        "bytes_sent": 0,
+        "links": 1,
+    }
+    assert (await donor.actor.stats())["bytes_sent"] == 3 * ROW_BYTES
+
+
+async def test_a_link_is_made_once_and_used_again(consumer: Side, donor: Side) -> None:
+    for slot in range(5):
+        assert await consumer.pull(donor, [slot]) == PullResult(1, None)
+    assert await consumer.links() == await donor.links() == 1
+
+
+async def test_fetches_at_the_same_time_take_turns_on_a_link(consumer: Side, donor: Side) -> None:
+    pulls = (consumer.pull(donor, [n, n + 1]) for n in range(0, ROWS, 2))
+    assert set(await asyncio.gather(*pulls)) == {PullResult(2, None)}
+    assert np.array_equal(consumer.rows, donor.rows)
+    assert await consumer.links() == 1
+
+
+async def test_both_directions_at_the_same_time(consumer: Side, donor: Side) -> None:
+    there, back = list(range(16)), list(range(16, ROWS))
+    results = await asyncio.gather(consumer.pull(donor, there), donor.pull(consumer, back))
+    assert results == [PullResult(16, None)] * 2
+    assert np.array_equal(consumer.rows, donor.rows)
+
+
+async def test_a_damaged_row_ends_the_run_of_whole_rows(sides: Sides, donor: Side) -> None:
+    consumer = await sides.start("consumer", CorruptingGloo)
+    assert await consumer.pull(donor, range(5)) == PullResult(CORRUPT_ROW, "checksum")
+    assert await consumer.links() == 0, "whoever sends damaged rows gets a new link"
+
+
+async def test_another_chunks_row_is_not_taken_for_the_one_asked_for(
+    consumer: Side, donor: Side
+) -> None:
+    donor.rows[7] = donor.rows[6]
+    order = consumer.order(donor, [6])
+    swapped = order._replace(ticket=donor.ticket(consumer, [7]), keys=(KEYS[7],))
+    assert await consumer.actor.pull(swapped) == PullResult(0, "checksum")
+
+
+async def test_failed_links_leave_nothing_behind(sides: Sides, donor: Side) -> None:
+    """Else a donor would refuse everybody after so many failures of anybody."""
+    consumer = await sides.start("consumer", CorruptingGloo)
+    for _ in range(4):
+        await consumer.pull(donor, range(4))
+    assert await donor.links() <= 1
+
+
+@pytest.mark.parametrize("secrets", [(SECRET, b"other"), (None, SECRET), (SECRET, None)])
+async def test_who_does_not_know_the_secret_moves_nothing(
+    sides: Sides, secrets: tuple[bytes | None, bytes | None]
+) -> None:
+    consumer = await sides.start("consumer", secret=secrets[0])
+    donor = await sides.start("donor", secret=secrets[1])
+    before = consumer.rows.copy()
+    assert await consumer.pull(donor, [0, 1]) == PullResult(0, "link")
+    assert np.array_equal(consumer.rows, before)
+    assert await consumer.links() == 0
+    async with asyncio.timeout(PATIENCE):
+        while await donor.links():  # its half ends in its own time
+            await asyncio.sleep(0.01)
+
+
+def forgeries(consumer: Side, donor: Side) -> dict[str, Ticket]:
+    good = donor.ticket(consumer, [0])
+    return {
+        "of another engine": consumer.ticket(consumer, [0]),
+        "for another consumer": donor.ticket(donor, [0]),
+        "other slots": good._replace(slots=(1,)),
+        "expired": donor.ticket(consumer, [0], lifetime=-1),
+    }
+
+
+@pytest.mark.parametrize(
+    "forgery", ["of another engine", "for another consumer", "other slots", "expired"]
+)
+async def test_without_a_valid_ticket_nothing_is_sent(
+    consumer: Side, donor: Side, forgery: str
+) -> None:
+    before = consumer.rows.copy()
+    ticket = forgeries(consumer, donor)[forgery]
+    assert await consumer.pull(donor, [0], ticket=ticket) == PullResult(0, "link")
+    assert np.array_equal(consumer.rows, before)
+    assert (await donor.actor.stats())["bytes_sent"] == 0
+    assert await consumer.pull(donor, [0]) == PullResult(1, None), "the next fetch is unharmed"
+
+
+async def test_rows_of_another_size_are_refused_before_they_can_do_harm(
+    sides: Sides, consumer: Side
+) -> None:
+    """A longer message than was asked for would end the receiving process."""
+    donor = await sides.start("donor", row_bytes=2 * ROW_BYTES)
+    assert await consumer.pull(donor, [0]) == PullResult(0, "link")
+
+
+@pytest.mark.parametrize("timeout", [0.0, -1.0, float("inf"), float("nan")])
+async def test_a_peers_time_limit_is_checked(donor: Side, timeout: float) -> None:
+    with pytest.raises(LinkError, match="malformed"):
+        await donor.actor.open_link(PROTOCOL_VERSION, "id", "consumer", b"{}", timeout)
+    with pytest.raises(LinkError, match="no such link"):
+        ticket = donor.ticket(donor, [0])
+        await donor.actor.serve(PROTOCOL_VERSION, "id", ticket, ROW_BYTES, timeout)
+
+
+async def test_another_protocol_version_is_refused(donor: Side) -> None:
+    with pytest.raises(LinkError, match="speaks transfer protocol 99"):
+        await donor.actor.open_link(99, "id", "consumer", b"{}", 1.0)
+    with pytest.raises(LinkError, match="speaks transfer protocol 99"):
+        await donor.actor.serve(99, "id", donor.ticket(donor, [0]), ROW_BYTES, 1.0)
+
+
+async def test_links_are_bounded(
+    sides: Sides, consumer: Side, donor: Side, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(actor_module, "MAX_LINKS", 1)
+    one_more = await sides.start("one more")
+    assert await consumer.pull(donor, [0]) == PullResult(1, None)
+    assert await one_more.pull(donor, [0]) == PullResult(0, "link")
+    await donor.actor.forget("consumer")
+    assert await one_more.pull(donor, [0]) == PullResult(1, None)
+
+
+async def test_a_forgotten_replica_has_no_links(consumer: Side, donor: Side) -> None:
+    await consumer.pull(donor, [0])
+    await consumer.actor.forget("donor")
+    await donor.actor.forget("consumer")
+    assert await consumer.links() == await donor.links() == 0
+    assert await consumer.pull(donor, [1]) == PullResult(1, None)
+
+
+async def test_a_stalled_donor_costs_the_time_limit_and_not_what_has_arrived(
+    sides: Sides, consumer: Side
+) -> None:
+    donor = await sides.start("donor", StallingGloo)
+    result = await consumer.pull(donor, range(8), timeout=0.5)
+    assert result == PullResult(ROWS_BEFORE_STALL, "timeout")
+    assert await consumer.links() == 0
+
+
+async def test_who_waits_for_a_turn_waits_no_longer_than_its_own_limit(
+    sides: Sides, consumer: Side
+) -> None:
+    """The engine would take a longer silence for a dead process."""
+    donor = await sides.start("donor", StallingGloo)
+    first = asyncio.ensure_future(consumer.pull(donor, range(8)))
+    async with asyncio.timeout(PATIENCE):
+        while not await consumer.links():
+            await asyncio.sleep(0.01)
+    assert await consumer.pull(donor, [9], timeout=0.05) == PullResult(0, "timeout")
+    assert not first.done()
+    await donor.actor.forget("consumer")
+    assert (await first).reason == "link"
+
+
+async def test_a_donor_that_is_not_there_is_a_failed_pull(
+    sides: Sides, consumer: Side, donor: Side
+) -> None:
+    sides.all.remove(donor)
+    await xoscar.destroy_actor(donor.actor)
+    assert await consumer.pull(donor, [0]) == PullResult(0, "link")
+    await donor.pool.stop()
+    assert await consumer.pull(donor, [0]) == PullResult(0, "link")
+
+
+def test_a_transport_is_found_by_its_path() -> None:
+    assert load_transport("xinference_xavier.transfer.gloo:GlooTransport") is GlooTransport
+    for wrong in ("xinference_xavier.transfer.gloo:GlooLink", "json:dumps"):
+        with pytest.raises(TypeError, match="is not a Transport"):
+            load_transport(wrong)
