@@ -4,8 +4,11 @@ A replica is given one as `transport="tests.faults:CorruptingGloo"`; it acts in 
 transfer process.
 """
 
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from enum import StrEnum
+from pathlib import Path
 from typing import Any
 
 from xinference_xavier.errors import LinkError
@@ -123,3 +126,41 @@ class StallingGloo(_FaultyGloo):
     """A donor that sends a few rows and then nothing, until its consumer gives up."""
 
     link = _StallingLink
+
+
+SCRIPT = "XAVIER_TEST_FAULT"
+"""The environment variable that names the file with the fault of the moment."""
+
+
+class Fault(StrEnum):
+    NONE = "none"
+    CORRUPT = "corrupt"
+    STALL = "stall"
+
+
+class _ScriptedLink(_FaultyLink):
+    def __init__(self, link: Link, region: Region) -> None:
+        super().__init__(link, region)
+        self._corrupting = _CorruptingLink(link, region)
+        self._stalling = _StallingLink(link, region)
+
+    def receive(self, slots: Sequence[int], deadline: float) -> Iterator[int]:
+        link = self._corrupting if _fault() is Fault.CORRUPT else self.link
+        return link.receive(slots, deadline)
+
+    def send(self, slots: Sequence[int], deadline: float) -> None:
+        link = self._stalling if _fault() is Fault.STALL else self.link
+        link.send(slots, deadline)
+
+    def close(self) -> None:
+        self._stalling.close()
+
+
+def _fault() -> Fault:
+    return Fault(Path(os.environ[SCRIPT]).read_text())
+
+
+class ScriptedGloo(_FaultyGloo):
+    """What goes wrong is written in a file, for replicas that a test cannot get hold of."""
+
+    link = _ScriptedLink

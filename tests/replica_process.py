@@ -6,6 +6,7 @@ xoscar keeps one event loop per process, so replicas cannot share the test's.
 
 import asyncio
 import hashlib
+import itertools
 import multiprocessing
 import os
 import signal
@@ -30,6 +31,7 @@ from xinference_xavier.transfer.fetch import Fetch, FetchState
 ROW_BYTES = 64 << 10
 KEY_BYTES = 36
 MODEL = "model"
+_NUMBERS = itertools.count()
 DEADLINE = 60.0  # of the tests' own waits, far above anything seen
 
 
@@ -41,6 +43,11 @@ def content(key: bytes, size: int = ROW_BYTES) -> npt.NDArray[np.uint8]:
     """What the row of `key` must hold."""
     seed = int.from_bytes(key[:8], "big")
     return np.random.default_rng(seed).integers(0, 256, size, dtype=np.uint8)
+
+
+def fresh_keys(count: int) -> list[bytes]:
+    """Keys that no test has used yet."""
+    return [make_key(next(_NUMBERS)) for _ in range(count)]
 
 
 def wait_until(condition: Callable[[], bool], what: str) -> None:
@@ -162,6 +169,12 @@ class _Inside:
 
     def stats(self) -> dict[str, Any]:
         return self.replica.stats()
+
+    def transfer_stats(self) -> dict[str, Any]:
+        asking = asyncio.run_coroutine_threadsafe(
+            self.replica._process.stats(), self.replica._loop
+        )
+        return asking.result(DEADLINE)
 
     def enabled(self) -> bool:
         return self.replica.mirror.enabled
@@ -288,9 +301,14 @@ class ReplicaProcess:
 
 
 @contextmanager
-def replicas(tracker_address: str, *names: str, **options: Any) -> Iterator[list[ReplicaProcess]]:
-    """Replicas that are joined and ready to fetch; gone afterwards."""
-    started = [ReplicaProcess(name, tracker_address, **options) for name in names]
+def replicas(
+    tracker_address: str, transports: dict[str, str], **options: Any
+) -> Iterator[list[ReplicaProcess]]:
+    """Replicas, by name, that are joined and ready to fetch; gone afterwards."""
+    started = [
+        ReplicaProcess(name, tracker_address, transport=transport, **options)
+        for name, transport in transports.items()
+    ]
     try:
         for replica in started:
             wait_until(replica.is_up, f"{replica.name} is up")

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from examples.local_cluster import LocalCluster
-from tests.e2e import faulty
+from tests.faults import SCRIPT, Fault
 
 ROOT = Path(__file__).parents[2]
 ARGUMENTS = {
@@ -20,16 +20,16 @@ ARGUMENTS = {
 
 @pytest.fixture(scope="session")
 def fault(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The file that says what `faulty` transports do."""
+    """The file that says what goes wrong with `ScriptedGloo`."""
     file = tmp_path_factory.mktemp("fault") / "mode"
-    file.write_text(faulty.NONE)
+    file.write_text(Fault.NONE)
     return file
 
 
 @pytest.fixture(scope="session")
 def cluster(model_folder: Path, fault: Path) -> Iterator[LocalCluster]:
     """Listens on all addresses: `0.0.0.0` as xinference's host just works."""
-    environment = {"PYTHONPATH": str(ROOT), faulty.MODE_FILE: str(fault)}
+    environment = {"PYTHONPATH": str(ROOT), SCRIPT: str(fault)}
     log = ROOT / "build" / "test-cluster.log"
     with LocalCluster(log, host="0.0.0.0", environment=environment) as cluster:
         cluster.register(model_folder, "small")

@@ -12,8 +12,8 @@ import pytest
 
 from examples.documents import document, prompt, questions
 from examples.local_cluster import Completion, LocalCluster
-from tests.e2e import faulty
 from tests.e2e.conftest import ARGUMENTS
+from tests.faults import Fault
 from tests.replica_process import wait_until
 
 UID = "faults"
@@ -22,9 +22,10 @@ ROWS = 60
 TIMEOUT = 5.0  # xavier_fetch_timeout's default
 
 
-@pytest.fixture(params=["tests.e2e.faulty:FaultyGloo"], scope="module")
-def model(cluster: LocalCluster, request: pytest.FixtureRequest) -> Iterator[LocalCluster]:
-    cluster.launch("small", UID, replica=2, xavier_transport=request.param, **ARGUMENTS)
+@pytest.fixture(scope="module")
+def model(cluster: LocalCluster) -> Iterator[LocalCluster]:
+    transport = "tests.faults:ScriptedGloo"
+    cluster.launch("small", UID, replica=2, xavier_transport=transport, **ARGUMENTS)
     wait_until(lambda: len(usable(cluster)) == 2, "both replicas can fetch")
     yield cluster
     cluster.terminate(UID)
@@ -60,11 +61,11 @@ def test_a_byte_turned_wrong_is_noticed_and_the_answer_is_right(
     model: LocalCluster, fault: Path
 ) -> None:
     _, cold = compute(model, question(200))
-    fault.write_text(faulty.CORRUPT)
+    fault.write_text(Fault.CORRUPT)
     try:
         answer = model.complete(UID, question(200))
     finally:
-        fault.write_text(faulty.NONE)
+        fault.write_text(Fault.NONE)
     assert answer.tokens == cold.tokens
     assert answer.logprobs == pytest.approx(cold.logprobs, abs=1e-4)
     after = totals(model)
@@ -79,7 +80,7 @@ def test_a_donor_killed_while_it_serves_costs_a_recomputation(
     donor, cold = compute(model, question(201))
     engine = psutil.Process(donor["transfer_pid"]).parent()
     assert engine is not None
-    fault.write_text(faulty.SLOW)
+    fault.write_text(Fault.STALL)
     answers: list[Completion] = []
     asking = threading.Thread(target=lambda: answers.append(model.complete(UID, question(201))))
     begun = totals(model)["fetches"]["started"]
@@ -90,7 +91,7 @@ def test_a_donor_killed_while_it_serves_costs_a_recomputation(
         engine.send_signal(signal.SIGKILL)
         asking.join()
     finally:
-        fault.write_text(faulty.NONE)
+        fault.write_text(Fault.NONE)
     seconds = time.monotonic() - began
     assert answers[0].tokens == cold.tokens
     assert seconds < TIMEOUT + 10 * cold.seconds  # decided by the deadline, computed after it

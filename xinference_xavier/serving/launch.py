@@ -1,4 +1,4 @@
-"""Puts sharing into xinference's launch, by wrapping two methods and adding a third.
+"""Puts sharing into xinference's launch, by wrapping three methods and adding a fourth.
 
 Runs in the processes that hold a supervisor or a worker actor, on their event loop. A launch with
 ``enable_xavier`` is one transaction: its tracker exists before the first replica does, and is
@@ -60,6 +60,7 @@ def wrap_supervisor(supervisor: type[Any]) -> None:
 
 def wrap_worker(worker: type[Any]) -> None:
     _wrap_once(worker, "launch_builtin_model", _localizing_launch)
+    _wrap_once(worker, "wait_for_load", _explaining_load)
 
 
 async def xavier_tracker_address(supervisor: Any, model_uid: str, create: bool = False) -> str:
@@ -153,24 +154,34 @@ def _localizing_launch(original: _Method) -> _Method:
     @functools.wraps(original)
     async def launch(worker: Any, *args: Any, **kwargs: Any) -> Any:
         transfer = own_transfer_config(kwargs.get("kv_transfer_config"))
-        if transfer is None:
-            return await original(worker, *args, **kwargs)
-        kwargs["kv_transfer_config"] = here = localized(
-            transfer,
-            worker_address=worker.address,
-            supervisor_address=worker._supervisor_address,
-        )
+        if transfer is not None:
+            kwargs["kv_transfer_config"] = localized(
+                transfer,
+                worker_address=worker.address,
+                supervisor_address=worker._supervisor_address,
+            )
+        return await original(worker, *args, **kwargs)
+
+    return launch
+
+
+def _explaining_load(original: _Method) -> _Method:
+    @functools.wraps(original)
+    async def wait_for_load(worker: Any, model_uid: str) -> Any:
+        arguments = worker._model_uid_to_launch_args.get(model_uid) or {}
+        transfer = own_transfer_config(arguments.get("kv_transfer_config"))
         try:
-            return await original(worker, *args, **kwargs)
+            return await original(worker, model_uid)
         except Exception as error:
+            if transfer is None:
+                raise
             # All that vLLM says is that its engine did not start.
-            replica = args[0] if args else kwargs["model_uid"]
-            cause = await failure_of(configuration(here), replica)
+            cause = await failure_of(configuration(transfer), model_uid)
             if cause is None:
                 raise
             raise ReplicaStartError(cause) from error
 
-    return launch
+    return wait_for_load
 
 
 def _refuse_what_cannot_share(arguments: Mapping[str, Any], extra: Mapping[str, Any]) -> None:

@@ -37,6 +37,7 @@ from xinference_xavier.transfer.process import TransferProcess
 logger = logging.getLogger(__name__)
 
 _RELEASE_TIMEOUT = 2.0
+_REPORT_TIME = 0.1  # before the deadline, so that what arrived until then can still count
 
 
 class FetchState(Enum):
@@ -166,7 +167,7 @@ class Fetcher:
             tuple(row.key for row in rows),
             grant.checksums,
             tuple(row.slot for row in rows),
-            max(0.001, remaining),
+            max(0.001, remaining - min(_REPORT_TIME, remaining / 10)),
         )
         pulling = asyncio.ensure_future(self._process.pull(order))
         await asyncio.wait({pulling}, timeout=remaining)

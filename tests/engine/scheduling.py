@@ -1,0 +1,250 @@
+"""Both sides of a manager without an engine: vLLM's scheduler above it, a scripted replica below.
+
+`Scheduling` calls the manager in the order in which vLLM's offloading scheduler does. The pool and
+the mirror are the real ones; `ScriptedReplica` stands in for what talks to other processes, so that
+a test decides when and how a fetch ends.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
+from typing import cast
+
+from vllm.v1.kv_offload.base import (
+    BlockIDsLoadStoreSpec,
+    LookupResult,
+    OffloadKey,
+    ReqContext,
+    ScheduleEndContext,
+    make_offload_key,
+)
+
+from xinference_xavier.engine.manager import XavierManager
+from xinference_xavier.pool.pool import Pool, Row
+from xinference_xavier.replica import Replica
+from xinference_xavier.tracker.index import Change, Member, Settings, Update, pack
+from xinference_xavier.tracker.mirror import Mirror
+from xinference_xavier.transfer.fetch import Fetch, FetchState
+
+CHUNK = 128
+"""Tokens per chunk."""
+
+FETCH_TIMEOUT = 5.0
+KEY_BYTES = 36
+
+
+def chunks(prompt: str, count: int, group: int = 0) -> list[OffloadKey]:
+    """The keys of a prompt's first chunks in one group; equal prompts have equal keys."""
+    hashes = [hashlib.sha256(f"{prompt}/{number}".encode()).digest() for number in range(count)]
+    return [make_offload_key(block_hash, group) for block_hash in hashes]
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class ScriptedReplica:
+    """Records what it is asked for; its fetches end as the test says, as a `Fetcher` ends them."""
+
+    def __init__(self, pool: Pool) -> None:
+        self.pool = pool
+        self.mirror = Mirror("own")
+        self.sharing = True
+        self.listening = True
+        self.stored_rows: list[Row] = []
+        self.evicted_keys: list[bytes] = []
+        self.fetches: list[Fetch] = []
+        self._holdings: dict[str, set[bytes]] = {}
+
+    def stored(self, rows: Sequence[Row]) -> None:
+        self.stored_rows += rows
+
+    def evicted(self, keys: Sequence[bytes]) -> None:
+        self.evicted_keys += keys
+
+    def fetch(self, donor: str, rows: list[Row], deadline: float) -> Fetch | None:
+        if not self.listening:
+            for row in rows:
+                self.pool.abort(row)
+            return None
+        fetch = Fetch(donor, rows, deadline)
+        self.fetches.append(fetch)
+        return fetch
+
+    def reset(self) -> None:
+        self.pool.reset()
+
+    # -- what happens elsewhere ---------------------------------------------------------------
+
+    def peers_hold(self, **holdings: Iterable[bytes]) -> None:
+        """These incarnations hold these chunks and no others hold any."""
+        self.mirror.apply(
+            Update(
+                revision=self.mirror.revision + 1,
+                epoch="epoch",
+                snapshot=True,
+                settings=Settings(),
+                key_bytes=KEY_BYTES,
+                members=tuple(Member(name, "127.0.0.1:1") for name in holdings),
+                changes=tuple(
+                    Change(name, self.mirror.revision + 1, pack(keys), b"", True)
+                    for name, keys in holdings.items()
+                ),
+            )
+        )
+
+    def end(self, fetch: Fetch, whole: int | None = None) -> None:
+        """The first `whole` rows arrived (default: all) and the rest will not."""
+        rows = fetch.rows if whole is None else fetch.rows[:whole]
+        fetch.committed = [row for row in rows if self.pool.commit(row, checksum=1, pins=1)]
+        complete = len(fetch.committed) == len(fetch.rows)
+        fetch.state = FetchState.COMMITTED if complete else FetchState.ROLLED_BACK
+        for row in fetch.rows:
+            self.pool.abort(row)
+
+    def abandon(self, fetch: Fetch) -> None:
+        """The fetch ends by its deadline while its rows may still be written; see `drain`."""
+        for row in fetch.rows:
+            self.pool.quarantine(row)
+        fetch.state = FetchState.ROLLED_BACK
+
+    def drain(self, fetch: Fetch) -> None:
+        """Nobody can write the rows of an abandoned fetch any more."""
+        for row in fetch.rows:
+            self.pool.abort(row)
+
+
+class Request:
+    """One request of vLLM's, waiting until `loads` tells what it was scheduled with."""
+
+    def __init__(self, req_id: str, *groups: Sequence[OffloadKey], recorded: bool = True) -> None:
+        self.groups = groups
+        self.context = ReqContext(req_id=req_id)
+        if recorded:
+            for keys in groups:
+                for number, key in enumerate(keys):
+                    self.context.set_offload_key_position(key, (number + 1) * CHUNK)
+
+    @property
+    def req_id(self) -> str:
+        return self.context.req_id
+
+    @property
+    def keys(self) -> Sequence[OffloadKey]:
+        return self.groups[0]
+
+
+class Scheduling:
+    """A manager over a pool of `slots` rows, and what vLLM's scheduler does to it."""
+
+    def __init__(self, slots: int = 32, min_fetch_chunks: int = 2) -> None:
+        self.pool = Pool(slots)
+        self.replica = ScriptedReplica(self.pool)
+        self.clock = Clock()
+        self.manager = XavierManager(
+            self.pool,
+            chunk_tokens=CHUNK,
+            min_fetch_tokens=min_fetch_chunks * CHUNK,
+            fetch_timeout=FETCH_TIMEOUT,
+            clock=self.clock,
+        )
+        self.manager.attach(cast(Replica, self.replica))
+
+    def arrive(
+        self, req_id: str, *groups: Sequence[OffloadKey], recorded: bool = True
+    ) -> Request:
+        request = Request(req_id, *groups, recorded=recorded)
+        self.manager.on_new_request(request.context)
+        return request
+
+    def end_step(self) -> None:
+        self.manager.on_schedule_end(ScheduleEndContext([], []))
+
+    def scan(self, request: Request, own_prefix: int = 0) -> int | None:
+        """One scheduling attempt, full attention: chunks at hand beyond `own_prefix` chunks.
+
+        None defers the request. All of the scan belongs to one step; `end_step` ends it.
+        """
+        return prefix_scan(self.manager.lookup, request.keys[own_prefix:], request.context)
+
+    def attempt(self, request: Request, own_prefix: int = 0) -> int | None:
+        """`scan` in a step of its own."""
+        hits = self.scan(request, own_prefix)
+        self.end_step()
+        return hits
+
+    def schedule(self, request: Request, hits: int, own_prefix: int = 0) -> list[int]:
+        """Blocks were found for the request; the slots that it loads from."""
+        slots = []
+        if hits:
+            keys = request.keys[own_prefix : own_prefix + hits]
+            spec = self.manager.prepare_load(keys, request.context)
+            assert isinstance(spec, BlockIDsLoadStoreSpec)
+            slots = spec.block_ids.tolist()
+        self.manager.count_prompt(
+            request.req_id, len(request.keys) * CHUNK, own_prefix * CHUNK, hits * CHUNK
+        )
+        return slots
+
+    def loaded(self, request: Request, hits: int, own_prefix: int = 0) -> None:
+        keys = request.keys[own_prefix : own_prefix + hits]
+        self.manager.complete_load(set(keys), request.context)
+
+    def begin_store(self, request: Request, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
+        output = self.manager.prepare_store(keys, request.context)
+        assert output is not None, "None makes vLLM warn at every step"
+        assert isinstance(output.store_spec, BlockIDsLoadStoreSpec)
+        assert len(output.store_spec.block_ids) == len(output.keys_to_store)
+        return output.keys_to_store
+
+    def stored(self, request: Request, keys: Iterable[OffloadKey]) -> None:
+        self.manager.complete_store(set(keys), request.context)
+
+    def finish(self, request: Request) -> None:
+        self.manager.on_request_finished(request.context)
+
+    def fill(self, keys: Sequence[OffloadKey]) -> None:
+        """A request that computes these chunks comes and goes."""
+        request = self.arrive(f"fill-{keys[0].hex()}", keys)
+        self.stored(request, self.begin_store(request, keys))
+        self.finish(request)
+
+
+def prefix_scan(
+    lookup: Callable[[OffloadKey, ReqContext], LookupResult],
+    keys: Iterable[OffloadKey],
+    context: ReqContext,
+) -> int | None:
+    """How vLLM asks for a full-attention group: how many chunks from the first on are at hand."""
+    hits, deferred = 0, False
+    for key in keys:
+        answer = lookup(key, context)
+        if answer is LookupResult.MISS:
+            break
+        if answer is LookupResult.HIT:
+            hits += 1
+        else:
+            deferred = True
+    return None if deferred else hits
+
+
+def window_scan(
+    lookup: Callable[[OffloadKey, ReqContext], LookupResult],
+    keys: Sequence[OffloadKey],
+    window: int,
+    context: ReqContext,
+) -> int | None:
+    """How vLLM asks for a sliding-window group: where the last run of `window` chunks ends."""
+    run, deferred = 0, False
+    for start in reversed(range(len(keys))):
+        answer = lookup(keys[start], context)
+        run = run + 1 if answer is LookupResult.HIT else 0
+        deferred |= answer is LookupResult.RETRY
+        if run == window:
+            return None if deferred else start + window
+    return None if deferred else run

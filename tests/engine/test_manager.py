@@ -1,0 +1,620 @@
+"""What vLLM's scheduler may rely on: an answer at once or within the deadline, HITs that hold,
+and nothing left behind whatever becomes of a request."""
+
+from __future__ import annotations
+
+import pytest
+from vllm.v1.kv_offload.base import LookupResult
+
+from tests.engine.scheduling import CHUNK, FETCH_TIMEOUT, Request, Scheduling, chunks, window_scan
+from xinference_xavier.pool.pool import PoolCounts
+from xinference_xavier.transfer.fetch import FetchState
+
+
+@pytest.fixture
+def vllm() -> Scheduling:
+    return Scheduling()
+
+
+def waiting(vllm: Scheduling, count: int = 6, req_id: str = "r") -> Request:
+    """A request that waits for the fetch of all its chunks from the peer `a`."""
+    keys = chunks("prompt", count)
+    vllm.replica.peers_hold(a=keys)
+    request = vllm.arrive(req_id, keys)
+    assert vllm.attempt(request) is None
+    assert len(vllm.replica.fetches) == 1
+    return request
+
+
+def assert_nothing_left(vllm: Scheduling) -> None:
+    counts = vllm.pool.counts()
+    assert (counts.pinned, counts.filling, counts.quarantined) == (0, 0, 0)
+    assert not vllm.manager.has_pending_work()
+
+
+class TestLookup:
+    def test_a_cold_request_gets_a_miss_at_once(self, vllm: Scheduling) -> None:
+        request = vllm.arrive("r", chunks("prompt", 6))
+        assert vllm.attempt(request) == 0
+        assert vllm.replica.fetches == []
+        assert not vllm.manager.has_pending_work()
+
+    def test_chunks_in_the_own_pool_are_hits_up_to_the_first_gap(self, vllm: Scheduling) -> None:
+        keys = chunks("prompt", 6)
+        vllm.fill(keys[:3])
+        vllm.fill(keys[4:])
+        assert vllm.attempt(vllm.arrive("r", keys)) == 3
+
+    def test_chunks_being_stored_are_no_hits_yet(self, vllm: Scheduling) -> None:
+        keys = chunks("prompt", 4)
+        storing = vllm.arrive("s", keys)
+        begun = vllm.begin_store(storing, keys)
+        request = vllm.arrive("r", keys)
+        assert vllm.attempt(request) == 0
+        vllm.stored(storing, begun)
+        assert vllm.attempt(request) == 4
+
+    def test_too_short_a_run_is_not_worth_a_retry(self) -> None:
+        vllm = Scheduling(min_fetch_chunks=4)
+        keys = chunks("prompt", 6)
+        vllm.replica.peers_hold(a=keys[:3])
+        assert vllm.attempt(vllm.arrive("r", keys)) == 0
+        vllm.replica.peers_hold(a=keys[:4])
+        assert vllm.attempt(vllm.arrive("s", keys)) is None
+
+    def test_the_end_of_a_prompt_is_too_short_a_run_as_well(self) -> None:
+        vllm = Scheduling(min_fetch_chunks=4)
+        keys = chunks("prompt", 6)
+        vllm.replica.peers_hold(a=keys)
+        vllm.fill(keys[:3])
+        assert vllm.attempt(vllm.arrive("r", keys)) == 3
+
+    def test_a_run_spread_over_two_peers_is_no_run(self) -> None:
+        vllm = Scheduling(min_fetch_chunks=4)
+        keys = chunks("prompt", 6)
+        vllm.replica.peers_hold(a=keys[:2], b=keys[2:])
+        assert vllm.attempt(vllm.arrive("r", keys)) == 0
+
+    def test_nobody_is_asked_while_sharing_pauses(self, vllm: Scheduling) -> None:
+        keys = chunks("prompt", 6)
+        vllm.replica.peers_hold(a=keys)
+        vllm.replica.sharing = False
+        assert vllm.attempt(vllm.arrive("r", keys)) == 0
+
+
+class TestFetch:
+    def test_is_begun_once_at_the_end_of_the_step(self, vllm: Scheduling) -> None:
+        keys = chunks("prompt", 6)
+        vllm.replica.peers_hold(a=keys[:4])
+        request = vllm.arrive("r", keys)
+        assert vllm.scan(request) is None
+        assert vllm.replica.fetches == []
+        vllm.end_step()
+        vllm.end_step()
+        (fetch,) = vllm.replica.fetches
+        assert [row.key for row in fetch.rows] == keys[:4]
+        assert fetch.deadline == vllm.clock.now + FETCH_TIMEOUT
+
+    def test_goes_to_the_peer_with_the_longest_run(self, vllm: Scheduling) -> None:
+        keys = chunks("prompt", 6)
+        vllm.replica.peers_hold(a=keys[:3], b=keys[:5], c=keys[:1] + keys[2:])
+        vllm.attempt(vllm.arrive("r", keys))
+        (fetch,) = vllm.replica.fetches
+        assert (fetch.donor, len(fetch.rows)) == ("b", 5)
+
+    def test_begins_behind_what_is_at_hand(self, vllm: Scheduling) -> None:
+        keys = chunks("prompt", 8)
+        vllm.replica.peers_hold(a=keys)
+        vllm.fill(keys[:4])
+        assert vllm.attempt(vllm.arrive("r", keys), own_prefix=2) is None
+        assert [row.key for row in vllm.replica.fetches[0].rows] == keys[4:]
+
+    def test_while_it_is_under_way_one_retry_is_enough(self, vllm: Scheduling) -> None:
+        request = waiting(vllm)
+        answers = [vllm.manager.lookup(key, request.context) for key in request.keys]
+        assert answers == [LookupResult.RETRY] + 5 * [LookupResult.MISS]
+        assert vllm.manager.has_pending_work()
+
+    def test_what_arrived_is_a_hit(self, vllm: Scheduling) -> None:
+        request = waiting(vllm)
+        vllm.replica.end(vllm.replica.fetches[0])
+        assert vllm.attempt(request) == 6
+        assert vllm.schedule(request, 6) == [row.slot for row in vllm.replica.fetches[0].rows]
+        vllm.end_step()
+        vllm.loaded(request, 6)
+        vllm.finish(request)
+        assert_nothing_left(vllm)
+
+    @pytest.mark.parametrize("whole", [0, 2])
+    def test_what_did_not_arrive_is_a_miss_and_is_not_fetched_again(
+        self, vllm: Scheduling, whole: int
+    ) -> None:
+        request = waiting(vllm)
+        vllm.replica.end(vllm.replica.fetches[0], whole)
+        assert vllm.attempt(request) == whole
+        assert vllm.attempt(request) == whole
+        assert len(vllm.replica.fetches) == 1
+
+    def test_another_request_may_try_again(self, vllm: Scheduling) -> None:
+        request = waiting(vllm)
+        vllm.replica.end(vllm.replica.fetches[0], 0)
+        vllm.attempt(request)
+        assert vllm.attempt(vllm.arrive("s", request.keys)) is None
+        assert len(vllm.replica.fetches) == 2
+
+    def test_no_request_waits_longer_than_its_deadline(self, vllm: Scheduling) -> None:
+        request = waiting(vllm)
+        vllm.clock.now += FETCH_TIMEOUT - 0.01
+        assert vllm.attempt(request) is None
+        vllm.clock.now += 0.01
+        assert vllm.replica.fetches[0].state is FetchState.PENDING
+        assert vllm.attempt(request) == 0
+
+    def test_one_deadline_holds_for_all_fetches_of_a_request(self, vllm: Scheduling) -> None:
+        """All of the first fetch arrived and a peer came to hold more: once more, in what is left
+        of the time."""
+        keys = chunks("prompt", 12)
+        vllm.replica.peers_hold(a=keys[:6])
+        request = vllm.arrive("r", keys)
+        assert vllm.attempt(request) is None
+        first_deadline = vllm.replica.fetches[0].deadline
+        vllm.clock.now += FETCH_TIMEOUT / 2
+        vllm.replica.end(vllm.replica.fetches[0])
+        vllm.replica.peers_hold(a=keys)
+        assert vllm.attempt(request) is None
+        assert vllm.replica.fetches[1].deadline == first_deadline
+        vllm.clock.now = first_deadline
+        assert vllm.attempt(request) == 6
+        assert len(vllm.replica.fetches) == 2
+
+    def test_after_the_deadline_nothing_is_waited_for_any_more(self, vllm: Scheduling) -> None:
+        """Not even for a fetch that another request has begun meanwhile."""
+        keys = chunks("prompt", 12)
+        vllm.replica.peers_hold(a=keys[:6])
+        request = vllm.arrive("r", keys)
+        assert vllm.attempt(request) is None
+        vllm.replica.end(vllm.replica.fetches[0])
+        vllm.clock.now += FETCH_TIMEOUT
+        vllm.replica.peers_hold(a=keys)
+        assert vllm.attempt(vllm.arrive("other", keys)) is None
+        assert vllm.attempt(request) == 6
+
+    def test_two_requests_for_the_same_chunks_share_one(self, vllm: Scheduling) -> None:
+        first = waiting(vllm)
+        second = vllm.arrive("s", first.keys)
+        assert vllm.attempt(second) is None
+        assert len(vllm.replica.fetches) == 1
+        vllm.replica.end(vllm.replica.fetches[0])
+        for request in (first, second):
+            assert vllm.attempt(request) == 6
+            vllm.schedule(request, 6)
+            vllm.end_step()
+        for request in (first, second):
+            vllm.loaded(request, 6)
+            vllm.finish(request)
+        assert_nothing_left(vllm)
+
+    def test_two_requests_of_one_step_share_one(self, vllm: Scheduling) -> None:
+        keys = chunks("prompt", 6)
+        vllm.replica.peers_hold(a=keys)
+        requests = [vllm.arrive(name, keys) for name in "rs"]
+        assert [vllm.scan(request) for request in requests] == [None, None]
+        vllm.end_step()
+        assert len(vllm.replica.fetches) == 1
+
+    def test_a_retried_chunk_is_known_to_be_under_way_after_an_older_fetch_settles(
+        self, vllm: Scheduling
+    ) -> None:
+        """Rows that one fetch rolled back are taken by the next one in the very step in which the
+        manager takes note of the first one's end."""
+        first = waiting(vllm)
+        vllm.replica.end(vllm.replica.fetches[0], 1)
+        second = vllm.arrive("s", first.keys)
+        assert vllm.attempt(second) is None
+        assert len(vllm.replica.fetches) == 2
+        third = vllm.arrive("t", first.keys)
+        assert vllm.attempt(third) is None
+        assert len(vllm.replica.fetches) == 2
+
+    def test_a_replica_that_has_stopped_costs_one_retry(self, vllm: Scheduling) -> None:
+        keys = chunks("prompt", 6)
+        vllm.replica.peers_hold(a=keys)
+        vllm.replica.listening = False
+        request = vllm.arrive("r", keys)
+        assert [vllm.attempt(request), vllm.attempt(request)] == [None, 0]
+        assert_nothing_left(vllm)
+
+    def test_a_pool_without_room_costs_one_retry(self) -> None:
+        vllm = Scheduling(slots=4)
+        keys = chunks("prompt", 4)
+        storing = vllm.arrive("s", chunks("other", 4))
+        vllm.begin_store(storing, storing.keys)
+        vllm.replica.peers_hold(a=keys)
+        request = vllm.arrive("r", keys)
+        assert [vllm.attempt(request), vllm.attempt(request)] == [None, 0]
+        assert vllm.replica.fetches == []
+
+    def test_without_keys_in_advance_the_run_is_measured_afterwards(self) -> None:
+        """Up to vLLM 0.30: too short a run costs one RETRY."""
+        vllm = Scheduling(min_fetch_chunks=4)
+        keys = chunks("prompt", 6)
+        vllm.replica.peers_hold(a=keys[:3])
+        request = vllm.arrive("r", keys, recorded=False)
+        assert [vllm.attempt(request), vllm.attempt(request)] == [None, 0]
+        vllm.replica.peers_hold(a=keys)
+        assert vllm.attempt(vllm.arrive("s", keys, recorded=False)) is None
+        assert len(vllm.replica.fetches[0].rows) == 6
+
+
+class TestFetchedRows:
+    """They are held for the requests that wait for them, and for nobody else."""
+
+    def test_hold_while_their_request_finds_no_room(self) -> None:
+        vllm = Scheduling(slots=8)
+        request = waiting(vllm)
+        vllm.replica.end(vllm.replica.fetches[0])
+        for number in range(4):
+            assert vllm.attempt(request) == 6  # a HIT, but no blocks for it
+            vllm.fill(chunks(f"other {number}", 2))
+        assert vllm.attempt(request) == 6
+
+    def test_hold_no_longer_than_a_time_limit(self, vllm: Scheduling) -> None:
+        request = waiting(vllm)
+        vllm.replica.end(vllm.replica.fetches[0])
+        assert vllm.attempt(request) == 6
+        vllm.clock.now += 2 * FETCH_TIMEOUT + 0.01
+        assert vllm.attempt(request) == 6
+        assert_nothing_left(vllm)
+
+    def test_are_pinned_until_they_are_loaded(self) -> None:
+        vllm = Scheduling(slots=6)
+        request = waiting(vllm)
+        vllm.replica.end(vllm.replica.fetches[0])
+        assert vllm.scan(request) == 6
+        vllm.schedule(request, 6)
+        vllm.end_step()
+        assert vllm.pool.counts().pinned == 6
+        assert vllm.begin_store(vllm.arrive("s", chunks("other", 2)), chunks("other", 2)) == []
+        vllm.loaded(request, 6)
+        assert vllm.pool.counts().pinned == 0
+
+    def test_are_let_go_when_their_request_does_without(self, vllm: Scheduling) -> None:
+        """vLLM's own prefix cache came to hold all of it meanwhile."""
+        request = waiting(vllm)
+        vllm.replica.end(vllm.replica.fetches[0])
+        assert vllm.scan(request, own_prefix=6) == 0
+        vllm.schedule(request, 0, own_prefix=6)
+        vllm.end_step()
+        assert_nothing_left(vllm)
+
+    @pytest.mark.parametrize("arrived", [False, True])
+    def test_are_let_go_when_their_request_is_aborted(
+        self, vllm: Scheduling, arrived: bool
+    ) -> None:
+        request = waiting(vllm)
+        if arrived:
+            vllm.replica.end(vllm.replica.fetches[0])
+        vllm.finish(request)
+        vllm.end_step()
+        if not arrived:
+            assert vllm.manager.has_pending_work()
+            vllm.replica.end(vllm.replica.fetches[0])
+            vllm.end_step()
+        assert_nothing_left(vllm)
+        assert vllm.pool.counts().ready == 6
+
+    def test_of_a_request_aborted_between_its_lookup_and_the_step_s_end(
+        self, vllm: Scheduling
+    ) -> None:
+        keys = chunks("prompt", 6)
+        vllm.replica.peers_hold(a=keys)
+        request = vllm.arrive("r", keys)
+        vllm.scan(request)
+        vllm.finish(request)
+        vllm.end_step()
+        assert vllm.replica.fetches == []
+
+    def test_stay_in_quarantine_when_their_fetch_is_given_up(self, vllm: Scheduling) -> None:
+        request = waiting(vllm)
+        vllm.replica.abandon(vllm.replica.fetches[0])
+        assert vllm.attempt(request) == 0
+        assert vllm.pool.counts().quarantined == 6
+        assert not vllm.manager.has_pending_work()
+        vllm.replica.drain(vllm.replica.fetches[0])
+        assert_nothing_left(vllm)
+
+    def test_do_not_drive_out_the_prefix_they_continue(self) -> None:
+        """The oldest chunks of the pool are those that the fetched ones would be useless without."""
+        vllm = Scheduling(slots=8)
+        keys = chunks("prompt", 8)
+        vllm.fill(keys[:4])
+        vllm.fill(chunks("other", 4))
+        vllm.replica.peers_hold(a=keys)
+        request = vllm.arrive("r", keys)
+        assert vllm.attempt(request) is None
+        assert sorted(vllm.replica.evicted_keys) == sorted(chunks("other", 4))
+        vllm.replica.end(vllm.replica.fetches[0])
+        assert vllm.attempt(request) == 8
+
+
+class TestHit:
+    def test_that_finds_no_room_in_the_engine_leaves_nothing(self, vllm: Scheduling) -> None:
+        keys = chunks("prompt", 6)
+        vllm.fill(keys)
+        request = vllm.arrive("r", keys)
+        assert vllm.attempt(request) == 6
+        vllm.finish(request)
+        assert_nothing_left(vllm)
+
+    def test_holds_until_its_load_is_complete(self) -> None:
+        vllm = Scheduling(slots=6)
+        keys = chunks("prompt", 6)
+        vllm.fill(keys)
+        request = vllm.arrive("r", keys)
+        assert vllm.scan(request) == 6
+        vllm.schedule(request, 6)
+        other = vllm.arrive("s", chunks("other", 6))
+        assert vllm.begin_store(other, other.keys) == []
+        vllm.loaded(request, 6)
+        assert vllm.begin_store(other, other.keys) == other.keys
+
+    def test_s_load_may_be_complete_after_its_request(self, vllm: Scheduling) -> None:
+        keys = chunks("prompt", 6)
+        vllm.fill(keys)
+        request = vllm.arrive("r", keys)
+        vllm.scan(request)
+        vllm.schedule(request, 6)
+        vllm.finish(request)
+        assert vllm.pool.counts().pinned == 6
+        vllm.loaded(request, 6)
+        assert_nothing_left(vllm)
+
+
+class TestStore:
+    def test_is_offered_to_peers_once_it_is_complete(self, vllm: Scheduling) -> None:
+        keys = chunks("prompt", 4)
+        request = vllm.arrive("r", keys)
+        begun = vllm.begin_store(request, keys)
+        assert (begun, vllm.replica.stored_rows) == (keys, [])
+        vllm.stored(request, begun)
+        assert {row.key for row in vllm.replica.stored_rows} == set(keys)
+
+    def test_that_failed_never_was(self, vllm: Scheduling) -> None:
+        keys = chunks("prompt", 4)
+        request = vllm.arrive("r", keys)
+        vllm.manager.complete_store(vllm.begin_store(request, keys), request.context, success=False)
+        assert vllm.replica.stored_rows == []
+        assert vllm.attempt(request) == 0
+        assert_nothing_left(vllm)
+
+    def test_leaves_out_what_is_held_or_on_its_way(self, vllm: Scheduling) -> None:
+        keys = chunks("prompt", 6)
+        vllm.fill(keys[:2])
+        first, second = vllm.arrive("r", keys), vllm.arrive("s", keys)
+        assert vllm.begin_store(first, keys[:4]) == keys[2:4]
+        assert vllm.begin_store(second, keys) == keys[4:]
+
+    def test_drops_from_the_tail_what_does_not_fit(self) -> None:
+        vllm = Scheduling(slots=4)
+        keys = chunks("prompt", 6)
+        request = vllm.arrive("r", keys)
+        assert vllm.begin_store(request, keys) == keys[:4]
+
+    def test_never_drives_out_its_own_prefix(self) -> None:
+        vllm = Scheduling(slots=6)
+        keys = chunks("prompt", 10)
+        vllm.fill(keys[:4])
+        vllm.fill(chunks("other", 2))
+        request = vllm.arrive("r", keys)
+        assert vllm.begin_store(request, keys[4:]) == keys[4:6]
+        assert sorted(vllm.replica.evicted_keys) == sorted(chunks("other", 2))
+
+    def test_drives_out_the_least_recently_used_and_says_so(self) -> None:
+        vllm = Scheduling(slots=6)
+        for name in ("old", "new"):
+            vllm.fill(chunks(name, 3))
+        request = vllm.arrive("r", chunks("prompt", 3))
+        vllm.begin_store(request, request.keys)
+        assert sorted(vllm.replica.evicted_keys) == sorted(chunks("old", 3))
+
+    def test_may_be_complete_after_its_request(self, vllm: Scheduling) -> None:
+        request = vllm.arrive("r", chunks("prompt", 4))
+        begun = vllm.begin_store(request, request.keys)
+        vllm.finish(request)
+        vllm.stored(request, begun)
+        assert_nothing_left(vllm)
+
+
+class TestRecency:
+    def test_a_prefix_that_only_vllm_itself_served_is_in_use_as_well(self) -> None:
+        """vLLM neither looks such chunks up nor stores them again."""
+        vllm = Scheduling(slots=6)
+        hot, cold = chunks("hot", 3), chunks("cold", 3)
+        vllm.fill(hot)
+        vllm.fill(cold)
+        vllm.finish(vllm.arrive("r", hot))
+        vllm.fill(chunks("another", 3))
+        assert sorted(vllm.replica.evicted_keys) == sorted(cold)
+
+    def test_a_prefix_goes_from_its_end(self) -> None:
+        vllm = Scheduling(slots=6)
+        keys = chunks("prompt", 6)
+        vllm.fill(keys)
+        vllm.fill(chunks("other", 2))
+        assert vllm.replica.evicted_keys == [keys[5], keys[4]]
+
+    def test_touch_counts_where_vllm_still_calls_it(self) -> None:
+        """Up to 0.30, which tells no keys in advance."""
+        vllm = Scheduling(slots=6)
+        hot, cold = chunks("hot", 3), chunks("cold", 3)
+        vllm.fill(hot)
+        vllm.fill(cold)
+        request = vllm.arrive("r", hot, recorded=False)
+        vllm.manager.touch(hot, request.context)
+        vllm.fill(chunks("another", 3))
+        assert sorted(vllm.replica.evicted_keys) == sorted(cold)
+
+
+class TestReset:
+    def test_nothing_from_before_is_a_hit(self, vllm: Scheduling) -> None:
+        keys = chunks("prompt", 4)
+        vllm.fill(keys)
+        vllm.manager.reset_cache()
+        assert vllm.attempt(vllm.arrive("r", keys)) == 0
+
+    def test_what_old_jobs_write_or_read_stays_out_of_use_until_a_later_job_is_complete(
+        self, vllm: Scheduling
+    ) -> None:
+        stored = chunks("stored", 3)
+        vllm.fill(chunks("loaded", 4))
+        loading = vllm.arrive("l", chunks("loaded", 4))
+        vllm.scan(loading)
+        vllm.schedule(loading, 4)
+        storing = vllm.arrive("s", stored)
+        vllm.begin_store(storing, stored)
+
+        vllm.manager.reset_cache()
+        assert vllm.pool.counts() == PoolCounts(
+            rows=32, ready=0, filling=0, pinned=4, quarantined=7
+        )
+
+        begun = vllm.begin_store(storing, stored)
+        assert vllm.pool.counts().quarantined == 7
+        vllm.stored(storing, begun)
+        assert vllm.pool.counts().ready == 3
+        assert_nothing_left(vllm)
+
+    def test_what_old_jobs_touch_is_free_when_vllm_says_that_they_are_done(
+        self, vllm: Scheduling
+    ) -> None:
+        """vLLM says so from 0.33 on."""
+        storing = vllm.arrive("s", chunks("stored", 3))
+        vllm.begin_store(storing, storing.keys)
+        vllm.manager.reset_cache()
+        vllm.manager.on_reset_flushed()
+        assert_nothing_left(vllm)
+
+    def test_a_fetch_under_way_brings_nothing(self, vllm: Scheduling) -> None:
+        request = waiting(vllm)
+        vllm.manager.reset_cache()
+        assert vllm.attempt(request) == 0
+        assert vllm.pool.counts().quarantined == 6
+        vllm.replica.end(vllm.replica.fetches[0])
+        assert vllm.attempt(request) == 0
+        assert_nothing_left(vllm)
+
+    def test_rows_that_a_request_was_about_to_load_are_gone(self, vllm: Scheduling) -> None:
+        request = waiting(vllm)
+        vllm.replica.end(vllm.replica.fetches[0])
+        vllm.manager.reset_cache()
+        assert vllm.attempt(request) == 0
+        assert_nothing_left(vllm)
+
+    def test_a_request_that_waits_may_finish_or_be_scheduled_afterwards(
+        self, vllm: Scheduling
+    ) -> None:
+        first = waiting(vllm)
+        second = vllm.arrive("s", first.keys)
+        vllm.attempt(second)
+        vllm.manager.reset_cache()
+        vllm.finish(first)
+        vllm.schedule(second, vllm.scan(second) or 0)
+        vllm.replica.end(vllm.replica.fetches[0])
+        vllm.end_step()
+        vllm.finish(second)
+        assert_nothing_left(vllm)
+
+
+class TestAccounting:
+    """Each prompt token is counted under where its KV came from."""
+
+    def counts(self, vllm: Scheduling) -> dict[str, int]:
+        hits: dict[str, int] = vllm.manager.stats()["hits"]
+        return {name: tokens // CHUNK for name, tokens in hits.items()}
+
+    def test_of_a_cold_request(self, vllm: Scheduling) -> None:
+        request = vllm.arrive("r", chunks("prompt", 6))
+        vllm.scan(request, own_prefix=1)
+        vllm.schedule(request, 0, own_prefix=1)
+        assert self.counts(vllm) == {
+            "own_prefix_cache": 1, "own_pool": 0, "peers": 0, "computed": 5,
+        }  # fmt: skip
+
+    def test_of_a_request_with_something_from_everywhere(self, vllm: Scheduling) -> None:
+        keys = chunks("prompt", 8)
+        vllm.fill(keys[:3])
+        vllm.replica.peers_hold(a=keys[:7])
+        request = vllm.arrive("r", keys)
+        assert vllm.attempt(request, own_prefix=1) is None
+        vllm.replica.end(vllm.replica.fetches[0])
+        assert vllm.scan(request, own_prefix=1) == 6
+        vllm.schedule(request, 6, own_prefix=1)
+        assert self.counts(vllm) == {
+            "own_prefix_cache": 1, "own_pool": 2, "peers": 4, "computed": 1,
+        }  # fmt: skip
+
+    def test_of_chunks_that_a_peer_supplied_to_an_earlier_request(self, vllm: Scheduling) -> None:
+        first = waiting(vllm)
+        vllm.replica.end(vllm.replica.fetches[0])
+        vllm.schedule(first, vllm.scan(first) or 0)
+        second = vllm.arrive("s", first.keys)
+        vllm.schedule(second, vllm.scan(second) or 0)
+        assert self.counts(vllm)["peers"] == 6
+        assert self.counts(vllm)["own_pool"] == 6
+
+    def test_of_finished_requests(self, vllm: Scheduling) -> None:
+        vllm.finish(vllm.arrive("r", chunks("prompt", 1)))
+        assert vllm.manager.stats()["requests"] == 1
+
+    def test_vllm_is_told_which_chunks_a_peer_supplied(self, vllm: Scheduling) -> None:
+        """vLLM asks from 0.32 on, and only for chunks that it loads."""
+        keys = chunks("prompt", 6)
+        vllm.fill(keys[:2])
+        vllm.replica.peers_hold(a=keys)
+        request = vllm.arrive("r", keys)
+        vllm.attempt(request)
+        vllm.replica.end(vllm.replica.fetches[0])
+        vllm.schedule(request, vllm.scan(request) or 0)
+        sources = [vllm.manager.get_load_source(key, request.context).value for key in keys]
+        assert sources == 2 * ["host"] + 4 * ["p2p"]
+
+
+class TestTwoGroups:
+    """Full attention, scanned from the start, and a sliding window, scanned from the end."""
+
+    WINDOW = 2
+
+    def scan(self, vllm: Scheduling, request: Request) -> tuple[int | None, int | None]:
+        full = vllm.scan(request)
+        lookup = vllm.manager.lookup
+        return full, window_scan(lookup, request.groups[1], self.WINDOW, request.context)
+
+    @pytest.fixture
+    def request_of_two(self, vllm: Scheduling) -> Request:
+        groups = chunks("prompt", 6, group=0), chunks("prompt", 6, group=1)
+        vllm.replica.peers_hold(a=groups[0] + groups[1])
+        return vllm.arrive("r", *groups)
+
+    def test_each_group_gets_a_retry_while_the_fetch_is_under_way(
+        self, vllm: Scheduling, request_of_two: Request
+    ) -> None:
+        """A group without one would be taken for a miss, and the request would run cold."""
+        assert self.scan(vllm, request_of_two) == (None, None)
+        vllm.end_step()
+        assert len(vllm.replica.fetches) == 1
+        assert self.scan(vllm, request_of_two) == (None, None)
+
+    def test_what_arrived_is_a_hit_in_both(
+        self, vllm: Scheduling, request_of_two: Request
+    ) -> None:
+        self.scan(vllm, request_of_two)
+        vllm.end_step()
+        assert {row.key for row in vllm.replica.fetches[0].rows} == {
+            key for group in request_of_two.groups for key in group
+        }
+        vllm.replica.end(vllm.replica.fetches[0])
+        assert self.scan(vllm, request_of_two) == (6, 6)
+
+    def test_equal_hashes_of_two_groups_are_two_chunks(self, vllm: Scheduling) -> None:
+        vllm.fill(chunks("prompt", 6, group=1))
+        assert vllm.attempt(vllm.arrive("r", chunks("prompt", 6, group=0))) == 0
