@@ -110,6 +110,11 @@ class LocalCluster:
         if error is None and leftovers != Leftovers((), ()):
             raise self._error(f"had to be removed by force: {leftovers}")
 
+    @property
+    def endpoint(self) -> str:
+        """Where xinference answers REST calls."""
+        return f"http://{self._host}:{self._port}"
+
     # Life
 
     def start(self) -> None:
@@ -318,8 +323,8 @@ class LocalCluster:
         Raises:
             ClusterError: any answer but a success, with its text; or none at all.
         """
-        url = f"http://{self._host}:{self._port}{path}"
         try:
+            url = f"{self.endpoint}{path}"
             answer = self._session.request(method, url, json=body, timeout=timeout)
         except requests.RequestException as error:
             raise self._error(f"{method} {path}: {error}") from error
@@ -334,8 +339,7 @@ class LocalCluster:
         if self._server.poll() is not None:
             raise self._error(f"xinference-local ended with {self._server.returncode}")
         try:
-            url = f"http://{self._host}:{self._port}/v1/models"
-            return self._session.get(url, timeout=5).ok
+            return self._session.get(f"{self.endpoint}/v1/models", timeout=5).ok
         except requests.RequestException:
             return False
 

@@ -20,6 +20,8 @@ CORRUPT_ROW = 2
 """The row of every batch that CorruptingGloo damages."""
 ROWS_BEFORE_STALL = 3
 """Rows that StallingGloo sends before it hangs."""
+LINGER = 0.1
+"""Seconds by which LingeringGloo is late."""
 
 
 class _FaultyLink(Link):
@@ -114,8 +116,9 @@ class _StallingLink(_FaultyLink):
 
     def send(self, slots: Sequence[int], deadline: float) -> None:
         self.link.send(slots[:ROWS_BEFORE_STALL], deadline)
-        self._closed.wait()
-        raise LinkError("stalled until it was closed")
+        if len(slots) > ROWS_BEFORE_STALL:
+            self._closed.wait()
+            raise LinkError("stalled until it was closed")
 
     def close(self) -> None:
         self._closed.set()
@@ -126,6 +129,18 @@ class StallingGloo(_FaultyGloo):
     """A donor that sends a few rows and then nothing, until its consumer gives up."""
 
     link = _StallingLink
+
+
+class _LingeringLink(_FaultyLink):
+    def send(self, slots: Sequence[int], deadline: float) -> None:
+        self.link.send(slots, deadline)
+        threading.Event().wait(LINGER)
+
+
+class LingeringGloo(_FaultyGloo):
+    """A donor that is slow to notice that its rows have left."""
+
+    link = _LingeringLink
 
 
 SCRIPT = "XAVIER_TEST_FAULT"

@@ -24,7 +24,8 @@ llm = LLM(order["model"], dtype="float32", enforce_eager=True, max_model_len=409
 
 def ask():
     (output,) = llm.generate([order["prompt"]], SamplingParams(temperature=0, max_tokens=8))
-    return [len(output.prompt_token_ids), output.num_cached_tokens, list(output.outputs[0].token_ids)]
+    tokens = list(output.outputs[0].token_ids)
+    return [len(output.prompt_token_ids), output.num_cached_tokens, tokens]
 
 answers = [ask()]
 llm.reset_prefix_cache()

@@ -317,7 +317,9 @@ class TestFetchedRows:
     def test_stay_in_quarantine_when_their_fetch_is_given_up(self, vllm: Scheduling) -> None:
         request = waiting(vllm)
         vllm.replica.abandon(vllm.replica.fetches[0])
-        assert vllm.attempt(request) == 0
+        assert vllm.scan(request) == 0
+        vllm.schedule(request, 0)
+        vllm.end_step()
         assert vllm.pool.counts().quarantined == 6
         assert not vllm.manager.has_pending_work()
         vllm.replica.drain(vllm.replica.fetches[0])

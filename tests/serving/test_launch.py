@@ -18,10 +18,10 @@ import pytest
 import xoscar as xo
 
 from xinference_xavier.config import XavierConfig
-from xinference_xavier.errors import ConfigError, NotFoundError
+from xinference_xavier.errors import ConfigError, NotFoundError, ReplicaStartError
 from xinference_xavier.serving import launch
 from xinference_xavier.serving.transfer_config import kv_transfer_config
-from xinference_xavier.tracker.actor import tracker_uid
+from xinference_xavier.tracker.actor import BlockTracker, tracker_uid
 
 
 @dataclass
@@ -327,9 +327,16 @@ class Worker:
     address = "0.0.0.0:70"
     _supervisor_address = "10.0.0.1:9999"
 
+    def __init__(self) -> None:
+        self._model_uid_to_launch_args: dict[str, dict[str, Any]] = {}
+
     async def launch_builtin_model(self, model_uid: str, **kwargs: Any) -> dict[str, Any]:
         # xinference keeps what arrives here and replays it.
+        self._model_uid_to_launch_args[model_uid] = kwargs
         return kwargs
+
+    async def wait_for_load(self, model_uid: str) -> None:
+        raise RuntimeError("Engine core initialization failed. See root cause above.")
 
 
 launch.wrap_worker(Worker)
@@ -350,6 +357,25 @@ async def test_a_worker_puts_itself_into_our_configuration() -> None:
 async def test_a_worker_leaves_other_launches_alone() -> None:
     other: dict[str, Any] = {"kv_transfer_config": {"kv_connector": "Other"}, "xavier_config": None}
     assert await Worker().launch_builtin_model("m-rep0", **other) == other
+
+
+async def test_a_failed_load_says_what_the_engine_left_with_the_tracker(address: str) -> None:
+    tracker = await xo.create_actor(BlockTracker, "m", address=address, uid=tracker_uid("m"))
+    worker = Worker()
+    transfer = kv_transfer_config(XavierConfig("m", address))
+    await worker.launch_builtin_model("m-rep0", kv_transfer_config=transfer)
+    with pytest.raises(RuntimeError, match="See root cause above"):
+        await worker.wait_for_load("m-rep0")
+    await tracker.report_failure("m-rep0", "the pool is too small")
+    with pytest.raises(ReplicaStartError, match="the pool is too small"):
+        await worker.wait_for_load("m-rep0")
+
+
+async def test_a_failed_load_without_sharing_is_left_alone() -> None:
+    worker = Worker()
+    await worker.launch_builtin_model("m-rep0")
+    with pytest.raises(RuntimeError, match="See root cause above"):
+        await worker.wait_for_load("m-rep0")
 
 
 def test_wrapping_twice_changes_nothing_and_the_signature_stays() -> None:

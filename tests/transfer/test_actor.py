@@ -11,7 +11,13 @@ import numpy as np
 import pytest
 import xoscar
 
-from tests.faults import CORRUPT_ROW, ROWS_BEFORE_STALL, CorruptingGloo, StallingGloo
+from tests.faults import (
+    CORRUPT_ROW,
+    ROWS_BEFORE_STALL,
+    CorruptingGloo,
+    LingeringGloo,
+    StallingGloo,
+)
 from xinference_xavier.errors import LinkError
 from xinference_xavier.network import listen
 from xinference_xavier.pool.region import Region
@@ -143,6 +149,16 @@ async def test_rows_are_pulled_verified_and_counted(consumer: Side, donor: Side)
 
 async def test_a_link_is_made_once_and_used_again(consumer: Side, donor: Side) -> None:
     for slot in range(5):
+        assert await consumer.pull(donor, [slot]) == PullResult(1, None)
+    assert await consumer.links() == await donor.links() == 1
+
+
+async def test_a_link_stays_good_if_the_consumer_is_done_first(
+    sides: Sides, consumer: Side
+) -> None:
+    """What the donor has not finished yet must not be cancelled: that would close the link."""
+    donor = await sides.start("donor", LingeringGloo)
+    for slot in range(3):
         assert await consumer.pull(donor, [slot]) == PullResult(1, None)
     assert await consumer.links() == await donor.links() == 1
 

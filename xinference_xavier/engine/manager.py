@@ -129,7 +129,7 @@ class XavierManager(OffloadingManager):
         return request.deadline is None or self._clock() < request.deadline
 
     def _is_elsewhere(self, key: bytes, request: _Request, context: ReqContext) -> bool:
-        if key in self._fetching:
+        if self._under_way(key) is not None:
             return True
         if not self._replica.sharing:
             return False
@@ -165,13 +165,18 @@ class XavierManager(OffloadingManager):
     def _begin_fetch(self, req_id: str, request: _Request) -> None:
         if request.deadline is None:
             request.deadline = self._clock() + self._fetch_timeout
-        fetch = self._fetching.get(request.wanted[0]) or self._new_fetch(request)
+        fetch = self._under_way(request.wanted[0]) or self._new_fetch(request)
         if fetch is None:
             request.given_up = True
             return
         request.fetch = fetch
         request.first = _first_of_each_group(request.wanted)
         self._fetches.setdefault(fetch, set()).add(req_id)
+
+    def _under_way(self, key: bytes) -> Fetch | None:
+        """The fetch that brings `key`, or has just brought it."""
+        fetch = self._fetching.get(key)
+        return None if fetch is None or fetch.state is FetchState.ROLLED_BACK else fetch
 
     def _new_fetch(self, request: _Request) -> Fetch | None:
         assert request.deadline is not None

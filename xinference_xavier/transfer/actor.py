@@ -112,7 +112,7 @@ class TransferActor(xoscar.StatelessActor):  # type: ignore[misc]  # xoscar has 
             await self._pull(order, deadline, arrived)
         # A RuntimeError is what an executor raises that `forget` has shut down meanwhile.
         except (XavierError, *_ACTOR_GONE, OSError, RuntimeError) as error:
-            reason = _reason(error)
+            reason = _reason(error) if len(arrived) < len(order.slots) else None
             logger.warning("pull from %s failed: %s", order.donor, error)
             await self._drop_pulling(order.donor)
         finally:
@@ -149,6 +149,7 @@ class TransferActor(xoscar.StatelessActor):  # type: ignore[misc]  # xoscar has 
             if serving.done():
                 serving.result()  # a refusal ends the wait at once
             await receiving
+            await serving  # until then, the link is not free for the next batch
         finally:
             serving.cancel()
             if not receiving.done():

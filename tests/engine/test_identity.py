@@ -1,0 +1,163 @@
+"""Two engines share a namespace if and only if one may use the other's bytes."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import vllm
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+
+from xinference_xavier.engine import identity
+
+CHUNK_TOKENS = 256
+
+
+def engine_config(folder: Path, **arguments: object) -> VllmConfig:
+    arguments = {
+        "dtype": "float32",
+        "block_size": 128,
+        "enforce_eager": True,
+        "max_model_len": 2048,
+        "skip_tokenizer_init": True,
+    } | arguments
+    return EngineArgs(model=str(folder), **arguments).create_engine_config()
+
+
+@pytest.fixture(scope="module")
+def config(model_folder: Path) -> VllmConfig:
+    return engine_config(model_folder)
+
+
+@pytest.fixture
+def cache_config() -> KVCacheConfig:
+    spec = FullAttentionSpec(block_size=128, num_kv_heads=4, head_size=64, dtype=torch.float32)
+    groups = [KVCacheGroupSpec([f"layer.{number}" for number in range(8)], spec)]
+    return KVCacheConfig(num_blocks=16, kv_cache_tensors=[], kv_cache_groups=groups)
+
+
+def namespace(config: VllmConfig, cache_config: KVCacheConfig) -> str:
+    return identity.namespace(config, cache_config, CHUNK_TOKENS)
+
+
+@pytest.fixture
+def own(config: VllmConfig, cache_config: KVCacheConfig) -> str:
+    return namespace(config, cache_config)
+
+
+def test_it_is_the_same_at_the_next_start(
+    own: str, model_folder: Path, cache_config: KVCacheConfig
+) -> None:
+    assert namespace(engine_config(model_folder), cache_config) == own
+
+
+def test_it_does_not_depend_on_where_the_model_is(
+    own: str, model_folder: Path, cache_config: KVCacheConfig, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(model_folder, tmp_path / "elsewhere")
+    assert namespace(engine_config(folder), cache_config) == own
+
+
+def test_what_changes_no_byte_does_not_matter(
+    own: str, model_folder: Path, cache_config: KVCacheConfig
+) -> None:
+    config = engine_config(model_folder, max_model_len=1024, max_num_seqs=3)
+    assert namespace(config, replace(cache_config, num_blocks=99)) == own
+
+
+def test_other_weights_of_the_same_shape(
+    own: str, model_folder: Path, cache_config: KVCacheConfig, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(model_folder, tmp_path / "tuned")
+    weights = folder / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    header = 8 + int.from_bytes(content[:8], "little")
+    content[header:] = content[header:].translate(bytes(byte ^ 1 for byte in range(256)))
+    weights.write_bytes(content)
+    assert namespace(engine_config(folder), cache_config) != own
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"dtype": "bfloat16"},
+        {"block_size": 64},
+        {"prefix_caching_hash_algo": "sha256_cbor"},
+        {"kv_cache_dtype": "fp8_e5m2"},
+        {"hf_overrides": {"rope_parameters": {"rope_theta": 500.0, "rope_type": "default"}}},
+        {"revision": "another"},
+    ],
+    ids=lambda arguments: next(iter(arguments)),
+)
+def test_another_engine_argument(
+    own: str, model_folder: Path, cache_config: KVCacheConfig, arguments: dict[str, object]
+) -> None:
+    assert namespace(engine_config(model_folder, **arguments), cache_config) != own
+
+
+@pytest.mark.parametrize(
+    ("part", "name", "value"),
+    [
+        ("model_config", "quantization", "fp8"),
+        ("cache_config", "kv_cache_layout", "LBHNC"),
+        ("parallel_config", "tensor_parallel_size", 2),
+        ("parallel_config", "pipeline_parallel_size", 2),
+        ("parallel_config", "decode_context_parallel_size", 2),
+        ("parallel_config", "world_size", 2),
+    ],
+)
+def test_what_this_machine_cannot_be_configured_for(
+    own: str,
+    config: VllmConfig,
+    cache_config: KVCacheConfig,
+    monkeypatch: pytest.MonkeyPatch,
+    part: str,
+    name: str,
+    value: object,
+) -> None:
+    monkeypatch.setattr(getattr(config, part), name, value)
+    assert namespace(config, cache_config) != own
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda group: replace(group, layer_names=group.layer_names[:-1]),
+        lambda group: replace(group, kv_cache_spec=replace(group.kv_cache_spec, head_size=32)),
+    ],
+    ids=["layers", "spec"],
+)
+def test_other_layers_in_a_group(
+    own: str,
+    config: VllmConfig,
+    cache_config: KVCacheConfig,
+    change: Callable[[KVCacheGroupSpec], KVCacheGroupSpec],
+) -> None:
+    groups = [change(group) for group in cache_config.kv_cache_groups]
+    assert namespace(config, replace(cache_config, kv_cache_groups=groups)) != own
+
+
+def test_another_chunk_size(own: str, config: VllmConfig, cache_config: KVCacheConfig) -> None:
+    """The same key stands for other chunks then."""
+    assert identity.namespace(config, cache_config, 2 * CHUNK_TOKENS) != own
+
+
+def test_another_vllm(
+    own: str, config: VllmConfig, cache_config: KVCacheConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm, "__version__", "0.0.1")
+    assert namespace(config, cache_config) != own
+
+
+@pytest.mark.parametrize(("algorithm", "length"), [("sha256", 36), ("xxhash", 20)])
+def test_the_length_of_a_key_follows_from_the_hash(
+    model_folder: Path, algorithm: str, length: int
+) -> None:
+    config = engine_config(model_folder, prefix_caching_hash_algo=algorithm)
+    assert identity.key_bytes(config) == length

@@ -1,0 +1,52 @@
+"""Totals of the manager reach vLLM's metrics as what was added since the last look."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import pytest
+from vllm.v1.kv_offload.base import OffloadingCounterMetadata
+
+from xinference_xavier.engine.metrics import HitReporter, Hits, definitions
+from xinference_xavier.engine.spec import XavierSpec
+
+
+@pytest.fixture
+def hits() -> Hits:
+    return Hits()
+
+
+@pytest.fixture
+def reporter(hits: Hits) -> HitReporter:
+    return HitReporter(hits)
+
+
+def counters(reporter: HitReporter) -> dict[str, int | float]:
+    stats = reporter.delta()
+    return {} if stats is None else stats.reduce()
+
+
+def test_nothing_new_is_nothing(reporter: HitReporter) -> None:
+    assert reporter.delta() is None
+
+
+def test_each_token_is_reported_once(hits: Hits, reporter: HitReporter) -> None:
+    hits.peers, hits.computed = 256, 10
+    first = counters(reporter)
+    hits.peers += 128
+    second = counters(reporter)
+    assert first == {"vllm:xavier_peers_tokens": 256, "vllm:xavier_computed_tokens": 10}
+    assert second == {"vllm:xavier_peers_tokens": 128}
+    assert reporter.delta() is None
+
+
+def test_every_source_has_a_counter_that_vllm_is_told_about(
+    hits: Hits, reporter: HitReporter
+) -> None:
+    for field in fields(Hits):
+        setattr(hits, field.name, 1)
+    defined = XavierSpec.build_metric_definitions({})
+    assert counters(reporter).keys() == defined.keys() == definitions().keys()
+    for metadata in defined.values():
+        assert isinstance(metadata, OffloadingCounterMetadata)
+        assert metadata.documentation

@@ -1,0 +1,160 @@
+"""Sizes that all processes of one engine come to alike, and refusals that say what to do."""
+
+from __future__ import annotations
+
+import re
+import uuid
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+
+import pytest
+from vllm.v1.kv_offload.base import CanonicalKVCaches, GPULoadStoreSpec
+from vllm.v1.kv_offload.config import (
+    OffloadingCacheConfig,
+    OffloadingConfig,
+    OffloadingGroupConfig,
+    OffloadingModelConfig,
+    OffloadingParallelConfig,
+)
+from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
+
+from tests.engine.caches import cell_bytes, kv_caches, pages_of
+from xinference_xavier.config import XavierConfig
+from xinference_xavier.engine.host_worker import HostWorker
+from xinference_xavier.engine.spec import MIN_ROWS, XAVIER, XavierSpec, chunk_tokens_for
+from xinference_xavier.errors import ConfigError, RegionError
+from xinference_xavier.pool.region import ROW_ALIGNMENT
+
+BLOCK_TOKENS = 16
+BLOCKS_PER_CHUNK = 4
+PAGES = [640, 400]
+BLOCK_BYTES = sum(PAGES)
+
+
+def options(**values: object) -> XavierConfig:
+    return XavierConfig.from_dict(
+        XavierConfig("model", "127.0.0.1:1").to_dict() | {"pool_bytes": 1 << 20} | values
+    )
+
+
+def offloading_config(xavier: XavierConfig, *, rank: int = 0, workers: int = 1) -> OffloadingConfig:
+    return OffloadingConfig(
+        groups=(OffloadingGroupConfig(BLOCK_TOKENS, ("layer.0", "layer.1"), 0),),
+        worker_kv_bytes_per_block=BLOCK_BYTES,
+        enable_kv_cache_events=False,
+        extra_config={XAVIER: xavier.to_dict()},
+        engine_id=str(uuid.uuid4()),
+        model=OffloadingModelConfig("model", "float32"),
+        cache=OffloadingCacheConfig(BLOCK_TOKENS, BLOCKS_PER_CHUNK),
+        parallel=OffloadingParallelConfig(
+            rank=rank,
+            world_size=workers,
+            tp_size=workers,
+            pp_size=1,
+            pcp_size=1,
+            dcp_size=1,
+            data_parallel_index=0,
+            data_parallel_size=1,
+            data_parallel_rank_local=None,
+            is_parallelism_agnostic=True,
+        ),
+    )
+
+
+class TestChunkTokens:
+    @pytest.mark.parametrize(
+        ("blocks", "tokens"),
+        [([16], 128), ([128], 128), ([48], 144), ([256], 256), ([16, 24], 144), ([32, 64], 128)],
+    )
+    def test_the_default_is_rounded_up_to_whole_blocks(
+        self, blocks: list[int], tokens: int
+    ) -> None:
+        assert chunk_tokens_for(options(), blocks) == tokens
+
+    def test_what_is_asked_for_is_taken(self) -> None:
+        assert chunk_tokens_for(options(chunk_tokens=512), [16, 128]) == 512
+
+    def test_what_is_no_multiple_of_the_block_is_refused_with_the_next_that_is(self) -> None:
+        with pytest.raises(ConfigError) as refused:
+            chunk_tokens_for(options(chunk_tokens=200), [16, 128])
+        assert str(refused.value) == (
+            "xavier_chunk_tokens=200 is not a multiple of the model's block size, 128 tokens; "
+            "use 256"
+        )
+
+
+class TestPool:
+    def test_a_pool_for_too_few_chunks_is_refused_with_the_least_that_is_enough(self) -> None:
+        with pytest.raises(ConfigError, match="xavier_pool_bytes=100000 holds") as refused:
+            XavierSpec(offloading_config(options(pool_bytes=100_000)))
+        least = int(re.findall(r"use at least (\d+)", str(refused.value))[0])
+        XavierSpec(offloading_config(options(pool_bytes=least)))
+        with pytest.raises(ConfigError):
+            XavierSpec(offloading_config(options(pool_bytes=least - 1)))
+        assert least % MIN_ROWS == 0
+
+    def test_a_pool_larger_than_memory_is_refused_before_it_is_touched(self) -> None:
+        spec = XavierSpec(offloading_config(options(pool_bytes=1 << 60)))
+        with pytest.raises(ConfigError) as refused:
+            spec.get_worker(kv_caches([PAGES]))
+        message = str(refused.value)
+        assert message.startswith(f"xavier_pool_bytes={1 << 60} is more than the ")
+        assert "use less, or leave it out" in message
+
+
+class TestWorkers:
+    """All workers of one engine share its region, each in a cell of its own."""
+
+    @pytest.fixture
+    def caches(self) -> list[CanonicalKVCaches]:
+        return [kv_caches([PAGES], seed=rank) for rank in range(2)]
+
+    @pytest.fixture
+    def workers(self, caches: list[CanonicalKVCaches]) -> Iterator[list[HostWorker]]:
+        first = offloading_config(options(), workers=2)
+        with ExitStack() as stack:
+            made = []
+            for rank in range(2):
+                parallel = replace(first.parallel, rank=rank)
+                spec = XavierSpec(replace(first, parallel=parallel))
+                worker = spec.get_worker(caches[rank])
+                assert isinstance(worker, HostWorker)
+                assert spec.get_worker(caches[rank]) is worker
+                stack.callback(worker.shutdown)
+                made.append(worker)
+            yield made
+
+    def test_their_rows_are_whole_pages_that_hold_all_cells(
+        self, workers: list[HostWorker], caches: list[CanonicalKVCaches]
+    ) -> None:
+        rows, row_bytes = workers[0]._rows.shape
+        assert row_bytes % ROW_ALIGNMENT == 0
+        assert 0 <= row_bytes - 2 * cell_bytes(caches[0], BLOCKS_PER_CHUNK) < ROW_ALIGNMENT
+        assert rows == (1 << 20) // row_bytes
+
+    def test_what_both_stored_in_one_row_both_load(
+        self, workers: list[HostWorker], caches: list[CanonicalKVCaches]
+    ) -> None:
+        for worker in workers:
+            gpu = GPULoadStoreSpec([0, 1, 2, 3], group_sizes=[4], block_indices=[0])
+            worker.submit_store(1, gpu, CPULoadStoreSpec([5]))
+            worker.wait({1})
+        for worker, cache in zip(workers, caches, strict=True):
+            gpu = GPULoadStoreSpec([8, 9, 10, 11], group_sizes=[4], block_indices=[0])
+            worker.submit_load(2, CPULoadStoreSpec([5]), gpu)
+            worker.wait({2})
+            for source, copy in zip(range(4), range(8, 12), strict=True):
+                assert pages_of(cache, 0, copy) == pages_of(cache, 0, source)
+
+    def test_processes_that_disagree_on_the_layout_do_not_start(self) -> None:
+        first = offloading_config(options(), workers=2)
+        worker = XavierSpec(first).get_worker(kv_caches([PAGES]))
+        other = replace(
+            first,
+            parallel=replace(first.parallel, rank=1),
+            cache=replace(first.cache, blocks_per_chunk=2),
+        )
+        with pytest.raises(RegionError, match="this process expects"):
+            XavierSpec(other).get_worker(kv_caches([PAGES]))
+        worker.shutdown()
