@@ -171,9 +171,7 @@ class _Inside:
         return self.replica.stats()
 
     def transfer_stats(self) -> dict[str, Any]:
-        asking = asyncio.run_coroutine_threadsafe(
-            self.replica._process.stats(), self.replica._loop
-        )
+        asking = asyncio.run_coroutine_threadsafe(self.replica._process.stats(), self.replica._loop)
         return asking.result(DEADLINE)
 
     def enabled(self) -> bool:

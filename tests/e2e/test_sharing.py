@@ -45,6 +45,7 @@ def launch_by_command_line(cluster: LocalCluster) -> None:
         "quantization": "none",
         "replica": "2",
         "enforce_eager": "true",
+        "tensor_parallel_size": "1",  # without a GPU, the command line would make it 0
         **{name: str(value) for name, value in ARGUMENTS.items()},
     }
     words = [word for name, value in options.items() for word in (f"--{name}", value)]

@@ -10,7 +10,9 @@ from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCaches, Cano
 BLOCKS = 24
 
 
-def kv_caches(groups: Sequence[Sequence[int]], seed: int = 0, padding: int = 0) -> CanonicalKVCaches:
+def kv_caches(
+    groups: Sequence[Sequence[int]], seed: int = 0, padding: int = 0
+) -> CanonicalKVCaches:
     """One tensor of `BLOCKS` random blocks for each page size (bytes) of each group.
 
     `padding`: bytes at the end of each block that belong to no page.

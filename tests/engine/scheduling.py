@@ -155,9 +155,7 @@ class Scheduling:
         )
         self.manager.attach(cast(Replica, self.replica))
 
-    def arrive(
-        self, req_id: str, *groups: Sequence[OffloadKey], recorded: bool = True
-    ) -> Request:
+    def arrive(self, req_id: str, *groups: Sequence[OffloadKey], recorded: bool = True) -> Request:
         request = Request(req_id, *groups, recorded=recorded)
         self.manager.on_new_request(request.context)
         return request

@@ -40,7 +40,9 @@ def one_group(blocks: list[int], first: int = 0) -> GPULoadStoreSpec:
     return GPULoadStoreSpec(blocks, group_sizes=[len(blocks)], block_indices=[first])
 
 
-def run(working: HostWorker, job_id: int, *, store: bool, gpu: GPULoadStoreSpec, slots: list[int]):
+def run(
+    working: HostWorker, job_id: int, *, store: bool, gpu: GPULoadStoreSpec, slots: list[int]
+) -> None:
     if store:
         assert working.submit_store(job_id, gpu, CPULoadStoreSpec(slots))
     else:

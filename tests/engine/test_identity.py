@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,15 +20,15 @@ from xinference_xavier.engine import identity
 CHUNK_TOKENS = 256
 
 
-def engine_config(folder: Path, **arguments: object) -> VllmConfig:
-    arguments = {
+def engine_config(folder: Path, **other: Any) -> VllmConfig:
+    arguments: dict[str, Any] = {
         "dtype": "float32",
         "block_size": 128,
         "enforce_eager": True,
         "max_model_len": 2048,
         "skip_tokenizer_init": True,
-    } | arguments
-    return EngineArgs(model=str(folder), **arguments).create_engine_config()
+    }
+    return EngineArgs(model=str(folder), **arguments | other).create_engine_config()
 
 
 @pytest.fixture(scope="module")

@@ -326,7 +326,7 @@ class TestFetchedRows:
         assert_nothing_left(vllm)
 
     def test_do_not_drive_out_the_prefix_they_continue(self) -> None:
-        """The oldest chunks of the pool are those that the fetched ones would be useless without."""
+        """The oldest chunks of the pool are those that the fetched ones continue."""
         vllm = Scheduling(slots=8)
         keys = chunks("prompt", 8)
         vllm.fill(keys[:4])
@@ -606,9 +606,7 @@ class TestTwoGroups:
         assert len(vllm.replica.fetches) == 1
         assert self.scan(vllm, request_of_two) == (None, None)
 
-    def test_what_arrived_is_a_hit_in_both(
-        self, vllm: Scheduling, request_of_two: Request
-    ) -> None:
+    def test_what_arrived_is_a_hit_in_both(self, vllm: Scheduling, request_of_two: Request) -> None:
         self.scan(vllm, request_of_two)
         vllm.end_step()
         assert {row.key for row in vllm.replica.fetches[0].rows} == {

@@ -13,7 +13,6 @@ from dataclasses import fields
 
 import pytest
 from vllm.config import VllmConfig
-from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading import scheduler, worker
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
@@ -76,7 +75,7 @@ CALLS = {
     "has_pending_work": 0, "reset_cache": 0, "get_stats": 0, "shutdown": 0,
     "touch": 2, "get_load_source": 2, "on_reset_flushed": 0,
 }  # fmt: skip
-"""Manager methods of ours that vLLM calls, some versions not all of them; with how many arguments."""
+"""Manager methods of ours that some version of vLLM calls, and with how many arguments."""
 
 INHERITED = {"lock", "take_events", "config_info"}
 """What vLLM uses of a manager and we leave as it is."""
@@ -99,7 +98,6 @@ def test_each_takes_what_it_is_called_with(name: str) -> None:
 def test_the_connector_is_made_of_what_vllm_passes() -> None:
     assert parameters(XavierConnector.__init__) == parameters(OffloadingConnector.__init__)
     assert parameters(XavierConnector.__init__)[1:] == ["vllm_config", "role", "kv_cache_config"]
-    assert KVConnectorFactory.create_connector
     assert parameters(build_offloading_config) == ["vllm_config", "kv_cache_config"]
     assert isinstance(inspect.getattr_static(OffloadingConnector, "scheduler"), property)
     assert "self.manager" in inspect.getsource(scheduler.OffloadingConnectorScheduler.__init__)
@@ -113,9 +111,10 @@ def test_the_configuration_of_a_spec_has_the_fields_that_ours_reads() -> None:
     assert field_names(offload_config.OffloadingGroupConfig) >= {"tokens_per_block"}
     assert field_names(offload_config.OffloadingCacheConfig) >= {"blocks_per_chunk"}
     assert field_names(offload_config.OffloadingParallelConfig) >= {"rank", "world_size"}
-    assert {"tokens_per_block", "blocks_per_chunk", "replicated_layout"} <= set(
-        inspect.getsource(base.OffloadingSpec.__init__).replace("self.", " ").split()
-    ) | set(re.findall(r"self\.(\w+)", inspect.getsource(base.OffloadingSpec.__init__)))
+    made = set(re.findall(r"self\.(\w+)", inspect.getsource(base.OffloadingSpec.__init__)))
+    assert made >= {
+        "config", "extra_config", "tokens_per_block", "blocks_per_chunk", "replicated_layout"
+    }  # fmt: skip
 
 
 def test_the_chunk_size_is_taken_from_the_entry_that_our_connector_writes() -> None:
@@ -183,7 +182,7 @@ def test_the_worker_for_devices_takes_our_region_and_reads_nothing_that_it_lacks
     source = inspect.getsource(gpu_worker.pin_mmap_region) + inspect.getsource(
         gpu_worker.CPUOffloadingWorker
     )
-    read = set(re.findall(r"\b(?:mmap_)?region\.(\w+)", source))
+    read = set(re.findall(r"region\.(\w+)", source))
     read.discard("create_next_canonical_view")  # of a layout that our spec never asks for
     region = DeviceRegion(Region.create(1, 4096), 0, 4096)
     assert read >= {"create_next_worker_view", "is_pinned", "cleanup", "rank"}

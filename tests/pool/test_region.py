@@ -183,9 +183,7 @@ def test_populating_keeps_what_is_there(region: Region) -> None:
     assert os.fstat(region.fd).st_blocks * 512 >= region.size
 
 
-def test_populating_works_on_older_kernels(
-    region: Region, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_populating_works_on_older_kernels(region: Region, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(region_module, "_MADV_POPULATE_WRITE", 9999)
     region.row(5)[:] = 251
     region.populate()
@@ -214,7 +212,7 @@ def _make_and_wait(pipe: Connection, incarnation: str) -> None:
 
 
 def test_nothing_is_left_of_a_killed_owner(incarnation: str) -> None:
-    """It has no file in /dev/shm, and its name goes with it; who has the descriptor goes on working."""
+    """It has no file in /dev/shm, and its name goes with it. Who has the descriptor goes on."""
     context = multiprocessing.get_context("spawn")
     pipe, theirs = context.Pipe()
     process = context.Process(target=_make_and_wait, args=(theirs, incarnation), daemon=True)

@@ -1,4 +1,4 @@
-"""An engine whose worker and scheduler live in one process, as with CUDA and one GPU."""
+"""Engines of other shapes than the one that xinference starts here: vLLM alone, with a tracker."""
 
 import asyncio
 import json
@@ -6,6 +6,7 @@ import os
 import sys
 from pathlib import Path
 
+import pytest
 import xoscar
 
 from examples.documents import document
@@ -18,45 +19,57 @@ PROGRAM = """
 import json, sys
 from vllm import LLM, SamplingParams
 
-order = json.load(sys.stdin)
-llm = LLM(order["model"], dtype="float32", enforce_eager=True, max_model_len=4096, block_size=128,
-          kv_transfer_config=order["kv_transfer_config"])
-
 def ask():
     (output,) = llm.generate([order["prompt"]], SamplingParams(temperature=0, max_tokens=8))
     tokens = list(output.outputs[0].token_ids)
     return [len(output.prompt_token_ids), output.num_cached_tokens, tokens]
 
-answers = [ask()]
-llm.reset_prefix_cache()
-answers.append(ask())  # from the pool
-llm.reset_prefix_cache(reset_connector=True)
-answers.append(ask())  # from nothing
-print("ANSWERS " + json.dumps(answers))
+if __name__ == "__main__":
+    order = json.load(sys.stdin)
+    llm = LLM(order["model"], dtype="float32", enforce_eager=True, max_model_len=4096,
+              block_size=128, tensor_parallel_size=order["workers"],
+              kv_transfer_config=order["kv_transfer_config"])
+    answers = [ask()]
+    llm.reset_prefix_cache()
+    answers.append(ask())  # from the pool
+    llm.reset_prefix_cache(reset_connector=True)
+    answers.append(ask())  # from nothing
+    print("ANSWERS " + json.dumps(answers))
 """
 
 
-async def test_pool_hits_in_one_process(model_folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("workers", "environment"),
+    [
+        pytest.param(1, {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}, id="all in one process"),
+        pytest.param(2, {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}, id="two workers, one region"),
+    ],
+)
+async def test_the_pool_serves_what_the_prefix_cache_forgot(
+    model_folder: Path, tmp_path: Path, workers: int, environment: dict[str, str]
+) -> None:
     pool = await xoscar.create_actor_pool("127.0.0.1:0", n_process=0, use_uvloop=False)
     async with pool:
         address = pool.external_address
         await xoscar.create_actor(BlockTracker, "m", address=address, uid=tracker_uid("m"))
         config = XavierConfig(model_uid="m", tracker_address=address, pool_bytes=128 << 20)
+        program = tmp_path / "engine.py"  # a file, which vLLM's worker processes can import
+        program.write_text(PROGRAM)
         order = {
+            "workers": workers,
             "model": str(model_folder),
             "prompt": document(300, 40),
             "kv_transfer_config": kv_transfer_config(config),
         }
         environment = {
             **os.environ,
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "HF_HUB_OFFLINE": "1",
+            **environment,
         }
         engine = await asyncio.create_subprocess_exec(
             sys.executable,
-            "-c",
-            PROGRAM,
+            program,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
