@@ -15,28 +15,23 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
 import xoscar
 
-from xinference_xavier.addresses import reachable_address, replica_uid
+from xinference_xavier.addresses import replica_uid
 from xinference_xavier.config import XavierConfig
-from xinference_xavier.errors import GrantRefusedError, NotFoundError
 from xinference_xavier.network import listen, local_host_towards
+from xinference_xavier.pool.checksums import Checksums
 from xinference_xavier.pool.pool import Pool, Row
 from xinference_xavier.pool.region import Region
 from xinference_xavier.tracker.client import TrackerClient
+from xinference_xavier.tracker.location import TrackerLocation
 from xinference_xavier.tracker.mirror import Mirror
+from xinference_xavier.transfer.donor import Donor
 from xinference_xavier.transfer.fetch import Fetch, Fetcher
-from xinference_xavier.transfer.grants import Grants
-from xinference_xavier.transfer.messages import (
-    MAX_ROWS_PER_FETCH,
-    Grant,
-    GrantRequest,
-    check_version,
-)
+from xinference_xavier.transfer.messages import Grant, GrantRequest
 from xinference_xavier.transfer.process import TransferProcess
 
 logger = logging.getLogger(__name__)
@@ -45,10 +40,8 @@ TRANSPORTS = {
     "auto": "xinference_xavier.transfer.gloo:GlooTransport",
     "gloo": "xinference_xavier.transfer.gloo:GlooTransport",
 }
-_CHECKSUM_BATCH = 16  # rows between two publications
 _EXPIRY_INTERVAL = 1.0
 _STOP_TIMEOUT = 3.0
-_WORKER_UID = "worker"
 
 
 class ReplicaActor(xoscar.StatelessActor):  # type: ignore[misc]  # xoscar has no types
@@ -62,7 +55,7 @@ class ReplicaActor(xoscar.StatelessActor):  # type: ignore[misc]  # xoscar has n
         return self._replica.grant(request)
 
     async def release(self, grant_id: int) -> None:
-        self._replica.grants.release(grant_id)
+        self._replica.release(grant_id)
 
     async def stats(self) -> dict[str, Any]:
         return await self._replica.full_stats()
@@ -91,13 +84,8 @@ class Replica:
         self._pool = pool
         self._engine_stats = engine_stats
         self.mirror = Mirror(incarnation)
-        # One grant lives twice as long as the fetch that asked for it may take.
-        self.grants = Grants(pool, max(1, pool.slots // 2), 2 * config.fetch_timeout)
-        self.refused_grants = 0
         self._resets = 0  # those begun; sharing pauses until the last one is through
         self._resets_done = 0
-        self._checksums = ThreadPoolExecutor(1, "xavier-checksum")
-        self._unsummed: asyncio.Queue[Row] = asyncio.Queue()
         self._thread = threading.Thread(target=self._run, name="xavier-replica", daemon=True)
         self._known_members: frozenset[str] = frozenset()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -109,6 +97,8 @@ class Replica:
         self._client: TrackerClient
         self._process: TransferProcess
         self._fetcher: Fetcher
+        self._donor: Donor
+        self._checksums: Checksums
 
     # -- called by the scheduler thread ------------------------------------------------------
 
@@ -136,7 +126,7 @@ class Replica:
 
     def stored(self, rows: Sequence[Row]) -> None:
         """These rows are READY: sum them up and offer them."""
-        self._post(self._sum_up, rows)
+        self._post(self._checksums.add, rows)
 
     def evicted(self, keys: Sequence[bytes]) -> None:
         """These chunks are gone."""
@@ -225,11 +215,19 @@ class Replica:
             note_stale=self.mirror.note_stale,
             arrived=lambda rows: self._client.publish([row.key for row in rows]),
         )
+        # A grant lives twice as long as the fetch that asked for it may take.
+        self._donor = Donor(self._pool, self._process, 2 * config.fetch_timeout)
+        self._checksums = Checksums(self._region, self._pool, self._client.publish)
         self._running = True
         self._up.set()
         background = [
             asyncio.ensure_future(work)
-            for work in (self._process.run(), self._client.run(), self._sum_rows(), self._expire())
+            for work in (
+                self._process.run(),
+                self._client.run(),
+                self._checksums.run(),
+                self._expire_grants(),
+            )
         ]
         try:
             await asyncio.wait(background, return_when=asyncio.FIRST_EXCEPTION)
@@ -249,7 +247,7 @@ class Replica:
 
     def _members_changed(self, members: frozenset[str]) -> None:
         for gone in self._known_members - members:
-            self.grants.forget(gone)
+            self._donor.grants.forget(gone)
             self._fetcher.forget(gone)
             self._spawn(self._process.forget(gone))
         self._known_members = members
@@ -264,77 +262,24 @@ class Replica:
         await self._client.change_namespace(namespace)
         self._resets_done += 1
 
-    async def _expire(self) -> None:
+    async def _expire_grants(self) -> None:
         while True:
             await asyncio.sleep(_EXPIRY_INTERVAL)
-            self.grants.expire(time.monotonic())
-
-    # -- checksums ---------------------------------------------------------------------------
-
-    def _sum_up(self, rows: Sequence[Row]) -> None:
-        for row in rows:
-            self._unsummed.put_nowait(row)
-
-    async def _sum_rows(self) -> None:
-        """Compute the checksums of stored rows, each pinned meanwhile, and publish them."""
-        while True:
-            batch = [await self._unsummed.get()]
-            while len(batch) < _CHECKSUM_BATCH and not self._unsummed.empty():
-                batch.append(self._unsummed.get_nowait())
-            pinned = [row for row in batch if self._pool.pin_row(row)]
-            sums = await self._loop.run_in_executor(self._checksums, self._sums, pinned)
-            # Both in one go of the loop: an eviction's withdrawal can only come after.
-            summed = [
-                row.key
-                for row, checksum in zip(pinned, sums, strict=True)
-                if self._pool.set_checksum(row, checksum)
-            ]
-            self._client.publish(summed)
-            self._pool.unpin(pinned)
-
-    def _sums(self, rows: Sequence[Row]) -> list[int]:
-        return [self._region.checksum(row.slot, row.key) for row in rows]
+            self._donor.grants.expire(time.monotonic())
 
     # -- asked by peers and the tracker -------------------------------------------------------
 
     def grant(self, request: GrantRequest) -> Grant:
-        """Promise the leading run of the chunks that we hold.
-
-        Raises:
-            GrantRefusedError: not ours to give, or not now.
-        """
-        check_version(request.version)
-        try:
-            return self._grant(request)
-        except GrantRefusedError:
-            self.refused_grants += 1
-            raise
-
-    def _grant(self, request: GrantRequest) -> Grant:
-        if request.namespace != self._shared_namespace or not self.sharing:
-            raise GrantRefusedError("other namespace")
-        if not self.mirror.enabled:
-            raise GrantRefusedError("sharing is off")
-        if len(request.keys) > MAX_ROWS_PER_FETCH:
-            raise GrantRefusedError("too many rows")
-        promise = self.grants.grant(request.consumer, request.keys, time.monotonic())
-        try:
-            ticket = self._process.sign(
-                request.consumer, [row.slot for row in promise.rows], promise.expires
-            )
-        except GrantRefusedError:
-            self.grants.release(promise.grant_id)
-            raise
-        held = len(promise.rows)
-        more = held < len(request.keys) and self._pool.lookup(request.keys[held]) is not None
-        return Grant(
-            promise.grant_id,
-            tuple(row.checksum for row in promise.rows if row.checksum is not None),
-            ticket,
-            self._process.address or "",
-            more,
-            self._client.last_sequence,
+        """Raises GrantRefusedError, LinkError."""
+        shares = self.sharing and self.mirror.enabled
+        return self._donor.grant(
+            request,
+            namespace=self._shared_namespace if shares else None,
+            sequence=self._client.last_sequence,
         )
+
+    def release(self, grant_id: int) -> None:
+        self._donor.grants.release(grant_id)
 
     def stats(self) -> dict[str, Any]:
         """Figures of this replica since its start, without asking anybody."""
@@ -346,32 +291,10 @@ class Replica:
                 "rolled_back": dict(counts.rolled_back),
             },
             "pool": self._pool.counts()._asdict() | {"row_bytes": self._region.row_bytes},
-            "grants": {"live": len(self.grants), "refused": self.refused_grants},
+            "grants": {"live": len(self._donor.grants), "refused": self._donor.refused},
             "transfer_restarts": max(0, self._process.starts - 1),
             "transfer_pid": self._process.pid,
         }
 
     async def full_stats(self) -> dict[str, Any]:
         return self.stats() | await self._process.stats()
-
-
-class TrackerLocation:
-    """Where the tracker is: as configured, or, when it is lost, where the own worker's
-    supervisor has it or makes it anew."""
-
-    def __init__(self, config: XavierConfig) -> None:
-        self._config = config
-        self._asked_before = False
-
-    async def find(self) -> str:
-        """Raises whatever keeps the worker or its supervisor from answering."""
-        first, self._asked_before = not self._asked_before, True
-        if first or self._config.worker_address is None:
-            return self._config.tracker_address
-        worker = await xoscar.actor_ref(self._config.worker_address, _WORKER_UID)
-        supervisor = await worker.get_supervisor_ref(add_worker=False)
-        try:
-            address: str = await supervisor.xavier_tracker_address(self._config.model_uid, True)
-        except NotFoundError:
-            return self._config.tracker_address
-        return reachable_address(address, via=supervisor.address)

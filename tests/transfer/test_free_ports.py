@@ -82,9 +82,17 @@ def test_too_few_open_files_are_an_error_with_the_remedy() -> None:
 
 
 def test_nothing_is_occupied_afterwards() -> None:
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     with only_free_ports(HOST, FIRST + 3000, FIRST + 3003):
         pass
-    ports = {chosen_port() for _ in range(50)}
-    assert len(ports) > 4
-    assert resource.getrlimit(resource.RLIMIT_NOFILE) == limits
+    assert len({chosen_port() for _ in range(50)}) > 4
+
+
+def test_the_usual_limit_of_open_files_is_no_obstacle_and_stays() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))
+    try:
+        with only_free_ports(HOST, FIRST + 3000, FIRST + 3003):
+            assert FIRST + 3000 <= chosen_port() <= FIRST + 3003
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (1024, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

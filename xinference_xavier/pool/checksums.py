@@ -1,0 +1,48 @@
+"""Sums up the rows that workers have stored, off the scheduler thread.
+
+Threading: belongs to one event loop; the summing itself runs on a thread of its own and lets go of
+Python's lock. A row is pinned while it is summed up.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from xinference_xavier.pool.pool import Pool, Row
+from xinference_xavier.pool.region import Region
+
+_BATCH = 16  # rows between two offers
+
+
+class Checksums:
+    """`offer(keys)` is called with chunks that may be shared from now on."""
+
+    def __init__(self, region: Region, pool: Pool, offer: Callable[[list[bytes]], None]) -> None:
+        self._region = region
+        self._pool = pool
+        self._offer = offer
+        self._rows: asyncio.Queue[Row] = asyncio.Queue()
+        self._thread = ThreadPoolExecutor(1, "xavier-checksum")
+
+    def add(self, rows: Sequence[Row]) -> None:
+        for row in rows:
+            self._rows.put_nowait(row)
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        loop = asyncio.get_running_loop()
+        while True:
+            batch = [await self._rows.get()]
+            while len(batch) < _BATCH and not self._rows.empty():
+                batch.append(self._rows.get_nowait())
+            pinned = [row for row in batch if self._pool.pin_row(row)]
+            try:
+                sums = await loop.run_in_executor(self._thread, self._sum, pinned)
+                # Both in one go of the loop: an eviction's withdrawal can only come after.
+                summed = zip(pinned, sums, strict=True)
+                self._offer([row.key for row, s in summed if self._pool.set_checksum(row, s)])
+            finally:
+                self._pool.unpin(pinned)
+
+    def _sum(self, rows: Sequence[Row]) -> list[int]:
+        return [self._region.checksum(row.slot, row.key) for row in rows]
