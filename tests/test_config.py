@@ -137,9 +137,9 @@ def test_transports() -> None:
     assert "use one of auto, gloo" in refusal(xavier_transport="nccl")
 
 
-@pytest.mark.parametrize("ports", ["30000-30100", " 30000 - 30100 ", [30000, 30100]])
+@pytest.mark.parametrize("ports", ["40000-40100", " 40000 - 40100 ", [40000, 40100]])
 def test_port_range(ports: object) -> None:
-    assert parsed(xavier_port_range=ports) == {"port_range": (30000, 30100)}
+    assert parsed(xavier_port_range=ports) == {"port_range": (40000, 40100)}
 
 
 @pytest.mark.parametrize(
@@ -153,13 +153,13 @@ def test_port_range(ports: object) -> None:
         ("30100-30000", "ends below its start"),
         ("80-90", "leaves the ports a user may take"),
         ("60000-70000", "leaves the ports a user may take"),
-        ("30000-30000", "engine and transfer need one each"),
+        ("40000-40001", "is too small for a replica's engine"),
     ],
 )
-def test_port_range_needs_two_ports_that_a_user_may_take(wrong: object, reason: str) -> None:
+def test_port_range_needs_three_ports_that_a_user_may_take(wrong: object, reason: str) -> None:
     message = refusal(xavier_port_range=wrong)
     assert reason in message
-    assert "at least two ports" in message
+    assert "at least 3 ports" in message
 
 
 @pytest.mark.parametrize("host", ["10.0.0.1", "node-1.cluster", "fe80::1%eth0"])
@@ -231,10 +231,10 @@ def test_a_refusal_leaves_the_arguments_as_they_were() -> None:
 
 
 def test_config_survives_json() -> None:
-    config = LaunchOptions(True, parsed(xavier_port_range="30000-30100")).config(
+    config = LaunchOptions(True, parsed(xavier_port_range="40000-40100")).config(
         model_uid="m", tracker_address="10.0.0.1:9999", replicas_per_host=2
     )
-    assert config.port_range == (30000, 30100)
+    assert config.port_range == (40000, 40100)
     assert XavierConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
 

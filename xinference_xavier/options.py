@@ -19,6 +19,7 @@ DEFAULT_FETCH_TIMEOUT = 5.0
 DEFAULT_MIN_FETCH_TOKENS = 256
 
 _LOWEST_PORT, _HIGHEST_PORT = 1024, 65535
+_PORTS_PER_REPLICA = 3
 _UNITS = {
     "": 1,
     "b": 1,
@@ -120,8 +121,8 @@ def _parse_host(option: str, value: object) -> str:
 
 def _parse_port_range(option: str, value: object) -> tuple[int, int]:
     remedy = (
-        f"use LOW-HIGH within {_LOWEST_PORT}-{_HIGHEST_PORT}, such as 30000-30100, "
-        "with at least two ports for every replica of a host"
+        f"use LOW-HIGH within {_LOWEST_PORT}-{_HIGHEST_PORT}, such as 40000-40100, "
+        f"with at least {_PORTS_PER_REPLICA} ports for every replica of a host"
     )
     if isinstance(value, str):
         match = re.fullmatch(r"(\d+)\s*-\s*(\d+)", value.strip(), re.ASCII)
@@ -139,10 +140,9 @@ def _parse_port_range(option: str, value: object) -> tuple[int, int]:
         raise ConfigError(option, value, "ends below its start", remedy)
     if low < _LOWEST_PORT or high > _HIGHEST_PORT:
         raise ConfigError(option, value, "leaves the ports a user may take", remedy)
-    if low == high:
-        raise ConfigError(
-            option, value, "has one port, but a replica's engine and transfer need one each", remedy
-        )
+    if high - low + 1 < _PORTS_PER_REPLICA:
+        reason = "is too small for a replica's engine, transfer process and data link"
+        raise ConfigError(option, value, reason, remedy)
     return low, high
 
 

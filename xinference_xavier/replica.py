@@ -31,6 +31,7 @@ from xinference_xavier.tracker.location import TrackerLocation
 from xinference_xavier.tracker.mirror import Mirror
 from xinference_xavier.transfer.donor import Donor
 from xinference_xavier.transfer.fetch import Fetch, Fetcher
+from xinference_xavier.transfer.free_ports import check_range
 from xinference_xavier.transfer.messages import Grant, GrantRequest
 from xinference_xavier.transfer.process import TransferProcess
 
@@ -177,6 +178,8 @@ class Replica:
         self._main_task = asyncio.current_task()  # type: ignore[assignment]  # we are in one
         config = self._config
         try:
+            if config.port_range is not None:
+                check_range(*config.port_range)  # not only when the transfer process starts
             host = config.host or local_host_towards(config.tracker_address)
             server = await listen(host, config.port_range)
         except Exception as error:  # handed to `start`, which raises it

@@ -94,20 +94,17 @@ def test_groups_have_blocks_and_rows_of_their_own(blocks_per_chunk: int) -> None
     """The middle group has nothing to move; the others differ in pages, blocks and alignment."""
     caches = kv_caches([[64, 40], [32], [48]])
     stored = GPULoadStoreSpec(list(range(8)), group_sizes=[4, 0, 4], block_indices=[0, 0, 4])
-    into = GPULoadStoreSpec(
-        [12, 13, 14, 15, 16, 17, 18], group_sizes=[4, 0, 3], block_indices=[0, 0, 5]
-    )
-    per_group = 4 // blocks_per_chunk
-    slots = list(range(2 * per_group))
-    # At one block a chunk, a load from the second block on does not need the first one's row.
-    loaded = slots[:per_group] + slots[per_group + (blocks_per_chunk == 1) :]
+    # The first group's blocks 1 and 2, the last one's 5 to 7, and the rows that these are in.
+    into = GPULoadStoreSpec([13, 14, 17, 18, 19], group_sizes=[2, 0, 3], block_indices=[1, 0, 5])
+    slots = list(range(8 // blocks_per_chunk))
+    loaded = {1: [1, 2, 5, 6, 7], 2: [0, 1, 2, 3], 4: [0, 1]}[blocks_per_chunk]
     with worker(caches, blocks_per_chunk) as working:
         run(working, 1, store=True, gpu=stored, slots=slots)
         run(working, 2, store=False, gpu=into, slots=loaded)
-    for source, copy in zip(range(4), range(12, 16), strict=True):
-        assert pages_of(caches, 0, copy) == pages_of(caches, 0, source)
-    for source, copy in zip(range(5, 8), range(16, 19), strict=True):
-        assert pages_of(caches, 2, copy) == pages_of(caches, 2, source)
+    for block in (1, 2):
+        assert pages_of(caches, 0, block + 12) == pages_of(caches, 0, block)
+    for block in (5, 6, 7):
+        assert pages_of(caches, 2, block + 12) == pages_of(caches, 2, block)
 
 
 def test_two_workers_share_rows_side_by_side() -> None:
@@ -128,12 +125,13 @@ def test_two_workers_share_rows_side_by_side() -> None:
 
 def test_a_cell_holds_tensor_after_tensor_with_the_chunk_s_blocks_in_each() -> None:
     """The layout of vLLM's own worker, which peers with a device have."""
-    caches = kv_caches([[64, 40]])
+    caches = kv_caches([[64, 40]], padding=24)
     region = Region.create(ROWS, 16 + cell_bytes(caches, 2))
     with worker(caches, 2, region=region, cell_offset=16) as working:
         run(working, 1, store=True, gpu=one_group([3, 9]), slots=[2])
     (a3, b3), (a9, b9) = pages_of(caches, 0, 3), pages_of(caches, 0, 9)
-    assert region.row(2).tobytes() == bytes(16) + a3 + a9 + b3 + b9
+    in_order = [page + bytes(24) for page in (a3, a9, b3, b9)]
+    assert region.row(2).tobytes() == bytes(16) + b"".join(in_order)
 
 
 def test_jobs_are_done_in_the_order_of_their_submission() -> None:

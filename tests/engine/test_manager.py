@@ -75,6 +75,13 @@ class TestLookup:
         vllm.replica.peers_hold(a=keys[:2], b=keys[2:])
         assert vllm.attempt(vllm.arrive("r", keys)) == 0
 
+    def test_chunks_being_stored_are_not_fetched_as_well(self, vllm: Scheduling) -> None:
+        keys = chunks("prompt", 6)
+        vllm.begin_store(vllm.arrive("s", keys), keys)
+        vllm.replica.peers_hold(a=keys)
+        assert vllm.attempt(vllm.arrive("r", keys)) == 0
+        assert vllm.replica.fetches == []
+
     def test_nobody_is_asked_while_sharing_pauses(self, vllm: Scheduling) -> None:
         keys = chunks("prompt", 6)
         vllm.replica.peers_hold(a=keys)

@@ -16,12 +16,18 @@ HOST = "127.0.0.1"
 FIRST, LAST = _ephemeral_ports()
 
 
+def like_gloos() -> socket.socket:
+    """A socket that a server makes."""
+    server = socket.socket()
+    server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    return server
+
+
 def chosen_port() -> int:
     """What the kernel gives to a socket like Gloo's."""
-    with socket.socket() as like_gloos:
-        like_gloos.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        like_gloos.bind((HOST, 0))
-        return int(like_gloos.getsockname()[1])
+    with like_gloos() as server:
+        server.bind((HOST, 0))
+        return int(server.getsockname()[1])
 
 
 @pytest.mark.parametrize("offset", [100, 5001, 9000])
@@ -32,26 +38,44 @@ def test_the_kernel_chooses_from_the_range(offset: int, width: int) -> None:
         assert all(low <= chosen_port() <= high for _ in range(20))
 
 
+def taken_port(start: int) -> tuple[int, socket.socket]:
+    """The first of `start`, `start` + 2, … that can be had, and who has it now."""
+    for port in range(start, start + 1000, 2):
+        taken = like_gloos()
+        try:
+            taken.bind((HOST, port))
+        except OSError:
+            taken.close()
+            continue
+        taken.listen()
+        return port, taken
+    raise AssertionError("no port is free")
+
+
+def test_the_port_of_a_connection_that_has_just_ended_is_no_way_out() -> None:
+    """Somebody else can have it only with SO_REUSEADDR, and Gloo asks with that."""
+    port, server = taken_port(FIRST + 8001)
+    with server, socket.create_connection((HOST, port)):
+        server.accept()[0].close()  # who closes first keeps the port in TIME_WAIT
+    with only_free_ports(HOST, port + 2, port + 201):
+        with socket.socket() as plain, pytest.raises(OSError, match="in use"):
+            plain.bind((HOST, port))
+        with like_gloos() as another, pytest.raises(OSError, match="in use"):
+            another.bind((HOST, port))
+
+
 def test_a_single_port_of_the_less_liked_parity_can_be_had() -> None:
-    for port in range(FIRST + 2000, FIRST + 2200, 2):
-        with socket.socket() as probe:
-            try:
-                probe.bind((HOST, port))
-            except OSError:
-                continue
-        with only_free_ports(HOST, port, port):
-            assert chosen_port() == port
-        return
-    raise AssertionError("no even port is free")
+    port, taken = taken_port(FIRST + 2000)
+    taken.close()
+    with only_free_ports(HOST, port, port):
+        assert chosen_port() == port
 
 
 def test_taken_ports_of_the_range_are_passed_over() -> None:
-    with socket.socket() as taken:
-        taken.bind((HOST, 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        with only_free_ports(HOST, port, min(port + 20, LAST)):
-            assert chosen_port() != port
+    port, taken = taken_port(FIRST + 6001)
+    with taken:
+        with only_free_ports(HOST, port, port + 20):
+            assert port < chosen_port() <= port + 20
         with (
             pytest.raises(TransportError, match=rf"={port}-{port} (has no free port|cannot)"),
             only_free_ports(HOST, port, port),

@@ -18,7 +18,7 @@ class TrackerLocation:
         self._asked_before = False
 
     async def find(self) -> str:
-        """The address of the tracker's pool; raises what keeps worker or supervisor from answering."""
+        """The tracker's pool's address; raises what keeps worker or supervisor from answering."""
         first, self._asked_before = not self._asked_before, True
         if first or self._config.worker_address is None:
             return self._config.tracker_address

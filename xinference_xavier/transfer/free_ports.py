@@ -22,13 +22,7 @@ def only_free_ports(host: str, low: int, high: int) -> Iterator[None]:
     Raises:
         TransportError: there is none that the kernel would choose.
     """
-    first, last = _ephemeral_ports()
-    if high < first or last < low:
-        raise TransportError(
-            f"xavier_port_range={low}-{high} lies outside the kernel's ephemeral ports "
-            f"{first}-{last}, from which Gloo's port is taken; choose a range inside them or "
-            "change net.ipv4.ip_local_port_range"
-        )
+    first, last = check_range(low, high)
     with _many_open_files(), ExitStack() as occupied:
         try:
             found = any(
@@ -45,6 +39,22 @@ def only_free_ports(host: str, low: int, high: int) -> Iterator[None]:
                 f"xavier_port_range={low}-{high} has no free port for Gloo; choose another one"
             )
         yield
+
+
+def check_range(low: int, high: int) -> tuple[int, int]:
+    """The kernel's first and last ephemeral port.
+
+    Raises:
+        TransportError: none of them is within the range.
+    """
+    first, last = _ephemeral_ports()
+    if high < first or last < low:
+        raise TransportError(
+            f"xavier_port_range={low}-{high} lies outside the kernel's ephemeral ports "
+            f"{first}-{last}, from which Gloo's port is taken; choose a range inside them or "
+            "change net.ipv4.ip_local_port_range"
+        )
+    return first, last
 
 
 @contextmanager
@@ -81,7 +91,10 @@ def _occupy_all_but(host: str, ports: range, wanted: range, occupied: ExitStack)
             holder = occupied if port not in wanted else brief
             blocker = holder.enter_context(socket.socket(family, socket.SOCK_STREAM))
             try:
+                # Ports of connections that have just ended can be had like this only, also by Gloo.
+                blocker.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 blocker.bind((host, port))
+                blocker.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
             except OSError as error:
                 if error.errno != errno.EADDRINUSE:
                     raise
