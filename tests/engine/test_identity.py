@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -84,6 +86,16 @@ def test_other_weights_of_the_same_shape(
     assert namespace(engine_config(folder), cache_config) != own
 
 
+def test_another_architecture_over_the_same_weights(
+    own: str, model_folder: Path, cache_config: KVCacheConfig, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(model_folder, tmp_path / "other")
+    description = json.loads((folder / "config.json").read_text())
+    description["rms_norm_eps"] *= 2
+    (folder / "config.json").write_text(json.dumps(description))
+    assert namespace(engine_config(folder), cache_config) != own
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -153,6 +165,20 @@ def test_another_vllm(
     own: str, config: VllmConfig, cache_config: KVCacheConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(vllm, "__version__", "0.0.1")
+    assert namespace(config, cache_config) != own
+
+
+def test_another_kind_of_device(
+    own: str, config: VllmConfig, cache_config: KVCacheConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(identity, "current_platform", SimpleNamespace(device_type="cuda"))
+    assert namespace(config, cache_config) != own
+
+
+def test_speculation(
+    own: str, config: VllmConfig, cache_config: KVCacheConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(config, "speculative_config", "a draft model")
     assert namespace(config, cache_config) != own
 
 

@@ -32,7 +32,8 @@ def all_replicas(tracker_process: TrackerProcess) -> Iterator[dict[str, ReplicaP
         "checked": "tests.faults:CorruptingGloo",
         "unchecked": "tests.faults:UncheckedCorruptingGloo",
     }
-    with replicas(tracker_process.address, transports) as started:
+    # Grants live long enough that their end in these tests is their release.
+    with replicas(tracker_process.address, transports, fetch_timeout=10 * TIMEOUT) as started:
         yield {replica.name: replica for replica in started}
 
 

@@ -24,7 +24,7 @@ def namespace(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, chunk_tok
     model = vllm_config.model_config
     cache = vllm_config.cache_config
     parallel = vllm_config.parallel_config
-    architecture = model.hf_config.to_dict()
+    architecture = model.hf_config.to_dict()  # what was overridden at launch is in it
     architecture.pop("_name_or_path", None)  # another folder on another host
     groups = [
         {"layers": group.layer_names, "spec": repr(group.kv_cache_spec)}
@@ -36,7 +36,6 @@ def namespace(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, chunk_tok
             "vllm": vllm.__version__,
             "device": current_platform.device_type,
             "architecture": architecture,
-            "overrides": model.hf_overrides,
             "weights": weights_fingerprint(Path(model.model)),
             "revision": model.revision,
             "dtype": model.dtype,

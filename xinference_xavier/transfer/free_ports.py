@@ -19,6 +19,8 @@ from xinference_xavier.errors import TransportError
 def only_free_ports(host: str, low: int, high: int) -> Iterator[None]:
     """While entered, the port that the kernel chooses on `host` is one of `low` to `high`.
 
+    Or one that somebody gives up at that very moment: look, and if need be, try again.
+
     Raises:
         TransportError: there is none that the kernel would choose.
     """
@@ -91,10 +93,7 @@ def _occupy_all_but(host: str, ports: range, wanted: range, occupied: ExitStack)
             holder = occupied if port not in wanted else brief
             blocker = holder.enter_context(socket.socket(family, socket.SOCK_STREAM))
             try:
-                # Ports of connections that have just ended can be had like this only, also by Gloo.
-                blocker.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 blocker.bind((host, port))
-                blocker.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
             except OSError as error:
                 if error.errno != errno.EADDRINUSE:
                     raise

@@ -33,6 +33,7 @@ _PROOF_BYTES = 32
 _MAX_RENDEZVOUS_BYTES = 64 << 10
 _IN_FLIGHT_BYTES = 64 << 20  # above the bandwidth-delay product of any LAN
 _MIN_IN_FLIGHT = 4
+_PORT_ATTEMPTS = 10
 
 
 class _Group(Protocol):
@@ -176,19 +177,20 @@ def _listen(host: str, port_range: tuple[int, int] | None) -> ProcessGroupGloo.D
     try:
         if port_range is None:
             return ProcessGroupGloo.create_device(hostname=host)
-        with only_free_ports(host, *port_range):
-            before = _listening_ports()
-            device = ProcessGroupGloo.create_device(hostname=host)
-            chosen = _listening_ports() - before
+        low, high = port_range
+        misfits = []  # kept meanwhile, so that their ports are not given again
+        with only_free_ports(host, low, high):
+            for _ in range(_PORT_ATTEMPTS):
+                before = _listening_ports()
+                device = ProcessGroupGloo.create_device(hostname=host)
+                if any(low <= port <= high for port in _listening_ports() - before):
+                    return device
+                misfits.append(device)
     except RuntimeError as error:
         raise TransportError(f"Gloo cannot listen on host {host!r}: {error}") from None
-    low, high = port_range
-    if not any(low <= port <= high for port in chosen):
-        raise TransportError(
-            f"xavier_port_range={low}-{high}: the kernel gave Gloo a port outside ({chosen}); "
-            "choose another range"
-        )
-    return device
+    raise TransportError(
+        f"xavier_port_range={low}-{high}: the kernel gives Gloo other ports; choose another range"
+    )
 
 
 def _listening_ports() -> set[int]:

@@ -1,0 +1,84 @@
+"""What the connector decides before vLLM's own takes over."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from vllm.config import KVTransferConfig, VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+
+from xinference_xavier.config import XavierConfig
+from xinference_xavier.engine.connector import XavierConnector
+from xinference_xavier.errors import ConfigError
+from xinference_xavier.serving.transfer_config import kv_transfer_config
+
+BLOCK_TOKENS = 32
+NOBODY = "127.0.0.1:1"
+
+
+def engine_config(folder: Path, chunk_tokens: int | None = None) -> VllmConfig:
+    xavier = XavierConfig("model", NOBODY, pool_bytes=1 << 26, chunk_tokens=chunk_tokens)
+    return EngineArgs(
+        model=str(folder),
+        dtype="float32",
+        block_size=BLOCK_TOKENS,
+        enforce_eager=True,
+        max_model_len=2048,
+        skip_tokenizer_init=True,
+        kv_transfer_config=KVTransferConfig(**kv_transfer_config(xavier)),
+    ).create_engine_config()
+
+
+@pytest.fixture
+def cache_config() -> KVCacheConfig:
+    spec = FullAttentionSpec(
+        block_size=BLOCK_TOKENS, num_kv_heads=4, head_size=64, dtype=torch.float32
+    )
+    groups = [KVCacheGroupSpec(["layer.0", "layer.1"], spec)]
+    return KVCacheConfig(num_blocks=16, kv_cache_tensors=[], kv_cache_groups=groups)
+
+
+def worker(config: VllmConfig, cache_config: KVCacheConfig) -> XavierConnector:
+    return XavierConnector(config, KVConnectorRole.WORKER, cache_config)
+
+
+@pytest.mark.parametrize(("chunk_tokens", "blocks"), [(None, 4), (256, 8)])
+def test_vllm_and_the_spec_are_told_the_chunk_size(
+    model_folder: Path, cache_config: KVCacheConfig, chunk_tokens: int | None, blocks: int
+) -> None:
+    """From 0.33 on vLLM derives sliding windows from it, before there is a spec."""
+    config = engine_config(model_folder, chunk_tokens)
+    for _ in range(2):  # in one process there may be a worker's connector and a scheduler's
+        connector = worker(config, cache_config)
+        assert connector.connector_worker is not None
+        assert connector.connector_worker.spec.blocks_per_chunk == blocks
+        assert connector.connector_worker.spec.config.cache.blocks_per_chunk == blocks
+
+
+def test_a_chunk_size_that_does_not_fit_the_model_is_refused(
+    model_folder: Path, cache_config: KVCacheConfig
+) -> None:
+    with pytest.raises(ConfigError, match=r"xavier_chunk_tokens=100 .* use 128"):
+        worker(engine_config(model_folder, chunk_tokens=100), cache_config)
+
+
+def test_one_replica_over_several_hosts_is_refused(
+    model_folder: Path, cache_config: KVCacheConfig
+) -> None:
+    config = engine_config(model_folder)
+    config.parallel_config.nnodes = 2
+    with pytest.raises(ConfigError, match=r"nnodes=2 .* use one host per replica"):
+        worker(config, cache_config)
+
+
+def test_a_cache_that_loads_later_than_it_hits_is_refused(
+    model_folder: Path, cache_config: KVCacheConfig
+) -> None:
+    config = engine_config(model_folder)
+    with pytest.raises(ConfigError, match="hisparse_config"):
+        worker(config, replace(cache_config, hisparse_host_num_blocks=4))
