@@ -50,12 +50,12 @@ def fresh_keys(count: int) -> list[bytes]:
     return [make_key(next(_NUMBERS)) for _ in range(count)]
 
 
-def wait_until(condition: Callable[[], bool], what: str) -> None:
+def wait_until(condition: Callable[[], bool], what: str, *, interval: float = 0.005) -> None:
     """Poll a condition in another process, where there is no event of ours to wait for."""
     deadline = time.monotonic() + DEADLINE
     while not condition():
         assert time.monotonic() < deadline, f"never came true: {what}"
-        threading.Event().wait(0.005)
+        threading.Event().wait(interval)
 
 
 class Outcome(NamedTuple):

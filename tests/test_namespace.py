@@ -101,8 +101,16 @@ def test_weights_in_shards_and_subfolders_count(tmp_path: Path) -> None:
     assert weights_fingerprint(folder) not in {one, two}
 
 
-def test_no_local_weights_have_a_fingerprint_too(tmp_path: Path) -> None:
-    assert weights_fingerprint(tmp_path) == weights_fingerprint(tmp_path / "missing")
+def test_a_model_may_be_one_file(tmp_path: Path) -> None:
+    one, other = tmp_path / "a" / "model.gguf", tmp_path / "b" / "model.gguf"
+    for file, content in ((one, b"x"), (other, b"y")):
+        file.parent.mkdir()
+        file.write_bytes(content * 10_000)
+    assert weights_fingerprint(one) != weights_fingerprint(other)
+
+
+def test_models_on_a_hub_are_told_apart_by_their_names() -> None:
+    assert weights_fingerprint(Path("org/one")) != weights_fingerprint(Path("org/other"))
 
 
 def test_tensors_of_no_bytes_are_no_obstacle(tmp_path: Path) -> None:

@@ -135,6 +135,9 @@ def test_the_own_transfer_process_hangs(scene: Scene) -> None:
 
 @pytest.mark.parametrize("process", ["engine", "transfer"])
 def test_a_donor_stands_still(scene: Scene, process: str) -> None:
+    """After it served well, so that the consumer is connected to it already."""
+    few = stored(scene.consumer, scene.stalling)[:ROWS_BEFORE_STALL]
+    assert scene.consumer.fetch("stalling", few, NEVER).committed == len(few)
     keys = stored(scene.consumer, scene.stalling, scene.plain)
     transfer = psutil.Process(scene.stalling.stats()["transfer_pid"])
     scene.stalling.send_signal(signal.SIGSTOP, process)

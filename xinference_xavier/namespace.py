@@ -23,15 +23,15 @@ def digest(ingredients: Mapping[str, object]) -> str:
 
 
 def weights_fingerprint(path: Path) -> str:
-    """32 hex digits over the sizes and samples of every tensor below `path`.
+    """32 hex digits over the sizes and samples of every tensor at `path`, a folder or one file.
 
-    Reads a few hundred bytes per tensor, so it is quick for any size. Two fine-tunes of one
-    model differ in it; a model without local weights has the fingerprint of nothing.
+    Reads a few hundred bytes per tensor, so it is quick for any size. Two fine-tunes of one model
+    differ in it. Where there are no weights (the name of a model on a hub), the name has to do.
     """
-    fingerprint = hashlib.sha256()
-    for file in sorted(path.rglob("*")):
-        if file.suffix not in _WEIGHT_SUFFIXES:
-            continue
+    found = [path] if path.is_file() else sorted(path.rglob("*"))
+    files = [file for file in found if file.suffix in _WEIGHT_SUFFIXES]
+    fingerprint = hashlib.sha256(b"" if files else str(path).encode())
+    for file in files:
         fingerprint.update(f"{file.name}:{file.stat().st_size};".encode())
         with file.open("rb") as weights:
             if file.suffix == ".safetensors":

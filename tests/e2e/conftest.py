@@ -1,11 +1,12 @@
 """One xinference for all end-to-end tests; its models come and go with the modules."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from examples.local_cluster import LocalCluster
+from tests import replica_process
 from tests.faults import SCRIPT, Fault
 
 ROOT = Path(__file__).parents[2]
@@ -16,6 +17,11 @@ ARGUMENTS = {
     "enable_xavier": True,
     "xavier_pool_bytes": "512MiB",
 }
+
+
+def wait_until(condition: Callable[[], bool], what: str) -> None:
+    """Ask xinference again and again, but not so often that it is busy with that."""
+    replica_process.wait_until(condition, what, interval=0.2)
 
 
 @pytest.fixture(scope="session")

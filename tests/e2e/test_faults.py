@@ -12,9 +12,8 @@ import pytest
 
 from examples.documents import document, prompt, questions
 from examples.local_cluster import Completion, LocalCluster
-from tests.e2e.conftest import ARGUMENTS
+from tests.e2e.conftest import ARGUMENTS, wait_until
 from tests.faults import CORRUPT_ROW, Fault
-from tests.replica_process import wait_until
 
 UID = "faults"
 CHUNK = 128

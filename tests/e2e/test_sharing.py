@@ -13,8 +13,7 @@ import xoscar
 
 from examples.documents import document, prompt, questions
 from examples.local_cluster import Completion, LocalCluster
-from tests.e2e.conftest import ARGUMENTS
-from tests.replica_process import wait_until
+from tests.e2e.conftest import ARGUMENTS, wait_until
 from xinference_xavier.addresses import reachable_address
 from xinference_xavier.pool.region import receive_region
 from xinference_xavier.tracker.actor import tracker_uid

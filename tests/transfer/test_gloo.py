@@ -277,7 +277,7 @@ def test_a_consumer_that_does_not_come_back_is_waited_for_until_the_deadline(
     acceptance = there.accept(offer.hello, SECRET, soon())
     offer.withdraw()
     assert acceptance.answer
-    with pytest.raises(LinkError, match="no connection"):
+    with pytest.raises(LinkError):  # it may have got as far as the proof that does not come
         acceptance.complete(soon())
 
 
