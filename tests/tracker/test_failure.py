@@ -1,0 +1,33 @@
+"""The cause of a failed start, on its way from a dying engine to whoever launched it."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from xinference_xavier.config import XavierConfig
+from xinference_xavier.errors import ConfigError
+from xinference_xavier.tracker.failure import failure_of, report_failure
+
+from .conftest import MODEL
+
+ERROR = ConfigError("xavier_pool_bytes", 1, "is too little", "use more")
+
+
+async def test_the_cause_is_taken_once(
+    tracker_process: tuple[asyncio.subprocess.Process, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XINFERENCE_MODEL_UID", "model-rep1")
+    _, address = tracker_process
+    config = XavierConfig(MODEL, address)
+    report_failure(config, ERROR)
+    assert await failure_of(config, "model-rep0") is None, "another replica's"
+    assert await failure_of(config, "model-rep1") == str(ERROR)
+    assert await failure_of(config, "model-rep1") is None
+
+
+async def test_without_a_tracker_nothing_is_learnt_and_nothing_raised() -> None:
+    config = XavierConfig(MODEL, "127.0.0.1:1")
+    report_failure(config, ERROR)
+    assert await failure_of(config, "model-rep0") is None

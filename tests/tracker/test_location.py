@@ -1,0 +1,77 @@
+"""How a replica finds the tracker again: through its worker, which knows the supervisor."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import xoscar as xo
+
+from xinference_xavier.config import XavierConfig
+from xinference_xavier.errors import NotFoundError
+from xinference_xavier.tracker.location import TrackerLocation
+
+CONFIGURED = "10.0.0.1:9999"
+
+
+class Supervisor(xo.StatelessActor):
+    """Has the tracker of "running" in its own pool, at an address with a wildcard."""
+
+    async def xavier_tracker_address(self, model_uid: str, create: bool) -> str:
+        assert create
+        if model_uid != "running":
+            raise NotFoundError(model_uid, "is not running here")
+        return "0.0.0.0:7777"
+
+
+class Worker(xo.StatelessActor):
+    def __init__(self, supervisor: Any) -> None:
+        super().__init__()
+        self._supervisor = supervisor
+
+    async def get_supervisor_ref(self, add_worker: bool) -> Any:
+        assert not add_worker
+        return self._supervisor
+
+
+@pytest.fixture
+async def worker_address() -> AsyncIterator[str]:
+    pool = await xo.create_actor_pool("127.0.0.1:0", n_process=0, use_uvloop=False)
+    async with pool:
+        address = pool.external_address
+        supervisor = await xo.create_actor(Supervisor, address=address, uid="supervisor")
+        await xo.create_actor(Worker, supervisor, address=address, uid="worker")
+        yield address
+
+
+async def test_it_is_looked_for_where_it_was_configured_first(worker_address: str) -> None:
+    location = TrackerLocation(XavierConfig("running", CONFIGURED, worker_address=worker_address))
+    assert await location.find() == CONFIGURED
+
+
+async def test_when_it_was_lost_the_workers_supervisor_knows(worker_address: str) -> None:
+    location = TrackerLocation(XavierConfig("running", CONFIGURED, worker_address=worker_address))
+    await location.find()
+    assert await location.find() == "127.0.0.1:7777"
+
+
+async def test_a_supervisor_that_does_not_know_the_model_yet_changes_nothing(
+    worker_address: str,
+) -> None:
+    location = TrackerLocation(XavierConfig("other", CONFIGURED, worker_address=worker_address))
+    await location.find()
+    assert await location.find() == CONFIGURED
+
+
+async def test_without_a_worker_there_is_only_the_configured_place() -> None:
+    location = TrackerLocation(XavierConfig("running", CONFIGURED))
+    await location.find()
+    assert await location.find() == CONFIGURED
+
+
+async def test_a_worker_that_is_gone_is_the_callers_to_retry() -> None:
+    location = TrackerLocation(XavierConfig("running", CONFIGURED, worker_address="127.0.0.1:1"))
+    await location.find()
+    with pytest.raises(OSError, match="Connect call failed"):
+        await location.find()
