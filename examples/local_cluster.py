@@ -134,6 +134,7 @@ class LocalCluster:
         compiled = Path(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")
         environment.setdefault("TORCHINDUCTOR_CACHE_DIR", str(compiled))
         environment.pop("PYTHONDONTWRITEBYTECODE", None)
+        environment.pop("PYTHONHASHSEED", None)  # replicas must find each other's chunks without
         program = str(Path(sys.executable).parent / "xinference-local")
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("wb") as log:

@@ -173,11 +173,6 @@ def test_sharing_is_switched_off_and_on_at_run_time(model: LocalCluster) -> None
     assert shared.cached_tokens > 0
 
 
-def test_hash_seed_is_not_needed() -> None:
-    """The cluster inherits our environment, and replicas find each other's chunks all the same."""
-    assert "PYTHONHASHSEED" not in os.environ
-
-
 def test_a_killed_transfer_process_costs_a_recomputation_at_most(model: LocalCluster) -> None:
     before = replicas(model)
     donor, cold = ask(model, question(106))
