@@ -102,6 +102,7 @@ class Fetcher:
         self._donors.pop(incarnation, None)
 
     async def _run(self, fetch: Fetch) -> None:
+        reason: str | None = "stopped"  # unless we get further: cancelled, as the replica stops
         try:
             async with Rollback() as scope:
                 for row in fetch.rows:  # does nothing to those that were committed by then
@@ -112,21 +113,21 @@ class Fetcher:
                 self._note_missing(fetch, grant)
                 if not grant.grant_id:
                     raise GrantRefusedError("not held")
-                await self._pull(fetch, grant)
+                reason = await self._pull(fetch, grant)
         except GrantRefusedError as error:
-            self._finish(fetch, error.reason)
+            reason = error.reason
         except TimeoutError:
             self._donors.pop(fetch.donor, None)
-            self._finish(fetch, "timeout")
+            reason = "timeout"
         except (XavierError, xoscar.ActorNotExist, xoscar.ServerClosed, OSError) as error:
             self._donors.pop(fetch.donor, None)
             logger.warning("fetch from %s failed: %r", fetch.donor, error)
-            self._finish(fetch, "donor unreachable")
+            reason = "donor unreachable"
         except Exception:  # whatever it is, the request must be told
             logger.exception("fetch from %s failed", fetch.donor)
-            self._finish(fetch, "internal error")
-        finally:  # cancelled: the replica stops
-            self._finish(fetch, "stopped")
+            reason = "internal error"
+        finally:  # after the rollback: who sees the end finds nothing half done
+            self._finish(fetch, reason)
 
     async def _grant(self, fetch: Fetch) -> Grant:
         request = GrantRequest(
@@ -157,7 +158,8 @@ class Fetcher:
         if held < len(fetch.rows) and not grant.more_is_held:
             self._note_stale(fetch.rows[held].key, fetch.donor, grant.sequence)
 
-    async def _pull(self, fetch: Fetch, grant: Grant) -> None:
+    async def _pull(self, fetch: Fetch, grant: Grant) -> str | None:
+        """Why not all of the granted rows became hits; None if they did."""
         rows = fetch.rows[: len(grant.checksums)]
         remaining = fetch.deadline - time.monotonic()
         order = PullOrder(
@@ -177,9 +179,10 @@ class Fetcher:
             self._finish(fetch, "timeout")
         result: PullResult = await pulling
         if fetch.state is FetchState.PENDING:
-            self._commit(fetch, grant, result)
+            return self._commit(fetch, grant, result)
+        return fetch.reason
 
-    def _commit(self, fetch: Fetch, grant: Grant, result: PullResult) -> None:
+    def _commit(self, fetch: Fetch, grant: Grant, result: PullResult) -> str | None:
         whole = zip(fetch.rows[: result.verified], grant.checksums, strict=False)
         fetch.committed = [
             row for row, checksum in whole if self._pool.commit(row, checksum, pins=1)
@@ -187,9 +190,8 @@ class Fetcher:
         self.counts.rows += len(fetch.committed)
         self._arrived(fetch.committed)
         if len(fetch.committed) < result.verified:
-            self._finish(fetch, "reset")
-        else:
-            self._finish(fetch, result.reason)
+            return "reset"
+        return result.reason
 
     def _finish(self, fetch: Fetch, reason: str | None) -> None:
         if fetch.state is not FetchState.PENDING:
