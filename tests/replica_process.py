@@ -207,8 +207,15 @@ class TrackerProcess:
         self.address: str = self._pipe.recv()
 
     def set_enabled(self, enabled: bool) -> None:
-        self._pipe.send(enabled)
-        self._pipe.recv()
+        self._ask("set_enabled", enabled)
+
+    def set_weights_version(self, version: str) -> dict[str, list[str]]:
+        told: dict[str, list[str]] = self._ask("set_weights_version", version)
+        return told
+
+    def _ask(self, method: str, *args: Any) -> Any:
+        self._pipe.send((method, args))
+        return self._pipe.recv()
 
     def kill(self) -> None:
         self.process.kill()
@@ -224,8 +231,8 @@ def _track(pipe: Connection) -> None:
         pipe.send(address)
         loop = asyncio.get_running_loop()
         while True:
-            enabled = await loop.run_in_executor(None, pipe.recv)
-            pipe.send(await tracker.set_enabled(enabled))
+            method, args = await loop.run_in_executor(None, pipe.recv)
+            pipe.send(await getattr(tracker, method)(*args))
 
     with suppress(EOFError):
         asyncio.run(serve())

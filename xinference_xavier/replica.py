@@ -58,6 +58,9 @@ class ReplicaActor(xoscar.StatelessActor):  # type: ignore[misc]  # xoscar has n
     async def release(self, grant_id: int) -> None:
         self._replica.release(grant_id)
 
+    async def set_weights_version(self, version: str) -> bool:
+        return await self._replica.set_weights_version(version)
+
     async def stats(self) -> dict[str, Any]:
         return await self._replica.full_stats()
 
@@ -80,6 +83,8 @@ class Replica:
         self._incarnation = incarnation
         self._namespace = namespace
         self._shared_namespace = namespace  # another one after each reset
+        self._alone = False  # in a namespace of our own, since a reset
+        self._moving = asyncio.Lock()
         self._key_bytes = key_bytes
         self._region = region
         self._pool = pool
@@ -149,13 +154,13 @@ class Replica:
     def reset(self) -> None:
         """Everything computed so far is void, here and, coming from us, anywhere else.
 
-        From now on we share only in a namespace of our own: peers may hold bytes that were
-        computed with weights that are ours no longer, and nobody can tell which.
+        From now on we share only in a namespace of our own, until somebody says which version our
+        weights are: peers may hold bytes that were computed with weights that are ours no longer,
+        and nobody can tell which.
         """
         self._resets += 1
         self._pool.reset()
-        namespace = f"{self._namespace}+{secrets.token_hex(8)}"
-        self._post(lambda: self._spawn(self._change_namespace(namespace)))
+        self._post(lambda: self._spawn(self._part()))
 
     def _post(self, action: Callable[..., object], *args: object) -> bool:
         """Have the background loop do something soon; False if it has ended."""
@@ -260,10 +265,15 @@ class Replica:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _change_namespace(self, namespace: str) -> None:
+    async def _part(self) -> None:
+        async with self._moving:
+            await self._move(f"{self._namespace}+{secrets.token_hex(8)}")
+            self._alone = True
+            self._resets_done += 1
+
+    async def _move(self, namespace: str) -> None:
         self._shared_namespace = namespace
         await self._client.change_namespace(namespace)
-        self._resets_done += 1
 
     async def _expire_grants(self) -> None:
         while True:
@@ -283,6 +293,16 @@ class Replica:
 
     def release(self, grant_id: int) -> None:
         self._donor.grants.release(grant_id)
+
+    async def set_weights_version(self, version: str) -> bool:
+        """Share again with those of the same version; what was computed since the last reset is
+        of it. False if there was no reset: then everything here is as old as it was."""
+        async with self._moving:
+            if not self._alone:
+                return False
+            self._alone = False
+            await self._move(f"{self._namespace}@{version}")
+            return True
 
     def stats(self) -> dict[str, Any]:
         """Figures of this replica since its start, without asking anybody."""

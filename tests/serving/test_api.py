@@ -44,8 +44,14 @@ class Supervisor(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no type
 
 
 class Replica(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no types
+    """One that was reset if its incarnation is "reset"."""
+
     async def stats(self) -> dict[str, Any]:
         return STATS
+
+    async def set_weights_version(self, version: str) -> bool:
+        assert version == "2"
+        return bool(self.uid == replica_uid("reset").encode())
 
 
 @pytest.fixture
@@ -129,6 +135,21 @@ async def test_switching_off_and_on(address: str, tracker: Any) -> None:
             assert (await tracker.status())["enabled"] is wanted
 
 
+async def test_saying_which_weights_there_are(address: str, tracker: Any) -> None:
+    for incarnation in ("reset", "as it was"):
+        await xo.create_actor(Replica, address=address, uid=replica_uid(incarnation))
+        await join(tracker, address, incarnation, 1)
+    await join(tracker, address, "silent", 1)
+    async with client_of(address) as client:
+        answer = await client.post("/v1/xavier/m", json={"weights_version": "2"})
+    assert answer.status_code == 200
+    assert answer.json()["told"] == {
+        "joined": ["reset"],
+        "not_reset": ["as it was"],
+        "unreachable": ["silent"],
+    }
+
+
 @pytest.mark.parametrize(
     "body",
     [
@@ -141,6 +162,10 @@ async def test_switching_off_and_on(address: str, tracker: Any) -> None:
         b'{"enabled": "false"}',
         b'{"enabled": null}',
         b'{"enabled": true, "more": 1}',
+        b'{"weights_version": 2}',
+        b'{"weights_version": ""}',
+        b'{"weights_version": "' + b"v" * 65 + b'"}',
+        b'{"enabled": true, "weights_version": "2"}',
     ],
 )
 async def test_any_other_body_is_refused(address: str, tracker: Any, body: bytes) -> None:

@@ -1,7 +1,9 @@
 """REST routes: how a model's replicas share, and the switch.
 
-``GET /v1/xavier/{model_uid}`` answers ``report``'s shape; ``POST`` with ``{"enabled": bool}``
-switches sharing off or on and answers the same. 404: no such model shares; 400: another body.
+``GET /v1/xavier/{model_uid}`` answers ``report``'s shape. ``POST`` answers the same, after it has
+switched sharing off or on (``{"enabled": bool}``), or told the replicas that were reset since which
+weights they have (``{"weights_version": str}``; ``"told"`` in the answer says what became of it).
+404: no such model shares; 400: another body.
 """
 
 from __future__ import annotations
@@ -18,6 +20,11 @@ from fastapi.responses import JSONResponse
 from xinference_xavier.addresses import reachable_address
 from xinference_xavier.errors import NotFoundError
 from xinference_xavier.tracker.actor import tracker_uid
+from xinference_xavier.tracker.checks import (
+    MAX_WEIGHTS_VERSION,
+    check_switch,
+    check_weights_version,
+)
 
 _PATH = "/v1/xavier/{model_uid}"
 _DEADLINE = 10.0
@@ -44,17 +51,20 @@ def add_routes(context: Any) -> None:
         tracker = await find_tracker(model_uid)
         return report(await tracker.status())
 
-    async def switch(model_uid: str, enabled: bool) -> dict[str, Any]:
+    async def change(model_uid: str, wanted: Mapping[str, Any]) -> dict[str, Any]:
         tracker = await find_tracker(model_uid)
-        await tracker.set_enabled(enabled)
-        return report(await tracker.status())
+        if "enabled" in wanted:
+            await tracker.set_enabled(wanted["enabled"])
+            return report(await tracker.status())
+        told = await tracker.set_weights_version(wanted["weights_version"])
+        return {**report(await tracker.status()), "told": told}
 
     async def get_sharing(model_uid: str) -> JSONResponse:
         return JSONResponse(await _answered(model_uid, read(model_uid)))
 
     async def set_sharing(model_uid: str, request: Request) -> JSONResponse:
-        enabled = _wanted(await request.body())
-        return JSONResponse(await _answered(model_uid, switch(model_uid, enabled)))
+        wanted = _wanted(await request.body())
+        return JSONResponse(await _answered(model_uid, change(model_uid, wanted)))
 
     for method, endpoint, scope in (
         ("GET", get_sharing, _READ_SCOPE),
@@ -123,17 +133,23 @@ def _accumulate(totals: dict[str, Any], part: Mapping[str, Any]) -> None:
             totals[name] = value + other
 
 
-def _wanted(body: bytes) -> bool:
+def _wanted(body: bytes) -> dict[str, Any]:
     try:
         wanted = json.loads(body)
+        match wanted:
+            case {"enabled": enabled} if len(wanted) == 1:
+                check_switch(enabled)
+                return {"enabled": enabled}
+            case {"weights_version": version} if len(wanted) == 1:
+                check_weights_version(version)
+                return {"weights_version": version}
     except ValueError:
-        wanted = None
-    if not (isinstance(wanted, dict) and wanted.keys() == {"enabled"}):
-        wanted = {"enabled": None}
-    enabled = wanted["enabled"]
-    if not isinstance(enabled, bool):
-        raise HTTPException(400, 'the body must be {"enabled": true} or {"enabled": false}')
-    return enabled
+        pass  # no JSON, or a value that is none: refused below like all else
+    raise HTTPException(
+        400,
+        'the body must be {"enabled": true}, {"enabled": false} or {"weights_version": "<text of 1 '
+        f'to {MAX_WEIGHTS_VERSION} characters>"}}',
+    )
 
 
 async def _answered(model_uid: str, work: Awaitable[_T]) -> _T:

@@ -33,6 +33,7 @@ from xinference_xavier.tracker.checks import (
     check_packed,
     check_stats,
     check_switch,
+    check_weights_version,
 )
 from xinference_xavier.tracker.index import Index, Member, Outcome, ReplicaState, Settings, Update
 
@@ -47,6 +48,8 @@ MAX_WATCH = 60.0
 """Seconds that a watch waits at most, whatever it asks for."""
 STATS_DEADLINE = 1.0
 """Seconds that a replica gets to report its figures."""
+MOVE_DEADLINE = 5.0
+"""Seconds that a replica gets to move to another namespace."""
 
 
 def tracker_uid(model_uid: str) -> str:
@@ -237,6 +240,25 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
         self._configure(Settings(version, enabled))
         return self._settings
 
+    async def set_weights_version(self, version: str) -> dict[str, list[str]]:
+        """Tell every replica that its weights are of `version`; what became of it.
+
+        Those that were reset since they were told last ("joined") share with each other from now
+        on. The others ("not_reset") still hold what they computed before and stay as they are; so
+        do those that do not answer ("unreachable").
+        """
+        check_weights_version(version)
+        members = [
+            state.member
+            for known in self._namespaces.values()
+            for state in known.index.replicas(self._clock())
+        ]
+        answers = await asyncio.gather(*(_tell_version(member, version) for member in members))
+        told: dict[str, list[str]] = {"joined": [], "not_reset": [], "unreachable": []}
+        for member, answer in zip(members, answers, strict=True):
+            told[answer].append(member.incarnation)
+        return told
+
     async def status(self) -> dict[str, Any]:
         """All that is known, JSON-able; the replicas' figures as they are now.
 
@@ -345,6 +367,19 @@ async def _describe_replica(
         "lease_left_s": round(state.lease_left, 3),
         "stats": stats,
     }
+
+
+async def _tell_version(member: Member, version: str) -> str:
+    async def tell() -> bool:
+        ref = await xo.actor_ref(address=member.address, uid=replica_uid(member.incarnation))
+        joined: bool = await ref.set_weights_version(version)
+        return joined
+
+    try:
+        return "joined" if await within(MOVE_DEADLINE, tell()) else "not_reset"
+    except Exception as error:
+        logger.warning("replica %s was not told its weights: %r", member.incarnation, error)
+        return "unreachable"
 
 
 async def _ask_stats(incarnation: str, address: str) -> Any:

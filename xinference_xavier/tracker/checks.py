@@ -6,6 +6,8 @@ import json
 
 MAX_IDENTIFIER = 256
 """Characters of a namespace, an incarnation or an address."""
+MAX_WEIGHTS_VERSION = 64
+"""Characters; it becomes part of a namespace."""
 MAX_KEY_BYTES = 1024
 MAX_STATS_BYTES = 1 << 16
 """A replica's figures as JSON."""
@@ -14,6 +16,14 @@ MAX_STATS_BYTES = 1 << 16
 def check_identifier(name: str, value: object) -> None:
     if not isinstance(value, str) or not 0 < len(value) <= MAX_IDENTIFIER:
         raise ValueError(f"{name}={value!r:.300} is not a text of 1 to {MAX_IDENTIFIER} characters")
+
+
+def check_weights_version(version: object) -> None:
+    if not isinstance(version, str) or not 0 < len(version) <= MAX_WEIGHTS_VERSION:
+        raise ValueError(
+            f"weights_version={version!r:.100} is not a text of 1 to {MAX_WEIGHTS_VERSION} "
+            "characters"
+        )
 
 
 def check_count(name: str, value: object, least: int, most: int = (1 << 63) - 1) -> None:

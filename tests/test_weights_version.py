@@ -1,0 +1,97 @@
+"""After a reset a replica shares with nobody, until it is said which weights it has now: then it
+shares with those of the same version, and with no others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.replica_process import (
+    ReplicaProcess,
+    TrackerProcess,
+    fresh_keys,
+    replicas,
+    wait_until,
+)
+
+TIMEOUT = 30.0  # not what is tested here
+PREFIX = "namespace"
+
+
+@pytest.fixture
+def trio(tracker_process: TrackerProcess) -> Iterator[list[ReplicaProcess]]:
+    transports = dict.fromkeys(("first", "second", "old"), "gloo")
+    with replicas(tracker_process.address, transports) as started:
+        yield started
+
+
+def wait_alone(replica: ReplicaProcess) -> None:
+    wait_until(lambda: replica.namespace().startswith(f"{PREFIX}+"), "it has left the others")
+    wait_until(replica.is_up, "it is a member of a namespace of its own")
+
+
+def knows(consumer: ReplicaProcess, donor: ReplicaProcess, keys: list[bytes]) -> bool:
+    return all(donor.name in consumer.holders(key) for key in keys)
+
+
+def test_replicas_of_the_same_weights_share_again(
+    tracker_process: TrackerProcess, trio: list[ReplicaProcess]
+) -> None:
+    first, second, old = trio
+    before, after = fresh_keys(3), fresh_keys(3)
+    first.store(before)
+    wait_until(lambda: knows(old, first, before), "the index says")
+    for replica in (first, second):
+        replica.reset()
+        wait_alone(replica)
+    assert first.fetch("second", fresh_keys(1), TIMEOUT).reason == "donor gone"
+    first.store(after)
+
+    told = tracker_process.set_weights_version("2")
+
+    assert {verdict: sorted(names) for verdict, names in told.items()} == {
+        "joined": ["first", "second"],
+        "not_reset": ["old"],
+        "unreachable": [],
+    }
+    wait_until(lambda: knows(second, first, after), "what the new weights computed is offered")
+    assert second.fetch("first", after, TIMEOUT).committed == 3
+    assert second.wrong_rows() == []
+    assert second.holders(before[0]) == (), "nothing of before comes back"
+    assert old.holders(after[0]) == (), "and who was not reset gets nothing"
+
+
+def test_another_reset_asks_for_another_word(
+    tracker_process: TrackerProcess, trio: list[ReplicaProcess]
+) -> None:
+    """A version that was given before a reset says nothing of the weights after it."""
+    first, second, _ = trio
+    for replica in (first, second):
+        replica.reset()
+        wait_alone(replica)
+    tracker_process.set_weights_version("2")
+    assert first.namespace() == second.namespace() == f"{PREFIX}@2"
+    second.reset()
+    wait_alone(second)
+    assert tracker_process.set_weights_version("3")["joined"] == ["second"]
+    keys = fresh_keys(2)
+    first.store(keys)
+    assert second.namespace() == f"{PREFIX}@3"
+    assert first.namespace() == f"{PREFIX}@2"
+    wait_until(second.is_up, "it has joined")
+    assert second.holders(keys[0]) == ()
+    assert second.fetch("first", keys, TIMEOUT).reason == "donor gone"
+
+
+def test_a_replica_that_does_not_answer_stays_alone(
+    tracker_process: TrackerProcess, trio: list[ReplicaProcess]
+) -> None:
+    first, second, old = trio
+    first.reset()
+    wait_alone(first)
+    second.kill()
+    old.kill()
+    told = tracker_process.set_weights_version("2")
+    assert told["joined"] == ["first"]
+    assert set(told["unreachable"]) <= {"second", "old"}, "unless their leases have ended already"
