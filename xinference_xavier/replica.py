@@ -26,6 +26,7 @@ from xinference_xavier.network import listen, local_host_towards
 from xinference_xavier.pool.checksums import Checksums
 from xinference_xavier.pool.pool import Pool, Row
 from xinference_xavier.pool.region import Region
+from xinference_xavier.rollback import Rollback
 from xinference_xavier.tracker.client import TrackerClient
 from xinference_xavier.tracker.location import TrackerLocation
 from xinference_xavier.tracker.mirror import Mirror
@@ -181,16 +182,24 @@ class Replica:
     async def _main(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._main_task = asyncio.current_task()  # type: ignore[assignment]  # we are in one
+        async with Rollback() as scope:  # never committed: it ends with the replica
+            try:
+                background = await self._begin(scope)
+            except Exception as error:  # handed to `start`, which raises it
+                self._error = error
+                return
+            finally:
+                self._up.set()
+            await asyncio.wait(background, return_when=asyncio.FIRST_EXCEPTION)
+
+    async def _begin(self, scope: Rollback) -> list[asyncio.Task[None]]:
+        """Everything that runs as long as the replica does."""
         config = self._config
-        try:
-            if config.port_range is not None:
-                check_range(*config.port_range)  # not only when the transfer process starts
-            host = config.host or local_host_towards(config.tracker_address)
-            server = await listen(host, config.port_range)
-        except Exception as error:  # handed to `start`, which raises it
-            self._error = error
-            self._up.set()
-            return
+        if config.port_range is not None:
+            check_range(*config.port_range)  # not only when the transfer process starts
+        host = config.host or local_host_towards(config.tracker_address)
+        server = await listen(host, config.port_range)
+        scope.undo(server.stop)
         await xoscar.create_actor(
             ReplicaActor, self, address=server.external_address, uid=replica_uid(self._incarnation)
         )
@@ -214,6 +223,7 @@ class Replica:
             on_members=self._members_changed,
             on_joined=self._joined,
         )
+        scope.undo(self._client.leave)
         self._fetcher = Fetcher(
             incarnation=self._incarnation,
             pool=self._pool,
@@ -226,8 +236,6 @@ class Replica:
         # A grant lives twice as long as the fetch that asked for it may take.
         self._donor = Donor(self._pool, self._process, 2 * config.fetch_timeout)
         self._checksums = Checksums(self._region, self._pool, self._client.publish)
-        self._running = True
-        self._up.set()
         background = [
             asyncio.ensure_future(work)
             for work in (
@@ -237,18 +245,17 @@ class Replica:
                 self._expire_grants(),
             )
         ]
-        try:
-            await asyncio.wait(background, return_when=asyncio.FIRST_EXCEPTION)
-        finally:
-            self._running = False
-            for task in background:
-                task.cancel()
-            results = await asyncio.gather(*background, return_exceptions=True)
-            for result in results:
-                if isinstance(result, Exception):
-                    logger.error("replica %s stopped sharing", self._incarnation, exc_info=result)
-            await self._client.leave()
-            await server.stop()
+        scope.undo(self._end, background)
+        self._running = True
+        return background
+
+    async def _end(self, background: list[asyncio.Task[None]]) -> None:
+        self._running = False
+        for task in background:
+            task.cancel()
+        for result in await asyncio.gather(*background, return_exceptions=True):
+            if isinstance(result, Exception):
+                logger.error("replica %s stopped sharing", self._incarnation, exc_info=result)
 
     def _joined(self, secret: bytes) -> None:
         self._spawn(self._process.configure(secret))

@@ -22,7 +22,8 @@ import xoscar
 from xinference_xavier.deadline import within
 from xinference_xavier.errors import LinkError, XavierError
 from xinference_xavier.pool.region import Region
-from xinference_xavier.transfer.base import Link, Transport
+from xinference_xavier.rollback import Rollback
+from xinference_xavier.transfer.base import Acceptance, Link, Transport
 from xinference_xavier.transfer.messages import (
     PROTOCOL_VERSION,
     PullOrder,
@@ -58,7 +59,7 @@ class _Serving(NamedTuple):
     """A link on which we are the donor."""
 
     consumer: str
-    link: asyncio.Future[Link]
+    link: asyncio.Task[Link | None]
     thread: ThreadPoolExecutor
 
 
@@ -166,8 +167,10 @@ class TransferActor(xoscar.StatelessActor):  # type: ignore[misc]  # xoscar has 
             raise LinkError(f"{MAX_LINKS} links are open already")
         loop = asyncio.get_running_loop()
         thread = ThreadPoolExecutor(1, "xavier-pull")
-        offer = self._transport.offer(self._secret, deadline)
-        try:
+        async with Rollback() as scope:
+            scope.undo(thread.shutdown, False)
+            offer = self._transport.offer(self._secret, deadline)
+            scope.undo(loop.run_in_executor, None, offer.withdraw)
             link_id = os.urandom(8).hex()
             hello = await loop.run_in_executor(thread, lambda: offer.hello)
             timeout = deadline - time.monotonic()
@@ -176,10 +179,7 @@ class TransferActor(xoscar.StatelessActor):  # type: ignore[misc]  # xoscar has 
                 peer.open_link(PROTOCOL_VERSION, link_id, self._incarnation, hello, timeout),
             )
             link = await loop.run_in_executor(thread, offer.complete, answer, deadline)
-        except BaseException:
-            offer.withdraw()
-            thread.shutdown(wait=False)
-            raise
+            scope.commit()
         pulling = self._pulling[order.donor] = _Pulling(link_id, order.address, link, thread)
         return pulling
 
@@ -206,19 +206,31 @@ class TransferActor(xoscar.StatelessActor):  # type: ignore[misc]  # xoscar has 
         deadline = time.monotonic() + timeout
         loop = asyncio.get_running_loop()
         thread = ThreadPoolExecutor(1, "xavier-serve")
-        half = self._transport.accept(hello, self._secret, deadline)
-        answer = await loop.run_in_executor(thread, lambda: half.answer)
-        link = loop.run_in_executor(thread, half.complete, deadline)
-        self._serving[link_id] = _Serving(consumer, link, thread)
-        link.add_done_callback(lambda done: self._drop_failed(link_id, done))
+        async with Rollback() as scope:
+            scope.undo(thread.shutdown, False)
+            half = self._transport.accept(hello, self._secret, deadline)
+            answer = await loop.run_in_executor(thread, lambda: half.answer)
+            link = asyncio.ensure_future(self._accept(link_id, half, thread, deadline))
+            self._serving[link_id] = _Serving(consumer, link, thread)
+            scope.commit()
         return answer
 
-    def _drop_failed(self, link_id: str, link: asyncio.Future[Link]) -> None:
-        """A consumer that does not come back for its link must leave nothing behind."""
-        if link.cancelled() or link.exception() is not None:
-            serving = self._serving.pop(link_id, None)
-            if serving is not None:
-                serving.thread.shutdown(wait=False)
+    async def _accept(
+        self, link_id: str, half: Acceptance, thread: ThreadPoolExecutor, deadline: float
+    ) -> Link | None:
+        """The whole link; None for a consumer that did not come back for it."""
+        loop = asyncio.get_running_loop()
+        try:
+            async with Rollback() as scope:
+                scope.undo(thread.shutdown, False)
+                scope.undo(self._serving.pop, link_id, None)
+                scope.undo(loop.run_in_executor, None, half.withdraw)
+                link = await loop.run_in_executor(thread, half.complete, deadline)
+                scope.commit()
+            return link
+        except XavierError as error:
+            logger.warning("link %s was not completed: %s", link_id, error)
+            return None
 
     async def serve(
         self, version: int, link_id: str, ticket: Ticket, row_bytes: int, timeout: float
@@ -236,6 +248,8 @@ class TransferActor(xoscar.StatelessActor):  # type: ignore[misc]  # xoscar has 
         loop = asyncio.get_running_loop()
         try:
             link = await asyncio.shield(serving.link)
+            if link is None:
+                raise LinkError("the link was not completed")
             await loop.run_in_executor(serving.thread, link.send, ticket.slots, deadline)
         except BaseException:
             await self._drop_serving(link_id)
@@ -251,7 +265,9 @@ class TransferActor(xoscar.StatelessActor):  # type: ignore[misc]  # xoscar has 
     async def _drop_serving(self, link_id: str) -> None:
         serving = self._serving.pop(link_id, None)
         if serving is not None and serving.link.done():
-            await _close(serving.link.result(), serving.thread)
+            link = serving.link.result()
+            if link is not None:
+                await _close(link, serving.thread)
 
 
 async def _close(link: Link, thread: ThreadPoolExecutor) -> None:

@@ -53,7 +53,7 @@ class Offer(Protocol):
         """Make the link with the donor's answer."""
 
     def withdraw(self) -> None:
-        """No answer will come."""
+        """Give the link up, complete or not."""
 
 
 class Acceptance(Protocol):
@@ -65,6 +65,9 @@ class Acceptance(Protocol):
 
     def complete(self, deadline: float) -> Link:
         """Make the link; blocks until the consumer completed its side."""
+
+    def withdraw(self) -> None:
+        """Give the link up, complete or not."""
 
 
 class Transport(ABC):

@@ -106,10 +106,13 @@ class _HalfLink:
         self._secret = secret
         seconds = max(0.001, deadline - time.monotonic())
         self._store = _ExchangedStore(seconds)
-        self._thread = ThreadPoolExecutor(1, "xavier-link")
-        self._group: Future[_Group] = self._thread.submit(
+        self._link: GlooLink | None = None
+        # The thread ends when the group is built, or by its own time limit: Gloo offers no other.
+        thread = ThreadPoolExecutor(1, "xavier-link")
+        self._group: Future[_Group] = thread.submit(
             transport.build_group, self._store, rank, seconds
         )
+        thread.shutdown(wait=False)
 
     @property
     def hello(self) -> bytes:
@@ -125,25 +128,19 @@ class _HalfLink:
             group = self._group.result(max(0.001, deadline - time.monotonic()))
         except (RuntimeError, TimeoutError) as error:
             raise LinkError(f"no connection: {error}") from None
-        finally:
-            self._thread.shutdown(wait=False)
-        link = GlooLink(group, self._rank, self._transport.region)
-        try:
-            link.prove(self._secret, self._store.transcript(), deadline)
-        except LinkError:
-            link.close()
-            raise
-        return link
+        self._link = GlooLink(group, self._rank, self._transport.region)
+        self._link.prove(self._secret, self._store.transcript(), deadline)
+        return self._link
+
+    def withdraw(self) -> None:
+        if self._link is not None:
+            self._link.close()
 
 
 class _Offer(_HalfLink):
     def complete(self, answer: bytes, deadline: float) -> "GlooLink":
         self.meet(answer)
         return self.finish(deadline)
-
-    def withdraw(self) -> None:
-        # The building thread ends by its own time limit: Gloo offers no way to stop it.
-        self._thread.shutdown(wait=False)
 
 
 class _Acceptance(_HalfLink):

@@ -20,6 +20,7 @@ import xoscar
 from xinference_xavier.deadline import within
 from xinference_xavier.errors import GrantRefusedError, TransportError
 from xinference_xavier.pool.region import Region
+from xinference_xavier.rollback import Rollback
 from xinference_xavier.transfer.messages import PullOrder, PullResult, Startup, Ticket
 
 logger = logging.getLogger(__name__)
@@ -126,7 +127,8 @@ class TransferProcess:
                 env=environment,
             )
         self.starts += 1
-        try:
+        async with Rollback() as scope:
+            scope.undo(_end, process, ours)
             ours.setblocking(False)
             loop = asyncio.get_running_loop()
             await loop.sock_sendall(ours, self._startup.to_json())
@@ -135,9 +137,7 @@ class TransferProcess:
                 if "address" not in reply:
                     raise TransportError(reply.get("error", "it ended without a word"))
                 actor = await xoscar.actor_ref(reply["address"], "xavier-transfer")
-        except BaseException:
-            await _end(process, ours)
-            raise
+            scope.commit()
         exited = asyncio.ensure_future(process.wait())
         return _Child(process, ours, reply["address"], actor, exited)
 
