@@ -198,10 +198,11 @@ class _Inside:
 class TrackerProcess:
     """A process with a real tracker."""
 
-    def __init__(self) -> None:
+    def __init__(self, **options: Any) -> None:
+        """`options` are the tracker's."""
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self.process = context.Process(target=_track, args=(theirs,), daemon=True)
+        self.process = context.Process(target=_track, args=(theirs, options), daemon=True)
         self.process.start()
         theirs.close()
         self.address: str = self._pipe.recv()
@@ -222,12 +223,14 @@ class TrackerProcess:
         self.process.join()
 
 
-def _track(pipe: Connection) -> None:
+def _track(pipe: Connection, options: dict[str, Any]) -> None:
     async def serve() -> None:
         pool = await xoscar.create_actor_pool("127.0.0.1:0", n_process=0, use_uvloop=False)
         address = pool.external_address
         uid = tracker_uid(MODEL)
-        tracker = await xoscar.create_actor(BlockTracker, MODEL, address=address, uid=uid)
+        tracker = await xoscar.create_actor(
+            BlockTracker, MODEL, address=address, uid=uid, **options
+        )
         pipe.send(address)
         loop = asyncio.get_running_loop()
         while True:

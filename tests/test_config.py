@@ -115,6 +115,12 @@ def test_chunk_tokens_are_a_positive_whole_number(wrong: object) -> None:
     assert "xavier_chunk_tokens=" in refusal(xavier_chunk_tokens=wrong)
 
 
+def test_a_hook_is_named_by_module_and_function() -> None:
+    assert parsed(xavier_hooks="ops.pager:tell") == {"hooks": "ops.pager:tell"}
+    for wrong in ("ops.pager", "ops pager:tell", 7):
+        assert "does not name a function" in refusal(xavier_hooks=wrong)
+
+
 def test_min_fetch_tokens_may_be_zero_but_not_negative() -> None:
     assert parsed(xavier_min_fetch_tokens="0") == {"min_fetch_tokens": 0}
     assert "is negative" in refusal(xavier_min_fetch_tokens=-1)

@@ -60,6 +60,7 @@ class XavierConfig:
     port_range: tuple[int, int] | None = None
     fetch_timeout: float = DEFAULT_FETCH_TIMEOUT
     min_fetch_tokens: int = DEFAULT_MIN_FETCH_TOKENS
+    hooks: str | None = None
     worker_address: str | None = None
     replicas_per_host: int = 1
 
@@ -98,6 +99,11 @@ class LaunchOptions:
 
     enabled: bool = False
     values: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def hooks(self) -> str | None:
+        path: str | None = self.values.get("hooks")
+        return path
 
     def config(
         self, *, model_uid: str, tracker_address: str, replicas_per_host: int

@@ -58,6 +58,18 @@ class LinkError(XavierError):
     """A link to a peer failed, was refused, or moved nothing until its deadline."""
 
 
+REFUSALS = (
+    "busy",
+    "donor gone",
+    "no transfer process",
+    "not held",
+    "other namespace",
+    "sharing is off",
+    "too many rows",
+)
+"""Why rows are not granted."""
+
+
 class GrantRefusedError(XavierError):
     """A donor did not grant rows.
 

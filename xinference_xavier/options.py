@@ -159,6 +159,13 @@ def _parse_fetch_timeout(option: str, value: object) -> float:
     return seconds
 
 
+def _parse_hooks(option: str, value: object) -> str:
+    path = value.strip() if isinstance(value, str) else ""
+    if re.fullmatch(r"[\w.]+:\w+", path, re.ASCII):
+        return path
+    raise ConfigError(option, value, "does not name a function", "name one as module:function")
+
+
 PARSERS: dict[str, Callable[[str, object], Any]] = {
     "xavier_pool_bytes": _parse_size,
     "xavier_chunk_tokens": _parse_chunk_tokens,
@@ -167,4 +174,5 @@ PARSERS: dict[str, Callable[[str, object], Any]] = {
     "xavier_port_range": _parse_port_range,
     "xavier_fetch_timeout": _parse_fetch_timeout,
     "xavier_min_fetch_tokens": _parse_min_fetch_tokens,
+    "xavier_hooks": _parse_hooks,
 }

@@ -22,12 +22,14 @@ import xoscar
 
 from xinference_xavier.addresses import replica_uid
 from xinference_xavier.config import XavierConfig
+from xinference_xavier.hooks import FetchRolledBack, TrackerLost, TrackerRegained, hooks_of
 from xinference_xavier.network import listen, local_host_towards
 from xinference_xavier.pool.checksums import Checksums
 from xinference_xavier.pool.pool import Pool, Row
 from xinference_xavier.pool.region import Region
 from xinference_xavier.rollback import Rollback
 from xinference_xavier.tracker.client import TrackerClient
+from xinference_xavier.tracker.failure import replica_name
 from xinference_xavier.tracker.location import TrackerLocation
 from xinference_xavier.tracker.mirror import Mirror
 from xinference_xavier.transfer.donor import Donor
@@ -90,6 +92,7 @@ class Replica:
         self._region = region
         self._pool = pool
         self._engine_stats = engine_stats
+        self._hooks = hooks_of(config.hooks)
         self.mirror = Mirror(incarnation)
         self._resets = 0  # those begun; sharing pauses until the last one is through
         self._resets_done = 0
@@ -222,6 +225,8 @@ class Replica:
             stats=self.stats,
             on_members=self._members_changed,
             on_joined=self._joined,
+            on_outage=self._tell_outage,
+            replica=replica_name(),
         )
         scope.undo(self._client.leave)
         self._fetcher = Fetcher(
@@ -232,6 +237,7 @@ class Replica:
             address_of=self.mirror.address,
             note_stale=self.mirror.note_stale,
             arrived=lambda rows: self._client.publish([row.key for row in rows]),
+            rolled_back=self._tell_rolled_back,
         )
         # A grant lives twice as long as the fetch that asked for it may take.
         self._donor = Donor(self._pool, self._process, 2 * config.fetch_timeout)
@@ -266,6 +272,26 @@ class Replica:
             self._fetcher.forget(gone)
             self._spawn(self._process.forget(gone))
         self._known_members = members
+
+    def _tell_outage(self, error: BaseException | None) -> None:
+        uid, incarnation = self._config.model_uid, self._incarnation
+        if error is None:
+            self._hooks.tell(TrackerRegained(model_uid=uid, incarnation=incarnation))
+        else:
+            reason = repr(error)
+            self._hooks.tell(TrackerLost(model_uid=uid, incarnation=incarnation, reason=reason))
+
+    def _tell_rolled_back(self, fetch: Fetch, reason: str) -> None:
+        self._hooks.tell(
+            FetchRolledBack(
+                model_uid=self._config.model_uid,
+                incarnation=self._incarnation,
+                donor=fetch.donor,
+                reason=reason,
+                rows=len(fetch.rows),
+                committed=len(fetch.committed),
+            )
+        )
 
     def _spawn(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.ensure_future(work)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import queue
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -19,6 +20,7 @@ import xoscar as xo
 
 from xinference_xavier.config import XavierConfig
 from xinference_xavier.errors import ConfigError, NotFoundError, ReplicaStartError
+from xinference_xavier.hooks import Event, LaunchRolledBack
 from xinference_xavier.serving import launch
 from xinference_xavier.serving.transfer_config import kv_transfer_config
 from xinference_xavier.tracker.actor import BlockTracker, tracker_uid
@@ -76,6 +78,9 @@ def supervisor_class() -> Any:
             await self.start(self, model_uid or model_name)
             return model_uid
 
+        async def terminate_model(self, model_uid: str, suppress_exception: bool = False) -> None:
+            self._model_uid_to_replica_info.pop(model_uid, None)
+
     launch.wrap_supervisor(Supervisor)
     return Supervisor
 
@@ -92,6 +97,7 @@ def supervisor(address: str) -> Any:
     return supervisor_class()(address)
 
 
+DEADLINE = 60.0  # of the tests' own waits
 ARGUMENTS: dict[str, Any] = {
     "model_uid": "m",
     "model_name": "qwen",
@@ -378,6 +384,74 @@ async def test_a_failed_load_without_sharing_is_left_alone() -> None:
         await worker.wait_for_load("m-rep0")
 
 
+told: queue.Queue[Event] = queue.Queue()
+HOOK = f"{__name__}:hook"
+
+
+def hook(event: Event) -> None:
+    told.put(event)
+
+
+def assert_told(reason: str) -> None:
+    """The next event, and the last so far, is a launch rolled back for this reason."""
+    event = told.get(timeout=DEADLINE)
+    assert isinstance(event, LaunchRolledBack)
+    assert (event.model_uid, event.reason) == ("m", reason)
+    assert told.empty()
+
+
+async def test_operators_are_told_once_of_a_launch_that_was_rolled_back(supervisor: Any) -> None:
+    async def fail(self: Any, model_uid: str) -> None:
+        try:
+            raise RuntimeError("out of memory")
+        except RuntimeError:
+            await self.terminate_model(model_uid, suppress_exception=True)
+            raise
+
+    supervisor.start = fail
+    with pytest.raises(RuntimeError):
+        await start(supervisor, xavier_hooks=HOOK)
+    assert_told("out of memory")
+
+
+async def test_they_are_told_of_one_that_failed_in_the_background(supervisor: Any) -> None:
+    background: list[asyncio.Task[None]] = []
+
+    async def fail_later(self: Any, model_uid: str) -> None:
+        async def fail() -> None:
+            try:
+                raise RuntimeError("no such file")
+            except RuntimeError:
+                await self.terminate_model(model_uid, suppress_exception=True)
+
+        background.append(asyncio.create_task(fail()))
+
+    supervisor.start = fail_later
+    await start(supervisor, xavier_hooks=HOOK)
+    await background[0]
+    assert_told("no such file")
+
+
+async def test_a_model_that_is_terminated_was_not_rolled_back(supervisor: Any) -> None:
+    await start(supervisor, xavier_hooks=HOOK)
+    await supervisor.terminate_model("m")
+    supervisor.start = no_such_model
+    with pytest.raises(RuntimeError):
+        await start(supervisor, xavier_hooks=HOOK)
+    assert_told("no such model")
+
+
+async def no_such_model(supervisor: Any, model_uid: str) -> None:
+    raise RuntimeError("no such model")
+
+
+async def test_a_hook_that_cannot_be_imported_is_refused(supervisor: Any) -> None:
+    with pytest.raises(ConfigError, match="xavier_hooks='nowhere:hook' cannot be imported"):
+        await start(supervisor, xavier_hooks="nowhere:hook")
+    assert not supervisor.calls
+    assert not await has_tracker(supervisor)
+
+
 def test_wrapping_twice_changes_nothing_and_the_signature_stays() -> None:
     supervisor = supervisor_class()
     once = supervisor._launch_builtin_model
@@ -391,6 +465,8 @@ def test_before_4_1_the_outer_method_is_wrapped() -> None:
     class Supervisor:
         async def launch_builtin_model(self, model_uid: str | None, **kwargs: Any) -> str | None:
             return model_uid
+
+        async def terminate_model(self, model_uid: str) -> None: ...
 
     before = Supervisor.launch_builtin_model
     launch.wrap_supervisor(Supervisor)

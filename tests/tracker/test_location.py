@@ -18,8 +18,11 @@ CONFIGURED = "10.0.0.1:9999"
 class Supervisor(xo.StatelessActor):
     """Has the tracker of "running" in its own pool, at an address with a wildcard."""
 
-    async def xavier_tracker_address(self, model_uid: str, create: bool) -> str:
+    async def xavier_tracker_address(
+        self, model_uid: str, create: bool, hooks: str | None
+    ) -> str:
         assert create
+        assert hooks == "a:hook"
         if model_uid != "running":
             raise NotFoundError(model_uid, "is not running here")
         return "0.0.0.0:7777"
@@ -45,13 +48,18 @@ async def worker_address() -> AsyncIterator[str]:
         yield address
 
 
+def location_of(model_uid: str, worker_address: str) -> TrackerLocation:
+    config = XavierConfig(model_uid, CONFIGURED, hooks="a:hook", worker_address=worker_address)
+    return TrackerLocation(config)
+
+
 async def test_it_is_looked_for_where_it_was_configured_first(worker_address: str) -> None:
-    location = TrackerLocation(XavierConfig("running", CONFIGURED, worker_address=worker_address))
+    location = location_of("running", worker_address)
     assert await location.find() == CONFIGURED
 
 
 async def test_when_it_was_lost_the_workers_supervisor_knows(worker_address: str) -> None:
-    location = TrackerLocation(XavierConfig("running", CONFIGURED, worker_address=worker_address))
+    location = location_of("running", worker_address)
     await location.find()
     assert await location.find() == "127.0.0.1:7777"
 
@@ -59,7 +67,7 @@ async def test_when_it_was_lost_the_workers_supervisor_knows(worker_address: str
 async def test_a_supervisor_that_does_not_know_the_model_yet_changes_nothing(
     worker_address: str,
 ) -> None:
-    location = TrackerLocation(XavierConfig("other", CONFIGURED, worker_address=worker_address))
+    location = location_of("other", worker_address)
     await location.find()
     assert await location.find() == CONFIGURED
 

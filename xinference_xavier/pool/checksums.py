@@ -7,6 +7,7 @@ Python's lock. A row is pinned while it is summed up.
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 
 from xinference_xavier.pool.pool import Pool, Row
 from xinference_xavier.pool.region import Region
@@ -21,20 +22,24 @@ class Checksums:
         self._region = region
         self._pool = pool
         self._offer = offer
-        self._rows: asyncio.Queue[Row] = asyncio.Queue()
+        # By slot: who waits for a stay that is over gives way to the next one, so that there are
+        # never more than slots.
+        self._waiting: dict[int, Row] = {}
+        self._work = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, "xavier-checksum")
 
     def add(self, rows: Sequence[Row]) -> None:
-        for row in rows:
-            self._rows.put_nowait(row)
+        self._waiting.update((row.slot, row) for row in rows)
+        self._work.set()
 
     async def run(self) -> None:
         """Until cancelled."""
         loop = asyncio.get_running_loop()
         while True:
-            batch = [await self._rows.get()]
-            while len(batch) < _BATCH and not self._rows.empty():
-                batch.append(self._rows.get_nowait())
+            await self._work.wait()
+            batch = [self._waiting.pop(slot) for slot in list(islice(self._waiting, _BATCH))]
+            if not self._waiting:
+                self._work.clear()
             pinned = [row for row in batch if self._pool.pin_row(row)]
             try:
                 sums = await loop.run_in_executor(self._thread, self._sum, pinned)

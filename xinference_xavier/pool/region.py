@@ -9,6 +9,7 @@ Threading: a `Region` is immutable after creation; who may write which row is th
 """
 
 import array
+import fcntl
 import mmap
 import os
 import socket
@@ -28,6 +29,7 @@ _MAGIC = b"XAVIER01"
 _CREDENTIALS = struct.Struct("iII")
 _POPULATE_STEP = 64 << 20
 _MADV_POPULATE_WRITE = getattr(mmap, "MADV_POPULATE_WRITE", 23)  # Linux 5.14
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 ROW_ALIGNMENT = mmap.PAGESIZE
 
 
@@ -36,14 +38,23 @@ class Region:
 
     def __init__(self, fd: int, rows: int, row_bytes: int) -> None:
         """Map `fd`, which the region owns from here on."""
-        size = os.fstat(fd).st_size
-        if rows <= 0 or row_bytes <= 0 or rows * row_bytes != size:
+        try:
+            size = os.fstat(fd).st_size
+            if rows <= 0 or row_bytes <= 0 or rows * row_bytes != size:
+                raise RegionError(
+                    f"a region of {size} bytes cannot hold {rows} x {row_bytes} bytes"
+                )
+            _check_sealed(fd)
+            self._map = mmap.mmap(fd, size)
+        except OSError as error:
             os.close(fd)
-            raise RegionError(f"a region of {size} bytes cannot hold {rows} x {row_bytes} bytes")
+            raise RegionError(f"what was offered as a region is none: {error}") from None
+        except RegionError:
+            os.close(fd)
+            raise
         self.fd = fd
         self.rows = rows
         self.row_bytes = row_bytes
-        self._map = mmap.mmap(fd, size)
         self.array: npt.NDArray[np.uint8] = np.frombuffer(self._map, dtype=np.uint8).reshape(
             rows, row_bytes
         )
@@ -54,7 +65,7 @@ class Region:
         fd = os.memfd_create("xavier-region", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(fd, rows * row_bytes)
-            _seal_size(fd)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
         except OSError:
             os.close(fd)
             raise
@@ -91,12 +102,10 @@ class Region:
             self.fd = -1
 
 
-def _seal_size(fd: int) -> None:
+def _check_sealed(fd: int) -> None:
     # Whoever holds the descriptor could otherwise shrink the file under its users (SIGBUS).
-    import fcntl
-
-    seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+    if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
+        raise RegionError("a region whose size can be changed was offered")
 
 
 def _socket_name(incarnation: str) -> str:

@@ -1,4 +1,4 @@
-"""Puts sharing into xinference's launch, by wrapping three methods and adding a fourth.
+"""Puts sharing into xinference's launch, by wrapping four methods and adding a fifth.
 
 Runs in the processes that hold a supervisor or a worker actor, on their event loop. A launch with
 ``enable_xavier`` is one transaction: its tracker exists before the first replica does, and is
@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import sys
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
@@ -20,6 +21,7 @@ import xoscar as xo
 
 from xinference_xavier.config import ENABLE, take_launch_options
 from xinference_xavier.errors import ConfigError, NotFoundError, ReplicaStartError
+from xinference_xavier.hooks import Hooks, LaunchRolledBack, load_hook
 from xinference_xavier.rollback import Rollback
 from xinference_xavier.serving.transfer_config import (
     configuration,
@@ -36,6 +38,9 @@ _WRAPPED = "_xavier_wrapped"
 _ENGINE = "vllm"
 
 _Method = Callable[..., Awaitable[Any]]
+
+# Of the models launched through this process, by control address and uid.
+_hooks: dict[tuple[str, str], Hooks] = {}
 
 
 def install() -> None:
@@ -55,6 +60,7 @@ def wrap_supervisor(supervisor: type[Any]) -> None:
     inner = "_launch_builtin_model"
     name = inner if hasattr(supervisor, inner) else "launch_builtin_model"
     _wrap_once(supervisor, name, _sharing_launch)
+    _wrap_once(supervisor, "terminate_model", _telling_terminate)
     supervisor.xavier_tracker_address = xavier_tracker_address
 
 
@@ -63,12 +69,15 @@ def wrap_worker(worker: type[Any]) -> None:
     _wrap_once(worker, "wait_for_load", _explaining_load)
 
 
-async def xavier_tracker_address(supervisor: Any, model_uid: str, create: bool = False) -> str:
+async def xavier_tracker_address(
+    supervisor: Any, model_uid: str, create: bool = False, hooks: str | None = None
+) -> str:
     """Address of the pool that holds the model's tracker; becomes a SupervisorActor's method.
 
-    With ``create``, which only replicas pass, a running model's missing tracker is made: a new
-    supervisor begins with none. Two replicas that ask at once get the same one. The host may be a
-    wildcard: the caller knows where it reached the supervisor. Raises NotFoundError.
+    With ``create``, which only replicas pass, a running model's missing tracker is made, with
+    their ``hooks``: a new supervisor begins with none. Two replicas that ask at once get the same
+    one. The host may be a wildcard: the caller knows where it reached the supervisor. Raises
+    NotFoundError.
     """
     address = _control_address(supervisor)
     if not create:
@@ -81,7 +90,7 @@ async def xavier_tracker_address(supervisor: Any, model_uid: str, create: bool =
     running = supervisor._model_uid_to_replica_info
     if model_uid not in running:
         raise NotFoundError(model_uid, "is not running here")
-    tracker = await _ensure_tracker(address, model_uid)
+    tracker = await _ensure_tracker(address, model_uid, hooks)
     if model_uid not in running:
         await _destroy_tracker(address, model_uid)
         raise NotFoundError(model_uid, "was terminated meanwhile")
@@ -128,26 +137,56 @@ def _sharing_launch(original: _Method) -> _Method:
             )
         launching.add(claim)
         try:
+            hooks = None if options.hooks is None else Hooks(load_hook(options.hooks))
             config = options.config(
                 model_uid=model_uid,
                 tracker_address=address,
                 replicas_per_host=_replicas_per_host(supervisor, call.arguments),
             )
             extra["kv_transfer_config"] = kv_transfer_config(config)
+            if hooks is not None:
+                _hooks[claim] = hooks
             async with Rollback() as scope:
                 # Registered first, because a cancelled creation may still come about.
                 scope.undo(_destroy_tracker, address, model_uid)
-                tracker = await _ensure_tracker(address, model_uid)
+                tracker = await _ensure_tracker(address, model_uid, config.hooks)
                 trackers = supervisor._xavier_cache_mapping
                 trackers[model_uid] = tracker
                 scope.undo(_forget, trackers, model_uid, tracker)
                 result = await original(*call.args, **call.kwargs)
                 scope.commit()
             return result
+        except BaseException as error:
+            _tell_rolled_back(claim, error)
+            raise
         finally:
             launching.discard(claim)
 
     return launch
+
+
+def _telling_terminate(original: _Method) -> _Method:
+    @functools.wraps(original)
+    async def terminate(supervisor: Any, model_uid: str, *args: Any, **kwargs: Any) -> Any:
+        # xinference undoes a failed launch, also one in the background, in its error's handler.
+        error = sys.exc_info()[1]
+        claim = (_control_address(supervisor), model_uid)
+        try:
+            return await original(supervisor, model_uid, *args, **kwargs)
+        finally:
+            if error is not None:
+                _tell_rolled_back(claim, error)
+            _hooks.pop(claim, None)
+
+    return terminate
+
+
+def _tell_rolled_back(claim: tuple[str, str], error: BaseException) -> None:
+    """Once: whoever is first knows best."""
+    hooks = _hooks.pop(claim, None)
+    if hooks is not None:
+        reason = str(error) or type(error).__name__
+        hooks.tell(LaunchRolledBack(model_uid=claim[1], reason=reason))
 
 
 def _localizing_launch(original: _Method) -> _Method:
@@ -243,10 +282,10 @@ def _control_address(supervisor: Any) -> str:
     return address
 
 
-async def _ensure_tracker(address: str, model_uid: str) -> Any:
+async def _ensure_tracker(address: str, model_uid: str, hooks: str | None) -> Any:
     uid = tracker_uid(model_uid)
     try:
-        return await xo.create_actor(BlockTracker, model_uid, address=address, uid=uid)
+        return await xo.create_actor(BlockTracker, model_uid, hooks=hooks, address=address, uid=uid)
     except xo.ActorAlreadyExist:
         return await xo.actor_ref(address=address, uid=uid)
 

@@ -26,6 +26,8 @@ import xoscar as xo
 
 from xinference_xavier.addresses import replica_uid
 from xinference_xavier.deadline import within
+from xinference_xavier.hooks import hooks_of
+from xinference_xavier.tracker.attendance import Attendance
 from xinference_xavier.tracker.checks import (
     MAX_KEY_BYTES,
     check_count,
@@ -99,7 +101,7 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
     """Membership and holdings of one model's replicas, kept apart by namespace.
 
     `lease` is how long a member lives without a heartbeat, `tick` how often that is looked at; both
-    in seconds. `clock` gives monotonic seconds.
+    in seconds. `hooks` is the operator's function. `clock` gives monotonic seconds.
     """
 
     def __init__(
@@ -109,6 +111,7 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
         lease: float = 10.0,
         tick: float = 1.0,
         max_keys: int = 250_000,
+        hooks: str | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__()
@@ -120,6 +123,8 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
         self._settings = Settings()
         self._secret = os.urandom(32)
         self._failures: dict[str, str] = {}
+        self._hooks = hooks_of(hooks)
+        self._attendance = Attendance(model_uid)
         self._namespaces: dict[str, _Namespace] = {}
         self._looked = clock()
         self._expiry: asyncio.Task[None] | None = None
@@ -138,9 +143,14 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
     # Membership
 
     async def join(
-        self, namespace: str, member: Member, key_bytes: int, settings: Settings
+        self,
+        namespace: str,
+        member: Member,
+        key_bytes: int,
+        settings: Settings,
+        replica: str = "",
     ) -> JoinReply:
-        """Make `member` a member of `namespace`, or renew it.
+        """Make `member` a member of `namespace`, or renew it. `replica` is xinference's name.
 
         `settings` are the newest that it has seen: a tracker that took the place of another learns
         from them whether sharing was switched off.
@@ -150,6 +160,8 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
         check_identifier("incarnation", member.incarnation)
         check_identifier("address", member.address)
         check_count("key_bytes", key_bytes, 1, MAX_KEY_BYTES)
+        if replica:
+            check_identifier("replica", replica)
         settings = Settings(*settings)
         check_count("settings.version", settings.version, 0)
         check_switch(settings.enabled)
@@ -160,6 +172,9 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
         if settings.version > self._settings.version:
             self._configure(settings)
         self._namespaces[namespace].wake()
+        arrival = self._attendance.joined(replica, member)
+        if arrival is not None:
+            self._hooks.tell(arrival)
         return JoinReply(self._secret, self._lease, index.epoch, index.sequence(member.incarnation))
 
     async def heartbeat(self, namespace: str, incarnation: str, stats: dict[str, Any]) -> bool:
@@ -338,6 +353,8 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
                     "tracker of %s: no heartbeat from %s", self._model_uid, ", ".join(gone)
                 )
                 self._departed(digest, gone)
+                for incarnation in gone:
+                    self._hooks.tell(self._attendance.lost(incarnation))
 
     def _departed(self, namespace: str, incarnations: list[str]) -> None:
         known = self._namespaces[namespace]

@@ -44,6 +44,7 @@ FLUSH_DELAY = 0.002
 """Seconds that the first queued key waits for others."""
 BACKOFF_FIRST, BACKOFF_LAST = 0.1, 2.0
 """Seconds before the next session."""
+_BEATS_PER_LEASE = 5
 MAX_QUEUED = 100_000
 """Keys; beyond them it is cheaper to publish all holdings."""
 
@@ -66,7 +67,9 @@ class TrackerClient:
     or raises while there is none. `holdings` gives all keys the replica would publish now; `stats`
     its figures, JSON-able. `on_members` is told the peers to be taken for alive whenever they
     change. `on_joined` is given the model's secret at every join, before peers learn the holdings.
-    `heartbeat` and `watch_timeout` are in seconds.
+    `on_outage` is told what lost the tracker, and None when it is regained. `replica` is the name
+    that the replica keeps over its incarnations.
+    `heartbeat`, at most a fifth of the tracker's lease, and `watch_timeout` are in seconds.
 
     `secret` is the model's, None before the first join, another one after the tracker was lost.
     `namespace` is the one to be in. `last_sequence` is that of the last publication that was sent.
@@ -87,6 +90,8 @@ class TrackerClient:
         stats: Callable[[], dict[str, object]],
         on_members: Callable[[frozenset[str]], None],
         on_joined: Callable[[bytes], None],
+        on_outage: Callable[[BaseException | None], None] = lambda error: None,
+        replica: str = "",
         heartbeat: float = 2.0,
         watch_timeout: float = 10.0,
     ) -> None:
@@ -106,6 +111,8 @@ class TrackerClient:
         self._watch_timeout = watch_timeout
         self._roster = Roster(on_members)
         self._on_joined = on_joined
+        self._on_outage = on_outage
+        self._replica = replica
         self._queue: dict[bytes, bool] = {}
         self._replace_all = False
         self._work = asyncio.Event()
@@ -171,29 +178,34 @@ class TrackerClient:
 
     async def _serve(self, namespace: str) -> None:
         try:
-            await self._join(namespace)
+            lease = await self._join(namespace)
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._watch(namespace))
-                tasks.create_task(self._renew(namespace))
+                tasks.create_task(self._renew(namespace, lease))
                 tasks.create_task(self._publish(namespace))
         except Exception as error:
             self.counters.failures += 1
             if not self._outage_logged:
                 self._outage_logged = True
+                cause = error.exceptions[0] if isinstance(error, ExceptionGroup) else error
                 logger.warning(
                     "replica %s: lost the tracker of %s, trying again until it is back: %r",
                     self._member.incarnation,
                     self._model_uid,
-                    error.exceptions[0] if isinstance(error, ExceptionGroup) else error,
+                    cause,
                 )
+                self._on_outage(cause)
 
-    async def _join(self, namespace: str) -> None:
+    async def _join(self, namespace: str) -> float:
+        """Returns the lease, in seconds."""
         address = await within(LOCATE_DEADLINE, self._locate())
         uid = tracker_uid(self._model_uid)
         self._tracker = await within(CALL_DEADLINE, xo.actor_ref(address=address, uid=uid))
         reply: JoinReply = await within(
             CALL_DEADLINE,
-            self._tracker.join(namespace, self._member, self._key_bytes, self.mirror.settings),
+            self._tracker.join(
+                namespace, self._member, self._key_bytes, self.mirror.settings, self._replica
+            ),
         )
         self._roster.start(reply.epoch, reply.lease)
         self.last_sequence = max(self.last_sequence, reply.sequence)
@@ -209,6 +221,8 @@ class TrackerClient:
             logger.info(
                 "replica %s: joined the tracker of %s", self._member.incarnation, self._model_uid
             )
+            self._on_outage(None)
+        return reply.lease
 
     async def _watch(self, namespace: str) -> None:
         mirror, timeout = self.mirror, self._watch_timeout
@@ -222,7 +236,7 @@ class TrackerClient:
             mirror.apply(update)
             self._roster.see(mirror.peers)
 
-    async def _renew(self, namespace: str) -> None:
+    async def _renew(self, namespace: str, lease: float) -> None:
         while True:
             known = await within(
                 CALL_DEADLINE,
@@ -230,7 +244,7 @@ class TrackerClient:
             )
             if not known:
                 raise NotMemberError(f"{self._member.incarnation!r} must join again")
-            await asyncio.sleep(self._heartbeat)
+            await asyncio.sleep(min(self._heartbeat, lease / _BEATS_PER_LEASE))
 
     async def _publish(self, namespace: str) -> None:
         while True:

@@ -25,7 +25,9 @@ class TrackerLocation:
         worker = await xoscar.actor_ref(self._config.worker_address, _WORKER_UID)
         supervisor = await worker.get_supervisor_ref(add_worker=False)
         try:
-            address: str = await supervisor.xavier_tracker_address(self._config.model_uid, True)
+            address: str = await supervisor.xavier_tracker_address(
+                self._config.model_uid, True, self._config.hooks
+            )
         except NotFoundError:
             return self._config.tracker_address
         return reachable_address(address, via=supervisor.address)

@@ -14,11 +14,11 @@ import threading
 
 import xoscar
 
-from xinference_xavier.errors import XavierError
+from xinference_xavier.errors import LinkError, XavierError
 from xinference_xavier.network import listen
 from xinference_xavier.pool.region import Region
 from xinference_xavier.transfer.actor import UID, TransferActor, load_transport
-from xinference_xavier.transfer.messages import Startup
+from xinference_xavier.transfer.messages import MAX_LINE, Startup
 
 
 async def _serve(engine: socket.socket, startup: Startup) -> None:
@@ -27,13 +27,17 @@ async def _serve(engine: socket.socket, startup: Startup) -> None:
         transport = load_transport(startup.transport)(region, startup.host, startup.port_range)
         pool = await listen(startup.host, startup.port_range)
     except XavierError as error:
-        engine.sendall(json.dumps({"error": str(error)}).encode() + b"\n")
+        _give_up(engine, error)
         return
     await xoscar.create_actor(
         TransferActor, startup, region, transport, address=pool.external_address, uid=UID
     )
     engine.sendall(json.dumps({"address": pool.external_address}).encode() + b"\n")
     await asyncio.Event().wait()
+
+
+def _give_up(engine: socket.socket, error: XavierError) -> None:
+    engine.sendall(json.dumps({"error": str(error)}).encode() + b"\n")
 
 
 def _end_with(engine: socket.socket) -> None:
@@ -46,7 +50,11 @@ def _end_with(engine: socket.socket) -> None:
 def main() -> None:
     engine = socket.socket(fileno=int(sys.argv[1]))
     logging.basicConfig(format="%(asctime)s xavier-transfer %(levelname)s %(message)s")
-    startup = Startup.from_json(engine.makefile("rb").readline())
+    try:
+        startup = Startup.from_json(engine.makefile("rb").readline(MAX_LINE + 1))
+    except LinkError as error:
+        _give_up(engine, error)
+        return
     threading.Thread(target=_end_with, args=(engine,), daemon=True).start()
     asyncio.run(_serve(engine, startup))
 

@@ -19,26 +19,29 @@ from typing import NamedTuple, TypeVar
 
 import xoscar
 
+from xinference_xavier.checks import check_identifier, check_seconds
 from xinference_xavier.deadline import within
 from xinference_xavier.errors import LinkError, XavierError
 from xinference_xavier.pool.region import Region
 from xinference_xavier.rollback import Rollback
 from xinference_xavier.transfer.base import Acceptance, Link, Transport
 from xinference_xavier.transfer.messages import (
+    MAX_TIMEOUT,
     PROTOCOL_VERSION,
     PullOrder,
     PullResult,
     Startup,
     Ticket,
+    check_order,
+    check_ticket,
     check_version,
+    checking,
 )
 
 logger = logging.getLogger(__name__)
 
 UID = "xavier-transfer"
 MAX_LINKS = 256  # per direction
-_MAX_TIMEOUT = 3600.0
-_ACTOR_GONE = (xoscar.ActorNotExist, xoscar.ServerClosed)
 _T = TypeVar("_T")
 
 
@@ -75,6 +78,7 @@ class TransferActor(xoscar.StatelessActor):  # type: ignore[misc]  # xoscar has 
         self._secret: bytes | None = None
         self._pulling: dict[str, _Pulling] = {}  # by donor
         self._serving: dict[str, _Serving] = {}  # by link id
+        self._sending: set[str] = set()  # ids of links that carry a batch at the moment
         self._turns: dict[str, asyncio.Lock] = {}  # by donor: a link carries one batch at a time
         self._bytes_received = 0
         self._bytes_sent = 0
@@ -101,9 +105,16 @@ class TransferActor(xoscar.StatelessActor):  # type: ignore[misc]  # xoscar has 
 
     async def pull(self, order: PullOrder) -> PullResult:
         """Fetch the rows of `order`; never raises, and never returns before they are at rest."""
+        try:
+            check_order(order, self._region.rows)
+        except LinkError as error:
+            logger.warning("pull refused: %s", error)
+            return PullResult(0, "malformed")
         deadline = time.monotonic() + order.timeout
         arrived: list[int] = []
         reason: str | None = None
+        if len(self._turns) > MAX_LINKS:
+            self._turns = {donor: turn for donor, turn in self._turns.items() if turn.locked()}
         turn = self._turns.setdefault(order.donor, asyncio.Lock())
         try:
             await asyncio.wait_for(turn.acquire(), order.timeout)
@@ -111,8 +122,8 @@ class TransferActor(xoscar.StatelessActor):  # type: ignore[misc]  # xoscar has 
             return PullResult(0, "timeout")
         try:
             await self._pull(order, deadline, arrived)
-        # A RuntimeError is what an executor raises that `forget` has shut down meanwhile.
-        except (XavierError, *_ACTOR_GONE, OSError, RuntimeError) as error:
+        # Anything: what a peer raises arrives as whatever it is.
+        except Exception as error:
             reason = _reason(error) if len(arrived) < len(order.slots) else None
             logger.warning("pull from %s failed: %s", order.donor, error)
             await self._drop_pulling(order.donor)
@@ -195,25 +206,30 @@ class TransferActor(xoscar.StatelessActor):  # type: ignore[misc]  # xoscar has 
     ) -> bytes:
         """Begin a link to `consumer`; the answer completes the consumer's side."""
         check_version(version)
+        with checking("request for a link"):
+            check_identifier("link_id", link_id)
+            check_identifier("consumer", consumer)
+            check_seconds("timeout", timeout, MAX_TIMEOUT)
         if self._secret is None:
             raise LinkError("the donor has not joined a tracker yet")
-        if len(self._serving) >= MAX_LINKS:
-            raise LinkError(f"the donor serves {MAX_LINKS} links already")
-        if link_id in self._serving or not 0 < timeout < _MAX_TIMEOUT:
-            raise LinkError("malformed request for a link")
         # A consumer has one link to us; it makes another when it has given up the one before.
         await self._drop_serving_to(consumer)
+        if link_id in self._serving:
+            raise LinkError(f"there is a link {link_id} already")
+        if len(self._serving) >= MAX_LINKS:
+            raise LinkError(f"the donor serves {MAX_LINKS} links already")
         deadline = time.monotonic() + timeout
         loop = asyncio.get_running_loop()
         thread = ThreadPoolExecutor(1, "xavier-serve")
         async with Rollback() as scope:
             scope.undo(thread.shutdown, False)
             half = self._transport.accept(hello, self._secret, deadline)
-            answer = await loop.run_in_executor(thread, lambda: half.answer)
+            answering = loop.run_in_executor(thread, lambda: half.answer)
             link = asyncio.ensure_future(self._accept(link_id, half, thread, deadline))
+            # Before anything is waited for: those that come meanwhile count it.
             self._serving[link_id] = _Serving(consumer, link, thread)
             scope.commit()
-        return answer
+        return await answering
 
     async def _accept(
         self, link_id: str, half: Acceptance, thread: ThreadPoolExecutor, deadline: float
@@ -237,15 +253,22 @@ class TransferActor(xoscar.StatelessActor):  # type: ignore[misc]  # xoscar has 
     ) -> None:
         """Send the rows of `ticket` over the link; returns when they have left."""
         check_version(version)
+        with checking("request for rows"):
+            check_identifier("link_id", link_id)
+            check_seconds("timeout", timeout, MAX_TIMEOUT)
+        check_ticket(ticket, self._region.rows)
         serving = self._serving.get(link_id)
-        if serving is None or not 0 < timeout < _MAX_TIMEOUT:
+        if serving is None:
             raise LinkError("no such link")
+        if link_id in self._sending:
+            raise LinkError("the link carries a batch already")
         if row_bytes != self._region.row_bytes:
             raise LinkError(f"rows of {row_bytes} bytes wanted, ours have {self._region.row_bytes}")
         if serving.consumer != ticket.consumer or not ticket.is_valid(self._key, time.monotonic()):
             raise LinkError("the ticket is another's or has expired")
         deadline = time.monotonic() + timeout
         loop = asyncio.get_running_loop()
+        self._sending.add(link_id)
         try:
             link = await asyncio.shield(serving.link)
             if link is None:
@@ -254,6 +277,8 @@ class TransferActor(xoscar.StatelessActor):  # type: ignore[misc]  # xoscar has 
         except BaseException:
             await self._drop_serving(link_id)
             raise
+        finally:
+            self._sending.discard(link_id)
         self._bytes_sent += len(ticket.slots) * row_bytes
 
     async def _drop_serving_to(self, consumer: str) -> None:

@@ -6,15 +6,10 @@ depend on what the engine computes.
 
 import time
 
-from xinference_xavier.errors import GrantRefusedError
+from xinference_xavier.errors import GrantRefusedError, LinkError
 from xinference_xavier.pool.pool import Pool
 from xinference_xavier.transfer.grants import Grants
-from xinference_xavier.transfer.messages import (
-    MAX_ROWS_PER_FETCH,
-    Grant,
-    GrantRequest,
-    check_version,
-)
+from xinference_xavier.transfer.messages import Grant, GrantRequest, check_request
 from xinference_xavier.transfer.process import TransferProcess
 
 
@@ -35,12 +30,12 @@ class Donor:
 
         Raises:
             GrantRefusedError: not ours to give, or not now.
-            LinkError: the consumer speaks another protocol.
+            LinkError: the request is malformed, or of another version.
         """
-        check_version(request.version)
         try:
+            check_request(request)
             return self._grant(request, namespace, sequence)
-        except GrantRefusedError:
+        except (GrantRefusedError, LinkError):
             self.refused += 1
             raise
 
@@ -49,8 +44,6 @@ class Donor:
             raise GrantRefusedError("sharing is off")
         if request.namespace != namespace:
             raise GrantRefusedError("other namespace")
-        if len(request.keys) > MAX_ROWS_PER_FETCH:
-            raise GrantRefusedError("too many rows")
         promise = self.grants.grant(request.consumer, request.keys, time.monotonic())
         slots = [row.slot for row in promise.rows]
         try:

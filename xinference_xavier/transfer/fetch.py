@@ -22,7 +22,7 @@ import xoscar
 
 from xinference_xavier.addresses import replica_uid
 from xinference_xavier.deadline import within
-from xinference_xavier.errors import GrantRefusedError, LinkError, XavierError
+from xinference_xavier.errors import REFUSALS, GrantRefusedError, XavierError
 from xinference_xavier.pool.pool import Pool, Row
 from xinference_xavier.rollback import Rollback
 from xinference_xavier.transfer.messages import (
@@ -31,6 +31,7 @@ from xinference_xavier.transfer.messages import (
     GrantRequest,
     PullOrder,
     PullResult,
+    check_grant,
 )
 from xinference_xavier.transfer.process import TransferProcess
 
@@ -80,9 +81,11 @@ class Fetcher:
         address_of: Callable[[str], str | None],
         note_stale: Callable[[bytes, str, int], None],
         arrived: Callable[[list[Row]], None],
+        rolled_back: Callable[[Fetch, str], None],
     ) -> None:
         """`note_stale(key, donor, sequence)`: the donor turned out not to hold a key.
-        `arrived(rows)`: rows were committed and may be offered to others."""
+        `arrived(rows)`: rows were committed and may be offered to others.
+        `rolled_back(fetch, reason)`: not all of the rows became hits."""
         self._incarnation = incarnation
         self._pool = pool
         self._process = process
@@ -90,6 +93,7 @@ class Fetcher:
         self._address_of = address_of
         self._note_stale = note_stale
         self._arrived = arrived
+        self._rolled_back = rolled_back
         self._donors: dict[str, xoscar.ActorRefType] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self.counts = FetchCounts()
@@ -115,7 +119,8 @@ class Fetcher:
                     raise GrantRefusedError("not held")
                 reason = await self._pull(fetch, grant)
         except GrantRefusedError as error:
-            reason = error.reason
+            # A peer's own words would make our figures as large as it likes.
+            reason = error.reason if error.reason in REFUSALS else "refused"
         except TimeoutError:
             self._donors.pop(fetch.donor, None)
             reason = "timeout"
@@ -138,8 +143,7 @@ class Fetcher:
         )
         donor = await self._donor(fetch)
         grant: Grant = await within(fetch.deadline - time.monotonic(), donor.grant(request))
-        if not len(grant.checksums) == len(grant.ticket.slots) <= len(fetch.rows):
-            raise LinkError(f"{fetch.donor} granted other rows than it was asked for")
+        check_grant(grant, len(fetch.rows))
         return grant
 
     async def _donor(self, fetch: Fetch) -> xoscar.ActorRefType:
@@ -203,6 +207,7 @@ class Fetcher:
         else:
             self.counts.rolled_back[reason] += 1
             fetch.state = FetchState.ROLLED_BACK
+            self._rolled_back(fetch, reason)
 
     def _release(self, donor: str, grant_id: int) -> None:
         """Tell the donor in the background: nobody here waits for it, and grants expire anyway."""

@@ -22,10 +22,12 @@ import torch
 from torch.distributed import ProcessGroupGloo
 from torch.distributed.distributed_c10d import Store, Work
 
+from xinference_xavier.checks import parse_object
 from xinference_xavier.errors import LinkError, TransportError
 from xinference_xavier.pool.region import Region
 from xinference_xavier.transfer.base import Link, Transport
 from xinference_xavier.transfer.free_ports import only_free_ports
+from xinference_xavier.transfer.messages import checking
 
 _CONSUMER, _DONOR = 0, 1
 _PROOF_TAG, _CLOSE_TAG, _FIRST_ROW_TAG = 0, 1, 2
@@ -86,26 +88,54 @@ class _ExchangedStore(Store):
         return b"".join(key.encode() + value for key, value in both)
 
     def add_peers_part(self, part: bytes) -> None:
-        if len(part) > _MAX_RENDEZVOUS_BYTES:
-            raise LinkError(f"a rendezvous of {len(part)} bytes is too long to be one")
-        try:
-            values = {str(key): bytes.fromhex(value) for key, value in json.loads(part).items()}
-        except (ValueError, TypeError, AttributeError) as error:
-            raise LinkError(f"malformed rendezvous: {error}") from None
+        with checking("rendezvous"):
+            fields = parse_object("it", part, _MAX_RENDEZVOUS_BYTES)
+            try:
+                values = {key: bytes.fromhex(value) for key, value in fields.items()}
+            except TypeError as error:
+                raise ValueError(error) from None
         with self._changed:
             self._peers.update(values)
             self._changed.notify_all()
 
 
+def _seal(secret: bytes, rank: int, part: bytes) -> bytes:
+    return hmac.digest(secret, b"rendezvous %d" % rank + part, "sha256") + part
+
+
+def _unseal(secret: bytes, rank: int, sealed: bytes) -> bytes:
+    """What Gloo may read: a part that is not Gloo's own can end the process (probed).
+
+    Raises:
+        LinkError: it is not from a replica of this model.
+    """
+    if type(sealed) is not bytes or len(sealed) > _MAX_RENDEZVOUS_BYTES:
+        raise LinkError(f"a rendezvous has at most {_MAX_RENDEZVOUS_BYTES} bytes")
+    part = sealed[_PROOF_BYTES:]
+    if not hmac.compare_digest(_seal(secret, rank, part), sealed):
+        raise LinkError("the rendezvous is of a peer that does not know this model's secret")
+    return part
+
+
 class _HalfLink:
     """A group under construction on a thread; an `Offer` or an `Acceptance`."""
 
-    def __init__(self, transport: "GlooTransport", rank: int, secret: bytes, deadline: float):
+    def __init__(
+        self,
+        transport: "GlooTransport",
+        rank: int,
+        secret: bytes,
+        deadline: float,
+        hello: bytes | None = None,
+    ) -> None:
+        """Raises LinkError, before anything is begun, for a `hello` that is none."""
         self._transport = transport
         self._rank = rank
         self._secret = secret
         seconds = max(0.001, deadline - time.monotonic())
         self._store = _ExchangedStore(seconds)
+        if hello is not None:
+            self.meet(hello)
         self._link: GlooLink | None = None
         # The thread ends when the group is built, or by its own time limit: Gloo offers no other.
         thread = ThreadPoolExecutor(1, "xavier-link")
@@ -116,17 +146,17 @@ class _HalfLink:
 
     @property
     def hello(self) -> bytes:
-        return self._store.own_part()
+        return _seal(self._secret, self._rank, self._store.own_part())
 
     answer = hello
 
-    def meet(self, part: bytes) -> None:
-        self._store.add_peers_part(part)
+    def meet(self, sealed: bytes) -> None:
+        self._store.add_peers_part(_unseal(self._secret, 1 - self._rank, sealed))
 
     def finish(self, deadline: float) -> "GlooLink":
         try:
             group = self._group.result(max(0.001, deadline - time.monotonic()))
-        except (RuntimeError, TimeoutError) as error:
+        except (RuntimeError, ValueError, MemoryError, TimeoutError) as error:  # Gloo's errors
             raise LinkError(f"no connection: {error}") from None
         self._link = GlooLink(group, self._rank, self._transport.region)
         self._link.prove(self._secret, self._store.transcript(), deadline)
@@ -159,9 +189,7 @@ class GlooTransport(Transport):
         return _Offer(self, _CONSUMER, secret, deadline)
 
     def accept(self, hello: bytes, secret: bytes, deadline: float) -> _Acceptance:
-        half = _Acceptance(self, _DONOR, secret, deadline)
-        half.meet(hello)
-        return half
+        return _Acceptance(self, _DONOR, secret, deadline, hello)
 
     def build_group(self, store: Store, rank: int, seconds: float) -> _Group:
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # not in the stubs

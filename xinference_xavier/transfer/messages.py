@@ -1,23 +1,54 @@
-"""What engines and transfer processes say to each other."""
+"""What engines and transfer processes say to each other.
+
+Each message has a check, which its receiver calls before anything else. It raises LinkError for
+what cannot be right, and nothing else, whatever it is given.
+"""
 
 import hmac
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
-from xinference_xavier.errors import LinkError
+from xinference_xavier.checks import (
+    MAX_PORT,
+    check_address,
+    check_count,
+    check_counts,
+    check_identifier,
+    check_keys,
+    check_seconds,
+    parse_object,
+    shown,
+)
+from xinference_xavier.errors import GrantRefusedError, LinkError, TransportError
 
 PROTOCOL_VERSION = 1
 MAX_ROWS_PER_FETCH = 1 << 16
+MAX_TIMEOUT = 3600.0
+MAX_LINE = 1 << 16
+"""Bytes of a line between an engine and its transfer process."""
+_SIGNATURE_BYTES = 32
+_MAX_ROWS = (1 << 31) - 1
+_MAX_CHECKSUM = (1 << 64) - 1
 
 
-def check_version(version: int) -> None:
-    if version != PROTOCOL_VERSION:
+def check_version(version: object) -> None:
+    if type(version) is not int or version != PROTOCOL_VERSION:
         raise LinkError(
-            f"the peer speaks transfer protocol {version}, we speak {PROTOCOL_VERSION}; "
+            f"the peer speaks transfer protocol {shown(version)}, we speak {PROTOCOL_VERSION}; "
             "run the same version of xinference-xavier everywhere"
         )
+
+
+@contextmanager
+def checking(what: str) -> Iterator[None]:
+    """Says in which message something was wrong."""
+    try:
+        yield
+    except ValueError as error:
+        raise LinkError(f"malformed {what}: {error}") from None
 
 
 @dataclass(frozen=True)
@@ -34,14 +65,47 @@ class Startup:
     key: str
 
     def to_json(self) -> bytes:
-        return json.dumps(asdict(self)).encode() + b"\n"
+        return json.dumps({"version": PROTOCOL_VERSION} | asdict(self)).encode() + b"\n"
 
     @classmethod
     def from_json(cls, text: bytes) -> "Startup":
-        fields = json.loads(text)
-        if fields["port_range"] is not None:
-            fields["port_range"] = tuple(fields["port_range"])
+        """Raises LinkError; also if the engine still runs what was installed here before."""
+        with checking("start-up message"):
+            fields = parse_object("it", text, MAX_LINE)
+            check_version(fields.pop("version", None))
+            if fields.keys() != cls.__dataclass_fields__.keys():
+                raise ValueError(f"it has the fields {sorted(fields):.200}")
+            for name in ("incarnation", "host", "transport"):
+                check_identifier(name, fields[name])
+            check_count("region_fd", fields["region_fd"], 0, _MAX_ROWS)
+            check_count("rows", fields["rows"], 1, _MAX_ROWS)
+            check_count("row_bytes", fields["row_bytes"], 1)
+            if isinstance(fields["port_range"], list):
+                fields["port_range"] = tuple(fields["port_range"])
+            if fields["port_range"] is not None:
+                check_counts("port_range", fields["port_range"], 2, MAX_PORT)
+            check_identifier("key", fields["key"])
+            bytes.fromhex(fields["key"])
         return cls(**fields)
+
+
+def parse_started(line: bytes) -> str:
+    """The address at which a transfer process listens, from the line that it answers with.
+
+    Raises:
+        TransportError: it does not listen, with its own words for why.
+    """
+    if not line:
+        raise TransportError("it ended without a word")
+    try:
+        answer = parse_object("its answer", line, MAX_LINE)
+        if "error" in answer:
+            raise TransportError(str(answer["error"]))
+        check_address("its address", answer.get("address"))
+    except ValueError as error:
+        raise TransportError(str(error)) from None
+    address: str = answer["address"]
+    return address
 
 
 class Ticket(NamedTuple):
@@ -61,6 +125,18 @@ class Ticket(NamedTuple):
         return now < self.expires and hmac.compare_digest(wanted, self.signature)
 
 
+def check_ticket(ticket: object, rows: int = _MAX_ROWS) -> None:
+    """`rows` is how many the donor has."""
+    with checking("ticket"):
+        if not isinstance(ticket, Ticket):
+            raise ValueError(f"it is {type(ticket).__name__}")
+        check_identifier("consumer", ticket.consumer)
+        check_counts("slots", ticket.slots, MAX_ROWS_PER_FETCH, rows - 1)
+        check_seconds("expires", ticket.expires)
+        if type(ticket.signature) is not bytes or len(ticket.signature) != _SIGNATURE_BYTES:
+            raise ValueError("its signature is none")
+
+
 def _signature(key: bytes, consumer: str, slots: Sequence[int], expires: float) -> bytes:
     return hmac.digest(key, json.dumps([consumer, list(slots), expires]).encode(), "sha256")
 
@@ -74,6 +150,19 @@ class GrantRequest(NamedTuple):
     keys: tuple[bytes, ...]
 
 
+def check_request(request: object) -> None:
+    """Also raises GrantRefusedError, for more than is granted at a time."""
+    with checking("request for a grant"):
+        if not isinstance(request, GrantRequest):
+            raise ValueError(f"it is {type(request).__name__}")
+        check_version(request.version)
+        check_identifier("namespace", request.namespace)
+        check_identifier("consumer", request.consumer)
+        if type(request.keys) is tuple and len(request.keys) > MAX_ROWS_PER_FETCH:
+            raise GrantRefusedError("too many rows")
+        check_keys("keys", request.keys, MAX_ROWS_PER_FETCH)
+
+
 class Grant(NamedTuple):
     """The donor keeps the rows of the leading `len(checksums)` keys until released or expired."""
 
@@ -83,6 +172,25 @@ class Grant(NamedTuple):
     address: str  # of the donor's transfer process
     more_is_held: bool  # it holds the next key too, but grants no more at a time
     sequence: int  # the donor's last publication when it looked: what it lacks, it lacks as of then
+
+
+def check_grant(grant: object, asked: int) -> None:
+    """`asked` is how many rows it was asked for."""
+    with checking("grant"):
+        if not isinstance(grant, Grant):
+            raise ValueError(f"it is {type(grant).__name__}")
+        check_ticket(grant.ticket)
+        check_count("grant_id", grant.grant_id, 0)
+        check_count("sequence", grant.sequence, 0)
+        check_counts("checksums", grant.checksums, asked, _MAX_CHECKSUM)
+        if len(grant.checksums) != len(grant.ticket.slots):
+            raise ValueError("it has a checksum more or less than it has rows")
+        if bool(grant.grant_id) != bool(grant.checksums):
+            raise ValueError("it has an id without rows, or rows without an id")
+        if grant.grant_id:
+            check_address("address", grant.address)
+        if type(grant.more_is_held) is not bool:
+            raise ValueError("more_is_held is neither True nor False")
 
 
 class PullOrder(NamedTuple):
@@ -95,6 +203,23 @@ class PullOrder(NamedTuple):
     checksums: tuple[int, ...]
     slots: tuple[int, ...]  # ours, one for each of the ticket's
     timeout: float  # seconds
+
+
+def check_order(order: object, rows: int) -> None:
+    """`rows` is how many we have."""
+    with checking("order"):
+        if not isinstance(order, PullOrder):
+            raise ValueError(f"it is {type(order).__name__}")
+        check_identifier("donor", order.donor)
+        check_address("address", order.address)
+        check_ticket(order.ticket)
+        check_keys("keys", order.keys, MAX_ROWS_PER_FETCH)
+        check_counts("checksums", order.checksums, MAX_ROWS_PER_FETCH, _MAX_CHECKSUM)
+        check_counts("slots", order.slots, MAX_ROWS_PER_FETCH, rows - 1)
+        check_seconds("timeout", order.timeout, MAX_TIMEOUT)
+        parts = (order.ticket.slots, order.keys, order.checksums, order.slots)
+        if len({len(part) for part in parts}) != 1 or len(set(order.slots)) != len(order.slots):
+            raise ValueError("its rows do not match one to one")
 
 
 class PullResult(NamedTuple):

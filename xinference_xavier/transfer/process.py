@@ -5,7 +5,6 @@ replica's background event loop.
 """
 
 import asyncio
-import json
 import logging
 import os
 import socket
@@ -18,10 +17,17 @@ from typing import NamedTuple
 import xoscar
 
 from xinference_xavier.deadline import within
-from xinference_xavier.errors import GrantRefusedError, TransportError
+from xinference_xavier.errors import GrantRefusedError, XavierError
 from xinference_xavier.pool.region import Region
 from xinference_xavier.rollback import Rollback
-from xinference_xavier.transfer.messages import PullOrder, PullResult, Startup, Ticket
+from xinference_xavier.transfer.messages import (
+    MAX_LINE,
+    PullOrder,
+    PullResult,
+    Startup,
+    Ticket,
+    parse_started,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +37,7 @@ _CONFIGURE_TIMEOUT = 20.0
 _GRACE = 2.0  # a pull that is not over this long after its deadline never will be
 _RESTART_PAUSES = (0.1, 0.5, 2.0, 10.0)
 _LIVED_WELL = 60.0
+_ACTOR_GONE = (xoscar.ActorNotExist, xoscar.ServerClosed)
 
 
 class _Child(NamedTuple):
@@ -101,7 +108,7 @@ class TransferProcess:
             began = time.monotonic()
             try:
                 child = await self._start()
-            except (OSError, TransportError, TimeoutError) as error:
+            except (OSError, XavierError, TimeoutError, *_ACTOR_GONE) as error:
                 logger.error("the transfer process did not start: %s", error)
             else:
                 try:
@@ -133,13 +140,11 @@ class TransferProcess:
             loop = asyncio.get_running_loop()
             await loop.sock_sendall(ours, self._startup.to_json())
             async with asyncio.timeout(_START_TIMEOUT):
-                reply = await _read_line(ours)
-                if "address" not in reply:
-                    raise TransportError(reply.get("error", "it ended without a word"))
-                actor = await xoscar.actor_ref(reply["address"], "xavier-transfer")
+                address = parse_started(await _read_line(ours))
+            actor = await within(_START_TIMEOUT, xoscar.actor_ref(address, "xavier-transfer"))
             scope.commit()
         exited = asyncio.ensure_future(process.wait())
-        return _Child(process, ours, reply["address"], actor, exited)
+        return _Child(process, ours, address, actor, exited)
 
     async def _attend(self, child: _Child) -> None:
         while self._told != self._secret:  # another one may come meanwhile
@@ -207,16 +212,16 @@ class TransferProcess:
         return PullResult(0, "transfer process died")
 
 
-async def _read_line(control: socket.socket) -> dict[str, str]:
+async def _read_line(control: socket.socket) -> bytes:
+    """Up to a line's end, the end of all, or more than a line may have."""
     loop = asyncio.get_running_loop()
     line = b""
-    while not line.endswith(b"\n"):
+    while not line.endswith(b"\n") and len(line) <= MAX_LINE:
         part = await loop.sock_recv(control, 4096)
         if not part:
-            return {}
+            break
         line += part
-    answer: dict[str, str] = json.loads(line)
-    return answer
+    return line
 
 
 async def _end(process: asyncio.subprocess.Process, control: socket.socket) -> None:

@@ -1,0 +1,131 @@
+"""Operators are told what happens, and whatever their function does harms nobody."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.recording import FILE, RECORD
+from tests.replica_process import TrackerProcess, fresh_keys, replicas, wait_until
+from xinference_xavier import hooks as module
+from xinference_xavier.errors import ConfigError
+from xinference_xavier.hooks import Event, Hooks, TrackerLost, TrackerRegained, hooks_of, load_hook
+
+
+def event(number: int = 0) -> Event:
+    return TrackerLost(model_uid="m", incarnation=str(number), reason="gone")
+
+
+def test_events_come_in_order_and_on_another_thread() -> None:
+    told: list[tuple[Event, int]] = []
+    hooks = Hooks(lambda each: told.append((each, threading.get_ident())))
+    events = [event(number) for number in range(100)]
+    for each in events:
+        hooks.tell(each)
+    wait_until(lambda: hooks.told == 100, "all are told")
+    assert [each for each, _ in told] == events
+    assert {thread for _, thread in told} != {threading.get_ident()}
+
+
+def test_without_a_hook_there_is_not_even_a_thread() -> None:
+    before = threading.active_count()
+    Hooks().tell(event())
+    assert threading.active_count() == before
+
+
+def test_one_that_raises_is_told_the_next_all_the_same(caplog: pytest.LogCaptureFixture) -> None:
+    def fail(each: Event) -> None:
+        raise RuntimeError("the pager is broken")
+
+    hooks = Hooks(fail)
+    for number in range(3):
+        hooks.tell(event(number))
+    wait_until(lambda: hooks.failed == 3, "all are told")
+    assert caplog.text.count("xavier_hooks failed") == 1, "logged once"
+
+
+def test_one_that_hangs_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_WAITING", 10)
+    release, called = threading.Event(), threading.Event()
+
+    def hang(each: Event) -> None:
+        called.set()
+        release.wait()
+
+    hooks = Hooks(hang)
+    hooks.tell(event())
+    called.wait()
+    for number in range(50):
+        hooks.tell(event(number))
+    assert hooks.dropped == 40
+    release.set()
+    wait_until(lambda: hooks.told == 11, "those that waited are told")
+
+
+@pytest.mark.parametrize(
+    ("path", "reason"),
+    [
+        ("nowhere:hook", "cannot be imported (ModuleNotFoundError: No module named 'nowhere')"),
+        ("json:nothing", "cannot be imported (AttributeError"),
+        ("json:__doc__", "is not a function; name one as module:function"),
+    ],
+)
+def test_a_hook_that_is_none(path: str, reason: str) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        load_hook(path)
+    assert f"xavier_hooks='{path}' {reason}" in str(refusal.value)
+    hooks_of(path).tell(event())  # a replica goes on without it
+
+
+@pytest.fixture
+def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where processes started from now on record what they are told."""
+    file = tmp_path / "events"
+    file.touch()
+    monkeypatch.setenv(FILE, str(file))
+    return file
+
+
+@pytest.fixture
+def own_tracker(recorded: Path) -> Iterator[TrackerProcess]:
+    tracker = TrackerProcess(hooks=RECORD, lease=2.0, tick=0.2)
+    yield tracker
+    tracker.kill()
+
+
+def events(file: Path, **fields: Any) -> list[dict[str, Any]]:
+    told = [json.loads(line) for line in file.read_text().splitlines()]
+    return [each for each in told if fields.items() <= each.items()]
+
+
+def test_what_happens_to_replicas_is_told(recorded: Path, own_tracker: TrackerProcess) -> None:
+    transports = {"consumer": "gloo", "donor": "gloo"}
+    with replicas(own_tracker.address, transports, hooks=RECORD) as (consumer, donor):
+        for name in transports:
+            assert len(events(recorded, event="ReplicaJoined", incarnation=name)) == 1
+
+        keys = fresh_keys(2)
+        donor.store(keys)
+        wait_until(lambda: consumer.holders(keys[0]) == ("donor",), "the index says")
+        donor.forget(keys)
+        consumer.fetch("donor", keys, 30.0)
+        wait_until(lambda: bool(events(recorded, event="FetchRolledBack")), "told")
+        (fetch,) = events(recorded, event="FetchRolledBack")
+        assert (fetch["incarnation"], fetch["donor"]) == ("consumer", "donor")
+        assert (fetch["reason"], fetch["rows"], fetch["committed"]) == ("not held", 2, 0)
+
+        donor.kill()
+        wait_until(lambda: bool(events(recorded, event="ReplicaLost")), "told")
+        assert events(recorded, event="ReplicaLost")[0]["incarnation"] == "donor"
+        with replicas(own_tracker.address, {"donor": "gloo"}, hooks=RECORD):
+            wait_until(lambda: bool(events(recorded, event="ReplicaRecovered")), "told")
+
+        own_tracker.kill()
+        lost = {"event": TrackerLost.__name__, "incarnation": "consumer"}
+        wait_until(lambda: bool(events(recorded, **lost)), "told")
+        assert not events(recorded, event=TrackerRegained.__name__)
