@@ -5,16 +5,20 @@ chunk size. A manager does not see how many of a request's tokens vLLM's own pre
 The connector sees all that; the rest is vLLM's.
 """
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from xinference_xavier.config import XavierConfig
@@ -83,6 +87,15 @@ class XavierConnector(OffloadingConnector):
             self._manager.count_prompt(
                 request.request_id, request.num_prompt_tokens, prefix, num_external_tokens
             )
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        tokens = scheduler_output.total_num_scheduled_tokens
+        self._manager.prefill_rate.step_begins(tokens, time.monotonic())
+        return super().build_connector_meta(scheduler_output)
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        self._manager.prefill_rate.step_ends(time.monotonic())
+        super().update_connector_output(connector_output)
 
     def request_finished(
         self, request: Request, block_ids: list[int]

@@ -32,6 +32,7 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
 from xinference_xavier.engine.metrics import HitReporter, Hits
+from xinference_xavier.engine.prefill_rate import PrefillRate
 from xinference_xavier.engine.versions import known_keys, load_source
 from xinference_xavier.pool.pool import Pool, Reservation, Row
 from xinference_xavier.replica import Replica
@@ -92,6 +93,7 @@ class XavierManager(OffloadingManager):
         self._hits = Hits()
         self._reporter = HitReporter(self._hits)
         self._finished_requests = 0
+        self.prefill_rate = PrefillRate()
 
     def attach(self, replica: Replica) -> None:
         """The replica that fetches and shares for this engine; before anything else."""
@@ -99,7 +101,14 @@ class XavierManager(OffloadingManager):
 
     def stats(self) -> dict[str, Any]:
         """Called by the replica's background thread."""
-        return {"hits": asdict(self._hits), "requests": self._finished_requests}
+        rate = self.prefill_rate.tokens_per_second
+        reused = self._hits.own_pool + self._hits.peers
+        return {
+            "hits": asdict(self._hits),
+            "requests": self._finished_requests,
+            "prefill_tokens_per_s": rate,
+            "seconds_saved": reused / rate if rate else 0.0,
+        }
 
     # -- looking up ---------------------------------------------------------------------------
 
