@@ -37,7 +37,7 @@ class Region:
     """`rows` rows of `row_bytes` bytes each; `array` has shape (rows, row_bytes), uint8."""
 
     def __init__(self, fd: int, rows: int, row_bytes: int) -> None:
-        """Map `fd`, which the region owns from here on."""
+        """Map `fd`, which the region owns from here on; read-only if the descriptor is."""
         try:
             size = os.fstat(fd).st_size
             if rows <= 0 or row_bytes <= 0 or rows * row_bytes != size:
@@ -45,7 +45,9 @@ class Region:
                     f"a region of {size} bytes cannot hold {rows} x {row_bytes} bytes"
                 )
             _check_sealed(fd)
-            self._map = mmap.mmap(fd, size)
+            read_only = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY
+            access = mmap.ACCESS_READ if read_only else mmap.ACCESS_WRITE
+            self._map = mmap.mmap(fd, size, access=access)
         except OSError as error:
             os.close(fd)
             raise RegionError(f"what was offered as a region is none: {error}") from None
@@ -112,7 +114,8 @@ def _socket_name(incarnation: str) -> str:
     return f"\0xinference-xavier-{incarnation}"
 
 
-def _check_same_user(peer: socket.socket) -> None:
+def check_same_user(peer: socket.socket) -> None:
+    """Raises RegionError if the process at the other end runs for somebody else."""
     raw = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, uid, _ = _CREDENTIALS.unpack(raw)
     if uid != os.getuid():
@@ -147,9 +150,8 @@ class RegionServer:
             with peer:
                 try:
                     peer.settimeout(1.0)
-                    _check_same_user(peer)
-                    header = _HEADER.pack(_MAGIC, self._region.rows, self._region.row_bytes)
-                    socket.send_fds(peer, [header], [self._region.fd])
+                    check_same_user(peer)
+                    _hand_over(peer, self._region, self._region.fd)
                 except (OSError, RegionError):
                     self.refused += 1
 
@@ -171,8 +173,8 @@ def receive_region(incarnation: str, timeout: float) -> Region:
             peer.settimeout(max(0.1, deadline - time.monotonic()))
             try:
                 peer.connect(_socket_name(incarnation))
-                _check_same_user(peer)
-                return _receive(peer)
+                check_same_user(peer)
+                return take_region(peer)
             except OSError as error:
                 if time.monotonic() > deadline:
                     raise RegionError(
@@ -183,7 +185,26 @@ def receive_region(incarnation: str, timeout: float) -> Region:
         threading.Event().wait(0.02)
 
 
-def _receive(peer: socket.socket) -> Region:
+def offer_to_read(peer: socket.socket, region: Region) -> None:
+    """Hand `region` over to the other end of a Unix socket, which can only read from it."""
+    fd = os.open(f"/proc/self/fd/{region.fd}", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        _hand_over(peer, region, fd)
+    finally:
+        os.close(fd)
+
+
+def _hand_over(peer: socket.socket, region: Region, fd: int) -> None:
+    header = _HEADER.pack(_MAGIC, region.rows, region.row_bytes)
+    socket.send_fds(peer, [header], [fd])
+
+
+def take_region(peer: socket.socket) -> Region:
+    """Map the region that the other end of a Unix socket hands over.
+
+    Raises:
+        RegionError: what came is none.
+    """
     descriptors = array.array("i")
     data, ancillary, _, _ = peer.recvmsg(
         _HEADER.size, socket.CMSG_LEN(descriptors.itemsize), socket.MSG_CMSG_CLOEXEC

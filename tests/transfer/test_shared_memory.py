@@ -1,0 +1,240 @@
+"""Links over shared memory: the consumer copies what it was granted, and nothing else happens."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+import numpy as np
+import psutil
+import pytest
+
+from xinference_xavier.errors import LinkError
+from xinference_xavier.pool.region import Region
+from xinference_xavier.transfer.shared_memory import (
+    ConsumerLink,
+    DonorLink,
+    SharedMemoryTransport,
+)
+
+ROWS, ROW_BYTES = 64, 64 << 10
+SECRET = b"s" * 32
+PATIENCE = 60.0  # a deadline that does not pass
+SOON = 0.2  # one that does
+
+
+class Replica(NamedTuple):
+    region: Region
+    transport: SharedMemoryTransport
+
+
+class Pair(NamedTuple):
+    consumer: ConsumerLink
+    donor: DonorLink
+
+
+def replica(seed: int, rows: int = ROWS, row_bytes: int = ROW_BYTES) -> Replica:
+    region = Region.create(rows, row_bytes)
+    region.array[:] = np.random.default_rng(seed).integers(0, 256, (rows, row_bytes), np.uint8)
+    return Replica(region, SharedMemoryTransport(region, "127.0.0.1", None))
+
+
+@pytest.fixture
+def here() -> Replica:
+    return replica(seed=1)
+
+
+@pytest.fixture
+def there() -> Replica:
+    return replica(seed=2)
+
+
+@pytest.fixture
+def threads() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(4) as threads:
+        yield threads
+
+
+@pytest.fixture
+def pair(here: Replica, there: Replica, threads: ThreadPoolExecutor) -> Iterator[Pair]:
+    """From `there` to `here`."""
+    pair = connect(here, there, threads)
+    yield pair
+    pair.consumer.close()
+    pair.donor.close()
+
+
+def connect(
+    consumer: Replica, donor: Replica, threads: ThreadPoolExecutor, secret: bytes = SECRET
+) -> Pair:
+    offer = consumer.transport.offer(secret, later())
+    acceptance = donor.transport.accept(offer.hello, SECRET, later())
+    donors = threads.submit(acceptance.complete, later())
+    try:
+        return Pair(offer.complete(acceptance.answer, later()), donors.result())
+    finally:
+        if donors.exception() is not None:
+            offer.withdraw()
+            acceptance.withdraw()
+
+
+def later() -> float:
+    return time.monotonic() + PATIENCE
+
+
+def soon() -> float:
+    return time.monotonic() + SOON
+
+
+def receive(pair: Pair, slots: Sequence[int]) -> list[int]:
+    return list(pair.consumer.receive(slots, later()))
+
+
+def test_rows_arrive_byte_for_byte_where_they_belong(
+    pair: Pair, here: Replica, there: Replica, threads: ThreadPoolExecutor
+) -> None:
+    """In any order, batch after batch; an empty one too."""
+    expected = here.region.array.copy()
+    for seed, count in enumerate((40, 1, 0, 64)):
+        order = np.random.default_rng(seed).permutation(ROWS)
+        sources, targets = order[:count].tolist(), order[::-1][:count].tolist()
+        expected[targets] = there.region.array[sources]
+        sending = threads.submit(pair.donor.send, sources, later())
+        assert receive(pair, targets) == targets
+        sending.result()
+        assert np.array_equal(here.region.array, expected), "nothing else was touched"
+
+
+def test_the_donors_memory_cannot_be_written_by_its_consumer(pair: Pair) -> None:
+    """Not by a mistake, and not on purpose: the descriptor itself only reads."""
+    assert not pair.consumer._theirs.array.flags.writeable
+    with pytest.raises(OSError, match=os.strerror(errno.EBADF)):
+        os.write(pair.consumer._theirs.fd, b"x")
+
+
+def test_a_stranger_gets_no_memory(
+    here: Replica, there: Replica, threads: ThreadPoolExecutor
+) -> None:
+    before = psutil.Process().num_fds()
+    with pytest.raises(LinkError, match="does not know this model's secret"):
+        connect(here, there, threads, secret=b"t" * 32)
+    assert psutil.Process().num_fds() == before
+
+
+@pytest.mark.parametrize("noise", [b"", b"x", b"x" * 32, b"x" * 4096])
+def test_noise_gets_no_memory(
+    there: Replica, threads: ThreadPoolExecutor, noise: bytes
+) -> None:
+    acceptance = there.transport.accept(b"n" * 16, SECRET, later())
+    waiting = threads.submit(acceptance.complete, later())
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stranger:
+        stranger.connect(f"\0xinference-xavier-link-{acceptance.answer.hex()}")
+        stranger.sendall(noise)
+        stranger.shutdown(socket.SHUT_WR)
+        with pytest.raises(LinkError):
+            waiting.result()
+        acceptance.withdraw()
+        _, descriptors, _, _ = socket.recv_fds(stranger, 4096, 8)
+    assert descriptors == []
+
+
+@pytest.mark.parametrize("hello", [b"", b"x" * 15, b"x" * 17])
+def test_a_malformed_hello_is_refused(there: Replica, hello: bytes) -> None:
+    with pytest.raises(LinkError, match=f"a hello of {len(hello)} bytes"):
+        there.transport.accept(hello, SECRET, later())
+
+
+def test_rows_of_another_size_are_refused(here: Replica, threads: ThreadPoolExecutor) -> None:
+    with pytest.raises(LinkError, match=f"the donor's rows have {2 * ROW_BYTES} bytes"):
+        connect(here, replica(seed=3, row_bytes=2 * ROW_BYTES), threads)
+
+
+def test_a_donor_that_grants_fewer_rows_ends_it(
+    pair: Pair, here: Replica, threads: ThreadPoolExecutor
+) -> None:
+    before = here.region.array.copy()
+    threads.submit(pair.donor.send, [1, 2], later())
+    with pytest.raises(LinkError, match="2 rows were granted, 3 are wanted"):
+        receive(pair, [1, 2, 3])
+    pair.consumer.close()
+    assert np.array_equal(here.region.array, before)
+
+
+def test_a_row_outside_of_the_donors_memory_is_refused(
+    pair: Pair, threads: ThreadPoolExecutor
+) -> None:
+    threads.submit(pair.donor.send, [ROWS], later())
+    with pytest.raises(LinkError, match=f"row {ROWS} lies outside"):
+        receive(pair, [0])
+    pair.consumer.close()
+
+
+def test_nobody_waits_longer_than_the_deadline(
+    here: Replica, there: Replica, pair: Pair
+) -> None:
+    with pytest.raises(LinkError, match="timed out"):
+        list(pair.consumer.receive([1], soon()))
+    with pytest.raises(LinkError, match="timed out"):
+        pair.donor.send([1], soon())
+    with pytest.raises(LinkError, match="timed out"):
+        there.transport.accept(b"n" * 16, SECRET, later()).complete(soon())
+
+
+def test_closing_ends_what_waits(pair: Pair, threads: ThreadPoolExecutor) -> None:
+    receiving = threads.submit(receive, pair, [1])
+    pair.consumer.close()
+    with pytest.raises(LinkError):
+        receiving.result()
+    with pytest.raises(LinkError):
+        pair.donor.send([1], later())
+
+
+def test_nothing_is_written_after_a_close(
+    pair: Pair, here: Replica, threads: ThreadPoolExecutor
+) -> None:
+    """The consumer is in the middle of its rows when another thread closes the link."""
+    threads.submit(pair.donor.send, [5, 6, 7], later())
+    rows = pair.consumer.receive([0, 1, 2], later())
+    assert next(rows) == 0
+    closer = threading.Thread(target=pair.consumer.close)
+    closer.start()
+    closer.join()
+    after = here.region.array.copy()
+    with pytest.raises(LinkError, match="the link was closed"):
+        next(rows)
+    assert np.array_equal(here.region.array, after)
+
+
+def test_a_donor_that_dies_leaves_its_rows_readable(
+    pair: Pair, here: Replica, there: Replica, threads: ThreadPoolExecutor
+) -> None:
+    """What was granted is still there: the memory lives as long as somebody maps it."""
+    expected = there.region.array[5].copy()
+    threads.submit(pair.donor.send, [5, 6], later())
+    rows = pair.consumer.receive([0, 1], later())
+    next(rows)
+    pair.donor.close()
+    there.region.close()
+    assert next(rows) == 1
+    with pytest.raises(LinkError, match="the donor is gone"):
+        next(rows)
+    assert np.array_equal(here.region.array[0], expected)
+
+
+def test_a_link_leaves_nothing_open(
+    here: Replica, there: Replica, threads: ThreadPoolExecutor
+) -> None:
+    process = psutil.Process()
+    before = process.num_fds()
+    for _ in range(3):
+        pair = connect(here, there, threads)
+        pair.consumer.close()
+        pair.donor.close()
+        del pair  # and with it the mapping
+    assert process.num_fds() == before
