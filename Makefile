@@ -11,21 +11,42 @@ BIN := $(VENV)/bin
 # One interpreter for all: 3.11 is the one that the pinned list was tried with.
 PYTHON ?= $(firstword $(foreach name,python3.11 python3 python3.12 python3.13, \
 	$(shell $(name) -c 'import sys; sys.version_info >= (3, 11) and print("$(name)")' 2>/dev/null)))
+DEBIAN := $(shell grep -v '^\#' requirements/debian.txt)
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq --compile
 
 # Of the demo: a model's folder (default: one made on the spot) and launch arguments to pass through.
 MODEL ?=
 ARGS ?=
 
-.PHONY: help venv lint types test demo clean
+# Of `make chaos`: replicas or engines (default: both), seconds of faults, the schedule's seed and
+# how many of its steps.
+PART ?=
+SECONDS ?=
+SEED ?=
+STEPS ?=
+
+.PHONY: help system venv lint types test chaos demo clean
 
 help:
 	@echo "make demo    two replicas share long prefixes, measured (MODEL=<folder> ARGS='--dtype bfloat16 …')"
 	@echo "make test    lint, types and tests"
+	@echo "make chaos   faults by the thousand, 25 minutes (PART=replicas|engines SECONDS=… SEED=…)"
 	@echo "make lint    ruff"
 	@echo "make types   mypy"
 	@echo "make venv    $(VENV) from the pinned list"
+	@echo "make system  what tests need of Debian: $(DEBIAN)"
 	@echo "make clean   removes what the commands above made, except $(VENV)"
+
+# As root, and only where something is missing.
+system:
+	@missing=$$({ dpkg-query -W -f '$${Package} $${db:Status-Status}\n' $(DEBIAN) 2>/dev/null \
+			|| true; } | awk '$$2 == "installed" {print $$1}' | sort \
+			| comm -13 - <(printf '%s\n' $(DEBIAN) | sort)); \
+	if [ -z "$$missing" ]; then exit 0; fi; \
+	if [ "$$(id -u)" != 0 ]; then \
+		echo "missing: apt-get install --no-install-recommends" $$missing; exit 1; fi; \
+	apt-get update -qq; \
+	DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $$missing
 
 venv: $(VENV)/.complete
 
@@ -51,6 +72,10 @@ types: venv
 
 test: lint types
 	$(BIN)/python -m pytest
+
+chaos: venv
+	$(BIN)/python -m tests.chaos $(if $(PART),--part $(PART)) $(if $(SECONDS),--seconds $(SECONDS)) \
+		$(if $(SEED),--seed $(SEED)) $(if $(STEPS),--steps $(STEPS))
 
 demo: venv
 	$(BIN)/python -m examples.demo $(if $(MODEL),--model "$(MODEL)") $(ARGS)

@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import psutil
 import requests
@@ -34,12 +34,13 @@ ENVIRONMENT = {
     "XINFERENCE_ENABLE_VIRTUAL_ENV": "0",
     "XINFERENCE_AUTH_ADVANCED": "false",
     "XINFERENCE_DISABLE_METRICS": "1",
+    "XINFERENCE_SUBPOOL_LAUNCH_TIMEOUT": "400",  # of a busy machine; 60 s by default
     "XINFERENCE_MODEL_SRC": "huggingface",
     "HF_HUB_OFFLINE": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_NO_USAGE_STATS": "1",
 }
-START_TIMEOUT = 180.0
+START_TIMEOUT = 300.0
 LAUNCH_TIMEOUT = 600.0
 REQUEST_TIMEOUT = 300.0
 STOP_TIMEOUT = 60.0
@@ -58,6 +59,20 @@ class Completion(NamedTuple):
     prompt_tokens: int
     cached_tokens: int
     seconds: float
+
+    @classmethod
+    def of(cls, answer: dict[str, Any], seconds: float) -> Completion:
+        """From xinference's answer, which has log-probabilities."""
+        choice, usage = answer["choices"][0], answer["usage"]
+        details = usage.get("prompt_tokens_details") or {}
+        return cls(
+            text=choice["text"],
+            tokens=tuple(choice["logprobs"]["tokens"]),
+            logprobs=tuple(choice["logprobs"]["token_logprobs"]),
+            prompt_tokens=usage["prompt_tokens"],
+            cached_tokens=details.get("cached_tokens", 0),
+            seconds=seconds,
+        )
 
 
 class Leftovers(NamedTuple):
@@ -92,7 +107,7 @@ class LocalCluster:
         self._server: subprocess.Popen[bytes] | None = None
         self._seen: set[psutil.Process] = set()
 
-    def __enter__(self) -> LocalCluster:
+    def __enter__(self) -> Self:
         try:
             self.start()
         except BaseException:
@@ -119,34 +134,10 @@ class LocalCluster:
 
     def start(self) -> None:
         """Return when the server answers."""
-        self._port = self._port or _free_port(self._host)
+        self._port = self._port or free_port(self._host)
         self._home = tempfile.TemporaryDirectory(prefix="xavier-cluster-")
-        environment = {**os.environ, **ENVIRONMENT, **self._added_environment}
-        # Sockets and scratch files too: engines are killed in the end and leave them behind.
-        scratch = Path(self._home.name, "tmp")
-        scratch.mkdir()
-        environment |= {
-            "XINFERENCE_HOME": self._home.name,
-            "TMPDIR": str(scratch),
-            "VLLM_RPC_BASE_PATH": str(scratch),
-        }
-        # What torch compiles for the first request takes 20 s and is worth keeping.
-        compiled = Path(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")
-        environment.setdefault("TORCHINDUCTOR_CACHE_DIR", str(compiled))
-        environment.pop("PYTHONDONTWRITEBYTECODE", None)
-        environment.pop("PYTHONHASHSEED", None)  # replicas must find each other's chunks without
-        program = str(Path(sys.executable).parent / "xinference-local")
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        with self.log.open("wb") as log:
-            self._server = subprocess.Popen(
-                [program, "-H", self._host, "-p", str(self._port)],
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        self._wait("the server answers", START_TIMEOUT, self._answers)
+        self._start_servers(Path(self._home.name))
 
     def stop(self) -> Leftovers:
         """End the server and wait until nothing of it is left, by force where it must be."""
@@ -293,16 +284,7 @@ class LocalCluster:
         begin = time.perf_counter()
         answer = self.call("POST", "/v1/completions", body)
         seconds = time.perf_counter() - begin
-        choice, usage = answer["choices"][0], answer["usage"]
-        details = usage.get("prompt_tokens_details") or {}
-        return Completion(
-            text=choice["text"],
-            tokens=tuple(choice["logprobs"]["tokens"]),
-            logprobs=tuple(choice["logprobs"]["token_logprobs"]),
-            prompt_tokens=usage["prompt_tokens"],
-            cached_tokens=details.get("cached_tokens", 0),
-            seconds=seconds,
-        )
+        return Completion.of(answer, seconds)
 
     def xavier(self, model_uid: str) -> dict[str, Any]:
         """What `GET /v1/xavier/{model_uid}` answers."""
@@ -334,6 +316,37 @@ class LocalCluster:
         return answer.json()
 
     # Inside
+
+    def _start_servers(self, home: Path) -> None:
+        program = str(Path(sys.executable).parent / "xinference-local")
+        with self.log.open("wb") as log:
+            self._server = subprocess.Popen(
+                [program, "-H", self._host, "-p", str(self._port)],
+                env=self._environment(home),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self._wait("the server answers", START_TIMEOUT, self._answers)
+
+    def _environment(self, home: Path) -> dict[str, str]:
+        """What servers with this home, which they may fill, find in their environment."""
+        environment = {**os.environ, **ENVIRONMENT, **self._added_environment}
+        # Sockets and scratch files too: engines are killed in the end and leave them behind.
+        scratch = home / "tmp"
+        scratch.mkdir(parents=True)
+        environment |= {
+            "XINFERENCE_HOME": str(home),
+            "TMPDIR": str(scratch),
+            "VLLM_RPC_BASE_PATH": str(scratch),
+        }
+        # What torch compiles for the first request takes 20 s and is worth keeping.
+        compiled = Path(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")
+        environment.setdefault("TORCHINDUCTOR_CACHE_DIR", str(compiled))
+        environment.pop("PYTHONDONTWRITEBYTECODE", None)
+        environment.pop("PYTHONHASHSEED", None)  # replicas must find each other's chunks without
+        return environment
 
     def _answers(self) -> bool:
         assert self._server is not None
@@ -397,7 +410,8 @@ def _until(timeout: float, condition: Callable[[], bool], interval: float = 0.25
     return True
 
 
-def _free_port(host: str) -> int:
+def free_port(host: str) -> int:
+    """One that nobody listens at just now."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as probe:
         probe.bind((host, 0))

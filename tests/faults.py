@@ -4,17 +4,25 @@ A replica is given one as `transport="tests.faults:CorruptingGloo"`; it acts in 
 transfer process.
 """
 
+import asyncio
 import os
+import random
+import signal
+import socket
 import threading
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+
+import psutil
 
 from xinference_xavier.errors import LinkError
 from xinference_xavier.pool.region import Region
 from xinference_xavier.transfer.base import Acceptance, Link, Offer, Transport
-from xinference_xavier.transfer.gloo import GlooTransport
+from xinference_xavier.transfer.gloo import GlooLink, GlooTransport
 
 CORRUPT_ROW = 2
 """The row of every batch that CorruptingGloo damages."""
@@ -179,3 +187,165 @@ class ScriptedGloo(_FaultyGloo):
     """What goes wrong is written in a file, for replicas that a test cannot get hold of."""
 
     link = _ScriptedLink
+
+
+ORDERS = "XAVIER_TEST_ORDERS"
+"""The environment variable that names the folder with the faults that are ordered of a replica."""
+UNCHECKED = "XAVIER_TEST_UNCHECKED"
+"""The environment variable that, if set, switches the checksums of OrderedGloo's process off."""
+LATE = 0.6
+"""Seconds after its deadline at which a link still writes; the engine waits for 2."""
+SLOW = 0.4
+"""Seconds by which a slow donor is late."""
+_TAKEN = "taken"
+
+
+class Order(StrEnum):
+    """Faults of one batch each; the first of them happen to consumers, the others to donors."""
+
+    DAMAGE = "damaged row"
+    SWAP = "swapped rows"
+    LATE = "late bytes"
+    OVERSIZE = "too many bytes"
+    REFUSE = "link refused"
+    STRANGER = "stranger"
+    DIE_RECEIVING = "consumer's transfer process killed"
+    STALL = "donor stalls"
+    TOO_FEW = "too few rows"
+    SLOW = "donor is slow"
+    CUT = "link cut"
+    DIE_SENDING = "donor's transfer process killed"
+
+
+def order(folder: Path, fault: Order) -> None:
+    """Let this happen to the next batch that it can happen to."""
+    (folder / fault).touch()
+
+
+def withdraw(folder: Path, fault: Order) -> bool:
+    """False if it has happened."""
+    try:
+        (folder / fault).unlink()
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def taken(folder: Path) -> Counter[str]:
+    """What has happened, or is about to: written down before it is done."""
+    log = folder / _TAKEN
+    return Counter(log.read_text().splitlines()) if log.exists() else Counter()
+
+
+def _is_ordered(fault: Order) -> bool:
+    return (Path(os.environ[ORDERS]) / fault).exists()
+
+
+def _take(fault: Order) -> bool:
+    folder = Path(os.environ[ORDERS])
+    if not withdraw(folder, fault):
+        return False
+    with (folder / _TAKEN).open("a") as log:
+        log.write(f"{fault}\n")
+    return True
+
+
+class _OrderedLink(_StallingLink):
+    """`sockets` gives the file descriptors of all the process's Gloo connections."""
+
+    def __init__(self, link: Link, region: Region, sockets: Callable[[], list[int]]) -> None:
+        super().__init__(link, region)
+        self._sockets = sockets
+
+    def receive(self, slots: Sequence[int], deadline: float) -> Iterator[int]:
+        if _is_ordered(Order.REFUSE) or _is_ordered(Order.STRANGER):
+            raise LinkError("given up, so that the next fetch makes another link")
+        if _take(Order.DIE_RECEIVING):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if _take(Order.OVERSIZE):
+            self._receive_less(slots[0], deadline)
+        if _take(Order.DAMAGE):
+            return self._damaged(slots, deadline)
+        if len(slots) > 1 and _take(Order.SWAP):
+            return self._swapped(slots, deadline)
+        if _take(Order.LATE):
+            return self._late(slots, deadline)
+        return self.link.receive(slots, deadline)
+
+    def _receive_less(self, slot: int, deadline: float) -> None:
+        """The donor's message is longer than what waits for it: Gloo ends this process."""
+        link = cast(GlooLink, self.link)
+        half = link._rows[slot][: self.region.row_bytes // 2]
+        link._wait(link._post(link._group.recv, half), deadline)
+
+    def _damaged(self, slots: Sequence[int], deadline: float) -> Iterator[int]:
+        damaged = random.choice(slots)
+        for slot in self.link.receive(slots, deadline):
+            if slot == damaged:
+                self.region.row(slot)[random.randrange(self.region.row_bytes)] ^= 1
+            yield slot
+
+    def _swapped(self, slots: Sequence[int], deadline: float) -> Iterator[int]:
+        arrived = list(self.link.receive(slots, deadline))
+        one, other = arrived[:2]
+        self.region.array[[one, other]] = self.region.array[[other, one]]
+        yield from arrived
+
+    def _late(self, slots: Sequence[int], deadline: float) -> Iterator[int]:
+        """As memory that is written by a device which knows nothing of deadlines."""
+        arrived = self.link.receive(slots, deadline)
+        rows = [(slot, self.region.row(slot).copy()) for slot in arrived]
+        threading.Event().wait(max(0.0, deadline - time.monotonic()) + LATE)
+        for slot, row in rows:
+            self.region.row(slot)[:] = row
+        raise LinkError("timed out, and written nevertheless")
+        yield  # an iterator, like the others
+
+    def send(self, slots: Sequence[int], deadline: float) -> None:
+        half = len(slots) // 2
+        if _take(Order.DIE_SENDING):
+            self.link.send(slots[:half], deadline)
+            os.kill(os.getpid(), signal.SIGKILL)
+        if _take(Order.STALL):
+            self.link.send(slots[:half], deadline)
+            self._closed.wait(max(0.0, deadline - time.monotonic()) + LATE)
+            raise LinkError("stalled until it was closed")
+        if _take(Order.TOO_FEW):
+            return self.link.send(slots[:-1], deadline)
+        if _take(Order.SLOW):
+            self._closed.wait(SLOW)
+        if _take(Order.CUT):
+            self.link.send(slots[:half], deadline)
+            for descriptor in self._sockets():
+                with socket.socket(fileno=os.dup(descriptor)) as connection:
+                    connection.shutdown(socket.SHUT_RDWR)
+            return self.link.send(slots[half:], deadline)
+        return self.link.send(slots, deadline)
+
+
+class OrderedGloo(_FaultyGloo):
+    """What goes wrong is ordered, one batch at a time, while the process runs."""
+
+    def __init__(self, region: Region, host: str, port_range: tuple[int, int] | None) -> None:
+        super().__init__(region, host, port_range)
+        self._loop = asyncio.get_running_loop()
+        if UNCHECKED in os.environ:
+            region.checksum = lambda slot, key: _Anything()  # type: ignore[method-assign,assignment]
+
+    def offer(self, secret: bytes, deadline: float) -> Offer:
+        if _take(Order.REFUSE):
+            raise LinkError("refused")
+        return super().offer(b"stranger" if _take(Order.STRANGER) else secret, deadline)
+
+    def _wrap(self, link: Link) -> Link:
+        return _OrderedLink(link, self.region, self._gloo_sockets)
+
+    def _gloo_sockets(self) -> list[int]:
+        """All connections but those of the event loop."""
+        others = set(self._loop._selector.get_map())  # type: ignore[attr-defined]  # asyncio's own
+        connections = psutil.Process().net_connections("tcp")
+        return [
+            c.fd
+            for c in connections
+            if c.status == psutil.CONN_ESTABLISHED and c.fd not in others
+        ]

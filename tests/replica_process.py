@@ -22,6 +22,7 @@ import numpy.typing as npt
 import xoscar
 
 from xinference_xavier.config import XavierConfig
+from xinference_xavier.explanation import Chunked
 from xinference_xavier.pool.pool import Pool, PoolCounts
 from xinference_xavier.pool.region import Region
 from xinference_xavier.replica import Replica
@@ -30,6 +31,7 @@ from xinference_xavier.transfer.fetch import Fetch, FetchState
 
 ROW_BYTES = 64 << 10
 KEY_BYTES = 36
+CHUNK_TOKENS = 128
 MODEL = "model"
 _NUMBERS = itertools.count()
 DEADLINE = 60.0  # of the tests' own waits, far above anything seen
@@ -45,9 +47,14 @@ def content(key: bytes, size: int = ROW_BYTES) -> npt.NDArray[np.uint8]:
     return np.random.default_rng(seed).integers(0, 256, size, dtype=np.uint8)
 
 
+def fresh_numbers(count: int) -> list[int]:
+    """Numbers of keys that no test has used yet."""
+    return [next(_NUMBERS) for _ in range(count)]
+
+
 def fresh_keys(count: int) -> list[bytes]:
     """Keys that no test has used yet."""
-    return [make_key(next(_NUMBERS)) for _ in range(count)]
+    return [make_key(number) for number in fresh_numbers(count)]
 
 
 def wait_until(condition: Callable[[], bool], what: str, *, interval: float = 0.005) -> None:
@@ -56,6 +63,12 @@ def wait_until(condition: Callable[[], bool], what: str, *, interval: float = 0.
     while not condition():
         assert time.monotonic() < deadline, f"never came true: {what}"
         threading.Event().wait(interval)
+
+
+def chunk_numbers(question: dict[str, Any]) -> Chunked:
+    """A prompt of these replicas is numbers, each of them a chunk: that of `make_key`."""
+    words = question["prompt"].split()
+    return Chunked(len(words) * CHUNK_TOKENS, CHUNK_TOKENS, [(make_key(int(n)),) for n in words])
 
 
 class Outcome(NamedTuple):
@@ -71,6 +84,7 @@ class _Inside:
     """What runs in the replica's process; each public method is a command."""
 
     def __init__(self, name: str, rows: int, row_bytes: int, namespace: str, options: Any) -> None:
+        ingredients = options.pop("ingredients", None)
         self.region = Region.create(rows, row_bytes)
         self.pool = Pool(rows)
         self.replica = Replica(
@@ -81,7 +95,9 @@ class _Inside:
             region=self.region,
             pool=self.pool,
             engine_stats=dict,
+            ingredients=ingredients,
         )
+        self.replica.chunker = chunk_numbers
         self.fetching: Fetch | None = None
         self.began = 0.0
         self.replica.start()

@@ -138,6 +138,12 @@ def test_fetch_timeout_is_positive_and_finite(wrong: object) -> None:
     assert "xavier_fetch_timeout=" in refusal(xavier_fetch_timeout=wrong)
 
 
+def test_fetch_timeout_is_less_than_an_hour() -> None:
+    """Peers refuse a longer one, and all fetches would fail."""
+    assert parsed(xavier_fetch_timeout=3599) == {"fetch_timeout": 3599.0}
+    assert "is an hour or more" in refusal(xavier_fetch_timeout=3600)
+
+
 def test_transports() -> None:
     assert parsed(xavier_transport="Gloo") == {"transport": "gloo"}
     assert "use one of auto, gloo" in refusal(xavier_transport="nccl")

@@ -27,11 +27,18 @@ MAY_IMPORT = {
     "engine": {"ground", "pool", "tracker", "transfer", "replica"},
     "serving": {"ground", "tracker"},
     "package": {"serving"},
+    "client": {"ground"},
+    "cli": {"client", "ground"},
 }
 """Our parts, and which other parts each of them may import."""
 
 ABOVE_GROUND = {
     "__init__": "package",
+    "examination": "replica",
+    "explanation": "replica",
+    "client": "client",
+    "doctor": "client",
+    "results": "client",
     "network": "network",
     "replica": "replica",
 }

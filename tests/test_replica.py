@@ -3,17 +3,22 @@ and every grant is free again, and the next fetch works."""
 
 from __future__ import annotations
 
+import asyncio
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import psutil
 import pytest
+import xoscar
 
 from tests.faults import ROWS_BEFORE_STALL
 from tests.replica_process import (
+    DEADLINE,
+    KEY_BYTES,
     Outcome,
     ReplicaProcess,
     TrackerProcess,
@@ -21,6 +26,14 @@ from tests.replica_process import (
     replicas,
     wait_until,
 )
+from xinference_xavier import replica as replica_module
+from xinference_xavier.addresses import replica_uid
+from xinference_xavier.config import XavierConfig
+from xinference_xavier.errors import GrantRefusedError, LinkError
+from xinference_xavier.pool.pool import Pool
+from xinference_xavier.pool.region import Region
+from xinference_xavier.replica import Replica
+from xinference_xavier.transfer.messages import PROTOCOL_VERSION, GrantRequest
 
 STALLING = "tests.faults:StallingGloo"
 ROWS = 8  # of each fetch here
@@ -188,18 +201,55 @@ def test_a_donor_is_killed(scene: Scene, tracker_process: TrackerProcess) -> Non
         wait_until_gone(processes)
 
 
-def test_a_consumer_is_killed_while_rows_are_granted_to_it(
+def test_a_killed_consumers_grants_end_with_its_lease(tracker_process: TrackerProcess) -> None:
+    """Long before they would expire."""
+    transports = {"patient donor": STALLING, "victim consumer": "gloo"}
+    with replicas(tracker_process.address, transports, fetch_timeout=10 * DEADLINE) as started:
+        donor, victim = started
+        keys = stored(victim, donor)
+        processes = family(victim)
+        begin_stalled_fetch(victim, donor, keys, 10 * DEADLINE)
+        assert donor.stats()["grants"]["live"] == 1
+        assert donor.counts().pinned == ROWS
+        victim.kill()
+        wait_until(lambda: all_is_free(donor), "the grant has ended")
+        wait_until_gone(processes)
+
+
+async def test_a_grant_that_nobody_releases_ends_by_its_expiry(scene: Scene) -> None:
+    """Also if its consumer is well: a release may be lost."""
+    keys = stored(scene.consumer, scene.plain)
+    donor = await xoscar.actor_ref(scene.consumer.address("plain"), replica_uid("plain"))
+    request = GrantRequest(PROTOCOL_VERSION, "namespace", "consumer", tuple(keys))
+    grant = await donor.grant(request)
+    assert scene.plain.counts().pinned == ROWS
+    wait_until(lambda: all_is_free(scene.plain), "the grant has expired")
+    assert scene.plain.address("consumer") is not None, "so it was not its lease"
+    await donor.release(grant.grant_id)  # too late, and no harm
+    assert all_is_free(scene.plain)
+
+
+async def test_replicas_of_two_namespaces_exchange_nothing(
     scene: Scene, tracker_process: TrackerProcess
 ) -> None:
-    with one_more(tracker_process, "victim consumer") as victim:
-        keys = stored(victim, scene.stalling)
-        processes = family(victim)
-        begin_stalled_fetch(victim, scene.stalling, keys, NEVER)
-        assert scene.stalling.stats()["grants"]["live"] == 1
-        assert scene.stalling.counts().pinned == ROWS
-        victim.kill()
-        wait_until(lambda: all_is_free(scene.stalling), "the grant has ended")
-        wait_until_gone(processes)
+    """Also if they know each other's address and namespace, and ask."""
+    with replicas(tracker_process.address, {"foreign": "gloo"}, namespace="another") as (foreign,):
+        keys = stored(scene.consumer, scene.plain)
+        foreign.store(keys[:1])
+        wait_until(lambda: foreign.held() == keys[:1], "it is summed up")
+        sent = scene.plain.transfer_stats()["bytes_sent"]
+        assert all(foreign.holders(key) == () for key in keys)
+        assert "foreign" not in scene.consumer.holders(keys[0])
+        assert foreign.fetch("plain", keys[1:], SHORT).reason == "donor gone"
+        assert scene.consumer.fetch("foreign", keys[:1], SHORT).reason == "donor gone"
+        donor = await xoscar.actor_ref(scene.consumer.address("plain"), replica_uid("plain"))
+        for namespace in ("another", "", "namespac", "namespace "):
+            request = GrantRequest(PROTOCOL_VERSION, namespace, "foreign", tuple(keys))
+            with pytest.raises((GrantRefusedError, LinkError)):
+                await donor.grant(request)
+        assert scene.plain.transfer_stats()["bytes_sent"] == sent
+        assert all_is_free(scene.plain)
+        assert foreign.held() == keys[:1]
 
 
 def test_a_reset_while_rows_arrive(scene: Scene, tracker_process: TrackerProcess) -> None:
@@ -225,6 +275,45 @@ def test_a_reset_while_rows_arrive(scene: Scene, tracker_process: TrackerProcess
         assert consumer.holders(keys[0]) == ()
         assert consumer.fetch("plain", keys, SHORT).reason == "donor gone"
         assert scene.plain.holders(own[0]) == ()
+
+
+def test_a_background_loop_that_stands_still_is_not_buried(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What it cannot take is refused and counted, and the scheduler thread goes on."""
+    monkeypatch.setattr(replica_module, "MAX_BACKLOG", 3)
+    region, pool = Region.create(ROWS, 4096), Pool(ROWS)
+    replica = Replica(
+        XavierConfig("model", "127.0.0.1:1"),
+        incarnation="still",
+        namespace="namespace",
+        key_bytes=KEY_BYTES,
+        region=region,
+        pool=pool,
+        engine_stats=dict,
+    )
+    loop = asyncio.new_event_loop()
+    taken: list[object] = []
+    monkeypatch.setattr(replica, "_loop", loop, raising=False)
+    monkeypatch.setattr(replica, "_running", True)
+    for part in ("_checksums", "_client", "_fetcher"):
+        inside = SimpleNamespace(add=taken.append, withdraw=taken.append, start=taken.append)
+        monkeypatch.setattr(replica, part, inside, raising=False)
+    replica.stored([])
+    replica.evicted([b"gone"])
+    replica.stored([])
+    rows = pool.reserve([b"key"]).rows
+    assert replica.fetch("donor", rows, NEVER) is None
+    assert pool.counts().filling == 0, "the rows are free again"
+    replica.evicted([b"gone as well"])
+    assert replica._refused_posts == 2
+    loop.call_soon(loop.stop)
+    loop.run_forever()
+    assert taken == [[], [b"gone"], []]
+    replica.stored([])
+    assert replica._refused_posts == 2, "there is room again"
+    loop.close()
+    region.close()
 
 
 def test_an_orderly_stop_leaves_nothing(scene: Scene, tracker_process: TrackerProcess) -> None:

@@ -26,6 +26,14 @@ def is_wildcard(host: str) -> bool:
         return False
 
 
+def is_loopback(host: str) -> bool:
+    """True for an address that is of this host only, wherever it is used."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
 def reachable_address(address: str, via: str | None = None) -> str:
     """``address`` with a wildcard host replaced by one that can be connected to.
 

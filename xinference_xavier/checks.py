@@ -31,7 +31,7 @@ def check_address(name: str, value: object) -> None:
         _, port = split_address(value)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
-    check_count(f"port of {name}", port, 1, MAX_PORT)
+    check_count(f"port of {name}", port, 0, MAX_PORT)
 
 
 def check_count(name: str, value: object, least: int, most: int = (1 << 63) - 1) -> None:

@@ -6,6 +6,8 @@ text into a REST answer. So each survives a pickle round trip and says everythin
 
 from __future__ import annotations
 
+from xinference_xavier.checks import shown
+
 
 class XavierError(Exception):
     """Base of every error this package raises on purpose."""
@@ -21,7 +23,7 @@ class ConfigError(XavierError, ValueError):
         self.option = option
         # Anything beyond plain data may not survive the pickling.
         plain = value is None or isinstance(value, (str, int, float, bool))
-        self.value = value if plain else repr(value)
+        self.value = value if plain else shown(value)
         self.reason = reason
         self.remedy = remedy
         super().__init__(f"{option}={self.value!r} {reason}; {remedy}")
@@ -56,6 +58,28 @@ class TransportError(XavierError):
 
 class LinkError(XavierError):
     """A link to a peer failed, was refused, or moved nothing until its deadline."""
+
+
+class ExplainError(XavierError):
+    """Nobody can say at the moment which chunks of a prompt are where.
+
+    `reason` stays what it was where the text does not: xoscar puts an address before it.
+    """
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+        super().__init__(reason)
+
+
+class ApiError(XavierError):
+    """A request to xinference failed; the text says why and what to do.
+
+    `status` is HTTP's, None if nothing answered.
+    """
+
+    def __init__(self, message: str, status: int | None = None) -> None:
+        self.status = status
+        super().__init__(message)
 
 
 REFUSALS = (

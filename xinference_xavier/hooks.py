@@ -90,6 +90,20 @@ class TrackerRegained(Event):
     incarnation: str
 
 
+@dataclass(frozen=True, kw_only=True)
+class SharingSwitched(Event):
+    """An operator switched sharing of all replicas on or off."""
+
+    enabled: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class HoldingsDropped(Event):
+    """An operator had `replicas` replicas forget what they hold."""
+
+    replicas: int
+
+
 Hook = Callable[[Event], object]
 
 

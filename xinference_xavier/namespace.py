@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 _SAMPLE_BYTES = 64
+_MAX_READABLE = 60  # characters
 _SAMPLES = 1024  # per file, shared out among its tensors
 _MIN_SAMPLES_PER_TENSOR = 4
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
@@ -20,6 +21,16 @@ def digest(ingredients: Mapping[str, object]) -> str:
     """32 hex digits over JSON-able `ingredients`."""
     text = json.dumps(ingredients, sort_keys=True, separators=(",", ":"), default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def readable(ingredients: Mapping[str, object]) -> dict[str, str]:
+    """Each ingredient as short text, equal for equal values, for people who compare them."""
+    return {name: _readable(name, value) for name, value in ingredients.items()}
+
+
+def _readable(name: str, value: object) -> str:
+    text = str(value)
+    return text if len(text) <= _MAX_READABLE else f"digest {digest({name: value})[:12]}"
 
 
 def weights_fingerprint(path: Path) -> str:

@@ -17,6 +17,8 @@ from xinference_xavier.errors import ConfigError
 TRANSPORTS = ("auto", "gloo")
 DEFAULT_FETCH_TIMEOUT = 5.0
 DEFAULT_MIN_FETCH_TOKENS = 256
+MAX_FETCH_TIMEOUT = 3600.0
+"""Seconds; no peer takes a longer one."""
 
 _LOWEST_PORT, _HIGHEST_PORT = 1024, 65535
 _PORTS_PER_REPLICA = 3
@@ -154,6 +156,8 @@ def _parse_fetch_timeout(option: str, value: object) -> float:
         seconds = float(value)
     except (ValueError, OverflowError):
         raise ConfigError(option, value, "is not a number", remedy) from None
+    if seconds >= MAX_FETCH_TIMEOUT:
+        raise ConfigError(option, value, "is an hour or more", remedy)
     if not math.isfinite(seconds) or seconds <= 0:
         raise ConfigError(option, value, "is not a positive, finite time", remedy)
     return seconds

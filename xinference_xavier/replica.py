@@ -14,21 +14,32 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections import deque
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 import xoscar
 
-from xinference_xavier.addresses import replica_uid
+from xinference_xavier.addresses import replica_uid, split_address
 from xinference_xavier.config import XavierConfig
-from xinference_xavier.hooks import FetchRolledBack, TrackerLost, TrackerRegained, hooks_of
+from xinference_xavier.errors import ExplainError
+from xinference_xavier.examination import Patient, examine
+from xinference_xavier.explanation import Chunker, explanation
+from xinference_xavier.hooks import (
+    Event,
+    FetchRolledBack,
+    TrackerLost,
+    TrackerRegained,
+    hooks_of,
+)
 from xinference_xavier.network import listen, local_host_towards
 from xinference_xavier.pool.checksums import Checksums
 from xinference_xavier.pool.pool import Pool, Row
 from xinference_xavier.pool.region import Region
 from xinference_xavier.rollback import Rollback
 from xinference_xavier.tracker.client import TrackerClient
+from xinference_xavier.tracker.events import MAX_REPORTED, event_dict
 from xinference_xavier.tracker.failure import replica_name
 from xinference_xavier.tracker.location import TrackerLocation
 from xinference_xavier.tracker.mirror import Mirror
@@ -44,6 +55,8 @@ TRANSPORTS = {
     "auto": "xinference_xavier.transfer.gloo:GlooTransport",
     "gloo": "xinference_xavier.transfer.gloo:GlooTransport",
 }
+MAX_BACKLOG = 10_000
+"""Things that the scheduler thread may have left to the background loop at a time."""
 _EXPIRY_INTERVAL = 1.0
 _STOP_TIMEOUT = 3.0
 
@@ -67,6 +80,18 @@ class ReplicaActor(xoscar.StatelessActor):  # type: ignore[misc]  # xoscar has n
     async def stats(self) -> dict[str, Any]:
         return await self._replica.full_stats()
 
+    async def drop(self) -> int:
+        return self._replica.drop()
+
+    async def transfer_address(self) -> str | None:
+        return self._replica.transfer_address
+
+    async def examine(self) -> dict[str, Any]:
+        return await self._replica.examine()
+
+    async def explain(self, question: dict[str, Any]) -> dict[str, Any]:
+        return await self._replica.explain(question)
+
 
 class Replica:
     """`pool` and `region` are this engine's; `incarnation` is its engine id."""
@@ -81,8 +106,12 @@ class Replica:
         region: Region,
         pool: Pool,
         engine_stats: Callable[[], dict[str, Any]],
+        ingredients: Mapping[str, str] | None = None,
     ) -> None:
+        """`ingredients` are the namespace's, for people."""
         self._config = config
+        self._ingredients = ingredients or {}
+        self._address = ""  # of our actor, when it listens
         self._incarnation = incarnation
         self._namespace = namespace
         self._shared_namespace = namespace  # another one after each reset
@@ -93,7 +122,10 @@ class Replica:
         self._pool = pool
         self._engine_stats = engine_stats
         self._hooks = hooks_of(config.hooks)
+        self._untold: deque[dict[str, Any]] = deque(maxlen=MAX_REPORTED)  # events, to the tracker
         self.mirror = Mirror(incarnation)
+        self.chunker: Chunker | None = None  # set by an engine that can explain
+        self._explaining = asyncio.Lock()
         self._resets = 0  # those begun; sharing pauses until the last one is through
         self._resets_done = 0
         self._thread = threading.Thread(target=self._run, name="xavier-replica", daemon=True)
@@ -101,6 +133,9 @@ class Replica:
         self._tasks: set[asyncio.Task[None]] = set()
         self._up = threading.Event()
         self._running = False
+        self._posted = 0  # by the scheduler thread; so many of them
+        self._handled = 0  # by the background loop
+        self._refused_posts = 0
         self._error: Exception | None = None
         self._loop: asyncio.AbstractEventLoop
         self._main_task: asyncio.Task[None]
@@ -131,25 +166,30 @@ class Replica:
 
     @property
     def sharing(self) -> bool:
-        """Whether the mirror may be asked: not while a reset is on its way."""
+        """Whether there are peers to share with: not while a reset is on its way."""
         return self._running and self._resets_done == self._resets
+
+    @property
+    def can_fetch(self) -> bool:
+        """Whether the mirror may be asked for donors."""
+        return self.sharing and self._process.ready
 
     def stored(self, rows: Sequence[Row]) -> None:
         """These rows are READY: sum them up and offer them."""
-        self._post(self._checksums.add, rows)
+        self._post_if_room(self._checksums.add, rows)
 
     def evicted(self, keys: Sequence[bytes]) -> None:
         """These chunks are gone."""
         if keys:
-            self._post(self._client.withdraw, keys)
+            self._post_if_room(self._client.withdraw, keys)
 
     def fetch(self, donor: str, rows: list[Row], deadline: float) -> Fetch | None:
         """Begin to bring the rows, which the caller reserved, from `donor`.
 
-        None, and the rows are free again, when the background loop has ended.
+        None, and the rows are free again, when the background loop has ended or is far behind.
         """
         fetch = Fetch(donor, rows, deadline)
-        if self._post(self._fetcher.start, fetch):
+        if self._post_if_room(self._fetcher.start, fetch):
             return fetch
         for row in rows:
             self._pool.abort(row)
@@ -175,6 +215,19 @@ class Replica:
         except RuntimeError:  # it ended just now
             return False
         return True
+
+    def _post_if_room(self, action: Callable[..., object], *args: object) -> bool:
+        """What can be done without: not shared, not told to others, or not fetched. False, and
+        counted, while the background loop is too far behind."""
+        if self._posted - self._handled >= MAX_BACKLOG:
+            self._refused_posts += 1
+            return False
+        self._posted += 1
+        return self._post(self._handle, action, args)
+
+    def _handle(self, action: Callable[..., object], args: tuple[object, ...]) -> None:
+        self._handled += 1
+        action(*args)
 
     # -- the background loop -----------------------------------------------------------------
 
@@ -203,6 +256,7 @@ class Replica:
         host = config.host or local_host_towards(config.tracker_address)
         server = await listen(host, config.port_range)
         scope.undo(server.stop)
+        self._address = server.external_address
         await xoscar.create_actor(
             ReplicaActor, self, address=server.external_address, uid=replica_uid(self._incarnation)
         )
@@ -226,6 +280,7 @@ class Replica:
             on_members=self._members_changed,
             on_joined=self._joined,
             on_outage=self._tell_outage,
+            events=self._untold,
             replica=replica_name(),
         )
         scope.undo(self._client.leave)
@@ -268,21 +323,29 @@ class Replica:
 
     def _members_changed(self, members: frozenset[str]) -> None:
         for gone in self._known_members - members:
-            self._donor.grants.forget(gone)
             self._fetcher.forget(gone)
-            self._spawn(self._process.forget(gone))
+            self._spawn(self._part_with(gone))
         self._known_members = members
+
+    async def _part_with(self, gone: str) -> None:
+        # The links first: as long as they are open, granted rows may be on their way.
+        await self._process.forget(gone)
+        self._donor.grants.forget(gone)
+
+    def _tell(self, event: Event) -> None:
+        self._hooks.tell(event)
+        self._untold.append(event_dict(event))
 
     def _tell_outage(self, error: BaseException | None) -> None:
         uid, incarnation = self._config.model_uid, self._incarnation
         if error is None:
-            self._hooks.tell(TrackerRegained(model_uid=uid, incarnation=incarnation))
+            self._tell(TrackerRegained(model_uid=uid, incarnation=incarnation))
         else:
             reason = repr(error)
-            self._hooks.tell(TrackerLost(model_uid=uid, incarnation=incarnation, reason=reason))
+            self._tell(TrackerLost(model_uid=uid, incarnation=incarnation, reason=reason))
 
     def _tell_rolled_back(self, fetch: Fetch, reason: str) -> None:
-        self._hooks.tell(
+        self._tell(
             FetchRolledBack(
                 model_uid=self._config.model_uid,
                 incarnation=self._incarnation,
@@ -337,17 +400,57 @@ class Replica:
             await self._move(f"{self._namespace}@{version}")
             return True
 
+    def drop(self) -> int:
+        """Forget all chunks that are at rest; returns how many. What vLLM's own prefix cache holds
+        is not touched, and what is being written comes to stay."""
+        keys = self._pool.drop()
+        self._client.withdraw(keys)
+        return len(keys)
+
+    async def explain(self, question: dict[str, Any]) -> dict[str, Any]:
+        """Where a prompt's chunks are, and what each replica of our namespace would reuse.
+
+        Raises:
+            ExplainError: there is no tokenizer, or it does not take this.
+        """
+        if self.chunker is None:
+            raise ExplainError(f"replica {self._incarnation} does not know its tokenizer")
+        async with self._explaining:
+            chunked = await asyncio.to_thread(self.chunker, question)
+        return explanation(
+            chunked,
+            incarnation=self._incarnation,
+            pool=self._pool,
+            mirror=self.mirror,
+            min_fetch_tokens=self._config.min_fetch_tokens,
+        )
+
+    @property
+    def transfer_address(self) -> str | None:
+        return self._process.address
+
+    async def examine(self) -> dict[str, Any]:
+        host, _ = split_address(self._address)
+        patient = Patient(self._config, host, self.mirror, self._process, self._ingredients)
+        return await examine(patient)
+
     def stats(self) -> dict[str, Any]:
         """Figures of this replica since its start, without asking anybody."""
         counts = self._fetcher.counts
+        row_bytes = self._region.row_bytes
         return self._engine_stats() | {
+            "bytes_received": counts.rows * row_bytes,
+            "received_from": {donor: n * row_bytes for donor, n in counts.received.items()},
+            "fetching": dict(counts.in_flight),
             "fetches": {
                 "started": counts.started,
                 "committed": counts.committed,
                 "rolled_back": dict(counts.rolled_back),
             },
-            "pool": self._pool.counts()._asdict() | {"row_bytes": self._region.row_bytes},
+            "pool": self._pool.counts()._asdict() | {"row_bytes": row_bytes},
             "grants": {"live": len(self._donor.grants), "refused": self._donor.refused},
+            "mirror": {"keys": len(self.mirror), "dropped": self.mirror.dropped},
+            "refused_posts": self._refused_posts,
             "transfer_restarts": max(0, self._process.starts - 1),
             "transfer_pid": self._process.pid,
         }

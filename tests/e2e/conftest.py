@@ -1,12 +1,15 @@
 """One xinference for all end-to-end tests; its models come and go with the modules."""
 
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from examples.local_cluster import LocalCluster
+from examples.local_cluster import LAUNCH_TIMEOUT, ClusterError, LocalCluster
 from tests import replica_process
+from tests.e2e.separate_cluster import SeparateCluster
 from tests.faults import SCRIPT, Fault
 
 ROOT = Path(__file__).parents[2]
@@ -19,9 +22,31 @@ ARGUMENTS = {
 }
 
 
+SEPARATE_UID = "separate"
+REPLICAS = (f"{SEPARATE_UID}-rep0", f"{SEPARATE_UID}-rep1")
+
+
 def wait_until(condition: Callable[[], bool], what: str) -> None:
     """Ask xinference again and again, but not so often that it is busy with that."""
     replica_process.wait_until(condition, what, interval=0.2)
+
+
+def wait_for_engine(condition: Callable[[], bool], what: str) -> None:
+    """The same for what takes an engine's start, or a supervisor's."""
+    deadline = time.monotonic() + LAUNCH_TIMEOUT
+    while not condition():
+        assert time.monotonic() < deadline, f"never came true: {what}"
+        threading.Event().wait(0.5)
+
+
+def can_fetch(cluster: LocalCluster, model_uid: str, count: int) -> bool:
+    """Whether `count` replicas have joined, all with a transfer process."""
+    try:
+        replicas = cluster.xavier(model_uid)["replicas"]
+    except ClusterError:  # no tracker, or no supervisor to ask for it
+        return False
+    ready = [replica for replica in replicas if replica["transfer_pid"] and not replica["stale"]]
+    return len(ready) == len(replicas) == count
 
 
 @pytest.fixture(scope="session")
@@ -39,4 +64,15 @@ def cluster(model_folder: Path, fault: Path) -> Iterator[LocalCluster]:
     log = ROOT / "build" / "test-cluster.log"
     with LocalCluster(log, host="0.0.0.0", environment=environment) as cluster:
         cluster.register(model_folder, "small")
+        yield cluster
+
+
+@pytest.fixture(scope="session")
+def separate_cluster(model_folder: Path) -> Iterator[SeparateCluster]:
+    """Supervisor and worker as programs of their own, and two replicas of `SEPARATE_UID`."""
+    log = ROOT / "build" / "test-separate.log"
+    with SeparateCluster(log, environment={"PYTHONPATH": str(ROOT)}) as cluster:
+        cluster.register(model_folder, "small")
+        arguments = ARGUMENTS | {"max_model_len": 4096, "xavier_pool_bytes": "256MiB"}
+        cluster.launch("small", SEPARATE_UID, replica=2, **arguments)
         yield cluster

@@ -54,7 +54,7 @@ class ScriptedReplica:
     def __init__(self, pool: Pool) -> None:
         self.pool = pool
         self.mirror = Mirror("own")
-        self.sharing = True
+        self.can_fetch = True
         self.listening = True
         self.stored_rows: list[Row] = []
         self.evicted_keys: list[bytes] = []

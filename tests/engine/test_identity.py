@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import vllm
+from safetensors.torch import load_file, save_file
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
@@ -84,6 +85,47 @@ def test_other_weights_of_the_same_shape(
     content[header:] = content[header:].translate(bytes(byte ^ 1 for byte in range(256)))
     weights.write_bytes(content)
     assert namespace(engine_config(folder), cache_config) != own
+
+
+@pytest.mark.parametrize("tensor", ["first", "last"])
+def test_a_fine_tune_of_one_tensor(
+    own: str, model_folder: Path, cache_config: KVCacheConfig, tmp_path: Path, tensor: str
+) -> None:
+    folder = shutil.copytree(model_folder, tmp_path / "tuned")
+    tensors = load_file(folder / "model.safetensors")
+    name = sorted(tensors)[0 if tensor == "first" else -1]
+    tensors[name] *= 1.01
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    assert (folder / "model.safetensors").stat().st_size == (
+        model_folder / "model.safetensors"
+    ).stat().st_size
+    assert namespace(engine_config(folder), cache_config) != own
+
+
+def test_long_rope_depends_on_how_long_a_prompt_may_be(
+    model_folder: Path, cache_config: KVCacheConfig
+) -> None:
+    """It chooses its factors by that, for all prompts."""
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0] * 32,
+        "long_factor": [2.0] * 32,
+        "original_max_position_embeddings": 1024,
+    }
+    overrides = {"rope_parameters": rope}
+    short, long = (
+        engine_config(model_folder, max_model_len=length, hf_overrides=overrides)
+        for length in (1024, 2048)
+    )
+    assert namespace(short, cache_config) != namespace(long, cache_config)
+
+
+def test_another_version_of_what_replicas_say_to_each_other(
+    own: str, config: VllmConfig, cache_config: KVCacheConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(identity, "PROTOCOL_VERSION", 99)
+    assert namespace(config, cache_config) != own
 
 
 def test_another_architecture_over_the_same_weights(

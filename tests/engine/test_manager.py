@@ -85,7 +85,7 @@ class TestLookup:
     def test_nobody_is_asked_while_sharing_pauses(self, vllm: Scheduling) -> None:
         keys = chunks("prompt", 6)
         vllm.replica.peers_hold(a=keys)
-        vllm.replica.sharing = False
+        vllm.replica.can_fetch = False
         assert vllm.attempt(vllm.arrive("r", keys)) == 0
 
 
@@ -271,6 +271,49 @@ class TestFetchedRows:
         assert vllm.attempt(request) == 6
         vllm.clock.now += 2 * FETCH_TIMEOUT + 0.01
         assert vllm.attempt(request) == 6
+        assert_nothing_left(vllm)
+
+    def test_of_a_request_that_never_found_room_are_not_fetched_again(self) -> None:
+        """They had to go in the end, for others; it computes them rather than start over."""
+        vllm = Scheduling(slots=6)
+        request = waiting(vllm)
+        vllm.replica.end(vllm.replica.fetches[0])
+        assert vllm.attempt(request) == 6
+        vllm.clock.now += 2 * FETCH_TIMEOUT + 0.01
+        assert vllm.attempt(request) == 6
+        vllm.fill(chunks("other", 6))
+        assert [vllm.attempt(request), vllm.attempt(request)] == [0, 0]
+        assert len(vllm.replica.fetches) == 1
+        assert_nothing_left(vllm)
+
+    def test_that_one_request_waits_for_are_not_taken_from_it_by_another_s_fetch(self) -> None:
+        """A crowd that wants far more than the pool holds: each request fetches once at most, those
+        that find no room are computed, and all are served."""
+        vllm = Scheduling(slots=8)
+        prompts = [chunks(f"prompt {number}", 4) for number in range(6)]
+        vllm.replica.peers_hold(a=[key for keys in prompts for key in keys])
+        crowd = [vllm.arrive(f"r{number}", keys) for number, keys in enumerate(prompts)]
+        assert [vllm.scan(request) for request in crowd] == 6 * [None]
+        vllm.end_step()
+        assert [fetch.rows[0].key for fetch in vllm.replica.fetches] == [
+            prompts[0][0], prompts[1][0],
+        ]  # fmt: skip
+        assert [vllm.scan(request) for request in crowd] == [None, None, 0, 0, 0, 0]
+        vllm.end_step()
+        for fetch in vllm.replica.fetches:
+            vllm.replica.end(fetch)
+        vllm.end_step()
+        for request in crowd[2:]:  # computed meanwhile, and not to be stored: no room
+            vllm.schedule(request, 0)
+            assert vllm.begin_store(request, request.keys) == []
+            vllm.finish(request)
+        for request in crowd[:2]:
+            assert vllm.scan(request) == 4
+            vllm.schedule(request, 4)
+            vllm.end_step()
+            vllm.loaded(request, 4)
+            vllm.finish(request)
+        assert len(vllm.replica.fetches) == 2
         assert_nothing_left(vllm)
 
     def test_are_pinned_until_they_are_loaded(self) -> None:

@@ -107,7 +107,7 @@ class PoolAgainstModel(RuleBasedStateMachine):
         expected = []
         for key in keys:
             row = ready.get(key)
-            if row is None or (shared and row.checksum is None):
+            if row is None or (shared and (row.checksum is None or row.dropped)):
                 break
             expected.append(row)
         assert run == expected
@@ -120,7 +120,7 @@ class PoolAgainstModel(RuleBasedStateMachine):
     @rule(target=reading, row=reading)
     def pin_row(self, row: Row):  # type: ignore[no-untyped-def]
         """A handle of any age: only a row that is still there can be pinned."""
-        there = row in self.idle or row in self.live()
+        there = (row in self.idle or row in self.live()) and not row.dropped
         assert self.pool.pin_row(row) == there
         if not there:
             return multiple()
@@ -154,6 +154,17 @@ class PoolAgainstModel(RuleBasedStateMachine):
             assert row.checksum == checksum
 
     @rule()
+    def drop(self) -> None:
+        rows = [row for row in (*self.idle, *self.live()) if not row.dropped]
+        assert set(self.pool.drop()) == {row.key for row in rows}
+        assert all(row.dropped for row in rows)
+
+    @rule()
+    def sweep(self) -> None:
+        self.pool.sweep()
+        self.idle = [row for row in self.idle if not row.dropped]
+
+    @rule()
     def reset(self) -> None:
         self.pool.reset()
         self.quarantined += self.filling
@@ -173,16 +184,17 @@ class PoolAgainstModel(RuleBasedStateMachine):
         counts = self.pool.counts()
         pinned = set(self.pinned)
         assert counts.rows == SLOTS
-        assert counts.ready == len(self.idle) + len(live)
+        found = [row for row in (*self.idle, *live) if not row.dropped]
+        assert counts.ready == len(found)
         assert counts.filling == len(self.filling)
         assert counts.pinned == len(pinned)
         assert counts.quarantined == len(self.quarantined) + len(pinned) - len(live)
         for row in (*self.idle, *live):
-            assert self.pool.lookup(row.key) is row
+            assert self.pool.lookup(row.key) is (row if row in found else None)
         for row in self.filling:
             assert self.pool.lookup(row.key) is None
             assert self.pool.holds(row.key)
-        shared = {row.key for row in (*self.idle, *live) if row.checksum is not None}
+        shared = {row.key for row in found if row.checksum is not None}
         assert set(self.pool.shared_keys()) == shared
 
 
@@ -271,6 +283,59 @@ def test_after_a_reset_writers_and_readers_end_in_their_own_time() -> None:
     pool.unpin([read])
     assert len(pool.reserve([b"y", b"z"]).rows) == 2
     assert pool.counts() == (3, 0, 3, 0, 0)
+
+
+def test_dropped_rows_are_found_no_more_and_free_after_a_sweep() -> None:
+    pool = Pool(4)
+    rows = ready(pool, b"a", b"b")
+    (filling,) = pool.reserve([b"c"]).rows
+    for row in rows:
+        pool.set_checksum(row, 1)
+    assert pool.drop() == [b"a", b"b"]
+    assert pool.drop() == []
+    assert pool.lookup(b"a") is None
+    assert pool.shared_keys() == pool.pin_shared([b"a"]) == []
+    assert not pool.pin_row(rows[0])
+    assert not pool.set_checksum(rows[0], 2)
+    assert pool.counts().ready == 0
+    pool.sweep()
+    assert not pool.holds(b"a")
+    assert len(pool.reserve([b"a", b"b", b"d", b"e"]).rows) == 3
+    assert pool.commit(filling), "what is being written comes to stay"
+    assert pool.lookup(b"c") is filling
+
+
+def test_what_was_looked_up_before_a_drop_can_be_loaded_after_it() -> None:
+    """The scheduler pins by key what it found before, in the same step."""
+    pool = Pool(4)
+    (row,) = ready(pool, b"a")
+    assert pool.lookup(b"a") is row
+    pool.drop()
+    assert pool.pin([b"a"]) == [row]
+    pool.sweep()
+    assert pool.counts().pinned == 1
+    assert row.state is RowState.READY
+    pool.unpin([row])
+    assert row.state is RowState.READY, "until the thread that evicts comes by"
+    pool.sweep()
+    assert row.state is RowState.FREE
+    assert pool.counts() == (4, 0, 0, 0, 0)
+
+
+def test_dropped_rows_may_be_evicted_or_reset_before_they_are_swept() -> None:
+    pool = Pool(2)
+    first, second = ready(pool, b"a", b"b")
+    pool.drop()
+    assert pool.reserve([b"c"]).evicted == [b"a"]
+    (pinned,) = pool.pin([b"b"])
+    pool.reset()
+    pool.sweep()
+    assert first.state is RowState.FREE
+    assert second.state is RowState.QUARANTINED
+    pool.unpin([pinned])
+    pool.sweep()
+    assert pool.counts()[1:4] == (0, 0, 0)
+    assert len(pool.reserve([b"d", b"e"]).rows) == 1, "the other is still to be written"
 
 
 def test_a_handle_of_an_earlier_stay_harms_nobody() -> None:

@@ -9,7 +9,8 @@ import socket
 import struct
 import threading
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -113,21 +114,98 @@ def test_what_is_not_our_region_is_refused_and_its_descriptor_closed(
 
         answering = threading.Thread(target=answer)
         answering.start()
-        before = descriptors_of(region)
+        before = descriptors_of(region.fd)
         with pytest.raises(RegionError, match=error):
             receive_region(incarnation, 30)
         answering.join()
-        assert descriptors_of(region) == before
+        assert descriptors_of(region.fd) == before
 
 
-def descriptors_of(region: Region) -> int:
-    inode = os.fstat(region.fd).st_ino
+def unsealed() -> int:
+    fd = os.memfd_create("unsealed", os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, ROWS * ROW_BYTES)
+    return fd
+
+
+def plain_file() -> int:
+    fd = os.open("/tmp", os.O_TMPFILE | os.O_RDWR)
+    os.ftruncate(fd, ROWS * ROW_BYTES)
+    return fd
+
+
+@pytest.mark.parametrize(
+    ("make", "error"),
+    [
+        (unsealed, "whose size can be changed"),
+        (plain_file, "what was offered as a region is none"),
+        (lambda: os.open("/", os.O_RDONLY), "cannot hold"),
+        (lambda: os.open("/dev/null", os.O_RDWR), "cannot hold"),
+    ],
+    ids=["unsealed", "file", "folder", "device"],
+)
+def test_a_file_that_could_harm_its_users_is_refused_and_closed(
+    incarnation: str, make: Callable[[], int], error: str
+) -> None:
+    """One that shrinks under who uses it would end the engine."""
+    fd = make()
+    before = descriptors_of(fd)
+    with listener(incarnation) as server:
+
+        def answer() -> None:
+            header = struct.pack("!8sQQ", b"XAVIER01", ROWS, ROW_BYTES)
+            with server.accept()[0] as peer:
+                socket.send_fds(peer, [header], [fd])
+
+        answering = threading.Thread(target=answer)
+        answering.start()
+        with pytest.raises(RegionError, match=error):
+            receive_region(incarnation, 30)
+        answering.join()
+    assert descriptors_of(fd) == before
+    os.close(fd)
+
+
+def _ask_as_nobody(pipe: Connection, incarnation: str) -> None:
+    os.setuid(65534)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as peer:
+        peer.connect(region_module._socket_name(incarnation))
+        data, ancillary, _, _ = peer.recvmsg(100, socket.CMSG_LEN(4))
+    try:
+        receive_region(incarnation, 30)
+    except RegionError as error:
+        pipe.send((data, ancillary, str(error)))
+
+
+if os.getuid() == 0:  # nobody else can become somebody else
+
+    def test_a_process_of_another_user_gets_no_descriptor(
+        region: Region, incarnation: str
+    ) -> None:
+        """And takes none from us."""
+        server = RegionServer(region, incarnation)
+        context = multiprocessing.get_context("spawn")
+        pipe, theirs = context.Pipe()
+        process = context.Process(target=_ask_as_nobody, args=(theirs, incarnation), daemon=True)
+        process.start()
+        try:
+            assert pipe.poll(60)
+            data, ancillary, refusal = pipe.recv()
+        finally:
+            process.kill()
+            process.join()
+            server.close()
+        assert (data, ancillary) == (b"", [])
+        assert "user 0 is not ours to share a region with" in refusal
+        assert server.refused >= 1
+
+
+def descriptors_of(own: int) -> int:
+    """How many descriptors of this process are of the same file."""
+    inode = os.fstat(own).st_ino
     count = 0
     for fd in os.listdir("/proc/self/fd"):
-        try:
+        with suppress(FileNotFoundError):
             count += os.stat(f"/proc/self/fd/{fd}").st_ino == inode
-        except FileNotFoundError:
-            continue
     return count
 
 

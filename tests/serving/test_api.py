@@ -13,7 +13,7 @@ from fastapi.security import SecurityScopes
 from xinference.extensions import APIExtensionContext
 
 from xinference_xavier.addresses import replica_uid
-from xinference_xavier.errors import NotFoundError
+from xinference_xavier.errors import ExplainError, NotFoundError
 from xinference_xavier.serving.api import add_routes, report
 from xinference_xavier.tracker.actor import BlockTracker, tracker_uid
 from xinference_xavier.tracker.index import Member, Settings
@@ -27,8 +27,10 @@ STATS: dict[str, Any] = {
     "fetches": {"started": 5, "committed": 3, "rolled_back": {"timeout": 2}},
     "pool": {"rows": 16, "row_bytes": 64},
     "requests": 9,
+    "seconds_saved": 1.5,
     "transport": "gloo",
 }
+QUESTION = {"prompt": "What?"}
 
 
 class Supervisor(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no types
@@ -42,6 +44,9 @@ class Supervisor(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no type
             raise NotFoundError(model_uid, "does not share its cache here")
         return str(self.address)
 
+    async def xavier_models(self) -> list[str]:
+        return [self._known]
+
 
 class Replica(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no types
     """One that was reset if its incarnation is "reset"."""
@@ -52,6 +57,14 @@ class Replica(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no types
     async def set_weights_version(self, version: str) -> bool:
         assert version == "2"
         return bool(self.uid == replica_uid("reset").encode())
+
+    async def drop(self) -> int:
+        return 3
+
+    async def explain(self, question: dict[str, Any]) -> dict[str, Any]:
+        if question != QUESTION:
+            raise ExplainError("no tokenizer here")
+        return {"prompt_tokens": 5, "chunk_tokens": 4, "chunks": [], "reuse": {"a": {}}}
 
 
 @pytest.fixture
@@ -114,6 +127,7 @@ async def test_replicas_and_totals(address: str, tracker: Any) -> None:
         "bytes_sent": 16,
         "fetches": {"started": 10, "committed": 6, "rolled_back": {"timeout": 4}},
         "requests": 18,
+        "seconds_saved": 3.0,
     }
 
 
@@ -176,11 +190,81 @@ async def test_any_other_body_is_refused(address: str, tracker: Any, body: bytes
     assert (await tracker.status())["enabled"] is True
 
 
+async def test_all_models_at_once(address: str, tracker: Any) -> None:
+    async with client_of(address) as client:
+        answer = await client.get("/v1/xavier")
+        assert answer.status_code == 200
+        assert answer.json() == {
+            "models": [(await client.get("/v1/xavier/m")).json()],
+            "unavailable": {},
+        }
+
+
+async def test_a_model_that_does_not_answer_keeps_no_other_away(address: str) -> None:
+    async with client_of(address) as client:
+        answer = await client.get("/v1/xavier")
+    assert answer.json() == {
+        "models": [],
+        "unavailable": {"m": "model 'm' does not share its cache here"},
+    }
+
+
+async def test_dropping_asks_all_replicas(address: str, tracker: Any) -> None:
+    await xo.create_actor(Replica, address=address, uid=replica_uid("a"))
+    await join(tracker, address, "a", 1)
+    await join(tracker, address, "silent", 1)
+    async with client_of(address) as client:
+        answer = await client.post("/v1/xavier/m/drop")
+    assert answer.status_code == 200
+    assert answer.json()["told"] == {"dropped": ["a"], "unreachable": ["silent"]}
+
+
+async def test_explaining_passes_the_replicas_answer_on(address: str, tracker: Any) -> None:
+    async with client_of(address) as client:
+        empty = await client.post("/v1/xavier/m/explain", json=QUESTION)
+        assert (empty.status_code, empty.json()["detail"]) == (503, "no replica has joined yet")
+        await xo.create_actor(Replica, address=address, uid=replica_uid("a"))
+        await join(tracker, address, "a", 1)
+        answer = await client.post("/v1/xavier/m/explain", json=QUESTION)
+        assert answer.status_code == 200
+        assert (answer.json()["prompt_tokens"], answer.json()["reuse"]) == (5, {"a": {}})
+        refused = await client.post("/v1/xavier/m/explain", json={"prompt": "else"})
+    assert (refused.status_code, refused.json()["detail"]) == (503, "no tokenizer here")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"nonsense",
+        b"[" * 100_000,
+        b"{}",
+        b'{"prompt": ""}',
+        b'{"prompt": 1}',
+        b'{"prompt": "a", "messages": []}',
+        b'{"messages": []}',
+        b'{"messages": ["a"]}',
+        b'{"messages": [{"content": "a"}]}',
+        b'{"messages": [{"role": "user", "content": NaN}]}',
+        b'{"prompt": "' + b"v" * (8 << 20) + b'"}',
+    ],
+    ids=lambda body: body[:30].decode(),
+)
+async def test_any_other_question_is_refused(address: str, tracker: Any, body: bytes) -> None:
+    async with client_of(address) as client:
+        answer = await client.post("/v1/xavier/m/explain", content=body)
+    assert answer.status_code == 400
+    assert "the body must be" in answer.json()["detail"]
+
+
 async def test_an_unknown_model_is_not_found(address: str) -> None:
     async with client_of(address) as client:
         for answer in (
             await client.get("/v1/xavier/other"),
+            await client.get("/v1/xavier/other/events"),
             await client.post("/v1/xavier/other", json={"enabled": False}),
+            await client.post("/v1/xavier/other/drop"),
+            await client.post("/v1/xavier/other/explain", json=QUESTION),
         ):
             assert answer.status_code == 404
             assert answer.json()["detail"] == "model 'other' does not share its cache here"
@@ -195,7 +279,8 @@ async def test_a_supervisor_that_is_gone_is_unavailable(address: str) -> None:
     dead = await xo.create_actor_pool("127.0.0.1:0", n_process=0, use_uvloop=False)
     await dead.stop()
     async with client_of(dead.external_address) as client:
-        assert (await client.get("/v1/xavier/m")).status_code == 503
+        for path in ("/v1/xavier", "/v1/xavier/m", "/v1/xavier/m/events"):
+            assert (await client.get(path)).status_code == 503
 
 
 async def test_reading_and_switching_need_their_scopes(address: str) -> None:
@@ -205,10 +290,17 @@ async def test_reading_and_switching_need_their_scopes(address: str) -> None:
         demanded.append(security_scopes.scopes)
         raise HTTPException(403, "no")
 
+    reading = [
+        ("GET", "/v1/xavier"),
+        ("GET", "/v1/xavier/m"),
+        ("GET", "/v1/xavier/m/events"),
+        ("POST", "/v1/xavier/m/explain"),
+    ]
+    changing = [("POST", "/v1/xavier/m"), ("POST", "/v1/xavier/m/drop")]
     async with client_of(address, service=refuse) as client:
-        assert (await client.get("/v1/xavier/m")).status_code == 403
-        assert (await client.post("/v1/xavier/m", json={"enabled": False})).status_code == 403
-    assert demanded == [["models:list"], ["models:write"]]
+        for method, path in reading + changing:
+            assert (await client.request(method, path)).status_code == 403, path
+    assert demanded == [["models:list"]] * len(reading) + [["models:write"]] * len(changing)
 
 
 def test_what_a_replica_reports_beyond_the_known_is_passed_on() -> None:

@@ -31,7 +31,7 @@ def test_every_device_stays_visible() -> None:
     assert visible is not worker["gpu_devices"]
 
 
-def test_it_adds_its_routes() -> None:
+def test_it_adds_its_routes_and_pages() -> None:
     router = APIRouter()
 
     async def get_supervisor_ref() -> object:
@@ -46,4 +46,5 @@ def test_it_adds_its_routes() -> None:
             get_supervisor_ref=get_supervisor_ref,
         )
     )
-    assert {route.path for route in router.routes} == {"/v1/xavier/{model_uid}"}
+    paths = {route.path for route in router.routes}
+    assert paths >= {"/v1/xavier/{model_uid}", "/xavier/", "/xavier"}

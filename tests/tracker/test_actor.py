@@ -41,6 +41,9 @@ class Replica(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no types
         assert self._figures is not None
         return self._figures
 
+    async def set_weights_version(self, version: str) -> bool:
+        return True
+
 
 async def join(tracker: Any, *members: Member, namespace: str = NS) -> Any:
     for member in members:
@@ -225,7 +228,7 @@ async def test_status_shows_the_figures_of_now(pool: Any, tracker: Any) -> None:
     await xo.create_actor(
         Replica, {"requests": 2}, address=pool.external_address, uid=replica_uid("a")
     )
-    await join(tracker, member)
+    await tracker.join(NS, member, 4, Settings(), "m-0")
     await tracker.heartbeat(NS, "a", {"requests": 1})
     await tracker.publish(NS, "a", 1, K1 + K2, b"")
     status = await tracker.status()
@@ -233,6 +236,7 @@ async def test_status_shows_the_figures_of_now(pool: Any, tracker: Any) -> None:
     (replica,) = status["namespaces"][NS]["replicas"]
     assert 0 < replica.pop("lease_left_s") <= 10
     assert replica == {
+        "replica": "m-0",
         "incarnation": "a",
         "address": member.address,
         "holdings": 2,
@@ -327,3 +331,19 @@ async def test_all_of_it_travels_between_processes(tracker_process: tuple[Any, s
     with pytest.raises(ValueError, match="sequence=0"):
         await tracker.publish(NS, "a", 0, K1, b"")
     assert await tracker.status()
+
+
+async def test_a_replica_between_two_namespaces_is_told_its_weights_too(
+    pool: Any, tracker: Any
+) -> None:
+    """It has left the one and not joined the other yet; one that left for good is not asked."""
+    address = pool.external_address
+    moving, gone = Member("moving", address), Member("gone", address)
+    await xo.create_actor(Replica, {}, address=address, uid=replica_uid("moving"))
+    await join(tracker, moving, gone)
+    await tracker.leave(NS, "moving", True)
+    await tracker.leave(NS, "gone")
+    told = await tracker.set_weights_version("2")
+    assert told == {"joined": ["moving"], "not_reset": [], "unreachable": []}
+    await join(tracker, moving, namespace="other")
+    assert (await tracker.set_weights_version("2"))["joined"] == ["moving"], "asked once"

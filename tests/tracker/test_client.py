@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import signal
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import pytest
 import xoscar as xo
 
+from xinference_xavier.hooks import TrackerLost
 from xinference_xavier.tracker import client as client_module
 from xinference_xavier.tracker.actor import BlockTracker, tracker_uid
 from xinference_xavier.tracker.client import TrackerClient
+from xinference_xavier.tracker.events import event_dict
 from xinference_xavier.tracker.index import Outcome, Update
 from xinference_xavier.tracker.mirror import Mirror
 
@@ -172,6 +175,26 @@ async def test_a_replica_knows_the_secret_when_it_has_joined(peers: Peers, track
     assert a.client.secret is not None
     assert a.secrets == b.secrets == [a.client.secret]
     assert a.client.connected
+
+
+async def test_heartbeats_carry_what_happened(peers: Peers, tracker: Any) -> None:
+    """Each event once; of too many, the oldest go."""
+
+    def outage(reason: str) -> dict[str, Any]:
+        return event_dict(TrackerLost(model_uid=MODEL, incarnation="a", reason=reason))
+
+    async def told(number: int) -> list[str | None]:
+        """The reasons of this many events, as soon as there are."""
+        async with asyncio.timeout(PATIENCE):
+            while len(happened := await tracker.happened(0, 0.0)) < number:
+                await tracker.happened(happened[-1].number if happened else 0, PATIENCE)
+        return [event.get("reason") for _, event in happened]
+
+    events = deque([outage("1")], maxlen=2)
+    await peers.start("a", events=events)
+    assert await told(2) == [None, "1"], "the first one is that it joined"
+    events += [outage("2"), outage("3"), outage("4")]
+    assert await told(4) == [None, "1", "3", "4"]
 
 
 async def test_heartbeats_carry_the_figures(peers: Peers, tracker: Any) -> None:

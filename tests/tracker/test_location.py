@@ -18,23 +18,33 @@ CONFIGURED = "10.0.0.1:9999"
 class Supervisor(xo.StatelessActor):
     """Has the tracker of "running" in its own pool, at an address with a wildcard."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._known = {"running"}
+
     async def xavier_tracker_address(
         self, model_uid: str, create: bool, hooks: str | None
     ) -> str:
         assert create
         assert hooks == "a:hook"
-        if model_uid != "running":
+        if model_uid not in self._known:
             raise NotFoundError(model_uid, "is not running here")
         return "0.0.0.0:7777"
 
+    async def add_worker(self, model_uid: str) -> None:
+        self._known.add(model_uid)
+
 
 class Worker(xo.StatelessActor):
+    """Runs "forgotten", which the supervisor learns when the worker registers again."""
+
     def __init__(self, supervisor: Any) -> None:
         super().__init__()
         self._supervisor = supervisor
 
     async def get_supervisor_ref(self, add_worker: bool) -> Any:
-        assert not add_worker
+        if add_worker:
+            await self._supervisor.add_worker("forgotten")
         return self._supervisor
 
 
@@ -70,6 +80,14 @@ async def test_a_supervisor_that_does_not_know_the_model_yet_changes_nothing(
     location = location_of("other", worker_address)
     await location.find()
     assert await location.find() == CONFIGURED
+
+
+async def test_a_supervisor_that_began_anew_is_told_of_the_model(worker_address: str) -> None:
+    """At once, since a worker registers by itself only every 15 s."""
+    location = location_of("forgotten", worker_address)
+    await location.find()
+    assert await location.find() == CONFIGURED
+    assert await location.find() == "127.0.0.1:7777"
 
 
 async def test_without_a_worker_there_is_only_the_configured_place() -> None:

@@ -7,6 +7,7 @@ import tracemalloc
 
 import pytest
 
+from xinference_xavier.tracker import mirror as mirror_module
 from xinference_xavier.tracker.index import Change, Member, Settings, Update, pack
 from xinference_xavier.tracker.mirror import MAX_NOTES, Mirror
 
@@ -152,6 +153,18 @@ def test_keys_beyond_the_bound_are_left_out_and_counted() -> None:
     mirror.apply(update(adds("a", 1, KEY, OTHER), adds("b", 1, KEY)))
     assert (len(mirror), mirror.dropped) == (1, 1)
     assert mirror.holders(KEY) == ("a", "b")
+
+
+def test_groups_beyond_the_bound_are_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each set of holders that there ever was would else stay for good."""
+    monkeypatch.setattr(mirror_module, "MAX_GROUPS", 2)
+    mirror = Mirror("own")
+    members = (MEMBERS[0], *(Member(f"{n}", "h:1") for n in range(8)))
+    mirror.apply(update(*(adds(f"{n}", 1, KEY) for n in range(8)), members=members))
+    assert mirror.holders(KEY) == tuple(f"{n}" for n in range(8))
+    mirror.apply(update(*(removes(f"{n}", 2, KEY) for n in range(7)), members=members))
+    assert mirror.holders(KEY) == ("7",)
+    assert len(mirror._groups) == 2
 
 
 def test_a_key_takes_less_than_200_bytes_even_where_the_dictionary_has_just_grown() -> None:

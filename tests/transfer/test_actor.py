@@ -255,7 +255,7 @@ async def test_a_peers_time_limit_is_checked(donor: Side, timeout: float) -> Non
     with pytest.raises(LinkError, match="malformed"):
         await donor.actor.open_link(PROTOCOL_VERSION, "id", "consumer", b"{}", timeout)
     ticket = donor.ticket(donor, [0])
-    with pytest.raises(LinkError, match="no such link"):
+    with pytest.raises(LinkError, match="malformed"):
         await donor.actor.serve(PROTOCOL_VERSION, "id", ticket, ROW_BYTES, timeout)
 
 
@@ -277,11 +277,145 @@ async def test_links_are_bounded(
     assert await one_more.pull(donor, [0]) == PullResult(1, None)
 
 
+async def test_links_that_are_asked_for_at_the_same_time_are_bounded_too(
+    sides: Sides, donor: Side, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each counts from the first moment, not from when it is made."""
+    monkeypatch.setattr(actor_module, "MAX_LINKS", 2)
+    region = Region.create(ROWS, ROW_BYTES)
+    gloo = GlooTransport(region, HOST, None)
+    offers = [gloo.offer(SECRET, time.monotonic() + 1.0) for _ in range(6)]
+    hellos = await asyncio.gather(*(asyncio.to_thread(lambda o=o: o.hello) for o in offers))
+    answers = await asyncio.gather(
+        *(
+            donor.actor.open_link(PROTOCOL_VERSION, f"{n}", f"consumer {n}", hello, 1.0)
+            for n, hello in enumerate(hellos)
+        ),
+        return_exceptions=True,
+    )
+    refused = [answer for answer in answers if isinstance(answer, LinkError)]
+    assert len(refused) == 4
+    assert all("serves 2 links already" in str(error) for error in refused)
+    await donor.until_links(0)  # nobody comes for the others
+    region.close()
+
+
+async def test_a_link_carries_one_batch_at_a_time(sides: Sides) -> None:
+    """Whoever asks for more would have them wait without a bound."""
+    donor = await sides.start("donor", StallingGloo)
+    region = Region.create(ROWS, ROW_BYTES)
+    deadline = time.monotonic() + PATIENCE
+    offer = GlooTransport(region, HOST, None).offer(SECRET, deadline)
+    hello = await asyncio.to_thread(lambda: offer.hello)
+    answer = await donor.actor.open_link(PROTOCOL_VERSION, "id", "us", hello, PATIENCE)
+    link = await asyncio.to_thread(offer.complete, answer, deadline)
+    ticket = Ticket.sign(donor.key, "us", range(8), deadline)
+    serve = (PROTOCOL_VERSION, "id", ticket, ROW_BYTES, PATIENCE)
+    first = asyncio.ensure_future(donor.actor.serve(*serve))
+    arriving = link.receive(range(8), deadline)
+    assert await asyncio.to_thread(next, arriving) == 0
+    async with asyncio.timeout(PATIENCE):
+        with pytest.raises(LinkError, match="carries a batch already"):
+            await donor.actor.serve(*serve)
+    assert not first.done()
+    await donor.actor.forget("us")
+    with pytest.raises(LinkError):
+        await first
+    link.close()
+    region.close()
+
+
+async def test_an_order_that_cannot_be_is_refused_and_touches_no_row(
+    consumer: Side, donor: Side
+) -> None:
+    before = consumer.rows.copy()
+    good = consumer.order(donor, [0, 1])
+    for order in (
+        good._replace(slots=(0, ROWS)),
+        good._replace(slots=(0, -1)),
+        good._replace(slots=(0, 0)),
+        good._replace(slots=(0,)),
+        good._replace(address="nowhere"),
+        good._replace(timeout=float("nan")),
+    ):
+        assert await consumer.actor.pull(order) == PullResult(0, "malformed")
+    assert np.array_equal(consumer.rows, before)
+    assert await consumer.actor.pull(good) == PullResult(2, None)
+
+
+class _Lying(xoscar.StatelessActor):  # type: ignore[misc]  # xoscar has no types
+    """A donor's transfer actor that raises what it likes, or answers with what it likes."""
+
+    def __init__(self, answer: object) -> None:
+        super().__init__()
+        self._answer = answer
+
+    async def open_link(self, *arguments: object) -> object:
+        if isinstance(self._answer, Exception):
+            raise self._answer
+        return self._answer
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [KeyError("x"), TypeError("y"), ZeroDivisionError(), AssertionError(), None, 7, b"", b"{}", []],
+    ids=repr,
+)
+async def test_whatever_a_donor_answers_the_pull_ends_in_order(
+    consumer: Side, donor: Side, answer: object
+) -> None:
+    """An exception would look to the engine as if its transfer process had died."""
+    pool = await listen(HOST, None)
+    await xoscar.create_actor(_Lying, answer, address=pool.external_address, uid=UID)
+    order = consumer.order(donor, [0])._replace(donor="liar", address=pool.external_address)
+    assert await consumer.actor.pull(order) == PullResult(0, "link")
+    assert await consumer.links() == 0
+    assert await consumer.pull(donor, [0]) == PullResult(1, None)
+    await pool.stop()
+
+
+@pytest.mark.parametrize("name", ["", "x" * 257, None, 7, []], ids=lambda name: f"{name!r:.9}")
+async def test_a_peers_names_are_checked(donor: Side, name: Any) -> None:
+    for link_id, consumer in ((name, "consumer"), ("id", name)):
+        with pytest.raises(LinkError, match="malformed"):
+            await donor.actor.open_link(PROTOCOL_VERSION, link_id, consumer, b"{}", 1.0)
+    ticket = donor.ticket(donor, [0])
+    with pytest.raises(LinkError, match="malformed"):
+        await donor.actor.serve(PROTOCOL_VERSION, name, ticket, ROW_BYTES, 1.0)
+
+
+@pytest.mark.parametrize(
+    "ticket",
+    [None, ("consumer", (0,), 1e9, b"")],
+    ids=["none", "tuple"],
+)
+async def test_a_ticket_is_looked_at_before_it_is_verified(donor: Side, ticket: Any) -> None:
+    with pytest.raises(LinkError, match="malformed ticket"):
+        await donor.actor.serve(PROTOCOL_VERSION, "id", ticket, ROW_BYTES, 1.0)
+
+
+async def test_a_slot_outside_the_region_is_not_sent_even_if_it_was_signed(
+    consumer: Side, donor: Side
+) -> None:
+    """A negative one would be counted from the end."""
+    for slot in (-1, ROWS):
+        ticket = Ticket.sign(donor.key, consumer.name, [slot], time.monotonic() + PATIENCE)
+        with pytest.raises(LinkError, match="slots"):
+            await donor.actor.serve(PROTOCOL_VERSION, "id", ticket, ROW_BYTES, 1.0)
+
+
 async def test_a_forgotten_replica_has_no_links(consumer: Side, donor: Side) -> None:
     await consumer.pull(donor, [0])
     await consumer.actor.forget("donor")
     await donor.actor.forget("consumer")
     assert await consumer.links() == await donor.links() == 0
+    assert await consumer.pull(donor, [1]) == PullResult(1, None)
+
+
+async def test_a_link_that_died_while_idle_costs_nothing(consumer: Side, donor: Side) -> None:
+    """As when our lease ended while we were cut off: the donor closed it and nobody told us."""
+    await consumer.pull(donor, [0])
+    await donor.actor.forget("consumer")
     assert await consumer.pull(donor, [1]) == PullResult(1, None)
 
 

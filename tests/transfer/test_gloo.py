@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import numpy as np
@@ -15,6 +15,7 @@ import pytest
 from tests.replica_process import wait_until
 from xinference_xavier.errors import LinkError, TransportError
 from xinference_xavier.pool.region import Region
+from xinference_xavier.transfer import gloo
 from xinference_xavier.transfer.gloo import GlooLink, GlooTransport
 
 HOST = "127.0.0.1"
@@ -66,27 +67,13 @@ def link(here: GlooTransport, there: GlooTransport, threads: ThreadPoolExecutor)
 
 
 def connect(
-    consumer: GlooTransport,
-    donor: GlooTransport,
-    threads: ThreadPoolExecutor,
-    secrets: tuple[bytes, bytes] = (SECRET, SECRET),
+    consumer: GlooTransport, donor: GlooTransport, threads: ThreadPoolExecutor
 ) -> Link:
-    consumers, donors = connecting(consumer, donor, threads, secrets)
+    offer = consumer.offer(SECRET, later())
+    acceptance = donor.accept(offer.hello, SECRET, later())
+    consumers = threads.submit(offer.complete, acceptance.answer, later())
+    donors = threads.submit(acceptance.complete, later())
     return Link(consumers.result(), donors.result())
-
-
-def connecting(
-    consumer: GlooTransport,
-    donor: GlooTransport,
-    threads: ThreadPoolExecutor,
-    secrets: tuple[bytes, bytes],
-) -> tuple[Future[GlooLink], Future[GlooLink]]:
-    offer = consumer.offer(secrets[0], later())
-    acceptance = donor.accept(offer.hello, secrets[1], later())
-    return (
-        threads.submit(offer.complete, acceptance.answer, later()),
-        threads.submit(acceptance.complete, later()),
-    )
 
 
 def later() -> float:
@@ -144,16 +131,47 @@ def test_several_rows_are_in_flight(
     sending.result()
 
 
+def test_a_stranger_does_not_get_as_far_as_gloo(here: GlooTransport, there: GlooTransport) -> None:
+    """Gloo does not survive every rendezvous that it is handed."""
+    threads_before = threading.active_count()
+    offer = here.offer(SECRET, soon())
+    with pytest.raises(LinkError, match="does not know this model's secret"):
+        there.accept(offer.hello, b"wrong", soon())
+    own = there.offer(b"wrong", soon()).hello
+    with pytest.raises(LinkError, match="does not know this model's secret"):
+        offer.complete(own, soon())
+    with pytest.raises(LinkError, match="does not know this model's secret"):
+        here.accept(here.offer(SECRET, soon()).hello[:-1], SECRET, soon())
+    wait_until(lambda: threading.active_count() <= threads_before, "what was begun has ended")
+
+
+def test_the_answer_to_one_is_no_answer_to_another_and_no_hello(
+    here: GlooTransport, there: GlooTransport
+) -> None:
+    offer = here.offer(SECRET, soon())
+    with pytest.raises(LinkError, match="does not know this model's secret"):
+        offer.complete(offer.hello, soon())
+
+
 @pytest.mark.parametrize("stranger", ["consumer", "donor"])
-def test_a_stranger_gets_no_link(
+def test_a_stranger_who_gets_as_far_as_the_connection_gets_no_link(
     here: GlooTransport, there: GlooTransport, threads: ThreadPoolExecutor, stranger: str
 ) -> None:
     """Without a link no row moves: who knows the secret refuses, and so the other cannot either."""
     before = here.region.array.copy()
-    secrets = (b"wrong", SECRET) if stranger == "consumer" else (SECRET, b"wrong")
-    for end in connecting(here, there, threads, secrets):
-        with pytest.raises(LinkError):
+    offer = here.offer(SECRET, later())
+    acceptance = there.accept(offer.hello, SECRET, later())
+    answer = acceptance.answer
+    (offer if stranger == "consumer" else acceptance)._secret = b"wrong"
+    offer.meet = lambda sealed: offer._store.add_peers_part(sealed[32:])  # type: ignore[method-assign]
+    for end in (
+        threads.submit(offer.complete, answer, later()),
+        threads.submit(acceptance.complete, later()),
+    ):
+        with pytest.raises(LinkError, match="does not know this model's secret"):
             end.result()
+    offer.withdraw()
+    acceptance.withdraw()
     assert np.array_equal(here.region.array, before)
 
 
@@ -264,10 +282,21 @@ def test_links_in_both_directions_at_the_same_time(
     assert np.array_equal(there.region.array[half:], ours)
 
 
-@pytest.mark.parametrize("hello", [b"", b"[]", b"{", b'{"a": 1}', b'{"a": "xyz"}', b"{}" * 40_000])
-def test_a_malformed_rendezvous_is_refused(there: GlooTransport, hello: bytes) -> None:
+@pytest.mark.parametrize(
+    "part",
+    [b"", b"[]", b"{", b'{"a": 1}', b'{"a": "xyz"}', b"{}" * 40_000, b"[" * 60_000],
+    ids=["empty", "list", "half", "number", "no hex", "long", "deep"],
+)
+def test_a_malformed_rendezvous_is_refused_before_anything_is_begun(
+    there: GlooTransport, part: bytes
+) -> None:
+    """Also by who knows the secret: another version may."""
+    threads_before = threading.active_count()
     with pytest.raises(LinkError, match="rendezvous"):
-        there.accept(hello, SECRET, soon())
+        there.accept(gloo._seal(SECRET, 0, part), SECRET, later())
+    assert threading.active_count() == threads_before
+    with pytest.raises(LinkError, match="rendezvous"):
+        there.accept(part, SECRET, later())
 
 
 def test_a_consumer_that_does_not_come_back_is_waited_for_until_the_deadline(

@@ -23,9 +23,11 @@ from vllm.v1.request import Request
 
 from xinference_xavier.config import XavierConfig
 from xinference_xavier.engine import identity
+from xinference_xavier.engine.explain import PromptChunker
 from xinference_xavier.engine.manager import XavierManager
 from xinference_xavier.engine.spec import IDENTITY, XAVIER, chunk_tokens_for
 from xinference_xavier.errors import ConfigError, XavierError
+from xinference_xavier.namespace import digest, readable
 from xinference_xavier.tracker.failure import report_failure
 
 
@@ -40,17 +42,21 @@ class XavierConnector(OffloadingConnector):
         self._prefix_tokens: dict[str, int] = {}  # of requests that are not scheduled yet
         with self._reporting():
             _refuse_unsupported(vllm_config, kv_cache_config)
-            groups = build_offloading_config(vllm_config, kv_cache_config).groups
-            block_tokens = [group.tokens_per_block for group in groups]
+            offloading = build_offloading_config(vllm_config, kv_cache_config)
+            block_tokens = [group.tokens_per_block for group in offloading.groups]
             chunk_tokens = chunk_tokens_for(self._config, block_tokens)
             # vLLM's own entry: from 0.33 on more than the spec depends on it.
             extra["blocks_per_chunk"] = chunk_tokens // max(block_tokens)
             if role is KVConnectorRole.SCHEDULER:
+                ingredients = identity.ingredients(vllm_config, kv_cache_config, chunk_tokens)
                 extra[IDENTITY] = {
                     "key_bytes": identity.key_bytes(vllm_config),
-                    "namespace": identity.namespace(vllm_config, kv_cache_config, chunk_tokens),
+                    "namespace": digest(ingredients),
+                    "ingredients": readable(ingredients),
                 }
             super().__init__(vllm_config, role, kv_cache_config)
+            if role is KVConnectorRole.SCHEDULER:
+                self._manager.explain_with(PromptChunker(vllm_config, offloading, chunk_tokens))
 
     @contextmanager
     def _reporting(self) -> Iterator[None]:
@@ -91,7 +97,9 @@ class XavierConnector(OffloadingConnector):
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         tokens = scheduler_output.total_num_scheduled_tokens
         self._manager.prefill_rate.step_begins(tokens, time.monotonic())
-        return super().build_connector_meta(scheduler_output)
+        metadata = super().build_connector_meta(scheduler_output)
+        self._manager.decision_time.step_begins(tokens, time.monotonic())  # lookups are over
+        return metadata
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         self._manager.prefill_rate.step_ends(time.monotonic())

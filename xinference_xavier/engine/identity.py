@@ -9,6 +9,7 @@ from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from xinference_xavier.namespace import digest, weights_fingerprint
+from xinference_xavier.transfer.messages import PROTOCOL_VERSION
 
 _GROUP_INDEX_BYTES = 4  # what vLLM appends to a block hash to make an offload key
 
@@ -20,7 +21,14 @@ def key_bytes(vllm_config: VllmConfig) -> int:
 
 
 def namespace(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, chunk_tokens: int) -> str:
-    """The digest under which this engine shares. Reads samples of the weights."""
+    """The digest under which this engine shares."""
+    return digest(ingredients(vllm_config, kv_cache_config, chunk_tokens))
+
+
+def ingredients(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, chunk_tokens: int
+) -> dict[str, object]:
+    """All that two engines must have in common to share. Reads samples of the weights."""
     model = vllm_config.model_config
     cache = vllm_config.cache_config
     parallel = vllm_config.parallel_config
@@ -30,28 +38,28 @@ def namespace(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, chunk_tok
         {"layers": group.layer_names, "spec": repr(group.kv_cache_spec)}
         for group in kv_cache_config.kv_cache_groups
     ]
-    return digest(
-        {
-            "format": 1,
-            "vllm": vllm.__version__,
-            "device": current_platform.device_type,
-            "architecture": architecture,
-            "weights": weights_fingerprint(Path(model.model)),
-            "revision": model.revision,
-            "dtype": model.dtype,
-            "quantization": model.quantization,
-            "cache_dtype": cache.cache_dtype,
-            "layout": cache.kv_cache_layout,
-            "hash": cache.prefix_caching_hash_algo,
-            "block_tokens": cache.block_size,
-            "chunk_tokens": chunk_tokens,
-            "groups": groups,
-            "parallel": [
-                parallel.tensor_parallel_size,
-                parallel.pipeline_parallel_size,
-                parallel.decode_context_parallel_size,
-                parallel.world_size,
-            ],
-            "speculation": repr(vllm_config.speculative_config),
-        }
-    )
+    return {
+        "protocol": PROTOCOL_VERSION,  # so that other versions of ours never meet
+        "vllm": vllm.__version__,
+        "device": current_platform.device_type,
+        "architecture": architecture,
+        "weights": weights_fingerprint(Path(model.model)),
+        "revision": model.revision,
+        # Long RoPE chooses its factors by how long a prompt may be.
+        "length": model.max_model_len if "longrope" in str(architecture) else None,
+        "dtype": model.dtype,
+        "quantization": model.quantization,
+        "cache_dtype": cache.cache_dtype,
+        "layout": cache.kv_cache_layout,
+        "hash": cache.prefix_caching_hash_algo,
+        "block_tokens": cache.block_size,
+        "chunk_tokens": chunk_tokens,
+        "groups": groups,
+        "parallel": [
+            parallel.tensor_parallel_size,
+            parallel.pipeline_parallel_size,
+            parallel.decode_context_parallel_size,
+            parallel.world_size,
+        ],
+        "speculation": repr(vllm_config.speculative_config),
+    }

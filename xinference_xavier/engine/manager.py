@@ -31,9 +31,11 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
+from xinference_xavier.engine.decision_time import DecisionTime
 from xinference_xavier.engine.metrics import HitReporter, Hits
 from xinference_xavier.engine.prefill_rate import PrefillRate
 from xinference_xavier.engine.versions import known_keys, load_source
+from xinference_xavier.explanation import Chunker
 from xinference_xavier.pool.pool import Pool, Reservation, Row
 from xinference_xavier.replica import Replica
 from xinference_xavier.transfer.fetch import Fetch, FetchState
@@ -47,7 +49,16 @@ _GROUP = slice(-4, None)  # the part of an offload key that numbers its KV-cache
 class _Request:
     """What is on about one request."""
 
-    __slots__ = ("context", "deadline", "fetch", "fetched", "first", "given_up", "wanted")
+    __slots__ = (
+        "context",
+        "deadline",
+        "fetch",
+        "fetched",
+        "first",
+        "given_up",
+        "pending_since",
+        "wanted",
+    )
 
     def __init__(self, context: ReqContext) -> None:
         self.context = context
@@ -55,6 +66,7 @@ class _Request:
         self.fetch: Fetch | None = None
         self.first: set[bytes] = set()  # the fetch's first chunk of each group
         self.deadline: float | None = None  # of all its waiting together
+        self.pending_since = 0.0  # on `DecisionTime`'s clock
         self.given_up = False
         self.fetched: set[bytes] = set()  # came from a peer for this request
 
@@ -94,10 +106,15 @@ class XavierManager(OffloadingManager):
         self._reporter = HitReporter(self._hits)
         self._finished_requests = 0
         self.prefill_rate = PrefillRate()
+        self.decision_time = DecisionTime()
 
     def attach(self, replica: Replica) -> None:
         """The replica that fetches and shares for this engine; before anything else."""
         self._replica = replica
+
+    def explain_with(self, chunker: Chunker) -> None:
+        """How the replica finds the chunks of a prompt that somebody asks about."""
+        self._replica.chunker = chunker
 
     def stats(self) -> dict[str, Any]:
         """Called by the replica's background thread."""
@@ -106,6 +123,7 @@ class XavierManager(OffloadingManager):
         return {
             "hits": asdict(self._hits),
             "requests": self._finished_requests,
+            "longest_decision_s": self.decision_time.longest,
             "prefill_tokens_per_s": rate,
             "seconds_saved": reused / rate if rate else 0.0,
         }
@@ -113,6 +131,7 @@ class XavierManager(OffloadingManager):
     # -- looking up ---------------------------------------------------------------------------
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        self._pool.sweep()  # between two steps
         self._requests[req_context.req_id] = _Request(req_context)
         return RequestOffloadingContext()
 
@@ -125,7 +144,7 @@ class XavierManager(OffloadingManager):
             if fetch.state is FetchState.PENDING and self._has_time(request):
                 # One RETRY per group defers the request; MISS for the rest ends the scan early.
                 return LookupResult.RETRY if key in request.first else LookupResult.MISS
-            request.conclude()
+            self._conclude(request)
         if request.given_up or not self._has_time(request):
             return LookupResult.MISS
         if not self._is_elsewhere(key, request, req_context):
@@ -137,10 +156,15 @@ class XavierManager(OffloadingManager):
     def _has_time(self, request: _Request) -> bool:
         return request.deadline is None or self._clock() < request.deadline
 
+    def _conclude(self, request: _Request) -> None:
+        if request.fetch is not None:
+            request.conclude()
+            self.decision_time.decided(request.pending_since, self._clock())
+
     def _is_elsewhere(self, key: bytes, request: _Request, context: ReqContext) -> bool:
         if self._under_way(key) is not None:
             return True
-        if not self._replica.sharing:
+        if not self._replica.can_fetch:
             return False
         holders = self._replica.mirror.holders(key)
         if not holders or self._pool.holds(key):
@@ -170,10 +194,13 @@ class XavierManager(OffloadingManager):
         self._gathered.clear()
         if self._fetches:
             self._settle_fetches()
+        self._pool.sweep()
 
     def _begin_fetch(self, req_id: str, request: _Request) -> None:
         if request.deadline is None:
-            request.deadline = self._clock() + self._fetch_timeout
+            now = self._clock()
+            request.deadline = now + self._fetch_timeout
+            request.pending_since = self.decision_time.idle_time(now)
         fetch = self._under_way(request.wanted[0]) or self._new_fetch(request)
         if fetch is None:
             request.given_up = True
@@ -329,7 +356,7 @@ class XavierManager(OffloadingManager):
     def count_prompt(self, req_id: str, prompt: int, own_prefix: int, loaded: int) -> None:
         """A request was scheduled: its tokens, those in vLLM's own cache, those we bring."""
         request = self._requests[req_id]
-        request.conclude()
+        self._conclude(request)
         fetched = sum(row.key in request.fetched for row in self._loading.get(req_id, ()))
         peers = min(loaded, fetched * self._chunk_tokens)
         self._hits.own_prefix_cache += own_prefix

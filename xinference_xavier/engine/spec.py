@@ -169,6 +169,7 @@ class XavierSpec(OffloadingSpec):
                 region=region,
                 pool=pool,
                 engine_stats=self._manager.stats,
+                ingredients=identity["ingredients"],
             )
             self._manager.attach(replica)
             replica.start()

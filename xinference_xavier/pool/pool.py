@@ -7,6 +7,7 @@ Every slot is in one of four states; `Pool` alone moves it between them:
     FILLING → FREE         abort: never existed, and nobody can write it any more
     FILLING → QUARANTINED  quarantine, or reset: never existed, but may still be written
     READY → FREE           eviction of the least recently used, never of a pinned one
+    READY → FREE           sweep, after a drop, of one that is not pinned
     READY → QUARANTINED    reset while the row is pinned
     QUARANTINED → FREE     abort by its writer, or the last unpin by its readers
 
@@ -32,7 +33,7 @@ class RowState(Enum):
 class Row:
     """One chunk's stay in a slot. A new stay is a new object, so a stale handle harms nobody."""
 
-    __slots__ = ("checksum", "key", "pins", "slot", "state")
+    __slots__ = ("checksum", "dropped", "key", "pins", "slot", "state")
 
     def __init__(self, key: bytes, slot: int) -> None:
         self.key = key
@@ -40,6 +41,7 @@ class Row:
         self.state = RowState.FILLING
         self.pins = 0
         self.checksum: int | None = None  # None: not computed yet, so not shared yet
+        self.dropped = False  # READY only for those who were told so before
 
     def __repr__(self) -> str:
         return f"Row(slot={self.slot}, {self.state.name}, pins={self.pins})"
@@ -67,6 +69,7 @@ class Pool:
         self._free = list(range(slots - 1, -1, -1))
         self._held: dict[bytes, Row] = {}  # FILLING and READY
         self._idle: OrderedDict[bytes, Row] = OrderedDict()  # READY and unpinned, oldest first
+        self._dropped: list[Row] = []
         self._pinned = 0
         self._ready = 0
         self._quarantined = 0
@@ -76,7 +79,9 @@ class Pool:
     def lookup(self, key: bytes) -> Row | None:
         """The READY row of `key`. Stays valid while only the calling thread evicts."""
         row = self._held.get(key)
-        return row if row is not None and row.state is RowState.READY else None
+        if row is None or row.state is not RowState.READY or row.dropped:
+            return None
+        return row
 
     def holds(self, key: bytes) -> bool:
         """Whether `key` is READY or on its way."""
@@ -88,14 +93,14 @@ class Pool:
             return [
                 row.key
                 for row in self._held.values()
-                if row.state is RowState.READY and row.checksum is not None
+                if row.state is RowState.READY and row.checksum is not None and not row.dropped
             ]
 
     def counts(self) -> PoolCounts:
         with self._lock:
             return PoolCounts(
                 rows=self.slots,
-                ready=self._ready,
+                ready=self._ready - sum(row.state is RowState.READY for row in self._dropped),
                 filling=len(self._held) - self._ready,
                 pinned=self._pinned,
                 quarantined=self._quarantined,
@@ -176,7 +181,7 @@ class Pool:
     def set_checksum(self, row: Row, checksum: int) -> bool:
         """The row may be shared from now on. False if it is gone already."""
         with self._lock:
-            if row.state is not RowState.READY:
+            if row.state is not RowState.READY or row.dropped:
                 return False
             row.checksum = checksum
             return True
@@ -194,7 +199,7 @@ class Pool:
     def pin_row(self, row: Row) -> bool:
         """Pin this very row. False if it is not READY (any more)."""
         with self._lock:
-            if row.state is not RowState.READY:
+            if row.state is not RowState.READY or row.dropped:
                 return False
             self._pin(row)
             return True
@@ -212,7 +217,7 @@ class Pool:
                 row = self._held.get(key)
                 if row is None or row.state is not RowState.READY:
                     break
-                if need_checksum and row.checksum is None:
+                if need_checksum and (row.checksum is None or row.dropped):
                     break
                 self._pin(row)
                 run.append(row)
@@ -239,6 +244,44 @@ class Pool:
                 if key in self._idle:
                     self._idle.move_to_end(key)
 
+    # -- forgetting ------------------------------------------------------------------------
+
+    def drop(self) -> list[bytes]:
+        """Let lookups miss every READY row from now on; returns their keys.
+
+        Any thread may call it: a row that was looked up just before can be pinned by its key until
+        the next `sweep`, and what is pinned stays until it is unpinned.
+        """
+        with self._lock:
+            rows = [
+                row
+                for row in self._held.values()
+                if row.state is RowState.READY and not row.dropped
+            ]
+            for row in rows:
+                row.dropped = True
+            self._dropped += rows
+        return [row.key for row in rows]
+
+    def sweep(self) -> None:
+        """Free the dropped rows that nobody has pinned.
+
+        For the thread that evicts, where no lookup of its own waits to be followed by a pin.
+        """
+        if not self._dropped:
+            return
+        with self._lock:
+            kept = []
+            for row in self._dropped:
+                if row.state is RowState.READY and row.pins:
+                    kept.append(row)
+                elif row.state is RowState.READY:
+                    del self._idle[row.key]
+                    del self._held[row.key]
+                    self._ready -= 1
+                    self._free_slot(row)
+            self._dropped = kept
+
     # -- starting over ---------------------------------------------------------------------
 
     def reset(self) -> None:
@@ -256,4 +299,5 @@ class Pool:
                     self._free_slot(row)
             self._held.clear()
             self._idle.clear()
+            self._dropped.clear()
             self._ready = 0

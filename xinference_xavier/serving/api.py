@@ -1,35 +1,53 @@
-"""REST routes: how a model's replicas share, and the switch.
+"""REST routes: how models share, what happens to it, and the switch.
 
-``GET /v1/xavier/{model_uid}`` answers ``report``'s shape. ``POST`` answers the same, after it has
-switched sharing off or on (``{"enabled": bool}``), or told the replicas that were reset since which
-weights they have (``{"weights_version": str}``; ``"told"`` in the answer says what became of it).
-404: no such model shares; 400: another body.
+    GET  /v1/xavier                     {"models": [report, …], "unavailable": {model_uid: why}}
+    GET  /v1/xavier_cluster             what `xinference-xavier doctor` looks at, see ``cluster``
+    GET  /v1/xavier/{model_uid}         its report, see ``report``
+    GET  /v1/xavier/{model_uid}/events  server-sent events, see ``live``
+    POST /v1/xavier/{model_uid}         {"enabled": bool} switches sharing; {"weights_version": str}
+                                        tells the replicas that were reset since which weights they
+                                        have, and ``told`` in the answer what became of it. A report
+    POST /v1/xavier/{model_uid}/explain {"prompt": str} or {"messages": […]}: where its chunks are
+    POST /v1/xavier/{model_uid}/drop    all replicas forget what they hold; a report, with ``told``
+
+Reading needs the scope ``models:list``, changing ``models:write``. 404: no such model shares; 400:
+another body; 503: nobody answers, or can; then the detail says why.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
-import xoscar as xo
 from fastapi import HTTPException, Request, Security
 from fastapi.responses import JSONResponse
+from sse_starlette.sse import EventSourceResponse
+from starlette.responses import Response
 
-from xinference_xavier.addresses import reachable_address
-from xinference_xavier.errors import NotFoundError
-from xinference_xavier.tracker.actor import tracker_uid
+from xinference_xavier.errors import ExplainError, NotFoundError
+from xinference_xavier.serving.cluster import cluster_facts
+from xinference_xavier.serving.live import live
+from xinference_xavier.serving.report import report
+from xinference_xavier.serving.trackers import UNREACHABLE, Trackers
+from xinference_xavier.tracker.asking import EXPLAIN_DEADLINE
 from xinference_xavier.tracker.checks import (
+    MAX_QUESTION_BYTES,
     MAX_WEIGHTS_VERSION,
+    check_question,
     check_switch,
     check_weights_version,
 )
 
-_PATH = "/v1/xavier/{model_uid}"
-_DEADLINE = 10.0
+__all__ = ["add_routes", "report"]
+
+_ALL = "/v1/xavier"
+_CLUSTER = "/v1/xavier_cluster"
+_MODEL = "/v1/xavier/{model_uid}"
 _READ_SCOPE = "models:list"
-_LAUNCH_SCOPE = "models:write"
+_WRITE_SCOPE = "models:write"
+_MAX_LISTENERS = 100
 
 _T = TypeVar("_T")
 
@@ -37,100 +55,87 @@ _T = TypeVar("_T")
 def add_routes(context: Any) -> None:
     """``context`` is xinference's APIExtensionContext."""
 
-    def guarded_by(scope: str) -> list[Any]:
-        return [Security(context.auth_service, scopes=[scope])] if context.auth_enabled else []
+    def add(method: str, path: str, endpoint: Callable[..., Awaitable[Response]]) -> None:
+        scope = _WRITE_SCOPE if method == "POST" and not path.endswith("/explain") else _READ_SCOPE
+        guard = [Security(context.auth_service, scopes=[scope])] if context.auth_enabled else []
+        context.router.add_api_route(path, endpoint, methods=[method], dependencies=guard)
 
-    async def find_tracker(model_uid: str) -> Any:
-        supervisor = await context.get_supervisor_ref()
-        address = await supervisor.xavier_tracker_address(model_uid)
-        return await xo.actor_ref(
-            address=reachable_address(address, via=supervisor.address), uid=tracker_uid(model_uid)
-        )
+    routes = _Routes(Trackers(context.get_supervisor_ref))
+    add("GET", _ALL, routes.all_models)
+    add("GET", _CLUSTER, routes.cluster)
+    add("GET", _MODEL, routes.one_model)
+    add("GET", f"{_MODEL}/events", routes.events)
+    add("POST", _MODEL, routes.change)
+    add("POST", f"{_MODEL}/explain", routes.explain)
+    add("POST", f"{_MODEL}/drop", routes.drop)
 
-    async def read(model_uid: str) -> dict[str, Any]:
-        tracker = await find_tracker(model_uid)
-        return report(await tracker.status())
 
-    async def change(model_uid: str, wanted: Mapping[str, Any]) -> dict[str, Any]:
-        tracker = await find_tracker(model_uid)
-        if "enabled" in wanted:
-            await tracker.set_enabled(wanted["enabled"])
-            return report(await tracker.status())
-        told = await tracker.set_weights_version(wanted["weights_version"])
-        return {**report(await tracker.status()), "told": told}
+class _Routes:
+    def __init__(self, trackers: Trackers) -> None:
+        self._trackers = trackers
+        self._listeners = 0
 
-    async def get_sharing(model_uid: str) -> JSONResponse:
-        return JSONResponse(await _answered(model_uid, read(model_uid)))
+    async def all_models(self) -> JSONResponse:
+        uids = await _answered("the supervisor", self._trackers.models())
+        answers = await asyncio.gather(*map(self._report_or_reason, uids))
+        reports = [answer for answer in answers if isinstance(answer, dict)]
+        unavailable = {
+            uid: answer
+            for uid, answer in zip(uids, answers, strict=True)
+            if isinstance(answer, str)
+        }
+        return JSONResponse({"models": reports, "unavailable": unavailable})
 
-    async def set_sharing(model_uid: str, request: Request) -> JSONResponse:
+    async def _report_or_reason(self, model_uid: str) -> dict[str, Any] | str:
+        try:
+            return await _answered_for(model_uid, self._trackers.report(model_uid))
+        except HTTPException as error:
+            return str(error.detail)
+
+    async def cluster(self) -> JSONResponse:
+        return JSONResponse(await _answered("the supervisor", cluster_facts(self._trackers)))
+
+    async def one_model(self, model_uid: str) -> JSONResponse:
+        return JSONResponse(await _answered_for(model_uid, self._trackers.report(model_uid)))
+
+    async def events(self, model_uid: str) -> EventSourceResponse:
+        if self._listeners >= _MAX_LISTENERS:
+            raise HTTPException(503, f"{_MAX_LISTENERS} listen already; close another page first")
+        # Errors from here on would be part of the stream.
+        await _answered_for(model_uid, self._trackers.find(model_uid))
+        return EventSourceResponse(self._counted(model_uid))
+
+    async def _counted(self, model_uid: str) -> Any:
+        self._listeners += 1
+        try:
+            async for message in live(self._trackers, model_uid):
+                yield message
+        finally:
+            self._listeners -= 1
+
+    async def change(self, model_uid: str, request: Request) -> JSONResponse:
         wanted = _wanted(await request.body())
-        return JSONResponse(await _answered(model_uid, change(model_uid, wanted)))
+        return JSONResponse(await _answered_for(model_uid, self._change(model_uid, wanted)))
 
-    for method, endpoint, scope in (
-        ("GET", get_sharing, _READ_SCOPE),
-        ("POST", set_sharing, _LAUNCH_SCOPE),
-    ):
-        context.router.add_api_route(
-            _PATH, endpoint, methods=[method], dependencies=guarded_by(scope)
+    async def _change(self, model_uid: str, wanted: Mapping[str, Any]) -> dict[str, Any]:
+        if "enabled" in wanted:
+            await self._trackers.call(model_uid, "set_enabled", wanted["enabled"])
+            return await self._trackers.report(model_uid)
+        return await self._tell(model_uid, "set_weights_version", wanted["weights_version"])
+
+    async def drop(self, model_uid: str) -> JSONResponse:
+        return JSONResponse(await _answered_for(model_uid, self._tell(model_uid, "drop")))
+
+    async def _tell(self, model_uid: str, method: str, *args: object) -> dict[str, Any]:
+        told = await self._trackers.call(model_uid, method, *args)
+        return {**await self._trackers.report(model_uid), "told": told}
+
+    async def explain(self, model_uid: str, request: Request) -> JSONResponse:
+        question = _question(await request.body())
+        explaining = self._trackers.call(
+            model_uid, "explain", question, deadline=EXPLAIN_DEADLINE + 1
         )
-
-
-def report(status: Mapping[str, Any]) -> dict[str, Any]:
-    """The tracker's status, one flat list of replicas with their statistics, and the sums.
-
-    What a replica's statistics hold beyond the known fields is passed through; a replica that has
-    not reported yet shows zeros.
-    """
-    replicas = [
-        _replica(namespace, entry)
-        for namespace, group in status["namespaces"].items()
-        for entry in group["replicas"]
-    ]
-    totals = _counters()
-    totals["holdings"] = 0
-    for replica in replicas:
-        _accumulate(totals, replica)
-    return {
-        "model_uid": status["model_uid"],
-        "enabled": status["enabled"],
-        "replicas": replicas,
-        "totals": totals,
-    }
-
-
-def _counters() -> dict[str, Any]:
-    return {
-        "hits": dict.fromkeys(("own_prefix_cache", "own_pool", "peers", "computed"), 0),
-        "bytes_received": 0,
-        "bytes_sent": 0,
-        "fetches": {"started": 0, "committed": 0, "rolled_back": {}},
-        "requests": 0,
-    }
-
-
-def _replica(namespace: str, entry: Mapping[str, Any]) -> dict[str, Any]:
-    membership = {name: value for name, value in entry.items() if name != "stats"}
-    return {
-        **_counters(),
-        "pool": {},
-        "stale": False,
-        **entry["stats"],
-        **membership,
-        "namespace": namespace,
-    }
-
-
-def _accumulate(totals: dict[str, Any], part: Mapping[str, Any]) -> None:
-    """Add up what ``totals`` counts already; below ``rolled_back`` every reason counts."""
-    for name, value in totals.items():
-        other = part.get(name)
-        if name == "rolled_back" and isinstance(other, Mapping):
-            for reason, count in other.items():
-                value[reason] = value.get(reason, 0) + count
-        elif isinstance(value, dict) and isinstance(other, Mapping):
-            _accumulate(value, other)
-        elif isinstance(value, int) and isinstance(other, int):
-            totals[name] = value + other
+        return JSONResponse(await _answered_for(model_uid, explaining))
 
 
 def _wanted(body: bytes) -> dict[str, Any]:
@@ -152,14 +157,31 @@ def _wanted(body: bytes) -> dict[str, Any]:
     )
 
 
-async def _answered(model_uid: str, work: Awaitable[_T]) -> _T:
-    """``work`` within the deadline, its failures turned into the HTTP answers they mean."""
+def _question(body: bytes) -> dict[str, Any]:
     try:
-        return await asyncio.wait_for(work, _DEADLINE)
+        question: dict[str, Any] = json.loads(body)
+        check_question(question)
+        return question
+    except (ValueError, RecursionError) as error:
+        raise HTTPException(
+            400,
+            'the body must be {"prompt": "<text>"} or {"messages": [{"role": …, "content": …}, …]} '
+            f"of at most {MAX_QUESTION_BYTES} bytes: {error}",
+        ) from error
+
+
+async def _answered_for(model_uid: str, work: Awaitable[_T]) -> _T:
+    return await _answered(f"the tracker of {model_uid!r}", work)
+
+
+async def _answered(who: str, work: Awaitable[_T]) -> _T:
+    """``work``, its failures turned into the HTTP answers they mean."""
+    try:
+        return await work
     except NotFoundError as error:
         # Not str(error): xoscar puts the address of the process in front.
         raise HTTPException(404, f"model {error.model_uid!r} {error.reason}") from error
-    except xo.ActorNotExist as error:
-        raise HTTPException(404, f"model {model_uid!r} does not share its cache here") from error
-    except (OSError, TimeoutError) as error:
-        raise HTTPException(503, f"the tracker of {model_uid!r} does not answer") from error
+    except ExplainError as error:
+        raise HTTPException(503, error.reason) from error
+    except UNREACHABLE as error:
+        raise HTTPException(503, f"{who} does not answer") from error

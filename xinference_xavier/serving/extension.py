@@ -19,10 +19,12 @@ class XavierExtension:
     api_version = 1
 
     def configure_api(self, context: Any) -> None:
-        """Add our routes; ``context`` is xinference's APIExtensionContext."""
+        """Add our routes and pages; ``context`` is xinference's APIExtensionContext."""
         from xinference_xavier.serving.api import add_routes
+        from xinference_xavier.serving.ui.routes import add_pages
 
         add_routes(context)
+        add_pages(context)
 
     def worker_metadata(self) -> dict[str, str]:
         return {"version": __version__}

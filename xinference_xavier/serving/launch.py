@@ -1,4 +1,4 @@
-"""Puts sharing into xinference's launch, by wrapping four methods and adding a fifth.
+"""Puts sharing into xinference's launch, by wrapping four methods and adding some.
 
 Runs in the processes that hold a supervisor or a worker actor, on their event loop. A launch with
 ``enable_xavier`` is one transaction: its tracker exists before the first replica does, and is
@@ -23,6 +23,7 @@ from xinference_xavier.config import ENABLE, take_launch_options
 from xinference_xavier.errors import ConfigError, NotFoundError, ReplicaStartError
 from xinference_xavier.hooks import Hooks, LaunchRolledBack, load_hook
 from xinference_xavier.rollback import Rollback
+from xinference_xavier.serving.cluster import supervisor_facts, worker_facts
 from xinference_xavier.serving.transfer_config import (
     configuration,
     kv_transfer_config,
@@ -62,11 +63,14 @@ def wrap_supervisor(supervisor: type[Any]) -> None:
     _wrap_once(supervisor, name, _sharing_launch)
     _wrap_once(supervisor, "terminate_model", _telling_terminate)
     supervisor.xavier_tracker_address = xavier_tracker_address
+    supervisor.xavier_models = xavier_models
+    supervisor.xavier_facts = supervisor_facts
 
 
 def wrap_worker(worker: type[Any]) -> None:
     _wrap_once(worker, "launch_builtin_model", _localizing_launch)
     _wrap_once(worker, "wait_for_load", _explaining_load)
+    worker.xavier_facts = worker_facts
 
 
 async def xavier_tracker_address(
@@ -97,6 +101,13 @@ async def xavier_tracker_address(
     # Here xinference finds it when the model ends.
     supervisor._xavier_cache_mapping.setdefault(model_uid, tracker)
     return address
+
+
+async def xavier_models(supervisor: Any) -> list[str]:
+    """The uids of all models that share; becomes a SupervisorActor's method too."""
+    trackers = supervisor._xavier_cache_mapping
+    # The built-in Xavier keeps its own there.
+    return sorted(uid for uid, ref in trackers.items() if ref.uid == tracker_uid(uid).encode())
 
 
 def _wrap_once(owner: type[Any], name: str, wrap: Callable[[_Method], _Method]) -> None:

@@ -19,33 +19,47 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import xoscar as xo
 
 from xinference_xavier.addresses import replica_uid
+from xinference_xavier.checks import MAX_KEY_BYTES, check_count, check_identifier, shown
 from xinference_xavier.deadline import within
-from xinference_xavier.hooks import hooks_of
+from xinference_xavier.hooks import Event, HoldingsDropped, SharingSwitched, hooks_of
+from xinference_xavier.tracker.asking import drop_all, examine_all, explain_at
 from xinference_xavier.tracker.attendance import Attendance
 from xinference_xavier.tracker.checks import (
-    MAX_KEY_BYTES,
-    check_count,
-    check_identifier,
+    check_member,
     check_packed,
+    check_question,
+    check_settings,
     check_stats,
     check_switch,
     check_weights_version,
 )
+from xinference_xavier.tracker.events import (
+    MAX_REPORTED,
+    EventLog,
+    Happened,
+    check_event,
+    event_dict,
+)
+from xinference_xavier.tracker.history import History
 from xinference_xavier.tracker.index import Index, Member, Outcome, ReplicaState, Settings, Update
 
 logger = logging.getLogger(__name__)
 
+PROTOCOL_VERSION = 1
+"""Of what a replica and its tracker say to each other."""
 MAX_NAMESPACES = 1000
 MAX_CAUSE = 2000
 """Characters kept of why a replica did not start."""
 MAX_MEMBERS = 1000
 """Replicas of all namespaces together."""
+MAX_WATCHES = 4 * MAX_MEMBERS
+"""That wait at a time; a member has one, and for a moment those that it gave up."""
 MAX_WATCH = 60.0
 """Seconds that a watch waits at most, whatever it asks for."""
 STATS_DEADLINE = 1.0
@@ -63,7 +77,7 @@ class NotMemberError(LookupError):
 
 
 class TrackerFullError(RuntimeError):
-    """One more namespace or member would exceed the tracker's limits."""
+    """One more namespace, member or watch would exceed the tracker's limits."""
 
 
 class JoinReply(NamedTuple):
@@ -123,9 +137,14 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
         self._settings = Settings()
         self._secret = os.urandom(32)
         self._failures: dict[str, str] = {}
+        self._watches = 0
+        self._refused = 0
         self._hooks = hooks_of(hooks)
         self._attendance = Attendance(model_uid)
+        self._history = History()
+        self._events = EventLog()
         self._namespaces: dict[str, _Namespace] = {}
+        self._moving: dict[Member, float] = {}  # between two namespaces, and until when at most
         self._looked = clock()
         self._expiry: asyncio.Task[None] | None = None
 
@@ -139,6 +158,7 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
         for namespace in self._namespaces.values():
             namespace.wake()
         self._namespaces.clear()
+        self._events.wake()
 
     # Membership
 
@@ -149,22 +169,24 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
         key_bytes: int,
         settings: Settings,
         replica: str = "",
+        version: int = PROTOCOL_VERSION,
     ) -> JoinReply:
         """Make `member` a member of `namespace`, or renew it. `replica` is xinference's name.
 
         `settings` are the newest that it has seen: a tracker that took the place of another learns
         from them whether sharing was switched off.
         """
+        if version != PROTOCOL_VERSION:
+            raise ValueError(
+                f"the replica speaks tracker protocol {shown(version)}, this tracker "
+                f"{PROTOCOL_VERSION}; run the same version of xinference-xavier everywhere"
+            )
         check_identifier("namespace", namespace)
-        member = Member(*member)
-        check_identifier("incarnation", member.incarnation)
-        check_identifier("address", member.address)
+        member = check_member(member)
         check_count("key_bytes", key_bytes, 1, MAX_KEY_BYTES)
         if replica:
             check_identifier("replica", replica)
-        settings = Settings(*settings)
-        check_count("settings.version", settings.version, 0)
-        check_switch(settings.enabled)
+        settings = check_settings(settings)
         index = self._room_for(namespace, member.incarnation)
         index.join(member, key_bytes, self._clock())
         if namespace not in self._namespaces:
@@ -172,23 +194,39 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
         if settings.version > self._settings.version:
             self._configure(settings)
         self._namespaces[namespace].wake()
+        self._moving.pop(member, None)
         arrival = self._attendance.joined(replica, member)
         if arrival is not None:
-            self._hooks.tell(arrival)
+            self._tell(arrival)
         return JoinReply(self._secret, self._lease, index.epoch, index.sequence(member.incarnation))
 
-    async def heartbeat(self, namespace: str, incarnation: str, stats: dict[str, Any]) -> bool:
-        """Renew the lease and keep the figures; False: not a member, join again."""
-        known = self._namespaces.get(namespace)
+    async def heartbeat(
+        self,
+        namespace: str,
+        incarnation: str,
+        stats: dict[str, Any],
+        events: tuple[dict[str, Any], ...] = (),
+    ) -> bool:
+        """Renew the lease, keep the figures and events; False: not a member, join again."""
+        known = self._known(namespace, incarnation)
         if known is None or not known.index.renew(incarnation, self._clock()):
             return False
         check_stats(stats)
         known.stats[incarnation] = stats
+        self._history.note(incarnation, stats)
+        self._note_events(events)
         return True
 
-    async def leave(self, namespace: str, incarnation: str) -> None:
-        known = self._namespaces.get(namespace)
+    async def leave(self, namespace: str, incarnation: str, moving: bool = False) -> None:
+        """End a membership; `moving` says that the same replica will join another namespace."""
+        known = self._known(namespace, incarnation)
         if known is not None:
+            if moving:
+                self._moving |= {
+                    state.member: self._clock() + self._lease
+                    for state in known.index.replicas(self._clock())
+                    if state.member.incarnation == incarnation
+                }
             known.index.leave(incarnation)
             self._departed(namespace, [incarnation])
 
@@ -201,7 +239,7 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
         check_count("sequence", sequence, 1)
         check_packed("added", added)
         check_packed("removed", removed)
-        known = self._namespaces.get(namespace)
+        known = self._known(namespace, incarnation)
         if known is None:
             return Outcome.UNKNOWN
         outcome = known.index.publish(incarnation, sequence, added, removed)
@@ -214,7 +252,7 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
         """Take the packed `keys` for all that `incarnation` holds."""
         check_count("sequence", sequence, 1)
         check_packed("keys", keys)
-        known = self._namespaces.get(namespace)
+        known = self._known(namespace, incarnation)
         if known is None:
             return Outcome.UNKNOWN
         outcome = known.index.replace(incarnation, sequence, keys)
@@ -230,12 +268,30 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
         NotMemberError, also when the lease ends meanwhile.
         """
         check_count("revision", revision, 0)
-        if not isinstance(timeout, (int, float)) or not math.isfinite(timeout):
-            raise ValueError(f"timeout={timeout!r} is not a number of seconds")
+        with self._watching(timeout) as waits:
+            until = asyncio.get_running_loop().time() + waits
+            return await self._news(namespace, incarnation, epoch, revision, until)
+
+    @contextlib.contextmanager
+    def _watching(self, timeout: float) -> Iterator[float]:
+        """One more that waits, and for how many seconds it may."""
+        if not isinstance(timeout, (int, float)) or not abs(timeout) < math.inf:
+            raise ValueError(f"timeout={shown(timeout)} is not a number of seconds")
+        if self._watches >= MAX_WATCHES:
+            self._refused += 1
+            raise TrackerFullError(f"{MAX_WATCHES} watches wait for news of this model already")
+        self._watches += 1
+        try:
+            yield max(0.0, min(timeout, MAX_WATCH))
+        finally:
+            self._watches -= 1
+
+    async def _news(
+        self, namespace: str, incarnation: str, epoch: str, revision: int, until: float
+    ) -> Update:
         loop = asyncio.get_running_loop()
-        until = loop.time() + min(timeout, MAX_WATCH)
         while True:
-            known = self._namespaces.get(namespace)
+            known = self._known(namespace, incarnation)
             if known is None or incarnation not in known.index:
                 raise NotMemberError(
                     f"{incarnation!r} is no member of namespace {namespace!r}: join"
@@ -253,6 +309,7 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
         # Wall time outruns the versions of a tracker before this one, whose replicas come later.
         version = max(self._settings.version + 1, time.time_ns())
         self._configure(Settings(version, enabled))
+        self._tell(SharingSwitched(model_uid=self._model_uid, enabled=enabled))
         return self._settings
 
     async def set_weights_version(self, version: str) -> dict[str, list[str]]:
@@ -263,11 +320,7 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
         do those that do not answer ("unreachable").
         """
         check_weights_version(version)
-        members = [
-            state.member
-            for known in self._namespaces.values()
-            for state in known.index.replicas(self._clock())
-        ]
+        members = list(dict.fromkeys([*self._members(), *self._moving]))
         answers = await asyncio.gather(*(_tell_version(member, version) for member in members))
         told: dict[str, list[str]] = {"joined": [], "not_reset": [], "unreachable": []}
         for member, answer in zip(members, answers, strict=True):
@@ -277,6 +330,8 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
     async def status(self) -> dict[str, Any]:
         """All that is known, JSON-able; the replicas' figures as they are now.
 
+        `refused` counts what was too much: members, namespaces, watches, failures to remember.
+
         `stale` marks figures of the last heartbeat, of a replica that did not answer in time.
         """
         namespaces = dict(self._namespaces)
@@ -284,6 +339,8 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
         return {
             "model_uid": self._model_uid,
             "enabled": self._settings.enabled,
+            "watches": self._watches,
+            "refused": self._refused,
             "namespaces": dict(zip(namespaces, described, strict=True)),
         }
 
@@ -293,19 +350,85 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
         described = await asyncio.gather(
             *(_describe_replica(state, known.stats) for state in replicas)
         )
+        for replica in described:
+            replica["replica"] = self._attendance.name_of(replica["incarnation"])
         return {"revision": revision, "keys": keys, "replicas": described}
+
+    async def history(self) -> dict[str, Any]:
+        """Samples of the last hour; see `History`."""
+        return self._history.to_dict()
+
+    async def happened(self, after: int, timeout: float) -> list[Happened]:
+        """Events whose number is above `after`; waits up to `timeout` seconds for the first."""
+        check_count("after", after, 0)
+        with self._watching(timeout) as waits:
+            return await self._events.wait_since(after, waits)
+
+    async def drop(self) -> dict[str, list[str]]:
+        """Have every replica forget what it holds; which did ("dropped"), and which did not answer
+        ("unreachable")."""
+        told = await drop_all(self._members())
+        self._tell(HoldingsDropped(model_uid=self._model_uid, replicas=len(told["dropped"])))
+        return told
+
+    async def explain(self, question: dict[str, Any]) -> dict[str, Any]:
+        """Where a prompt's chunks are and what a request would reuse; see `explain_at`."""
+        check_question(question)
+        groups = [
+            [state.member for state in known.index.replicas(self._clock())]
+            for known in self._namespaces.values()
+        ]
+        return await explain_at(groups, question)
+
+    async def examine(self) -> dict[str, dict[str, Any]]:
+        """Each replica, examined by itself; see `examination`."""
+        return await examine_all(self._members())
+
+    def _members(self) -> list[Member]:
+        return [
+            state.member
+            for known in self._namespaces.values()
+            for state in known.index.replicas(self._clock())
+        ]
+
+    def _tell(self, event: Event) -> None:
+        self._hooks.tell(event)
+        self._events.add(event_dict(event))
+
+    def _note_events(self, events: tuple[dict[str, Any], ...]) -> None:
+        """A replica with events that are none is a member all the same."""
+        if not isinstance(events, tuple) or len(events) > MAX_REPORTED:
+            self._refused += 1
+            return
+        for event in events:
+            try:
+                check_event(event)
+            except ValueError:
+                self._refused += 1
+            else:
+                self._events.add(event)
 
     # Failed starts
 
     async def report_failure(self, replica: str, cause: str) -> None:
         """Keep why the engine of `replica` (xinference's name for it) could not start."""
         check_identifier("replica", replica)
-        if len(self._failures) < MAX_MEMBERS:
+        if not isinstance(cause, str):
+            raise ValueError(f"cause={shown(cause)} is not text")
+        if len(self._failures) < MAX_MEMBERS or replica in self._failures:
             self._failures[replica] = cause[:MAX_CAUSE]
+        else:
+            self._refused += 1
 
     async def take_failure(self, replica: str) -> str | None:
         """The cause that was reported for `replica` since this was asked last."""
+        check_identifier("replica", replica)
         return self._failures.pop(replica, None)
+
+    def _known(self, namespace: str, incarnation: str) -> _Namespace | None:
+        check_identifier("namespace", namespace)
+        check_identifier("incarnation", incarnation)
+        return self._namespaces.get(namespace)
 
     def _configure(self, settings: Settings) -> None:
         self._settings = settings
@@ -316,12 +439,14 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
     def _room_for(self, namespace: str, incarnation: str) -> Index:
         known = self._namespaces.get(namespace)
         if known is None and len(self._namespaces) >= MAX_NAMESPACES:
+            self._refused += 1
             raise TrackerFullError(
                 f"{namespace!r} would be one namespace of model {self._model_uid!r} too many; "
                 f"a tracker keeps {MAX_NAMESPACES}"
             )
         members = sum(len(each.index) for each in self._namespaces.values())
         if (known is None or incarnation not in known.index) and members >= MAX_MEMBERS:
+            self._refused += 1
             raise TrackerFullError(
                 f"{incarnation!r} would be one replica of model {self._model_uid!r} too many; "
                 f"a tracker keeps {MAX_MEMBERS}"
@@ -344,6 +469,8 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
         """Let go whose lease has ended, but not for a time in which this loop stood still."""
         late = now - self._looked - self._tick
         self._looked = now
+        self._history.tick(now, time.time())
+        self._moving = {member: end for member, end in self._moving.items() if now < end}
         for digest, known in list(self._namespaces.items()):
             if late > self._tick:
                 known.index.forgive(late)
@@ -354,7 +481,7 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
                 )
                 self._departed(digest, gone)
                 for incarnation in gone:
-                    self._hooks.tell(self._attendance.lost(incarnation))
+                    self._tell(self._attendance.lost(incarnation))
 
     def _departed(self, namespace: str, incarnations: list[str]) -> None:
         known = self._namespaces[namespace]

@@ -41,8 +41,11 @@ class Attendance:
             model_uid=self._model_uid, replica=name, incarnation=incarnation, address=address
         )
 
+    def name_of(self, incarnation: str) -> str:
+        return self._names.get(incarnation, incarnation)
+
     def lost(self, incarnation: str) -> Event:
-        name = self._names.get(incarnation, incarnation)
+        name = self.name_of(incarnation)
         _remember(self._lost, name, None)
         return ReplicaLost(model_uid=self._model_uid, replica=name, incarnation=incarnation)
 

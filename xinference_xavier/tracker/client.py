@@ -19,6 +19,7 @@ import asyncio
 import contextlib
 import logging
 import random
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +27,13 @@ from typing import Any
 import xoscar as xo
 
 from xinference_xavier.deadline import within
-from xinference_xavier.tracker.actor import JoinReply, NotMemberError, tracker_uid
+from xinference_xavier.tracker.actor import (
+    PROTOCOL_VERSION,
+    JoinReply,
+    NotMemberError,
+    tracker_uid,
+)
+from xinference_xavier.tracker.events import MAX_REPORTED
 from xinference_xavier.tracker.index import Member, Outcome, Update, pack
 from xinference_xavier.tracker.mirror import Mirror
 from xinference_xavier.tracker.roster import Roster
@@ -67,8 +74,9 @@ class TrackerClient:
     or raises while there is none. `holdings` gives all keys the replica would publish now; `stats`
     its figures, JSON-able. `on_members` is told the peers to be taken for alive whenever they
     change. `on_joined` is given the model's secret at every join, before peers learn the holdings.
-    `on_outage` is told what lost the tracker, and None when it is regained. `replica` is the name
-    that the replica keeps over its incarnations.
+    `on_outage` is told what lost the tracker, and None when it is regained. `events` is what the
+    owner wants the tracker to know; what was delivered is taken out. `replica` is the name that the
+    replica keeps over its incarnations.
     `heartbeat`, at most a fifth of the tracker's lease, and `watch_timeout` are in seconds.
 
     `secret` is the model's, None before the first join, another one after the tracker was lost.
@@ -91,6 +99,7 @@ class TrackerClient:
         on_members: Callable[[frozenset[str]], None],
         on_joined: Callable[[bytes], None],
         on_outage: Callable[[BaseException | None], None] = lambda error: None,
+        events: deque[dict[str, Any]] | None = None,
         replica: str = "",
         heartbeat: float = 2.0,
         watch_timeout: float = 10.0,
@@ -112,6 +121,7 @@ class TrackerClient:
         self._roster = Roster(on_members)
         self._on_joined = on_joined
         self._on_outage = on_outage
+        self._events = deque() if events is None else events
         self._replica = replica
         self._queue: dict[bytes, bool] = {}
         self._replace_all = False
@@ -164,7 +174,7 @@ class TrackerClient:
         await self._end_session()
         self.mirror.clear()
         self._roster.clear()
-        await self._say_goodbye(old)
+        await self._say_goodbye(old, moving=True)
         self._hurry.set()
 
     async def leave(self) -> None:
@@ -204,7 +214,12 @@ class TrackerClient:
         reply: JoinReply = await within(
             CALL_DEADLINE,
             self._tracker.join(
-                namespace, self._member, self._key_bytes, self.mirror.settings, self._replica
+                namespace,
+                self._member,
+                self._key_bytes,
+                self.mirror.settings,
+                self._replica,
+                PROTOCOL_VERSION,
             ),
         )
         self._roster.start(reply.epoch, reply.lease)
@@ -238,12 +253,18 @@ class TrackerClient:
 
     async def _renew(self, namespace: str, lease: float) -> None:
         while True:
+            events = tuple(self._events)[:MAX_REPORTED]
             known = await within(
                 CALL_DEADLINE,
-                self._tracker.heartbeat(namespace, self._member.incarnation, self._figures()),
+                self._tracker.heartbeat(
+                    namespace, self._member.incarnation, self._figures(), events
+                ),
             )
             if not known:
                 raise NotMemberError(f"{self._member.incarnation!r} must join again")
+            for event in events:  # the oldest may have had to go meanwhile
+                if self._events and self._events[0] is event:
+                    self._events.popleft()
             await asyncio.sleep(min(self._heartbeat, lease / _BEATS_PER_LEASE))
 
     async def _publish(self, namespace: str) -> None:
@@ -318,11 +339,14 @@ class TrackerClient:
             self._session.cancel()
             await asyncio.wait({self._session})
 
-    async def _say_goodbye(self, namespace: str) -> None:
+    async def _say_goodbye(self, namespace: str, moving: bool = False) -> None:
         if self._tracker is None:
             return
         try:
-            await within(LEAVE_DEADLINE, self._tracker.leave(namespace, self._member.incarnation))
+            await within(
+                LEAVE_DEADLINE,
+                self._tracker.leave(namespace, self._member.incarnation, moving),
+            )
         except Exception as error:
             self.counters.failures += 1
             logger.info(

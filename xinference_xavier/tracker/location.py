@@ -29,5 +29,8 @@ class TrackerLocation:
                 self._config.model_uid, True, self._config.hooks
             )
         except NotFoundError:
+            # A supervisor that began anew knows no model until its workers register again, which
+            # they do by themselves every 15 s only. If ours has already, this does nothing.
+            await worker.get_supervisor_ref(add_worker=True)
             return self._config.tracker_address
         return reachable_address(address, via=supervisor.address)

@@ -13,11 +13,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
+from xinference_xavier.tracker.checks import check_update
 from xinference_xavier.tracker.index import INITIAL_SETTINGS, Change, Member, Update, unpack
 
 NOBODY: tuple[str, ...] = ()
 MAX_NOTES = 10_000
 """Stale entries noted per peer; the oldest go first."""
+MAX_GROUPS = 10_000
+"""Groups of holders that are one tuple for all their keys; beyond them each key has its own."""
 
 
 class Mirror:
@@ -48,6 +51,10 @@ class Mirror:
         """The other replicas that hold `key`; none while sharing is switched off."""
         return self._holders.get(key, NOBODY) if self.enabled else NOBODY
 
+    def listed(self, key: bytes) -> tuple[str, ...]:
+        """Like `holders`, whether sharing is on or off."""
+        return self._holders.get(key, NOBODY)
+
     def address(self, incarnation: str) -> str | None:
         """Where a peer's actor is; None if it is no member now."""
         return self._members.get(incarnation)
@@ -68,7 +75,8 @@ class Mirror:
         self._stale = {}
 
     def apply(self, update: Update) -> None:
-        """Take over what the tracker reports. Raises ValueError for uneven keys."""
+        """Take over what the tracker reports, or raise ValueError and leave all as it was."""
+        check_update(update)
         if update.settings.version >= self.settings.version:
             self.settings = update.settings
             self.enabled = update.settings.enabled
@@ -164,6 +172,8 @@ class Mirror:
 
     def _group(self, incarnations: set[str]) -> tuple[str, ...]:
         group = tuple(sorted(incarnations))
+        if len(self._groups) >= MAX_GROUPS:
+            return self._groups.get(group, group)
         return self._groups.setdefault(group, group)
 
 

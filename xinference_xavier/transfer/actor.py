@@ -120,8 +120,17 @@ class TransferActor(xoscar.StatelessActor):  # type: ignore[misc]  # xoscar has 
             await asyncio.wait_for(turn.acquire(), order.timeout)
         except TimeoutError:
             return PullResult(0, "timeout")
+        reused = order.donor in self._pulling
         try:
-            await self._pull(order, deadline, arrived)
+            try:
+                await self._pull(order, deadline, arrived)
+            except LinkError as error:
+                # An idle link may have died unseen: a new one tells whether the donor did too.
+                if not reused or arrived or isinstance(error, ChecksumError):
+                    raise
+                logger.info("the link to %s was dead: %s", order.donor, error)
+                await self._drop_pulling(order.donor)
+                await self._pull(order, deadline, arrived)
         # Anything: what a peer raises arrives as whatever it is.
         except Exception as error:
             reason = _reason(error) if len(arrived) < len(order.slots) else None
@@ -132,12 +141,30 @@ class TransferActor(xoscar.StatelessActor):  # type: ignore[misc]  # xoscar has 
         self._bytes_received += len(arrived) * self._region.row_bytes
         return PullResult(len(arrived), reason)
 
+    async def reach(self, donor: str, address: str, timeout: float) -> str | None:
+        """Open a link to `donor`, unless there is one; why that fails, None if it does not."""
+        deadline = time.monotonic() + timeout
+        turn = self._turns.setdefault(donor, asyncio.Lock())
+        if turn.locked():
+            return None  # rows are on their way
+        async with turn:
+            pulling = self._pulling.get(donor)
+            if pulling is not None and pulling.address == address:
+                return None
+            try:
+                await self._drop_pulling(donor)
+                peer = await _before(deadline, xoscar.actor_ref(address, UID))
+                await self._connect(donor, address, peer, deadline)
+            except Exception as error:  # what a peer raises arrives as whatever it is
+                return f"no link to {address}: {str(error) or type(error).__name__}"
+        return None
+
     async def _pull(self, order: PullOrder, deadline: float, arrived: list[int]) -> None:
         peer = await _before(deadline, xoscar.actor_ref(order.address, UID))
         pulling = self._pulling.get(order.donor)
         if pulling is None or pulling.address != order.address:
             await self._drop_pulling(order.donor)
-            pulling = await self._connect(order, peer, deadline)
+            pulling = await self._connect(order.donor, order.address, peer, deadline)
 
         def receive() -> None:
             slots = pulling.link.receive(order.slots, deadline)
@@ -170,7 +197,11 @@ class TransferActor(xoscar.StatelessActor):  # type: ignore[misc]  # xoscar has 
                 receiving.exception()  # the first error is the one that is reported
 
     async def _connect(
-        self, order: PullOrder, peer: xoscar.ActorRefType["TransferActor"], deadline: float
+        self,
+        donor: str,
+        address: str,
+        peer: xoscar.ActorRefType["TransferActor"],
+        deadline: float,
     ) -> _Pulling:
         if self._secret is None:
             raise LinkError("not joined to a tracker yet")
@@ -191,7 +222,7 @@ class TransferActor(xoscar.StatelessActor):  # type: ignore[misc]  # xoscar has 
             )
             link = await loop.run_in_executor(thread, offer.complete, answer, deadline)
             scope.commit()
-        pulling = self._pulling[order.donor] = _Pulling(link_id, order.address, link, thread)
+        pulling = self._pulling[donor] = _Pulling(link_id, address, link, thread)
         return pulling
 
     async def _drop_pulling(self, donor: str) -> None:

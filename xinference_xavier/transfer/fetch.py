@@ -66,6 +66,8 @@ class FetchCounts:
     rolled_back: Counter[str] = field(default_factory=Counter)
     rows: int = 0
     unreleased_grants: int = 0
+    in_flight: Counter[str] = field(default_factory=Counter)  # rows, by donor
+    received: Counter[str] = field(default_factory=Counter)  # rows, by donor that is a member
 
 
 class Fetcher:
@@ -100,10 +102,12 @@ class Fetcher:
 
     def start(self, fetch: Fetch) -> None:
         self.counts.started += 1
+        self.counts.in_flight[fetch.donor] += len(fetch.rows)
         self._spawn(self._run(fetch))
 
     def forget(self, incarnation: str) -> None:
         self._donors.pop(incarnation, None)
+        self.counts.received.pop(incarnation, None)
 
     async def _run(self, fetch: Fetch) -> None:
         reason: str | None = "stopped"  # unless we get further: cancelled, as the replica stops
@@ -192,6 +196,8 @@ class Fetcher:
             row for row, checksum in whole if self._pool.commit(row, checksum, pins=1)
         ]
         self.counts.rows += len(fetch.committed)
+        if fetch.donor in self._donors:
+            self.counts.received[fetch.donor] += len(fetch.committed)
         self._arrived(fetch.committed)
         if len(fetch.committed) < result.verified:
             return "reset"
@@ -200,6 +206,9 @@ class Fetcher:
     def _finish(self, fetch: Fetch, reason: str | None) -> None:
         if fetch.state is not FetchState.PENDING:
             return
+        self.counts.in_flight[fetch.donor] -= len(fetch.rows)
+        if not self.counts.in_flight[fetch.donor]:
+            del self.counts.in_flight[fetch.donor]
         fetch.reason = reason
         if reason is None:
             self.counts.committed += 1

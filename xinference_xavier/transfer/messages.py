@@ -74,15 +74,16 @@ class Startup:
             fields = parse_object("it", text, MAX_LINE)
             check_version(fields.pop("version", None))
             if fields.keys() != cls.__dataclass_fields__.keys():
-                raise ValueError(f"it has the fields {sorted(fields):.200}")
+                raise ValueError(f"it has the fields {shown(sorted(fields))}")
             for name in ("incarnation", "host", "transport"):
                 check_identifier(name, fields[name])
             check_count("region_fd", fields["region_fd"], 0, _MAX_ROWS)
             check_count("rows", fields["rows"], 1, _MAX_ROWS)
             check_count("row_bytes", fields["row_bytes"], 1)
-            if isinstance(fields["port_range"], list):
-                fields["port_range"] = tuple(fields["port_range"])
             if fields["port_range"] is not None:
+                if not isinstance(fields["port_range"], list) or len(fields["port_range"]) != 2:
+                    raise ValueError(f"port_range={shown(fields['port_range'])} has not two ends")
+                fields["port_range"] = tuple(fields["port_range"])
                 check_counts("port_range", fields["port_range"], 2, MAX_PORT)
             check_identifier("key", fields["key"])
             bytes.fromhex(fields["key"])

@@ -76,6 +76,7 @@ class TransferProcess:
         self._told: bytes | None = None  # the secret that the child knows
         self._child: _Child | None = None
         self.starts = 0
+        self.error: str | None = None  # why it did not start the last time that it did not
         self.failed_calls = 0
 
     @property
@@ -110,6 +111,7 @@ class TransferProcess:
                 child = await self._start()
             except (OSError, XavierError, TimeoutError, *_ACTOR_GONE) as error:
                 logger.error("the transfer process did not start: %s", error)
+                self.error = str(error) or type(error).__name__
             else:
                 try:
                     await self._attend(child)
@@ -175,6 +177,20 @@ class TransferProcess:
     async def forget(self, incarnation: str) -> None:
         if self._child is not None:
             await self._call(self._child, "forget", incarnation)
+
+    async def reach(self, donor: str, address: str, timeout: float) -> str | None:
+        """Why no link to the donor's transfer process can be opened; None if one can."""
+        child = self._child
+        if child is None:
+            return "this replica has no transfer process"
+        try:
+            reason: str | None = await within(
+                timeout + _GRACE, child.actor.reach(donor, address, timeout)
+            )
+        except (OSError, xoscar.ServerClosed, TimeoutError) as error:
+            self.failed_calls += 1
+            return f"this replica's transfer process does not answer: {error!r}"
+        return reason
 
     async def stats(self) -> dict[str, int | str]:
         if self._child is None:

@@ -1,0 +1,163 @@
+"""xinference's API with our extension, without xinference: a process with our routes, our parts of
+a supervisor and of workers, and a tracker, for real replicas to join.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import socket
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from types import SimpleNamespace
+from typing import Annotated, Any
+
+import uvicorn
+import xoscar as xo
+from fastapi import APIRouter, FastAPI, Header, HTTPException
+from fastapi.security import SecurityScopes
+
+from tests.replica_process import DEADLINE, MODEL
+from xinference_xavier.serving.api import add_routes
+from xinference_xavier.serving.cluster import supervisor_facts, worker_facts
+from xinference_xavier.serving.launch import xavier_models, xavier_tracker_address
+from xinference_xavier.tracker.actor import BlockTracker, tracker_uid
+
+API_KEY = "sk-secret"
+
+
+class Supervisor(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no types
+    """What of a SupervisorActor our methods read."""
+
+    xavier_models = xavier_models
+    xavier_tracker_address = xavier_tracker_address
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._xavier_cache_mapping: dict[str, Any] = {}
+        self._model_uid_to_replica_info: dict[str, Any] = {}
+        self._worker_address_to_worker: dict[str, Any] = {}
+
+    async def add_tracker(self) -> None:
+        self._xavier_cache_mapping[MODEL] = await xo.create_actor(
+            BlockTracker, MODEL, address=self.address, uid=tracker_uid(MODEL)
+        )
+
+    async def lose_tracker(self) -> None:
+        await xo.destroy_actor(self._xavier_cache_mapping[MODEL])
+
+    async def set_workers(self, *kinds: str) -> None:
+        """Each "good" one has our extension, each "bare" one has not."""
+        self._worker_address_to_worker = {}
+        for number, kind in enumerate(kinds):
+            uid, worker = f"{kind}-{number}", Worker if kind == "good" else BareWorker
+            with suppress(xo.ActorAlreadyExist):
+                await xo.create_actor(worker, address=self.address, uid=uid)
+            ref = await xo.actor_ref(address=self.address, uid=uid)
+            self._worker_address_to_worker[f"{self.address}/{number}"] = ref
+
+
+class OurSupervisor(Supervisor):
+    xavier_facts = supervisor_facts
+
+
+class Worker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no types
+    xavier_facts = worker_facts
+
+
+class BareWorker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no types
+    """One that was started without our extension."""
+
+
+class ApiProcess:
+    """`endpoint` is open, `guarded` wants `API_KEY`, `bare` lacks our routes, and behind `behind`
+    is a supervisor without our extension. All other attributes are calls of the supervisor's."""
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self.process = context.Process(target=_run, args=(theirs,), daemon=True)
+        self.process.start()
+        theirs.close()
+        self.address, port = self._pipe.recv()
+        self.endpoint, self.guarded, self.bare, self.behind = (
+            f"http://127.0.0.1:{port}/{name}" for name in ("open", "guarded", "bare", "behind")
+        )
+
+    def __getattr__(self, method: str) -> Any:
+        def call(*args: object) -> None:
+            self._pipe.send((method, args))
+            assert self._pipe.poll(DEADLINE), f"no answer to {method}"
+            self._pipe.recv()
+
+        return call
+
+    def stop(self) -> None:
+        """As uvicorn is stopped, with those that listen still there; returns when it has ended."""
+        self.process.terminate()
+        self.process.join(DEADLINE)
+        assert self.process.exitcode is not None, "it did not end"
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join()
+
+
+def _run(pipe: Connection) -> None:
+    with suppress(EOFError):
+        asyncio.run(_serve(pipe))
+    os._exit(0)
+
+
+async def _serve(pipe: Connection) -> None:
+    pool = await xo.create_actor_pool("127.0.0.1:0", n_process=0, use_uvloop=False)
+    address = pool.external_address
+    supervisor = await xo.create_actor(OurSupervisor, address=address, uid="supervisor")
+    bare = await xo.create_actor(Supervisor, address=address, uid="bare supervisor")
+    await supervisor.set_workers("good")
+    await supervisor.add_tracker()
+    app = FastAPI()
+    app.mount("/open", _application(supervisor))
+    app.mount("/guarded", _application(supervisor, guarded=True))
+    app.mount("/bare", FastAPI())
+    app.mount("/behind", _application(bare))
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="off"))
+        serving = asyncio.ensure_future(server.serve(sockets=[listening]))
+        pipe.send((address, listening.getsockname()[1]))
+        commands = asyncio.ensure_future(_obey(pipe, supervisor))
+        await asyncio.wait({serving, commands}, return_when=asyncio.FIRST_COMPLETED)
+
+
+async def _obey(pipe: Connection, supervisor: Any) -> None:
+    loop = asyncio.get_running_loop()
+    while True:
+        method, args = await loop.run_in_executor(None, pipe.recv)
+        pipe.send(await getattr(supervisor, method)(*args))
+
+
+def _application(supervisor: Any, *, guarded: bool = False) -> FastAPI:
+    app, router = FastAPI(), APIRouter()
+
+    async def get_supervisor_ref() -> Any:
+        return supervisor
+
+    async def check(
+        scopes: SecurityScopes, authorization: Annotated[str | None, Header()] = None
+    ) -> None:
+        if authorization != f"Bearer {API_KEY}":
+            raise HTTPException(401, "Could not validate credentials")
+
+    context = SimpleNamespace(
+        app=app,
+        router=router,
+        auth_service=check,
+        auth_enabled=guarded,
+        get_supervisor_ref=get_supervisor_ref,
+    )
+    add_routes(context)
+    app.include_router(router)
+    return app
+

@@ -1,0 +1,246 @@
+"""The replicas, the tracker and their host, as processes, and what has become of them so far.
+
+Threading: the lanes' threads call everything here; one lane at a time has to do with one replica.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import threading
+import time
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from tests.chaos.mutations import Mutation
+from tests.chaos.node import Node, Settings
+from tests.chaos.tracker import LEASE, HostNode, TrackerNode
+from tests.faults import taken
+from tests.replica_process import MODEL
+
+FETCH_TIMEOUT = 1.0
+READY_TIME = 180.0
+"""Seconds until a replica is up again: the transfer process's import of torch, and its pauses."""
+POOLS = {"n0": 64, "n1": 96, "n2": 160, "n3": 320, "n4": 64}
+"""Rows; the working set is 312."""
+
+
+def until(condition: Callable[[], bool], seconds: float, interval: float = 0.02) -> bool:
+    """Whether it came true in time."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        threading.Event().wait(interval)
+    return True
+
+
+class Cluster:
+    def __init__(
+        self,
+        folder: Path,
+        seed: int,
+        mutation: Mutation | None = None,
+        pools: Mapping[str, int] = POOLS,
+    ) -> None:
+        """`pools` are the replicas, each with its rows."""
+        self._pools = pools
+        self.folder = folder
+        self._seed = seed
+        self._mutation = mutation
+        self._generations: Counter[str] = Counter()
+        self._weights_number = 0
+        self.weights = "w0"
+        self.membership = threading.Lock()
+        """Held by whoever makes replicas or the tracker look dead."""
+        self.resets = threading.RLock()
+        """Held by whoever changes weights, of one replica or of all, until all have the same."""
+        self.nodes: dict[str, Node] = {}
+        self.dead: list[Node] = []
+        self.absences: list[tuple[str, float, float]] = []
+        self._expired: list[tuple[str, float]] = []
+        self.stopped: dict[str, list[tuple[float, float]]] = {}
+        self.regions: dict[str, int] = {}
+        self.transfer_pids: dict[str, set[int]] = {}
+        self.failed_on_killed = 0
+        self.partings = 0
+        """How often a replica left the others, or was taken for gone, after the warm-up."""
+        self.host = HostNode()
+        self.tracker = TrackerNode(mutation)
+        self.host.command("set_tracker", self.tracker.address)
+        for name in pools:
+            self.start(name)
+
+    # -- replicas -----------------------------------------------------------------------------
+
+    def start(self, name: str) -> None:
+        """A new incarnation of `name`, whose workload is paused."""
+        self._generations[name] += 1
+        incarnation = f"{name}-{self._generations[name]}"
+        settings = Settings(
+            incarnation=incarnation,
+            rows=self._pools[name],
+            folder=self.folder / incarnation,
+            weights=self.weights,
+            seed=zlib.crc32(f"{self._seed} {incarnation}".encode()),
+            mutation=self._mutation,
+            config={
+                "model_uid": MODEL,
+                "tracker_address": self.tracker.address,
+                "worker_address": self.host.address,
+                "host": "127.0.0.1",
+                "fetch_timeout": FETCH_TIMEOUT,
+                "transport": "tests.faults:OrderedGloo",
+            },
+        )
+        self.nodes[name] = Node(settings)
+        self.regions[incarnation] = self.nodes[name].command("region_inode")
+
+    def is_up(self, name: str) -> bool:
+        """Joined, with a transfer process."""
+        return bool(self.nodes[name].figures().get("is_up"))
+
+    def wait_until_up(self, name: str) -> None:
+        if not until(lambda: self.is_up(name), READY_TIME):
+            raise TimeoutError(f"{self.nodes[name].incarnation} did not get up")
+
+    def share(self, name: str) -> None:
+        """Give a replica that was started or reset the weights that all have, and let it share."""
+        with self.resets:
+            self.nodes[name].command("reset", self.weights)
+            self.announce_weights([name])
+
+    def announce_weights(self, names: list[str]) -> None:
+        """Say which weights these replicas have, once they are members to whom it can be said."""
+
+        def told() -> bool:
+            if any(not self.nodes[name].figures().get("namespace") for name in names):
+                return False
+            with suppress(OSError, EOFError):  # the tracker is just being killed
+                self.tracker.command("set_weights_version", self.weights)
+            return all(self._is_sharing(name) for name in names)
+
+        if not until(told, READY_TIME, interval=0.1):
+            raise TimeoutError(f"{names} do not share with those of the same weights")
+
+    def _is_sharing(self, name: str) -> bool:
+        here = self.nodes[name].incarnation
+        return here in self.members().get(f"namespace@{self.weights}", ())
+
+    def change_weights(self) -> None:
+        """All replicas get other weights, one after the other."""
+        with self.resets:
+            self._weights_number += 1
+            self.weights = f"w{self._weights_number}"
+            for node in self.nodes.values():
+                node.command("reset", self.weights)
+            self.announce_weights(list(self.nodes))
+
+    def kill(self, name: str) -> None:
+        """By SIGKILL; its requests are lost."""
+        node = self.nodes[name]
+        self._note_transfer(node)
+        self.absences.append((node.incarnation, time.monotonic(), math.inf))
+        node.kill()
+        self.failed_on_killed += node.figures().get("in_flight", 0)
+        self.dead.append(node)
+
+    def _note_transfer(self, node: Node) -> None:
+        transfer = node.transfer()
+        if transfer is not None:
+            self.transfer_pids.setdefault(node.incarnation, set()).add(transfer.pid)
+
+    @contextmanager
+    def stop(self, name: str) -> Iterator[Callable[[], bool]]:
+        """A replica's engine stands still. Yields a question: does it?"""
+        node = self.nodes[name]
+        began = time.monotonic()
+        try:
+            with standing_still(node.pid) as stands_still:
+                yield stands_still
+        finally:
+            # What it missed it makes up for first: a moment more than it stood still.
+            ended = time.monotonic()
+            self.stopped.setdefault(node.incarnation, []).append((began, ended + 0.2))
+            if ended - began > LEASE / 2:
+                self.absences.append((node.incarnation, began, ended + 1.0))
+
+    # -- the tracker --------------------------------------------------------------------------
+
+    def replace_tracker(self, same_address: bool) -> None:
+        """Kill it and start another; returns when that one has all replicas."""
+        self._expired += self.tracker.command("expired")
+        port = self.tracker.port if same_address else 0
+        self.host.command("set_tracker", None)
+        self.tracker.kill()
+        self.tracker = TrackerNode(self._mutation, port)
+        self.host.command("set_tracker", self.tracker.address)
+
+    def members(self) -> dict[str, set[str]]:
+        """Incarnations by namespace, as the tracker knows them; nobody while it is away."""
+        try:
+            members: dict[str, set[str]] = self.tracker.command("members")
+        except (OSError, EOFError):
+            return {}
+        return members
+
+    def is_member(self, incarnation: str) -> bool:
+        return any(incarnation in those for those in self.members().values())
+
+    def unexplained_expiries(self) -> list[str]:
+        """Leases that ended although their replicas were there all the time."""
+        return [
+            incarnation
+            for incarnation, at in self._expired + self.tracker.command("expired")
+            if not any(
+                absent == incarnation and began < at < ended
+                for absent, began, ended in self.absences
+            )
+        ]
+
+    # -- all of them --------------------------------------------------------------------------
+
+    def everybody(self) -> list[Node]:
+        """The dead included."""
+        return [*self.dead, *self.nodes.values()]
+
+    def total(self, pick: Callable[[dict[str, Any]], int]) -> int:
+        """Of a figure, over all incarnations."""
+        return sum(pick(figures) for node in self.everybody() if (figures := node.figures()))
+
+    def rollbacks(self) -> Counter[str]:
+        reasons: Counter[str] = Counter()
+        for node in self.everybody():
+            fetches = node.figures().get("replica", {}).get("fetches", {})
+            reasons.update(fetches.get("rolled_back", {}))
+        return reasons
+
+    def taken(self) -> Counter[str]:
+        """The transport's faults that happened."""
+        orders: Counter[str] = Counter()
+        for node in self.everybody():
+            orders.update(taken(node.folder))
+        return orders
+
+    def close(self) -> None:
+        for node in self.nodes.values():
+            node.kill()
+        self.tracker.kill()
+        self.host.kill()
+
+
+@contextmanager
+def standing_still(pid: int) -> Iterator[Callable[[], bool]]:
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED
+    finally:
+        with suppress(ProcessLookupError):  # its engine ended it meanwhile
+            os.kill(pid, signal.SIGCONT)

@@ -1,0 +1,221 @@
+"""The part of a chaos run with vLLM: replicas under xinference are broken while they answer, and
+each answer is compared with that of an engine that shares nothing.
+
+Threading: requests and looks at the replicas run on an event loop of their own; the main thread
+carries out the schedule, one step after the other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from examples.local_cluster import LocalCluster
+from examples.make_model import make_model
+from tests.chaos.engines_fleet import Fleet
+from tests.chaos.engines_kinds import FETCH_TIMEOUT, KINDS, RETURN_TIME, Scene, until
+from tests.chaos.engines_questions import all_questions, ask_for_reference
+from tests.chaos.engines_rest import come_to_rest, look_after_stop, look_after_terminate
+from tests.chaos.engines_schedule import ADDED, HEAVY, REMOVED, Step, schedule
+from tests.chaos.engines_traffic import CONVERSATIONS, Traffic
+from tests.chaos.report import Report
+from tests.faults import ORDERS
+
+ROOT = Path(__file__).parents[2]
+MODEL = "chaos-model"
+UID = "chaos"
+_BLOCK_BYTES = 2 << 20  # of the small model, 128 tokens in float32
+_ENGINE: dict[str, Any] = {
+    "dtype": "float32",
+    "max_model_len": 2048,
+    "block_size": 128,
+    # Three prompts: with more, vLLM's own prefix cache would hold everything.
+    "num_gpu_blocks_override": 40,
+    "kv_cache_memory_bytes": 40 * _BLOCK_BYTES,
+}
+_SHARING: dict[str, Any] = {
+    "enable_xavier": True,
+    "xavier_pool_bytes": 48 * _BLOCK_BYTES,  # five prompts of the thirty, and of those with a salt
+    "xavier_fetch_timeout": FETCH_TIMEOUT,
+    "xavier_transport": "tests.faults:OrderedGloo",
+}
+_WARM_UP = 120.0
+_REST = 30.0
+"""Seconds kept of a run's time for its end."""
+
+
+def make_report(seed: int) -> Report:
+    return Report("engines", seed, FETCH_TIMEOUT)
+
+
+def run(
+    seed: int,
+    seconds: float,
+    report: Report,
+    *,
+    steps: int | None = None,
+    say: Callable[[str], None] = print,
+) -> int:
+    """Fill `report`; returns how many steps of the schedule were carried out.
+
+    Ends about `seconds` after it began, or after `steps` steps, or when something is wrong.
+    """
+    until_time = time.monotonic() + seconds - _REST
+    with tempfile.TemporaryDirectory(prefix="chaos-orders-") as orders:
+        environment = {"PYTHONPATH": str(ROOT), ORDERS: orders}
+        log = ROOT / "build" / "chaos-xinference.log"
+        cluster = LocalCluster(log, environment=environment, say=say)
+        try:
+            cluster.start()
+            carried_out = _with(cluster, Path(orders), seed, until_time, steps, report, say)
+        finally:
+            look_after_stop(cluster.stop(), report)
+    if report.failures():
+        say(f"what xinference wrote is in {log}")
+        say(f"seed {seed} failed after {carried_out} steps of the schedule")
+    return carried_out
+
+
+def _with(
+    cluster: LocalCluster,
+    orders: Path,
+    seed: int,
+    until_time: float,
+    steps: int | None,
+    report: Report,
+    say: Callable[[str], None],
+) -> int:
+    cluster.register(make_model(ROOT / "build" / "model"), MODEL)
+    say("an engine that shares nothing answers first")
+    cluster.launch(MODEL, "reference", replica=1, enable_prefix_caching=False, **_ENGINE)
+    expected = ask_for_reference(cluster, "reference", all_questions(seed))
+    cluster.terminate("reference")
+    say(f"{len(expected)} questions have a certain answer; now two replicas that share")
+    cluster.launch(MODEL, UID, replica=2, **_ENGINE, **_SHARING)
+    workers = {status["worker_address"] for status in cluster.replicas(UID)}
+    fleet = Fleet(cluster.supervisor_address(), workers, UID)
+    traffic = Traffic(fleet, expected, seed)
+    with _running(fleet.watch(), *map(traffic.converse, range(CONVERSATIONS))) as loop:
+        scene = Scene(cluster, fleet, traffic, loop, orders, wanted=2)
+        breaking = _Run(scene, report, say)
+        carried_out = breaking.run(islice(schedule(seed), steps), until_time)
+        come_to_rest(scene, report)
+        breaking.conclude()
+        cluster.terminate(UID)
+        look_after_terminate(scene, report)
+    return carried_out
+
+
+@contextlib.contextmanager
+def _running(*works: Coroutine[Any, Any, None]) -> Iterator[asyncio.AbstractEventLoop]:
+    """An event loop in a thread, with what runs on it until the end."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, name="chaos-traffic")
+    thread.start()
+    futures = [asyncio.run_coroutine_threadsafe(work, loop) for work in works]
+    try:
+        yield loop
+        for future in futures:
+            if future.done():
+                future.result()  # it should not have ended
+    finally:
+        for future in futures:
+            future.cancel()
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+
+
+class _Run:
+    def __init__(self, scene: Scene, report: Report, say: Callable[[str], None]) -> None:
+        self._scene = scene
+        self._report = report
+        self._say = say
+        self._adding: threading.Thread | None = None
+        self._began = time.monotonic()
+
+    def run(self, steps: Iterator[Step], until_time: float) -> int:
+        scene, carried_out = self._scene, 0
+        if not until(self._is_warm, _WARM_UP):
+            self._report.problems.append("the replicas fetched nothing from each other")
+            return 0
+        self._say("two replicas are up and share; now to the faults")
+        for step in steps:
+            if time.monotonic() > until_time or self._is_lost():
+                break
+            carried_out = step.number
+            self._progress(step)
+            if step.kind in (*HEAVY, ADDED, REMOVED) and not self._wait_for_all():
+                break
+            if step.kind == ADDED:
+                self._adding = threading.Thread(target=self._carry_out, args=(step,))
+                self._adding.start()
+            else:
+                self._carry_out(step)
+        self._wait_for_all()
+        scene.traffic.pause()
+        return carried_out
+
+    def _is_warm(self) -> bool:
+        return self._scene.all_up() and self._scene.fleet.total("hits", "peers") > 0
+
+    def _wait_for_all(self) -> bool:
+        """Those that were killed or added come, with requests to the others going on."""
+        if self._adding is not None:
+            self._adding.join()
+            self._adding = None
+        is_complete = until(self._scene.all_up, RETURN_TIME)
+        if not is_complete:
+            up = len(self._scene.fleet.up())
+            self._report.problems.append(f"{up} of {self._scene.wanted} replicas came up again")
+        return is_complete
+
+    def _carry_out(self, step: Step) -> None:
+        try:
+            observed = KINDS[step.kind](self._scene, step)
+        except Exception as error:
+            self._report.problems.append(f"step {step.number}, {step.kind}: {error!r}")
+            return
+        (self._report.faults if observed else self._report.unobserved)[step.kind] += 1
+
+    def _is_lost(self) -> bool:
+        """What is wrong already and will not come right."""
+        traffic = self._scene.traffic
+        unexplained = any(not failure.is_explained for failure in traffic.failures)
+        return bool(self._report.problems or traffic.wrong or unexplained)
+
+    def _progress(self, step: Step) -> None:
+        scene, report = self._scene, self._report
+        fleet, traffic = scene.fleet, scene.traffic
+        self._say(
+            f"{time.monotonic() - self._began:5.0f} s  {report.faults.total()} faults of "
+            f"{len(report.faults)} kinds, {report.unobserved.total()} not observed; "
+            f"{len(fleet.up())} of {scene.wanted} replicas up, {traffic.answered} answers, "
+            f"{len(traffic.failures)} failed, {fleet.total('hits', 'peers')} tokens from peers; "
+            f"next: {step.kind}"
+        )
+
+    def conclude(self) -> None:
+        fleet, traffic, report = self._scene.fleet, self._scene.traffic, self._report
+        report.requests = traffic.answered + traffic.aborted + len(traffic.failures)
+        report.operations = report.requests + fleet.total("fetches", "started")
+        report.failed_requests = len(traffic.failures)
+        report.failed_requests_on_killed_replica = sum(f.is_explained for f in traffic.failures)
+        report.wrong_outputs = len(traffic.wrong)
+        report.rollbacks = fleet.rollbacks()
+        report.longest_decision_s = max(map(fleet.longest_decision, fleet.figures), default=0.0)
+        report.problems += traffic.wrong[:3]
+        report.problems += [
+            f"{failure.replica.name} failed a request: {failure.error}"
+            for failure in traffic.failures
+            if not failure.is_explained
+        ][:3]
+        if not fleet.total("hits", "peers"):
+            report.problems.append("nothing was shared")

@@ -1,0 +1,195 @@
+"""The replicas of a model under xinference, as the tracker, xinference and the process table show
+them, and what they reported before they died.
+
+Threading: all of `Fleet` runs on one event loop; other threads read its attributes, which are
+replaced as a whole, and call what says so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import xoscar
+
+from tests.e2e.processes import ReplicaProcesses, of_member
+from xinference_xavier.deadline import within
+from xinference_xavier.tracker.actor import tracker_uid
+
+LEASE = 10.0
+"""Seconds; the tracker's."""
+_LOOK = 0.5
+_CALL = 5.0
+_REGION = "memfd:xavier-region"
+
+
+@dataclass
+class Replica:
+    """What xinference calls by one name: one incarnation after the other."""
+
+    name: str
+    incarnation: str
+    processes: ReplicaProcesses
+    model: Any  # reference to xinference's actor
+    region: int  # inode of its pool's memory
+    is_up: bool = True
+    in_flight: int = 0
+    absences: list[tuple[float, float]] = field(default_factory=list)  # killed until up again
+
+    def was_absent(self, began: float, ended: float) -> bool:
+        return any(gone <= ended and began <= back for gone, back in self.absences)
+
+
+class Fleet:
+    """`workers` are addresses of xinference's workers."""
+
+    def __init__(self, supervisor: str, workers: Iterable[str], model_uid: str) -> None:
+        self._supervisor = supervisor
+        self._workers = tuple(workers)
+        self.model_uid = model_uid
+        self.replicas: dict[str, Replica] = {}
+        self.members: Mapping[str, dict[str, Any]] = {}
+        """By incarnation, as the tracker last said."""
+        self.looks = 0
+        """How often the tracker answered."""
+        self.silences: Counter[str] = Counter()
+        """How often it did not, by exception."""
+        self.enabled = True
+        self.figures: dict[str, dict[str, Any]] = {}
+        """The last statistics of every incarnation there was."""
+        self.frozen: dict[str, float] = {}
+        """Those that stood still, and their longest decision until then."""
+        self.dead: list[ReplicaProcesses] = []
+        self.dead_regions: set[int] = set()
+
+    # -- looking ------------------------------------------------------------------------------
+
+    async def watch(self) -> None:
+        """For ever."""
+        while True:
+            try:
+                await self._look()
+            except Exception as error:  # no tracker just now
+                self.silences[type(error).__name__] += 1
+            await asyncio.sleep(_LOOK)
+
+    async def tracker(self) -> Any:
+        """Raises xoscar.ActorNotExist."""
+        return await xoscar.actor_ref(self._supervisor, tracker_uid(self.model_uid))
+
+    async def _look(self) -> None:
+        status = await within(_CALL, (await self.tracker()).status())
+        members = {
+            entry["incarnation"]: entry
+            for namespace in status["namespaces"].values()
+            for entry in namespace["replicas"]
+        }
+        for incarnation, entry in members.items():
+            if entry["stats"] and "stale" not in entry["stats"]:
+                self.figures[incarnation] = entry["stats"]
+        self.members, self.enabled = members, status["enabled"]
+        self.looks += 1
+        known = {replica.incarnation for replica in self.replicas.values()}
+        for incarnation in members.keys() - known:
+            with contextlib.suppress(LookupError, psutil.NoSuchProcess):  # it died just now
+                await self._welcome(incarnation, members[incarnation])
+
+    async def _welcome(self, incarnation: str, member: dict[str, Any]) -> None:
+        processes = await asyncio.to_thread(of_member, member)
+        if processes.transfer is None:
+            return  # not before it can fetch
+        name = " ".join(processes.model.cmdline()).strip().removeprefix("Model: ")
+        model = await self._model(name, processes.model.pid)
+        if model is None:
+            return
+        region = _region(processes.engine)
+        replica = self.replicas.get(name)
+        if replica is None:
+            self.replicas[name] = Replica(name, incarnation, processes, model, region)
+            return
+        replica.incarnation, replica.processes = incarnation, processes
+        replica.model, replica.region = model, region
+        replica.absences = [(gone, min(back, time.monotonic())) for gone, back in replica.absences]
+        replica.is_up = True
+
+    async def _model(self, name: str, pid: int) -> Any:
+        """The actor, once xinference takes it for ready."""
+        for address in self._workers:
+            try:
+                worker = await xoscar.actor_ref(address, "worker")
+                model = await within(_CALL, worker.get_model(name))
+                if await within(_CALL, model.get_pid()) == pid:
+                    return model
+            except Exception:
+                continue  # another worker's, or not ready: we shall look again
+        return None
+
+    # -- called by any thread -----------------------------------------------------------------
+
+    def up(self) -> list[Replica]:
+        return [replica for replica in list(self.replicas.values()) if replica.is_up]
+
+    def mourn(self, replica: Replica) -> None:
+        """It is about to be killed."""
+        replica.is_up = False
+        replica.absences.append((time.monotonic(), math.inf))
+        self.dead.append(replica.processes)
+        self.dead_regions.add(replica.region)
+
+    def forget(self, replica: Replica) -> None:
+        """It is about to be removed, and not to come back."""
+        self.mourn(replica)
+        del self.replicas[replica.name]
+
+    @contextlib.contextmanager
+    def standing_still(self, replica: Replica) -> Iterator[None]:
+        """What this incarnation says of its decisions from now on tells nothing."""
+        incarnation = replica.incarnation
+        self.frozen.setdefault(incarnation, self.longest_decision(incarnation))
+        yield
+
+    # -- figures ------------------------------------------------------------------------------
+
+    def longest_decision(self, incarnation: str) -> float:
+        if incarnation in self.frozen:
+            return self.frozen[incarnation]
+        longest: float = self.figures.get(incarnation, {}).get("longest_decision_s", 0.0)
+        return longest
+
+    def rollbacks(self) -> Counter[str]:
+        total: Counter[str] = Counter()
+        for figures in list(self.figures.values()):
+            total.update(figures["fetches"]["rolled_back"])
+        return total
+
+    def total(self, part: str, name: str) -> int:
+        """Of a figure such as `hits`, `peers`, of all incarnations."""
+        return sum(figures[part][name] for figures in list(self.figures.values()))
+
+
+def _region(engine: psutil.Process) -> int:
+    return next(iter(mapped_regions([engine])), 0)
+
+
+def mapped_regions(processes: Iterable[psutil.Process]) -> dict[int, int]:
+    """Pools' memory that these processes have mapped: bytes by inode."""
+    found = {}
+    for process in processes:
+        try:
+            lines = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
+        except OSError:
+            continue  # it has ended
+        for line in lines:
+            if _REGION in line:
+                addresses, _, _, _, inode, *_ = line.split()
+                start, end = (int(address, 16) for address in addresses.split("-"))
+                found[int(inode)] = end - start
+    return found

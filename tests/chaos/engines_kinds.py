@@ -1,0 +1,278 @@
+"""How each kind of fault befalls replicas under xinference, and how its effect is observed.
+
+A kind is a function of the scene and the step; it returns whether the effect was observed, and
+leaves nothing on but a killed replica, which xinference starts again. It finds at least two
+replicas up; those of `HEAVY`, all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+import time
+import uuid
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import psutil
+import requests
+import xoscar
+
+from examples.local_cluster import LocalCluster
+from tests.chaos.engines_fleet import LEASE, Fleet, Replica
+from tests.chaos.engines_schedule import ADDED, REMOVED, Step
+from tests.chaos.engines_traffic import Traffic
+from tests.e2e.processes import frozen, kill, wait_gone
+from tests.faults import Order, order, taken, withdraw
+from xinference_xavier.deadline import within
+
+FETCH_TIMEOUT = 3.0
+OCCASION_TIME = 20.0
+"""Seconds that a fault of the transport waits for a fetch."""
+EFFECT_TIME = 10.0
+LEASE_TIME = 3 * LEASE
+RETURN_TIME = 300.0
+"""Seconds for a replica to be up again, on a machine that is busy with the others."""
+TERMINATE_TIME = 60.0
+
+_T = TypeVar("_T")
+
+
+@dataclass
+class Scene:
+    """Where it all happens."""
+
+    cluster: LocalCluster
+    fleet: Fleet
+    traffic: Traffic
+    loop: asyncio.AbstractEventLoop
+    orders: Path
+    wanted: int  # replicas
+
+    def await_(self, work: Coroutine[Any, Any, _T], timeout: float) -> _T:
+        return asyncio.run_coroutine_threadsafe(within(timeout, work), self.loop).result()
+
+    def choose(self, step: Step) -> Replica:
+        up = sorted(self.fleet.up(), key=lambda replica: replica.name)
+        return up[int(step.strength * len(up))]
+
+    def is_member(self, incarnation: str) -> bool:
+        return incarnation in self.fleet.members
+
+    def all_up(self) -> bool:
+        return len(self.fleet.up()) == self.wanted
+
+
+Kind = Callable[[Scene, Step], bool]
+
+
+def until(condition: Callable[[], bool], seconds: float) -> bool:
+    """Whether it came true in time."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        threading.Event().wait(0.1)
+    return True
+
+
+# -- of the transport -------------------------------------------------------------------------
+
+
+def _of_transport(fault: Order, *effects: str) -> Kind:
+    """`effects`: reasons for rollbacks of which one must come. None: nothing more is to be seen."""
+
+    def bring_about(scene: Scene, step: Step) -> bool:
+        def seen() -> int:
+            return sum(scene.fleet.rollbacks()[effect] for effect in effects)
+
+        before, happened = seen(), taken(scene.orders)[fault]
+        order(scene.orders, fault)
+        if not until(lambda: taken(scene.orders)[fault] > happened, OCCASION_TIME) and withdraw(
+            scene.orders, fault
+        ):
+            return False
+        return not effects or until(lambda: seen() > before, EFFECT_TIME)
+
+    return bring_about
+
+
+def _transfer_killed(scene: Scene, step: Step) -> bool:
+    incarnation = scene.choose(step).incarnation
+    transfer = _transfer(scene, incarnation)
+    if transfer is None:
+        return False
+    kill(transfer)
+    return until(
+        lambda: _transfer(scene, incarnation) not in (None, transfer), EFFECT_TIME + LEASE_TIME
+    )
+
+
+def _transfer_stopped(scene: Scene, step: Step) -> bool:
+    """Up to twice the deadline; if a fetch waits for it, its engine may replace it."""
+    transfer = _transfer(scene, scene.choose(step).incarnation)
+    if transfer is None:
+        return False
+    with frozen([transfer]):
+        seen = until(lambda: _stands_still(transfer), 1.0)
+        threading.Event().wait(FETCH_TIMEOUT * (0.3 + 1.7 * _fraction(step)))
+    return seen
+
+
+def _transfer(scene: Scene, incarnation: str) -> psutil.Process | None:
+    """The process that the replica reports; None while it has none."""
+    pid = scene.fleet.figures[incarnation]["transfer_pid"]
+    try:
+        return None if pid is None else psutil.Process(pid)
+    except psutil.NoSuchProcess:
+        return None
+
+
+def _stands_still(process: psutil.Process) -> bool:
+    return bool(process.status() == psutil.STATUS_STOPPED)
+
+
+def _fraction(step: Step) -> float:
+    """Another number in [0, 1) than the one that chooses the replica."""
+    return random.Random(step.number).random()
+
+
+# -- of replicas ------------------------------------------------------------------------------
+
+
+def _engine_stopped(scene: Scene, step: Step) -> bool:
+    """It is dropped, and joins again by itself; its requests take longer."""
+    replica = scene.choose(step)
+    with scene.fleet.standing_still(replica), frozen([replica.processes.engine]):
+        gone = until(lambda: not scene.is_member(replica.incarnation), LEASE_TIME)
+    return until(lambda: scene.is_member(replica.incarnation), LEASE_TIME) and gone
+
+
+def _killed(part: Callable[[Replica], psutil.Process]) -> Kind:
+    """xinference notices within 30 s and starts it again; before, the tracker has dropped it."""
+
+    def bring_about(scene: Scene, step: Step) -> bool:
+        replica = scene.choose(step)
+        victim, incarnation = part(replica), replica.incarnation
+        scene.fleet.mourn(replica)
+        kill(victim)
+        return until(lambda: not scene.is_member(incarnation), LEASE_TIME)
+
+    return bring_about
+
+
+def _removed(scene: Scene, step: Step) -> bool:
+    """Once its requests have been answered."""
+    replica = scene.choose(step)
+    replica.is_up = False
+    if not until(lambda: replica.in_flight == 0, TERMINATE_TIME):
+        raise TimeoutError(f"{replica.name} does not answer {replica.in_flight} requests")
+    number = next(
+        status["replica_id"]
+        for status in scene.cluster.replicas(scene.fleet.model_uid)
+        if status["replica_model_uid"] == replica.name
+    )
+    scene.fleet.forget(replica)
+    scene.wanted -= 1
+    scene.cluster.remove_replica(scene.fleet.model_uid, number)
+    wait_gone(replica.processes.all(), TERMINATE_TIME)
+    return until(lambda: not scene.is_member(replica.incarnation), LEASE_TIME)
+
+
+def _added(scene: Scene, step: Step) -> bool:
+    """In a thread of its own: other steps are carried out meanwhile."""
+    scene.wanted += 1
+    url = f"{scene.cluster.endpoint}/v1/models/{scene.fleet.model_uid}/replicas"
+    requests.post(url, json={"replica": 1}, timeout=RETURN_TIME).raise_for_status()
+    return until(scene.all_up, RETURN_TIME)
+
+
+# -- of the tracker, and of requests ----------------------------------------------------------
+
+
+def _tracker_destroyed(scene: Scene, step: Step) -> bool:
+    """The replicas make it anew and fill it again."""
+    before = {replica.incarnation for replica in scene.fleet.up()}
+
+    async def destroy() -> None:
+        await xoscar.destroy_actor(await scene.fleet.tracker())
+
+    scene.await_(destroy(), EFFECT_TIME)
+    looks = scene.fleet.looks + 1  # one may have been under way
+
+    def is_filled() -> bool:
+        members = scene.fleet.members
+        return (
+            scene.fleet.looks > looks
+            and before <= members.keys()
+            and any(member["holdings"] for member in members.values())
+        )
+
+    return until(is_filled, LEASE_TIME)
+
+
+def _switched(scene: Scene, step: Step) -> bool:
+    fleet = scene.fleet
+    scene.cluster.switch_sharing(fleet.model_uid, False)
+    off = until(lambda: not fleet.enabled, EFFECT_TIME)
+    threading.Event().wait(FETCH_TIMEOUT)
+    fetches = fleet.total("fetches", "started")
+    threading.Event().wait(FETCH_TIMEOUT)
+    quiet = fleet.total("fetches", "started") == fetches
+    scene.cluster.switch_sharing(fleet.model_uid, True)
+    return until(lambda: fleet.enabled, EFFECT_TIME) and off and quiet
+
+
+def _aborted(scene: Scene, step: Step) -> bool:
+    """A streaming request, while its prompt is computed."""
+    traffic, question = scene.traffic, scene.traffic.any_question(step.strength)
+    after = 0.02 + 0.2 * _fraction(step)
+    work = traffic.ask_and_abort(scene.choose(step), question, uuid.uuid4().hex, after)
+    return scene.await_(work, RETURN_TIME)
+
+
+def _aborted_while_it_waits(scene: Scene, step: Step) -> bool:
+    """A streaming request, while what a peer has computed is fetched for it, which never comes."""
+    traffic, question = scene.traffic, scene.traffic.any_question(step.strength)
+    donor = scene.choose(step)
+    consumer = next(replica for replica in scene.fleet.up() if replica is not donor)
+    salt = uuid.uuid4().hex
+    scene.await_(traffic.ask(donor, question, salt), RETURN_TIME)
+    threading.Event().wait(0.5)  # published by then
+    happened = taken(scene.orders)[Order.STALL]
+    order(scene.orders, Order.STALL)
+    aborted = scene.await_(traffic.ask_and_abort(consumer, question, salt, 0.5), RETURN_TIME)
+    return not withdraw(scene.orders, Order.STALL) and (
+        aborted and taken(scene.orders)[Order.STALL] > happened
+    )
+
+
+KINDS: Mapping[str, Kind] = {
+    Order.DAMAGE: _of_transport(Order.DAMAGE, "checksum"),
+    Order.SWAP: _of_transport(Order.SWAP, "checksum"),
+    Order.LATE: _of_transport(Order.LATE, "timeout"),
+    Order.OVERSIZE: _of_transport(Order.OVERSIZE, "transfer process died"),
+    Order.REFUSE: _of_transport(Order.REFUSE, "link"),
+    Order.STRANGER: _of_transport(Order.STRANGER, "link", "timeout"),
+    Order.DIE_RECEIVING: _of_transport(Order.DIE_RECEIVING, "transfer process died"),
+    Order.STALL: _of_transport(Order.STALL, "timeout"),
+    Order.TOO_FEW: _of_transport(Order.TOO_FEW, "timeout"),
+    Order.SLOW: _of_transport(Order.SLOW),
+    Order.CUT: _of_transport(Order.CUT, "link", "timeout"),
+    Order.DIE_SENDING: _of_transport(Order.DIE_SENDING, "link", "timeout"),
+    "transfer process killed": _transfer_killed,
+    "transfer process stopped": _transfer_stopped,
+    "engine stopped beyond the lease": _engine_stopped,
+    "engine killed": _killed(lambda replica: replica.processes.engine),
+    "model process killed": _killed(lambda replica: replica.processes.model),
+    "worker process killed": _killed(lambda replica: replica.processes.workers[0]),
+    REMOVED: _removed,
+    ADDED: _added,
+    "tracker destroyed": _tracker_destroyed,
+    "sharing switched off and on": _switched,
+    "request aborted": _aborted,
+    "request aborted while it waits": _aborted_while_it_waits,
+}

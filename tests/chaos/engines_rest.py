@@ -1,0 +1,102 @@
+"""What must be true of replicas under xinference at rest, and after the model and the cluster."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import psutil
+import xoscar
+
+from examples.local_cluster import Leftovers
+from tests.chaos.engines_fleet import Fleet, mapped_regions
+from tests.chaos.engines_kinds import EFFECT_TIME, Scene, until
+from tests.chaos.report import Leaks, Report
+from tests.e2e.processes import alive
+from tests.faults import Order, withdraw
+
+REST_TIME = 60.0
+"""Seconds for requests to end, grants to expire and slow processes to go."""
+
+
+def come_to_rest(scene: Scene, report: Report) -> None:
+    """Let no more requests come, and look until nothing is left of those there were."""
+    for fault in Order:
+        withdraw(scene.orders, fault)
+    scene.traffic.pause()
+    if not until(lambda: scene.traffic.in_flight == 0, REST_TIME):
+        report.problems.append(f"{scene.traffic.in_flight} requests do not end")
+    looks = scene.fleet.looks + 1
+    until(lambda: scene.fleet.looks > looks, EFFECT_TIME)
+    until(lambda: leaks_of(scene) == Leaks() and not _wrong(scene.fleet), REST_TIME)
+    report.leaks = leaks_of(scene)
+    report.problems += _wrong(scene.fleet)
+
+
+def leaks_of(scene: Scene) -> Leaks:
+    fleet = scene.fleet
+    stats = [fleet.figures[replica.incarnation] for replica in fleet.up()]
+    everything = scene.cluster.processes()
+    regions = mapped_regions(everything)
+    return Leaks(
+        grants=_sum(stats, "grants", "live"),
+        slots=_sum(stats, "pool", "filling") + _sum(stats, "pool", "pinned"),
+        quarantined=_sum(stats, "pool", "quarantined"),
+        bytes=sum(size for inode, size in regions.items() if inode in fleet.dead_regions),
+        processes=len(_of_the_dead(fleet)) + abs(len(_transfers(everything)) - len(fleet.up())),
+    )
+
+
+def _sum(stats: list[dict[str, Any]], part: str, name: str) -> int:
+    return sum(figures[part][name] for figures in stats)
+
+
+def _of_the_dead(fleet: Fleet) -> list[psutil.Process]:
+    return [process for family in fleet.dead for process in alive(family.all())]
+
+
+def _transfers(processes: list[psutil.Process]) -> list[psutil.Process]:
+    found = []
+    for process in processes:
+        try:
+            if "xinference_xavier.transfer" in process.cmdline():
+                found.append(process)
+        except psutil.NoSuchProcess:
+            continue
+    return found
+
+
+def _wrong(fleet: Fleet) -> list[str]:
+    """Members are the replicas that are up, and nothing was rolled back for no reason."""
+    found = []
+    up = {replica.incarnation for replica in fleet.up()}
+    if set(fleet.members) != up:
+        found.append(f"members are {sorted(fleet.members)}, replicas {sorted(up)}")
+    if errors := fleet.rollbacks()["internal error"]:
+        found.append(f"{errors} fetches ended in an internal error")
+    return found
+
+
+def look_after_terminate(scene: Scene, report: Report) -> None:
+    """No tracker, and no process of the model."""
+    families = [replica.processes for replica in scene.fleet.up()] + scene.fleet.dead
+
+    def left() -> list[psutil.Process]:
+        return [process for family in families for process in alive(family.all())]
+
+    until(lambda: not left(), REST_TIME)
+    report.leaks.processes += len(left())
+    report.leaks.bytes += sum(mapped_regions(scene.cluster.processes()).values())
+
+    async def exists() -> bool:
+        try:
+            await scene.fleet.tracker()
+        except xoscar.ActorNotExist:
+            return False
+        return True
+
+    report.leaks.actors += scene.await_(exists(), EFFECT_TIME)
+
+
+def look_after_stop(leftovers: Leftovers, report: Report) -> None:
+    report.leaks.processes += len(leftovers.processes)
+    report.leaks.shared_memory += len(leftovers.segments)

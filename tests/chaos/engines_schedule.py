@@ -1,0 +1,67 @@
+"""In which order a model's replicas are broken: pure data that follows from a seed.
+
+Killed replicas take a minute or more to return, so each `HEAVY` step is followed by `LIGHT` ones,
+which befall the others meanwhile. A schedule has no end; a run takes a prefix of it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+from tests.faults import Order
+
+ADDED = "replica added"
+REMOVED = "replica removed"
+HEAVY = ("engine killed", "model process killed", "worker process killed")
+
+LIGHT: Mapping[str, int] = {
+    **dict.fromkeys(Order, 2),
+    Order.OVERSIZE: 1,
+    Order.DIE_RECEIVING: 1,
+    Order.DIE_SENDING: 1,
+    "transfer process killed": 1,
+    "transfer process stopped": 2,
+    "engine stopped beyond the lease": 1,
+    "tracker destroyed": 1,
+    "sharing switched off and on": 1,
+    "request aborted": 4,
+    "request aborted while it waits": 2,
+}
+"""How often each comes up in comparison."""
+
+_BETWEEN = 7
+"""Light steps while a replica is on its way back."""
+
+
+class Step(NamedTuple):
+    """`strength` in [0, 1) is what the kind makes of it."""
+
+    number: int
+    kind: str
+    strength: float
+
+
+def schedule(seed: int) -> Iterator[Step]:
+    """All light kinds with two replicas, then a third one, then heavy ones in turn."""
+    source = random.Random(seed)
+    for number, kind in enumerate(_kinds(source), 1):
+        yield Step(number, str(kind), source.random())
+
+
+def _kinds(source: random.Random) -> Iterator[str]:
+    yield from source.sample(list(LIGHT), len(LIGHT))
+    yield ADDED
+    yield from _light(source)
+    while True:
+        for kind in source.sample(HEAVY, len(HEAVY)):
+            yield kind
+            yield from _light(source)
+        yield REMOVED
+        yield ADDED
+        yield from _light(source)
+
+
+def _light(source: random.Random) -> list[str]:
+    return source.choices(list(LIGHT), list(LIGHT.values()), k=_BETWEEN)

@@ -1,0 +1,149 @@
+"""Requests that are under way all the time, and what becomes of them.
+
+A conversation puts the questions about one document to one replica after the other, so that what
+the first computed is there to be fetched by the second. A salt of its own, which changes keys but
+no answer, makes many of them begin cold. Each request goes to the actor of a certain replica, so
+that it is known whose request failed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+import uuid
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from examples.local_cluster import Completion
+from tests.chaos.engines_fleet import Fleet, Replica
+from tests.chaos.engines_questions import Expected, Question, generation
+from xinference_xavier.deadline import within
+
+CONVERSATIONS = 4
+SALTED = 0.6
+"""The share of conversations that begin cold."""
+REQUEST_TIMEOUT = 150.0
+_NOBODY = 0.1
+
+
+class Failure(NamedTuple):
+    replica: Replica
+    began: float
+    ended: float
+    error: str
+
+    @property
+    def is_explained(self) -> bool:
+        """The replica was killed meanwhile, or before and it was not noticed."""
+        return self.replica.was_absent(self.began, self.ended)
+
+
+class Traffic:
+    """Belongs to one event loop; other threads read its figures, `pause` and `resume` it."""
+
+    def __init__(self, fleet: Fleet, expected: Mapping[Question, Expected], seed: int) -> None:
+        self._fleet = fleet
+        self._expected = expected
+        self._seed = seed
+        self._by_document: dict[int, list[Question]] = {}
+        for question in expected:
+            self._by_document.setdefault(question.document, []).append(question)
+        self._paused = False
+        self.answered = 0
+        self.aborted = 0
+        self.wrong: list[str] = []
+        self.failures: list[Failure] = []
+
+    def pause(self) -> None:
+        self._paused = True
+
+    def resume(self) -> None:
+        self._paused = False
+
+    @property
+    def in_flight(self) -> int:
+        return sum(replica.in_flight for replica in list(self._fleet.replicas.values()))
+
+    async def converse(self, number: int) -> None:
+        """For ever."""
+        source = random.Random(f"{self._seed}/{number}")
+        last: Replica | None = None
+        while True:
+            asked = self._by_document[source.choice(list(self._by_document))]
+            salt = uuid.uuid4().hex if source.random() < SALTED else None
+            for question in source.sample(asked, len(asked)):
+                last = await self._another(last, source)
+                await self.ask(last, question, salt)
+
+    async def _another(self, last: Replica | None, source: random.Random) -> Replica:
+        while True:
+            up = [] if self._paused else self._fleet.up()
+            if up:
+                return source.choice([replica for replica in up if replica is not last] or up)
+            await asyncio.sleep(_NOBODY)
+
+    async def ask(self, replica: Replica, question: Question, salt: str | None) -> None:
+        """One request, compared with what is expected."""
+        began = time.monotonic()
+        replica.in_flight += 1
+        try:
+            answer = await within(
+                REQUEST_TIMEOUT, replica.model.generate(question.text, _configuration(salt))
+            )
+            self._compare(question, Completion.of(json.loads(answer), 0.0), replica)
+        except Exception as error:
+            self.failures.append(Failure(replica, began, time.monotonic(), repr(error)))
+        finally:
+            replica.in_flight -= 1
+
+    def _compare(self, question: Question, answer: Completion, replica: Replica) -> None:
+        self.answered += 1
+        expected = self._expected[question]
+        if not expected.matches(answer):
+            self.wrong.append(
+                f"{replica.incarnation} answered {answer.tokens} {answer.logprobs} with "
+                f"{answer.cached_tokens} cached tokens, right is {expected}"
+            )
+
+    # -- requests that are given up ----------------------------------------------------------
+
+    async def ask_and_abort(
+        self, replica: Replica, question: Question, salt: str | None, after: float
+    ) -> bool:
+        """Whether a streaming request could be ended before its first token."""
+        request_id = f"aborted-{uuid.uuid4().hex}"
+        replica.in_flight += 1
+        try:
+            stream = await within(
+                REQUEST_TIMEOUT,
+                replica.model.generate(
+                    question.text, _configuration(salt, stream=True), request_id=request_id
+                ),
+            )
+            first = asyncio.ensure_future(anext(stream, None))
+            await asyncio.wait({first}, timeout=after)
+            began_to_answer = first.done()
+            await within(REQUEST_TIMEOUT, replica.model.abort_request(request_id, 1))
+            chunk = await within(REQUEST_TIMEOUT, first)
+            while chunk is not None:
+                chunk = await within(REQUEST_TIMEOUT, anext(stream, None))
+            stream._gc_destroy = False  # it has ended; xoscar would connect once more to tell so
+        except Exception as error:
+            if replica.is_up:
+                raise
+            self.failures.append(Failure(replica, time.monotonic(), time.monotonic(), repr(error)))
+            return False
+        finally:
+            replica.in_flight -= 1
+        self.aborted += not began_to_answer
+        return not began_to_answer
+
+    def any_question(self, strength: float) -> Question:
+        asked = list(self._expected)
+        return asked[int(strength * len(asked))]
+
+
+def _configuration(salt: str | None, **more: Any) -> dict[str, Any]:
+    return generation(**more) if salt is None else generation(cache_salt=salt, **more)

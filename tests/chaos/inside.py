@@ -1,0 +1,186 @@
+"""What runs in a node's process; imported by the server that the nodes are forked from."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import psutil
+
+from tests.chaos.mutations import make_pool
+from tests.chaos.node import ANSWER_TIME, Settings
+from tests.chaos.scheduler import Scheduler
+from tests.chaos.worker import Worker
+from tests.chaos.workload import ROW_BYTES, row_content
+from tests.replica_process import KEY_BYTES
+from xinference_xavier.config import XavierConfig
+from xinference_xavier.pool.region import Region
+from xinference_xavier.replica import Replica
+
+
+class Inside:
+    """Each public method is a command."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._folder = settings.folder
+        config = XavierConfig(**settings.config)
+        self.region = Region.create(settings.rows, ROW_BYTES)
+        self.pool = make_pool(settings.rows, settings.mutation)
+        self.replica = Replica(
+            config,
+            incarnation=settings.incarnation,
+            namespace="namespace",
+            key_bytes=KEY_BYTES,
+            region=self.region,
+            pool=self.pool,
+            engine_stats=dict,
+        )
+        self.worker = Worker(self.region, self._folder / "wrong")
+        self.scheduler = Scheduler(
+            settings.incarnation,
+            pool=self.pool,
+            replica=self.replica,
+            worker=self.worker,
+            fetch_timeout=config.fetch_timeout,
+            weights=settings.weights,
+            seed=settings.seed,
+            log=self._folder / "died",
+            report=self._report,
+        )
+        self.replica.start()
+        self.scheduler.start()
+
+    def _report(self) -> None:
+        figures = vars(self.scheduler.figures) | {
+            "died": self.scheduler.died,
+            "in_flight": self.scheduler.in_flight,
+            "wrong_bytes": self.worker.wrong_bytes,
+            "pool_refusals": self.pool.refusals,
+            "epoch": self.replica.mirror.epoch,
+            "enabled": self.replica.mirror.enabled,
+            "replacements": self.replica._client.counters.replacements,
+            "failures": self.replica._client.counters.failures,
+            "is_up": self.replica._client.connected and self.replica._process.ready,
+            "namespace": self.replica._client.namespace if self.replica.sharing else "",
+            "replica": self.replica.stats(),
+        }
+        fresh = self._folder / "figures.new"
+        fresh.write_text(json.dumps(figures))
+        fresh.rename(self._folder / "figures")
+
+    def pause(self, paused: bool) -> None:
+        self.scheduler.paused = paused
+
+    def is_idle(self) -> bool:
+        idle: bool = self.scheduler.call(self.scheduler.is_idle)
+        return idle
+
+    def flush(self) -> None:
+        self.scheduler.call(self.scheduler.flush)
+
+    def ask_for(self, order: str, times: int) -> None:
+        self.scheduler.orders[order] += times
+
+    def reset(self, weights: str) -> None:
+        self.scheduler.call(lambda: self.scheduler.reset(weights))
+
+    def reset_while(self, serving: bool, weights: str, timeout: float) -> bool:
+        """False if there was no such moment, and there has been no reset."""
+        moment = self.scheduler.is_serving if serving else self.scheduler.is_fetching
+
+        def reset() -> bool:
+            self.scheduler.reset(weights)
+            return True
+
+        return bool(self.scheduler.call_when(moment, reset, timeout))
+
+    def is_busy(self, seconds: float) -> None:
+        """All that may be granted is granted to somebody who does not take it."""
+        grants = self.replica._donor.grants
+
+        async def take() -> list[int]:
+            taken = []
+            for key in self.pool.shared_keys():
+                if grants.promised_rows >= grants._max_rows:
+                    break
+                taken.append(grants.grant("nobody", [key], time.monotonic()).grant_id)
+            return taken
+
+        async def give_back(taken: list[int]) -> None:
+            for grant_id in taken:
+                grants.release(grant_id)
+
+        taken = self._in_background(take)
+        threading.Event().wait(seconds)
+        self._in_background(give_back, taken)
+
+    def _in_background(self, work: Callable[..., Any], *args: Any) -> Any:
+        running = asyncio.run_coroutine_threadsafe(work(*args), self.replica._loop)
+        return running.result(ANSWER_TIME)
+
+    def forget(self, share: float, seconds: float) -> int:
+        """Evict some rows; the tracker is told `seconds` later. Returns how many."""
+
+        def evict() -> list[bytes]:
+            count = max(1, int(share * len(self.pool.shared_keys())))
+            free = self.pool.slots - self.pool.counts().ready - self.pool.counts().filling
+            fillers = [b"%036d" % number for number in range(free + count)]
+            rows, evicted = self.pool.reserve(fillers)
+            for row in rows:
+                self.pool.abort(row)
+            return evicted
+
+        evicted = self.scheduler.call(evict)
+        threading.Event().wait(seconds)
+        self.scheduler.call(lambda: self.replica.evicted([k for k in evicted if not self._has(k)]))
+        return len(evicted)
+
+    def _has(self, key: bytes) -> bool:
+        return self.pool.holds(key)
+
+    def is_full(self, seconds: float) -> None:
+        """Nothing can be evicted for a while."""
+        keys = self.pool.shared_keys()
+        pinned = [row for key in keys for row in self.pool.pin([key])]
+        threading.Event().wait(seconds)
+        self.pool.unpin(pinned)
+
+    def audit(self) -> dict[str, Any]:
+        """What there is, when nothing should be going on."""
+        counts = self.pool.counts()
+        process = psutil.Process()
+        weights = self.scheduler.weights
+        rows = [(key, self.pool.lookup(key)) for key in self.pool.shared_keys()]
+        return {
+            "filling": counts.filling,
+            "pinned": counts.pinned,
+            "quarantined": counts.quarantined,
+            "grants": len(self.replica._donor.grants),
+            "held": {key for key, row in rows if row is not None},
+            "wrong_rows": sum(
+                self.region.row(row.slot).tobytes() != row_content(key, weights).tobytes()
+                for key, row in rows
+                if row is not None
+            ),
+            "mirror": dict(self.replica.mirror._holders),
+            "peers": set(self.replica.mirror.peers),
+            "namespace": self.replica._client.namespace,
+            "connected": self.replica._client.connected,
+            "tasks": len(self.replica._fetcher._tasks),
+            "links": self._links(),
+            "threads": sorted(thread.name for thread in threading.enumerate()),
+            "descriptors": process.num_fds(),
+            "rss": process.memory_info().rss,
+        }
+
+    def _links(self) -> int:
+        stats = self._in_background(self.replica._process.stats)
+        return int(stats.get("links", 0))
+
+    def region_inode(self) -> int:
+        return os.fstat(self.region.fd).st_ino

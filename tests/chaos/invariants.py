@@ -1,0 +1,250 @@
+"""What must be true of a cluster at rest: no fault, no request, and a moment to come to rest."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+
+from tests.chaos.cluster import Cluster, until
+from tests.chaos.node import Node
+from tests.chaos.report import Leaks
+from tests.faults import Order
+
+REST_TIME = 20.0
+"""Seconds: grants expire after two fetch timeouts, leases after one lease."""
+DEFAULT_EXECUTOR = min(32, (os.cpu_count() or 1) + 4)
+"""Threads of an event loop's default executor. It starts them as it needs them and keeps them, so
+that a process may have so many more than it had after its warm-up, and no others."""
+RSS_GROWTH = 96 << 20
+"""Bytes by which a process's memory may grow: its figures, caches and the pages of its pool."""
+
+
+class Size(NamedTuple):
+    """What a replica's two processes have."""
+
+    engine_threads: int
+    engine_descriptors: int
+    engine_rss: int
+    transfer_threads: int
+    transfer_descriptors: int
+    names: str
+    """Of the transfer process's threads."""
+
+
+class Findings(NamedTuple):
+    problems: list[str]
+    leaks: Leaks
+    sizes: dict[str, Size]
+
+
+def come_to_rest(cluster: Cluster, before: dict[str, Size] | None = None) -> Findings:
+    """Pause all requests and look until everything is as it must be, or time is up.
+
+    `before` are the sizes after the warm-up, beyond which no process may have grown.
+    """
+    problems = _end_requests(cluster)
+    if problems:
+        return Findings(problems, Leaks(), {})
+    for node in cluster.nodes.values():
+        node.command("flush")
+    found = _look(cluster, before)
+    deadline = time.monotonic() + REST_TIME
+    # Whoever is late is given the time: what is wrong for good is still wrong then.
+    while (found.problems or found.leaks != Leaks()) and time.monotonic() < deadline:
+        threading.Event().wait(0.3)
+        found = _look(cluster, before)
+    return found
+
+
+def _end_requests(cluster: Cluster) -> list[str]:
+    for node in cluster.nodes.values():
+        node.command("pause", True)
+    busy = [
+        node.incarnation
+        for node in cluster.nodes.values()
+        if not until(lambda node=node: node.command("is_idle"), REST_TIME)  # type: ignore[misc]
+    ]
+    return [f"{incarnation} still has requests" for incarnation in busy]
+
+
+def _look(cluster: Cluster, before: dict[str, Size] | None = None) -> Findings:
+    nodes = cluster.nodes.values()
+    audits = {node.incarnation: node.command("audit") for node in nodes}
+    problems = [
+        *_about_rows(audits),
+        *_about_membership(cluster, audits),
+        *_about_mirrors(audits),
+        *_about_causes(cluster),
+    ]
+    sizes = {node.incarnation: _size(node, audits[node.incarnation]) for node in nodes}
+    leaks = Leaks(
+        grants=sum(audit["grants"] for audit in audits.values()),
+        slots=sum(audit["filling"] + audit["pinned"] for audit in audits.values()),
+        quarantined=sum(audit["quarantined"] for audit in audits.values()),
+        bytes=_bytes_of_the_dead(cluster),
+        processes=_strange_processes(cluster),
+        shared_memory=sum(_shared_memory(pid) for pid in _pids(cluster)),
+        actors=len(cluster.tracker.command("actors")) - 1,
+    )
+    if before:
+        problems += _growth(before, sizes, leaks)
+    return Findings(problems, leaks, sizes)
+
+
+def _about_rows(audits: dict[str, Any]) -> list[str]:
+    found = []
+    for incarnation, audit in audits.items():
+        if audit["wrong_rows"]:
+            found.append(f"{incarnation} holds {audit['wrong_rows']} rows with wrong bytes")
+        if audit["tasks"]:
+            found.append(f"{audit['tasks']} tasks of {incarnation}'s fetches do not end")
+    return found
+
+
+def _about_membership(cluster: Cluster, audits: dict[str, Any]) -> list[str]:
+    found = []
+    members = set().union(*cluster.members().values())
+    if members != set(audits):
+        found.append(f"members are {sorted(members)}, replicas {sorted(audits)}")
+    for incarnation, audit in audits.items():
+        if not audit["connected"]:
+            found.append(f"{incarnation} has no tracker")
+        if audit["namespace"] != f"namespace@{cluster.weights}":
+            found.append(f"{incarnation} is in {audit['namespace']}, the weights are others")
+        if audit["peers"] != set(audits) - {incarnation}:
+            found.append(f"{incarnation} knows the peers {sorted(audit['peers'])}")
+    return found
+
+
+def _about_mirrors(audits: dict[str, Any]) -> list[str]:
+    """Each mirror is the union of what the others hold."""
+    found = []
+    for incarnation, audit in audits.items():
+        holders: dict[bytes, list[str]] = {}
+        for other in sorted(set(audits) - {incarnation}):
+            for key in audits[other]["held"]:
+                holders.setdefault(key, []).append(other)
+        right = {key: tuple(those) for key, those in holders.items()}
+        wrong = sum(
+            right.get(key) != audit["mirror"].get(key) for key in right.keys() | audit["mirror"]
+        )
+        if wrong:
+            found.append(f"the mirror of {incarnation} is wrong about {wrong} chunks")
+    return found
+
+
+def _about_causes(cluster: Cluster) -> list[str]:
+    """Nothing is rolled back, expires or dies without a fault that explains it."""
+    found = [
+        f"the scheduler of {node.incarnation} died: {_last_line(node.folder / 'died')}"
+        for node in cluster.everybody()
+        if (node.folder / "died").exists()
+    ]
+    found += [f"{who} expired though it was there" for who in cluster.unexplained_expiries()]
+    found += [
+        f"{node.incarnation} ended by itself ({node.process.exitcode})"
+        for node in cluster.nodes.values()
+        if not node.process.is_alive()
+    ]
+    rollbacks, happened = cluster.rollbacks(), cluster.taken()
+    damages = happened[Order.DAMAGE] + happened[Order.SWAP]
+    # Who leaves its peers, or takes them for gone, takes back what it granted them: the slots may
+    # be used again while rows are under way, and it is the checksum that tells.
+    excused = cluster.partings * len(cluster.nodes)
+    if rollbacks["checksum"] > damages + excused:
+        found.append(f"{rollbacks['checksum']} rows arrived damaged, {damages} were damaged")
+    if rollbacks["internal error"]:
+        found.append(f"{rollbacks['internal error']} fetches ended in an internal error")
+    return found
+
+
+def _last_line(path: Path) -> str:
+    return path.read_text().strip().rpartition("\n")[2]
+
+
+def _size(node: Node, audit: dict[str, Any]) -> Size:
+    transfer = node.transfer()
+    return Size(
+        len(audit["threads"]),
+        audit["descriptors"],
+        audit["rss"],
+        transfer.num_threads() if transfer is not None else 0,
+        transfer.num_fds() if transfer is not None else 0,
+        _thread_names(transfer.pid) if transfer is not None else "",
+    )
+
+
+def _thread_names(pid: int) -> str:
+    names = Counter(comm.read_text().strip() for comm in Path(f"/proc/{pid}/task").glob("*/comm"))
+    return ", ".join(f"{count} {name}" for name, count in sorted(names.items()))
+
+
+def _growth(before: dict[str, Size], after: dict[str, Size], leaks: Leaks) -> list[str]:
+    """Add to `leaks` what processes have more of than any had after the warm-up."""
+    most = Size(*map(max, zip(*before.values(), strict=True)))
+    problems = []
+    for incarnation, now in after.items():
+        threads = max(0, now.engine_threads - most.engine_threads - DEFAULT_EXECUTOR) + max(
+            0, now.transfer_threads - most.transfer_threads - DEFAULT_EXECUTOR
+        )
+        descriptors = max(0, now.engine_descriptors - most.engine_descriptors) + max(
+            0, now.transfer_descriptors - most.transfer_descriptors
+        )
+        leaks.threads += threads
+        leaks.file_descriptors += descriptors
+        if threads or descriptors:
+            problems.append(f"{incarnation} has grown from at most {most} to {now}: {now.names}")
+        if incarnation in before and now.engine_rss > before[incarnation].engine_rss + RSS_GROWTH:
+            problems.append(f"the memory of {incarnation} has grown: {before[incarnation]}, {now}")
+    return problems
+
+
+def _pids(cluster: Cluster) -> list[int]:
+    transfers = [node.transfer() for node in cluster.nodes.values()]
+    return [
+        *(node.pid for node in cluster.nodes.values()),
+        *(transfer.pid for transfer in transfers if transfer is not None),
+    ]
+
+
+def _strange_processes(cluster: Cluster) -> int:
+    """Each replica has one transfer process and no other; the dead have none."""
+    strange = 0
+    for node in cluster.nodes.values():
+        strange += abs(len(psutil.Process(node.pid).children(recursive=True)) - 1)
+    gone = [pid for node in cluster.dead for pid in cluster.transfer_pids.get(node.incarnation, ())]
+    return strange + sum(_is_transfer_process(pid) for pid in gone)
+
+
+def _is_transfer_process(pid: int) -> bool:
+    try:
+        process = psutil.Process(pid)
+        return "xinference_xavier.transfer" in process.cmdline() and process.is_running()
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _shared_memory(pid: int) -> int:
+    return sum("/dev/shm" in line for line in Path(f"/proc/{pid}/maps").read_text().splitlines())
+
+
+def _bytes_of_the_dead(cluster: Cluster) -> int:
+    """Of regions of dead incarnations that somebody still maps."""
+    dead = {cluster.regions[node.incarnation] for node in cluster.dead}
+    found: dict[int, int] = {}
+    for process in psutil.process_iter():
+        try:
+            lines = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
+        except OSError:
+            continue
+        for line in lines:
+            if "memfd:xavier-region" in line and int(line.split()[4]) in dead:
+                start, end = line.split()[0].split("-")
+                found[int(line.split()[4])] = int(end, 16) - int(start, 16)
+    return sum(found.values())

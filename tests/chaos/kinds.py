@@ -1,0 +1,257 @@
+"""How each kind of fault is brought about, and how it is known that it had an effect.
+
+A kind is a function of the cluster and the step; it returns whether the effect was observed, and
+leaves nothing on that would go on for ever. Those of one replica find it up.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+
+from tests.chaos.cluster import FETCH_TIMEOUT, Cluster, standing_still, until
+from tests.chaos.schedule import Step
+from tests.chaos.tracker import LEASE
+from tests.faults import Order, order, taken, withdraw
+
+TAKEN_TIME = 6.0
+"""Seconds that a fault waits for an occasion."""
+EFFECT_TIME = 6.0
+"""Seconds that its effect is waited for."""
+
+Kind = Callable[[Cluster, Step], bool]
+
+
+def _wait(seconds: float) -> None:
+    threading.Event().wait(seconds)
+
+
+# -- of the transport -------------------------------------------------------------------------
+
+
+def _of_transport(fault: Order, *effects: str) -> Kind:
+    """`effects`: reasons for rollbacks of which one must come; here if it befalls a consumer, with
+    any replica if it befalls a donor. None: that it happened is all there is to see."""
+    of_consumer = fault in (
+        *(Order.DAMAGE, Order.SWAP, Order.LATE, Order.OVERSIZE),
+        *(Order.REFUSE, Order.STRANGER, Order.DIE_RECEIVING),
+    )
+
+    def bring_about(cluster: Cluster, step: Step) -> bool:
+        node = cluster.nodes[step.target]
+
+        def seen() -> int:
+            if of_consumer:
+                reasons = node.figures()["replica"]["fetches"]["rolled_back"]
+                return sum(reasons.get(effect, 0) for effect in effects)
+            return sum(count for reason, count in cluster.rollbacks().items() if reason in effects)
+
+        before, happened = seen(), taken(node.folder)[fault]
+        order(node.folder, fault)
+        if not until(lambda: taken(node.folder)[fault] > happened, TAKEN_TIME) and withdraw(
+            node.folder, fault
+        ):
+            return False
+        return not effects or until(lambda: seen() > before, EFFECT_TIME)
+
+    return bring_about
+
+
+def _transfer_process_stopped(cluster: Cluster, step: Step) -> bool:
+    """Up to twice the deadline; if a fetch waits for it, its engine may replace it."""
+    transfer = cluster.nodes[step.target].transfer()
+    if transfer is None:
+        return False
+    with standing_still(transfer.pid) as stands_still:
+        seen = until(stands_still, 1.0)
+        _wait(FETCH_TIMEOUT * (0.3 + 1.7 * step.strength))
+    return seen
+
+
+# -- of replicas ------------------------------------------------------------------------------
+
+
+def _killed(cluster: Cluster, step: Step) -> bool:
+    node = cluster.nodes[step.target]
+    with cluster.membership:
+        cluster.partings += 1
+        cluster.kill(step.target)
+        cluster.start(step.target)
+        cluster.share(step.target)
+    cluster.nodes[step.target].command("pause", False)
+    return until(lambda: not cluster.is_member(node.incarnation), 4 * LEASE, 0.1)
+
+
+def _stopped(shortest: float, longest: float) -> Kind:
+    def bring_about(cluster: Cluster, step: Step) -> bool:
+        with cluster.stop(step.target) as stands_still:
+            seen = until(stands_still, 1.0)
+            _wait(shortest + step.strength * (longest - shortest))
+        return seen
+
+    return bring_about
+
+
+def _stopped_beyond_the_lease(cluster: Cluster, step: Step) -> bool:
+    with cluster.membership:
+        incarnation = cluster.nodes[step.target].incarnation
+        cluster.partings += 1
+        with cluster.stop(step.target):
+            gone = until(lambda: not cluster.is_member(incarnation), 4 * LEASE, 0.1)
+        back = until(lambda: cluster.is_member(incarnation), 4 * LEASE, 0.1)
+    return gone and back
+
+
+def _donor_busy(cluster: Cluster, step: Step) -> bool:
+    before = cluster.nodes[step.target].figures()["replica"]["grants"]["refused"]
+    cluster.nodes[step.target].command("is_busy", 0.3 + step.strength)
+    return until(
+        lambda: cluster.nodes[step.target].figures()["replica"]["grants"]["refused"] > before, 1.0
+    )
+
+
+def _stale_entries(cluster: Cluster, step: Step) -> bool:
+    """Somebody asks for what the replica no longer has."""
+    before = cluster.rollbacks()["not held"]
+    node = cluster.nodes[step.target]
+    node.command("forget", 0.2 + 0.6 * step.strength, 0.5 + step.strength)
+    return until(lambda: cluster.rollbacks()["not held"] > before, 1.0)
+
+
+def _pool_full(cluster: Cluster, step: Step) -> bool:
+    node = cluster.nodes[step.target]
+    before = node.figures()["pool_refusals"]
+    node.command("is_full", 0.3 + step.strength)
+    return until(lambda: node.figures()["pool_refusals"] > before, 1.0)
+
+
+def _of_scheduler(cluster: Cluster, step: Step) -> bool:
+    """The replica's scheduler takes the next occasion."""
+    node = cluster.nodes[step.target]
+    before = node.figures()["done"].get(step.kind, 0)
+    node.command("ask_for", step.kind, 1)
+    return until(lambda: node.figures()["done"].get(step.kind, 0) > before, TAKEN_TIME)
+
+
+def _reset(serving: bool) -> Kind:
+    """To weights that nobody else has, and back."""
+
+    def bring_about(cluster: Cluster, step: Step) -> bool:
+        node = cluster.nodes[step.target]
+        # To say which weights there are reaches all that were reset: it must be true of all.
+        with cluster.resets:
+            cluster.partings += 2
+            happened = bool(node.command("reset_while", serving, f"own {step.number}", TAKEN_TIME))
+            if happened:
+                _wait(0.3 * step.strength)
+                cluster.share(step.target)
+        return happened
+
+    return bring_about
+
+
+# -- of the tracker ---------------------------------------------------------------------------
+
+
+def _publication(cluster: Cluster, step: Step) -> bool:
+    before = cluster.tracker.command("done")[step.kind]
+    cluster.tracker.command("ask_for", step.kind)
+    return until(lambda: cluster.tracker.command("done")[step.kind] > before, EFFECT_TIME)
+
+
+def _clock_jumps(sign: int) -> Kind:
+    """Nobody may expire for it."""
+
+    def bring_about(cluster: Cluster, step: Step) -> bool:
+        with cluster.membership:
+            cluster.tracker.command("jump", sign * LEASE * (1 + 9 * step.strength))
+            _wait(2.0)  # of the tracker's looks at its leases
+        return True
+
+    return bring_about
+
+
+def _tracker_stopped(cluster: Cluster, step: Step) -> bool:
+    """Nobody may expire for it."""
+    with cluster.membership:
+        with standing_still(cluster.tracker.pid) as stands_still:
+            seen = until(stands_still, 1.0)
+            _wait(LEASE * (1.1 + 0.4 * step.strength))
+        _wait(2.0)
+    return seen
+
+
+def _tracker_lost(same_address: bool) -> Kind:
+    def bring_about(cluster: Cluster, step: Step) -> bool:
+        with cluster.membership:
+            before = {name: node.figures()["epoch"] for name, node in cluster.nodes.items()}
+            cluster.replace_tracker(same_address)
+            return until(
+                lambda: all(
+                    node.figures()["epoch"] not in ("", before[name])
+                    for name, node in cluster.nodes.items()
+                ),
+                15.0,
+            )
+
+    return bring_about
+
+
+def _switched(cluster: Cluster, step: Step) -> bool:
+    def all_are(enabled: bool) -> bool:
+        return all(node.figures()["enabled"] == enabled for node in cluster.nodes.values())
+
+    with cluster.membership:
+        cluster.tracker.command("set_enabled", False)
+        off = until(lambda: all_are(False), 5.0)
+        cluster.tracker.command("set_enabled", True)
+        return until(lambda: all_are(True), 5.0) and off
+
+
+def _other_weights(cluster: Cluster, step: Step) -> bool:
+    with cluster.membership:
+        cluster.partings += len(cluster.nodes)
+        cluster.change_weights()
+    return True
+
+
+KINDS: Mapping[str, Kind] = {
+    "damaged row": _of_transport(Order.DAMAGE, "checksum"),
+    "swapped rows": _of_transport(Order.SWAP, "checksum"),
+    "late bytes": _of_transport(Order.LATE, "timeout"),
+    "too many bytes": _of_transport(Order.OVERSIZE, "transfer process died"),
+    "link refused": _of_transport(Order.REFUSE, "link"),
+    "stranger": _of_transport(Order.STRANGER, "link", "timeout"),
+    "consumer's transfer process killed": _of_transport(
+        Order.DIE_RECEIVING, "transfer process died"
+    ),
+    "donor stalls": _of_transport(Order.STALL, "timeout"),
+    "too few rows": _of_transport(Order.TOO_FEW, "timeout"),
+    "donor is slow": _of_transport(Order.SLOW),
+    "link cut": _of_transport(Order.CUT, "link", "timeout"),
+    "donor's transfer process killed": _of_transport(Order.DIE_SENDING, "link", "timeout"),
+    "transfer process stopped": _transfer_process_stopped,
+    "replica killed": _killed,
+    "replica stopped for a moment": _stopped(0.1, 0.7 * FETCH_TIMEOUT),
+    "replica stopped beyond the deadline": _stopped(1.2 * FETCH_TIMEOUT, 0.6 * LEASE),
+    "replica stopped beyond the lease": _stopped_beyond_the_lease,
+    "donor busy": _donor_busy,
+    "stale entries": _stale_entries,
+    "pool full": _pool_full,
+    "request aborted while it waits": _of_scheduler,
+    "no room after a hit": _of_scheduler,
+    "request preempted": _of_scheduler,
+    "store fails": _of_scheduler,
+    "reset while fetching": _reset(serving=False),
+    "reset while serving": _reset(serving=True),
+    "publication lost": _publication,
+    "publication repeated": _publication,
+    "publication delayed": _publication,
+    "clock jumps ahead": _clock_jumps(1),
+    "clock jumps back": _clock_jumps(-1),
+    "tracker stopped beyond the lease": _tracker_stopped,
+    "tracker killed": _tracker_lost(same_address=True),
+    "tracker moved": _tracker_lost(same_address=False),
+    "sharing switched off and on": _switched,
+    "other weights": _other_weights,
+}

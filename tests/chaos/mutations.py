@@ -1,0 +1,62 @@
+"""What keeps rows right, switched off one at a time: a run with any of these must fail."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from enum import StrEnum
+
+from xinference_xavier.pool.pool import Pool, Reservation, Row, RowState
+
+
+class Mutation(StrEnum):
+    CHECKSUM = "checksum"
+    """Consumers take what arrives."""
+    QUARANTINE = "quarantine"
+    """Slots are used again at once when a fetch is given up."""
+    PIN = "pin"
+    """Rows that are read may be evicted."""
+    SEQUENCE = "sequence"
+    """The tracker takes any publication for the next one."""
+
+
+class CountingPool(Pool):
+    """`refusals` are reservations that came out short."""
+
+    refusals = 0
+
+    def reserve(self, keys: Iterable[bytes], keep: Collection[bytes] = frozenset()) -> Reservation:
+        wanted = [key for key in keys if not self.holds(key)]
+        reservation = super().reserve(wanted, keep)
+        self.refusals += len(reservation.rows) < len(wanted)
+        return reservation
+
+
+class _WithoutQuarantine(CountingPool):
+    def quarantine(self, row: Row) -> None:
+        self.abort(row)
+
+
+class _WithoutPins(CountingPool):
+    """Counts pins, so that everybody may undo his own, but heeds none."""
+
+    def commit(self, row: Row, checksum: int | None = None, pins: int = 0) -> bool:
+        if not super().commit(row, checksum):
+            return False
+        row.pins = pins
+        return True
+
+    def _pin(self, row: Row) -> None:
+        row.pins += 1
+
+    def unpin(self, rows: Iterable[Row]) -> None:
+        with self._lock:
+            for row in rows:
+                row.pins -= 1
+                if row.state is RowState.QUARANTINED and not row.pins:
+                    self._quarantined -= 1
+                    self._free_slot(row)
+
+
+def make_pool(slots: int, mutation: Mutation | None) -> CountingPool:
+    kinds = {Mutation.QUARANTINE: _WithoutQuarantine, Mutation.PIN: _WithoutPins}
+    return kinds.get(mutation, CountingPool)(slots)

@@ -1,0 +1,219 @@
+"""The part of a chaos run without vLLM's engine: breaks a cluster of replicas to a schedule."""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from tests.chaos.cluster import FETCH_TIMEOUT, POOLS, READY_TIME, Cluster, until
+from tests.chaos.invariants import Findings, come_to_rest
+from tests.chaos.kinds import KINDS
+from tests.chaos.mutations import Mutation
+from tests.chaos.report import Report
+from tests.chaos.schedule import TRACKER, Step, schedule
+
+ROUND = 120.0
+"""Seconds of faults between two times at rest."""
+_PROGRESS = 10.0
+_AHEAD = 12
+"""Steps that a lane may be behind, so that a prefix of the schedule is what was carried out."""
+
+
+def make_report(seed: int) -> Report:
+    return Report("replicas", seed, FETCH_TIMEOUT)
+
+
+def run(
+    seed: int,
+    seconds: float,
+    report: Report,
+    *,
+    steps: int | None = None,
+    only: Sequence[str] | None = None,
+    mutation: Mutation | None = None,
+    pools: Mapping[str, int] = POOLS,
+    say: Callable[[str], None] = print,
+) -> int:
+    """Fill `report`; returns how many steps of the schedule were carried out.
+
+    Ends after `seconds`, or after `steps` steps, or when something is wrong.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="chaos-"))
+    cluster = Cluster(folder, seed, mutation, pools)
+    try:
+        carried_out = _Run(cluster, report, say).run(
+            itertools.islice(schedule(seed, list(pools), only), steps), seconds
+        )
+    finally:
+        cluster.close()
+    if report.failures() and mutation is None:
+        say(f"what the replicas wrote is in {folder}")
+    else:
+        shutil.rmtree(folder)
+    return carried_out
+
+
+class _Run:
+    def __init__(self, cluster: Cluster, report: Report, say: Callable[[str], None]) -> None:
+        self._cluster = cluster
+        self._report = report
+        self._say = say
+        self._count = threading.Lock()
+        self._steps = 0  # the number of the last that was begun
+        self._is_enough = False
+        self._began = self._said = time.monotonic()
+
+    def run(self, steps: Iterator[Step], seconds: float) -> int:
+        self._warm_up()
+        before = come_to_rest(self._cluster)
+        self._began = time.monotonic()
+        after, is_over = before, bool(before.problems)
+        while not is_over:
+            is_over = self._break(steps, min(ROUND, seconds - (time.monotonic() - self._began)))
+            after = come_to_rest(self._cluster, before.sizes)
+            is_over |= bool(after.problems) or time.monotonic() - self._began >= seconds
+        self._conclude(after)
+        return self._steps
+
+    def _warm_up(self) -> None:
+        """Until everybody has a link with everybody."""
+        cluster = self._cluster
+        links = 2 * (len(cluster.nodes) - 1)
+        for name in cluster.nodes:
+            cluster.wait_until_up(name)
+            cluster.share(name)
+        self._pause(False)
+        nodes = cluster.nodes.values()
+        if not until(lambda: all(n.command("audit")["links"] >= links for n in nodes), READY_TIME):
+            self._report.problems.append("not all replicas fetched from each other")
+        self._say(f"{len(cluster.nodes)} replicas are up, all connected with each other")
+
+    def _pause(self, paused: bool) -> None:
+        for node in self._cluster.nodes.values():
+            node.command("pause", paused)
+
+    # -- a round ------------------------------------------------------------------------------
+
+    def _break(self, steps: Iterator[Step], seconds: float) -> bool:
+        """Carry out steps; returns whether there are no more, or something is wrong."""
+        self._pause(False)
+        until_time = time.monotonic() + seconds
+        lanes = {name: queue.Queue[Step | None](_AHEAD) for name in (*self._cluster.nodes, TRACKER)}
+        threads = [threading.Thread(target=self._lane, args=(lane,)) for lane in lanes.values()]
+        self._is_enough = False
+        for thread in threads:
+            thread.start()
+        for step in steps:
+            if not self._hand_over(lanes[step.target], step, until_time):
+                break
+        else:  # no more steps: those that are left are carried out
+            for lane in lanes.values():
+                self._hand_over(lane, None, until_time)
+        is_over = not self._is_enough or self._is_lost()
+        for thread in threads:
+            while thread.is_alive():
+                thread.join(1.0)
+                self._progress()
+        return is_over
+
+    def _hand_over(
+        self, lane: queue.Queue[Step | None], step: Step | None, until_time: float
+    ) -> bool:
+        """False if it is enough: lanes then leave what they have not begun."""
+        while not self._is_enough:
+            self._progress()
+            self._is_enough = time.monotonic() > until_time or self._is_lost()
+            try:
+                lane.put(step, timeout=0.5)
+            except queue.Full:
+                continue
+            return True
+        return False
+
+    def _is_lost(self) -> bool:
+        """What is wrong already and will not come right."""
+        if self._cluster.total(lambda figures: figures["died"] + figures["wrong_bytes"]):
+            return True
+        return bool(self._report.problems)
+
+    def _lane(self, lane: queue.Queue[Step | None]) -> None:
+        while (step := self._next(lane)) is not None:
+            threading.Event().wait(step.pause)
+            try:
+                if step.target != TRACKER:
+                    self._cluster.wait_until_up(step.target)
+                observed = KINDS[step.kind](self._cluster, step)
+            except Exception as error:
+                with self._count:
+                    self._report.problems.append(f"step {step.number}, {step.kind}: {error!r}")
+                continue
+            with self._count:
+                (self._report.faults if observed else self._report.unobserved)[step.kind] += 1
+
+    def _next(self, lane: queue.Queue[Step | None]) -> Step | None:
+        while not self._is_enough:
+            try:
+                step = lane.get(timeout=0.5)
+            except queue.Empty:
+                continue
+            if step is not None:
+                with self._count:
+                    self._steps = max(self._steps, step.number)
+            return step
+        return None
+
+    def _progress(self) -> None:
+        if time.monotonic() < self._said + _PROGRESS:
+            return
+        self._said = time.monotonic()
+        report, cluster = self._report, self._cluster
+        requests = cluster.total(lambda figures: figures["requests"])
+        self._say(
+            f"{self._said - self._began:5.0f} s  {self._steps} steps, "
+            f"{report.faults.total()} faults of {len(report.faults)} kinds observed, "
+            f"{report.unobserved.total()} not; {requests} requests, "
+            f"{cluster.rollbacks().total()} rollbacks"
+        )
+
+    # -- the end ------------------------------------------------------------------------------
+
+    def _conclude(self, after: Findings) -> None:
+        cluster, report = self._cluster, self._report
+        report.problems += after.problems
+        report.leaks = after.leaks
+        report.requests = cluster.total(lambda figures: figures["requests"])
+        report.operations = cluster.total(lambda figures: figures["operations"])
+        report.wrong_bytes = sum(_wrong_bytes(node.folder) for node in cluster.everybody())
+        report.rollbacks = cluster.rollbacks()
+        report.longest_decision_s = self._longest_decision()
+        report.failed_requests_on_killed_replica = cluster.failed_on_killed
+        report.failed_requests = cluster.failed_on_killed + sum(
+            node.figures()["in_flight"]
+            for node in cluster.nodes.values()
+            if node.figures()["died"] or not node.process.is_alive()
+        )
+
+    def _longest_decision(self) -> float:
+        """Less the time that the replica stood still."""
+        longest = 0.0
+        for node in self._cluster.everybody():
+            figures = node.figures()
+            stopped = self._cluster.stopped.get(node.incarnation, [])
+            longest = max(longest, figures.get("longest_decision", 0.0))
+            for began, ended in figures.get("decisions", []):
+                still = sum(max(0.0, min(b, ended) - max(a, began)) for a, b in stopped)
+                longest = max(longest, ended - began - still)
+        return longest
+
+
+def _wrong_bytes(folder: Path) -> int:
+    """What the node wrote down when it loaded them."""
+    log = folder / "wrong"
+    lines = log.read_text().splitlines() if log.exists() else []
+    return sum(int(line.partition(": ")[2].split()[0]) for line in lines)

@@ -1,0 +1,135 @@
+"""What a chaos run found, and whether that is good enough.
+
+Each part of a run fills a `Report` of its own; `to_json` makes of them all the text of
+`build/chaos-report.json`. A part adds to `problems` what must not have happened and has no figure.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+DECISION_GRACE = 1.0
+"""Seconds by which a decision may be noticed later than its deadline."""
+
+
+@dataclass(frozen=True)
+class Bars:
+    """What a full run must have shown of one part."""
+
+    faults: int
+    kinds: int
+
+
+FULL = {"replicas": Bars(faults=1000, kinds=15), "engines": Bars(faults=15, kinds=8)}
+
+
+@dataclass
+class Leaks:
+    """What was left when everything was over; bytes of memory, the others are counts."""
+
+    grants: int = 0
+    slots: int = 0
+    quarantined: int = 0
+    bytes: int = 0
+    threads: int = 0
+    file_descriptors: int = 0
+    processes: int = 0
+    shared_memory: int = 0
+    actors: int = 0
+
+
+@dataclass
+class Report:
+    """Figures of one part ("replicas" or "engines"). Times are in seconds.
+
+    `faults` are those whose effect was observed, `unobserved` the others, both by kind.
+    `longest_decision_s` runs from a request's first pending lookup to its decision, on replicas
+    that were not frozen. `failed_requests` include those on killed replicas.
+    """
+
+    part: str
+    seed: int
+    deadline_s: float
+    faults: Counter[str] = field(default_factory=Counter)
+    unobserved: Counter[str] = field(default_factory=Counter)
+    operations: int = 0
+    requests: int = 0
+    failed_requests: int = 0
+    failed_requests_on_killed_replica: int = 0
+    wrong_outputs: int = 0
+    wrong_bytes: int = 0
+    rollbacks: Counter[str] = field(default_factory=Counter)
+    longest_decision_s: float = 0.0
+    leaks: Leaks = field(default_factory=Leaks)
+    problems: list[str] = field(default_factory=list)
+
+    def failures(self) -> list[str]:
+        """Everything that must not have happened, in words; empty for a run that passed."""
+        found = list(self.problems)
+        if self.wrong_bytes:
+            found.append(f"{self.wrong_bytes} wrong bytes were loaded")
+        if self.wrong_outputs:
+            found.append(f"{self.wrong_outputs} outputs were wrong")
+        elsewhere = self.failed_requests - self.failed_requests_on_killed_replica
+        if elsewhere:
+            found.append(f"{elsewhere} requests failed on replicas that were not killed")
+        if self.longest_decision_s > self.deadline_s + DECISION_GRACE:
+            found.append(
+                f"a decision took {self.longest_decision_s:.2f} s, its deadline was "
+                f"{self.deadline_s:g} s"
+            )
+        leaked = {name: count for name, count in asdict(self.leaks).items() if count}
+        if leaked:
+            found.append("left over: " + ", ".join(f"{n} {name}" for name, n in leaked.items()))
+        return [f"{self.part}: {failure}" for failure in found]
+
+    def missed_bars(self) -> list[str]:
+        """What a full run would have had to show and this one did not."""
+        bars, total, kinds = FULL[self.part], self.faults.total(), len(+self.faults)
+        missed = []
+        if total < bars.faults:
+            missed.append(f"{self.part}: {total} faults, {bars.faults} are wanted")
+        if kinds < bars.kinds:
+            missed.append(f"{self.part}: {kinds} kinds of faults, {bars.kinds} are wanted")
+        return missed
+
+
+def merged(reports: Iterable[Report]) -> dict[str, Any]:
+    """One report of all parts. Raises ValueError for none."""
+    parts = list(reports)
+    if not parts:
+        raise ValueError("there is no part to report")
+    slowest = max(parts, key=lambda part: part.longest_decision_s - part.deadline_s)
+    leaks = [asdict(part.leaks) for part in parts]
+    return {
+        "seed": parts[0].seed,
+        "faults": dict(sorted(_added(part.faults for part in parts).items())),
+        "operations": sum(part.operations for part in parts),
+        "requests": sum(part.requests for part in parts),
+        "failed_requests": sum(part.failed_requests for part in parts),
+        "failed_requests_on_killed_replica": sum(
+            part.failed_requests_on_killed_replica for part in parts
+        ),
+        "wrong_outputs": sum(part.wrong_outputs for part in parts),
+        "wrong_bytes": sum(part.wrong_bytes for part in parts),
+        "rollbacks": dict(sorted(_added(part.rollbacks for part in parts).items())),
+        # Of the part that came closest to its own deadline, or went furthest beyond it.
+        "longest_decision_s": round(slowest.longest_decision_s, 3),
+        "deadline_s": slowest.deadline_s,
+        "leaks": {name: sum(part[name] for part in leaks) for name in leaks[0]},
+    }
+
+
+def to_json(reports: Iterable[Report]) -> str:
+    return json.dumps(merged(reports), indent=2) + "\n"
+
+
+def _added(counters: Iterable[Counter[str]]) -> Counter[str]:
+    total: Counter[str] = Counter()
+    for counter in counters:
+        total.update(counter)
+    return total

@@ -1,0 +1,310 @@
+"""What vLLM's scheduler does with a manager, all the time and with whatever goes wrong in it.
+
+Threading: `Scheduler` is a thread, the replica's scheduler thread. Other threads hand it actions
+with `call` and read its figures.
+"""
+
+from __future__ import annotations
+
+import queue
+import random
+import threading
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from pathlib import Path
+from typing import Any
+
+from vllm.v1.kv_offload.base import BlockIDsLoadStoreSpec, OffloadKey
+
+from tests.chaos.worker import Job, Worker
+from tests.chaos.workload import prompt
+from tests.engine.scheduling import CHUNK, Request, Scheduling, chunks
+from xinference_xavier.engine.manager import XavierManager
+from xinference_xavier.pool.pool import Pool
+from xinference_xavier.replica import Replica
+from xinference_xavier.transfer.fetch import FetchState
+
+STEP = 0.015
+"""Seconds of a step of the engine: what computing would take."""
+MAX_REQUESTS = 4
+"""Requests at a time."""
+MIN_FETCH_CHUNKS = 2
+
+
+class Phase(Enum):
+    WAITING = auto()
+    LOADING = auto()
+    RUNNING = auto()
+
+
+@dataclass
+class _Served:
+    """A request and where it is. `pending_since` is the time of its first RETRY."""
+
+    request: Request
+    own_prefix: int
+    phase: Phase = Phase.WAITING
+    hits: int = 0
+    steps: int = 0
+    is_pending: bool = False
+    pending_since: float | None = None
+
+
+@dataclass
+class Figures:
+    """`decisions` that took longer than the deadline, as (first pending lookup, decision)."""
+
+    requests: int = 0
+    finished: int = 0
+    aborted: int = 0
+    operations: int = 0
+    longest_decision: float = 0.0
+    decisions: list[tuple[float, float]] = field(default_factory=list)
+    done: Counter[str] = field(default_factory=Counter)
+
+
+class _Live(Scheduling):
+    """vLLM's order of calls, on a manager with a real replica."""
+
+    def __init__(self, pool: Pool, replica: Replica, fetch_timeout: float) -> None:
+        self.pool = pool
+        self.manager = XavierManager(
+            pool,
+            chunk_tokens=CHUNK,
+            min_fetch_tokens=MIN_FETCH_CHUNKS * CHUNK,
+            fetch_timeout=fetch_timeout,
+        )
+        self.manager.attach(replica)
+
+
+class Scheduler(threading.Thread):
+    def __init__(
+        self,
+        name: str,
+        *,
+        pool: Pool,
+        replica: Replica,
+        worker: Worker,
+        fetch_timeout: float,
+        weights: str,
+        seed: int,
+        log: Path,
+        report: Callable[[], None],
+    ) -> None:
+        super().__init__(name="chaos-scheduler", daemon=True)
+        self._prefix = name
+        self._vllm = _Live(pool, replica, fetch_timeout)
+        self._pool = pool
+        self._replica = replica
+        self._worker = worker
+        self._fetch_timeout = fetch_timeout
+        self._source = random.Random(seed)
+        self._log = log
+        self._report = report
+        self._arrived: queue.SimpleQueue[Callable[[], bool]] = queue.SimpleQueue()
+        self._actions: list[Callable[[], bool]] = []
+        self._served: list[_Served] = []
+        self._jobs: list[Job] = []
+        self._flushes = 0
+        self.orders: Counter[str] = Counter()
+        self.weights = weights
+        self.paused = True
+        self.died = False
+        self.figures = Figures()
+
+    @property
+    def manager(self) -> XavierManager:
+        return self._vllm.manager
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._served)
+
+    def call(self, action: Callable[[], Any]) -> Any:
+        """Have `action` done between two steps; returns what it returns."""
+        return self.call_when(lambda: True, action, 10.0)
+
+    def call_when(
+        self, condition: Callable[[], bool], action: Callable[[], Any], timeout: float
+    ) -> Any:
+        """At the end of the first step that leaves `condition` true; None if none does in time."""
+        future: Future[Any] = Future()
+        until = time.monotonic() + timeout
+
+        def attempt() -> bool:
+            if condition():
+                future.set_result(action())
+            elif time.monotonic() > until:
+                future.set_result(None)
+            return future.done()
+
+        self._arrived.put(attempt)
+        return future.result(timeout + 10.0)
+
+    def run(self) -> None:
+        next_report = 0.0
+        try:
+            while True:
+                began = time.monotonic()
+                self._step()
+                if began > next_report:
+                    next_report = began + 0.1
+                    self._report()
+                threading.Event().wait(max(0.001, STEP - (time.monotonic() - began)))
+        except BaseException:  # vLLM's engine would be dead now, and all its requests with it
+            self.died = True
+            with self._log.open("a") as log:
+                log.write(traceback.format_exc())
+            self._report()
+            raise
+
+    # -- a step -------------------------------------------------------------------------------
+
+    def _step(self) -> None:
+        if not self.paused and len(self._served) < MAX_REQUESTS:
+            self._admit()
+        for served in list(self._served):
+            if served.phase is Phase.WAITING:
+                self._attempt(served)
+        for served in list(self._served):
+            if served.phase is Phase.RUNNING:
+                self._compute(served)
+        self._vllm.end_step()
+        self._collect()
+        while not self._arrived.empty():
+            self._actions.append(self._arrived.get())
+        self._actions = [attempt for attempt in self._actions if not attempt()]
+
+    def _admit(self) -> None:
+        self.figures.requests += 1
+        keys = prompt(self._source)
+        request = self._vllm.arrive(f"{self._prefix}-{self.figures.requests}", keys)
+        own_prefix = self._source.choice((0, 0, 0, 1, 2))
+        self._served.append(_Served(request, own_prefix))
+
+    def _attempt(self, served: _Served) -> None:
+        self.figures.operations += 1
+        hits = self._vllm.scan(served.request, served.own_prefix)
+        now = time.monotonic()
+        if hits is None:
+            served.is_pending = True
+            if served.pending_since is None:
+                served.pending_since = now
+            if self._take("request aborted while it waits"):
+                self.figures.aborted += 1
+                self._finish(served)
+            return
+        if served.is_pending and served.pending_since is not None:
+            served.is_pending = False
+            self._note_decision(served.pending_since, now)
+        if hits and self._take("no room after a hit"):
+            return
+        slots = self._vllm.schedule(served.request, hits, served.own_prefix)
+        served.hits, served.steps = hits, self._source.randint(1, 3)
+        served.phase = Phase.LOADING if hits else Phase.RUNNING
+        if hits:
+            keys = served.request.keys[served.own_prefix :][:hits]
+            self._submit(Job(served.request, False, keys, slots, self.weights, self._haste()))
+
+    def _note_decision(self, since: float, now: float) -> None:
+        if now - since > self._fetch_timeout:
+            self.figures.decisions.append((since, now))
+        else:
+            self.figures.longest_decision = max(self.figures.longest_decision, now - since)
+
+    def _compute(self, served: _Served) -> None:
+        if self._take("request preempted"):
+            served.phase = Phase.WAITING
+            return
+        served.steps -= 1
+        if served.steps > 0:
+            return
+        request = served.request
+        computed = request.keys[served.own_prefix + served.hits :]
+        self._store(request, computed)
+        self.figures.finished += 1
+        self._finish(served)
+
+    def _store(self, request: Request, keys: list[OffloadKey]) -> None:
+        output = self.manager.prepare_store(keys, request.context)
+        assert output is not None
+        assert isinstance(output.store_spec, BlockIDsLoadStoreSpec)
+        if output.keys_to_store:
+            self._submit(
+                Job(
+                    request,
+                    True,
+                    output.keys_to_store,
+                    output.store_spec.block_ids.tolist(),
+                    self.weights,
+                    self._haste(),
+                    self._take("store fails"),
+                )
+            )
+
+    def _haste(self) -> float:
+        """Seconds for a job: mostly next to none."""
+        return self._source.choice((0.0, 0.0, 0.0, 0.002, 0.02))
+
+    def _submit(self, job: Job) -> None:
+        self.figures.operations += 1
+        self._jobs.append(job)
+        self._worker.submit(job)
+
+    def _finish(self, served: _Served) -> None:
+        self._served.remove(served)
+        self._vllm.finish(served.request)
+
+    def _collect(self) -> None:
+        while not self._worker.finished.empty():
+            job = self._worker.finished.get()
+            if not any(job is known for known in self._jobs):
+                continue  # of before a reset: vLLM does not report it
+            self._jobs = [known for known in self._jobs if known is not job]
+            if job.is_store:
+                context = job.request.context
+                self.manager.complete_store(set(job.keys), context, success=not job.fails)
+                continue
+            self.manager.complete_load(set(job.keys), job.request.context)
+            for served in self._served:
+                if served.request is job.request:
+                    served.phase = Phase.RUNNING
+
+    def _take(self, order: str) -> bool:
+        if not self.orders[order]:
+            return False
+        self.orders[order] -= 1
+        self.figures.done[order] += 1
+        return True
+
+    # -- actions ------------------------------------------------------------------------------
+
+    def reset(self, weights: str) -> None:
+        """The engine gets other weights; everything computed before is void."""
+        self.weights = weights
+        self._jobs = []
+        for served in self._served:
+            served.phase = Phase.WAITING
+        self.manager.reset_cache()
+
+    def is_fetching(self) -> bool:
+        return any(fetch.state is FetchState.PENDING for fetch in self.manager._fetches)
+
+    def is_serving(self) -> bool:
+        return len(self._replica._donor.grants) > 0
+
+    def is_idle(self) -> bool:
+        return not self._served and not self._jobs and not self.manager.has_pending_work()
+
+    def flush(self) -> None:
+        """A last chunk is computed, stored and published."""
+        self._flushes += 1
+        name = f"flush {self._prefix}, {self._flushes}"
+        request = self._vllm.arrive(name, chunks(name, 1))
+        self._store(request, list(request.keys))
+        self._vllm.finish(request)

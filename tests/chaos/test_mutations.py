@@ -1,0 +1,32 @@
+"""What keeps rows right is switched off, one thing at a time: the harness must see it and say how.
+
+Each run is rich in the faults that the switched-off thing is there for, and ends as soon as
+something is wrong.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.chaos import replicas
+from tests.chaos.mutations import Mutation
+
+SEED = 1
+SECONDS = 30.0
+POOLS = {"n0": 48, "n1": 96, "n2": 48}
+"""Fewer replicas than a run has, and smaller ones: rows come and go quickly."""
+
+CASES = {
+    Mutation.CHECKSUM: (["damaged row", "swapped rows"], "wrong bytes"),
+    Mutation.QUARANTINE: (["late bytes"], "wrong bytes"),
+    Mutation.PIN: (["donor is slow"], "rows arrived damaged"),
+    Mutation.SEQUENCE: (["publication lost", "publication repeated"], "the mirror of"),
+}
+
+
+@pytest.mark.parametrize("mutation", list(Mutation))
+def test_a_run_without_it_fails_and_says_how(mutation: Mutation) -> None:
+    kinds, said = CASES[mutation]
+    report = replicas.make_report(SEED)
+    replicas.run(SEED, SECONDS, report, only=kinds, mutation=mutation, pools=POOLS)
+    assert any(said in failure for failure in report.failures()), report.failures()

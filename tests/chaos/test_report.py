@@ -1,0 +1,89 @@
+"""A report passes only if nothing is wrong, and is what `build/chaos-report.json` must be."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+
+import pytest
+
+from tests.chaos.__main__ import shortest_failing
+from tests.chaos.report import Leaks, Report, to_json
+
+
+def replicas(**figures: object) -> Report:
+    return Report("replicas", 7, 1.0, **figures)  # type: ignore[arg-type]
+
+
+def engines(**figures: object) -> Report:
+    return Report("engines", 7, 5.0, **figures)  # type: ignore[arg-type]
+
+
+def test_a_report_in_which_nothing_is_wrong_passes() -> None:
+    fine = replicas(
+        failed_requests=3, failed_requests_on_killed_replica=3, longest_decision_s=1.99
+    )
+    assert fine.failures() == []
+
+
+@pytest.mark.parametrize(
+    ("figures", "named"),
+    [
+        ({"wrong_bytes": 1}, "1 wrong bytes"),
+        ({"wrong_outputs": 1}, "1 outputs"),
+        ({"failed_requests": 4, "failed_requests_on_killed_replica": 3}, "1 requests failed"),
+        ({"longest_decision_s": 2.01}, "2.01 s"),
+        ({"leaks": Leaks(grants=2)}, "2 grants"),
+        ({"problems": ["something odd"]}, "something odd"),
+    ],
+)
+def test_whatever_is_wrong_is_a_failure_and_named(figures: dict[str, object], named: str) -> None:
+    (failure,) = replicas(**figures).failures()
+    assert named in failure
+
+
+def test_the_bars_of_a_full_run() -> None:
+    kinds = [f"kind {number}" for number in range(15)]
+    enough = replicas(faults=Counter(dict.fromkeys(kinds, 67)))
+    assert enough.missed_bars() == []
+    assert len(replicas(faults=Counter(dict.fromkeys(kinds, 66))).missed_bars()) == 1
+    assert len(replicas(faults=Counter(dict.fromkeys(kinds[1:], 99))).missed_bars()) == 1
+    assert len(engines().missed_bars()) == 2
+
+
+def test_the_parts_are_merged_into_one_report() -> None:
+    one = replicas(
+        faults=Counter(a=2, b=1),
+        operations=5,
+        rollbacks=Counter(timeout=3),
+        longest_decision_s=1.5,
+        leaks=Leaks(slots=1),
+    )
+    other = engines(faults=Counter(b=1, c=4), rollbacks=Counter(link=1), longest_decision_s=5.1)
+    report = json.loads(to_json([one, other]))
+    assert report["seed"] == 7
+    assert report["faults"] == {"a": 2, "b": 2, "c": 4}
+    assert report["rollbacks"] == {"link": 1, "timeout": 3}
+    assert (report["longest_decision_s"], report["deadline_s"]) == (1.5, 1.0)
+    assert report["leaks"]["slots"] == 1
+    assert set(report) == {
+        *("seed", "faults", "operations", "requests", "failed_requests"),
+        *("failed_requests_on_killed_replica", "wrong_outputs", "wrong_bytes", "rollbacks"),
+        *("longest_decision_s", "deadline_s", "leaks"),
+    }
+    assert set(report["leaks"]) == {
+        *("grants", "slots", "quarantined", "bytes", "threads", "file_descriptors"),
+        *("processes", "shared_memory", "actors"),
+    }
+
+
+def test_the_shortest_failing_prefix_is_found_by_bisection() -> None:
+    tried: list[int] = []
+
+    def fails(steps: int) -> bool:
+        tried.append(steps)
+        return steps >= 11
+
+    assert shortest_failing(40, fails) == 11
+    assert len(tried) <= 6
+    assert shortest_failing(1, fails) == 1

@@ -1,0 +1,259 @@
+"""The tracker's side of the chaos harness: a tracker that goes wrong to order, and a worker and a
+supervisor through which replicas find it again. Each is a process with an xoscar pool."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from typing import Any
+
+import xoscar
+
+from tests.chaos.mutations import Mutation
+from tests.chaos.node import PRELOAD
+from tests.replica_process import MODEL
+from xinference_xavier.tracker.actor import BlockTracker, tracker_uid
+from xinference_xavier.tracker.index import Outcome
+
+LEASE = 3.0
+_TICK = 0.5
+_DELAY = 0.7
+_REPEATED_AFTER = 5
+"""Publications of the same replica between one and its repetition."""
+_ANSWER_TIME = 30.0
+
+
+class Clock:
+    """The system's, and what it is ahead (seconds)."""
+
+    def __init__(self) -> None:
+        self.ahead = 0.0
+
+    def __call__(self) -> float:
+        return time.monotonic() + self.ahead
+
+
+class FaultyTracker(BlockTracker):
+    """Publications get lost, are repeated or late. `expired` are those whose lease ended,
+    and when."""
+
+    def __init__(self, clock: Clock, mutation: Mutation | None) -> None:
+        super().__init__(MODEL, lease=LEASE, tick=_TICK, clock=clock)
+        self.clock = clock
+        self.mutation = mutation
+        self.orders: Counter[str] = Counter()
+        self.done: Counter[str] = Counter()
+        self.expired: list[tuple[str, float]] = []
+        self._leaving = False
+        self._to_repeat: dict[str, list[Any]] = {}
+
+    async def publish(
+        self, namespace: str, incarnation: str, sequence: int, added: bytes, removed: bytes
+    ) -> Outcome:
+        publication = (namespace, incarnation, sequence, added, removed)
+        if self._take("publication lost"):
+            return Outcome.APPLIED
+        if self._take("publication delayed"):
+            await asyncio.sleep(_DELAY)
+        outcome = await self._apply(*publication)
+        if incarnation not in self._to_repeat and self._take("publication repeated", count=False):
+            self._to_repeat[incarnation] = [_REPEATED_AFTER, publication]
+        elif incarnation in self._to_repeat:
+            self._to_repeat[incarnation][0] -= 1
+            if not self._to_repeat[incarnation][0]:
+                _, old = self._to_repeat.pop(incarnation)
+                repeated = await self._apply(*old)
+                self.done["publication repeated"] += repeated is not Outcome.UNKNOWN
+        return outcome
+
+    async def _apply(
+        self, namespace: str, incarnation: str, sequence: int, added: bytes, removed: bytes
+    ) -> Outcome:
+        if self.mutation is Mutation.SEQUENCE:
+            known = self._namespaces.get(namespace)
+            lease = known.index._leases.get(incarnation) if known is not None else None
+            if lease is not None:
+                lease.sequence = sequence - 1
+        return await super().publish(namespace, incarnation, sequence, added, removed)
+
+    async def leave(self, namespace: str, incarnation: str) -> None:
+        self._leaving = True
+        try:
+            await super().leave(namespace, incarnation)
+        finally:
+            self._leaving = False
+
+    def _departed(self, namespace: str, incarnations: list[str]) -> None:
+        if not self._leaving:
+            now = time.monotonic()
+            self.expired += [(incarnation, now) for incarnation in incarnations]
+        super()._departed(namespace, incarnations)
+
+    def _take(self, order: str, count: bool = True) -> bool:
+        if not self.orders[order]:
+            return False
+        self.orders[order] -= 1
+        self.done[order] += count
+        return True
+
+
+class _TrackerInside:
+    """Commands; all but `actors` run in the tracker's loop."""
+
+    def __init__(self, tracker: FaultyTracker, pool: Any) -> None:
+        self._tracker = tracker
+        self._pool = pool
+
+    async def ask_for(self, order: str) -> None:
+        self._tracker.orders[order] += 1
+
+    async def done(self) -> Counter[str]:
+        return self._tracker.done
+
+    async def expired(self) -> list[tuple[str, float]]:
+        return self._tracker.expired
+
+    async def members(self) -> dict[str, set[str]]:
+        """Incarnations by namespace."""
+        return {
+            digest: set(known.index._leases) for digest, known in self._tracker._namespaces.items()
+        }
+
+    async def jump(self, seconds: float) -> None:
+        self._tracker.clock.ahead += seconds
+
+    async def set_enabled(self, enabled: bool) -> None:
+        await self._tracker.set_enabled(enabled)
+
+    async def set_weights_version(self, version: str) -> dict[str, list[str]]:
+        return await self._tracker.set_weights_version(version)
+
+    async def actors(self) -> list[str]:
+        return [uid.decode() if isinstance(uid, bytes) else uid for uid in self._pool._actors]
+
+
+class FakeSupervisor(xoscar.StatelessActor):  # type: ignore[misc]  # xoscar has no types
+    def __init__(self) -> None:
+        super().__init__()
+        self.tracker: str | None = None
+
+    async def set_tracker(self, address: str | None) -> None:
+        self.tracker = address
+
+    async def xavier_tracker_address(self, model_uid: str, create: bool, *hooks: object) -> str:
+        if self.tracker is None:
+            raise RuntimeError("no tracker at the moment")
+        return self.tracker
+
+
+class FakeWorker(xoscar.StatelessActor):  # type: ignore[misc]  # xoscar has no types
+    def __init__(self, supervisor: Any) -> None:
+        super().__init__()
+        self._supervisor = supervisor
+
+    async def get_supervisor_ref(self, add_worker: bool = True) -> Any:
+        return self._supervisor
+
+
+class _HostInside:
+    def __init__(self, supervisor: Any) -> None:
+        self._supervisor = supervisor
+
+    async def set_tracker(self, address: str | None) -> None:
+        await self._supervisor.set_tracker(address)
+
+
+async def _start_tracker(pool: Any, mutation: Mutation | None) -> _TrackerInside:
+    uid = tracker_uid(MODEL)
+    address = pool.external_address
+    await xoscar.create_actor(FaultyTracker, Clock(), mutation, address=address, uid=uid)
+    return _TrackerInside(pool._actors[uid.encode()], pool)
+
+
+async def _start_host(pool: Any, _: None) -> _HostInside:
+    address = pool.external_address
+    supervisor = await xoscar.create_actor(FakeSupervisor, address=address, uid="supervisor")
+    await xoscar.create_actor(FakeWorker, supervisor, address=address, uid="worker")
+    return _HostInside(supervisor)
+
+
+def _serve(pipe: Connection, start: Callable[..., Any], argument: object, port: int) -> None:
+    async def serve() -> None:
+        address = f"127.0.0.1:{port}"
+        pool = await xoscar.create_actor_pool(address, n_process=0, use_uvloop=False)
+        inside = await start(pool, argument)
+        pipe.send((True, pool.external_address))
+        loop = asyncio.get_running_loop()
+        while True:
+            method, args = await loop.run_in_executor(None, pipe.recv)
+            try:
+                pipe.send((True, await getattr(inside, method)(*args)))
+            except Exception as error:
+                pipe.send((False, repr(error)))
+
+    with suppress(EOFError):
+        asyncio.run(serve())
+    os._exit(0)
+
+
+class _Process:
+    """Commands are forwarded into the process."""
+
+    def __init__(self, start: Callable[..., Any], argument: object, port: int) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOAD)
+        self._lock = threading.Lock()
+        self._pipe, theirs = context.Pipe()
+        self.process = context.Process(
+            target=_serve, args=(theirs, start, argument, port), daemon=True
+        )
+        self.process.start()
+        theirs.close()
+        self.address: str = self._answer()
+
+    def command(self, method: str, *args: Any) -> Any:
+        with self._lock:
+            self._pipe.send((method, args))
+            return self._answer()
+
+    def _answer(self) -> Any:
+        if not self._pipe.poll(_ANSWER_TIME):
+            raise TimeoutError("the tracker's process does not answer")
+        ok, answer = self._pipe.recv()
+        if not ok:
+            raise RuntimeError(answer)
+        return answer
+
+    @property
+    def pid(self) -> int:
+        assert self.process.pid is not None
+        return self.process.pid
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join()
+        with self._lock:  # another thread may wait for an answer that will not come
+            self._pipe.close()
+
+
+class TrackerNode(_Process):
+    def __init__(self, mutation: Mutation | None, port: int = 0) -> None:
+        super().__init__(_start_tracker, mutation, port)
+
+    @property
+    def port(self) -> int:
+        return int(self.address.rpartition(":")[2])
+
+
+class HostNode(_Process):
+    """A worker, and the supervisor that it knows."""
+
+    def __init__(self) -> None:
+        super().__init__(_start_host, None, 0)

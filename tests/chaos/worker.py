@@ -1,0 +1,74 @@
+"""The worker of a replica: copies between rows and what would be the KV cache, on its own thread.
+
+Jobs run in the order of their submission, as those of `engine/host_worker.py`. A load compares
+every byte with what it must be; the bytes that are wrong are written to the replica's log at once,
+so that they count even if the replica is killed.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from tests.chaos.workload import row_content
+from tests.engine.scheduling import Request
+from xinference_xavier.pool.region import Region
+
+
+@dataclass
+class Job:
+    """`seconds` is how long it takes; a job that `fails` leaves rubbish behind."""
+
+    request: Request
+    is_store: bool
+    keys: Sequence[bytes]
+    slots: Sequence[int]
+    weights: str
+    seconds: float = 0.0
+    fails: bool = False
+
+
+class Worker:
+    def __init__(self, region: Region, log: Path) -> None:
+        self._region = region
+        self._log = log
+        self._jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
+        self.finished: queue.SimpleQueue[Job] = queue.SimpleQueue()
+        self.wrong_bytes = 0
+        threading.Thread(target=self._run, name="chaos-worker", daemon=True).start()
+
+    def submit(self, job: Job) -> None:
+        self._jobs.put(job)
+
+    def _run(self) -> None:
+        while True:
+            job = self._jobs.get()
+            if job.is_store:
+                self._store(job)
+            else:
+                self._load(job)
+            self.finished.put(job)
+
+    def _store(self, job: Job) -> None:
+        """In two halves, so that a row is half written for a while."""
+        half = self._region.row_bytes // 2
+        for part in (slice(None, half), slice(half, None)):
+            for key, slot in zip(job.keys, job.slots, strict=True):
+                row = self._region.row(slot)
+                row[part] = 0 if job.fails else row_content(key, job.weights)[part]
+            threading.Event().wait(job.seconds / 2)
+
+    def _load(self, job: Job) -> None:
+        threading.Event().wait(job.seconds)
+        for key, slot in zip(job.keys, job.slots, strict=True):
+            cached = self._region.row(slot).copy()
+            wrong = int(np.count_nonzero(cached != row_content(key, job.weights)))
+            if wrong:
+                self.wrong_bytes += wrong
+                with self._log.open("a") as log:
+                    log.write(f"{job.request.req_id}: {wrong} bytes of {key.hex()[:12]}\n")

@@ -1,0 +1,43 @@
+"""What one replica is asked for, and what its rows must hold.
+
+Contents follow from the key and from the weights that the replica computes with, so that a wrong
+row is seen, and so is one that was computed before a reset.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+from vllm.v1.kv_offload.base import OffloadKey
+
+from tests.engine.scheduling import chunks
+from tests.replica_process import content
+
+ROW_BYTES = 16 << 10
+FAMILIES = 6
+DOCUMENTS = 6
+"""Documents of each family; they begin alike."""
+COMMON_CHUNKS = 4
+OWN_CHUNKS = 8
+WORKING_SET = FAMILIES * (COMMON_CHUNKS + DOCUMENTS * OWN_CHUNKS)
+"""Chunks."""
+
+
+@lru_cache(maxsize=2000)
+def row_content(key: bytes, weights: str) -> npt.NDArray[np.uint8]:
+    """What the row of `key` must hold, shape (ROW_BYTES,)."""
+    return content(hashlib.sha256(key + weights.encode()).digest(), ROW_BYTES)
+
+
+def prompt(source: random.Random) -> list[OffloadKey]:
+    """The chunks of some document, or of its beginning."""
+    family, document = source.randrange(FAMILIES), source.randrange(DOCUMENTS)
+    whole = [
+        *chunks(f"family {family}", COMMON_CHUNKS),
+        *chunks(f"family {family}, document {document}", OWN_CHUNKS),
+    ]
+    return whole[: source.randint(COMMON_CHUNKS, len(whole))]

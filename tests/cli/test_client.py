@@ -1,0 +1,196 @@
+"""The clients, against a real API and real replicas."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+
+import pytest
+
+from tests.api_process import API_KEY, ApiProcess
+from tests.replica_process import CHUNK_TOKENS, MODEL, fresh_numbers, make_key, wait_until
+from xinference_xavier.client import AsyncXavierClient, XavierClient
+from xinference_xavier.errors import ApiError
+from xinference_xavier.results import Happened, ModelStatus, Reuse
+
+from .conftest import Pair
+
+
+@pytest.fixture
+def client(pair: Pair) -> Iterator[XavierClient]:
+    with XavierClient(pair.api.endpoint) as client:
+        yield client
+
+
+def share(pair: Pair) -> tuple[list[int], ModelStatus]:
+    """Two chunks that the first stored and the second fetched, and the status before that."""
+    with XavierClient(pair.api.endpoint) as client:
+        before = client.status(MODEL)
+    numbers = fresh_numbers(2)
+    keys = [make_key(number) for number in numbers]
+    pair.first.store(keys)
+    wait_until(lambda: pair.second.holders(keys[1]) == ("first",), "the index says")
+    assert pair.second.fetch("first", keys, 30.0).committed == 2
+    return numbers, before
+
+
+def test_status_is_typed_and_sums_up(pair: Pair, client: XavierClient) -> None:
+    _, before = share(pair)
+    status = client.status(MODEL)
+    assert [replica.incarnation for replica in status.replicas] == ["first", "second"]
+    assert (status.model_uid, status.enabled) == (MODEL, True)
+    second = status.replicas[1]
+    moved = 2 * second.row_bytes
+    assert second.counts.bytes_received - before.replicas[1].counts.bytes_received == moved
+    assert second.received_from["first"] - before.replicas[1].received_from.get("first", 0) == moved
+    assert status.totals.fetches_committed - before.totals.fetches_committed == 1
+    assert (second.rows, second.rows_pinned, second.fetching) == (64, 0, {})
+    assert status.raw["replicas"][1]["incarnation"] == "second"
+    assert [each.model_uid for each in client.models()] == [MODEL]
+
+
+def test_explain_says_where_chunks_are_and_what_is_reused(
+    pair: Pair, client: XavierClient
+) -> None:
+    numbers, _ = share(pair)
+    mine, unknown = fresh_numbers(2)
+    pair.first.store([make_key(mine)])
+    wait_until(lambda: pair.second.holders(make_key(mine)) == ("first",), "the index says")
+    prompt = " ".join(map(str, [*numbers, mine, unknown]))
+    answer = client.explain(MODEL, prompt)
+    assert (answer.prompt_tokens, answer.chunk_tokens) == (4 * CHUNK_TOKENS, CHUNK_TOKENS)
+    both = {"first", "second"}
+    assert [set(chunk.holders) for chunk in answer.chunks] == [both, both, {"first"}, set()]
+    assert (answer.chunks[1].start, answer.chunks[1].end) == (CHUNK_TOKENS, 2 * CHUNK_TOKENS)
+    assert answer.reuse["first"] == Reuse(3 * CHUNK_TOKENS, 0, CHUNK_TOKENS)
+    assert answer.reuse["second"] == Reuse(2 * CHUNK_TOKENS, 0, 2 * CHUNK_TOKENS), (
+        "one chunk is too short a run to be fetched"
+    )
+
+
+def test_explain_takes_one_question(client: XavierClient) -> None:
+    with pytest.raises(ValueError, match="either a prompt or messages"):
+        client.explain(MODEL)
+    with pytest.raises(ValueError, match="either a prompt or messages"):
+        client.explain(MODEL, "1", messages=[])
+
+
+def test_what_was_dropped_is_nowhere(pair: Pair, client: XavierClient) -> None:
+    """Nobody is told of it any more, nobody finds it, and what comes later is kept."""
+    numbers, _ = share(pair)
+    status = client.drop(MODEL)
+    told = status.raw["told"]
+    assert (sorted(told["dropped"]), told["unreachable"]) == (["first", "second"], [])
+    assert [replica.rows_used for replica in status.replicas] == [0, 0]
+    answer = client.explain(MODEL, " ".join(map(str, numbers)))
+    assert {chunk.holders for chunk in answer.chunks} == {frozenset()}
+    wait_until(lambda: pair.second.holders(make_key(numbers[0])) == (), "the index says")
+    share(pair)
+
+
+def test_the_switch(pair: Pair, client: XavierClient) -> None:
+    try:
+        assert not client.switch(MODEL, False).enabled
+        assert not client.status(MODEL).enabled
+    finally:
+        assert client.switch(MODEL, True).enabled
+
+
+def test_events_of_late_and_as_they_happen(pair: Pair, client: XavierClient) -> None:
+    events = client.events(MODEL)
+    assert [next(events).event for _ in range(2)] == ["ReplicaJoined"] * 2
+    told: list[Happened] = []
+    listening = threading.Thread(target=lambda: told.extend(_until_dropped(events)))
+    listening.start()
+    with XavierClient(pair.api.endpoint) as other:
+        other.drop(MODEL)
+    listening.join(60)
+    assert told[-1].event == "HoldingsDropped"
+    assert told[-1].fields == {"model_uid": MODEL, "replicas": 2}
+
+
+def _until_dropped(events: Iterator[Happened]) -> Iterator[Happened]:
+    for event in events:
+        yield event
+        if event.event == "HoldingsDropped" and event.fields["replicas"] == 2:
+            return
+
+
+def test_watching_gives_one_status_after_the_other(client: XavierClient) -> None:
+    statuses = client.watch(MODEL)
+    assert [next(statuses).model_uid for _ in range(2)] == [MODEL] * 2
+
+
+async def test_the_asynchronous_twin(pair: Pair) -> None:
+    number = fresh_numbers(1)[0]
+    async with AsyncXavierClient(pair.api.endpoint) as client:
+        assert [each.model_uid for each in await client.models()] == [MODEL]
+        assert len((await client.status(MODEL)).replicas) == 2
+        assert (await client.explain(MODEL, str(number))).prompt_tokens == CHUNK_TOKENS
+        assert (await client.drop(MODEL)).raw["told"]["unreachable"] == []
+        assert (await client.switch(MODEL, True)).enabled
+        assert (await anext(client.events(MODEL))).event == "ReplicaJoined"
+        assert (await anext(client.watch(MODEL))).model_uid == MODEL
+        assert MODEL in (await client.cluster())["models"]
+        with pytest.raises(ApiError, match="does not share its cache here"):
+            await client.status("other")
+        with pytest.raises(ApiError, match="does not share its cache here"):
+            await anext(client.watch("other"))
+
+
+def test_a_model_that_does_not_share(client: XavierClient) -> None:
+    for ask in (client.status, client.drop, lambda uid: next(client.events(uid))):
+        with pytest.raises(ApiError, match="model 'other' does not share its cache") as refused:
+            ask("other")
+        assert refused.value.status == 404
+
+
+def test_a_key_is_needed_and_sent_where_the_api_wants_one(pair: Pair) -> None:
+    with (
+        XavierClient(pair.api.guarded) as stranger,
+        pytest.raises(ApiError, match="give an API key that has the rights") as refused,
+    ):
+        stranger.models()
+    assert refused.value.status == 401
+    with XavierClient(pair.api.guarded, API_KEY) as client:
+        assert len(client.models()) == 1
+        assert next(client.watch(MODEL)).model_uid == MODEL
+
+
+def test_an_xinference_without_the_extension_and_none_at_all(pair: Pair) -> None:
+    with (
+        XavierClient(pair.api.bare) as client,
+        pytest.raises(ApiError, match="XINFERENCE_EXTENSIONS=xinference_xavier:extension"),
+    ):
+        client.models()
+    with (
+        XavierClient("http://127.0.0.1:1") as client,
+        pytest.raises(ApiError, match="is xinference running there") as refused,
+    ):
+        client.models()
+    assert refused.value.status is None
+
+
+def test_who_listens_does_not_keep_the_server_from_stopping() -> None:
+    api = ApiProcess()
+    try:
+        with XavierClient(api.endpoint) as client:
+            statuses = client.watch(MODEL)
+            next(statuses)
+            api.stop()
+            with suppress(ApiError):  # in good order, or cut
+                assert len(list(statuses)) < 10
+    finally:
+        api.kill()
+
+
+async def test_who_leaves_is_not_listened_for(pair: Pair) -> None:
+    """A page that is closed frees its place: more of them than there are places, in turn."""
+    async with AsyncXavierClient(pair.api.endpoint) as client:
+        for _ in range(120):
+            watching = client.watch(MODEL)
+            await anext(watching)
+            await watching.aclose()  # type: ignore[attr-defined]  # it is a generator
+            await asyncio.sleep(0)

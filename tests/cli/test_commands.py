@@ -1,0 +1,223 @@
+"""The command line, as people and scripts use it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from tests.api_process import API_KEY
+from tests.replica_process import MODEL, fresh_numbers, make_key, wait_until
+from xinference_xavier.cli import endpoint as endpoint_module
+from xinference_xavier.cli.commands import main
+from xinference_xavier.cli.tables import size
+from xinference_xavier.client import XavierClient
+from xinference_xavier.results import ModelStatus
+
+from .conftest import Pair
+
+PROGRAM = Path(sys.executable).parent / "xinference-xavier"
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Nobody's login is found."""
+    monkeypatch.setenv("XINFERENCE_HOME", str(tmp_path))
+    for name in ("XINFERENCE_ENDPOINT", "XINFERENCE_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
+def run(endpoint: str, *words: str, text: str | None = None) -> Result:
+    command, *rest = words
+    return CliRunner().invoke(main, [command, "-e", endpoint, *rest], input=text)
+
+
+def done(endpoint: str, *words: str, text: str | None = None) -> str:
+    result = run(endpoint, *words, text=text)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_the_program_starts_without_what_takes_long_to_import() -> None:
+    """Nor do client and help need a network."""
+    program = (
+        "import sys; import xinference_xavier.cli.commands, xinference_xavier.client\n"
+        "import xinference_xavier.cli.tables\n"
+        "loaded = {name.split('.')[0] for name in sys.modules}\n"
+        "assert not loaded & {'torch', 'vllm', 'xoscar', 'xinference', 'numpy'}, loaded\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+    shown = subprocess.run([PROGRAM, "--help"], check=True, capture_output=True, text=True)
+    for code in ("1  doctor found", "2  wrong usage", "3  xinference does not", "4  no such model"):
+        assert code in shown.stdout
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_as_documented(shell: str) -> None:
+    environment = {"_XINFERENCE_XAVIER_COMPLETE": f"{shell}_source", "PATH": "/usr/bin:/bin"}
+    script = subprocess.run(
+        [PROGRAM], env=environment, check=True, capture_output=True, text=True
+    ).stdout
+    assert "xinference-xavier" in script
+    assert f"_XINFERENCE_XAVIER_COMPLETE={shell}_source" in " ".join(
+        CliRunner().invoke(main, ["--help"]).output.split()
+    )
+
+
+def test_status_shows_replicas_and_where_tokens_came_from(pair: Pair) -> None:
+    for words in (["status"], ["status", MODEL]):
+        shown = done(pair.api.endpoint, *words)
+        for word in (MODEL, "sharing on", "first", "second", "own pool", "peers", "rolled back"):
+            assert word in shown
+
+
+def test_status_as_json_is_the_servers_answer(pair: Pair) -> None:
+    one = json.loads(done(pair.api.endpoint, "status", MODEL, "--json"))
+    assert [replica["incarnation"] for replica in one["replicas"]] == ["first", "second"]
+    (same,) = json.loads(done(pair.api.endpoint, "status", "--json"))["models"]
+    assert same["model_uid"] == MODEL
+
+
+def test_watching(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until the model ends, which it does after two looks here."""
+    watch = XavierClient.watch
+
+    def twice(client: XavierClient, model_uid: str) -> Iterator[ModelStatus]:
+        statuses = watch(client, model_uid)
+        for _ in range(2):
+            yield next(statuses)
+
+    monkeypatch.setattr(XavierClient, "watch", twice)
+    lines = done(pair.api.endpoint, "status", MODEL, "--watch", "--json").splitlines()
+    assert [json.loads(line)["model_uid"] for line in lines] == [MODEL] * 2
+    assert "first" in done(pair.api.endpoint, "status", MODEL, "--watch")
+    assert run(pair.api.endpoint, "status", "--watch").exit_code == 2
+
+
+def test_events(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    events = XavierClient.events
+    monkeypatch.setattr(XavierClient, "events", lambda self, uid: [next(events(self, uid))])
+    assert "ReplicaJoined  model_uid=model  replica=" in done(pair.api.endpoint, "events", MODEL)
+    event = json.loads(done(pair.api.endpoint, "events", MODEL, "--json"))
+    assert event["event"] == "ReplicaJoined"
+
+
+def test_explain(pair: Pair, tmp_path: Path) -> None:
+    numbers = fresh_numbers(3)
+    pair.first.store([make_key(number) for number in numbers[:2]])
+    wait_until(lambda: pair.second.holders(make_key(numbers[1])) == ("first",), "the index says")
+    file = tmp_path / "prompt"
+    file.write_text(" ".join(map(str, numbers)))
+    shown = done(pair.api.endpoint, "explain", MODEL, "--prompt-file", str(file))
+    assert "384 tokens: 3 whole chunks of 128" in shown
+    rows = {line.split()[0]: line.split()[1:] for line in shown.splitlines()[-2:]}
+    assert rows == {"first": ["■■·", "256", "0", "128"], "second": ["···", "0", "256", "128"]}
+    raw = json.loads(
+        done(pair.api.endpoint, "explain", MODEL, "--prompt-file", "-", "--json", text="1 2")
+    )
+    assert raw["prompt_tokens"] == 256
+
+
+def test_explaining_a_chat(pair: Pair) -> None:
+    """Messages alone, or a whole request; these replicas have no template, which is the answer."""
+    words = ["explain", MODEL, "--chat", "--prompt-file", "-"]
+    wrong = run(pair.api.endpoint, *words, text="What?")
+    assert wrong.exit_code == 2
+    assert "the file is not JSON" in wrong.output
+    messages = [{"role": "user", "content": "What?"}]
+    for body in (messages, {"messages": messages, "temperature": 0}):
+        refused = run(pair.api.endpoint, *words, text=json.dumps(body))
+        assert refused.exit_code == 3
+        assert "no replica" in refused.output or "replica" in refused.output
+
+
+def test_drop_and_switch(pair: Pair) -> None:
+    pair.first.store([make_key(number) for number in fresh_numbers(2)])
+    assert "2 replicas forgot" in done(pair.api.endpoint, "drop", MODEL)
+    assert pair.first.held() == []
+    assert "sharing of model is off" in done(pair.api.endpoint, "switch", MODEL, "off")
+    assert "sharing off" in done(pair.api.endpoint, "status", MODEL)
+    assert "sharing of model is on" in done(pair.api.endpoint, "switch", MODEL, "on")
+
+
+@pytest.mark.parametrize(
+    "words", [["status"], ["drop"], ["switch"], ["explain", "--prompt-file", "-"], ["events"]]
+)
+def test_an_unknown_model_has_its_exit_code(pair: Pair, words: list[str]) -> None:
+    command, *rest = words
+    state = ["on"] if command == "switch" else []
+    result = run(pair.api.endpoint, command, "other", *state, *rest, text="1")
+    assert result.exit_code == 4
+    assert "model 'other' does not share its cache here" in result.output
+
+
+def test_no_server_no_extension_and_no_rights_have_theirs(pair: Pair) -> None:
+    for endpoint, message in (
+        ("http://127.0.0.1:1", "is xinference running there"),
+        (pair.api.bare, "XINFERENCE_EXTENSIONS=xinference_xavier:extension"),
+        (pair.api.guarded, "xinference login"),
+    ):
+        result = run(endpoint, "status")
+        assert result.exit_code == 3
+        assert message in result.output
+
+
+def test_the_key_comes_from_an_option_the_environment_or_xinferences_login(
+    pair: Pair, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert MODEL in done(pair.api.guarded, "status", "-k", API_KEY)
+    with monkeypatch.context() as patch:
+        patch.setenv("XINFERENCE_API_KEY", API_KEY)
+        assert MODEL in done(pair.api.guarded, "status")
+    from xinference.deploy.cmdline import get_hash_endpoint
+
+    folder = home / "auth"
+    folder.mkdir()
+    (folder / get_hash_endpoint(pair.api.guarded)).write_text(API_KEY)
+    assert endpoint_module.stored_token(pair.api.guarded) == API_KEY
+    assert MODEL in done(pair.api.guarded, "status")
+
+
+def test_the_endpoint_comes_from_the_environment_too(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XINFERENCE_ENDPOINT", pair.api.endpoint)
+    result = CliRunner().invoke(main, ["status"])
+    assert (result.exit_code, MODEL in result.output) == (0, True)
+
+
+def test_the_demo_needs_the_repository(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from xinference_xavier.cli import commands
+
+    called: list[Any] = []
+
+    class Done:
+        returncode = 1
+
+    def instead(words: list[str], **options: Any) -> Done:
+        called.append((words[1:], options["cwd"]))
+        return Done()
+
+    monkeypatch.setattr(commands.subprocess, "run", instead)
+    result = CliRunner().invoke(main, ["demo", "--dtype", "bfloat16"])
+    assert result.exit_code == 1
+    root = Path(__file__).parents[2]
+    assert called == [(["-m", "examples.demo", "--dtype", "bfloat16"], root)]
+    monkeypatch.setattr(commands, "__file__", str(tmp_path / "a" / "b" / "commands.py"))
+    result = CliRunner().invoke(main, ["demo"])
+    assert result.exit_code == 2
+    assert "run it in a clone" in result.output
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (5 << 40, "5.0 TiB")]
+)
+def test_sizes_are_readable(count: int, text: str) -> None:
+    assert size(count) == text

@@ -1,0 +1,296 @@
+"""Each way in which a cluster can be wrong is planted for real; `doctor` finds it and says which
+command mends it."""
+
+from __future__ import annotations
+
+import json
+import random
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from click.testing import CliRunner
+
+from tests.api_process import API_KEY, ApiProcess
+from tests.replica_process import MODEL, ReplicaProcess, wait_until
+from xinference_xavier import __version__
+from xinference_xavier.cli.commands import main
+from xinference_xavier.client import XavierClient
+from xinference_xavier.doctor import Finding
+from xinference_xavier.network import local_host_towards
+
+from .conftest import Pair
+
+EXTENSION = "XINFERENCE_EXTENSIONS=xinference_xavier:extension"
+REFUSING = "tests.transfer.no_transport:NoTransport"
+INGREDIENTS = {"dtype": "float32", "weights": "the same"}
+
+
+class Result(NamedTuple):
+    exit_code: int
+    findings: list[Finding]
+    output: str
+
+    def finds(self, where: str, problem: str, remedy: str, *, grave: bool = True) -> None:
+        """Exactly one finding is about this."""
+        found = [each for each in self.findings if problem in each.problem and where in each.where]
+        assert len(found) == 1, f"{len(found)} findings of {problem!r} at {where!r} in {self}"
+        assert remedy in found[0].remedy
+        assert found[0].grave is grave
+        assert self.exit_code == 1
+
+
+def examine(endpoint: str) -> Result:
+    answer = CliRunner().invoke(main, ["doctor", "-e", endpoint, "--json"])
+    assert answer.exit_code in (0, 1), answer.output
+    return Result(
+        answer.exit_code, [Finding(**each) for each in json.loads(answer.output)], answer.output
+    )
+
+
+def test_nothing_is_wrong_with_a_healthy_pair(pair: Pair) -> None:
+    """Neither before nor after they have fetched from each other."""
+    pair.api.set_workers("good")
+    for _ in range(2):
+        # A replica in a test has a small pool, and nothing else.
+        assert [each for each in examine(pair.api.endpoint).findings if each.grave] == []
+    with XavierClient(pair.api.endpoint) as client:
+        facts = client.cluster()
+    examinations = facts["models"][MODEL]["examinations"]
+    assert examinations["first"]["peers"] == {"second": None}
+    assert facts["supervisor"]["versions"]["xinference-xavier"] == __version__
+    wait_until(lambda: pair.second.transfer_stats()["links"] == 2, "the links it tried are kept")
+
+
+def test_people_read_the_remedy(pair: Pair) -> None:
+    with XavierClient(pair.api.endpoint) as client:
+        client.switch(MODEL, False)
+        try:
+            answer = CliRunner().invoke(main, ["doctor", "-e", pair.api.endpoint])
+        finally:
+            client.switch(MODEL, True)
+    assert answer.exit_code == 1
+    assert "✗ model model: sharing is switched off" in answer.output
+    assert "remedy: xinference-xavier switch model on" in answer.output
+
+
+# -- before anything can be examined ---------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "remedy"),
+    [
+        ("http://127.0.0.1:1", "is xinference running there, and is this its endpoint?"),
+        ("bare", f"start it with {EXTENSION}"),
+        ("guarded", "log in with `xinference login`"),
+    ],
+    ids=["nothing answers", "API without the extension", "no rights"],
+)
+def test_what_keeps_it_from_looking(pair: Pair, endpoint: str, remedy: str) -> None:
+    url = endpoint if ":" in endpoint else getattr(pair.api, endpoint)
+    answer = CliRunner().invoke(main, ["doctor", "-e", url])
+    assert answer.exit_code == 3
+    assert remedy in answer.output
+
+
+def test_with_the_key_it_may_look(pair: Pair) -> None:
+    words = ["doctor", "-e", pair.api.guarded, "-k", API_KEY]
+    assert CliRunner().invoke(main, words).exit_code in (0, 1)
+
+
+# -- processes -------------------------------------------------------------------------------
+
+
+def test_a_supervisor_without_the_extension(pair: Pair) -> None:
+    result = examine(pair.api.behind)
+    result.finds("supervisor", "without this extension", f"{EXTENSION} xinference-supervisor")
+
+
+def test_workers_without_the_extension(pair: Pair) -> None:
+    try:
+        pair.api.set_workers("good", "bare")
+        result = examine(pair.api.endpoint)
+        result.finds("/1", "without this extension", f"{EXTENSION} xinference-worker")
+        pair.api.set_workers()
+        result = examine(pair.api.endpoint)
+        result.finds("workers", "none is registered", f"{EXTENSION} xinference-worker")
+    finally:
+        pair.api.set_workers("good")
+
+
+# -- replicas: all wrong at once, each in its own way ----------------------------------------
+
+
+class Planted(NamedTuple):
+    api: ApiProcess
+    result: Result
+    ports: tuple[int, int]
+
+
+@pytest.fixture(scope="module")
+def planted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Planted]:
+    """
+    well       with a small pool, and on another address than the rest
+    mute       its transport makes no links: nobody can fetch from it, nor it from anybody
+    foreign    computes in another dtype, with another xoscar, byte code switched off, and of its
+               ports all that it does not use are taken
+    crippled   its transfer process does not start
+    """
+    outer = tmp_path_factory.mktemp("another xoscar")
+    release = outer / "xoscar-0.0.1.dist-info"
+    release.mkdir()
+    (release / "METADATA").write_text("Metadata-Version: 2.1\nName: xoscar\nVersion: 0.0.1\n")
+    low = random.randrange(33_000, 45_000)
+    ports = (low, low + 11)
+    api = ApiProcess()
+    with ExitStack() as stack:
+        stack.callback(api.kill)
+
+        def start(name: str, transport: str = "gloo", **options: object) -> ReplicaProcess:
+            options = {"ingredients": INGREDIENTS, **options}
+            replica = ReplicaProcess(name, api.address, transport=transport, **options)
+            stack.callback(replica.kill)
+            return replica
+
+        own = local_host_towards("192.0.2.1:1")
+        assert own != "127.0.0.1", "this machine has no address but the loopback's"
+        started = [
+            start("well", host=own, rows=16),
+            start("mute", REFUSING, rows=64),
+            start("crippled", "nowhere:Transport", rows=64),
+        ]
+        with processes_find(outer):
+            foreign = start(
+                "foreign",
+                rows=64,
+                namespace="another",
+                ingredients={**INGREDIENTS, "dtype": "bfloat16"},
+                port_range=ports,
+            )
+        for replica in (started[0], started[1], foreign):
+            wait_until(replica.is_up, f"{replica.name} is up")
+        wait_until(lambda: started[2].stats()["transfer_restarts"] > 0, "it was tried twice")
+        stack.enter_context(taken(ports))
+        yield Planted(api, examine(api.endpoint), ports)
+
+
+@contextmanager
+def processes_find(folder: Path) -> Iterator[None]:
+    """Processes that are started now find what is in `folder` first, and write no byte code."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(folder)
+        patch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+        yield
+
+
+def taken(ports: tuple[int, int]) -> ExitStack:
+    stack = ExitStack()
+    for port in range(ports[0], ports[1] + 1):
+        occupying = stack.enter_context(socket.socket())
+        try:
+            occupying.bind(("127.0.0.1", port))
+        except OSError:
+            continue  # it is the replica's own
+    return stack
+
+
+def test_one_version_differs(planted: Planted) -> None:
+    planted.result.finds(
+        "replica foreign", "has xoscar 0.0.1, where others have", "pip install 'xoscar=="
+    )
+
+
+def test_byte_code_is_switched_off(planted: Planted) -> None:
+    planted.result.finds(
+        "replica foreign",
+        "PYTHONDONTWRITEBYTECODE is set",
+        "unset PYTHONDONTWRITEBYTECODE",
+        grave=False,
+    )
+
+
+def test_an_address_that_others_cannot_reach(planted: Planted) -> None:
+    for name in ("mute", "crippled", "foreign"):
+        planted.result.finds(
+            f"replica {name}", "cannot be reached from other hosts", "xinference-worker -H"
+        )
+
+
+def test_a_link_that_cannot_be_opened(planted: Planted) -> None:
+    planted.result.finds("replica well", "cannot fetch from mute: no link", "--xavier_port_range")
+    planted.result.finds("replica mute", "cannot fetch from well: no link", "iptables")
+
+
+def test_a_peer_without_a_transfer_process(planted: Planted) -> None:
+    planted.result.finds(
+        "replica crippled", "has no transfer process, after", "--xavier_transport"
+    )
+    planted.result.finds("replica well", "cannot fetch from crippled: it has no transfer", "")
+
+
+def test_ports_that_are_used_up(planted: Planted) -> None:
+    low, high = planted.ports
+    planted.result.finds(
+        "replica foreign",
+        f"of xavier_port_range={low}-{high} only 0 ports are free",
+        f"ss -ltnp 'sport >= {low}",
+        grave=False,
+    )
+
+
+def test_another_namespace_and_by_which_ingredient(planted: Planted) -> None:
+    found = [each for each in planted.result.findings if "they differ in dtype (" in each.problem]
+    assert len(found) == 1
+    assert "weights" not in found[0].problem
+    assert "launch all replicas with the same arguments" in found[0].remedy
+
+
+def test_a_pool_of_a_few_chunks(planted: Planted) -> None:
+    planted.result.finds(
+        "replica well", "its pool holds 16 chunks only", "--xavier_pool_bytes", grave=False
+    )
+
+
+# -- models ----------------------------------------------------------------------------------
+
+
+def test_replicas_that_are_too_few_or_gone_and_a_lost_tracker() -> None:
+    api = ApiProcess()
+    try:
+        examine(api.endpoint).finds(
+            f"model {MODEL}", "no replica is there", f"/v1/models/{MODEL}/replicas"
+        )
+        lone = ReplicaProcess("lone", api.address, transport=REFUSING, rows=64)
+        try:
+            wait_until(lone.is_up, "it is up")
+            result = examine(api.endpoint)
+            result.finds(
+                f"model {MODEL}", "one replica is there", f"/v1/models/{MODEL}/replicas"
+            )
+            assert [each.problem for each in result.findings if each.grave] == [
+                "one replica is there, and sharing takes two"
+            ]
+            lone.reset()
+            second = ReplicaProcess("second", api.address, transport=REFUSING, rows=64)
+            try:
+                wait_until(second.is_up, "it is up")
+                examine(api.endpoint).finds(
+                    "replica", "since one of them was reset", '{"weights_version": "1"}'
+                )
+            finally:
+                second.kill()
+            examine(api.endpoint).finds(
+                "replica second", "does not answer at", f"terminate --model-uid {MODEL}"
+            )
+        finally:
+            lone.kill()
+        api.lose_tracker()
+        examine(api.endpoint).finds(
+            f"model {MODEL}", "its tracker is missing", f"xinference terminate --model-uid {MODEL}"
+        )
+    finally:
+        api.kill()
+

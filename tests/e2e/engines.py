@@ -1,0 +1,289 @@
+"""Real vLLM engines without xinference, each in a process that a test talks to through a pipe.
+
+An engine serves many requests at once, and events come while it does: each command is answered when
+it is done, in any order, so `EngineProcess.begin` gives a future. Worker and scheduler of an engine
+share a process, as they do on CUDA with one device: that is one process less to start.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import itertools
+import multiprocessing
+import os
+import shutil
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import psutil
+from safetensors.numpy import load_file, save_file
+
+from tests.e2e.gates import FOLDER
+from tests.replica_process import TrackerProcess, wait_until
+from xinference_xavier.config import XavierConfig
+from xinference_xavier.serving.transfer_config import kv_transfer_config
+
+CHUNK = 128
+"""Tokens; also the block size."""
+CHUNKS = 5
+"""Of a prompt, unless a test says otherwise; some tokens more follow, so it takes 6 blocks."""
+KV_BLOCKS = 20
+"""Of an engine's own KV cache, one of which vLLM keeps for itself: three prompts."""
+POOL_ROWS = 20
+"""Of an engine's pool: four prompts."""
+CONTEXT = 2048
+ROW_BYTES = 2 << 20
+"""Of a chunk: 8 layers, keys and values of 4 heads of 64 float32."""
+
+_ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # or the platform insists on a worker process
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # two engines take turns on all cores
+    "VLLM_LOGGING_LEVEL": "WARNING",
+}
+_START_TIMEOUT = 300.0
+_STOP_TIMEOUT = 15.0
+PATIENCE = 180.0
+"""Seconds for an answer, of which an engine has many to give at once."""
+
+
+class Answer(NamedTuple):
+    """What became of a request."""
+
+    tokens: tuple[int, ...]
+    cached: int  # prompt tokens that were not computed
+    reason: str  # "length" or "abort"
+
+
+def _gated(transfer: dict[str, Any], engine_id: str) -> dict[str, Any]:
+    """The engine's copies wait at a gate, and its id is known to the test."""
+    extra = transfer["kv_connector_extra_config"] | {
+        "spec_name": "GatedSpec",
+        "spec_module_path": "tests.e2e.gated_copies",
+    }
+    return {**transfer, "engine_id": engine_id, "kv_connector_extra_config": extra}
+
+
+def prompt(seed: int, *, chunks: int = CHUNKS, tail: int = 40) -> list[int]:
+    """A prompt of so many whole chunks and some tokens; with the same seed, each is the beginning
+    of all longer ones."""
+    random = np.random.default_rng(seed)
+    tokens: list[int] = random.integers(300, 8000, chunks * CHUNK).tolist()
+    return tokens + np.random.default_rng(seed + 1).integers(300, 8000, tail).tolist()
+
+
+def fine_tune(folder: Path, to: Path) -> Path:
+    """A model of the same shape with other weights: each layer hears something else."""
+    shutil.copytree(folder, to)
+    weights = load_file(folder / "model.safetensors")
+    for name, tensor in weights.items():
+        if "v_proj.weight" in name or "k_proj.weight" in name:
+            weights[name] = np.ascontiguousarray(tensor[::-1])
+    save_file(weights, to / "model.safetensors", metadata={"format": "pt"})
+    return to
+
+
+class Known(NamedTuple):
+    """What the tracker knows of a replica."""
+
+    namespace: str
+    holdings: int
+    stats: dict[str, Any]
+
+
+class Tracker(TrackerProcess):
+    """A tracker in a process, for the engines of one test module."""
+
+    def known(self, name: str) -> Known:
+        """With figures of now; waits while the replica is between two namespaces."""
+        found: list[Known] = []
+
+        def look() -> bool:
+            for namespace, known in self._ask("status")["namespaces"].items():
+                for replica in known["replicas"]:
+                    stats = replica["stats"]
+                    if replica["incarnation"] == name and "stale" not in stats:
+                        found.append(Known(namespace, replica["holdings"], stats))
+            return bool(found)
+
+        wait_until(look, f"{name} is a member", interval=0.02)
+        return found[-1]
+
+
+class EngineProcess:
+    """An engine in a process; `name` is its incarnation. Without a `config` it shares nothing."""
+
+    def __init__(
+        self, name: str, model: Path, config: XavierConfig | None, gates: Path | None = None
+    ) -> None:
+        self.name = name
+        self.gates = gates
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        arguments: dict[str, Any] = {
+            "model": str(model),
+            "dtype": "float32",
+            "enforce_eager": True,
+            "max_model_len": CONTEXT,
+            "block_size": CHUNK,
+            "num_gpu_blocks_override": KV_BLOCKS,
+            "kv_cache_memory_bytes": KV_BLOCKS * ROW_BYTES,
+            "skip_tokenizer_init": True,
+            "distributed_executor_backend": "uni",
+            "max_num_batched_tokens": CONTEXT,
+        }
+        if config is None:
+            arguments["enable_prefix_caching"] = False
+        else:
+            arguments["kv_transfer_config"] = _gated(kv_transfer_config(config), name)
+        self.process = context.Process(target=_run, args=(theirs, arguments, gates))
+        self.process.start()
+        atexit.register(self.close)  # before multiprocessing waits for it, for ever
+        theirs.close()
+        self._numbers = itertools.count()
+        self._waiting: dict[int, Future[Any]] = {}
+        self._ready: Future[Any] = Future()
+        self._waiting[-1] = self._ready
+        threading.Thread(target=self._listen, name=f"{name}-answers", daemon=True).start()
+
+    def wait_until_ready(self) -> None:
+        self._ready.result(_START_TIMEOUT)
+
+    def begin(self, command: str, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Have a method of `_Inside` or, failing that, of vLLM's engine called."""
+        number = next(self._numbers)
+        future = self._waiting[number] = Future()
+        self._pipe.send((number, command, args, kwargs))
+        return future
+
+    def call(self, command: str, *args: Any, **kwargs: Any) -> Any:
+        return self.begin(command, *args, **kwargs).result(PATIENCE)
+
+    def ask(
+        self, prompt: Sequence[int], tokens: int = 8, name: str | None = None
+    ) -> Future[Answer]:
+        """Begin a request; with a `name` it can be aborted."""
+        return self.begin("ask", list(prompt), tokens, name)
+
+    def answer(self, prompt: Sequence[int], tokens: int = 8) -> Answer:
+        return self.ask(prompt, tokens).result(PATIENCE)
+
+    def close(self) -> None:
+        """Ends all of its processes; again does nothing."""
+        atexit.unregister(self.close)
+        try:
+            started = psutil.Process(self.process.pid).children(recursive=True)
+        except psutil.NoSuchProcess:
+            started = []
+        with suppress(OSError):  # it is dead
+            self._pipe.send(None)
+        self.process.join(_STOP_TIMEOUT)
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join()
+        for process in psutil.wait_procs(started, _STOP_TIMEOUT)[1]:
+            process.kill()
+
+    def _listen(self) -> None:
+        try:
+            while True:
+                number, error, answer = self._pipe.recv()
+                future = self._waiting.pop(number)
+                if error is None:
+                    future.set_result(answer)
+                else:
+                    future.set_exception(EngineError(error))
+        except (EOFError, OSError):  # `close`, or it is dead
+            for future in self._waiting.values():
+                future.set_exception(EngineError(f"{self.name} has ended"))
+
+
+class EngineError(Exception):
+    """What an engine raised, as text."""
+
+
+# -- in the engine's process --------------------------------------------------------------------
+
+
+class _Inside:
+    """Each public method is a command."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self._unnamed = itertools.count()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    async def ask(self, prompt: list[int], tokens: int, name: str | None) -> Answer:
+        from vllm import SamplingParams, TokensPrompt
+
+        sampling = SamplingParams(
+            temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False
+        )
+        name = name or f"unnamed-{next(self._unnamed)}"
+        said: list[int] = []
+        cached, reason = 0, ""
+        outputs = self._engine.generate(TokensPrompt(prompt_token_ids=prompt), sampling, name)
+        async for output in outputs:
+            (one,) = output.outputs
+            said = list(one.token_ids)
+            cached = output.num_cached_tokens or 0
+            reason = one.finish_reason or ""
+        return Answer(tuple(said), cached, reason)
+
+    async def load_weights(self, folder: str) -> None:
+        await self._engine.collective_rpc("reload_weights", kwargs={"weights_path": folder})
+
+    async def preemptions(self) -> int:
+        from vllm.v1.metrics.reader import get_metrics_snapshot
+
+        return sum(
+            metric.value
+            for metric in get_metrics_snapshot()
+            if metric.name == "vllm:num_preemptions"
+        )
+
+
+def _run(pipe: Connection, arguments: dict[str, Any], gates: Path | None) -> None:
+    os.environ.update(_ENVIRONMENT, **({FOLDER: str(gates)} if gates is not None else {}))
+    from vllm import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    async def serve() -> None:
+        engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+        inside = _Inside(engine)
+        loop = asyncio.get_running_loop()
+        tasks: set[asyncio.Task[None]] = set()
+        pipe.send((-1, None, None))
+        while True:
+            try:
+                order = await loop.run_in_executor(None, pipe.recv)
+            except EOFError:  # the test's process is gone
+                order = None
+            if order is None:
+                break
+            task = asyncio.ensure_future(_obey(inside, pipe, *order))
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
+        engine.shutdown()
+
+    asyncio.run(serve())
+    os._exit(0)
+
+
+async def _obey(
+    inside: _Inside, pipe: Connection, number: int, command: str, args: Any, kwargs: Any
+) -> None:
+    try:
+        answer = (number, None, await getattr(inside, command)(*args, **kwargs))
+    except Exception as error:
+        answer = (number, repr(error), None)
+    pipe.send(answer)

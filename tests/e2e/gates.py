@@ -1,0 +1,66 @@
+"""Gates that hold up what an engine does, so that events come in the middle of it.
+
+A gate is a file in the engine's folder: while it is there, the engine's copies between its KV cache
+and its pool (`COPIES`), or the rows that it sends to others (`SENDS`), wait. Nothing is lost or
+changed by it. vLLM is not imported here: transfer processes load this module.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from enum import StrEnum
+from pathlib import Path
+
+from tests.faults import _FaultyGloo, _FaultyLink
+from xinference_xavier.errors import LinkError
+from xinference_xavier.pool.region import Region
+from xinference_xavier.transfer.base import Link
+
+FOLDER = "XAVIER_TEST_GATES"
+"""The environment variable that names an engine's folder of gates."""
+_INTERVAL = 0.005
+
+
+class Gate(StrEnum):
+    COPIES = "copies"
+    SENDS = "sends"
+
+
+@contextmanager
+def closed(folder: Path, gate: Gate) -> Iterator[None]:
+    (folder / gate).touch()
+    try:
+        yield
+    finally:
+        (folder / gate).unlink(missing_ok=True)
+
+
+def wait_for(gate: Gate, given_up: threading.Event) -> None:
+    file = Path(os.environ[FOLDER]) / gate
+    while file.exists() and not given_up.wait(_INTERVAL):
+        pass
+
+
+class _GatedLink(_FaultyLink):
+    def __init__(self, link: Link, region: Region) -> None:
+        super().__init__(link, region)
+        self._closed = threading.Event()
+
+    def send(self, slots: Sequence[int], deadline: float) -> None:
+        wait_for(Gate.SENDS, self._closed)
+        if self._closed.is_set():
+            raise LinkError("closed while it waited")
+        self.link.send(slots, deadline)
+
+    def close(self) -> None:
+        self._closed.set()
+        self.link.close()
+
+
+class GatedGloo(_FaultyGloo):
+    """Gloo, whose donors wait at their gate before they send a batch."""
+
+    link = _GatedLink

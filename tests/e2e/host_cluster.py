@@ -1,0 +1,170 @@
+"""xinference over several hosts: a supervisor on one, a worker on each of the others.
+
+Every part gets its own host's address, not `0.0.0.0`, xinference's default here: 4.1 tells others
+an address as it was given. With it, a worker elsewhere is told to find the supervisor at `0.0.0.0`
+(`GET /v1/address`), which is itself; and the supervisor, told to find a worker there, likewise.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import xoscar
+
+from examples.local_cluster import START_TIMEOUT, Completion, Leftovers, LocalCluster
+from tests.e2e.hosts import Admitted, Hosts
+from tests.e2e.processes import wait_gone
+
+SUPERVISOR = "supervisor"
+REST_PORT, SUPERVISOR_PORT, WORKER_PORT = 9997, 9998, 9999
+ANSWER_TIMEOUT = 120.0
+_HOST_SOCKET = "XINFERENCE_WORKER_HOST_SOCKET"
+
+
+def allow_only_what_is_needed(hosts: Hosts, workers: tuple[str, ...], replicas: range) -> None:
+    """Give every host a firewall: `replicas`, the ports of `xavier_port_range`, and xinference's.
+
+    From worker to worker, `xavier_port_range` is all. Besides, xinference 4.1 needs: into the
+    supervisor's host, from workers, its REST port (asked at start, and when the supervisor was
+    lost) and its actor port, where the trackers are too; into a worker's host, from the supervisor,
+    the worker's port and that of each model process, which is any ephemeral one. The tracker asks
+    replicas for their figures: `xavier_port_range`, from the supervisor, which is among these.
+    """
+    low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    outside = [hosts.our_address, *(hosts.address(worker) for worker in workers)]
+    hosts.admit_only(
+        SUPERVISOR, [Admitted(source, REST_PORT, SUPERVISOR_PORT) for source in outside]
+    )
+    for worker in workers:
+        peers = [hosts.address(peer) for peer in workers if peer != worker]
+        # We ask model processes as the supervisor's REST process does.
+        askers = [hosts.address(SUPERVISOR), hosts.our_address]
+        hosts.admit_only(
+            worker,
+            [
+                *(Admitted(peer, replicas[0], replicas[-1]) for peer in peers),
+                *(Admitted(asker, WORKER_PORT, WORKER_PORT) for asker in askers),
+                *(Admitted(asker, low, high) for asker in askers),
+            ],
+        )
+
+
+class HostCluster(LocalCluster):
+    """`with HostCluster(log, hosts, workers=("first", "second")) as cluster:`
+
+    The supervisor is on the host `SUPERVISOR`. Each host has a home folder of its own, a log beside
+    `log`, and nothing of one outlives `stop`.
+    """
+
+    def __init__(
+        self,
+        log: Path,
+        hosts: Hosts,
+        *,
+        workers: tuple[str, ...],
+        environment: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(
+            log, host=hosts.address(SUPERVISOR), port=REST_PORT, environment=environment
+        )
+        self._hosts = hosts
+        self._names = workers
+        self._workers: dict[str, subprocess.Popen[bytes]] = {}
+
+    def _start_servers(self, home: Path) -> None:
+        host = self._hosts.address(SUPERVISOR)
+        words = ["-H", host, "-p", f"{REST_PORT}", "--supervisor-port", f"{SUPERVISOR_PORT}"]
+        self._server = self._run(home, SUPERVISOR, "xinference-supervisor", words)
+        self._wait("the supervisor answers", START_TIMEOUT, self._answers)
+        for name in self._names:
+            words = ["-e", self.endpoint, "-H", self._hosts.address(name)]
+            words += ["--worker-port", f"{WORKER_PORT}"]
+            self._workers[name] = self._run(home, name, "xinference-worker", words)
+        self._wait("the workers have registered", START_TIMEOUT, self._all_registered)
+
+    def stop(self) -> Leftovers:
+        for worker in self._workers.values():
+            if worker.poll() is None:
+                worker.send_signal(signal.SIGINT)
+        leftovers = super().stop()
+        for worker in self._workers.values():
+            worker.wait()
+        return leftovers
+
+    def lose(self, name: str) -> None:
+        """That host's end: its link is cut and everything on it killed."""
+        self._hosts.lose(name)
+        doomed = [p for p in self.processes() if self._hosts.host_of(p.pid) == name]
+        segments = self._segments()
+        # What xinference's process host keeps outside its home.
+        sockets = {process.environ().get(_HOST_SOCKET, "") for process in doomed} - {""}
+        for process in doomed:
+            process.kill()
+        self._workers[name].wait()
+        wait_gone(doomed)
+        for segment in segments - self._segments():
+            segment.unlink(missing_ok=True)
+        for path in sockets:
+            shutil.rmtree(Path(path).parent)
+
+    def complete_at(
+        self, name: str, model_uid: str, prompt: str, *, cache_salt: str | None = None
+    ) -> Completion:
+        """As `complete`, but asked of the replica on that worker itself, without the supervisor."""
+        (replica,) = (
+            status["replica_model_uid"]
+            for status in self.replicas(model_uid)
+            if status["worker_address"] == self._worker_address(name)
+        )
+        options: dict[str, object] = {"max_tokens": 8, "temperature": 0.0, "logprobs": 1}
+        options["ignore_eos"] = True
+        if cache_salt is not None:
+            options["cache_salt"] = cache_salt
+
+        async def ask() -> Completion:
+            worker = await xoscar.actor_ref(self._worker_address(name), "worker")
+            model = await worker.get_model(replica)
+            begin = time.perf_counter()
+            answer = json.loads(await model.generate(prompt, options, raw_params=dict(options)))
+            return Completion.of(answer, time.perf_counter() - begin)
+
+        async def ask_in_time() -> Completion:
+            return await asyncio.wait_for(ask(), ANSWER_TIMEOUT)
+
+        return asyncio.run(ask_in_time())
+
+    # Inside
+
+    def _run(
+        self, home: Path, name: str, program: str, words: list[str]
+    ) -> subprocess.Popen[bytes]:
+        environment = self._environment(home / name)
+        # Processes of one xoscar pool talk over sockets that are named by numbers there.
+        environment["XOSCAR_DIR"] = environment["XINFERENCE_HOME"]
+        with self.log.with_stem(f"{self.log.stem}-{name}").open("wb") as log:
+            return self._hosts.run(
+                name,
+                [str(Path(sys.executable).parent / program), *words],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def _all_registered(self) -> bool:
+        return len(self.call("GET", "/v1/workers")) == len(self._names)
+
+    def _worker_address(self, name: str) -> str:
+        return f"{self._hosts.address(name)}:{WORKER_PORT}"
+
+    def _is_ours(self, process: psutil.Process) -> bool:
+        return self._hosts.host_of(process.pid) is not None

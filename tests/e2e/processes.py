@@ -1,0 +1,141 @@
+"""The processes of a replica, found from what the tracker or xinference calls it, and what signals
+do to them.
+
+    model (xinference's "Model: <replica>") → engine core → worker(s)
+                                                          → transfer process
+
+Everything is read from the process table: nothing asks the processes themselves, which may be
+stopped or dying. Look a replica up before it is hurt, as its children lose their parent with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import psutil
+
+from xinference_xavier.addresses import split_address
+
+GONE_TIMEOUT = 30.0
+"""Seconds for a killed replica's other processes to notice and end."""
+
+
+class ReplicaProcesses(NamedTuple):
+    """One replica's processes; `transfer` is None while there is none."""
+
+    model: psutil.Process
+    engine: psutil.Process
+    workers: tuple[psutil.Process, ...]
+    transfer: psutil.Process | None
+
+    def all(self) -> tuple[psutil.Process, ...]:
+        """Model process first."""
+        transfer = () if self.transfer is None else (self.transfer,)
+        return (self.model, self.engine, *self.workers, *transfer)
+
+
+def of_member(member: Mapping[str, Any]) -> ReplicaProcesses:
+    """Of a replica as `GET /v1/xavier/{uid}` lists it: its engine listens at its address."""
+    _, port = split_address(member["address"])
+    for connection in psutil.net_connections("tcp"):
+        if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port:
+            return _around(psutil.Process(connection.pid))
+    raise LookupError(f"nobody listens at {member['address']}, the address of a replica")
+
+
+def of_replica(replica_model_uid: str) -> ReplicaProcesses:
+    """Of a replica by xinference's name for it, such as `small-rep0`."""
+    model = model_process(replica_model_uid)
+    engines = [child for child in model.children() if _is(child, "VLLM::EngineCore")]
+    if len(engines) != 1:
+        raise LookupError(f"{replica_model_uid} has {len(engines)} engines")
+    return _around(engines[0])
+
+
+def model_process(replica_model_uid: str) -> psutil.Process:
+    """xinference's process for the replica, also before it has an engine."""
+    title = f"Model: {replica_model_uid}"
+    found = [process for process in psutil.process_iter() if _is(process, title)]
+    if len(found) != 1:
+        raise LookupError(f"{len(found)} processes are called {title!r}")
+    return found[0]
+
+
+def replica_name(member: Mapping[str, Any]) -> str:
+    """xinference's name for a replica that the tracker lists."""
+    (title,) = (part for part in of_member(member).model.cmdline() if part)
+    return title.strip().removeprefix("Model: ")
+
+
+def alive(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
+    """Those that still run; a zombie does not."""
+    return [process for process in processes if _runs(process)]
+
+
+def kill(process: psutil.Process) -> None:
+    """SIGKILL; returns when the process itself is gone."""
+    process.send_signal(signal.SIGKILL)
+    wait_gone([process])
+
+
+def wait_gone(processes: Iterable[psutil.Process], timeout: float = GONE_TIMEOUT) -> None:
+    """Return when none runs any more; raises TimeoutError with those that do.
+
+    A zombie is gone: who must reap it may be busy or stopped.
+    """
+    left = list(processes)
+    deadline = time.monotonic() + timeout
+    while left := alive(left):
+        if time.monotonic() > deadline:
+            still = ", ".join(f"{process.pid} {process.name()}" for process in left)
+            raise TimeoutError(f"still there after {timeout:g} s: {still}")
+        threading.Event().wait(0.05)
+
+
+@contextlib.contextmanager
+def frozen(processes: Iterable[psutil.Process]) -> Iterator[None]:
+    """SIGSTOP to each, and SIGCONT at the end to those that still exist."""
+    stopped = []
+    try:
+        for process in processes:
+            process.suspend()
+            stopped.append(process)
+        yield
+    finally:
+        for process in stopped:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.resume()
+
+
+def _around(engine: psutil.Process) -> ReplicaProcesses:
+    model = engine.parent()
+    if model is None:
+        raise LookupError(f"engine {engine.pid} has no parent any more")
+    children = engine.children(recursive=True)
+    workers = tuple(child for child in children if _is(child, "VLLM::Worker"))
+    transfers = [child for child in children if "xinference_xavier.transfer" in _words(child)]
+    return ReplicaProcesses(model, engine, workers, transfers[0] if transfers else None)
+
+
+def _is(process: psutil.Process, title: str) -> bool:
+    # Titles are written over the arguments and padded.
+    return " ".join(_words(process)).strip() == title
+
+
+def _words(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except (psutil.NoSuchProcess, psutil.AccessDenied):
+        return []
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

@@ -1,0 +1,468 @@
+"""Whatever an engine goes through, its answers are those of an engine that shares nothing.
+
+Two real engines, with caches so small that they are always short of room, and a third without
+sharing that says what is right. The gates hold an engine up, so that each event comes while rows
+are stored, loaded, fetched or sent; that they were is checked before the event.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.engines import (
+    CHUNK,
+    CHUNKS,
+    PATIENCE,
+    POOL_ROWS,
+    ROW_BYTES,
+    Answer,
+    EngineError,
+    EngineProcess,
+    Known,
+    Tracker,
+    fine_tune,
+    prompt,
+)
+from tests.e2e.gates import Gate, closed
+from tests.replica_process import MODEL, wait_until
+from xinference_xavier.config import XavierConfig
+
+FETCH_TIMEOUT = 10.0
+"""Seconds; above what a test takes while a gate is closed."""
+WHOLE = CHUNKS * CHUNK
+"""Tokens of a prompt that can come from a pool."""
+_seeds = itertools.count(1, 2)
+
+
+def fresh(tail: int = 40) -> list[int]:
+    """A prompt that nobody has seen, of `CHUNKS` chunks and a tail."""
+    return prompt(next(_seeds), tail=tail)
+
+
+class Cluster:
+    """Engines `a` and `b`, their tracker, and one engine that shares nothing."""
+
+    def __init__(self, original: Path, folder: Path) -> None:
+        self.original = original
+        self.tuned = fine_tune(original, folder / "tuned")
+        self.tracker = Tracker()
+        config = XavierConfig(
+            model_uid=MODEL,
+            tracker_address=self.tracker.address,
+            pool_bytes=POOL_ROWS * ROW_BYTES,
+            transport="tests.e2e.gates:GatedGloo",
+            fetch_timeout=FETCH_TIMEOUT,
+        )
+        self.engines = []
+        for name in ("a", "b"):
+            gates = folder / name
+            gates.mkdir()
+            self.engines.append(EngineProcess(name, original, config, gates))
+        self.a, self.b = self.engines
+        self._alone = EngineProcess("alone", original, None)
+        self._alone_has = original
+        self._right: dict[tuple[Path, int, tuple[int, ...]], tuple[int, ...]] = {}
+        self._versions = itertools.count(1)
+
+    def wait_until_ready(self) -> None:
+        """Engines answer before they are able to fetch: until both are."""
+        for engine in (*self.engines, self._alone):
+            engine.wait_until_ready()
+        for one, other in (self.engines, self.engines[::-1]):
+
+            def fetches(one: EngineProcess = one, other: EngineProcess = other) -> bool:
+                asked = fresh()
+                self.hold(one, asked, self.original)
+                return other.answer(asked).cached == WHOLE
+
+            self.known(other)
+            wait_until(fetches, f"{other.name} fetches")
+
+    def close(self) -> None:
+        for engine in (*self.engines, self._alone):
+            engine.close()
+        self.tracker.kill()
+
+    # -- what is right ------------------------------------------------------------------------
+
+    def right(self, asked: Sequence[int], weights: Path, tokens: int = 8) -> tuple[int, ...]:
+        """What an engine with these weights says that shares nothing."""
+        request = (weights, tokens, tuple(asked))
+        if request not in self._right:
+            if self._alone_has != weights:
+                self._alone.call("load_weights", str(weights))
+                self._alone_has = weights
+            self._right[request] = self._alone.answer(asked, tokens).tokens
+        return self._right[request]
+
+    def check(self, answer: Answer, asked: Sequence[int], weights: Path) -> Answer:
+        assert answer.tokens == self.right(asked, weights, len(answer.tokens))
+        return answer
+
+    def ask(self, engine: EngineProcess, asked: Sequence[int], weights: Path) -> Answer:
+        return self.check(engine.answer(asked), asked, weights)
+
+    # -- what is known ------------------------------------------------------------------------
+
+    def known(self, engine: EngineProcess) -> Known:
+        return self.tracker.known(engine.name)
+
+    def wait_for_pool(self, engine: EngineProcess, **counts: int) -> None:
+        """Until the engine's pool has so many rows in these states."""
+
+        def has() -> bool:
+            pool = self.known(engine).stats["pool"]
+            return all(pool[state] == rows for state, rows in counts.items())
+
+        wait_until(has, f"{engine.name} has {counts}", interval=0.02)
+
+    def serves(self, engine: EngineProcess, grants: int = 1) -> None:
+        """Wait until the engine has granted rows."""
+        wait_until(
+            lambda: self.known(engine).stats["grants"]["live"] == grants,
+            f"{engine.name} has {grants} grants",
+            interval=0.02,
+        )
+
+    def hold(self, engine: EngineProcess, asked: Sequence[int], weights: Path) -> None:
+        """`engine` computes the prompt and the other one gets to know."""
+        held = self.known(engine).holdings
+        self.ask(engine, asked, weights)
+        (other,) = (each for each in self.engines if each is not engine)
+        wait_until(
+            lambda: self.known(engine).holdings == held + CHUNKS
+            and self.known(other).stats["mirror"]["keys"] == held + CHUNKS,
+            f"{other.name} knows what {engine.name} holds",
+            interval=0.02,
+        )
+
+    def nothing_is_left(self) -> None:
+        """After one more job each no row is pinned, half written or out of use; no grant lives."""
+        for engine in self.engines:
+            engine.answer(fresh())
+            self.wait_for_pool(engine, pinned=0, filling=0, quarantined=0)
+            self.serves(engine, 0)
+
+    # -- what is done to engines --------------------------------------------------------------
+
+    def load(self, engine: EngineProcess, weights: Path) -> None:
+        engine.call("load_weights", str(weights))
+
+    def reset(self, engine: EngineProcess) -> bool:
+        """All that was computed is void, also what running requests have; waits until the engine is
+        in a namespace of its own: while it moves, nobody can tell it which weights it has."""
+        before = self.known(engine).namespace
+        done: bool = engine.call(
+            "reset_prefix_cache", reset_running_requests=True, reset_connector=True
+        )
+        if done:
+            wait_until(
+                lambda: self.known(engine).namespace != before,
+                f"{engine.name} is in a namespace of its own",
+                interval=0.02,
+            )
+        return done
+
+    def tell_version(self) -> dict[str, list[str]]:
+        """Both engines have the same weights; which were reset since they were told last."""
+        return self.tracker.set_weights_version(f"version {next(self._versions)}")
+
+    def both_share(self) -> None:
+        a, b = map(self.known, self.engines)
+        assert a.namespace == b.namespace
+
+    def start_over(self) -> None:
+        """Both engines with empty caches and the first weights, sharing."""
+        for engine in self.engines:
+            self.load(engine, self.original)
+            assert self.reset(engine)
+        assert sorted(self.tell_version()["joined"]) == ["a", "b"]
+        self.both_share()
+        self.wait_for_pool(self.a, ready=0)
+
+
+@pytest.fixture(scope="module")
+def engines(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    cluster = Cluster(model_folder, tmp_path_factory.mktemp("events"))
+    try:
+        cluster.wait_until_ready()
+        yield cluster
+    finally:
+        cluster.close()
+
+
+@pytest.fixture
+def cluster(engines: Cluster) -> Cluster:
+    engines.start_over()
+    return engines
+
+
+class TestReset:
+    """The weights change and all caches are reset: nothing from before is ever used."""
+
+    def test_while_rows_are_stored(self, cluster: Cluster) -> None:
+        """A row that a worker still writes never becomes a hit, here or elsewhere."""
+        a, b, asked = cluster.a, cluster.b, fresh()
+        with closed(a.gates, Gate.COPIES):
+            cluster.ask(a, asked, cluster.original)
+            cluster.wait_for_pool(a, filling=CHUNKS)
+            cluster.load(a, cluster.tuned)
+            assert cluster.reset(a)
+            cluster.wait_for_pool(a, filling=0, quarantined=CHUNKS)
+        assert cluster.ask(a, asked, cluster.tuned).cached == 0
+        assert cluster.ask(b, asked, cluster.original).cached == 0
+        cluster.nothing_is_left()
+
+    def test_while_rows_are_fetched(self, cluster: Cluster) -> None:
+        """They arrive after the reset, and for nobody: their request is computed anew."""
+        a, b, asked = cluster.a, cluster.b, fresh()
+        cluster.hold(a, asked, cluster.original)
+        with closed(a.gates, Gate.SENDS):
+            waiting = b.ask(asked)
+            cluster.wait_for_pool(b, filling=CHUNKS)
+            cluster.serves(a)
+            cluster.load(b, cluster.tuned)
+            assert cluster.reset(b)
+            answer = cluster.check(waiting.result(PATIENCE), asked, cluster.tuned)
+            assert answer.cached == 0
+        assert cluster.ask(b, asked, cluster.tuned).cached in (0, WHOLE)
+        assert cluster.ask(a, asked, cluster.original).cached == WHOLE
+        cluster.nothing_is_left()
+
+    def test_while_rows_are_sent(self, cluster: Cluster) -> None:
+        """The donor's slots are written anew at once; what the consumer makes of the bytes that it
+        was promised is right by its own weights, which are still the old ones."""
+        a, b, asked = cluster.a, cluster.b, fresh()
+        cluster.hold(a, asked, cluster.original)
+        with closed(a.gates, Gate.SENDS):
+            waiting = b.ask(asked)
+            cluster.serves(a)
+            cluster.load(a, cluster.tuned)
+            assert cluster.reset(a)
+            for _ in range(POOL_ROWS // CHUNKS):
+                cluster.ask(a, fresh(), cluster.tuned)
+        cluster.check(waiting.result(PATIENCE), asked, cluster.original)
+        assert cluster.ask(a, asked, cluster.tuned).cached == 0
+        cluster.ask(b, asked, cluster.original)
+        cluster.nothing_is_left()
+
+    def test_while_rows_are_loaded(self, cluster: Cluster) -> None:
+        """vLLM says that it could not, since a request loads. That one ends well; then it can."""
+        a, asked = cluster.a, fresh()
+        cluster.hold(a, asked, cluster.original)
+        assert a.call("reset_prefix_cache")
+        with closed(a.gates, Gate.COPIES):
+            loading = a.ask(asked)
+            cluster.wait_for_pool(a, pinned=CHUNKS)
+            assert not a.call("reset_prefix_cache", reset_connector=True)
+        assert cluster.check(loading.result(PATIENCE), asked, cluster.original).cached == WHOLE
+        cluster.load(a, cluster.tuned)
+        assert cluster.reset(a)
+        assert cluster.ask(a, asked, cluster.tuned).cached == 0
+        cluster.nothing_is_left()
+
+
+class TestWeightUpdate:
+    @pytest.mark.parametrize("mode", ["abort", "wait", "keep"])
+    def test_in_a_pause_under_load(self, cluster: Cluster, mode: str) -> None:
+        """Both engines serve when they are paused, get other weights and go on: all that is asked
+        from then on is answered by the new ones, and they share what they compute."""
+        prompts = [fresh() for _ in range(3)]
+        for engine, asked in zip(cluster.engines, prompts, strict=False):
+            cluster.hold(engine, asked, cluster.original)
+        with closed(cluster.a.gates, Gate.SENDS), closed(cluster.b.gates, Gate.SENDS):
+            load = [e.ask(asked, 16) for e in cluster.engines for asked in prompts]
+            cluster.serves(cluster.a)
+            cluster.serves(cluster.b)
+            # A pause waits for fetches under way.
+            pauses = [
+                engine.begin("pause_generation", mode=mode, clear_cache=False)
+                for engine in cluster.engines
+            ]
+        for pause in pauses:
+            pause.result(PATIENCE)
+        for engine in cluster.engines:
+            cluster.load(engine, cluster.tuned)
+            self.reset_and_resume(cluster, engine, mode)
+        assert sorted(cluster.tell_version()["joined"]) == ["a", "b"]
+        reasons = [request.result(PATIENCE).reason for request in load]
+        assert set(reasons) <= ({"abort", "length"} if mode == "abort" else {"length"})
+        for asked in prompts:
+            for engine in cluster.engines:
+                cluster.ask(engine, asked, cluster.tuned)
+        asked = fresh()
+        cluster.hold(cluster.a, asked, cluster.tuned)
+        assert cluster.ask(cluster.b, asked, cluster.tuned).cached == WHOLE
+        cluster.nothing_is_left()
+
+    def reset_and_resume(self, cluster: Cluster, engine: EngineProcess, mode: str) -> None:
+        """A request that was frozen between its load's end and its first step stands in the way of
+        a reset: vLLM says so, and gets over it when it goes on for a moment."""
+
+        def is_reset() -> bool:
+            try:
+                return cluster.reset(engine)
+            except EngineError as error:
+                if "waiting for remote KV transfer" not in str(error):
+                    raise
+            engine.call("resume_generation")
+            engine.call("pause_generation", mode=mode, clear_cache=False)
+            return False
+
+        wait_until(is_reset, f"{engine.name} is reset", interval=0.1)
+        engine.call("resume_generation")
+
+    def test_of_one_engine_alone_parts_it_from_the_other_until_that_follows(
+        self, cluster: Cluster
+    ) -> None:
+        a, b, asked = cluster.a, cluster.b, fresh()
+        cluster.load(a, cluster.tuned)
+        assert cluster.reset(a)
+        version = "tuned"
+        assert cluster.tracker.set_weights_version(version) == {
+            "joined": ["a"], "not_reset": ["b"], "unreachable": [],
+        }  # fmt: skip
+        cluster.ask(a, asked, cluster.tuned)
+        cluster.wait_for_pool(a, ready=CHUNKS, pinned=0)
+        assert cluster.ask(b, asked, cluster.original).cached == 0
+
+        cluster.load(b, cluster.tuned)
+        assert cluster.reset(b)
+        assert cluster.tracker.set_weights_version(version) == {
+            "joined": ["b"], "not_reset": ["a"], "unreachable": [],
+        }  # fmt: skip
+        wait_until(
+            lambda: cluster.known(b).stats["mirror"]["keys"] == CHUNKS, "b knows what a holds"
+        )
+        assert cluster.ask(b, asked, cluster.tuned).cached == WHOLE
+        cluster.nothing_is_left()
+
+
+class TestSleep:
+    def test_while_rows_are_fetched(self, cluster: Cluster) -> None:
+        """The engine wakes with other weights and empty caches; its request was aborted."""
+        a, b, asked = cluster.a, cluster.b, fresh()
+        cluster.hold(a, asked, cluster.original)
+        with closed(a.gates, Gate.SENDS):
+            waiting = b.ask(asked)
+            cluster.wait_for_pool(b, filling=CHUNKS)
+            falling_asleep = b.begin("sleep", level=1)
+            assert waiting.result(PATIENCE).reason == "abort"
+        falling_asleep.result(PATIENCE)
+        assert b.call("is_sleeping")
+        cluster.load(b, cluster.tuned)
+        asked_asleep = b.ask(asked)
+        assert b.call("wake_up")
+        answer = cluster.check(asked_asleep.result(PATIENCE), asked, cluster.tuned)
+        assert answer.cached == 0
+        cluster.ask(a, asked, cluster.original)
+        cluster.nothing_is_left()
+
+
+class TestShortOfRoom:
+    def test_requests_are_preempted(self, cluster: Cluster) -> None:
+        """More requests than the KV cache has blocks for, growing all the time: some lose their
+        blocks and come back, to rows of the pool or of the other engine."""
+        prompts = [fresh(tail=CHUNK - 10) for _ in range(4)]
+        before = [engine.call("preemptions") for engine in cluster.engines]
+        asked = [*prompts, *prompts[::-1]]
+        answers = [
+            [engine.ask(each, 30) for each in order]
+            for engine, order in zip(cluster.engines, (asked, asked[2:] + asked[:2]), strict=True)
+        ]
+        for row, order in zip(answers, (asked, asked[2:] + asked[:2]), strict=True):
+            for future, each in zip(row, order, strict=True):
+                cluster.check(future.result(PATIENCE), each, cluster.original)
+        after = [engine.call("preemptions") for engine in cluster.engines]
+        assert all(late > early for early, late in zip(before, after, strict=True))
+        cluster.nothing_is_left()
+
+    @pytest.mark.parametrize("where", ["own pool", "peer"])
+    def test_a_hit_finds_no_blocks(self, cluster: Cluster, where: str) -> None:
+        """Three long requests have all blocks; a fourth one's rows are at hand long before there
+        are blocks for it, and still when there are."""
+        a, b, asked = cluster.a, cluster.b, fresh()
+        cluster.hold(b if where == "peer" else a, asked, cluster.original)
+        assert a.call("reset_prefix_cache")
+        long = [fresh() for _ in range(3)]
+        running = [a.ask(each, 30) for each in long]
+        answer = cluster.check(a.ask(asked).result(PATIENCE), asked, cluster.original)
+        assert answer.cached == WHOLE
+        for each, request in zip(long, running, strict=True):
+            cluster.check(request.result(PATIENCE), each, cluster.original)
+        cluster.nothing_is_left()
+
+    def test_the_pools_hold_a_third_of_what_is_asked_for(self, cluster: Cluster) -> None:
+        """All requests are served, and none fetches again what it has fetched once."""
+        prompts = [fresh() for _ in range(3 * POOL_ROWS // CHUNKS)]
+        orders = (prompts, prompts[len(prompts) // 2 :] + prompts[: len(prompts) // 2])
+        started = [cluster.known(engine).stats["fetches"]["started"] for engine in cluster.engines]
+        for _ in range(2):
+            rounds = [
+                [engine.ask(each, 4) for each in order]
+                for engine, order in zip(cluster.engines, orders, strict=True)
+            ]
+            for order, answers in zip(orders, rounds, strict=True):
+                for each, answer in zip(order, answers, strict=True):
+                    cluster.check(answer.result(PATIENCE), each, cluster.original)
+        for engine, before in zip(cluster.engines, started, strict=True):
+            fetches = cluster.known(engine).stats["fetches"]["started"] - before
+            assert fetches <= 2 * len(prompts)
+        cluster.nothing_is_left()
+
+
+class TestAtTheSameTime:
+    def test_both_fetch_from_each_other(self, cluster: Cluster) -> None:
+        """Each is donor and consumer at once; both fetches are whole."""
+        a, b = cluster.engines
+        of_a, of_b = fresh(), fresh()
+        cluster.hold(a, of_a, cluster.original)
+        cluster.hold(b, of_b, cluster.original)
+        with closed(a.gates, Gate.SENDS), closed(b.gates, Gate.SENDS):
+            waiting = [(a.ask(of_b), of_b), (b.ask(of_a), of_a)]
+            cluster.serves(a)
+            cluster.serves(b)
+        for answer, asked in waiting:
+            assert cluster.check(answer.result(PATIENCE), asked, cluster.original).cached == WHOLE
+        cluster.nothing_is_left()
+
+    @pytest.mark.parametrize("under_way", ["fetch", "load"])
+    def test_all_waiting_requests_are_aborted(self, cluster: Cluster, under_way: str) -> None:
+        """What they waited for goes on without them and leaves nothing; who asks again is served
+        from it."""
+        a, b, asked = cluster.a, cluster.b, fresh()
+        cluster.hold(a if under_way == "fetch" else b, asked, cluster.original)
+        gates, gate = (a.gates, Gate.SENDS) if under_way == "fetch" else (b.gates, Gate.COPIES)
+        assert b.call("reset_prefix_cache")
+        with closed(gates, gate):
+            names = [f"{under_way} {number}" for number in range(12)]
+            storm = [b.ask(asked, name=name) for name in names]
+            state = {"filling": CHUNKS} if under_way == "fetch" else {"pinned": CHUNKS}
+            cluster.wait_for_pool(b, **state)
+            b.call("abort", names)
+            assert {request.result(PATIENCE).reason for request in storm} == {"abort"}
+        cluster.wait_for_pool(b, ready=CHUNKS, filling=0, pinned=0)
+        assert cluster.ask(b, asked, cluster.original).cached == WHOLE
+        cluster.nothing_is_left()
+
+    def test_requests_are_aborted_at_any_moment(self, cluster: Cluster) -> None:
+        """Half of a crowd gives up, each when another one's answer comes; the others are served."""
+        prompts = [fresh() for _ in range(6)]
+        names = itertools.count()
+        staying: list[tuple[Future[Answer], list[int]]] = []
+        leaving: list[tuple[EngineProcess, str, Future[Answer]]] = []
+        for number, asked in enumerate(prompts + prompts):
+            for engine in cluster.engines:
+                name = f"leaving {next(names)}"
+                staying.append((engine.ask(asked, 6), asked))
+                leaving.append((engine, name, engine.ask(prompts[number % 4], 20, name)))
+        for (answer, asked), (engine, name, gone) in zip(staying, leaving, strict=True):
+            cluster.check(answer.result(PATIENCE), asked, cluster.original)
+            engine.call("abort", name)
+            assert gone.result(PATIENCE).reason in ("abort", "length")
+        cluster.nothing_is_left()

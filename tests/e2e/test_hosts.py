@@ -1,0 +1,208 @@
+"""Level 5: xinference over three hosts with addresses and firewalls of their own.
+
+A supervisor and two workers with one replica each. Whatever happens to the network between them,
+a request that reaches a replica is answered rightly, within the time that the fetch may take plus
+that of computing it.
+"""
+
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from examples.documents import document, prompt, questions
+from examples.local_cluster import Completion
+from tests.e2e.conftest import ARGUMENTS, ROOT, wait_until
+from tests.e2e.host_cluster import (
+    SUPERVISOR,
+    WORKER_PORT,
+    HostCluster,
+    allow_only_what_is_needed,
+)
+from tests.e2e.hosts import Hosts
+from xinference_xavier.addresses import split_address
+
+UID = "hosts"
+FIRST, SECOND = WORKERS = ("first", "second")
+PORTS = range(33000, 33012)
+CHUNK = 128
+ROWS = 60  # of a document's table: about 3,000 tokens
+TIMEOUT = 5.0  # xavier_fetch_timeout's default
+LEASE = 10.0
+MEGABITS = 160
+"""So slow a link that the document takes some 2.5 s, half of the time limit."""
+MIDWAY_BYTES = 8 << 20
+CONNECT = "import socket, sys; socket.create_connection((sys.argv[1], sys.argv[2]), timeout=2)"
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[Hosts]:
+    with Hosts(SUPERVISOR, *WORKERS) as hosts:
+        allow_only_what_is_needed(hosts, WORKERS, PORTS)
+        yield hosts
+
+
+@pytest.fixture(scope="module")
+def cluster(hosts: Hosts, model_folder: Path) -> Iterator[HostCluster]:
+    log = ROOT / "build" / "test-hosts.log"
+    with HostCluster(log, hosts, workers=WORKERS) as cluster:
+        cluster.register(model_folder, "small")
+        options = {"xavier_port_range": f"{PORTS[0]}-{PORTS[-1]}"}
+        cluster.launch("small", UID, replica=2, **ARGUMENTS | options)
+        wait_until(lambda: len(usable(cluster)) == 2, "both replicas can fetch")
+        yield cluster
+
+
+def usable(cluster: HostCluster) -> list[dict[str, Any]]:
+    return [replica for replica in cluster.xavier(UID)["replicas"] if replica.get("transfer_pid")]
+
+
+def replica_at(cluster: HostCluster, hosts: Hosts, name: str) -> dict[str, Any]:
+    """What the tracker says of the replica on that host."""
+    found: list[dict[str, Any]] = [
+        replica
+        for replica in cluster.xavier(UID)["replicas"]
+        if split_address(replica["address"])[0] == hosts.address(name)
+    ]
+    (replica,) = found
+    return replica
+
+
+def decided(replica: dict[str, Any]) -> int:
+    """How many fetches of a replica are over."""
+    fetches: dict[str, Any] = replica["fetches"]
+    rolled_back: dict[str, int] = fetches["rolled_back"]
+    return sum(rolled_back.values(), start=int(fetches["committed"]))
+
+
+def question(seed: int) -> str:
+    return prompt(document(seed, ROWS), questions(seed, ROWS)[0])
+
+
+def compute(cluster: HostCluster, hosts: Hosts, name: str, seed: int) -> Completion:
+    """Have the replica on that host compute a document; returns when its peer knows of it."""
+    before = replica_at(cluster, hosts, name)["holdings"]
+    cold = cluster.complete_at(name, UID, question(seed))
+    whole = cold.prompt_tokens // CHUNK
+    wait_until(
+        lambda: replica_at(cluster, hosts, name)["holdings"] >= before + whole,
+        f"the replica on {name} has published {whole} chunks",
+    )
+    return cold
+
+
+def share(cluster: HostCluster, hosts: Hosts, donor: str, consumer: str, seed: int) -> Completion:
+    """A remote hit: what the consumer answers with all whole chunks from the donor."""
+    cold = compute(cluster, hosts, donor, seed)
+    hit = cluster.complete_at(consumer, UID, question(seed))
+    assert cold.cached_tokens == 0
+    assert hit.cached_tokens == cold.prompt_tokens // CHUNK * CHUNK
+    assert hit.tokens == cold.tokens
+    return hit
+
+
+def test_replicas_tell_their_peers_their_hosts_own_addresses(
+    cluster: HostCluster, hosts: Hosts
+) -> None:
+    addresses = [split_address(replica["address"]) for replica in usable(cluster)]
+    assert sorted(host for host, _ in addresses) == sorted(map(hosts.address, WORKERS))
+    assert all(port in PORTS for _, port in addresses)
+
+
+@pytest.mark.parametrize(("donor", "consumer"), [(FIRST, SECOND), (SECOND, FIRST)])
+def test_what_one_host_computed_the_other_fetches_through_both_firewalls(
+    cluster: HostCluster, hosts: Hosts, donor: str, consumer: str
+) -> None:
+    """Only the ports of `xavier_port_range` are open between the two."""
+    seed = 400 + WORKERS.index(donor)
+    before = replica_at(cluster, hosts, consumer)
+    left = hosts.sent(donor)
+    hit = share(cluster, hosts, donor, consumer, seed)
+    bytes_hit = hit.cached_tokens // CHUNK * before["pool"]["row_bytes"]
+    wait_until(
+        lambda: (
+            replica_at(cluster, hosts, consumer)["bytes_received"]
+            == before["bytes_received"] + bytes_hit
+        ),
+        "the consumer has counted the bytes",
+    )
+    assert hosts.sent(donor) - left > bytes_hit
+    alone = cluster.complete_at(consumer, UID, question(seed), cache_salt="alone")
+    assert alone.cached_tokens == 0
+    assert alone.tokens == hit.tokens
+
+
+def test_the_firewalls_admit_nothing_else(cluster: HostCluster, hosts: Hosts) -> None:
+    """Or the test above would show nothing about ports."""
+    _, engine_port = split_address(replica_at(cluster, hosts, FIRST)["address"])
+    assert reaches(hosts, SECOND, FIRST, engine_port)
+    assert not reaches(hosts, SECOND, FIRST, WORKER_PORT)
+    assert reaches(hosts, SUPERVISOR, FIRST, WORKER_PORT)
+
+
+def reaches(hosts: Hosts, source: str, target: str, port: int) -> bool:
+    words = [sys.executable, "-c", CONNECT, hosts.address(target), str(port)]
+    return hosts.run(source, words, stderr=subprocess.DEVNULL).wait() == 0
+
+
+@pytest.mark.parametrize("seconds", [1, 5, 30])
+def test_a_cut_in_the_middle_of_a_transfer_costs_a_recomputation_at_most(
+    cluster: HostCluster, hosts: Hosts, seconds: int
+) -> None:
+    """The donor's link is down for a while: the consumer answers rightly and in time, and once the
+    link is back there are hits again, without anybody's help. A cut longer than the lease makes the
+    donor leave the tracker; it comes back as the replica it was."""
+    seed = 410 + seconds
+    members = {replica["incarnation"] for replica in usable(cluster)}
+    cold = compute(cluster, hosts, FIRST, seed)
+    before = replica_at(cluster, hosts, SECOND)
+    document_bytes = cold.prompt_tokens // CHUNK * before["pool"]["row_bytes"]
+    answers: list[Completion] = []
+    asking = threading.Thread(
+        target=lambda: answers.append(cluster.complete_at(SECOND, UID, question(seed)))
+    )
+    with hosts.slow(FIRST, MEGABITS):
+        left = hosts.sent(FIRST)
+        asking.start()
+        wait_until(lambda: hosts.sent(FIRST) - left > MIDWAY_BYTES, "the transfer is on its way")
+        with hosts.cut(FIRST):
+            cut_at = time.monotonic()
+            assert hosts.sent(FIRST) - left < document_bytes
+            if seconds > LEASE:
+                wait_until(lambda: len(usable(cluster)) == 1, "the donor's lease has ended")
+            threading.Event().wait(cut_at + seconds - time.monotonic())
+    asking.join()
+    (answer,) = answers
+    assert answer.tokens == cold.tokens
+    assert answer.seconds < TIMEOUT + 10 * cold.seconds  # decided by the deadline, then computed
+    after = replica_at(cluster, hosts, SECOND)
+    assert decided(after) == decided(before) + 1
+    if seconds >= TIMEOUT:
+        assert after["fetches"]["committed"] == before["fetches"]["committed"]
+
+    wait_until(lambda: len(usable(cluster)) == 2, "both are members")
+    assert {replica["incarnation"] for replica in usable(cluster)} == members
+    share(cluster, hosts, FIRST, SECOND, seed + 100)
+    share(cluster, hosts, SECOND, FIRST, seed + 200)
+
+
+def test_a_host_lost_for_good_is_forgotten_and_the_other_answers(
+    cluster: HostCluster, hosts: Hosts
+) -> None:
+    """Last in this module: one host is gone afterwards."""
+    cold = compute(cluster, hosts, FIRST, 450)
+    cluster.lose(FIRST)
+    answer = cluster.complete_at(SECOND, UID, question(450))
+    assert answer.tokens == cold.tokens
+    assert answer.seconds < TIMEOUT + 10 * cold.seconds
+    wait_until(lambda: len(cluster.xavier(UID)["replicas"]) == 1, "the lost replica's lease ended")
+    (left,) = cluster.xavier(UID)["replicas"]
+    assert split_address(left["address"])[0] == hosts.address(SECOND)
+    assert cluster.xavier(UID)["totals"]["holdings"] == left["holdings"]
+    again = cluster.complete_at(SECOND, UID, question(451))
+    assert again.cached_tokens == 0

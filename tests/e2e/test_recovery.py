@@ -1,0 +1,163 @@
+"""Level 2: replicas that die or hang under xinference, and come back.
+
+How xinference 4.1 recovers a replica: only the model process's end counts. Its worker's actor pool
+notices within seconds and launches the replica again with the arguments of old, as often as it
+takes unless XINFERENCE_MODEL_ACTOR_AUTO_RECOVER_LIMIT is set (`core/worker.py`,
+`recover_sub_pool`). When an engine or a vLLM worker dies (either takes the other with it), the
+model process lives on until the next request put to it, which fails, and with it the process
+(`model/llm/vllm/utils.py`, `_stop_after_engine_death`): its health check waits for a RuntimeError,
+which vLLM's EngineDeadError is not. So an idle dead replica stays "ready" for xinference; its lease
+is what tells the others. A killed transfer process is in test_sharing.py.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import psutil
+import pytest
+import xoscar
+
+from examples.documents import document, prompt, questions
+from examples.local_cluster import Completion
+from tests.e2e import processes
+from tests.e2e.conftest import REPLICAS, SEPARATE_UID, can_fetch, wait_for_engine, wait_until
+from tests.e2e.separate_cluster import SeparateCluster
+
+UID = SEPARATE_UID
+FIRST, SECOND = REPLICAS
+CHUNK = 128
+ROWS = 30  # of a document's table: about 1,500 tokens
+SHARES_WITHIN = 10.0  # seconds of being ready, promised
+GRACE = 10.0  # on top of what is promised, for a busy machine
+
+
+@pytest.fixture
+def model(separate_cluster: SeparateCluster) -> SeparateCluster:
+    wait_for_engine(lambda: can_fetch(separate_cluster, UID, 2), "both replicas can fetch")
+    return separate_cluster
+
+
+def members(cluster: SeparateCluster) -> dict[str, dict[str, Any]]:
+    """What the tracker offers, by incarnation."""
+    return {member["incarnation"]: member for member in cluster.xavier(UID)["replicas"]}
+
+
+def member_of(cluster: SeparateCluster, replica: str) -> dict[str, Any]:
+    (member,) = (
+        member
+        for member in members(cluster).values()
+        if processes.replica_name(member) == replica
+    )
+    return member
+
+
+def question(seed: int) -> str:
+    return prompt(document(seed, ROWS), questions(seed, ROWS)[0])
+
+
+def compute(cluster: SeparateCluster, replica: str, seed: int) -> Completion:
+    """Have that replica compute a document's question; return when its chunks are published."""
+    incarnation = member_of(cluster, replica)["incarnation"]
+    before = members(cluster)[incarnation]["holdings"]
+    answer = cluster.ask(replica, question(seed))
+    assert answer.cached_tokens == 0
+    held = before + answer.prompt_tokens // CHUNK
+    wait_until(
+        lambda: members(cluster)[incarnation]["holdings"] >= held,
+        f"{replica} has published {held} chunks",
+    )
+    return answer
+
+
+def assert_shares(cluster: SeparateCluster, donor: str, consumer: str, seed: int) -> None:
+    """What `donor` computes is a remote hit at `consumer`, and the same answer."""
+    cold = compute(cluster, donor, seed)
+    received = member_of(cluster, consumer)["bytes_received"]
+    answer = cluster.ask(consumer, question(seed))
+    assert answer.tokens == cold.tokens
+    assert answer.cached_tokens == cold.prompt_tokens // CHUNK * CHUNK
+    assert member_of(cluster, consumer)["bytes_received"] > received
+
+
+def wait_back(cluster: SeparateCluster, replica: str, old: str) -> float:
+    """Return when the replica that was `old` is ready again; the time of that."""
+
+    def answers() -> bool:
+        states = {r["replica_model_uid"]: r["model_state"] for r in cluster.replicas(UID)}
+        return states.get(replica) == "ready" and bool(_model_of(replica))
+
+    wait_for_engine(answers, f"{replica} is ready again")
+    ready = time.monotonic()
+    wait_until(
+        lambda: old not in members(cluster) and can_fetch(cluster, UID, 2),
+        f"{replica} has joined as another incarnation",
+    )
+    return ready
+
+
+def _model_of(replica: str) -> psutil.Process | None:
+    try:
+        return processes.of_replica(replica).model
+    except LookupError:
+        return None
+
+
+def test_a_replica_that_hangs_is_dropped_and_joins_again_by_itself(model: SeparateCluster) -> None:
+    """Stopped for longer than its lease, it is offered to nobody; awake again, it needs nobody's
+    help to share, as the same incarnation with all that it holds."""
+    cold = compute(model, FIRST, 400)
+    member = member_of(model, FIRST)
+    hung = processes.of_member(member)
+    with processes.frozen(hung.all()):
+        wait_until(lambda: member["incarnation"] not in members(model), "its lease has ended")
+        alone = model.ask(SECOND, question(400))  # held by nobody else
+        assert alone.tokens == cold.tokens
+        assert alone.cached_tokens == 0
+    awake = time.monotonic()
+    wait_until(lambda: member["incarnation"] in members(model), "it has joined again")
+    wait_until(
+        lambda: members(model)[member["incarnation"]]["holdings"] >= member["holdings"],
+        "its holdings are offered again",
+    )
+    assert_shares(model, FIRST, SECOND, 401)
+    assert_shares(model, SECOND, FIRST, 402)
+    assert time.monotonic() - awake < SHARES_WITHIN + GRACE
+
+
+@pytest.mark.parametrize(
+    ("replica", "survivor", "victim", "seed"),
+    [
+        (FIRST, SECOND, "worker", 410),
+        (SECOND, FIRST, "engine", 420),
+        (FIRST, SECOND, "model", 430),
+    ],
+)
+def test_a_killed_replica_comes_back_and_shares(
+    model: SeparateCluster, replica: str, survivor: str, victim: str, seed: int
+) -> None:
+    """Nothing of the dead incarnation is offered, the survivor answers all the while, and the
+    replica that xinference starts in its place shares within 10 s of being ready."""
+    cold = compute(model, replica, seed)
+    member = member_of(model, replica)
+    doomed = processes.of_member(member)
+    process = doomed.workers[0] if victim == "worker" else getattr(doomed, victim)
+    processes.kill(process)
+    # Its own model process stays where only the engine died, until it is asked.
+    left = doomed.all()[1:] if victim != "model" else doomed.all()
+    processes.wait_gone(left)
+
+    answer = model.ask(survivor, question(seed))
+    assert answer.tokens == cold.tokens
+    wait_until(lambda: member["incarnation"] not in members(model), "the dead one is forgotten")
+    if victim != "model":
+        with pytest.raises((OSError, xoscar.ServerClosed)):
+            model.ask(replica, question(seed + 1))
+    processes.wait_gone(doomed.all())
+
+    ready = wait_back(model, replica, member["incarnation"])
+    assert_shares(model, survivor, replica, seed + 2)
+    assert time.monotonic() - ready < SHARES_WITHIN + GRACE
+    assert_shares(model, replica, survivor, seed + 3)
+    assert member["incarnation"] not in members(model)

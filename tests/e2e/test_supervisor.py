@@ -1,0 +1,105 @@
+"""Level 4: the tracker and the supervisor go away, hang, and come back, elsewhere too.
+
+All that time requests put to the model actors are answered, and what the replicas know of each
+other's holdings goes on being used. Afterwards nobody has to do anything for hits to return.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+import xoscar
+
+from examples.local_cluster import free_port
+from tests.e2e import processes
+from tests.e2e.conftest import REPLICAS, SEPARATE_UID, can_fetch, wait_for_engine, wait_until
+from tests.e2e.separate_cluster import SeparateCluster
+from tests.e2e.test_recovery import assert_shares, compute, members, question
+from xinference_xavier.tracker.actor import tracker_uid
+
+UID = SEPARATE_UID
+FIRST, SECOND = REPLICAS
+BACK_WITHIN = 15.0  # seconds after the supervisor is up, promised
+GRACE = 10.0
+BLOCKED = 30.0
+
+
+@pytest.fixture
+def model(separate_cluster: SeparateCluster) -> SeparateCluster:
+    wait_for_engine(lambda: can_fetch(separate_cluster, UID, 2), "both replicas can fetch")
+    return separate_cluster
+
+
+def assert_mirrored_hit(cluster: SeparateCluster, seed: int, expected: tuple[str, ...]) -> None:
+    """SECOND gets what FIRST computed before the outage, and both answer without the supervisor."""
+    answer = cluster.ask(SECOND, question(seed))
+    assert answer.tokens == expected
+    assert answer.cached_tokens > 0
+    assert cluster.ask(FIRST, question(seed)).tokens == expected
+
+
+def mirrored(cluster: SeparateCluster, seed: int) -> tuple[str, ...]:
+    """Have FIRST compute a document, and SECOND learn of it: what came later has reached it."""
+    cold = compute(cluster, FIRST, seed)
+    assert_shares(cluster, FIRST, SECOND, seed + 1)
+    return cold.tokens
+
+
+def destroy_tracker(cluster: SeparateCluster) -> None:
+    async def destroy() -> None:
+        address = f"127.0.0.1:{cluster.control_port}"
+        await xoscar.destroy_actor(await xoscar.actor_ref(address, tracker_uid(UID)))
+
+    asyncio.run(destroy())
+
+
+def test_a_tracker_that_was_destroyed_is_made_again(model: SeparateCluster) -> None:
+    expected = mirrored(model, 500)
+    before = set(members(model))
+    destroy_tracker(model)
+    gone = time.monotonic()
+    assert_mirrored_hit(model, 500, expected)
+    wait_until(lambda: can_fetch(model, UID, 2), "both have joined a new tracker")
+    assert set(members(model)) == before
+    assert_shares(model, SECOND, FIRST, 502)
+    assert time.monotonic() - gone < BACK_WITHIN + GRACE
+
+
+def test_nobody_expires_while_the_supervisor_stands_still(model: SeparateCluster) -> None:
+    """The control process sleeps for three leases. The tracker forgives its own pause."""
+    expected = mirrored(model, 510)
+    before = members(model)
+    logged = model.log.stat().st_size
+    with processes.frozen([model.control_process]):
+        asleep = time.monotonic()
+        assert_mirrored_hit(model, 510, expected)
+        while time.monotonic() - asleep < BLOCKED:
+            assert model.ask(FIRST, question(511)).cached_tokens > 0
+            time.sleep(1.0)
+    wait_until(lambda: can_fetch(model, UID, 2), "the tracker answers")
+    assert set(members(model)) == set(before)
+    with model.log.open() as log:
+        log.seek(logged)
+        assert "no heartbeat from" not in log.read()
+    assert_shares(model, SECOND, FIRST, 512)
+
+
+@pytest.mark.parametrize("port", ["same", "other"])
+def test_a_supervisor_that_died_is_found_again(model: SeparateCluster, port: str) -> None:
+    """Killed and started again, with the control address where it was or elsewhere: all replicas
+    find the new tracker through their worker, publish again and share within 15 s."""
+    seed = 520 if port == "same" else 530
+    expected = mirrored(model, seed)
+    before = set(members(model))
+    model.kill_supervisor()
+    assert_mirrored_hit(model, seed, expected)
+    model.start_supervisor(model.control_port if port == "same" else free_port("127.0.0.1"))
+    up = time.monotonic()
+    assert model.ask(FIRST, question(seed)).tokens == expected
+    wait_for_engine(lambda: can_fetch(model, UID, 2), "both have joined the new tracker")
+    assert set(members(model)) == before
+    assert_shares(model, SECOND, FIRST, seed + 2)
+    assert time.monotonic() - up < BACK_WITHIN + GRACE
+    assert model.complete(UID, question(seed)).tokens == expected  # through REST as ever

@@ -1,0 +1,103 @@
+"""In a browser, on real software: switched on, asked, and seen to share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from examples.documents import document, prompt, questions
+from examples.local_cluster import LocalCluster
+from tests.e2e.conftest import ARGUMENTS, wait_until
+from tests.ui.browser import Browser, open_browser
+from tests.ui.launch_dialog import LaunchDialog
+
+UID = "by-switch"
+CHUNK = 128
+DOCUMENT_ROWS = 60  # about 3,000 tokens
+# What the small model needs besides the switch, on CPU.
+PARAMETERS = {
+    "dtype": ARGUMENTS["dtype"],
+    "max_model_len": ARGUMENTS["max_model_len"],
+    "block_size": ARGUMENTS["block_size"],
+    "enforce_eager": "true",
+    "tensor_parallel_size": 1,
+}
+
+
+@pytest.fixture
+def browser() -> Iterator[Browser]:
+    with open_browser() as browser:
+        yield browser
+
+
+@pytest.fixture
+def xinference(cluster: LocalCluster) -> Iterator[LocalCluster]:
+    yield cluster
+    if any(model["id"] == UID for model in cluster.call("GET", "/v1/models")["data"]):
+        cluster.terminate(UID)
+
+
+def launch_by_the_switch(browser: Browser, address: str) -> None:
+    browser.open(f"{address}/launch-model/custom")
+    dialog = LaunchDialog(browser)
+    dialog.open("Launch")
+    dialog.choose("Model Engine", "vLLM")
+    dialog.type_into("Model UID", UID)
+    dialog.set_replicas(2)
+    dialog.switch.click()
+    dialog.unfold()
+    dialog.pool.send_keys(str(ARGUMENTS["xavier_pool_bytes"]))
+    for name, value in PARAMETERS.items():
+        dialog.add_parameter(name, str(value))
+    dialog.deploy()
+
+
+def test_launched_by_the_switch_it_shows_the_remote_hit(
+    xinference: LocalCluster, browser: Browser
+) -> None:
+    address = xinference.endpoint.replace("0.0.0.0", "127.0.0.1")
+    launch_by_the_switch(browser, address)
+    wait_until(
+        lambda: any(model["id"] == UID for model in xinference.call("GET", "/v1/models")["data"]),
+        "the model was launched",
+    )
+    xinference.wait_ready(UID, 2)
+    browser.find('nav a[href="/xavier/"]').click()
+    browser.wait_text("#live", "Live")
+    browser.wait_text(".head h2", UID)
+    names = [replica["replica"] for replica in xinference.xavier(UID)["replicas"]]
+    assert len(names) == 2
+    for name in names:
+        browser.wait_text("#replicas", name)
+        browser.wait_text("#events", f"{name} joined")
+    assert browser.text("#from-peers") == "0"
+    assert not browser.has("#links")
+
+    question = prompt(document(400, DOCUMENT_ROWS), questions(400, DOCUMENT_ROWS)[0])
+    first = xinference.complete(UID, question)
+    whole = first.prompt_tokens // CHUNK
+    wait_until(
+        lambda: xinference.xavier(UID)["totals"]["holdings"] >= whole, "its chunks are published"
+    )
+    second = xinference.complete(UID, question)
+    assert second.cached_tokens == whole * CHUNK
+
+    # All of this is read off the page, which nobody has touched.
+    browser.wait_text("#from-peers", f"{whole * CHUNK:,}")
+    browser.wait_text("#reused", "%")
+    link = browser.text("#links tbody")
+    assert any(link.startswith(f"{donor} {consumer} ") for donor, consumer in (names, names[::-1]))
+    assert "MiB" in link
+    browser.wait_text("#outcomes", "Committed 1")
+    browser.wait_text("#sources", f"({whole * CHUNK:,})")
+    browser.screenshot("page-hit")
+    assert not browser.complaints()
+
+    # Another browser finds the switch where it was left: the server keeps the launch's history.
+    browser.open(f"{address}/launch-model/custom")
+    browser.forget()
+    browser.open(f"{address}/launch-model/custom")
+    again = LaunchDialog(browser)
+    again.open("Launch")
+    browser.wait(lambda: again.sharing, "the switch is on from the launch history")

@@ -1,0 +1,313 @@
+"""Whatever a peer sends: it is taken for a checked message, or refused with an error of ours.
+
+No other exception, nothing half done, and no memory that grows with what a few bytes claim. Each
+decoder gets an equal part of XAVIER_FUZZ_SECONDS (30), with other examples every time; a failure
+shows its example.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import math
+import os
+import random
+import socket
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, seed, settings
+from hypothesis import strategies as st
+
+from xinference_xavier.addresses import split_address
+from xinference_xavier.config import take_launch_options
+from xinference_xavier.errors import (
+    ConfigError,
+    GrantRefusedError,
+    LinkError,
+    RegionError,
+    TransportError,
+)
+from xinference_xavier.options import PARSERS
+from xinference_xavier.pool import region as region_module
+from xinference_xavier.pool.region import Region
+from xinference_xavier.tracker.actor import BlockTracker, NotMemberError, TrackerFullError
+from xinference_xavier.tracker.index import Change, Member, Settings, Update
+from xinference_xavier.tracker.mirror import Mirror
+from xinference_xavier.transfer import gloo
+from xinference_xavier.transfer.messages import (
+    PROTOCOL_VERSION,
+    Grant,
+    GrantRequest,
+    PullOrder,
+    Startup,
+    Ticket,
+    check_grant,
+    check_order,
+    check_request,
+    check_ticket,
+    parse_started,
+)
+
+Check = Callable[[Any], None]
+
+ROWS = 8
+KEY = b"k" * 32
+TICKET = Ticket.sign(KEY, "consumer", [4, 2], expires=100.0)
+STARTUP = Startup("id", 7, 64, 4096, "::1", (40000, 40100), "module:Class", KEY.hex())
+MEMBERS = (Member("own", "h:0"), Member("a", "h:1"))
+UPDATE = Update(
+    3, "epoch", False, Settings(1, True), 4, MEMBERS, (Change("a", 2, b"key2", b"key1", False),)
+)
+
+
+
+def nest(depth: int) -> list[Any]:
+    inner: list[Any] = []
+    for _ in range(depth):
+        inner = [inner]
+    return inner
+
+
+NASTY = [
+    *(None, True, False, 0, 1, 2, 3, 4, -1, 7, 8, 1 << 63, 1 << 64, 10**4200, -(10**400)),
+    *(0.0, -0.0, 0.5, math.nan, math.inf, -math.inf, 1e308),
+    *("", "id", "ns", "h:1", "h:", "[::1]:1", "h:99999", "x" * 257, "\ud800", "\0"),
+    *(b"", b"key1", b"key", b"\0" * 32, b"x" * 1025, bytearray(4)),
+    *([], {}, (), {1}, {"a": {}}, [b"key1"], (b"key1", "key2"), (0, 0), (1, -1), object),
+]
+plain = (
+    st.sampled_from(NASTY) | st.integers() | st.integers(-2, 9) | st.text(max_size=9) | st.binary()
+)
+anything = plain | st.lists(plain, max_size=4) | st.lists(plain, max_size=4).map(tuple)
+nested = st.integers(1, 5000).map(nest)
+deep = st.integers(1, 20_000).map(lambda n: b"[" * n) | st.just(b'{"a":' * 20_000)
+
+
+def altered(message: Any) -> st.SearchStrategy[Any]:
+    """Messages that are like `message` but for some of their fields."""
+    value = anything | nested
+    fields = st.dictionaries(st.sampled_from(message._fields), value, min_size=1, max_size=3)
+    return fields.map(lambda changes: message._replace(**changes)) | value
+
+
+def altered_json(fields: dict[str, Any]) -> st.SearchStrategy[bytes]:
+    changes = st.dictionaries(st.sampled_from([*fields, "another"]), anything, max_size=3)
+    lines = changes.map(lambda c: json.dumps(fields | c, default=repr).encode())
+    cut = st.tuples(lines, st.integers(0, 400)).map(lambda t: t[0][: t[1]])
+    return lines | cut | st.binary(max_size=100) | deep
+
+
+def explore(check: Check, examples: st.SearchStrategy[Any], seconds: float) -> int:
+    """How many examples there was time for."""
+    end = time.monotonic() + seconds
+    count = 0
+
+    def counted(example: Any) -> None:
+        nonlocal count
+        count += 1
+        check(example)
+
+    for number in itertools.count(random.getrandbits(32)):
+        wanted = settings(
+            max_examples=200, deadline=None, database=None, suppress_health_check=list(HealthCheck)
+        )
+        seed(number)(wanted(given(examples)(counted)))()
+        if time.monotonic() > end:
+            return count
+    raise AssertionError
+
+
+def a_request(example: Any) -> None:
+    with suppress(LinkError, GrantRefusedError):
+        check_request(example)
+        assert {type(key) for key in example.keys} <= {bytes}
+        hash((example.namespace, example.consumer))
+
+
+def a_grant(example: Any) -> None:
+    with suppress(LinkError):
+        check_grant(example, ROWS)
+        assert len(example.checksums) == len(example.ticket.slots) <= ROWS
+        assert example.sequence >= 0
+        if example.grant_id:
+            split_address(example.address)
+
+
+def a_ticket(example: Any) -> None:
+    with suppress(LinkError):
+        check_ticket(example, ROWS)
+        assert all(0 <= slot < ROWS for slot in example.slots)
+        example.is_valid(KEY, 0.0)
+
+
+def an_order(example: Any) -> None:
+    with suppress(LinkError):
+        check_order(example, ROWS)
+        assert len(set(example.slots)) == len(example.keys) == len(example.ticket.slots)
+        assert all(0 <= slot < ROWS for slot in example.slots)
+
+
+def a_startup(example: bytes) -> None:
+    with suppress(LinkError):
+        startup = Startup.from_json(example)
+        assert startup.rows > 0 < startup.row_bytes
+        bytes.fromhex(startup.key)
+
+
+def a_started(example: bytes) -> None:
+    with suppress(TransportError):
+        split_address(parse_started(example))
+
+
+def a_rendezvous(example: bytes) -> None:
+    store = gloo._ExchangedStore(0.0)
+    with suppress(LinkError):
+        store.add_peers_part(example)
+        assert isinstance(store.transcript(), bytes)
+
+
+def a_sealed_rendezvous(example: Any) -> None:
+    with pytest.raises(LinkError):
+        gloo._unseal(KEY, 0, example)
+
+
+def an_update(example: Any) -> None:
+    mirror = Mirror("own")
+    mirror.apply(UPDATE)
+    before = (mirror.holders(b"key2"), mirror.peers, mirror.epoch, mirror.revision, mirror.settings)
+    try:
+        mirror.apply(example)
+    except ValueError:
+        now = (mirror.holders(b"key2"), mirror.peers, mirror.epoch, mirror.revision)
+        assert (*now, mirror.settings) == before
+
+
+def a_call(example: tuple[str, tuple[Any, ...]]) -> None:
+    """Of the tracker."""
+    method, arguments = example
+    tracker = BlockTracker("model")
+
+    async def call() -> None:
+        await tracker.join("ns", MEMBERS[1], 4, Settings())
+        with suppress(ValueError, NotMemberError, TrackerFullError):
+            await getattr(tracker, method)(*arguments)
+        if method != "set_enabled":  # whatever it was, the others' business goes on
+            await tracker.publish("ns", "a", 1, b"key1", b"")
+            (update,) = [await tracker.watch("ns", "a", "", 0, 0.0)]
+            Mirror("a").apply(update)
+
+    asyncio.run(call())
+
+
+TIMES = (
+    st.floats(max_value=0.001)
+    | st.sampled_from([-(10**4000), math.nan, math.inf])
+    | anything.filter(lambda value: not isinstance(value, (int, float)))
+)
+NAMES = st.just("ns") | anything
+INCARNATIONS = st.just("a") | anything
+PACKED = st.binary(max_size=16) | anything
+CALLS = st.one_of(
+    st.tuples(
+        st.just("join"),
+        st.tuples(NAMES, altered(MEMBERS[0]), st.just(4) | anything, altered(Settings())),
+    ),
+    st.tuples(st.just("leave"), st.tuples(NAMES, INCARNATIONS.filter(lambda name: name != "a"))),
+    st.tuples(st.just("heartbeat"), st.tuples(NAMES, INCARNATIONS, anything)),
+    st.tuples(
+        st.just("publish"), st.tuples(NAMES, INCARNATIONS, st.just(1) | anything, PACKED, PACKED)
+    ),
+    st.tuples(st.just("replace"), st.tuples(NAMES, INCARNATIONS, st.just(1) | anything, PACKED)),
+    st.tuples(
+        st.just("watch"), st.tuples(NAMES, INCARNATIONS, anything, st.just(0) | anything, TIMES)
+    ),
+    st.tuples(st.just("report_failure"), st.tuples(anything, anything)),
+    st.tuples(st.just("take_failure"), st.tuples(anything)),
+    st.tuples(st.just("set_enabled"), st.tuples(anything)),
+)
+
+
+def a_region(example: tuple[bytes, int]) -> None:
+    data, count = example
+    ours, theirs = socket.socketpair()
+    offered = Region.create(2, 4096)
+    others = [os.dup(offered.fd) for _ in range(count)]
+    with ours, theirs:
+        socket.send_fds(theirs, [data], others)
+        theirs.shutdown(socket.SHUT_WR)
+        before = len(os.listdir("/proc/self/fd"))
+        try:
+            region = region_module.take_region(ours)
+        except RegionError:
+            assert len(os.listdir("/proc/self/fd")) == before
+        else:
+            assert region.rows * region.row_bytes == region.size == 8192
+            region.close()
+    for fd in others:
+        os.close(fd)
+    offered.close()
+
+
+HEADERS = st.tuples(
+    st.sampled_from([b"XAVIER01", b"XAVIER02"]),
+    st.integers(0, 9) | st.integers(0, (1 << 64) - 1),
+    st.sampled_from([4096, 8192, 0]) | st.integers(0, (1 << 64) - 1),
+).map(lambda fields: region_module._HEADER.pack(*fields))
+
+
+def options(example: dict[str, Any]) -> None:
+    """From the user, by way of JSON."""
+    with suppress(ConfigError):
+        taken = take_launch_options({"enable_xavier": True, **example})
+        config = taken.config(model_uid="m", tracker_address="h:1", replicas_per_host=1)
+        json.dumps(config.to_dict())
+
+
+OPTIONS = st.dictionaries(
+    st.sampled_from([*PARSERS, "xavier_pool-bytes", "xavier_x", "xavier_config"]),
+    anything | st.from_regex(r"\d{1,9}([kmgt]i?b)?|\d+-\d+|[\w.:]+", fullmatch=True),
+    max_size=3,
+)
+
+DECODERS: dict[str, tuple[Check, st.SearchStrategy[Any]]] = {
+    "request": (
+        a_request,
+        altered(GrantRequest(PROTOCOL_VERSION, "ns", "consumer", (b"key1", b"key2"))),
+    ),
+    "grant": (a_grant, altered(Grant(1, (1, 2), TICKET, "h:1", True, 3))),
+    "ticket": (a_ticket, altered(TICKET)),
+    "order": (
+        an_order,
+        altered(PullOrder("donor", "h:1", TICKET, (b"1", b"2"), (1, 2), (3, 4), 1.0)),
+    ),
+    "startup": (
+        a_startup,
+        altered_json(json.loads(STARTUP.to_json())),
+    ),
+    "started": (a_started, altered_json({"address": "h:1"}) | altered_json({"error": "x"})),
+    "rendezvous": (a_rendezvous, altered_json({"0/0": "0203"})),
+    "sealed rendezvous": (a_sealed_rendezvous, st.binary(max_size=100) | anything),
+    "update": (an_update, altered(UPDATE)),
+    "change": (
+        an_update,
+        altered(UPDATE.changes[0]).map(lambda change: UPDATE._replace(changes=(change,))),
+    ),
+    "call": (a_call, CALLS),
+    "region": (
+        a_region,
+        st.tuples(HEADERS | st.binary(min_size=1, max_size=40), st.integers(0, 2)),
+    ),
+    "options": (options, OPTIONS),
+}
+
+SECONDS = float(os.environ.get("XAVIER_FUZZ_SECONDS", "30")) / len(DECODERS)
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_what_is_no_message_is_refused(name: str) -> None:
+    print(f"{explore(*DECODERS[name], SECONDS)} examples of a {name}")

@@ -1,0 +1,174 @@
+"""What cannot be right does not pass between a tracker and its replicas, and what is too much is
+refused and counted; those who behave do not notice."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+import xoscar as xo
+
+from xinference_xavier.tracker import actor as actor_module
+from xinference_xavier.tracker import checks as checks_module
+from xinference_xavier.tracker.actor import TrackerFullError
+from xinference_xavier.tracker.index import Change, Member, Outcome, Settings, Update
+from xinference_xavier.tracker.mirror import Mirror
+
+NS = "namespace"
+A, B = Member("a", "127.0.0.1:1"), Member("b", "127.0.0.1:1")
+OWN = Member("own", "127.0.0.1:1")
+KEY, OTHER = b"key1", b"key2"
+UPDATE = Update(
+    1, "epoch", False, Settings(1, True), 4, (OWN, A), (Change("a", 1, KEY, b"", False),)
+)
+NEXT = UPDATE._replace(revision=2, changes=(Change("a", 2, OTHER, KEY, False),))
+
+
+def with_change(**fields: Any) -> Update:
+    return NEXT._replace(changes=(NEXT.changes[0], NEXT.changes[0]._replace(**fields)))
+
+
+@pytest.mark.parametrize(
+    "update",
+    [
+        None,
+        tuple(NEXT),
+        NEXT._replace(revision=-1),
+        NEXT._replace(revision="2"),  # type: ignore[arg-type]
+        NEXT._replace(epoch=None),  # type: ignore[arg-type]
+        NEXT._replace(settings=None),  # type: ignore[arg-type]
+        NEXT._replace(settings=Settings(2, 0)),  # type: ignore[arg-type]
+        NEXT._replace(key_bytes=0),
+        NEXT._replace(key_bytes=2000),
+        NEXT._replace(members=[OWN]),  # type: ignore[arg-type]
+        NEXT._replace(members=(OWN, Member("a", "nowhere"))),
+        NEXT._replace(members=(OWN, Member([], "h:1"))),  # type: ignore[arg-type]
+        NEXT._replace(changes=None),  # type: ignore[arg-type]
+        NEXT._replace(changes=(NEXT.changes[0], None)),  # type: ignore[arg-type]
+        with_change(incarnation=[]),
+        with_change(sequence=-1),
+        with_change(sequence="3"),
+        with_change(added=[KEY]),
+        with_change(added=b"12345"),
+        with_change(removed=b"1"),
+        with_change(removed=None),
+    ],
+)
+def test_a_mirror_takes_over_all_of_an_update_or_nothing(update: Any) -> None:
+    """The half of it would be believed from then on."""
+    mirror = Mirror("own")
+    mirror.apply(UPDATE)
+    with pytest.raises(ValueError, match=r".+"):
+        mirror.apply(update)
+    assert (mirror.holders(KEY), mirror.holders(OTHER)) == (("a",), ())
+    assert (mirror.peers, mirror.address("a")) == ({"a"}, A.address)
+    assert (mirror.revision, mirror.settings) == (1, Settings(1, True))
+    mirror.apply(NEXT)
+    assert (mirror.holders(KEY), mirror.holders(OTHER)) == ((), ("a",))
+
+
+BAD_NAMES: list[Any] = ["", "x" * 257, None, 7, [], {}]
+
+
+@pytest.mark.parametrize("name", BAD_NAMES, ids=lambda name: f"{name!r:.9}")
+async def test_names_are_checked_in_every_call(tracker: Any, name: Any) -> None:
+    await tracker.join(NS, A, 4, Settings())
+    for namespace, incarnation in ((name, "a"), (NS, name)):
+        for call in (
+            tracker.join(namespace, Member(incarnation, A.address), 4, Settings()),
+            tracker.heartbeat(namespace, incarnation, {}),
+            tracker.publish(namespace, incarnation, 1, KEY, b""),
+            tracker.replace(namespace, incarnation, 1, KEY),
+            tracker.watch(namespace, incarnation, "", 0, 0.0),
+            tracker.leave(namespace, incarnation),
+        ):
+            with pytest.raises(ValueError, match="is not a text of"):
+                await call
+    for call in (tracker.report_failure(name, "cause"), tracker.take_failure(name)):
+        with pytest.raises(ValueError, match="is not a text of"):
+            await call
+    assert await tracker.publish(NS, "a", 1, KEY, b"") is Outcome.APPLIED
+
+
+@pytest.mark.parametrize("address", ["nowhere", "h:", "h:x", "h:99999", "unixsocket:///1"])
+async def test_only_an_address_is_handed_on_to_others(tracker: Any, address: str) -> None:
+    with pytest.raises(ValueError, match="address"):
+        await tracker.join(NS, Member("a", address), 4, Settings())
+    assert (await tracker.status())["namespaces"] == {}
+
+
+@pytest.mark.parametrize("member", [None, "ab", ("a",), ("a", "h:1", 1)])
+async def test_a_member_is_an_incarnation_with_its_address(tracker: Any, member: Any) -> None:
+    with pytest.raises(ValueError, match="member="):
+        await tracker.join(NS, member, 4, Settings())
+    with pytest.raises(ValueError, match="settings="):
+        await tracker.join(NS, A, 4, member)
+
+
+@pytest.mark.parametrize("timeout", [-(10**4000), 10**4000, float("inf")], ids=["low", "high", "∞"])
+async def test_no_time_is_too_long_to_be_understood(tracker: Any, timeout: float) -> None:
+    """A watch never waits longer than the tracker allows; here there is something at once."""
+    await tracker.join(NS, A, 4, Settings())
+    if timeout == float("inf"):
+        with pytest.raises(ValueError, match="is not a number of seconds"):
+            await tracker.watch(NS, "a", "", 0, timeout)
+    else:
+        assert (await tracker.watch(NS, "a", "", 0, timeout)).members == (A,)
+
+
+async def test_a_publication_is_bounded(tracker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks_module, "MAX_PACKED_BYTES", 8)
+    await tracker.join(NS, A, 4, Settings())
+    with pytest.raises(ValueError, match="takes 12 bytes, more than 8"):
+        await tracker.publish(NS, "a", 1, KEY + OTHER + KEY, b"")
+    assert await tracker.replace(NS, "a", 1, KEY + OTHER) is Outcome.APPLIED
+
+
+async def test_what_is_too_much_is_refused_and_counted(
+    tracker: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Watches, members, failures to remember: and those that are there stay."""
+    monkeypatch.setattr(actor_module, "MAX_WATCHES", 1)
+    monkeypatch.setattr(actor_module, "MAX_MEMBERS", 2)
+    for member in (A, B):
+        await tracker.join(NS, member, 4, Settings())
+    seen = await tracker.watch(NS, "a", "", 0, 0.0)
+    waiting = asyncio.create_task(tracker.watch(NS, "a", seen.epoch, seen.revision, 60.0))
+    while not (await tracker.status())["watches"]:  # noqa: ASYNC110  # nothing announces it
+        await asyncio.sleep(0)
+    with pytest.raises(TrackerFullError, match="wait for news"):
+        await tracker.watch(NS, "a", seen.epoch, seen.revision, 60.0)
+    with pytest.raises(TrackerFullError, match="a tracker keeps 2"):
+        await tracker.join(NS, Member("c", "h:1"), 4, Settings())
+    for replica in ("one", "two", "three"):
+        await tracker.report_failure(replica, "cause")
+    await tracker.report_failure("one", "newer cause")
+    assert (await tracker.status())["refused"] == 3
+    assert await tracker.take_failure("one") == "newer cause"
+    assert await tracker.take_failure("three") is None
+    await tracker.publish(NS, "b", 1, KEY, b"")
+    assert (await waiting).changes == (Change("b", 1, KEY, b"", False),)
+    assert (await tracker.status())["watches"] == 0, "given back"
+
+
+async def test_a_replica_of_another_version_is_told_so(tracker: Any) -> None:
+    with pytest.raises(ValueError, match="run the same version of xinference-xavier everywhere"):
+        await tracker.join(NS, A, 4, Settings(), version=99)
+    assert (await tracker.status())["namespaces"] == {}
+
+
+async def test_noise_on_its_port_keeps_nobody_away(tracker: Any) -> None:
+    """Whole headers without a body, random bytes, nothing at all; and all of them stay open."""
+    host, _, port = tracker.address.rpartition(":")
+    noise = [b"", b"GET / HTTP/1.1\r\n\r\n", b"\x01" + b"\xff" * 10, bytes(range(256)) * 40]
+    connections = []
+    for part in noise * 5:
+        _, writer = await asyncio.open_connection(host, int(port))
+        writer.write(part)
+        connections.append(writer)
+    other = await xo.actor_ref(address=tracker.address, uid=tracker.uid)
+    assert (await other.join(NS, A, 4, Settings())).sequence == 0
+    assert await other.publish(NS, "a", 1, KEY, b"") is Outcome.APPLIED
+    for writer in connections:
+        writer.close()

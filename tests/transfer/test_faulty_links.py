@@ -1,0 +1,129 @@
+"""Whatever a donor sends: no row becomes a hit but the right ones, the rows it did not bring are
+free again in time, at most our transfer process dies of it, and others can be fetched from."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from tests.replica_process import (
+    Outcome,
+    ReplicaProcess,
+    TrackerProcess,
+    fresh_keys,
+    replicas,
+    wait_until,
+)
+from tests.transfer import faulty_links
+from tests.transfer.faulty_links import Wrong
+
+WRONG = "tests.transfer.faulty_links:WrongDonor"
+ROWS = 8  # of each fetch
+HALF = ROWS // 2
+SHORT = 3.0  # seconds, the deadline of a fetch that is to end by it
+GRACE = 2.0  # how much later its end may be noticed
+LONG = 30.0  # the deadline of a fetch that is to end before it
+
+
+class Scene(NamedTuple):
+    wrong: ReplicaProcess
+    right: ReplicaProcess
+    consumer: ReplicaProcess
+
+
+@pytest.fixture(scope="module")
+def scene(
+    tracker_process: TrackerProcess, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Scene]:
+    with pytest.MonkeyPatch.context() as patch:
+        script: Path = tmp_path_factory.mktemp("wrong") / "script"
+        patch.setenv(faulty_links.SCRIPT, str(script))
+        transports = {"wrong": WRONG, "right": "gloo", "fetching": "gloo"}
+        with replicas(tracker_process.address, transports, fetch_timeout=LONG) as started:
+            yield Scene(*started)
+
+
+def stored(scene: Scene) -> list[bytes]:
+    """Fresh chunks that both donors hold, and the consumer knows it."""
+    keys = fresh_keys(ROWS)
+    donors = (scene.wrong, scene.right)
+    for donor in donors:
+        donor.store(keys)
+    names = {donor.name for donor in donors}
+    wait_until(lambda: all(names <= set(scene.consumer.holders(k)) for k in keys), "the index says")
+    return keys
+
+
+def fetch_wrong(scene: Scene, keys: list[bytes], wrong: Wrong, deadline: float) -> Outcome:
+    if wrong is Wrong.REFUSED:
+        started = scene.wrong.stats()["transfer_restarts"]
+        scene.wrong.send_signal(signal.SIGKILL, "transfer")  # so that a new link has to be made
+        wait_until(
+            lambda: scene.wrong.stats()["transfer_restarts"] > started and scene.wrong.is_up(),
+            "the donor's transfer process is back",
+        )
+    faulty_links.begin(wrong)
+    outcome: Outcome = scene.consumer.fetch("wrong", keys, deadline)
+    assert outcome.state == "ROLLED_BACK"
+    if deadline == SHORT:
+        assert outcome.seconds < SHORT + GRACE
+    else:
+        assert outcome.seconds < LONG, "at once, and not at the deadline"
+    return outcome
+
+
+def is_free(replica: ReplicaProcess) -> bool:
+    counts = replica.counts()
+    grants = replica.stats()["grants"]["live"]
+    return (counts.filling, counts.pinned, counts.quarantined, grants) == (0, 0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "reason", "committed"),
+    [
+        (Wrong.REFUSED, "link", 0),
+        (Wrong.CUT, "link", HALF),
+        (Wrong.FEWER, "timeout", HALF),
+        (Wrong.SHORTER, "checksum", HALF),
+        (Wrong.OTHER_ROWS, "checksum", 0),
+        (Wrong.OTHER_BYTES, "checksum", HALF),
+        (Wrong.LATE, "timeout", HALF),
+        (Wrong.LONGER, "transfer process died", 0),
+    ],
+)
+def test_a_donor_that(scene: Scene, wrong: Wrong, reason: str, committed: int) -> None:
+    keys = stored(scene)
+    restarts = scene.consumer.stats()["transfer_restarts"]
+    engine = scene.consumer.process.pid
+    outcome = fetch_wrong(scene, keys, wrong, SHORT if reason == "timeout" else LONG)
+    assert (outcome.reason, outcome.committed) == (reason, committed)
+    wait_until(lambda: is_free(scene.consumer), "the rows are free again")
+    wait_until(lambda: faulty_links.is_done(wrong), "the donor is through with it")
+    missing = keys[committed:]
+    assert not set(missing) & set(scene.consumer.held())
+    wait_until(scene.consumer.is_up, "the consumer can fetch")
+    assert scene.consumer.fetch("right", missing, LONG).committed == len(missing)
+    assert scene.consumer.wrong_rows() == []
+    died = reason == "transfer process died"
+    assert scene.consumer.stats()["transfer_restarts"] == restarts + died
+    assert scene.consumer.process.pid == engine
+    assert scene.consumer.process.is_alive()
+    wait_until(lambda: is_free(scene.wrong), "its grants have ended")
+    again = stored(scene)
+    assert scene.consumer.fetch("wrong", again, LONG).committed == ROWS, "it may mend its ways"
+
+
+def test_what_comes_after_the_rollback_changes_nothing_that_was_reused(scene: Scene) -> None:
+    keys = stored(scene)
+    fetch_wrong(scene, keys, Wrong.LATE, SHORT)
+    wait_until(lambda: is_free(scene.consumer), "the rows are free again")
+    assert not faulty_links.is_done(Wrong.LATE)
+    others = fresh_keys(scene.consumer.counts().rows)
+    assert scene.consumer.store(others) == len(others), "every slot is reused"
+    wait_until(lambda: faulty_links.is_done(Wrong.LATE), "the donor has sent the rest")
+    wait_until(lambda: len(scene.consumer.held()) == len(others), "all are summed up")
+    assert scene.consumer.wrong_rows() == []

@@ -1,0 +1,195 @@
+"""Who is not one of the model's replicas gets no row, whatever it says and wherever it knocks; the
+others go on sharing."""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+import struct
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import NamedTuple
+
+import numpy as np
+import psutil
+import pytest
+import xoscar
+
+from tests.replica_process import (
+    ROW_BYTES,
+    ReplicaProcess,
+    TrackerProcess,
+    fresh_keys,
+    replicas,
+    wait_until,
+)
+from xinference_xavier.addresses import replica_uid
+from xinference_xavier.errors import GrantRefusedError, LinkError
+from xinference_xavier.pool.region import Region
+from xinference_xavier.transfer.actor import UID
+from xinference_xavier.transfer.gloo import GlooTransport
+from xinference_xavier.transfer.messages import PROTOCOL_VERSION, GrantRequest
+
+HOST = "127.0.0.1"
+PATIENCE = 30.0
+ROWS = 4
+
+
+class Scene(NamedTuple):
+    donor: ReplicaProcess
+    consumer: ReplicaProcess
+
+
+@pytest.fixture(scope="module")
+def scene(tracker_process: TrackerProcess) -> Iterator[Scene]:
+    transports = {"guarded": "gloo", "friend": "gloo"}
+    with replicas(tracker_process.address, transports, fetch_timeout=PATIENCE) as started:
+        yield Scene(*started)
+
+
+def stored(scene: Scene) -> list[bytes]:
+    keys = fresh_keys(ROWS)
+    scene.donor.store(keys)
+    known = scene.consumer.holders
+    wait_until(lambda: all("guarded" in known(key) for key in keys), "the index says")
+    return keys
+
+
+def assert_they_share(scene: Scene) -> None:
+    keys = stored(scene)
+    outcome = scene.consumer.fetch("guarded", keys, PATIENCE)
+    assert (outcome.reason, outcome.committed) == (None, ROWS)
+    assert scene.consumer.wrong_rows() == []
+
+
+async def test_a_client_that_has_another_secret_moves_nothing(scene: Scene) -> None:
+    """It speaks our protocol and has been granted rows: anybody may ask an engine for them."""
+    keys = stored(scene)
+    sent = scene.donor.transfer_stats()["bytes_sent"]
+    engine = await xoscar.actor_ref(scene.consumer.address("guarded"), replica_uid("guarded"))
+    grant = await engine.grant(GrantRequest(PROTOCOL_VERSION, "namespace", "stranger", tuple(keys)))
+    transfer = await xoscar.actor_ref(grant.address, UID)
+    region = Region.create(ROWS, ROW_BYTES)
+    gloo = GlooTransport(region, HOST, None)
+    offer = gloo.offer(b"another secret", time.monotonic() + PATIENCE)
+    with pytest.raises(LinkError, match="does not know this model's secret"):
+        await transfer.open_link(PROTOCOL_VERSION, "link", "stranger", offer.hello, PATIENCE)
+    with pytest.raises(LinkError, match="no such link"):
+        await transfer.serve(PROTOCOL_VERSION, "link", grant.ticket, ROW_BYTES, PATIENCE)
+    assert_they_share(scene)
+    moved = scene.donor.transfer_stats()["bytes_sent"] - sent
+    assert moved == ROWS * ROW_BYTES, "the friend's"
+    assert not np.any(region.array)
+    await engine.release(grant.grant_id)
+    region.close()
+
+
+async def test_a_ticket_is_of_no_use_on_a_friends_link(scene: Scene) -> None:
+    """A link carries rows that were granted to whom it was made for."""
+    keys = stored(scene)
+    assert_they_share(scene)  # so that there is a link
+    engine = await xoscar.actor_ref(scene.consumer.address("guarded"), replica_uid("guarded"))
+    grant = await engine.grant(GrantRequest(PROTOCOL_VERSION, "namespace", "stranger", tuple(keys)))
+    transfer = await xoscar.actor_ref(grant.address, UID)
+    for link_id in ("", "0" * 16, "friend", None, []):
+        with pytest.raises(LinkError):
+            await transfer.serve(PROTOCOL_VERSION, link_id, grant.ticket, ROW_BYTES, PATIENCE)
+    await engine.release(grant.grant_id)
+    assert_they_share(scene)
+
+
+async def test_what_an_engine_is_asked_may_be_nonsense(scene: Scene) -> None:
+    """It is refused and counted, and pins nothing."""
+    (key,) = fresh_keys(1)
+    scene.donor.store([key])
+    wait_until(lambda: "guarded" in scene.consumer.holders(key), "the index says")
+    engine = await xoscar.actor_ref(scene.consumer.address("guarded"), replica_uid("guarded"))
+    good = GrantRequest(PROTOCOL_VERSION, "namespace", "stranger", (key,))
+    refused = scene.donor.stats()["grants"]["refused"]
+    nonsense = [
+        None,
+        good._replace(keys=(key, [])),  # the second cannot even be looked up
+        good._replace(keys=[key]),
+        good._replace(consumer="x" * 10_000),
+        good._replace(namespace=None),
+        good._replace(version=PROTOCOL_VERSION + 1),
+    ]
+    for request in nonsense:
+        with pytest.raises((LinkError, GrantRefusedError)):
+            await engine.grant(request)
+    grants = scene.donor.stats()["grants"]
+    assert (grants["live"], grants["refused"]) == (0, refused + len(nonsense))
+    assert scene.donor.counts().pinned == 0
+
+
+def ports(pid: int) -> list[int]:
+    sockets = psutil.Process(pid).net_connections("tcp")
+    return [s.laddr.port for s in sockets if s.status == psutil.CONN_LISTEN]
+
+
+def noises() -> Iterator[bytes]:
+    """What xoscar and Gloo might take for the beginning of something, and what they might not."""
+    source = random.Random(0)
+    yield b""
+    yield b"GET / HTTP/1.1\r\n\r\n"
+    yield struct.pack("<BQH", 1, 1 << 50, 0) + b"x"  # a header that would not fit into any memory
+    yield struct.pack("<BQH", 1, 100, 0) + source.randbytes(100)
+    yield struct.pack("<Q", 0)
+    for size in (1, 7, 8, 9, 100, 10_000):
+        yield source.randbytes(size)
+
+
+def test_noise_on_any_port_disturbs_nobody(scene: Scene) -> None:
+    """Connections that say nothing, or nonsense, or that never end; half of them stay open."""
+    donor = scene.donor
+    assert donor.process.pid is not None
+    pids = [donor.process.pid, donor.stats()["transfer_pid"]]
+    knocked = [port for pid in pids for port in ports(pid)]
+    assert len(knocked) == 3, "xoscar's of both processes and Gloo's"
+    restarts = donor.stats()["transfer_restarts"]
+    memory = [psutil.Process(pid).memory_info().rss for pid in pids]
+    with ExitStack() as stack:
+        for port in knocked:
+            for noise in noises():
+                for stays in (True, False):
+                    knocking = socket.create_connection((HOST, port), PATIENCE)
+                    knocking.sendall(noise)
+                    if stays:
+                        stack.enter_context(knocking)
+                    else:
+                        knocking.close()
+        assert_they_share(scene)
+        assert donor.stats()["transfer_pid"] == pids[1]
+        assert donor.stats()["transfer_restarts"] == restarts
+        grown = [psutil.Process(p).memory_info().rss - m for p, m in zip(pids, memory, strict=True)]
+        assert max(grown) < 64 << 20
+    assert_they_share(scene)
+
+
+def test_more_connections_than_there_can_be_cost_at_most_the_transfer_process(scene: Scene) -> None:
+    """Gloo does not survive it; another process takes its place, and the engine does not notice."""
+    donor = scene.donor
+    before = donor.stats()
+    child = psutil.Process(before["transfer_pid"])
+    engine = donor.process.pid
+    knocked = ports(child.pid)
+    limit = child.num_fds() + 20
+    child.rlimit(psutil.RLIMIT_NOFILE, (limit, limit))
+    with ExitStack() as stack:
+        for number in range(2 * limit):
+            try:
+                port = knocked[number % len(knocked)]
+                knocking = socket.create_connection((HOST, port), PATIENCE)
+            except OSError:  # it is gone
+                break
+            stack.enter_context(knocking).sendall(os.urandom(8))
+        wait_until(
+            lambda: donor.stats()["transfer_restarts"] == before["transfer_restarts"] + 1,
+            "another one is started",
+        )
+        wait_until(donor.is_up, "it is ready")
+    assert donor.process.pid == engine
+    assert donor.process.is_alive()
+    assert_they_share(scene)

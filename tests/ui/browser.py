@@ -1,0 +1,143 @@
+"""A browser as people use it: Debian's chromium without a window, driven by selenium."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, TypeVar
+
+from selenium.common.exceptions import StaleElementReferenceException
+from selenium.webdriver import Chrome, ChromeOptions, ChromeService
+from selenium.webdriver.common.by import By
+from selenium.webdriver.remote.webelement import WebElement
+
+SCREENSHOTS = "XAVIER_SCREENSHOTS"
+"""Environment: the folder for screenshots; `docs/images` makes those of the documentation anew."""
+ROOT = Path(__file__).parents[2]
+DESKTOP = (1280, 900)
+PHONE = (390, 844)
+PATIENCE = 30.0
+T = TypeVar("T")
+_CHROMIUM = "/usr/bin/chromium"
+_CHROMEDRIVER = "/usr/bin/chromedriver"
+_OPTIONS = (
+    "--headless=new",
+    "--no-sandbox",  # as root there is none
+    "--disable-gpu",
+    "--disable-dev-shm-usage",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-extensions",
+    "--disable-sync",
+    "--no-first-run",
+    "--force-device-scale-factor=1",
+    "--lang=en-US",
+)
+
+
+class Browser:
+    """`with open_browser() as browser:` one window; what is looked for is waited for."""
+
+    def __init__(self, driver: Chrome) -> None:
+        self.driver = driver
+
+    def open(self, address: str) -> None:
+        self.driver.get(address)
+
+    def resize(self, size: tuple[int, int]) -> None:
+        """Of the page itself, narrower than a window may be."""
+        width, height = size
+        self.driver.execute_cdp_cmd(
+            "Emulation.setDeviceMetricsOverride",
+            {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 500},
+        )
+
+    def remember(self, **settings: str) -> None:
+        """Put `settings` into the local storage of the site that is open."""
+        for name, value in settings.items():
+            self.run("localStorage.setItem(arguments[0], arguments[1])", name, value)
+
+    def forget(self) -> None:
+        """As a browser that was never here."""
+        self.run("localStorage.clear(); sessionStorage.clear()")
+        self.driver.delete_all_cookies()
+
+    def run(self, script: str, *arguments: object) -> Any:
+        return self.driver.execute_script(script, *arguments)
+
+    def find(self, selector: str) -> WebElement:
+        """The first element of this CSS selector, or XPath, that can be seen."""
+        by = By.XPATH if selector.startswith(("//", "(")) else By.CSS_SELECTOR
+
+        def seen() -> WebElement | None:
+            found = self.driver.find_elements(by, selector)
+            return next((element for element in found if element.is_displayed()), None)
+
+        return self.wait(seen, f"{selector} is seen")
+
+    def has(self, selector: str) -> bool:
+        found = self.driver.find_elements(By.CSS_SELECTOR, selector)
+        return any(element.is_displayed() for element in found)
+
+    def text(self, selector: str) -> str:
+        return self.find(selector).text
+
+    def wait_text(self, selector: str, part: str) -> str:
+        """The element's text, as soon as `part` is in it."""
+        last = ""
+
+        def there() -> str | None:
+            nonlocal last
+            last = self.find(selector).text
+            return last if part in last else None
+
+        return self.wait(there, lambda: f"{part!r} is in {selector}, which says {last!r}")
+
+    def wait(self, look: Callable[[], T | None], what: str | Callable[[], str]) -> T:
+        """What `look` gives as soon as that is true; pages redraw what it looks at."""
+        deadline = time.monotonic() + PATIENCE
+        while time.monotonic() < deadline:
+            try:
+                if found := look():
+                    return found
+            except StaleElementReferenceException:
+                continue
+            time.sleep(0.05)
+        text = what if isinstance(what, str) else what()
+        log = "\n".join(self.complaints())
+        raise AssertionError(f"not within {PATIENCE:.0f} s: {text}\n{log}")
+
+    def complaints(self) -> list[str]:
+        """Errors that the browser has logged since the last call."""
+        return [
+            entry["message"] for entry in self.driver.get_log("browser")
+            if entry["level"] == "SEVERE"
+        ]  # fmt: skip
+
+    def screenshot(self, name: str) -> None:
+        folder = Path(os.environ.get(SCREENSHOTS, ROOT / "build" / "screenshots"))
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{name}.png").write_bytes(self.driver.get_screenshot_as_png())
+
+
+@contextmanager
+def open_browser() -> Iterator[Browser]:
+    for program in (_CHROMIUM, _CHROMEDRIVER):
+        assert Path(program).exists(), f"{program} is missing: make system installs it"
+    with TemporaryDirectory(prefix="xavier-browser-") as folder:
+        options = ChromeOptions()
+        options.binary_location = _CHROMIUM
+        for option in (*_OPTIONS, f"--user-data-dir={folder}"):
+            options.add_argument(option)
+        options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+        driver = Chrome(options=options, service=ChromeService(_CHROMEDRIVER))
+        try:
+            browser = Browser(driver)
+            browser.resize(DESKTOP)
+            yield browser
+        finally:
+            driver.quit()

@@ -1,0 +1,89 @@
+"""A report as `GET /v1/xavier/{model_uid}` answers it, with figures that look like life."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from xinference_xavier.serving.api import report
+
+ROW_BYTES = 2 << 20
+HITS = {"own_prefix_cache": 12_000, "own_pool": 8_000, "peers": 20_000, "computed": 40_000}
+
+
+def replica(
+    number: int, *, received: Mapping[str, int] | None = None, **more: Any
+) -> dict[str, Any]:
+    """What the tracker knows of replica `number` of model `m`."""
+    received = dict(received or {})
+    stats = {
+        "hits": HITS,
+        "bytes_received": sum(received.values()),
+        "bytes_sent": 0,
+        "received_from": received,
+        "fetching": {},
+        "fetches": {"started": 12, "committed": 10, "rolled_back": {"timeout": 2}},
+        "pool": {
+            "rows": 256,
+            "ready": 120,
+            "filling": 4,
+            "pinned": 9,
+            "quarantined": 1,
+            "row_bytes": ROW_BYTES,
+        },
+        "requests": 40,
+        "transport": "shared_memory",
+        "prefill_tokens_per_s": 2_400.0,
+        "seconds_saved": 11.7,
+    }
+    return {
+        "incarnation": incarnation(number),
+        "replica": f"m-{number}",
+        "address": f"10.0.0.{number + 1}:40001",
+        "holdings": 119,
+        "lease_left_s": 9.5,
+        "stats": {**stats, **more},
+    }
+
+
+def incarnation(number: int) -> str:
+    return f"{number:08x}-engine"
+
+
+def model(
+    *replicas: dict[str, Any], uid: str = "m", enabled: bool = True, apart: bool = False
+) -> dict[str, Any]:
+    """The report of these replicas, in one namespace, or each in one of its own."""
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for number, known in enumerate(replicas):
+        groups.setdefault(f"ns{number if apart else 0}", []).append(known)
+    namespaces = {name: {"replicas": members} for name, members in groups.items()}
+    return report({"model_uid": uid, "enabled": enabled, "namespaces": namespaces})
+
+
+def history(until: float, minutes: int = 55) -> dict[str, Any]:
+    """Samples every 10 s until `until` (seconds since 1970): a load that comes and goes."""
+    samples: list[dict[str, Any]] = []
+    hits = dict.fromkeys(HITS, 0.0)
+    received = committed = rolled_back = 0.0
+    for step in range(minutes * 6):
+        load = 1.2 + math.sin(step / 21) + 0.3 * math.sin(step / 3.1)
+        warm = min(1.0, step / 120)
+        hits["own_prefix_cache"] += 900 * load * warm
+        hits["own_pool"] += 500 * load * warm
+        hits["peers"] += 1400 * load * warm
+        hits["computed"] += 2600 * load * (1.15 - 0.7 * warm)
+        received += 1400 * load * warm / 128 * ROW_BYTES
+        committed += 0.9 * load * warm
+        rolled_back += 0.4 if step % 97 < 3 else 0
+        samples.append(
+            {
+                "time": until - 10 * (minutes * 6 - 1 - step),
+                "hits": {name: round(tokens) for name, tokens in hits.items()},
+                "bytes_received": round(received),
+                "committed": round(committed),
+                "rolled_back": round(rolled_back),
+            }
+        )
+    return {"interval_s": 10, "samples": samples}

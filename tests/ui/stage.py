@@ -1,0 +1,255 @@
+"""xinference's own pages and ours, over answers that a test writes: no supervisor, no engine.
+
+`Stage` serves the export that xinference ships, our extension's pages through the extension's
+own interface, and instead of xinference's API the few answers that its launch dialog asks for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import json
+import socket
+import threading
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+import xinference
+from fastapi import APIRouter, FastAPI, HTTPException, Request
+from fastapi.responses import JSONResponse, StreamingResponse
+from xinference.api.frontend_static import mount_frontend
+from xinference.extensions import APIExtensionContext
+
+from xinference_xavier.serving.ui.routes import add_pages
+
+TOKEN = "good"
+_EXPORT = Path(xinference.__file__).parent / "ui" / "web" / "dist"
+_SPEC = {
+    "model_format": "pytorch",
+    "model_size_in_billions": 1,
+    "quantization": "none",
+    "cache_status": True,
+}
+_ENGINES = {
+    engine: [{**_SPEC, "model_name": "small", "quantizations": ["none"]}]
+    for engine in ("vLLM", "Transformers")
+}
+_ANSWERS: dict[str, Any] = {
+    "/v1/cluster/auth": {"auth": False},
+    "/v1/cluster/ui_config": {"auth_advanced": False},
+    "/v1/cluster/version": {"version": "4.1.0"},
+    "/v1/cluster/devices": 0,
+    "/v1/cluster/info": [],
+    "/v1/cluster/system_settings": {},
+    "/v1/model_favorites": [],
+    "/v1/virtualenvs": {"list": []},
+    "/v1/cache/models": {"list": []},
+    "/v1/autostart/models/summary": [],
+    "/v1/models": {"object": "list", "data": []},
+    "/v1/engines/LLM/small": _ENGINES,
+    "/v1/engines/small": _ENGINES,
+    "/v1/model_registrations/LLM": [
+        {
+            "model_name": "small",
+            "is_builtin": True,
+            "version": 2,
+            "model_lang": ["en"],
+            "model_ability": ["generate", "chat"],
+            "context_length": 16384,
+            "model_description": "A small model",
+            "model_specs": [_SPEC],
+        }
+    ],
+}
+
+
+class Stage:
+    """`reports` by model uid is what shares; `happen` and `change` are seen at once.
+
+    What pages post is in `posted`, as (path, body).
+    """
+
+    def __init__(self) -> None:
+        self.reports: dict[str, dict[str, Any]] = {}
+        self.history: dict[str, Any] = {"interval_s": 10, "samples": []}
+        self.events: list[dict[str, Any]] = []
+        self.posted: list[tuple[str, Any]] = []
+        self.launch_history: list[dict[str, Any]] = []
+        self.needs_token = False
+        self.may_read = self.may_change = self.serves = True
+        self.unavailable = False  # the tracker
+        self._changed = asyncio.Event()
+        self._port = 0
+        self._start()
+
+    @property
+    def address(self) -> str:
+        return f"http://127.0.0.1:{self._port}"
+
+    def reset(self) -> None:
+        """As new, for the next test."""
+        self.posted.clear()
+        self.launch_history.clear()
+        self.needs_token = self.unavailable = False
+        self.may_read = self.may_change = self.serves = True
+        self.history = {"interval_s": 10, "samples": []}
+        self.events = []
+        self.change(self.reports.clear)
+
+    def share(self, report: dict[str, Any]) -> None:
+        self.change(lambda: self.reports.update({report["model_uid"]: copy.deepcopy(report)}))
+
+    def happen(self, event: dict[str, Any]) -> None:
+        self.change(lambda: self.events.append(event))
+
+    def change(self, work: Callable[[], object]) -> None:
+        """Do it where the answers are given, and let all who listen know."""
+
+        def run() -> None:
+            work()
+            self._changed.set()
+            self._changed = asyncio.Event()
+
+        self._loop.call_soon_threadsafe(run)
+
+    def stop(self) -> None:
+        """As a server that was killed: its streams break."""
+        self._server.should_exit = self._server.force_exit = True
+        self._thread.join()
+
+    def restart(self) -> None:
+        """On the same port."""
+        self._start()
+
+    def _start(self) -> None:
+        config = uvicorn.Config(
+            self._app(), host="127.0.0.1", port=self._port, log_level="critical", lifespan="off"
+        )
+        self._server = uvicorn.Server(config)
+        listener = socket.create_server(("127.0.0.1", self._port))
+        self._port = listener.getsockname()[1]
+        running = threading.Event()
+
+        async def serve() -> None:
+            self._loop = asyncio.get_running_loop()
+            running.set()
+            await self._server.serve([listener])
+
+        self._thread = threading.Thread(target=lambda: asyncio.run(serve()), daemon=True)
+        self._thread.start()
+        running.wait()
+
+    def _app(self) -> FastAPI:
+        app, router = FastAPI(), APIRouter()
+        context = APIExtensionContext(
+            app=app,
+            router=router,
+            auth_service=None,
+            auth_enabled=False,
+            get_supervisor_ref=_no_supervisor,
+        )
+        add_pages(context)
+        self._add_sharing(router)
+        for path, answer in _ANSWERS.items():
+            router.add_api_route(path, _giving(answer), methods=["GET"])
+        router.add_api_route("/v1/launch_history", self._get_launch_history, methods=["GET"])
+        for path in ("/v1/models", "/v1/launch_history", "/v1/autostart/models"):
+            router.add_api_route(path, self._take, methods=["POST"])
+        app.include_router(router)
+        mount_frontend(app, _EXPORT)
+        return app
+
+    async def _get_launch_history(self) -> JSONResponse:
+        return JSONResponse(self.launch_history)
+
+    async def _take(self, request: Request) -> JSONResponse:
+        body = await request.json()
+        self.posted.append((request.url.path, body))
+        if request.url.path == "/v1/launch_history":
+            now = "2026-11-21T00:00:00Z"
+            self.launch_history.append({**body, "updated_at": now, "is_owner": True})
+        return JSONResponse({"model_uid": body.get("model_uid") or body.get("model_name")})
+
+    # What serving/api.py answers
+
+    def _add_sharing(self, router: APIRouter) -> None:
+        async def get_models(request: Request) -> JSONResponse:
+            self._check_rights(request)
+            return JSONResponse({"models": list(self.reports.values())})
+
+        async def get_events(model_uid: str, request: Request) -> StreamingResponse:
+            self._check_rights(request)
+            self._report(model_uid)
+            return StreamingResponse(self._stream(model_uid), media_type="text/event-stream")
+
+        async def post(model_uid: str, request: Request) -> JSONResponse:
+            self._check_rights(request)
+            report = self._report(model_uid)
+            if not self.may_change:
+                raise HTTPException(403, "Not enough permissions")
+            body = await request.json()
+            self.posted.append((request.url.path, body))
+            report["enabled"] = body.get("enabled", report["enabled"])
+            self.change(lambda: None)
+            return JSONResponse(report)
+
+        async def renew(request: Request) -> JSONResponse:
+            if (await request.json()) != {"refresh_token": "renew"}:
+                raise HTTPException(401, "Invalid refresh token")
+            return JSONResponse({"access_token": TOKEN})
+
+        router.add_api_route("/v1/auth/refresh", renew, methods=["POST"])
+        router.add_api_route("/v1/xavier", get_models, methods=["GET"])
+        router.add_api_route("/v1/xavier/{model_uid}/events", get_events, methods=["GET"])
+        router.add_api_route("/v1/xavier/{model_uid}", post, methods=["POST"])
+        router.add_api_route("/v1/xavier/{model_uid}/drop", post, methods=["POST"])
+
+    async def _stream(self, model_uid: str) -> AsyncIterator[str]:
+        told, begun = 0, False
+        while model_uid in self.reports and not self._server.should_exit:
+            changed = self._changed
+            if self.unavailable:
+                yield _event("unavailable", {"detail": "the tracker does not answer"})
+                told, begun = 0, False
+                await changed.wait()
+                continue
+            if not begun:
+                yield _event("history", self.history)
+                begun = True
+            for event in self.events[told:]:
+                yield _event("happened", event)
+            told = len(self.events)
+            yield _event("status", self.reports[model_uid])
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(changed.wait(), 1.0)
+
+    def _check_rights(self, request: Request) -> None:
+        if not self.serves:
+            raise HTTPException(404, "Not Found")
+        if not self.may_read:
+            raise HTTPException(403, "Not enough permissions")
+        if self.needs_token and request.headers.get("authorization") != f"Bearer {TOKEN}":
+            raise HTTPException(401, "Not authenticated")
+
+    def _report(self, model_uid: str) -> dict[str, Any]:
+        if model_uid not in self.reports:
+            raise HTTPException(404, f"model {model_uid!r} does not share its cache here")
+        return self.reports[model_uid]
+
+
+def _event(name: str, data: object) -> str:
+    return f"event: {name}\ndata: {json.dumps(data)}\n\n"
+
+
+def _giving(answer: object) -> Callable[[], Any]:
+    async def give() -> JSONResponse:
+        return JSONResponse(answer)
+
+    return give
+
+
+async def _no_supervisor() -> Any:
+    raise AssertionError("pages ask nobody")

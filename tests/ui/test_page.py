@@ -1,0 +1,371 @@
+"""The page `/xavier/` in a real browser: what it says in which state, and that it keeps up."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+
+from tests.ui.browser import PHONE, Browser
+from tests.ui.reports import HITS, history, incarnation, model, replica
+from tests.ui.stage import TOKEN, Stage
+
+MIB = 1 << 20
+A, B = incarnation(0), incarnation(1)
+
+
+def two(to_a: int = 300 * MIB, to_b: int = 900 * MIB, **more: Any) -> dict[str, Any]:
+    """Two replicas that have fetched from each other."""
+    return model(replica(0, received={B: to_a}), replica(1, received={A: to_b}, **more))
+
+
+@pytest.fixture
+def page(browser: Browser, stage: Stage) -> Iterator[Callable[[], Browser]]:
+    """Opens the page; in the end it must not have complained."""
+
+    def open_page(model_uid: str = "") -> Browser:
+        browser.open(f"{stage.address}/xavier/#{model_uid}")
+        return browser
+
+    yield open_page
+    unexpected = [line for line in browser.complaints() if "Failed to load resource" not in line]
+    assert not unexpected
+
+
+def rows(browser: Browser, table: str) -> list[str]:
+    """As a reader sees them."""
+    return browser.find(f"#{table} tbody").text.splitlines()
+
+
+# What it shows
+
+
+def test_the_figures_of_a_model(page: Any, stage: Stage) -> None:
+    stage.history = history(time.time())
+    stage.share(two())
+    browser = page()
+    browser.wait_text("#live", "Live")
+    all_tokens = 2 * sum(HITS.values())
+    assert browser.text("#reused") == "50%"
+    assert browser.text("#from-peers") == "40,000"
+    assert browser.text("#saved") == "56,000 tokens"
+    assert browser.text("#received") == "1.2 GiB"
+    assert browser.text("#fetches") == "20"
+    everything = browser.text("main")
+    assert f"80,000 of {all_tokens:,} tokens" in everything
+    assert "about 23.4 s of computing" in everything or "about 23 s of computing" in everything
+    assert "4 rolled back" in everything
+    assert browser.text("#sources .legend").splitlines() == [
+        "Own cache 15% (24,000)",
+        "Own pool 10% (16,000)",
+        "Peers 25% (40,000)",
+        "Computed 50% (80,000)",
+    ]
+    assert rows(browser, "links") == ["m-1 m-0 300 MiB 0 B/s 0", "m-0 m-1 900 MiB 0 B/s 0"]
+    assert rows(browser, "outcomes") == ["Committed 20", "Rolled back: timeout 4"]
+    shown = " ".join(rows(browser, "replicas"))
+    for part in ("m-0", "10.0.0.1:40001", "248 MiB of 512 MiB", "9 pinned, 1 in quarantine",
+                 "2,400 tokens/s", "shared_memory"):  # fmt: skip
+        assert part in shown, part
+    assert "2 replicas, 2 links" in browser.find("#graph").get_attribute("aria-label")
+
+
+def test_bytes_that_move_are_seen_as_they_do(page: Any, stage: Stage) -> None:
+    stage.share(two())
+    browser = page()
+    browser.wait_text("#links", "900 MiB")
+    assert not browser.has("#graph .link.live")
+    sent = 900 * MIB
+
+    def moving() -> bool:
+        nonlocal sent
+        sent += 20 * MIB
+        stage.share(two(to_b=sent, fetching={A: 12}))
+        return browser.has("#graph .link.live") and "0 B/s 12" not in browser.text("#links")
+
+    browser.wait(moving, "an arrow moves")
+    assert browser.find("#graph .link.live text").text.endswith("iB/s")
+    # Only what moves: nothing goes the other way.
+    assert len(browser.driver.find_elements(By.CSS_SELECTOR, "#graph .link.live")) == 1
+
+
+def test_events_as_they_happen(page: Any, stage: Stage) -> None:
+    now = time.time()
+    stage.events = [
+        {"event": "ReplicaJoined", "time": now - 9, "replica": "m-0", "incarnation": A,
+         "address": "10.0.0.1:40001", "model_uid": "m"},
+    ]  # fmt: skip
+    stage.share(two())
+    browser = page()
+    browser.wait_text("#events", "m-0 joined (10.0.0.1:40001)")
+    assert browser.run("return document.getElementById('said').textContent") == ""
+    stage.happen(
+        {"event": "FetchRolledBack", "time": now, "incarnation": B, "donor": A, "reason": "timeout",
+         "rows": 20, "committed": 3, "model_uid": "m"}
+    )  # fmt: skip
+    sentence = "Fetch from m-0 to m-1 rolled back, 3 of 20 chunks kept: timeout"
+    browser.wait_text("#events", sentence)
+    newest = browser.find("#events li").text
+    assert sentence in newest
+    # Those who listen instead of looking hear of it, too.
+    assert browser.run("return document.getElementById('said').textContent") == sentence
+    stage.happen({"event": "FromTheFuture", "time": now, "model_uid": "m"})
+    browser.wait_text("#events", "FromTheFuture")
+
+
+def test_plots_of_the_last_hour_by_mouse_and_by_keyboard(page: Any, stage: Stage) -> None:
+    stage.history = history(time.time())
+    stage.share(two())
+    browser = page()
+    plot = browser.find("#plot-tokens")
+    drawn = plot.find_elements(By.CSS_SELECTOR, "path[fill]")
+    assert [path.get_attribute("fill") for path in drawn] == [
+        "var(--computed)", "var(--peers)", "var(--own_pool)", "var(--own_prefix_cache)",
+    ]  # fmt: skip
+    for name in ("bytes", "fetches"):
+        assert browser.has(f"#plot-{name}")
+    browser.run("arguments[0].focus()", plot)
+    plot.send_keys(Keys.HOME)
+    browser.find("#plot-tokens .cursor")
+    first = browser.find("#plot-tokens").get_attribute("aria-label")
+    plot.send_keys(Keys.ARROW_RIGHT)
+    browser.wait(
+        lambda: browser.find("#plot-tokens").get_attribute("aria-label") != first,
+        "the next sample is read out",
+    )
+    assert "Peers" in first
+    plot.send_keys(Keys.ESCAPE)
+    browser.wait(lambda: not browser.has("#plot-tokens .cursor"), "the cursor is gone")
+
+
+def test_several_models(page: Any, stage: Stage) -> None:
+    stage.share(two())
+    other = "a model: mine"
+    stage.share(model(replica(0), replica(1), uid=other))
+    browser = page()
+    browser.wait_text(".head h2", "m")
+    browser.find(f"//nav//a[.='{other}']").click()
+    browser.wait_text(".head h2", other)
+    browser.wait_text("#links, main", "Nothing has moved yet.")
+    assert browser.find("nav a[aria-current=page]").text == other
+    # A link to a model can be kept.
+    page("a%20model%3A%20mine")
+    browser.wait_text(".head h2", other)
+
+
+@pytest.mark.parametrize(
+    ("report", "sentence"),
+    [
+        (model(replica(0)), "There is one replica, with nobody to share with."),
+        (model(), "No replica has joined yet"),
+        (two() | {"enabled": False}, "Sharing is switched off"),
+        (model(replica(0), replica(1), apart=True), "2 groups that cannot share"),
+        (
+            model(*(replica(n, hits=dict.fromkeys(HITS, 0) | {"computed": 9}) for n in (0, 1))),
+            "Nothing was reused yet.",
+        ),
+        (model(replica(0) | {"stats": {}}, replica(1) | {"stats": {}}), "No prompts yet."),
+        (model(*map(replica, range(20))), "20 replicas are too many to draw"),
+        (model(replica(0, stale=True), replica(1)), "does not answer: figures of its last"),
+    ],
+)
+def test_states_that_need_a_word(
+    page: Any, stage: Stage, report: dict[str, Any], sentence: str
+) -> None:
+    stage.share(report)
+    page().wait_text("main", sentence)
+
+
+def test_before_anything_shares_it_says_what_to_do(page: Any, stage: Stage) -> None:
+    browser = page()
+    browser.wait_text("#empty", "No model shares its cache yet")
+    assert "--enable_xavier true" in browser.text("#empty pre")
+    link = browser.find("#empty a")
+    assert link.get_attribute("href") == f"{stage.address}/launch-model/llm"
+    # As soon as one is launched, it is there.
+    stage.share(two())
+    browser.wait_text("#live", "Live")
+
+
+# What goes wrong
+
+
+def test_it_survives_a_restart_of_the_server(page: Any, stage: Stage) -> None:
+    """Figures stay, marked as old, and go on by themselves; no reload by hand."""
+    stage.share(two())
+    browser = page()
+    browser.wait_text("#live", "Live")
+    stage.stop()
+    try:
+        browser.wait_text("#live", "Next try in")
+        browser.wait_text("#away", "xinference does not answer")
+        assert "These are the figures of" in browser.text("#aged")
+        assert browser.text("#from-peers") == "40,000"
+    finally:
+        stage.restart()
+    stage.share(two(to_b=901 * MIB))
+    browser.wait_text("#live", "Live")
+    browser.wait_text("#links", "901 MiB")
+    assert not browser.has("#away")
+
+
+def test_a_model_that_is_terminated(page: Any, stage: Stage) -> None:
+    stage.share(two())
+    browser = page()
+    browser.wait_text("#live", "Live")
+    stage.change(stage.reports.clear)
+    browser.wait_text("#lost", "m does not share here any more")
+    browser.wait_text("#empty", "No model shares its cache yet")
+
+
+def test_a_tracker_that_does_not_answer(page: Any, stage: Stage) -> None:
+    stage.share(two())
+    browser = page()
+    browser.wait_text("#live", "Live")
+    stage.unavailable = True
+    stage.change(lambda: None)
+    browser.wait_text("#away", "The model's tracker does not answer.")
+    assert browser.text("#from-peers") == "40,000"
+    stage.unavailable = False
+    stage.change(lambda: None)
+    browser.wait_text("#live", "Live")
+
+
+def test_nothing_is_shown_without_a_sign_in(page: Any, stage: Stage) -> None:
+    stage.share(two())
+    stage.needs_token = True
+    browser = page()
+    browser.wait_text("#trouble", "Please sign in")
+    assert "m-0" not in browser.text("body")
+    assert browser.find("#trouble a").get_attribute("href") == f"{stage.address}/login"
+    # The token that xinference's own pages keep, renewed as they do once it has run out.
+    browser.run("sessionStorage.token = 'old'; sessionStorage.refresh_token = 'renew'")
+    browser.driver.refresh()
+    browser.wait_text("#live", "Live")
+    assert browser.run("return sessionStorage.token") == TOKEN
+
+
+def test_without_the_right_to_read(page: Any, stage: Stage) -> None:
+    stage.may_read = False
+    page().wait_text("#trouble", "It needs the permission models:list")
+
+
+def test_a_server_without_the_interface(page: Any, stage: Stage) -> None:
+    stage.serves = False
+    page().wait_text("#trouble", "XINFERENCE_EXTENSIONS=xinference_xavier:extension")
+
+
+# What it does
+
+
+def test_the_switch_at_run_time(page: Any, stage: Stage) -> None:
+    stage.share(two())
+    browser = page()
+    browser.find("#enabled").click()
+    browser.wait_text("#hint", "Sharing is switched off")
+    assert stage.posted == [("/v1/xavier/m", {"enabled": False})]
+    assert browser.find("#enabled").get_attribute("aria-checked") == "false"
+
+
+def test_dropping_asks_first(page: Any, stage: Stage) -> None:
+    stage.share(two())
+    browser = page()
+    browser.find("#drop").click()
+    browser.driver.switch_to.alert.dismiss()
+    assert stage.posted == []
+    browser.find("#drop").click()
+    browser.driver.switch_to.alert.accept()
+    browser.wait_text("#notice", "told to forget")
+    assert stage.posted == [("/v1/xavier/m/drop", {})]
+
+
+def test_without_the_right_to_change_it_says_so(page: Any, stage: Stage) -> None:
+    stage.share(two())
+    stage.may_change = False
+    browser = page()
+    browser.find("#enabled").click()
+    browser.wait_text("#notice", "models:write")
+    assert browser.find("#enabled").get_attribute("aria-checked") == "true"
+
+
+# For everybody
+
+
+def test_light_and_dark_and_chinese_as_xinference_has_them(page: Any, stage: Stage) -> None:
+    stage.history = history(time.time())
+    stage.share(two())
+    browser = page()
+    browser.wait_text("#live", "Live")
+    browser.screenshot("page-light")
+    browser.find("#theme").click()
+    browser.wait(lambda: browser.run("return localStorage.theme") == "dark", "it is kept")
+    browser.find("#language").click()
+    browser.wait_text("h1", "KV 缓存共享")
+    assert browser.run("return document.documentElement.lang") == "zh"
+    browser.screenshot("page-dark")
+    browser.open(f"{stage.address}/launch-model/llm")
+    browser.wait_text("nav", "启动模型")
+    assert browser.run("return document.documentElement.classList.contains('dark')")
+    browser.complaints()  # React's, in the dark also without us: the export is light
+
+
+def test_on_a_phone(page: Any, stage: Stage, browser: Browser) -> None:
+    """Nothing sticks out: wide tables scroll by themselves."""
+    browser.resize(PHONE)
+    stage.history = history(time.time())
+    stage.share(two())
+    page().wait_text("#live", "Live")
+    browser.find("#plot-fetches")
+    browser.wait(
+        lambda: browser.run("return document.documentElement.scrollWidth <= innerWidth"),
+        "the page is not wider than the phone",
+    )
+    small = browser.run(
+        """
+        return [...document.querySelectorAll("#graph text, .plot svg text")].filter((text) =>
+          text.textContent && text.getBoundingClientRect().height < 9).map((text) =>
+          text.textContent);
+        """
+    )
+    assert small == []
+    browser.screenshot("page-phone")
+
+
+def test_by_keyboard_alone(page: Any, stage: Stage) -> None:
+    stage.history = history(time.time())
+    stage.share(two())
+    browser = page()
+    browser.wait_text("#live", "Live")
+    reached: list[str] = []
+    while "plot-tokens" not in reached and len(reached) < 20:
+        browser.driver.switch_to.active_element.send_keys(Keys.TAB)
+        reached.append(
+            browser.run("return document.activeElement.id || document.activeElement.className")
+        )
+    order = ["skip", "home", "theme", "language", "enabled", "drop"]
+    assert [name for name in reached if name in order] == order
+    focused = browser.driver.switch_to.active_element
+    stage.share(two(to_b=950 * MIB))
+    browser.wait_text("#links", "950 MiB")
+    assert browser.driver.switch_to.active_element == focused, "new figures leave the focus alone"
+
+
+def test_every_sentence_exists_in_both_languages(page: Any, stage: Stage) -> None:
+    browser = page()
+    browser.find("#empty")
+    missing = browser.run(
+        """
+        const text = document.querySelector("script[type=module]").textContent;
+        const words = new Function(
+          text.slice(0, text.indexOf("// Kept where xinference")) + "return WORDS;")();
+        const kinds = (language) => Object.entries(words[language])
+          .map(([name, word]) => `${name} ${typeof word}`);
+        return [...kinds("en").filter((name) => !kinds("zh").includes(name)),
+          ...kinds("zh").filter((name) => !kinds("en").includes(name))];
+        """
+    )
+    assert missing == []

@@ -1,0 +1,142 @@
+"""Our script gets into xinference's pages, and into nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI, Request
+from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+
+from tests.ui.stage import Stage
+from xinference_xavier.serving.ui.routes import dialog_script, page
+from xinference_xavier.serving.ui.script import ScriptInPages
+
+HTML = {"accept": "text/html,application/xhtml+xml"}
+TAG = '<script src="/s.js" defer></script>'
+PAGE = "<html><body>é</body></html>"
+
+
+def client_of(app: FastAPI) -> httpx.AsyncClient:
+    app.add_middleware(ScriptInPages, source="/s.js", except_below="/ours/")
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://ui")
+
+
+async def answer_to(
+    answer: Response, path: str = "/", headers: dict[str, str] = HTML, method: str = "GET"
+) -> httpx.Response:
+    app = FastAPI()
+
+    async def give() -> Response:
+        return answer
+
+    app.add_api_route(path, give, methods=["GET", "HEAD"])
+    async with client_of(app) as client:
+        return await client.request(method, path, headers=headers)
+
+
+async def test_a_page_gets_the_script_at_its_end() -> None:
+    headers = {"etag": '"1"', "cache-control": "no-cache"}
+    given = await answer_to(HTMLResponse(PAGE, headers=headers))
+    assert given.text == PAGE.replace("</body>", f"{TAG}</body>")
+    assert int(given.headers["content-length"]) == len(given.content)
+    assert "etag" not in given.headers
+    assert given.headers["cache-control"] == "no-cache"
+
+
+async def test_a_browser_that_knows_the_page_without_the_script_gets_it_anew() -> None:
+    """Else it would go on without the switch until somebody empties its cache."""
+    app = FastAPI()
+    asked: list[Any] = []
+
+    async def give(request: Request) -> Response:
+        asked.append(dict(request.headers))
+        return HTMLResponse(PAGE)
+
+    app.add_api_route("/", give)
+    async with client_of(app) as client:
+        conditions = {"if-none-match": '"1"', "if-modified-since": "now", "range": "bytes=0-1"}
+        assert TAG in (await client.get("/", headers=HTML | conditions)).text
+    assert not conditions.keys() & asked[0].keys()
+
+
+@pytest.mark.parametrize(
+    ("answer", "path", "headers", "method"),
+    [
+        (JSONResponse({"text": PAGE}), "/", HTML, "GET"),
+        (HTMLResponse(PAGE), "/", {"accept": "*/*"}, "GET"),
+        (HTMLResponse(PAGE), "/", HTML, "HEAD"),
+        (HTMLResponse(PAGE), "/ours/", HTML, "GET"),
+        (HTMLResponse(PAGE, status_code=500), "/", HTML, "GET"),
+        (HTMLResponse("no body ends here"), "/", HTML, "GET"),
+        (HTMLResponse(PAGE, headers={"content-encoding": "unheard-of"}), "/", HTML, "GET"),
+    ],
+)
+async def test_everything_else_passes_untouched(
+    answer: Response, path: str, headers: dict[str, str], method: str
+) -> None:
+    body = b"" if method == "HEAD" else bytes(answer.body)
+    given = await answer_to(answer, path, headers, method)
+    assert given.content == body
+    assert given.headers["content-length"] == str(len(answer.body))
+
+
+async def test_streams_are_not_held_back() -> None:
+    """An answer that a browser asked for as a page may still be a stream."""
+    sent: list[Any] = []
+    go_on = asyncio.Event()
+
+    async def stream() -> AsyncIterator[str]:
+        yield "first"
+        await go_on.wait()
+        yield "last"
+
+    app = FastAPI()
+
+    async def give() -> StreamingResponse:
+        return StreamingResponse(stream(), media_type="text/event-stream")
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+        if message.get("body") == b"first":
+            go_on.set()
+
+    async def receive() -> Any:
+        await asyncio.Event().wait()
+
+    app.add_api_route("/", give)
+    middleware = ScriptInPages(app, source="/s.js", except_below="/ours/")
+    scope = {
+        "type": "http",
+        "method": "GET",
+        "path": "/",
+        "query_string": b"",
+        "headers": [(b"accept", b"text/html")],
+    }
+    async with asyncio.timeout(10):
+        await middleware(scope, receive, send)
+    assert b"".join(message.get("body", b"") for message in sent) == b"firstlast"
+
+
+async def test_xinferences_own_pages_get_it_and_find_it(stage: Stage) -> None:
+    async with httpx.AsyncClient(base_url=stage.address) as client:
+        for path in ("/", "/launch-model/llm", "/login", "/no/such/page"):
+            text = (await client.get(path, headers=HTML)).text
+            assert text.count('<script src="/xavier/launch.js?') == 1, path
+        source = text.rpartition('<script src="')[2].partition('"')[0]
+        found = await client.get(source)
+        assert found.headers["content-type"].startswith("text/javascript")
+        assert found.text == dialog_script()
+        for path in ("/xavier", "/xavier/"):
+            assert (await client.get(path, headers=HTML)).text == page()
+
+
+def test_the_page_needs_nothing_from_elsewhere() -> None:
+    """One document: whoever can open it sees all of it, in a closed network too."""
+    text = page()
+    assert "/*" + "script*/" not in text
+    for outside in (" src=", "@import", "url(http", 'href="http', "import ", "//cdn"):
+        assert outside not in text, outside

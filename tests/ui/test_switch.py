@@ -1,0 +1,240 @@
+"""The switch in xinference's launch dialog, in a real browser on the pages that it ships."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+
+from tests.ui.browser import Browser
+from tests.ui.launch_dialog import LaunchDialog
+from tests.ui.stage import Stage
+
+# As in xinference's own dictionary.
+CHINESE = "zh"
+
+
+def open_dialog(browser: Browser, stage: Stage, engine: str | None = "vLLM") -> LaunchDialog:
+    browser.open(f"{stage.address}/launch-model/llm")
+    dialog = LaunchDialog(browser)
+    dialog.open("Launch")
+    if engine is not None:
+        dialog.choose("Model Engine", engine)
+    return dialog
+
+
+def launched(browser: Browser, stage: Stage) -> dict[str, Any]:
+    """What the dialog sent."""
+
+    def sent() -> dict[str, Any] | None:
+        return next((body for path, body in stage.posted if path == "/v1/models"), None)
+
+    return browser.wait(sent, "the launch was sent")
+
+
+def ours(body: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in body.items() if "xavier" in name}
+
+
+def test_it_sends_what_the_command_line_sends(browser: Browser, stage: Stage) -> None:
+    """`--enable_xavier true --xavier_pool_bytes 512MiB --xavier_transport gloo`, and no more."""
+    dialog = open_dialog(browser, stage)
+    dialog.set_replicas(2)
+    assert not dialog.sharing
+    dialog.switch.click()
+    assert dialog.sharing
+    dialog.unfold()
+    dialog.pool.send_keys("512MiB")
+    dialog.choose_transport("gloo")
+    browser.screenshot("launch-switch")
+    dialog.deploy()
+    body = launched(browser, stage)
+    assert ours(body) == {
+        "enable_xavier": True,
+        "xavier_pool_bytes": "512MiB",
+        "xavier_transport": "gloo",
+    }
+    assert (body["replica"], body["model_engine"]) == ("2", "vLLM")
+    assert not browser.complaints()
+
+
+def test_switched_off_again_it_sends_nothing(browser: Browser, stage: Stage) -> None:
+    dialog = open_dialog(browser, stage)
+    dialog.switch.click()
+    dialog.unfold()
+    dialog.pool.send_keys("1GiB")
+    dialog.switch.click()
+    dialog.deploy()
+    assert ours(launched(browser, stage)) == {}
+
+
+def test_options_come_back_with_the_switch(browser: Browser, stage: Stage) -> None:
+    dialog = open_dialog(browser, stage)
+    dialog.switch.click()
+    dialog.unfold()
+    dialog.pool.send_keys("1GiB")
+    dialog.switch.click()
+    dialog.switch.click()
+    assert dialog.pool.get_attribute("value") == "1GiB"
+
+
+def test_other_parameters_stay_and_typed_ones_show(browser: Browser, stage: Stage) -> None:
+    """The switch is a view of the additional parameters: what is typed there is seen here."""
+    dialog = open_dialog(browser, stage)
+    dialog.add_parameter("block_size", "128")
+    dialog.add_parameter("enable-xavier", "true")
+    browser.wait(lambda: dialog.sharing, "the switch shows what was typed")
+    dialog.unfold()
+    dialog.pool.send_keys("1GiB")
+    dialog.deploy()
+    body = launched(browser, stage)
+    assert body["block_size"] == 128
+    assert ours(body) == {"enable-xavier": True, "xavier_pool_bytes": "1GiB"}
+
+
+def test_launch_history_and_autostart_keep_it(browser: Browser, stage: Stage) -> None:
+    dialog = open_dialog(browser, stage)
+    dialog.switch.click()
+    dialog.autostart()
+    dialog.deploy()
+    launched(browser, stage)
+
+    def kept(path: str) -> dict[str, Any]:
+        return browser.wait(
+            lambda: next((body for known, body in stage.posted if known == path), None),
+            f"{path} was told",
+        )
+
+    assert kept("/v1/launch_history")["data"]["enable_xavier"] is True
+    assert kept("/v1/autostart/models")["launch"]["enable_xavier"] is True
+    # Another time the dialog begins with what was launched last.
+    again = open_dialog(browser, stage, engine=None)
+    browser.wait(lambda: again.sharing, "the switch is on from the launch history")
+
+
+@pytest.mark.parametrize(
+    ("replicas", "sentence"),
+    [(0, "Say first how many replicas"), (1, "copies a prefix"), (2, "copies a prefix")],
+)
+def test_it_needs_a_number_of_replicas(
+    browser: Browser, stage: Stage, replicas: int, sentence: str
+) -> None:
+    dialog = open_dialog(browser, stage)
+    dialog.set_replicas(replicas)
+    browser.wait(lambda: sentence in dialog.note, f"it says: {sentence}")
+    assert dialog.switch.is_enabled() is (replicas > 0)
+
+
+def test_with_one_replica_it_says_that_nobody_is_there(browser: Browser, stage: Stage) -> None:
+    dialog = open_dialog(browser, stage)
+    dialog.switch.click()
+    assert "nobody to share with" in dialog.note
+    dialog.set_replicas(2)
+    browser.wait(lambda: "nobody" not in dialog.note, "two are enough")
+
+
+def test_other_engines_have_no_switch(browser: Browser, stage: Stage) -> None:
+    dialog = open_dialog(browser, stage, engine="Transformers")
+    assert not dialog.has_switch
+    dialog.choose("Model Engine", "vLLM")
+    dialog.switch.click()
+    dialog.choose("Model Engine", "Transformers")
+    # It would be refused: say so, and let it be switched off.
+    browser.wait(lambda: "Only the engine vLLM can share" in dialog.note, "it says why not")
+    dialog.switch.click()
+    browser.wait(lambda: not dialog.has_switch, "off, it is gone")
+
+
+def test_what_excludes_sharing_is_named(browser: Browser, stage: Stage) -> None:
+    dialog = open_dialog(browser, stage)
+    dialog.add_parameter("xavier_gpu_cache_bytes", "1")
+    browser.wait(lambda: "xavier_gpu_cache_bytes" in dialog.note, "it is named")
+    assert not dialog.switch.is_enabled()
+
+
+def test_a_pool_size_that_is_none_is_marked(browser: Browser, stage: Stage) -> None:
+    dialog = open_dialog(browser, stage)
+    dialog.switch.click()
+    dialog.unfold()
+    dialog.pool.send_keys("4QiB")
+    assert dialog.pool.get_attribute("aria-invalid") == "true"
+    assert "size like 4GiB" in dialog.section.text
+    dialog.pool.send_keys(Keys.BACKSPACE * 3, "GiB")
+    assert dialog.pool.get_attribute("aria-invalid") == "false"
+
+
+def test_it_speaks_chinese_where_the_page_does(browser: Browser, stage: Stage) -> None:
+    browser.remember(app_locale=CHINESE)
+    browser.open(f"{stage.address}/launch-model/llm")
+    dialog = LaunchDialog(browser)
+    dialog.open("Launch")  # which xinference itself does not translate
+    dialog.choose("模型引擎", "vLLM")
+    assert dialog.section.text.startswith("副本之间共享 KV 缓存（Xavier）")
+    assert browser.text('nav a[href="/xavier/"]') == "KV 缓存共享"
+
+
+def test_it_survives_that_react_draws_its_dialog_anew(browser: Browser, stage: Stage) -> None:
+    """Taken out, put elsewhere, or shown in another form: it comes back, as the form says."""
+    dialog = open_dialog(browser, stage)
+    dialog.switch.click()
+    browser.run("document.querySelector('.xavier-share').remove()")
+    browser.wait(lambda: dialog.has_switch and dialog.sharing, "it is back")
+    dialog.close()
+    dialog.open("Launch")
+    dialog.choose("Model Engine", "vLLM")
+    assert not dialog.sharing
+    assert len(browser.driver.find_elements(By.CSS_SELECTOR, ".xavier-share")) == 1
+
+
+def test_by_keyboard(browser: Browser, stage: Stage) -> None:
+    dialog = open_dialog(browser, stage)
+    browser.run("arguments[0].focus()", dialog.switch)
+    dialog.keys(Keys.SPACE)
+    assert dialog.sharing
+    dialog.keys(Keys.TAB, Keys.ENTER, Keys.TAB)
+    assert browser.run("return document.activeElement.placeholder") == "a tenth of the free memory"
+    # Enter would submit the form.
+    dialog.keys("1GiB", Keys.ENTER)
+    assert dialog.pool.get_attribute("value") == "1GiB"
+    assert not [path for path, _ in stage.posted if path == "/v1/models"]
+
+
+def test_a_page_that_is_built_otherwise_goes_on_without_it(browser: Browser, stage: Stage) -> None:
+    """Its form cannot be found: nothing breaks, and our page says how to type the option."""
+    browser.open(f"{stage.address}/launch-model/llm")
+    browser.find('nav a[href="/xavier/"]')
+    browser.run(
+        """
+        const lookalike = document.createElement("div");
+        lookalike.setAttribute("role", "dialog");
+        lookalike.innerHTML = "<form><input name=replica type=number></form>";
+        document.body.append(lookalike);
+        """
+    )
+    browser.wait(
+        lambda: browser.run("return localStorage.getItem('xavier.switch')") == "missing",
+        "the script has noticed",
+    )
+    browser.open(f"{stage.address}/xavier/")
+    assert "enable_xavier as key and true as value" in browser.text("#no-switch")
+
+
+def test_the_menu_leads_to_the_page(browser: Browser, stage: Stage) -> None:
+    browser.open(stage.address)
+    entry = browser.find('nav a[href="/xavier/"]')
+    assert entry.text == "KV Cache Sharing"
+    entry.click()
+    browser.wait_text("h1", "KV Cache Sharing")
+    assert browser.driver.current_url == f"{stage.address}/xavier/"
+
+
+def test_the_menu_entry_follows_a_narrow_menu(browser: Browser, stage: Stage) -> None:
+    browser.open(stage.address)
+    browser.find('nav a[href="/xavier/"]')
+    browser.find("button[aria-label=Collapse]").click()
+    browser.wait(
+        lambda: browser.find('nav a[href="/xavier/"]').text == "", "only its picture is left"
+    )
+    assert browser.find('nav a[href="/xavier/"]').get_attribute("title") == "KV Cache Sharing"

@@ -1,0 +1,1 @@
+"""The command `xinference-xavier`; `commands` has them all. Imports neither torch nor vllm."""

@@ -1,0 +1,205 @@
+"""The commands. What takes long to import is imported where it is used."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from xinference_xavier import __version__
+from xinference_xavier.cli.endpoint import Endpoint, endpoint_options
+
+_EPILOG = """\b
+Exit codes:
+  0  done, and nothing is wrong
+  1  doctor found something wrong, or the demo failed
+  2  wrong usage
+  3  xinference does not answer, refuses, or lacks the extension
+  4  no such model shares its cache
+
+\b
+Shell completion:
+  bash  eval "$(_XINFERENCE_XAVIER_COMPLETE=bash_source xinference-xavier)"
+  zsh   eval "$(_XINFERENCE_XAVIER_COMPLETE=zsh_source xinference-xavier)"
+  fish  _XINFERENCE_XAVIER_COMPLETE=fish_source xinference-xavier | source
+"""
+_CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
+
+
+@click.group(context_settings=_CONTEXT, epilog=_EPILOG)
+@click.version_option(__version__, prog_name="xinference-xavier")
+def main() -> None:
+    """See and steer how vLLM replicas of xinference models share their KV cache."""
+
+
+@main.command()
+@click.argument("model", required=False)
+@click.option("--json", "as_json", is_flag=True, help="The server's answer as it is.")
+@click.option("--watch", is_flag=True, help="Live, until interrupted or the model ends.")
+@endpoint_options
+def status(endpoint: Endpoint, model: str | None, as_json: bool, watch: bool) -> None:
+    """How a MODEL shares, or all of them: where prompts' tokens came from, fetches, pools."""
+    if watch and model is None:
+        raise click.UsageError("--watch needs a MODEL")
+    with endpoint.client() as client:
+        if watch and model is not None:
+            _watch(client, model, as_json)
+            return
+        models = client.models() if model is None else [client.status(model)]
+    if as_json:
+        raw = [each.raw for each in models]
+        click.echo(json.dumps({"models": raw} if model is None else raw[0], indent=2))
+        return
+    from xinference_xavier.cli.tables import models_table
+
+    _console().print(models_table(models))
+
+
+def _watch(client: Any, model: str, as_json: bool) -> None:
+    if as_json:
+        for report in client.watch(model):
+            click.echo(json.dumps(report.raw))
+        return
+    from rich.live import Live
+
+    from xinference_xavier.cli.tables import model_table
+
+    with Live(console=_console(), auto_refresh=False) as live:
+        for report in client.watch(model):
+            live.update(model_table(report), refresh=True)
+
+
+@main.command()
+@click.argument("model")
+@click.option("--json", "as_json", is_flag=True, help="One event a line.")
+@endpoint_options
+def events(endpoint: Endpoint, model: str, as_json: bool) -> None:
+    """What happened to MODEL's sharing of late, and then what happens, until interrupted."""
+    import time
+
+    with endpoint.client() as client:
+        for happened in client.events(model):
+            if as_json:
+                plain = {"event": happened.event, "time": happened.time, **happened.fields}
+                click.echo(json.dumps(plain))
+                continue
+            when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(happened.time))
+            fields = (f"{name}={value}" for name, value in happened.fields.items())
+            click.echo(f"{when}  {happened.event}  {'  '.join(fields)}")
+
+
+@main.command()
+@click.argument("model")
+@click.option(
+    "--prompt-file",
+    type=click.File("r", encoding="utf-8"),
+    required=True,
+    help="The prompt; with --chat, a request's messages as JSON. '-' reads standard input.",
+)
+@click.option("--chat", is_flag=True, help="The file holds messages, not text.")
+@click.option("--json", "as_json", is_flag=True, help="The server's answer as it is.")
+@endpoint_options
+def explain(endpoint: Endpoint, model: str, prompt_file: Any, chat: bool, as_json: bool) -> None:
+    """Which chunks of a prompt are where, and what a request to MODEL would reuse now.
+
+    What vLLM's own prefix cache holds is not known here, and comes on top.
+    """
+    question = _question(prompt_file.read(), chat)
+    with endpoint.client() as client:
+        answer = client.explain(model, **question)
+        if as_json:
+            click.echo(json.dumps(answer.raw, indent=2))
+            return
+        replicas = client.status(model).replicas
+    from xinference_xavier.cli.tables import explanation_table
+
+    names = {replica.incarnation: replica.replica for replica in replicas}
+    _console().print(explanation_table(answer, names))
+
+
+def _question(text: str, chat: bool) -> dict[str, Any]:
+    if not chat:
+        return {"prompt": text}
+    try:
+        messages = json.loads(text)
+    except ValueError as error:
+        raise click.UsageError(f"--chat: the file is not JSON ({error})") from None
+    return {"messages": messages.get("messages") if isinstance(messages, dict) else messages}
+
+
+@main.command()
+@click.argument("model")
+@endpoint_options
+def drop(endpoint: Endpoint, model: str) -> None:
+    """Have all replicas of MODEL forget the chunks in their pools.
+
+    What vLLM's own prefix cache holds stays, and no request fails for it.
+    """
+    with endpoint.client() as client:
+        told = client.drop(model).raw.get("told", {})
+    dropped, unreachable = told.get("dropped", []), told.get("unreachable", [])
+    click.echo(f"{len(dropped)} replicas forgot what they held")
+    if unreachable:
+        click.echo(f"no answer from {', '.join(unreachable)}", err=True)
+        sys.exit(3)
+
+
+@main.command()
+@click.argument("model")
+@click.argument("state", type=click.Choice(["on", "off"]))
+@endpoint_options
+def switch(endpoint: Endpoint, model: str, state: str) -> None:
+    """Switch sharing of MODEL on or off while it runs."""
+    with endpoint.client() as client:
+        enabled = client.switch(model, state == "on").enabled
+    click.echo(f"sharing of {model} is {'on' if enabled else 'off'}")
+
+
+@main.command()
+@click.option("--json", "as_json", is_flag=True, help="The findings as JSON.")
+@endpoint_options
+def doctor(endpoint: Endpoint, as_json: bool) -> None:
+    """Why replicas do not share, or might not soon, and the command that mends it.
+
+    Looks at versions, the extension, addresses, ports, links between replicas, namespaces, pools
+    and the tracker, in every process of the cluster.
+    """
+    from xinference_xavier.doctor import diagnose
+
+    with endpoint.client() as client:
+        facts = client.cluster()
+    findings = diagnose(facts)
+    if as_json:
+        click.echo(json.dumps([finding._asdict() for finding in findings], indent=2))
+    else:
+        from xinference_xavier.cli.tables import findings_list
+
+        _console().print(findings_list(findings, facts), soft_wrap=True)
+    sys.exit(1 if findings else 0)
+
+
+@main.command(context_settings={"ignore_unknown_options": True, **_CONTEXT})
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def demo(arguments: tuple[str, ...]) -> None:
+    """Two replicas on this machine share long prefixes, measured. Needs a clone of the project.
+
+    ARGUMENTS: --model FOLDER, and any of the model's launch arguments.
+    """
+    root = Path(__file__).parents[2]
+    if not (root / "examples" / "demo.py").is_file():
+        raise click.UsageError("the demo is part of the project's repository: run it in a clone")
+    done = subprocess.run([sys.executable, "-m", "examples.demo", *arguments], cwd=root)
+    sys.exit(1 if done.returncode else 0)
+
+
+def _console() -> Any:
+    from rich.console import Console
+
+    console = Console()
+    if not console.is_terminal:
+        console.width = 200  # a table in a pipe is for another program, or a file
+    return console

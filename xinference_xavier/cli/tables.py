@@ -1,0 +1,131 @@
+"""What the commands show to people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from xinference_xavier.doctor import Finding
+from xinference_xavier.results import Counts, Explanation, ModelStatus, ReplicaStatus
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+_WIDTH = 64  # of a prompt's picture: one character for a chunk, or for some
+
+
+def size(count: float) -> str:
+    unit = 0
+    while count >= 1024 and unit < len(_UNITS) - 1:
+        count, unit = count / 1024, unit + 1
+    return f"{count:.0f} {_UNITS[unit]}" if unit == 0 else f"{count:.1f} {_UNITS[unit]}"
+
+
+def models_table(models: Iterable[ModelStatus]) -> RenderableType:
+    shown = [model_table(model) for model in models]
+    if not shown:
+        return Text(
+            "No model shares its cache. Launch one with --enable_xavier true and two replicas."
+        )
+    return Group(*shown)
+
+
+def model_table(model: ModelStatus) -> RenderableType:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("replica")
+    for name in ("requests", "own cache", "own pool", "peers", "computed", "reused"):
+        table.add_column(name, justify="right")
+    for name in ("received", "fetches", "rolled back", "pool", "chunks"):
+        table.add_column(name, justify="right")
+    for replica in model.replicas:
+        name = replica.replica + (" (no answer)" if replica.stale else "")
+        table.add_row(name, *_counts(replica.counts), _pool(replica), str(replica.counts.holdings))
+    if len(model.replicas) > 1:
+        totals = model.totals
+        table.add_row("all", *_counts(totals), "", str(totals.holdings), style="bold")
+    parts: list[RenderableType] = [table]
+    parts += [Text(line, style="yellow") for line in _remarks(model)]
+    state = "[green]on[/]" if model.enabled else "[red]off[/]"
+    title = f"[bold]{model.model_uid}[/], sharing {state}"
+    return Panel(Group(*parts), title=title, title_align="left", expand=False)
+
+
+def _counts(counts: Counts) -> list[str]:
+    hits = counts.hits
+    return [
+        str(counts.requests),
+        *(f"{n:,}" for n in (hits.own_prefix_cache, hits.own_pool, hits.peers, hits.computed)),
+        f"{hits.ratio:.0%}" if hits.total else "-",
+        size(counts.bytes_received),
+        f"{counts.fetches_committed}/{counts.fetches_started}",
+        ", ".join(f"{n} {why}" for why, n in counts.fetches_rolled_back.items()) or "0",
+    ]
+
+
+def _pool(replica: ReplicaStatus) -> str:
+    if not replica.rows:
+        return "-"
+    whole = size(replica.rows * replica.row_bytes)
+    return f"{replica.rows_used / replica.rows:.0%} of {whole}"
+
+
+def _remarks(model: ModelStatus) -> list[str]:
+    """What is to be known beyond the figures."""
+    remarks = []
+    if model.totals.seconds_saved:
+        remarks.append(f"Reuse saved about {model.totals.seconds_saved:.1f} s of computing.")
+    if not model.replicas:
+        remarks.append("No replica has joined yet.")
+    elif len(model.replicas) == 1:
+        remarks.append("One replica: nothing to share until another is added.")
+    namespaces = {replica.namespace for replica in model.replicas}
+    if len(namespaces) > 1:
+        remarks.append(
+            f"The replicas are in {len(namespaces)} namespaces and share only within each: "
+            "`xinference-xavier doctor` says why."
+        )
+    return remarks
+
+
+def explanation_table(answer: Explanation, names: dict[str, str]) -> RenderableType:
+    """`names` are xinference's, by incarnation."""
+    per_character = max(1, -(-len(answer.chunks) // _WIDTH))
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("replica", "holds (■ all, ▪ part, · none)"):
+        table.add_column(name)
+    for name in ("from own pool", "from peers", "computed"):
+        table.add_column(name, justify="right")
+    for incarnation, reuse in answer.reuse.items():
+        held = [incarnation in chunk.holders for chunk in answer.chunks]
+        picture = "".join(
+            _mark(held[at : at + per_character]) for at in range(0, len(held), per_character)
+        )
+        tokens = (f"{n:,}" for n in (reuse.own_pool, reuse.peers, reuse.computed))
+        table.add_row(names.get(incarnation, incarnation), picture or "-", *tokens)
+    title = (
+        f"{answer.prompt_tokens:,} tokens: {len(answer.chunks)} whole chunks of "
+        f"{answer.chunk_tokens}. What a request would reuse, if this replica got it:"
+    )
+    return Group(Text(title), table)
+
+
+def findings_list(findings: list[Finding], facts: Mapping[str, Any]) -> RenderableType:
+    models, workers = len(facts["models"]), len(facts["workers"])
+    if not findings:
+        return Text(f"Nothing is wrong with {models} models on {workers} workers.", style="green")
+    lines = Text()
+    for finding in findings:
+        lines.append("✗ " if finding.grave else "! ", style="red" if finding.grave else "yellow")
+        lines.append(f"{finding.where}: ", style="bold")
+        lines.append(f"{finding.problem}\n")
+        lines.append("  remedy: ", style="dim")
+        lines.append(f"{finding.remedy}\n")
+    lines.rstrip()
+    return lines
+
+
+def _mark(held: list[bool]) -> str:
+    return "■" if all(held) else "▪" if any(held) else "·"

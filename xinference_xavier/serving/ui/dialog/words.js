@@ -1,0 +1,38 @@
+// Our words in the language that the page has.
+
+const WORDS = {
+  en: {
+    title: "Share KV cache between replicas (Xavier)",
+    hint: "A replica copies a prefix that another one has computed instead of computing it again.",
+    alone: "One replica has nobody to share with: it begins as soon as another one is added.",
+    options: "Sharing options",
+    pool: "Pool size of one replica",
+    poolDefault: "a tenth of the free memory",
+    poolWrong: "Write a number of bytes, or a size like 4GiB or 512MiB.",
+    transport: "Transport",
+    needsVllm: "Only the engine vLLM can share: choose it, or switch sharing off.",
+    needsReplica: "Say first how many replicas to launch: a whole number, 1 or more.",
+    needsOneWorker: "A replica on several workers cannot share: set the worker count to 1.",
+    excluded: (names) => `Not together with ${names}: take it out of the additional parameters.`,
+    menu: "KV Cache Sharing",
+  },
+  zh: {
+    title: "副本之间共享 KV 缓存（Xavier）",
+    hint: "其他副本已经算过的前缀直接复制过来，不再重新计算。",
+    alone: "只有一个副本时没有共享对象：再添加一个副本后自动开始共享。",
+    options: "共享选项",
+    pool: "每个副本的缓存池大小",
+    poolDefault: "空闲内存的十分之一",
+    poolWrong: "请填写字节数，或 4GiB、512MiB 这样的大小。",
+    transport: "传输方式",
+    needsVllm: "只有 vLLM 引擎可以共享：请选择 vLLM，或关闭共享。",
+    needsReplica: "请先填写副本数：不小于 1 的整数。",
+    needsOneWorker: "跨多个 worker 的副本无法共享：请把 worker 数量设为 1。",
+    excluded: (names) => `不能与 ${names} 同时使用：请从附加参数中删除。`,
+    menu: "KV 缓存共享",
+  },
+};
+
+function words() {
+  return document.documentElement.lang.toLowerCase().startsWith("zh") ? WORDS.zh : WORDS.en;
+}

@@ -1,0 +1,135 @@
+// Numbers as people read them, and what follows from the reports.
+
+const SOURCES = ["own_prefix_cache", "own_pool", "peers", "computed"];
+const REMEMBERED = 6; // reports, from which current rates are taken
+const BYTE_UNITS = ["B", "KiB", "MiB", "GiB", "TiB"];
+
+function count(value) {
+  const long = value >= 1e6;
+  const digits = value > 0 && value < 10 && !Number.isInteger(value) ? 1 : 0;
+  return new Intl.NumberFormat(language.code, long
+    ? { notation: "compact", maximumFractionDigits: 2 }
+    : { maximumFractionDigits: digits }).format(value);
+}
+
+function percent(part, all) {
+  const value = all > 0 ? part / all : 0;
+  return new Intl.NumberFormat(language.code, { style: "percent",
+    maximumFractionDigits: value > 0 && value < 0.1 ? 1 : 0 }).format(value);
+}
+
+function bytes(value) {
+  let unit = 0;
+  let size = value;
+  while (size >= 1024 && unit < BYTE_UNITS.length - 1) {
+    size /= 1024;
+    unit += 1;
+  }
+  return `${size.toFixed(unit === 0 || size >= 100 ? 0 : 1)} ${BYTE_UNITS[unit]}`;
+}
+
+function bytesPerSecond(value) {
+  return `${bytes(value)}/${language.words.second}`;
+}
+
+function duration(seconds) {
+  const { second, minute, hourUnit } = language.words;
+  if (seconds < 60) return `${count(seconds)} ${second}`;
+  if (seconds < 3600) return `${Math.floor(seconds / 60)} ${minute} ${Math.floor(seconds % 60)} ${second}`;
+  return `${Math.floor(seconds / 3600)} ${hourUnit} ${Math.floor(seconds % 3600 / 60)} ${minute}`;
+}
+
+function clock(seconds, withSeconds = true) {
+  return new Date(seconds * 1000).toLocaleTimeString(language.code, {
+    hour: "2-digit", minute: "2-digit", hour12: false, ...(withSeconds ? { second: "2-digit" } : {}),
+  });
+}
+
+function sum(values) {
+  return values.reduce((total, value) => total + (Number.isFinite(value) ? value : 0), 0);
+}
+
+function tokensOf(hits) {
+  const all = sum(SOURCES.map((source) => hits[source]));
+  return { all, reused: all - (hits.computed ?? 0) };
+}
+
+function rolledBack(fetches) {
+  const reasons = fetches?.rolled_back ?? {};
+  return typeof reasons === "number" ? reasons : sum(Object.values(reasons));
+}
+
+function nameOf(report, incarnation) {
+  const replica = report.replicas.find((known) => known.incarnation === incarnation);
+  if (replica === undefined) return language.words.someoneGone(incarnation.slice(0, 8));
+  return replica.replica || incarnation.slice(0, 8);
+}
+
+// The last reports with the times they came at, in seconds.
+class Recent {
+  constructor() {
+    this.kept = [];
+  }
+
+  add(report, time) {
+    this.kept = [...this.kept, { report, time }].slice(-REMEMBERED);
+  }
+
+  get report() {
+    return this.kept.at(-1)?.report ?? null;
+  }
+
+  get time() {
+    return this.kept.at(-1)?.time ?? null;
+  }
+
+  // Every pair of replicas over which bytes came, with the bytes per second of late.
+  links() {
+    if (this.kept.length === 0) return [];
+    const [first, last] = [this.kept[0], this.kept.at(-1)];
+    const seconds = last.time - first.time;
+    return last.report.replicas.flatMap((consumer) => {
+      const before = first.report.replicas
+        .find((known) => known.incarnation === consumer.incarnation)?.received_from;
+      const received = consumer.received_from ?? {};
+      const fetching = consumer.fetching ?? {};
+      return [...new Set([...Object.keys(received), ...Object.keys(fetching)])].map((donor) => {
+        const all = received[donor] ?? 0;
+        // A replica that came meanwhile has no "before": its rate begins with the next report.
+        const moved = before === undefined ? 0 : Math.max(0, all - (before[donor] ?? 0));
+        const rate = seconds > 0 ? moved / seconds : 0;
+        return { from: donor, to: consumer.incarnation, bytes: all, rate, rows: fetching[donor] ?? 0 };
+      });
+    });
+  }
+}
+
+// Per second between two samples, oldest first. Counts that fell began anew: nothing is known then.
+function ratesOf(samples) {
+  return samples.slice(1).map((sample, index) => {
+    const before = samples[index];
+    const seconds = sample.time - before.time;
+    const rate = (now, then) => (seconds > 0 ? Math.max(0, (now ?? 0) - (then ?? 0)) / seconds : 0);
+    return {
+      time: sample.time,
+      ...Object.fromEntries(SOURCES.map((source) => [source,
+        rate(sample.hits?.[source], before.hits?.[source])])),
+      bytes: rate(sample.bytes_received, before.bytes_received),
+      committed: rate(sample.committed, before.committed),
+      rolled_back: rate(rolledBack(sample), rolledBack(before)),
+    };
+  });
+}
+
+// Fetches are too few for rates of 10 s each.
+function perMinute(samples) {
+  const minutes = new Map(samples.map((sample) => [Math.floor(sample.time / 60), sample]));
+  return ratesOf([...minutes.values()]).map((rate) => ({ time: rate.time,
+    committed: 60 * rate.committed, rolled_back: 60 * rate.rolled_back }));
+}
+
+function sampleOf(report, time) {
+  const { hits, bytes_received, fetches } = report.totals;
+  return { time, hits: { ...hits }, bytes_received, committed: fetches.committed,
+    rolled_back: rolledBack(fetches) };
+}

@@ -1,0 +1,102 @@
+// Replicas as boxes, links between them as arrows that move while bytes do.
+
+const MOST_DRAWN = 12;
+const NODE = { width: 156, height: 74 };
+const NARROW = 560; // pixels, below which two replicas stand one above the other
+
+function graphView(report, links, width) {
+  const text = language.words;
+  const { replicas } = report;
+  if (replicas.length === 0) return h("p", { class: "muted" }, text.none);
+  if (replicas.length > MOST_DRAWN) return h("p", { class: "muted" }, text.tooMany(replicas.length));
+  const { places, size } = placesFor(replicas.length, width);
+  const placeOf = new Map(replicas.map((replica, index) => [replica.incarnation, places[index]]));
+  const drawnLinks = links.filter((link) => placeOf.has(link.from) && placeOf.has(link.to));
+  return h("svg", { viewBox: `0 0 ${size.width} ${size.height}`, role: "img", id: "graph",
+    "aria-label": text.graphOf(replicas.length, drawnLinks.length),
+    style: `max-width: ${size.width}px; margin: 0 auto` },
+  drawnLinks.map((link) => linkView(link, placeOf.get(link.from), placeOf.get(link.to))),
+  replicas.map((replica, index) => nodeView(report, replica, places[index])));
+}
+
+// Two side by side, or one above the other where it is narrow; more on an ellipse.
+function placesFor(number, width) {
+  const across = Math.max(300, Math.min(width, 760));
+  const middle = across / 2;
+  if (number === 1) {
+    return { places: [{ x: middle, y: 55 }], size: { width: across, height: 110 } };
+  }
+  if (number === 2 && width >= NARROW) {
+    return { places: [{ x: NODE.width / 2 + 10, y: 90 }, { x: across - NODE.width / 2 - 10, y: 90 }],
+      size: { width: across, height: 180 } };
+  }
+  if (number === 2) {
+    return { places: [{ x: middle, y: 50 }, { x: middle, y: 260 }],
+      size: { width: across, height: 310 } };
+  }
+  const radiusX = middle - NODE.width / 2 - 10;
+  const radiusY = Math.max(120, number * 38);
+  const places = Array.from({ length: number }, (_, index) => {
+    const angle = 2 * Math.PI * index / number - Math.PI / 2;
+    return { x: middle + radiusX * Math.cos(angle), y: radiusY + 50 + radiusY * Math.sin(angle) };
+  });
+  return { places, size: { width: across, height: 2 * radiusY + 100 } };
+}
+
+function nodeView(report, replica, { x, y }) {
+  const text = language.words;
+  const left = x - NODE.width / 2;
+  const top = y - NODE.height / 2;
+  const pool = replica.pool ?? {};
+  const full = NODE.width - 20;
+  const part = (rows) => (pool.rows > 0 ? full * Math.min(1, rows / pool.rows) : 0);
+  const used = (pool.ready ?? 0) + (pool.filling ?? 0);
+  const gauge = (kind, rows) => h("rect", { class: `gauge ${kind}`, x: left + 10, y: top + 47,
+    width: rows === null ? full : part(rows), height: 6, rx: 3 });
+  return h("g", { class: `node${replica.stale ? " stale" : ""}` },
+    h("rect", { x: left, y: top, width: NODE.width, height: NODE.height, rx: 8 }),
+    h("text", { x: left + 10, y: top + 20 }, short(nameOf(report, replica.incarnation), 18)),
+    h("text", { class: "faint", x: left + 10, y: top + 37 },
+      `${text.pool}: ${pool.rows === undefined ? "–" : text.poolOf(count(used), count(pool.rows))}`),
+    gauge("", null), gauge("full", used), gauge("pinned", pool.pinned ?? 0),
+    h("text", { class: "faint", x: left + 10, y: top + 67 }, text.pinned(count(pool.pinned ?? 0))));
+}
+
+// A curve that leaves room for the one in the other direction.
+function linkView(link, from, to) {
+  const [dx, dy] = [to.x - from.x, to.y - from.y];
+  const length = Math.hypot(dx, dy) || 1;
+  const bend = Math.min(46, length / 4);
+  const middle = { x: (from.x + to.x) / 2 - dy / length * bend,
+    y: (from.y + to.y) / 2 + dx / length * bend };
+  const start = edgeOf(from, middle);
+  const end = edgeOf(to, middle);
+  const live = link.rate > 0 || link.rows > 0;
+  const thick = 1.5 + Math.min(4, Math.log10(1 + link.rate / 1e5));
+  const angle = Math.atan2(end.y - middle.y, end.x - middle.x) * 180 / Math.PI;
+  // Beside the curve, outwards.
+  const label = { x: (start.x + 2 * middle.x + end.x) / 4 - dy / length * 12,
+    y: (start.y + 2 * middle.y + end.y) / 4 + dx / length * 12 };
+  return h("g", { class: `link${live ? " live" : ""}` },
+    h("path", { d: `M${point(start)} Q${point(middle)} ${point(end)}`, "stroke-width": thick.toFixed(1) }),
+    h("path", { class: "arrow", d: "M0 0 L-11 -5 L-11 5 Z",
+      transform: `translate(${point(end)}) rotate(${angle.toFixed(1)})` }),
+    h("text", { x: label.x.toFixed(1), y: (label.y + 4).toFixed(1), "text-anchor": Math.abs(dx) > Math.abs(dy) ? "middle" : dy > 0 ? "end" : "start" },
+      live && link.rate > 0 ? bytesPerSecond(link.rate) : bytes(link.bytes)));
+}
+
+// Where the line from a box's middle towards a point leaves the box, and a little further.
+function edgeOf(box, towards) {
+  const [dx, dy] = [towards.x - box.x, towards.y - box.y];
+  const scale = Math.min((NODE.width / 2 + 4) / Math.abs(dx || 1e-9),
+    (NODE.height / 2 + 4) / Math.abs(dy || 1e-9));
+  return { x: box.x + dx * scale, y: box.y + dy * scale };
+}
+
+function point({ x, y }) {
+  return `${x.toFixed(1)},${y.toFixed(1)}`;
+}
+
+function short(name, most) {
+  return name.length > most ? `${name.slice(0, most - 1)}…` : name;
+}

@@ -1,0 +1,158 @@
+// The parts of the page, each from the state alone.
+
+function legend(keys) {
+  const text = language.words;
+  return h("ul", { class: "legend small" },
+    keys.map(([key, value]) => h("li", null, h("i", { class: key }), `${text[key]} `, value)));
+}
+
+function splitBar(hits, thin) {
+  const { all } = tokensOf(hits);
+  const text = language.words;
+  return h("div", { class: thin ? "split thin" : "split", role: "img",
+    "aria-label": SOURCES.map((key) => `${text[key]} ${percent(hits[key] ?? 0, all)}`).join(", ") },
+  all > 0 && SOURCES.map((key) => h("span", { class: key,
+    style: `width: ${(100 * (hits[key] ?? 0) / all).toFixed(2)}%`, title: text[key] })));
+}
+
+function tile(id, title, big, small) {
+  return h("section", { class: "card tile" },
+    h("h2", { class: "muted small" }, title),
+    h("p", { class: "big", id }, big),
+    h("p", { class: "muted small" }, small));
+}
+
+function tilesView(report, links) {
+  const text = language.words;
+  const { hits, bytes_received: received, fetches } = report.totals;
+  const { all, reused } = tokensOf(hits);
+  const seconds = sum(report.replicas.map((replica) => replica.seconds_saved));
+  return h("div", { class: "tiles" },
+    tile("reused", text.reused, percent(reused, all), text.ofTokens(count(reused), count(all))),
+    tile("from-peers", text.fromPeers, count(hits.peers), text.ofPrompt(percent(hits.peers, all))),
+    tile("saved", text.saved, text.tokens(count(hits.own_pool + hits.peers)),
+      seconds > 0 ? text.savedSeconds(duration(seconds)) : text.notMeasured),
+    tile("received", text.received, bytes(received),
+      text.now(bytesPerSecond(sum(links.map((link) => link.rate))))),
+    tile("fetches", text.fetches, count(fetches.committed),
+      text.rolledBackCount(count(rolledBack(fetches)))));
+}
+
+function sourcesView(report) {
+  const text = language.words;
+  const { hits } = report.totals;
+  const { all } = tokensOf(hits);
+  return h("section", { class: "card", id: "sources" },
+    h("h2", null, text.sources),
+    splitBar(hits, false),
+    all === 0 ? h("p", { class: "muted small" }, text.noTokens)
+      : legend(SOURCES.map((key) => [key, `${percent(hits[key], all)} (${count(hits[key])})`])));
+}
+
+function graphCard(report, links, width) {
+  return h("section", { class: "card" }, h("h2", null, language.words.graph),
+    h("div", { class: "graph", "data-measure": "graph" }, graphView(report, links, width)));
+}
+
+function table(id, headings, rows) {
+  return h("div", { class: "wide", tabindex: 0 }, h("table", { id },
+    h("thead", null, h("tr", null, headings.map(([title, numeric]) =>
+      h("th", { scope: "col", class: numeric ? "number" : null }, title)))),
+    h("tbody", null, rows)));
+}
+
+function cell(value, numeric = true) {
+  return h("td", { class: numeric ? "number" : null }, value);
+}
+
+function linksView(report, links) {
+  const text = language.words;
+  return h("section", { class: "card" }, h("h2", null, text.links),
+    links.length === 0 ? h("p", { class: "muted" }, text.noLinks)
+      : table("links", [[text.from], [text.to], [text.bytes, true], [text.rate, true],
+        [text.inFlight, true]],
+      links.map((link) => h("tr", null,
+        h("th", { scope: "row" }, nameOf(report, link.from)), cell(nameOf(report, link.to), false),
+        cell(bytes(link.bytes)), cell(bytesPerSecond(link.rate)), cell(count(link.rows))))));
+}
+
+function replicasView(report) {
+  const text = language.words;
+  const groups = [...new Set(report.replicas.map((replica) => replica.namespace))];
+  return h("section", { class: "card" }, h("h2", null, text.replicas),
+    table("replicas", [[text.replica], [text.pool], [text.offered, true], [text.requests, true],
+      [text.reusedShare], [text.speed, true], [text.transport]],
+    report.replicas.map((replica) => {
+      const { all, reused } = tokensOf(replica.hits);
+      const pool = replica.pool ?? {};
+      return h("tr", null,
+        h("th", { scope: "row" }, nameOf(report, replica.incarnation),
+          groups.length > 1 && ` · ${text.group(groups.indexOf(replica.namespace) + 1)}`,
+          h("div", { class: "muted small", title: text.address }, replica.address),
+          replica.stale && h("div", { class: "muted small" }, text.stale)),
+        cell(poolText(replica, pool), false),
+        cell(count(replica.holdings ?? 0)), cell(count(replica.requests ?? 0)),
+        cell([percent(reused, all), splitBar(replica.hits, true)], false),
+        cell(replica.prefill_tokens_per_s > 0
+          ? text.perSecond(count(Math.round(replica.prefill_tokens_per_s))) : "–"),
+        cell(replica.transport ?? "–", false));
+    })));
+}
+
+function poolText(replica, pool) {
+  const text = language.words;
+  if (pool.rows === undefined) return "–";
+  const used = pool.ready + pool.filling;
+  const notes = [text.pinned(count(pool.pinned)),
+    pool.quarantined > 0 && text.quarantined(count(pool.quarantined))].filter(Boolean);
+  return [`${text.poolOf(bytes(used * pool.row_bytes), bytes(pool.rows * pool.row_bytes))}`,
+    h("div", { class: "muted small" }, notes.join(", "))];
+}
+
+function outcomesView(report) {
+  const text = language.words;
+  const { fetches } = report.totals;
+  const reasons = Object.entries(fetches.rolled_back).sort(([, one], [, other]) => other - one);
+  return h("section", { class: "card" }, h("h2", null, text.outcomes),
+    table("outcomes", [[text.outcome], [text.count, true]], [
+      h("tr", null, h("th", { scope: "row" }, text.committed), cell(count(fetches.committed))),
+      reasons.map(([reason, times]) => h("tr", null,
+        h("th", { scope: "row" }, text.reason(reason)), cell(count(times)))),
+    ]));
+}
+
+function plotsView(samples, width, cursors, changed) {
+  const text = language.words;
+  const until = samples.at(-1)?.time ?? Date.now() / 1000;
+  const common = { rates: ratesOf(samples), nice: niceCeiling, until, width, cursors, changed };
+  return h("section", { "aria-label": text.hour },
+    h("h2", { class: "unseen" }, text.hour),
+    h("div", { class: "columns narrow", "data-measure": "plots" },
+      plotView({ ...common, name: "tokens", title: text.tokensPlot, series: SOURCES,
+        format: (value) => count(value) }),
+      plotView({ ...common, name: "bytes", title: text.bytesPlot, series: ["bytes"], format: bytes,
+        nice: niceBytes }),
+      plotView({ ...common, name: "fetches", title: text.fetchPlot, rates: perMinute(samples),
+        series: ["committed", "rolled_back"], format: (value) => count(value) })));
+}
+
+function sentenceOf(report, happened) {
+  const text = language.words;
+  const named = { ...happened };
+  for (const key of ["incarnation", "donor", "replica"]) {
+    const known = report?.replicas.some((replica) => replica.incarnation === named[key]);
+    if (known) named[key] = nameOf(report, named[key]);
+  }
+  const sentence = Object.hasOwn(text, happened.event) ? text[happened.event] : null;
+  return sentence === null ? happened.event : sentence(named);
+}
+
+function eventsView(report, events) {
+  const text = language.words;
+  return h("section", { class: "card" }, h("h2", null, text.events),
+    events.length === 0 ? h("p", { class: "muted" }, text.noEvents)
+      : h("ol", { class: "events", id: "events", tabindex: 0 }, events.toReversed().map((happened) =>
+        h("li", null,
+          h("time", { datetime: new Date(happened.time * 1000).toISOString() }, clock(happened.time)),
+          h("span", null, sentenceOf(report, happened))))));
+}

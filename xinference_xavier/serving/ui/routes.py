@@ -1,0 +1,84 @@
+"""Where the browser finds the page and the script.
+
+Neither holds data: like xinference's own pages they are for everybody, and what they show comes
+from `serving/api.py`, which asks for rights.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from fastapi.responses import HTMLResponse, Response
+
+from xinference_xavier import __version__
+from xinference_xavier.config import UPSTREAM_OPTIONS
+from xinference_xavier.options import TRANSPORTS
+from xinference_xavier.serving.ui.script import ScriptInPages
+
+PAGE_PATH = "/xavier/"
+_SCRIPT_PATH = "/xavier/launch.js"
+_FOLDER = Path(__file__).parent
+# In this order: later ones use what earlier ones define.
+_PAGE_SCRIPTS = ("words", "figures", "dom", "server", "graph", "plots", "views", "feed", "page")
+_DIALOG_SCRIPTS = ("words", "form", "switch", "menu")
+
+
+def add_pages(context: Any) -> None:
+    """``context`` is xinference's APIExtensionContext."""
+
+    async def get_page() -> HTMLResponse:
+        return HTMLResponse(page(), headers={"cache-control": "no-cache"})
+
+    async def get_script() -> Response:
+        return Response(
+            dialog_script(),
+            media_type="text/javascript",
+            headers={"cache-control": "max-age=31536000, immutable"},
+        )
+
+    # xinference's own catch-all would answer the one without the slash.
+    for path in (PAGE_PATH, PAGE_PATH.rstrip("/")):
+        context.router.add_api_route(path, get_page, include_in_schema=False)
+    context.router.add_api_route(_SCRIPT_PATH, get_script, include_in_schema=False)
+    digest = hashlib.sha256(dialog_script().encode()).hexdigest()[:16]
+    context.app.add_middleware(
+        ScriptInPages, source=f"{_SCRIPT_PATH}?{digest}", except_below=PAGE_PATH
+    )
+
+
+@functools.cache
+def page() -> str:
+    """The whole page in one document, so that it needs nothing else from anywhere."""
+    parts = {
+        "/*style*/": _text("page/style.css"),
+        "/*script*/": _scripts("page", _PAGE_SCRIPTS),
+        "/*version*/": __version__,
+    }
+    text = _text("page/page.html")
+    for mark, part in parts.items():
+        text = text.replace(mark, part)
+    return text
+
+
+@functools.cache
+def dialog_script() -> str:
+    """The switch and the menu entry, in a scope of their own: the page around is not ours."""
+    known = {
+        "TRANSPORTS": TRANSPORTS,
+        "UPSTREAM_OPTIONS": sorted(UPSTREAM_OPTIONS),
+        "PAGE_PATH": PAGE_PATH,
+    }
+    constants = "".join(f"const {name} = {json.dumps(value)};\n" for name, value in known.items())
+    return f'"use strict";\n(() => {{\n{constants}{_scripts("dialog", _DIALOG_SCRIPTS)}}})();\n'
+
+
+def _scripts(folder: str, names: tuple[str, ...]) -> str:
+    return "\n".join(_text(f"{folder}/{name}.js") for name in names)
+
+
+def _text(name: str) -> str:
+    return (_FOLDER / name).read_text(encoding="utf-8")
