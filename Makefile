@@ -25,12 +25,13 @@ SECONDS ?=
 SEED ?=
 STEPS ?=
 
-.PHONY: help system venv lint types test chaos demo clean
+.PHONY: help system venv lint types test test-long chaos demo clean
 
 help:
 	@echo "make demo    two replicas share long prefixes, measured (MODEL=<folder> ARGS='--dtype bfloat16 …')"
 	@echo "make test    lint, types and tests"
 	@echo "make chaos   faults by the thousand, 25 minutes (PART=replicas|engines SECONDS=… SEED=…)"
+	@echo "make test-long  clusters, hosts and engines that are broken on purpose: half an hour"
 	@echo "make lint    ruff"
 	@echo "make types   mypy"
 	@echo "make venv    $(VENV) from the pinned list"
@@ -70,8 +71,11 @@ lint: venv
 types: venv
 	$(BIN)/mypy
 
-test: lint types
+test: system lint types
 	$(BIN)/python -m pytest
+
+test-long: system venv
+	$(BIN)/python -m pytest -m long
 
 chaos: venv
 	$(BIN)/python -m tests.chaos $(if $(PART),--part $(PART)) $(if $(SECONDS),--seconds $(SECONDS)) \

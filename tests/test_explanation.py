@@ -55,6 +55,7 @@ def places(held: str) -> list[int]:
         ("xx------", "xxxx----", "--------", 20, 20),
         ("--------", "xx------", "--xx----", 0, 40),  # first from the one, then from the other
         ("--x-----", "xx-x----", "--------", 10, 30),
+        ("--x-----", "xxxx----", "--------", 10, 30),
         ("--------", "-xxxxxxx", "--------", 0, 0),  # nothing without the first chunk
         ("xxxxxxxx", "xxxxxxxx", "xxxxxxxx", 80, 0),
     ],

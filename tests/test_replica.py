@@ -108,6 +108,19 @@ def test_a_stalled_donor(scene: Scene) -> None:
     wait_until(lambda: all_is_free(scene.stalling), "the grant is released")
 
 
+def test_figures_tell_what_is_under_way_and_what_came_from_whom(scene: Scene) -> None:
+    keys = stored(scene.consumer, scene.stalling, scene.plain)
+    received = scene.consumer.stats()["received_from"].get("plain", 0)
+    begin_stalled_fetch(scene.consumer, scene.stalling, keys, SHORT)
+    assert scene.consumer.stats()["fetching"] == {"stalling": ROWS}
+    outcome = scene.consumer.end_fetch()
+    wait_until(lambda: scene.consumer.stats()["fetching"] == {}, "it is over")
+    assert_recovers(scene, outcome, keys)
+    stats = scene.consumer.stats()
+    moved = stats["received_from"]["plain"] - received
+    assert moved == (ROWS - outcome.committed) * stats["pool"]["row_bytes"]
+
+
 def test_a_donor_without_its_transfer_process(scene: Scene) -> None:
     """What had arrived whole from the start is kept."""
     keys = stored(scene.consumer, scene.stalling, scene.plain)

@@ -58,6 +58,7 @@ TRANSPORTS = {
 MAX_BACKLOG = 10_000
 """Things that the scheduler thread may have left to the background loop at a time."""
 _EXPIRY_INTERVAL = 1.0
+_MAX_DONORS = 100  # that figures name
 _STOP_TIMEOUT = 3.0
 
 
@@ -440,8 +441,10 @@ class Replica:
         row_bytes = self._region.row_bytes
         return self._engine_stats() | {
             "bytes_received": counts.rows * row_bytes,
-            "received_from": {donor: n * row_bytes for donor, n in counts.received.items()},
-            "fetching": dict(counts.in_flight),
+            "received_from": {
+                donor: rows * row_bytes for donor, rows in counts.received.most_common(_MAX_DONORS)
+            },
+            "fetching": dict(counts.in_flight.most_common(_MAX_DONORS)),
             "fetches": {
                 "started": counts.started,
                 "committed": counts.committed,

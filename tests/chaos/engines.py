@@ -13,6 +13,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import Future
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -51,8 +52,8 @@ _REST = 30.0
 """Seconds kept of a run's time for its end."""
 
 
-def make_report(seed: int) -> Report:
-    return Report("engines", seed, FETCH_TIMEOUT)
+def _say(line: str) -> None:
+    print(line, flush=True)
 
 
 def run(
@@ -61,12 +62,13 @@ def run(
     report: Report,
     *,
     steps: int | None = None,
-    say: Callable[[str], None] = print,
+    say: Callable[[str], None] = _say,
 ) -> int:
     """Fill `report`; returns how many steps of the schedule were carried out.
 
     Ends about `seconds` after it began, or after `steps` steps, or when something is wrong.
     """
+    report.deadline_s = FETCH_TIMEOUT
     until_time = time.monotonic() + seconds - _REST
     with tempfile.TemporaryDirectory(prefix="chaos-orders-") as orders:
         environment = {"PYTHONPATH": str(ROOT), ORDERS: orders}
@@ -115,22 +117,31 @@ def _with(
 
 @contextlib.contextmanager
 def _running(*works: Coroutine[Any, Any, None]) -> Iterator[asyncio.AbstractEventLoop]:
-    """An event loop in a thread, with what runs on it until the end."""
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever, name="chaos-traffic")
+    """An event loop in a thread, with what runs on it until the end and must not end before."""
+    started: Future[asyncio.AbstractEventLoop] = Future()
+    over = asyncio.Event()
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        ending = asyncio.ensure_future(over.wait())
+        tasks = [asyncio.ensure_future(work) for work in works]
+        started.set_result(loop)
+        done, _ = await asyncio.wait([ending, *tasks], return_when=asyncio.FIRST_COMPLETED)
+        for task in done - {ending}:
+            errors.append(task.exception())
+        await ending
+
+    errors: list[BaseException | None] = []
+    thread = threading.Thread(target=asyncio.run, args=(main(),), name="chaos-traffic")
     thread.start()
-    futures = [asyncio.run_coroutine_threadsafe(work, loop) for work in works]
+    loop = started.result()
     try:
         yield loop
-        for future in futures:
-            if future.done():
-                future.result()  # it should not have ended
     finally:
-        for future in futures:
-            future.cancel()
-        loop.call_soon_threadsafe(loop.stop)
+        loop.call_soon_threadsafe(over.set)
         thread.join()
-        loop.close()
+    if errors:
+        raise RuntimeError("what was to run until the end has ended") from errors[0]
 
 
 class _Run:

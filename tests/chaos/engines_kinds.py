@@ -31,7 +31,7 @@ from xinference_xavier.deadline import within
 
 FETCH_TIMEOUT = 3.0
 OCCASION_TIME = 20.0
-"""Seconds that a fault of the transport waits for a fetch."""
+"""Seconds in which a fault of the transport must find a fetch."""
 EFFECT_TIME = 10.0
 LEASE_TIME = 3 * LEASE
 RETURN_TIME = 300.0
@@ -91,13 +91,20 @@ def _of_transport(fault: Order, *effects: str) -> Kind:
 
         before, happened = seen(), taken(scene.orders)[fault]
         order(scene.orders, fault)
-        if not until(lambda: taken(scene.orders)[fault] > happened, OCCASION_TIME) and withdraw(
-            scene.orders, fault
-        ):
-            return False
+        deadline = time.monotonic() + OCCASION_TIME
+        while taken(scene.orders)[fault] == happened:
+            if time.monotonic() > deadline and withdraw(scene.orders, fault):
+                return False
+            _provoke_a_fetch(scene, step)
         return not effects or until(lambda: seen() > before, EFFECT_TIME)
 
     return bring_about
+
+
+def _provoke_a_fetch(scene: Scene, step: Step) -> None:
+    donor, consumer = random.Random(step.number).sample(scene.fleet.up(), 2)
+    question = scene.traffic.any_question(step.strength)
+    scene.await_(scene.traffic.share(donor, consumer, question), RETURN_TIME)
 
 
 def _transfer_killed(scene: Scene, step: Step) -> bool:
@@ -152,13 +159,17 @@ def _engine_stopped(scene: Scene, step: Step) -> bool:
 
 
 def _killed(part: Callable[[Replica], psutil.Process]) -> Kind:
-    """xinference notices within 30 s and starts it again; before, the tracker has dropped it."""
+    """xinference starts it again; before, the tracker has dropped it.
+
+    That an engine is dead it notices only at the next request, so one is put to the replica.
+    """
 
     def bring_about(scene: Scene, step: Step) -> bool:
         replica = scene.choose(step)
         victim, incarnation = part(replica), replica.incarnation
         scene.fleet.mourn(replica)
         kill(victim)
+        scene.await_(scene.traffic.ask(replica, scene.traffic.any_question(0.0), None), RETURN_TIME)
         return until(lambda: not scene.is_member(incarnation), LEASE_TIME)
 
     return bring_about

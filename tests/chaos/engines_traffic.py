@@ -26,6 +26,8 @@ SALTED = 0.6
 """The share of conversations that begin cold."""
 REQUEST_TIMEOUT = 150.0
 _NOBODY = 0.1
+_PUBLISHING = 0.5
+"""Seconds within which others know what was computed."""
 
 
 class Failure(NamedTuple):
@@ -97,6 +99,13 @@ class Traffic:
             self.failures.append(Failure(replica, began, time.monotonic(), repr(error)))
         finally:
             replica.in_flight -= 1
+
+    async def share(self, donor: Replica, consumer: Replica, question: Question) -> None:
+        """A fetch, if all is well."""
+        salt = uuid.uuid4().hex
+        await self.ask(donor, question, salt)
+        await asyncio.sleep(_PUBLISHING)
+        await self.ask(consumer, question, salt)
 
     def _compare(self, question: Question, answer: Completion, replica: Replica) -> None:
         self.answered += 1

@@ -11,6 +11,8 @@ import pytest
 from tests.chaos import replicas
 from tests.chaos.mutations import Mutation
 
+pytestmark = pytest.mark.long
+
 SEED = 1
 SECONDS = 30.0
 POOLS = {"n0": 48, "n1": 96, "n2": 48}

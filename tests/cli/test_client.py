@@ -10,7 +10,14 @@ from contextlib import suppress
 import pytest
 
 from tests.api_process import API_KEY, ApiProcess
-from tests.replica_process import CHUNK_TOKENS, MODEL, fresh_numbers, make_key, wait_until
+from tests.replica_process import (
+    CHUNK_TOKENS,
+    MODEL,
+    fresh_keys,
+    fresh_numbers,
+    make_key,
+    wait_until,
+)
 from xinference_xavier.client import AsyncXavierClient, XavierClient
 from xinference_xavier.errors import ApiError
 from xinference_xavier.results import Happened, ModelStatus, Reuse
@@ -116,6 +123,17 @@ def _until_dropped(events: Iterator[Happened]) -> Iterator[Happened]:
         yield event
         if event.event == "HoldingsDropped" and event.fields["replicas"] == 2:
             return
+
+
+def test_what_a_replica_reports_is_heard(pair: Pair, client: XavierClient) -> None:
+    keys = fresh_keys(2)
+    pair.first.store(keys)
+    wait_until(lambda: pair.second.holders(keys[1]) == ("first",), "the index says")
+    pair.first.forget(keys)
+    assert pair.second.fetch("first", keys, 30.0).reason == "not held"
+    event = next(each for each in client.events(MODEL) if each.event == "FetchRolledBack")
+    assert (event.fields["incarnation"], event.fields["donor"]) == ("second", "first")
+    assert (event.fields["reason"], event.fields["rows"]) == ("not held", 2)
 
 
 def test_watching_gives_one_status_after_the_other(client: XavierClient) -> None:

@@ -32,6 +32,8 @@ from tests.e2e.gates import Gate, closed
 from tests.replica_process import MODEL, wait_until
 from xinference_xavier.config import XavierConfig
 
+pytestmark = pytest.mark.long
+
 FETCH_TIMEOUT = 10.0
 """Seconds; above what a test takes while a gate is closed."""
 WHOLE = CHUNKS * CHUNK

@@ -27,6 +27,8 @@ from tests.e2e.host_cluster import (
 from tests.e2e.hosts import Hosts
 from xinference_xavier.addresses import split_address
 
+pytestmark = pytest.mark.long
+
 UID = "hosts"
 FIRST, SECOND = WORKERS = ("first", "second")
 PORTS = range(33000, 33012)

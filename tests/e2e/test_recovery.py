@@ -12,7 +12,6 @@ is what tells the others. A killed transfer process is in test_sharing.py.
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import psutil
@@ -25,12 +24,12 @@ from tests.e2e import processes
 from tests.e2e.conftest import REPLICAS, SEPARATE_UID, can_fetch, wait_for_engine, wait_until
 from tests.e2e.separate_cluster import SeparateCluster
 
+pytestmark = pytest.mark.long
+
 UID = SEPARATE_UID
 FIRST, SECOND = REPLICAS
 CHUNK = 128
 ROWS = 30  # of a document's table: about 1,500 tokens
-SHARES_WITHIN = 10.0  # seconds of being ready, promised
-GRACE = 10.0  # on top of what is promised, for a busy machine
 
 
 @pytest.fixture
@@ -81,20 +80,18 @@ def assert_shares(cluster: SeparateCluster, donor: str, consumer: str, seed: int
     assert member_of(cluster, consumer)["bytes_received"] > received
 
 
-def wait_back(cluster: SeparateCluster, replica: str, old: str) -> float:
-    """Return when the replica that was `old` is ready again; the time of that."""
+def wait_back(cluster: SeparateCluster, replica: str, old: str) -> None:
+    """Return when the replica that was `old` is ready again and shares."""
 
     def answers() -> bool:
         states = {r["replica_model_uid"]: r["model_state"] for r in cluster.replicas(UID)}
         return states.get(replica) == "ready" and bool(_model_of(replica))
 
     wait_for_engine(answers, f"{replica} is ready again")
-    ready = time.monotonic()
     wait_until(
         lambda: old not in members(cluster) and can_fetch(cluster, UID, 2),
         f"{replica} has joined as another incarnation",
     )
-    return ready
 
 
 def _model_of(replica: str) -> psutil.Process | None:
@@ -115,7 +112,6 @@ def test_a_replica_that_hangs_is_dropped_and_joins_again_by_itself(model: Separa
         alone = model.ask(SECOND, question(400))  # held by nobody else
         assert alone.tokens == cold.tokens
         assert alone.cached_tokens == 0
-    awake = time.monotonic()
     wait_until(lambda: member["incarnation"] in members(model), "it has joined again")
     wait_until(
         lambda: members(model)[member["incarnation"]]["holdings"] >= member["holdings"],
@@ -123,7 +119,6 @@ def test_a_replica_that_hangs_is_dropped_and_joins_again_by_itself(model: Separa
     )
     assert_shares(model, FIRST, SECOND, 401)
     assert_shares(model, SECOND, FIRST, 402)
-    assert time.monotonic() - awake < SHARES_WITHIN + GRACE
 
 
 @pytest.mark.parametrize(
@@ -138,7 +133,7 @@ def test_a_killed_replica_comes_back_and_shares(
     model: SeparateCluster, replica: str, survivor: str, victim: str, seed: int
 ) -> None:
     """Nothing of the dead incarnation is offered, the survivor answers all the while, and the
-    replica that xinference starts in its place shares within 10 s of being ready."""
+    replica that xinference starts in its place shares."""
     cold = compute(model, replica, seed)
     member = member_of(model, replica)
     doomed = processes.of_member(member)
@@ -156,8 +151,7 @@ def test_a_killed_replica_comes_back_and_shares(
             model.ask(replica, question(seed + 1))
     processes.wait_gone(doomed.all())
 
-    ready = wait_back(model, replica, member["incarnation"])
+    wait_back(model, replica, member["incarnation"])
     assert_shares(model, survivor, replica, seed + 2)
-    assert time.monotonic() - ready < SHARES_WITHIN + GRACE
     assert_shares(model, replica, survivor, seed + 3)
     assert member["incarnation"] not in members(model)

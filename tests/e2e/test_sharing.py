@@ -1,6 +1,7 @@
 """The main job on real software: what one replica computed, the other does not compute again."""
 
 import asyncio
+import json
 import os
 import subprocess
 import sys
@@ -15,7 +16,9 @@ from examples.documents import document, prompt, questions
 from examples.local_cluster import Completion, LocalCluster
 from tests.e2e.conftest import ARGUMENTS, wait_until
 from xinference_xavier.addresses import reachable_address
+from xinference_xavier.client import XavierClient
 from xinference_xavier.pool.region import receive_region
+from xinference_xavier.results import Reuse
 from xinference_xavier.tracker.actor import tracker_uid
 
 UID = "sharing"
@@ -171,6 +174,76 @@ def test_sharing_is_switched_off_and_on_at_run_time(model: LocalCluster) -> None
     model.switch_sharing(UID, True)
     _, _, shared = share(model, seed=105)
     assert shared.cached_tokens > 0
+
+
+def test_explain_foretells_what_a_request_reuses(model: LocalCluster) -> None:
+    before = replicas(model)
+    donor, cold = ask(model, question(110))
+    wait_published(model, donor, before[donor]["holdings"] + cold.prompt_tokens // CHUNK)
+    (consumer,) = set(before) - {donor}
+    whole = cold.prompt_tokens // CHUNK * CHUNK
+    rest = cold.prompt_tokens - whole
+    with XavierClient(model.endpoint) as client:
+        answer = client.explain(UID, question(110))
+    assert (answer.prompt_tokens, answer.chunk_tokens) == (cold.prompt_tokens, CHUNK)
+    assert {chunk.holders for chunk in answer.chunks} == {frozenset({donor})}
+    assert answer.reuse == {donor: Reuse(whole, 0, rest), consumer: Reuse(0, whole, rest)}
+    asked, remote = ask(model, question(110))
+    assert (asked, remote.cached_tokens) == (consumer, answer.reuse[consumer].peers)
+
+
+def test_explain_knows_what_a_chat_becomes(model: LocalCluster) -> None:
+    """xinference writes the messages with its template for the model, the engine with its own."""
+    messages = [{"role": "user", "content": question(112)}]
+    before = replicas(model)
+    body = {"model": UID, "messages": messages, "max_tokens": 1}
+    model.call("POST", "/v1/chat/completions", body)
+
+    def held() -> bool:
+        answer = client.explain(UID, messages=messages)
+        return len(answer.chunks) > 10 and all(chunk.holders for chunk in answer.chunks)
+
+    with XavierClient(model.endpoint) as client:
+        wait_until(held, "every chunk of the chat is where it was computed")
+    assert set(replicas(model)) == set(before)
+
+
+def test_what_was_dropped_is_computed_again(model: LocalCluster) -> None:
+    before = replicas(model)
+    donor, cold = ask(model, question(111))
+    wait_published(model, donor, before[donor]["holdings"] + cold.prompt_tokens // CHUNK)
+    with XavierClient(model.endpoint) as client:
+        dropped = client.drop(UID)
+    assert [replica.rows_used for replica in dropped.replicas] == [0, 0]
+    wait_until(lambda: replicas(model)[donor]["holdings"] == 0, "the tracker knows")
+    asked, again = ask(model, question(111))
+    assert asked != donor
+    assert (again.cached_tokens, again.tokens) == (0, cold.tokens)
+    share(model, seed=113)
+
+
+def test_doctor_finds_nothing_that_keeps_them_from_sharing(model: LocalCluster) -> None:
+    program = Path(sys.executable).parent / "xinference-xavier"
+    words = [program, "doctor", "--json", "--endpoint", model.endpoint]
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert done.returncode in (0, 1), done.stderr
+    assert [finding for finding in json.loads(done.stdout) if finding["grave"]] == []
+    with XavierClient(model.endpoint) as client:
+        facts = client.cluster()
+    (worker,) = facts["workers"].values()
+    assert worker["versions"]["vllm"]
+    examinations = facts["models"][UID]["examinations"].values()
+    assert all(set(each["peers"].values()) == {None} for each in examinations)
+    first, second = (each["ingredients"] for each in examinations)
+    assert first == second
+    assert first["dtype"] == "torch.float32"
+
+
+def test_events_are_heard_over_xinferences_own_server(model: LocalCluster) -> None:
+    with XavierClient(model.endpoint) as client:
+        events = client.events(UID)
+        assert next(events).event == "ReplicaJoined"
+        assert next(client.watch(UID)).model_uid == UID
 
 
 def test_a_killed_transfer_process_costs_a_recomputation_at_most(model: LocalCluster) -> None:

@@ -473,6 +473,16 @@ def test_before_4_1_the_outer_method_is_wrapped() -> None:
     assert Supervisor.launch_builtin_model is not before
 
 
+async def test_models_that_share_are_those_with_a_tracker_of_ours(address: str) -> None:
+    """xinference's built-in Xavier keeps its own trackers in the same place."""
+    supervisor = supervisor_class()(address)
+    for model_uid, uid in (("b", tracker_uid("b")), ("a", tracker_uid("a")), ("c", "another")):
+        supervisor._xavier_cache_mapping[model_uid] = await xo.create_actor(
+            BlockTracker, model_uid, address=address, uid=uid
+        )
+    assert await launch.xavier_models(supervisor) == ["a", "b"]
+
+
 def test_install_fits_the_installed_xinference() -> None:
     """In a process of its own, because it changes xinference's classes for good."""
     script = """
@@ -495,7 +505,9 @@ parameters = inspect.signature(inner).parameters
 needed = {"model_uid", "model_name", "model_engine", "model_type", "replica", "n_worker",
           "worker_ip", "replica_config", "kwargs"}
 assert needed <= parameters.keys(), needed - parameters.keys()
-assert hasattr(SupervisorActor, "xavier_tracker_address")
+for name in ("xavier_tracker_address", "xavier_models", "xavier_facts"):
+    assert hasattr(SupervisorActor, name), name
+assert hasattr(WorkerActor, "xavier_facts")
 for name in ("_gen_model_uid", "is_local_deployment"):
     assert hasattr(SupervisorActor, name), name
 print("fits")

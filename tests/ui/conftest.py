@@ -24,7 +24,8 @@ def theatre() -> Iterator[Stage]:
 
 
 @pytest.fixture
-def stage(theatre: Stage) -> Stage:
+def stage(theatre: Stage, window: Browser) -> Stage:
+    window.open("about:blank")  # the page before must not post to this test's stage
     theatre.reset()
     return theatre
 

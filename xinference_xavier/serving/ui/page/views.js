@@ -30,7 +30,7 @@ function tilesView(report, links) {
   return h("div", { class: "tiles" },
     tile("reused", text.reused, percent(reused, all), text.ofTokens(count(reused), count(all))),
     tile("from-peers", text.fromPeers, count(hits.peers), text.ofPrompt(percent(hits.peers, all))),
-    tile("saved", text.saved, text.tokens(count(hits.own_pool + hits.peers)),
+    tile("saved", text.saved, count(hits.own_pool + hits.peers),
       seconds > 0 ? text.savedSeconds(duration(seconds)) : text.notMeasured),
     tile("received", text.received, bytes(received),
       text.now(bytesPerSecond(sum(links.map((link) => link.rate))))),
