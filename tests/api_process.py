@@ -124,6 +124,7 @@ async def _serve(pipe: Connection) -> None:
     app.mount("/behind", _application(bare))
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
+        listening.listen()  # who comes before uvicorn waits
         server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="off"))
         serving = asyncio.ensure_future(server.serve(sockets=[listening]))
         pipe.send((address, listening.getsockname()[1]))
