@@ -7,10 +7,12 @@ from collections.abc import Iterator
 import pytest
 
 from examples.documents import document, prompt, questions
-from examples.local_cluster import LocalCluster
+from examples.local_cluster import LAUNCH_TIMEOUT, LocalCluster
 from tests.e2e.conftest import ARGUMENTS, wait_until
 from tests.ui.browser import Browser, open_browser
 from tests.ui.launch_dialog import LaunchDialog
+
+pytestmark = pytest.mark.long
 
 UID = "by-switch"
 CHUNK = 128
@@ -58,9 +60,10 @@ def test_launched_by_the_switch_it_shows_the_remote_hit(
 ) -> None:
     address = xinference.endpoint.replace("0.0.0.0", "127.0.0.1")
     launch_by_the_switch(browser, address)
-    wait_until(
-        lambda: any(model["id"] == UID for model in xinference.call("GET", "/v1/models")["data"]),
-        "the model was launched",
+    browser.wait(
+        lambda: "/running-model" in browser.driver.current_url,
+        "the launch is through and the dialog gone",
+        LAUNCH_TIMEOUT,
     )
     xinference.wait_ready(UID, 2)
     browser.find('nav a[href="/xavier/"]').click()

@@ -63,9 +63,14 @@ class Browser:
             self.run("localStorage.setItem(arguments[0], arguments[1])", name, value)
 
     def forget(self) -> None:
-        """As a browser that was never here."""
-        self.run("localStorage.clear(); sessionStorage.clear()")
-        self.driver.delete_all_cookies()
+        """As a browser that was never at the site that is open.
+
+        Not by `localStorage.clear()`: what a page wrote last may arrive in there after that.
+        """
+        origin = self.run("sessionStorage.clear(); return location.origin")
+        self.driver.execute_cdp_cmd(
+            "Storage.clearDataForOrigin", {"origin": origin, "storageTypes": "all"}
+        )
 
     def run(self, script: str, *arguments: object) -> Any:
         return self.driver.execute_script(script, *arguments)
@@ -98,9 +103,14 @@ class Browser:
 
         return self.wait(there, lambda: f"{part!r} is in {selector}, which says {last!r}")
 
-    def wait(self, look: Callable[[], T | None], what: str | Callable[[], str]) -> T:
+    def wait(
+        self,
+        look: Callable[[], T | None],
+        what: str | Callable[[], str],
+        patience: float = PATIENCE,
+    ) -> T:
         """What `look` gives as soon as that is true; pages redraw what it looks at."""
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + patience
         while time.monotonic() < deadline:
             try:
                 if found := look():
@@ -110,7 +120,8 @@ class Browser:
             time.sleep(0.05)
         text = what if isinstance(what, str) else what()
         log = "\n".join(self.complaints())
-        raise AssertionError(f"not within {PATIENCE:.0f} s: {text}\n{log}")
+        self.screenshot("failed")
+        raise AssertionError(f"not within {patience:.0f} s: {text}\n{log}")
 
     def complaints(self) -> list[str]:
         """Errors that the browser has logged since the last call."""

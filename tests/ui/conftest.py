@@ -35,6 +35,5 @@ def browser(window: Browser, stage: Stage) -> Browser:
     """Never seen this site before; no complaint may be left from another test."""
     window.resize(DESKTOP)
     window.open(f"{stage.address}/favicon.ico")
-    window.forget()
     window.complaints()
     return window

@@ -83,14 +83,22 @@ class Stage:
         self.unavailable = False  # the tracker
         self._changed = asyncio.Event()
         self._port = 0
+        self._site = 0
         self._start()
 
     @property
     def address(self) -> str:
+        """Another site for each test: what browsers keep of one may be written late."""
+        return f"http://test{self._site}.localhost:{self._port}"
+
+    @property
+    def plain_address(self) -> str:
+        """For those who are no browser and do not know what every localhost is."""
         return f"http://127.0.0.1:{self._port}"
 
     def reset(self) -> None:
         """As new, for the next test."""
+        self._site += 1
         self.posted.clear()
         self.launch_history.clear()
         self.needs_token = self.unavailable = False

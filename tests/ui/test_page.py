@@ -14,6 +14,8 @@ from tests.ui.browser import PHONE, TALL, Browser
 from tests.ui.reports import HITS, history, incarnation, model, replica
 from tests.ui.stage import TOKEN, Stage
 
+pytestmark = pytest.mark.long
+
 MIB = 1 << 20
 A, B = incarnation(0), incarnation(1)
 

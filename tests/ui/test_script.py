@@ -122,7 +122,7 @@ async def test_streams_are_not_held_back() -> None:
 
 
 async def test_xinferences_own_pages_get_it_and_find_it(stage: Stage) -> None:
-    async with httpx.AsyncClient(base_url=stage.address) as client:
+    async with httpx.AsyncClient(base_url=stage.plain_address) as client:
         for path in ("/", "/launch-model/llm", "/login", "/no/such/page"):
             text = (await client.get(path, headers=HTML)).text
             assert text.count('<script src="/xavier/launch.js?') == 1, path

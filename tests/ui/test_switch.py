@@ -12,6 +12,8 @@ from tests.ui.browser import Browser
 from tests.ui.launch_dialog import LaunchDialog
 from tests.ui.stage import Stage
 
+pytestmark = pytest.mark.long
+
 # As in xinference's own dictionary.
 CHINESE = "zh"
 
