@@ -48,6 +48,17 @@ class ReplicaStartError(XavierError):
     """An engine refused to start with what only it could know; the text is its own."""
 
 
+class LaunchCancelledError(XavierError):
+    """The model's launch was cancelled while its engines were loading."""
+
+    def __init__(self, model_uid: str) -> None:
+        super().__init__(model_uid)
+        self.model_uid = model_uid
+
+    def __str__(self) -> str:
+        return f"the launch of model {self.model_uid!r} was cancelled"
+
+
 class RegionError(XavierError):
     """A pool's memory could not be made, offered or mapped."""
 

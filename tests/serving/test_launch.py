@@ -78,6 +78,10 @@ def supervisor_class() -> Any:
             await self.start(self, model_uid or model_name)
             return model_uid
 
+        async def cancel_launch_builtin_model(self, model_uid: str) -> None:
+            # Workers that count the replica as launched raise RuntimeError, which 4.1 drops.
+            self._model_uid_to_replica_info.pop(model_uid, None)
+
         async def terminate_model(self, model_uid: str, suppress_exception: bool = False) -> None:
             self._model_uid_to_replica_info.pop(model_uid, None)
 

@@ -1,4 +1,4 @@
-"""Puts sharing into xinference's launch, by wrapping four methods and adding some.
+"""Puts sharing into xinference's launch, by wrapping some methods and adding others.
 
 Runs in the processes that hold a supervisor or a worker actor, on their event loop. A launch with
 ``enable_xavier`` is one transaction: its tracker exists before the first replica does, and is
@@ -20,9 +20,15 @@ from typing import Any
 import xoscar as xo
 
 from xinference_xavier.config import ENABLE, take_launch_options
-from xinference_xavier.errors import ConfigError, NotFoundError, ReplicaStartError
+from xinference_xavier.errors import (
+    ConfigError,
+    LaunchCancelledError,
+    NotFoundError,
+    ReplicaStartError,
+)
 from xinference_xavier.hooks import Hooks, LaunchRolledBack, load_hook
 from xinference_xavier.rollback import Rollback
+from xinference_xavier.serving.cancellation import thorough_cancel, was_cancelled
 from xinference_xavier.serving.cluster import supervisor_facts, worker_facts
 from xinference_xavier.serving.transfer_config import (
     configuration,
@@ -62,6 +68,8 @@ def wrap_supervisor(supervisor: type[Any]) -> None:
     name = inner if hasattr(supervisor, inner) else "launch_builtin_model"
     _wrap_once(supervisor, name, _sharing_launch)
     _wrap_once(supervisor, "terminate_model", _telling_terminate)
+    if hasattr(supervisor, "cancel_launch_builtin_model"):  # from 4.1 on
+        _wrap_once(supervisor, "cancel_launch_builtin_model", thorough_cancel)
     supervisor.xavier_tracker_address = xavier_tracker_address
     supervisor.xavier_models = xavier_models
     supervisor.xavier_facts = supervisor_facts
@@ -147,6 +155,7 @@ def _sharing_launch(original: _Method) -> _Method:
                 "choose another, or terminate that model first",
             )
         launching.add(claim)
+        was_cancelled(claim)  # an earlier one's end is nothing to this one
         try:
             hooks = None if options.hooks is None else Hooks(load_hook(options.hooks))
             config = options.config(
@@ -165,6 +174,8 @@ def _sharing_launch(original: _Method) -> _Method:
                 trackers[model_uid] = tracker
                 scope.undo(_forget, trackers, model_uid, tracker)
                 result = await original(*call.args, **call.kwargs)
+                if was_cancelled(claim):
+                    raise LaunchCancelledError(model_uid)
                 scope.commit()
             return result
         except BaseException as error:

@@ -1,0 +1,96 @@
+"""A cancelled launch leaves no replica that is still loading, no tracker, and its uid free.
+
+The supervisor is test_launch.py's stand-in; the actor pool and the tracker are real.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import xoscar as xo
+
+from tests.serving.test_launch import has_tracker, start, supervisor_class
+from xinference_xavier.errors import LaunchCancelledError
+
+UID = "m"
+
+
+@dataclass
+class Worker:
+    """Its replicas load until they are terminated; one that is `launching` refuses that."""
+
+    launching: bool = False
+    terminated: list[str] = field(default_factory=list)
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def terminate_model(self, model_uid: str) -> None:
+        if self.launching:
+            raise ValueError(f"{model_uid} is launching")
+        self.terminated.append(model_uid)
+        self.over.set()
+
+
+@dataclass
+class ReplicaInfo:
+    replica_to_worker_refs: dict[int, list[Worker]]
+
+    @property
+    def active_replica_ids(self) -> list[int]:
+        return list(self.replica_to_worker_refs)
+
+
+@pytest.fixture
+async def supervisor() -> AsyncIterator[Any]:
+    pool = await xo.create_actor_pool("127.0.0.1:0", n_process=0, use_uvloop=False)
+    async with pool:
+        yield supervisor_class()(pool.external_address)
+
+
+async def launch_until_loading(supervisor: Any, workers: list[Worker]) -> asyncio.Task[Any]:
+    loading = asyncio.Event()
+
+    async def load(self: Any, model_uid: str) -> None:
+        refs = {number: [worker] for number, worker in enumerate(workers)}
+        self._model_uid_to_replica_info[model_uid] = ReplicaInfo(refs)
+        loading.set()
+        for worker in workers:
+            await worker.over.wait()
+
+    supervisor.start = load
+    launch = asyncio.create_task(start(supervisor))
+    await loading.wait()
+    return launch
+
+
+async def test_replicas_that_load_are_terminated_and_nothing_stays(supervisor: Any) -> None:
+    """4.1's own cancel would let them load on and the launch end well."""
+    workers = [Worker(), Worker()]
+    launch = await launch_until_loading(supervisor, workers)
+    assert await has_tracker(supervisor)
+    await supervisor.cancel_launch_builtin_model(UID)
+    assert [worker.terminated for worker in workers] == [[f"{UID}-rep0"], [f"{UID}-rep1"]]
+    with pytest.raises(LaunchCancelledError, match="the launch of model 'm' was cancelled"):
+        await launch
+    assert not await has_tracker(supervisor)
+    assert UID not in supervisor._xavier_cache_mapping
+
+
+async def test_what_xinference_cancelled_itself_is_left_to_it(supervisor: Any) -> None:
+    early, late = Worker(launching=True), Worker()
+    launch = await launch_until_loading(supervisor, [early, late])
+    await supervisor.cancel_launch_builtin_model(UID)
+    assert (early.terminated, late.terminated) == ([], [f"{UID}-rep1"])
+    early.over.set()
+    with pytest.raises(LaunchCancelledError):
+        await launch
+
+
+async def test_models_that_do_not_share_are_not_ours_to_terminate(supervisor: Any) -> None:
+    worker = Worker()
+    supervisor._model_uid_to_replica_info[UID] = ReplicaInfo({0: [worker]})
+    await supervisor.cancel_launch_builtin_model(UID)
+    assert worker.terminated == []
