@@ -67,6 +67,7 @@ $(VENV)/.complete: pyproject.toml $(wildcard requirements/*.txt)
 
 lint: venv
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 
 types: venv
 	$(BIN)/mypy

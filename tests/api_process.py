@@ -161,4 +161,3 @@ def _application(supervisor: Any, *, guarded: bool = False) -> FastAPI:
     add_routes(context)
     app.include_router(router)
     return app
-

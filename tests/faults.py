@@ -345,7 +345,5 @@ class OrderedGloo(_FaultyGloo):
         others = set(self._loop._selector.get_map())  # type: ignore[attr-defined]  # asyncio's own
         connections = psutil.Process().net_connections("tcp")
         return [
-            c.fd
-            for c in connections
-            if c.status == psutil.CONN_ESTABLISHED and c.fd not in others
+            c.fd for c in connections if c.status == psutil.CONN_ESTABLISHED and c.fd not in others
         ]

@@ -65,7 +65,6 @@ UPDATE = Update(
 )
 
 
-
 def nest(depth: int) -> list[Any]:
     inner: list[Any] = []
     for _ in range(depth):

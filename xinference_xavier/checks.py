@@ -18,9 +18,7 @@ MAX_PORT = 65535
 
 def check_identifier(name: str, value: object) -> None:
     if not isinstance(value, str) or not 0 < len(value) <= MAX_IDENTIFIER:
-        raise ValueError(
-            f"{name}={shown(value)} is not a text of 1 to {MAX_IDENTIFIER} characters"
-        )
+        raise ValueError(f"{name}={shown(value)} is not a text of 1 to {MAX_IDENTIFIER} characters")
 
 
 def check_address(name: str, value: object) -> None:

@@ -20,9 +20,7 @@ def engines(**figures: object) -> Report:
 
 
 def test_a_report_in_which_nothing_is_wrong_passes() -> None:
-    fine = replicas(
-        failed_requests=3, failed_requests_on_killed_replica=3, longest_decision_s=1.99
-    )
+    fine = replicas(failed_requests=3, failed_requests_on_killed_replica=3, longest_decision_s=1.99)
     assert fine.failures() == []
 
 

@@ -58,9 +58,7 @@ def test_status_is_typed_and_sums_up(pair: Pair, client: XavierClient) -> None:
     assert [each.model_uid for each in client.models()] == [MODEL]
 
 
-def test_explain_says_where_chunks_are_and_what_is_reused(
-    pair: Pair, client: XavierClient
-) -> None:
+def test_explain_says_where_chunks_are_and_what_is_reused(pair: Pair, client: XavierClient) -> None:
     numbers, _ = share(pair)
     mine, unknown = fresh_numbers(2)
     pair.first.store([make_key(mine)])

@@ -225,9 +225,7 @@ def test_a_link_that_cannot_be_opened(planted: Planted) -> None:
 
 
 def test_a_peer_without_a_transfer_process(planted: Planted) -> None:
-    planted.result.finds(
-        "replica crippled", "has no transfer process, after", "--xavier_transport"
-    )
+    planted.result.finds("replica crippled", "has no transfer process, after", "--xavier_transport")
     planted.result.finds("replica well", "cannot fetch from crippled: it has no transfer", "")
 
 
@@ -267,9 +265,7 @@ def test_replicas_that_are_too_few_or_gone_and_a_lost_tracker() -> None:
         try:
             wait_until(lone.is_up, "it is up")
             result = examine(api.endpoint)
-            result.finds(
-                f"model {MODEL}", "one replica is there", f"/v1/models/{MODEL}/replicas"
-            )
+            result.finds(f"model {MODEL}", "one replica is there", f"/v1/models/{MODEL}/replicas")
             assert [each.problem for each in result.findings if each.grave] == [
                 "one replica is there, and sharing takes two"
             ]
@@ -293,4 +289,3 @@ def test_replicas_that_are_too_few_or_gone_and_a_lost_tracker() -> None:
         )
     finally:
         api.kill()
-

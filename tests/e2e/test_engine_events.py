@@ -137,8 +137,10 @@ class Cluster:
         self.ask(engine, asked, weights)
         (other,) = (each for each in self.engines if each is not engine)
         wait_until(
-            lambda: self.known(engine).holdings == held + CHUNKS
-            and self.known(other).stats["mirror"]["keys"] == held + CHUNKS,
+            lambda: (
+                self.known(engine).holdings == held + CHUNKS
+                and self.known(other).stats["mirror"]["keys"] == held + CHUNKS
+            ),
             f"{other.name} knows what {engine.name} holds",
             interval=0.02,
         )

@@ -116,4 +116,3 @@ def test_a_donor_killed_while_it_serves_costs_a_recomputation(
     assert seconds < TIMEOUT + 10 * cold.seconds  # decided by the deadline, computed after it
     rolled_back = [r["fetches"]["rolled_back"] for r in model.xavier(UID)["replicas"]]
     assert any(sum(reasons.values()) > reasons.get("checksum", 0) for reasons in rolled_back)
-

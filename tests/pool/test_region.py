@@ -178,9 +178,7 @@ def _ask_as_nobody(pipe: Connection, incarnation: str) -> None:
 
 if os.getuid() == 0:  # nobody else can become somebody else
 
-    def test_a_process_of_another_user_gets_no_descriptor(
-        region: Region, incarnation: str
-    ) -> None:
+    def test_a_process_of_another_user_gets_no_descriptor(region: Region, incarnation: str) -> None:
         """And takes none from us."""
         server = RegionServer(region, incarnation)
         context = multiprocessing.get_context("spawn")

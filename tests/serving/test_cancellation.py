@@ -21,15 +21,15 @@ UID = "m"
 
 @dataclass
 class Worker:
-    """Its replicas load until they are terminated; one that is `launching` refuses that."""
+    """Its replicas load until they are terminated, which it may refuse."""
 
-    launching: bool = False
+    refuses: Exception | None = None
     terminated: list[str] = field(default_factory=list)
     over: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def terminate_model(self, model_uid: str) -> None:
-        if self.launching:
-            raise ValueError(f"{model_uid} is launching")
+        if self.refuses is not None:
+            raise self.refuses
         self.terminated.append(model_uid)
         self.over.set()
 
@@ -79,8 +79,12 @@ async def test_replicas_that_load_are_terminated_and_nothing_stays(supervisor: A
     assert UID not in supervisor._xavier_cache_mapping
 
 
-async def test_what_xinference_cancelled_itself_is_left_to_it(supervisor: Any) -> None:
-    early, late = Worker(launching=True), Worker()
+@pytest.mark.parametrize("refusal", [ValueError("it is launching"), ConnectionRefusedError()])
+async def test_one_that_cannot_be_terminated_keeps_no_other_from_it(
+    supervisor: Any, refusal: Exception
+) -> None:
+    """xinference's own cancel was in time for it, or its worker is gone."""
+    early, late = Worker(refusal), Worker()
     launch = await launch_until_loading(supervisor, [early, late])
     await supervisor.cancel_launch_builtin_model(UID)
     assert (early.terminated, late.terminated) == ([], [f"{UID}-rep1"])

@@ -39,7 +39,7 @@ class Placement:
 
 
 async def launched_at_once(supervisor: Any, model_uid: str) -> None:
-    supervisor._model_uid_to_replica_info[model_uid] = object()
+    """Nothing more is to be done."""
 
 
 def supervisor_class() -> Any:
@@ -75,7 +75,13 @@ def supervisor_class() -> Any:
         ) -> str | None:
             """Launches."""
             self.calls.append({"model_uid": model_uid, "replica": replica, **kwargs})
-            await self.start(self, model_uid or model_name)
+            uid = model_uid or model_name
+            self._model_uid_to_replica_info[uid] = object()
+            try:
+                await self.start(self, uid)
+            except BaseException:
+                self._model_uid_to_replica_info.pop(uid, None)
+                raise
             return model_uid
 
         async def cancel_launch_builtin_model(self, model_uid: str) -> None:
@@ -302,7 +308,7 @@ async def test_replicas_that_may_share_a_host(
 
 async def test_replicas_find_a_tracker_and_make_a_missing_one_once(supervisor: Any) -> None:
     """A new supervisor knows the model from its workers, but has no tracker."""
-    await launched_at_once(supervisor, "m")
+    supervisor._model_uid_to_replica_info["m"] = object()
     with pytest.raises(NotFoundError, match="does not share"):
         await supervisor.xavier_tracker_address("m")
     both = await asyncio.gather(
@@ -323,7 +329,7 @@ async def test_no_tracker_is_made_for_a_model_that_does_not_run(supervisor: Any)
 
 
 async def test_a_model_terminated_meanwhile_keeps_no_tracker(supervisor: Any) -> None:
-    await launched_at_once(supervisor, "m")
+    supervisor._model_uid_to_replica_info["m"] = object()
     asking = asyncio.create_task(supervisor.xavier_tracker_address("m", create=True))
     # One turn of the loop: the model was seen running, the tracker is being made.
     await asyncio.sleep(0)

@@ -22,9 +22,7 @@ class Supervisor(xo.StatelessActor):
         super().__init__()
         self._known = {"running"}
 
-    async def xavier_tracker_address(
-        self, model_uid: str, create: bool, hooks: str | None
-    ) -> str:
+    async def xavier_tracker_address(self, model_uid: str, create: bool, hooks: str | None) -> str:
         assert create
         assert hooks == "a:hook"
         if model_uid not in self._known:

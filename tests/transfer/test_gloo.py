@@ -66,9 +66,7 @@ def link(here: GlooTransport, there: GlooTransport, threads: ThreadPoolExecutor)
     link.donor.close()
 
 
-def connect(
-    consumer: GlooTransport, donor: GlooTransport, threads: ThreadPoolExecutor
-) -> Link:
+def connect(consumer: GlooTransport, donor: GlooTransport, threads: ThreadPoolExecutor) -> Link:
     offer = consumer.offer(SECRET, later())
     acceptance = donor.accept(offer.hello, SECRET, later())
     consumers = threads.submit(offer.complete, acceptance.answer, later())

@@ -128,9 +128,7 @@ def test_a_stranger_gets_no_memory(
 
 
 @pytest.mark.parametrize("noise", [b"", b"x", b"x" * 32, b"x" * 4096])
-def test_noise_gets_no_memory(
-    there: Replica, threads: ThreadPoolExecutor, noise: bytes
-) -> None:
+def test_noise_gets_no_memory(there: Replica, threads: ThreadPoolExecutor, noise: bytes) -> None:
     acceptance = there.transport.accept(b"n" * 16, SECRET, later())
     waiting = threads.submit(acceptance.complete, later())
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stranger:
@@ -175,9 +173,7 @@ def test_a_row_outside_of_the_donors_memory_is_refused(
     pair.consumer.close()
 
 
-def test_nobody_waits_longer_than_the_deadline(
-    here: Replica, there: Replica, pair: Pair
-) -> None:
+def test_nobody_waits_longer_than_the_deadline(here: Replica, there: Replica, pair: Pair) -> None:
     with pytest.raises(LinkError, match="timed out"):
         list(pair.consumer.receive([1], soon()))
     with pytest.raises(LinkError, match="timed out"):

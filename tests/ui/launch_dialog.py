@@ -27,9 +27,7 @@ class LaunchDialog:
 
     def close(self) -> None:
         self._button("Cancel").click()
-        self._browser.wait(
-            lambda: not self._browser.has("[role=dialog]"), "the dialog is closed"
-        )
+        self._browser.wait(lambda: not self._browser.has("[role=dialog]"), "the dialog is closed")
 
     def choose(self, label: str, value: str) -> None:
         title = f"{_DIALOG}//label[starts-with(normalize-space(), '{label}')]"
@@ -42,9 +40,7 @@ class LaunchDialog:
             return found[-1] if found else None
 
         self._browser.wait(offered, f"{label} offers {value}").click()
-        self._browser.wait(
-            lambda: value in self._browser.find(field).text, f"{label} is {value}"
-        )
+        self._browser.wait(lambda: value in self._browser.find(field).text, f"{label} is {value}")
 
     def set_replicas(self, number: int) -> None:
         self.type_into("Replica", str(number))

@@ -28,7 +28,7 @@ from xinference_xavier.errors import (
 )
 from xinference_xavier.hooks import Hooks, LaunchRolledBack, load_hook
 from xinference_xavier.rollback import Rollback
-from xinference_xavier.serving.cancellation import thorough_cancel, was_cancelled
+from xinference_xavier.serving.cancellation import thorough_cancel
 from xinference_xavier.serving.cluster import supervisor_facts, worker_facts
 from xinference_xavier.serving.transfer_config import (
     configuration,
@@ -155,7 +155,6 @@ def _sharing_launch(original: _Method) -> _Method:
                 "choose another, or terminate that model first",
             )
         launching.add(claim)
-        was_cancelled(claim)  # an earlier one's end is nothing to this one
         try:
             hooks = None if options.hooks is None else Hooks(load_hook(options.hooks))
             config = options.config(
@@ -174,7 +173,7 @@ def _sharing_launch(original: _Method) -> _Method:
                 trackers[model_uid] = tracker
                 scope.undo(_forget, trackers, model_uid, tracker)
                 result = await original(*call.args, **call.kwargs)
-                if was_cancelled(claim):
+                if model_uid not in supervisor._model_uid_to_replica_info:
                     raise LaunchCancelledError(model_uid)
                 scope.commit()
             return result

@@ -24,11 +24,15 @@ from typing import Any, NamedTuple
 
 import xoscar as xo
 
-from xinference_xavier.addresses import replica_uid
 from xinference_xavier.checks import MAX_KEY_BYTES, check_count, check_identifier, shown
-from xinference_xavier.deadline import within
 from xinference_xavier.hooks import Event, HoldingsDropped, SharingSwitched, hooks_of
-from xinference_xavier.tracker.asking import drop_all, examine_all, explain_at
+from xinference_xavier.tracker.asking import (
+    drop_all,
+    examine_all,
+    explain_at,
+    stats_of_all,
+    tell_weights,
+)
 from xinference_xavier.tracker.attendance import Attendance
 from xinference_xavier.tracker.checks import (
     check_member,
@@ -62,10 +66,6 @@ MAX_WATCHES = 4 * MAX_MEMBERS
 """That wait at a time; a member has one, and for a moment those that it gave up."""
 MAX_WATCH = 60.0
 """Seconds that a watch waits at most, whatever it asks for."""
-STATS_DEADLINE = 1.0
-"""Seconds that a replica gets to report its figures."""
-MOVE_DEADLINE = 5.0
-"""Seconds that a replica gets to move to another namespace."""
 
 
 def tracker_uid(model_uid: str) -> str:
@@ -320,12 +320,7 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
         do those that do not answer ("unreachable").
         """
         check_weights_version(version)
-        members = list(dict.fromkeys([*self._members(), *self._moving]))
-        answers = await asyncio.gather(*(_tell_version(member, version) for member in members))
-        told: dict[str, list[str]] = {"joined": [], "not_reset": [], "unreachable": []}
-        for member, answer in zip(members, answers, strict=True):
-            told[answer].append(member.incarnation)
-        return told
+        return await tell_weights(list(dict.fromkeys([*self._members(), *self._moving])), version)
 
     async def status(self) -> dict[str, Any]:
         """All that is known, JSON-able; the replicas' figures as they are now.
@@ -347,11 +342,17 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
     async def _describe(self, known: _Namespace) -> dict[str, Any]:
         replicas = known.index.replicas(self._clock())
         keys, revision = known.index.distinct_keys(), known.index.revision
-        described = await asyncio.gather(
-            *(_describe_replica(state, known.stats) for state in replicas)
-        )
-        for replica in described:
-            replica["replica"] = self._attendance.name_of(replica["incarnation"])
+        answers = await stats_of_all([state.member for state in replicas])
+        described = [
+            _describe(
+                state,
+                self._attendance.name_of(state.member.incarnation),
+                {**known.stats.get(state.member.incarnation, {}), "stale": True}
+                if stats is None
+                else stats,
+            )
+            for state, stats in zip(replicas, answers, strict=True)
+        ]
         return {"revision": revision, "keys": keys, "replicas": described}
 
     async def history(self) -> dict[str, Any]:
@@ -492,40 +493,13 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
         known.wake()
 
 
-async def _describe_replica(
-    state: ReplicaState, reported: dict[str, dict[str, Any]]
-) -> dict[str, Any]:
-    incarnation, address = state.member
-    stats = dict(reported.get(incarnation, {}))
-    try:
-        stats = await within(STATS_DEADLINE, _ask_stats(incarnation, address))
-        check_stats(stats)
-    except Exception as error:
-        logger.debug("replica %s at %s reports no figures: %r", incarnation, address, error)
-        stats = {**reported.get(incarnation, {}), "stale": True}
+def _describe(state: ReplicaState, name: str, stats: dict[str, Any]) -> dict[str, Any]:
     return {
-        "incarnation": incarnation,
-        "address": address,
+        "incarnation": state.member.incarnation,
+        "address": state.member.address,
+        "replica": name,
         "holdings": state.holdings,
         "sequence": state.sequence,
         "lease_left_s": round(state.lease_left, 3),
         "stats": stats,
     }
-
-
-async def _tell_version(member: Member, version: str) -> str:
-    async def tell() -> bool:
-        ref = await xo.actor_ref(address=member.address, uid=replica_uid(member.incarnation))
-        joined: bool = await ref.set_weights_version(version)
-        return joined
-
-    try:
-        return "joined" if await within(MOVE_DEADLINE, tell()) else "not_reset"
-    except Exception as error:
-        logger.warning("replica %s was not told its weights: %r", member.incarnation, error)
-        return "unreachable"
-
-
-async def _ask_stats(incarnation: str, address: str) -> Any:
-    ref = await xo.actor_ref(address=address, uid=replica_uid(incarnation))
-    return await ref.stats()

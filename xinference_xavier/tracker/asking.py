@@ -21,7 +21,9 @@ from xinference_xavier.tracker.index import Member
 
 logger = logging.getLogger(__name__)
 
+STATS_DEADLINE = 1.0
 DROP_DEADLINE = 5.0
+MOVE_DEADLINE = 5.0
 EXAMINE_DEADLINE = 20.0
 EXPLAIN_DEADLINE = 60.0
 """Seconds: the first question loads the tokenizer, and long prompts take their time."""
@@ -32,6 +34,20 @@ async def drop_all(members: Sequence[Member]) -> dict[str, list[str]]:
     told: dict[str, list[str]] = {"dropped": [], "unreachable": []}
     for member, dropped in zip(members, answers, strict=True):
         told["dropped" if dropped else "unreachable"].append(member.incarnation)
+    return told
+
+
+async def stats_of_all(members: Sequence[Member]) -> list[dict[str, Any] | None]:
+    """Each one's figures as they are now; None of one that does not answer in time."""
+    return await asyncio.gather(*map(_stats, members))
+
+
+async def tell_weights(members: Sequence[Member], version: str) -> dict[str, list[str]]:
+    """Which of `members` moved to the namespace of weights `version`, and which did not."""
+    answers = await asyncio.gather(*(_move(member, version) for member in members))
+    told: dict[str, list[str]] = {"joined": [], "not_reset": [], "unreachable": []}
+    for member, answer in zip(members, answers, strict=True):
+        told[answer].append(member.incarnation)
     return told
 
 
@@ -67,6 +83,25 @@ async def examine_all(members: Sequence[Member]) -> dict[str, dict[str, Any]]:
     """What each replica finds out about itself and its way to its peers; `error` if it does not."""
     answers = await asyncio.gather(*map(_examine, members))
     return {member.incarnation: answer for member, answer in zip(members, answers, strict=True)}
+
+
+async def _stats(member: Member) -> dict[str, Any] | None:
+    try:
+        stats: dict[str, Any] = await within(STATS_DEADLINE, _call(member, "stats"))
+        check_stats(stats)
+        return stats
+    except Exception as error:
+        logger.debug("replica %s reports no figures: %r", member.incarnation, error)
+        return None
+
+
+async def _move(member: Member, version: str) -> str:
+    try:
+        joined = await within(MOVE_DEADLINE, _call(member, "set_weights_version", version))
+    except Exception as error:
+        logger.warning("replica %s was not told its weights: %r", member.incarnation, error)
+        return "unreachable"
+    return "joined" if joined else "not_reset"
 
 
 async def _examine(member: Member) -> dict[str, Any]:

@@ -187,7 +187,7 @@ class TransferProcess:
             reason: str | None = await within(
                 timeout + _GRACE, child.actor.reach(donor, address, timeout)
             )
-        except (OSError, xoscar.ServerClosed, TimeoutError) as error:
+        except (OSError, *_ACTOR_GONE, TimeoutError) as error:
             self.failed_calls += 1
             return f"this replica's transfer process does not answer: {error!r}"
         return reason

@@ -45,9 +45,7 @@ class ScriptInPages:
         extensions = {**scope.get("extensions", {})}
         extensions.pop("http.response.pathsend", None)
         page = _Page(send, self._tag)
-        await self._app(
-            {**scope, "headers": headers, "extensions": extensions}, receive, page.send
-        )
+        await self._app({**scope, "headers": headers, "extensions": extensions}, receive, page.send)
 
 
 class _Page:
