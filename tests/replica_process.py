@@ -7,6 +7,7 @@ xoscar keeps one event loop per process, so replicas cannot share the test's.
 import asyncio
 import hashlib
 import itertools
+import logging
 import multiprocessing
 import os
 import signal
@@ -80,11 +81,24 @@ class Outcome(NamedTuple):
     seconds: float  # until it was decided
 
 
+class _Lines(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, str]] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.seen.append((record.levelname, record.getMessage()))
+
+
 class _Inside:
     """What runs in the replica's process; each public method is a command."""
 
     def __init__(self, name: str, rows: int, row_bytes: int, namespace: str, options: Any) -> None:
         ingredients = options.pop("ingredients", None)
+        self.engine_stats: dict[str, Any] = {}
+        self.lines = _Lines()
+        logging.getLogger("xinference_xavier").addHandler(self.lines)
+        logging.getLogger("xinference_xavier").setLevel(logging.INFO)
         self.region = Region.create(rows, row_bytes)
         self.pool = Pool(rows)
         self.replica = Replica(
@@ -94,7 +108,7 @@ class _Inside:
             key_bytes=KEY_BYTES,
             region=self.region,
             pool=self.pool,
-            engine_stats=dict,
+            engine_stats=lambda: self.engine_stats,
             ingredients=ingredients,
         )
         self.replica.chunker = chunk_numbers
@@ -185,6 +199,14 @@ class _Inside:
 
     def stats(self) -> dict[str, Any]:
         return self.replica.stats()
+
+    def count(self, **engine_stats: Any) -> None:
+        """As if an engine had counted this."""
+        self.engine_stats = engine_stats
+
+    def logged(self) -> list[tuple[str, str]]:
+        """Levels and texts, from INFO on."""
+        return self.lines.seen
 
     def transfer_stats(self) -> dict[str, Any]:
         asking = asyncio.run_coroutine_threadsafe(self.replica._process.stats(), self.replica._loop)
