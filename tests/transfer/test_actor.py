@@ -182,6 +182,20 @@ async def test_both_directions_at_the_same_time(consumer: Side, donor: Side) -> 
     assert np.array_equal(consumer.rows, donor.rows)
 
 
+async def test_pulls_that_go_wrong_are_logged_once_for_each_donor(
+    sides: Sides, donor: Side, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They are counted where they are ordered."""
+    consumer = await sides.start("consumer", CorruptingGloo)
+    other = await sides.start("other")
+    caplog.clear()
+    for _ in range(3):
+        for side in (donor, other):
+            assert (await consumer.pull(side, range(5))).reason == "checksum"
+    logged = [record.getMessage() for record in caplog.records if record.levelname != "DEBUG"]
+    assert [line.split(" failed")[0] for line in logged] == ["pull from donor", "pull from other"]
+
+
 async def test_a_damaged_row_ends_the_run_of_whole_rows(sides: Sides, donor: Side) -> None:
     consumer = await sides.start("consumer", CorruptingGloo)
     assert (await consumer.pull(donor, range(5)))[:2] == (CORRUPT_ROW, "checksum")

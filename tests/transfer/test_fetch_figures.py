@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import re
 from typing import Any
 
+from xinference_xavier.errors import ROLLBACKS
+from xinference_xavier.transfer import actor, donor, fetch, grants, process
+from xinference_xavier.transfer.actor import ChecksumError
 from xinference_xavier.transfer.fetch_figures import FetchFigures
 
 
@@ -35,3 +40,18 @@ def test_size_of_what_came_whether_all_of_it_did_or_not() -> None:
 
 def test_reasons() -> None:
     assert told((None, 1.0, 1), ("link", 1.0, 0), ("link", 1.0, 0))["reasons"] == {"link": 2}
+
+
+_BEFORE = r"GrantRefusedError\(|PullResult\(0, |_finish\(fetch, |reason(?:: [^=]+)? = |else "
+REASON = re.compile(rf'(?:{_BEFORE})"([a-z ]+)"')
+
+
+def test_every_reason_is_one_that_metrics_know() -> None:
+    """Another would be shown as "other"."""
+    given = {
+        reason
+        for module in (fetch, actor, process, donor, grants)
+        for reason in REASON.findall(inspect.getsource(module))
+    } | {actor._reason(error) for error in (ChecksumError(), TimeoutError(), OSError())}
+    assert {"timeout", "checksum", "busy", "stopped", "donor gone", "refused", "link"} <= given
+    assert given <= set(ROLLBACKS)
