@@ -19,6 +19,7 @@ from fastapi import FastAPI
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.replica_process import MODEL, TrackerProcess
+from xinference_xavier.deadline import within
 from xinference_xavier.errors import NotFoundError
 from xinference_xavier.serving import exporter as exporter_module
 from xinference_xavier.serving.exporter import Exporter, add_metrics
@@ -28,6 +29,7 @@ from xinference_xavier.tracker.actor import BlockTracker, tracker_uid
 from xinference_xavier.tracker.index import Member, Settings
 
 SHORT = 0.3
+PLENTY = 2.5
 ODD = 'say "hi"\\\nagain'
 """A name that would end a label's value, and the line."""
 
@@ -201,6 +203,25 @@ async def test_a_supervisor_that_hangs_is_not_up(
     await exporter.refresh(SHORT)
     assert exporter.read("up") == [({}, 0)]
     assert exporter.read("scrape_failures_total") == [({}, 1)]
+
+
+async def test_all_answers_together_have_the_scrapes_time(
+    scraper: Scraper, supervisor: Any, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits = []
+
+    async def noted(seconds: float, call: Any) -> Any:
+        waits.append(seconds)
+        return await within(seconds, call)
+
+    monkeypatch.setattr(exporter_module, "within", noted)
+    await add_model(supervisor, address, "m")
+    await add_model(supervisor, address, "n")
+    assert value(await scraper.scrape(2 * PLENTY), "tracker_up", model="n") == 1
+    whole, *parts = waits
+    assert whole == min(PLENTY, exporter_module.MAX_SECONDS)
+    assert len(parts) == 2
+    assert all(0 < part < whole for part in parts)
 
 
 async def test_a_supervisor_without_our_part_is_not_up(address: str) -> None:
