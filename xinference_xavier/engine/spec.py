@@ -26,7 +26,7 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm.v1.kv_offload.cpu.gpu_worker import CPUOffloadingWorker
 
-from xinference_xavier.config import XavierConfig
+from xinference_xavier.config import XAVIER, XavierConfig
 from xinference_xavier.engine import metrics
 from xinference_xavier.engine.device_region import DeviceRegion
 from xinference_xavier.engine.host_worker import HostWorker
@@ -39,7 +39,7 @@ from xinference_xavier.replica import Replica
 
 logger = logging.getLogger(__name__)
 
-XAVIER, IDENTITY = "xavier", "xavier_identity"  # our entries in the connector's extra config
+IDENTITY = "xavier_identity"  # our other entry in the connector's extra configuration
 DEFAULT_CHUNK_TOKENS = 128
 MIN_ROWS = 16
 _REGION_TIMEOUT = 60.0  # seconds for the first worker to get as far as the others
