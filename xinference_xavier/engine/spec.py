@@ -31,6 +31,7 @@ from xinference_xavier.engine import metrics
 from xinference_xavier.engine.device_region import DeviceRegion
 from xinference_xavier.engine.host_worker import HostWorker
 from xinference_xavier.engine.manager import XavierManager
+from xinference_xavier.engine.orphan import end_with_parent
 from xinference_xavier.errors import ConfigError, RegionError
 from xinference_xavier.host_memory import free_memory_bytes
 from xinference_xavier.pool.pool import Pool
@@ -173,4 +174,5 @@ class XavierSpec(OffloadingSpec):
             )
             self._manager.attach(replica)
             replica.start()
+            end_with_parent()
         return self._manager
