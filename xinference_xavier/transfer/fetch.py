@@ -216,9 +216,10 @@ class Fetcher:
                 self._pool.quarantine(row)
             self._finish(fetch, "timeout")
         result: PullResult = await pulling
-        fetch.transport = result.transport
-        if fetch.donor in self._donors:
-            self._transports[fetch.donor] = result.transport
+        if result.transport is not None:
+            fetch.transport = result.transport
+            if fetch.donor in self._donors:
+                self._transports[fetch.donor] = result.transport
         if fetch.state is FetchState.PENDING:
             return self._commit(fetch, grant, result)
         return fetch.reason
