@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,6 +36,26 @@ SHORT = 0.3
 PLENTY = 2.5
 ODD = 'say "hi"\\\nagain'
 """A name that would end a label's value, and the line."""
+XINFERENCE = """
+import asyncio, json
+import httpx
+from xinference.api.restful_api import RESTfulAPI
+
+class Server:
+    def __init__(self, config):
+        self.app = config.app
+
+    def run(self):
+        asyncio.run(self.scrape())
+
+    async def scrape(self):
+        transport = httpx.ASGITransport(self.app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://api") as client:
+            print(json.dumps((await client.get("/metrics")).text))
+
+RESTfulAPI("127.0.0.1:1", "127.0.0.1", 0).serve(server_factory=Server)
+"""
+"""xinference's API with what `XINFERENCE_EXTENSIONS` names, but no server and no supervisor."""
 
 
 class Supervisor(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no types
@@ -143,6 +167,29 @@ async def test_all_families_are_beside_xinferences_own(scraper: Scraper) -> None
     for family in FAMILIES:
         assert f"# HELP {PREFIX}{family.name} {family.help}\n" in scraper.last
         assert f"# TYPE {PREFIX}{family.name} {family.kind}\n" in scraper.last
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("disabled", ["0", "1"])
+def test_xinferences_own_endpoint_shows_them_where_it_shows_any(
+    disabled: str, tmp_path: Path
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", XINFERENCE],
+        capture_output=True,
+        text=True,
+        env={
+            **os.environ,
+            "XINFERENCE_EXTENSIONS": "xinference_xavier:extension",
+            "XINFERENCE_AUTH_ADVANCED": "false",
+            "XINFERENCE_DISABLE_METRICS": disabled,
+            "XINFERENCE_HOME": str(tmp_path),
+        },
+    )
+    assert done.returncode == 0, done.stderr
+    shown = json.loads(done.stdout.splitlines()[-1])
+    assert ("# TYPE xinference:model_info gauge\n" in shown) == (disabled == "0")
+    assert (f"\n{PREFIX}up 0\n" in shown) == (disabled == "0"), "nobody is there to ask"
 
 
 async def test_each_scrape_sees_what_is_so_now(
