@@ -383,7 +383,9 @@ class TestShortOfRoom:
         before = [engine.call("preemptions") for engine in cluster.engines]
         orders = ([*prompts, *prompts[::-1]], [*prompts[::-1], *prompts])
         for engine in cluster.engines:
-            engine.call("pause_generation", mode="keep")  # so that all begin together
+            engine.call(
+                "pause_generation", mode="keep", clear_cache=False
+            )  # so that all begin together
         answers = [
             [engine.ask(each, 30) for each in order]
             for engine, order in zip(cluster.engines, orders, strict=True)
