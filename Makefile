@@ -31,7 +31,7 @@ help:
 	@echo "make demo    two replicas share long prefixes, measured (MODEL=<folder> ARGS='--dtype bfloat16 …')"
 	@echo "make test    lint, types and tests"
 	@echo "make chaos   faults by the thousand, 25 minutes (PART=replicas|engines SECONDS=… SEED=…)"
-	@echo "make test-long  browsers, and clusters, hosts and engines that are broken on purpose: half an hour"
+	@echo "make test-long  browsers, Prometheus, and clusters, hosts and engines that are broken on purpose: half an hour"
 	@echo "make lint    ruff"
 	@echo "make types   mypy"
 	@echo "make venv    $(VENV) from the pinned list"

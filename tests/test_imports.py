@@ -47,7 +47,9 @@ ABOVE_GROUND = {
 CONFINED = {
     "vllm": {"engine"},
     "xinference": {"serving"},
+    "aioprometheus": {"serving"},
     "fastapi": {"serving"},
+    "opentelemetry": {"transfer"},
     "torch": {"engine", "transfer"},
     "xoscar": {"network", "tracker", "transfer", "replica", "serving"},
 }

@@ -103,6 +103,20 @@ REFUSALS = (
     "too many rows",
 )
 """Why rows are not granted."""
+ROLLBACKS = (
+    *REFUSALS,
+    "checksum",
+    "donor unreachable",
+    "internal error",
+    "link",
+    "malformed",
+    "refused",
+    "reset",
+    "stopped",
+    "timeout",
+    "transfer process died",
+)
+"""Why fetches are rolled back."""
 
 
 class GrantRefusedError(XavierError):

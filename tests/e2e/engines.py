@@ -247,6 +247,16 @@ class _Inside:
         count: int = self._engine.output_processor.get_num_unfinished_requests()
         return count
 
+    async def cached_tokens(self) -> dict[str, int]:
+        """What vLLM itself counts, by where they came from."""
+        from vllm.v1.metrics.reader import get_metrics_snapshot
+
+        return {
+            metric.labels["source"]: metric.value
+            for metric in get_metrics_snapshot()
+            if metric.name == "vllm:prompt_tokens_cached_by_source"
+        }
+
     async def preemptions(self) -> int:
         from vllm.v1.metrics.reader import get_metrics_snapshot
 

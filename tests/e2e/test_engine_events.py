@@ -434,6 +434,27 @@ class TestShortOfRoom:
         cluster.nothing_is_left()
 
 
+class TestMetrics:
+    def test_vllm_counts_what_a_peer_supplied_as_peer_to_peer(self, cluster: Cluster) -> None:
+        """And what came from the own pool as the host's."""
+        a, b, asked = cluster.a, cluster.b, fresh()
+        cluster.hold(a, asked, cluster.original)
+
+        def grown(source: str, by: int) -> None:
+            before = b.call("cached_tokens")
+            assert cluster.ask(b, asked, cluster.original).cached == WHOLE
+            after = b.call("cached_tokens")
+            assert {name: after[name] - before[name] for name in after} == {
+                **dict.fromkeys(after, 0),
+                source: by,
+            }
+
+        grown("p2p", WHOLE)
+        assert b.call("reset_prefix_cache")
+        grown("host", WHOLE)
+        cluster.nothing_is_left()
+
+
 class TestAtTheSameTime:
     def test_both_fetch_from_each_other(self, cluster: Cluster) -> None:
         """Each is donor and consumer at once; both fetches are whole."""

@@ -20,6 +20,7 @@ from typing import NamedTuple, TypeVar
 import xoscar
 
 from xinference_xavier.checks import check_identifier, check_seconds
+from xinference_xavier.conditions import Conditions
 from xinference_xavier.deadline import within
 from xinference_xavier.errors import LinkError, XavierError
 from xinference_xavier.pool.region import Region
@@ -82,6 +83,7 @@ class TransferActor(xoscar.StatelessActor):  # type: ignore[misc]  # xoscar has 
         self._turns: dict[str, asyncio.Lock] = {}  # by donor: a link carries one batch at a time
         self._bytes_received = 0
         self._bytes_sent = 0
+        self._conditions = Conditions(logger)
 
     # -- asked by the own engine ------------------------------------------------------------
 
@@ -108,7 +110,7 @@ class TransferActor(xoscar.StatelessActor):  # type: ignore[misc]  # xoscar has 
         try:
             check_order(order, self._region.rows)
         except LinkError as error:
-            logger.warning("pull refused: %s", error)
+            self._conditions.warn("order", "pull refused: %s", error)
             return PullResult(0, "malformed")
         deadline = time.monotonic() + order.timeout
         arrived: list[int] = []
@@ -128,18 +130,20 @@ class TransferActor(xoscar.StatelessActor):  # type: ignore[misc]  # xoscar has 
                 # An idle link may have died unseen: a new one tells whether the donor did too.
                 if not reused or arrived or isinstance(error, ChecksumError):
                     raise
-                logger.info("the link to %s was dead: %s", order.donor, error)
+                logger.debug("the link to %s was dead: %s", order.donor, error)
                 await self._drop_pulling(order.donor)
                 await self._pull(order, deadline, arrived)
         # Anything: what a peer raises arrives as whatever it is.
         except Exception as error:
             reason = _reason(error) if len(arrived) < len(order.slots) else None
-            logger.warning("pull from %s failed: %s", order.donor, error)
+            self._conditions.warn(
+                f"pull from {order.donor}", "pull from %s failed: %s", order.donor, error
+            )
             await self._drop_pulling(order.donor)
         finally:
             turn.release()
         self._bytes_received += len(arrived) * self._region.row_bytes
-        return PullResult(len(arrived), reason)
+        return PullResult(len(arrived), reason, self._transport.name)
 
     async def reach(self, donor: str, address: str, timeout: float) -> str | None:
         """Open a link to `donor`, unless there is one; why that fails, None if it does not."""
@@ -276,7 +280,7 @@ class TransferActor(xoscar.StatelessActor):  # type: ignore[misc]  # xoscar has 
                 scope.commit()
             return link
         except XavierError as error:
-            logger.warning("link %s was not completed: %s", link_id, error)
+            self._conditions.warn("link", "link %s was not completed: %s", link_id, error)
             return None
 
     async def serve(
