@@ -96,7 +96,7 @@ class Asker:
         with self._http.stream("POST", path, json=body) as answer:
             if answer.is_error:
                 raise SystemExit(f"{answer.status_code}: {answer.read().decode()}")
-            for piece in _pieces(answer.iter_lines()):
+            for piece in streamed(answer.iter_lines()):
                 if first is None:
                     first = time.perf_counter() - began
                 pieces.append(piece)
@@ -117,7 +117,7 @@ class Asker:
         raise SystemExit(f"no replica has counted the question within {COUNTERS_TIMEOUT:.0f} s")
 
 
-def _pieces(lines: Iterator[str]) -> Iterator[str]:
+def streamed(lines: Iterator[str]) -> Iterator[str]:
     """The parts of a streamed answer that have text."""
     for line in lines:
         field, _, data = line.partition(":")
