@@ -23,9 +23,14 @@ trap 'exit 0' INT TERM
 xinference-xavier tracker "$NAME" --address "$TRACKER" &
 
 CONFIG=$(xinference-xavier transfer-config "$NAME" --address "$TRACKER" --xavier_pool_bytes "${POOL:-1GiB}")
+SERVE=(vllm serve)
+if ! python -c 'import importlib.metadata as m; m.version("vllm")' 2>/dev/null; then
+    # The program of vLLM's CPU build looks for a package of the other name, and ends.
+    SERVE=(python -m vllm.entrypoints.openai.api_server --model)
+fi
 for PORT in ${PORTS:-8001 8002}; do
     # All get the same configuration. Each prompt's usage tells how many tokens were not computed.
-    vllm serve "$MODEL" --host "$HOST" --port "$PORT" --kv-transfer-config "$CONFIG" \
+    "${SERVE[@]}" "$MODEL" --host "$HOST" --port "$PORT" --kv-transfer-config "$CONFIG" \
         --enable-prompt-tokens-details "$@" &
 done
 
