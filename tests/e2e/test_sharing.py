@@ -3,9 +3,10 @@
 import asyncio
 import json
 import os
+import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 import xoscar
 from prometheus_client.parser import text_string_to_metric_families
 
+from examples import long_document_questions, multi_turn_chat, retrieval
 from examples.documents import document, prompt, questions
 from examples.local_cluster import Completion, LocalCluster
 from tests.e2e.conftest import ARGUMENTS, wait_until
@@ -223,6 +225,28 @@ def test_what_was_dropped_is_computed_again(model: LocalCluster) -> None:
     assert asked != donor
     assert (again.cached_tokens, again.tokens) == (0, cold.tokens)
     share(model, seed=113)
+
+
+@pytest.mark.parametrize(
+    ("example", "words"),
+    [
+        (long_document_questions.main, "--documents 1 --rows 40 --questions 2"),
+        (multi_turn_chat.main, "--rows 40 --turns 2"),
+        (retrieval.main, "--passages 2 --rows 20 --questions 1"),
+    ],
+    ids=["long documents", "chat", "retrieval"],
+)
+def test_an_example_shows_what_came_from_a_peer(
+    model: LocalCluster,
+    capsys: pytest.CaptureFixture[str],
+    example: Callable[[Sequence[str]], None],
+    words: str,
+) -> None:
+    example(["--endpoint", model.endpoint, "--model", UID, "--max-tokens", "4", *words.split()])
+    shown = capsys.readouterr().out
+    computed, copied = re.findall(r" s to the first token, .* ([\d,]+) peers, ", shown)
+    assert computed == "0"
+    assert int(copied.replace(",", "")) > 1000
 
 
 def test_doctor_finds_nothing_that_keeps_them_from_sharing(model: LocalCluster) -> None:
