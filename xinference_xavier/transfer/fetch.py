@@ -68,6 +68,7 @@ class FetchCounts:
     unreleased_grants: int = 0
     in_flight: Counter[str] = field(default_factory=Counter)  # rows, by donor
     received: Counter[str] = field(default_factory=Counter)  # rows, by donor that is a member
+    received_by: Counter[str] = field(default_factory=Counter)  # rows, by transport
 
 
 class Fetcher:
@@ -173,6 +174,7 @@ class Fetcher:
         order = PullOrder(
             fetch.donor,
             grant.address,
+            grant.host,
             grant.ticket,
             tuple(row.key for row in rows),
             grant.checksums,
@@ -198,6 +200,8 @@ class Fetcher:
         self.counts.rows += len(fetch.committed)
         if fetch.donor in self._donors:
             self.counts.received[fetch.donor] += len(fetch.committed)
+        if result.transport is not None:
+            self.counts.received_by[result.transport] += len(fetch.committed)
         self._arrived(fetch.committed)
         if len(fetch.committed) < result.verified:
             return "reset"
