@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -500,6 +500,35 @@ async def test_a_donor_that_is_not_there_is_a_failed_pull(
     assert await consumer.pull(donor, [0]) == PullResult(0, "link")
     await donor.pool.stop()
     assert await consumer.pull(donor, [0]) == PullResult(0, "link")
+
+
+class Slow(faults._FaultySharedMemory):
+    """A consumer that waits before it copies the second row."""
+
+    waiting = asyncio.Event()
+    go_on = threading.Event()
+
+    class link(faults._FaultyLink):  # noqa: N801  # as it is called there
+        def receive(self, slots: Sequence[int], deadline: float) -> Iterator[int]:
+            rows = self.link.receive(slots, deadline)
+            yield next(rows)
+            Slow.loop.call_soon_threadsafe(Slow.waiting.set)
+            Slow.go_on.wait()
+            yield from rows
+
+    loop: asyncio.AbstractEventLoop
+
+
+@pytest.mark.parametrize("kind", ["shared_memory"], indirect=True)
+async def test_a_row_that_changes_while_it_is_copied_is_noticed(sides: Sides, donor: Side) -> None:
+    """The grant has expired, and the donor uses the slot for another chunk."""
+    Slow.loop = asyncio.get_running_loop()
+    consumer = await sides.start("consumer", Slow)
+    pulling = asyncio.ensure_future(consumer.pull(donor, [1, 2, 3]))
+    await Slow.waiting.wait()
+    donor.rows[2] = donor.rows[7]
+    Slow.go_on.set()
+    assert await pulling == PullResult(1, "checksum")
 
 
 class Elsewhere(SharedMemoryTransport):
