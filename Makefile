@@ -19,19 +19,20 @@ MODEL ?=
 ARGS ?=
 
 # Of `make chaos`: replicas or engines (default: both), seconds of faults, the schedule's seed and
-# how many of its steps.
+# how many of its steps. Of `make bench`: parts of the report (default: all).
 PART ?=
 SECONDS ?=
 SEED ?=
 STEPS ?=
 
-.PHONY: help system venv lint types test test-long chaos demo clean
+.PHONY: help system venv lint types test test-long chaos bench demo clean
 
 help:
 	@echo "make demo    two replicas share long prefixes, measured (MODEL=<folder> ARGS='--dtype bfloat16 …')"
 	@echo "make test    lint, types and tests"
 	@echo "make chaos   faults by the thousand, 25 minutes (PART=replicas|engines SECONDS=… SEED=…)"
 	@echo "make test-long  browsers, and clusters, hosts and engines that are broken on purpose: half an hour"
+	@echo "make bench   what sharing costs, beside what this machine can do (PART=transport …)"
 	@echo "make lint    ruff"
 	@echo "make types   mypy"
 	@echo "make venv    $(VENV) from the pinned list"
@@ -81,6 +82,9 @@ test-long: system venv
 chaos: venv
 	$(BIN)/python -m tests.chaos $(if $(PART),--part $(PART)) $(if $(SECONDS),--seconds $(SECONDS)) \
 		$(if $(SEED),--seed $(SEED)) $(if $(STEPS),--steps $(STEPS))
+
+bench: venv
+	$(BIN)/python -m benchmarks $(PART)
 
 demo: venv
 	$(BIN)/python -m examples.demo $(if $(MODEL),--model "$(MODEL)") $(ARGS)
