@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 MAX_DEFAULT_POOL_BYTES = 16 << 30
 
 ENABLE = "enable_xavier"
+XAVIER = "xavier"
+"""Our entry in the extra configuration of vLLM's connector."""
 _PREFIX = "xavier_"
 
 # The built-in Xavier of xinference has options of its own under the same prefix.

@@ -28,7 +28,7 @@ from tests.replica_process import MODEL
 FETCH_TIMEOUT = 1.0
 READY_TIME = 180.0
 """Seconds until a replica is up again: the transfer process's import of torch, and its pauses."""
-POOLS = {"n0": 64, "n1": 96, "n2": 160, "n3": 320, "n4": 64}
+POOLS = {"n0": 64, "n1": 96, "n2": 160, "n3": 240, "n4": 64}
 """Rows; the working set is 312."""
 
 

@@ -34,7 +34,7 @@ class Size(NamedTuple):
     transfer_threads: int
     transfer_descriptors: int
     names: str
-    """Of the transfer process's threads."""
+    """Of the transfer process's threads and descriptors."""
 
 
 class Findings(NamedTuple):
@@ -176,12 +176,15 @@ def _size(node: Node, audit: dict[str, Any]) -> Size:
         audit["rss"],
         transfer.num_threads() if transfer is not None else 0,
         transfer.num_fds() if transfer is not None else 0,
-        _thread_names(transfer.pid) if transfer is not None else "",
+        _names(transfer) if transfer is not None else "",
     )
 
 
-def _thread_names(pid: int) -> str:
-    names = Counter(comm.read_text().strip() for comm in Path(f"/proc/{pid}/task").glob("*/comm"))
+def _names(process: psutil.Process) -> str:
+    threads = Path(f"/proc/{process.pid}/task").glob("*/comm")
+    names = Counter(comm.read_text().strip() for comm in threads)
+    connections = process.net_connections("all")
+    names.update(f"{each.type.name} {each.status}" for each in connections)
     return ", ".join(f"{count} {name}" for name, count in sorted(names.items()))
 
 

@@ -89,9 +89,15 @@ class _Run:
             cluster.wait_until_up(name)
             cluster.share(name)
         self._pause(False)
-        nodes = cluster.nodes.values()
-        if not until(lambda: all(n.command("audit")["links"] >= links for n in nodes), READY_TIME):
-            self._report.problems.append("not all replicas fetched from each other")
+
+        def lacking() -> dict[str, int]:
+            found = {name: node.command("audit")["links"] for name, node in cluster.nodes.items()}
+            return {name: count for name, count in found.items() if count < links}
+
+        if not until(lambda: not lacking(), READY_TIME, interval=0.5):
+            self._report.problems.append(
+                f"not all replicas fetched from each other: of {links} links {lacking()}"
+            )
         self._say(f"{len(cluster.nodes)} replicas are up, all connected with each other")
 
     def _pause(self, paused: bool) -> None:

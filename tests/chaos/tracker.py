@@ -83,10 +83,10 @@ class FaultyTracker(BlockTracker):
                 lease.sequence = sequence - 1
         return await super().publish(namespace, incarnation, sequence, added, removed)
 
-    async def leave(self, namespace: str, incarnation: str) -> None:
+    async def leave(self, namespace: str, incarnation: str, moving: bool = False) -> None:
         self._leaving = True
         try:
-            await super().leave(namespace, incarnation)
+            await super().leave(namespace, incarnation, moving)
         finally:
             self._leaving = False
 

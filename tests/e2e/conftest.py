@@ -73,6 +73,6 @@ def separate_cluster(model_folder: Path) -> Iterator[SeparateCluster]:
     log = ROOT / "build" / "test-separate.log"
     with SeparateCluster(log, environment={"PYTHONPATH": str(ROOT)}) as cluster:
         cluster.register(model_folder, "small")
-        arguments = ARGUMENTS | {"max_model_len": 4096, "xavier_pool_bytes": "256MiB"}
+        arguments = ARGUMENTS | {"max_model_len": 4096, "xavier_pool_bytes": "1GiB"}
         cluster.launch("small", SEPARATE_UID, replica=2, **arguments)
         yield cluster

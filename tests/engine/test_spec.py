@@ -20,9 +20,9 @@ from vllm.v1.kv_offload.config import (
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
 from tests.engine.caches import cell_bytes, kv_caches, pages_of
-from xinference_xavier.config import XavierConfig
+from xinference_xavier.config import XAVIER, XavierConfig
 from xinference_xavier.engine.host_worker import HostWorker
-from xinference_xavier.engine.spec import MIN_ROWS, XAVIER, XavierSpec, chunk_tokens_for
+from xinference_xavier.engine.spec import MIN_ROWS, XavierSpec, chunk_tokens_for
 from xinference_xavier.errors import ConfigError, RegionError
 from xinference_xavier.pool.region import ROW_ALIGNMENT
 

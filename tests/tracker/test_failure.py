@@ -22,9 +22,12 @@ async def test_the_cause_is_taken_once(
     _, address = tracker_process
     config = XavierConfig(MODEL, address)
     report_failure(config, ERROR)
+    report_failure(config, RuntimeError("a worker failed"))  # which follows from it
     assert await failure_of(config, "model-rep0") is None, "another replica's"
     assert await failure_of(config, "model-rep1") == str(ERROR)
     assert await failure_of(config, "model-rep1") is None
+    report_failure(config, ModuleNotFoundError("No module named 'x'"))
+    assert await failure_of(config, "model-rep1") == "ModuleNotFoundError: No module named 'x'"
 
 
 async def test_without_a_tracker_nothing_is_learnt_and_nothing_raised() -> None:

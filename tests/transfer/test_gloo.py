@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -127,6 +129,62 @@ def test_several_rows_are_in_flight(
     assert np.array_equal(here.region.array[4:10], untouched)
     assert list(arriving) == slots[1:]
     sending.result()
+
+
+class TestThreads:
+    """Gloo has two for each group. An error that passed a link keeps that until the garbage is
+    collected, which in an idle process may take for ever; it must not keep the threads."""
+
+    @pytest.fixture(autouse=True)
+    def no_collector(self) -> Iterator[None]:
+        gc.collect()
+        gc.disable()
+        yield
+        gc.enable()
+
+    def test_a_failed_link_that_somebody_still_knows_has_none(
+        self, here: GlooTransport, there: GlooTransport, threads: ThreadPoolExecutor
+    ) -> None:
+        before = gloo_threads()
+        link = connect(here, there, threads)
+        assert gloo_threads() == before + 4
+        with pytest.raises(LinkError) as failure:
+            receive(link, [1, 2, 3], soon())
+        link.consumer.close()
+        link.donor.close()
+        wait_until(lambda: gloo_threads() == before, "its threads have ended")
+        assert failure.value.__traceback__ is not None
+
+    def test_nor_has_one_that_was_never_completed(
+        self, here: GlooTransport, there: GlooTransport
+    ) -> None:
+        before = gloo_threads()
+        offer = here.offer(SECRET, later())
+        acceptance = there.accept(offer.hello, SECRET, later())
+        offer.meet(acceptance.answer)
+        wait_until(lambda: gloo_threads() == before + 4, "Gloo has connected both")
+        offer.withdraw()
+        acceptance.withdraw()
+        wait_until(lambda: gloo_threads() == before, "its threads have ended")
+
+    def test_nor_has_one_whose_other_side_gave_up(
+        self, here: GlooTransport, there: GlooTransport
+    ) -> None:
+        before = gloo_threads()
+        offer = here.offer(SECRET, later())
+        acceptance = there.accept(offer.hello, SECRET, later())
+        with pytest.raises(LinkError) as failure:
+            acceptance.complete(soon())
+        acceptance.withdraw()
+        offer.meet(acceptance.answer)
+        offer.withdraw()
+        wait_until(lambda: gloo_threads() == before, "its threads have ended")
+        assert failure.value.__traceback__ is not None
+
+
+def gloo_threads() -> int:
+    names = [name.read_text().strip() for name in Path("/proc/self/task").glob("*/comm")]
+    return names.count("pt_gloo_runloop")
 
 
 def test_a_stranger_does_not_get_as_far_as_gloo(here: GlooTransport, there: GlooTransport) -> None:

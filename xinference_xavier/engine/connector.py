@@ -6,10 +6,7 @@ The connector sees all that; the rest is vLLM's.
 """
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 
-import torch
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
@@ -21,14 +18,13 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
-from xinference_xavier.config import XavierConfig
+from xinference_xavier.config import XAVIER, XavierConfig
 from xinference_xavier.engine import identity
 from xinference_xavier.engine.explain import PromptChunker
 from xinference_xavier.engine.manager import XavierManager
-from xinference_xavier.engine.spec import IDENTITY, XAVIER, chunk_tokens_for
-from xinference_xavier.errors import ConfigError, XavierError
+from xinference_xavier.engine.spec import IDENTITY, chunk_tokens_for
+from xinference_xavier.errors import ConfigError
 from xinference_xavier.namespace import digest, readable
-from xinference_xavier.tracker.failure import report_failure
 
 
 class XavierConnector(OffloadingConnector):
@@ -40,42 +36,28 @@ class XavierConnector(OffloadingConnector):
         extra = transfer.kv_connector_extra_config
         self._config = XavierConfig.from_dict(extra[XAVIER])
         self._prefix_tokens: dict[str, int] = {}  # of requests that are not scheduled yet
-        with self._reporting():
-            _refuse_unsupported(vllm_config, kv_cache_config)
-            offloading = build_offloading_config(vllm_config, kv_cache_config)
-            block_tokens = [group.tokens_per_block for group in offloading.groups]
-            chunk_tokens = chunk_tokens_for(self._config, block_tokens)
-            # vLLM's own entry: from 0.33 on more than the spec depends on it.
-            extra["blocks_per_chunk"] = chunk_tokens // max(block_tokens)
-            if role is KVConnectorRole.SCHEDULER:
-                ingredients = identity.ingredients(vllm_config, kv_cache_config, chunk_tokens)
-                extra[IDENTITY] = {
-                    "key_bytes": identity.key_bytes(vllm_config),
-                    "namespace": digest(ingredients),
-                    "ingredients": readable(ingredients),
-                }
-            super().__init__(vllm_config, role, kv_cache_config)
-            if role is KVConnectorRole.SCHEDULER:
-                self._manager.explain_with(PromptChunker(vllm_config, offloading, chunk_tokens))
-
-    @contextmanager
-    def _reporting(self) -> Iterator[None]:
-        """Carry the cause of a failed start to whoever launches: vLLM itself only logs it."""
-        try:
-            yield
-        except XavierError as error:
-            report_failure(self._config, error)
-            raise
+        _refuse_unsupported(vllm_config, kv_cache_config)
+        offloading = build_offloading_config(vllm_config, kv_cache_config)
+        block_tokens = [group.tokens_per_block for group in offloading.groups]
+        chunk_tokens = chunk_tokens_for(self._config, block_tokens)
+        # vLLM's own entry: from 0.33 on more than the spec depends on it.
+        extra["blocks_per_chunk"] = chunk_tokens // max(block_tokens)
+        if role is KVConnectorRole.SCHEDULER:
+            ingredients = identity.ingredients(vllm_config, kv_cache_config, chunk_tokens)
+            extra[IDENTITY] = {
+                "key_bytes": identity.key_bytes(vllm_config),
+                "namespace": digest(ingredients),
+                "ingredients": readable(ingredients),
+            }
+        super().__init__(vllm_config, role, kv_cache_config)
+        if role is KVConnectorRole.SCHEDULER:
+            self._manager.explain_with(PromptChunker(vllm_config, offloading, chunk_tokens))
 
     @property
     def _manager(self) -> XavierManager:
         manager = self.scheduler.manager
         assert isinstance(manager, XavierManager)
         return manager
-
-    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        with self._reporting():
-            super().register_kv_caches(kv_caches)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int

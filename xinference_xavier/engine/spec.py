@@ -26,11 +26,12 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm.v1.kv_offload.cpu.gpu_worker import CPUOffloadingWorker
 
-from xinference_xavier.config import XavierConfig
+from xinference_xavier.config import XAVIER, XavierConfig
 from xinference_xavier.engine import metrics
 from xinference_xavier.engine.device_region import DeviceRegion
 from xinference_xavier.engine.host_worker import HostWorker
 from xinference_xavier.engine.manager import XavierManager
+from xinference_xavier.engine.orphan import end_with_parent
 from xinference_xavier.errors import ConfigError, RegionError
 from xinference_xavier.host_memory import free_memory_bytes
 from xinference_xavier.pool.pool import Pool
@@ -39,7 +40,7 @@ from xinference_xavier.replica import Replica
 
 logger = logging.getLogger(__name__)
 
-XAVIER, IDENTITY = "xavier", "xavier_identity"  # our entries in the connector's extra config
+IDENTITY = "xavier_identity"  # our other entry in the connector's extra configuration
 DEFAULT_CHUNK_TOKENS = 128
 MIN_ROWS = 16
 _REGION_TIMEOUT = 60.0  # seconds for the first worker to get as far as the others
@@ -173,4 +174,5 @@ class XavierSpec(OffloadingSpec):
             )
             self._manager.attach(replica)
             replica.start()
+            end_with_parent()
         return self._manager

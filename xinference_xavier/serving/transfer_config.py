@@ -13,13 +13,12 @@ from dataclasses import replace
 from typing import Any
 
 from xinference_xavier.addresses import reachable_address
-from xinference_xavier.config import XavierConfig, default_pool_bytes
+from xinference_xavier.config import XAVIER, XavierConfig, default_pool_bytes
 
 CONNECTOR = "XavierConnector"
 _CONNECTOR_MODULE = "xinference_xavier.engine.connector"
 _SPEC_MODULE = "xinference_xavier.engine.spec"
 _EXTRA = "kv_connector_extra_config"
-_CONFIG = "xavier"
 _AS_LAUNCHED = "xavier_as_launched"
 
 
@@ -33,7 +32,7 @@ def kv_transfer_config(config: XavierConfig) -> dict[str, Any]:
             "spec_name": "XavierSpec",
             "spec_module_path": _SPEC_MODULE,
             "offload_prompt_only": False,
-            _CONFIG: config.to_dict(),
+            XAVIER: config.to_dict(),
         },
     }
 
@@ -52,7 +51,7 @@ def own_transfer_config(value: object) -> dict[str, Any] | None:
 
 def configuration(transfer: Mapping[str, Any]) -> XavierConfig:
     """What the replica launched with ``transfer`` is told."""
-    return XavierConfig.from_dict(transfer[_EXTRA][_CONFIG])
+    return XavierConfig.from_dict(transfer[_EXTRA][XAVIER])
 
 
 def localized(
@@ -63,7 +62,7 @@ def localized(
     ``supervisor_address`` is where that worker reaches the supervisor.
     """
     extra: dict[str, Any] = dict(transfer[_EXTRA])
-    extra.setdefault(_AS_LAUNCHED, extra[_CONFIG])
+    extra.setdefault(_AS_LAUNCHED, extra[XAVIER])
     config = XavierConfig.from_dict(extra[_AS_LAUNCHED])
     pool_bytes = config.pool_bytes
     if pool_bytes is None:
@@ -74,5 +73,5 @@ def localized(
         tracker_address=reachable_address(config.tracker_address, via=supervisor_address),
         worker_address=reachable_address(worker_address),
     )
-    extra[_CONFIG] = here.to_dict()
+    extra[XAVIER] = here.to_dict()
     return {**transfer, _EXTRA: extra}

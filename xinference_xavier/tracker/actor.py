@@ -196,6 +196,7 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
         self._namespaces[namespace].wake()
         self._moving.pop(member, None)
         arrival = self._attendance.joined(replica, member)
+        self._failures.pop(replica, None)
         if arrival is not None:
             self._tell(arrival)
         return JoinReply(self._secret, self._lease, index.epoch, index.sequence(member.incarnation))
@@ -412,12 +413,13 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
     # Failed starts
 
     async def report_failure(self, replica: str, cause: str) -> None:
-        """Keep why the engine of `replica` (xinference's name for it) could not start."""
+        """Keep why the engine of `replica` (xinference's name for it) could not start: the first
+        cause is the one that what is reported after it follows from."""
         check_identifier("replica", replica)
         if not isinstance(cause, str):
             raise ValueError(f"cause={shown(cause)} is not text")
         if len(self._failures) < MAX_MEMBERS or replica in self._failures:
-            self._failures[replica] = cause[:MAX_CAUSE]
+            self._failures.setdefault(replica, cause[:MAX_CAUSE])
         else:
             self._refused += 1
 

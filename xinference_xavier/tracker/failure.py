@@ -26,14 +26,14 @@ def replica_name() -> str:
     return os.environ.get("XINFERENCE_MODEL_UID", "")
 
 
-def report_failure(config: XavierConfig, error: XavierError) -> None:
+def report_failure(config: XavierConfig, error: BaseException) -> None:
     """Leave `error` with the tracker; blocks for a few seconds at most and never raises."""
 
     async def report() -> None:
         try:
             uid = tracker_uid(config.model_uid)
             tracker = await within(_TIMEOUT, xoscar.actor_ref(config.tracker_address, uid))
-            await within(_TIMEOUT, tracker.report_failure(replica_name(), str(error)))
+            await within(_TIMEOUT, tracker.report_failure(replica_name(), _text(error)))
         except Exception:
             logger.exception("the cause of the failed start could not be reported")
 
@@ -41,6 +41,10 @@ def report_failure(config: XavierConfig, error: XavierError) -> None:
     thread = threading.Thread(target=lambda: asyncio.run(report()))
     thread.start()
     thread.join()
+
+
+def _text(error: BaseException) -> str:
+    return str(error) if isinstance(error, XavierError) else f"{type(error).__name__}: {error}"
 
 
 async def failure_of(config: XavierConfig, replica: str) -> str | None:

@@ -12,10 +12,10 @@ import hmac
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
-from typing import Protocol, cast
+from typing import Literal, Protocol, cast
 
 import psutil
 import torch
@@ -139,7 +139,7 @@ class _HalfLink:
         self._link: GlooLink | None = None
         # The thread ends when the group is built, or by its own time limit: Gloo offers no other.
         thread = ThreadPoolExecutor(1, "xavier-link")
-        self._group: Future[_Group] = thread.submit(
+        self._group: Future[_Group] | None = thread.submit(
             transport.build_group, self._store, rank, seconds
         )
         thread.shutdown(wait=False)
@@ -154,15 +154,21 @@ class _HalfLink:
         self._store.add_peers_part(_unseal(self._secret, 1 - self._rank, sealed))
 
     def finish(self, deadline: float) -> "GlooLink":
+        building, self._group = self._group, None
+        if building is None:
+            raise LinkError("the link was withdrawn")
+        seconds = max(0.001, deadline - time.monotonic())
         try:
-            group = self._group.result(max(0.001, deadline - time.monotonic()))
+            self._link = GlooLink(building.result(seconds), self._rank, self._transport.region)
         except (RuntimeError, ValueError, MemoryError, TimeoutError) as error:  # Gloo's errors
             raise LinkError(f"no connection: {error}") from None
-        self._link = GlooLink(group, self._rank, self._transport.region)
+        finally:
+            del building
         self._link.prove(self._secret, self._store.transcript(), deadline)
         return self._link
 
     def withdraw(self) -> None:
+        self._group = None
         if self._link is not None:
             self._link.close()
 
@@ -224,8 +230,11 @@ def _listening_ports() -> set[int]:
 
 
 class GlooLink(Link):
+    """Nobody else refers to `group`, not even for a moment in a local variable: an error keeps the
+    frames that it passed until the garbage collector comes, and with the group two threads."""
+
     def __init__(self, group: _Group, rank: int, region: Region) -> None:
-        self._group = group
+        self._group: _Group | None = group
         self._peer = 1 - rank
         self._rank = rank
         self._next_tag = _FIRST_ROW_TAG
@@ -233,15 +242,14 @@ class GlooLink(Link):
         self._rows = torch.from_numpy(region.array)
         self._in_flight = max(_MIN_IN_FLIGHT, _IN_FLIGHT_BYTES // region.row_bytes)
         self._closing = threading.Lock()
-        self._closed = False
 
     def prove(self, secret: bytes, transcript: bytes, deadline: float) -> None:
         """Both sides show that they know the model's secret, before any row moves."""
         proofs = [hmac.digest(secret, b"%d" % rank + transcript, "sha256") for rank in (0, 1)]
         own = torch.frombuffer(bytearray(proofs[self._rank]), dtype=torch.uint8)
         theirs = torch.zeros(_PROOF_BYTES, dtype=torch.uint8)
-        receiving = self._group.recv([theirs], self._peer, _PROOF_TAG)
-        sending = self._group.send([own], self._peer, _PROOF_TAG)
+        receiving = self._open.recv([theirs], self._peer, _PROOF_TAG)
+        sending = self._open.send([own], self._peer, _PROOF_TAG)
         self._wait(sending, deadline)
         self._wait(receiving, deadline)
         if not hmac.compare_digest(theirs.numpy().tobytes(), proofs[self._peer]):
@@ -252,7 +260,7 @@ class GlooLink(Link):
         for position in range(len(slots)):
             while len(posted) < min(len(slots), position + self._in_flight):
                 row = self._rows[slots[len(posted)]]
-                posted.append(self._post(self._group.recv, row))
+                posted.append(self._post("recv", row))
             self._wait(posted[position], deadline)
             yield slots[position]
 
@@ -261,24 +269,31 @@ class GlooLink(Link):
         for position in range(len(slots)):
             while len(posted) < min(len(slots), position + self._in_flight):
                 row = self._rows[slots[len(posted)]]
-                posted.append(self._post(self._group.send, row))
+                posted.append(self._post("send", row))
             self._wait(posted[position], deadline)
 
     def close(self) -> None:
         with self._closing:
-            if self._closed:
+            if self._group is None:
                 return
-            self._closed = True
             try:  # A wait that times out is Gloo's only way to close a pair.
                 unsent = torch.empty(1, dtype=torch.uint8)
                 unsent_work = self._group.recv([unsent], self._peer, _CLOSE_TAG)
                 unsent_work.wait(timedelta(milliseconds=1))
             except RuntimeError:
                 pass  # what we wanted, or the peer closed first
+            self._group = None
 
-    def _post(self, operation: Callable[..., Work], row: torch.Tensor) -> Work:
+    @property
+    def _open(self) -> _Group:
+        group = self._group
+        if group is None:
+            raise LinkError("the link is closed")
+        return group
+
+    def _post(self, operation: Literal["recv", "send"], row: torch.Tensor) -> Work:
         try:
-            work = operation([row], self._peer, self._next_tag)
+            work: Work = getattr(self._open, operation)([row], self._peer, self._next_tag)
         except RuntimeError as error:
             raise LinkError(str(error)) from None
         self._next_tag += 1

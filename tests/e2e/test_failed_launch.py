@@ -1,0 +1,196 @@
+"""Level 3: launches that end under way. The user reads why, whatever was made is gone again, and
+the same uid can be launched at once.
+
+The second replica's process is held from its beginning until the first one has made its region:
+what is changed in the model's folder meanwhile is met by the second one only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import psutil
+import pytest
+import xoscar
+
+from examples.local_cluster import ClusterError, LocalCluster
+from tests.e2e import processes
+from tests.e2e.conftest import ARGUMENTS, can_fetch, wait_for_engine, wait_until
+from xinference_xavier.addresses import reachable_address
+from xinference_xavier.tracker.actor import tracker_uid
+
+pytestmark = pytest.mark.long
+
+UID = "failing"
+MODEL = "fragile"
+FIRST, SECOND = f"{UID}-rep0", f"{UID}-rep1"
+SMALL = ARGUMENTS | {"max_model_len": 4096, "xavier_pool_bytes": "128MiB"}
+REGION_SOCKET = re.compile(r"@xinference-xavier-(\S+)")
+
+
+@pytest.fixture(scope="module")
+def folder(
+    cluster: LocalCluster, model_folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """A copy of the model that may be damaged, known as `fragile`."""
+    folder = tmp_path_factory.mktemp("fragile") / "model"
+    shutil.copytree(model_folder, folder)
+    cluster.register(folder, MODEL)
+    return folder
+
+
+@contextlib.contextmanager
+def without_weights(folder: Path) -> Iterator[None]:
+    weights, aside = folder / "model.safetensors", folder.parent / "aside"
+    weights.rename(aside)
+    try:
+        yield
+    finally:
+        aside.rename(weights)
+
+
+@contextlib.contextmanager
+def configured(folder: Path, **changes: object) -> Iterator[None]:
+    file = folder / "config.json"
+    before = file.read_text()
+    file.write_text(json.dumps(json.loads(before) | changes))
+    try:
+        yield
+    finally:
+        file.write_text(before)
+
+
+@contextlib.contextmanager
+def too_large_for_memory(folder: Path) -> Iterator[None]:
+    """Its first layer alone has terabytes."""
+    with configured(folder, intermediate_size=1 << 30):
+        yield
+
+
+@contextlib.contextmanager
+def in_need_of_a_module(folder: Path) -> Iterator[None]:
+    """Its configuration is code that imports what is not installed."""
+    code = folder / "configuration_needy.py"
+    code.write_text("import xavier_no_such_module\n\nclass NeedyConfig:\n    pass\n")
+    try:
+        with configured(
+            folder, model_type="needy", auto_map={"AutoConfig": "configuration_needy.NeedyConfig"}
+        ):
+            yield
+    finally:
+        code.unlink()
+
+
+def regions() -> set[str]:
+    """Incarnations whose region is handed out on this host."""
+    return set(REGION_SOCKET.findall(Path("/proc/net/unix").read_text()))
+
+
+def segments() -> set[str]:
+    return set(os.listdir("/dev/shm"))
+
+
+def tracker_exists(cluster: LocalCluster) -> bool:
+    async def ask() -> bool:
+        address = reachable_address(cluster.supervisor_address())
+        try:
+            await xoscar.actor_ref(address, tracker_uid(UID))
+        except xoscar.ActorNotExist:
+            return False
+        return True
+
+    return asyncio.run(ask())
+
+
+@contextlib.contextmanager
+def nothing_stays(cluster: LocalCluster) -> Iterator[None]:
+    """After the block no process, port, region, shared memory, model or tracker that it made."""
+    before, memory = set(cluster.processes()), segments()
+    assert not regions()
+    yield
+    processes.wait_gone(set(cluster.processes()) - before)  # and with them their ports
+    wait_until(lambda: not regions() and segments() <= memory, "no memory is shared any more")
+    assert all(model["id"] != UID for model in cluster.call("GET", "/v1/models")["data"])
+    assert not tracker_exists(cluster)
+
+
+@contextlib.contextmanager
+def launching(cluster: LocalCluster, replica: int) -> Iterator[Future[None]]:
+    with ThreadPoolExecutor(1) as threads:
+        yield threads.submit(cluster.launch, MODEL, UID, replica=replica, **SMALL)
+
+
+def appeared(replica: str) -> psutil.Process:
+    def exists() -> bool:
+        with contextlib.suppress(LookupError):
+            return bool(processes.model_process(replica))
+        return False
+
+    wait_for_engine(exists, f"{replica} has a process")
+    return processes.model_process(replica)
+
+
+@pytest.mark.parametrize(
+    ("damaged", "cause"),
+    [
+        (without_weights, "Cannot find any model weights"),
+        (too_large_for_memory, "allocate"),
+        (in_need_of_a_module, "xavier_no_such_module"),
+    ],
+)
+def test_a_second_replica_that_cannot_load_takes_the_first_along(
+    cluster: LocalCluster,
+    folder: Path,
+    damaged: Callable[[Path], contextlib.AbstractContextManager[None]],
+    cause: str,
+) -> None:
+    """Without its weights, for want of memory, or of a module: the user reads which."""
+    with nothing_stays(cluster), launching(cluster, 2) as launch:
+        with processes.frozen([appeared(SECOND)]):
+            wait_for_engine(lambda: bool(regions()), f"{FIRST} has made its region")
+            damage = damaged(folder)
+            damage.__enter__()
+        try:
+            with pytest.raises(ClusterError) as failure:
+                launch.result()
+        finally:
+            damage.__exit__(None, None, None)
+    assert cause in str(failure.value)
+
+
+def test_a_launch_that_hangs_and_is_cancelled_leaves_nothing(
+    cluster: LocalCluster, folder: Path
+) -> None:
+    """Between a region's creation and its engine's readiness. Neither xinference nor vLLM gives a
+    launch up by itself at this point: whoever waits no longer cancels it."""
+    with (
+        nothing_stays(cluster),
+        launching(cluster, 2) as launch,
+        processes.frozen([appeared(SECOND)]),
+    ):
+        wait_for_engine(lambda: bool(regions()), f"{FIRST} has made its region")
+        cluster.call("POST", f"/v1/models/{UID}/cancel")
+        with pytest.raises(ClusterError):
+            launch.result()
+
+
+def test_an_engine_killed_before_it_is_ready_leaves_nothing_and_the_uid_is_free(
+    cluster: LocalCluster, folder: Path
+) -> None:
+    with nothing_stays(cluster):
+        with launching(cluster, 1) as launch:
+            wait_for_engine(lambda: bool(regions()), f"{FIRST} has made its region")
+            processes.kill(processes.of_replica(FIRST).engine)
+            with pytest.raises(ClusterError, match="Engine core"):
+                launch.result()
+        cluster.launch(MODEL, UID, replica=1, **SMALL)
+        wait_for_engine(lambda: can_fetch(cluster, UID, 1), f"{FIRST} shares")
+        cluster.terminate(UID)
