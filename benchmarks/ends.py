@@ -119,6 +119,7 @@ class _Inside:
         """The same rows, out of the donor's memory."""
         link = self._links[SharedMemoryTransport.name]
         assert isinstance(link, ConsumerLink)
+        assert link._theirs is not None
         size = self._region.row_bytes
         own, theirs = self._region.array.ctypes.data, link._theirs.array.ctypes.data
         for slot in slots:

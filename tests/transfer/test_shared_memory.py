@@ -116,6 +116,7 @@ def test_rows_arrive_byte_for_byte_where_they_belong(
 
 def test_the_donors_memory_cannot_be_written_by_its_consumer(pair: Pair) -> None:
     """Not by a mistake, and not on purpose: the descriptor itself only reads."""
+    assert pair.consumer._theirs is not None
     assert not pair.consumer._theirs.array.flags.writeable
     with pytest.raises(OSError, match=os.strerror(errno.EBADF)):
         os.write(pair.consumer._theirs.fd, b"x")
@@ -274,19 +275,44 @@ def mappings() -> int:
     return Path("/proc/self/maps").read_text().count("memfd:xavier-region")
 
 
-def test_the_memory_of_a_donor_is_let_go_with_the_link(
-    here: Replica, threads: ThreadPoolExecutor
-) -> None:
-    """That of a donor which is gone would stay otherwise."""
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    """In an idle process it may not come for ever."""
     gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("no_collector")
+def test_the_memory_of_a_donor_is_let_go_when_its_link_is_closed(
+    here: Replica, there: Replica, threads: ThreadPoolExecutor
+) -> None:
+    """Also if somebody still knows the link and the error that it ended with: all memory of a donor
+    that is gone would stay otherwise."""
     before = mappings()
-    pair = connect(here, replica(seed=3), threads)
-    assert mappings() > before
+    pair = connect(here, there, threads)
+    assert mappings() == before + 1
+    sending = threads.submit(pair.donor.send, [1, 2], later())
+    with pytest.raises(LinkError) as failure:
+        list(pair.consumer.receive([1, 2, 3], soon()))
     pair.consumer.close()
     pair.donor.close()
-    del pair
-    gc.collect()
+    assert sending.exception() is not None
     assert mappings() == before
+    assert failure.value.__traceback__ is not None
+
+
+@pytest.mark.usefixtures("no_collector")
+def test_memory_that_is_of_no_use_is_let_go_at_once(
+    here: Replica, threads: ThreadPoolExecutor
+) -> None:
+    donor = replica(seed=3, row_bytes=2 * ROW_BYTES)
+    before = mappings()
+    with pytest.raises(LinkError) as failure:
+        connect(here, donor, threads)
+    assert mappings() == before
+    assert failure.value.__traceback__ is not None
 
 
 def test_a_link_leaves_nothing_open(

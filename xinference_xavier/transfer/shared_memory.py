@@ -79,9 +79,11 @@ class _Offer:
             theirs = take_region(self._peer)
         except (OSError, RegionError) as error:
             raise LinkError(f"the donor's memory cannot be had: {error}") from None
-        if theirs.row_bytes != self._region.row_bytes:
+        row_bytes = theirs.row_bytes
+        if row_bytes != self._region.row_bytes:
             theirs.close()
-            raise LinkError(f"the donor's rows have {theirs.row_bytes} bytes")
+            del theirs
+            raise LinkError(f"the donor's rows have {row_bytes} bytes")
         return ConsumerLink(self._peer, self._region, theirs)
 
     def withdraw(self) -> None:
@@ -121,16 +123,21 @@ class _Acceptance:
 
 
 class ConsumerLink(Link):
-    """`theirs` is the donor's region, mapped read-only."""
+    """`theirs` is the donor's region, mapped read-only.
+
+    Nobody else refers to it, not even for a moment in a local variable: an error keeps the frames
+    that it passed until the garbage collector comes, and with the mapping all memory of a donor
+    that may be gone.
+    """
 
     def __init__(self, peer: socket.socket, ours: Region, theirs: Region) -> None:
         self._peer = peer
         self._ours = ours
-        self._theirs = theirs
+        self._theirs: Region | None = theirs
+        self._their_rows = theirs.rows
         self._unread = bytearray()
         self._next = 0
         self._copying = threading.Lock()
-        self._closed = False
         # In the background: rows that are fetched before it is done cost a few page faults.
         self._mapping = threading.Thread(
             target=theirs.populate, args=(self._is_open,), name="xavier-map", daemon=True
@@ -138,13 +145,13 @@ class ConsumerLink(Link):
         self._mapping.start()
 
     def _is_open(self) -> bool:
-        return not self._closed
+        return self._theirs is not None
 
     def receive(self, slots: Sequence[int], deadline: float) -> Iterator[int]:
         for slot in slots:
             source = self._granted(deadline)
             with self._copying:
-                if self._closed:
+                if self._theirs is None:
                     raise LinkError("the link was closed")
                 np.copyto(self._ours.row(slot), self._theirs.row(source))
             yield slot
@@ -167,7 +174,7 @@ class ConsumerLink(Link):
         del self._unread[: _NAMED.size]
         if number != self._next:
             raise LinkError(f"row {number} of the link was named in place of row {self._next}")
-        if slot >= self._theirs.rows:
+        if slot >= self._their_rows:
             raise LinkError(f"row {slot} lies outside of the donor's memory")
         self._next += 1
         return int(slot)
@@ -184,8 +191,9 @@ class ConsumerLink(Link):
     def close(self) -> None:
         _shut(self._peer)
         with self._copying:  # whoever copies a row right now still does
-            self._closed = True
-            self._theirs.close()
+            theirs, self._theirs = self._theirs, None
+        if theirs is not None:
+            theirs.close()
         self._mapping.join()
 
 
