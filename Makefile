@@ -19,19 +19,20 @@ MODEL ?=
 ARGS ?=
 
 # Of `make chaos`: replicas or engines (default: both), seconds of faults, the schedule's seed and
-# how many of its steps.
+# how many of its steps. Of `make bench`: parts of the report (default: all).
 PART ?=
 SECONDS ?=
 SEED ?=
 STEPS ?=
 
-.PHONY: help system venv lint types test test-long chaos demo docs clean
+.PHONY: help system venv lint types test test-long chaos bench demo docs clean
 
 help:
 	@echo "make demo    two replicas share long prefixes, measured (MODEL=<folder> ARGS='--dtype bfloat16 …')"
 	@echo "make test    lint, types, documentation and tests"
 	@echo "make chaos   faults by the thousand, 25 minutes (PART=replicas|engines SECONDS=… SEED=…)"
 	@echo "make test-long  browsers, Prometheus, and clusters, hosts and engines that are broken on purpose: an hour"
+	@echo "make bench   what sharing costs, beside what this machine can do (PART=transport …)"
 	@echo "make docs    the documentation, as build/docs/index.html"
 	@echo "make lint    ruff"
 	@echo "make types   mypy"
@@ -86,6 +87,9 @@ test-long: system venv
 chaos: venv
 	$(BIN)/python -m tests.chaos $(if $(PART),--part $(PART)) $(if $(SECONDS),--seconds $(SECONDS)) \
 		$(if $(SEED),--seed $(SEED)) $(if $(STEPS),--steps $(STEPS))
+
+bench: venv
+	$(BIN)/python -m benchmarks $(PART)
 
 demo: venv
 	$(BIN)/python -m examples.demo $(if $(MODEL),--model "$(MODEL)") $(ARGS)

@@ -1,4 +1,4 @@
-"""Transports made for faults: Gloo, and one thing goes wrong.
+"""Transports made for faults: those that are there, and one thing goes wrong.
 
 A replica is given one as `transport="tests.faults:CorruptingGloo"`; it acts in that replica's
 transfer process.
@@ -23,6 +23,7 @@ from xinference_xavier.errors import LinkError
 from xinference_xavier.pool.region import Region
 from xinference_xavier.transfer.base import Acceptance, Link, Offer, Transport
 from xinference_xavier.transfer.gloo import GlooLink, GlooTransport
+from xinference_xavier.transfer.shared_memory import SharedMemoryTransport
 
 CORRUPT_ROW = 2
 """The row of every batch that CorruptingGloo damages."""
@@ -61,7 +62,10 @@ class _HalfLink:
         part: bytes = self._half.hello
         return part
 
-    answer = hello
+    @property
+    def answer(self) -> bytes:
+        part: bytes = self._half.answer
+        return part
 
     def complete(self, *arguments: Any) -> Link:
         return self._fault(self._half.complete(*arguments))
@@ -70,22 +74,33 @@ class _HalfLink:
         self._half.withdraw()
 
 
-class _FaultyGloo(Transport):
-    name = "faulty gloo"
+class _Faulty(Transport):
     link = _FaultyLink
+    inner: type[Transport]
 
     def __init__(self, region: Region, host: str, port_range: tuple[int, int] | None) -> None:
         self.region = region
-        self._gloo = GlooTransport(region, host, port_range)
+        self._inside = self.inner(region, host, port_range)
+        self.host = self._inside.host
 
     def offer(self, secret: bytes, deadline: float) -> Offer:
-        return _HalfLink(self._gloo.offer(secret, deadline), self._wrap)
+        return _HalfLink(self._inside.offer(secret, deadline), self._wrap)
 
     def accept(self, hello: bytes, secret: bytes, deadline: float) -> Acceptance:
-        return _HalfLink(self._gloo.accept(hello, secret, deadline), self._wrap)
+        return _HalfLink(self._inside.accept(hello, secret, deadline), self._wrap)
 
     def _wrap(self, link: Link) -> Link:
         return self.link(link, self.region)
+
+
+class _FaultyGloo(_Faulty):
+    name = GlooTransport.name
+    inner = GlooTransport
+
+
+class _FaultySharedMemory(_Faulty):
+    name = SharedMemoryTransport.name
+    inner = SharedMemoryTransport
 
 
 class _CorruptingLink(_FaultyLink):
@@ -102,12 +117,26 @@ class CorruptingGloo(_FaultyGloo):
     link = _CorruptingLink
 
 
-class UncheckedCorruptingGloo(CorruptingGloo):
-    """The same where nobody looks: what the check is there to catch."""
+class CorruptingSharedMemory(_FaultySharedMemory):
+    """Likewise."""
+
+    link = _CorruptingLink
+
+
+class _Unchecked(_Faulty):
+    """Nobody looks: what the check is there to catch."""
 
     def __init__(self, region: Region, host: str, port_range: tuple[int, int] | None) -> None:
         super().__init__(region, host, port_range)
         region.checksum = lambda slot, key: _Anything()  # type: ignore[method-assign,assignment]
+
+
+class UncheckedCorruptingGloo(_Unchecked, CorruptingGloo):
+    pass
+
+
+class UncheckedCorruptingSharedMemory(_Unchecked, CorruptingSharedMemory):
+    pass
 
 
 class _Anything:
@@ -139,6 +168,12 @@ class StallingGloo(_FaultyGloo):
     link = _StallingLink
 
 
+class StallingSharedMemory(_FaultySharedMemory):
+    """A donor that names a few rows and then none."""
+
+    link = _StallingLink
+
+
 class _LingeringLink(_FaultyLink):
     def send(self, slots: Sequence[int], deadline: float) -> None:
         self.link.send(slots, deadline)
@@ -147,6 +182,12 @@ class _LingeringLink(_FaultyLink):
 
 class LingeringGloo(_FaultyGloo):
     """A donor that is slow to notice that its rows have left."""
+
+    link = _LingeringLink
+
+
+class LingeringSharedMemory(_FaultySharedMemory):
+    """Likewise."""
 
     link = _LingeringLink
 

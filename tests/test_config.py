@@ -146,7 +146,8 @@ def test_fetch_timeout_is_less_than_an_hour() -> None:
 
 def test_transports() -> None:
     assert parsed(xavier_transport="Gloo") == {"transport": "gloo"}
-    assert "use one of auto, gloo" in refusal(xavier_transport="nccl")
+    assert parsed(xavier_transport=" shared_memory ") == {"transport": "shared_memory"}
+    assert "use one of auto, gloo, shared_memory" in refusal(xavier_transport="nccl")
 
 
 @pytest.mark.parametrize("ports", ["40000-40100", " 40000 - 40100 ", [40000, 40100]])

@@ -58,7 +58,7 @@ Check = Callable[[Any], None]
 ROWS = 8
 KEY = b"k" * 32
 TICKET = Ticket.sign(KEY, "consumer", [4, 2], expires=100.0)
-STARTUP = Startup("id", 7, 64, 4096, "::1", (40000, 40100), "module:Class", KEY.hex())
+STARTUP = Startup("id", 7, 64, 4096, "::1", (40000, 40100), ("module:Class",), KEY.hex())
 MEMBERS = (Member("own", "h:0"), Member("a", "h:1"))
 UPDATE = Update(
     3, "epoch", False, Settings(1, True), 4, MEMBERS, (Change("a", 2, b"key2", b"key1", False),)
@@ -160,7 +160,7 @@ def a_startup(example: bytes) -> None:
 
 def a_started(example: bytes) -> None:
     with suppress(TransportError):
-        split_address(parse_started(example))
+        split_address(parse_started(example).address)
 
 
 def a_rendezvous(example: bytes) -> None:
@@ -278,17 +278,20 @@ DECODERS: dict[str, tuple[Check, st.SearchStrategy[Any]]] = {
         a_request,
         altered(GrantRequest(PROTOCOL_VERSION, "ns", "consumer", (b"key1", b"key2"))),
     ),
-    "grant": (a_grant, altered(Grant(1, (1, 2), TICKET, "h:1", True, 3))),
+    "grant": (a_grant, altered(Grant(1, (1, 2), TICKET, "h:1", "boot 1 0", True, 3))),
     "ticket": (a_ticket, altered(TICKET)),
     "order": (
         an_order,
-        altered(PullOrder("donor", "h:1", TICKET, (b"1", b"2"), (1, 2), (3, 4), 1.0)),
+        altered(PullOrder("donor", "h:1", None, TICKET, (b"1", b"2"), (1, 2), (3, 4), 1.0)),
     ),
     "startup": (
         a_startup,
         altered_json(json.loads(STARTUP.to_json())),
     ),
-    "started": (a_started, altered_json({"address": "h:1"}) | altered_json({"error": "x"})),
+    "started": (
+        a_started,
+        altered_json({"address": "h:1", "host": "boot 1 0"}) | altered_json({"error": "x"}),
+    ),
     "rendezvous": (a_rendezvous, altered_json({"0/0": "0203"})),
     "sealed rendezvous": (a_sealed_rendezvous, st.binary(max_size=100) | anything),
     "update": (an_update, altered(UPDATE)),

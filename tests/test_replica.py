@@ -35,7 +35,10 @@ from xinference_xavier.pool.region import Region
 from xinference_xavier.replica import Replica
 from xinference_xavier.transfer.messages import PROTOCOL_VERSION, GrantRequest
 
-STALLING = "tests.faults:StallingGloo"
+STALLING = {
+    "gloo": "tests.faults:StallingGloo",
+    "shared_memory": "tests.faults:StallingSharedMemory",
+}
 ROWS = 8  # of each fetch here
 NEVER = 30.0  # the deadline of a fetch that is to end before it
 SHORT = 1.0  # the deadline of a fetch that is to end by it
@@ -48,17 +51,22 @@ class Scene(NamedTuple):
     consumer: ReplicaProcess
 
 
+@pytest.fixture(scope="module", params=STALLING)
+def transport(request: pytest.FixtureRequest) -> str:
+    """Each of them keeps all promises."""
+    name: str = request.param
+    return name
+
+
 @pytest.fixture(scope="module")
-def scene(tracker_process: TrackerProcess) -> Iterator[Scene]:
-    transports = {"stalling": STALLING, "plain": "gloo", "consumer": "gloo"}
+def scene(tracker_process: TrackerProcess, transport: str) -> Iterator[Scene]:
+    transports = {"stalling": STALLING[transport], "plain": transport, "consumer": transport}
     with replicas(tracker_process.address, transports, fetch_timeout=SHORT) as started:
         yield Scene(*started)
 
 
 @contextmanager
-def one_more(
-    tracker: TrackerProcess, name: str, transport: str = "gloo"
-) -> Iterator[ReplicaProcess]:
+def one_more(tracker: TrackerProcess, name: str, transport: str) -> Iterator[ReplicaProcess]:
     """A replica for a test that does not leave it as it was."""
     with replicas(tracker.address, {name: transport}, fetch_timeout=SHORT) as (replica,):
         yield replica
@@ -198,9 +206,16 @@ def assert_no_files_in_shared_memory(processes: list[psutil.Process]) -> None:
         assert "/dev/shm" not in Path(f"/proc/{process.pid}/maps").read_text()
 
 
-def test_a_donor_is_killed(scene: Scene, tracker_process: TrackerProcess) -> None:
-    """The consumer recovers, and nothing is left of the donor."""
-    with one_more(tracker_process, "victim", STALLING) as victim:
+def holds_memory_of_its_donors_only(replica: ReplicaProcess) -> bool:
+    """The transfer process has mapped its own region and those that it has links to."""
+    maps = Path(f"/proc/{replica.stats()['transfer_pid']}/maps").read_text()
+    links = list(replica.transfer_stats()["linked_to"].values())
+    return maps.count("memfd:xavier-region") == 1 + links.count("shared_memory")
+
+
+def test_a_donor_is_killed(scene: Scene, tracker_process: TrackerProcess, transport: str) -> None:
+    """The consumer recovers, and nothing is left of the donor: no process, and no memory."""
+    with one_more(tracker_process, "victim", STALLING[transport]) as victim:
         keys = stored(scene.consumer, victim, scene.plain)
         processes = family(victim)
         assert len(processes) >= 2
@@ -212,11 +227,15 @@ def test_a_donor_is_killed(scene: Scene, tracker_process: TrackerProcess) -> Non
         assert outcome.committed == ROWS_BEFORE_STALL
         assert_recovers(scene, outcome, keys)
         wait_until_gone(processes)
+    wait_until(lambda: holds_memory_of_its_donors_only(scene.consumer), "its memory is let go")
+    assert "victim" not in scene.consumer.transfer_stats()["linked_to"]
 
 
-def test_a_killed_consumers_grants_end_with_its_lease(tracker_process: TrackerProcess) -> None:
+def test_a_killed_consumers_grants_end_with_its_lease(
+    tracker_process: TrackerProcess, transport: str
+) -> None:
     """Long before they would expire."""
-    transports = {"patient donor": STALLING, "victim consumer": "gloo"}
+    transports = {"patient donor": STALLING[transport], "victim consumer": transport}
     with replicas(tracker_process.address, transports, fetch_timeout=10 * DEADLINE) as started:
         donor, victim = started
         keys = stored(victim, donor)
@@ -243,10 +262,11 @@ async def test_a_grant_that_nobody_releases_ends_by_its_expiry(scene: Scene) -> 
 
 
 async def test_replicas_of_two_namespaces_exchange_nothing(
-    scene: Scene, tracker_process: TrackerProcess
+    scene: Scene, tracker_process: TrackerProcess, transport: str
 ) -> None:
     """Also if they know each other's address and namespace, and ask."""
-    with replicas(tracker_process.address, {"foreign": "gloo"}, namespace="another") as (foreign,):
+    foreigner = {"foreign": transport}
+    with replicas(tracker_process.address, foreigner, namespace="another") as (foreign,):
         keys = stored(scene.consumer, scene.plain)
         foreign.store(keys[:1])
         wait_until(lambda: foreign.held() == keys[:1], "it is summed up")
@@ -265,9 +285,11 @@ async def test_replicas_of_two_namespaces_exchange_nothing(
         assert foreign.held() == keys[:1]
 
 
-def test_a_reset_while_rows_arrive(scene: Scene, tracker_process: TrackerProcess) -> None:
+def test_a_reset_while_rows_arrive(
+    scene: Scene, tracker_process: TrackerProcess, transport: str
+) -> None:
     """Nothing of before becomes a hit, and from then on the replica is among its own."""
-    with one_more(tracker_process, "reset consumer") as consumer:
+    with one_more(tracker_process, "reset consumer", transport) as consumer:
         own = fresh_keys(2)
         consumer.store(own)
         keys = stored(consumer, scene.stalling, scene.plain)
@@ -328,8 +350,10 @@ def test_a_background_loop_that_stands_still_is_not_buried(
     region.close()
 
 
-def test_an_orderly_stop_leaves_nothing(scene: Scene, tracker_process: TrackerProcess) -> None:
-    with one_more(tracker_process, "leaving") as leaving:
+def test_an_orderly_stop_leaves_nothing(
+    scene: Scene, tracker_process: TrackerProcess, transport: str
+) -> None:
+    with one_more(tracker_process, "leaving", transport) as leaving:
         keys = stored(scene.consumer, leaving)
         processes = family(leaving)
     wait_until(lambda: all(scene.consumer.holders(key) == () for key in keys), "it has left")

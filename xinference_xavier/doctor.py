@@ -18,6 +18,11 @@ _ENGINES = ("vllm", "torch")
 _BYTE_CODE = "PYTHONDONTWRITEBYTECODE"
 _PORTS_PER_REPLICA = 3
 _FEW_ROWS = 64
+_OPEN_PORTS = (
+    "let the hosts reach each other's ports: launch with --xavier_port_range LOW-HIGH, "
+    "and open that range in the firewall, such as iptables -I INPUT -p tcp --dport "
+    "LOW:HIGH -s <peer> -j ACCEPT"
+)
 
 Facts = Mapping[str, Any]
 
@@ -283,13 +288,12 @@ def _ports(replica: _Replica) -> Iterator[Finding]:
 def _links(replica: _Replica, names: Mapping[str, str]) -> Iterator[Finding]:
     for peer, reason in replica.examined["peers"].items():
         if reason is not None:
+            demanded = replica.examined["config"]["transport"] == "shared_memory"
             yield Finding(
                 True,
                 f"replica {replica.name}",
                 f"cannot fetch from {names.get(peer, peer)}: {reason}",
-                "let the hosts reach each other's ports: launch with --xavier_port_range LOW-HIGH, "
-                "and open that range in the firewall, such as iptables -I INPUT -p tcp --dport "
-                "LOW:HIGH -s <peer> -j ACCEPT",
+                "launch with --xavier_transport auto" if demanded else _OPEN_PORTS,
             )
 
 

@@ -18,6 +18,7 @@ from xinference_xavier.facts import process_facts
 from xinference_xavier.network import free_ports
 from xinference_xavier.tracker.mirror import Mirror
 from xinference_xavier.transfer.free_ports import check_range
+from xinference_xavier.transfer.messages import Contact, check_contact
 from xinference_xavier.transfer.process import TransferProcess
 
 REACH_DEADLINE = 5.0
@@ -45,7 +46,7 @@ async def examine(patient: Patient) -> dict[str, Any]:
         **process_facts(),
         "config": config.to_dict(),
         "ingredients": dict(patient.ingredients),
-        "transfer_address": process.address,
+        "transfer_address": process.contact and process.contact.address,
         "transfer_starts": process.starts,
         "transfer_error": process.error,
         **await asyncio.to_thread(_ports, patient),
@@ -70,12 +71,14 @@ async def _reach(patient: Patient, peer: str) -> str | None:
         return None  # it has just left
     try:
         actor = await within(REACH_DEADLINE, xoscar.actor_ref(address, replica_uid(peer)))
-        transfer: str | None = await within(REACH_DEADLINE, actor.transfer_address())
+        contact: Contact | None = await within(REACH_DEADLINE, actor.transfer_contact())
+        if contact is not None:
+            check_contact(*contact)
     except Exception as error:  # what a peer raises arrives as whatever it is
         return f"its engine at {address} does not answer: {_said(error)}"
-    if transfer is None:
+    if contact is None:
         return "it has no transfer process"
-    return await patient.process.reach(peer, transfer, REACH_DEADLINE)
+    return await patient.process.reach(peer, contact, REACH_DEADLINE)
 
 
 def _said(error: Exception) -> str:

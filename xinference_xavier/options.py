@@ -14,7 +14,7 @@ from typing import Any
 from xinference_xavier.addresses import is_wildcard
 from xinference_xavier.errors import ConfigError
 
-TRANSPORTS = ("auto", "gloo")
+TRANSPORTS = ("auto", "gloo", "shared_memory")
 DEFAULT_FETCH_TIMEOUT = 5.0
 DEFAULT_MIN_FETCH_TOKENS = 256
 MAX_FETCH_TIMEOUT = 3600.0

@@ -55,15 +55,19 @@ from xinference_xavier.tracker.mirror import Mirror
 from xinference_xavier.transfer.donor import Donor
 from xinference_xavier.transfer.fetch import Fetch, Fetcher
 from xinference_xavier.transfer.free_ports import check_range
-from xinference_xavier.transfer.messages import Grant, GrantRequest
+from xinference_xavier.transfer.messages import Contact, Grant, GrantRequest
 from xinference_xavier.transfer.process import TransferProcess
 
 logger = logging.getLogger(__name__)
 
+_GLOO = "xinference_xavier.transfer.gloo:GlooTransport"
+_SHARED_MEMORY = "xinference_xavier.transfer.shared_memory:SharedMemoryTransport"
 TRANSPORTS = {
-    "auto": "xinference_xavier.transfer.gloo:GlooTransport",
-    "gloo": "xinference_xavier.transfer.gloo:GlooTransport",
+    "auto": (_SHARED_MEMORY, _GLOO),
+    "gloo": (_GLOO,),
+    "shared_memory": (_SHARED_MEMORY,),
 }
+"""Best first."""
 MAX_BACKLOG = 10_000
 """Things that the scheduler thread may have left to the background loop at a time."""
 _LOOK_INTERVAL = 1.0
@@ -93,8 +97,8 @@ class ReplicaActor(xoscar.StatelessActor):  # type: ignore[misc]  # xoscar has n
     async def drop(self) -> int:
         return self._replica.drop()
 
-    async def transfer_address(self) -> str | None:
-        return self._replica.transfer_address
+    async def transfer_contact(self) -> Contact | None:
+        return self._replica.transfer_contact
 
     async def examine(self) -> dict[str, Any]:
         return await self._replica.examine()
@@ -282,7 +286,7 @@ class Replica:
             incarnation=self._incarnation,
             host=host,
             port_range=config.port_range,
-            transport=TRANSPORTS.get(config.transport, config.transport),
+            transports=TRANSPORTS.get(config.transport, (config.transport,)),
         )
         self._client = TrackerClient(
             model_uid=config.model_uid,
@@ -460,8 +464,8 @@ class Replica:
         )
 
     @property
-    def transfer_address(self) -> str | None:
-        return self._process.address
+    def transfer_contact(self) -> Contact | None:
+        return self._process.contact
 
     async def examine(self) -> dict[str, Any]:
         host, _ = split_address(self._address)

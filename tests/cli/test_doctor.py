@@ -17,7 +17,7 @@ from click.testing import CliRunner
 from tests.api_process import API_KEY, ApiProcess
 from tests.pair import Pair
 from tests.replica_process import MODEL, ReplicaProcess, wait_until
-from xinference_xavier import __version__
+from xinference_xavier import __version__, doctor
 from xinference_xavier.cli.commands import main
 from xinference_xavier.client import XavierClient
 from xinference_xavier.doctor import Finding
@@ -249,6 +249,16 @@ def test_a_pool_of_a_few_chunks(planted: Planted) -> None:
     planted.result.finds(
         "replica well", "its pool holds 16 chunks only", "--xavier_pool_bytes", grave=False
     )
+
+
+def test_shared_memory_is_demanded_where_it_cannot_be() -> None:
+    examined = {
+        "config": {"transport": "shared_memory"},
+        "peers": {"b": "no link by shared_memory: other machine", "c": None},
+    }
+    (finding,) = doctor._links(doctor._Replica("a", MODEL, {}, examined), {"b": "second"})
+    assert finding.problem == "cannot fetch from second: no link by shared_memory: other machine"
+    assert finding.remedy == "launch with --xavier_transport auto"
 
 
 # -- models ----------------------------------------------------------------------------------

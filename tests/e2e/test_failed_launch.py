@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import json
 import os
-import re
 import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -33,7 +32,9 @@ UID = "failing"
 MODEL = "fragile"
 FIRST, SECOND = f"{UID}-rep0", f"{UID}-rep1"
 SMALL = ARGUMENTS | {"max_model_len": 4096, "xavier_pool_bytes": "128MiB"}
-REGION_SOCKET = re.compile(r"@xinference-xavier-(\S+)")
+REGION_SOCKET = "@xinference-xavier-"
+ENDED = 300.0
+"""Seconds for a launch's processes to be gone: an engine that loads ends when it has loaded."""
 
 
 @pytest.fixture(scope="module")
@@ -89,9 +90,13 @@ def in_need_of_a_module(folder: Path) -> Iterator[None]:
         code.unlink()
 
 
-def regions() -> set[str]:
-    """Incarnations whose region is handed out on this host."""
-    return set(REGION_SOCKET.findall(Path("/proc/net/unix").read_text()))
+def regions(cluster: LocalCluster) -> set[str]:
+    """Sockets at which the cluster's engines hand their regions out."""
+    found = set()
+    for process in cluster.processes():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found |= {str(each.laddr) for each in process.net_connections("unix")}
+    return {name for name in found if REGION_SOCKET in name}
 
 
 def segments() -> set[str]:
@@ -114,18 +119,20 @@ def tracker_exists(cluster: LocalCluster) -> bool:
 def nothing_stays(cluster: LocalCluster) -> Iterator[None]:
     """After the block no process, port, region, shared memory, model or tracker that it made."""
     before, memory = set(cluster.processes()), segments()
-    assert not regions()
+    assert not regions(cluster)
     yield
-    processes.wait_gone(set(cluster.processes()) - before)  # and with them their ports
-    wait_until(lambda: not regions() and segments() <= memory, "no memory is shared any more")
+    processes.wait_gone(set(cluster.processes()) - before, ENDED)  # and with them their ports
+    wait_until(
+        lambda: not regions(cluster) and segments() <= memory, "no memory is shared any more"
+    )
     assert all(model["id"] != UID for model in cluster.call("GET", "/v1/models")["data"])
     assert not tracker_exists(cluster)
 
 
 @contextlib.contextmanager
-def launching(cluster: LocalCluster, replica: int) -> Iterator[Future[None]]:
+def launching(cluster: LocalCluster, replica: int, **more: object) -> Iterator[Future[None]]:
     with ThreadPoolExecutor(1) as threads:
-        yield threads.submit(cluster.launch, MODEL, UID, replica=replica, **SMALL)
+        yield threads.submit(cluster.launch, MODEL, UID, replica=replica, **SMALL, **more)
 
 
 def appeared(replica: str) -> psutil.Process:
@@ -153,9 +160,9 @@ def test_a_second_replica_that_cannot_load_takes_the_first_along(
     cause: str,
 ) -> None:
     """Without its weights, for want of memory, or of a module: the user reads which."""
-    with nothing_stays(cluster), launching(cluster, 2) as launch:
+    with nothing_stays(cluster), launching(cluster, 2, trust_remote_code=True) as launch:
         with processes.frozen([appeared(SECOND)]):
-            wait_for_engine(lambda: bool(regions()), f"{FIRST} has made its region")
+            wait_for_engine(lambda: bool(regions(cluster)), f"{FIRST} has made its region")
             damage = damaged(folder)
             damage.__enter__()
         try:
@@ -176,7 +183,7 @@ def test_a_launch_that_hangs_and_is_cancelled_leaves_nothing(
         launching(cluster, 2) as launch,
         processes.frozen([appeared(SECOND)]),
     ):
-        wait_for_engine(lambda: bool(regions()), f"{FIRST} has made its region")
+        wait_for_engine(lambda: bool(regions(cluster)), f"{FIRST} has made its region")
         cluster.call("POST", f"/v1/models/{UID}/cancel")
         with pytest.raises(ClusterError):
             launch.result()
@@ -187,7 +194,7 @@ def test_an_engine_killed_before_it_is_ready_leaves_nothing_and_the_uid_is_free(
 ) -> None:
     with nothing_stays(cluster):
         with launching(cluster, 1) as launch:
-            wait_for_engine(lambda: bool(regions()), f"{FIRST} has made its region")
+            wait_for_engine(lambda: bool(regions(cluster)), f"{FIRST} has made its region")
             processes.kill(processes.of_replica(FIRST).engine)
             with pytest.raises(ClusterError, match="Engine core"):
                 launch.result()

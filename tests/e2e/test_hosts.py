@@ -134,6 +134,8 @@ def test_what_one_host_computed_the_other_fetches_through_both_firewalls(
         "the consumer has counted the bytes",
     )
     assert hosts.sent(donor) - left > bytes_hit
+    by_gloo = replica_at(cluster, hosts, consumer)
+    assert (by_gloo["transport"], by_gloo["fallbacks"]) == ("gloo", 0), "they share no memory"
     alone = cluster.complete_at(consumer, UID, question(seed), cache_salt="alone")
     assert alone.cached_tokens == 0
     assert alone.tokens == hit.tokens

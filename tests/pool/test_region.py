@@ -259,6 +259,33 @@ def test_populating_keeps_what_is_there(region: Region) -> None:
     assert os.fstat(region.fd).st_blocks * 512 >= region.size
 
 
+def resident(region: Region) -> int:
+    """Bytes of the region that this process has mapped."""
+    start = f"{region.array.ctypes.data:x}-"
+    lines = iter(Path("/proc/self/smaps").read_text().splitlines())
+    next(line for line in lines if line.startswith(start))
+    rss = next(line for line in lines if line.startswith("Rss:"))
+    return int(rss.split()[1]) << 10
+
+
+@pytest.mark.parametrize("mode", [os.O_RDONLY, os.O_RDWR])
+def test_what_another_process_has_made_is_mapped_without_a_change(
+    region: Region, mode: int
+) -> None:
+    region.array[:] = 7
+    other = Region(os.open(f"/proc/self/fd/{region.fd}", mode), ROWS, ROW_BYTES)
+    assert resident(other) == 0
+    other.populate()
+    assert resident(other) == region.size
+    assert (other.array == 7).all()
+    other.close()
+
+
+def test_populating_ends_when_it_is_not_wanted_any_more(region: Region) -> None:
+    region.populate(lambda: False)
+    assert os.fstat(region.fd).st_blocks == 0
+
+
 def test_populating_works_on_older_kernels(region: Region, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(region_module, "_MADV_POPULATE_WRITE", 9999)
     region.row(5)[:] = 251

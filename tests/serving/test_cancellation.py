@@ -15,21 +15,25 @@ import xoscar as xo
 
 from tests.serving.test_launch import has_tracker, start, supervisor_class
 from xinference_xavier.errors import LaunchCancelledError
+from xinference_xavier.serving import cancellation
 
 UID = "m"
 
 
 @dataclass
 class Worker:
-    """Its replicas load until they are terminated, which it may refuse."""
+    """Its replicas load until they are terminated, which it may refuse, or do when it `may`."""
 
     refuses: Exception | None = None
+    may: asyncio.Event | None = None
     terminated: list[str] = field(default_factory=list)
     over: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def terminate_model(self, model_uid: str) -> None:
         if self.refuses is not None:
             raise self.refuses
+        if self.may is not None:
+            await self.may.wait()
         self.terminated.append(model_uid)
         self.over.set()
 
@@ -91,6 +95,22 @@ async def test_one_that_cannot_be_terminated_keeps_no_other_from_it(
     early.over.set()
     with pytest.raises(LaunchCancelledError):
         await launch
+
+
+async def test_a_replica_that_takes_its_time_ends_all_the_same(
+    supervisor: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine cannot be interrupted while it loads; the cancel itself does not wait for it."""
+    monkeypatch.setattr(cancellation, "_PATIENCE", 0.01)
+    slow = Worker(may=asyncio.Event())
+    launch = await launch_until_loading(supervisor, [slow])
+    await supervisor.cancel_launch_builtin_model(UID)
+    assert slow.terminated == []
+    assert slow.may is not None
+    slow.may.set()
+    with pytest.raises(LaunchCancelledError):
+        await launch
+    assert slow.terminated == [f"{UID}-rep0"]
 
 
 async def test_models_that_do_not_share_are_not_ours_to_terminate(supervisor: Any) -> None:

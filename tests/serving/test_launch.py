@@ -306,6 +306,26 @@ async def test_replicas_that_may_share_a_host(
     assert config_of(supervisor.calls[0]).replicas_per_host == expected
 
 
+async def test_memory_that_hosts_cannot_share_is_not_demanded(address: str) -> None:
+    """As far as the launch knows where replicas will be."""
+    spread = [Placement([Device(worker)]) for worker in ("10.0.0.2", "10.0.0.1", "10.0.0.2")]
+    supervisor = supervisor_class()(address, 2, False)
+    with pytest.raises(
+        ConfigError, match=r"one host, and replica_config names 10\.0\.0\.1, 10\.0\.0\.2"
+    ):
+        await start(supervisor, replica_config=spread, xavier_transport="shared_memory")
+    assert supervisor.calls == []
+    for options in (
+        {"replica_config": spread},
+        {"replica_config": spread[::2], "xavier_transport": "shared_memory"},
+        {"replica": 2, "xavier_transport": "shared_memory"},
+    ):
+        await start(supervisor, model_uid=f"m{len(supervisor.calls)}", **options)
+    assert len(supervisor.calls) == 3
+    local = supervisor_class()(address, 1, True)  # where xinference ignores the placement
+    await start(local, model_uid="l", replica_config=spread, xavier_transport="shared_memory")
+
+
 async def test_replicas_find_a_tracker_and_make_a_missing_one_once(supervisor: Any) -> None:
     """A new supervisor knows the model from its workers, but has no tracker."""
     supervisor._model_uid_to_replica_info["m"] = object()

@@ -47,8 +47,6 @@ def is_done(wrong: Wrong) -> bool:
 
 
 class WrongDonor(GlooTransport):
-    name = "wrong donor"
-
     def accept(self, hello: bytes, secret: bytes, deadline: float) -> Acceptance:  # type: ignore[override]
         if _take() is Wrong.REFUSED:
             _done(Wrong.REFUSED)

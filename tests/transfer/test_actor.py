@@ -3,35 +3,34 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
-from collections.abc import AsyncIterator, Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import pytest
 import xoscar
 
-from tests.faults import (
-    CORRUPT_ROW,
-    ROWS_BEFORE_STALL,
-    CorruptingGloo,
-    LingeringGloo,
-    StallingGloo,
-)
+from tests import faults
+from tests.faults import CORRUPT_ROW, ROWS_BEFORE_STALL
 from xinference_xavier.errors import LinkError
 from xinference_xavier.network import listen
 from xinference_xavier.pool.region import Region
 from xinference_xavier.transfer import actor as actor_module
 from xinference_xavier.transfer.actor import UID, TransferActor, load_transport
-from xinference_xavier.transfer.base import Transport
+from xinference_xavier.transfer.base import Acceptance, Transport
+from xinference_xavier.transfer.choice import Choice
 from xinference_xavier.transfer.gloo import GlooTransport
 from xinference_xavier.transfer.messages import (
     PROTOCOL_VERSION,
+    Contact,
     PullOrder,
     PullResult,
     Startup,
     Ticket,
 )
+from xinference_xavier.transfer.shared_memory import SharedMemoryTransport
 
 HOST = "127.0.0.1"
 ROWS, ROW_BYTES = 32, 16 << 10
@@ -40,15 +39,44 @@ KEYS = tuple(bytes([n]) * 36 for n in range(ROWS))
 PATIENCE = 30.0
 
 
+class Kind(NamedTuple):
+    """A transport, and the same with one fault each."""
+
+    plain: type[Transport]
+    corrupting: type[Transport]
+    lingering: type[Transport]
+    stalling: type[Transport]
+
+
+KINDS = {
+    "gloo": Kind(GlooTransport, faults.CorruptingGloo, faults.LingeringGloo, faults.StallingGloo),
+    "shared_memory": Kind(
+        SharedMemoryTransport,
+        faults.CorruptingSharedMemory,
+        faults.LingeringSharedMemory,
+        faults.StallingSharedMemory,
+    ),
+}
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> Kind:
+    """Each of them must keep every promise below."""
+    return KINDS[request.param]
+
+
 class Side:
     """One replica's transfer actor, and what its engine knows."""
 
-    def __init__(self, name: str, pool: Any, region: Region, actor: Any, key: bytes) -> None:
+    def __init__(
+        self, name: str, pool: Any, region: Region, actor: Any, key: bytes, host: str | None
+    ) -> None:
         self.name = name
         self.pool = pool
         self.region = region
         self.actor = actor
         self.key = key
+        self.host = host
 
     @property
     def rows(self) -> Any:
@@ -65,6 +93,7 @@ class Side:
         order = PullOrder(
             donor=donor.name,
             address=donor.pool.external_address,
+            host=donor.host,
             ticket=donor.ticket(self, slots),
             keys=tuple(KEYS[slot] for slot in slots),
             checksums=tuple(donor.checksum(slot) for slot in slots),
@@ -74,8 +103,9 @@ class Side:
         return order._replace(**changes)
 
     async def pull(self, donor: Side, slots: Sequence[int], **changes: Any) -> PullResult:
+        """But for the transport."""
         result: PullResult = await self.actor.pull(self.order(donor, slots, **changes))
-        return result
+        return result._replace(transport=None)
 
     async def links(self) -> int:
         count: int = (await self.actor.stats())["links"]
@@ -88,13 +118,16 @@ class Side:
 
 
 class Sides:
-    def __init__(self) -> None:
+    """Those that are not told otherwise have the plain transport of `kind`."""
+
+    def __init__(self, kind: Kind) -> None:
+        self.kind = kind
         self.all: list[Side] = []
 
     async def start(
         self,
         name: str,
-        transport: type[Transport] = GlooTransport,
+        *transports: type[Transport],
         secret: bytes | None = SECRET,
         row_bytes: int = ROW_BYTES,
     ) -> Side:
@@ -103,24 +136,25 @@ class Sides:
         region.array[:] = np.random.default_rng(seed).integers(0, 256, region.array.shape, np.uint8)
         pool = await listen(HOST, None)
         key = name.encode().ljust(32)
-        startup = Startup(name, region.fd, ROWS, row_bytes, HOST, None, "", key.hex())
+        startup = Startup(name, region.fd, ROWS, row_bytes, HOST, None, (), key.hex())
+        choice = Choice([new(region, HOST, None) for new in transports or (self.kind.plain,)])
         actor = await xoscar.create_actor(
             TransferActor,
             startup,
             region,
-            transport(region, HOST, None),
+            choice,
             address=pool.external_address,
             uid=UID,
         )
         if secret is not None:
             await actor.configure(secret)
-        self.all.append(Side(name, pool, region, actor, key))
+        self.all.append(Side(name, pool, region, actor, key, choice.host))
         return self.all[-1]
 
 
 @pytest.fixture
-async def sides() -> AsyncIterator[Sides]:
-    sides = Sides()
+async def sides(kind: Kind) -> AsyncIterator[Sides]:
+    sides = Sides(kind)
     yield sides
     for side in sides.all:
         for other in sides.all:
@@ -139,38 +173,46 @@ async def consumer(sides: Sides) -> Side:
     return await sides.start("consumer")
 
 
-async def test_rows_are_pulled_verified_and_counted(consumer: Side, donor: Side) -> None:
-    assert (await consumer.pull(donor, [3, 1, 2]))[:2] == (3, None)
+async def test_rows_are_pulled_verified_and_counted(
+    consumer: Side, donor: Side, kind: Kind
+) -> None:
+    assert await consumer.pull(donor, [3, 1, 2]) == PullResult(3, None)
     assert np.array_equal(consumer.rows[1:4], donor.rows[1:4])
     assert not np.array_equal(consumer.rows[4], donor.rows[4])
+    name = kind.plain.name
+    moved = {"links": 1, "fetches": 1, "bytes_received": 3 * ROW_BYTES, "bytes_sent": 0}
     assert await consumer.actor.stats() == {
-        "transport": "gloo",
+        "transport": name,
         "bytes_received": 3 * ROW_BYTES,
         "bytes_sent": 0,
         "links": 1,
+        "transports": {name: moved},
+        "linked_to": {"donor": name},
+        "fallbacks": 0,
     }
-    assert (await donor.actor.stats())["bytes_sent"] == 3 * ROW_BYTES
+    assert (await consumer.actor.pull(consumer.order(donor, [4]))).transport == name
+    assert (await donor.actor.stats())["bytes_sent"] == 4 * ROW_BYTES
 
 
 async def test_a_link_is_made_once_and_used_again(consumer: Side, donor: Side) -> None:
     for slot in range(5):
-        assert (await consumer.pull(donor, [slot]))[:2] == (1, None)
+        assert await consumer.pull(donor, [slot]) == PullResult(1, None)
     assert await consumer.links() == await donor.links() == 1
 
 
 async def test_a_link_stays_good_if_the_consumer_is_done_first(
-    sides: Sides, consumer: Side
+    sides: Sides, consumer: Side, kind: Kind
 ) -> None:
     """What the donor has not finished yet must not be cancelled: that would close the link."""
-    donor = await sides.start("donor", LingeringGloo)
+    donor = await sides.start("donor", kind.lingering)
     for slot in range(3):
-        assert (await consumer.pull(donor, [slot]))[:2] == (1, None)
+        assert await consumer.pull(donor, [slot]) == PullResult(1, None)
     assert await consumer.links() == await donor.links() == 1
 
 
 async def test_fetches_at_the_same_time_take_turns_on_a_link(consumer: Side, donor: Side) -> None:
     pulls = (consumer.pull(donor, [n, n + 1]) for n in range(0, ROWS, 2))
-    assert set(await asyncio.gather(*pulls)) == {PullResult(2, None, "gloo")}
+    assert set(await asyncio.gather(*pulls)) == {PullResult(2, None)}
     assert np.array_equal(consumer.rows, donor.rows)
     assert await consumer.links() == 1
 
@@ -178,15 +220,15 @@ async def test_fetches_at_the_same_time_take_turns_on_a_link(consumer: Side, don
 async def test_both_directions_at_the_same_time(consumer: Side, donor: Side) -> None:
     there, back = list(range(16)), list(range(16, ROWS))
     results = await asyncio.gather(consumer.pull(donor, there), donor.pull(consumer, back))
-    assert results == [PullResult(16, None, "gloo")] * 2
+    assert results == [PullResult(16, None)] * 2
     assert np.array_equal(consumer.rows, donor.rows)
 
 
 async def test_pulls_that_go_wrong_are_logged_once_for_each_donor(
-    sides: Sides, donor: Side, caplog: pytest.LogCaptureFixture
+    sides: Sides, donor: Side, kind: Kind, caplog: pytest.LogCaptureFixture
 ) -> None:
     """They are counted where they are ordered."""
-    consumer = await sides.start("consumer", CorruptingGloo)
+    consumer = await sides.start("consumer", kind.corrupting)
     other = await sides.start("other")
     caplog.clear()
     for _ in range(3):
@@ -196,9 +238,11 @@ async def test_pulls_that_go_wrong_are_logged_once_for_each_donor(
     assert [line.split(" failed")[0] for line in logged] == ["pull from donor", "pull from other"]
 
 
-async def test_a_damaged_row_ends_the_run_of_whole_rows(sides: Sides, donor: Side) -> None:
-    consumer = await sides.start("consumer", CorruptingGloo)
-    assert (await consumer.pull(donor, range(5)))[:2] == (CORRUPT_ROW, "checksum")
+async def test_a_damaged_row_ends_the_run_of_whole_rows(
+    sides: Sides, donor: Side, kind: Kind
+) -> None:
+    consumer = await sides.start("consumer", kind.corrupting)
+    assert await consumer.pull(donor, range(5)) == PullResult(CORRUPT_ROW, "checksum")
     assert await consumer.links() == 0, "whoever sends damaged rows gets a new link"
 
 
@@ -208,12 +252,13 @@ async def test_another_chunks_row_is_not_taken_for_the_one_asked_for(
     donor.rows[7] = donor.rows[6]
     order = consumer.order(donor, [6])
     swapped = order._replace(ticket=donor.ticket(consumer, [7]), keys=(KEYS[7],))
-    assert (await consumer.actor.pull(swapped))[:2] == (0, "checksum")
+    result = await consumer.actor.pull(swapped)
+    assert (result.verified, result.reason) == (0, "checksum")
 
 
-async def test_failed_links_leave_nothing_behind(sides: Sides, donor: Side) -> None:
+async def test_failed_links_leave_nothing_behind(sides: Sides, donor: Side, kind: Kind) -> None:
     """Else a donor would refuse everybody after so many failures of anybody."""
-    consumer = await sides.start("consumer", CorruptingGloo)
+    consumer = await sides.start("consumer", kind.corrupting)
     for _ in range(4):
         await consumer.pull(donor, range(4))
     assert await donor.links() <= 1
@@ -226,7 +271,7 @@ async def test_who_does_not_know_the_secret_moves_nothing(
     consumer = await sides.start("consumer", secret=secrets[0])
     donor = await sides.start("donor", secret=secrets[1])
     before = consumer.rows.copy()
-    assert (await consumer.pull(donor, [0, 1]))[:2] == (0, "link")
+    assert await consumer.pull(donor, [0, 1]) == PullResult(0, "link")
     assert np.array_equal(consumer.rows, before)
     assert await consumer.links() == 0
     await donor.until_links(0)  # its half ends in its own time
@@ -250,10 +295,10 @@ async def test_without_a_valid_ticket_nothing_is_sent(
 ) -> None:
     before = consumer.rows.copy()
     ticket = forgeries(consumer, donor)[forgery]
-    assert (await consumer.pull(donor, [0], ticket=ticket))[:2] == (0, "link")
+    assert await consumer.pull(donor, [0], ticket=ticket) == PullResult(0, "link")
     assert np.array_equal(consumer.rows, before)
     assert (await donor.actor.stats())["bytes_sent"] == 0
-    assert (await consumer.pull(donor, [0]))[:2] == (1, None), "the next fetch is unharmed"
+    assert await consumer.pull(donor, [0]) == PullResult(1, None), "the next fetch is unharmed"
 
 
 async def test_rows_of_another_size_are_refused_before_they_can_do_harm(
@@ -261,13 +306,13 @@ async def test_rows_of_another_size_are_refused_before_they_can_do_harm(
 ) -> None:
     """A longer message than was asked for would end the receiving process."""
     donor = await sides.start("donor", row_bytes=2 * ROW_BYTES)
-    assert (await consumer.pull(donor, [0]))[:2] == (0, "link")
+    assert await consumer.pull(donor, [0]) == PullResult(0, "link")
 
 
 @pytest.mark.parametrize("timeout", [0.0, -1.0, float("inf"), float("nan")])
 async def test_a_peers_time_limit_is_checked(donor: Side, timeout: float) -> None:
     with pytest.raises(LinkError, match="malformed"):
-        await donor.actor.open_link(PROTOCOL_VERSION, "id", "consumer", b"{}", timeout)
+        await donor.actor.open_link(PROTOCOL_VERSION, "id", "consumer", "gloo", b"{}", timeout)
     ticket = donor.ticket(donor, [0])
     with pytest.raises(LinkError, match="malformed"):
         await donor.actor.serve(PROTOCOL_VERSION, "id", ticket, ROW_BYTES, timeout)
@@ -275,7 +320,7 @@ async def test_a_peers_time_limit_is_checked(donor: Side, timeout: float) -> Non
 
 async def test_another_protocol_version_is_refused(donor: Side) -> None:
     with pytest.raises(LinkError, match="speaks transfer protocol 99"):
-        await donor.actor.open_link(99, "id", "consumer", b"{}", 1.0)
+        await donor.actor.open_link(99, "id", "consumer", "gloo", b"{}", 1.0)
     with pytest.raises(LinkError, match="speaks transfer protocol 99"):
         await donor.actor.serve(99, "id", donor.ticket(donor, [0]), ROW_BYTES, 1.0)
 
@@ -285,24 +330,26 @@ async def test_links_are_bounded(
 ) -> None:
     monkeypatch.setattr(actor_module, "MAX_LINKS", 1)
     one_more = await sides.start("one more")
-    assert (await consumer.pull(donor, [0]))[:2] == (1, None)
-    assert (await one_more.pull(donor, [0]))[:2] == (0, "link")
+    assert await consumer.pull(donor, [0]) == PullResult(1, None)
+    assert await one_more.pull(donor, [0]) == PullResult(0, "link")
     await donor.actor.forget("consumer")
-    assert (await one_more.pull(donor, [0]))[:2] == (1, None)
+    assert await one_more.pull(donor, [0]) == PullResult(1, None)
 
 
 async def test_links_that_are_asked_for_at_the_same_time_are_bounded_too(
-    sides: Sides, donor: Side, monkeypatch: pytest.MonkeyPatch
+    sides: Sides, donor: Side, kind: Kind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each counts from the first moment, not from when it is made."""
     monkeypatch.setattr(actor_module, "MAX_LINKS", 2)
     region = Region.create(ROWS, ROW_BYTES)
-    gloo = GlooTransport(region, HOST, None)
-    offers = [gloo.offer(SECRET, time.monotonic() + 1.0) for _ in range(6)]
+    transport = kind.plain(region, HOST, None)
+    offers = [transport.offer(SECRET, time.monotonic() + 1.0) for _ in range(6)]
     hellos = await asyncio.gather(*(asyncio.to_thread(lambda o=o: o.hello) for o in offers))
     answers = await asyncio.gather(
         *(
-            donor.actor.open_link(PROTOCOL_VERSION, f"{n}", f"consumer {n}", hello, 1.0)
+            donor.actor.open_link(
+                PROTOCOL_VERSION, f"{n}", f"consumer {n}", kind.plain.name, hello, 1.0
+            )
             for n, hello in enumerate(hellos)
         ),
         return_exceptions=True,
@@ -311,17 +358,20 @@ async def test_links_that_are_asked_for_at_the_same_time_are_bounded_too(
     assert len(refused) == 4
     assert all("serves 2 links already" in str(error) for error in refused)
     await donor.until_links(0)  # nobody comes for the others
+    for offer in offers:
+        offer.withdraw()
     region.close()
 
 
-async def test_a_link_carries_one_batch_at_a_time(sides: Sides) -> None:
+async def test_a_link_carries_one_batch_at_a_time(sides: Sides, kind: Kind) -> None:
     """Whoever asks for more would have them wait without a bound."""
-    donor = await sides.start("donor", StallingGloo)
+    donor = await sides.start("donor", kind.stalling)
     region = Region.create(ROWS, ROW_BYTES)
     deadline = time.monotonic() + PATIENCE
-    offer = GlooTransport(region, HOST, None).offer(SECRET, deadline)
+    offer = kind.plain(region, HOST, None).offer(SECRET, deadline)
     hello = await asyncio.to_thread(lambda: offer.hello)
-    answer = await donor.actor.open_link(PROTOCOL_VERSION, "id", "us", hello, PATIENCE)
+    opening = donor.actor.open_link(PROTOCOL_VERSION, "id", "us", kind.plain.name, hello, PATIENCE)
+    answer = await opening
     link = await asyncio.to_thread(offer.complete, answer, deadline)
     ticket = Ticket.sign(donor.key, "us", range(8), deadline)
     serve = (PROTOCOL_VERSION, "id", ticket, ROW_BYTES, PATIENCE)
@@ -352,9 +402,9 @@ async def test_an_order_that_cannot_be_is_refused_and_touches_no_row(
         good._replace(address="nowhere"),
         good._replace(timeout=float("nan")),
     ):
-        assert (await consumer.actor.pull(order))[:2] == (0, "malformed")
+        assert await consumer.actor.pull(order) == PullResult(0, "malformed")
     assert np.array_equal(consumer.rows, before)
-    assert (await consumer.actor.pull(good))[:2] == (2, None)
+    assert (await consumer.actor.pull(good)).verified == 2
 
 
 class _Lying(xoscar.StatelessActor):  # type: ignore[misc]  # xoscar has no types
@@ -382,17 +432,18 @@ async def test_whatever_a_donor_answers_the_pull_ends_in_order(
     pool = await listen(HOST, None)
     await xoscar.create_actor(_Lying, answer, address=pool.external_address, uid=UID)
     order = consumer.order(donor, [0])._replace(donor="liar", address=pool.external_address)
-    assert (await consumer.actor.pull(order))[:2] == (0, "link")
+    assert await consumer.actor.pull(order) == PullResult(0, "link")
     assert await consumer.links() == 0
-    assert (await consumer.pull(donor, [0]))[:2] == (1, None)
+    assert await consumer.pull(donor, [0]) == PullResult(1, None)
     await pool.stop()
 
 
 @pytest.mark.parametrize("name", ["", "x" * 257, None, 7, []], ids=lambda name: f"{name!r:.9}")
 async def test_a_peers_names_are_checked(donor: Side, name: Any) -> None:
-    for link_id, consumer in ((name, "consumer"), ("id", name)):
+    good = ("id", "consumer", "gloo")
+    for wrong in ((name, *good[1:]), ("id", name, "gloo"), (*good[:2], name)):
         with pytest.raises(LinkError, match="malformed"):
-            await donor.actor.open_link(PROTOCOL_VERSION, link_id, consumer, b"{}", 1.0)
+            await donor.actor.open_link(PROTOCOL_VERSION, *wrong, b"{}", 1.0)
     ticket = donor.ticket(donor, [0])
     with pytest.raises(LinkError, match="malformed"):
         await donor.actor.serve(PROTOCOL_VERSION, name, ticket, ROW_BYTES, 1.0)
@@ -423,33 +474,33 @@ async def test_a_forgotten_replica_has_no_links(consumer: Side, donor: Side) -> 
     await consumer.actor.forget("donor")
     await donor.actor.forget("consumer")
     assert await consumer.links() == await donor.links() == 0
-    assert (await consumer.pull(donor, [1]))[:2] == (1, None)
+    assert await consumer.pull(donor, [1]) == PullResult(1, None)
 
 
 async def test_a_link_that_died_while_idle_costs_nothing(consumer: Side, donor: Side) -> None:
     """As when our lease ended while we were cut off: the donor closed it and nobody told us."""
     await consumer.pull(donor, [0])
     await donor.actor.forget("consumer")
-    assert (await consumer.pull(donor, [1]))[:2] == (1, None)
+    assert await consumer.pull(donor, [1]) == PullResult(1, None)
 
 
 async def test_a_stalled_donor_costs_the_time_limit_and_not_what_has_arrived(
-    sides: Sides, consumer: Side
+    sides: Sides, consumer: Side, kind: Kind
 ) -> None:
-    donor = await sides.start("donor", StallingGloo)
+    donor = await sides.start("donor", kind.stalling)
     result = await consumer.pull(donor, range(8), timeout=0.5)
-    assert result[:2] == (ROWS_BEFORE_STALL, "timeout")
+    assert result == PullResult(ROWS_BEFORE_STALL, "timeout")
     assert await consumer.links() == 0
 
 
 async def test_who_waits_for_a_turn_waits_no_longer_than_its_own_limit(
-    sides: Sides, consumer: Side
+    sides: Sides, consumer: Side, kind: Kind
 ) -> None:
     """The engine would take a longer silence for a dead process."""
-    donor = await sides.start("donor", StallingGloo)
+    donor = await sides.start("donor", kind.stalling)
     first = asyncio.ensure_future(consumer.pull(donor, range(8)))
     await consumer.until_links(1)
-    assert (await consumer.pull(donor, [9], timeout=0.05))[:2] == (0, "timeout")
+    assert await consumer.pull(donor, [9], timeout=0.05) == PullResult(0, "timeout")
     assert not first.done()
     await donor.actor.forget("consumer")
     assert (await first).reason == "link"
@@ -460,9 +511,146 @@ async def test_a_donor_that_is_not_there_is_a_failed_pull(
 ) -> None:
     sides.all.remove(donor)
     await xoscar.destroy_actor(donor.actor)
-    assert (await consumer.pull(donor, [0]))[:2] == (0, "link")
+    assert await consumer.pull(donor, [0]) == PullResult(0, "link")
     await donor.pool.stop()
-    assert (await consumer.pull(donor, [0]))[:2] == (0, "link")
+    assert await consumer.pull(donor, [0]) == PullResult(0, "link")
+
+
+class Slow(faults._FaultySharedMemory):
+    """A consumer that waits before it copies the second row."""
+
+    waiting = asyncio.Event()
+    go_on = threading.Event()
+
+    class link(faults._FaultyLink):  # noqa: N801  # as it is called there
+        def receive(self, slots: Sequence[int], deadline: float) -> Iterator[int]:
+            rows = self.link.receive(slots, deadline)
+            yield next(rows)
+            Slow.loop.call_soon_threadsafe(Slow.waiting.set)
+            Slow.go_on.wait()
+            yield from rows
+
+    loop: asyncio.AbstractEventLoop
+
+
+@pytest.mark.parametrize("kind", ["shared_memory"], indirect=True)
+async def test_a_row_that_changes_while_it_is_copied_is_noticed(sides: Sides, donor: Side) -> None:
+    """The grant has expired, and the donor uses the slot for another chunk."""
+    Slow.loop = asyncio.get_running_loop()
+    consumer = await sides.start("consumer", Slow)
+    pulling = asyncio.ensure_future(consumer.pull(donor, [1, 2, 3]))
+    await Slow.waiting.wait()
+    donor.rows[2] = donor.rows[7]
+    Slow.go_on.set()
+    assert await pulling == PullResult(1, "checksum")
+
+
+class Elsewhere(SharedMemoryTransport):
+    """A donor that says it is on our host and is not, as a machine restored from the same snapshot:
+    nobody is found at the socket that it names."""
+
+    def accept(self, hello: bytes, secret: bytes, deadline: float) -> Acceptance:  # type: ignore[override]
+        acceptance = super().accept(hello, secret, deadline)
+        acceptance.answer = b"elsewhere " + acceptance.answer[:6]
+        return acceptance
+
+
+class Silent(SharedMemoryTransport):
+    """A donor that takes the connection and hands nothing over."""
+
+    def accept(self, hello: bytes, secret: bytes, deadline: float) -> Acceptance:  # type: ignore[override]
+        acceptance = super().accept(hello, secret, deadline)
+        acceptance.complete = self._say_nothing  # type: ignore[method-assign]
+        return acceptance
+
+    def _say_nothing(self, deadline: float) -> NoReturn:
+        threading.Event().wait(deadline - time.monotonic())
+        raise LinkError("nothing was said")
+
+
+AUTO = (SharedMemoryTransport, GlooTransport)
+
+
+@pytest.mark.parametrize("kind", ["gloo"], indirect=True)
+class TestAuto:
+    """Shared memory where it works, Gloo where it does not, in the same fetch."""
+
+    async def test_donors_of_this_host_are_linked_by_shared_memory(self, sides: Sides) -> None:
+        consumer, donor = [await sides.start(name, *AUTO) for name in ("consumer", "donor")]
+        assert await consumer.actor.pull(consumer.order(donor, [1])) == PullResult(
+            1, None, "shared_memory"
+        )
+        stats = await consumer.actor.stats()
+        assert (stats["transport"], stats["fallbacks"]) == ("shared_memory", 0)
+        assert stats["transports"]["gloo"]["links"] == 0
+
+    @pytest.mark.parametrize("says", [None, "another-boot 1 0"])
+    async def test_donors_of_other_hosts_by_gloo(self, sides: Sides, says: str | None) -> None:
+        consumer, donor = [await sides.start(name, *AUTO) for name in ("consumer", "donor")]
+        order = consumer.order(donor, [1], host=says)
+        assert await consumer.actor.pull(order) == PullResult(1, None, "gloo")
+        stats = await consumer.actor.stats()
+        assert (stats["transport"], stats["fallbacks"]) == ("gloo", 0)
+
+    @pytest.mark.parametrize("near", [Elsewhere, Silent])
+    async def test_a_donor_whose_memory_cannot_be_had_by_gloo_at_once_and_from_then_on(
+        self, sides: Sides, near: type[Transport]
+    ) -> None:
+        consumer = await sides.start("consumer", *AUTO)
+        donor = await sides.start("donor", near, GlooTransport)
+        for slot in range(2):
+            order = consumer.order(donor, [slot])
+            assert await consumer.actor.pull(order) == PullResult(1, None, "gloo")
+            await donor.actor.forget("consumer")  # so that the next fetch makes another link
+        stats = await consumer.actor.stats()
+        assert (stats["linked_to"], stats["fallbacks"]) == ({"donor": "gloo"}, 1)
+        assert np.array_equal(consumer.rows[:2], donor.rows[:2])
+
+    async def test_a_short_fetch_leaves_time_for_the_second_try(self, sides: Sides) -> None:
+        consumer = await sides.start("consumer", *AUTO)
+        donor = await sides.start("donor", Silent, GlooTransport)
+        order = consumer.order(donor, [1], timeout=2.0)
+        assert await consumer.actor.pull(order) == PullResult(1, None, "gloo")
+
+    async def test_who_does_not_know_the_secret_gets_neither(self, sides: Sides) -> None:
+        consumer = await sides.start("consumer", *AUTO, secret=b"other")
+        donor = await sides.start("donor", *AUTO)
+        assert await consumer.pull(donor, [1]) == PullResult(0, "link")
+        assert (await consumer.actor.stats())["fallbacks"] == 0
+        await donor.until_links(0)
+
+    async def test_a_link_is_opened_for_whoever_examines(self, sides: Sides) -> None:
+        consumer, donor = [await sides.start(name, *AUTO) for name in ("consumer", "donor")]
+        contact = Contact(donor.pool.external_address, donor.host)
+        assert await consumer.actor.reach("donor", contact, PATIENCE) is None
+        assert (await consumer.actor.stats())["linked_to"] == {"donor": "shared_memory"}
+
+
+@pytest.mark.parametrize("kind", ["gloo"], indirect=True)
+@pytest.mark.parametrize(
+    ("says", "reason"), [(None, "memory not shared"), ("another-boot 1 0", "other machine")]
+)
+async def test_who_demands_shared_memory_is_told_why_there_is_none(
+    sides: Sides, says: str | None, reason: str
+) -> None:
+    consumer = await sides.start("consumer", SharedMemoryTransport)
+    donor = await sides.start("donor", *AUTO)
+    assert await consumer.pull(donor, [1], host=says) == PullResult(0, reason)
+    contact = Contact(donor.pool.external_address, says)
+    told = await consumer.actor.reach("donor", contact, PATIENCE)
+    assert told == f"no link by shared_memory: {reason}"
+    assert (await consumer.pull(donor, [1])).verified == 1
+
+
+@pytest.mark.parametrize("kind", ["gloo"], indirect=True)
+async def test_a_transport_that_the_donor_has_not_is_refused(sides: Sides) -> None:
+    consumer, donor = (
+        await sides.start("consumer"),
+        await sides.start("donor", SharedMemoryTransport),
+    )
+    assert await consumer.pull(donor, [1]) == PullResult(0, "link")
+    with pytest.raises(LinkError, match="links by shared_memory, not by 'gloo'"):
+        await donor.actor.open_link(PROTOCOL_VERSION, "id", "us", "gloo", b"", 1.0)
 
 
 def test_a_transport_is_found_by_its_path() -> None:

@@ -24,13 +24,22 @@ from xinference_xavier.transfer.messages import MAX_ROWS_PER_FETCH, PROTOCOL_VER
 TIMEOUT = 30.0  # not what is tested here
 
 
+@pytest.fixture(scope="module", params=["gloo", "shared_memory"])
+def transport(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
 @pytest.fixture(scope="module")
-def all_replicas(tracker_process: TrackerProcess) -> Iterator[dict[str, ReplicaProcess]]:
+def all_replicas(
+    tracker_process: TrackerProcess, transport: str
+) -> Iterator[dict[str, ReplicaProcess]]:
+    faulty = {"gloo": "CorruptingGloo", "shared_memory": "CorruptingSharedMemory"}[transport]
     transports = {
-        "alice": "gloo",
+        "alice": transport,
         "bob": "auto",
-        "checked": "tests.faults:CorruptingGloo",
-        "unchecked": "tests.faults:UncheckedCorruptingGloo",
+        "checked": f"tests.faults:{faulty}",
+        "unchecked": f"tests.faults:Unchecked{faulty}",
     }
     # Grants live long enough that their end in these tests is their release.
     with replicas(tracker_process.address, transports, fetch_timeout=10 * TIMEOUT) as started:
@@ -66,15 +75,26 @@ def assert_clean(consumer: ReplicaProcess, donor: ReplicaProcess) -> None:
     assert donor.counts().pinned == 0
 
 
-def test_rows_arrive_byte_for_byte(alice: ReplicaProcess, bob: ReplicaProcess) -> None:
+def came_by(replica: ReplicaProcess, transport: str) -> int:
+    """Bytes."""
+    figures = replica.stats()["fetches"]["by_transport"].get(transport)
+    return 0 if figures is None else figures["bytes"]["sum"]
+
+
+def test_rows_arrive_byte_for_byte(
+    alice: ReplicaProcess, bob: ReplicaProcess, transport: str
+) -> None:
     keys = stored(alice, bob, 5)
     fetches, moved = bob.stats()["fetches"], bob.transfer_stats()["bytes_received"]
+    before = came_by(bob, transport)
     outcome = bob.fetch("alice", keys, TIMEOUT)
     assert (outcome.state, outcome.reason, outcome.committed) == ("COMMITTED", None, 5)
     assert [bob.raw_row(key) for key in keys] == [alice.raw_row(key) for key in keys]
     assert bob.wrong_rows() == []
     assert bob.transfer_stats()["bytes_received"] - moved == 5 * ROW_BYTES
     assert bob.stats()["fetches"]["committed"] == fetches["committed"] + 1
+    assert came_by(bob, transport) - before == 5 * ROW_BYTES
+    assert bob.transfer_stats()["linked_to"]["alice"] == transport
     assert_clean(bob, alice)
 
 

@@ -13,6 +13,7 @@ from xinference_xavier.transfer.messages import (
     MAX_LINE,
     MAX_ROWS_PER_FETCH,
     PROTOCOL_VERSION,
+    Contact,
     Grant,
     GrantRequest,
     PullOrder,
@@ -27,6 +28,7 @@ from xinference_xavier.transfer.messages import (
 )
 
 KEY = b"k" * 32
+TRANSPORTS = ("module:Class", "another:Class")
 TICKET = Ticket.sign(KEY, "consumer", [4, 2], expires=100.25)
 EMPTY = Ticket.sign(KEY, "consumer", [], expires=100.25)
 
@@ -61,7 +63,7 @@ def test_a_ticket_of_another_engine_is_worthless() -> None:
 
 @pytest.mark.parametrize("port_range", [None, (40000, 40100)])
 def test_a_startup_message_arrives_as_it_was(port_range: tuple[int, int] | None) -> None:
-    startup = Startup("id", 7, 64, 4096, "::1", port_range, "module:Class", KEY.hex())
+    startup = Startup("id", 7, 64, 4096, "::1", port_range, TRANSPORTS, KEY.hex())
     line = startup.to_json()
     assert line.endswith(b"\n")
     assert line.count(b"\n") == 1
@@ -79,8 +81,8 @@ def altered(message: Any, field: str, values: list[Any]) -> list[Any]:
 
 
 REQUEST = GrantRequest(PROTOCOL_VERSION, "namespace", "consumer", (b"key1", b"key2"))
-GRANT = Grant(1, (7, 8), TICKET, "host:1", False, 3)
-ORDER = PullOrder("donor", "host:1", TICKET, (b"key1", b"key2"), (7, 8), (0, 1), 1.0)
+GRANT = Grant(1, (7, 8), TICKET, "host:1", "boot 1 0", False, 3)
+ORDER = PullOrder("donor", "host:1", None, TICKET, (b"key1", b"key2"), (7, 8), (0, 1), 1.0)
 ROWS = 5
 """Of the region that slots belong to."""
 
@@ -89,6 +91,7 @@ def test_what_is_right_passes() -> None:
     check_request(REQUEST)
     check_ticket(TICKET, ROWS)
     check_grant(GRANT, asked=2)
+    check_grant(GRANT._replace(host=None), asked=2)
     check_grant(GRANT._replace(grant_id=0, checksums=(), address="", ticket=EMPTY), asked=2)
     check_order(ORDER, ROWS)
 
@@ -154,6 +157,7 @@ def test_a_malformed_ticket_is_refused_before_it_is_verified(ticket: Any) -> Non
         *altered(GRANT, "checksums", [None, [7, 8], (7,), (), (7, -1), (7, 1 << 64), (7, 8, 9)]),
         *altered(GRANT, "ticket", [None, EMPTY, TICKET._replace(slots=(4,))]),
         *altered(GRANT, "address", [None, "", "host", "unixsocket:///1", "host:x", "host:99999"]),
+        *altered(GRANT, "host", ["", "x" * 257, 7, []]),
         *altered(GRANT, "more_is_held", [None, 1, "yes"]),
         *altered(GRANT, "sequence", NO_NUMBERS),
     ],
@@ -174,6 +178,7 @@ def test_a_grant_of_more_rows_than_were_asked_for_is_refused() -> None:
         None,
         *altered(ORDER, "donor", NO_NAMES),
         *altered(ORDER, "address", ["", "host"]),
+        *altered(ORDER, "host", ["", 7]),
         *altered(ORDER, "ticket", [None, EMPTY]),
         *altered(ORDER, "keys", [*NO_KEYS, (b"key1",)]),
         *altered(ORDER, "checksums", [None, (7,), (7, -1)]),
@@ -186,7 +191,7 @@ def test_an_order_whose_rows_are_not_ours_is_refused(order: Any) -> None:
         check_order(order, ROWS)
 
 
-STARTUP = Startup("id", 7, 64, 4096, "::1", (40000, 40100), "module:Class", KEY.hex())
+STARTUP = Startup("id", 7, 64, 4096, "::1", (40000, 40100), TRANSPORTS, KEY.hex())
 
 
 @pytest.mark.parametrize(
@@ -200,7 +205,9 @@ STARTUP = Startup("id", 7, 64, 4096, "::1", (40000, 40100), "module:Class", KEY.
         {"port_range": [1]},
         {"port_range": [1, 99999]},
         {"port_range": 7},
-        {"transport": 7},
+        {"transports": 7},
+        {"transports": []},
+        {"transports": ["module:Class", 7]},
         {"key": "xyz"},
         {"key": None},
         {"another": 1},
@@ -214,19 +221,23 @@ def test_a_malformed_startup_message_is_refused(changes: dict[str, Any]) -> None
 
 def test_the_startup_message_of_another_version_is_refused_with_the_remedy() -> None:
     """An engine still runs what was installed before; its next transfer process is the new one."""
-    line = json.dumps(json.loads(STARTUP.to_json()) | {"version": 2, "another": 1}).encode()
+    line = json.dumps(
+        json.loads(STARTUP.to_json()) | {"version": PROTOCOL_VERSION + 1, "another": 1}
+    ).encode()
     with pytest.raises(LinkError, match="run the same version of xinference-xavier everywhere"):
         Startup.from_json(line)
 
 
 def test_a_transfer_process_says_where_it_is_or_why_it_is_not() -> None:
-    assert parse_started(b'{"address": "host:1"}\n') == "host:1"
+    assert parse_started(b'{"address": "host:1", "host": "boot"}\n') == Contact("host:1", "boot")
+    assert parse_started(b'{"address": "host:1", "host": null}\n') == Contact("host:1", None)
     for line, error in [
         (b'{"error": "no such host"}\n', "no such host"),
         (b"", "ended without a word"),
-        (b'{"address": 7}', "its address=7"),
+        (b'{"address": 7}', "address=7"),
         (b'{"address": "host"}', "not of the form host:port"),
-        (b"{}", "its address=None"),
+        (b'{"address": "host:1", "host": 7}', "host=7"),
+        (b"{}", "address=''"),
         (b"[]", "not an object"),
         (b'{"address": "host:1"', "not JSON"),
         (b"x" * (MAX_LINE + 1), f"not JSON of at most {MAX_LINE} bytes"),

@@ -37,8 +37,8 @@ def region() -> Iterator[Region]:
 
 @asynccontextmanager
 async def running(region: Region, **options: Any) -> AsyncIterator[TransferProcess]:
-    arguments = {"incarnation": "a", "host": HOST, "port_range": None, "transport": NONE, **options}
-    process = TransferProcess(region, **arguments)
+    arguments = {"incarnation": "a", "host": HOST, "port_range": None, "transports": (NONE,)}
+    process = TransferProcess(region, **arguments | options)
     task = asyncio.create_task(process.run())
     try:
         yield process
@@ -56,7 +56,7 @@ async def until(condition: Callable[[], object]) -> None:
 def order(timeout: float = 1.0) -> PullOrder:
     """To fetch from the process itself, which nobody else is needed for."""
     ticket = Ticket.sign(b"", "a", [0], time.monotonic() + PATIENCE)
-    return PullOrder("nobody", "127.0.0.1:1", ticket, (b"key",), (0,), (0,), timeout)
+    return PullOrder("nobody", "127.0.0.1:1", None, ticket, (b"key",), (0,), (0,), timeout)
 
 
 async def test_it_is_ready_once_it_knows_the_secret_and_gone_at_the_end(region: Region) -> None:
@@ -73,7 +73,7 @@ async def test_it_is_ready_once_it_knows_the_secret_and_gone_at_the_end(region: 
         assert (await process.pull(order()))[:2] == (0, "link"), "nobody is there"
         child = psutil.Process(process.pid)
     assert not child.is_running()
-    assert (process.pid, process.address, process.ready) == (None, None, False)
+    assert (process.pid, process.contact, process.ready) == (None, None, False)
     assert await process.stats() == {}
 
 
@@ -135,14 +135,14 @@ async def test_after_a_long_life_the_next_comes_soon(
 async def test_one_that_cannot_start_says_why(
     region: Region, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with running(region, host="192.0.2.1", transport=GLOO) as process:
+    async with running(region, host="192.0.2.1", transports=(GLOO,)) as process:
         await until(lambda: "did not start" in caplog.text)
         assert "Gloo cannot listen on host '192.0.2.1'" in caplog.text
         assert not process.ready
 
 
 async def test_its_ports_are_in_the_configured_range(region: Region) -> None:
-    async with running(region, port_range=(42000, 42049), transport=GLOO) as process:
+    async with running(region, port_range=(42000, 42049), transports=(GLOO,)) as process:
         await until(lambda: process.pid)
         sockets = psutil.Process(process.pid).net_connections("tcp")
         ports = {s.laddr.port for s in sockets if s.status == psutil.CONN_LISTEN}
@@ -155,7 +155,7 @@ def start_raw(region: Region) -> tuple[subprocess.Popen[bytes], socket.socket]:
     with theirs:
         command = [sys.executable, "-m", "xinference_xavier.transfer", str(theirs.fileno())]
         process = subprocess.Popen(command, pass_fds=(theirs.fileno(), region.fd))
-    startup = Startup("a", region.fd, ROWS, ROW_BYTES, HOST, None, NONE, "00")
+    startup = Startup("a", region.fd, ROWS, ROW_BYTES, HOST, None, (NONE,), "00")
     ours.sendall(startup.to_json())
     return process, ours
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import socket
+import struct
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import psutil
@@ -113,6 +116,7 @@ def test_rows_arrive_byte_for_byte_where_they_belong(
 
 def test_the_donors_memory_cannot_be_written_by_its_consumer(pair: Pair) -> None:
     """Not by a mistake, and not on purpose: the descriptor itself only reads."""
+    assert pair.consumer._theirs is not None
     assert not pair.consumer._theirs.array.flags.writeable
     with pytest.raises(OSError, match=os.strerror(errno.EBADF)):
         os.write(pair.consumer._theirs.fd, b"x")
@@ -127,9 +131,21 @@ def test_a_stranger_gets_no_memory(
     assert psutil.Process().num_fds() == before
 
 
+def test_who_does_not_know_the_secret_opens_nothing(here: Replica, there: Replica) -> None:
+    """Nobody can have a donor wait for it who only reaches its port."""
+    before = psutil.Process().num_fds()
+    for hello in (b"n" * 48, here.transport.offer(b"t" * 32, later()).hello):
+        with pytest.raises(LinkError, match="does not know this model's secret"):
+            there.transport.accept(hello, SECRET, later())
+    assert psutil.Process().num_fds() == before
+
+
 @pytest.mark.parametrize("noise", [b"", b"x", b"x" * 32, b"x" * 4096])
-def test_noise_gets_no_memory(there: Replica, threads: ThreadPoolExecutor, noise: bytes) -> None:
-    acceptance = there.transport.accept(b"n" * 16, SECRET, later())
+def test_noise_gets_no_memory(
+    here: Replica, there: Replica, threads: ThreadPoolExecutor, noise: bytes
+) -> None:
+    offer = here.transport.offer(SECRET, later())
+    acceptance = there.transport.accept(offer.hello, SECRET, later())
     waiting = threads.submit(acceptance.complete, later())
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stranger:
         stranger.connect(f"\0xinference-xavier-link-{acceptance.answer.hex()}")
@@ -138,14 +154,19 @@ def test_noise_gets_no_memory(there: Replica, threads: ThreadPoolExecutor, noise
         with pytest.raises(LinkError):
             waiting.result()
         acceptance.withdraw()
+        offer.withdraw()
         _, descriptors, _, _ = socket.recv_fds(stranger, 4096, 8)
     assert descriptors == []
 
 
-@pytest.mark.parametrize("hello", [b"", b"x" * 15, b"x" * 17])
-def test_a_malformed_hello_is_refused(there: Replica, hello: bytes) -> None:
-    with pytest.raises(LinkError, match=f"a hello of {len(hello)} bytes"):
-        there.transport.accept(hello, SECRET, later())
+@pytest.mark.parametrize("what", [b"", b"x" * 15, b"x" * 47, b"x" * 49, "x" * 48, None, 7])
+def test_a_malformed_hello_or_answer_is_refused(here: Replica, there: Replica, what: Any) -> None:
+    with pytest.raises(LinkError, match="what should be a hello is none"):
+        there.transport.accept(what, SECRET, later())
+    offer = here.transport.offer(SECRET, later())
+    with pytest.raises(LinkError, match="what should be an answer is none"):
+        offer.complete(what, later())
+    offer.withdraw()
 
 
 def test_rows_of_another_size_are_refused(here: Replica, threads: ThreadPoolExecutor) -> None:
@@ -153,14 +174,36 @@ def test_rows_of_another_size_are_refused(here: Replica, threads: ThreadPoolExec
         connect(here, replica(seed=3, row_bytes=2 * ROW_BYTES), threads)
 
 
-def test_a_donor_that_grants_fewer_rows_ends_it(
+def test_a_donor_that_names_fewer_rows_ends_it_by_the_deadline(
+    pair: Pair, here: Replica, there: Replica, threads: ThreadPoolExecutor
+) -> None:
+    """Those that it did name have arrived."""
+    before = here.region.array.copy()
+    sending = threads.submit(pair.donor.send, [4, 5], later())
+    rows = pair.consumer.receive([1, 2, 3], soon())
+    assert [next(rows), next(rows)] == [1, 2]
+    with pytest.raises(LinkError, match="timed out"):
+        next(rows)
+    pair.consumer.close()
+    with pytest.raises(LinkError):
+        sending.result()
+    before[[1, 2]] = there.region.array[[4, 5]]
+    assert np.array_equal(here.region.array, before)
+
+
+def test_rows_that_an_earlier_batch_left_behind_are_not_the_next_ones(
     pair: Pair, here: Replica, threads: ThreadPoolExecutor
 ) -> None:
+    """A donor that names more than is wanted."""
+    sending = threads.submit(pair.donor.send, [4, 5], later())
+    assert receive(pair, [1]) == [1]
+    sending.result()
     before = here.region.array.copy()
-    threads.submit(pair.donor.send, [1, 2], later())
-    with pytest.raises(LinkError, match="2 rows were granted, 3 are wanted"):
-        receive(pair, [1, 2, 3])
-    pair.consumer.close()
+    threads.submit(pair.donor._peer.sendall, struct.pack("!QI", 1, 6))
+    assert receive(pair, [2]) == [2], "the second row of the link, whatever the donor thinks"
+    before[2] = here.region.array[2]
+    with pytest.raises(LinkError, match="row 1 of the link was named in place of row 2"):
+        receive(pair, [3])
     assert np.array_equal(here.region.array, before)
 
 
@@ -178,8 +221,12 @@ def test_nobody_waits_longer_than_the_deadline(here: Replica, there: Replica, pa
         list(pair.consumer.receive([1], soon()))
     with pytest.raises(LinkError, match="timed out"):
         pair.donor.send([1], soon())
+    offer = here.transport.offer(SECRET, later())
+    acceptance = there.transport.accept(offer.hello, SECRET, later())
     with pytest.raises(LinkError, match="timed out"):
-        there.transport.accept(b"n" * 16, SECRET, later()).complete(soon())
+        acceptance.complete(soon())
+    acceptance.withdraw()
+    offer.withdraw()
 
 
 def test_closing_ends_what_waits(pair: Pair, threads: ThreadPoolExecutor) -> None:
@@ -221,6 +268,51 @@ def test_a_donor_that_dies_leaves_its_rows_readable(
     with pytest.raises(LinkError, match="the donor is gone"):
         next(rows)
     assert np.array_equal(here.region.array[0], expected)
+
+
+def mappings() -> int:
+    """How many regions this process has mapped."""
+    return Path("/proc/self/maps").read_text().count("memfd:xavier-region")
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    """In an idle process it may not come for ever."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("no_collector")
+def test_the_memory_of_a_donor_is_let_go_when_its_link_is_closed(
+    here: Replica, there: Replica, threads: ThreadPoolExecutor
+) -> None:
+    """Also if somebody still knows the link and the error that it ended with: all memory of a donor
+    that is gone would stay otherwise."""
+    before = mappings()
+    pair = connect(here, there, threads)
+    assert mappings() == before + 1
+    sending = threads.submit(pair.donor.send, [1, 2], later())
+    with pytest.raises(LinkError) as failure:
+        list(pair.consumer.receive([1, 2, 3], soon()))
+    pair.consumer.close()
+    pair.donor.close()
+    assert sending.exception() is not None
+    assert mappings() == before
+    assert failure.value.__traceback__ is not None
+
+
+@pytest.mark.usefixtures("no_collector")
+def test_memory_that_is_of_no_use_is_let_go_at_once(
+    here: Replica, threads: ThreadPoolExecutor
+) -> None:
+    donor = replica(seed=3, row_bytes=2 * ROW_BYTES)
+    before = mappings()
+    with pytest.raises(LinkError) as failure:
+        connect(here, donor, threads)
+    assert mappings() == before
+    assert failure.value.__traceback__ is not None
 
 
 def test_a_link_leaves_nothing_open(

@@ -31,7 +31,9 @@ from xinference_xavier.pool.region import Region
 from xinference_xavier.transfer.actor import UID
 from xinference_xavier.transfer.gloo import GlooTransport
 from xinference_xavier.transfer.messages import PROTOCOL_VERSION, GrantRequest
+from xinference_xavier.transfer.shared_memory import SharedMemoryTransport
 
+TRANSPORTS = {transport.name: transport for transport in (GlooTransport, SharedMemoryTransport)}
 HOST = "127.0.0.1"
 PATIENCE = 30.0
 ROWS = 4
@@ -44,7 +46,7 @@ class Scene(NamedTuple):
 
 @pytest.fixture(scope="module")
 def scene(tracker_process: TrackerProcess) -> Iterator[Scene]:
-    transports = {"guarded": "gloo", "friend": "gloo"}
+    transports = {"guarded": "auto", "friend": "gloo"}
     with replicas(tracker_process.address, transports, fetch_timeout=PATIENCE) as started:
         yield Scene(*started)
 
@@ -64,7 +66,8 @@ def assert_they_share(scene: Scene) -> None:
     assert scene.consumer.wrong_rows() == []
 
 
-async def test_a_client_that_has_another_secret_moves_nothing(scene: Scene) -> None:
+@pytest.mark.parametrize("name", TRANSPORTS)
+async def test_a_client_that_has_another_secret_moves_nothing(scene: Scene, name: str) -> None:
     """It speaks our protocol and has been granted rows: anybody may ask an engine for them."""
     keys = stored(scene)
     sent = scene.donor.transfer_stats()["bytes_sent"]
@@ -72,10 +75,12 @@ async def test_a_client_that_has_another_secret_moves_nothing(scene: Scene) -> N
     grant = await engine.grant(GrantRequest(PROTOCOL_VERSION, "namespace", "stranger", tuple(keys)))
     transfer = await xoscar.actor_ref(grant.address, UID)
     region = Region.create(ROWS, ROW_BYTES)
-    gloo = GlooTransport(region, HOST, None)
-    offer = gloo.offer(b"another secret", time.monotonic() + PATIENCE)
+    transport = TRANSPORTS[name](region, HOST, None)
+    offer = transport.offer(b"another secret", time.monotonic() + PATIENCE)
     with pytest.raises(LinkError, match="does not know this model's secret"):
-        await transfer.open_link(PROTOCOL_VERSION, "link", "stranger", offer.hello, PATIENCE)
+        await transfer.open_link(
+            PROTOCOL_VERSION, "link", "stranger", transport.name, offer.hello, PATIENCE
+        )
     with pytest.raises(LinkError, match="no such link"):
         await transfer.serve(PROTOCOL_VERSION, "link", grant.ticket, ROW_BYTES, PATIENCE)
     assert_they_share(scene)
@@ -83,6 +88,7 @@ async def test_a_client_that_has_another_secret_moves_nothing(scene: Scene) -> N
     assert moved == ROWS * ROW_BYTES, "the friend's"
     assert not np.any(region.array)
     await engine.release(grant.grant_id)
+    offer.withdraw()
     region.close()
 
 

@@ -13,20 +13,20 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 import xoscar as xo
 
-from xinference_xavier.deadline import within
 from xinference_xavier.tracker.actor import tracker_uid
 
 logger = logging.getLogger(__name__)
 
-_DEADLINE = 30.0
-"""Seconds for a worker to end a replica, or for the tracker to go."""
+_PATIENCE = 30.0
+"""Seconds that a cancel waits for replicas to end. An engine that loads ends when it has loaded."""
 
 _Method = Callable[..., Awaitable[Any]]
+_ending: set[asyncio.Future[None]] = set()  # asyncio itself keeps no task alive
 
 
 def thorough_cancel(original: _Method) -> _Method:
@@ -39,25 +39,34 @@ def thorough_cancel(original: _Method) -> _Method:
         info = supervisor._model_uid_to_replica_info.get(model_uid)
         result = await original(supervisor, model_uid)
         if ours and info is not None:
-            replicas = (
+            endings = [
                 worker.terminate_model(model_uid=f"{model_uid}-rep{replica_id}")
                 for replica_id in info.active_replica_ids
                 for worker in info.replica_to_worker_refs[replica_id]
-            )
-            await asyncio.gather(*map(_end, replicas))
+            ]
             # A launch in the background finds no model to clean up after any more.
             if supervisor._xavier_cache_mapping.pop(model_uid, None) is not None:
-                await _end(xo.destroy_actor(tracker))
+                endings.append(xo.destroy_actor(tracker))
+            await _end_all(endings)
         return result
 
     return cancel
+
+
+async def _end_all(endings: Iterable[Awaitable[Any]]) -> None:
+    """What takes longer than the patience goes on by itself."""
+    tasks = [asyncio.ensure_future(_end(ending)) for ending in endings]
+    _ending.update(tasks)
+    for task in tasks:
+        task.add_done_callback(_ending.discard)
+    await asyncio.wait(tasks, timeout=_PATIENCE)
 
 
 async def _end(ending: Awaitable[Any]) -> None:
     """One that fails keeps no other from ending: what is gone already, a lost worker, or a replica
     whose launch still unwinds, because xinference's own cancel was in time for it."""
     try:
-        await within(_DEADLINE, ending)
+        await ending
     except Exception as error:
         logger.warning("a cancelled launch was not cleaned up everywhere: %r", error)
 

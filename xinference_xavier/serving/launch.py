@@ -140,6 +140,8 @@ def _sharing_launch(original: _Method) -> _Method:
             return await original(*call.args, **call.kwargs)
 
         _refuse_what_cannot_share(call.arguments, extra)
+        if options.values.get("transport") == "shared_memory":
+            _refuse_several_hosts(supervisor, call.arguments)
         model_uid = call.arguments["model_uid"]
         if model_uid is None:
             model_uid = supervisor._gen_model_uid(call.arguments["model_name"])
@@ -280,6 +282,22 @@ def _refuse_what_cannot_share(arguments: Mapping[str, Any], extra: Mapping[str, 
         )
     if arguments.get("replica") == 1:
         logger.warning("%s with one replica: nothing to share until one is added", ENABLE)
+
+
+def _refuse_several_hosts(supervisor: Any, arguments: Mapping[str, Any]) -> None:
+    """Raises ConfigError for replicas that are placed where they can never share their memory.
+
+    Where xinference places them itself, their fetches will tell.
+    """
+    placements = arguments.get("replica_config") or ()
+    hosts = {device.worker_ip for item in placements for device in item.devices}
+    if len(hosts) > 1 and not supervisor.is_local_deployment():
+        raise ConfigError(
+            "xavier_transport",
+            "shared_memory",
+            f"demands one host, and replica_config names {', '.join(sorted(map(str, hosts)))}",
+            "place all replicas on one host, or use auto",
+        )
 
 
 def _replicas_per_host(supervisor: Any, arguments: Mapping[str, Any]) -> int:

@@ -18,21 +18,28 @@ from xinference_xavier.errors import LinkError, XavierError
 from xinference_xavier.network import listen
 from xinference_xavier.pool.region import Region
 from xinference_xavier.transfer.actor import UID, TransferActor, load_transport
-from xinference_xavier.transfer.messages import MAX_LINE, Startup
+from xinference_xavier.transfer.choice import Choice
+from xinference_xavier.transfer.messages import MAX_LINE, Contact, Startup
 
 
 async def _serve(engine: socket.socket, startup: Startup) -> None:
     region = Region(startup.region_fd, startup.rows, startup.row_bytes)
     try:
-        transport = load_transport(startup.transport)(region, startup.host, startup.port_range)
+        transports = [
+            load_transport(path)(region, startup.host, startup.port_range)
+            for path in startup.transports
+        ]
         pool = await listen(startup.host, startup.port_range)
     except XavierError as error:
         _give_up(engine, error)
         return
+    choice = Choice(transports)
     await xoscar.create_actor(
-        TransferActor, startup, region, transport, address=pool.external_address, uid=UID
+        TransferActor, startup, region, choice, address=pool.external_address, uid=UID
     )
-    engine.sendall(json.dumps({"address": pool.external_address}).encode() + b"\n")
+    contact = Contact(pool.external_address, choice.host)
+    engine.sendall(json.dumps(contact._asdict()).encode() + b"\n")
+    threading.Thread(target=region.populate, name="xavier-populate", daemon=True).start()
     await asyncio.Event().wait()
 
 

@@ -15,7 +15,8 @@ import os
 import time
 from collections.abc import Awaitable
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple, TypeVar
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple, TypeVar
 
 import xoscar
 
@@ -26,9 +27,12 @@ from xinference_xavier.errors import LinkError, XavierError
 from xinference_xavier.pool.region import Region
 from xinference_xavier.rollback import Rollback
 from xinference_xavier.transfer.base import Acceptance, Link, Transport
+from xinference_xavier.transfer.choice import Choice, OutOfReachError
+from xinference_xavier.transfer.host import DIFFERENCES, MEMORY_NOT_SHARED
 from xinference_xavier.transfer.messages import (
     MAX_TIMEOUT,
     PROTOCOL_VERSION,
+    Contact,
     PullOrder,
     PullResult,
     Startup,
@@ -43,6 +47,8 @@ logger = logging.getLogger(__name__)
 
 UID = "xavier-transfer"
 MAX_LINKS = 256  # per direction
+_HAND_OVER_TIME = 1.0
+"""Seconds, and at most half of those that are left, for a link that can be made otherwise."""
 _T = TypeVar("_T")
 
 
@@ -55,6 +61,7 @@ class _Pulling(NamedTuple):
 
     link_id: str
     address: str  # of the donor's transfer process
+    transport: str
     link: Link
     thread: ThreadPoolExecutor
 
@@ -63,26 +70,44 @@ class _Serving(NamedTuple):
     """A link on which we are the donor."""
 
     consumer: str
+    transport: str
     link: asyncio.Task[Link | None]
     thread: ThreadPoolExecutor
+
+
+@dataclass
+class _Moved:
+    """By one transport."""
+
+    links: int = 0  # at the moment
+    fetches: int = 0  # of ours that moved rows
+    bytes_received: int = 0
+    bytes_sent: int = 0
+
+
+@dataclass
+class _Progress:
+    """Of a pull."""
+
+    verified: int = 0  # rows
+    transport: str | None = None
 
 
 class TransferActor(xoscar.StatelessActor):  # type: ignore[misc]  # xoscar has no types
     """Pulls rows for its own engine and serves those that engine granted to peers."""
 
-    def __init__(self, startup: Startup, region: Region, transport: Transport) -> None:
+    def __init__(self, startup: Startup, region: Region, choice: Choice) -> None:
         super().__init__()
         self._incarnation = startup.incarnation
         self._key = bytes.fromhex(startup.key)
         self._region = region
-        self._transport = transport
+        self._choice = choice
         self._secret: bytes | None = None
         self._pulling: dict[str, _Pulling] = {}  # by donor
         self._serving: dict[str, _Serving] = {}  # by link id
         self._sending: set[str] = set()  # ids of links that carry a batch at the moment
         self._turns: dict[str, asyncio.Lock] = {}  # by donor: a link carries one batch at a time
-        self._bytes_received = 0
-        self._bytes_sent = 0
+        self._moved = {name: _Moved() for name in choice.names}
         self._conditions = Conditions(logger)
 
     # -- asked by the own engine ------------------------------------------------------------
@@ -91,17 +116,27 @@ class TransferActor(xoscar.StatelessActor):  # type: ignore[misc]  # xoscar has 
         """The model's secret, new with every tracker."""
         self._secret = secret
 
-    async def stats(self) -> dict[str, int | str]:
+    async def stats(self) -> dict[str, Any]:
+        """`transport` names those that have links, or all that might if there is no link yet."""
+        links = [link.transport for link in self._pulling.values()]
+        links += [link.transport for link in self._serving.values()]
+        for name, moved in self._moved.items():
+            moved.links = links.count(name)
+        used = [name for name, moved in self._moved.items() if moved.links]
         return {
-            "transport": self._transport.name,
-            "bytes_received": self._bytes_received,
-            "bytes_sent": self._bytes_sent,
-            "links": len(self._pulling) + len(self._serving),
+            "transport": ", ".join(used or self._moved),
+            "bytes_received": sum(moved.bytes_received for moved in self._moved.values()),
+            "bytes_sent": sum(moved.bytes_sent for moved in self._moved.values()),
+            "links": len(links),
+            "transports": {name: asdict(moved) for name, moved in self._moved.items()},
+            "linked_to": {donor: link.transport for donor, link in self._pulling.items()},
+            "fallbacks": self._choice.fallbacks,
         }
 
     async def forget(self, incarnation: str) -> None:
         """That replica is gone: close its links."""
         self._turns.pop(incarnation, None)
+        self._choice.forget(incarnation)
         await self._drop_pulling(incarnation)
         await self._drop_serving_to(incarnation)
 
@@ -113,7 +148,7 @@ class TransferActor(xoscar.StatelessActor):  # type: ignore[misc]  # xoscar has 
             self._conditions.warn("order", "pull refused: %s", error)
             return PullResult(0, "malformed")
         deadline = time.monotonic() + order.timeout
-        arrived: list[int] = []
+        progress = _Progress()
         reason: str | None = None
         if len(self._turns) > MAX_LINKS:
             self._turns = {donor: turn for donor, turn in self._turns.items() if turn.locked()}
@@ -125,27 +160,30 @@ class TransferActor(xoscar.StatelessActor):  # type: ignore[misc]  # xoscar has 
         reused = order.donor in self._pulling
         try:
             try:
-                await self._pull(order, deadline, arrived)
+                await self._pull(order, deadline, progress)
             except LinkError as error:
                 # An idle link may have died unseen: a new one tells whether the donor did too.
-                if not reused or arrived or isinstance(error, ChecksumError):
+                if not reused or progress.verified or isinstance(error, ChecksumError):
                     raise
                 logger.debug("the link to %s was dead: %s", order.donor, error)
                 await self._drop_pulling(order.donor)
-                await self._pull(order, deadline, arrived)
+                await self._pull(order, deadline, progress)
         # Anything: what a peer raises arrives as whatever it is.
         except Exception as error:
-            reason = _reason(error) if len(arrived) < len(order.slots) else None
+            reason = _reason(error) if progress.verified < len(order.slots) else None
             self._conditions.warn(
                 f"pull from {order.donor}", "pull from %s failed: %s", order.donor, error
             )
             await self._drop_pulling(order.donor)
         finally:
             turn.release()
-        self._bytes_received += len(arrived) * self._region.row_bytes
-        return PullResult(len(arrived), reason, self._transport.name)
+        if progress.verified and progress.transport is not None:
+            moved = self._moved[progress.transport]
+            moved.fetches += 1
+            moved.bytes_received += progress.verified * self._region.row_bytes
+        return PullResult(progress.verified, reason, progress.transport)
 
-    async def reach(self, donor: str, address: str, timeout: float) -> str | None:
+    async def reach(self, donor: str, contact: Contact, timeout: float) -> str | None:
         """Open a link to `donor`, unless there is one; why that fails, None if it does not."""
         deadline = time.monotonic() + timeout
         turn = self._turns.setdefault(donor, asyncio.Lock())
@@ -153,29 +191,33 @@ class TransferActor(xoscar.StatelessActor):  # type: ignore[misc]  # xoscar has 
             return None  # rows are on their way
         async with turn:
             pulling = self._pulling.get(donor)
-            if pulling is not None and pulling.address == address:
+            if pulling is not None and pulling.address == contact.address:
                 return None
             try:
                 await self._drop_pulling(donor)
-                peer = await _before(deadline, xoscar.actor_ref(address, UID))
-                await self._connect(donor, address, peer, deadline)
+                peer = await _before(deadline, xoscar.actor_ref(contact.address, UID))
+                await self._connect(donor, contact, peer, deadline)
+            except OutOfReachError as error:
+                return str(error)
             except Exception as error:  # what a peer raises arrives as whatever it is
-                return f"no link to {address}: {str(error) or type(error).__name__}"
+                return f"no link to {contact.address}: {str(error) or type(error).__name__}"
         return None
 
-    async def _pull(self, order: PullOrder, deadline: float, arrived: list[int]) -> None:
+    async def _pull(self, order: PullOrder, deadline: float, progress: _Progress) -> None:
         peer = await _before(deadline, xoscar.actor_ref(order.address, UID))
         pulling = self._pulling.get(order.donor)
         if pulling is None or pulling.address != order.address:
             await self._drop_pulling(order.donor)
-            pulling = await self._connect(order.donor, order.address, peer, deadline)
+            contact = Contact(order.address, order.host)
+            pulling = await self._connect(order.donor, contact, peer, deadline)
+        progress.transport = pulling.transport
 
         def receive() -> None:
             slots = pulling.link.receive(order.slots, deadline)
             for slot, key, checksum in zip(slots, order.keys, order.checksums, strict=True):
                 if self._region.checksum(slot, key) != checksum:
                     raise ChecksumError(f"the row of chunk {key.hex()[:16]} arrived damaged")
-                arrived.append(slot)
+                progress.verified += 1
 
         loop = asyncio.get_running_loop()
         receiving = loop.run_in_executor(pulling.thread, receive)
@@ -203,30 +245,50 @@ class TransferActor(xoscar.StatelessActor):  # type: ignore[misc]  # xoscar has 
     async def _connect(
         self,
         donor: str,
+        contact: Contact,
+        peer: xoscar.ActorRefType["TransferActor"],
+        deadline: float,
+    ) -> _Pulling:
+        if len(self._pulling) >= MAX_LINKS:
+            raise LinkError(f"{MAX_LINKS} links are open already")
+        best, *others = self._choice.candidates(donor, *contact)
+        if not others:
+            return await self._link(best, donor, contact.address, peer, deadline)
+        now = time.monotonic()
+        soon = now + min(_HAND_OVER_TIME, (deadline - now) / 2)
+        try:
+            return await self._link(best, donor, contact.address, peer, soon)
+        except Exception as error:  # what a peer raises arrives as whatever it is
+            pulling = await self._link(others[0], donor, contact.address, peer, deadline)
+            self._choice.fell_back(donor, contact.address, error)
+            return pulling
+
+    async def _link(
+        self,
+        transport: Transport,
+        donor: str,
         address: str,
         peer: xoscar.ActorRefType["TransferActor"],
         deadline: float,
     ) -> _Pulling:
         if self._secret is None:
             raise LinkError("not joined to a tracker yet")
-        if len(self._pulling) >= MAX_LINKS:
-            raise LinkError(f"{MAX_LINKS} links are open already")
         loop = asyncio.get_running_loop()
         thread = ThreadPoolExecutor(1, "xavier-pull")
         async with Rollback() as scope:
             scope.undo(thread.shutdown, False)
-            offer = self._transport.offer(self._secret, deadline)
+            offer = transport.offer(self._secret, deadline)
             scope.undo(loop.run_in_executor, None, offer.withdraw)
             link_id = os.urandom(8).hex()
             hello = await loop.run_in_executor(thread, lambda: offer.hello)
             timeout = deadline - time.monotonic()
-            answer = await _before(
-                deadline,
-                peer.open_link(PROTOCOL_VERSION, link_id, self._incarnation, hello, timeout),
+            opening = peer.open_link(
+                PROTOCOL_VERSION, link_id, self._incarnation, transport.name, hello, timeout
             )
+            answer = await _before(deadline, opening)
             link = await loop.run_in_executor(thread, offer.complete, answer, deadline)
             scope.commit()
-        pulling = self._pulling[donor] = _Pulling(link_id, address, link, thread)
+        pulling = self._pulling[donor] = _Pulling(link_id, address, transport.name, link, thread)
         return pulling
 
     async def _drop_pulling(self, donor: str) -> None:
@@ -237,16 +299,24 @@ class TransferActor(xoscar.StatelessActor):  # type: ignore[misc]  # xoscar has 
     # -- asked by a peer's transfer process --------------------------------------------------
 
     async def open_link(
-        self, version: int, link_id: str, consumer: str, hello: bytes, timeout: float
+        self,
+        version: int,
+        link_id: str,
+        consumer: str,
+        transport: str,
+        hello: bytes,
+        timeout: float,
     ) -> bytes:
         """Begin a link to `consumer`; the answer completes the consumer's side."""
         check_version(version)
         with checking("request for a link"):
             check_identifier("link_id", link_id)
             check_identifier("consumer", consumer)
+            check_identifier("transport", transport)
             check_seconds("timeout", timeout, MAX_TIMEOUT)
         if self._secret is None:
             raise LinkError("the donor has not joined a tracker yet")
+        own = self._choice.named(transport)
         # A consumer has one link to us; it makes another when it has given up the one before.
         await self._drop_serving_to(consumer)
         if link_id in self._serving:
@@ -258,11 +328,11 @@ class TransferActor(xoscar.StatelessActor):  # type: ignore[misc]  # xoscar has 
         thread = ThreadPoolExecutor(1, "xavier-serve")
         async with Rollback() as scope:
             scope.undo(thread.shutdown, False)
-            half = self._transport.accept(hello, self._secret, deadline)
+            half = own.accept(hello, self._secret, deadline)
             answering = loop.run_in_executor(thread, lambda: half.answer)
             link = asyncio.ensure_future(self._accept(link_id, half, thread, deadline))
             # Before anything is waited for: those that come meanwhile count it.
-            self._serving[link_id] = _Serving(consumer, link, thread)
+            self._serving[link_id] = _Serving(consumer, own.name, link, thread)
             scope.commit()
         return await answering
 
@@ -314,7 +384,7 @@ class TransferActor(xoscar.StatelessActor):  # type: ignore[misc]  # xoscar has 
             raise
         finally:
             self._sending.discard(link_id)
-        self._bytes_sent += len(ticket.slots) * row_bytes
+        self._moved[serving.transport].bytes_sent += len(ticket.slots) * row_bytes
 
     async def _drop_serving_to(self, consumer: str) -> None:
         for link_id, serving in list(self._serving.items()):
@@ -343,6 +413,9 @@ def _reason(error: BaseException) -> str:
     """What a failed pull is counted as."""
     if isinstance(error, ChecksumError):
         return "checksum"
+    # A peer's own words would make our figures as large as it likes.
+    if isinstance(error, OutOfReachError) and error.reason in (MEMORY_NOT_SHARED, *DIFFERENCES):
+        return error.reason
     if isinstance(error, TimeoutError) or "timed out" in str(error).lower():
         return "timeout"
     return "link"

@@ -71,9 +71,15 @@ class Acceptance(Protocol):
 
 
 class Transport(ABC):
-    """Makes links for one region. `name` appears in status and metrics."""
+    """Makes links for one region.
+
+    `name` says what is spoken on them: both ends of a link have a transport of the same name. It
+    appears in status and metrics. `host` is the `host_identity` of the only host whose processes
+    can be linked; None where links reach any host.
+    """
 
     name: ClassVar[str]
+    host: str | None = None
 
     @abstractmethod
     def __init__(self, region: Region, host: str, port_range: tuple[int, int] | None) -> None:

@@ -9,7 +9,7 @@ import time
 from xinference_xavier.errors import GrantRefusedError, LinkError
 from xinference_xavier.pool.pool import Pool
 from xinference_xavier.transfer.grants import Grants
-from xinference_xavier.transfer.messages import Grant, GrantRequest, check_request
+from xinference_xavier.transfer.messages import Contact, Grant, GrantRequest, check_request
 from xinference_xavier.transfer.process import TransferProcess
 
 
@@ -51,13 +51,15 @@ class Donor:
         except GrantRefusedError:
             self.grants.release(promise.grant_id)
             raise
+        contact = self._process.contact or Contact("", None)
         held = len(promise.rows)
         more = held < len(request.keys) and self._pool.lookup(request.keys[held]) is not None
         return Grant(
             promise.grant_id,
             tuple(row.checksum for row in promise.rows if row.checksum is not None),
             ticket,
-            self._process.address or "",
+            contact.address,
+            contact.host,
             more,
             sequence,
         )

@@ -202,6 +202,7 @@ class Fetcher:
         order = PullOrder(
             fetch.donor,
             grant.address,
+            grant.host,
             grant.ticket,
             tuple(row.key for row in rows),
             grant.checksums,

@@ -24,7 +24,7 @@ from xinference_xavier.checks import (
 )
 from xinference_xavier.errors import GrantRefusedError, LinkError, TransportError
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 MAX_ROWS_PER_FETCH = 1 << 16
 MAX_TIMEOUT = 3600.0
 MAX_LINE = 1 << 16
@@ -61,7 +61,7 @@ class Startup:
     row_bytes: int
     host: str
     port_range: tuple[int, int] | None
-    transport: str  # "module:Class" of a Transport
+    transports: tuple[str, ...]  # "module:Class" of each Transport, best first
     key: str
 
     def to_json(self) -> bytes:
@@ -75,8 +75,13 @@ class Startup:
             check_version(fields.pop("version", None))
             if fields.keys() != cls.__dataclass_fields__.keys():
                 raise ValueError(f"it has the fields {shown(sorted(fields))}")
-            for name in ("incarnation", "host", "transport"):
+            for name in ("incarnation", "host"):
                 check_identifier(name, fields[name])
+            if not isinstance(fields["transports"], list) or not fields["transports"]:
+                raise ValueError(f"transports={shown(fields['transports'])} names none")
+            for path in fields["transports"]:
+                check_identifier("transport", path)
+            fields["transports"] = tuple(fields["transports"])
             check_count("region_fd", fields["region_fd"], 0, _MAX_ROWS)
             check_count("rows", fields["rows"], 1, _MAX_ROWS)
             check_count("row_bytes", fields["row_bytes"], 1)
@@ -90,8 +95,21 @@ class Startup:
         return cls(**fields)
 
 
-def parse_started(line: bytes) -> str:
-    """The address at which a transfer process listens, from the line that it answers with.
+class Contact(NamedTuple):
+    """Where a transfer process is."""
+
+    address: str
+    host: str | None  # its `host_identity`, for who might have its memory; None: nobody may
+
+
+def check_contact(address: object, host: object) -> None:
+    check_address("address", address)
+    if host is not None:
+        check_identifier("host", host)
+
+
+def parse_started(line: bytes) -> Contact:
+    """Where a transfer process listens, from the line that it answers with.
 
     Raises:
         TransportError: it does not listen, with its own words for why.
@@ -102,11 +120,11 @@ def parse_started(line: bytes) -> str:
         answer = parse_object("its answer", line, MAX_LINE)
         if "error" in answer:
             raise TransportError(str(answer["error"]))
-        check_address("its address", answer.get("address"))
+        contact = Contact(answer.get("address", ""), answer.get("host"))
+        check_contact(*contact)
     except ValueError as error:
         raise TransportError(str(error)) from None
-    address: str = answer["address"]
-    return address
+    return contact
 
 
 class Ticket(NamedTuple):
@@ -171,6 +189,7 @@ class Grant(NamedTuple):
     checksums: tuple[int, ...]
     ticket: Ticket
     address: str  # of the donor's transfer process
+    host: str | None  # as in its Contact
     more_is_held: bool  # it holds the next key too, but grants no more at a time
     sequence: int  # the donor's last publication when it looked: what it lacks, it lacks as of then
 
@@ -189,7 +208,7 @@ def check_grant(grant: object, asked: int) -> None:
         if bool(grant.grant_id) != bool(grant.checksums):
             raise ValueError("it has an id without rows, or rows without an id")
         if grant.grant_id:
-            check_address("address", grant.address)
+            check_contact(grant.address, grant.host)
         if type(grant.more_is_held) is not bool:
             raise ValueError("more_is_held is neither True nor False")
 
@@ -199,6 +218,7 @@ class PullOrder(NamedTuple):
 
     donor: str  # incarnation
     address: str  # of the donor's transfer process
+    host: str | None  # as in its Contact
     ticket: Ticket
     keys: tuple[bytes, ...]
     checksums: tuple[int, ...]
@@ -212,7 +232,7 @@ def check_order(order: object, rows: int) -> None:
         if not isinstance(order, PullOrder):
             raise ValueError(f"it is {type(order).__name__}")
         check_identifier("donor", order.donor)
-        check_address("address", order.address)
+        check_contact(order.address, order.host)
         check_ticket(order.ticket)
         check_keys("keys", order.keys, MAX_ROWS_PER_FETCH)
         check_counts("checksums", order.checksums, MAX_ROWS_PER_FETCH, _MAX_CHECKSUM)
@@ -228,4 +248,4 @@ class PullResult(NamedTuple):
 
     verified: int
     reason: str | None  # why not all of them
-    transport: str | None = None  # over which they came, or should have; None: none was chosen
+    transport: str | None = None  # by which they came; None: there was no link

@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import xoscar
 
@@ -23,6 +23,7 @@ from xinference_xavier.pool.region import Region
 from xinference_xavier.rollback import Rollback
 from xinference_xavier.transfer.messages import (
     MAX_LINE,
+    Contact,
     PullOrder,
     PullResult,
     Startup,
@@ -44,13 +45,13 @@ _ACTOR_GONE = (xoscar.ActorNotExist, xoscar.ServerClosed)
 class _Child(NamedTuple):
     process: asyncio.subprocess.Process
     control: socket.socket
-    address: str
+    contact: Contact
     actor: xoscar.ActorRefType
     exited: asyncio.Future[int]
 
 
 class TransferProcess:
-    """`address` is where peers' transfer processes find ours; None while there is none."""
+    """`contact` is how peers' transfer processes find ours; None while there is none."""
 
     def __init__(
         self,
@@ -59,7 +60,7 @@ class TransferProcess:
         incarnation: str,
         host: str,
         port_range: tuple[int, int] | None,
-        transport: str,
+        transports: Sequence[str],
     ) -> None:
         self._region = region
         self._key = os.urandom(32)
@@ -70,7 +71,7 @@ class TransferProcess:
             row_bytes=region.row_bytes,
             host=host,
             port_range=port_range,
-            transport=transport,
+            transports=tuple(transports),
             key=self._key.hex(),
         )
         self._secret: bytes | None = None
@@ -82,8 +83,8 @@ class TransferProcess:
         self._conditions = Conditions(logger)
 
     @property
-    def address(self) -> str | None:
-        return self._child.address if self._child is not None else None
+    def contact(self) -> Contact | None:
+        return self._child.contact if self._child is not None else None
 
     @property
     def ready(self) -> bool:
@@ -148,11 +149,12 @@ class TransferProcess:
             loop = asyncio.get_running_loop()
             await loop.sock_sendall(ours, self._startup.to_json())
             async with asyncio.timeout(_START_TIMEOUT):
-                address = parse_started(await _read_line(ours))
-            actor = await within(_START_TIMEOUT, xoscar.actor_ref(address, "xavier-transfer"))
+                contact = parse_started(await _read_line(ours))
+            finding = xoscar.actor_ref(contact.address, "xavier-transfer")
+            actor = await within(_START_TIMEOUT, finding)
             scope.commit()
         exited = asyncio.ensure_future(process.wait())
-        return _Child(process, ours, address, actor, exited)
+        return _Child(process, ours, contact, actor, exited)
 
     async def _attend(self, child: _Child) -> None:
         while self._told != self._secret:  # another one may come meanwhile
@@ -184,28 +186,28 @@ class TransferProcess:
         if self._child is not None:
             await self._call(self._child, "forget", incarnation)
 
-    async def reach(self, donor: str, address: str, timeout: float) -> str | None:
+    async def reach(self, donor: str, contact: Contact, timeout: float) -> str | None:
         """Why no link to the donor's transfer process can be opened; None if one can."""
         child = self._child
         if child is None:
             return "this replica has no transfer process"
         try:
             reason: str | None = await within(
-                timeout + _GRACE, child.actor.reach(donor, address, timeout)
+                timeout + _GRACE, child.actor.reach(donor, contact, timeout)
             )
         except (OSError, *_ACTOR_GONE, TimeoutError) as error:
             self.failed_calls += 1
             return f"this replica's transfer process does not answer: {error!r}"
         return reason
 
-    async def stats(self) -> dict[str, int | str]:
+    async def stats(self) -> dict[str, Any]:
         if self._child is None:
             return {}
         return await self._call(self._child, "stats") or {}
 
-    async def _call(self, child: _Child, method: str, *args: object) -> dict[str, int | str] | None:
+    async def _call(self, child: _Child, method: str, *args: object) -> dict[str, Any] | None:
         try:
-            answer: dict[str, int | str] | None = await within(
+            answer: dict[str, Any] | None = await within(
                 _CALL_TIMEOUT, getattr(child.actor, method)(*args)
             )
             return answer

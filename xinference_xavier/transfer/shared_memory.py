@@ -2,9 +2,15 @@
 
 The donor's transfer process hands its region over, read-only, to a process of the same user that
 proves the model's secret. From then on only slot numbers travel, over the same Unix socket: the
-donor names the rows that it has granted, the consumer copies them and says when it is done.
+donor names the rows that it has granted, one after the other, the consumer copies them and says
+when it has them all. Rows are counted as long as the link lives, so that what a batch that went
+wrong has left behind is not taken for the next one's.
 
 The socket is abstract: it leaves no file, and it is found only in its own network namespace.
+
+Rows are copied one by one with numpy, which lets go of Python's lock and is as fast as memcpy.
+Copying rows that lie side by side together was measured: up to a tenth faster for the copy, but
+the checksum that follows no longer finds its row in the processor's caches and loses more.
 """
 
 import hmac
@@ -21,13 +27,17 @@ import numpy as np
 from xinference_xavier.errors import LinkError, RegionError
 from xinference_xavier.pool.region import Region, check_same_user, offer_to_read, take_region
 from xinference_xavier.transfer.base import Link, Transport
+from xinference_xavier.transfer.host import host_identity
 
+_HELLO_BYTES = 16 + 32
 _NAME_BYTES = 16
 _NONCE_BYTES = 16
 _PROOF_BYTES = 32
-_COUNT = _SLOT = struct.Struct("!I")
+_NAMED = struct.Struct("!QI")  # a row's number on this link, and its slot
+_READ_BYTES = 4096
 _DONE = b"\1"
 _CONSUMER, _DONOR = b"consumer", b"donor"
+_STRANGER = "the peer does not know this model's secret"
 
 
 class SharedMemoryTransport(Transport):
@@ -36,13 +46,16 @@ class SharedMemoryTransport(Transport):
     def __init__(self, region: Region, host: str, port_range: tuple[int, int] | None) -> None:
         """`host` and `port_range` do not matter: nothing is sent over the network."""
         self._region = region
+        self.host = host_identity()
 
     def offer(self, secret: bytes, deadline: float) -> "_Offer":
         return _Offer(self._region, secret)
 
     def accept(self, hello: bytes, secret: bytes, deadline: float) -> "_Acceptance":
-        if len(hello) != _NONCE_BYTES:
-            raise LinkError(f"a hello of {len(hello)} bytes is none")
+        if type(hello) is not bytes or len(hello) != _HELLO_BYTES:
+            raise LinkError("what should be a hello is none")
+        if not hmac.compare_digest(hello, _hello(secret, hello[:_NONCE_BYTES])):
+            raise LinkError(_STRANGER)
         return _Acceptance(self._region, secret, hello)
 
 
@@ -52,12 +65,12 @@ class _Offer:
     def __init__(self, region: Region, secret: bytes) -> None:
         self._region = region
         self._secret = secret
-        self.hello = os.urandom(_NONCE_BYTES)
+        self.hello = _hello(secret, os.urandom(_NONCE_BYTES))
         self._peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
 
     def complete(self, answer: bytes, deadline: float) -> "ConsumerLink":
-        if len(answer) != _NAME_BYTES:
-            raise LinkError(f"an answer of {len(answer)} bytes is none")
+        if type(answer) is not bytes or len(answer) != _NAME_BYTES:
+            raise LinkError("what should be an answer is none")
         try:
             _set_timeout(self._peer, deadline)
             self._peer.connect(_socket_name(answer))
@@ -66,9 +79,11 @@ class _Offer:
             theirs = take_region(self._peer)
         except (OSError, RegionError) as error:
             raise LinkError(f"the donor's memory cannot be had: {error}") from None
-        if theirs.row_bytes != self._region.row_bytes:
+        row_bytes = theirs.row_bytes
+        if row_bytes != self._region.row_bytes:
             theirs.close()
-            raise LinkError(f"the donor's rows have {theirs.row_bytes} bytes")
+            del theirs
+            raise LinkError(f"the donor's rows have {row_bytes} bytes")
         return ConsumerLink(self._peer, self._region, theirs)
 
     def withdraw(self) -> None:
@@ -108,19 +123,35 @@ class _Acceptance:
 
 
 class ConsumerLink(Link):
-    """`theirs` is the donor's region, mapped read-only."""
+    """`theirs` is the donor's region, mapped read-only.
+
+    Nobody else refers to it, not even for a moment in a local variable: an error keeps the frames
+    that it passed until the garbage collector comes, and with the mapping all memory of a donor
+    that may be gone.
+    """
 
     def __init__(self, peer: socket.socket, ours: Region, theirs: Region) -> None:
         self._peer = peer
         self._ours = ours
-        self._theirs = theirs
+        self._theirs: Region | None = theirs
+        self._their_rows = theirs.rows
+        self._unread = bytearray()
+        self._next = 0
         self._copying = threading.Lock()
-        self._closed = False
+        # In the background: rows that are fetched before it is done cost a few page faults.
+        self._mapping = threading.Thread(
+            target=theirs.populate, args=(self._is_open,), name="xavier-map", daemon=True
+        )
+        self._mapping.start()
+
+    def _is_open(self) -> bool:
+        return self._theirs is not None
 
     def receive(self, slots: Sequence[int], deadline: float) -> Iterator[int]:
-        for slot, source in zip(slots, self._granted(len(slots), deadline), strict=True):
+        for slot in slots:
+            source = self._granted(deadline)
             with self._copying:
-                if self._closed:
+                if self._theirs is None:
                     raise LinkError("the link was closed")
                 np.copyto(self._ours.row(slot), self._theirs.row(source))
             yield slot
@@ -128,20 +159,25 @@ class ConsumerLink(Link):
                 raise LinkError("timed out while copying")
         self._send(_DONE)
 
-    def _granted(self, count: int, deadline: float) -> list[int]:
-        """The donor's slots, of which there must be `count`."""
+    def _granted(self, deadline: float) -> int:
+        """The donor's slot of the next row."""
         try:
-            _set_timeout(self._peer, deadline)
-            (told,) = _COUNT.unpack(_receive_exactly(self._peer, _COUNT.size))
-            if told != count:
-                raise LinkError(f"{told} rows were granted, {count} are wanted")
-            packed = _receive_exactly(self._peer, _SLOT.size * count)
+            while len(self._unread) < _NAMED.size:
+                _set_timeout(self._peer, deadline)
+                part = self._peer.recv(_READ_BYTES)
+                if not part:
+                    raise OSError("the other side closed")
+                self._unread += part
         except OSError as error:
-            raise LinkError(f"the donor did not name its rows: {error}") from None
-        slots = [slot for (slot,) in _SLOT.iter_unpack(packed)]
-        if max(slots, default=0) >= self._theirs.rows:
-            raise LinkError(f"row {max(slots)} lies outside of the donor's memory")
-        return slots
+            raise LinkError(f"the donor did not name its row: {error}") from None
+        number, slot = _NAMED.unpack_from(self._unread)
+        del self._unread[: _NAMED.size]
+        if number != self._next:
+            raise LinkError(f"row {number} of the link was named in place of row {self._next}")
+        if slot >= self._their_rows:
+            raise LinkError(f"row {slot} lies outside of the donor's memory")
+        self._next += 1
+        return int(slot)
 
     def _send(self, message: bytes) -> None:
         try:
@@ -155,13 +191,16 @@ class ConsumerLink(Link):
     def close(self) -> None:
         _shut(self._peer)
         with self._copying:  # whoever copies a row right now still does
-            self._closed = True
-            self._theirs.close()
+            theirs, self._theirs = self._theirs, None
+        if theirs is not None:
+            theirs.close()
+        self._mapping.join()
 
 
 class DonorLink(Link):
     def __init__(self, peer: socket.socket) -> None:
         self._peer = peer
+        self._next = 0
 
     def receive(self, slots: Sequence[int], deadline: float) -> Iterator[int]:
         raise LinkError("a donor's link does not receive")
@@ -169,13 +208,20 @@ class DonorLink(Link):
     def send(self, slots: Sequence[int], deadline: float) -> None:
         try:
             _set_timeout(self._peer, deadline)
-            self._peer.sendall(_COUNT.pack(len(slots)) + b"".join(map(_SLOT.pack, slots)))
+            named = enumerate(slots, self._next)
+            self._peer.sendall(b"".join(_NAMED.pack(*row) for row in named))
+            self._next += len(slots)
             _receive_exactly(self._peer, len(_DONE))
         except OSError as error:
             raise LinkError(f"the consumer did not copy its rows: {error}") from None
 
     def close(self) -> None:
         _shut(self._peer)
+
+
+def _hello(secret: bytes, nonce: bytes) -> bytes:
+    """Before a donor opens anything, it knows that the model's consumer is asking."""
+    return nonce + hmac.digest(secret, b"hello" + nonce, "sha256")
 
 
 def _socket_name(name: bytes) -> str:
@@ -193,7 +239,7 @@ def _prove(
     peer.sendall(hmac.digest(secret, own_role + transcript, "sha256"))
     theirs = _receive_exactly(peer, _PROOF_BYTES)
     if not hmac.compare_digest(theirs, hmac.digest(secret, other_role + transcript, "sha256")):
-        raise LinkError("the peer does not know this model's secret")
+        raise LinkError(_STRANGER)
 
 
 def _receive_exactly(peer: socket.socket, count: int) -> bytes:

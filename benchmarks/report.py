@@ -1,0 +1,92 @@
+"""The report: `build/bench-report.json`, and of it `docs/benchmarks.md` with its plots.
+
+A part that is measured anew replaces what the report had of it; the others stay.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from matplotlib.figure import Figure
+
+ROOT = Path(__file__).resolve().parent.parent
+REPORT = ROOT / "build" / "bench-report.json"
+PAGE = ROOT / "docs" / "benchmarks.md"
+IMAGES = ROOT / "docs" / "images"
+_HEAD = """# Benchmarks
+
+Written by `make bench`; `make bench PART=<part>` measures one part anew. All samples are in
+`build/bench-report.json`. Take the ratios, not the figures: they are of one machine, and what is
+compared was measured in turns.
+"""
+
+
+def load() -> dict[str, Any]:
+    if not REPORT.exists():
+        return {"parts": {}}
+    report: dict[str, Any] = json.loads(REPORT.read_text())
+    return report
+
+
+def add(report: dict[str, Any], name: str, part: dict[str, Any], seconds: float) -> None:
+    """To the report and its file."""
+    report["parts"][name] = {
+        "measured": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+        "took_s": seconds,
+        "machine": machine(),
+        **part,
+    }
+    REPORT.parent.mkdir(exist_ok=True)
+    REPORT.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def machine() -> dict[str, Any]:
+    return {
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "load": os.getloadavg()[0],
+    }
+
+
+def _processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def write_page(report: Mapping[str, Any], parts: Mapping[str, ModuleType]) -> None:
+    """Of the parts that were measured, in the order of `parts`."""
+    sections = [_HEAD]
+    IMAGES.mkdir(exist_ok=True)
+    for name, module in parts.items():
+        part = report["parts"].get(name)
+        if part is None:
+            continue
+        image = IMAGES / f"bench-{name}.png"
+        _draw(image, module, part)
+        host = part["machine"]
+        sections.append(
+            f"## {module.TITLE} (`{name}`)\n\n"
+            f"{part['measured']}, {part['took_s']:.0f} s; {host['cores']} cores of "
+            f"{host['processor']}, Linux {host['kernel']}, load {host['load']:.1f}.\n\n"
+            f"{module.markdown(part)}\n\n![{module.TITLE}](images/{image.name})\n"
+        )
+    PAGE.write_text("\n".join(sections))
+
+
+def _draw(image: Path, module: ModuleType, part: Mapping[str, Any]) -> None:
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
+    axes.set_title(module.TITLE)
+    module.plot(part, axes)
+    figure.savefig(image, dpi=100, metadata={"Software": None})

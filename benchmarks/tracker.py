@@ -1,0 +1,300 @@
+"""Part `tracker`: what an index of a million keys takes, and how soon news of it arrives.
+
+Publications and lookups are timed in one process, beside the least that they could cost: filling a
+set, looking into a dictionary. For the way to the watchers, tracker, watchers and publisher are in
+processes of their own, and each key carries the time at which it was published; beside it stands
+what the publisher's own call to the tracker took. Throughput is that of one tracker process to
+which replicas publish as fast as it answers them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import random
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from statistics import quantiles
+from typing import Any
+
+import psutil
+
+from benchmarks.figures import figure, ratio, shown
+from benchmarks.watchers import KEY_BYTES, NAMESPACE, TrackerProcess, Watchers, stamped
+from xinference_xavier.tracker.index import Index, Member, Settings, unpack
+from xinference_xavier.tracker.mirror import Mirror
+
+TITLE = "Tracker"
+KEYS = 1_000_000
+MEMBERS = 5
+"""That hold them, in equal parts; each part is a sample."""
+BATCH = 1000
+"""Keys of a publication."""
+LOOKUPS = 200_000
+REPLICAS = (2, 16, 64)
+RUNS = 5
+SECONDS = 2.0
+"""Of each run."""
+KEYS_PER_SECOND = 10_000
+_PAUSE = 0.01
+"""Seconds between two publications on their way to watchers."""
+
+
+def measure() -> dict[str, Any]:
+    return {
+        **_holdings(),
+        "throughput": asyncio.run(_throughput()),
+        "propagation": asyncio.run(_propagation()),
+    }
+
+
+# -- in one process ---------------------------------------------------------------------------
+
+
+def _holdings() -> dict[str, Any]:
+    each = KEYS // MEMBERS
+    batches = [
+        [os.urandom(KEY_BYTES * BATCH) for _ in range(each // BATCH)] for _ in range(MEMBERS)
+    ]
+    index = Index()
+    before = _memory()
+    publishing: list[float] = []
+    filling: list[float] = []
+    for number, own in enumerate(batches):
+        name = f"member {number}"
+        index.join(Member(name, "127.0.0.1:1"), KEY_BYTES, 0.0)
+        publishing.append(each / _time(lambda own=own, name=name: _publish(index, name, own)))  # type: ignore[misc]  # one after the other
+        filling.append(each / _time(lambda own=own: _fill(own)))  # type: ignore[misc]
+    index_bytes = (_memory() - before) / KEYS
+    before = _memory()
+    mirror = Mirror("watcher", max_keys=KEYS)
+    mirror.apply(index.changes_since("", 0, "watcher"))
+    mirror_bytes = (_memory() - before) / KEYS
+    assert len(mirror) == KEYS
+    looking, getting = _lookups(
+        mirror, [key for own in batches for b in own[:2] for key in _keys(b)]
+    )
+    return {
+        "publishes_per_s": figure(publishing),
+        "set_per_s": figure(filling),
+        "publishes/set": ratio(publishing, filling),
+        "lookups_per_s": figure(looking),
+        "dict_per_s": figure(getting),
+        "lookups/dict": ratio(looking, getting),
+        "index_bytes_per_key": index_bytes,
+        "mirror_bytes_per_key": mirror_bytes,
+    }
+
+
+def _publish(index: Index, name: str, batches: list[bytes]) -> None:
+    for sequence, batch in enumerate(batches, 1):
+        index.publish(name, sequence, batch, b"")
+
+
+def _fill(batches: list[bytes]) -> None:
+    held: set[bytes] = set()
+    for batch in batches:
+        held.update(_keys(batch))
+
+
+def _lookups(mirror: Mirror, keys: list[bytes]) -> tuple[list[float], list[float]]:
+    """Per second, in any order, half of them of keys that nobody holds."""
+    asked = random.Random(0).choices(keys, k=LOOKUPS // 2)
+    asked += [os.urandom(KEY_BYTES) for _ in range(LOOKUPS // 2)]
+    random.Random(1).shuffle(asked)
+    plain = dict.fromkeys(mirror._holders, ("one",))
+    looking, getting = [], []
+    for _ in range(RUNS):
+        looking.append(LOOKUPS / _time(lambda: _look(mirror.holders, asked)))
+        getting.append(LOOKUPS / _time(lambda: _look(plain.get, asked)))
+    return looking, getting
+
+
+def _look(look: Callable[[bytes], object], keys: list[bytes]) -> None:
+    for key in keys:
+        look(key)
+
+
+def _keys(batch: bytes) -> list[bytes]:
+    return unpack(batch, KEY_BYTES)
+
+
+def _time(action: Callable[[], None]) -> float:
+    began = time.perf_counter()
+    action()
+    return time.perf_counter() - began
+
+
+def _memory() -> int:
+    gc.collect()
+    return int(psutil.Process().memory_info().rss)
+
+
+# -- from replicas ----------------------------------------------------------------------------
+
+
+async def _throughput() -> list[dict[str, Any]]:
+    found = []
+    for count in REPLICAS:
+        with TrackerProcess() as tracker:
+            actor = await tracker.actor()
+            publishers = [_Publisher(actor, f"publisher {number}") for number in range(count)]
+            for publisher in publishers:
+                await publisher.join()
+            rates = []
+            for _ in range(RUNS):
+                until = time.monotonic() + SECONDS / 2
+                keys = await asyncio.gather(*(each.publish_until(until) for each in publishers))
+                rates.append(sum(keys) / (SECONDS / 2))
+            found.append({"replicas": count, "keys_per_s": figure(rates)})
+    return found
+
+
+class _Publisher:
+    """Holds one batch at a time, so that its holdings do not grow."""
+
+    def __init__(self, tracker: Any, name: str) -> None:
+        self._tracker = tracker
+        self._name = name
+        self._sequence = 0
+        self._held = b""
+
+    async def join(self) -> None:
+        member = Member(self._name, "127.0.0.1:1")
+        await self._tracker.join(NAMESPACE, member, KEY_BYTES, Settings())
+
+    async def publish_until(self, end: float) -> int:
+        """How many keys it published."""
+        first = self._sequence
+        while time.monotonic() < end:
+            self._sequence += 1
+            keys = os.urandom(KEY_BYTES * BATCH)
+            await self._tracker.publish(NAMESPACE, self._name, self._sequence, keys, self._held)
+            self._held = keys
+        return (self._sequence - first) * BATCH
+
+
+# -- to watchers ------------------------------------------------------------------------------
+
+
+async def _propagation() -> list[dict[str, Any]]:
+    found = []
+    for count in REPLICAS:
+        with TrackerProcess() as tracker, Watchers(tracker.address, count) as watchers:
+            found.append({"watchers": count, **await _to(watchers, tracker)})
+            tracker.close()  # first, or it would go on answering watchers that are gone
+    return found
+
+
+async def _to(watchers: Watchers, tracker: TrackerProcess) -> dict[str, Any]:
+    actor = await tracker.actor()
+    name = "publisher"
+    await actor.join(NAMESPACE, Member(name, "127.0.0.1:1"), KEY_BYTES, Settings())
+    sequences = iter(range(1, 1 << 30))
+    arriving: list[list[float]] = []
+    calling: list[list[float]] = []
+    for _ in range(RUNS):
+        calls = await _publish_for(
+            SECONDS, lambda keys: actor.publish(NAMESPACE, name, next(sequences), keys, b"")
+        )
+        calling.append(calls)
+        arriving.append(watchers.delays(len(calls)))
+    return {
+        "p50_ms": figure([_percentile(run, 50) for run in arriving]),
+        "p99_ms": figure([_percentile(run, 99) for run in arriving]),
+        "call_p50_ms": figure([_percentile(run, 50) for run in calling]),
+        "call_p99_ms": figure([_percentile(run, 99) for run in calling]),
+        "keys_per_s": len(calling[-1]) * int(KEYS_PER_SECOND * _PAUSE) / SECONDS,
+    }
+
+
+async def _publish_for(
+    seconds: float, publish: Callable[[bytes], Awaitable[object]]
+) -> list[float]:
+    """What each call took, in ms."""
+    took = []
+    for due in _times(time.monotonic(), seconds):
+        await asyncio.sleep(max(0.0, due - time.monotonic()))
+        keys = stamped(int(KEYS_PER_SECOND * _PAUSE))
+        began = time.monotonic()
+        await publish(keys)
+        took.append((time.monotonic() - began) * 1e3)
+    return took
+
+
+def _times(start: float, seconds: float) -> Iterator[float]:
+    for number in range(int(seconds / _PAUSE)):
+        yield start + number * _PAUSE
+
+
+def _percentile(samples: list[float], percent: int) -> float:
+    return quantiles(samples, n=100)[percent - 1]
+
+
+# -- shown ------------------------------------------------------------------------------------
+
+
+def markdown(part: dict[str, Any]) -> str:
+    lines = [
+        f"One process, {KEYS:,} keys of {KEY_BYTES} bytes, held by {MEMBERS} members, "
+        f"published {BATCH} at a time; half of the lookups are of keys that nobody holds. "
+        "Medians, in brackets the least and the most.",
+        "",
+        "| | per second | the least it could cost | ratio |",
+        "|---|---|---|---|",
+        _line("keys published", part, "publishes", "set", "filling a set"),
+        _line("keys looked up in a mirror", part, "lookups", "dict", "a dictionary's `get`"),
+        "",
+        f"Memory: {part['index_bytes_per_key']:.0f} bytes per key in the tracker, "
+        f"{part['mirror_bytes_per_key']:.0f} in a mirror.",
+        "",
+        f"Replicas that publish to one tracker process as fast as it answers, {BATCH} keys at a "
+        "time and as many withdrawn:",
+        "",
+        "| replicas | keys published per second |",
+        "|---|---|",
+        *(f"| {row['replicas']} | {shown(row['keys_per_s'], 0)} |" for row in part["throughput"]),
+        "",
+        f"News of {KEYS_PER_SECOND:,} keys per second on their way to watchers, ms from before the "
+        "publisher's call to after the mirror's update; beside it the call itself:",
+        "",
+        "| watchers | median | 99 of 100 | a call, median | a call, 99 of 100 |",
+        "|---|---|---|---|---|",
+    ]
+    for row in part["propagation"]:
+        cells = (shown(row[n], 1) for n in ("p50_ms", "p99_ms", "call_p50_ms", "call_p99_ms"))
+        lines.append(f"| {row['watchers']} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _line(title: str, part: dict[str, Any], name: str, reference: str, words: str) -> str:
+    cells = (
+        title,
+        shown(part[f"{name}_per_s"], 0),
+        f"{words}: {shown(part[f'{reference}_per_s'], 0)}",
+        shown(part[f"{name}/{reference}"]),
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+def plot(part: dict[str, Any], axes: Any) -> None:
+    rows = part["throughput"]
+    _curve(axes, rows, "replicas", "keys_per_s", "C0")
+    axes.set_ylabel("keys published per second", color="C0")
+    news = axes.twinx()
+    _curve(news, part["propagation"], "watchers", "p99_ms", "C1")
+    news.set_ylabel(f"ms until 99 of 100 news arrive, {KEYS_PER_SECOND:,} keys/s", color="C1")
+    axes.set_xscale("log", base=2)
+    replicas = [row["replicas"] for row in rows]
+    axes.set_xticks(replicas, map(str, replicas))
+    axes.set_xlabel("replicas")
+
+
+def _curve(axes: Any, rows: list[dict[str, Any]], x: str, y: str, color: str) -> None:
+    middle = [row[y]["median"] for row in rows]
+    below = [row[y]["median"] - row[y]["least"] for row in rows]
+    above = [row[y]["most"] - row[y]["median"] for row in rows]
+    places = [row[x] for row in rows]
+    axes.errorbar(places, middle, yerr=[below, above], marker="o", capsize=3, color=color)
+    axes.set_ylim(bottom=0)

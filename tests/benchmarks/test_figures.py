@@ -1,0 +1,25 @@
+"""A figure is a median with its spread; what is compared is compared turn by turn."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.figures import figure, ratio, shown
+
+
+def test_a_figure_is_the_median_and_shows_how_far_others_were_from_it() -> None:
+    found = figure([3, 1, 2, 5, 4])
+    assert (found["median"], found["least"], found["most"]) == (3, 1, 5)
+    assert found["samples"] == [3, 1, 2, 5, 4]
+    assert shown(found, 1) == "3.0 (1.0–5.0)"
+
+
+def test_too_few_samples_are_no_figure() -> None:
+    with pytest.raises(ValueError, match="4 samples"):
+        figure([1, 2, 3, 4])
+
+
+def test_a_ratio_is_that_of_each_turn_and_not_of_the_medians() -> None:
+    assert ratio([1, 2, 3, 4, 50], [2, 4, 6, 8, 100])["samples"] == [0.5] * 5
+    with pytest.raises(ValueError, match="shorter"):
+        ratio([1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5])
