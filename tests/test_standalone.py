@@ -30,18 +30,21 @@ def test_a_tracker_in_a_process_of_its_own() -> None:
     address = f"127.0.0.1:{free_port('127.0.0.1')}"
     words = [PROGRAM, "tracker", MODEL, "--address", address]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == f"the tracker of {MODEL} listens at {address}\n"
-        replica = ReplicaProcess("first", address)
         try:
-            assert "ReplicaJoined" in process.stdout.readline()
+            assert process.stdout is not None
+            assert process.stdout.readline() == f"the tracker of {MODEL} listens at {address}\n"
+            replica = ReplicaProcess("first", address)
+            try:
+                assert "ReplicaJoined" in process.stdout.readline()
+            finally:
+                replica.kill()
+            second = CliRunner().invoke(main, ["tracker", "m", "--address", address])
+            assert second.exit_code == 1
+            assert f"address='{address}' cannot be listened on" in second.output
+            process.send_signal(signal.SIGINT)
+            assert process.wait() == 0
         finally:
-            replica.kill()
-        second = CliRunner().invoke(main, ["tracker", "m", "--address", address])
-        assert second.exit_code == 1
-        assert f"address='{address}' cannot be listened on" in second.output
-        process.send_signal(signal.SIGINT)
-        assert process.wait() == 0
+            process.kill()
 
 
 def test_what_vllm_is_told_is_our_configuration() -> None:
