@@ -25,14 +25,15 @@ SECONDS ?=
 SEED ?=
 STEPS ?=
 
-.PHONY: help system venv lint types test test-long chaos bench demo clean
+.PHONY: help system venv lint types test test-long chaos bench demo docs clean
 
 help:
 	@echo "make demo    two replicas share long prefixes, measured (MODEL=<folder> ARGS='--dtype bfloat16 …')"
-	@echo "make test    lint, types and tests"
+	@echo "make test    lint, types, documentation and tests"
 	@echo "make chaos   faults by the thousand, 25 minutes (PART=replicas|engines SECONDS=… SEED=…)"
-	@echo "make test-long  browsers, and clusters, hosts and engines that are broken on purpose: half an hour"
 	@echo "make bench   what sharing costs, beside what this machine can do (PART=transport …)"
+	@echo "make test-long  browsers, Prometheus, and clusters, hosts and engines that are broken on purpose: an hour"
+	@echo "make docs    the documentation, as build/docs/index.html"
 	@echo "make lint    ruff"
 	@echo "make types   mypy"
 	@echo "make venv    $(VENV) from the pinned list"
@@ -52,7 +53,7 @@ system:
 
 venv: $(VENV)/.complete
 
-$(VENV)/.complete: pyproject.toml $(wildcard requirements/*.txt)
+$(VENV)/.complete: pyproject.toml requirements/torch.txt requirements/cpu.txt requirements/dev.txt
 	@test -n "$(PYTHON)" || { echo "no Python >= 3.11 found: install it or say make PYTHON=<path>"; exit 1; }
 	@echo "[1/5] $(VENV) from $$($(PYTHON) --version) ($(PYTHON))"
 	@$(PYTHON) -m venv $(VENV)
@@ -66,6 +67,10 @@ $(VENV)/.complete: pyproject.toml $(wildcard requirements/*.txt)
 	@$(PIP) --no-deps --no-build-isolation -e .
 	@touch $@
 
+$(VENV)/.docs: requirements/docs.txt $(VENV)/.complete
+	@$(PIP) --no-deps -r requirements/docs.txt
+	@touch $@
+
 lint: venv
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -73,7 +78,7 @@ lint: venv
 types: venv
 	$(BIN)/mypy
 
-test: lint types
+test: lint types docs
 	$(BIN)/python -m pytest
 
 test-long: system venv
@@ -88,6 +93,11 @@ bench: venv
 
 demo: venv
 	$(BIN)/python -m examples.demo $(if $(MODEL),--model "$(MODEL)") $(ARGS)
+
+# Every warning is an error, a link or an anchor that leads nowhere among them.
+docs: $(VENV)/.docs
+	$(BIN)/python -m sphinx --builder html --fail-on-warning --keep-going --fresh-env --quiet docs build/docs
+	@echo "build/docs/index.html"
 
 clean:
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

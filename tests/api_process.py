@@ -15,12 +15,15 @@ from typing import Annotated, Any
 
 import uvicorn
 import xoscar as xo
+from aioprometheus.asgi.starlette import metrics
+from aioprometheus.collectors import Registry
 from fastapi import APIRouter, FastAPI, Header, HTTPException
 from fastapi.security import SecurityScopes
 
 from tests.replica_process import DEADLINE, MODEL
 from xinference_xavier.serving.api import add_routes
 from xinference_xavier.serving.cluster import supervisor_facts, worker_facts
+from xinference_xavier.serving.exporter import add_metrics
 from xinference_xavier.serving.launch import xavier_models, xavier_tracker_address
 from xinference_xavier.tracker.actor import BlockTracker, tracker_uid
 
@@ -158,6 +161,9 @@ def _application(supervisor: Any, *, guarded: bool = False) -> FastAPI:
         auth_enabled=guarded,
         get_supervisor_ref=get_supervisor_ref,
     )
+    app.state.registry = Registry()  # each has one of its own, like a process
+    app.add_route("/metrics", metrics)
     add_routes(context)
+    add_metrics(context)
     app.include_router(router)
     return app

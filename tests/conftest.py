@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from examples.make_model import make_model
-from tests.replica_process import TrackerProcess
+from tests.api_process import ApiProcess
+from tests.pair import Pair
+from tests.replica_process import TrackerProcess, replicas
 
 
 @pytest.fixture(scope="session")
@@ -23,3 +25,13 @@ def tracker_process() -> Iterator[TrackerProcess]:
     tracker = TrackerProcess()
     yield tracker
     tracker.kill()
+
+
+@pytest.fixture(scope="session")
+def pair() -> Iterator[Pair]:
+    api = ApiProcess()
+    try:
+        with replicas(api.address, {"first": "gloo", "second": "gloo"}) as (first, second):
+            yield Pair(api, first, second)
+    finally:
+        api.kill()

@@ -7,6 +7,8 @@ xoscar keeps one event loop per process, so replicas cannot share the test's.
 import asyncio
 import hashlib
 import itertools
+import json
+import logging
 import multiprocessing
 import os
 import signal
@@ -20,6 +22,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import xoscar
+from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from xinference_xavier.config import XavierConfig
 from xinference_xavier.explanation import Chunked
@@ -80,11 +86,25 @@ class Outcome(NamedTuple):
     seconds: float  # until it was decided
 
 
+class _Lines(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, str]] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.seen.append((record.levelname, record.getMessage()))
+
+
 class _Inside:
     """What runs in the replica's process; each public method is a command."""
 
     def __init__(self, name: str, rows: int, row_bytes: int, namespace: str, options: Any) -> None:
         ingredients = options.pop("ingredients", None)
+        self.engine_stats: dict[str, Any] = {}
+        self.spans = InMemorySpanExporter()
+        self.lines = _Lines()
+        logging.getLogger("xinference_xavier").addHandler(self.lines)
+        logging.getLogger("xinference_xavier").setLevel(logging.INFO)
         self.region = Region.create(rows, row_bytes)
         self.pool = Pool(rows)
         self.replica = Replica(
@@ -94,7 +114,7 @@ class _Inside:
             key_bytes=KEY_BYTES,
             region=self.region,
             pool=self.pool,
-            engine_stats=dict,
+            engine_stats=lambda: self.engine_stats,
             ingredients=ingredients,
         )
         self.replica.chunker = chunk_numbers
@@ -115,12 +135,18 @@ class _Inside:
         self.begin_fetch(donor, keys, timeout)
         return self.end_fetch()
 
-    def begin_fetch(self, donor: str, keys: Sequence[bytes], timeout: float) -> None:
+    def begin_fetch(
+        self,
+        donor: str,
+        keys: Sequence[bytes],
+        timeout: float,
+        trace_headers: dict[str, str] | None = None,
+    ) -> None:
         rows, evicted = self.pool.reserve(keys)
         assert len(rows) == len(keys)
         self.replica.evicted(evicted)
         self.began = time.monotonic()
-        self.fetching = self.replica.fetch(donor, rows, self.began + timeout)
+        self.fetching = self.replica.fetch(donor, rows, self.began + timeout, trace_headers)
 
     def end_fetch(self) -> Outcome:
         fetch = self.fetching
@@ -185,6 +211,24 @@ class _Inside:
 
     def stats(self) -> dict[str, Any]:
         return self.replica.stats()
+
+    def count(self, engine_stats: dict[str, Any]) -> None:
+        """As if an engine had counted this."""
+        self.engine_stats = engine_stats
+
+    def trace(self) -> None:
+        """As if an operator had set up tracing."""
+        provider = TracerProvider()
+        provider.add_span_processor(SimpleSpanProcessor(self.spans))
+        trace.set_tracer_provider(provider)
+
+    def traced(self) -> list[dict[str, Any]]:
+        """The spans that have ended."""
+        return [json.loads(span.to_json()) for span in self.spans.get_finished_spans()]
+
+    def logged(self) -> list[tuple[str, str]]:
+        """Levels and texts, from INFO on."""
+        return self.lines.seen
 
     def transfer_stats(self) -> dict[str, Any]:
         asking = asyncio.run_coroutine_threadsafe(self.replica._process.stats(), self.replica._loop)

@@ -1,12 +1,26 @@
-"""What the documentation says of the tests is true."""
+"""What the documentation says is true, as far as that can be compared. `make docs` looks after its
+links; pages with a test of their own are the options and troubleshooting."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
+from xml.etree import ElementTree
+
+import pytest
+from fastapi import APIRouter
+from fastapi.routing import APIRoute
+
+from xinference_xavier import errors, hooks
+from xinference_xavier.serving.api import add_routes
+from xinference_xavier.tracker.history import HIT_SOURCES
 
 TESTS = Path(__file__).parent
-RELIABILITY = TESTS.parent / "docs" / "reliability.md"
+DOCS = TESTS.parent / "docs"
+RELIABILITY = DOCS / "reliability.md"
+DRAWINGS = sorted((DOCS / "images").glob("*.svg"))
+SVG = "{http://www.w3.org/2000/svg}"
 FILE = re.compile(r"`([\w/]+/)?(test_\w+\.py)`")
 NAME = re.compile(r"`(test_\w+)`")
 
@@ -25,3 +39,56 @@ def test_every_test_that_a_promise_names_exists() -> None:
                 assert re.search(rf"def {found[1]}\b", source), f"{file} has no {found[1]}"
                 named += 1
     assert named > 50
+
+
+def test_every_rest_route_is_there_and_no_other() -> None:
+    router = APIRouter()
+    add_routes(SimpleNamespace(router=router, auth_enabled=False, get_supervisor_ref=None))
+    served = {
+        f"{method} {route.path}"
+        for route in router.routes
+        if isinstance(route, APIRoute)
+        for method in route.methods
+    }
+    listed = re.findall(r"^\| `((?:GET|POST) [^`]+)`", (DOCS / "api.md").read_text(), re.MULTILINE)
+    assert set(listed) == served
+
+
+def test_every_source_of_tokens_is_explained() -> None:
+    assert all(f"`{source}`" in (DOCS / "api.md").read_text() for source in HIT_SOURCES)
+
+
+def test_every_event_that_a_hook_may_get_is_in_the_reference() -> None:
+    page = (DOCS / "python.md").read_text()
+    listed = re.findall(r"autoclass:: (\w+)$", page.partition("## Events and hooks")[2], re.M)
+    assert set(listed) == {name for name, each in vars(hooks).items() if _is_event(each)}
+
+
+def _is_event(thing: object) -> bool:
+    return isinstance(thing, type) and issubclass(thing, hooks.Event)
+
+
+def test_every_public_error_says_what_it_is() -> None:
+    """Its docstring is its entry in the reference."""
+    ours = [each for each in vars(errors).values() if isinstance(each, type)]
+    assert len(ours) > 8
+    assert all(each.__doc__ for each in ours)
+
+
+@pytest.mark.parametrize("drawing", DRAWINGS, ids=lambda drawing: drawing.name)
+def test_drawings_say_what_they_show_and_are_for_light_and_dark(drawing: Path) -> None:
+    """They bring a background of their own for each, so that neither a reader's theme nor the
+    system's can make them unreadable, and load nothing from elsewhere."""
+    root = ElementTree.parse(drawing).getroot()
+    for name in ("title", "desc"):
+        element = root.find(f"{SVG}{name}")
+        assert element is not None
+        assert element.text
+    style = root.findtext(f"{SVG}style") or ""
+    light, _, dark = style.partition("@media (prefers-color-scheme: dark)")
+    for part in (light, dark):
+        assert ".paper { fill: #" in part
+        assert re.search(r"text \{[^}]*fill: #", part)
+    used = {name for each in root.iter() for name in each.get("class", "").split()}
+    assert all(f".{name} " in light or f".{name}," in light for name in used)
+    assert "href=" not in drawing.read_text()

@@ -28,7 +28,8 @@ MAY_IMPORT = {
     "serving": {"ground", "tracker"},
     "package": {"serving"},
     "client": {"ground"},
-    "cli": {"client", "ground"},
+    "standalone": {"ground", "serving", "tracker"},
+    "cli": {"client", "ground", "standalone"},
 }
 """Our parts, and which other parts each of them may import."""
 
@@ -41,15 +42,18 @@ ABOVE_GROUND = {
     "results": "client",
     "network": "network",
     "replica": "replica",
+    "standalone": "standalone",
 }
 """Modules beside the subpackages that are not of the ground floor."""
 
 CONFINED = {
     "vllm": {"engine"},
     "xinference": {"serving"},
+    "aioprometheus": {"serving"},
     "fastapi": {"serving"},
+    "opentelemetry": {"transfer"},
     "torch": {"engine", "transfer"},
-    "xoscar": {"network", "tracker", "transfer", "replica", "serving"},
+    "xoscar": {"network", "tracker", "transfer", "replica", "serving", "standalone"},
 }
 """Third parties, and the parts that may import them."""
 

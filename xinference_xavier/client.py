@@ -57,6 +57,7 @@ class XavierClient:
         return list(map(ModelStatus.of, self.call("GET", "/v1/xavier")["models"]))
 
     def status(self, model_uid: str) -> ModelStatus:
+        """How one model shares, at this moment."""
         return ModelStatus.of(self.call("GET", _path(model_uid)))
 
     def switch(self, model_uid: str, enabled: bool) -> ModelStatus:

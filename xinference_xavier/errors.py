@@ -103,6 +103,23 @@ REFUSALS = (
     "too many rows",
 )
 """Why rows are not granted."""
+OUT_OF_REACH = ("memory not shared", "other machine", "other network namespace", "other user")
+"""Why a replica that shares within its host only cannot fetch from a donor."""
+ROLLBACKS = (
+    *REFUSALS,
+    *OUT_OF_REACH,
+    "checksum",
+    "donor unreachable",
+    "internal error",
+    "link",
+    "malformed",
+    "refused",
+    "reset",
+    "stopped",
+    "timeout",
+    "transfer process died",
+)
+"""Why fetches are rolled back."""
 
 
 class GrantRefusedError(XavierError):

@@ -38,6 +38,15 @@ from xinference_xavier.pool.checksums import Checksums
 from xinference_xavier.pool.pool import Pool, Row
 from xinference_xavier.pool.region import Region
 from xinference_xavier.rollback import Rollback
+from xinference_xavier.sharing_log import (
+    ALONE,
+    NO_PEERS,
+    NO_TRANSFER_PROCESS,
+    NOT_JOINED,
+    RESETTING,
+    SWITCHED_OFF,
+    SharingLog,
+)
 from xinference_xavier.tracker.client import TrackerClient
 from xinference_xavier.tracker.events import MAX_REPORTED, event_dict
 from xinference_xavier.tracker.failure import replica_name
@@ -61,7 +70,7 @@ TRANSPORTS = {
 """Best first."""
 MAX_BACKLOG = 10_000
 """Things that the scheduler thread may have left to the background loop at a time."""
-_EXPIRY_INTERVAL = 1.0
+_LOOK_INTERVAL = 1.0
 _MAX_DONORS = 100  # that figures name
 _STOP_TIMEOUT = 3.0
 
@@ -188,12 +197,19 @@ class Replica:
         if keys:
             self._post_if_room(self._client.withdraw, keys)
 
-    def fetch(self, donor: str, rows: list[Row], deadline: float) -> Fetch | None:
-        """Begin to bring the rows, which the caller reserved, from `donor`.
+    def fetch(
+        self,
+        donor: str,
+        rows: list[Row],
+        deadline: float,
+        trace_headers: Mapping[str, str] | None = None,
+    ) -> Fetch | None:
+        """Begin to bring the rows, which the caller reserved, from `donor`, in the trace of the
+        request whose headers these are.
 
         None, and the rows are free again, when the background loop has ended or is far behind.
         """
-        fetch = Fetch(donor, rows, deadline)
+        fetch = Fetch(donor, rows, deadline, trace_headers)
         if self._post_if_room(self._fetcher.start, fetch):
             return fetch
         for row in rows:
@@ -292,6 +308,7 @@ class Replica:
         self._fetcher = Fetcher(
             incarnation=self._incarnation,
             pool=self._pool,
+            row_bytes=self._region.row_bytes,
             process=self._process,
             namespace=lambda: self._shared_namespace,
             address_of=self.mirror.address,
@@ -308,7 +325,7 @@ class Replica:
                 self._process.run(),
                 self._client.run(),
                 self._checksums.run(),
-                self._expire_grants(),
+                self._look_around(),
             )
         ]
         scope.undo(self._end, background)
@@ -376,10 +393,26 @@ class Replica:
         self._shared_namespace = namespace
         await self._client.change_namespace(namespace)
 
-    async def _expire_grants(self) -> None:
+    async def _look_around(self) -> None:
+        sharing_log = SharingLog(self._incarnation)
         while True:
-            await asyncio.sleep(_EXPIRY_INTERVAL)
+            await asyncio.sleep(_LOOK_INTERVAL)
             self._donor.grants.expire(time.monotonic())
+            sharing_log.see(self._not_sharing(), len(self.mirror.peers))
+
+    def _not_sharing(self) -> str | None:
+        """Why nothing can be fetched from anybody; None if it can."""
+        if not self.mirror.enabled:
+            return SWITCHED_OFF
+        if self._client.secret is None:
+            return NOT_JOINED
+        if not self.sharing:
+            return RESETTING
+        if not self._process.ready:
+            return NO_TRANSFER_PROCESS
+        if not self.mirror.peers:
+            return ALONE if self._alone else NO_PEERS
+        return None
 
     # -- asked by peers and the tracker -------------------------------------------------------
 
@@ -448,15 +481,16 @@ class Replica:
             "received_from": {
                 donor: rows * row_bytes for donor, rows in counts.received.most_common(_MAX_DONORS)
             },
-            "received_by": {
-                transport: rows * row_bytes for transport, rows in counts.received_by.items()
-            },
             "fetching": dict(counts.in_flight.most_common(_MAX_DONORS)),
             "fetches": {
                 "started": counts.started,
                 "committed": counts.committed,
                 "rolled_back": dict(counts.rolled_back),
+                "by_transport": {
+                    name: figures.to_dict() for name, figures in counts.by_transport.items()
+                },
             },
+            "not_sharing": self._not_sharing(),
             "pool": self._pool.counts()._asdict() | {"row_bytes": row_bytes},
             "grants": {"live": len(self._donor.grants), "refused": self._donor.refused},
             "mirror": {"keys": len(self.mirror), "dropped": self.mirror.dropped},

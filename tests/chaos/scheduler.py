@@ -44,7 +44,8 @@ class Phase(Enum):
 
 @dataclass
 class _Served:
-    """A request and where it is. `pending_since` is the time of its first RETRY."""
+    """A request and where it is. `pending_since` is the time of its first RETRY, `overslept` what
+    the scheduler had until then."""
 
     request: Request
     own_prefix: int
@@ -53,18 +54,20 @@ class _Served:
     steps: int = 0
     is_pending: bool = False
     pending_since: float | None = None
+    overslept: float = 0.0
 
 
 @dataclass
 class Figures:
-    """`decisions` that took longer than the deadline, as (first pending lookup, decision)."""
+    """`decisions` that took longer than the deadline, as (first pending lookup, decision, seconds
+    of these that the machine gave this process no turn)."""
 
     requests: int = 0
     finished: int = 0
     aborted: int = 0
     operations: int = 0
     longest_decision: float = 0.0
-    decisions: list[tuple[float, float]] = field(default_factory=list)
+    decisions: list[tuple[float, float, float]] = field(default_factory=list)
     done: Counter[str] = field(default_factory=Counter)
 
 
@@ -111,6 +114,7 @@ class Scheduler(threading.Thread):
         self._served: list[_Served] = []
         self._jobs: list[Job] = []
         self._flushes = 0
+        self._overslept = 0.0  # seconds that steps came later than they should have
         self.orders: Counter[str] = Counter()
         self.weights = weights
         self.paused = True
@@ -155,13 +159,18 @@ class Scheduler(threading.Thread):
                 if began > next_report:
                     next_report = began + 0.1
                     self._report()
-                threading.Event().wait(max(0.001, STEP - (time.monotonic() - began)))
+                self._sleep(max(0.001, STEP - (time.monotonic() - began)))
         except BaseException:  # vLLM's engine would be dead now, and all its requests with it
             self.died = True
             with self._log.open("a") as log:
                 log.write(traceback.format_exc())
             self._report()
             raise
+
+    def _sleep(self, seconds: float) -> None:
+        began = time.monotonic()
+        threading.Event().wait(seconds)
+        self._overslept += max(0.0, time.monotonic() - began - seconds)
 
     # -- a step -------------------------------------------------------------------------------
 
@@ -194,14 +203,14 @@ class Scheduler(threading.Thread):
         if hits is None:
             served.is_pending = True
             if served.pending_since is None:
-                served.pending_since = now
+                served.pending_since, served.overslept = now, self._overslept
             if self._take("request aborted while it waits"):
                 self.figures.aborted += 1
                 self._finish(served)
             return
         if served.is_pending and served.pending_since is not None:
             served.is_pending = False
-            self._note_decision(served.pending_since, now)
+            self._note_decision(served.pending_since, now, self._overslept - served.overslept)
         if hits and self._take("no room after a hit"):
             return
         slots = self._vllm.schedule(served.request, hits, served.own_prefix)
@@ -211,9 +220,9 @@ class Scheduler(threading.Thread):
             keys = served.request.keys[served.own_prefix :][:hits]
             self._submit(Job(served.request, False, keys, slots, self.weights, self._haste()))
 
-    def _note_decision(self, since: float, now: float) -> None:
+    def _note_decision(self, since: float, now: float, overslept: float) -> None:
         if now - since > self._fetch_timeout:
-            self.figures.decisions.append((since, now))
+            self.figures.decisions.append((since, now, overslept))
         else:
             self.figures.longest_decision = max(self.figures.longest_decision, now - since)
 

@@ -10,6 +10,7 @@ from contextlib import suppress
 import pytest
 
 from tests.api_process import API_KEY, ApiProcess
+from tests.pair import Pair
 from tests.replica_process import (
     CHUNK_TOKENS,
     MODEL,
@@ -21,8 +22,6 @@ from tests.replica_process import (
 from xinference_xavier.client import AsyncXavierClient, XavierClient
 from xinference_xavier.errors import ApiError
 from xinference_xavier.results import Happened, ModelStatus, Reuse
-
-from .conftest import Pair
 
 
 @pytest.fixture

@@ -13,14 +13,13 @@ import pytest
 from click.testing import CliRunner, Result
 
 from tests.api_process import API_KEY
+from tests.pair import Pair
 from tests.replica_process import MODEL, fresh_numbers, make_key, wait_until
 from xinference_xavier.cli import endpoint as endpoint_module
 from xinference_xavier.cli.commands import main
 from xinference_xavier.cli.tables import size
 from xinference_xavier.client import XavierClient
 from xinference_xavier.results import ModelStatus
-
-from .conftest import Pair
 
 PROGRAM = Path(sys.executable).parent / "xinference-xavier"
 

@@ -60,7 +60,11 @@ def fault(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def cluster(model_folder: Path, fault: Path) -> Iterator[LocalCluster]:
     """Listens on all addresses: `0.0.0.0` as xinference's host just works."""
-    environment = {"PYTHONPATH": str(ROOT), SCRIPT: str(fault)}
+    environment = {
+        "PYTHONPATH": str(ROOT),
+        SCRIPT: str(fault),
+        "XINFERENCE_DISABLE_METRICS": "0",
+    }
     log = ROOT / "build" / "test-cluster.log"
     with LocalCluster(log, host="0.0.0.0", environment=environment) as cluster:
         cluster.register(model_folder, "small")

@@ -242,6 +242,21 @@ class _Inside:
     async def load_weights(self, folder: str) -> None:
         await self._engine.collective_rpc("reload_weights", kwargs={"weights_path": folder})
 
+    async def unfinished(self) -> int:
+        """Requests that have come and are not over."""
+        count: int = self._engine.output_processor.get_num_unfinished_requests()
+        return count
+
+    async def cached_tokens(self) -> dict[str, int]:
+        """What vLLM itself counts, by where they came from."""
+        from vllm.v1.metrics.reader import get_metrics_snapshot
+
+        return {
+            metric.labels["source"]: metric.value
+            for metric in get_metrics_snapshot()
+            if metric.name == "vllm:prompt_tokens_cached_by_source"
+        }
+
     async def preemptions(self) -> int:
         from vllm.v1.metrics.reader import get_metrics_snapshot
 

@@ -123,6 +123,13 @@ class Cluster:
 
         wait_until(has, f"{engine.name} has {counts}", interval=0.02)
 
+    def wait_for_requests(self, engine: EngineProcess, count: int) -> None:
+        wait_until(
+            lambda: engine.call("unfinished") == count,
+            f"{engine.name} has {count} requests",
+            interval=0.02,
+        )
+
     def serves(self, engine: EngineProcess, grants: int = 1) -> None:
         """Wait until the engine has granted rows."""
         wait_until(
@@ -374,12 +381,19 @@ class TestShortOfRoom:
         blocks and come back, to rows of the pool or of the other engine."""
         prompts = [fresh(tail=CHUNK - 10) for _ in range(4)]
         before = [engine.call("preemptions") for engine in cluster.engines]
-        asked = [*prompts, *prompts[::-1]]
+        orders = ([*prompts, *prompts[::-1]], [*prompts[::-1], *prompts])
+        for engine in cluster.engines:
+            engine.call(
+                "pause_generation", mode="keep", clear_cache=False
+            )  # so that all begin together
         answers = [
             [engine.ask(each, 30) for each in order]
-            for engine, order in zip(cluster.engines, (asked, asked[2:] + asked[:2]), strict=True)
+            for engine, order in zip(cluster.engines, orders, strict=True)
         ]
-        for row, order in zip(answers, (asked, asked[2:] + asked[:2]), strict=True):
+        for engine, order in zip(cluster.engines, orders, strict=True):
+            cluster.wait_for_requests(engine, len(order))
+            engine.call("resume_generation")
+        for row, order in zip(answers, orders, strict=True):
             for future, each in zip(row, order, strict=True):
                 cluster.check(future.result(PATIENCE), each, cluster.original)
         after = [engine.call("preemptions") for engine in cluster.engines]
@@ -420,6 +434,27 @@ class TestShortOfRoom:
         cluster.nothing_is_left()
 
 
+class TestMetrics:
+    def test_vllm_counts_what_a_peer_supplied_as_peer_to_peer(self, cluster: Cluster) -> None:
+        """And what came from the own pool as the host's."""
+        a, b, asked = cluster.a, cluster.b, fresh()
+        cluster.hold(a, asked, cluster.original)
+
+        def grown(source: str, by: int) -> None:
+            before = b.call("cached_tokens")
+            assert cluster.ask(b, asked, cluster.original).cached == WHOLE
+            after = b.call("cached_tokens")
+            assert {name: after[name] - before[name] for name in after} == {
+                **dict.fromkeys(after, 0),
+                source: by,
+            }
+
+        grown("p2p", WHOLE)
+        assert b.call("reset_prefix_cache")
+        grown("host", WHOLE)
+        cluster.nothing_is_left()
+
+
 class TestAtTheSameTime:
     def test_both_fetch_from_each_other(self, cluster: Cluster) -> None:
         """Each is donor and consumer at once; both fetches are whole."""
@@ -446,6 +481,7 @@ class TestAtTheSameTime:
         with closed(gates, gate):
             names = [f"{under_way} {number}" for number in range(12)]
             storm = [b.ask(asked, name=name) for name in names]
+            cluster.wait_for_requests(b, len(storm))
             state = {"filling": CHUNKS} if under_way == "fetch" else {"pinned": CHUNKS}
             cluster.wait_for_pool(b, **state)
             b.call("abort", names)

@@ -3,15 +3,19 @@
 import asyncio
 import json
 import os
+import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import xoscar
+from prometheus_client.parser import text_string_to_metric_families
 
+from examples import long_document_questions, multi_turn_chat, retrieval
 from examples.documents import document, prompt, questions
 from examples.local_cluster import Completion, LocalCluster
 from tests.e2e.conftest import ARGUMENTS, wait_until
@@ -19,6 +23,7 @@ from xinference_xavier.addresses import reachable_address
 from xinference_xavier.client import XavierClient
 from xinference_xavier.pool.region import receive_region
 from xinference_xavier.results import Reuse
+from xinference_xavier.serving.metrics import PREFIX
 from xinference_xavier.tracker.actor import tracker_uid
 
 UID = "sharing"
@@ -222,6 +227,28 @@ def test_what_was_dropped_is_computed_again(model: LocalCluster) -> None:
     share(model, seed=113)
 
 
+@pytest.mark.parametrize(
+    ("example", "words"),
+    [
+        (long_document_questions.main, "--documents 1 --rows 40 --questions 2"),
+        (multi_turn_chat.main, "--rows 40 --turns 2"),
+        (retrieval.main, "--passages 2 --rows 20 --questions 1"),
+    ],
+    ids=["long documents", "chat", "retrieval"],
+)
+def test_an_example_shows_what_came_from_a_peer(
+    model: LocalCluster,
+    capsys: pytest.CaptureFixture[str],
+    example: Callable[[Sequence[str]], None],
+    words: str,
+) -> None:
+    example(["--endpoint", model.endpoint, "--model", UID, "--max-tokens", "4", *words.split()])
+    shown = capsys.readouterr().out
+    computed, copied = re.findall(r" s to the first token, .* ([\d,]+) peers, ", shown)
+    assert computed == "0"
+    assert int(copied.replace(",", "")) > 1000
+
+
 def test_doctor_finds_nothing_that_keeps_them_from_sharing(model: LocalCluster) -> None:
     program = Path(sys.executable).parent / "xinference-xavier"
     words = [program, "doctor", "--json", "--endpoint", model.endpoint]
@@ -244,6 +271,33 @@ def test_events_are_heard_over_xinferences_own_server(model: LocalCluster) -> No
         events = client.events(UID)
         assert next(events).event == "ReplicaJoined"
         assert next(client.watch(UID)).model_uid == UID
+
+
+def test_xinferences_own_metrics_show_a_remote_hit(model: LocalCluster) -> None:
+    """Beside xinference's, and without a key."""
+    _, consumer, answer = share(model, seed=114)
+    shown = httpx.get(f"{model.endpoint}/metrics").text
+    assert "\nxinference:model_info{" in shown
+    samples = {
+        (sample.name.removeprefix(PREFIX), *sorted(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(shown)
+        for sample in family.samples
+        if sample.name.startswith(PREFIX)
+    }
+    labels = {"model": UID, "replica": replicas(model)[consumer]["replica"]}
+    peers = sorted({**labels, "source": "peers"}.items())
+    assert samples[("prompt_tokens_total", *peers)] >= answer.cached_tokens > 0
+    fetched = {**labels, "outcome": "committed", "reason": "", "transport": "gloo"}
+    assert samples[("fetches_total", *sorted(fetched.items()))] >= 1
+    assert samples["up",] == samples["tracker_up", ("model", UID)] == 1
+
+
+def test_the_log_says_once_that_sharing_works(model: LocalCluster) -> None:
+    """As vLLM's own lines look, through xinference."""
+    lines = [line for line in model.log.read_text().splitlines() if "sharing works" in line]
+    for incarnation in replicas(model):
+        (line,) = (line for line in lines if incarnation in line)
+        assert "INFO" in line
 
 
 def test_a_killed_transfer_process_costs_a_recomputation_at_most(model: LocalCluster) -> None:

@@ -8,7 +8,7 @@ a test decides when and how a fetch ends.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import cast
 
 from vllm.v1.kv_offload.base import (
@@ -67,12 +67,18 @@ class ScriptedReplica:
     def evicted(self, keys: Sequence[bytes]) -> None:
         self.evicted_keys += keys
 
-    def fetch(self, donor: str, rows: list[Row], deadline: float) -> Fetch | None:
+    def fetch(
+        self,
+        donor: str,
+        rows: list[Row],
+        deadline: float,
+        trace_headers: Mapping[str, str] | None = None,
+    ) -> Fetch | None:
         if not self.listening:
             for row in rows:
                 self.pool.abort(row)
             return None
-        fetch = Fetch(donor, rows, deadline)
+        fetch = Fetch(donor, rows, deadline, trace_headers)
         self.fetches.append(fetch)
         return fetch
 

@@ -26,6 +26,16 @@ def waiting(vllm: Scheduling, count: int = 6, req_id: str = "r") -> Request:
     return request
 
 
+def test_a_fetch_belongs_to_the_trace_of_the_request_that_began_it(vllm: Scheduling) -> None:
+    keys, headers = chunks("prompt", 6), {"traceparent": "00-1-2-01"}
+    vllm.replica.peers_hold(a=keys)
+    request = vllm.arrive("r", keys)
+    vllm.manager.trace(request.req_id, headers)
+    vllm.attempt(request)
+    (fetch,) = vllm.replica.fetches
+    assert fetch.span._headers == headers
+
+
 def assert_nothing_left(vllm: Scheduling) -> None:
     counts = vllm.pool.counts()
     assert (counts.pinned, counts.filling, counts.quarantined) == (0, 0, 0)

@@ -17,6 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading import scheduler, w
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+from vllm.v1 import request as vllm_request
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.kv_offload import base
 from vllm.v1.kv_offload import config as offload_config
@@ -93,6 +94,10 @@ def test_each_takes_what_it_is_called_with(name: str) -> None:
     method = inspect.signature(getattr(XavierManager, name))
     required = [p for p in method.parameters.values() if p.default is inspect.Parameter.empty]
     assert len(required) == 1 + CALLS[name]
+
+
+def test_a_request_has_the_headers_of_its_trace() -> None:
+    assert "trace_headers" in parameters(vllm_request.Request.__init__)
 
 
 def test_the_connector_is_made_of_what_vllm_passes() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,13 @@ import click
 
 from xinference_xavier import __version__
 from xinference_xavier.cli.endpoint import Endpoint, endpoint_options
+from xinference_xavier.errors import ConfigError
+from xinference_xavier.results import Happened
 
 _EPILOG = """\b
 Exit codes:
   0  done, and nothing is wrong
-  1  doctor found something wrong, or the demo failed
+  1  doctor found something wrong, the demo failed, or the tracker cannot listen
   2  wrong usage
   3  xinference does not answer, refuses, or lacks the extension
   4  no such model shares its cache
@@ -28,6 +31,7 @@ Shell completion:
   fish  _XINFERENCE_XAVIER_COMPLETE=fish_source xinference-xavier | source
 """
 _CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
+_UNKNOWN_OPTIONS = {"ignore_unknown_options": True, **_CONTEXT}
 
 
 @click.group(context_settings=_CONTEXT, epilog=_EPILOG)
@@ -79,17 +83,19 @@ def _watch(client: Any, model: str, as_json: bool) -> None:
 @endpoint_options
 def events(endpoint: Endpoint, model: str, as_json: bool) -> None:
     """What happened to MODEL's sharing of late, and then what happens, until interrupted."""
-    import time
-
     with endpoint.client() as client:
         for happened in client.events(model):
             if as_json:
                 plain = {"event": happened.event, "time": happened.time, **happened.fields}
                 click.echo(json.dumps(plain))
-                continue
-            when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(happened.time))
-            fields = (f"{name}={value}" for name, value in happened.fields.items())
-            click.echo(f"{when}  {happened.event}  {'  '.join(fields)}")
+            else:
+                click.echo(_line(happened))
+
+
+def _line(happened: Happened) -> str:
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(happened.time))
+    fields = (f"{name}={value}" for name, value in happened.fields.items())
+    return f"{when}  {happened.event}  {'  '.join(fields)}"
 
 
 @main.command()
@@ -182,7 +188,7 @@ def doctor(endpoint: Endpoint, as_json: bool) -> None:
     sys.exit(1 if findings else 0)
 
 
-@main.command(context_settings={"ignore_unknown_options": True, **_CONTEXT})
+@main.command(context_settings=_UNKNOWN_OPTIONS)
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def demo(arguments: tuple[str, ...]) -> None:
     """Two replicas on this machine share long prefixes, measured. Needs a clone of the project.
@@ -194,6 +200,58 @@ def demo(arguments: tuple[str, ...]) -> None:
         raise click.UsageError("the demo is part of the project's repository: run it in a clone")
     done = subprocess.run([sys.executable, "-m", "examples.demo", *arguments], cwd=root)
     sys.exit(1 if done.returncode else 0)
+
+
+@main.command(context_settings=_UNKNOWN_OPTIONS)
+@click.argument("model")
+@click.option("--address", required=True, metavar="HOST:PORT", help="Where the tracker listens.")
+@click.argument("options", nargs=-1, type=click.UNPROCESSED)
+def tracker(model: str, address: str, options: tuple[str, ...]) -> None:
+    """The tracker of MODEL for vLLM servers without xinference, until interrupted.
+
+    MODEL is any name; those that share it share their caches. Prints what happens. OPTIONS:
+    --xavier_hooks module:function. Needs no vLLM.
+    """
+    import asyncio
+    import signal
+
+    from xinference_xavier import standalone
+
+    async def serve() -> None:
+        until = asyncio.Event()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, until.set)
+        await standalone.serve(
+            model,
+            address,
+            hooks=standalone.options(options).hooks,
+            listening=lambda where: click.echo(f"the tracker of {model} listens at {where}"),
+            happened=lambda event: click.echo(_line(Happened.of(event))),
+            until=until,
+        )
+
+    try:
+        asyncio.run(serve())
+    except ConfigError as error:
+        raise click.ClickException(str(error)) from None
+
+
+@main.command("transfer-config", context_settings=_UNKNOWN_OPTIONS)
+@click.argument("model")
+@click.option("--address", required=True, metavar="HOST:PORT", help="Where the tracker listens.")
+@click.argument("options", nargs=-1, type=click.UNPROCESSED)
+def transfer_config(model: str, address: str, options: tuple[str, ...]) -> None:
+    """What `vllm serve --kv-transfer-config` takes for servers that share MODEL's caches.
+
+    OPTIONS: --xavier_pool_bytes SIZE, and any of the other launch options.
+    """
+    from xinference_xavier import standalone
+
+    try:
+        config = standalone.transfer_config(model, address, standalone.options(options))
+    except ConfigError as error:
+        raise click.UsageError(str(error)) from None
+    click.echo(json.dumps(config, separators=(",", ":")))
 
 
 def _console() -> Any:

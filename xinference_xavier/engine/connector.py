@@ -21,6 +21,7 @@ from vllm.v1.request import Request
 from xinference_xavier.config import XAVIER, XavierConfig
 from xinference_xavier.engine import identity
 from xinference_xavier.engine.explain import PromptChunker
+from xinference_xavier.engine.log_lines import log_like_vllm
 from xinference_xavier.engine.manager import XavierManager
 from xinference_xavier.engine.spec import IDENTITY, chunk_tokens_for
 from xinference_xavier.errors import ConfigError
@@ -31,6 +32,7 @@ class XavierConnector(OffloadingConnector):
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
+        log_like_vllm()
         transfer = vllm_config.kv_transfer_config
         assert transfer is not None, "a connector is made of a transfer configuration"
         extra = transfer.kv_connector_extra_config
@@ -63,6 +65,8 @@ class XavierConnector(OffloadingConnector):
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         self._prefix_tokens[request.request_id] = num_computed_tokens
+        if request.trace_headers:  # none, unless vLLM traces
+            self._manager.trace(request.request_id, request.trace_headers)
         return super().get_num_new_matched_tokens(request, num_computed_tokens)
 
     def update_state_after_alloc(

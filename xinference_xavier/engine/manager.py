@@ -14,7 +14,7 @@ A request's way through `lookup`, one scheduling attempt ("pass") after the othe
 """
 
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -57,6 +57,7 @@ class _Request:
         "first",
         "given_up",
         "pending_since",
+        "trace_headers",
         "wanted",
     )
 
@@ -69,6 +70,7 @@ class _Request:
         self.pending_since = 0.0  # on `DecisionTime`'s clock
         self.given_up = False
         self.fetched: set[bytes] = set()  # came from a peer for this request
+        self.trace_headers: Mapping[str, str] | None = None
 
     def conclude(self) -> None:
         """The fetch is over for us: what it brought are HITs, what it did not are MISSes."""
@@ -127,6 +129,10 @@ class XavierManager(OffloadingManager):
             "prefill_tokens_per_s": rate,
             "seconds_saved": reused / rate if rate else 0.0,
         }
+
+    def trace(self, req_id: str, headers: Mapping[str, str]) -> None:
+        """The request belongs to the trace that these headers name, and so does its fetch."""
+        self._requests[req_id].trace_headers = headers
 
     # -- looking up ---------------------------------------------------------------------------
 
@@ -222,7 +228,7 @@ class XavierManager(OffloadingManager):
         rows = self._reserve(keys, known_keys(request.context) or request.wanted).rows
         if not rows:
             return None
-        fetch = self._replica.fetch(donor, rows, request.deadline)
+        fetch = self._replica.fetch(donor, rows, request.deadline, request.trace_headers)
         if fetch is not None:
             self._fetching.update((row.key, fetch) for row in rows)
         return fetch

@@ -19,11 +19,13 @@ class XavierExtension:
     api_version = 1
 
     def configure_api(self, context: Any) -> None:
-        """Add our routes and pages; ``context`` is xinference's APIExtensionContext."""
+        """Add our routes, metrics and pages; ``context`` is xinference's APIExtensionContext."""
         from xinference_xavier.serving.api import add_routes
+        from xinference_xavier.serving.exporter import add_metrics
         from xinference_xavier.serving.ui.routes import add_pages
 
         add_routes(context)
+        add_metrics(context)
         add_pages(context)
 
     def worker_metadata(self) -> dict[str, str]:

@@ -11,6 +11,8 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
+from xinference_xavier.figures import mapping, number
+
 INTERVAL = 10.0
 """Seconds between two samples."""
 MAX_SAMPLES = 360
@@ -57,12 +59,12 @@ class History:
 
 def _figures(stats: Mapping[str, Any]) -> _Figures:
     """What is missing, or no number, counts nothing: it comes from peers."""
-    hits, fetches = _mapping(stats.get("hits")), _mapping(stats.get("fetches"))
+    hits, fetches = mapping(stats.get("hits")), mapping(stats.get("fetches"))
     return (
-        *(_number(hits.get(source)) for source in HIT_SOURCES),
-        *(_number(stats.get(name)) for name in _COUNTS),
-        *(_number(fetches.get(name)) for name in _FETCH_COUNTS),
-        sum(map(_number, _mapping(fetches.get("rolled_back")).values())),
+        *(number(hits.get(source)) for source in HIT_SOURCES),
+        *(number(stats.get(name)) for name in _COUNTS),
+        *(number(fetches.get(name)) for name in _FETCH_COUNTS),
+        sum(map(number, mapping(fetches.get("rolled_back")).values())),
     )
 
 
@@ -77,13 +79,3 @@ def _sample(time: float, figures: _Figures) -> dict[str, Any]:
 
 def _sum(*figures: _Figures) -> _Figures:
     return tuple(map(sum, zip(*figures, strict=True)))
-
-
-def _mapping(value: object) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}
-
-
-def _number(value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return 0
-    return value if 0 <= value < math.inf else 0

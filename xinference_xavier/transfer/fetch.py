@@ -14,17 +14,19 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
 import xoscar
 
 from xinference_xavier.addresses import replica_uid
+from xinference_xavier.conditions import Conditions
 from xinference_xavier.deadline import within
 from xinference_xavier.errors import REFUSALS, GrantRefusedError, XavierError
 from xinference_xavier.pool.pool import Pool, Row
 from xinference_xavier.rollback import Rollback
+from xinference_xavier.transfer.fetch_figures import COMMITTED, ROLLED_BACK, FetchFigures
 from xinference_xavier.transfer.messages import (
     PROTOCOL_VERSION,
     Grant,
@@ -34,6 +36,7 @@ from xinference_xavier.transfer.messages import (
     check_grant,
 )
 from xinference_xavier.transfer.process import TransferProcess
+from xinference_xavier.transfer.tracing import FetchSpan
 
 logger = logging.getLogger(__name__)
 
@@ -48,12 +51,22 @@ class FetchState(Enum):
 
 
 class Fetch:
-    """One transaction, as its requests see it. `deadline` is `time.monotonic()` seconds."""
+    """One transaction, as its requests see it. `deadline` is `time.monotonic()` seconds;
+    `trace_headers` are those of the request that began it, if it is traced."""
 
-    def __init__(self, donor: str, rows: list[Row], deadline: float) -> None:
+    def __init__(
+        self,
+        donor: str,
+        rows: list[Row],
+        deadline: float,
+        trace_headers: Mapping[str, str] | None = None,
+    ) -> None:
         self.donor = donor
         self.rows = rows
         self.deadline = deadline
+        self.began = time.monotonic()
+        self.span = FetchSpan(trace_headers)
+        self.transport = ""  # none was chosen yet
         self.committed: list[Row] = []  # pinned once
         self.reason: str | None = None
         self.state = FetchState.PENDING
@@ -68,7 +81,7 @@ class FetchCounts:
     unreleased_grants: int = 0
     in_flight: Counter[str] = field(default_factory=Counter)  # rows, by donor
     received: Counter[str] = field(default_factory=Counter)  # rows, by donor that is a member
-    received_by: Counter[str] = field(default_factory=Counter)  # rows, by transport
+    by_transport: dict[str, FetchFigures] = field(default_factory=dict)
 
 
 class Fetcher:
@@ -79,6 +92,7 @@ class Fetcher:
         *,
         incarnation: str,
         pool: Pool,
+        row_bytes: int,
         process: TransferProcess,
         namespace: Callable[[], str],
         address_of: Callable[[str], str | None],
@@ -91,6 +105,7 @@ class Fetcher:
         `rolled_back(fetch, reason)`: not all of the rows became hits."""
         self._incarnation = incarnation
         self._pool = pool
+        self._row_bytes = row_bytes
         self._process = process
         self._namespace = namespace
         self._address_of = address_of
@@ -98,16 +113,20 @@ class Fetcher:
         self._arrived = arrived
         self._rolled_back = rolled_back
         self._donors: dict[str, xoscar.ActorRefType] = {}
+        self._transports: dict[str, str] = {}  # of the last fetch from each
         self._tasks: set[asyncio.Task[None]] = set()
+        self._conditions = Conditions(logger)
         self.counts = FetchCounts()
 
     def start(self, fetch: Fetch) -> None:
         self.counts.started += 1
         self.counts.in_flight[fetch.donor] += len(fetch.rows)
+        fetch.span.start()
         self._spawn(self._run(fetch))
 
     def forget(self, incarnation: str) -> None:
         self._donors.pop(incarnation, None)
+        self._transports.pop(incarnation, None)
         self.counts.received.pop(incarnation, None)
 
     async def _run(self, fetch: Fetch) -> None:
@@ -117,6 +136,7 @@ class Fetcher:
                 for row in fetch.rows:  # does nothing to those that were committed by then
                     scope.undo(self._pool.abort, row)
                 grant = await self._grant(fetch)
+                fetch.span.note("granted", chunks=len(grant.checksums))
                 if grant.grant_id:
                     scope.undo(self._release, fetch.donor, grant.grant_id)
                 self._note_missing(fetch, grant)
@@ -131,10 +151,18 @@ class Fetcher:
             reason = "timeout"
         except (XavierError, xoscar.ActorNotExist, xoscar.ServerClosed, OSError) as error:
             self._donors.pop(fetch.donor, None)
-            logger.warning("fetch from %s failed: %r", fetch.donor, error)
+            self._conditions.warn(
+                f"no {fetch.donor}", "fetch from %s failed: %r", fetch.donor, error
+            )
             reason = "donor unreachable"
         except Exception:  # whatever it is, the request must be told
-            logger.exception("fetch from %s failed", fetch.donor)
+            self._conditions.warn(
+                "error",
+                "fetch from %s failed",
+                fetch.donor,
+                level=logging.ERROR,
+                exc_info=True,
+            )
             reason = "internal error"
         finally:  # after the rollback: who sees the end finds nothing half done
             self._finish(fetch, reason)
@@ -181,6 +209,7 @@ class Fetcher:
             tuple(row.slot for row in rows),
             max(0.001, remaining - min(_REPORT_TIME, remaining / 10)),
         )
+        fetch.transport = self._transports.get(fetch.donor, "")
         pulling = asyncio.ensure_future(self._process.pull(order))
         await asyncio.wait({pulling}, timeout=remaining)
         if not pulling.done():
@@ -188,6 +217,10 @@ class Fetcher:
                 self._pool.quarantine(row)
             self._finish(fetch, "timeout")
         result: PullResult = await pulling
+        if result.transport is not None:
+            fetch.transport = result.transport
+            if fetch.donor in self._donors:
+                self._transports[fetch.donor] = result.transport
         if fetch.state is FetchState.PENDING:
             return self._commit(fetch, grant, result)
         return fetch.reason
@@ -200,8 +233,6 @@ class Fetcher:
         self.counts.rows += len(fetch.committed)
         if fetch.donor in self._donors:
             self.counts.received[fetch.donor] += len(fetch.committed)
-        if result.transport is not None:
-            self.counts.received_by[result.transport] += len(fetch.committed)
         self._arrived(fetch.committed)
         if len(fetch.committed) < result.verified:
             return "reset"
@@ -214,6 +245,7 @@ class Fetcher:
         if not self.counts.in_flight[fetch.donor]:
             del self.counts.in_flight[fetch.donor]
         fetch.reason = reason
+        self._measure(fetch)
         if reason is None:
             self.counts.committed += 1
             fetch.state = FetchState.COMMITTED
@@ -221,6 +253,21 @@ class Fetcher:
             self.counts.rolled_back[reason] += 1
             fetch.state = FetchState.ROLLED_BACK
             self._rolled_back(fetch, reason)
+
+    def _measure(self, fetch: Fetch) -> None:
+        size = len(fetch.committed) * self._row_bytes
+        figures = self.counts.by_transport.setdefault(fetch.transport, FetchFigures())
+        figures.ended(fetch.reason, time.monotonic() - fetch.began, size)
+        fetch.span.end(
+            fetch.reason,
+            replica=self._incarnation,
+            donor=fetch.donor,
+            transport=fetch.transport,
+            outcome=COMMITTED if fetch.reason is None else ROLLED_BACK,
+            chunks=len(fetch.rows),
+            chunks_committed=len(fetch.committed),
+            bytes=size,
+        )
 
     def _release(self, donor: str, grant_id: int) -> None:
         """Tell the donor in the background: nobody here waits for it, and grants expire anyway."""

@@ -248,4 +248,4 @@ class PullResult(NamedTuple):
 
     verified: int
     reason: str | None  # why not all of them
-    transport: str | None = None  # by which they came; None: there was no link
+    transport: str | None = None  # over which they came, or should have; None: none was chosen

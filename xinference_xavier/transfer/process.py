@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import xoscar
 
+from xinference_xavier.conditions import Conditions
 from xinference_xavier.deadline import within
 from xinference_xavier.errors import GrantRefusedError, XavierError
 from xinference_xavier.pool.region import Region
@@ -79,6 +80,7 @@ class TransferProcess:
         self.starts = 0
         self.error: str | None = None  # why it did not start the last time that it did not
         self.failed_calls = 0
+        self._conditions = Conditions(logger)
 
     @property
     def contact(self) -> Contact | None:
@@ -111,7 +113,9 @@ class TransferProcess:
             try:
                 child = await self._start()
             except (OSError, XavierError, TimeoutError, *_ACTOR_GONE) as error:
-                logger.error("the transfer process did not start: %s", error)
+                self._conditions.warn(
+                    "start", "the transfer process did not start: %s", error, level=logging.ERROR
+                )
                 self.error = str(error) or type(error).__name__
             else:
                 try:
@@ -119,7 +123,9 @@ class TransferProcess:
                 finally:
                     self._child = self._told = None
                     await _end(child.process, child.control)
-                logger.warning("the transfer process ended with %s", child.process.returncode)
+                self._conditions.warn(
+                    "end", "the transfer process ended with %s", child.process.returncode
+                )
             failures = 1 if time.monotonic() - began > _LIVED_WELL else failures + 1
             await asyncio.sleep(_RESTART_PAUSES[min(failures, len(_RESTART_PAUSES)) - 1])
 
@@ -171,7 +177,7 @@ class TransferProcess:
             await within(_CONFIGURE_TIMEOUT, child.actor.configure(secret))
         except (OSError, xoscar.ServerClosed, TimeoutError) as error:
             self.failed_calls += 1
-            logger.warning("transfer process: configure failed: %r", error)
+            self._conditions.warn("call", "transfer process: configure failed: %r", error)
             return False
         self._told = secret
         return True
@@ -207,7 +213,7 @@ class TransferProcess:
             return answer
         except (OSError, xoscar.ServerClosed, TimeoutError) as error:
             self.failed_calls += 1
-            logger.warning("transfer process: %s failed: %r", method, error)
+            self._conditions.warn("call", "transfer process: %s failed: %r", method, error)
             return None
 
     async def pull(self, order: PullOrder) -> PullResult:

@@ -1,0 +1,42 @@
+"""How the pages become a site: `make docs`, which takes every warning for an error."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))  # the package of this tree, wherever another one is installed
+
+from xinference_xavier import __version__  # noqa: E402  # found only from here on
+
+project = "xinference-xavier"
+copyright = "the authors of xinference-xavier, Apache-2.0"
+version = release = __version__
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_click"]
+source_suffix = {".md": "markdown"}
+
+myst_enable_extensions = ["deflist"]
+myst_heading_anchors = 3
+autodoc_member_order = "bysource"
+autodoc_typehints_format = "short"
+add_module_names = False
+
+highlight_language = "text"
+smartquotes = False  # commands are copied from here
+html_theme = "pydata_sphinx_theme"
+html_title = "xinference-xavier"
+templates_path = ["_templates"]
+html_static_path = ["_static"]
+html_css_files = ["drawings.css"]
+html_show_sourcelink = False
+html_sidebars = {"**": ["pages.html"]}
+html_theme_options = {
+    "navbar_center": [],
+    "navigation_with_keys": False,
+    "show_prev_next": True,
+    "secondary_sidebar_items": ["page-toc"],
+    "footer_start": ["copyright"],
+    "footer_end": ["theme-version"],
+}

@@ -1,0 +1,38 @@
+#!/usr/bin/env bash
+# xinference over two machines: the supervisor and a worker on the first, a worker on the second.
+#
+#   on the first:   examples/two_hosts.sh first  10.0.0.1
+#   on the second:  examples/two_hosts.sh second 10.0.0.2 10.0.0.1
+#
+# Needs on both: xinference, vLLM and xinference-xavier of the same versions in one Python
+# environment, whose programs are in PATH; each other's address; and, where there is a firewall:
+#   into the first:   9997 (REST), 9998 (supervisor, trackers) and 9999 (worker) from the second
+#   into the second:  9999 (worker) and the ephemeral ports from the first
+#   both ways:        the ports of xavier_port_range, below 33000-33099
+#
+# Then, from anywhere:
+#   xinference launch --endpoint http://10.0.0.1:9997 --model-name qwen2.5-instruct \
+#       --model-engine vLLM --size-in-billions 7 --model-format pytorch \
+#       --replica 2 --enable_xavier true --xavier_port_range 33000-33099
+#   xinference-xavier doctor --endpoint http://10.0.0.1:9997
+#   python -m examples.long_document_questions --endpoint http://10.0.0.1:9997 --model qwen2.5-instruct
+set -euo pipefail
+
+ROLE=${1:?first or second}
+# The machine's own address, not 0.0.0.0: xinference tells it to the others as it is.
+OWN=${2:?the address of this machine}
+FIRST=${3:-$OWN}
+ENDPOINT=http://$FIRST:9997
+export XINFERENCE_EXTENSIONS=xinference_xavier:extension
+
+trap 'trap - EXIT; kill $(jobs -p) 2>/dev/null || true; wait' EXIT
+trap 'exit 0' INT TERM
+
+if [ "$ROLE" = first ]; then
+    xinference-supervisor -H "$OWN" -p 9997 --supervisor-port 9998 &
+fi
+until curl --silent --fail --output /dev/null "$ENDPOINT/v1/models"; do sleep 1; done
+xinference-worker -e "$ENDPOINT" -H "$OWN" --worker-port 9999 &
+wait -n || true
+echo "one of the processes has ended: the others of this machine are ended too" >&2
+exit 1

@@ -1,0 +1,24 @@
+"""The short form of `make chaos PART=replicas`: a few dozen faults, and nothing comes of them."""
+
+from __future__ import annotations
+
+from tests.chaos import replicas
+from tests.chaos.kinds import KINDS
+from tests.chaos.schedule import REPLICA_KINDS, TRACKER_KINDS
+
+SEED = 20261121
+STEPS = 60
+
+
+def test_every_kind_of_the_schedule_can_be_brought_about() -> None:
+    assert KINDS.keys() == REPLICA_KINDS.keys() | TRACKER_KINDS.keys()
+
+
+def test_a_short_run_leaves_no_wrong_byte_no_failed_request_and_nothing_behind() -> None:
+    report = replicas.make_report(SEED)
+    replicas.run(SEED, 600.0, report, steps=STEPS)
+    assert report.failures() == []
+    assert report.faults.total() >= STEPS // 2
+    assert len(report.faults) >= 10
+    assert report.requests > 100
+    assert report.rollbacks.total() > 0

@@ -1,0 +1,83 @@
+"""Two `vllm serve` and a tracker, without xinference: the example, as its README has it."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import requests
+
+from examples.local_cluster import free_port
+from examples.plain_vllm import ask
+from tests.e2e.conftest import ROOT, wait_for_engine
+
+pytestmark = pytest.mark.long
+
+HOST = "127.0.0.1"
+SCRIPT = ROOT / "examples" / "plain_vllm" / "serve.sh"
+ARGUMENTS = "--block-size 128 --dtype float32 --enforce-eager --max-model-len 4096"
+ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
+END_TIMEOUT = 120.0
+
+
+@pytest.fixture
+def servers(model_folder: Path) -> Iterator[list[str]]:
+    """Where they answer; all is gone afterwards, because the script was told to end."""
+    tracker, *ports = (str(free_port(HOST)) for _ in range(3))
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONHASHSEED"}
+    environment |= ENVIRONMENT | {
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "TRACKER_PORT": tracker,
+        "PORTS": " ".join(ports),
+        "POOL": "256MiB",
+    }
+    log = ROOT / "build" / "test-plain-vllm.log"
+    log.parent.mkdir(exist_ok=True)
+    with log.open("wb") as output:
+        script = subprocess.Popen(
+            [SCRIPT, model_folder, *ARGUMENTS.split()],
+            env=environment,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+    started = psutil.Process(script.pid)
+    try:
+        endpoints = [f"http://{HOST}:{port}" for port in ports]
+        wait_for_engine(
+            lambda: script.poll() is not None or all(map(answers, endpoints)), "both answer"
+        )
+        assert script.poll() is None, log.read_text()[-4000:]
+        wait_for_engine(lambda: log.read_text().count("ReplicaJoined") == 2, "both have joined")
+        yield endpoints
+    finally:
+        processes = started.children(recursive=True) if script.poll() is None else []
+        script.send_signal(signal.SIGTERM)
+        script.wait(END_TIMEOUT)
+        _, left = psutil.wait_procs(processes, timeout=END_TIMEOUT)
+        for process in left:
+            process.kill()
+    assert left == []
+
+
+def answers(endpoint: str) -> bool:
+    try:
+        return requests.get(f"{endpoint}/health", timeout=5).ok
+    except requests.RequestException:
+        return False
+
+
+def test_what_one_server_has_computed_the_other_copies(
+    servers: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    ask.main([*servers, "--rows", "40"])
+    first, second = re.findall(r"(\d+) of (\d+) tokens reused", capsys.readouterr().out)
+    assert first[0] == "0"
+    assert int(second[0]) > 0.9 * int(second[1])

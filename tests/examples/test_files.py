@@ -1,0 +1,82 @@
+"""The examples that need more than a test has: what can be said about them without it."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+ROOT = EXAMPLES.parent
+COMPOSE = EXAMPLES / "docker-compose"
+SCRIPTS = sorted(EXAMPLES.rglob("*.sh"))
+
+
+@pytest.fixture(scope="module")
+def compose() -> dict[str, Any]:
+    content: dict[str, Any] = yaml.safe_load((COMPOSE / "compose.yaml").read_text())
+    return content
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
+def test_scripts_are_scripts_and_say_how_they_are_called(script: Path) -> None:
+    subprocess.run(["bash", "-n", script], check=True)
+    called = subprocess.run([script], capture_output=True, text=True)
+    assert called.returncode != 0
+    assert called.stderr
+
+
+def test_all_parts_of_xinference_have_the_extension(compose: dict[str, Any]) -> None:
+    services = compose["services"]
+    parts = [name for name, each in services.items() if "xinference-" in each.get("command", "")]
+    assert parts == ["supervisor", "worker-1", "worker-2"]
+    for part in parts:
+        environment = services[part]["environment"]
+        assert environment["XINFERENCE_EXTENSIONS"] == "xinference_xavier:extension"
+
+
+def test_each_part_is_told_its_own_address(compose: dict[str, Any]) -> None:
+    """0.0.0.0 would be told to the others."""
+    for service in compose["services"].values():
+        words = service.get("command", "").split()
+        if "-H" in words:
+            own = service["networks"]["cluster"]["ipv4_address"]
+            assert words[words.index("-H") + 1] == own
+
+
+def test_only_what_people_use_leaves_the_network(compose: dict[str, Any]) -> None:
+    published = {
+        name: [port.rsplit(":", 1)[0] for port in each["ports"]]
+        for name, each in compose["services"].items()
+        if "ports" in each
+    }
+    assert published == {
+        "supervisor": ["127.0.0.1:9997"],
+        "prometheus": ["127.0.0.1:9090"],
+        "grafana": ["127.0.0.1:3000"],
+    }
+
+
+def test_what_it_mounts_and_builds_from_exists(compose: dict[str, Any]) -> None:
+    for service in compose["services"].values():
+        for volume in service.get("volumes", ()):
+            source = volume.split(":")[0]
+            if source.startswith("./"):
+                assert (COMPOSE / source).is_file(), source
+        if "build" in service:
+            assert (COMPOSE / service["build"]["context"]).resolve() == ROOT
+            assert (ROOT / service["build"]["dockerfile"]).is_file()
+    for line in (COMPOSE / "Dockerfile").read_text().splitlines():
+        if line.startswith("COPY "):
+            assert all((ROOT / source).exists() for source in line.split()[1:-1]), line
+
+
+def test_prometheus_scrapes_the_supervisor(compose: dict[str, Any]) -> None:
+    configuration = yaml.safe_load((COMPOSE / "prometheus.yml").read_text())
+    (job,) = configuration["scrape_configs"]
+    supervisor = compose["services"]["supervisor"]["networks"]["cluster"]["ipv4_address"]
+    assert job["static_configs"] == [{"targets": [f"{supervisor}:9997"]}]
+    assert configuration["rule_files"] == ["/etc/prometheus/monitor/*.yml"]

@@ -1,0 +1,85 @@
+"""Two real replicas behind a real API process, and what a scrape of it says."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.api_process import ApiProcess
+from tests.replica_process import (
+    DEADLINE,
+    MODEL,
+    ROW_BYTES,
+    Outcome,
+    ReplicaProcess,
+    fresh_keys,
+    wait_until,
+)
+from xinference_xavier.serving.metrics import PREFIX
+
+HITS = {"own_prefix_cache": 100, "own_pool": 200, "peers": 300, "computed": 400}
+COUNTED = {
+    "hits": HITS,
+    "requests": 10,
+    "longest_decision_s": 0.5,
+    "prefill_tokens_per_s": 1000.0,
+    "seconds_saved": 0.5,
+}
+"""What the replicas' engines are said to have counted."""
+
+
+class Scraped:
+    """Of one scrape."""
+
+    def __init__(self, endpoint: str) -> None:
+        answer = httpx.get(f"{endpoint}/metrics", timeout=DEADLINE)
+        assert answer.status_code == 200, answer.text
+        self.samples = {
+            (sample.name.removeprefix(PREFIX), *sorted(sample.labels.items())): sample.value
+            for family in text_string_to_metric_families(answer.text)
+            for sample in family.samples
+        }
+
+    def __call__(self, name: str, **labels: str) -> float:
+        """The sum of all series with these labels; 0 for none."""
+        wanted = labels.items()
+        return sum(
+            value
+            for (its_name, *its_labels), value in self.samples.items()
+            if its_name == name and wanted <= dict(its_labels).items()
+        )
+
+
+class Scene(NamedTuple):
+    api: ApiProcess
+    donor: ReplicaProcess
+    consumer: ReplicaProcess
+
+    def scrape(self) -> Scraped:
+        return Scraped(self.api.endpoint)
+
+    def switch(self, enabled: bool) -> None:
+        url = f"{self.api.endpoint}/v1/xavier/{MODEL}"
+        assert httpx.post(url, json={"enabled": enabled}, timeout=DEADLINE).status_code == 200
+
+    def fetch(self, chunks: int = 4) -> Outcome:
+        """The consumer's, of what the donor holds."""
+        keys = self.stored(chunks)
+        return self.consumer.fetch(self.donor.name, keys, DEADLINE)  # type: ignore[no-any-return]
+
+    def fail_to_fetch(self) -> Outcome:
+        """The consumer's, of what the donor has just evicted."""
+        keys = self.stored(2)
+        self.donor.forget(keys)
+        return self.consumer.fetch(self.donor.name, keys, DEADLINE)  # type: ignore[no-any-return]
+
+    def stored(self, chunks: int) -> list[bytes]:
+        keys = fresh_keys(chunks)
+        self.donor.store(keys)
+        wait_until(lambda: all(self.consumer.holders(key) for key in keys), "the index says")
+        return keys
+
+
+__all__ = ["COUNTED", "HITS", "ROW_BYTES", "Scene", "Scraped"]

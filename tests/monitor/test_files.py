@@ -1,0 +1,118 @@
+"""Document, dashboard and alerts speak of the metrics that there are."""
+
+from __future__ import annotations
+
+import re
+from itertools import combinations
+
+import yaml
+
+from tests.monitor.files import DASHBOARD, DOCUMENT, alerts, dashboard, panels, queries
+from xinference_xavier.errors import ROLLBACKS
+from xinference_xavier.serving.metrics import FAMILIES, PREFIX
+from xinference_xavier.sharing_log import NOT_SHARING
+
+RULE_TESTS = "alerts_test.yml"
+KNOWN = {f"{PREFIX}{family.name}" for family in FAMILIES}
+SERIES = KNOWN | {
+    f"{PREFIX}{family.name}{part}"
+    for family in FAMILIES
+    if family.kind == "histogram"
+    for part in ("_bucket", "_sum", "_count")
+}
+ROW = re.compile(rf"\| `({PREFIX}\w+)` \| (\w+) \| ([^|]*) \| ([^|]*) \| ([^|]*) \|")
+
+
+def named(text: str) -> set[str]:
+    return set(re.findall(rf"{PREFIX}\w+", text))
+
+
+def test_names_are_as_prometheus_wants_them() -> None:
+    for family in FAMILIES:
+        assert family.name.endswith("_total") == (family.kind == "counter"), family.name
+        assert re.fullmatch(r"[a-z]+(_[a-z]+)*", family.name)
+        assert family.help.endswith(".")
+        if family.kind == "histogram":
+            assert family.name.endswith(("_seconds", "_bytes"))
+    assert len(KNOWN) == len(FAMILIES)
+
+
+def test_the_document_lists_each_metric_with_its_type_and_labels() -> None:
+    rows = {name: (kind, labels) for name, kind, _, labels, _ in ROW.findall(DOCUMENT.read_text())}
+    assert rows == {
+        f"{PREFIX}{family.name}": (
+            family.kind,
+            ", ".join(f"`{label}`" for label in family.labels) or "none",
+        )
+        for family in FAMILIES
+    }
+
+
+def test_the_document_speaks_of_no_others() -> None:
+    assert named(DOCUMENT.read_text()) <= SERIES
+
+
+def test_units_are_those_of_the_names() -> None:
+    for name, _, unit, _, meaning in ROW.findall(DOCUMENT.read_text()):
+        for suffix, wanted in (("_seconds", "seconds"), ("_bytes", "bytes")):
+            if name.removesuffix("_total").endswith(suffix):
+                assert unit == wanted, name
+        assert meaning, name
+
+
+def test_the_document_explains_every_reason() -> None:
+    text = DOCUMENT.read_text()
+    for reason in (*ROLLBACKS, *NOT_SHARING):
+        assert f"| `{reason}` |" in text, reason
+
+
+def test_the_dashboard_shows_all_metrics_and_no_others() -> None:
+    shown = named(DASHBOARD.read_text())
+    assert shown <= SERIES
+    parts = re.compile(r"_(bucket|sum|count)$")
+    assert {name if name in KNOWN else parts.sub("", name) for name in shown} == KNOWN
+
+
+def test_alerts_are_about_metrics_that_there_are() -> None:
+    for alert in alerts():
+        assert named(alert["expr"])
+        assert named(alert["expr"]) <= SERIES, alert["alert"]
+        assert alert["labels"]["severity"] in ("critical", "warning", "info")
+        assert alert["annotations"]["summary"]
+
+
+def test_the_document_says_what_to_do_about_each_alert() -> None:
+    described = re.findall(r"\| `(Xavier\w+)` \|", DOCUMENT.read_text())
+    assert sorted(described) == sorted(alert["alert"] for alert in alerts())
+
+
+def test_each_alert_is_seen_firing_and_not_firing() -> None:
+    """By promtool, in `test_prometheus.py`."""
+    tests = yaml.safe_load((DOCUMENT.parents[1] / "tests/monitor" / RULE_TESTS).read_text())
+    seen = {
+        (case["alertname"], bool(case["exp_alerts"]))
+        for test in tests["tests"]
+        for case in test["alert_rule_test"]
+    }
+    assert seen == {(alert["alert"], fires) for alert in alerts() for fires in (True, False)}
+
+
+def test_every_panel_has_its_source_its_unit_and_its_place() -> None:
+    everything = dashboard()["panels"]
+    assert len({panel["id"] for panel in everything}) == len(everything)
+    for panel in panels():
+        assert panel["datasource"]["uid"] == "${datasource}"
+        assert panel["fieldConfig"]["defaults"]["unit"]
+        assert panel["description"].endswith(".")
+        assert {target["refId"] for target in panel["targets"]} <= set("ABCD")
+    for one, other in combinations([panel["gridPos"] for panel in everything], 2):
+        beside = one["x"] + one["w"] <= other["x"] or other["x"] + other["w"] <= one["x"]
+        above = one["y"] + one["h"] <= other["y"] or other["y"] + other["h"] <= one["y"]
+        assert beside or above, f"{one} and {other} overlap"
+
+
+def test_every_query_can_be_filled_in() -> None:
+    filled = [query.filled_in() for query in queries()]
+    assert len(set(filled)) > 30
+    variables = {variable["name"] for variable in dashboard()["templating"]["list"]}
+    assert variables == {"datasource", "model", "replica"}

@@ -1,0 +1,139 @@
+"""What real replicas tell of themselves: figures at a scrape, spans, lines in the log."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tests.monitor.scene import HITS, ROW_BYTES, Scene, Scraped
+from tests.replica_process import DEADLINE, ReplicaProcess, fresh_keys, replicas, wait_until
+from xinference_xavier.histogram import SECONDS_BOUNDS
+from xinference_xavier.sharing_log import SWITCHED_OFF
+
+WORKS = "INFO replica second: sharing works, peers: 1"
+
+
+def until(scene: Scene, true: Callable[[Scraped], bool], what: str) -> Scraped:
+    """A scrape of which that is true; reports are shared for a second."""
+    seen: list[Scraped] = []
+
+    def look() -> bool:
+        seen.append(scene.scrape())
+        return true(seen[-1])
+
+    wait_until(look, what, interval=0.05)
+    return seen[-1]
+
+
+def test_a_fetch_is_seen_at_the_next_scrape(scene: Scene) -> None:
+    before = scene.scrape()
+    assert scene.fetch(4).state == "COMMITTED"
+    fetched = before("fetches_total", replica="second", outcome="committed") + 1
+    after = until(
+        scene, lambda now: now("fetches_total", outcome="committed") == fetched, "it is counted"
+    )
+    labels = {"model": "model", "replica": "second", "transport": "gloo"}
+    moved = before("received_bytes_total", **labels) + 4 * ROW_BYTES
+    assert after("received_bytes_total", **labels) == moved
+    assert after("fetch_size_bytes_sum", **labels) == moved
+    assert after("fetch_size_bytes_bucket", **labels, le="+Inf") == fetched
+    slowest = str(SECONDS_BOUNDS[-1])
+    durations = {**labels, "outcome": "committed"}
+    assert after("fetch_duration_seconds_bucket", **durations, le=slowest) == fetched
+    sent = after("sent_bytes_total", replica="first") - before("sent_bytes_total", replica="first")
+    assert sent == 4 * ROW_BYTES
+
+
+def test_so_is_one_that_was_rolled_back(scene: Scene) -> None:
+    labels = {"replica": "second", "outcome": "rolled_back", "reason": "not held", "transport": ""}
+    before = scene.scrape()("fetches_total", **labels)
+    assert scene.fail_to_fetch().reason == "not held"
+    until(scene, lambda now: now("fetches_total", **labels) == before + 1, "it is counted")
+
+
+def test_what_the_engine_counts(scene: Scene) -> None:
+    found = until(scene, lambda now: now("requests_total") == 20, "both have said it")
+    for source, tokens in HITS.items():
+        assert found("prompt_tokens_total", replica="first", source=source) == tokens
+    assert found("prefill_tokens_per_second", replica="second") == 1000
+    assert found("saved_seconds") == 1
+    assert found("sharing", reason="") == found("replicas") == 2
+    rows = scene.donor.counts().rows
+    assert found("pool_bytes", replica="first") == rows * ROW_BYTES
+
+
+def test_whichever_process_answers_says_the_same(scene: Scene) -> None:
+    scene.fetch()
+    guarded = scene.api.guarded
+    here = until(scene, lambda now: Scraped(guarded).samples == now.samples, "they are alike")
+    assert len(here.samples) > 100
+
+
+def test_one_line_when_sharing_works_and_one_when_it_stops(scene: Scene) -> None:
+    def lines() -> list[str]:
+        logged = scene.consumer.logged()
+        return [f"{level} {text}" for level, text in logged if text.startswith("replica")]
+
+    wait_until(lambda: lines()[-1:] == [WORKS], "it works")
+    before = len(lines())
+    scene.switch(False)
+    try:
+        wait_until(lambda: len(lines()) == before + 1, "it was switched off")
+        until(scene, lambda now: ("sharing", *_off("second")) in now.samples, "the scrape says why")
+    finally:
+        scene.switch(True)
+    wait_until(lambda: len(lines()) == before + 2, "and on again")
+    stopped = "WARNING replica second: sharing stopped: it was switched off"
+    assert lines()[before:] == [stopped, WORKS]
+
+
+def _off(replica: str) -> tuple[tuple[str, str], ...]:
+    return (("model", "model"), ("reason", SWITCHED_OFF), ("replica", replica))
+
+
+def test_requests_leave_no_lines_and_what_repeats_is_said_once(scene: Scene) -> None:
+    """A peer that is dead, while its lease has not ended."""
+    consumer = scene.consumer
+    with replicas(scene.api.address, {"third": "gloo"}) as (third,):
+        _share(third, consumer)
+        before = consumer.logged()
+        for _ in range(10):
+            _share(third, consumer)
+        assert consumer.logged() == before, "a line per request"
+        third.kill()
+    reasons = {consumer.fetch("third", fresh_keys(1), 1.0).reason for _ in range(10)}
+    assert "donor unreachable" in reasons
+    logged = [text for _, text in consumer.logged() if text.startswith("fetch from third failed")]
+    assert len(logged) == 1
+    until(scene, lambda now: now("replicas") == 2, "its lease has ended")
+
+
+def _share(donor: ReplicaProcess, consumer: ReplicaProcess) -> None:
+    keys = fresh_keys(1)
+    donor.store(keys)
+    wait_until(lambda: bool(consumer.holders(keys[0])), "the index says")
+    assert consumer.fetch(donor.name, keys, DEADLINE).state == "COMMITTED"
+
+
+def test_a_fetch_is_a_span_of_its_requests_trace(scene: Scene) -> None:
+    """Last here: who traces goes on tracing."""
+    scene.consumer.trace()
+    headers = {"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"}
+    keys = scene.stored(3)
+    scene.consumer.begin_fetch("first", keys, DEADLINE, headers)
+    assert scene.consumer.end_fetch().state == "COMMITTED"
+    scene.fail_to_fetch()
+    wait_until(lambda: len(scene.consumer.traced()) == 2, "the spans have ended")
+    good, bad = scene.consumer.traced()
+    assert good["name"] == "xavier.fetch"
+    assert good["parent_id"] == "0xb7ad6b7169203331"
+    assert good["attributes"] == {
+        "xavier.replica": "second",
+        "xavier.donor": "first",
+        "xavier.transport": "gloo",
+        "xavier.outcome": "committed",
+        "xavier.chunks": 3,
+        "xavier.chunks_committed": 3,
+        "xavier.bytes": 3 * ROW_BYTES,
+    }
+    assert bad["parent_id"] is None
+    assert bad["status"] == {"status_code": "ERROR", "description": "not held"}

@@ -1,0 +1,83 @@
+"""`docs/options.md` and the tables of the READMEs have the launch options as they are."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from xinference_xavier.config import ENABLE, XavierConfig, take_launch_options
+from xinference_xavier.errors import ConfigError
+from xinference_xavier.options import PARSERS
+
+ROOT = Path(__file__).parents[1]
+FIELD = re.compile(r"^- (?P<name>Type|Default|Range|Such as|Refused): (?P<text>.+)$", re.MULTILINE)
+EVERY_OPTION = [ENABLE, *PARSERS]
+
+
+class Option(NamedTuple):
+    name: str
+    default: str
+    such_as: list[str]
+    refused: list[str]
+
+
+def options() -> dict[str, Option]:
+    found = {}
+    for section in re.split(r"^## ", (ROOT / "docs" / "options.md").read_text(), flags=re.M)[1:]:
+        fields = {match["name"]: match["text"] for match in FIELD.finditer(section)}
+        assert set(fields) == {"Type", "Default", "Range", "Such as", "Refused"}, section
+        name = section.splitlines()[0].strip("`")
+        found[name] = Option(
+            name,
+            fields["Default"],
+            re.findall(r"`([^`]+)`", fields["Such as"]),
+            re.findall(r"`([^`]+)`", fields["Refused"]),
+        )
+    return found
+
+
+def test_the_page_has_every_option_and_no_other() -> None:
+    assert list(options()) == EVERY_OPTION
+
+
+@pytest.mark.parametrize("readme", ["README.md", "README.zh.md"])
+def test_the_readmes_have_every_option_and_no_other(readme: str) -> None:
+    rows = re.findall(r"^\| `(\w+)` \| (.+?) \|", (ROOT / readme).read_text(), re.MULTILINE)
+    listed = {name: default.strip("`") for name, default in rows if name in EVERY_OPTION}
+    assert list(listed) == EVERY_OPTION
+    assert [name for name, _ in rows if "xavier" in name] == EVERY_OPTION
+    assert listed["xavier_min_fetch_tokens"] == options()["xavier_min_fetch_tokens"].default.strip(
+        "`"
+    )
+    assert listed["xavier_fetch_timeout"] == options()["xavier_fetch_timeout"].default.strip("`")
+
+
+def test_defaults_are_those_of_the_code() -> None:
+    config = XavierConfig(model_uid="m", tracker_address="10.0.0.1:1")
+    for option in options().values():
+        value = False if option.name == ENABLE else getattr(config, option.name[len("xavier_") :])
+        if match := re.fullmatch(r"`([^`]+)`", option.default):
+            assert match[1] == shown(value)
+        else:
+            assert value is None, f"{option.name} is {value!r} unless said otherwise"
+
+
+def shown(value: object) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:g}" if isinstance(value, (int, float)) else str(value)
+
+
+@pytest.mark.parametrize("name", EVERY_OPTION)
+def test_what_the_page_allows_is_taken_and_what_it_refuses_is_refused(name: str) -> None:
+    option = options()[name]
+    assert option.such_as
+    assert option.refused
+    for value in option.such_as:
+        take_launch_options({ENABLE: True} | {name: value})
+    for value in option.refused:
+        with pytest.raises(ConfigError):
+            take_launch_options({ENABLE: True} | {name: value})
