@@ -71,7 +71,7 @@ def test_what_passes_on_another_message_says_nothing_itself() -> None:
 
 def reasons() -> set[str]:
     """What `fetches_rolled_back` may have as a key."""
-    found = set(errors.REFUSALS)
+    found = {*errors.REFUSALS, *errors.OUT_OF_REACH}
     for file in (Path(fetch.__file__), Path(fetch.__file__).with_name("actor.py")):
         for node in ast.walk(ast.parse(file.read_text())):
             match node:

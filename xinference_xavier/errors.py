@@ -103,17 +103,16 @@ REFUSALS = (
     "too many rows",
 )
 """Why rows are not granted."""
+OUT_OF_REACH = ("memory not shared", "other machine", "other network namespace", "other user")
+"""Why a replica that shares within its host only cannot fetch from a donor."""
 ROLLBACKS = (
     *REFUSALS,
+    *OUT_OF_REACH,
     "checksum",
     "donor unreachable",
     "internal error",
     "link",
     "malformed",
-    "memory not shared",
-    "other machine",
-    "other network namespace",
-    "other user",
     "refused",
     "reset",
     "stopped",

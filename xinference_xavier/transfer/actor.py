@@ -13,7 +13,7 @@ import importlib
 import logging
 import os
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple, TypeVar
@@ -23,12 +23,11 @@ import xoscar
 from xinference_xavier.checks import check_identifier, check_seconds
 from xinference_xavier.conditions import Conditions
 from xinference_xavier.deadline import within
-from xinference_xavier.errors import LinkError, XavierError
+from xinference_xavier.errors import OUT_OF_REACH, LinkError, XavierError
 from xinference_xavier.pool.region import Region
 from xinference_xavier.rollback import Rollback
 from xinference_xavier.transfer.base import Acceptance, Link, Transport
 from xinference_xavier.transfer.choice import Choice, OutOfReachError
-from xinference_xavier.transfer.host import DIFFERENCES, MEMORY_NOT_SHARED
 from xinference_xavier.transfer.messages import (
     MAX_TIMEOUT,
     PROTOCOL_VERSION,
@@ -196,7 +195,8 @@ class TransferActor(xoscar.StatelessActor):  # type: ignore[misc]  # xoscar has 
             try:
                 await self._drop_pulling(donor)
                 peer = await _before(deadline, xoscar.actor_ref(contact.address, UID))
-                await self._connect(donor, contact, peer, deadline)
+                candidates = self._choice.candidates(donor, *contact)
+                await self._connect(donor, contact.address, candidates, peer, deadline)
             except OutOfReachError as error:
                 return str(error)
             except Exception as error:  # what a peer raises arrives as whatever it is
@@ -208,8 +208,9 @@ class TransferActor(xoscar.StatelessActor):  # type: ignore[misc]  # xoscar has 
         pulling = self._pulling.get(order.donor)
         if pulling is None or pulling.address != order.address:
             await self._drop_pulling(order.donor)
-            contact = Contact(order.address, order.host)
-            pulling = await self._connect(order.donor, contact, peer, deadline)
+            candidates = self._choice.candidates(order.donor, order.address, order.host)
+            progress.transport = candidates[-1].name  # if none of them makes a link
+            pulling = await self._connect(order.donor, order.address, candidates, peer, deadline)
         progress.transport = pulling.transport
 
         def receive() -> None:
@@ -245,22 +246,23 @@ class TransferActor(xoscar.StatelessActor):  # type: ignore[misc]  # xoscar has 
     async def _connect(
         self,
         donor: str,
-        contact: Contact,
+        address: str,
+        candidates: Sequence[Transport],
         peer: xoscar.ActorRefType["TransferActor"],
         deadline: float,
     ) -> _Pulling:
         if len(self._pulling) >= MAX_LINKS:
             raise LinkError(f"{MAX_LINKS} links are open already")
-        best, *others = self._choice.candidates(donor, *contact)
+        best, *others = candidates
         if not others:
-            return await self._link(best, donor, contact.address, peer, deadline)
+            return await self._link(best, donor, address, peer, deadline)
         now = time.monotonic()
         soon = now + min(_HAND_OVER_TIME, (deadline - now) / 2)
         try:
-            return await self._link(best, donor, contact.address, peer, soon)
+            return await self._link(best, donor, address, peer, soon)
         except Exception as error:  # what a peer raises arrives as whatever it is
-            pulling = await self._link(others[0], donor, contact.address, peer, deadline)
-            self._choice.fell_back(donor, contact.address, error)
+            pulling = await self._link(others[0], donor, address, peer, deadline)
+            self._choice.fell_back(donor, address, error)
             return pulling
 
     async def _link(
@@ -414,7 +416,7 @@ def _reason(error: BaseException) -> str:
     if isinstance(error, ChecksumError):
         return "checksum"
     # A peer's own words would make our figures as large as it likes.
-    if isinstance(error, OutOfReachError) and error.reason in (MEMORY_NOT_SHARED, *DIFFERENCES):
+    if isinstance(error, OutOfReachError) and error.reason in OUT_OF_REACH:
         return error.reason
     if isinstance(error, TimeoutError) or "timed out" in str(error).lower():
         return "timeout"

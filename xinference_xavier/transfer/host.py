@@ -6,7 +6,7 @@ A peer's word for it is a hint. The proof is that handing the memory over works.
 import os
 from pathlib import Path
 
-from xinference_xavier.errors import TransportError
+from xinference_xavier.errors import OUT_OF_REACH, TransportError
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _NETWORK = Path("/proc/self/ns/net")
@@ -25,9 +25,8 @@ def host_identity() -> str:
         raise TransportError(f"this host cannot be told from others: {error}") from None
 
 
-MEMORY_NOT_SHARED = "memory not shared"
-DIFFERENCES = ("other machine", "other network namespace", "other user")
-"""In the order of an identity's parts."""
+MEMORY_NOT_SHARED, DIFFERENCES = OUT_OF_REACH[0], OUT_OF_REACH[1:]
+"""The latter in the order of an identity's parts."""
 
 
 def difference(own: str, theirs: str | None) -> str | None:
