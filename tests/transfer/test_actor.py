@@ -196,7 +196,7 @@ async def test_rows_are_pulled_verified_and_counted(
 
 async def test_a_link_is_made_once_and_used_again(consumer: Side, donor: Side) -> None:
     for slot in range(5):
-        assert await consumer.pull(donor, [slot]) == PullResult(1, None)
+        assert (await consumer.pull(donor, [slot]))[:2] == (1, None)
     assert await consumer.links() == await donor.links() == 1
 
 
@@ -206,7 +206,7 @@ async def test_a_link_stays_good_if_the_consumer_is_done_first(
     """What the donor has not finished yet must not be cancelled: that would close the link."""
     donor = await sides.start("donor", kind.lingering)
     for slot in range(3):
-        assert await consumer.pull(donor, [slot]) == PullResult(1, None)
+        assert (await consumer.pull(donor, [slot]))[:2] == (1, None)
     assert await consumer.links() == await donor.links() == 1
 
 
@@ -271,7 +271,7 @@ async def test_who_does_not_know_the_secret_moves_nothing(
     consumer = await sides.start("consumer", secret=secrets[0])
     donor = await sides.start("donor", secret=secrets[1])
     before = consumer.rows.copy()
-    assert await consumer.pull(donor, [0, 1]) == PullResult(0, "link")
+    assert (await consumer.pull(donor, [0, 1]))[:2] == (0, "link")
     assert np.array_equal(consumer.rows, before)
     assert await consumer.links() == 0
     await donor.until_links(0)  # its half ends in its own time
@@ -295,10 +295,10 @@ async def test_without_a_valid_ticket_nothing_is_sent(
 ) -> None:
     before = consumer.rows.copy()
     ticket = forgeries(consumer, donor)[forgery]
-    assert await consumer.pull(donor, [0], ticket=ticket) == PullResult(0, "link")
+    assert (await consumer.pull(donor, [0], ticket=ticket))[:2] == (0, "link")
     assert np.array_equal(consumer.rows, before)
     assert (await donor.actor.stats())["bytes_sent"] == 0
-    assert await consumer.pull(donor, [0]) == PullResult(1, None), "the next fetch is unharmed"
+    assert (await consumer.pull(donor, [0]))[:2] == (1, None), "the next fetch is unharmed"
 
 
 async def test_rows_of_another_size_are_refused_before_they_can_do_harm(
@@ -306,7 +306,7 @@ async def test_rows_of_another_size_are_refused_before_they_can_do_harm(
 ) -> None:
     """A longer message than was asked for would end the receiving process."""
     donor = await sides.start("donor", row_bytes=2 * ROW_BYTES)
-    assert await consumer.pull(donor, [0]) == PullResult(0, "link")
+    assert (await consumer.pull(donor, [0]))[:2] == (0, "link")
 
 
 @pytest.mark.parametrize("timeout", [0.0, -1.0, float("inf"), float("nan")])
@@ -330,10 +330,10 @@ async def test_links_are_bounded(
 ) -> None:
     monkeypatch.setattr(actor_module, "MAX_LINKS", 1)
     one_more = await sides.start("one more")
-    assert await consumer.pull(donor, [0]) == PullResult(1, None)
-    assert await one_more.pull(donor, [0]) == PullResult(0, "link")
+    assert (await consumer.pull(donor, [0]))[:2] == (1, None)
+    assert (await one_more.pull(donor, [0]))[:2] == (0, "link")
     await donor.actor.forget("consumer")
-    assert await one_more.pull(donor, [0]) == PullResult(1, None)
+    assert (await one_more.pull(donor, [0]))[:2] == (1, None)
 
 
 async def test_links_that_are_asked_for_at_the_same_time_are_bounded_too(
@@ -402,7 +402,7 @@ async def test_an_order_that_cannot_be_is_refused_and_touches_no_row(
         good._replace(address="nowhere"),
         good._replace(timeout=float("nan")),
     ):
-        assert await consumer.actor.pull(order) == PullResult(0, "malformed")
+        assert (await consumer.actor.pull(order))[:2] == (0, "malformed")
     assert np.array_equal(consumer.rows, before)
     assert (await consumer.actor.pull(good)).verified == 2
 
@@ -432,9 +432,9 @@ async def test_whatever_a_donor_answers_the_pull_ends_in_order(
     pool = await listen(HOST, None)
     await xoscar.create_actor(_Lying, answer, address=pool.external_address, uid=UID)
     order = consumer.order(donor, [0])._replace(donor="liar", address=pool.external_address)
-    assert await consumer.actor.pull(order) == PullResult(0, "link")
+    assert (await consumer.actor.pull(order))[:2] == (0, "link")
     assert await consumer.links() == 0
-    assert await consumer.pull(donor, [0]) == PullResult(1, None)
+    assert (await consumer.pull(donor, [0]))[:2] == (1, None)
     await pool.stop()
 
 
@@ -474,14 +474,14 @@ async def test_a_forgotten_replica_has_no_links(consumer: Side, donor: Side) -> 
     await consumer.actor.forget("donor")
     await donor.actor.forget("consumer")
     assert await consumer.links() == await donor.links() == 0
-    assert await consumer.pull(donor, [1]) == PullResult(1, None)
+    assert (await consumer.pull(donor, [1]))[:2] == (1, None)
 
 
 async def test_a_link_that_died_while_idle_costs_nothing(consumer: Side, donor: Side) -> None:
     """As when our lease ended while we were cut off: the donor closed it and nobody told us."""
     await consumer.pull(donor, [0])
     await donor.actor.forget("consumer")
-    assert await consumer.pull(donor, [1]) == PullResult(1, None)
+    assert (await consumer.pull(donor, [1]))[:2] == (1, None)
 
 
 async def test_a_stalled_donor_costs_the_time_limit_and_not_what_has_arrived(
@@ -489,7 +489,7 @@ async def test_a_stalled_donor_costs_the_time_limit_and_not_what_has_arrived(
 ) -> None:
     donor = await sides.start("donor", kind.stalling)
     result = await consumer.pull(donor, range(8), timeout=0.5)
-    assert result == PullResult(ROWS_BEFORE_STALL, "timeout")
+    assert result[:2] == (ROWS_BEFORE_STALL, "timeout")
     assert await consumer.links() == 0
 
 
@@ -500,7 +500,7 @@ async def test_who_waits_for_a_turn_waits_no_longer_than_its_own_limit(
     donor = await sides.start("donor", kind.stalling)
     first = asyncio.ensure_future(consumer.pull(donor, range(8)))
     await consumer.until_links(1)
-    assert await consumer.pull(donor, [9], timeout=0.05) == PullResult(0, "timeout")
+    assert (await consumer.pull(donor, [9], timeout=0.05))[:2] == (0, "timeout")
     assert not first.done()
     await donor.actor.forget("consumer")
     assert (await first).reason == "link"
@@ -511,9 +511,9 @@ async def test_a_donor_that_is_not_there_is_a_failed_pull(
 ) -> None:
     sides.all.remove(donor)
     await xoscar.destroy_actor(donor.actor)
-    assert await consumer.pull(donor, [0]) == PullResult(0, "link")
+    assert (await consumer.pull(donor, [0]))[:2] == (0, "link")
     await donor.pool.stop()
-    assert await consumer.pull(donor, [0]) == PullResult(0, "link")
+    assert (await consumer.pull(donor, [0]))[:2] == (0, "link")
 
 
 class Slow(faults._FaultySharedMemory):
