@@ -54,7 +54,8 @@ def cluster(hosts: Hosts, model_folder: Path) -> Iterator[HostCluster]:
     log = ROOT / "build" / "test-hosts.log"
     with HostCluster(log, hosts, workers=WORKERS) as cluster:
         cluster.register(model_folder, "small")
-        options = {"xavier_port_range": f"{PORTS[0]}-{PORTS[-1]}"}
+        # Pools that hold all that is computed here.
+        options = {"xavier_port_range": f"{PORTS[0]}-{PORTS[-1]}", "xavier_pool_bytes": "1GiB"}
         cluster.launch("small", UID, replica=2, **ARGUMENTS | options)
         wait_until(lambda: len(usable(cluster)) == 2, "both replicas can fetch")
         yield cluster
