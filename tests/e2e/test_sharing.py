@@ -287,17 +287,22 @@ def test_xinferences_own_metrics_show_a_remote_hit(model: LocalCluster) -> None:
     labels = {"model": UID, "replica": replicas(model)[consumer]["replica"]}
     peers = sorted({**labels, "source": "peers"}.items())
     assert samples[("prompt_tokens_total", *peers)] >= answer.cached_tokens > 0
-    fetched = {**labels, "outcome": "committed", "reason": "", "transport": "gloo"}
+    fetched = {**labels, "outcome": "committed", "reason": "", "transport": "shared_memory"}
     assert samples[("fetches_total", *sorted(fetched.items()))] >= 1
     assert samples["up",] == samples["tracker_up", ("model", UID)] == 1
 
 
-def test_the_log_says_once_that_sharing_works(model: LocalCluster) -> None:
-    """As vLLM's own lines look, through xinference."""
-    lines = [line for line in model.log.read_text().splitlines() if "sharing works" in line]
+def test_the_log_says_once_that_sharing_works_and_once_that_it_stopped(
+    model: LocalCluster,
+) -> None:
+    """As vLLM's own lines look, through xinference. An earlier test has switched it off and on."""
+    lines = [line for line in model.log.read_text().splitlines() if ": sharing " in line]
     for incarnation in replicas(model):
-        (line,) = (line for line in lines if incarnation in line)
-        assert "INFO" in line
+        told = [line for line in lines if incarnation in line]
+        changes = ["sharing works" in line for line in told]
+        assert changes == [number % 2 == 0 for number in range(len(told))]
+        assert "INFO" in told[0]
+        assert "WARNING" in told[1]
 
 
 def test_a_killed_transfer_process_costs_a_recomputation_at_most(model: LocalCluster) -> None:
