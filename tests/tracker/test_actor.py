@@ -247,6 +247,16 @@ async def test_status_shows_the_figures_of_now(pool: Any, tracker: Any) -> None:
     assert (status["namespaces"][NS]["keys"], status["namespaces"][NS]["revision"]) == (2, 2)
 
 
+async def test_who_listens_to_a_tracker_that_ends_is_told_so(tracker: Any) -> None:
+    """There may be another in its place already, with events of its own."""
+    listening = asyncio.create_task(tracker.happened(0, 3600.0))
+    while not (await tracker.status())["watches"]:  # noqa: ASYNC110  # nothing announces it
+        await asyncio.sleep(0)
+    await xo.destroy_actor(tracker)
+    with pytest.raises(xo.ActorNotExist, match="the tracker of model has ended"):
+        await listening
+
+
 @pytest.mark.parametrize("hangs", [False, True])
 async def test_status_falls_back_to_the_last_heartbeat(
     pool: Any, tracker: Any, hangs: bool

@@ -16,6 +16,8 @@ import json
 from collections.abc import AsyncIterator
 from typing import Any
 
+import xoscar as xo
+
 from xinference_xavier.deadline import within
 from xinference_xavier.errors import NotFoundError
 from xinference_xavier.serving.trackers import DEADLINE, UNREACHABLE, Trackers
@@ -39,7 +41,8 @@ async def live(trackers: Trackers, model_uid: str) -> AsyncIterator[Message]:
         except NotFoundError as error:
             yield _message("gone", {"detail": f"model {error.model_uid!r} {error.reason}"})
             return
-        except UNREACHABLE:
+        # One that has ended may have a successor already; if not, the next session finds out.
+        except (*UNREACHABLE, xo.ActorNotExist):
             if not told_unavailable:
                 told_unavailable = True
                 detail = f"the tracker of {model_uid!r} does not answer"

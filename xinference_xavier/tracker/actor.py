@@ -147,12 +147,14 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
         self._moving: dict[Member, float] = {}  # between two namespaces, and until when at most
         self._looked = clock()
         self._expiry: asyncio.Task[None] | None = None
+        self._ended = False
 
     async def __post_create__(self) -> None:
         self._looked = self._clock()
         self._expiry = asyncio.create_task(self._expire_forever())
 
     async def __pre_destroy__(self) -> None:
+        self._ended = True
         if self._expiry is not None:
             self._expiry.cancel()
         for namespace in self._namespaces.values():
@@ -361,10 +363,16 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
         return self._history.to_dict()
 
     async def happened(self, after: int, timeout: float) -> list[Happened]:
-        """Events whose number is above `after`; waits up to `timeout` seconds for the first."""
+        """Events whose number is above `after`; waits up to `timeout` seconds for the first.
+
+        Raises ActorNotExist if this tracker ends meanwhile: there may be another in its place.
+        """
         check_count("after", after, 0)
         with self._watching(timeout) as waits:
-            return await self._events.wait_since(after, waits)
+            happened = await self._events.wait_since(after, waits)
+        if self._ended:
+            raise xo.ActorNotExist(f"the tracker of {self._model_uid} has ended")
+        return happened
 
     async def drop(self) -> dict[str, list[str]]:
         """Have every replica forget what it holds; which did ("dropped"), and which did not answer
