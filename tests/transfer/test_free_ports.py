@@ -12,6 +12,7 @@ import pytest
 
 from xinference_xavier.errors import TransportError
 from xinference_xavier.transfer.free_ports import _ephemeral_ports, only_free_ports
+from xinference_xavier.transfer.gloo import _PORT_ATTEMPTS
 
 HOST = "127.0.0.1"
 FIRST, LAST = _ephemeral_ports()
@@ -27,7 +28,7 @@ def like_gloos() -> socket.socket:
 def chosen_port(low: int, high: int) -> int:
     """What the kernel gives to a socket like Gloo's, looked at as Gloo's is."""
     with ExitStack() as misfits:
-        for _ in range(5):
+        for _ in range(_PORT_ATTEMPTS):
             server = misfits.enter_context(like_gloos())
             server.bind((HOST, 0))
             port = int(server.getsockname()[1])
