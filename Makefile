@@ -31,7 +31,7 @@ help:
 	@echo "make demo    two replicas share long prefixes, measured (MODEL=<folder> ARGS='--dtype bfloat16 …')"
 	@echo "make test    lint, types, documentation and tests"
 	@echo "make chaos   faults by the thousand, 25 minutes (PART=replicas|engines SECONDS=… SEED=…)"
-	@echo "make test-long  browsers, Prometheus, and clusters, hosts and engines that are broken on purpose: an hour"
+	@echo "make test-long  browsers, Prometheus, and clusters, hosts and engines that are broken on purpose: takes long"
 	@echo "make bench   what sharing costs, beside what this machine can do (PART=transport …)"
 	@echo "make docs    the documentation, as build/docs/index.html"
 	@echo "make lint    ruff"

@@ -7,7 +7,6 @@ what is changed in the model's folder meanwhile is met by the second one only.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import os
@@ -18,13 +17,11 @@ from pathlib import Path
 
 import psutil
 import pytest
-import xoscar
 
 from examples.local_cluster import ClusterError, LocalCluster
 from tests.e2e import processes
 from tests.e2e.conftest import ARGUMENTS, can_fetch, wait_for_engine, wait_until
-from xinference_xavier.addresses import reachable_address
-from xinference_xavier.tracker.actor import tracker_uid
+from tests.e2e.test_launch import nothing_left
 
 pytestmark = pytest.mark.long
 
@@ -103,18 +100,6 @@ def segments() -> set[str]:
     return set(os.listdir("/dev/shm"))
 
 
-def tracker_exists(cluster: LocalCluster) -> bool:
-    async def ask() -> bool:
-        address = reachable_address(cluster.supervisor_address())
-        try:
-            await xoscar.actor_ref(address, tracker_uid(UID))
-        except xoscar.ActorNotExist:
-            return False
-        return True
-
-    return asyncio.run(ask())
-
-
 @contextlib.contextmanager
 def nothing_stays(cluster: LocalCluster) -> Iterator[None]:
     """After the block no process, port, region, shared memory, model or tracker that it made."""
@@ -125,8 +110,7 @@ def nothing_stays(cluster: LocalCluster) -> Iterator[None]:
     wait_until(
         lambda: not regions(cluster) and segments() <= memory, "no memory is shared any more"
     )
-    assert all(model["id"] != UID for model in cluster.call("GET", "/v1/models")["data"])
-    assert not tracker_exists(cluster)
+    assert nothing_left(cluster, UID)
 
 
 @contextlib.contextmanager
@@ -160,16 +144,16 @@ def test_a_second_replica_that_cannot_load_takes_the_first_along(
     cause: str,
 ) -> None:
     """Without its weights, for want of memory, or of a module: the user reads which."""
-    with nothing_stays(cluster), launching(cluster, 2, trust_remote_code=True) as launch:
+    with (
+        nothing_stays(cluster),
+        contextlib.ExitStack() as damage,
+        launching(cluster, 2, trust_remote_code=True) as launch,
+    ):
         with processes.frozen([appeared(SECOND)]):
             wait_for_engine(lambda: bool(regions(cluster)), f"{FIRST} has made its region")
-            damage = damaged(folder)
-            damage.__enter__()
-        try:
-            with pytest.raises(ClusterError) as failure:
-                launch.result()
-        finally:
-            damage.__exit__(None, None, None)
+            damage.enter_context(damaged(folder))
+        with pytest.raises(ClusterError) as failure:
+            launch.result()
     assert cause in str(failure.value)
 
 

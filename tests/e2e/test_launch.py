@@ -52,14 +52,16 @@ def test_what_only_the_engine_can_know_fails_the_launch_with_its_own_words(
     assert nothing_left(cluster)
 
 
-def nothing_left(cluster: LocalCluster) -> bool:
+def nothing_left(cluster: LocalCluster, uid: str = UID) -> bool:
+    """No model, and no tracker, of this uid."""
+
     async def tracker_exists() -> bool:
         address = reachable_address(cluster.supervisor_address())
         try:
-            await xoscar.actor_ref(address, tracker_uid(UID))
+            await xoscar.actor_ref(address, tracker_uid(uid))
         except xoscar.ActorNotExist:
             return False
         return True
 
     models = cluster.call("GET", "/v1/models")["data"]
-    return all(model["id"] != UID for model in models) and not asyncio.run(tracker_exists())
+    return all(model["id"] != uid for model in models) and not asyncio.run(tracker_exists())

@@ -59,7 +59,8 @@ async def _end_all(endings: Iterable[Awaitable[Any]]) -> None:
     _ending.update(tasks)
     for task in tasks:
         task.add_done_callback(_ending.discard)
-    await asyncio.wait(tasks, timeout=_PATIENCE)
+    if tasks:
+        await asyncio.wait(tasks, timeout=_PATIENCE)
 
 
 async def _end(ending: Awaitable[Any]) -> None:

@@ -39,7 +39,7 @@ _CONFIGURE_TIMEOUT = 20.0
 _GRACE = 2.0  # a pull that is not over this long after its deadline never will be
 _RESTART_PAUSES = (0.1, 0.5, 2.0, 10.0)
 _LIVED_WELL = 60.0
-_ACTOR_GONE = (xoscar.ActorNotExist, xoscar.ServerClosed)
+_UNREACHABLE = (OSError, TimeoutError, xoscar.ActorNotExist, xoscar.ServerClosed)
 
 
 class _Child(NamedTuple):
@@ -112,7 +112,7 @@ class TransferProcess:
             began = time.monotonic()
             try:
                 child = await self._start()
-            except (OSError, XavierError, TimeoutError, *_ACTOR_GONE) as error:
+            except (XavierError, *_UNREACHABLE) as error:
                 self._conditions.warn(
                     "start", "the transfer process did not start: %s", error, level=logging.ERROR
                 )
@@ -175,7 +175,7 @@ class TransferProcess:
         secret = self._secret
         try:
             await within(_CONFIGURE_TIMEOUT, child.actor.configure(secret))
-        except (OSError, xoscar.ServerClosed, TimeoutError) as error:
+        except _UNREACHABLE as error:
             self.failed_calls += 1
             self._conditions.warn("call", "transfer process: configure failed: %r", error)
             return False
@@ -195,7 +195,7 @@ class TransferProcess:
             reason: str | None = await within(
                 timeout + _GRACE, child.actor.reach(donor, contact, timeout)
             )
-        except (OSError, *_ACTOR_GONE, TimeoutError) as error:
+        except _UNREACHABLE as error:
             self.failed_calls += 1
             return f"this replica's transfer process does not answer: {error!r}"
         return reason
@@ -211,7 +211,7 @@ class TransferProcess:
                 _CALL_TIMEOUT, getattr(child.actor, method)(*args)
             )
             return answer
-        except (OSError, xoscar.ServerClosed, TimeoutError) as error:
+        except _UNREACHABLE as error:
             self.failed_calls += 1
             self._conditions.warn("call", "transfer process: %s failed: %r", method, error)
             return None

@@ -4,8 +4,7 @@ vLLM sets up a tracer provider in its engine's processes when it is given an OTL
 one, a span is OpenTelemetry's own that records nothing, and no attribute is made.
 
 Threading: belongs to the replica's background loop, but for its making, which costs nothing;
-exporting is OpenTelemetry's business, on its
-own threads.
+exporting is OpenTelemetry's business, on its own threads.
 """
 
 from __future__ import annotations
