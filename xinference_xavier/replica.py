@@ -71,6 +71,7 @@ TRANSPORTS = {
 MAX_BACKLOG = 10_000
 """Things that the scheduler thread may have left to the background loop at a time."""
 _LOOK_INTERVAL = 1.0
+_LINKS_INTERVAL = 10.0
 _MAX_DONORS = 100  # that figures name
 _STOP_TIMEOUT = 3.0
 
@@ -326,6 +327,7 @@ class Replica:
                 self._client.run(),
                 self._checksums.run(),
                 self._look_around(),
+                self._close_late_links(),
             )
         ]
         scope.undo(self._end, background)
@@ -344,15 +346,24 @@ class Replica:
         self._spawn(self._process.configure(secret))
 
     def _members_changed(self, members: frozenset[str]) -> None:
-        for gone in self._known_members - members:
-            self._fetcher.forget(gone)
-            self._spawn(self._part_with(gone))
+        gone = self._known_members - members
         self._known_members = members
+        for incarnation in gone:
+            self._fetcher.forget(incarnation)
+        if gone:
+            self._spawn(self._part_with(gone))
 
-    async def _part_with(self, gone: str) -> None:
+    async def _part_with(self, gone: frozenset[str]) -> None:
         # The links first: as long as they are open, granted rows may be on their way.
-        await self._process.forget(gone)
-        self._donor.grants.forget(gone)
+        await self._process.keep(self._known_members)
+        for incarnation in gone:
+            self._donor.grants.forget(incarnation)
+
+    async def _close_late_links(self) -> None:
+        """Those that a replica opened before it knew that it was taken for gone."""
+        while True:
+            await asyncio.sleep(_LINKS_INTERVAL)
+            await self._process.keep(self._known_members)
 
     def _tell(self, event: Event) -> None:
         self._hooks.tell(event)

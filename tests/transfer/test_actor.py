@@ -37,6 +37,7 @@ ROWS, ROW_BYTES = 32, 16 << 10
 SECRET = b"s" * 32
 KEYS = tuple(bytes([n]) * 36 for n in range(ROWS))
 PATIENCE = 30.0
+NOBODY: frozenset[str] = frozenset()
 
 
 class Kind(NamedTuple):
@@ -157,8 +158,7 @@ async def sides(kind: Kind) -> AsyncIterator[Sides]:
     sides = Sides(kind)
     yield sides
     for side in sides.all:
-        for other in sides.all:
-            await side.actor.forget(other.name)
+        await side.actor.keep(NOBODY)
         await side.pool.stop()
         side.region.close()
 
@@ -332,7 +332,7 @@ async def test_links_are_bounded(
     one_more = await sides.start("one more")
     assert (await consumer.pull(donor, [0]))[:2] == (1, None)
     assert (await one_more.pull(donor, [0]))[:2] == (0, "link")
-    await donor.actor.forget("consumer")
+    await donor.actor.keep(NOBODY)
     assert (await one_more.pull(donor, [0]))[:2] == (1, None)
 
 
@@ -382,7 +382,7 @@ async def test_a_link_carries_one_batch_at_a_time(sides: Sides, kind: Kind) -> N
         with pytest.raises(LinkError, match="carries a batch already"):
             await donor.actor.serve(*serve)
     assert not first.done()
-    await donor.actor.forget("us")
+    await donor.actor.keep(NOBODY)
     with pytest.raises(LinkError):
         await first
     link.close()
@@ -469,18 +469,22 @@ async def test_a_slot_outside_the_region_is_not_sent_even_if_it_was_signed(
             await donor.actor.serve(PROTOCOL_VERSION, "id", ticket, ROW_BYTES, 1.0)
 
 
-async def test_a_forgotten_replica_has_no_links(consumer: Side, donor: Side) -> None:
+async def test_only_those_that_are_kept_have_links(
+    sides: Sides, consumer: Side, donor: Side
+) -> None:
+    other = await sides.start("other")
     await consumer.pull(donor, [0])
-    await consumer.actor.forget("donor")
-    await donor.actor.forget("consumer")
-    assert await consumer.links() == await donor.links() == 0
+    await other.pull(donor, [0])
+    await consumer.actor.keep(frozenset({"other"}))
+    await donor.actor.keep(frozenset({"other"}))
+    assert (await consumer.links(), await donor.links(), await other.links()) == (0, 1, 1)
     assert (await consumer.pull(donor, [1]))[:2] == (1, None)
 
 
 async def test_a_link_that_died_while_idle_costs_nothing(consumer: Side, donor: Side) -> None:
     """As when our lease ended while we were cut off: the donor closed it and nobody told us."""
     await consumer.pull(donor, [0])
-    await donor.actor.forget("consumer")
+    await donor.actor.keep(NOBODY)
     assert (await consumer.pull(donor, [1]))[:2] == (1, None)
 
 
@@ -502,7 +506,7 @@ async def test_who_waits_for_a_turn_waits_no_longer_than_its_own_limit(
     await consumer.until_links(1)
     assert (await consumer.pull(donor, [9], timeout=0.05))[:2] == (0, "timeout")
     assert not first.done()
-    await donor.actor.forget("consumer")
+    await donor.actor.keep(NOBODY)
     assert (await first).reason == "link"
 
 
@@ -601,7 +605,7 @@ class TestAuto:
         for slot in range(2):
             order = consumer.order(donor, [slot])
             assert await consumer.actor.pull(order) == PullResult(1, None, "gloo")
-            await donor.actor.forget("consumer")  # so that the next fetch makes another link
+            await donor.actor.keep(NOBODY)  # so that the next fetch makes another link
         stats = await consumer.actor.stats()
         assert (stats["linked_to"], stats["fallbacks"]) == ({"donor": "gloo"}, 1)
         assert np.array_equal(consumer.rows[:2], donor.rows[:2])

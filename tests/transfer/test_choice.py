@@ -81,7 +81,7 @@ def test_what_failed_with_a_donor_is_not_tried_with_that_process_of_it_again(
     assert names(both, HERE) == ["far"]
     assert names(both, HERE, donor="another") == ["near", "far"]
     assert names(both, HERE, at="host:2") == ["near", "far"], "it was started again"
-    both.forget("donor")
+    both.keep(frozenset({"another"}))
     assert names(both, HERE) == ["near", "far"]
 
 

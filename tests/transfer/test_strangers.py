@@ -18,6 +18,8 @@ import pytest
 import xoscar
 
 from tests.replica_process import (
+    KEY_BYTES,
+    MODEL,
     ROW_BYTES,
     ReplicaProcess,
     TrackerProcess,
@@ -28,6 +30,8 @@ from tests.replica_process import (
 from xinference_xavier.addresses import replica_uid
 from xinference_xavier.errors import GrantRefusedError, LinkError
 from xinference_xavier.pool.region import Region
+from xinference_xavier.tracker.actor import tracker_uid
+from xinference_xavier.tracker.index import Member, Settings
 from xinference_xavier.transfer.actor import UID
 from xinference_xavier.transfer.gloo import GlooTransport
 from xinference_xavier.transfer.messages import PROTOCOL_VERSION, GrantRequest
@@ -64,6 +68,35 @@ def assert_they_share(scene: Scene) -> None:
     outcome = scene.consumer.fetch("guarded", keys, PATIENCE)
     assert (outcome.reason, outcome.committed) == (None, ROWS)
     assert scene.consumer.wrong_rows() == []
+
+
+async def test_a_link_of_who_is_no_member_does_not_stay(
+    scene: Scene, tracker_process: TrackerProcess
+) -> None:
+    """It may have been one: who was taken for gone learns it late, and may be killed before."""
+    tracker = await xoscar.actor_ref(tracker_process.address, tracker_uid(MODEL))
+    late = Member("late", f"{HOST}:1")
+    secret = (await tracker.join("elsewhere", late, KEY_BYTES, Settings())).secret
+    await tracker.leave("elsewhere", "late")
+    engine = await xoscar.actor_ref(scene.consumer.address("guarded"), replica_uid("guarded"))
+    keys = tuple(stored(scene))
+    grant = await engine.grant(GrantRequest(PROTOCOL_VERSION, "namespace", "late", keys))
+    await engine.release(grant.grant_id)
+    transfer = await xoscar.actor_ref(grant.address, UID)
+    assert_they_share(scene)  # so that there is a link that stays
+    links = scene.donor.transfer_stats()["links"]
+    region = Region.create(ROWS, ROW_BYTES)
+    transport = GlooTransport(region, HOST, None)
+    offer = transport.offer(secret, time.monotonic() + PATIENCE)
+    answer = await transfer.open_link(
+        PROTOCOL_VERSION, "link", "late", "gloo", offer.hello, PATIENCE
+    )
+    link = offer.complete(answer, time.monotonic() + PATIENCE)
+    assert scene.donor.transfer_stats()["links"] == links + 1
+    wait_until(lambda: scene.donor.transfer_stats()["links"] == links, "it is closed")
+    assert_they_share(scene)
+    link.close()
+    region.close()
 
 
 @pytest.mark.parametrize("name", TRANSPORTS)

@@ -132,12 +132,16 @@ class TransferActor(xoscar.StatelessActor):  # type: ignore[misc]  # xoscar has 
             "fallbacks": self._choice.fallbacks,
         }
 
-    async def forget(self, incarnation: str) -> None:
-        """That replica is gone: close its links."""
-        self._turns.pop(incarnation, None)
-        self._choice.forget(incarnation)
-        await self._drop_pulling(incarnation)
-        await self._drop_serving_to(incarnation)
+    async def keep(self, members: frozenset[str]) -> None:
+        """All other replicas are gone: close their links."""
+        self._turns = {
+            donor: turn for donor, turn in self._turns.items() if donor in members or turn.locked()
+        }
+        self._choice.keep(members)
+        for donor in self._pulling.keys() - members:
+            await self._drop_pulling(donor)
+        for consumer in {serving.consumer for serving in self._serving.values()} - members:
+            await self._drop_serving_to(consumer)
 
     async def pull(self, order: PullOrder) -> PullResult:
         """Fetch the rows of `order`; never raises, and never returns before they are at rest."""

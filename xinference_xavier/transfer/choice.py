@@ -82,5 +82,6 @@ class Choice:
                 error,
             )
 
-    def forget(self, donor: str) -> None:
-        self._failed.pop(donor, None)
+    def keep(self, members: frozenset[str]) -> None:
+        """All other donors are gone."""
+        self._failed = {donor: at for donor, at in self._failed.items() if donor in members}

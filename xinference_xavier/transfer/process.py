@@ -182,9 +182,10 @@ class TransferProcess:
         self._told = secret
         return True
 
-    async def forget(self, incarnation: str) -> None:
+    async def keep(self, members: frozenset[str]) -> None:
+        """Close the links with all other replicas."""
         if self._child is not None:
-            await self._call(self._child, "forget", incarnation)
+            await self._call(self._child, "keep", members)
 
     async def reach(self, donor: str, contact: Contact, timeout: float) -> str | None:
         """Why no link to the donor's transfer process can be opened; None if one can."""
