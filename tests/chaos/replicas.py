@@ -206,15 +206,15 @@ class _Run:
         )
 
     def _longest_decision(self) -> float:
-        """Less the time that the replica stood still, by order or for want of a processor."""
+        """Less the time that the replica stood still, and what others took of it."""
         longest = 0.0
         for node in self._cluster.everybody():
             figures = node.figures()
             stopped = self._cluster.stopped.get(node.incarnation, [])
             longest = max(longest, figures.get("longest_decision", 0.0))
-            for began, ended, overslept in figures.get("decisions", []):
+            for began, ended, waited in figures.get("decisions", []):
                 still = sum(max(0.0, min(b, ended) - max(a, began)) for a, b in stopped)
-                longest = max(longest, ended - began - max(still, overslept))
+                longest = max(longest, min(waited, ended - began - still))
         return longest
 
 

@@ -44,8 +44,8 @@ class Phase(Enum):
 
 @dataclass
 class _Served:
-    """A request and where it is. `pending_since` is the time of its first RETRY, `overslept` what
-    the scheduler had until then."""
+    """A request and where it is. `pending_since` is the time of its first RETRY, `waited` what
+    the scheduler had waited until then."""
 
     request: Request
     own_prefix: int
@@ -54,13 +54,14 @@ class _Served:
     steps: int = 0
     is_pending: bool = False
     pending_since: float | None = None
-    overslept: float = 0.0
+    waited: float = 0.0
 
 
 @dataclass
 class Figures:
     """`decisions` that took longer than the deadline, as (first pending lookup, decision, seconds
-    of these that the machine gave this process no turn)."""
+    of these between steps and in lookups: in all others the engine computed for other requests, or
+    the machine gave it no turn)."""
 
     requests: int = 0
     finished: int = 0
@@ -114,7 +115,7 @@ class Scheduler(threading.Thread):
         self._served: list[_Served] = []
         self._jobs: list[Job] = []
         self._flushes = 0
-        self._overslept = 0.0  # seconds that steps came later than they should have
+        self._waited = 0.0  # seconds: the pauses between steps, as they were meant, and all lookups
         self.orders: Counter[str] = Counter()
         self.weights = weights
         self.paused = True
@@ -159,18 +160,15 @@ class Scheduler(threading.Thread):
                 if began > next_report:
                     next_report = began + 0.1
                     self._report()
-                self._sleep(max(0.001, STEP - (time.monotonic() - began)))
+                pause = max(0.001, STEP - (time.monotonic() - began))
+                threading.Event().wait(pause)
+                self._waited += pause
         except BaseException:  # vLLM's engine would be dead now, and all its requests with it
             self.died = True
             with self._log.open("a") as log:
                 log.write(traceback.format_exc())
             self._report()
             raise
-
-    def _sleep(self, seconds: float) -> None:
-        began = time.monotonic()
-        threading.Event().wait(seconds)
-        self._overslept += max(0.0, time.monotonic() - began - seconds)
 
     # -- a step -------------------------------------------------------------------------------
 
@@ -198,19 +196,21 @@ class Scheduler(threading.Thread):
 
     def _attempt(self, served: _Served) -> None:
         self.figures.operations += 1
+        began = time.monotonic()
         hits = self._vllm.scan(served.request, served.own_prefix)
         now = time.monotonic()
+        self._waited += now - began
         if hits is None:
             served.is_pending = True
             if served.pending_since is None:
-                served.pending_since, served.overslept = now, self._overslept
+                served.pending_since, served.waited = now, self._waited
             if self._take("request aborted while it waits"):
                 self.figures.aborted += 1
                 self._finish(served)
             return
         if served.is_pending and served.pending_since is not None:
             served.is_pending = False
-            self._note_decision(served.pending_since, now, self._overslept - served.overslept)
+            self._note_decision(served.pending_since, now, self._waited - served.waited)
         if hits and self._take("no room after a hit"):
             return
         slots = self._vllm.schedule(served.request, hits, served.own_prefix)
@@ -220,9 +220,9 @@ class Scheduler(threading.Thread):
             keys = served.request.keys[served.own_prefix :][:hits]
             self._submit(Job(served.request, False, keys, slots, self.weights, self._haste()))
 
-    def _note_decision(self, since: float, now: float, overslept: float) -> None:
+    def _note_decision(self, since: float, now: float, waited: float) -> None:
         if now - since > self._fetch_timeout:
-            self.figures.decisions.append((since, now, overslept))
+            self.figures.decisions.append((since, now, waited))
         else:
             self.figures.longest_decision = max(self.figures.longest_decision, now - since)
 
