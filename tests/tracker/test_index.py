@@ -117,6 +117,13 @@ def test_a_lease_ends_unless_it_is_renewed() -> None:
     assert index.expire(19.0) == ["a"]
 
 
+def test_a_clock_that_goes_back_makes_no_lease_longer() -> None:
+    index = index_of(A, B)
+    assert index.expire(-60.0) == []
+    index.renew("b", -51.0)
+    assert index.expire(-50.0) == ["a"]
+
+
 def test_a_forgiven_pause_extends_every_lease() -> None:
     index = index_of(A)
     index.forgive(30.0)

@@ -481,7 +481,9 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
         late = now - self._looked - self._tick
         self._looked = now
         self._history.tick(now, time.time())
-        self._moving = {member: end for member, end in self._moving.items() if now < end}
+        self._moving = {
+            member: min(end, now + self._lease) for member, end in self._moving.items() if now < end
+        }
         for digest, known in list(self._namespaces.items()):
             if late > self._tick:
                 known.index.forgive(late)

@@ -194,7 +194,12 @@ class Index:
             self._record(Change(incarnation, known.sequence, b"", b"", True))
 
     def expire(self, now: float) -> list[str]:
-        """Let go whose lease has ended; return their incarnations."""
+        """Let go whose lease has ended; return their incarnations.
+
+        No lease ends later than a whole one from now, also if the clock went back.
+        """
+        for known in self._leases.values():
+            known.expires = min(known.expires, now + self.lease)
         gone = [name for name, known in self._leases.items() if known.expires <= now]
         for incarnation in gone:
             self.leave(incarnation)
