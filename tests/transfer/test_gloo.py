@@ -18,7 +18,7 @@ from tests.replica_process import wait_until
 from xinference_xavier.errors import LinkError, TransportError
 from xinference_xavier.pool.region import Region
 from xinference_xavier.transfer import gloo
-from xinference_xavier.transfer.gloo import GlooLink, GlooTransport
+from xinference_xavier.transfer.gloo import MAX_GIVEN_UP, GlooLink, GlooTransport
 
 HOST = "127.0.0.1"
 ROWS, ROW_BYTES = 64, 64 << 10
@@ -364,6 +364,38 @@ def test_a_consumer_that_does_not_come_back_is_waited_for_until_the_deadline(
     assert acceptance.answer
     with pytest.raises(LinkError):  # it may have got as far as the proof that does not come
         acceptance.complete(soon())
+
+
+def test_half_links_that_come_to_nothing_leave_few_sockets(
+    here: GlooTransport, there: GlooTransport, threads: ThreadPoolExecutor
+) -> None:
+    """Which side connects depends on their ports, so each is the donor for a while. What connected
+    for a consumer that has given up stays in its device."""
+
+    def come_to_nothing(consumer: GlooTransport, donor: GlooTransport) -> None:
+        offer = consumer.offer(SECRET, soon())
+        acceptance = donor.accept(offer.hello, SECRET, soon())
+        assert acceptance.answer
+        offer.withdraw()
+        with pytest.raises(LinkError):
+            acceptance.complete(soon())
+        acceptance.withdraw()
+
+    before = sockets()
+    for consumer, donor in ((here, there), (there, here)):
+        for _ in range(3 * MAX_GIVEN_UP):
+            come_to_nothing(consumer, donor)
+    wait_until(lambda: sockets() <= before + 2 * MAX_GIVEN_UP, "the old devices are gone")
+    link = connect(here, there, threads)
+    sending = threads.submit(link.donor.send, [0], later())
+    assert receive(link, [0]) == [0]
+    sending.result()
+    link.consumer.close()
+    link.donor.close()
+
+
+def sockets() -> int:
+    return len(psutil.Process().net_connections("tcp"))
 
 
 def listening_ports() -> set[int]:

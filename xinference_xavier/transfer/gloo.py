@@ -2,14 +2,16 @@
 
 How Gloo fails shapes this module (torch 2.13, probed): a wait that times out closes the pair, and
 after that nothing late arrives; `abort()` does not stop a late message; a message longer than the
-posted receive ends the receiving process, which is why this runs in a process of its own.
+posted receive ends the receiving process, which is why this runs in a process of its own; a device that a
+peer connected to for a group which we had given up keeps that socket until it goes itself.
 
 The rendezvous needs no port: what Gloo puts into each side's store travels in the link's hello and
-answer. All groups of a process share one listening port.
+answer. All groups of a device share one listening port.
 """
 
 import hmac
 import json
+import logging
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -29,8 +31,13 @@ from xinference_xavier.transfer.base import Link, Transport
 from xinference_xavier.transfer.free_ports import only_free_ports
 from xinference_xavier.transfer.messages import checking
 
+logger = logging.getLogger(__name__)
+
+MAX_GIVEN_UP = 8
+"""Half links that came to nothing, each of which may have left a socket, before the next link is
+made by a new device. The old one goes with the last of its links."""
 _CONSUMER, _DONOR = 0, 1
-_PROOF_TAG, _CLOSE_TAG, _FIRST_ROW_TAG = 0, 1, 2
+_PROOF_TAG, _CLOSE_TAG = 0, 1
 _PROOF_BYTES = 32
 _MAX_RENDEZVOUS_BYTES = 64 << 10
 _IN_FLIGHT_BYTES = 64 << 20  # above the bandwidth-delay product of any LAN
@@ -169,6 +176,7 @@ class _HalfLink:
 
     def withdraw(self) -> None:
         self._group = None
+        self._transport.given_up()
         if self._link is not None:
             self._link.close()
 
@@ -189,7 +197,10 @@ class GlooTransport(Transport):
 
     def __init__(self, region: Region, host: str, port_range: tuple[int, int] | None) -> None:
         self.region = region
+        self._where = host, port_range
         self._device = _listen(host, port_range)
+        self._given_up = 0
+        self._renewing = threading.Lock()
 
     def offer(self, secret: bytes, deadline: float) -> _Offer:
         return _Offer(self, _CONSUMER, secret, deadline)
@@ -199,9 +210,24 @@ class GlooTransport(Transport):
 
     def build_group(self, store: Store, rank: int, seconds: float) -> _Group:
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # not in the stubs
-        options._devices = [self._device]
+        options._devices = [self._sound_device()]
         options._timeout = timedelta(seconds=seconds)
         return cast(_Group, ProcessGroupGloo(store, rank, 2, options))
+
+    def given_up(self) -> None:
+        """One more half link came to nothing."""
+        with self._renewing:
+            self._given_up += 1
+
+    def _sound_device(self) -> ProcessGroupGloo.Device:
+        with self._renewing:
+            if self._given_up >= MAX_GIVEN_UP:
+                self._given_up = 0
+                try:
+                    self._device = _listen(*self._where)
+                except TransportError as error:  # no port is free: what leaks meanwhile is little
+                    logger.warning("Gloo goes on with the device that it has: %s", error)
+            return self._device
 
 
 def _listen(host: str, port_range: tuple[int, int] | None) -> ProcessGroupGloo.Device:
@@ -237,7 +263,7 @@ class GlooLink(Link):
         self._group: _Group | None = group
         self._peer = 1 - rank
         self._rank = rank
-        self._next_tag = _FIRST_ROW_TAG
+        self._next_tag = _CLOSE_TAG
         # Views of the region itself: Gloo reads from and writes to the rows, nothing is copied.
         self._rows = torch.from_numpy(region.array)
         self._in_flight = max(_MIN_IN_FLIGHT, _IN_FLIGHT_BYTES // region.row_bytes)
@@ -248,8 +274,8 @@ class GlooLink(Link):
         proofs = [hmac.digest(secret, b"%d" % rank + transcript, "sha256") for rank in (0, 1)]
         own = torch.frombuffer(bytearray(proofs[self._rank]), dtype=torch.uint8)
         theirs = torch.zeros(_PROOF_BYTES, dtype=torch.uint8)
-        receiving = self._open.recv([theirs], self._peer, _PROOF_TAG)
-        sending = self._open.send([own], self._peer, _PROOF_TAG)
+        receiving = self._post("recv", theirs, _PROOF_TAG)
+        sending = self._post("send", own, _PROOF_TAG)
         self._wait(sending, deadline)
         self._wait(receiving, deadline)
         if not hmac.compare_digest(theirs.numpy().tobytes(), proofs[self._peer]):
@@ -260,7 +286,7 @@ class GlooLink(Link):
         for position in range(len(slots)):
             while len(posted) < min(len(slots), position + self._in_flight):
                 row = self._rows[slots[len(posted)]]
-                posted.append(self._post("recv", row))
+                posted.append(self._post("recv", row, self._tag()))
             self._wait(posted[position], deadline)
             yield slots[position]
 
@@ -269,7 +295,7 @@ class GlooLink(Link):
         for position in range(len(slots)):
             while len(posted) < min(len(slots), position + self._in_flight):
                 row = self._rows[slots[len(posted)]]
-                posted.append(self._post("send", row))
+                posted.append(self._post("send", row, self._tag()))
             self._wait(posted[position], deadline)
 
     def close(self) -> None:
@@ -291,12 +317,16 @@ class GlooLink(Link):
             raise LinkError("the link is closed")
         return group
 
-    def _post(self, operation: Literal["recv", "send"], row: torch.Tensor) -> Work:
+    def _tag(self) -> int:
+        """Of the next row."""
+        self._next_tag += 1
+        return self._next_tag
+
+    def _post(self, operation: Literal["recv", "send"], memory: torch.Tensor, tag: int) -> Work:
         try:
-            work: Work = getattr(self._open, operation)([row], self._peer, self._next_tag)
+            work: Work = getattr(self._open, operation)([memory], self._peer, tag)
         except RuntimeError as error:
             raise LinkError(str(error)) from None
-        self._next_tag += 1
         return work
 
     def _wait(self, work: Work, deadline: float) -> None:
