@@ -2,8 +2,8 @@
 
 How Gloo fails shapes this module (torch 2.13, probed): a wait that times out closes the pair, and
 after that nothing late arrives; `abort()` does not stop a late message; a message longer than the
-posted receive ends the receiving process, which is why this runs in a process of its own; the socket of a
-peer that connected for a group which we had given up stays as long as the device.
+posted receive ends the receiving process, which is why this runs in a process of its own; the
+socket of a peer that connected for a group which we had given up stays as long as the device.
 
 The rendezvous needs no port: what Gloo puts into each side's store travels in the link's hello and
 answer. All groups of a device share one listening port.
