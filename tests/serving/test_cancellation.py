@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import xoscar as xo
 
-from tests.serving.test_launch import has_tracker, start, supervisor_class
+from tests.serving.test_launch import has_tracker, launched_at_once, start, supervisor_class
 from xinference_xavier.errors import LaunchCancelledError
 from xinference_xavier.serving import cancellation
 
@@ -111,6 +111,30 @@ async def test_a_replica_that_takes_its_time_ends_all_the_same(
     with pytest.raises(LaunchCancelledError):
         await launch
     assert slow.terminated == [f"{UID}-rep0"]
+
+
+async def test_the_uid_is_free_although_xinference_remembers_who_had_the_replicas(
+    supervisor: Any,
+) -> None:
+    """4.1 forgets only those of a model that it still lists."""
+    workers = [Worker(), Worker()]
+    books = (
+        supervisor._replica_model_uid_to_worker,
+        supervisor._replica_model_uid_to_worker_shards,
+    )
+    other = {f"{UID}-other-rep0": Worker(), f"{UID}-replica-rep1": Worker()}
+    for book in books:
+        book.update(other)
+        book[f"{UID}-rep0"] = workers[0]
+    launch = await launch_until_loading(supervisor, workers)
+    await supervisor.cancel_launch_builtin_model(UID)
+    with pytest.raises(LaunchCancelledError):
+        await launch
+    assert books == (other, other)
+    books[0][f"{UID}-rep1"] = workers[1]  # this one was late
+    supervisor.start = launched_at_once
+    await start(supervisor)
+    assert books[0] == other
 
 
 async def test_models_that_do_not_share_are_not_ours_to_terminate(supervisor: Any) -> None:

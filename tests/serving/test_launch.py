@@ -49,6 +49,8 @@ def supervisor_class() -> Any:
         def __init__(self, address: str, workers: int = 1, local: bool = True) -> None:
             self.address = self.control_address = address
             self._model_uid_to_replica_info: dict[str, Any] = {}
+            self._replica_model_uid_to_worker: dict[str, Any] = {}
+            self._replica_model_uid_to_worker_shards: dict[str, Any] = {}
             self._xavier_cache_mapping: dict[str, Any] = {}
             self._worker_address_to_worker = dict.fromkeys(map(str, range(workers)))
             self._local = local

@@ -4,6 +4,7 @@ xinference 4.1 stops what its workers count as being launched. A vLLM engine loa
 its own, and after one second its worker counts the replica as launched: the cancel leaves it be,
 and the launch ends well, with replicas that no list shows and that keep their uid taken. So those
 are terminated here; that the model is listed no more tells the launch wrapper what became of it.
+Nor does xinference forget which worker has them, and takes that for a uid in use.
 
 Runs on the supervisor's event loop.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import re
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
@@ -48,9 +50,21 @@ def thorough_cancel(original: _Method) -> _Method:
             if supervisor._xavier_cache_mapping.pop(model_uid, None) is not None:
                 endings.append(xo.destroy_actor(tracker))
             await _end_all(endings)
+            release_uid(supervisor, model_uid)
         return result
 
     return cancel
+
+
+def release_uid(supervisor: Any, model_uid: str) -> None:
+    """Let a model that is not listed be launched again, whatever a cancelled launch left behind."""
+    replica_uid = re.compile(re.escape(model_uid) + r"-rep\d+")
+    for book in (
+        supervisor._replica_model_uid_to_worker,
+        supervisor._replica_model_uid_to_worker_shards,
+    ):
+        for uid in list(filter(replica_uid.fullmatch, book)):
+            del book[uid]
 
 
 async def _end_all(endings: Iterable[Awaitable[Any]]) -> None:

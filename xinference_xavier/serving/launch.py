@@ -28,7 +28,7 @@ from xinference_xavier.errors import (
 )
 from xinference_xavier.hooks import Hooks, LaunchRolledBack, load_hook
 from xinference_xavier.rollback import Rollback
-from xinference_xavier.serving.cancellation import thorough_cancel
+from xinference_xavier.serving.cancellation import release_uid, thorough_cancel
 from xinference_xavier.serving.cluster import supervisor_facts, worker_facts
 from xinference_xavier.serving.transfer_config import (
     configuration,
@@ -157,6 +157,7 @@ def _sharing_launch(original: _Method) -> _Method:
                 "choose another, or terminate that model first",
             )
         launching.add(claim)
+        release_uid(supervisor, model_uid)  # a replica may have begun to load after the cancel
         try:
             hooks = None if options.hooks is None else Hooks(load_hook(options.hooks))
             config = options.config(
