@@ -133,7 +133,8 @@ def markdown(part: dict[str, Any]) -> str:
         lines.append(pairs.line(title, part["compared"][name], scale, digits))
     lines += [
         "",
-        "Ours of that, CPU ms per 1,000 prompt tokens:",
+        "Ours of that, CPU ms per 1,000 prompt tokens; part `scheduler` has what vLLM's own "
+        "thread spends on us:",
         "",
         "| thread or process | CPU ms |",
         "|---|---|",

@@ -82,8 +82,11 @@ def _ask(cluster: LocalCluster, text: str) -> Completion:
 
 
 def _drop(cluster: LocalCluster) -> None:
-    cluster.call("POST", f"/v1/xavier/{_UID}/drop")
-    _wait(lambda: _holdings(cluster) == 0, "the pools are empty")
+    def are_empty() -> bool:
+        cluster.call("POST", f"/v1/xavier/{_UID}/drop")  # again: something may still be stored
+        return _holdings(cluster) == 0
+
+    _wait(are_empty, "the pools are empty")
 
 
 def _holdings(cluster: LocalCluster) -> int:

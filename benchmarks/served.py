@@ -38,7 +38,7 @@ PREFIX_TOKENS = 400
 ANSWER_TOKENS = 32
 REQUESTS = 24
 AT_ONCE = 4
-SECONDS = 150.0
+SECONDS = 90.0
 """For all pairs of a data set."""
 WIDTH = 0.01
 QUICK = {"SECONDS": 0.0, "REQUESTS": 8}
