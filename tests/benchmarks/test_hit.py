@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from benchmarks import hit
@@ -33,6 +36,22 @@ def test_the_page_has_a_line_for_each_length_and_transport() -> None:
     text = shown(hit, {"row_bytes": 1 << 20, "discarded": 0, "lengths": lengths})
     for tokens in (1000, 4000, 8000, 15_000):
         assert text.count(f"| {tokens} | ") == 2
+
+
+def test_figures_of_another_transport_are_refused() -> None:
+    """What ended before one was chosen is no transport's, and its sample was left out."""
+
+    def stats(*transports: str) -> dict[str, Any]:
+        return {"stats": {"fetches": {"by_transport": dict.fromkeys(transports)}}}
+
+    def check(**used: dict[str, Any]) -> None:
+        fleet: Any = SimpleNamespace(replicas=lambda: used)
+        no_pair: Any = None
+        hit.Cycle(fleet, no_pair, 1 << 20).check_transports()
+
+    check(shared_memory=stats("shared_memory", "none"), gloo=stats("gloo"))
+    with pytest.raises(RuntimeError, match="shared_memory was to be measured"):
+        check(shared_memory=stats("shared_memory", "gloo"), gloo=stats("gloo"))
 
 
 def test_no_two_prompts_share_a_chunk() -> None:
