@@ -19,8 +19,10 @@ MODEL ?=
 ARGS ?=
 
 # Of `make chaos`: replicas or engines (default: both), seconds of faults, the schedule's seed and
-# how many of its steps. Of `make bench`: parts of the report (default: all).
+# how many of its steps. Of `make bench`: parts of the report (default: all); with QUICK=1 less of
+# each, in about three minutes, which does not become part of the report.
 PART ?=
+QUICK ?=
 SECONDS ?=
 SEED ?=
 STEPS ?=
@@ -32,7 +34,7 @@ help:
 	@echo "make test    lint, types, documentation and tests"
 	@echo "make chaos   faults by the thousand, 25 minutes (PART=replicas|engines SECONDS=… SEED=…)"
 	@echo "make test-long  browsers, Prometheus, and clusters, hosts and engines that are broken on purpose: takes long"
-	@echo "make bench   what sharing costs, beside what this machine can do (PART=transport …)"
+	@echo "make bench   what sharing costs, beside what this machine can do (PART='hit …' QUICK=1)"
 	@echo "make docs    the documentation, as build/docs/index.html"
 	@echo "make lint    ruff"
 	@echo "make types   mypy"
@@ -89,7 +91,7 @@ chaos: venv
 		$(if $(SEED),--seed $(SEED)) $(if $(STEPS),--steps $(STEPS))
 
 bench: venv
-	$(BIN)/python -m benchmarks $(PART)
+	$(BIN)/python -m benchmarks $(PART) $(if $(QUICK),--quick)
 
 demo: venv
 	$(BIN)/python -m examples.demo $(if $(MODEL),--model "$(MODEL)") $(ARGS)

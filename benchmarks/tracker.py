@@ -14,7 +14,7 @@ import gc
 import os
 import random
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from statistics import quantiles
 from typing import Any
 
@@ -43,17 +43,17 @@ _PAUSE = 0.01
 
 def measure() -> dict[str, Any]:
     return {
-        **_holdings(),
-        "throughput": asyncio.run(_throughput()),
-        "propagation": asyncio.run(_propagation()),
+        **_holdings(KEYS),
+        "throughput": asyncio.run(_throughput(REPLICAS)),
+        "propagation": asyncio.run(_propagation(REPLICAS)),
     }
 
 
 # -- in one process ---------------------------------------------------------------------------
 
 
-def _holdings() -> dict[str, Any]:
-    each = KEYS // MEMBERS
+def _holdings(total: int) -> dict[str, Any]:
+    each = total // MEMBERS
     batches = [
         [os.urandom(KEY_BYTES * BATCH) for _ in range(each // BATCH)] for _ in range(MEMBERS)
     ]
@@ -66,12 +66,12 @@ def _holdings() -> dict[str, Any]:
         index.join(Member(name, "127.0.0.1:1"), KEY_BYTES, 0.0)
         publishing.append(each / _time(lambda own=own, name=name: _publish(index, name, own)))  # type: ignore[misc]  # one after the other
         filling.append(each / _time(lambda own=own: _fill(own)))  # type: ignore[misc]
-    index_bytes = (_memory() - before) / KEYS
+    index_bytes = (_memory() - before) / total
     before = _memory()
-    mirror = Mirror("watcher", max_keys=KEYS)
+    mirror = Mirror("watcher", max_keys=total)
     mirror.apply(index.changes_since("", 0, "watcher"))
-    mirror_bytes = (_memory() - before) / KEYS
-    assert len(mirror) == KEYS
+    mirror_bytes = (_memory() - before) / total
+    assert len(mirror) == total
     looking, getting = _lookups(
         mirror, [key for own in batches for b in own[:2] for key in _keys(b)]
     )
@@ -134,9 +134,9 @@ def _memory() -> int:
 # -- from replicas ----------------------------------------------------------------------------
 
 
-async def _throughput() -> list[dict[str, Any]]:
+async def _throughput(replicas: Sequence[int]) -> list[dict[str, Any]]:
     found = []
-    for count in REPLICAS:
+    for count in replicas:
         with TrackerProcess() as tracker:
             actor = await tracker.actor()
             publishers = [_Publisher(actor, f"publisher {number}") for number in range(count)]
@@ -178,9 +178,9 @@ class _Publisher:
 # -- to watchers ------------------------------------------------------------------------------
 
 
-async def _propagation() -> list[dict[str, Any]]:
+async def _propagation(replicas: Sequence[int]) -> list[dict[str, Any]]:
     found = []
-    for count in REPLICAS:
+    for count in replicas:
         with TrackerProcess() as tracker, Watchers(tracker.address, count) as watchers:
             found.append({"watchers": count, **await _to(watchers, tracker)})
             tracker.close()  # first, or it would go on answering watchers that are gone

@@ -43,10 +43,35 @@ def test_the_page_shows_what_was_measured_in_the_order_of_the_parts() -> None:
     found = report.load()
     for name, value in (("second", 2), ("first", 1)):
         report.add(found, name, {"value": value}, 0.5)
-    report.write_page(found, {"first": part("First"), "none": part("None"), "second": part("2nd")})
+    parts = {"second": part("2nd"), "first": part("First")}
+    words = {"first": "the first", "none": "not done", "second": "the second"}
+    report.write_page(found, parts, words)
     page = report.PAGE.read_text()
     assert page.index("First is 1") < page.index("2nd is 2")
-    assert "None" not in page
+    assert page.endswith("## Not measured yet\n\n- `make bench PART=none`: not done\n")
     for name in ("first", "second"):
         assert f"images/bench-{name}.png" in page
         assert (report.IMAGES / f"bench-{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_the_page_shows_of_parts_that_this_report_lacks_stays() -> None:
+    """The page is kept with the code, the report is not."""
+    words = {"first": "", "second": ""}
+    before = report.load()
+    report.add(before, "first", {"value": 1}, 0.5)
+    report.write_page(before, {"first": part("First")}, words)
+    report.REPORT.unlink()
+    for value in (2, 3):
+        found = report.load()
+        report.add(found, "second", {"value": value}, 0.5)
+        report.write_page(found, {"second": part("2nd")}, words)
+    page = report.PAGE.read_text()
+    assert page.count("## ") == 2
+    assert page.index("First is 1") < page.index("images/bench-first.png") < page.index("2nd is 3")
+    assert "Not measured yet" not in page
+
+
+def test_another_file_leaves_the_report_alone(tmp_path: Path) -> None:
+    report.add({"parts": {}}, "one", {"value": 1}, 0.5, tmp_path / "quick.json")
+    assert json.loads((tmp_path / "quick.json").read_text())["parts"]["one"]["value"] == 1
+    assert report.load() == {"parts": {}}

@@ -192,7 +192,16 @@ def test_the_endpoint_comes_from_the_environment_too(
     assert (result.exit_code, MODEL in result.output) == (0, True)
 
 
-def test_the_demo_needs_the_repository(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("words", "program"),
+    [
+        (["demo", "--dtype", "bfloat16"], ["examples.demo", "--dtype", "bfloat16"]),
+        (["bench", "hit", "peers", "--quick"], ["benchmarks", "hit", "peers", "--quick"]),
+    ],
+)
+def test_demo_and_bench_need_the_repository(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, words: list[str], program: list[str]
+) -> None:
     from xinference_xavier.cli import commands
 
     called: list[Any] = []
@@ -205,12 +214,12 @@ def test_the_demo_needs_the_repository(monkeypatch: pytest.MonkeyPatch, tmp_path
         return Done()
 
     monkeypatch.setattr(commands.subprocess, "run", instead)
-    result = CliRunner().invoke(main, ["demo", "--dtype", "bfloat16"])
+    result = CliRunner().invoke(main, words)
     assert result.exit_code == 1
     root = Path(__file__).parents[2]
-    assert called == [(["-m", "examples.demo", "--dtype", "bfloat16"], root)]
+    assert called == [(["-m", *program], root)]
     monkeypatch.setattr(commands, "__file__", str(tmp_path / "a" / "b" / "commands.py"))
-    result = CliRunner().invoke(main, ["demo"])
+    result = CliRunner().invoke(main, words[:1])
     assert result.exit_code == 2
     assert "run it in a clone" in result.output
 

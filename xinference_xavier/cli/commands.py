@@ -19,7 +19,7 @@ from xinference_xavier.results import Happened
 _EPILOG = """\b
 Exit codes:
   0  done, and nothing is wrong
-  1  doctor found something wrong, the demo failed, or the tracker cannot listen
+  1  doctor found something wrong, demo or bench failed, or the tracker cannot listen
   2  wrong usage
   3  xinference does not answer, refuses, or lacks the extension
   4  no such model shares its cache
@@ -195,10 +195,27 @@ def demo(arguments: tuple[str, ...]) -> None:
 
     ARGUMENTS: --model FOLDER, and any of the model's launch arguments.
     """
+    _in_a_clone("examples/demo.py", "examples.demo", arguments)
+
+
+@main.command()
+@click.argument("parts", nargs=-1, metavar="[PART]...")
+@click.option("--quick", is_flag=True, help="Less of each, to see whether it works.")
+def bench(parts: tuple[str, ...], quick: bool) -> None:
+    """What sharing costs, beside what this machine can do. Needs a clone of the project.
+
+    All PARTS of docs/benchmarks.md, or those named, such as transport or hit, are measured, and
+    that page is written anew.
+    """
+    _in_a_clone("benchmarks/__main__.py", "benchmarks", (*parts, *(["--quick"] if quick else [])))
+
+
+def _in_a_clone(file: str, module: str, arguments: tuple[str, ...]) -> None:
+    """Runs a program of the project's that is not installed, and ends as it does."""
     root = Path(__file__).parents[2]
-    if not (root / "examples" / "demo.py").is_file():
-        raise click.UsageError("the demo is part of the project's repository: run it in a clone")
-    done = subprocess.run([sys.executable, "-m", "examples.demo", *arguments], cwd=root)
+    if not (root / file).is_file():
+        raise click.UsageError(f"{file} is part of the project's repository: run it in a clone")
+    done = subprocess.run([sys.executable, "-m", module, *arguments], cwd=root)
     sys.exit(1 if done.returncode else 0)
 
 

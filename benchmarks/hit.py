@@ -1,0 +1,203 @@
+"""Part `hit`: what a prefix costs that is computed, held here, or held by a peer.
+
+Three vLLM engines: a donor and a consumer for each transport. Each sample has a prompt of its own:
+the donor computes it, the consumer gets it from the donor, has it in vLLM's own cache, and, when
+that has forgotten it, in its pool; then as many rows are moved by memcpy and over raw TCP, which is
+the least that a fetch could take. The consumer is never told to weigh a fetch against computing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from benchmarks import transport
+from benchmarks.ends import MEMCPY, TCP, Pair
+from benchmarks.engines import (
+    ALWAYS_FETCH,
+    CHUNK,
+    DTYPE,
+    POOL_BYTES,
+    STEP_TOKENS,
+    Fleet,
+    Kind,
+    Prompts,
+    whole_chunks,
+)
+from benchmarks.figures import figure, ratio, shown
+from examples.make_model import CONTEXT
+
+TITLE = "Hits"
+LENGTHS = (1000, 4000, 8000, 15_000)
+ROUNDS = 5
+QUICK = {"LENGTHS": (1000, 8000)}
+REFERENCES = {"shared_memory": MEMCPY, "gloo": TCP}
+ALLOWANCE = 0.005
+"""Seconds that a fetch may take beside moving its bytes."""
+_SHOWN = {"shared_memory": "shared memory", "gloo": "Gloo"}
+_DONOR = "donor"
+_MAX_TRIES = 2  # per sample that is wanted
+
+
+class Sample(NamedTuple):
+    """Seconds to the first token, and of moving the same rows otherwise."""
+
+    cold: float
+    remote: float
+    local: float
+    pool: float
+    floor: float
+
+
+def measure() -> dict[str, Any]:
+    kinds = {_DONOR: Kind()} | {name: Kind(name, options=ALWAYS_FETCH) for name in REFERENCES}
+    pair = Pair(0)
+    try:
+        with Fleet(kinds) as fleet:
+            row_bytes = fleet.replicas()[_DONOR]["stats"]["pool"]["row_bytes"]
+            pair.make(whole_chunks(max(LENGTHS)), row_bytes)
+            cycle = Cycle(fleet, pair, row_bytes)
+            samples, discarded = _samples(cycle)
+            cycle.check_transports()
+    finally:
+        pair.close()
+    return {
+        "row_bytes": row_bytes,
+        "discarded": discarded,
+        "lengths": [
+            summary(tokens, row_bytes, {name: samples[tokens, name] for name in REFERENCES})
+            for tokens in LENGTHS
+        ],
+    }
+
+
+def _samples(cycle: Cycle) -> tuple[dict[tuple[int, str], list[Sample]], int]:
+    """By length and transport, in turns; and how many did not find all at the peer."""
+    cases = [(tokens, name) for tokens in LENGTHS for name in REFERENCES]
+    for name in REFERENCES:
+        cycle.run(LENGTHS[0], name)  # makes links, and what is made at the first request
+    samples: dict[tuple[int, str], list[Sample]] = {case: [] for case in cases}
+    discarded = 0
+    for turn in range(ROUNDS * _MAX_TRIES):
+        for tokens, name in cases[:: 1 if turn % 2 else -1]:
+            if len(samples[tokens, name]) < ROUNDS:
+                sample = cycle.run(tokens, name)
+                if sample is None:
+                    discarded += 1
+                else:
+                    samples[tokens, name].append(sample)
+    return samples, discarded
+
+
+class Cycle:
+    """One prompt's way, from cold to forgotten."""
+
+    def __init__(self, fleet: Fleet, pair: Pair, row_bytes: int) -> None:
+        self._fleet = fleet
+        self._pair = pair
+        self._row_bytes = row_bytes
+        self._prompts = Prompts()
+
+    def run(self, tokens: int, name: str) -> Sample | None:
+        """None if not all whole chunks were reused where they should have been."""
+        prompt = self._prompts.fresh(tokens)
+        donor, consumer = self._fleet[_DONOR], self._fleet[name]
+        cold = donor.ask(prompt)
+        chunks = whole_chunks(tokens)
+        self._fleet.wait_published(_DONOR, chunks)
+        remote, local = consumer.ask(prompt), consumer.ask(prompt)
+        consumer.do("forget")
+        pool = consumer.ask(prompt)
+        slots = list(range(chunks))
+        rate = transport._rate([self._pair], REFERENCES[name], slots, self._row_bytes)
+        self._fleet.drop()
+        if cold.cached or any(hit.cached != chunks * CHUNK for hit in (remote, local, pool)):
+            return None
+        floor = chunks * self._row_bytes / rate / 1e9
+        return Sample(cold.first, remote.first, local.first, pool.first, floor)
+
+    def check_transports(self) -> None:
+        """Raises RuntimeError if a consumer has fetched over another transport than its own."""
+        for name in REFERENCES:
+            fetches = self._fleet.replicas()[name]["stats"]["fetches"]
+            if set(fetches["by_transport"]) & (set(REFERENCES) - {name}):
+                raise RuntimeError(f"{name} was to be measured, but this was used: {fetches}")
+
+
+def summary(tokens: int, row_bytes: int, samples: dict[str, Sequence[Sample]]) -> dict[str, Any]:
+    """A row of the report; times in ms."""
+    rows = whole_chunks(tokens)
+    return {
+        "tokens": tokens,
+        "rows": rows,
+        "bytes": rows * row_bytes,
+        "transports": {name: of_transport(found) for name, found in samples.items()},
+    }
+
+
+def of_transport(samples: Sequence[Sample]) -> dict[str, Any]:
+    cold, remote, local, pool, floor = (list(column) for column in zip(*samples, strict=True))
+    overhead = [sample.remote - sample.local for sample in samples]
+    return {
+        "cold_ms": _ms(cold),
+        "remote_ms": _ms(remote),
+        "local_ms": _ms(local),
+        "pool_ms": _ms(pool),
+        "floor_ms": _ms(floor),
+        "overhead_ms": _ms(overhead),
+        "ratio": ratio(overhead, [seconds + ALLOWANCE for seconds in floor]),
+        "remote/local": ratio(remote, local),
+        "pool/local": ratio(pool, local),
+        "cold/remote": ratio(cold, remote),
+    }
+
+
+def _ms(seconds: Iterable[float]) -> dict[str, Any]:
+    return figure([value * 1e3 for value in seconds])
+
+
+def markdown(part: dict[str, Any]) -> str:
+    lines = [
+        f"Time to the first token at the engine, ms: three vLLM engines of one model ({DTYPE}, "
+        f"{CONTEXT} tokens at most, {STEP_TOKENS} computed at once), pools of "
+        f"{POOL_BYTES >> 20} MiB, chunks of {CHUNK} tokens, which are rows of "
+        f"{part['row_bytes'] / (1 << 20):g} MiB. A local hit is one of vLLM's own prefix cache, a "
+        "pool hit one after that has forgotten, a remote hit one of what a peer holds. Overhead is "
+        "remote − local; the floor is what as many rows took right after by one thread's memcpy "
+        "or over one plain TCP connection; the last column is overhead ÷ (floor + 5 ms). Medians, "
+        f"in brackets the least and the most; {part['discarded']} samples were left out because "
+        "not all whole chunks came from the peer.",
+        "",
+        "| tokens | MiB | transport | cold | local hit | pool hit | remote hit | overhead | floor "
+        "| remote ÷ local | cold ÷ remote | overhead ÷ (floor + 5 ms) |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in part["lengths"]:
+        for name, found in row["transports"].items():
+            times = ("cold", "local", "pool", "remote", "overhead", "floor")
+            cells = [str(row["tokens"]), f"{row['bytes'] / (1 << 20):.0f}", _SHOWN[name]]
+            cells += [shown(found[f"{time}_ms"], 1) for time in times]
+            cells += [shown(found[of]) for of in ("remote/local", "cold/remote", "ratio")]
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def plot(part: dict[str, Any], axes: Any) -> None:
+    tokens = [row["tokens"] for row in part["lengths"]]
+
+    def curve(name: str, time: str, label: str) -> None:
+        values = [row["transports"][name][f"{time}_ms"] for row in part["lengths"]]
+        middle = [value["median"] for value in values]
+        below = [value["median"] - value["least"] for value in values]
+        above = [value["most"] - value["median"] for value in values]
+        axes.errorbar(tokens, middle, yerr=[below, above], marker="o", capsize=3, label=label)
+
+    curve("shared_memory", "cold", "computed")
+    curve("gloo", "remote", "from a peer, Gloo")
+    curve("shared_memory", "remote", "from a peer, shared memory")
+    curve("shared_memory", "pool", "from the pool")
+    curve("shared_memory", "local", "from vLLM's own cache")
+    axes.set_yscale("log")
+    axes.set_xlabel("tokens of the prompt")
+    axes.set_ylabel("ms to the first token")
+    axes.legend()

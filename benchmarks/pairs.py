@@ -1,0 +1,84 @@
+"""Two things measured in turns until their ratio is known well enough, or time is over."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from statistics import mean, stdev
+from typing import Any, NamedTuple
+
+from scipy.stats import t  # type: ignore[import-untyped]
+
+from benchmarks.figures import MIN_SAMPLES, figure
+
+CONFIDENCE = 0.95
+
+
+class Interval(NamedTuple):
+    """Where the mean of pairs' ratios lies."""
+
+    ratio: float
+    low: float
+    high: float
+
+    @property
+    def half_width(self) -> float:
+        return (self.high - self.low) / 2
+
+
+def interval(samples: Sequence[float], reference: Sequence[float]) -> Interval:
+    """Student's, of the logarithms of the pairs' ratios: their geometric mean and its bounds."""
+    logs = [math.log(one / other) for one, other in zip(samples, reference, strict=True)]
+    middle = mean(logs)
+    reach = float(t.ppf((1 + CONFIDENCE) / 2, len(logs) - 1)) * stdev(logs) / math.sqrt(len(logs))
+    return Interval(math.exp(middle), math.exp(middle - reach), math.exp(middle + reach))
+
+
+Run = Mapping[str, float]
+"""Figures by their names."""
+
+
+def alternate(
+    run: Callable[[bool], Run], *, until: float, watched: Mapping[str, float]
+) -> list[tuple[Run, Run]]:
+    """Pairs of `run(True)` and `run(False)`, which of the two first changing from pair to pair.
+
+    At least MIN_SAMPLES, and then until the ratio of each figure that is watched is known to plus
+    or minus so much, or `time.monotonic()` is `until`.
+    """
+    pairs: list[tuple[Run, Run]] = []
+    while len(pairs) < MIN_SAMPLES or (
+        time.monotonic() < until
+        and any(ratio_of(pairs, name).half_width > width for name, width in watched.items())
+    ):
+        if len(pairs) % 2:
+            off, on = run(False), run(True)
+        else:
+            on, off = run(True), run(False)
+        pairs.append((on, off))
+    return pairs
+
+
+def ratio_of(pairs: Sequence[tuple[Run, Run]], name: str) -> Interval:
+    return interval([on[name] for on, _ in pairs], [off[name] for _, off in pairs])
+
+
+def summary(pairs: Sequence[tuple[Run, Run]]) -> dict[str, Any]:
+    """Of each figure that both have: both of its sides, and the ratio with its bounds."""
+    names = [name for name in pairs[0][0] if name in pairs[0][1]]
+    return {
+        name: {
+            "on": figure([on[name] for on, _ in pairs]),
+            "off": figure([off[name] for _, off in pairs]),
+            **ratio_of(pairs, name)._asdict(),
+        }
+        for name in names
+    }
+
+
+def line(title: str, found: Mapping[str, Any], scale: float = 1.0, digits: int = 1) -> str:
+    """Of a table: with Xavier, without, and the ratio."""
+    on, off = (found[side]["median"] * scale for side in ("on", "off"))
+    bounds = f"{found['ratio']:.3f} ({found['low']:.3f}–{found['high']:.3f})"
+    return f"| {title} | {on:.{digits}f} | {off:.{digits}f} | {bounds} |"

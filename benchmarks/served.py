@@ -1,0 +1,218 @@
+"""Part `served`: what sharing costs behind HTTP, as vLLM's own `vllm bench serve` sees it.
+
+Two servers of vLLM's, one with Xavier and one without, under the same load in turns: the data sets
+`random`, where nothing can be reused, and `prefix_repetition`, where vLLM's own prefix cache serves
+most of it. vLLM's benchmark is called as a function: its CPU build's program `vllm` does not start.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import requests
+
+from benchmarks import pairs
+from benchmarks.engines import CHUNK, DTYPE, POOL_BYTES, engine_environment, own_model
+from benchmarks.no_hits import plot_ratios
+from benchmarks.report import ROOT
+from benchmarks.watchers import MODEL, TrackerProcess
+from examples.local_cluster import free_port
+from xinference_xavier.config import XavierConfig
+from xinference_xavier.serving.transfer_config import kv_transfer_config
+
+TITLE = "Served with nothing to share"
+PROMPT_TOKENS = 500
+PREFIX_TOKENS = 400
+ANSWER_TOKENS = 32
+REQUESTS = 24
+AT_ONCE = 4
+SECONDS = 90.0
+"""For all pairs of a data set."""
+WIDTH = 0.01
+QUICK = {"SECONDS": 0.0, "REQUESTS": 8}
+DATASETS = ("random", "prefix_repetition")
+_HOST = "127.0.0.1"
+_LOG = ROOT / "build" / "bench-served.log"
+_START_TIMEOUT = 480.0
+_STOP_TIMEOUT = 30.0
+_FIGURES = {
+    "request_throughput": "request_throughput",
+    "median_ttft": "median_ttft_ms",
+    "p99_ttft": "p99_ttft_ms",
+    "median_itl": "median_itl_ms",
+    "p99_itl": "p99_itl_ms",
+}
+
+
+def measure() -> dict[str, Any]:
+    seeds = itertools.count()
+    model = own_model()
+    found = {}
+    with TrackerProcess() as tracker, Server(model, None) as off:
+        config = XavierConfig(MODEL, tracker.address, pool_bytes=POOL_BYTES, chunk_tokens=CHUNK)
+        with Server(model, kv_transfer_config(config)) as on:
+            servers = {True: on, False: off}
+            for server in servers.values():
+                server.wait_ready()
+            for name in DATASETS:
+
+                def run(sharing: bool, name: str = name) -> pairs.Run:
+                    return bench(model, servers[sharing].port, name, next(seeds))
+
+                for sharing in servers:  # what is made at the first request
+                    run(sharing)
+                until = time.monotonic() + SECONDS
+                watched = {"request_throughput": WIDTH, "p99_itl": WIDTH}
+                made = pairs.alternate(run, until=until, watched=watched)
+                found[name] = {"pairs": len(made), "compared": pairs.summary(made)}
+    return {"datasets": found}
+
+
+class Server:
+    """One of vLLM's, from when it is started until the `with` ends."""
+
+    def __init__(self, model: Path, transfer: dict[str, Any] | None) -> None:
+        self.port = free_port(_HOST)
+        self._command = [
+            *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
+            *("--model", str(model), "--host", _HOST, "--port", str(self.port)),
+            *("--dtype", DTYPE, "--block-size", str(CHUNK), "--enforce-eager"),
+            *("--distributed-executor-backend", "uni"),
+        ]
+        if transfer is not None:
+            self._command += ["--kv-transfer-config", json.dumps(transfer)]
+
+    def __enter__(self) -> Self:
+        _LOG.parent.mkdir(exist_ok=True)
+        paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+        environment = {
+            **os.environ,
+            **engine_environment(),
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        }
+        with _LOG.open("ab") as log:
+            self._process = subprocess.Popen(
+                self._command, env=environment, stdout=log, stderr=subprocess.STDOUT
+            )
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._process.terminate()
+        try:
+            self._process.wait(_STOP_TIMEOUT)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def wait_ready(self) -> None:
+        until = time.monotonic() + _START_TIMEOUT
+        while not self._answers():
+            if self._process.poll() is not None or time.monotonic() > until:
+                raise RuntimeError(f"vLLM's server does not answer: see {_LOG}")
+            time.sleep(0.5)
+
+    def _answers(self) -> bool:
+        try:
+            return requests.get(f"http://{_HOST}:{self.port}/health", timeout=5).ok
+        except requests.RequestException:
+            return False
+
+
+def bench(model: Path, port: int, dataset: str, seed: int) -> dict[str, float]:
+    """One run of `vllm bench serve`."""
+    from vllm.benchmarks import serve
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = FlexibleArgumentParser()  # type: ignore[no-untyped-call]
+    serve.add_cli_args(parser)
+    arguments: argparse.Namespace = parser.parse_args(
+        [
+            f"--model={model}",
+            f"--host={_HOST}",
+            f"--port={port}",
+            f"--dataset-name={dataset}",
+            f"--num-prompts={REQUESTS}",
+            f"--max-concurrency={AT_ONCE}",
+            f"--seed={seed}",
+            "--ignore-eos",
+            "--disable-tqdm",
+            "--percentile-metrics=ttft,itl",
+            "--metric-percentiles=99",
+            *_lengths(dataset),
+        ]
+    )
+    with _LOG.open("a") as log, contextlib.redirect_stdout(log):
+        result = asyncio.run(serve.main_async(arguments))
+    if result["completed"] != REQUESTS:
+        raise RuntimeError(f"{result['completed']} of {REQUESTS} requests were answered")
+    return {name: float(result[key]) for name, key in _FIGURES.items()}
+
+
+def _lengths(dataset: str) -> Iterator[str]:
+    if dataset == "random":
+        yield from (f"--random-input-len={PROMPT_TOKENS}", f"--random-output-len={ANSWER_TOKENS}")
+        return
+    option = "--prefix-repetition"
+    yield f"{option}-prefix-len={PREFIX_TOKENS}"
+    yield f"{option}-suffix-len={PROMPT_TOKENS - PREFIX_TOKENS}"
+    yield f"{option}-num-prefixes={max(1, REQUESTS // 8)}"
+    yield f"{option}-output-len={ANSWER_TOKENS}"
+
+
+_LINES = {
+    "request_throughput": ("requests per second", 2),
+    "median_ttft": ("first token, median, ms", 1),
+    "p99_ttft": ("first token, 99 of 100, ms", 1),
+    "median_itl": ("between tokens, median, ms", 2),
+    "p99_itl": ("between tokens, 99 of 100, ms", 2),
+}
+
+
+def markdown(part: dict[str, Any]) -> str:
+    lines = [
+        f"`vllm bench serve` with {REQUESTS} requests of {PROMPT_TOKENS} tokens, {AT_ONCE} at "
+        f"once, {ANSWER_TOKENS} tokens answered ({DTYPE}), in turns to a server with Xavier and to "
+        f"one without. `random` shares nothing; of `prefix_repetition` {PREFIX_TOKENS} tokens are "
+        "those of seven other requests. Ratios are geometric means over the pairs, in brackets "
+        "their 95 % confidence interval.",
+        "",
+        "| | with Xavier | vLLM alone | ratio |",
+        "|---|---|---|---|",
+    ]
+    for dataset, found in part["datasets"].items():
+        for name, (title, digits) in _LINES.items():
+            title = f"`{dataset}`, {found['pairs']} pairs: {title}"
+            lines.append(pairs.line(title, found["compared"][name], digits=digits))
+    return "\n".join(lines)
+
+
+def plot(part: dict[str, Any], axes: Any) -> None:
+    titles = {
+        f"{dataset}, {name}": f"{dataset}: {words[0]}"
+        for dataset in part["datasets"]
+        for name, words in _LINES.items()
+    }
+    compared = {
+        f"{dataset}, {name}": value
+        for dataset, found in part["datasets"].items()
+        for name, value in found["compared"].items()
+    }
+    plot_ratios(compared, titles, axes)

@@ -1,0 +1,110 @@
+"""Part `stampede`: one long prompt that nobody knows reaches several replicas at once.
+
+Three vLLM engines. In turns, a fresh prompt goes to one of them alone, to two and to all three at
+the same moment. The best would be that the cluster computes it once, and that nobody waits longer
+than computing alone takes, which on one machine is slower the more engines compute at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from benchmarks.engines import Asked, Fleet, Kind, Prompts
+from benchmarks.figures import figure, shown
+from benchmarks.figures import ratio as ratio_of
+
+TITLE = "Stampede"
+TOKENS = 8000
+SIZES = (2, 3)
+ROUNDS = 5
+QUICK = {"TOKENS": 4000, "SIZES": (2,)}
+_ALONE = 1
+
+
+class Rush(NamedTuple):
+    """One prompt, asked of several at once: what each was told and had to compute."""
+
+    first: tuple[float, ...]  # seconds
+    computed: int  # tokens of prompt, all together
+
+    @classmethod
+    def of(cls, asked: Sequence[Asked], tokens: int) -> Rush:
+        computed = sum(tokens - one.cached for one in asked)
+        return cls(tuple(one.first for one in asked), computed)
+
+
+def measure() -> dict[str, Any]:
+    names = [f"engine-{number}" for number in range(max(SIZES))]
+    prompts = Prompts()
+    with Fleet(dict.fromkeys(names, Kind())) as fleet:
+        for name in names:  # what is made at the first request, and the links
+            _rush(fleet, [name], prompts.fresh(TOKENS // 4))
+            _rush(fleet, names, prompts.fresh(TOKENS // 4))
+        rushes: dict[int, list[Rush]] = {size: [] for size in (_ALONE, *SIZES)}
+        for turn in range(ROUNDS):
+            for size in rushes:
+                chosen = [names[(turn + number) % len(names)] for number in range(size)]
+                rushes[size].append(_rush(fleet, chosen, prompts.fresh(TOKENS)))
+    return summary(TOKENS, rushes)
+
+
+def _rush(fleet: Fleet, names: Sequence[str], prompt: list[int]) -> Rush:
+    for name in names:
+        fleet[name].begin("ask", prompt, 1)
+    asked = [fleet[name].finish() for name in names]
+    fleet.drop()
+    return Rush.of(asked, len(prompt))
+
+
+def summary(tokens: int, rushes: Mapping[int, Sequence[Rush]]) -> dict[str, Any]:
+    alone = [rush.first[0] for rush in rushes[_ALONE]]
+    sizes = []
+    for size, found in rushes.items():
+        if size == _ALONE:
+            continue
+        slowest = [max(rush.first) for rush in found]
+        sizes.append(
+            {
+                "replicas": size,
+                "computed": figure([rush.computed / tokens for rush in found]),
+                "first_ms": figure([min(rush.first) * 1e3 for rush in found]),
+                "slowest_ms": figure([seconds * 1e3 for seconds in slowest]),
+                "slowest/alone": ratio_of(slowest, alone),
+            }
+        )
+    return {"tokens": tokens, "alone_ms": figure([one * 1e3 for one in alone]), "sizes": sizes}
+
+
+def markdown(part: dict[str, Any]) -> str:
+    lines = [
+        f"The same prompt of {part['tokens']} tokens, which nobody knows, given to several vLLM "
+        "engines at once; in turns with one that is alone, which takes "
+        f"{shown(part['alone_ms'], 0)} ms. They share this machine's cores: who computes "
+        "beside others takes longer than alone whether or not anything is shared. Computed: "
+        "tokens of prompt in the cluster ÷ tokens of the prompt. Medians, in brackets the least "
+        "and the most.",
+        "",
+        "| replicas | computed | first of them, ms | last of them, ms | last ÷ alone |",
+        "|---|---|---|---|---|",
+    ]
+    for row in part["sizes"]:
+        cells = (
+            str(row["replicas"]),
+            shown(row["computed"]),
+            shown(row["first_ms"], 0),
+            shown(row["slowest_ms"], 0),
+            shown(row["slowest/alone"]),
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def plot(part: dict[str, Any], axes: Any) -> None:
+    names = ["alone", *(f"{row['replicas']} at once" for row in part["sizes"])]
+    values = [part["alone_ms"], *(row["slowest_ms"] for row in part["sizes"])]
+    middle = [value["median"] for value in values]
+    below = [value["median"] - value["least"] for value in values]
+    above = [value["most"] - value["median"] for value in values]
+    axes.bar(names, middle, yerr=[below, above], capsize=3)
+    axes.set_ylabel(f"ms to the last one's first token, {part['tokens']} tokens")

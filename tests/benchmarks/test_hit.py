@@ -1,0 +1,66 @@
+"""A hit's overhead is set beside the least that moving its bytes takes, sample by sample."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from benchmarks import hit
+from benchmarks.engines import Asked, Prompts, whole_chunks
+from tests.benchmarks.parts import shown
+
+SAMPLES = [hit.Sample(2.0, 0.050, 0.040, 0.045, 0.005 * n) for n in range(1, 6)]
+
+
+def test_overhead_is_compared_with_the_floor_and_five_milliseconds() -> None:
+    found = hit.of_transport(SAMPLES)
+    assert found["overhead_ms"]["median"] == pytest.approx(10)
+    assert found["ratio"]["samples"] == pytest.approx([10 / (5 * n + 5) for n in range(1, 6)])
+    assert found["remote/local"]["median"] == pytest.approx(1.25)
+    assert found["cold/remote"]["median"] == pytest.approx(40)
+
+
+def test_bytes_are_those_of_whole_chunks_without_the_last_token() -> None:
+    found = hit.summary(8000, 1 << 20, dict.fromkeys(hit.REFERENCES, SAMPLES))
+    assert (found["rows"], found["bytes"]) == (62, 62 << 20)
+    assert [whole_chunks(tokens) for tokens in (128, 129, 256, 257)] == [0, 1, 1, 2]
+
+
+def test_the_page_has_a_line_for_each_length_and_transport() -> None:
+    lengths = [
+        hit.summary(tokens, 1 << 20, dict.fromkeys(hit.REFERENCES, SAMPLES))
+        for tokens in hit.LENGTHS
+    ]
+    text = shown(hit, {"row_bytes": 1 << 20, "discarded": 0, "lengths": lengths})
+    for tokens in (1000, 4000, 8000, 15_000):
+        assert text.count(f"| {tokens} | ") == 2
+
+
+def test_figures_of_another_transport_are_refused() -> None:
+    """What ended before one was chosen is no transport's, and its sample was left out."""
+
+    def stats(*transports: str) -> dict[str, Any]:
+        return {"stats": {"fetches": {"by_transport": dict.fromkeys(transports)}}}
+
+    def check(**used: dict[str, Any]) -> None:
+        fleet: Any = SimpleNamespace(replicas=lambda: used)
+        no_pair: Any = None
+        hit.Cycle(fleet, no_pair, 1 << 20).check_transports()
+
+    check(shared_memory=stats("shared_memory", "none"), gloo=stats("gloo"))
+    with pytest.raises(RuntimeError, match="shared_memory was to be measured"):
+        check(shared_memory=stats("shared_memory", "gloo"), gloo=stats("gloo"))
+
+
+def test_no_two_prompts_share_a_chunk() -> None:
+    prompts = Prompts()
+    first, second = prompts.fresh(300), prompts.fresh(300)
+    assert len(first) == len(second) == 300
+    assert first[:128] != second[:128]
+    assert prompts.fresh(300) != Prompts().fresh(300)
+
+
+def test_gaps_are_those_between_tokens() -> None:
+    assert Asked(0.5, (0.5, 0.75, 1.25), 0).gaps == [0.25, 0.5]

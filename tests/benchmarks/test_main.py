@@ -1,0 +1,51 @@
+"""Parts are measured one by one; a quick run shows that they work and changes no figure."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from benchmarks import __main__ as program
+from benchmarks import report
+
+
+def part() -> Any:
+    """Measures what its size says."""
+    module = SimpleNamespace(TITLE="Size", SIZE=100, QUICK={"SIZE": 1})
+    module.measure = lambda: {"size": module.SIZE}
+    module.markdown = lambda measured: f"the size is {measured['size']}"
+    module.plot = lambda measured, axes: axes.plot([measured["size"]])
+    return module
+
+
+@pytest.fixture(autouse=True)
+def one_part(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("REPORT", "QUICK", "PAGE", "IMAGES"):
+        monkeypatch.setattr(report, name, tmp_path / name.lower())
+    monkeypatch.setattr(report, "ROOT", tmp_path)
+    monkeypatch.setattr(program, "PARTS", {"one": "the only one"})
+    module = part()
+    monkeypatch.setattr(program, "_module", lambda name: module)
+
+
+def test_a_part_goes_to_the_report_and_the_page() -> None:
+    program.main([])
+    assert report.load()["parts"]["one"]["size"] == 100
+    assert "the size is 100" in report.PAGE.read_text()
+
+
+def test_a_quick_run_is_smaller_and_changes_neither() -> None:
+    program.main(["one"], quick=True)
+    assert json.loads(report.QUICK.read_text())["parts"]["one"]["size"] == 1
+    assert not report.REPORT.exists()
+    assert not report.PAGE.exists()
+
+
+def test_an_unknown_part_is_refused_before_anything_is_measured() -> None:
+    with pytest.raises(SystemExit, match="there is no part two; there are one"):
+        program.main(["one", "two"])
+    assert not report.REPORT.exists()

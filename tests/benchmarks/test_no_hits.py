@@ -1,0 +1,71 @@
+"""What is compared is what both have; what is ours alone is told beside it."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+
+from benchmarks import no_hits, served
+from benchmarks.engines import Asked, Load
+from benchmarks.threads import seconds_by_name
+from tests.benchmarks.parts import shown
+
+LOAD = Load(2.0, [Asked(0.1 * n, (0.1 * n, 0.1 * n + 0.02), 0) for n in range(1, 5)])
+
+
+def test_a_load_becomes_rates_and_percentiles() -> None:
+    found = no_hits.of_load(LOAD)
+    assert found["requests_per_s"] == 2.0
+    assert found["first_p50_s"] == pytest.approx(0.25)
+    assert found["gap_p99_s"] == pytest.approx(0.02)
+
+
+def test_a_prompt_that_was_known_is_no_measurement() -> None:
+    with pytest.raises(RuntimeError, match="was known"):
+        no_hits.of_load(Load(1.0, [Asked(0.1, (0.1,), 128)]))
+
+
+def test_only_our_threads_count_as_ours() -> None:
+    before = {"MainThread": 1.0, "xavier-copy": 0.5}
+    after = {"MainThread": 9.0, "xavier-copy": 1.5, "xavier-replica": 0.25}
+    found = no_hits.of_threads(before, after, 500)
+    assert found == {"xavier-copy": 2.0, "xavier-replica": 0.5}
+
+
+def test_threads_are_found_by_their_names() -> None:
+    """The clock of the kernel ticks a hundred times a second."""
+    end = threading.Event()
+
+    def work() -> None:
+        while not end.is_set():
+            sum(range(1000))
+
+    thread = threading.Thread(target=work, name="xavier-test", daemon=True)
+    thread.start()
+    try:
+        while seconds_by_name()["xavier-test"] < 0.02:
+            pass
+    finally:
+        end.set()
+        thread.join()
+    assert "xavier-test" not in seconds_by_name()
+
+
+def test_the_page_compares_and_tells_what_is_ours() -> None:
+    off = {**no_hits.of_load(LOAD), "cpu_s": 1.0}
+    on = {**off, "xavier-copy": 0.001, "transfer_s": 0.002}
+    part = no_hits.summary([(on, off)] * 5)
+    assert set(part["ours_s"]) == {"xavier-copy", "transfer_s"}
+    text = shown(no_hits, part)
+    assert "| requests per second | 2.00 | 2.00 | 1.000 (1.000–1.000) |" in text
+    assert "| thread `xavier-copy` | 1.00 " in text
+
+
+def test_the_page_of_what_is_served_has_every_data_set() -> None:
+    side = {"median": 1.0}
+    figures: dict[str, Any] = {"on": side, "off": side, "ratio": 1.0, "low": 0.9, "high": 1.1}
+    found = {"pairs": 5, "compared": dict.fromkeys(served._FIGURES, figures)}
+    text = shown(served, {"datasets": dict.fromkeys(served.DATASETS, found)})
+    assert text.count("`random`, 5 pairs") == text.count("`prefix_repetition`, 5 pairs") == 5
