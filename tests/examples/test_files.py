@@ -36,6 +36,8 @@ def test_all_parts_of_xinference_have_the_extension(compose: dict[str, Any]) -> 
     for part in parts:
         environment = services[part]["environment"]
         assert environment["XINFERENCE_EXTENSIONS"] == "xinference_xavier:extension"
+        # Commands are run without a sign-in, which the test below allows.
+        assert environment["XINFERENCE_AUTH_ADVANCED"] == "false"
 
 
 def test_each_part_is_told_its_own_address(compose: dict[str, Any]) -> None:

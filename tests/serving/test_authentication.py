@@ -29,6 +29,7 @@ from xinference_xavier.client import AsyncXavierClient, XavierClient
 from xinference_xavier.errors import ApiError
 from xinference_xavier.serving.extension import XavierExtension
 
+EXAMPLES = Path(__file__).parents[2] / "examples"
 LIST, READ, WRITE = "models:list", "models:read", "models:write"
 RIGHTS = {
     "GET /v1/xavier": LIST,
@@ -165,6 +166,15 @@ def test_pages_are_for_everybody_as_xinferences_own(guarded: Guarded, path: str)
         assert guarded.api.http.get(each, follow_redirects=True).status_code == 200
     of_admin = guarded.api.http.get(path, headers=guarded.api.admin.headers)
     assert guarded.api.http.get(path).content == of_admin.content
+
+
+def test_what_examples_wait_for_asks_for_no_rights(guarded: Guarded) -> None:
+    """They would wait for ever where xinference asks for a sign-in, as it does by default."""
+    waiting = "curl --silent --fail --output /dev/null "
+    for example in ("two_hosts.sh", "docker-compose/compose.yaml"):
+        (address,) = re.findall(rf"{waiting}(\S+)", (EXAMPLES / example).read_text())
+        path = address.strip('";').partition("/v1/")[2]
+        assert guarded.api.http.get(f"/v1/{path}").status_code == 200, address
 
 
 def test_metrics_are_as_open_as_xinferences_own_beside_them(guarded: Guarded) -> None:
