@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,19 @@ SCRIPTS = sorted(EXAMPLES.rglob("*.sh"))
 def compose() -> dict[str, Any]:
     content: dict[str, Any] = yaml.safe_load((COMPOSE / "compose.yaml").read_text())
     return content
+
+
+def _programs() -> list[Path]:
+    python = [each for each in EXAMPLES.rglob("*.py") if "__main__" in each.read_text()]
+    return sorted([*python, *SCRIPTS, COMPOSE / "README.md"])
+
+
+@pytest.mark.parametrize("program", _programs(), ids=lambda path: path.name)
+def test_each_program_runs_in_a_test_or_says_what_it_needs(program: Path) -> None:
+    calls = re.compile(rf"\b{program.stem}(?:\.main\b|\.sh\b)|import .*\b{program.stem}\b")
+    tests = (ROOT / "tests").rglob("test_*.py")
+    runs = any(calls.search(each.read_text()) for each in tests if each != Path(__file__))
+    assert runs or "Needs " in program.read_text()
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
