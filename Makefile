@@ -27,7 +27,7 @@ SECONDS ?=
 SEED ?=
 STEPS ?=
 
-.PHONY: help system venv lint types test test-long chaos bench demo docs clean
+.PHONY: help system venv lint types test test-long chaos bench demo docs links clean
 
 help:
 	@echo "make demo    two replicas share long prefixes, measured (MODEL=<folder> ARGS='--dtype bfloat16 …')"
@@ -36,6 +36,7 @@ help:
 	@echo "make test-long  browsers, Prometheus, and clusters, hosts and engines that are broken on purpose: takes long"
 	@echo "make bench   what sharing costs, beside what this machine can do (PART='hit …' QUICK=1)"
 	@echo "make docs    the documentation, as build/docs/index.html"
+	@echo "make links   whether what the documentation links to elsewhere is there: asks for each, needs a network"
 	@echo "make lint    ruff"
 	@echo "make types   mypy"
 	@echo "make venv    $(VENV) from the pinned list"
@@ -96,10 +97,14 @@ bench: venv
 demo: venv
 	$(BIN)/python -m examples.demo $(if $(MODEL),--model "$(MODEL)") $(ARGS)
 
-# Every warning is an error, a link or an anchor that leads nowhere among them.
+# Every warning is an error, a link, an anchor or a name of Python that leads nowhere among them.
 docs: $(VENV)/.docs
-	$(BIN)/python -m sphinx --builder html --fail-on-warning --keep-going --fresh-env --quiet docs build/docs
+	$(BIN)/python -m sphinx --builder html --fail-on-warning --keep-going --nitpicky --fresh-env --quiet docs build/docs
 	@echo "build/docs/index.html"
+
+# Those that leave the site: by asking for each, so only where there is a network.
+links: $(VENV)/.docs
+	$(BIN)/python -m sphinx --builder linkcheck --fail-on-warning --keep-going --quiet docs build/links
 
 clean:
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

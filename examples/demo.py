@@ -6,6 +6,8 @@ the computed prefix from its peer (remote hit); then each is asked once more (lo
 those of a client of the REST API, for 8 output tokens. Answers are compared with those of requests
 that share nothing and with those of local hits. Everything runs on this machine and is stopped at
 the end; the exit status is 1 if an answer or a time is not as it must be.
+
+Needs what `make venv` installs. What it does with the replicas is in `experiment`.
 """
 
 from __future__ import annotations

@@ -10,7 +10,12 @@
 #   into the second:  9999 (worker) and the ephemeral ports from the first
 #   both ways:        the ports of xavier_port_range, below 33000-33099
 #
+# xinference 4.1 asks for an account: make the first one on its web page, with the setup token that the
+# first machine shows, and log in. Or, where nobody else reaches it, export XINFERENCE_AUTH_ADVANCED=false
+# on both machines before.
+#
 # Then, from anywhere:
+#   xinference login --endpoint http://10.0.0.1:9997 --username NAME --password PASSWORD
 #   xinference launch --endpoint http://10.0.0.1:9997 --model-name qwen2.5-instruct \
 #       --model-engine vLLM --size-in-billions 7 --model-format pytorch \
 #       --replica 2 --enable_xavier true --xavier_port_range 33000-33099
@@ -31,7 +36,7 @@ trap 'exit 0' INT TERM
 if [ "$ROLE" = first ]; then
     xinference-supervisor -H "$OWN" -p 9997 --supervisor-port 9998 &
 fi
-until curl --silent --fail --output /dev/null "$ENDPOINT/v1/models"; do sleep 1; done
+until curl --silent --fail --output /dev/null "$ENDPOINT/v1/cluster/auth"; do sleep 1; done
 xinference-worker -e "$ENDPOINT" -H "$OWN" --worker-port 9999 &
 wait -n || true
 echo "one of the processes has ended: the others of this machine are ended too" >&2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,19 @@ def compose() -> dict[str, Any]:
     return content
 
 
+def _programs() -> list[Path]:
+    python = [each for each in EXAMPLES.rglob("*.py") if "__main__" in each.read_text()]
+    return sorted([*python, *SCRIPTS, COMPOSE / "README.md"])
+
+
+@pytest.mark.parametrize("program", _programs(), ids=lambda path: path.name)
+def test_each_program_runs_in_a_test_or_says_what_it_needs(program: Path) -> None:
+    calls = re.compile(rf"\b{program.stem}(?:\.main\b|\.sh\b)|import .*\b{program.stem}\b")
+    tests = (ROOT / "tests").rglob("test_*.py")
+    runs = any(calls.search(each.read_text()) for each in tests if each != Path(__file__))
+    assert runs or "Needs " in program.read_text()
+
+
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
 def test_scripts_are_scripts_and_say_how_they_are_called(script: Path) -> None:
     subprocess.run(["bash", "-n", script], check=True)
@@ -36,6 +50,8 @@ def test_all_parts_of_xinference_have_the_extension(compose: dict[str, Any]) -> 
     for part in parts:
         environment = services[part]["environment"]
         assert environment["XINFERENCE_EXTENSIONS"] == "xinference_xavier:extension"
+        # Commands are run without a sign-in, which the test below allows.
+        assert environment["XINFERENCE_AUTH_ADVANCED"] == "false"
 
 
 def test_each_part_is_told_its_own_address(compose: dict[str, Any]) -> None:

@@ -19,7 +19,7 @@ SCREENSHOTS = "XAVIER_SCREENSHOTS"
 """Environment: the folder for screenshots; `docs/images` makes those of the documentation anew."""
 ROOT = Path(__file__).parents[2]
 DESKTOP = (1280, 900)
-TALL = (1280, 1420)
+TALL = (1280, 1830)
 PHONE = (390, 844)
 PATIENCE = 30.0
 T = TypeVar("T")

@@ -78,6 +78,8 @@ class Stage:
         self.events: list[dict[str, Any]] = []
         self.posted: list[tuple[str, Any]] = []
         self.launch_history: list[dict[str, Any]] = []
+        self.explanation: dict[str, Any] | str = ""  # or why there is none
+        self.wrong_tokens: list[str] = []  # shown
         self.needs_token = False
         self.may_read = self.may_change = self.serves = True
         self.unavailable = False  # the tracker
@@ -101,6 +103,8 @@ class Stage:
         self._site += 1
         self.posted.clear()
         self.launch_history.clear()
+        self.explanation = ""
+        self.wrong_tokens.clear()
         self.needs_token = self.unavailable = False
         self.may_read = self.may_change = self.serves = True
         self.history = {"interval_s": 10, "samples": []}
@@ -204,6 +208,16 @@ class Stage:
             self.change(lambda: None)
             return JSONResponse(report)
 
+        async def explain(model_uid: str, request: Request) -> JSONResponse:
+            self._check_rights(request)
+            self._report(model_uid)
+            if not self.may_change:
+                raise HTTPException(403, "Not enough permissions")
+            self.posted.append((request.url.path, await request.json()))
+            if isinstance(self.explanation, str):
+                raise HTTPException(503, self.explanation)
+            return JSONResponse(self.explanation)
+
         async def renew(request: Request) -> JSONResponse:
             if (await request.json()) != {"refresh_token": "renew"}:
                 raise HTTPException(401, "Invalid refresh token")
@@ -214,6 +228,7 @@ class Stage:
         router.add_api_route("/v1/xavier/{model_uid}/events", get_events, methods=["GET"])
         router.add_api_route("/v1/xavier/{model_uid}", post, methods=["POST"])
         router.add_api_route("/v1/xavier/{model_uid}/drop", post, methods=["POST"])
+        router.add_api_route("/v1/xavier/{model_uid}/explain", explain, methods=["POST"])
 
     async def _stream(self, model_uid: str) -> AsyncIterator[str]:
         told, begun = 0, False
@@ -239,7 +254,10 @@ class Stage:
             raise HTTPException(404, "Not Found")
         if not self.may_read:
             raise HTTPException(403, "Not enough permissions")
-        if self.needs_token and request.headers.get("authorization") != f"Bearer {TOKEN}":
+        shown = request.headers.get("authorization", "").removeprefix("Bearer ")
+        if self.needs_token and shown != TOKEN:
+            if shown:
+                self.wrong_tokens.append(shown)
             raise HTTPException(401, "Not authenticated")
 
     def _report(self, model_uid: str) -> dict[str, Any]:

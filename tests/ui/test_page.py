@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from selenium.webdriver import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
@@ -251,6 +252,21 @@ def test_nothing_is_shown_without_a_sign_in(page: Any, stage: Stage) -> None:
     assert browser.run("return sessionStorage.token") == TOKEN
 
 
+def test_a_token_that_is_refused_is_shown_once(page: Any, stage: Stage) -> None:
+    """xinference shuts an address out for an hour that shows wrong ones ten times: a page that was
+    left open must not do that to its whole office."""
+    stage.share(two())
+    stage.needs_token = True
+    browser = page()
+    browser.run("sessionStorage.token = 'old'; sessionStorage.refresh_token = 'used'")
+    browser.driver.refresh()
+    browser.wait_text("#trouble", "Please sign in")
+    browser.wait_text("#live", "Next try in 5 s")  # after the third
+    assert stage.wrong_tokens == ["old"]
+    browser.run("sessionStorage.token = arguments[0]", TOKEN)
+    browser.wait_text("#live", "Live")
+
+
 def test_without_the_right_to_read(page: Any, stage: Stage) -> None:
     stage.may_read = False
     page().wait_text("#trouble", "It needs the permission models:list")
@@ -271,6 +287,107 @@ def test_the_switch_at_run_time(page: Any, stage: Stage) -> None:
     browser.wait_text("#hint", "Sharing is switched off")
     assert stage.posted == [("/v1/xavier/m", {"enabled": False})]
     assert browser.find("#enabled").get_attribute("aria-checked") == "false"
+
+
+def explained(*held: str, tokens: int = 3 * 128 + 50) -> dict[str, Any]:
+    """Three chunks and a bit; `held` is, chunk by chunk, who has it."""
+    return {
+        "prompt_tokens": tokens,
+        "chunk_tokens": 128,
+        "chunks": [
+            {
+                "from": number * 128,
+                "to": (number + 1) * 128,
+                "replicas": {
+                    who: "pool" if name in names else "none" for who, name in ((A, "a"), (B, "b"))
+                },
+            }
+            for number, names in enumerate(held)
+        ],
+        "reuse": {
+            A: {"own_pool": 256, "peers": 0, "computed": tokens - 256},
+            B: {"own_pool": 128, "peers": 128, "computed": tokens - 256},
+        },
+    }
+
+
+def test_where_a_prompt_is_by_keyboard_alone(page: Any, stage: Stage) -> None:
+    stage.share(two())
+    stage.explanation = explained("ab", "a", "")
+    browser = page()
+    browser.run("arguments[0].focus()", browser.find("#explain-text"))
+    keys = ActionChains(browser.driver)
+    keys.send_keys("What is", Keys.ENTER, "this?", Keys.TAB, Keys.TAB, Keys.ENTER).perform()
+    sentence = "2 of 3 whole chunks of 128 tokens are held by at least one replica."
+    browser.wait_text("#explained", sentence)
+    message = {"role": "user", "content": "What is\nthis?"}
+    assert stage.posted == [("/v1/xavier/m/explain", {"messages": [message]})]
+    assert rows(browser, "reuse") == ["m-0 2 of 3", "256 0 178", "m-1 1 of 3", "128 128 178"]
+    assert browser.run("return document.getElementById('said').textContent") == sentence
+    assert browser.run("return document.activeElement.id") == "explain-ask"
+    widths = browser.run(
+        "return [...document.querySelectorAll('#reuse tr:first-child .split span')]"
+        ".map((span) => [span.className, span.style.width])"
+    )
+    assert widths == [["own_pool", "58.99%"], ["", "29.49%"]], "the picture is to scale"
+
+
+def test_a_plain_prompt(page: Any, stage: Stage) -> None:
+    stage.share(two())
+    stage.explanation = explained(tokens=9)
+    browser = page()
+    browser.find("#explain-text").send_keys("Once upon")
+    browser.find("#explain-chat").send_keys(Keys.SPACE)
+    browser.find("#explain-ask").click()
+    browser.wait_text("#explained", "9 tokens are less than one chunk of 128")
+    assert stage.posted == [("/v1/xavier/m/explain", {"prompt": "Once upon"})]
+    stage.explanation = explained("", "", "")
+    browser.find("#explain-ask").click()
+    browser.wait_text("#explained", "None of its chunks (3) is held by a replica")
+
+
+def test_questions_about_a_prompt_that_have_no_answer(page: Any, stage: Stage) -> None:
+    stage.share(two())
+    stage.explanation = "no tokenizer here"
+    browser = page()
+    browser.find("#explain-ask").click()
+    browser.wait_text("#explained", "Type or paste a prompt first.")
+    assert stage.posted == []
+    assert browser.run("return document.activeElement.id") == "explain-text"
+    browser.find("#explain-text").send_keys("What?")
+    browser.find("#explain-ask").click()
+    browser.wait_text("#explained", "That did not work: no tokenizer here")
+    browser.find("#language").click()
+    browser.wait_text("#explained", "操作失败：no tokenizer here")
+    stage.may_change = False
+    browser.find("#explain-ask").click()
+    browser.wait_text("#explained", "需要 models:read 权限")
+
+
+def test_what_was_typed_survives_all_that_comes_and_goes(page: Any, stage: Stage) -> None:
+    """Notices above, new figures, a lost connection and another model."""
+    stage.share(two())
+    stage.share(model(replica(0), replica(1), uid="other"))
+    stage.explanation = explained("ab", "a", "")
+    browser = page("m")
+    browser.find("#explain-text").send_keys("What?")
+    browser.find("#explain-ask").click()
+    browser.find("#reuse")
+    browser.find("#enabled").click()
+    browser.wait_text("#hint", "Sharing is switched off")
+    assert browser.find("#explain-text").get_property("value") == "What?"
+    stage.stop()
+    try:
+        browser.find("#away")
+        assert browser.find("#explain-text").get_property("value") == "What?"
+    finally:
+        stage.restart()
+    stage.share(two())
+    browser.wait_text("#live", "Live")
+    browser.find("//nav//a[.='other']").click()
+    browser.wait_text(".head h2", "other")
+    assert browser.find("#explain-text").get_property("value") == "What?"
+    assert not browser.has("#reuse"), "that was of the other model"
 
 
 def test_dropping_asks_first(page: Any, stage: Stage) -> None:
@@ -303,6 +420,10 @@ def test_light_and_dark_and_chinese_as_xinference_has_them(page: Any, stage: Sta
     browser = page()
     browser.wait_text("#live", "Live")
     browser.resize(TALL)
+    stage.explanation = explained("ab", "a", "")
+    browser.find("#explain-text").send_keys("Who of these people lives in Lisbon?")
+    browser.find("#explain-ask").click()
+    browser.find("#reuse")
     browser.screenshot("page-light")
     browser.find("#theme").click()
     browser.wait(lambda: browser.run("return localStorage.theme") == "dark", "it is kept")

@@ -10,8 +10,9 @@
     POST /v1/xavier/{model_uid}/explain {"prompt": str} or {"messages": […]}: where its chunks are
     POST /v1/xavier/{model_uid}/drop    all replicas forget what they hold; a report, with ``told``
 
-Reading needs the scope ``models:list``, changing ``models:write``. 404: no such model shares; 400:
-another body; 503: nobody answers, or can; then the detail says why.
+Where authentication is on, reading needs the scope ``models:list``, changing ``models:write``, and
+explaining, like asking the model, ``models:read`` and a key that is for this model. 404: no such
+model shares; 400: another body; 503: nobody answers, or can; then the detail says why.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ _ALL = "/v1/xavier"
 _CLUSTER = "/v1/xavier_cluster"
 _MODEL = "/v1/xavier/{model_uid}"
 _READ_SCOPE = "models:list"
+_ASK_SCOPE = "models:read"
 _WRITE_SCOPE = "models:write"
 _MAX_LISTENERS = 100
 
@@ -55,19 +57,20 @@ _T = TypeVar("_T")
 def add_routes(context: Any) -> None:
     """``context`` is xinference's APIExtensionContext."""
 
-    def add(method: str, path: str, endpoint: Callable[..., Awaitable[Response]]) -> None:
-        scope = _WRITE_SCOPE if method == "POST" and not path.endswith("/explain") else _READ_SCOPE
+    def add(
+        method: str, path: str, scope: str, endpoint: Callable[..., Awaitable[Response]]
+    ) -> None:
         guard = [Security(context.auth_service, scopes=[scope])] if context.auth_enabled else []
         context.router.add_api_route(path, endpoint, methods=[method], dependencies=guard)
 
     routes = _Routes(Trackers(context.get_supervisor_ref))
-    add("GET", _ALL, routes.all_models)
-    add("GET", _CLUSTER, routes.cluster)
-    add("GET", _MODEL, routes.one_model)
-    add("GET", f"{_MODEL}/events", routes.events)
-    add("POST", _MODEL, routes.change)
-    add("POST", f"{_MODEL}/explain", routes.explain)
-    add("POST", f"{_MODEL}/drop", routes.drop)
+    add("GET", _ALL, _READ_SCOPE, routes.all_models)
+    add("GET", _CLUSTER, _READ_SCOPE, routes.cluster)
+    add("GET", _MODEL, _READ_SCOPE, routes.one_model)
+    add("GET", f"{_MODEL}/events", _READ_SCOPE, routes.events)
+    add("POST", _MODEL, _WRITE_SCOPE, routes.change)
+    add("POST", f"{_MODEL}/explain", _ASK_SCOPE, routes.explain)
+    add("POST", f"{_MODEL}/drop", _WRITE_SCOPE, routes.drop)
 
 
 class _Routes:
@@ -131,11 +134,20 @@ class _Routes:
         return {**await self._trackers.report(model_uid), "told": told}
 
     async def explain(self, model_uid: str, request: Request) -> JSONResponse:
+        _check_model_access(request, model_uid)
         question = _question(await request.body())
         explaining = self._trackers.call(
             model_uid, "explain", question, deadline=EXPLAIN_DEADLINE + 1
         )
         return JSONResponse(await _answered_for(model_uid, explaining))
+
+
+def _check_model_access(request: Request, model_uid: str) -> None:
+    """Whether a text was computed is for those to know who may have the model compute it."""
+    # Left there by xinference's authentication, if it was a key that let the request in.
+    key = getattr(request.state, "authenticated_api_key", None)
+    if key is not None and not key.has_model_access(model_uid, "LLM"):
+        raise HTTPException(403, f"the API key is for other models than {model_uid!r}")
 
 
 def _wanted(body: bytes) -> dict[str, Any]:

@@ -65,8 +65,9 @@ async def _ask_worker(worker: Any) -> dict[str, Any]:
 
 async def _model(trackers: Trackers, model_uid: str) -> dict[str, Any]:
     try:
-        examining = trackers.call(model_uid, "examine", deadline=EXAMINE_DEADLINE + 1)
-        return {"report": await trackers.report(model_uid), "examinations": await examining}
+        report = await trackers.report(model_uid)
+        examinations = await trackers.call(model_uid, "examine", deadline=EXAMINE_DEADLINE + 1)
+        return {"report": report, "examinations": examinations}
     except NotFoundError:
         return {"error": "no tracker"}
     except UNREACHABLE as error:

@@ -23,7 +23,9 @@ PAGE_PATH = "/xavier/"
 _SCRIPT_PATH = "/xavier/launch.js"
 _FOLDER = Path(__file__).parent
 # In this order: later ones use what earlier ones define.
-_PAGE_SCRIPTS = ("words", "figures", "dom", "server", "graph", "plots", "views", "feed", "page")
+_PAGE_SCRIPTS = (
+    *("words", "figures", "dom", "server", "graph", "plots", "views", "feed", "explain", "page"),
+)
 _DIALOG_SCRIPTS = ("words", "form", "switch", "menu")
 
 

@@ -102,15 +102,22 @@ function hints(report) {
   return hits.computed > 0 && hits.own_pool + hits.peers === 0 ? text.quiet : null;
 }
 
+// What comes and goes, without moving what stands below it to another place of the tree: that would
+// be made anew, and lose what somebody has typed into it.
+function group(...children) {
+  return h("div", { class: "group" }, children);
+}
+
 function modelView(report) {
   const links = state.recent.links();
   const hint = hints(report);
   return [
     headView(report),
-    state.notice !== null && h("p", { class: "notice", id: "notice" }, state.notice),
-    hint !== null && h("p", { class: "notice", id: "hint" }, hint),
-    !state.live && state.recent.time !== null
-      && h("p", { class: "notice", id: "aged" }, language.words.asOf(clock(state.recent.time))),
+    group(
+      state.notice !== null && h("p", { class: "notice", id: "notice" }, state.notice),
+      hint !== null && h("p", { class: "notice", id: "hint" }, hint),
+      !state.live && state.recent.time !== null
+        && h("p", { class: "notice", id: "aged" }, language.words.asOf(clock(state.recent.time)))),
     h("div", { class: state.live ? null : "aged", style: "display: grid; gap: 1rem", id: "figures" },
       tilesView(report, links),
       sourcesView(report),
@@ -119,6 +126,7 @@ function modelView(report) {
           linksView(report, links), outcomesView(report))),
       plotsView(state.samples, widths.plots, cursors, show),
       replicasView(report),
+      explainView(report),
       eventsView(report, state.events)),
   ];
 }
@@ -131,11 +139,12 @@ function mainView() {
   if (models === null) return h("p", { class: "muted" }, text.loading);
   const report = state.recent.report ?? models.find((known) => known.model_uid === chosen());
   return [
-    passing && h("p", { class: "notice", role: "alert", id: "away" },
-      trouble.kind === "tracker" ? text.trackerHelp : text.awayHelp),
-    lost !== null && h("p", { class: "notice", id: "lost" }, text.gone(lost)),
-    noSwitchView(),
-    tabsView(),
+    group(
+      passing && h("p", { class: "notice", role: "alert", id: "away" },
+        trouble.kind === "tracker" ? text.trackerHelp : text.awayHelp),
+      lost !== null && h("p", { class: "notice", id: "lost" }, text.gone(lost)),
+      noSwitchView(),
+      tabsView()),
     report === undefined ? emptyView() : modelView(report),
   ];
 }

@@ -3,6 +3,10 @@
 
 const TIMEOUT = 20_000; // milliseconds; of a stream: without a word from it
 const NO_TOKEN = new Set([null, "", "no_auth"]);
+// A token that was refused is not shown again: xinference shuts an address out, with all behind it,
+// that shows wrong ones a few times.
+let refused = null;
+let renewing = null;
 
 class Trouble extends Error {
   // "signIn", "forbidden", "absent" (no such thing there), "away" (no sensible answer) or "tracker"
@@ -16,7 +20,9 @@ class Trouble extends Error {
 async function ask(path, { method = "GET", body, again = true, signal } = {}) {
   const headers = {};
   const token = sessionStorage.getItem("token");
-  if (!NO_TOKEN.has(token)) headers.authorization = `Bearer ${token}`;
+  const signedIn = !NO_TOKEN.has(token);
+  if (signedIn && token === refused) throw new Trouble("signIn", "");
+  if (signedIn) headers.authorization = `Bearer ${token}`;
   if (body !== undefined) headers["content-type"] = "application/json";
   let answer;
   try {
@@ -26,8 +32,9 @@ async function ask(path, { method = "GET", body, again = true, signal } = {}) {
     throw new Trouble("away", error.message);
   }
   if (answer.ok) return answer;
-  if (answer.status === 401 && again && await renewToken()) {
-    return ask(path, { method, body, again: false, signal });
+  if (answer.status === 401 && signedIn) {
+    if (again && await renewed(token)) return ask(path, { method, body, again: false, signal });
+    refused = token;
   }
   const kind = { 401: "signIn", 403: "forbidden", 404: "absent" }[answer.status] ?? "away";
   throw new Trouble(kind, await reasonOf(answer));
@@ -40,6 +47,13 @@ async function askJson(path, options = {}) {
   } catch (error) {
     throw new Trouble("away", error.message);
   }
+}
+
+// One renewal serves all who were refused the same token: a refresh token is good for one.
+function renewed(token) {
+  if (sessionStorage.getItem("token") !== token) return true;
+  renewing ??= renewToken().finally(() => { renewing = null; });
+  return renewing;
 }
 
 // As xinference's own pages do when an access token has run out.
@@ -56,8 +70,8 @@ async function renewToken() {
     sessionStorage.setItem("token", token);
     if (next) sessionStorage.setItem("refresh_token", next);
     return true;
-  } catch {
-    return false; // the one who asked reports the sign-in as missing
+  } catch (error) {
+    throw new Trouble("away", error.message); // it may be good for a token yet
   }
 }
 

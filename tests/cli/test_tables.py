@@ -1,0 +1,135 @@
+"""What people read, and when a remark stands below the figures."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+from rich.console import Console, RenderableType
+
+from xinference_xavier.cli.tables import (
+    explanation_table,
+    findings_list,
+    model_table,
+    models_table,
+)
+from xinference_xavier.doctor import Finding
+from xinference_xavier.results import Explanation, ModelStatus
+
+MIB = 1 << 20
+HITS = {"own_prefix_cache": 1000, "own_pool": 200, "peers": 3000, "computed": 4200}
+FIGURES: dict[str, Any] = {
+    "hits": HITS,
+    "requests": 7,
+    "holdings": 12,
+    "bytes_received": 3 * MIB,
+    "fetches": {"started": 5, "committed": 3, "rolled_back": {"timeout": 2}},
+}
+
+
+def shown(view: RenderableType) -> str:
+    out = io.StringIO()
+    Console(file=out, width=160).print(view)
+    return out.getvalue()
+
+
+def replica(name: str, namespace: str = "n", **more: Any) -> dict[str, Any]:
+    raw = {"incarnation": name, "replica": name, "address": "h:1", "namespace": namespace}
+    return raw | FIGURES | more
+
+
+def model(*replicas: dict[str, Any], enabled: bool = True, **totals: Any) -> ModelStatus:
+    raw = {"model_uid": "m", "enabled": enabled, "replicas": replicas, "totals": FIGURES | totals}
+    return ModelStatus.of(raw)
+
+
+def cells(text: str, name: str) -> list[str]:
+    (line,) = (line for line in text.splitlines() if f"│ {name} " in line)
+    return line.strip("│ ").split()[1:]
+
+
+def test_a_replica_in_one_line_and_all_in_the_last() -> None:
+    pool = {"rows": 64, "ready": 14, "filling": 2, "row_bytes": MIB}
+    text = shown(model_table(model(replica("m-0", pool=pool), replica("m-1"), holdings=24)))
+    figures = ["7", "1,000", "200", "3,000", "4,200", "50%", "3.0", "MiB", "3/5", "2", "timeout"]
+    assert cells(text, "m-0") == [*figures, *["25%", "of", "64.0", "MiB", "12"]]
+    assert cells(text, "m-1") == [*figures, "-", "12"]
+    assert cells(text, "all") == [*figures, "24"]
+    assert "m, sharing on" in text
+
+
+def test_one_replica_has_no_sum() -> None:
+    assert " all " not in shown(model_table(model(replica("m-0"))))
+
+
+def test_a_replica_that_does_not_answer_is_marked() -> None:
+    text = shown(model_table(model(replica("m-0", stale=True), replica("m-1"))))
+    assert "m-0 (no answer)" in text
+    assert "m-1 (no answer)" not in text
+
+
+def test_before_the_first_request_there_is_no_share() -> None:
+    fresh = replica("m-0", hits=dict.fromkeys(HITS, 0), requests=0)
+    assert "-" in cells(shown(model_table(model(fresh))), "m-0")
+
+
+@pytest.mark.parametrize(
+    ("status", "remark"),
+    [
+        (model(), "No replica has joined yet."),
+        (model(replica("a")), "One replica: nothing to share until another is added."),
+        (model(replica("a"), replica("b", "other")), "in 2 namespaces and share only within each"),
+        (model(replica("a"), replica("b"), seconds_saved=12.34), "saved about 12.3 s"),
+        (model(replica("a"), replica("b"), enabled=False), "sharing off"),
+    ],
+    ids=["none", "one", "apart", "saved", "off"],
+)
+def test_what_is_to_be_known_beyond_the_figures(status: ModelStatus, remark: str) -> None:
+    assert remark in shown(model_table(status))
+    healthy = shown(model_table(model(replica("a"), replica("b"))))
+    assert remark not in healthy
+
+
+def test_no_model_is_said_with_what_to_do() -> None:
+    assert "Launch one with --enable_xavier true" in shown(models_table([]))
+
+
+def explanation(held: list[bool], tokens: int) -> Explanation:
+    chunks = [
+        {"from": 10 * at, "to": 10 * at + 10, "replicas": {"a": "pool" if here else "none"}}
+        for at, here in enumerate(held)
+    ]
+    reuse = {"a": {"own_pool": 1234, "peers": 0, "computed": 5}}
+    raw = {"prompt_tokens": tokens, "chunk_tokens": 10, "chunks": chunks, "reuse": reuse}
+    return Explanation.of(raw)
+
+
+def test_a_prompt_shorter_than_a_chunk_has_no_picture() -> None:
+    text = shown(explanation_table(explanation([], 9), {}))
+    assert "9 tokens: 0 whole chunks of 10" in text
+    assert text.splitlines()[-1].split() == ["a", "-", "1,234", "0", "5"]
+
+
+def test_a_long_prompt_is_drawn_by_several_chunks_a_character() -> None:
+    """The picture is 64 characters at most."""
+    held = [True] * 100 + [False] * 28
+    held[99] = False
+    text = shown(explanation_table(explanation(held, 1280), {"a": "m-0"}))
+    name, picture, *_ = text.splitlines()[-1].split()
+    assert (name, picture) == ("m-0", "■" * 49 + "▪" + "·" * 14)
+
+
+def test_what_is_grave_looks_so() -> None:
+    facts = {"models": {"m": {}}, "workers": {"w": {}, "x": {}}}
+    assert "Nothing is wrong with 1 models on 2 workers." in shown(findings_list([], facts))
+    findings = [
+        Finding(True, "model m", "is broken", "mend it"),
+        Finding(False, "replica a", "is small", "make it larger"),
+    ]
+    assert [line.rstrip() for line in shown(findings_list(findings, facts)).splitlines()] == [
+        "✗ model m: is broken",
+        "  remedy: mend it",
+        "! replica a: is small",
+        "  remedy: make it larger",
+    ]

@@ -1,0 +1,106 @@
+"""xinference's own API in a process of its own, its authentication on and our extension loaded by
+itself, before a supervisor of `tests/api_process.py`: no model is started, and nobody has signed in
+before.
+
+This module imports nothing of xinference: that reads its environment when it is imported, which is
+in the new process.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import NamedTuple
+
+import httpx
+
+_PATIENCE = 300.0
+_PASSWORD = "a long password"
+
+
+class User(NamedTuple):
+    name: str
+    password: str
+    token: str
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return bearer(self.token)
+
+
+def bearer(token: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {token}"}
+
+
+class GuardedApi:
+    def __init__(self, supervisor: str, home: Path) -> None:
+        """`supervisor` is an address, `home` becomes XINFERENCE_HOME, where accounts are kept."""
+        context = multiprocessing.get_context("spawn")
+        pipe, theirs = context.Pipe()
+        self._process = context.Process(
+            target=_serve, args=(theirs, supervisor, str(home)), daemon=True
+        )
+        self._process.start()
+        theirs.close()
+        assert pipe.poll(_PATIENCE), "xinference's API does not start"
+        port, setup_token = pipe.recv()
+        self.endpoint = f"http://127.0.0.1:{port}"
+        self.http = httpx.Client(base_url=self.endpoint, timeout=_PATIENCE)
+        account = {"username": "admin", "password": _PASSWORD, "setup_token": setup_token}
+        self._done(self.http.post("/v1/admin/setup", json=account))
+        self.admin = self.sign_in("admin")
+
+    def stop(self) -> None:
+        self.http.close()
+        self._process.kill()
+        self._process.join()
+
+    def user(self, name: str, permissions: Sequence[str]) -> User:
+        """A new account with these rights, signed in."""
+        account = {"username": name, "password": _PASSWORD, "permissions": list(permissions)}
+        self._done(self.http.post("/v1/admin/users", json=account, headers=self.admin.headers))
+        return self.sign_in(name)
+
+    def disable(self, user: User) -> None:
+        account = self._done(self.http.get("/v1/auth/me", headers=user.headers)).json()
+        path = f"/v1/admin/users/{account['id']}"
+        self._done(self.http.put(path, json={"enabled": False}, headers=self.admin.headers))
+
+    def sign_in(self, name: str) -> User:
+        account = {"username": name, "password": _PASSWORD}
+        answer = self._done(self.http.post("/token", json=account))
+        return User(name, _PASSWORD, answer.json()["access_token"])
+
+    def api_key(self, name: str, model_uid: str | None = None) -> str:
+        """For all models, or for one."""
+        allowed = [{"permission_type": "model_id", "permission_value": model_uid}]
+        body = {"name": name, "model_permissions": allowed if model_uid is not None else None}
+        answer = self.http.post("/v1/admin/keys", json=body, headers=self.admin.headers)
+        key: str = self._done(answer).json()["key"]
+        return key
+
+    @staticmethod
+    def _done(answer: httpx.Response) -> httpx.Response:
+        assert answer.is_success, answer.text
+        return answer
+
+
+def _serve(pipe: Connection, supervisor: str, home: str) -> None:
+    os.environ.update(
+        XINFERENCE_HOME=home,
+        XINFERENCE_AUTH_ADVANCED="true",
+        XINFERENCE_EXTENSIONS="xinference_xavier:extension",
+        # It shuts an address out that was wrong ten times, and all tests have one address.
+        XINFERENCE_RATE_LIMIT_IP_MAX_FAILURES="1000000",
+    )
+    from xinference.api.restful_api import RESTfulAPI
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+        api = RESTfulAPI(supervisor, "127.0.0.1", port)
+        pipe.send((port, api._advanced_auth_service.setup_token))
+        api.serve(sockets=[listening])

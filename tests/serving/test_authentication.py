@@ -1,0 +1,248 @@
+"""With xinference's own authentication on, nothing of ours answers without rights: its own API,
+accounts, tokens and API keys, before a real tracker and real replicas.
+
+Pages and scripts are for everybody, as xinference's own are; what they show comes from the API.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import httpx
+import pytest
+from aioprometheus.collectors import Registry
+from click.testing import CliRunner, Result
+from fastapi import APIRouter, FastAPI
+from fastapi.routing import APIRoute
+from xinference.extensions import APIExtensionContext
+
+from tests.guarded_api import GuardedApi, User, bearer
+from tests.pair import Pair
+from tests.replica_process import CHUNK_TOKENS, MODEL
+from xinference_xavier.cli.commands import main
+from xinference_xavier.client import AsyncXavierClient, XavierClient
+from xinference_xavier.errors import ApiError
+from xinference_xavier.serving.extension import XavierExtension
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+LIST, READ, WRITE = "models:list", "models:read", "models:write"
+RIGHTS = {
+    "GET /v1/xavier": LIST,
+    "GET /v1/xavier_cluster": LIST,
+    "GET /v1/xavier/{model_uid}": LIST,
+    "GET /v1/xavier/{model_uid}/events": LIST,
+    "POST /v1/xavier/{model_uid}": WRITE,
+    "POST /v1/xavier/{model_uid}/explain": READ,
+    "POST /v1/xavier/{model_uid}/drop": WRITE,
+}
+FOR_EVERYBODY = {"/xavier", "/xavier/", "/xavier/launch.js"}
+BODIES = {
+    "POST /v1/xavier/{model_uid}": {"enabled": True},
+    "POST /v1/xavier/{model_uid}/explain": {"prompt": "1"},
+}
+ROUTES = sorted(RIGHTS)
+
+
+class Guarded(NamedTuple):
+    api: GuardedApi
+    users: dict[str, User]  # by the only right that each has
+    key: str
+    elsewhere: str  # a key that is for another model
+
+
+@pytest.fixture(scope="module")
+def guarded(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
+    api = GuardedApi(pair.api.address, tmp_path_factory.mktemp("xinference"))
+    try:
+        users = {
+            right: api.user(f"may-{right.replace(':', '-')}", [right])
+            for right in (LIST, READ, WRITE)
+        }
+        yield Guarded(api, users, api.api_key("all"), api.api_key("other", "another model"))
+    finally:
+        api.stop()
+
+
+def ask(guarded: Guarded, route: str, headers: dict[str, str] | None = None) -> httpx.Response:
+    """The answer; of a stream that is good, its beginning."""
+    method, path = route.replace("{model_uid}", MODEL).split()
+    streaming = guarded.api.http.stream(method, path, json=BODIES.get(route), headers=headers)
+    with streaming as answer:
+        if answer.is_success and route.endswith("/events"):
+            next(answer.iter_bytes())
+        else:
+            answer.read()
+        return answer
+
+
+def served() -> list[APIRoute]:
+    """All routes of ours."""
+    app, router = FastAPI(), APIRouter()
+    app.state.registry = Registry()
+
+    async def get_supervisor_ref() -> object:
+        raise AssertionError("nobody asks")
+
+    XavierExtension().configure_api(
+        APIExtensionContext(
+            app=app,
+            router=router,
+            auth_service=None,
+            auth_enabled=False,
+            get_supervisor_ref=get_supervisor_ref,
+        )
+    )
+    return [route for route in router.routes if isinstance(route, APIRoute)]
+
+
+def test_no_route_is_left_out_here() -> None:
+    open_to_all = {route.path for route in served() if not route.path.startswith("/v1/")}
+    assert open_to_all == FOR_EVERYBODY
+    data = [route for route in served() if route.path.startswith("/v1/")]
+    assert {f"{method} {route.path}" for route in data for method in route.methods} == set(RIGHTS)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_a_stranger_gets_no_answer(guarded: Guarded, route: str) -> None:
+    for headers in (
+        {},
+        bearer("not-a-token"),
+        bearer("sk-notakey"),
+        {"Authorization": "Basic YTpi"},
+    ):
+        answer = ask(guarded, route, headers)
+        assert answer.status_code == 401
+        assert answer.json() == {"detail": "Could not validate credentials"}
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_the_right_right_and_no_other(guarded: Guarded, route: str) -> None:
+    for right, user in guarded.users.items():
+        answer = ask(guarded, route, user.headers)
+        assert answer.status_code == (200 if right == RIGHTS[route] else 403), right
+    assert ask(guarded, route, guarded.api.admin.headers).status_code == 200
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_an_api_key_reads_and_asks_and_changes_nothing(guarded: Guarded, route: str) -> None:
+    """As everywhere in xinference: its keys have two rights."""
+    answer = ask(guarded, route, bearer(guarded.key))
+    assert answer.status_code == (403 if RIGHTS[route] == WRITE else 200)
+
+
+def test_a_key_for_another_model_cannot_find_out_what_this_one_was_asked(guarded: Guarded) -> None:
+    """As it could not ask it."""
+    headers = bearer(guarded.elsewhere)
+    answer = ask(guarded, "POST /v1/xavier/{model_uid}/explain", headers)
+    assert answer.status_code == 403
+    assert answer.json()["detail"] == f"the API key is for other models than {MODEL!r}"
+    assert ask(guarded, "GET /v1/xavier/{model_uid}", headers).status_code == 200
+
+
+def test_who_may_not_is_not_told_whether_there_is_such_a_model(guarded: Guarded) -> None:
+    for path in (MODEL, "other"):
+        assert guarded.api.http.get(f"/v1/xavier/{path}").status_code == 401
+        writer = guarded.users[WRITE].headers
+        assert guarded.api.http.get(f"/v1/xavier/{path}", headers=writer).status_code == 403
+
+
+def test_rights_that_are_taken_away_are_gone_at_once(guarded: Guarded) -> None:
+    user = guarded.api.user("for-a-while", [LIST])
+    route = "GET /v1/xavier"
+    assert ask(guarded, route, user.headers).status_code == 200
+    guarded.api.disable(user)
+    assert ask(guarded, route, user.headers).status_code == 401
+
+
+@pytest.mark.parametrize("path", sorted(FOR_EVERYBODY))
+def test_pages_are_for_everybody_as_xinferences_own(guarded: Guarded, path: str) -> None:
+    """They hold nothing: whoever asks gets the same."""
+    for each in ("/login", path):
+        assert guarded.api.http.get(each, follow_redirects=True).status_code == 200
+    of_admin = guarded.api.http.get(path, headers=guarded.api.admin.headers)
+    assert guarded.api.http.get(path).content == of_admin.content
+
+
+def test_what_examples_wait_for_asks_for_no_rights(guarded: Guarded) -> None:
+    """They would wait for ever where xinference asks for a sign-in, as it does by default."""
+    waiting = "curl --silent --fail --output /dev/null "
+    for example in ("two_hosts.sh", "docker-compose/compose.yaml"):
+        (address,) = re.findall(rf"{waiting}(\S+)", (EXAMPLES / example).read_text())
+        path = address.strip('";').partition("/v1/")[2]
+        assert guarded.api.http.get(f"/v1/{path}").status_code == 200, address
+
+
+def test_metrics_are_as_open_as_xinferences_own_beside_them(guarded: Guarded) -> None:
+    shown = guarded.api.http.get("/metrics")
+    assert shown.status_code == 200
+    names = set(re.findall(r"^xinference:\w+", shown.text, re.MULTILINE))
+    ours = {name for name in names if name.startswith("xinference:xavier_")}
+    assert ours
+    assert names - ours
+
+
+def test_the_client_with_a_token_and_with_a_key(guarded: Guarded) -> None:
+    endpoint = guarded.api.endpoint
+    with XavierClient(endpoint, guarded.users[LIST].token) as client:
+        assert [each.model_uid for each in client.models()] == [MODEL]
+        assert next(client.watch(MODEL)).model_uid == MODEL
+        assert next(client.events(MODEL)).event == "ReplicaJoined"
+        with pytest.raises(ApiError, match="Not enough permissions") as refused:
+            client.drop(MODEL)
+        assert refused.value.status == 403
+    with XavierClient(endpoint, guarded.key) as client:
+        assert client.status(MODEL).enabled
+        assert client.explain(MODEL, "1").prompt_tokens == CHUNK_TOKENS
+        with pytest.raises(ApiError, match="API keys can only access model query"):
+            client.switch(MODEL, True)
+    with XavierClient(endpoint, guarded.users[WRITE].token) as client:
+        assert client.switch(MODEL, True).enabled
+        assert client.drop(MODEL).raw["told"]["unreachable"] == []
+
+
+async def test_the_asynchronous_client(guarded: Guarded) -> None:
+    async with AsyncXavierClient(guarded.api.endpoint, guarded.key) as client:
+        assert (await client.status(MODEL)).enabled
+    async with AsyncXavierClient(guarded.api.endpoint) as client:
+        with pytest.raises(ApiError, match="Could not validate credentials"):
+            await client.status(MODEL)
+        with pytest.raises(ApiError, match="Could not validate credentials"):
+            await anext(client.events(MODEL))
+
+
+def test_the_command_line(
+    guarded: Guarded, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XINFERENCE_HOME", str(tmp_path))  # nobody logged in from here
+    monkeypatch.setenv("XINFERENCE_ENDPOINT", guarded.api.endpoint)
+
+    def run(*words: str) -> Result:
+        return CliRunner().invoke(main, words)
+
+    monkeypatch.delenv("XINFERENCE_API_KEY", raising=False)
+    refused = run("status")
+    assert refused.exit_code == 3
+    assert "log in with `xinference login`" in refused.output
+    monkeypatch.setenv("XINFERENCE_API_KEY", guarded.key)
+    assert MODEL in run("status").output
+    assert run("doctor").exit_code in (0, 1)  # whatever it thinks of two replicas without workers
+    assert run("drop", MODEL).exit_code == 3
+    assert run("drop", MODEL, "--api-key", guarded.users[WRITE].token).exit_code == 0
+
+
+@pytest.mark.long
+def test_what_xinferences_login_leaves_is_found(
+    guarded: Guarded, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XINFERENCE_HOME", str(tmp_path))
+    monkeypatch.delenv("XINFERENCE_API_KEY", raising=False)
+    program = [sys.executable, "-m", "xinference.deploy.cmdline", "login"]
+    account = ["--username", guarded.api.admin.name, "--password", guarded.api.admin.password]
+    subprocess.run([*program, "-e", guarded.api.endpoint, *account], check=True)
+    done = CliRunner().invoke(main, ["switch", MODEL, "on", "-e", guarded.api.endpoint])
+    assert "sharing of model is on" in done.output

@@ -1,0 +1,77 @@
+"""Where xinference asks for a sign-in: through its own page of that name, then ours, in a browser,
+on xinference's own API, with a real tracker and real replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.guarded_api import GuardedApi, User
+from tests.pair import Pair
+from tests.replica_process import CHUNK_TOKENS, fresh_numbers, make_key
+from tests.ui.browser import Browser
+
+pytestmark = pytest.mark.long
+
+
+@pytest.fixture(scope="module")
+def api(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Iterator[GuardedApi]:
+    api = GuardedApi(pair.api.address, tmp_path_factory.mktemp("xinference"))
+    yield api
+    api.stop()
+
+
+def sign_in(browser: Browser, api: GuardedApi, user: User) -> None:
+    browser.open(f"{api.endpoint}/login")
+    browser.find("input:not([type=password])").send_keys(user.name)
+    browser.find("input[type=password]").send_keys(user.password)
+    browser.find("button[type=submit]").click()
+    browser.wait(lambda: browser.run("return sessionStorage.getItem('token')"), "a token is kept")
+
+
+def test_the_page_has_the_rights_of_who_signed_in(window: Browser, api: GuardedApi) -> None:
+    reader = api.user("reader", ["models:list"])
+    window.open(f"{api.endpoint}/xavier/")
+    window.forget()
+    window.driver.refresh()
+    window.wait_text("#trouble", "Please sign in")
+    sign_in(window, api, reader)
+    window.open(f"{api.endpoint}/xavier/")
+    window.wait_text("#live", "Live")
+    window.wait_text("#replicas", "first")
+    window.find("#enabled").click()
+    window.wait_text("#notice", "models:write")
+    window.find("#explain-text").send_keys("1")
+    window.find("#explain-ask").click()
+    window.wait_text("#explained", "models:read")
+
+
+def test_who_may_everything_asks_and_changes(window: Browser, api: GuardedApi, pair: Pair) -> None:
+    (number,) = fresh_numbers(1)
+    pair.first.store([make_key(number)])
+    window.open(f"{api.endpoint}/xavier/")
+    window.forget()
+    sign_in(window, api, api.admin)
+    window.open(f"{api.endpoint}/xavier/")
+    window.find("#explain-text").send_keys(str(number))
+    window.find("#explain-chat").click()
+    window.find("#explain-ask").click()
+    window.wait_text("#explained", f"1 of 1 whole chunks of {CHUNK_TOKENS}")
+    window.find("#enabled").click()
+    window.wait_text("#hint", "Sharing is switched off")
+    window.find("#enabled").click()
+    window.wait(lambda: not window.has("#hint"), "it is on again")
+
+
+def test_a_session_that_was_ended_elsewhere(window: Browser, api: GuardedApi) -> None:
+    """The page says so, and shows its old token no second time."""
+    guest = api.user("guest", ["models:list"])
+    window.open(f"{api.endpoint}/xavier/")
+    window.forget()
+    sign_in(window, api, guest)
+    window.open(f"{api.endpoint}/xavier/")
+    window.wait_text("#live", "Live")
+    api.disable(guest)
+    window.driver.refresh()
+    window.wait_text("#trouble", "Please sign in")
