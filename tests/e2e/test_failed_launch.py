@@ -96,19 +96,24 @@ def regions(cluster: LocalCluster) -> set[str]:
     return {name for name in found if REGION_SOCKET in name}
 
 
-def segments() -> set[str]:
-    return set(os.listdir("/dev/shm"))
+def left_memory() -> set[str]:
+    """Of /dev/shm what no process has mapped, whoever else is at work on this machine."""
+    mapped = ""
+    for process in psutil.process_iter():
+        with contextlib.suppress(OSError):
+            mapped += Path(f"/proc/{process.pid}/maps").read_text()
+    return {name for name in os.listdir("/dev/shm") if f"/dev/shm/{name}" not in mapped}
 
 
 @contextlib.contextmanager
 def nothing_stays(cluster: LocalCluster) -> Iterator[None]:
     """After the block no process, port, region, shared memory, model or tracker that it made."""
-    before, memory = set(cluster.processes()), segments()
+    before, memory = set(cluster.processes()), left_memory()
     assert not regions(cluster)
     yield
     processes.wait_gone(set(cluster.processes()) - before, ENDED)  # and with them their ports
     wait_until(
-        lambda: not regions(cluster) and segments() <= memory, "no memory is shared any more"
+        lambda: not regions(cluster) and left_memory() <= memory, "no memory is shared any more"
     )
     assert nothing_left(cluster, UID)
 
