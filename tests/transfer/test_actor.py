@@ -17,13 +17,14 @@ from tests.faults import CORRUPT_ROW, ROWS_BEFORE_STALL
 from xinference_xavier.errors import LinkError
 from xinference_xavier.network import listen
 from xinference_xavier.pool.region import Region
-from xinference_xavier.transfer import actor as actor_module
-from xinference_xavier.transfer.actor import UID, TransferActor, load_transport
+from xinference_xavier.transfer import serving
+from xinference_xavier.transfer.actor import TransferActor, load_transport
 from xinference_xavier.transfer.base import Acceptance, Transport
 from xinference_xavier.transfer.choice import Choice
 from xinference_xavier.transfer.gloo import GlooTransport
 from xinference_xavier.transfer.messages import (
     PROTOCOL_VERSION,
+    TRANSFER_UID,
     Contact,
     PullOrder,
     PullResult,
@@ -145,7 +146,7 @@ class Sides:
             region,
             choice,
             address=pool.external_address,
-            uid=UID,
+            uid=TRANSFER_UID,
         )
         if secret is not None:
             await actor.configure(secret)
@@ -328,7 +329,7 @@ async def test_another_protocol_version_is_refused(donor: Side) -> None:
 async def test_links_are_bounded(
     sides: Sides, consumer: Side, donor: Side, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(actor_module, "MAX_LINKS", 1)
+    monkeypatch.setattr(serving, "MAX_LINKS", 1)
     one_more = await sides.start("one more")
     assert (await consumer.pull(donor, [0]))[:2] == (1, None)
     assert (await one_more.pull(donor, [0]))[:2] == (0, "link")
@@ -340,7 +341,7 @@ async def test_links_that_are_asked_for_at_the_same_time_are_bounded_too(
     sides: Sides, donor: Side, kind: Kind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each counts from the first moment, not from when it is made."""
-    monkeypatch.setattr(actor_module, "MAX_LINKS", 2)
+    monkeypatch.setattr(serving, "MAX_LINKS", 2)
     region = Region.create(ROWS, ROW_BYTES)
     transport = kind.plain(region, HOST, None)
     offers = [transport.offer(SECRET, time.monotonic() + 1.0) for _ in range(6)]
@@ -430,7 +431,7 @@ async def test_whatever_a_donor_answers_the_pull_ends_in_order(
 ) -> None:
     """An exception would look to the engine as if its transfer process had died."""
     pool = await listen(HOST, None)
-    await xoscar.create_actor(_Lying, answer, address=pool.external_address, uid=UID)
+    await xoscar.create_actor(_Lying, answer, address=pool.external_address, uid=TRANSFER_UID)
     order = consumer.order(donor, [0])._replace(donor="liar", address=pool.external_address)
     assert (await consumer.actor.pull(order))[:2] == (0, "link")
     assert await consumer.links() == 0
