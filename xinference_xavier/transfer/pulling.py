@@ -41,6 +41,7 @@ class ChecksumError(LinkError):
 class _Pulling(NamedTuple):
     link_id: str
     address: str  # of the donor's transfer process
+    peer: xoscar.ActorRefType  # its actor: a reference to it costs a round trip
     transport: str
     link: Link
     thread: ThreadPoolExecutor
@@ -61,6 +62,7 @@ class Puller:
         self._home = home
         self._pulling: dict[str, _Pulling] = {}  # by donor
         self._turns: dict[str, asyncio.Lock] = {}  # by donor: a link carries one batch at a time
+        self._ending: set[asyncio.Task[None]] = set()
 
     def linked_to(self) -> dict[str, str]:
         """Transports, by donor."""
@@ -85,6 +87,7 @@ class Puller:
         deadline = time.monotonic() + order.timeout
         progress = _Progress()
         reason: str | None = None
+        serving: asyncio.Future[None] | None = None
         if len(self._turns) > MAX_LINKS:
             self._turns = {donor: turn for donor, turn in self._turns.items() if turn.locked()}
         turn = self._turns.setdefault(order.donor, asyncio.Lock())
@@ -95,23 +98,26 @@ class Puller:
         reused = order.donor in self._pulling
         try:
             try:
-                await self._pull(order, deadline, progress)
+                serving = await self._pull(order, deadline, progress)
             except LinkError as error:
                 # An idle link may have died unseen: a new one tells whether the donor did too.
                 if not reused or progress.verified or isinstance(error, ChecksumError):
                     raise
                 logger.debug("the link to %s was dead: %s", order.donor, error)
                 await self._drop(order.donor)
-                await self._pull(order, deadline, progress)
+                serving = await self._pull(order, deadline, progress)
         # Anything: what a peer raises arrives as whatever it is.
         except Exception as error:
             reason = _reason(error) if progress.verified < len(order.slots) else None
-            self._home.conditions.warn(
-                f"pull from {order.donor}", "pull from %s failed: %s", order.donor, error
-            )
+            self._warn(order.donor, error)
             await self._drop(order.donor)
         finally:
-            turn.release()
+            if serving is None:
+                turn.release()
+            else:
+                ending = asyncio.ensure_future(self._end_turn(order.donor, turn, serving))
+                self._ending.add(ending)
+                ending.add_done_callback(self._ending.discard)
         if progress.verified and progress.transport is not None:
             moved = self._home.moved[progress.transport]
             moved.fetches += 1
@@ -130,23 +136,39 @@ class Puller:
                 return None
             try:
                 await self._drop(donor)
-                peer = await before(deadline, xoscar.actor_ref(contact.address, TRANSFER_UID))
                 candidates = self._home.choice.candidates(donor, *contact)
-                await self._connect(donor, contact.address, candidates, peer, deadline)
+                await self._connect(donor, contact.address, candidates, deadline)
             except OutOfReachError as error:
                 return str(error)
             except Exception as error:  # what a peer raises arrives as whatever it is
                 return f"no link to {contact.address}: {str(error) or type(error).__name__}"
         return None
 
-    async def _pull(self, order: PullOrder, deadline: float, progress: _Progress) -> None:
-        peer = await before(deadline, xoscar.actor_ref(order.address, TRANSFER_UID))
+    async def _end_turn(
+        self, donor: str, turn: asyncio.Lock, serving: asyncio.Future[None]
+    ) -> None:
+        """Nobody waits for the donor's word on rows that are whole but the link's next batch."""
+        try:
+            await serving
+        except Exception as error:  # what a peer raises arrives as whatever it is
+            self._warn(donor, error)
+            await self._drop(donor)
+        finally:
+            turn.release()
+
+    def _warn(self, donor: str, error: Exception) -> None:
+        self._home.conditions.warn(f"pull from {donor}", "pull from %s failed: %s", donor, error)
+
+    async def _pull(
+        self, order: PullOrder, deadline: float, progress: _Progress
+    ) -> asyncio.Future[None]:
+        """Done when the donor is through with the batch too."""
         pulling = self._pulling.get(order.donor)
         if pulling is None or pulling.address != order.address:
             await self._drop(order.donor)
             candidates = self._home.choice.candidates(order.donor, order.address, order.host)
             progress.transport = candidates[-1].name  # if none of them makes a link
-            pulling = await self._connect(order.donor, order.address, candidates, peer, deadline)
+            pulling = await self._connect(order.donor, order.address, candidates, deadline)
         progress.transport = pulling.transport
 
         def receive() -> None:
@@ -158,7 +180,7 @@ class Puller:
 
         loop = asyncio.get_running_loop()
         receiving = loop.run_in_executor(pulling.thread, receive)
-        served = peer.serve(
+        served = pulling.peer.serve(
             PROTOCOL_VERSION,
             pulling.link_id,
             order.ticket,
@@ -171,24 +193,25 @@ class Puller:
             if serving.done():
                 serving.result()  # a refusal ends the wait at once
             await receiving
-            await serving  # until then, the link is not free for the next batch
-        finally:
+        except BaseException:
             serving.cancel()
             if not receiving.done():
                 await loop.run_in_executor(None, pulling.link.close)
                 await asyncio.wait({receiving})
                 receiving.exception()  # the first error is the one that is reported
+            raise
+        return serving
 
     async def _connect(
         self,
         donor: str,
         address: str,
         candidates: Sequence[Transport],
-        peer: xoscar.ActorRefType,
         deadline: float,
     ) -> _Pulling:
         if len(self._pulling) >= MAX_LINKS:
             raise LinkError(f"{MAX_LINKS} links are open already")
+        peer = await before(deadline, xoscar.actor_ref(address, TRANSFER_UID))
         best, *others = candidates
         if not others:
             return await self._link(best, donor, address, peer, deadline)
@@ -226,8 +249,8 @@ class Puller:
             answer = await before(deadline, opening)
             link = await loop.run_in_executor(thread, offer.complete, answer, deadline)
             scope.commit()
-        pulling = self._pulling[donor] = _Pulling(link_id, address, transport.name, link, thread)
-        return pulling
+        self._pulling[donor] = _Pulling(link_id, address, peer, transport.name, link, thread)
+        return self._pulling[donor]
 
     async def _drop(self, donor: str) -> None:
         pulling = self._pulling.pop(donor, None)
