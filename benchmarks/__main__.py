@@ -18,6 +18,7 @@ from benchmarks import report
 
 PARTS = {
     "transport": "rows over Gloo and shared memory, beside raw TCP and memcpy",
+    "fetch": "a whole fetch without an engine, beside what moving its bytes takes",
     "hit": "time to the first token: computed, held here, held by a peer",
     "rest": "the same through xinference's REST API",
     "no_hits": "what sharing costs an engine that has nothing to share",

@@ -17,13 +17,14 @@ from tests.faults import CORRUPT_ROW, ROWS_BEFORE_STALL
 from xinference_xavier.errors import LinkError
 from xinference_xavier.network import listen
 from xinference_xavier.pool.region import Region
-from xinference_xavier.transfer import actor as actor_module
-from xinference_xavier.transfer.actor import UID, TransferActor, load_transport
+from xinference_xavier.transfer import serving
+from xinference_xavier.transfer.actor import TransferActor, load_transport
 from xinference_xavier.transfer.base import Acceptance, Transport
 from xinference_xavier.transfer.choice import Choice
 from xinference_xavier.transfer.gloo import GlooTransport
 from xinference_xavier.transfer.messages import (
     PROTOCOL_VERSION,
+    TRANSFER_UID,
     Contact,
     PullOrder,
     PullResult,
@@ -113,8 +114,11 @@ class Side:
         return count
 
     async def until_links(self, count: int) -> None:
+        await self.until("links", count)
+
+    async def until(self, figure: str, value: int) -> None:
         async with asyncio.timeout(PATIENCE):
-            while await self.links() != count:  # noqa: ASYNC110  # nothing announces it
+            while (await self.actor.stats())[figure] != value:  # noqa: ASYNC110  # not announced
                 await asyncio.sleep(0.01)
 
 
@@ -145,7 +149,7 @@ class Sides:
             region,
             choice,
             address=pool.external_address,
-            uid=UID,
+            uid=TRANSFER_UID,
         )
         if secret is not None:
             await actor.configure(secret)
@@ -191,7 +195,7 @@ async def test_rows_are_pulled_verified_and_counted(
         "fallbacks": 0,
     }
     assert (await consumer.actor.pull(consumer.order(donor, [4]))).transport == name
-    assert (await donor.actor.stats())["bytes_sent"] == 4 * ROW_BYTES
+    await donor.until("bytes_sent", 4 * ROW_BYTES)
 
 
 async def test_a_link_is_made_once_and_used_again(consumer: Side, donor: Side) -> None:
@@ -208,6 +212,47 @@ async def test_a_link_stays_good_if_the_consumer_is_done_first(
     for slot in range(3):
         assert (await consumer.pull(donor, [slot]))[:2] == (1, None)
     assert await consumer.links() == await donor.links() == 1
+
+
+def with_link(kind: Kind, link: type[faults._FaultyLink]) -> type[Transport]:
+    return type("Made", (kind.lingering,), {"link": link})
+
+
+async def test_whole_rows_do_not_wait_for_the_donors_word_but_the_links_next_batch_does(
+    sides: Sides, consumer: Side, kind: Kind
+) -> None:
+    go_on = threading.Event()
+
+    class Held(faults._FaultyLink):
+        def send(self, slots: Sequence[int], deadline: float) -> None:
+            self.link.send(slots, deadline)
+            go_on.wait()
+
+    donor = await sides.start("donor", with_link(kind, Held))
+    assert await consumer.pull(donor, [1]) == PullResult(1, None)
+    assert await consumer.links() == 1, "nothing went wrong"
+    second = asyncio.ensure_future(consumer.pull(donor, [2]))
+    assert (await consumer.pull(donor, [3], timeout=0.05))[:2] == (0, "timeout")
+    assert not second.done()
+    go_on.set()
+    assert await second == PullResult(1, None)
+    assert await consumer.links() == await donor.links() == 1
+
+
+async def test_whole_rows_count_whatever_the_donor_says_of_them_afterwards(
+    sides: Sides, consumer: Side, kind: Kind
+) -> None:
+    """Such a link carries nothing more."""
+
+    class Late(faults._FaultyLink):
+        def send(self, slots: Sequence[int], deadline: float) -> None:
+            self.link.send(slots, deadline)
+            raise LinkError("an afterthought")
+
+    donor = await sides.start("donor", with_link(kind, Late))
+    for slot in range(2):
+        assert await consumer.pull(donor, [slot]) == PullResult(1, None)
+        await consumer.until_links(0)
 
 
 async def test_fetches_at_the_same_time_take_turns_on_a_link(consumer: Side, donor: Side) -> None:
@@ -328,7 +373,7 @@ async def test_another_protocol_version_is_refused(donor: Side) -> None:
 async def test_links_are_bounded(
     sides: Sides, consumer: Side, donor: Side, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(actor_module, "MAX_LINKS", 1)
+    monkeypatch.setattr(serving, "MAX_LINKS", 1)
     one_more = await sides.start("one more")
     assert (await consumer.pull(donor, [0]))[:2] == (1, None)
     assert (await one_more.pull(donor, [0]))[:2] == (0, "link")
@@ -340,7 +385,7 @@ async def test_links_that_are_asked_for_at_the_same_time_are_bounded_too(
     sides: Sides, donor: Side, kind: Kind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each counts from the first moment, not from when it is made."""
-    monkeypatch.setattr(actor_module, "MAX_LINKS", 2)
+    monkeypatch.setattr(serving, "MAX_LINKS", 2)
     region = Region.create(ROWS, ROW_BYTES)
     transport = kind.plain(region, HOST, None)
     offers = [transport.offer(SECRET, time.monotonic() + 1.0) for _ in range(6)]
@@ -430,7 +475,7 @@ async def test_whatever_a_donor_answers_the_pull_ends_in_order(
 ) -> None:
     """An exception would look to the engine as if its transfer process had died."""
     pool = await listen(HOST, None)
-    await xoscar.create_actor(_Lying, answer, address=pool.external_address, uid=UID)
+    await xoscar.create_actor(_Lying, answer, address=pool.external_address, uid=TRANSFER_UID)
     order = consumer.order(donor, [0])._replace(donor="liar", address=pool.external_address)
     assert (await consumer.actor.pull(order))[:2] == (0, "link")
     assert await consumer.links() == 0

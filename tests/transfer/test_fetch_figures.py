@@ -8,9 +8,9 @@ import re
 from typing import Any
 
 from xinference_xavier.errors import ROLLBACKS
-from xinference_xavier.transfer import actor, donor, fetch, grants, process
-from xinference_xavier.transfer.actor import ChecksumError
+from xinference_xavier.transfer import donor, fetch, grants, process, pulling
 from xinference_xavier.transfer.fetch_figures import FetchFigures
+from xinference_xavier.transfer.pulling import ChecksumError
 
 
 def told(*ended: tuple[str | None, float, int]) -> dict[str, Any]:
@@ -50,8 +50,8 @@ def test_every_reason_is_one_that_metrics_know() -> None:
     """Another would be shown as "other"."""
     given = {
         reason
-        for module in (fetch, actor, process, donor, grants)
+        for module in (fetch, pulling, process, donor, grants)
         for reason in REASON.findall(inspect.getsource(module))
-    } | {actor._reason(error) for error in (ChecksumError(), TimeoutError(), OSError())}
+    } | {pulling._reason(error) for error in (ChecksumError(), TimeoutError(), OSError())}
     assert {"timeout", "checksum", "busy", "stopped", "donor gone", "refused", "link"} <= given
     assert given <= set(ROLLBACKS)

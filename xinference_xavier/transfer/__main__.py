@@ -17,9 +17,9 @@ import xoscar
 from xinference_xavier.errors import LinkError, XavierError
 from xinference_xavier.network import listen
 from xinference_xavier.pool.region import Region
-from xinference_xavier.transfer.actor import UID, TransferActor, load_transport
+from xinference_xavier.transfer.actor import TransferActor, load_transport
 from xinference_xavier.transfer.choice import Choice
-from xinference_xavier.transfer.messages import MAX_LINE, Contact, Startup
+from xinference_xavier.transfer.messages import MAX_LINE, TRANSFER_UID, Contact, Startup
 
 
 async def _serve(engine: socket.socket, startup: Startup) -> None:
@@ -35,7 +35,7 @@ async def _serve(engine: socket.socket, startup: Startup) -> None:
         return
     choice = Choice(transports)
     await xoscar.create_actor(
-        TransferActor, startup, region, choice, address=pool.external_address, uid=UID
+        TransferActor, startup, region, choice, address=pool.external_address, uid=TRANSFER_UID
     )
     contact = Contact(pool.external_address, choice.host)
     engine.sendall(json.dumps(contact._asdict()).encode() + b"\n")

@@ -164,7 +164,7 @@ class Fetcher:
                 exc_info=True,
             )
             reason = "internal error"
-        finally:  # after the rollback: who sees the end finds nothing half done
+        finally:  # after the rollback: who sees the end finds no row half done
             self._finish(fetch, reason)
 
     async def _grant(self, fetch: Fetch) -> Grant:
@@ -221,9 +221,12 @@ class Fetcher:
             fetch.transport = result.transport
             if fetch.donor in self._donors:
                 self._transports[fetch.donor] = result.transport
-        if fetch.state is FetchState.PENDING:
-            return self._commit(fetch, grant, result)
-        return fetch.reason
+        if fetch.state is not FetchState.PENDING:
+            return fetch.reason
+        reason = self._commit(fetch, grant, result)
+        if len(fetch.committed) == len(fetch.rows):
+            self._finish(fetch, reason)  # at once: all that is left is to release the grant
+        return reason
 
     def _commit(self, fetch: Fetch, grant: Grant, result: PullResult) -> str | None:
         whole = zip(fetch.rows[: result.verified], grant.checksums, strict=False)

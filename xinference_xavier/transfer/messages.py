@@ -25,6 +25,8 @@ from xinference_xavier.checks import (
 from xinference_xavier.errors import GrantRefusedError, LinkError, TransportError
 
 PROTOCOL_VERSION = 2
+TRANSFER_UID = "xavier-transfer"
+"""Of the actor in every transfer process."""
 MAX_ROWS_PER_FETCH = 1 << 16
 MAX_TIMEOUT = 3600.0
 MAX_LINE = 1 << 16

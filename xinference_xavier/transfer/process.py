@@ -23,6 +23,7 @@ from xinference_xavier.pool.region import Region
 from xinference_xavier.rollback import Rollback
 from xinference_xavier.transfer.messages import (
     MAX_LINE,
+    TRANSFER_UID,
     Contact,
     PullOrder,
     PullResult,
@@ -150,7 +151,7 @@ class TransferProcess:
             await loop.sock_sendall(ours, self._startup.to_json())
             async with asyncio.timeout(_START_TIMEOUT):
                 contact = parse_started(await _read_line(ours))
-            finding = xoscar.actor_ref(contact.address, "xavier-transfer")
+            finding = xoscar.actor_ref(contact.address, TRANSFER_UID)
             actor = await within(_START_TIMEOUT, finding)
             scope.commit()
         exited = asyncio.ensure_future(process.wait())

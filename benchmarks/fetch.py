@@ -1,0 +1,116 @@
+"""Part `fetch`: a whole fetch, without an engine, beside what moving its bytes costs at least.
+
+From when the scheduler thread begins it until it sees the rows as hits: grant by the donor's
+engine, transfer, checksums, commit. The replicas are real but for vLLM. Its floor is one thread's
+memcpy of the same rows, or the same messages over a plain TCP connection, measured in turns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+from benchmarks.ends import MEMCPY, TCP, Pair
+from benchmarks.figures import figure, ratio, shown
+from tests.replica_process import ReplicaProcess, TrackerProcess, fresh_keys, replicas, wait_until
+
+TITLE = "A fetch"
+SIZES = ((1, 8), (1, 32), (1, 117), (4, 8), (4, 29))
+"""MiB of a row, rows of a fetch."""
+ROUNDS = 21
+REFERENCES = {"gloo": TCP, "shared_memory": MEMCPY}
+ALLOWED_MS = 5.0
+"""What a fetch may cost beyond moving its bytes."""
+_SHOWN = {"gloo": "Gloo", "shared_memory": "shared memory"}
+_MIB = 1 << 20
+_TIMEOUT = 60.0
+
+
+def measure() -> dict[str, Any]:
+    with ExitStack() as stack:
+        pair = Pair(0)
+        stack.callback(pair.close)
+        tracker = TrackerProcess()
+        stack.callback(tracker.kill)
+        return {"sizes": list(_of_all_sizes(pair, tracker.address))}
+
+
+def _of_all_sizes(pair: Pair, tracker: str) -> Iterator[dict[str, Any]]:
+    for mib, rows in SIZES:
+        row_bytes = mib * _MIB
+        pair.make(rows, row_bytes)
+        for name, reference in REFERENCES.items():
+            ends = {f"{end}-{name}-{mib}-{rows}": name for end in ("donor", "consumer")}
+            # Room for what is evicted and for what is fetched.
+            with replicas(
+                tracker, ends, rows=2 * rows, row_bytes=row_bytes, fetch_timeout=_TIMEOUT
+            ) as (donor, consumer):
+                found = _of(pair, reference, donor, consumer, rows)
+            yield {"transport": name, "row_bytes": row_bytes, "rows": rows, **found}
+
+
+def _of(
+    pair: Pair, reference: str, donor: ReplicaProcess, consumer: ReplicaProcess, rows: int
+) -> dict[str, Any]:
+    keys = fresh_keys(rows)
+    donor.store(keys)
+    wait_until(lambda: all(donor.name in consumer.holders(key) for key in keys), "the index says")
+    fetches: list[float] = []
+    floors: list[float] = []
+    for turn in range(ROUNDS + 2):
+        outcome = consumer.fetch(donor.name, keys, _TIMEOUT)
+        if outcome.committed != rows:
+            raise RuntimeError(f"{outcome.committed} of {rows} rows came: {outcome.reason}")
+        pair.begin(reference, range(rows))
+        span = pair.finish()
+        if turn >= 2:  # the first two make the link and map the memory
+            fetches.append(1e3 * outcome.seconds)
+            floors.append(1e3 * (span.ended - span.began))
+        consumer.evict(keys)
+    if consumer.wrong_rows():
+        raise RuntimeError("a fetch brought other rows than it was to bring")
+    return {
+        "fetch_ms": figure(fetches),
+        "floor_ms": figure(floors),
+        "ratio": ratio(fetches, [floor + ALLOWED_MS for floor in floors]),
+    }
+
+
+def markdown(part: dict[str, Any]) -> str:
+    lines = [
+        "A fetch without an engine, from its beginning until its rows are hits: grant, transfer, "
+        "checksums, commit. The floor is one thread's memcpy of the same rows for shared memory, "
+        "the same messages over a plain TCP connection for Gloo. Medians of rounds in turn, in "
+        "brackets the least and the most.",
+        "",
+        f"| by | rows | a fetch, ms | floor, ms | fetch ÷ (floor + {ALLOWED_MS:g} ms) |",
+        "|---|---|---|---|---|",
+    ]
+    for size in part["sizes"]:
+        cells = [_SHOWN[size["transport"]], f"{size['rows']} × {size['row_bytes'] // _MIB} MiB"]
+        cells += [shown(size[name]) for name in ("fetch_ms", "floor_ms", "ratio")]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def plot(part: dict[str, Any], axes: Any) -> None:
+    for name, shown_name in _SHOWN.items():
+        of_one = [size for size in part["sizes"] if size["transport"] == name]
+        axes.errorbar(
+            [f"{size['rows']} × {size['row_bytes'] // _MIB} MiB" for size in of_one],
+            [size["ratio"]["median"] for size in of_one],
+            yerr=[
+                [size["ratio"]["median"] - size["ratio"]["least"] for size in of_one],
+                [size["ratio"]["most"] - size["ratio"]["median"] for size in of_one],
+            ],
+            marker="o",
+            capsize=3,
+            linestyle="",
+            label=shown_name,
+        )
+    axes.axhline(2.0, color="grey", linewidth=1, linestyle="--")
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("rows of a fetch")
+    axes.set_ylabel(f"fetch ÷ (floor + {ALLOWED_MS:g} ms)")
+    axes.legend()

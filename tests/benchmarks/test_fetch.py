@@ -1,0 +1,26 @@
+"""A fetch by each transport is set beside what moving its bytes costs at least."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks import fetch
+from benchmarks.figures import MIN_SAMPLES
+
+
+def test_every_fetch_is_measured_beside_its_floor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetch, "SIZES", ((1, 3),))
+    monkeypatch.setattr(fetch, "ROUNDS", MIN_SAMPLES)
+    part = fetch.measure()
+    assert [size["transport"] for size in part["sizes"]] == ["gloo", "shared_memory"]
+    for size in part["sizes"]:
+        assert (size["row_bytes"], size["rows"]) == (1 << 20, 3)
+        samples = zip(
+            *(size[name]["samples"] for name in ("fetch_ms", "floor_ms", "ratio")), strict=True
+        )
+        for whole, floor, ratio in samples:
+            assert floor > 0
+            assert ratio == pytest.approx(whole / (floor + fetch.ALLOWED_MS))
+    lines = fetch.markdown(part).splitlines()
+    assert lines[-1].startswith("| shared memory | 3 × 1 MiB | ")
+    assert lines[-1].count("|") == lines[-3].count("|")

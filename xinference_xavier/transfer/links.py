@@ -1,0 +1,52 @@
+"""What both directions of a transfer process's links have in common.
+
+Threading: all of it belongs to the process's event loop; each link has a thread of its own for what
+blocks.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TypeVar
+
+from xinference_xavier.conditions import Conditions
+from xinference_xavier.deadline import within
+from xinference_xavier.pool.region import Region
+from xinference_xavier.transfer.base import Link
+from xinference_xavier.transfer.choice import Choice
+
+MAX_LINKS = 256  # per direction
+_T = TypeVar("_T")
+
+
+@dataclass
+class Moved:
+    """By one transport."""
+
+    links: int = 0  # at the moment
+    fetches: int = 0  # of ours that moved rows
+    bytes_received: int = 0
+    bytes_sent: int = 0
+
+
+@dataclass
+class Home:
+    """The replica whose rows the links move. `secret` is None before it joined a tracker."""
+
+    incarnation: str
+    region: Region
+    choice: Choice
+    moved: dict[str, Moved]  # by transport
+    conditions: Conditions
+    secret: bytes | None = None
+
+
+async def close_link(link: Link, thread: ThreadPoolExecutor) -> None:
+    await asyncio.get_running_loop().run_in_executor(None, link.close)
+    thread.shutdown(wait=False)
+
+
+async def before(deadline: float, call: Awaitable[_T]) -> _T:
+    return await within(max(0.001, deadline - time.monotonic()), call)
