@@ -9,7 +9,7 @@ from types import ModuleType
 
 from benchmarks import report
 
-PARTS = ("transport", "scheduler", "tracker")
+PARTS = ("transport", "scheduler", "tracker", "capacity")
 
 
 def _module(name: str) -> ModuleType:

@@ -228,6 +228,8 @@ class XavierManager(OffloadingManager):
         rows = self._reserve(keys, known_keys(request.context) or request.wanted).rows
         if not rows:
             return None
+        for row in rows:
+            row.copy_of = donor
         fetch = self._replica.fetch(donor, rows, request.deadline, request.trace_headers)
         if fetch is not None:
             self._fetching.update((row.key, fetch) for row in rows)
@@ -298,9 +300,13 @@ class XavierManager(OffloadingManager):
     def _reserve(self, keys: Iterable[bytes], prefix: Sequence[bytes]) -> Reservation:
         """Rows for `keys`, at the cost of anything but the prefix that they belong to."""
         self._pool.touch(reversed(prefix))
-        reservation = self._pool.reserve(keys, keep=frozenset(prefix))
+        reservation = self._pool.reserve(keys, frozenset(prefix), self._is_spare)
         self._replica.evicted(reservation.evicted)
         return reservation
+
+    def _is_spare(self, row: Row) -> bool:
+        """Whether the peer that it was copied from has it still, and so can give it again."""
+        return row.copy_of is not None and row.copy_of in self._replica.mirror.holders(row.key)
 
     def complete_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True
