@@ -191,6 +191,6 @@ def plot(part: dict[str, Any], axes: Any) -> None:
         held = [100 * run[policy]["held"]["median"] for run in part["runs"]]
         axes.bar(places, held, width=0.38, label=policy)
     axes.set_xticks([place + 0.2 for place in range(len(labels))], labels)
-    axes.set_ylim(50, 100)
+    axes.set_ylim(0, 100)
     axes.set_ylabel("% of the working set in the cluster (median)")
-    axes.legend(loc="lower right")
+    axes.legend(loc="lower center", ncols=2)
