@@ -25,6 +25,7 @@ PARTS = {
     "served": "the same with `vllm bench serve`",
     "scheduler": "what vLLM's scheduler thread spends on us",
     "tracker": "an index of a million keys, and how soon news of it arrives",
+    "capacity": "what several pools hold together",
     "stampede": "one prompt that nobody knows, given to several replicas at once",
     "peers": "others' ways to a prefix's KV cache",
     "growth": "a hit and the tracker with ten times as much",

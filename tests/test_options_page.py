@@ -49,9 +49,6 @@ def test_the_readmes_have_every_option_and_no_other(readme: str) -> None:
     listed = {name: default.strip("`") for name, default in rows if name in EVERY_OPTION}
     assert list(listed) == EVERY_OPTION
     assert [name for name, _ in rows if "xavier" in name] == EVERY_OPTION
-    assert listed["xavier_min_fetch_tokens"] == options()["xavier_min_fetch_tokens"].default.strip(
-        "`"
-    )
     assert listed["xavier_fetch_timeout"] == options()["xavier_fetch_timeout"].default.strip("`")
 
 

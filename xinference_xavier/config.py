@@ -18,7 +18,7 @@ from xinference_xavier.errors import ConfigError
 from xinference_xavier.host_memory import free_memory_bytes
 from xinference_xavier.options import (
     DEFAULT_FETCH_TIMEOUT,
-    DEFAULT_MIN_FETCH_TOKENS,
+    LEAST_FETCH_TOKENS,
     PARSERS,
     parse_bool,
 )
@@ -50,7 +50,8 @@ class XavierConfig:
 
     ``pool_bytes`` is the total of one replica over all its workers; None is replaced by
     ``default_pool_bytes`` on the worker that launches it. ``chunk_tokens`` None means 128, rounded
-    up to the model's block size, which only the engine knows.
+    up to the model's block size, which only the engine knows. ``min_fetch_tokens`` None leaves it
+    to the engine's measurements what is fetched, from ``least_fetch_tokens`` on.
     """
 
     model_uid: str
@@ -61,10 +62,16 @@ class XavierConfig:
     host: str | None = None
     port_range: tuple[int, int] | None = None
     fetch_timeout: float = DEFAULT_FETCH_TIMEOUT
-    min_fetch_tokens: int = DEFAULT_MIN_FETCH_TOKENS
+    min_fetch_tokens: int | None = None
     hooks: str | None = None
     worker_address: str | None = None
     replicas_per_host: int = 1
+
+    @property
+    def least_fetch_tokens(self) -> int:
+        """Shorter runs are computed in any case."""
+        given = self.min_fetch_tokens
+        return LEAST_FETCH_TOKENS if given is None else given
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able; ``from_dict`` reverses it."""

@@ -1,8 +1,8 @@
 """Where the chunks of a prompt are, and what a request for it would reuse, replica by replica.
 
 An estimate of what the scheduler would find now: vLLM's own prefix cache is left out, a chunk
-counts only if all its KV-cache groups are there, and a fetch is taken to succeed. Every replica is
-taken to have the same `xavier_min_fetch_tokens`.
+counts only if all its KV-cache groups are there, and a fetch is taken to succeed and to be quicker
+than computing. Every replica is taken to have the same `xavier_min_fetch_tokens`.
 """
 
 from collections.abc import Callable

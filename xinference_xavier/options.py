@@ -16,7 +16,8 @@ from xinference_xavier.errors import ConfigError
 
 TRANSPORTS = ("auto", "gloo", "shared_memory")
 DEFAULT_FETCH_TIMEOUT = 5.0
-DEFAULT_MIN_FETCH_TOKENS = 256
+LEAST_FETCH_TOKENS = 256
+"""Where nothing else is given: a fetch can cost its request a whole step of the engine."""
 MAX_FETCH_TIMEOUT = 3600.0
 """Seconds; no peer takes a longer one."""
 

@@ -471,7 +471,7 @@ class Replica:
             incarnation=self._incarnation,
             pool=self._pool,
             mirror=self.mirror,
-            min_fetch_tokens=self._config.min_fetch_tokens,
+            min_fetch_tokens=self._config.least_fetch_tokens,
         )
 
     @property

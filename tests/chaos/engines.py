@@ -45,6 +45,7 @@ _SHARING: dict[str, Any] = {
     "enable_xavier": True,
     "xavier_pool_bytes": 48 * _BLOCK_BYTES,  # five prompts of the thirty, and of those with a salt
     "xavier_fetch_timeout": FETCH_TIMEOUT,
+    "xavier_min_fetch_tokens": 256,  # slow fetches are faults here, not a reason to fetch no more
     "xavier_transport": "tests.faults:OrderedGloo",
 }
 _WARM_UP = 120.0

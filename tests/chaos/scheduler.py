@@ -80,7 +80,9 @@ class _Live(Scheduling):
         self.manager = XavierManager(
             pool,
             chunk_tokens=CHUNK,
+            row_bytes=1,
             min_fetch_tokens=MIN_FETCH_CHUNKS * CHUNK,
+            choose=False,
             fetch_timeout=fetch_timeout,
         )
         self.manager.attach(replica)

@@ -19,6 +19,7 @@ ARGUMENTS = {
     "block_size": 128,
     "enable_xavier": True,
     "xavier_pool_bytes": "512MiB",
+    "xavier_min_fetch_tokens": 256,  # however busy the machine: what is fetched is not measured
 }
 
 

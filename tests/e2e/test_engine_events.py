@@ -59,6 +59,7 @@ class Cluster:
             pool_bytes=POOL_ROWS * ROW_BYTES,
             transport="tests.e2e.gates:GatedGloo",
             fetch_timeout=FETCH_TIMEOUT,
+            min_fetch_tokens=256,
         )
         self.engines = []
         for name in ("a", "b"):

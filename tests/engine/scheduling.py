@@ -31,6 +31,7 @@ CHUNK = 128
 """Tokens per chunk."""
 
 FETCH_TIMEOUT = 5.0
+ROW_BYTES = 1 << 20
 KEY_BYTES = 36
 
 
@@ -104,8 +105,9 @@ class ScriptedReplica:
             )
         )
 
-    def end(self, fetch: Fetch, whole: int | None = None) -> None:
+    def end(self, fetch: Fetch, whole: int | None = None, seconds: float = 0.01) -> None:
         """The first `whole` rows arrived (default: all) and the rest will not."""
+        fetch.seconds = seconds
         rows = fetch.rows if whole is None else fetch.rows[:whole]
         fetch.committed = [row for row in rows if self.pool.commit(row, checksum=1, pins=1)]
         complete = len(fetch.committed) == len(fetch.rows)
@@ -148,14 +150,16 @@ class Request:
 class Scheduling:
     """A manager over a pool of `slots` rows, and what vLLM's scheduler does to it."""
 
-    def __init__(self, slots: int = 32, min_fetch_chunks: int = 2) -> None:
+    def __init__(self, slots: int = 32, min_fetch_chunks: int = 2, choose: bool = False) -> None:
         self.pool = Pool(slots)
         self.replica = ScriptedReplica(self.pool)
         self.clock = Clock()
         self.manager = XavierManager(
             self.pool,
             chunk_tokens=CHUNK,
+            row_bytes=ROW_BYTES,
             min_fetch_tokens=min_fetch_chunks * CHUNK,
+            choose=choose,
             fetch_timeout=FETCH_TIMEOUT,
             clock=self.clock,
         )

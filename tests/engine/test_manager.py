@@ -4,7 +4,7 @@ and nothing left behind whatever becomes of a request."""
 from __future__ import annotations
 
 import pytest
-from vllm.v1.kv_offload.base import LookupResult
+from vllm.v1.kv_offload.base import LookupResult, OffloadKey
 
 from tests.engine.scheduling import CHUNK, FETCH_TIMEOUT, Request, Scheduling, chunks, window_scan
 from xinference_xavier.pool.pool import PoolCounts
@@ -678,3 +678,50 @@ class TestTwoGroups:
     def test_equal_hashes_of_two_groups_are_two_chunks(self, vllm: Scheduling) -> None:
         vllm.fill(chunks("prompt", 6, group=1))
         assert vllm.attempt(vllm.arrive("r", chunks("prompt", 6, group=0))) == 0
+
+
+class TestCapacity:
+    """Eviction, where peers hold some of it as well."""
+
+    def copied(self, keys: list[OffloadKey]) -> Scheduling:
+        """A pool of twelve rows: these chunks copied from the peer `a`, then others."""
+        vllm = Scheduling(slots=12)
+        vllm.fill(chunks("old", 2))
+        vllm.replica.peers_hold(a=keys)
+        request = vllm.arrive("r", keys)
+        vllm.attempt(request)
+        vllm.replica.end(vllm.replica.fetches[-1])
+        vllm.attempt(request)
+        vllm.finish(request)
+        vllm.end_step()
+        vllm.fill(chunks("new", 10 - len(keys)))
+        return vllm
+
+    def test_a_copy_goes_from_its_end_before_what_is_only_here(self) -> None:
+        keys = chunks("prompt", 4)
+        vllm = self.copied(keys)
+        vllm.fill(chunks("more", 3))
+        assert vllm.replica.evicted_keys == [keys[3], keys[2], keys[1]]
+
+    def test_a_copy_stays_where_the_original_is_gone(self) -> None:
+        keys = chunks("prompt", 4)
+        vllm = self.copied(keys)
+        vllm.replica.peers_hold(a=keys[:1], b=keys)
+        vllm.fill(chunks("more", 2))
+        assert set(vllm.replica.evicted_keys) == {keys[0], chunks("old", 2)[1]}
+
+    def test_an_original_stays_whoever_has_copied_it(self) -> None:
+        vllm = self.copied(chunks("prompt", 4))
+        vllm.replica.peers_hold(a=chunks("old", 2))
+        vllm.fill(chunks("more", 2))
+        assert set(vllm.replica.evicted_keys) == set(chunks("old", 2)), "by its age"
+
+    def test_a_copy_that_is_in_use_stays(self) -> None:
+        keys = chunks("prompt", 4)
+        vllm = self.copied(keys)
+        for number in range(20):
+            request = vllm.arrive(f"again {number}", keys)
+            assert vllm.attempt(request) == 4
+            vllm.finish(request)
+            vllm.fill(chunks(f"more {number}", 2))
+        assert len(vllm.replica.fetches) == 1

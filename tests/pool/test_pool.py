@@ -14,7 +14,8 @@ KEY_LISTS = st.lists(KEYS, max_size=8, unique=True)
 
 
 class PoolAgainstModel(RuleBasedStateMachine):
-    """The model: lists of rows per state; `idle` is ordered, least recently used first."""
+    """The model: lists of rows per state; `idle` is ordered, least recently used first. That the
+    order of eviction may be another one is of `test_order.py`."""
 
     writing = Bundle("writing")
     reading = Bundle("reading")
@@ -245,6 +246,33 @@ def test_a_run_is_pinned_up_to_the_first_gap() -> None:
     ready(pool, b"a", b"b", b"d")
     assert [row.key for row in pool.pin([b"a", b"b", b"c", b"d"])] == [b"a", b"b"]
     assert pool.counts().pinned == 2
+
+
+def test_a_prefix_that_was_read_is_evicted_from_its_end() -> None:
+    pool = Pool(4)
+    ready(pool, b"1", b"2", b"3")
+    ready(pool, b"other")
+    pool.unpin(pool.pin_shared([b"1", b"2", b"3"]))
+    assert pool.reserve([b"a", b"b", b"c"]).evicted == [b"other", b"3", b"2"]
+
+
+def test_spare_rows_of_the_older_half_go_first() -> None:
+    pool = Pool(6)
+    ready(pool, b"a", b"b", b"c", b"d", b"e", b"f")
+    spare = (b"b", b"f")
+    evicted = pool.reserve([b"x", b"y"], spare=lambda row: row.key in spare).evicted
+    assert evicted == [b"b", b"a"]
+
+
+def test_a_row_that_peers_copy_is_no_copy_any_more() -> None:
+    """Of two replicas, one at most may spare a row because the other has it."""
+    pool = Pool(3)
+    rows = ready(pool, b"a", b"b", b"c")
+    for row in rows:
+        row.copy_of = "peer"
+    pool.unpin(pool.pin([b"a"]))
+    pool.unpin(pool.pin_shared([b"b"]))
+    assert [row.copy_of for row in rows] == ["peer", None, "peer"]
 
 
 def test_only_summed_rows_are_shared() -> None:

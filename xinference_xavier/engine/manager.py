@@ -13,6 +13,7 @@ A request's way through `lookup`, one scheduling attempt ("pass") after the othe
     then            HIT for what arrived, MISS for the rest; once more if all of it arrived
 """
 
+import itertools
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict
@@ -32,6 +33,7 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
 from xinference_xavier.engine.decision_time import DecisionTime
+from xinference_xavier.engine.forecast import Forecast
 from xinference_xavier.engine.metrics import HitReporter, Hits
 from xinference_xavier.engine.prefill_rate import PrefillRate
 from xinference_xavier.engine.versions import known_keys, load_source
@@ -50,6 +52,7 @@ class _Request:
     """What is on about one request."""
 
     __slots__ = (
+        "computes",
         "context",
         "deadline",
         "fetch",
@@ -69,6 +72,7 @@ class _Request:
         self.deadline: float | None = None  # of all its waiting together
         self.pending_since = 0.0  # on `DecisionTime`'s clock
         self.given_up = False
+        self.computes = False  # what it could have fetched, as that is expected to be quicker
         self.fetched: set[bytes] = set()  # came from a peer for this request
         self.trace_headers: Mapping[str, str] | None = None
 
@@ -86,13 +90,18 @@ class XavierManager(OffloadingManager):
         pool: Pool,
         *,
         chunk_tokens: int,
+        row_bytes: int,
         min_fetch_tokens: int,
+        choose: bool,
         fetch_timeout: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """With `choose`, longer runs than `min_fetch_tokens` are fetched where that is expected to
+        be quicker than computing them; without, in any case."""
         self._pool = pool
         self._chunk_tokens = chunk_tokens
         self._min_fetch_chunks = max(1, -(-min_fetch_tokens // chunk_tokens))
+        self._choose = choose
         self._fetch_timeout = fetch_timeout
         self._clock = clock
         self._replica: Replica
@@ -108,6 +117,7 @@ class XavierManager(OffloadingManager):
         self._reporter = HitReporter(self._hits)
         self._finished_requests = 0
         self.prefill_rate = PrefillRate()
+        self._forecast = Forecast(chunk_tokens=chunk_tokens, row_bytes=row_bytes)
         self.decision_time = DecisionTime()
 
     def attach(self, replica: Replica) -> None:
@@ -128,6 +138,7 @@ class XavierManager(OffloadingManager):
             "longest_decision_s": self.decision_time.longest,
             "prefill_tokens_per_s": rate,
             "seconds_saved": reused / rate if rate else 0.0,
+            "forecast": self._forecast.report(),
         }
 
     def trace(self, req_id: str, headers: Mapping[str, str]) -> None:
@@ -175,21 +186,41 @@ class XavierManager(OffloadingManager):
         holders = self._replica.mirror.holders(key)
         if not holders or self._pool.holds(key):
             return False
-        return bool(request.wanted) or self._is_worth_fetching(key, holders, context)
+        return bool(request.wanted) or self._is_worth_fetching(key, holders, request)
 
-    def _is_worth_fetching(self, key: bytes, holders: tuple[str, ...], context: ReqContext) -> bool:
-        """Whether a peer holds enough chunks from `key` on.
+    def _is_worth_fetching(self, key: bytes, holders: tuple[str, ...], request: _Request) -> bool:
+        """Whether a peer holds enough chunks from `key` on, but for those that are here.
 
         A RETRY can cost the request a whole step of the engine, so this is asked before. Peers hold
         whole prefixes: who has the last of enough chunks has those before it.
         """
-        group = [other for other in known_keys(context) if other[_GROUP] == key[_GROUP]]
+        group = _group_of(key, request.context)
         if key not in group:  # an older vLLM, which tells no keys in advance
             return True
-        last = group.index(key) + self._min_fetch_chunks - 1
-        if last >= len(group):
+        place = group.index(key)
+        if any(self._reaches(peer, group, place + self._least(peer, request)) for peer in holders):
+            return True
+        enough = place + self._min_fetch_chunks
+        if not request.computes and any(self._reaches(peer, group, enough) for peer in holders):
+            request.computes = True
+            self._forecast.choices.computed += 1
+        return False
+
+    def _least(self, peer: str, request: _Request) -> int:
+        """How many chunks are worth a fetch from this peer."""
+        if not self._choose:
+            return self._min_fetch_chunks
+        groups = len({key[_GROUP] for key in known_keys(request.context)}) or 1
+        prefill = self.prefill_rate.tokens_per_second
+        least = self._forecast.least(peer, groups, prefill, self._clock())
+        return max(self._min_fetch_chunks, least)
+
+    def _reaches(self, peer: str, group: Sequence[bytes], count: int) -> bool:
+        """Whether the last of the group's first `count` chunks is at the peer, or here."""
+        if count > len(group):
             return False
-        return not set(holders).isdisjoint(self._replica.mirror.holders(group[last]))
+        last = group[count - 1]
+        return peer in self._replica.mirror.holders(last) or self._pool.lookup(last) is not None
 
     # -- fetching -----------------------------------------------------------------------------
 
@@ -203,11 +234,11 @@ class XavierManager(OffloadingManager):
         self._pool.sweep()
 
     def _begin_fetch(self, req_id: str, request: _Request) -> None:
+        now = self._clock()
         if request.deadline is None:
-            now = self._clock()
             request.deadline = now + self._fetch_timeout
             request.pending_since = self.decision_time.idle_time(now)
-        fetch = self._under_way(request.wanted[0]) or self._new_fetch(request)
+        fetch = self._under_way(request.wanted[0]) or self._new_fetch(request, now)
         if fetch is None:
             request.given_up = True
             return
@@ -220,18 +251,37 @@ class XavierManager(OffloadingManager):
         fetch = self._fetching.get(key)
         return None if fetch is None or fetch.state is FetchState.ROLLED_BACK else fetch
 
-    def _new_fetch(self, request: _Request) -> Fetch | None:
+    def _new_fetch(self, request: _Request, now: float) -> Fetch | None:
         assert request.deadline is not None
         donor, keys = self._choose_donor(request.wanted)
-        if len(keys) < self._min_fetch_chunks:
+        if self._choose and len({key[_GROUP] for key in keys}) == 1:
+            keys = keys[: self._forecast.rows_within(donor, request.deadline - now, now)]
+        chunks = self._spared(keys, request)
+        if chunks < self._least(donor, request):
             return None
         rows = self._reserve(keys, known_keys(request.context) or request.wanted).rows
         if not rows:
             return None
+        for row in rows:
+            row.copy_of = donor
         fetch = self._replica.fetch(donor, rows, request.deadline, request.trace_headers)
         if fetch is not None:
             self._fetching.update((row.key, fetch) for row in rows)
+            self._forecast.begun(fetch, chunks, self.prefill_rate.tokens_per_second, now)
         return fetch
+
+    def _spared(self, keys: Sequence[bytes], request: _Request) -> int:
+        """How many chunks in a row of one group need not be computed once `keys` are here: these,
+        and those behind them that are here already."""
+        if not keys:
+            return 0
+        group = _group_of(keys[0], request.context)
+        fetched = set(keys)
+        rest = list(itertools.dropwhile(lambda key: key not in fetched, group))
+        if not rest:  # an older vLLM
+            return len(keys)
+        at_hand = itertools.takewhile(lambda key: key in fetched or self._pool.lookup(key), rest)
+        return sum(1 for _ in at_hand)
 
     def _choose_donor(self, keys: Sequence[bytes]) -> tuple[str, list[bytes]]:
         """The peer that holds the longest run from the first key on, and that run."""
@@ -253,6 +303,7 @@ class XavierManager(OffloadingManager):
         for fetch, waiting in list(self._fetches.items()):
             if fetch.state is FetchState.PENDING:
                 continue
+            self._forecast.ended(fetch)
             for row in fetch.rows:
                 if self._fetching.get(row.key) is fetch:
                     del self._fetching[row.key]
@@ -298,9 +349,13 @@ class XavierManager(OffloadingManager):
     def _reserve(self, keys: Iterable[bytes], prefix: Sequence[bytes]) -> Reservation:
         """Rows for `keys`, at the cost of anything but the prefix that they belong to."""
         self._pool.touch(reversed(prefix))
-        reservation = self._pool.reserve(keys, keep=frozenset(prefix))
+        reservation = self._pool.reserve(keys, frozenset(prefix), self._is_spare)
         self._replica.evicted(reservation.evicted)
         return reservation
+
+    def _is_spare(self, row: Row) -> bool:
+        """Whether the peer that it was copied from has it still, and so can give it again."""
+        return row.copy_of is not None and row.copy_of in self._replica.mirror.holders(row.key)
 
     def complete_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True
@@ -377,6 +432,11 @@ class XavierManager(OffloadingManager):
 
     def shutdown(self) -> None:
         self._replica.stop()
+
+
+def _group_of(key: bytes, context: ReqContext) -> list[bytes]:
+    """The keys of the request's chunks in the KV-cache group of `key`, in order."""
+    return [other for other in known_keys(context) if other[_GROUP] == key[_GROUP]]
 
 
 def _first_of_each_group(keys: Iterable[bytes]) -> set[bytes]:

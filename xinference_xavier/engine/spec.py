@@ -159,7 +159,9 @@ class XavierSpec(OffloadingSpec):
             self._manager = XavierManager(
                 pool,
                 chunk_tokens=self._chunk_tokens,
-                min_fetch_tokens=self._xavier.min_fetch_tokens,
+                row_bytes=self._row_bytes,
+                min_fetch_tokens=self._xavier.least_fetch_tokens,
+                choose=self._xavier.min_fetch_tokens is None,
                 fetch_timeout=self._xavier.fetch_timeout,
             )
             replica = Replica(

@@ -6,7 +6,7 @@ Every slot is in one of four states; `Pool` alone moves it between them:
     FILLING → READY        commit: the bytes are whole; lookups hit
     FILLING → FREE         abort: never existed, and nobody can write it any more
     FILLING → QUARANTINED  quarantine, or reset: never existed, but may still be written
-    READY → FREE           eviction of the least recently used, never of a pinned one
+    READY → FREE           eviction, in the order of `order.py`, never of a pinned one
     READY → FREE           sweep, after a drop, of one that is not pinned
     READY → QUARANTINED    reset while the row is pinned
     QUARANTINED → FREE     abort by its writer, or the last unpin by its readers
@@ -17,10 +17,11 @@ dictionary operations keeps them apart. `lookup` takes no lock.
 """
 
 import threading
-from collections import OrderedDict
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from enum import Enum, auto
 from typing import NamedTuple
+
+from xinference_xavier.pool.order import EvictionOrder
 
 
 class RowState(Enum):
@@ -33,7 +34,7 @@ class RowState(Enum):
 class Row:
     """One chunk's stay in a slot. A new stay is a new object, so a stale handle harms nobody."""
 
-    __slots__ = ("checksum", "dropped", "key", "pins", "slot", "state")
+    __slots__ = ("checksum", "copy_of", "dropped", "key", "pins", "slot", "state")
 
     def __init__(self, key: bytes, slot: int) -> None:
         self.key = key
@@ -42,9 +43,14 @@ class Row:
         self.pins = 0
         self.checksum: int | None = None  # None: not computed yet, so not shared yet
         self.dropped = False  # READY only for those who were told so before
+        self.copy_of: str | None = None  # whose row it was copied from, until it is copied itself
 
     def __repr__(self) -> str:
         return f"Row(slot={self.slot}, {self.state.name}, pins={self.pins})"
+
+
+def _none_is_spare(row: Row) -> bool:
+    return False
 
 
 class Reservation(NamedTuple):
@@ -68,7 +74,7 @@ class Pool:
         self._lock = threading.Lock()
         self._free = list(range(slots - 1, -1, -1))
         self._held: dict[bytes, Row] = {}  # FILLING and READY
-        self._idle: OrderedDict[bytes, Row] = OrderedDict()  # READY and unpinned, oldest first
+        self._idle: EvictionOrder[Row] = EvictionOrder(slots)  # READY and unpinned
         self._dropped: list[Row] = []
         self._pinned = 0
         self._ready = 0
@@ -108,8 +114,14 @@ class Pool:
 
     # -- writing a row ---------------------------------------------------------------------
 
-    def reserve(self, keys: Iterable[bytes], keep: Collection[bytes] = frozenset()) -> Reservation:
-        """Take slots for those of `keys` that are not held, evicting the least recently used.
+    def reserve(
+        self,
+        keys: Iterable[bytes],
+        keep: Collection[bytes] = frozenset(),
+        spare: Callable[[Row], bool] = _none_is_spare,
+    ) -> Reservation:
+        """Take slots for those of `keys` that are not held, evicting others, preferably those of
+        the older ones that are `spare`. It is called under the lock, so it just looks.
 
         Stops at the first key that finds no slot: what does not fit is dropped from the tail, as a
         chunk is useless without those before it. For the same reason nothing in `keep` (the other
@@ -121,25 +133,21 @@ class Pool:
             for key in keys:
                 if key in self._held:
                     continue
-                slot = self._take_slot(keep, evicted)
-                if slot is None:
-                    break
-                row = self._held[key] = Row(key, slot)
+                if not self._free:
+                    victim = self._idle.take(spare, keep)
+                    if victim is None:
+                        break
+                    self._forget(victim)
+                    evicted.append(victim.key)
+                row = self._held[key] = Row(key, self._free.pop())
                 rows.append(row)
         return Reservation(rows, evicted)
 
-    def _take_slot(self, keep: Collection[bytes], evicted: list[bytes]) -> int | None:
-        if self._free:
-            return self._free.pop()
-        victim = next(iter(self._idle.values()), None)
-        if victim is None or victim.key in keep:
-            return None
-        del self._idle[victim.key]
-        del self._held[victim.key]
-        victim.state = RowState.FREE
+    def _forget(self, row: Row) -> None:
+        """One that was READY, and idle until now."""
+        del self._held[row.key]
         self._ready -= 1
-        evicted.append(victim.key)
-        return victim.slot
+        self._free_slot(row)
 
     def commit(self, row: Row, checksum: int | None = None, pins: int = 0) -> bool:
         """The row's bytes are whole. False if it was taken away meanwhile (a reset)."""
@@ -153,7 +161,7 @@ class Pool:
                 row.pins = pins
                 self._pinned += 1
             else:
-                self._idle[row.key] = row
+                self._idle.add(row)
             return True
 
     def quarantine(self, row: Row) -> None:
@@ -190,11 +198,20 @@ class Pool:
 
     def pin(self, keys: Iterable[bytes]) -> list[Row]:
         """Pin the leading run of `keys` that is READY; a pinned row is not evicted."""
-        return self._pin_run(keys, need_checksum=False)
+        with self._lock:
+            return self._pin_run(keys, need_checksum=False)
 
     def pin_shared(self, keys: Iterable[bytes]) -> list[Row]:
-        """Like `pin`, but only rows whose checksum is known."""
-        return self._pin_run(keys, need_checksum=True)
+        """Like `pin`, but only rows whose checksum is known, for a peer that will copy them.
+
+        From here on none of them is a copy itself, so that two replicas are never each other's
+        copy, which both could spare.
+        """
+        with self._lock:
+            run = self._pin_run(keys, need_checksum=True)
+            for row in run:
+                row.copy_of = None
+            return run
 
     def pin_row(self, row: Row) -> bool:
         """Pin this very row. False if it is not READY (any more)."""
@@ -206,33 +223,33 @@ class Pool:
 
     def _pin(self, row: Row) -> None:
         if row.pins == 0:
-            del self._idle[row.key]
+            self._idle.remove(row.key)
             self._pinned += 1
         row.pins += 1
 
     def _pin_run(self, keys: Iterable[bytes], need_checksum: bool) -> list[Row]:
         run: list[Row] = []
-        with self._lock:
-            for key in keys:
-                row = self._held.get(key)
-                if row is None or row.state is not RowState.READY:
-                    break
-                if need_checksum and (row.checksum is None or row.dropped):
-                    break
-                self._pin(row)
-                run.append(row)
+        for key in keys:
+            row = self._held.get(key)
+            if row is None or row.state is not RowState.READY:
+                break
+            if need_checksum and (row.checksum is None or row.dropped):
+                break
+            self._pin(row)
+            run.append(row)
         return run
 
-    def unpin(self, rows: Iterable[Row]) -> None:
-        """Undo one `pin` of each row; an unpinned row is the most recently used one."""
+    def unpin(self, rows: Sequence[Row]) -> None:
+        """Undo one `pin` of each row; unpinned rows are the most recently used ones, the first most
+        of all, so that a prefix is evicted from its end."""
         with self._lock:
-            for row in rows:
+            for row in reversed(rows):
                 row.pins -= 1
                 if row.pins:
                     continue
                 self._pinned -= 1
                 if row.state is RowState.READY:
-                    self._idle[row.key] = row
+                    self._idle.add(row)
                 else:  # a reset came between
                     self._quarantined -= 1
                     self._free_slot(row)
@@ -241,8 +258,7 @@ class Pool:
         """Make the rows the most recently used, in the given order (the last is the newest)."""
         with self._lock:
             for key in keys:
-                if key in self._idle:
-                    self._idle.move_to_end(key)
+                self._idle.touch(key)
 
     # -- forgetting ------------------------------------------------------------------------
 
@@ -276,10 +292,8 @@ class Pool:
                 if row.state is RowState.READY and row.pins:
                     kept.append(row)
                 elif row.state is RowState.READY:
-                    del self._idle[row.key]
-                    del self._held[row.key]
-                    self._ready -= 1
-                    self._free_slot(row)
+                    self._idle.remove(row.key)
+                    self._forget(row)
             self._dropped = kept
 
     # -- starting over ---------------------------------------------------------------------

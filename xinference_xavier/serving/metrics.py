@@ -128,6 +128,30 @@ FAMILIES = (
         "Bytes of chunks that the replica's transfer process has sent to peers.",
         _REPLICA,
     ),
+    Family(
+        "choices_total",
+        "counter",
+        "Prefixes that peers held, by whether they were fetched or were quicker computed.",
+        (*_REPLICA, "way"),
+    ),
+    Family(
+        "lost_fetches_total",
+        "counter",
+        "Fetches that took longer than computing was expected to take.",
+        _REPLICA,
+    ),
+    Family(
+        "foretold_fetch_seconds_total",
+        "counter",
+        "Time that fetches took of which a forecast was made.",
+        _REPLICA,
+    ),
+    Family(
+        "forecast_error_seconds_total",
+        "counter",
+        "By how much the forecasts of these were wrong, in either direction.",
+        _REPLICA,
+    ),
     Family("fetching_chunks", "gauge", "Chunks that are on their way.", _REPLICA),
     Family("grants", "gauge", "Promises to peers that are in force.", _REPLICA),
     Family("grants_refused_total", "counter", "Requests of peers that were refused.", _REPLICA),
@@ -223,6 +247,8 @@ def _of_replica(replica: Mapping[str, Any]) -> Iterator[_Value]:
     for source in HIT_SOURCES:
         tokens = number(mapping(replica["hits"]).get(source))
         yield "prompt_tokens_total", {"source": source}, tokens
+    for way in ("fetched", "computed"):
+        yield "choices_total", {"way": way}, number(_forecast(replica).get(way))
     for name, read in _SINGLE.items():
         yield name, {}, number(read(replica))
     if replica["prefill_tokens_per_s"] is not None:
@@ -236,10 +262,17 @@ def _of_replica(replica: Mapping[str, Any]) -> Iterator[_Value]:
         yield from _of_transport(labels, mapping(transports[transport]))
 
 
+def _forecast(replica: Mapping[str, Any]) -> Mapping[str, Any]:
+    return mapping(replica.get("forecast"))
+
+
 _SINGLE: dict[str, Callable[[Mapping[str, Any]], object]] = {
     "requests_total": lambda replica: replica["requests"],
     "saved_seconds": lambda replica: replica["seconds_saved"],
     "longest_decision_seconds": lambda replica: replica.get("longest_decision_s"),
+    "lost_fetches_total": lambda replica: _forecast(replica).get("lost"),
+    "foretold_fetch_seconds_total": lambda replica: _forecast(replica).get("took_s"),
+    "forecast_error_seconds_total": lambda replica: _forecast(replica).get("error_s"),
     "fetching_chunks": lambda replica: sum(map(number, mapping(replica["fetching"]).values())),
     "grants": lambda replica: mapping(replica.get("grants")).get("live"),
     "grants_refused_total": lambda replica: mapping(replica.get("grants")).get("refused"),

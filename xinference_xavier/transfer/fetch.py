@@ -69,6 +69,7 @@ class Fetch:
         self.transport = ""  # none was chosen yet
         self.committed: list[Row] = []  # pinned once
         self.reason: str | None = None
+        self.seconds = 0.0  # that it took, once it has ended
         self.state = FetchState.PENDING
 
 
@@ -248,6 +249,7 @@ class Fetcher:
         if not self.counts.in_flight[fetch.donor]:
             del self.counts.in_flight[fetch.donor]
         fetch.reason = reason
+        fetch.seconds = time.monotonic() - fetch.began
         self._measure(fetch)
         if reason is None:
             self.counts.committed += 1
@@ -260,7 +262,7 @@ class Fetcher:
     def _measure(self, fetch: Fetch) -> None:
         size = len(fetch.committed) * self._row_bytes
         figures = self.counts.by_transport.setdefault(fetch.transport, FetchFigures())
-        figures.ended(fetch.reason, time.monotonic() - fetch.began, size)
+        figures.ended(fetch.reason, fetch.seconds, size)
         fetch.span.end(
             fetch.reason,
             replica=self._incarnation,
