@@ -42,6 +42,7 @@ def with_change(**fields: Any) -> Update:
         NEXT._replace(key_bytes=0),
         NEXT._replace(key_bytes=2000),
         NEXT._replace(members=[OWN]),  # type: ignore[arg-type]
+        NEXT._replace(members=None, snapshot=True),
         NEXT._replace(members=(OWN, Member("a", "nowhere"))),
         NEXT._replace(members=(OWN, Member([], "h:1"))),  # type: ignore[arg-type]
         NEXT._replace(changes=None),  # type: ignore[arg-type]

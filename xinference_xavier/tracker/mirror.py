@@ -80,7 +80,8 @@ class Mirror:
         if update.settings.version >= self.settings.version:
             self.settings = update.settings
             self.enabled = update.settings.enabled
-        self._members = _others(update.members, self._incarnation)
+        if update.members is not None:
+            self._members = _others(update.members, self._incarnation)
         # A snapshot is built aside, so that readers never find less than before for no reason.
         holders: dict[bytes, tuple[str, ...]] = {} if update.snapshot else self._holders
         if update.snapshot:
