@@ -13,6 +13,7 @@ import xoscar as xo
 
 from xinference_xavier.addresses import replica_uid
 from xinference_xavier.tracker import actor as actor_module
+from xinference_xavier.tracker import news as news_module
 from xinference_xavier.tracker.actor import (
     BlockTracker,
     NotMemberError,
@@ -97,6 +98,23 @@ async def test_a_watch_is_not_woken_by_its_own_publications(tracker: Any) -> Non
     assert not watch.done()
     await tracker.publish(NS, "a", 1, K1, b"")
     assert (await watch).changes == (Change("a", 1, K1, b"", False),)
+
+
+async def test_who_comes_to_look_while_news_is_held_back_waits_for_all_of_it(
+    tracker: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The joining of the first is told at once, and all that follows later."""
+    monkeypatch.setattr(news_module, "SPACING_PER_WATCHER", 3600.0)
+    await join(tracker, A, B)
+    seen = await look(tracker, "b")
+    await tracker.publish(NS, "a", 1, K1, b"")
+    watch = asyncio.create_task(tracker.watch(NS, "b", seen.epoch, seen.revision, 60.0))
+    await let_others_run()
+    assert not watch.done()
+    assert (await look(tracker, "b")).changes == (Change("a", 1, K1, b"", True),), "no wait asked"
+    await xo.destroy_actor(tracker)
+    with pytest.raises(NotMemberError):
+        await watch
 
 
 async def test_a_watch_returns_empty_handed_when_its_time_is_over(tracker: Any) -> None:

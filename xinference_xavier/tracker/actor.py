@@ -52,6 +52,7 @@ from xinference_xavier.tracker.events import (
 )
 from xinference_xavier.tracker.history import History
 from xinference_xavier.tracker.index import Index, Member, Outcome, ReplicaState, Settings, Update
+from xinference_xavier.tracker.news import News
 
 logger = logging.getLogger(__name__)
 
@@ -98,17 +99,11 @@ class _Namespace:
     def __init__(self, index: Index) -> None:
         self.index = index
         self.stats: dict[str, dict[str, Any]] = {}
-        self._changed = asyncio.Event()
+        self.news = News()
 
     def wake(self) -> None:
-        """Let all watchers look again; those that come later wait for the next time."""
-        self._changed.set()
-        self._changed = asyncio.Event()
-
-    async def news(self, timeout: float) -> None:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout):
-                await self._changed.wait()
+        """Let all watchers look again."""
+        self.news.tell(len(self.index))
 
 
 class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no types
@@ -158,7 +153,7 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
         if self._expiry is not None:
             self._expiry.cancel()
         for namespace in self._namespaces.values():
-            namespace.wake()
+            namespace.news.tell_now()
         self._namespaces.clear()
         self._events.wake()
 
@@ -267,8 +262,9 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
     ) -> Update:
         """What the others changed since `revision` of `epoch`.
 
-        Returns at once if there is something, else when there is or after `timeout` seconds. Raises
-        NotMemberError, also when the lease ends meanwhile.
+        Returns at once if there is something, else when there is or after `timeout` seconds; but
+        see `News`: what comes in quick succession is told together. Raises NotMemberError, also
+        when the lease ends meanwhile.
         """
         check_count("revision", revision, 0)
         with self._watching(timeout) as waits:
@@ -300,9 +296,10 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
                     f"{incarnation!r} is no member of namespace {namespace!r}: join"
                 )
             left = until - loop.time()
-            if left <= 0 or known.index.has_news(incarnation, epoch, revision):
+            told = not known.news.held_back
+            if left <= 0 or (told and known.index.has_news(incarnation, epoch, revision)):
                 return known.index.changes_since(epoch, revision, incarnation)
-            await known.news(left)
+            await known.news.wait(left)
 
     # Operation
 
