@@ -20,9 +20,10 @@ from typing import Any, Self
 import psutil
 import xoscar
 
-from xinference_xavier.tracker.actor import BlockTracker, tracker_uid
+from xinference_xavier.tracker.actor import BlockTracker
 from xinference_xavier.tracker.index import Change, Member, Settings, unpack
 from xinference_xavier.tracker.mirror import Mirror
+from xinference_xavier.tracker.protocol import tracker_uid
 
 MODEL, NAMESPACE = "benchmark", "namespace"
 BELL = "bell"

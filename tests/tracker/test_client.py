@@ -13,11 +13,12 @@ import xoscar as xo
 
 from xinference_xavier.hooks import TrackerLost
 from xinference_xavier.tracker import client as client_module
-from xinference_xavier.tracker.actor import BlockTracker, tracker_uid
+from xinference_xavier.tracker.actor import BlockTracker
 from xinference_xavier.tracker.client import TrackerClient
 from xinference_xavier.tracker.events import event_dict
 from xinference_xavier.tracker.index import Outcome, Update
 from xinference_xavier.tracker.mirror import Mirror
+from xinference_xavier.tracker.protocol import tracker_uid
 
 from .conftest import MODEL, create_tracker
 

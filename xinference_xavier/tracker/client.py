@@ -27,15 +27,15 @@ from typing import Any
 import xoscar as xo
 
 from xinference_xavier.deadline import within
-from xinference_xavier.tracker.actor import (
+from xinference_xavier.tracker.events import MAX_REPORTED
+from xinference_xavier.tracker.index import Member, Outcome, Update, pack
+from xinference_xavier.tracker.mirror import Mirror
+from xinference_xavier.tracker.protocol import (
     PROTOCOL_VERSION,
     JoinReply,
     NotMemberError,
     tracker_uid,
 )
-from xinference_xavier.tracker.events import MAX_REPORTED
-from xinference_xavier.tracker.index import Member, Outcome, Update, pack
-from xinference_xavier.tracker.mirror import Mirror
 from xinference_xavier.tracker.roster import Roster
 
 __all__ = ["ClientCounters", "Mirror", "TrackerClient"]
