@@ -12,11 +12,10 @@ import pytest
 import xoscar as xo
 
 from xinference_xavier.addresses import replica_uid
-from xinference_xavier.tracker import namespaces as namespaces_module
 from xinference_xavier.tracker import news as news_module
 from xinference_xavier.tracker.actor import BlockTracker
 from xinference_xavier.tracker.index import Change, Member, Outcome, Settings, Update
-from xinference_xavier.tracker.protocol import NotMemberError, TrackerFullError, tracker_uid
+from xinference_xavier.tracker.protocol import NotMemberError, tracker_uid
 
 from .conftest import MODEL, create_tracker
 
@@ -326,20 +325,6 @@ async def test_what_cannot_be_right_is_refused(
     with pytest.raises(ValueError, match=re.escape(complaint)):
         await getattr(tracker, method)(*arguments)
     assert await look(tracker, "b") == before
-
-
-async def test_members_and_namespaces_are_bounded(
-    tracker: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(namespaces_module, "MAX_MEMBERS", 2)
-    await join(tracker, A, B)
-    await join(tracker, A)
-    with pytest.raises(TrackerFullError, match="a tracker keeps 2"):
-        await join(tracker, Member("c", "h:1"))
-    await tracker.leave(NS, "b")
-    monkeypatch.setattr(namespaces_module, "MAX_NAMESPACES", 1)
-    with pytest.raises(TrackerFullError, match="a tracker keeps 1"):
-        await join(tracker, B, namespace="other")
 
 
 async def test_all_of_it_travels_between_processes(tracker_process: tuple[Any, str]) -> None:
