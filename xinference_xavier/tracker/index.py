@@ -24,6 +24,7 @@ import secrets
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from struct import iter_unpack
 from typing import NamedTuple
 
 CHANGE_OVERHEAD = 256
@@ -108,7 +109,8 @@ def unpack(packed: bytes, key_bytes: int) -> list[bytes]:
         raise ValueError(
             f"{len(packed)} bytes of packed keys are not a multiple of the key length {key_bytes}"
         )
-    return [packed[at : at + key_bytes] for at in range(0, len(packed), key_bytes)]
+    # Slices take twice the time.
+    return [key for (key,) in iter_unpack(f"{key_bytes}s", packed)]
 
 
 @dataclass

@@ -131,9 +131,10 @@ class Mirror:
     ) -> None:
         notes = self._stale.get(incarnation, {})
         wider: dict[tuple[str, ...], tuple[str, ...]] = {}
+        added = 0
         for key in keys:
             group = holders.get(key, NOBODY)
-            if incarnation in group or notes.get(key, 0) >= sequence:
+            if incarnation in group or (notes and notes.get(key, 0) >= sequence):
                 continue
             if not group and len(holders) >= self._max_keys:
                 self.dropped += 1
@@ -141,12 +142,14 @@ class Mirror:
             if group not in wider:
                 wider[group] = self._group({*group, incarnation})
             holders[key] = wider[group]
-            self._counts[incarnation] += 1
+            added += 1
+        self._counts[incarnation] += added
 
     def _remove(
         self, holders: dict[bytes, tuple[str, ...]], incarnation: str, keys: Iterable[bytes]
     ) -> None:
         narrower: dict[tuple[str, ...], tuple[str, ...]] = {}
+        removed = 0
         for key in keys:
             group = holders.get(key, NOBODY)
             if incarnation not in group:
@@ -157,7 +160,8 @@ class Mirror:
                 holders[key] = narrower[group]
             else:
                 del holders[key]
-            self._counts[incarnation] -= 1
+            removed += 1
+        self._counts[incarnation] -= removed
 
     def _remove_all(self, holders: dict[bytes, tuple[str, ...]], incarnation: str) -> None:
         # Seldom, so it is paid for by a pass over the keys and not by a set of them per peer.
