@@ -59,7 +59,9 @@ async def test_who_moves_belongs_to_the_model_until_it_joined_or_a_lease_is_over
     assert namespaces.all_members(1.0) == [C]
     join(namespaces, "new", A, now=2.0)
     assert namespaces.with_moving(2.0) == [C, A, B]
+    namespaces.leave("new", "a", moving=False, now=3.0)
+    assert namespaces.with_moving(3.0) == [C, B]
     namespaces.expire(10.9)
     assert B in namespaces.with_moving(10.9)
     namespaces.expire(11.0)
-    assert namespaces.with_moving(11.0) == [A]
+    assert namespaces.with_moving(11.0) == []
