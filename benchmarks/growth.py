@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from benchmarks import tracker
+from benchmarks import propagation, tracker
 from benchmarks.engines import ALWAYS_FETCH, CHUNK, Fleet, Kind, Prompts, whole_chunks
 from benchmarks.figures import figure, shown
 from benchmarks.watchers import KEY_BYTES
@@ -64,7 +64,7 @@ def measure() -> dict[str, Any]:
             *of_keys(few, many),
             *of_replicas(
                 asyncio.run(tracker._throughput(replicas)),
-                asyncio.run(tracker._propagation(replicas)),
+                asyncio.run(propagation.measure(replicas)),
             ),
         ],
     }

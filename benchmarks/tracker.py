@@ -1,10 +1,8 @@
 """Part `tracker`: what an index of a million keys takes, and how soon news of it arrives.
 
 Publications and lookups are timed in one process, beside the least that they could cost: filling a
-set, looking into a dictionary. For the way to the watchers, tracker, watchers and publisher are in
-processes of their own, and each key carries the time at which it was published; beside it stands
-what the publisher's own call to the tracker took. Throughput is that of one tracker process to
-which replicas publish as fast as it answers them.
+set, looking into a dictionary. Throughput is that of one tracker process to which replicas publish
+as fast as it answers them. For the way to the watchers see `propagation`.
 """
 
 from __future__ import annotations
@@ -14,14 +12,14 @@ import gc
 import os
 import random
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from statistics import quantiles
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import psutil
 
+from benchmarks import propagation
 from benchmarks.figures import figure, ratio, shown
-from benchmarks.watchers import KEY_BYTES, NAMESPACE, TrackerProcess, Watchers, stamped
+from benchmarks.watchers import KEY_BYTES, NAMESPACE, TrackerProcess
 from xinference_xavier.tracker.index import Index, Member, Settings, unpack
 from xinference_xavier.tracker.mirror import Mirror
 
@@ -36,16 +34,13 @@ REPLICAS = (2, 16, 64)
 RUNS = 5
 SECONDS = 2.0
 """Of each run."""
-KEYS_PER_SECOND = 10_000
-_PAUSE = 0.01
-"""Seconds between two publications on their way to watchers."""
 
 
 def measure() -> dict[str, Any]:
     return {
         **_holdings(KEYS),
         "throughput": asyncio.run(_throughput(REPLICAS)),
-        "propagation": asyncio.run(_propagation(REPLICAS)),
+        "propagation": asyncio.run(propagation.measure(REPLICAS)),
     }
 
 
@@ -175,63 +170,6 @@ class _Publisher:
         return (self._sequence - first) * BATCH
 
 
-# -- to watchers ------------------------------------------------------------------------------
-
-
-async def _propagation(replicas: Sequence[int]) -> list[dict[str, Any]]:
-    found = []
-    for count in replicas:
-        with TrackerProcess() as tracker, Watchers(tracker.address, count) as watchers:
-            found.append({"watchers": count, **await _to(watchers, tracker)})
-            tracker.close()  # first, or it would go on answering watchers that are gone
-    return found
-
-
-async def _to(watchers: Watchers, tracker: TrackerProcess) -> dict[str, Any]:
-    actor = await tracker.actor()
-    name = "publisher"
-    await actor.join(NAMESPACE, Member(name, "127.0.0.1:1"), KEY_BYTES, Settings())
-    sequences = iter(range(1, 1 << 30))
-    arriving: list[list[float]] = []
-    calling: list[list[float]] = []
-    for _ in range(RUNS):
-        calls = await _publish_for(
-            SECONDS, lambda keys: actor.publish(NAMESPACE, name, next(sequences), keys, b"")
-        )
-        calling.append(calls)
-        arriving.append(watchers.delays(len(calls)))
-    return {
-        "p50_ms": figure([_percentile(run, 50) for run in arriving]),
-        "p99_ms": figure([_percentile(run, 99) for run in arriving]),
-        "call_p50_ms": figure([_percentile(run, 50) for run in calling]),
-        "call_p99_ms": figure([_percentile(run, 99) for run in calling]),
-        "keys_per_s": len(calling[-1]) * int(KEYS_PER_SECOND * _PAUSE) / SECONDS,
-    }
-
-
-async def _publish_for(
-    seconds: float, publish: Callable[[bytes], Awaitable[object]]
-) -> list[float]:
-    """What each call took, in ms."""
-    took = []
-    for due in _times(time.monotonic(), seconds):
-        await asyncio.sleep(max(0.0, due - time.monotonic()))
-        keys = stamped(int(KEYS_PER_SECOND * _PAUSE))
-        began = time.monotonic()
-        await publish(keys)
-        took.append((time.monotonic() - began) * 1e3)
-    return took
-
-
-def _times(start: float, seconds: float) -> Iterator[float]:
-    for number in range(int(seconds / _PAUSE)):
-        yield start + number * _PAUSE
-
-
-def _percentile(samples: list[float], percent: int) -> float:
-    return quantiles(samples, n=100)[percent - 1]
-
-
 # -- shown ------------------------------------------------------------------------------------
 
 
@@ -256,15 +194,8 @@ def markdown(part: dict[str, Any]) -> str:
         "|---|---|",
         *(f"| {row['replicas']} | {shown(row['keys_per_s'], 0)} |" for row in part["throughput"]),
         "",
-        f"News of {KEYS_PER_SECOND:,} keys per second on their way to watchers, ms from before the "
-        "publisher's call to after the mirror's update; beside it the call itself:",
-        "",
-        "| watchers | median | 99 of 100 | a call, median | a call, 99 of 100 |",
-        "|---|---|---|---|---|",
+        propagation.markdown(part["propagation"]),
     ]
-    for row in part["propagation"]:
-        cells = (shown(row[n], 1) for n in ("p50_ms", "p99_ms", "call_p50_ms", "call_p99_ms"))
-        lines.append(f"| {row['watchers']} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -284,7 +215,9 @@ def plot(part: dict[str, Any], axes: Any) -> None:
     axes.set_ylabel("keys published per second", color="C0")
     news = axes.twinx()
     _curve(news, part["propagation"], "watchers", "p99_ms", "C1")
-    news.set_ylabel(f"ms until 99 of 100 news arrive, {KEYS_PER_SECOND:,} keys/s", color="C1")
+    news.set_ylabel(
+        f"ms until 99 of 100 news arrive, {propagation.KEYS_PER_SECOND:,} keys/s", color="C1"
+    )
     axes.set_xscale("log", base=2)
     replicas = [row["replicas"] for row in rows]
     axes.set_xticks(replicas, map(str, replicas))

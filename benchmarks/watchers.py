@@ -1,4 +1,8 @@
-"""A tracker, and replicas that do nothing but watch it, in processes of their own."""
+"""A tracker, and replicas that do nothing but watch it, in processes of their own.
+
+In the tracker's process there is also a `Bell`, which the same replicas watch: what the calls cost
+without anything in them.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +11,22 @@ import multiprocessing
 import os
 import struct
 import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
 from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any, Self
 
+import psutil
 import xoscar
 
-from xinference_xavier.tracker.actor import BlockTracker, tracker_uid
-from xinference_xavier.tracker.index import Member, Settings, unpack
+from xinference_xavier.tracker.actor import BlockTracker
+from xinference_xavier.tracker.index import Change, Member, Settings, unpack
 from xinference_xavier.tracker.mirror import Mirror
+from xinference_xavier.tracker.protocol import tracker_uid
 
 MODEL, NAMESPACE = "benchmark", "namespace"
+BELL = "bell"
 KEY_BYTES = 36
 _STAMP = struct.Struct("!Q")
 _LEASE = 3600.0
@@ -39,6 +48,11 @@ class _Process:
         self._process = context.Process(target=_run, args=(main, theirs, *arguments), daemon=True)
         self._process.start()
         theirs.close()
+
+    def seconds(self) -> float:
+        """Of processor time so far."""
+        times = psutil.Process(self._process.pid).cpu_times()
+        return float(times.user + times.system)
 
     def close(self) -> None:
         self.pipe.close()
@@ -66,8 +80,37 @@ class TrackerProcess:
     def close(self) -> None:
         self._process.close()
 
+    def seconds(self) -> float:
+        return self._process.seconds()
+
     async def actor(self) -> Any:
         return await xoscar.actor_ref(self.address, tracker_uid(MODEL))
+
+    async def bell(self) -> Any:
+        return await xoscar.actor_ref(self.address, BELL)
+
+
+class Bell(xoscar.StatelessActor):  # type: ignore[misc]  # xoscar has no types
+    """A tracker that knows nothing: each publication wakes all that watch, with its time only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._stamps: list[int] = []
+        self._rung = asyncio.Event()
+
+    async def publish(
+        self, namespace: str, incarnation: str, sequence: int, added: bytes, removed: bytes
+    ) -> None:
+        self._stamps.append(_stamp(added))
+        self._rung.set()
+        self._rung = asyncio.Event()
+
+    async def watch(
+        self, namespace: str, incarnation: str, epoch: str, revision: int, timeout: float
+    ) -> list[int]:
+        while len(self._stamps) <= revision:
+            await self._rung.wait()
+        return self._stamps[revision:]
 
 
 async def _track(pipe: Connection) -> None:
@@ -75,6 +118,7 @@ async def _track(pipe: Connection) -> None:
     address = pool.external_address
     uid = tracker_uid(MODEL)
     await xoscar.create_actor(BlockTracker, MODEL, lease=_LEASE, address=address, uid=uid)
+    await xoscar.create_actor(Bell, address=address, uid=BELL)
     pipe.send(address)
     await _until_closed(pipe)
 
@@ -105,49 +149,79 @@ class Watchers:
         for process in self._processes:
             process.close()
 
-    def delays(self, publications: int) -> list[float]:
-        """In ms, of all publications since the last call, when each watcher has had this many."""
+    def delays(self, uid: str, publications: int) -> list[float]:
+        """In ms, of all publications to the actor since the last call, when each watcher has had
+        this many."""
         for process in self._processes:
-            process.pipe.send(publications)
+            process.pipe.send((uid, publications))
         return [delay for process in self._processes for delay in process.pipe.recv()]
 
+    def seconds(self) -> float:
+        """Of processor time so far, all of them together."""
+        return sum(process.seconds() for process in self._processes)
 
-class _Watcher:
+
+class _Watcher(ABC):
     def __init__(self, name: str) -> None:
-        self._mirror = Mirror(name)
         self._name = name
-        self._seen = 0
         self.delays: list[float] = []
 
-    async def run(self, tracker: Any, joined: asyncio.Event) -> None:
-        await tracker.join(NAMESPACE, Member(self._name, "127.0.0.1:1"), KEY_BYTES, Settings())
+    @abstractmethod
+    async def run(self, actor: Any, joined: asyncio.Event) -> None: ...
+
+    def _note(self, stamps: Iterable[int]) -> None:
+        now = time.monotonic_ns()
+        self.delays += [(now - stamp) / 1e6 for stamp in stamps]
+
+
+class _TrackerWatcher(_Watcher):
+    """Only a mirror. It joins before anything is published."""
+
+    async def run(self, actor: Any, joined: asyncio.Event) -> None:
+        mirror, seen = Mirror(self._name), 0
+        await actor.join(NAMESPACE, Member(self._name, "127.0.0.1:1"), KEY_BYTES, Settings())
         while True:
-            mirror = self._mirror
-            update = await tracker.watch(NAMESPACE, self._name, mirror.epoch, mirror.revision, 10.0)
+            update = await actor.watch(NAMESPACE, self._name, mirror.epoch, mirror.revision, 10.0)
             mirror.apply(update)
-            self._note(update, time.monotonic_ns())
+            new = sorted(stamp for stamp in _stamps(update.changes) if stamp > seen)
+            self._note(new)
+            seen = max([seen, *new])
             joined.set()
 
-    def _note(self, update: Any, now: int) -> None:
-        stamps = {
-            _STAMP.unpack_from(key)[0]
-            for change in update.changes
-            for key in unpack(change.added, KEY_BYTES)
-        }
-        new = sorted(stamp for stamp in stamps if stamp > self._seen)
-        if self._seen:
-            self.delays += [(now - stamp) / 1e6 for stamp in new]
-        self._seen = max([self._seen, 1, *new])
+
+class _BellWatcher(_Watcher):
+    async def run(self, actor: Any, joined: asyncio.Event) -> None:
+        joined.set()
+        heard = 0
+        while True:
+            stamps = await actor.watch(NAMESPACE, self._name, "", heard, 10.0)
+            heard += len(stamps)
+            self._note(stamps)
+
+
+def _stamps(changes: Sequence[Change]) -> set[int]:
+    """A publication has one; all that is held, where a watcher is far behind, has many."""
+    once = {_stamp(change.added) for change in changes if change.added and not change.replaces}
+    held = (unpack(change.added, KEY_BYTES) for change in changes if change.replaces)
+    return once.union(*(map(_stamp, keys) for keys in held))
+
+
+def _stamp(keys: bytes) -> int:
+    stamp: int = _STAMP.unpack_from(keys)[0]
+    return stamp
 
 
 async def _watch_all(pipe: Connection, address: str, names: list[str]) -> None:
-    tracker = await xoscar.actor_ref(address, tracker_uid(MODEL))
-    watchers = [_Watcher(name) for name in names]
-    joined = [asyncio.Event() for _ in names]
-    tasks = [
-        asyncio.ensure_future(watcher.run(tracker, event))
-        for watcher, event in zip(watchers, joined, strict=True)
-    ]
+    watchers: dict[str, list[_Watcher]] = {
+        tracker_uid(MODEL): [_TrackerWatcher(name) for name in names],
+        BELL: [_BellWatcher(name) for name in names],
+    }
+    tasks, joined = [], []
+    for uid, those in watchers.items():
+        actor = await xoscar.actor_ref(address, uid)
+        for watcher in those:
+            joined.append(asyncio.Event())
+            tasks.append(asyncio.ensure_future(watcher.run(actor, joined[-1])))
     for event in joined:
         await event.wait()
     pipe.send(None)
@@ -156,17 +230,18 @@ async def _watch_all(pipe: Connection, address: str, names: list[str]) -> None:
     os._exit(0)  # not before all that wait for the tracker have been answered
 
 
-async def _answer(pipe: Connection, watchers: list[_Watcher]) -> None:
+async def _answer(pipe: Connection, watchers: dict[str, list[_Watcher]]) -> None:
     loop = asyncio.get_running_loop()
     while True:
         try:
-            publications = await loop.run_in_executor(None, pipe.recv)
+            uid, publications = await loop.run_in_executor(None, pipe.recv)
         except EOFError:
             return
-        while min(len(watcher.delays) for watcher in watchers) < publications:  # noqa: ASYNC110
+        those = watchers[uid]
+        while min(len(watcher.delays) for watcher in those) < publications:  # noqa: ASYNC110
             await asyncio.sleep(0.01)  # what is under way is not announced
-        pipe.send([delay for watcher in watchers for delay in watcher.delays[:publications]])
-        for watcher in watchers:
+        pipe.send([delay for watcher in those for delay in watcher.delays[:publications]])
+        for watcher in those:
             watcher.delays.clear()
 
 

@@ -25,7 +25,8 @@ from xinference_xavier.serving.api import add_routes
 from xinference_xavier.serving.cluster import supervisor_facts, worker_facts
 from xinference_xavier.serving.exporter import add_metrics
 from xinference_xavier.serving.launch import xavier_models, xavier_tracker_address
-from xinference_xavier.tracker.actor import BlockTracker, tracker_uid
+from xinference_xavier.tracker.actor import BlockTracker
+from xinference_xavier.tracker.protocol import tracker_uid
 
 API_KEY = "sk-secret"
 

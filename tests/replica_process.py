@@ -32,7 +32,8 @@ from xinference_xavier.explanation import Chunked
 from xinference_xavier.pool.pool import Pool, PoolCounts
 from xinference_xavier.pool.region import Region
 from xinference_xavier.replica import Replica
-from xinference_xavier.tracker.actor import BlockTracker, tracker_uid
+from xinference_xavier.tracker.actor import BlockTracker
+from xinference_xavier.tracker.protocol import tracker_uid
 from xinference_xavier.transfer.fetch import Fetch, FetchState
 
 ROW_BYTES = 64 << 10

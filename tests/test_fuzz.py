@@ -35,9 +35,10 @@ from xinference_xavier.errors import (
 from xinference_xavier.options import PARSERS
 from xinference_xavier.pool import region as region_module
 from xinference_xavier.pool.region import Region
-from xinference_xavier.tracker.actor import BlockTracker, NotMemberError, TrackerFullError
+from xinference_xavier.tracker.actor import BlockTracker
 from xinference_xavier.tracker.index import Change, Member, Settings, Update
 from xinference_xavier.tracker.mirror import Mirror
+from xinference_xavier.tracker.protocol import NotMemberError, TrackerFullError
 from xinference_xavier.transfer import gloo
 from xinference_xavier.transfer.messages import (
     PROTOCOL_VERSION,

@@ -18,7 +18,8 @@ from xinference_xavier.addresses import is_wildcard, join_address, split_address
 from xinference_xavier.config import ENABLE, LaunchOptions, take_launch_options
 from xinference_xavier.errors import ConfigError
 from xinference_xavier.serving.transfer_config import kv_transfer_config
-from xinference_xavier.tracker.actor import BlockTracker, tracker_uid
+from xinference_xavier.tracker.actor import BlockTracker
+from xinference_xavier.tracker.protocol import tracker_uid
 
 _WATCH = 30.0  # seconds
 

@@ -22,7 +22,7 @@ import xoscar
 
 from tests.e2e.processes import ReplicaProcesses, of_member
 from xinference_xavier.deadline import within
-from xinference_xavier.tracker.actor import tracker_uid
+from xinference_xavier.tracker.protocol import tracker_uid
 
 LEASE = 10.0
 """Seconds; the tracker's."""

@@ -19,8 +19,9 @@ import xoscar
 from tests.chaos.mutations import Mutation
 from tests.chaos.node import PRELOAD
 from tests.replica_process import MODEL
-from xinference_xavier.tracker.actor import BlockTracker, tracker_uid
+from xinference_xavier.tracker.actor import BlockTracker
 from xinference_xavier.tracker.index import Outcome
+from xinference_xavier.tracker.protocol import tracker_uid
 
 LEASE = 3.0
 _TICK = 0.5
@@ -51,7 +52,6 @@ class FaultyTracker(BlockTracker):
         self.orders: Counter[str] = Counter()
         self.done: Counter[str] = Counter()
         self.expired: list[tuple[str, float]] = []
-        self._leaving = False
         self._to_repeat: dict[str, list[Any]] = {}
 
     async def publish(
@@ -77,24 +77,16 @@ class FaultyTracker(BlockTracker):
         self, namespace: str, incarnation: str, sequence: int, added: bytes, removed: bytes
     ) -> Outcome:
         if self.mutation is Mutation.SEQUENCE:
-            known = self._namespaces.get(namespace)
+            known = self._namespaces.find(namespace, incarnation)
             lease = known.index._leases.get(incarnation) if known is not None else None
             if lease is not None:
                 lease.sequence = sequence - 1
         return await super().publish(namespace, incarnation, sequence, added, removed)
 
-    async def leave(self, namespace: str, incarnation: str, moving: bool = False) -> None:
-        self._leaving = True
-        try:
-            await super().leave(namespace, incarnation, moving)
-        finally:
-            self._leaving = False
-
-    def _departed(self, namespace: str, incarnations: list[str]) -> None:
-        if not self._leaving:
-            now = time.monotonic()
-            self.expired += [(incarnation, now) for incarnation in incarnations]
-        super()._departed(namespace, incarnations)
+    def _lost(self, incarnations: list[str]) -> None:
+        now = time.monotonic()
+        self.expired += [(incarnation, now) for incarnation in incarnations]
+        super()._lost(incarnations)
 
     def _take(self, order: str, count: bool = True) -> bool:
         if not self.orders[order]:

@@ -24,7 +24,7 @@ from xinference_xavier.client import XavierClient
 from xinference_xavier.pool.region import receive_region
 from xinference_xavier.results import Reuse
 from xinference_xavier.serving.metrics import PREFIX
-from xinference_xavier.tracker.actor import tracker_uid
+from xinference_xavier.tracker.protocol import tracker_uid
 
 UID = "sharing"
 CHUNK = 128

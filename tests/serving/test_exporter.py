@@ -29,8 +29,9 @@ from xinference_xavier.serving import exporter as exporter_module
 from xinference_xavier.serving.exporter import Exporter, add_metrics
 from xinference_xavier.serving.metrics import FAMILIES, PREFIX
 from xinference_xavier.serving.trackers import Trackers
-from xinference_xavier.tracker.actor import BlockTracker, tracker_uid
+from xinference_xavier.tracker.actor import BlockTracker
 from xinference_xavier.tracker.index import Member, Settings
+from xinference_xavier.tracker.protocol import tracker_uid
 
 SHORT = 0.3
 PLENTY = 2.5

@@ -23,7 +23,8 @@ from xinference_xavier.errors import ConfigError, NotFoundError, ReplicaStartErr
 from xinference_xavier.hooks import Event, LaunchRolledBack
 from xinference_xavier.serving import launch
 from xinference_xavier.serving.transfer_config import kv_transfer_config
-from xinference_xavier.tracker.actor import BlockTracker, tracker_uid
+from xinference_xavier.tracker.actor import BlockTracker
+from xinference_xavier.tracker.protocol import tracker_uid
 
 
 @dataclass

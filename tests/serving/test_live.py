@@ -13,8 +13,9 @@ from xinference_xavier.errors import NotFoundError
 from xinference_xavier.serving import live as module
 from xinference_xavier.serving.live import live
 from xinference_xavier.serving.trackers import Trackers
-from xinference_xavier.tracker.actor import BlockTracker, tracker_uid
+from xinference_xavier.tracker.actor import BlockTracker
 from xinference_xavier.tracker.index import Member, Settings
+from xinference_xavier.tracker.protocol import tracker_uid
 
 
 class Supervisor(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no types

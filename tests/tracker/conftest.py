@@ -10,14 +10,16 @@ from typing import Any
 import pytest
 import xoscar as xo
 
-from xinference_xavier.tracker.actor import BlockTracker, tracker_uid
+from xinference_xavier.tracker.actor import BlockTracker
+from xinference_xavier.tracker.protocol import tracker_uid
 
 MODEL = "model"
 
 TRACKER_PROCESS = """
 import asyncio, sys
 import xoscar as xo
-from xinference_xavier.tracker.actor import BlockTracker, tracker_uid
+from xinference_xavier.tracker.actor import BlockTracker
+from xinference_xavier.tracker.protocol import tracker_uid
 
 async def main():
     pool = await xo.create_actor_pool("127.0.0.1:0", n_process=0, use_uvloop=False)

@@ -12,14 +12,10 @@ import pytest
 import xoscar as xo
 
 from xinference_xavier.addresses import replica_uid
-from xinference_xavier.tracker import actor as actor_module
-from xinference_xavier.tracker.actor import (
-    BlockTracker,
-    NotMemberError,
-    TrackerFullError,
-    tracker_uid,
-)
+from xinference_xavier.tracker import news as news_module
+from xinference_xavier.tracker.actor import BlockTracker
 from xinference_xavier.tracker.index import Change, Member, Outcome, Settings, Update
+from xinference_xavier.tracker.protocol import NotMemberError, tracker_uid
 
 from .conftest import MODEL, create_tracker
 
@@ -97,6 +93,23 @@ async def test_a_watch_is_not_woken_by_its_own_publications(tracker: Any) -> Non
     assert not watch.done()
     await tracker.publish(NS, "a", 1, K1, b"")
     assert (await watch).changes == (Change("a", 1, K1, b"", False),)
+
+
+async def test_who_comes_to_look_while_news_is_held_back_waits_for_all_of_it(
+    tracker: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The joining of the first is told at once, and all that follows later."""
+    monkeypatch.setattr(news_module, "SPACING_PER_WATCHER", 3600.0)
+    await join(tracker, A, B)
+    seen = await look(tracker, "b")
+    await tracker.publish(NS, "a", 1, K1, b"")
+    watch = asyncio.create_task(tracker.watch(NS, "b", seen.epoch, seen.revision, 60.0))
+    await let_others_run()
+    assert not watch.done()
+    assert (await look(tracker, "b")).changes == (Change("a", 1, K1, b"", True),), "no wait asked"
+    await xo.destroy_actor(tracker)
+    with pytest.raises(NotMemberError):
+        await watch
 
 
 async def test_a_watch_returns_empty_handed_when_its_time_is_over(tracker: Any) -> None:
@@ -312,20 +325,6 @@ async def test_what_cannot_be_right_is_refused(
     with pytest.raises(ValueError, match=re.escape(complaint)):
         await getattr(tracker, method)(*arguments)
     assert await look(tracker, "b") == before
-
-
-async def test_members_and_namespaces_are_bounded(
-    tracker: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(actor_module, "MAX_MEMBERS", 2)
-    await join(tracker, A, B)
-    await join(tracker, A)
-    with pytest.raises(TrackerFullError, match="a tracker keeps 2"):
-        await join(tracker, Member("c", "h:1"))
-    await tracker.leave(NS, "b")
-    monkeypatch.setattr(actor_module, "MAX_NAMESPACES", 1)
-    with pytest.raises(TrackerFullError, match="a tracker keeps 1"):
-        await join(tracker, B, namespace="other")
 
 
 async def test_all_of_it_travels_between_processes(tracker_process: tuple[Any, str]) -> None:

@@ -13,11 +13,12 @@ import xoscar as xo
 
 from xinference_xavier.hooks import TrackerLost
 from xinference_xavier.tracker import client as client_module
-from xinference_xavier.tracker.actor import BlockTracker, tracker_uid
+from xinference_xavier.tracker.actor import BlockTracker
 from xinference_xavier.tracker.client import TrackerClient
 from xinference_xavier.tracker.events import event_dict
 from xinference_xavier.tracker.index import Outcome, Update
 from xinference_xavier.tracker.mirror import Mirror
+from xinference_xavier.tracker.protocol import tracker_uid
 
 from .conftest import MODEL, create_tracker
 
@@ -373,19 +374,6 @@ async def test_lost_and_repeated_publications_leave_no_trace(pool: Any, peers: P
     assert a.client.counters.failures == 0
 
 
-async def test_a_queue_that_is_too_long_becomes_a_snapshot(
-    peers: Peers, tracker: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(client_module, "MAX_QUEUED", 10)
-    a, b = await peers.start("a", K1), await peers.start("b")
-    a.evict(K1)
-    a.store(*(b"%04d" % number for number in range(20)))
-    a.store(K2)
-    await b.sees(K2, "a")
-    assert (len(b.mirror), b.mirror.holders(K1)) == (21, ())
-    assert (a.client.counters.batches, a.client.counters.replacements) == (0, 2)
-
-
 async def test_sharing_can_be_switched_off_and_on(peers: Peers, tracker: Any) -> None:
     a, b = await peers.start("a", K1), await peers.start("b", K2)
     await b.sees(K1, "a")
@@ -480,7 +468,7 @@ async def test_a_replica_far_behind_gets_a_snapshot(pool: Any, peers: Peers, tra
     for _ in range(70):
         await tracker.publish("namespace", "a", a.client.last_sequence + 1, b"".join(many), b"")
         await tracker.publish("namespace", "a", a.client.last_sequence + 2, b"", b"".join(many))
-        a.client.last_sequence += 2
+        a.client._publisher.last_sequence += 2
     a.store(K2)
     await b.start()
     await b.sees(K2, "a")

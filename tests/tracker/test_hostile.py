@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import xoscar as xo
 
-from xinference_xavier.tracker import actor as actor_module
 from xinference_xavier.tracker import checks as checks_module
-from xinference_xavier.tracker.actor import TrackerFullError
+from xinference_xavier.tracker import failure as failure_module
+from xinference_xavier.tracker import namespaces as namespaces_module
+from xinference_xavier.tracker import waits as waits_module
 from xinference_xavier.tracker.index import Change, Member, Outcome, Settings, Update
 from xinference_xavier.tracker.mirror import Mirror
+from xinference_xavier.tracker.protocol import TrackerFullError
 
 NS = "namespace"
 A, B = Member("a", "127.0.0.1:1"), Member("b", "127.0.0.1:1")
@@ -42,6 +44,7 @@ def with_change(**fields: Any) -> Update:
         NEXT._replace(key_bytes=0),
         NEXT._replace(key_bytes=2000),
         NEXT._replace(members=[OWN]),  # type: ignore[arg-type]
+        NEXT._replace(members=None, snapshot=True),
         NEXT._replace(members=(OWN, Member("a", "nowhere"))),
         NEXT._replace(members=(OWN, Member([], "h:1"))),  # type: ignore[arg-type]
         NEXT._replace(changes=None),  # type: ignore[arg-type]
@@ -129,8 +132,9 @@ async def test_what_is_too_much_is_refused_and_counted(
     tracker: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Watches, members, failures to remember: and those that are there stay."""
-    monkeypatch.setattr(actor_module, "MAX_WATCHES", 1)
-    monkeypatch.setattr(actor_module, "MAX_MEMBERS", 2)
+    monkeypatch.setattr(waits_module, "MAX_WATCHES", 1)
+    monkeypatch.setattr(namespaces_module, "MAX_MEMBERS", 2)
+    monkeypatch.setattr(failure_module, "MAX_CAUSES", 2)
     for member in (A, B):
         await tracker.join(NS, member, 4, Settings())
     seen = await tracker.watch(NS, "a", "", 0, 0.0)

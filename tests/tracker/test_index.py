@@ -167,6 +167,23 @@ def test_a_watcher_gets_what_it_missed_and_only_that() -> None:
     )
 
 
+def test_a_watcher_is_told_the_members_only_when_they_changed() -> None:
+    index = index_of(A)
+    seen = seen_by("b", index)
+    index.publish("a", 1, keys(1), b"")
+    unchanged = index.changes_since(seen.epoch, seen.revision)
+    index.join(B, KEY_BYTES, 1.0)
+    came = index.changes_since(unchanged.epoch, unchanged.revision)
+    index.join(Member("b", "10.0.0.9:1"), KEY_BYTES, 2.0)
+    moved = index.changes_since(came.epoch, came.revision)
+    index.leave("b")
+    left = index.changes_since(moved.epoch, moved.revision)
+    assert unchanged.members is None
+    assert (came.members, left.members) == ((A, B), (A,))
+    assert moved.members == (A, Member("b", "10.0.0.9:1"))
+    assert index.changes_since(left.epoch, left.revision).members is None
+
+
 def test_only_what_others_did_is_news() -> None:
     index = index_of(A, B)
     seen = seen_by("b", index)

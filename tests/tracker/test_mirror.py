@@ -79,6 +79,12 @@ def test_who_is_no_member_holds_nothing(mirror: Mirror) -> None:
     assert (mirror.address("a"), mirror.peers) == (None, {"b"})
 
 
+def test_members_stay_while_nothing_is_said_of_them(mirror: Mirror) -> None:
+    mirror.apply(update(adds("a", 1, KEY)))
+    mirror.apply(update(members=None))
+    assert (mirror.holders(KEY), mirror.peers) == (("a",), {"a", "b"})
+
+
 def test_switched_off_nobody_holds_anything_and_switched_on_all_is_there(mirror: Mirror) -> None:
     mirror.apply(update(adds("a", 1, KEY)))
     mirror.apply(update(settings=Settings(1, False)))

@@ -30,8 +30,8 @@ from tests.replica_process import (
 from xinference_xavier.addresses import replica_uid
 from xinference_xavier.errors import GrantRefusedError, LinkError
 from xinference_xavier.pool.region import Region
-from xinference_xavier.tracker.actor import tracker_uid
 from xinference_xavier.tracker.index import Member, Settings
+from xinference_xavier.tracker.protocol import tracker_uid
 from xinference_xavier.transfer.gloo import GlooTransport
 from xinference_xavier.transfer.messages import PROTOCOL_VERSION, TRANSFER_UID, GrantRequest
 from xinference_xavier.transfer.shared_memory import SharedMemoryTransport

@@ -20,7 +20,7 @@ from typing import Any
 
 import xoscar as xo
 
-from xinference_xavier.tracker.actor import tracker_uid
+from xinference_xavier.tracker.protocol import tracker_uid
 
 logger = logging.getLogger(__name__)
 

@@ -36,8 +36,9 @@ from xinference_xavier.serving.transfer_config import (
     localized,
     own_transfer_config,
 )
-from xinference_xavier.tracker.actor import BlockTracker, tracker_uid
+from xinference_xavier.tracker.actor import BlockTracker
 from xinference_xavier.tracker.failure import failure_of
+from xinference_xavier.tracker.protocol import tracker_uid
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from xinference_xavier.addresses import reachable_address
 from xinference_xavier.deadline import within
 from xinference_xavier.errors import NotFoundError
 from xinference_xavier.serving.report import report
-from xinference_xavier.tracker.actor import tracker_uid
+from xinference_xavier.tracker.protocol import tracker_uid
 
 DEADLINE = 10.0
 """Seconds for any answer but an explanation."""

@@ -5,7 +5,7 @@ model is launched, or by the first replica that finds none. All it holds is soft
 filled again by its replicas. It ends with the model.
 
 Threading: everything runs on the event loop of the actor's pool, one call's synchronous part at a
-time; only `watch` and `status` wait. What peers send is checked before use.
+time; only `watch`, `happened` and what asks replicas wait. What peers send is checked before use.
 
 Errors: ValueError for what cannot be right, TrackerFullError beyond the limits, NotMemberError for
 a watcher that must join first.
@@ -14,25 +14,17 @@ a watcher that must join first.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import math
 import os
 import time
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import xoscar as xo
 
-from xinference_xavier.checks import MAX_KEY_BYTES, check_count, check_identifier, shown
+from xinference_xavier.checks import MAX_KEY_BYTES, check_count, check_identifier
 from xinference_xavier.hooks import Event, HoldingsDropped, SharingSwitched, hooks_of
-from xinference_xavier.tracker.asking import (
-    drop_all,
-    examine_all,
-    explain_at,
-    stats_of_all,
-    tell_weights,
-)
+from xinference_xavier.tracker.asking import drop_all, examine_all, explain_at, tell_weights
 from xinference_xavier.tracker.attendance import Attendance
 from xinference_xavier.tracker.checks import (
     check_member,
@@ -43,72 +35,16 @@ from xinference_xavier.tracker.checks import (
     check_switch,
     check_weights_version,
 )
-from xinference_xavier.tracker.events import (
-    MAX_REPORTED,
-    EventLog,
-    Happened,
-    check_event,
-    event_dict,
-)
+from xinference_xavier.tracker.events import EventLog, Happened, event_dict
+from xinference_xavier.tracker.failure import Causes
 from xinference_xavier.tracker.history import History
-from xinference_xavier.tracker.index import Index, Member, Outcome, ReplicaState, Settings, Update
+from xinference_xavier.tracker.index import Member, Outcome, Settings, Update
+from xinference_xavier.tracker.namespaces import Namespaces
+from xinference_xavier.tracker.overview import overview
+from xinference_xavier.tracker.protocol import PROTOCOL_VERSION, JoinReply, check_version
+from xinference_xavier.tracker.waits import Waits
 
 logger = logging.getLogger(__name__)
-
-PROTOCOL_VERSION = 1
-"""Of what a replica and its tracker say to each other."""
-MAX_NAMESPACES = 1000
-MAX_CAUSE = 2000
-"""Characters kept of why a replica did not start."""
-MAX_MEMBERS = 1000
-"""Replicas of all namespaces together."""
-MAX_WATCHES = 4 * MAX_MEMBERS
-"""That wait at a time; a member has one, and for a moment those that it gave up."""
-MAX_WATCH = 60.0
-"""Seconds that a watch waits at most, whatever it asks for."""
-
-
-def tracker_uid(model_uid: str) -> str:
-    return f"xavier-tracker-{model_uid}"
-
-
-class NotMemberError(LookupError):
-    """The watcher's lease has ended, or it never joined."""
-
-
-class TrackerFullError(RuntimeError):
-    """One more namespace, member or watch would exceed the tracker's limits."""
-
-
-class JoinReply(NamedTuple):
-    """`secret` is shared by the model's replicas, `lease` in seconds, `epoch` the index's life.
-
-    `sequence` is the last that the index saw of this incarnation.
-    """
-
-    secret: bytes
-    lease: float
-    epoch: str
-    sequence: int
-
-
-class _Namespace:
-    """One namespace's index, what its members reported last, and who waits for news."""
-
-    def __init__(self, index: Index) -> None:
-        self.index = index
-        self.stats: dict[str, dict[str, Any]] = {}
-        self._changed = asyncio.Event()
-
-    def wake(self) -> None:
-        """Let all watchers look again; those that come later wait for the next time."""
-        self._changed.set()
-        self._changed = asyncio.Event()
-
-    async def news(self, timeout: float) -> None:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout):
-                await self._changed.wait()
 
 
 class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no types
@@ -132,19 +68,15 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
         self._model_uid = model_uid
         self._lease = lease
         self._tick = tick
-        self._max_keys = max_keys
         self._clock = clock
-        self._settings = Settings()
         self._secret = os.urandom(32)
-        self._failures: dict[str, str] = {}
-        self._watches = 0
-        self._refused = 0
+        self._namespaces = Namespaces(model_uid, lease=lease, max_keys=max_keys)
+        self._waits = Waits()
         self._hooks = hooks_of(hooks)
         self._attendance = Attendance(model_uid)
         self._history = History()
         self._events = EventLog()
-        self._namespaces: dict[str, _Namespace] = {}
-        self._moving: dict[Member, float] = {}  # between two namespaces, and until when at most
+        self._causes = Causes()
         self._looked = clock()
         self._expiry: asyncio.Task[None] | None = None
         self._ended = False
@@ -157,9 +89,7 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
         self._ended = True
         if self._expiry is not None:
             self._expiry.cancel()
-        for namespace in self._namespaces.values():
-            namespace.wake()
-        self._namespaces.clear()
+        self._namespaces.end()
         self._events.wake()
 
     # Membership
@@ -178,27 +108,18 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
         `settings` are the newest that it has seen: a tracker that took the place of another learns
         from them whether sharing was switched off.
         """
-        if version != PROTOCOL_VERSION:
-            raise ValueError(
-                f"the replica speaks tracker protocol {shown(version)}, this tracker "
-                f"{PROTOCOL_VERSION}; run the same version of xinference-xavier everywhere"
-            )
+        check_version(version)
         check_identifier("namespace", namespace)
         member = check_member(member)
         check_count("key_bytes", key_bytes, 1, MAX_KEY_BYTES)
         if replica:
             check_identifier("replica", replica)
         settings = check_settings(settings)
-        index = self._room_for(namespace, member.incarnation)
-        index.join(member, key_bytes, self._clock())
-        if namespace not in self._namespaces:
-            self._namespaces[namespace] = _Namespace(index)
-        if settings.version > self._settings.version:
-            self._configure(settings)
-        self._namespaces[namespace].wake()
-        self._moving.pop(member, None)
+        index = self._namespaces.join(namespace, member, key_bytes, self._clock())
+        if settings.version > self._namespaces.settings.version:
+            self._namespaces.configure(settings)
         arrival = self._attendance.joined(replica, member)
-        self._failures.pop(replica, None)
+        self._causes.take(replica)
         if arrival is not None:
             self._tell(arrival)
         return JoinReply(self._secret, self._lease, index.epoch, index.sequence(member.incarnation))
@@ -211,27 +132,18 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
         events: tuple[dict[str, Any], ...] = (),
     ) -> bool:
         """Renew the lease, keep the figures and events; False: not a member, join again."""
-        known = self._known(namespace, incarnation)
+        known = self._namespaces.find(namespace, incarnation)
         if known is None or not known.index.renew(incarnation, self._clock()):
             return False
         check_stats(stats)
         known.stats[incarnation] = stats
         self._history.note(incarnation, stats)
-        self._note_events(events)
+        self._events.add_reported(events)
         return True
 
     async def leave(self, namespace: str, incarnation: str, moving: bool = False) -> None:
         """End a membership; `moving` says that the same replica will join another namespace."""
-        known = self._known(namespace, incarnation)
-        if known is not None:
-            if moving:
-                self._moving |= {
-                    state.member: self._clock() + self._lease
-                    for state in known.index.replicas(self._clock())
-                    if state.member.incarnation == incarnation
-                }
-            known.index.leave(incarnation)
-            self._departed(namespace, [incarnation])
+        self._namespaces.leave(namespace, incarnation, moving, self._clock())
 
     # Holdings
 
@@ -242,7 +154,7 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
         check_count("sequence", sequence, 1)
         check_packed("added", added)
         check_packed("removed", removed)
-        known = self._known(namespace, incarnation)
+        known = self._namespaces.find(namespace, incarnation)
         if known is None:
             return Outcome.UNKNOWN
         outcome = known.index.publish(incarnation, sequence, added, removed)
@@ -255,7 +167,7 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
         """Take the packed `keys` for all that `incarnation` holds."""
         check_count("sequence", sequence, 1)
         check_packed("keys", keys)
-        known = self._known(namespace, incarnation)
+        known = self._namespaces.find(namespace, incarnation)
         if known is None:
             return Outcome.UNKNOWN
         outcome = known.index.replace(incarnation, sequence, keys)
@@ -267,42 +179,13 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
     ) -> Update:
         """What the others changed since `revision` of `epoch`.
 
-        Returns at once if there is something, else when there is or after `timeout` seconds. Raises
-        NotMemberError, also when the lease ends meanwhile.
+        Returns at once if there is something, else when there is or after `timeout` seconds; but
+        see `News`: what comes in quick succession is told together. Raises NotMemberError, also
+        when the lease ends meanwhile.
         """
         check_count("revision", revision, 0)
-        with self._watching(timeout) as waits:
-            until = asyncio.get_running_loop().time() + waits
-            return await self._news(namespace, incarnation, epoch, revision, until)
-
-    @contextlib.contextmanager
-    def _watching(self, timeout: float) -> Iterator[float]:
-        """One more that waits, and for how many seconds it may."""
-        if not isinstance(timeout, (int, float)) or not abs(timeout) < math.inf:
-            raise ValueError(f"timeout={shown(timeout)} is not a number of seconds")
-        if self._watches >= MAX_WATCHES:
-            self._refused += 1
-            raise TrackerFullError(f"{MAX_WATCHES} watches wait for news of this model already")
-        self._watches += 1
-        try:
-            yield max(0.0, min(timeout, MAX_WATCH))
-        finally:
-            self._watches -= 1
-
-    async def _news(
-        self, namespace: str, incarnation: str, epoch: str, revision: int, until: float
-    ) -> Update:
-        loop = asyncio.get_running_loop()
-        while True:
-            known = self._known(namespace, incarnation)
-            if known is None or incarnation not in known.index:
-                raise NotMemberError(
-                    f"{incarnation!r} is no member of namespace {namespace!r}: join"
-                )
-            left = until - loop.time()
-            if left <= 0 or known.index.has_news(incarnation, epoch, revision):
-                return known.index.changes_since(epoch, revision, incarnation)
-            await known.news(left)
+        with self._waits.one_more(timeout) as seconds:
+            return await self._namespaces.news(namespace, incarnation, epoch, revision, seconds)
 
     # Operation
 
@@ -310,10 +193,11 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
         """Switch sharing of all the model's replicas on or off."""
         check_switch(enabled)
         # Wall time outruns the versions of a tracker before this one, whose replicas come later.
-        version = max(self._settings.version + 1, time.time_ns())
-        self._configure(Settings(version, enabled))
+        version = max(self._namespaces.settings.version + 1, time.time_ns())
+        settings = Settings(version, enabled)
+        self._namespaces.configure(settings)
         self._tell(SharingSwitched(model_uid=self._model_uid, enabled=enabled))
-        return self._settings
+        return settings
 
     async def set_weights_version(self, version: str) -> dict[str, list[str]]:
         """Tell every replica that its weights are of `version`; what became of it.
@@ -323,40 +207,22 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
         do those that do not answer ("unreachable").
         """
         check_weights_version(version)
-        return await tell_weights(list(dict.fromkeys([*self._members(), *self._moving])), version)
+        return await tell_weights(self._namespaces.with_moving(self._clock()), version)
 
     async def status(self) -> dict[str, Any]:
         """All that is known, JSON-able; the replicas' figures as they are now.
 
         `refused` counts what was too much: members, namespaces, watches, failures to remember.
-
-        `stale` marks figures of the last heartbeat, of a replica that did not answer in time.
         """
-        namespaces = dict(self._namespaces)
-        described = await asyncio.gather(*map(self._describe, namespaces.values()))
+        known, waits = self._namespaces, self._waits
+        refused = known.refused + waits.refused + self._events.refused + self._causes.refused
         return {
             "model_uid": self._model_uid,
-            "enabled": self._settings.enabled,
-            "watches": self._watches,
-            "refused": self._refused,
-            "namespaces": dict(zip(namespaces, described, strict=True)),
+            "enabled": known.settings.enabled,
+            "watches": waits.count,
+            "refused": refused,
+            "namespaces": await overview(known, self._attendance.name_of, self._clock()),
         }
-
-    async def _describe(self, known: _Namespace) -> dict[str, Any]:
-        replicas = known.index.replicas(self._clock())
-        keys, revision = known.index.distinct_keys(), known.index.revision
-        answers = await stats_of_all([state.member for state in replicas])
-        described = [
-            _describe(
-                state,
-                self._attendance.name_of(state.member.incarnation),
-                {**known.stats.get(state.member.incarnation, {}), "stale": True}
-                if stats is None
-                else stats,
-            )
-            for state, stats in zip(replicas, answers, strict=True)
-        ]
-        return {"revision": revision, "keys": keys, "replicas": described}
 
     async def history(self) -> dict[str, Any]:
         """Samples of the last hour; see `History`."""
@@ -368,8 +234,8 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
         Raises ActorNotExist if this tracker ends meanwhile: there may be another in its place.
         """
         check_count("after", after, 0)
-        with self._watching(timeout) as waits:
-            happened = await self._events.wait_since(after, waits)
+        with self._waits.one_more(timeout) as seconds:
+            happened = await self._events.wait_since(after, seconds)
         if self._ended:
             raise xo.ActorNotExist(f"the tracker of {self._model_uid} has ended")
         return happened
@@ -377,94 +243,32 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
     async def drop(self) -> dict[str, list[str]]:
         """Have every replica forget what it holds; which did ("dropped"), and which did not answer
         ("unreachable")."""
-        told = await drop_all(self._members())
+        told = await drop_all(self._namespaces.all_members(self._clock()))
         self._tell(HoldingsDropped(model_uid=self._model_uid, replicas=len(told["dropped"])))
         return told
 
     async def explain(self, question: dict[str, Any]) -> dict[str, Any]:
         """Where a prompt's chunks are and what a request would reuse; see `explain_at`."""
         check_question(question)
-        groups = [
-            [state.member for state in known.index.replicas(self._clock())]
-            for known in self._namespaces.values()
-        ]
-        return await explain_at(groups, question)
+        return await explain_at(self._namespaces.members(self._clock()), question)
 
     async def examine(self) -> dict[str, dict[str, Any]]:
         """Each replica, examined by itself; see `examination`."""
-        return await examine_all(self._members())
-
-    def _members(self) -> list[Member]:
-        return [
-            state.member
-            for known in self._namespaces.values()
-            for state in known.index.replicas(self._clock())
-        ]
-
-    def _tell(self, event: Event) -> None:
-        self._hooks.tell(event)
-        self._events.add(event_dict(event))
-
-    def _note_events(self, events: tuple[dict[str, Any], ...]) -> None:
-        """A replica with events that are none is a member all the same."""
-        if not isinstance(events, tuple) or len(events) > MAX_REPORTED:
-            self._refused += 1
-            return
-        for event in events:
-            try:
-                check_event(event)
-            except ValueError:
-                self._refused += 1
-            else:
-                self._events.add(event)
-
-    # Failed starts
+        return await examine_all(self._namespaces.all_members(self._clock()))
 
     async def report_failure(self, replica: str, cause: str) -> None:
-        """Keep why the engine of `replica` (xinference's name for it) could not start: the first
-        cause is the one that what is reported after it follows from."""
+        """Keep why the engine of `replica` (xinference's name for it) could not start."""
         check_identifier("replica", replica)
-        if not isinstance(cause, str):
-            raise ValueError(f"cause={shown(cause)} is not text")
-        if len(self._failures) < MAX_MEMBERS or replica in self._failures:
-            self._failures.setdefault(replica, cause[:MAX_CAUSE])
-        else:
-            self._refused += 1
+        self._causes.note(replica, cause)
 
     async def take_failure(self, replica: str) -> str | None:
         """The cause that was reported for `replica` since this was asked last."""
         check_identifier("replica", replica)
-        return self._failures.pop(replica, None)
+        return self._causes.take(replica)
 
-    def _known(self, namespace: str, incarnation: str) -> _Namespace | None:
-        check_identifier("namespace", namespace)
-        check_identifier("incarnation", incarnation)
-        return self._namespaces.get(namespace)
-
-    def _configure(self, settings: Settings) -> None:
-        self._settings = settings
-        for known in self._namespaces.values():
-            known.index.configure(settings)
-            known.wake()
-
-    def _room_for(self, namespace: str, incarnation: str) -> Index:
-        known = self._namespaces.get(namespace)
-        if known is None and len(self._namespaces) >= MAX_NAMESPACES:
-            self._refused += 1
-            raise TrackerFullError(
-                f"{namespace!r} would be one namespace of model {self._model_uid!r} too many; "
-                f"a tracker keeps {MAX_NAMESPACES}"
-            )
-        members = sum(len(each.index) for each in self._namespaces.values())
-        if (known is None or incarnation not in known.index) and members >= MAX_MEMBERS:
-            self._refused += 1
-            raise TrackerFullError(
-                f"{incarnation!r} would be one replica of model {self._model_uid!r} too many; "
-                f"a tracker keeps {MAX_MEMBERS}"
-            )
-        if known is not None:
-            return known.index
-        return Index(lease=self._lease, max_keys=self._max_keys, settings=self._settings)
+    def _tell(self, event: Event) -> None:
+        self._hooks.tell(event)
+        self._events.add(event_dict(event))
 
     # Expiry
 
@@ -481,37 +285,15 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
         late = now - self._looked - self._tick
         self._looked = now
         self._history.tick(now, time.time())
-        self._moving = {
-            member: min(end, now + self._lease) for member, end in self._moving.items() if now < end
-        }
-        for digest, known in list(self._namespaces.items()):
-            if late > self._tick:
-                known.index.forgive(late)
-            gone = known.index.expire(now)
-            if gone:
-                logger.warning(
-                    "tracker of %s: no heartbeat from %s", self._model_uid, ", ".join(gone)
-                )
-                self._departed(digest, gone)
-                for incarnation in gone:
-                    self._tell(self._attendance.lost(incarnation))
+        if late > self._tick:
+            self._namespaces.forgive(late)
+        for gone in self._namespaces.expire(now):
+            self._lost(gone)
 
-    def _departed(self, namespace: str, incarnations: list[str]) -> None:
-        known = self._namespaces[namespace]
+    def _lost(self, incarnations: list[str]) -> None:
+        """Their leases ended; all were in one namespace."""
+        logger.warning(
+            "tracker of %s: no heartbeat from %s", self._model_uid, ", ".join(incarnations)
+        )
         for incarnation in incarnations:
-            known.stats.pop(incarnation, None)
-        if not len(known.index):
-            del self._namespaces[namespace]
-        known.wake()
-
-
-def _describe(state: ReplicaState, name: str, stats: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "incarnation": state.member.incarnation,
-        "address": state.member.address,
-        "replica": name,
-        "holdings": state.holdings,
-        "sequence": state.sequence,
-        "lease_left_s": round(state.lease_left, 3),
-        "stats": stats,
-    }
+            self._tell(self._attendance.lost(incarnation))

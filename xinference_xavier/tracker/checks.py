@@ -49,9 +49,10 @@ def check_update(update: object) -> None:
     check_count("revision", update.revision, 0)
     check_identifier("epoch", update.epoch)
     check_settings(update.settings)
-    if type(update.members) is not tuple or type(update.changes) is not tuple:
+    members = () if update.members is None and not update.snapshot else update.members
+    if type(members) is not tuple or type(update.changes) is not tuple:
         raise ValueError("members or changes are not a tuple")
-    for member in update.members:
+    for member in members:
         check_member(member)
     if update.changes:
         check_count("key_bytes", update.key_bytes, 1, MAX_KEY_BYTES)

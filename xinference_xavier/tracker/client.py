@@ -9,8 +9,7 @@ Life cycle: `run` serves one session after the other until it is cancelled or th
        ↑______________ wait a little ← any failure ______________|
 
 The tracker may be away, hang, lose its memory or come back elsewhere: the mirror stays as it is
-meanwhile, since the peers are still there, and the next session starts from the pool's holdings. So
-nothing has to be remembered about what was or was not delivered.
+meanwhile, since the peers are still there, and the next session starts from the pool's holdings.
 """
 
 from __future__ import annotations
@@ -22,20 +21,22 @@ import random
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import xoscar as xo
 
 from xinference_xavier.deadline import within
-from xinference_xavier.tracker.actor import (
+from xinference_xavier.tracker.events import MAX_REPORTED
+from xinference_xavier.tracker.index import Member, Update
+from xinference_xavier.tracker.mirror import Mirror
+from xinference_xavier.tracker.protocol import (
     PROTOCOL_VERSION,
     JoinReply,
     NotMemberError,
     tracker_uid,
 )
-from xinference_xavier.tracker.events import MAX_REPORTED
-from xinference_xavier.tracker.index import Member, Outcome, Update, pack
-from xinference_xavier.tracker.mirror import Mirror
+from xinference_xavier.tracker.publisher import Publisher, PublisherCounters
 from xinference_xavier.tracker.roster import Roster
 
 __all__ = ["ClientCounters", "Mirror", "TrackerClient"]
@@ -47,21 +48,15 @@ CALL_DEADLINE = 5.0
 LOCATE_DEADLINE = 15.0
 """Seconds to find the tracker: the worker and the supervisor may have to be asked."""
 LEAVE_DEADLINE = 1.0
-FLUSH_DELAY = 0.002
-"""Seconds that the first queued key waits for others."""
 BACKOFF_FIRST, BACKOFF_LAST = 0.1, 2.0
 """Seconds before the next session."""
 _BEATS_PER_LEASE = 5
-MAX_QUEUED = 100_000
-"""Keys; beyond them it is cheaper to publish all holdings."""
 
 
 @dataclass
-class ClientCounters:
+class ClientCounters(PublisherCounters):
     """What happened since the start. `failures` are sessions that ended in one."""
 
-    batches: int = 0
-    replacements: int = 0
     failures: int = 0
     reconnects: int = 0
     stats_failures: int = 0
@@ -106,7 +101,6 @@ class TrackerClient:
     ) -> None:
         self.mirror = mirror
         self.secret: bytes | None = None
-        self.last_sequence = 0
         self.connected = False
         self.counters = ClientCounters()
         self._model_uid = model_uid
@@ -114,24 +108,25 @@ class TrackerClient:
         self.namespace = namespace
         self._key_bytes = key_bytes
         self._locate = locate
-        self._holdings = holdings
         self._stats = stats
         self._heartbeat = heartbeat
         self._watch_timeout = watch_timeout
+        self._publisher = Publisher(incarnation, holdings, self.counters)
         self._roster = Roster(on_members)
         self._on_joined = on_joined
         self._on_outage = on_outage
         self._events = deque() if events is None else events
         self._replica = replica
-        self._queue: dict[bytes, bool] = {}
-        self._replace_all = False
-        self._work = asyncio.Event()
         self._joined = asyncio.Event()
         self._hurry = asyncio.Event()
         self._session: asyncio.Task[None] | None = None
         self._tracker: Any = None
         self._leaving = False
         self._outage_logged = False
+
+    @property
+    def last_sequence(self) -> int:
+        return self._publisher.last_sequence
 
     # What the replica calls
 
@@ -154,11 +149,11 @@ class TrackerClient:
 
     def publish(self, keys: Iterable[bytes]) -> None:
         """Queue `keys` as held now."""
-        self._enqueue(keys, True)
+        self._publisher.enqueue(keys, True)
 
     def withdraw(self, keys: Iterable[bytes]) -> None:
         """Queue `keys` as held no more."""
-        self._enqueue(keys, False)
+        self._publisher.enqueue(keys, False)
 
     async def joined(self) -> None:
         """Wait until the replica is a member and its holdings are published."""
@@ -192,7 +187,7 @@ class TrackerClient:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._watch(namespace))
                 tasks.create_task(self._renew(namespace, lease))
-                tasks.create_task(self._publish(namespace))
+                tasks.create_task(self._publisher.run(partial(self._call, namespace)))
         except Exception as error:
             self.counters.failures += 1
             if not self._outage_logged:
@@ -223,9 +218,9 @@ class TrackerClient:
             ),
         )
         self._roster.start(reply.epoch, reply.lease)
-        self.last_sequence = max(self.last_sequence, reply.sequence)
+        self._publisher.last_sequence = max(self.last_sequence, reply.sequence)
         self._on_joined(reply.secret)
-        await self._send_holdings(namespace)
+        await self._publisher.send_holdings(partial(self._call, namespace))
         if self.secret is not None:
             self.counters.reconnects += 1
         self.secret = reply.secret
@@ -242,11 +237,8 @@ class TrackerClient:
     async def _watch(self, namespace: str) -> None:
         mirror, timeout = self.mirror, self._watch_timeout
         while True:
-            update: Update = await within(
-                timeout + CALL_DEADLINE,
-                self._tracker.watch(
-                    namespace, self._member.incarnation, mirror.epoch, mirror.revision, timeout
-                ),
+            update: Update = await self._call(
+                namespace, "watch", mirror.epoch, mirror.revision, timeout, waits=timeout
             )
             mirror.apply(update)
             self._roster.see(mirror.peers)
@@ -254,12 +246,7 @@ class TrackerClient:
     async def _renew(self, namespace: str, lease: float) -> None:
         while True:
             events = tuple(self._events)[:MAX_REPORTED]
-            known = await within(
-                CALL_DEADLINE,
-                self._tracker.heartbeat(
-                    namespace, self._member.incarnation, self._figures(), events
-                ),
-            )
+            known = await self._call(namespace, "heartbeat", self._figures(), events)
             if not known:
                 raise NotMemberError(f"{self._member.incarnation!r} must join again")
             for event in events:  # the oldest may have had to go meanwhile
@@ -267,61 +254,12 @@ class TrackerClient:
                     self._events.popleft()
             await asyncio.sleep(min(self._heartbeat, lease / _BEATS_PER_LEASE))
 
-    async def _publish(self, namespace: str) -> None:
-        while True:
-            await self._work.wait()
-            await asyncio.sleep(FLUSH_DELAY)
-            self._work.clear()
-            if self._replace_all or not await self._send_queued(namespace):
-                await self._send_holdings(namespace)
-
-    async def _send_queued(self, namespace: str) -> bool:
-        """Publish what is queued; False if only a snapshot can set things right."""
-        queue, self._queue = self._queue, {}
-        if not queue:
-            return True
-        added = pack(key for key, held in queue.items() if held)
-        removed = pack(key for key, held in queue.items() if not held)
-        self.last_sequence += 1
-        outcome = await within(
-            CALL_DEADLINE,
-            self._tracker.publish(
-                namespace, self._member.incarnation, self.last_sequence, added, removed
-            ),
-        )
-        self._check_known(outcome)
-        self.counters.batches += 1
-        return outcome is Outcome.APPLIED
-
-    async def _send_holdings(self, namespace: str) -> None:
-        # What is queued up to here is part of the holdings; what comes later is queued anew.
-        self._queue, self._replace_all = {}, False
-        keys = pack(self._holdings())
-        self.last_sequence += 1
-        outcome = await within(
-            CALL_DEADLINE,
-            self._tracker.replace(namespace, self._member.incarnation, self.last_sequence, keys),
-        )
-        self._check_known(outcome)
-        if outcome is not Outcome.APPLIED:
-            raise RuntimeError(
-                f"the tracker calls snapshot {self.last_sequence} of {self._member.incarnation!r} "
-                f"{outcome.value}: is there another replica of this incarnation?"
-            )
-        self.counters.replacements += 1
-
-    def _check_known(self, outcome: Outcome) -> None:
-        if outcome is Outcome.UNKNOWN:
-            raise NotMemberError(f"{self._member.incarnation!r} must join again")
+    async def _call(self, namespace: str, method: str, *arguments: Any, waits: float = 0.0) -> Any:
+        """Of the tracker, for this replica; it may wait this long before it answers."""
+        call = getattr(self._tracker, method)(namespace, self._member.incarnation, *arguments)
+        return await within(CALL_DEADLINE + waits, call)
 
     # Around the sessions
-
-    def _enqueue(self, keys: Iterable[bytes], held: bool) -> None:
-        if not self._replace_all:
-            self._queue.update(dict.fromkeys(keys, held))
-            if len(self._queue) > MAX_QUEUED:
-                self._queue, self._replace_all = {}, True
-        self._work.set()
 
     def _figures(self) -> dict[str, object]:
         try:
@@ -343,10 +281,8 @@ class TrackerClient:
         if self._tracker is None:
             return
         try:
-            await within(
-                LEAVE_DEADLINE,
-                self._tracker.leave(namespace, self._member.incarnation, moving),
-            )
+            call = self._tracker.leave(namespace, self._member.incarnation, moving)
+            await within(LEAVE_DEADLINE, call)
         except Exception as error:
             self.counters.failures += 1
             logger.info(

@@ -56,13 +56,14 @@ def check_event(event: object) -> None:
 
 
 class EventLog:
-    """The last `MAX_EVENTS` events."""
+    """The last `MAX_EVENTS` events. `refused` counts reports of what is none."""
 
     def __init__(self) -> None:
         # Above all numbers of a log before this one, so that its readers miss nothing here.
         self._numbers = itertools.count(time.time_ns() // 1000)
         self._events: deque[Happened] = deque(maxlen=MAX_EVENTS)
         self._added = asyncio.Event()
+        self.refused = 0
 
     def add(self, event: dict[str, Any]) -> None:
         """Once: a report whose answer was lost comes again."""
@@ -71,6 +72,19 @@ class EventLog:
         self._events.append(Happened(next(self._numbers), event))
         self._added.set()
         self._added = asyncio.Event()
+
+    def add_reported(self, events: object) -> None:
+        """Of a peer, which is a member also if they are none."""
+        if not isinstance(events, tuple) or len(events) > MAX_REPORTED:
+            self.refused += 1
+            return
+        for event in events:
+            try:
+                check_event(event)
+            except ValueError:
+                self.refused += 1
+            else:
+                self.add(event)
 
     def since(self, number: int) -> list[Happened]:
         """Those after `number`, the oldest first."""

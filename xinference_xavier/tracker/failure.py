@@ -4,6 +4,8 @@ An engine's process that cannot start logs why and dies; its parent learns only 
 the engine leaves the cause with the model's tracker, where the worker that launched it asks.
 """
 
+from __future__ import annotations
+
 import asyncio
 import logging
 import os
@@ -11,14 +13,38 @@ import threading
 
 import xoscar
 
+from xinference_xavier.checks import shown
 from xinference_xavier.config import XavierConfig
 from xinference_xavier.deadline import within
 from xinference_xavier.errors import XavierError
-from xinference_xavier.tracker.actor import tracker_uid
+from xinference_xavier.tracker.protocol import tracker_uid
 
 logger = logging.getLogger(__name__)
 
 _TIMEOUT = 3.0
+MAX_CAUSES = 1000
+MAX_CAUSE = 2000
+"""Characters kept of why a replica did not start."""
+
+
+class Causes:
+    """What the tracker keeps. `refused` counts those that were too many."""
+
+    def __init__(self) -> None:
+        self.refused = 0
+        self._causes: dict[str, str] = {}
+
+    def note(self, replica: str, cause: object) -> None:
+        """The first one stays, until it is taken: others follow from it."""
+        if not isinstance(cause, str):
+            raise ValueError(f"cause={shown(cause)} is not text")
+        if len(self._causes) < MAX_CAUSES or replica in self._causes:
+            self._causes.setdefault(replica, cause[:MAX_CAUSE])
+        else:
+            self.refused += 1
+
+    def take(self, replica: str) -> str | None:
+        return self._causes.pop(replica, None)
 
 
 def replica_name() -> str:

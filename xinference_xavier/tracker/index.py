@@ -24,6 +24,7 @@ import secrets
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from struct import iter_unpack
 from typing import NamedTuple
 
 CHANGE_OVERHEAD = 256
@@ -63,8 +64,9 @@ class Change(NamedTuple):
 class Update(NamedTuple):
     """What a watcher missed up to `revision`: to be applied in order.
 
-    `snapshot` says: forget everything first. `members` are all members, the watcher included.
-    The changes' keys are `key_bytes` long.
+    `snapshot` says: forget everything first. `members` are all members, the watcher included, or
+    None if they are still those that it knows: they seldom change, and there may be many. The
+    changes' keys are `key_bytes` long.
     """
 
     revision: int
@@ -72,7 +74,7 @@ class Update(NamedTuple):
     snapshot: bool
     settings: Settings
     key_bytes: int
-    members: tuple[Member, ...]
+    members: tuple[Member, ...] | None
     changes: tuple[Change, ...]
 
 
@@ -107,7 +109,8 @@ def unpack(packed: bytes, key_bytes: int) -> list[bytes]:
         raise ValueError(
             f"{len(packed)} bytes of packed keys are not a multiple of the key length {key_bytes}"
         )
-    return [packed[at : at + key_bytes] for at in range(0, len(packed), key_bytes)]
+    # Slices take twice the time.
+    return [key for (key,) in iter_unpack(f"{key_bytes}s", packed)]
 
 
 @dataclass
@@ -146,6 +149,7 @@ class Index:
         self._log_size = 0
         self._log_reaches = 0
         self._revision = 0
+        self._members_since = 0
         self._author = ""
         self._revision_by_others = 0
 
@@ -178,6 +182,7 @@ class Index:
         else:
             self._leases[member.incarnation] = _Lease(member, now + self.lease)
         self._raise_revision(member.incarnation)
+        self._members_since = self._revision
 
     def renew(self, incarnation: str, now: float) -> bool:
         """Extend the lease; False if `incarnation` is not a member."""
@@ -192,6 +197,7 @@ class Index:
         if known is not None:
             # A watcher may miss that it was gone, if it joins again before the watcher looks.
             self._record(Change(incarnation, known.sequence, b"", b"", True))
+            self._members_since = self._revision
 
     def expire(self, now: float) -> list[str]:
         """Let go whose lease has ended; return their incarnations.
@@ -289,11 +295,13 @@ class Index:
             if change.incarnation != watcher:
                 changes.append(change)
         changes.reverse()
-        return self._update(False, changes)
+        members = self._members() if revision < self._members_since else None
+        return self._update(False, members, changes)
 
     def _snapshot(self, watcher: str) -> Update:
         return self._update(
             True,
+            self._members(),
             [
                 Change(incarnation, known.sequence, pack(known.keys), b"", True)
                 for incarnation, known in self._leases.items()
@@ -301,8 +309,12 @@ class Index:
             ],
         )
 
-    def _update(self, snapshot: bool, changes: list[Change]) -> Update:
-        members = tuple(known.member for known in self._leases.values())
+    def _members(self) -> tuple[Member, ...]:
+        return tuple(known.member for known in self._leases.values())
+
+    def _update(
+        self, snapshot: bool, members: tuple[Member, ...] | None, changes: list[Change]
+    ) -> Update:
         return Update(
             self._revision,
             self.epoch,

@@ -80,7 +80,8 @@ class Mirror:
         if update.settings.version >= self.settings.version:
             self.settings = update.settings
             self.enabled = update.settings.enabled
-        self._members = _others(update.members, self._incarnation)
+        if update.members is not None:
+            self._members = _others(update.members, self._incarnation)
         # A snapshot is built aside, so that readers never find less than before for no reason.
         holders: dict[bytes, tuple[str, ...]] = {} if update.snapshot else self._holders
         if update.snapshot:
@@ -130,9 +131,10 @@ class Mirror:
     ) -> None:
         notes = self._stale.get(incarnation, {})
         wider: dict[tuple[str, ...], tuple[str, ...]] = {}
+        added = 0
         for key in keys:
             group = holders.get(key, NOBODY)
-            if incarnation in group or notes.get(key, 0) >= sequence:
+            if incarnation in group or (notes and notes.get(key, 0) >= sequence):
                 continue
             if not group and len(holders) >= self._max_keys:
                 self.dropped += 1
@@ -140,12 +142,14 @@ class Mirror:
             if group not in wider:
                 wider[group] = self._group({*group, incarnation})
             holders[key] = wider[group]
-            self._counts[incarnation] += 1
+            added += 1
+        self._counts[incarnation] += added
 
     def _remove(
         self, holders: dict[bytes, tuple[str, ...]], incarnation: str, keys: Iterable[bytes]
     ) -> None:
         narrower: dict[tuple[str, ...], tuple[str, ...]] = {}
+        removed = 0
         for key in keys:
             group = holders.get(key, NOBODY)
             if incarnation not in group:
@@ -156,7 +160,8 @@ class Mirror:
                 holders[key] = narrower[group]
             else:
                 del holders[key]
-            self._counts[incarnation] -= 1
+            removed += 1
+        self._counts[incarnation] -= removed
 
     def _remove_all(self, holders: dict[bytes, tuple[str, ...]], incarnation: str) -> None:
         # Seldom, so it is paid for by a pass over the keys and not by a set of them per peer.

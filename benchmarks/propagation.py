@@ -1,0 +1,125 @@
+"""How soon news of 10,000 keys per second reaches all that watch a tracker; of part `tracker`.
+
+Tracker, watchers and publisher are in processes of their own, and each publication carries its
+time. All of them share one machine, which would not be so in a cluster. So the same is done in
+turns with a `Bell`: the same calls, to the same watchers, of an actor with nothing to say.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from statistics import quantiles
+from typing import Any, NamedTuple
+
+from benchmarks.figures import figure, ratio, shown
+from benchmarks.watchers import KEY_BYTES, NAMESPACE, TrackerProcess, Watchers, stamped
+from xinference_xavier.tracker.index import Member, Settings
+
+RUNS = 5
+KEYS_PER_SECOND = 10_000
+PAUSE = 0.01
+"""Seconds between two publications."""
+PUBLICATIONS = 200
+"""Of each run."""
+_KEYS = int(KEYS_PER_SECOND * PAUSE)
+_PUBLISHER = "publisher"
+
+
+class _Run(NamedTuple):
+    """Of both kinds of calls, in ms, then what was published per second, and the processor seconds
+    that this took per second."""
+
+    p50_ms: float
+    p99_ms: float
+    call_p50_ms: float
+    call_p99_ms: float
+    keys_per_s: float
+    tracker_cores: float
+    watchers_cores: float
+
+
+async def measure(counts: Sequence[int]) -> list[dict[str, Any]]:
+    """To so many watchers each."""
+    found = []
+    for count in counts:
+        with TrackerProcess() as tracker, Watchers(tracker.address, count) as watchers:
+            found.append({"watchers": count, **await _to(watchers, tracker)})
+            tracker.close()  # first, or it would go on answering watchers that are gone
+    return found
+
+
+async def _to(watchers: Watchers, tracker: TrackerProcess) -> dict[str, Any]:
+    actor, bell = await tracker.actor(), await tracker.bell()
+    await actor.join(NAMESPACE, Member(_PUBLISHER, "127.0.0.1:1"), KEY_BYTES, Settings())
+    runs, references = [], []
+    for number in range(RUNS):
+        first = 1 + number * PUBLICATIONS
+        runs.append(await _run(actor, first, watchers, tracker))
+        references.append(await _run(bell, first, watchers, tracker))
+    return {
+        **{name: figure([getattr(run, name) for run in runs]) for name in _Run._fields},
+        "bell_p50_ms": figure([run.p50_ms for run in references]),
+        "bell_p99_ms": figure([run.p99_ms for run in references]),
+        "p99/bell": ratio([run.p99_ms for run in runs], [run.p99_ms for run in references]),
+    }
+
+
+async def _run(actor: Any, first: int, watchers: Watchers, tracker: TrackerProcess) -> _Run:
+    spent = tracker.seconds(), watchers.seconds()
+    began = time.monotonic()
+    calls = await _publish(actor, first)
+    published = time.monotonic() - began
+    delays = watchers.delays(actor.uid.decode(), PUBLICATIONS)
+    took = time.monotonic() - began
+    return _Run(
+        p50_ms=_percentile(delays, 50),
+        p99_ms=_percentile(delays, 99),
+        call_p50_ms=_percentile(calls, 50),
+        call_p99_ms=_percentile(calls, 99),
+        keys_per_s=PUBLICATIONS * _KEYS / published,
+        tracker_cores=(tracker.seconds() - spent[0]) / took,
+        watchers_cores=(watchers.seconds() - spent[1]) / took,
+    )
+
+
+async def _publish(actor: Any, first: int) -> list[float]:
+    """What each call took, in ms. One that takes longer than the pause delays those after it."""
+    took = []
+    start = time.monotonic()
+    for number in range(PUBLICATIONS):
+        await asyncio.sleep(max(0.0, start + number * PAUSE - time.monotonic()))
+        keys = stamped(_KEYS)
+        began = time.monotonic()
+        await actor.publish(NAMESPACE, _PUBLISHER, first + number, keys, b"")
+        took.append((time.monotonic() - began) * 1e3)
+    return took
+
+
+def _percentile(samples: list[float], percent: int) -> float:
+    return quantiles(samples, n=100)[percent - 1]
+
+
+def markdown(rows: list[dict[str, Any]]) -> str:
+    lines = [
+        f"News of {KEYS_PER_SECOND:,} keys per second on their way to watchers, ms from before the "
+        "publisher's call to after the mirror's update. Tracker, publisher and all watchers share "
+        "this machine's processors; so beside it, taken in turns, the same calls between the same "
+        "processes with nothing in the answers. Then the publisher's call alone, the keys that it "
+        "came to publish, and the processors that tracker and watchers took of the machine.",
+        "",
+        "| watchers | median | 99 of 100 | empty, median | empty, 99 of 100 | ratio of the 99s |"
+        " a call, median | a call, 99 of 100 | keys per s | tracker | watchers |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        cells = (
+            *(shown(row[name], 1) for name in ("p50_ms", "p99_ms", "bell_p50_ms", "bell_p99_ms")),
+            shown(row["p99/bell"]),
+            *(shown(row[name], 1) for name in ("call_p50_ms", "call_p99_ms")),
+            shown(row["keys_per_s"], 0),
+            *(shown(row[name]) for name in ("tracker_cores", "watchers_cores")),
+        )
+        lines.append(f"| {row['watchers']} | {' | '.join(cells)} |")
+    return "\n".join(lines)

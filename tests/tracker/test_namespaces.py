@@ -1,0 +1,67 @@
+"""Who is a member of which namespace, within the tracker's limits."""
+
+from __future__ import annotations
+
+import pytest
+
+from xinference_xavier.tracker import namespaces as namespaces_module
+from xinference_xavier.tracker.index import Member
+from xinference_xavier.tracker.namespaces import Namespaces
+from xinference_xavier.tracker.protocol import TrackerFullError
+
+A, B, C = (Member(name, "h:1") for name in "abc")
+
+
+@pytest.fixture
+async def namespaces() -> Namespaces:
+    return Namespaces("model", lease=10.0, max_keys=100)
+
+
+def join(namespaces: Namespaces, namespace: str, *members: Member, now: float = 0.0) -> None:
+    for member in members:
+        namespaces.join(namespace, member, 4, now)
+
+
+async def test_members_and_namespaces_are_bounded(
+    namespaces: Namespaces, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(namespaces_module, "MAX_MEMBERS", 2)
+    join(namespaces, "one", A, B, A)
+    with pytest.raises(TrackerFullError, match="a tracker keeps 2"):
+        join(namespaces, "one", C)
+    namespaces.leave("one", "b", moving=False, now=0.0)
+    monkeypatch.setattr(namespaces_module, "MAX_NAMESPACES", 1)
+    with pytest.raises(TrackerFullError, match="a tracker keeps 1"):
+        join(namespaces, "other", B)
+    assert namespaces.refused == 2
+    assert namespaces.members(0.0) == [[A]]
+
+
+async def test_a_namespace_lives_as_long_as_its_last_member(namespaces: Namespaces) -> None:
+    join(namespaces, "one", A)
+    join(namespaces, "two", B, now=5.0)
+    assert namespaces.expire(9.9) == []
+    assert namespaces.expire(10.0) == [["a"]]
+    assert list(dict(namespaces.items())) == ["two"]
+    assert namespaces.find("one", "a") is None
+    namespaces.forgive(3.0)
+    assert namespaces.expire(17.9) == []
+    namespaces.leave("two", "b", moving=False, now=18.0)
+    assert not namespaces.items()
+
+
+async def test_who_moves_belongs_to_the_model_until_it_joined_or_a_lease_is_over(
+    namespaces: Namespaces,
+) -> None:
+    join(namespaces, "old", A, B, C)
+    for name in ("a", "b"):
+        namespaces.leave("old", name, moving=True, now=1.0)
+    assert namespaces.all_members(1.0) == [C]
+    join(namespaces, "new", A, now=2.0)
+    assert namespaces.with_moving(2.0) == [C, A, B]
+    namespaces.leave("new", "a", moving=False, now=3.0)
+    assert namespaces.with_moving(3.0) == [C, B]
+    namespaces.expire(10.9)
+    assert B in namespaces.with_moving(10.9)
+    namespaces.expire(11.0)
+    assert namespaces.with_moving(11.0) == []
