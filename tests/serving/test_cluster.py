@@ -15,8 +15,8 @@ from xinference_xavier.serving import cluster
 from xinference_xavier.serving.cluster import cluster_facts, supervisor_facts, worker_facts
 from xinference_xavier.serving.trackers import Trackers
 from xinference_xavier.tracker.actor import BlockTracker
-from xinference_xavier.tracker.protocol import tracker_uid
 from xinference_xavier.tracker.index import Member, Settings
+from xinference_xavier.tracker.protocol import tracker_uid
 
 KEY_BYTES = 36
 
