@@ -118,7 +118,7 @@ class _WrongLink(Link):
 
     def _post(self, message: torch.Tensor, deadline: float) -> None:
         link = self._link
-        link._wait(link._post("send", message), deadline)
+        link._wait(link._post("send", message, link._tag()), deadline)
 
 
 def _take() -> Wrong | None:
