@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from enum import StrEnum
+from typing import Any
 
 from xinference_xavier.pool.pool import Pool, Reservation, Row, RowState
 
@@ -24,9 +25,9 @@ class CountingPool(Pool):
 
     refusals = 0
 
-    def reserve(self, keys: Iterable[bytes], keep: Collection[bytes] = frozenset()) -> Reservation:
+    def reserve(self, keys: Iterable[bytes], *how: Any) -> Reservation:
         wanted = [key for key in keys if not self.holds(key)]
-        reservation = super().reserve(wanted, keep)
+        reservation = super().reserve(wanted, *how)
         self.refusals += len(reservation.rows) < len(wanted)
         return reservation
 
