@@ -206,6 +206,16 @@ class LocalCluster:
         }
         body = {"model": json.dumps(definition), "persist": False}
         self.call("POST", "/v1/model_registrations/LLM", body)
+        self._link(folder.resolve(), f"{name}-pytorch-1b-none")
+
+    def _link(self, folder: Path, name: str) -> None:
+        """As xinference does when the model is first launched. Of two replicas that come to do so
+        at the same time, one would fail."""
+        assert self._home is not None
+        link = Path(self._home.name) / "cache" / "v2" / name
+        link.parent.mkdir(parents=True, exist_ok=True)
+        if not link.is_symlink():
+            link.symlink_to(folder, target_is_directory=True)
 
     def launch(self, name: str, model_uid: str, *, replica: int = 2, **arguments: object) -> None:
         """Launch a registered model; return when every replica is ready.
