@@ -72,7 +72,7 @@ def test_what_passes_on_another_message_says_nothing_itself() -> None:
 def reasons() -> set[str]:
     """What `fetches_rolled_back` may have as a key."""
     found = {*errors.REFUSALS, *errors.OUT_OF_REACH}
-    for file in (Path(fetch.__file__), Path(fetch.__file__).with_name("actor.py")):
+    for file in (Path(fetch.__file__), Path(fetch.__file__).with_name("pulling.py")):
         for node in ast.walk(ast.parse(file.read_text())):
             match node:
                 case ast.Assign(targets=[ast.Name("reason")], value=value):
