@@ -32,7 +32,7 @@ STEPS ?=
 help:
 	@echo "make demo    two replicas share long prefixes, measured (MODEL=<folder> ARGS='--dtype bfloat16 …')"
 	@echo "make test    lint, types, documentation and tests"
-	@echo "make chaos   faults by the thousand, 25 minutes (PART=replicas|engines SECONDS=… SEED=…)"
+	@echo "make chaos   faults by the thousand, 20 minutes (PART=replicas|engines SECONDS=… SEED=…)"
 	@echo "make test-long  browsers, Prometheus, and clusters, hosts and engines that are broken on purpose: takes long"
 	@echo "make bench   what sharing costs, beside what this machine can do (PART='hit …' QUICK=1)"
 	@echo "make docs    the documentation, as build/docs/index.html"

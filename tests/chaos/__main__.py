@@ -15,7 +15,7 @@ from pathlib import Path
 from tests.chaos.report import FULL, Report, to_json
 from xinference_xavier.options import DEFAULT_FETCH_TIMEOUT
 
-FULL_SECONDS = {"replicas": 720.0, "engines": 780.0}
+FULL_SECONDS = {"replicas": 540.0, "engines": 540.0}
 REPORT = Path("build/chaos-report.json")
 MAX_ATTEMPTS = 6
 """Runs that may be spent on finding a shorter prefix that fails."""
