@@ -36,6 +36,10 @@ def test_a_fetch_belongs_to_the_trace_of_the_request_that_began_it(vllm: Schedul
     assert fetch.span._headers == headers
 
 
+def every_prompts_chunks(prompts: int) -> list[OffloadKey]:
+    return [key for number in range(prompts) for key in chunks(f"prompt {number}", 4)]
+
+
 def assert_nothing_left(vllm: Scheduling) -> None:
     counts = vllm.pool.counts()
     assert (counts.pinned, counts.filling, counts.quarantined) == (0, 0, 0)
@@ -118,6 +122,28 @@ class TestFetch:
         vllm.attempt(vllm.arrive("r", keys))
         (fetch,) = vllm.replica.fetches
         assert (fetch.donor, len(fetch.rows)) == ("b", 5)
+
+    def test_of_equal_peers_each_has_its_turn(self, vllm: Scheduling) -> None:
+        """Who is asked already is asked last."""
+        vllm.replica.peers_hold(**{name: every_prompts_chunks(3) for name in "abc"})
+        for number in range(3):
+            vllm.attempt(vllm.arrive(f"r{number}", chunks(f"prompt {number}", 4)))
+        assert {fetch.donor for fetch in vllm.replica.fetches} == set("abc")
+
+    def test_a_peer_that_was_quicker_is_preferred(self, vllm: Scheduling) -> None:
+        vllm.replica.peers_hold(a=every_prompts_chunks(9), b=every_prompts_chunks(9))
+        donors = []
+        for number in range(9):
+            request = vllm.arrive(f"r{number}", chunks(f"prompt {number}", 4))
+            vllm.attempt(request)
+            fetch = vllm.replica.fetches[-1]
+            donors.append(fetch.donor)
+            vllm.replica.end(fetch, seconds=0.1 if fetch.donor == "a" else 0.01)
+            vllm.attempt(request)
+            vllm.finish(request)
+            vllm.end_step()
+        assert set(donors[:4]) == {"a", "b"}, "both are tried, and a first fetch opens the link"
+        assert set(donors[4:]) == {"b"}
 
     def test_begins_behind_what_is_at_hand(self, vllm: Scheduling) -> None:
         keys = chunks("prompt", 8)
@@ -843,7 +869,27 @@ class TestOnePrefillPerCluster:
             vllm.manager.reset_cache()
         assert vllm.attempt(request) == 0
 
-    @pytest.mark.parametrize("why", ["short", "alone", "paused", "switched off", "rate unknown"])
+    def test_so_does_a_peer_from_which_fetching_takes_longer_than_computing(
+        self, vllm: Scheduling
+    ) -> None:
+        vllm.manager._choose = True
+        for number in range(2):
+            keys = chunks(f"other {number}", 4)
+            vllm.replica.peers_hold(a=keys)
+            request = vllm.arrive(f"r{number}", keys)
+            vllm.attempt(request)
+            vllm.replica.end(vllm.replica.fetches[-1], seconds=20.0)
+            vllm.attempt(request)
+            vllm.finish(request)
+        vllm.end_step()
+        vllm.replica.peers_hold(a=[])
+        request = self.waiting(vllm)
+        vllm.replica.peers_hold(a=self.KEYS[:4])
+        assert vllm.attempt(request) == 0
+
+    @pytest.mark.parametrize(
+        "why", ["short", "alone", "paused", "switched off", "rate unknown", "not worth fetching"]
+    )
     def test_nobody_is_asked_when_it_cannot_pay(self, vllm: Scheduling, why: str) -> None:
         keys = self.KEYS
         if why == "short":
@@ -854,7 +900,9 @@ class TestOnePrefillPerCluster:
             vllm.replica.can_fetch = False
         elif why == "switched off":
             vllm.replica.mirror.enabled = False
-        else:
+        elif why == "rate unknown":
             vllm.manager.prefill_rate.tokens_per_second = None
+        else:
+            vllm.replica.peers_hold(a=keys[:1])
         assert vllm.attempt(vllm.arrive("r", keys)) == 0
         assert vllm.replica.claims == []

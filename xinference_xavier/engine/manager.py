@@ -17,7 +17,9 @@ as waiting for that peer is expected to pay (`Wait`).
 """
 
 import itertools
+import random
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -245,6 +247,8 @@ class XavierManager(OffloadingManager):
             request.wait = self._ask(key, request)
         if group in self._deferred or not self._is_waiting(request):
             return False
+        if not self._may_become_worth_fetching(key, request):
+            return False
         self._deferred.add(group)
         request.deadline = None  # is for what a peer holds
         return True
@@ -259,6 +263,8 @@ class XavierManager(OffloadingManager):
         mirror = self._replica.mirror
         if rate is None or not (self._replica.can_fetch and mirror.enabled and mirror.peers):
             return None
+        if mirror.holders(key):  # and it was not worth fetching
+            return None
         group = _group_of(key, request.context)
         rest = list(itertools.dropwhile(lambda other: other != key, group))
         seconds = len(rest) * self._chunk_tokens / rate
@@ -266,6 +272,15 @@ class XavierManager(OffloadingManager):
             return None
         claim = self._replica.claim(rest, seconds)
         return Wait(claim, self._chunk_tokens / rate, self.step_tokens / rate, self._clock())
+
+    def _may_become_worth_fetching(self, key: bytes, request: _Request) -> bool:
+        """False where even all that is to come from `key` on would be computed sooner."""
+        holders = self._replica.mirror.holders(key)
+        if not holders:
+            return True
+        group = _group_of(key, request.context)
+        rest = len(group) - group.index(key)
+        return any(self._least(peer, request) <= rest for peer in holders)
 
     def _is_computed(self, key: bytes) -> bool:
         return bool(self._replica.mirror.holders(key)) or self._pool.lookup(key) is not None
@@ -302,7 +317,7 @@ class XavierManager(OffloadingManager):
 
     def _new_fetch(self, request: _Request, now: float) -> Fetch | None:
         assert request.deadline is not None
-        donor, keys = self._choose_donor(request.wanted)
+        donor, keys = self._choose_donor(request.wanted, now)
         if self._choose and len({key[_GROUP] for key in keys}) == 1:
             keys = keys[: self._forecast.rows_within(donor, request.deadline - now, now)]
         chunks = self._spared(keys, request)
@@ -332,19 +347,27 @@ class XavierManager(OffloadingManager):
         at_hand = itertools.takewhile(lambda key: key in fetched or self._pool.lookup(key), rest)
         return sum(1 for _ in at_hand)
 
-    def _choose_donor(self, keys: Sequence[bytes]) -> tuple[str, list[bytes]]:
-        """The peer that holds the longest run from the first key on, and that run."""
+    def _choose_donor(self, keys: Sequence[bytes], now: float) -> tuple[str, list[bytes]]:
+        """A peer that holds the longest run from the first key on, and that run. Of several, the
+        one from which it is expected to be here first, and any of those that seem equal: so that
+        they have about the same to do."""
         holders = self._replica.mirror.holders
-        best: tuple[str, list[bytes]] = ("", [])
-        for donor in holders(keys[0]):
-            run = []
-            for key in keys:
-                if donor not in holders(key):
-                    break
-                run.append(key)
-            if len(run) > len(best[1]):
-                best = (donor, run)
-        return best
+
+        def run(donor: str) -> int:
+            return sum(1 for _ in itertools.takewhile(lambda key: donor in holders(key), keys))
+
+        runs = {donor: run(donor) for donor in holders(keys[0])}
+        if not runs:
+            return "", []
+        longest = max(runs.values())
+        asked = Counter(fetch.donor for fetch in self._fetches)
+
+        def rank(donor: str) -> tuple[float, int, float]:
+            seconds = self._forecast.seconds(donor, longest, now)
+            return seconds * (1 + asked[donor]), asked[donor], random.random()
+
+        best = min((donor for donor in runs if runs[donor] == longest), key=rank)
+        return best, list(keys[:longest])
 
     def _settle_fetches(self) -> None:
         """Take note of ended fetches; let go of their rows when nobody waits for them any more."""
