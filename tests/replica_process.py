@@ -33,6 +33,7 @@ from xinference_xavier.pool.pool import Pool, PoolCounts
 from xinference_xavier.pool.region import Region
 from xinference_xavier.replica import Replica
 from xinference_xavier.tracker.actor import BlockTracker
+from xinference_xavier.tracker.claims import Claim
 from xinference_xavier.tracker.protocol import tracker_uid
 from xinference_xavier.transfer.fetch import Fetch, FetchState
 
@@ -120,6 +121,7 @@ class _Inside:
         )
         self.replica.chunker = chunk_numbers
         self.fetching: Fetch | None = None
+        self.claims: list[Claim] = []
         self.began = 0.0
         self.replica.start()
 
@@ -165,6 +167,19 @@ class _Inside:
             np.array_equal(self.region.row(row.slot), content(row.key, self.region.row_bytes))
             for row in self.fetching.rows
         )
+
+    def claim(self, keys: Sequence[bytes]) -> int:
+        """How many of the first ones a peer computes."""
+        claim = self.replica.claim(keys, 60.0)
+        wait_until(lambda: claim.elsewhere is not None, "somebody said who computes it")
+        assert claim.elsewhere is not None
+        self.claims.append(claim)
+        return claim.elsewhere
+
+    def release_claims(self) -> None:
+        for claim in self.claims:
+            self.replica.release_claim(claim)
+        self.claims.clear()
 
     def evict(self, keys: Sequence[bytes]) -> None:
         """As if memory had run short; the rest is put back by the caller."""

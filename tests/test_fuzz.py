@@ -222,6 +222,8 @@ CALLS = st.one_of(
     st.tuples(
         st.just("publish"), st.tuples(NAMES, INCARNATIONS, st.just(1) | anything, PACKED, PACKED)
     ),
+    st.tuples(st.just("claim"), st.tuples(NAMES, INCARNATIONS, PACKED, st.just(1.0) | TIMES)),
+    st.tuples(st.just("release"), st.tuples(NAMES, INCARNATIONS, PACKED)),
     st.tuples(st.just("replace"), st.tuples(NAMES, INCARNATIONS, st.just(1) | anything, PACKED)),
     st.tuples(
         st.just("watch"), st.tuples(NAMES, INCARNATIONS, anything, st.just(0) | anything, TIMES)

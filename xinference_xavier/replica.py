@@ -47,6 +47,7 @@ from xinference_xavier.sharing_log import (
     SWITCHED_OFF,
     SharingLog,
 )
+from xinference_xavier.tracker.claims import Claim
 from xinference_xavier.tracker.client import TrackerClient
 from xinference_xavier.tracker.events import MAX_REPORTED, event_dict
 from xinference_xavier.tracker.failure import replica_name
@@ -216,6 +217,17 @@ class Replica:
         for row in rows:
             self._pool.abort(row)
         return None
+
+    def claim(self, keys: Sequence[bytes], seconds: float) -> Claim:
+        """Ask who computes the chunks of a prefix, in their order, which takes about so long."""
+        claim = Claim(keys, seconds)
+        if not self._post_if_room(lambda: self._spawn(self._client.claim(claim))):
+            claim.elsewhere = 0
+        return claim
+
+    def release_claim(self, claim: Claim) -> None:
+        """The request that was to compute this has ended."""
+        self._post_if_room(lambda: self._spawn(self._client.release(claim)))
 
     def reset(self) -> None:
         """Everything computed so far is void, here and, coming from us, anywhere else.

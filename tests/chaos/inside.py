@@ -59,6 +59,7 @@ class Inside:
         figures = vars(self.scheduler.figures) | {
             "died": self.scheduler.died,
             "in_flight": self.scheduler.in_flight,
+            "waits": self.scheduler.manager.stats()["waits"],
             "wrong_bytes": self.worker.wrong_bytes,
             "pool_refusals": self.pool.refusals,
             "epoch": self.replica.mirror.epoch,

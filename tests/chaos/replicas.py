@@ -180,10 +180,12 @@ class _Run:
         self._said = time.monotonic()
         report, cluster = self._report, self._cluster
         requests = cluster.total(lambda figures: figures["requests"])
+        waited = cluster.total(lambda figures: figures["waits"]["waited"])
         self._say(
             f"{self._said - self._began:5.0f} s  {self._steps} steps, "
             f"{report.faults.total()} faults of {len(report.faults)} kinds observed, "
-            f"{report.unobserved.total()} not; {requests} requests, "
+            f"{report.unobserved.total()} not; {requests} requests, of which {waited} waited for a "
+            f"peer's prefill, "
             f"{cluster.rollbacks().total()} rollbacks"
         )
 

@@ -34,6 +34,8 @@ STEP = 0.015
 MAX_REQUESTS = 4
 """Requests at a time."""
 MIN_FETCH_CHUNKS = 2
+PREFILL_RATE = 640.0
+"""Tokens per second, as the manager is told: five chunks and more are worth waiting for."""
 
 
 class Phase(Enum):
@@ -86,6 +88,7 @@ class _Live(Scheduling):
             fetch_timeout=fetch_timeout,
         )
         self.manager.attach(replica)
+        self.manager.prefill_rate.tokens_per_second = PREFILL_RATE
 
 
 class Scheduler(threading.Thread):

@@ -12,6 +12,8 @@ is what tells the others. A killed transfer process is in test_sharing.py.
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from typing import Any
 
 import psutil
@@ -78,18 +80,21 @@ def assert_shares(cluster: SeparateCluster, donor: str, consumer: str, seed: int
     assert member_of(cluster, consumer)["bytes_received"] > received
 
 
-def wait_back(cluster: SeparateCluster, replica: str, old: str) -> None:
-    """Return when the replica that was `old` is ready again and shares."""
+def wait_back(cluster: SeparateCluster, replica: str, old: str) -> float:
+    """Return when the replica that was `old` is ready again and shares: how many seconds that was
+    after it was ready."""
 
     def answers() -> bool:
         states = {r["replica_model_uid"]: r["model_state"] for r in cluster.replicas(UID)}
         return states.get(replica) == "ready" and bool(_model_of(replica))
 
     wait_for_engine(answers, f"{replica} is ready again")
+    ready = time.monotonic()
     wait_until(
         lambda: old not in members(cluster) and can_fetch(cluster, UID, 2),
         f"{replica} has joined as another incarnation",
     )
+    return time.monotonic() - ready
 
 
 def _model_of(replica: str) -> psutil.Process | None:
@@ -128,7 +133,12 @@ def test_a_replica_that_hangs_is_dropped_and_joins_again_by_itself(model: Separa
     ],
 )
 def test_a_killed_replica_comes_back_and_shares(
-    model: SeparateCluster, replica: str, survivor: str, victim: str, seed: int
+    model: SeparateCluster,
+    replica: str,
+    survivor: str,
+    victim: str,
+    seed: int,
+    record_property: Callable[[str, object], None],
 ) -> None:
     """Nothing of the dead incarnation is offered, the survivor answers all the while, and the
     replica that xinference starts in its place shares."""
@@ -149,7 +159,8 @@ def test_a_killed_replica_comes_back_and_shares(
             model.ask(replica, question(seed + 1))
     processes.wait_gone(doomed.all())
 
-    wait_back(model, replica, member["incarnation"])
+    seconds = wait_back(model, replica, member["incarnation"])
+    record_property("seconds from ready until it shares", seconds)
     assert_shares(model, survivor, replica, seed + 2)
     assert_shares(model, replica, survivor, seed + 3)
     assert member["incarnation"] not in members(model)

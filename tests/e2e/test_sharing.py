@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -225,6 +226,22 @@ def test_what_was_dropped_is_computed_again(model: LocalCluster) -> None:
     assert asked != donor
     assert (again.cached_tokens, again.tokens) == (0, cold.tokens)
     share(model, seed=113)
+
+
+def test_of_two_that_get_a_long_prompt_at_once_one_computes_it(model: LocalCluster) -> None:
+    """And the answers are the same, whether or not waiting paid on a busy machine."""
+    before = replicas(model)
+    assert all(replica["prefill_tokens_per_s"] for replica in before.values())
+    text = prompt(document(115, 3 * ROWS), questions(115, 3 * ROWS)[0])
+    with ThreadPoolExecutor(2) as pool:
+        answers = list(pool.map(lambda _: model.complete(UID, text), range(2)))
+    assert answers[0].tokens == answers[1].tokens
+
+    def counted(name: str) -> int:
+        after = replicas(model)
+        return sum(after[each]["waits"][name] - before[each]["waits"][name] for each in before)
+
+    wait_until(lambda: counted("claimed") == counted("waited") == 1, "one computed, one waited")
 
 
 @pytest.mark.parametrize(

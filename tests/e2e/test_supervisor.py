@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 
 import pytest
 import xoscar
@@ -85,7 +86,9 @@ def test_nobody_expires_while_the_supervisor_stands_still(model: SeparateCluster
 
 
 @pytest.mark.parametrize("port", ["same", "other"])
-def test_a_supervisor_that_died_is_found_again(model: SeparateCluster, port: str) -> None:
+def test_a_supervisor_that_died_is_found_again(
+    model: SeparateCluster, port: str, record_property: Callable[[str, object], None]
+) -> None:
     """Killed and started again, with the control address where it was or elsewhere: all replicas
     find the new tracker through their worker, publish again and share."""
     seed = 520 if port == "same" else 530
@@ -94,8 +97,10 @@ def test_a_supervisor_that_died_is_found_again(model: SeparateCluster, port: str
     model.kill_supervisor()
     assert_mirrored_hit(model, seed, expected)
     model.start_supervisor(model.control_port if port == "same" else free_port("127.0.0.1"))
+    back = time.monotonic()
     assert model.ask(FIRST, question(seed)).tokens == expected
     wait_for_engine(lambda: can_fetch(model, UID, 2), "both have joined the new tracker")
     assert set(members(model)) == before
     assert_shares(model, SECOND, FIRST, seed + 2)
+    record_property("seconds until there are hits again", time.monotonic() - back)
     assert model.complete(UID, question(seed)).tokens == expected  # through REST as ever

@@ -23,6 +23,7 @@ from vllm.v1.kv_offload.base import (
 from xinference_xavier.engine.manager import XavierManager
 from xinference_xavier.pool.pool import Pool, Row
 from xinference_xavier.replica import Replica
+from xinference_xavier.tracker.claims import Claim
 from xinference_xavier.tracker.index import Change, Member, Settings, Update, pack
 from xinference_xavier.tracker.mirror import Mirror
 from xinference_xavier.transfer.fetch import Fetch, FetchState
@@ -60,6 +61,8 @@ class ScriptedReplica:
         self.stored_rows: list[Row] = []
         self.evicted_keys: list[bytes] = []
         self.fetches: list[Fetch] = []
+        self.claims: list[Claim] = []
+        self.released: list[Claim] = []
         self._holdings: dict[str, set[bytes]] = {}
 
     def stored(self, rows: Sequence[Row]) -> None:
@@ -82,6 +85,13 @@ class ScriptedReplica:
         fetch = Fetch(donor, rows, deadline, trace_headers)
         self.fetches.append(fetch)
         return fetch
+
+    def claim(self, keys: Sequence[bytes], seconds: float) -> Claim:
+        self.claims.append(Claim(keys, seconds))
+        return self.claims[-1]
+
+    def release_claim(self, claim: Claim) -> None:
+        self.released.append(claim)
 
     def reset(self) -> None:
         self.pool.reset()

@@ -36,6 +36,10 @@ def test_a_fetch_belongs_to_the_trace_of_the_request_that_began_it(vllm: Schedul
     assert fetch.span._headers == headers
 
 
+def every_prompts_chunks(prompts: int) -> list[OffloadKey]:
+    return [key for number in range(prompts) for key in chunks(f"prompt {number}", 4)]
+
+
 def assert_nothing_left(vllm: Scheduling) -> None:
     counts = vllm.pool.counts()
     assert (counts.pinned, counts.filling, counts.quarantined) == (0, 0, 0)
@@ -118,6 +122,28 @@ class TestFetch:
         vllm.attempt(vllm.arrive("r", keys))
         (fetch,) = vllm.replica.fetches
         assert (fetch.donor, len(fetch.rows)) == ("b", 5)
+
+    def test_of_equal_peers_each_has_its_turn(self, vllm: Scheduling) -> None:
+        """Who is asked already is asked last."""
+        vllm.replica.peers_hold(**{name: every_prompts_chunks(3) for name in "abc"})
+        for number in range(3):
+            vllm.attempt(vllm.arrive(f"r{number}", chunks(f"prompt {number}", 4)))
+        assert {fetch.donor for fetch in vllm.replica.fetches} == set("abc")
+
+    def test_a_peer_that_was_quicker_is_preferred(self, vllm: Scheduling) -> None:
+        vllm.replica.peers_hold(a=every_prompts_chunks(9), b=every_prompts_chunks(9))
+        donors = []
+        for number in range(9):
+            request = vllm.arrive(f"r{number}", chunks(f"prompt {number}", 4))
+            vllm.attempt(request)
+            fetch = vllm.replica.fetches[-1]
+            donors.append(fetch.donor)
+            vllm.replica.end(fetch, seconds=0.1 if fetch.donor == "a" else 0.01)
+            vllm.attempt(request)
+            vllm.finish(request)
+            vllm.end_step()
+        assert set(donors[:4]) == {"a", "b"}, "both are tried, and a first fetch opens the link"
+        assert set(donors[4:]) == {"b"}
 
     def test_begins_behind_what_is_at_hand(self, vllm: Scheduling) -> None:
         keys = chunks("prompt", 8)
@@ -725,3 +751,158 @@ class TestCapacity:
             vllm.finish(request)
             vllm.fill(chunks(f"more {number}", 2))
         assert len(vllm.replica.fetches) == 1
+
+
+class TestOnePrefillPerCluster:
+    """A cold prompt of ten seconds, which comes to two replicas at once."""
+
+    KEYS = chunks("prompt", 10)
+
+    @pytest.fixture
+    def vllm(self) -> Scheduling:
+        vllm = Scheduling()
+        vllm.replica.peers_hold(a=[])
+        rate = vllm.manager.prefill_rate
+        rate.step_begins(1000, 0.0)
+        rate.step_ends(1000 / CHUNK)
+        vllm.manager.step_tokens = 2 * CHUNK
+        assert rate.tokens_per_second == CHUNK
+        return vllm
+
+    def asking(self, vllm: Scheduling) -> Request:
+        request = vllm.arrive("r", self.KEYS)
+        assert vllm.attempt(request) is None
+        return request
+
+    def waiting(self, vllm: Scheduling) -> Request:
+        request = self.asking(vllm)
+        vllm.replica.claims[0].elsewhere = 10
+        assert vllm.attempt(request) is None
+        return request
+
+    def test_the_tracker_is_asked_once_who_computes_it(self, vllm: Scheduling) -> None:
+        request = self.asking(vllm)
+        assert vllm.attempt(request) is None
+        (claim,) = vllm.replica.claims
+        assert (claim.keys, claim.seconds) == (self.KEYS, 10.0)
+
+    def test_only_for_what_is_missing(self, vllm: Scheduling) -> None:
+        vllm.fill(self.KEYS[:4])
+        self.asking(vllm)
+        (claim,) = vllm.replica.claims
+        assert (claim.keys, claim.seconds) == (self.KEYS[4:], 6.0)
+
+    def test_who_is_told_to_compute_does_and_lets_go_in_the_end(self, vllm: Scheduling) -> None:
+        request = self.asking(vllm)
+        vllm.replica.claims[0].elsewhere = 0
+        assert vllm.attempt(request) == 0
+        vllm.schedule(request, 0)
+        assert vllm.replica.released == []
+        vllm.finish(request)
+        assert vllm.replica.released == vllm.replica.claims
+        assert vllm.manager.stats()["waits"]["claimed"] == 1
+
+    def test_so_does_who_gets_no_answer(self, vllm: Scheduling) -> None:
+        request = self.asking(vllm)
+        vllm.clock.now += 1.0
+        assert vllm.attempt(request) == 0
+
+    def test_who_ends_before_the_answer_lets_go_as_well(self, vllm: Scheduling) -> None:
+        vllm.finish(self.asking(vllm))
+        assert vllm.replica.released == vllm.replica.claims
+
+    def test_who_waits_fetches_chunks_as_they_are_finished(self, vllm: Scheduling) -> None:
+        request = self.waiting(vllm)
+        for finished in (4, 8):
+            vllm.clock.now += 4.0
+            vllm.replica.peers_hold(a=self.KEYS[:finished])
+            assert vllm.attempt(request) is None
+            fetch = vllm.replica.fetches[-1]
+            assert [row.key for row in fetch.rows] == self.KEYS[finished - 4 : finished]
+            assert fetch.deadline == vllm.clock.now + FETCH_TIMEOUT
+            vllm.replica.end(fetch)
+            assert vllm.attempt(request) is None
+        vllm.clock.now += 2.0
+        vllm.replica.peers_hold(a=self.KEYS)
+        assert vllm.attempt(request) is None
+        vllm.replica.end(vllm.replica.fetches[-1])
+        assert vllm.attempt(request) == 10
+        vllm.schedule(request, 10)
+        vllm.end_step()
+        vllm.loaded(request, 10)
+        vllm.finish(request)
+        assert_nothing_left(vllm)
+        assert vllm.replica.released == []
+        waits = vllm.manager.stats()["waits"]
+        assert waits == {"claimed": 0, "waited": 1, "given_up": 0, "seconds": 10.0}
+
+    def test_while_it_waits_one_retry_is_enough(self, vllm: Scheduling) -> None:
+        request = self.waiting(vllm)
+        answers = [vllm.manager.lookup(key, request.context) for key in self.KEYS]
+        assert answers == [LookupResult.RETRY] + 9 * [LookupResult.MISS]
+
+    def test_the_rest_is_computed_when_the_peer_falls_behind(self, vllm: Scheduling) -> None:
+        request = self.waiting(vllm)
+        vllm.replica.peers_hold(a=self.KEYS[:4])
+        assert vllm.attempt(request) is None
+        vllm.replica.end(vllm.replica.fetches[-1])
+        vllm.clock.now += 4.0 + 2 * 2.0 + 1.0 - 0.01
+        assert vllm.attempt(request) is None
+        vllm.clock.now += 0.01
+        assert vllm.attempt(request) == 4
+        vllm.schedule(request, 4)
+        assert vllm.manager.stats()["waits"]["given_up"] == 1
+
+    def test_a_fetch_that_fails_ends_the_waiting(self, vllm: Scheduling) -> None:
+        request = self.waiting(vllm)
+        vllm.replica.peers_hold(a=self.KEYS[:4])
+        assert vllm.attempt(request) is None
+        vllm.replica.end(vllm.replica.fetches[-1], 2)
+        assert vllm.attempt(request) == 2
+
+    @pytest.mark.parametrize("end", ["pause", "reset"])
+    def test_so_does_the_end_of_sharing(self, vllm: Scheduling, end: str) -> None:
+        request = self.waiting(vllm)
+        if end == "pause":
+            vllm.replica.can_fetch = False
+        else:
+            vllm.manager.reset_cache()
+        assert vllm.attempt(request) == 0
+
+    def test_so_does_a_peer_from_which_fetching_takes_longer_than_computing(
+        self, vllm: Scheduling
+    ) -> None:
+        vllm.manager._choose = True
+        for number in range(2):
+            keys = chunks(f"other {number}", 4)
+            vllm.replica.peers_hold(a=keys)
+            request = vllm.arrive(f"r{number}", keys)
+            vllm.attempt(request)
+            vllm.replica.end(vllm.replica.fetches[-1], seconds=20.0)
+            vllm.attempt(request)
+            vllm.finish(request)
+        vllm.end_step()
+        vllm.replica.peers_hold(a=[])
+        request = self.waiting(vllm)
+        vllm.replica.peers_hold(a=self.KEYS[:4])
+        assert vllm.attempt(request) == 0
+
+    @pytest.mark.parametrize(
+        "why", ["short", "alone", "paused", "switched off", "rate unknown", "not worth fetching"]
+    )
+    def test_nobody_is_asked_when_it_cannot_pay(self, vllm: Scheduling, why: str) -> None:
+        keys = self.KEYS
+        if why == "short":
+            vllm.manager.prefill_rate.tokens_per_second = 10 * CHUNK + 1
+        elif why == "alone":
+            vllm.replica.peers_hold()
+        elif why == "paused":
+            vllm.replica.can_fetch = False
+        elif why == "switched off":
+            vllm.replica.mirror.enabled = False
+        elif why == "rate unknown":
+            vllm.manager.prefill_rate.tokens_per_second = None
+        else:
+            vllm.replica.peers_hold(a=keys[:1])
+        assert vllm.attempt(vllm.arrive("r", keys)) == 0
+        assert vllm.replica.claims == []

@@ -28,6 +28,7 @@ def stats(**changes: Any) -> dict[str, Any]:
         "prefill_tokens_per_s": 600.0,
         "seconds_saved": 7.5,
         "forecast": {"fetched": 11, "computed": 12, "took_s": 1.5, "error_s": 0.25, "lost": 13},
+        "waits": {"claimed": 14, "waited": 15, "given_up": 6, "seconds": 2.5},
         "fetching": {"b": 2, "c": 1},
         "fetches": {"started": 0, "committed": 0, "rolled_back": {}, "by_transport": {}},
         "not_sharing": None,
@@ -91,16 +92,19 @@ def test_each_figure_has_its_metric() -> None:
             "requests_total", "prefill_tokens_per_second", "saved_seconds", "fetching_chunks",
             "grants", "grants_refused_total", "published_chunks", "mirrored_chunks",
             "transfer_restarts_total", "lost_fetches_total", "foretold_fetch_seconds_total",
-            "forecast_error_seconds_total",
+            "forecast_error_seconds_total", "claimed_prefixes_total", "wait_seconds_total",
         )
     } == {
         "requests_total": 5, "prefill_tokens_per_second": 600.0, "saved_seconds": 7.5,
         "fetching_chunks": 3, "grants": 1, "grants_refused_total": 9, "published_chunks": 30,
         "mirrored_chunks": 40, "transfer_restarts_total": 1, "lost_fetches_total": 13,
         "foretold_fetch_seconds_total": 1.5, "forecast_error_seconds_total": 0.25,
+        "claimed_prefixes_total": 14, "wait_seconds_total": 2.5,
     }  # fmt: skip
     for way, count in (("fetched", 11), ("computed", 12)):
         assert value(found, "choices_total", way=way) == count
+    for outcome, count in (("arrived", 9), ("given_up", 6)):
+        assert value(found, "waits_total", outcome=outcome) == count
 
 
 def test_a_pools_states_add_up_to_its_size() -> None:

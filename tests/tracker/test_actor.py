@@ -184,6 +184,39 @@ async def test_the_tracker_forgives_its_own_pauses() -> None:
     assert not await tracker.heartbeat(NS, "a", {})
 
 
+async def test_one_computes_what_several_want_until_it_is_published(tracker: Any) -> None:
+    await join(tracker, A, B)
+    assert await tracker.claim(NS, "a", K1 + K2, 60.0) == 0
+    assert await tracker.claim(NS, "b", K1 + K2, 60.0) == 2
+    await tracker.publish(NS, "a", 1, K1 + K2, b"")
+    assert await tracker.claim(NS, "b", K1 + K2, 60.0) == 0
+
+
+@pytest.mark.parametrize("end", ["release", "leave"])
+async def test_what_one_does_not_compute_after_all_another_does(tracker: Any, end: str) -> None:
+    await join(tracker, A, B)
+    await tracker.claim(NS, "a", K1, 60.0)
+    await (tracker.release(NS, "a", K1) if end == "release" else tracker.leave(NS, "a"))
+    assert await tracker.claim(NS, "b", K1, 60.0) == 0
+
+
+async def test_a_claim_ends_by_itself() -> None:
+    now = 100.0
+    tracker = BlockTracker(MODEL, clock=lambda: now)
+    await join(tracker, A, B)
+    await tracker.claim(NS, "a", K1, 5.0)
+    now = 105.0
+    assert await tracker.claim(NS, "b", K1, 5.0) == 0
+
+
+async def test_only_members_claim(tracker: Any) -> None:
+    await join(tracker, A)
+    with pytest.raises(NotMemberError, match="'b' is no member"):
+        await tracker.claim(NS, "b", K1, 60.0)
+    await tracker.release(NS, "b", K1)
+    await tracker.release("elsewhere", "b", K1)
+
+
 async def test_an_error_does_not_end_the_expiry(caplog: pytest.LogCaptureFixture) -> None:
     calls, went_on = 0, asyncio.Event()
 
@@ -308,6 +341,12 @@ async def test_distinct_keys_count_once(tracker: Any) -> None:
         ("publish", (NS, "b", 1, b"", b"123"), "not a multiple of the key length 4"),
         ("replace", (NS, "b", 1, bytearray(4)), "keys is bytearray"),
         ("replace", (NS, "b", 1, b"123"), "not a multiple of the key length 4"),
+        ("claim", (NS, "b", [K1], 1.0), "keys is list"),
+        ("claim", (NS, "b", b"123", 1.0), "not a multiple of the key length 4"),
+        ("claim", (NS, "b", K1, float("nan")), "seconds=nan"),
+        ("claim", (NS, "b", K1, 601.0), "seconds=601"),
+        ("release", (NS, "b", None), "keys is NoneType"),
+        ("release", (NS, "b", b"123"), "not a multiple of the key length 4"),
         ("watch", (NS, "b", "", -1, 1.0), "revision=-1"),
         ("watch", (NS, "b", "", 0, float("nan")), "timeout=nan"),
         ("watch", (NS, "b", "", 0, "1"), "timeout='1'"),

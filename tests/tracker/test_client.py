@@ -14,6 +14,7 @@ import xoscar as xo
 from xinference_xavier.hooks import TrackerLost
 from xinference_xavier.tracker import client as client_module
 from xinference_xavier.tracker.actor import BlockTracker
+from xinference_xavier.tracker.claims import Claim
 from xinference_xavier.tracker.client import TrackerClient
 from xinference_xavier.tracker.events import event_dict
 from xinference_xavier.tracker.index import Outcome, Update
@@ -496,6 +497,39 @@ async def test_a_tracker_that_hangs_holds_nobody_up(
     await c.sees(K2, "a")
     for peer in peers.all:
         await peer.crash()
+
+
+async def claimed(peer: Peer, *keys: bytes) -> int | None:
+    claim = Claim(keys, seconds=10.0)
+    await peer.client.claim(claim)
+    return claim.elsewhere
+
+
+async def test_one_of_two_computes_what_both_want(peers: Peers, tracker: Any) -> None:
+    a, b = await peers.start("a"), await peers.start("b")
+    assert await claimed(a, K1, K2) == 0
+    assert await claimed(b, K1, K2, K3) == 2
+    await a.client.release(Claim([K1, K2], 10.0))
+    assert await claimed(b, K1, K2, K3) == 0
+
+
+async def test_without_a_tracker_everybody_computes(
+    tracker_process: tuple[asyncio.subprocess.Process, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that hangs, and one that is known to be lost: then nobody is asked."""
+    monkeypatch.setattr(client_module, "CLAIM_DEADLINE", 0.2)
+    process, address = tracker_process
+    peers = Peers(address)
+    a = await peers.start("a", heartbeat=3600.0, watch_timeout=3600.0)
+    process.send_signal(signal.SIGSTOP)
+    assert await claimed(a, K1) == 0
+    assert a.client.counters.claim_failures == 1
+    process.kill()
+    await until_lost(a)
+    assert await claimed(a, K1) == 0
+    await a.client.release(Claim([K1], 10.0))
+    assert a.client.counters.claim_failures == 1
+    await a.crash()
 
 
 async def test_a_killed_tracker_is_noticed_at_once(

@@ -84,6 +84,8 @@ async def test_names_are_checked_in_every_call(tracker: Any, name: Any) -> None:
             tracker.publish(namespace, incarnation, 1, KEY, b""),
             tracker.replace(namespace, incarnation, 1, KEY),
             tracker.watch(namespace, incarnation, "", 0, 0.0),
+            tracker.claim(namespace, incarnation, KEY, 1.0),
+            tracker.release(namespace, incarnation, KEY),
             tracker.leave(namespace, incarnation),
         ):
             with pytest.raises(ValueError, match="is not a text of"):

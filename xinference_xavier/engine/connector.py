@@ -54,6 +54,7 @@ class XavierConnector(OffloadingConnector):
         super().__init__(vllm_config, role, kv_cache_config)
         if role is KVConnectorRole.SCHEDULER:
             self._manager.explain_with(PromptChunker(vllm_config, offloading, chunk_tokens))
+            self._manager.step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
 
     @property
     def _manager(self) -> XavierManager:

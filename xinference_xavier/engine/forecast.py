@@ -71,6 +71,11 @@ class Forecast:
         rate = self._believed(donor, now)
         return NEVER if rate is None else rate.rows_within(seconds)
 
+    def seconds(self, donor: str, rows: int, now: float) -> float:
+        """That fetching so many rows from `donor` takes; 0 if nothing is known."""
+        rate = self._believed(donor, now)
+        return 0.0 if rate is None else rate.seconds(rows)
+
     def _believed(self, donor: str, now: float) -> FetchRate | None:
         peer = self._peers.get(donor)
         if peer is None or now - peer.tried > BELIEVED:

@@ -11,10 +11,15 @@ A request's way through `lookup`, one scheduling attempt ("pass") after the othe
     on_schedule_end one fetch is begun for the chunks that got a RETRY
     further passes  RETRY while the fetch is under way and the request has time left
     then            HIT for what arrived, MISS for the rest; once more if all of it arrived
+
+Before a long MISS, RETRY until the tracker has said whether a peer is computing it, and for as long
+as waiting for that peer is expected to pay (`Wait`).
 """
 
 import itertools
+import random
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -37,6 +42,7 @@ from xinference_xavier.engine.forecast import Forecast
 from xinference_xavier.engine.metrics import HitReporter, Hits
 from xinference_xavier.engine.prefill_rate import PrefillRate
 from xinference_xavier.engine.versions import known_keys, load_source
+from xinference_xavier.engine.waiting import WORTH_ASKING, Wait, WaitCounts
 from xinference_xavier.explanation import Chunker
 from xinference_xavier.pool.pool import Pool, Reservation, Row
 from xinference_xavier.replica import Replica
@@ -52,6 +58,7 @@ class _Request:
     """What is on about one request."""
 
     __slots__ = (
+        "asked",
         "computes",
         "context",
         "deadline",
@@ -61,6 +68,7 @@ class _Request:
         "given_up",
         "pending_since",
         "trace_headers",
+        "wait",
         "wanted",
     )
 
@@ -75,6 +83,8 @@ class _Request:
         self.computes = False  # what it could have fetched, as that is expected to be quicker
         self.fetched: set[bytes] = set()  # came from a peer for this request
         self.trace_headers: Mapping[str, str] | None = None
+        self.asked = False  # who computes what nobody has, or whether to ask
+        self.wait: Wait | None = None  # for who does; stays when it is over
 
     def conclude(self) -> None:
         """The fetch is over for us: what it brought are HITs, what it did not are MISSes."""
@@ -118,6 +128,9 @@ class XavierManager(OffloadingManager):
         self._finished_requests = 0
         self.prefill_rate = PrefillRate()
         self._forecast = Forecast(chunk_tokens=chunk_tokens, row_bytes=row_bytes)
+        self.step_tokens = chunk_tokens  # that the engine computes at once, at most
+        self._waits = WaitCounts()
+        self._deferred: set[tuple[str, bytes]] = set()  # in this step: requests, by group
         self.decision_time = DecisionTime()
 
     def attach(self, replica: Replica) -> None:
@@ -139,6 +152,7 @@ class XavierManager(OffloadingManager):
             "prefill_tokens_per_s": rate,
             "seconds_saved": reused / rate if rate else 0.0,
             "forecast": self._forecast.report(),
+            "waits": asdict(self._waits),
         }
 
     def trace(self, req_id: str, headers: Mapping[str, str]) -> None:
@@ -162,10 +176,11 @@ class XavierManager(OffloadingManager):
                 # One RETRY per group defers the request; MISS for the rest ends the scan early.
                 return LookupResult.RETRY if key in request.first else LookupResult.MISS
             self._conclude(request)
-        if request.given_up or not self._has_time(request):
+        if request.given_up or not (self._has_time(request) or self._is_waiting(request)):
             return LookupResult.MISS
         if not self._is_elsewhere(key, request, req_context):
-            return LookupResult.MISS
+            waits = not request.wanted and self._waits_for_peer(key, request)
+            return LookupResult.RETRY if waits else LookupResult.MISS
         request.wanted.append(key)
         self._gathered[req_context.req_id] = request
         return LookupResult.RETRY
@@ -222,6 +237,54 @@ class XavierManager(OffloadingManager):
         last = group[count - 1]
         return peer in self._replica.mirror.holders(last) or self._pool.lookup(last) is not None
 
+    # -- waiting for peers that compute -------------------------------------------------------
+
+    def _waits_for_peer(self, key: bytes, request: _Request) -> bool:
+        """True once in a step for each group: that defers the request."""
+        group = (request.context.req_id, key[_GROUP])
+        if not request.asked:
+            request.asked = True
+            request.wait = self._ask(key, request)
+        if group in self._deferred or not self._is_waiting(request):
+            return False
+        if not self._may_become_worth_fetching(key, request):
+            return False
+        self._deferred.add(group)
+        request.deadline = None  # is for what a peer holds
+        return True
+
+    def _is_waiting(self, request: _Request) -> bool:
+        wait, can_fetch = request.wait, self._replica.can_fetch
+        return wait is not None and can_fetch and wait.goes_on(self._is_computed, self._clock())
+
+    def _ask(self, key: bytes, request: _Request) -> Wait | None:
+        """Who computes what nobody has from `key` on, if that takes so long that it is worth it."""
+        rate = self.prefill_rate.tokens_per_second
+        mirror = self._replica.mirror
+        if rate is None or not (self._replica.can_fetch and mirror.enabled and mirror.peers):
+            return None
+        if mirror.holders(key):  # and it was not worth fetching
+            return None
+        group = _group_of(key, request.context)
+        rest = list(itertools.dropwhile(lambda other: other != key, group))
+        seconds = len(rest) * self._chunk_tokens / rate
+        if seconds < WORTH_ASKING:
+            return None
+        claim = self._replica.claim(rest, seconds)
+        return Wait(claim, self._chunk_tokens / rate, self.step_tokens / rate, self._clock())
+
+    def _may_become_worth_fetching(self, key: bytes, request: _Request) -> bool:
+        """False where even all that is to come from `key` on would be computed sooner."""
+        holders = self._replica.mirror.holders(key)
+        if not holders:
+            return True
+        group = _group_of(key, request.context)
+        rest = len(group) - group.index(key)
+        return any(self._least(peer, request) <= rest for peer in holders)
+
+    def _is_computed(self, key: bytes) -> bool:
+        return bool(self._replica.mirror.holders(key)) or self._pool.lookup(key) is not None
+
     # -- fetching -----------------------------------------------------------------------------
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
@@ -229,13 +292,14 @@ class XavierManager(OffloadingManager):
             self._begin_fetch(req_id, request)
             request.wanted = []
         self._gathered.clear()
+        self._deferred.clear()
         if self._fetches:
             self._settle_fetches()
         self._pool.sweep()
 
     def _begin_fetch(self, req_id: str, request: _Request) -> None:
         now = self._clock()
-        if request.deadline is None:
+        if request.deadline is None or now >= request.deadline:
             request.deadline = now + self._fetch_timeout
             request.pending_since = self.decision_time.idle_time(now)
         fetch = self._under_way(request.wanted[0]) or self._new_fetch(request, now)
@@ -253,7 +317,7 @@ class XavierManager(OffloadingManager):
 
     def _new_fetch(self, request: _Request, now: float) -> Fetch | None:
         assert request.deadline is not None
-        donor, keys = self._choose_donor(request.wanted)
+        donor, keys = self._choose_donor(request.wanted, now)
         if self._choose and len({key[_GROUP] for key in keys}) == 1:
             keys = keys[: self._forecast.rows_within(donor, request.deadline - now, now)]
         chunks = self._spared(keys, request)
@@ -283,19 +347,27 @@ class XavierManager(OffloadingManager):
         at_hand = itertools.takewhile(lambda key: key in fetched or self._pool.lookup(key), rest)
         return sum(1 for _ in at_hand)
 
-    def _choose_donor(self, keys: Sequence[bytes]) -> tuple[str, list[bytes]]:
-        """The peer that holds the longest run from the first key on, and that run."""
+    def _choose_donor(self, keys: Sequence[bytes], now: float) -> tuple[str, list[bytes]]:
+        """A peer that holds the longest run from the first key on, and that run. Of several, the
+        one from which it is expected to be here first, and any of those that seem equal: so that
+        they have about the same to do."""
         holders = self._replica.mirror.holders
-        best: tuple[str, list[bytes]] = ("", [])
-        for donor in holders(keys[0]):
-            run = []
-            for key in keys:
-                if donor not in holders(key):
-                    break
-                run.append(key)
-            if len(run) > len(best[1]):
-                best = (donor, run)
-        return best
+
+        def run(donor: str) -> int:
+            return sum(1 for _ in itertools.takewhile(lambda key: donor in holders(key), keys))
+
+        runs = {donor: run(donor) for donor in holders(keys[0])}
+        if not runs:
+            return "", []
+        longest = max(runs.values())
+        asked = Counter(fetch.donor for fetch in self._fetches)
+
+        def rank(donor: str) -> tuple[float, int, float]:
+            seconds = self._forecast.seconds(donor, longest, now)
+            return seconds * (1 + asked[donor]), asked[donor], random.random()
+
+        best = min((donor for donor in runs if runs[donor] == longest), key=rank)
+        return best, list(keys[:longest])
 
     def _settle_fetches(self) -> None:
         """Take note of ended fetches; let go of their rows when nobody waits for them any more."""
@@ -381,7 +453,11 @@ class XavierManager(OffloadingManager):
         # vLLM does not say which chunks its own prefix cache served, and those are in use as well.
         # From the tail on, so that a prefix is evicted from its end.
         self._pool.touch(reversed(known_keys(req_context)))
-        del self._requests[req_context.req_id]
+        wait = self._requests.pop(req_context.req_id).wait
+        if wait is not None:
+            wait.count(self._waits, self._clock())
+            if not wait.claim.elsewhere:
+                self._replica.release_claim(wait.claim)
 
     def reset_cache(self) -> None:
         """vLLM has forgotten all blocks and will not report what is under way now."""
@@ -391,7 +467,8 @@ class XavierManager(OffloadingManager):
             self._stale_loads += rows
         self._loading.clear()
         for request in self._requests.values():
-            request.given_up = request.given_up or request.fetch is not None
+            waited = request.fetch is not None or request.wait is not None
+            request.given_up = request.given_up or waited
             request.fetch = None
             request.wanted = []
         self._gathered.clear()
@@ -418,6 +495,8 @@ class XavierManager(OffloadingManager):
         """A request was scheduled: its tokens, those in vLLM's own cache, those we bring."""
         request = self._requests[req_id]
         self._conclude(request)
+        if request.wait is not None:
+            request.wait.count(self._waits, self._clock())
         fetched = sum(row.key in request.fetched for row in self._loading.get(req_id, ()))
         peers = min(loaded, fetched * self._chunk_tokens)
         self._hits.own_prefix_cache += own_prefix

@@ -152,6 +152,24 @@ FAMILIES = (
         "By how much the forecasts of these were wrong, in either direction.",
         _REPLICA,
     ),
+    Family(
+        "claimed_prefixes_total",
+        "counter",
+        "Long prefixes that the replica computed, and that peers could wait for.",
+        _REPLICA,
+    ),
+    Family(
+        "waits_total",
+        "counter",
+        "Requests that waited for a peer to compute their prefix, by how that ended.",
+        (*_REPLICA, "outcome"),
+    ),
+    Family(
+        "wait_seconds_total",
+        "counter",
+        "Time that these requests waited.",
+        _REPLICA,
+    ),
     Family("fetching_chunks", "gauge", "Chunks that are on their way.", _REPLICA),
     Family("grants", "gauge", "Promises to peers that are in force.", _REPLICA),
     Family("grants_refused_total", "counter", "Requests of peers that were refused.", _REPLICA),
@@ -249,6 +267,9 @@ def _of_replica(replica: Mapping[str, Any]) -> Iterator[_Value]:
         yield "prompt_tokens_total", {"source": source}, tokens
     for way in ("fetched", "computed"):
         yield "choices_total", {"way": way}, number(_forecast(replica).get(way))
+    waited, given_up = (number(_waits(replica).get(name)) for name in ("waited", "given_up"))
+    yield "waits_total", {"outcome": "arrived"}, max(0, waited - given_up)
+    yield "waits_total", {"outcome": "given_up"}, given_up
     for name, read in _SINGLE.items():
         yield name, {}, number(read(replica))
     if replica["prefill_tokens_per_s"] is not None:
@@ -266,6 +287,10 @@ def _forecast(replica: Mapping[str, Any]) -> Mapping[str, Any]:
     return mapping(replica.get("forecast"))
 
 
+def _waits(replica: Mapping[str, Any]) -> Mapping[str, Any]:
+    return mapping(replica.get("waits"))
+
+
 _SINGLE: dict[str, Callable[[Mapping[str, Any]], object]] = {
     "requests_total": lambda replica: replica["requests"],
     "saved_seconds": lambda replica: replica["seconds_saved"],
@@ -273,6 +298,8 @@ _SINGLE: dict[str, Callable[[Mapping[str, Any]], object]] = {
     "lost_fetches_total": lambda replica: _forecast(replica).get("lost"),
     "foretold_fetch_seconds_total": lambda replica: _forecast(replica).get("took_s"),
     "forecast_error_seconds_total": lambda replica: _forecast(replica).get("error_s"),
+    "claimed_prefixes_total": lambda replica: _waits(replica).get("claimed"),
+    "wait_seconds_total": lambda replica: _waits(replica).get("seconds"),
     "fetching_chunks": lambda replica: sum(map(number, mapping(replica["fetching"]).values())),
     "grants": lambda replica: mapping(replica.get("grants")).get("live"),
     "grants_refused_total": lambda replica: mapping(replica.get("grants")).get("refused"),

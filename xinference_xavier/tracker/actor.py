@@ -22,7 +22,12 @@ from typing import Any
 
 import xoscar as xo
 
-from xinference_xavier.checks import MAX_KEY_BYTES, check_count, check_identifier
+from xinference_xavier.checks import (
+    MAX_KEY_BYTES,
+    check_count,
+    check_identifier,
+    check_seconds,
+)
 from xinference_xavier.hooks import Event, HoldingsDropped, SharingSwitched, hooks_of
 from xinference_xavier.tracker.asking import drop_all, examine_all, explain_at, tell_weights
 from xinference_xavier.tracker.attendance import Attendance
@@ -35,13 +40,19 @@ from xinference_xavier.tracker.checks import (
     check_switch,
     check_weights_version,
 )
+from xinference_xavier.tracker.claims import MAX_SECONDS
 from xinference_xavier.tracker.events import EventLog, Happened, event_dict
 from xinference_xavier.tracker.failure import Causes
 from xinference_xavier.tracker.history import History
-from xinference_xavier.tracker.index import Member, Outcome, Settings, Update
+from xinference_xavier.tracker.index import Member, Outcome, Settings, Update, unpack
 from xinference_xavier.tracker.namespaces import Namespaces
 from xinference_xavier.tracker.overview import overview
-from xinference_xavier.tracker.protocol import PROTOCOL_VERSION, JoinReply, check_version
+from xinference_xavier.tracker.protocol import (
+    PROTOCOL_VERSION,
+    JoinReply,
+    NotMemberError,
+    check_version,
+)
 from xinference_xavier.tracker.waits import Waits
 
 logger = logging.getLogger(__name__)
@@ -158,6 +169,8 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
         if known is None:
             return Outcome.UNKNOWN
         outcome = known.index.publish(incarnation, sequence, added, removed)
+        if known.claims:
+            known.claims.release(incarnation, unpack(added, known.index.key_bytes))
         known.wake()
         return outcome
 
@@ -186,6 +199,27 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
         check_count("revision", revision, 0)
         with self._waits.one_more(timeout) as seconds:
             return await self._namespaces.news(namespace, incarnation, epoch, revision, seconds)
+
+    # Claims
+
+    async def claim(self, namespace: str, incarnation: str, keys: bytes, seconds: float) -> int:
+        """Say that `incarnation` is about to compute the packed `keys` of a prefix, for at most so
+        many seconds; returns 0, or how many of the first ones a peer said this of before, for which
+        it may wait instead. Raises NotMemberError."""
+        check_packed("keys", keys)
+        check_seconds("seconds", seconds, MAX_SECONDS)
+        known = self._namespaces.find(namespace, incarnation)
+        if known is None or incarnation not in known.index:
+            raise NotMemberError(f"{incarnation!r} is no member of namespace {namespace!r}: join")
+        claimed = unpack(keys, known.index.key_bytes)
+        return known.claims.claim(incarnation, claimed, self._clock(), seconds)
+
+    async def release(self, namespace: str, incarnation: str, keys: bytes) -> None:
+        """`incarnation` will not compute these packed `keys` any more, or has done so."""
+        check_packed("keys", keys)
+        known = self._namespaces.find(namespace, incarnation)
+        if known is not None:
+            known.claims.release(incarnation, unpack(keys, known.index.key_bytes))
 
     # Operation
 

@@ -26,9 +26,11 @@ from typing import Any
 
 import xoscar as xo
 
+from xinference_xavier.checks import check_count
 from xinference_xavier.deadline import within
+from xinference_xavier.tracker.claims import MAX_SECONDS, Claim
 from xinference_xavier.tracker.events import MAX_REPORTED
-from xinference_xavier.tracker.index import Member, Update
+from xinference_xavier.tracker.index import Member, Update, pack
 from xinference_xavier.tracker.mirror import Mirror
 from xinference_xavier.tracker.protocol import (
     PROTOCOL_VERSION,
@@ -48,6 +50,9 @@ CALL_DEADLINE = 5.0
 LOCATE_DEADLINE = 15.0
 """Seconds to find the tracker: the worker and the supervisor may have to be asked."""
 LEAVE_DEADLINE = 1.0
+CLAIM_DEADLINE = 0.5
+CLAIM_LASTS = 4.0
+"""Times as long as computing is expected to take."""
 BACKOFF_FIRST, BACKOFF_LAST = 0.1, 2.0
 """Seconds before the next session."""
 _BEATS_PER_LEASE = 5
@@ -60,6 +65,7 @@ class ClientCounters(PublisherCounters):
     failures: int = 0
     reconnects: int = 0
     stats_failures: int = 0
+    claim_failures: int = 0
 
 
 class TrackerClient:
@@ -154,6 +160,30 @@ class TrackerClient:
     def withdraw(self, keys: Iterable[bytes]) -> None:
         """Queue `keys` as held no more."""
         self._publisher.enqueue(keys, False)
+
+    async def claim(self, claim: Claim) -> None:
+        """Ask who computes it: we, also if nobody answers in time."""
+        elsewhere = 0
+        try:
+            if self.connected:
+                seconds = min(CLAIM_LASTS * claim.seconds, MAX_SECONDS)
+                elsewhere = await within(
+                    CLAIM_DEADLINE, self._call(self.namespace, "claim", pack(claim.keys), seconds)
+                )
+                check_count("elsewhere", elsewhere, 0, len(claim.keys))
+        except Exception:
+            self.counters.claim_failures += 1
+            elsewhere = 0
+        finally:
+            claim.elsewhere = elsewhere
+
+    async def release(self, claim: Claim) -> None:
+        """What was ours to compute is computed, or will not be."""
+        try:
+            if self.connected:
+                await self._call(self.namespace, "release", pack(claim.keys))
+        except Exception:  # it will end by itself
+            self.counters.claim_failures += 1
 
     async def joined(self) -> None:
         """Wait until the replica is a member and its holdings are published."""

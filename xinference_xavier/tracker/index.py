@@ -126,7 +126,7 @@ class Index:
 
     `lease` is in seconds. A member holds at most `max_keys` keys: what it publishes beyond them is
     not listed and counted in `dropped`. The log keeps at most `log_bytes`. A key of 36 bytes
-    takes 116 to 150 bytes per member that holds it.
+    takes 116 to 150 bytes per member that holds it. `key_bytes` is that of the members.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class Index:
         self.dropped = 0
         self._max_keys = max_keys
         self._log_bytes = log_bytes
-        self._key_bytes = 0
+        self.key_bytes = 0
         self._leases: dict[str, _Lease] = {}
         self._log: deque[tuple[int, Change]] = deque()
         self._log_size = 0
@@ -170,9 +170,9 @@ class Index:
 
         Raises ValueError if its keys are not as long as those of the others.
         """
-        if self._leases and key_bytes != self._key_bytes:
-            raise ValueError(f"keys of {key_bytes} bytes among keys of {self._key_bytes} bytes")
-        self._key_bytes = key_bytes
+        if self._leases and key_bytes != self.key_bytes:
+            raise ValueError(f"keys of {key_bytes} bytes among keys of {self.key_bytes} bytes")
+        self.key_bytes = key_bytes
         known = self._leases.get(member.incarnation)
         if known is not None and known.member == member:
             known.expires = now + self.lease
@@ -227,7 +227,7 @@ class Index:
             return Outcome.STALE
         if sequence > known.sequence + 1:
             return Outcome.GAP
-        gained, lost = unpack(added, self._key_bytes), unpack(removed, self._key_bytes)
+        gained, lost = unpack(added, self.key_bytes), unpack(removed, self.key_bytes)
         known.sequence = sequence
         known.keys.difference_update(lost)
         if len(known.keys) + len(gained) > self._max_keys:
@@ -246,7 +246,7 @@ class Index:
             return Outcome.UNKNOWN
         if sequence <= known.sequence:
             return Outcome.STALE
-        held = unpack(keys, self._key_bytes)
+        held = unpack(keys, self.key_bytes)
         if len(held) > self._max_keys:
             held = self._fitting(set(), held)
             keys = pack(held)
@@ -320,7 +320,7 @@ class Index:
             self.epoch,
             snapshot,
             self.settings,
-            self._key_bytes,
+            self.key_bytes,
             members,
             tuple(changes),
         )

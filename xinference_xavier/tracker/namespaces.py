@@ -11,6 +11,7 @@ from collections.abc import ItemsView
 from typing import Any
 
 from xinference_xavier.checks import check_identifier
+from xinference_xavier.tracker.claims import Claims
 from xinference_xavier.tracker.index import Index, Member, Settings, Update
 from xinference_xavier.tracker.news import News
 from xinference_xavier.tracker.protocol import NotMemberError, TrackerFullError
@@ -21,10 +22,11 @@ MAX_MEMBERS = 1000
 
 
 class Namespace:
-    """One namespace's index, what its members reported last, and who waits for news."""
+    """One namespace's index, what its members reported last and compute, who waits for news."""
 
     def __init__(self, index: Index) -> None:
         self.index = index
+        self.claims = Claims()
         self.stats: dict[str, dict[str, Any]] = {}
         self.news = News()
 
@@ -138,6 +140,7 @@ class Namespaces:
         known = self._all[namespace]
         for incarnation in incarnations:
             known.stats.pop(incarnation, None)
+            known.claims.forget(incarnation)
         if not len(known.index):
             del self._all[namespace]
         known.wake()

@@ -1,0 +1,70 @@
+"""A request waits for a peer that computes its prefix for as long as that peer keeps up."""
+
+from __future__ import annotations
+
+import pytest
+
+from xinference_xavier.engine.waiting import Wait, WaitCounts
+from xinference_xavier.tracker.claims import Claim
+
+KEYS = [bytes([number]) for number in range(100)]
+CHUNK = 0.1
+"""Seconds; 10 s for all. A step of 10 chunks takes 1 s."""
+BEGAN = 1000.0
+GRACE = 2 * 1.0 + 0.1 * 10.0
+
+
+def waiting(elsewhere: int | None = 100) -> Wait:
+    claim = Claim(KEYS, 100 * CHUNK)
+    claim.elsewhere = elsewhere
+    return Wait(claim, CHUNK, 1.0, BEGAN)
+
+
+def goes_on(wait: Wait, computed: int, seconds: float) -> bool:
+    return wait.goes_on(set(KEYS[:computed]).__contains__, BEGAN + seconds)
+
+
+def test_nobody_waits_for_himself() -> None:
+    assert not goes_on(waiting(elsewhere=0), 0, 0.0)
+
+
+def test_an_answer_is_waited_for_a_second_at_most() -> None:
+    assert goes_on(waiting(None), 0, 0.9)
+    assert not goes_on(waiting(None), 0, 1.0)
+
+
+@pytest.mark.parametrize("computed", [0, 10, 50, 99])
+def test_the_peer_may_be_two_steps_and_a_tenth_behind(computed: int) -> None:
+    alone = computed * CHUNK
+    assert goes_on(waiting(), computed, alone + GRACE - 0.01)
+    assert not goes_on(waiting(), computed, alone + GRACE)
+
+
+def test_a_step_is_never_longer_than_the_prompt() -> None:
+    claim = Claim(KEYS[:10], 10 * CHUNK)
+    claim.elsewhere = 10
+    wait = Wait(claim, CHUNK, 60.0, BEGAN)
+    assert not goes_on(wait, 0, 2.1)
+
+
+def test_it_is_over_when_all_that_the_peer_computes_is_there() -> None:
+    wait = waiting(elsewhere=60)
+    assert goes_on(wait, 59, 0.5)
+    assert not goes_on(wait, 60, 0.5)
+
+
+def test_what_was_there_once_counts_on() -> None:
+    """A chunk may have been evicted since."""
+    wait = waiting()
+    assert goes_on(wait, 50, 5.0)
+    assert goes_on(wait, 0, 5.0 + GRACE - 0.01)
+
+
+def test_how_it_ended_is_counted_once() -> None:
+    counts = WaitCounts()
+    waits = [waiting(elsewhere=0), waiting(elsewhere=None), waiting(), waiting()]
+    for wait, computed in zip(waits, [0, 0, 100, 5], strict=True):
+        goes_on(wait, computed, 4.0)
+        wait.count(counts, BEGAN + 4.0)
+        wait.count(counts, BEGAN + 9.0)
+    assert counts == WaitCounts(claimed=2, waited=2, given_up=1, seconds=8.0)

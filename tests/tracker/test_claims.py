@@ -1,0 +1,75 @@
+"""Of those who want to compute the same prefix, the first does, and the others learn how far."""
+
+from __future__ import annotations
+
+import pytest
+
+from xinference_xavier.tracker import claims as claims_module
+from xinference_xavier.tracker.claims import Claims
+
+ONE = [b"a", b"b", b"c"]
+LONGER = [*ONE, b"d"]
+BRANCH = [b"a", b"b", b"x", b"y"]
+
+
+@pytest.fixture
+def claims() -> Claims:
+    claims = Claims()
+    assert claims.claim("first", ONE, now=0.0, seconds=10.0) == 0
+    return claims
+
+
+def test_the_first_to_ask_computes_and_may_ask_again(claims: Claims) -> None:
+    assert claims.claim("first", ONE, 1.0, 10.0) == 0
+
+
+def test_others_learn_how_many_chunks_it_computes(claims: Claims) -> None:
+    assert claims.claim("second", ONE, 1.0, 10.0) == 3
+    assert claims.claim("second", LONGER, 1.0, 10.0) == 3
+    assert claims.claim("second", BRANCH, 1.0, 10.0) == 2
+    assert claims.claim("second", ONE[:1], 1.0, 10.0) == 1
+
+
+def test_who_is_told_of_another_claims_nothing(claims: Claims) -> None:
+    claims.claim("second", LONGER, 1.0, 10.0)
+    assert claims.claim("third", [b"d"], 1.0, 10.0) == 0
+
+
+def test_what_comes_before_a_claimed_chunk_is_computed_as_well(claims: Claims) -> None:
+    """The first chunks were published a moment ago, which the one who asks does not know yet."""
+    claims.release("first", ONE[:2])
+    assert claims.claim("second", ONE, 1.0, 10.0) == 3
+
+
+@pytest.mark.parametrize("end", ["released", "forgotten", "expired"])
+def test_a_claim_ends(claims: Claims, end: str) -> None:
+    now = 1.0
+    if end == "released":
+        claims.release("first", ONE)
+    elif end == "forgotten":
+        claims.forget("first")
+    else:
+        now = 10.0
+    assert claims.claim("second", ONE, now, 10.0) == 0
+    assert claims.claim("third", ONE, now, 10.0) == 3
+
+
+def test_nobody_releases_what_is_another_ones(claims: Claims) -> None:
+    claims.release("second", ONE)
+    claims.forget("second")
+    assert claims.claim("second", ONE, 1.0, 10.0) == 3
+
+
+def test_beyond_the_limit_everybody_computes(
+    claims: Claims, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(claims_module, "MAX_CLAIMED", 4)
+    assert claims.claim("second", [b"x", b"y"], 1.0, 10.0) == 0
+    assert claims.claim("third", [b"x", b"y"], 1.0, 10.0) == 0
+    assert (len(claims), claims.refused) == (3, 4)
+
+
+def test_those_that_have_expired_make_room(claims: Claims, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(claims_module, "MAX_CLAIMED", 4)
+    claims.claim("second", [b"x", b"y"], 10.0, 10.0)
+    assert (len(claims), claims.refused) == (2, 0)
