@@ -888,12 +888,18 @@ class TestOnePrefillPerCluster:
         assert vllm.attempt(request) == 0
 
     @pytest.mark.parametrize(
-        "why", ["short", "alone", "paused", "switched off", "rate unknown", "not worth fetching"]
+        "why",
+        [
+            *("short", "too short to fetch", "not worth fetching", "rate unknown"),
+            *("alone", "paused", "switched off"),
+        ],
     )
     def test_nobody_is_asked_when_it_cannot_pay(self, vllm: Scheduling, why: str) -> None:
         keys = self.KEYS
         if why == "short":
             vllm.manager.prefill_rate.tokens_per_second = 10 * CHUNK + 1
+        elif why == "too short to fetch":
+            vllm.manager._min_fetch_chunks = 11
         elif why == "alone":
             vllm.replica.peers_hold()
         elif why == "paused":

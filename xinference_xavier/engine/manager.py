@@ -268,7 +268,7 @@ class XavierManager(OffloadingManager):
         group = _group_of(key, request.context)
         rest = list(itertools.dropwhile(lambda other: other != key, group))
         seconds = len(rest) * self._chunk_tokens / rate
-        if seconds < WORTH_ASKING:
+        if seconds < WORTH_ASKING or len(rest) < self._min_fetch_chunks:
             return None
         claim = self._replica.claim(rest, seconds)
         return Wait(claim, self._chunk_tokens / rate, self.step_tokens / rate, self._clock())
