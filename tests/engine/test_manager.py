@@ -841,6 +841,24 @@ class TestOnePrefillPerCluster:
         answers = [vllm.manager.lookup(key, request.context) for key in self.KEYS]
         assert answers == [LookupResult.RETRY] + 9 * [LookupResult.MISS]
 
+    def test_an_engine_that_only_waits_may_take_its_time(self, vllm: Scheduling) -> None:
+        assert not vllm.manager.only_waits
+        request = self.waiting(vllm)
+        assert vllm.manager.only_waits
+        vllm.replica.peers_hold(a=self.KEYS[:4])
+        vllm.attempt(request)
+        assert not vllm.manager.only_waits, "rows are on their way"
+        vllm.replica.end(vllm.replica.fetches[-1])
+        other = vllm.arrive("other", chunks("other", 2))
+        vllm.attempt(request)
+        begun = vllm.begin_store(other, other.keys)
+        vllm.attempt(request)
+        assert not vllm.manager.only_waits, "what was computed is being stored"
+        vllm.stored(other, begun)
+        vllm.clock.now += 60.0
+        assert vllm.attempt(request) == 4
+        assert not vllm.manager.only_waits, "its turn has come"
+
     def test_the_rest_is_computed_when_the_peer_falls_behind(self, vllm: Scheduling) -> None:
         request = self.waiting(vllm)
         vllm.replica.peers_hold(a=self.KEYS[:4])

@@ -131,6 +131,7 @@ class XavierManager(OffloadingManager):
         self.step_tokens = chunk_tokens  # that the engine computes at once, at most
         self._waits = WaitCounts()
         self._deferred: set[tuple[str, bytes]] = set()  # in this step: requests, by group
+        self.only_waits = False  # for peers that compute; nothing of ours is under way
         self.decision_time = DecisionTime()
 
     def attach(self, replica: Replica) -> None:
@@ -292,9 +293,12 @@ class XavierManager(OffloadingManager):
             self._begin_fetch(req_id, request)
             request.wanted = []
         self._gathered.clear()
-        self._deferred.clear()
         if self._fetches:
             self._settle_fetches()
+        self.only_waits = bool(self._deferred) and not (
+            self._fetches or self._loading or self._storing
+        )
+        self._deferred.clear()
         self._pool.sweep()
 
     def _begin_fetch(self, req_id: str, request: _Request) -> None:

@@ -19,6 +19,9 @@ from xinference_xavier.tracker.claims import Claim
 
 WORTH_ASKING = 1.0
 """Seconds of computing: some two hundred round trips to the tracker."""
+POLL_PAUSE = 0.01
+"""Seconds between two looks of an engine that has nothing else to do. vLLM's own millisecond costs
+processor time that the peer may need: with two waiting on its two cores, it took twice as long."""
 _ANSWER_WITHIN = 1.0  # the replica gives up before; this is for one that hangs
 _STEPS_BEHIND = 2
 _SLACK = 0.1
