@@ -34,8 +34,8 @@ STEP = 0.015
 MAX_REQUESTS = 4
 """Requests at a time."""
 MIN_FETCH_CHUNKS = 2
-PREFILL_RATE = 640.0
-"""Tokens per second, as the manager is told: five chunks and more are worth waiting for."""
+PREFILL_RATE = 1024.0
+"""Tokens per second, as the manager is told: eight chunks and more are worth waiting for."""
 
 
 class Phase(Enum):

@@ -842,29 +842,29 @@ class TestOnePrefillPerCluster:
         assert answers == [LookupResult.RETRY] + 9 * [LookupResult.MISS]
 
     def test_an_engine_that_only_waits_may_take_its_time(self, vllm: Scheduling) -> None:
-        assert not vllm.manager.only_waits
+        assert not vllm.manager.pause
         request = self.waiting(vllm)
-        assert vllm.manager.only_waits
+        assert vllm.manager.pause == pytest.approx(2.0 / 50)  # steps of two seconds
         vllm.replica.peers_hold(a=self.KEYS[:4])
         vllm.attempt(request)
-        assert not vllm.manager.only_waits, "rows are on their way"
+        assert not vllm.manager.pause, "rows are on their way"
         vllm.replica.end(vllm.replica.fetches[-1])
         other = vllm.arrive("other", chunks("other", 2))
         vllm.attempt(request)
         begun = vllm.begin_store(other, other.keys)
         vllm.attempt(request)
-        assert not vllm.manager.only_waits, "what was computed is being stored"
+        assert not vllm.manager.pause, "what was computed is being stored"
         vllm.stored(other, begun)
         vllm.clock.now += 60.0
         assert vllm.attempt(request) == 4
-        assert not vllm.manager.only_waits, "its turn has come"
+        assert not vllm.manager.pause, "its turn has come"
 
     def test_the_rest_is_computed_when_the_peer_falls_behind(self, vllm: Scheduling) -> None:
         request = self.waiting(vllm)
         vllm.replica.peers_hold(a=self.KEYS[:4])
         assert vllm.attempt(request) is None
         vllm.replica.end(vllm.replica.fetches[-1])
-        vllm.clock.now += 4.0 + 2 * 2.0 + 1.0 - 0.01
+        vllm.clock.now += 4.0 + 2 * 2.0 + 2.5 - 0.01
         assert vllm.attempt(request) is None
         vllm.clock.now += 0.01
         assert vllm.attempt(request) == 4

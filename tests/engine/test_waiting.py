@@ -11,7 +11,7 @@ KEYS = [bytes([number]) for number in range(100)]
 CHUNK = 0.1
 """Seconds; 10 s for all. A step of 10 chunks takes 1 s."""
 BEGAN = 1000.0
-GRACE = 2 * 1.0 + 0.1 * 10.0
+GRACE = 2 * 1.0 + 0.25 * 10.0
 
 
 def waiting(elsewhere: int | None = 100) -> Wait:
@@ -34,7 +34,7 @@ def test_an_answer_is_waited_for_a_second_at_most() -> None:
 
 
 @pytest.mark.parametrize("computed", [0, 10, 50, 99])
-def test_the_peer_may_be_two_steps_and_a_tenth_behind(computed: int) -> None:
+def test_the_peer_may_be_two_steps_and_a_quarter_behind(computed: int) -> None:
     alone = computed * CHUNK
     assert goes_on(waiting(), computed, alone + GRACE - 0.01)
     assert not goes_on(waiting(), computed, alone + GRACE)
@@ -44,7 +44,7 @@ def test_a_step_is_never_longer_than_the_prompt() -> None:
     claim = Claim(KEYS[:10], 10 * CHUNK)
     claim.elsewhere = 10
     wait = Wait(claim, CHUNK, 60.0, BEGAN)
-    assert not goes_on(wait, 0, 2.1)
+    assert not goes_on(wait, 0, 2.25)
 
 
 def test_it_is_over_when_all_that_the_peer_computes_is_there() -> None:
@@ -64,7 +64,12 @@ def test_how_it_ended_is_counted_once() -> None:
     counts = WaitCounts()
     waits = [waiting(elsewhere=0), waiting(elsewhere=None), waiting(), waiting()]
     for wait, computed in zip(waits, [0, 0, 100, 5], strict=True):
-        goes_on(wait, computed, 4.0)
-        wait.count(counts, BEGAN + 4.0)
+        goes_on(wait, computed, 6.0)
+        wait.count(counts, BEGAN + 6.0)
         wait.count(counts, BEGAN + 9.0)
-    assert counts == WaitCounts(claimed=2, waited=2, given_up=1, seconds=8.0)
+    assert counts == WaitCounts(claimed=2, waited=2, given_up=1, seconds=12.0)
+
+
+@pytest.mark.parametrize(("step", "pause"), [(1.0, 0.02), (0.1, 0.002), (60.0, 0.05)])
+def test_an_idle_engine_looks_fifty_times_a_step(step: float, pause: float) -> None:
+    assert Wait(Claim(KEYS, 10.0), CHUNK, step, BEGAN).pause == pytest.approx(pause)

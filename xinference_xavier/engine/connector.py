@@ -24,7 +24,6 @@ from xinference_xavier.engine.explain import PromptChunker
 from xinference_xavier.engine.log_lines import log_like_vllm
 from xinference_xavier.engine.manager import XavierManager
 from xinference_xavier.engine.spec import IDENTITY, chunk_tokens_for
-from xinference_xavier.engine.waiting import POLL_PAUSE
 from xinference_xavier.errors import ConfigError
 from xinference_xavier.namespace import digest, readable
 
@@ -87,8 +86,8 @@ class XavierConnector(OffloadingConnector):
         self._manager.prefill_rate.step_begins(tokens, time.monotonic())
         metadata = super().build_connector_meta(scheduler_output)
         self._manager.decision_time.step_begins(tokens, time.monotonic())  # lookups are over
-        if not tokens and self._manager.only_waits:
-            time.sleep(POLL_PAUSE)
+        if not tokens:
+            time.sleep(self._manager.pause)
         return metadata
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:

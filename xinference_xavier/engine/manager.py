@@ -130,8 +130,8 @@ class XavierManager(OffloadingManager):
         self._forecast = Forecast(chunk_tokens=chunk_tokens, row_bytes=row_bytes)
         self.step_tokens = chunk_tokens  # that the engine computes at once, at most
         self._waits = WaitCounts()
-        self._deferred: set[tuple[str, bytes]] = set()  # in this step: requests, by group
-        self.only_waits = False  # for peers that compute; nothing of ours is under way
+        self._deferred: dict[tuple[str, bytes], float] = {}  # requests in this step, by group
+        self.pause = 0.0  # seconds that nothing is lost by, if nothing was scheduled
         self.decision_time = DecisionTime()
 
     def attach(self, replica: Replica) -> None:
@@ -250,7 +250,8 @@ class XavierManager(OffloadingManager):
             return False
         if not self._may_become_worth_fetching(key, request):
             return False
-        self._deferred.add(group)
+        assert request.wait is not None
+        self._deferred[group] = request.wait.pause
         request.deadline = None  # is for what a peer holds
         return True
 
@@ -295,9 +296,8 @@ class XavierManager(OffloadingManager):
         self._gathered.clear()
         if self._fetches:
             self._settle_fetches()
-        self.only_waits = bool(self._deferred) and not (
-            self._fetches or self._loading or self._storing
-        )
+        busy = self._fetches or self._loading or self._storing
+        self.pause = 0.0 if busy else min(self._deferred.values(), default=0.0)
         self._deferred.clear()
         self._pool.sweep()
 

@@ -19,12 +19,11 @@ from xinference_xavier.tracker.claims import Claim
 
 WORTH_ASKING = 1.0
 """Seconds of computing: some two hundred round trips to the tracker."""
-POLL_PAUSE = 0.01
-"""Seconds between two looks of an engine that has nothing else to do. vLLM's own millisecond costs
-processor time that the peer may need: with two waiting on its two cores, it took twice as long."""
+_LOOKS = 50  # in the time of a step
+_MAX_PAUSE = 0.05
 _ANSWER_WITHIN = 1.0  # the replica gives up before; this is for one that hangs
 _STEPS_BEHIND = 2
-_SLACK = 0.1
+_SLACK = 0.25
 
 
 @dataclass
@@ -45,6 +44,9 @@ class Wait:
         self.claim = claim
         self._began = now
         self._chunk_seconds = chunk_seconds
+        self.pause = min(step_seconds / _LOOKS, _MAX_PAUSE)
+        """Seconds between two looks of an engine that has nothing else to do. vLLM's own one
+        millisecond costs processor time that the peer may need."""
         self._grace = _STEPS_BEHIND * min(step_seconds, claim.seconds) + _SLACK * claim.seconds
         self._computed = 0  # of the first chunks
         self._gave_up = False
