@@ -83,7 +83,7 @@ class XavierConnector(OffloadingConnector):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         tokens = scheduler_output.total_num_scheduled_tokens
-        self._manager.prefill_rate.step_begins(tokens, time.monotonic())
+        self._manager.prefill_rate.step_begins(tokens, time.monotonic(), _depth(scheduler_output))
         metadata = super().build_connector_meta(scheduler_output)
         self._manager.decision_time.step_begins(tokens, time.monotonic())  # lookups are over
         if not tokens:
@@ -105,6 +105,17 @@ class XavierConnector(OffloadingConnector):
     ) -> tuple[bool, dict[str, object] | None]:
         self._prefix_tokens.pop(request.request_id, None)
         return super().request_finished_all_groups(request, block_ids)
+
+
+def _depth(step: SchedulerOutput) -> float:
+    """How many tokens those that are computed in this step have before them, in the mean."""
+    cached = step.scheduled_cached_reqs
+    before = {new.req_id: new.num_computed_tokens for new in step.scheduled_new_reqs}
+    before |= zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+    pairs = [(before.get(req_id, 0), count) for req_id, count in step.num_scheduled_tokens.items()]
+    return sum((deep + count / 2) * count for deep, count in pairs) / max(
+        1, step.total_num_scheduled_tokens
+    )
 
 
 def _refuse_unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:

@@ -261,19 +261,23 @@ class XavierManager(OffloadingManager):
 
     def _ask(self, key: bytes, request: _Request) -> Wait | None:
         """Who computes what nobody has from `key` on, if that takes so long that it is worth it."""
-        rate = self.prefill_rate.tokens_per_second
-        mirror = self._replica.mirror
-        if rate is None or not (self._replica.can_fetch and mirror.enabled and mirror.peers):
+        rate, mirror = self.prefill_rate, self._replica.mirror
+        if not (self._replica.can_fetch and mirror.enabled and mirror.peers):
             return None
         if mirror.holders(key):  # and it was not worth fetching
             return None
         group = _group_of(key, request.context)
         rest = list(itertools.dropwhile(lambda other: other != key, group))
-        seconds = len(rest) * self._chunk_tokens / rate
+        first = (len(group) - len(rest)) * self._chunk_tokens
+
+        def alone(chunks: int) -> float:
+            return rate.seconds(first, first + chunks * self._chunk_tokens) or 0.0
+
+        seconds = alone(len(rest))
         if seconds < WORTH_ASKING or len(rest) < self._min_fetch_chunks:
             return None
         claim = self._replica.claim(rest, seconds)
-        return Wait(claim, self._chunk_tokens / rate, self.step_tokens / rate, self._clock())
+        return Wait(claim, alone, self.step_tokens // self._chunk_tokens, self._clock())
 
     def _may_become_worth_fetching(self, key: bytes, request: _Request) -> bool:
         """False where even all that is to come from `key` on would be computed sooner."""

@@ -37,17 +37,17 @@ class WaitCounts:
 
 
 class Wait:
-    """Of one request, from `now` on: a chunk takes `chunk_seconds` to compute, a step of the engine
-    at most `step_seconds`."""
+    """Of one request, from `now` on: `alone` says how long its engine would take for so many of the
+    first chunks, of which it computes `step` at a time."""
 
-    def __init__(self, claim: Claim, chunk_seconds: float, step_seconds: float, now: float) -> None:
+    def __init__(self, claim: Claim, alone: Callable[[int], float], step: int, now: float) -> None:
         self.claim = claim
         self._began = now
-        self._chunk_seconds = chunk_seconds
-        self.pause = min(step_seconds / _LOOKS, _MAX_PAUSE)
+        self._alone = alone
+        self._step = step
+        self.pause = min(alone(step) / _LOOKS, _MAX_PAUSE)
         """Seconds between two looks of an engine that has nothing else to do. vLLM's own one
         millisecond costs processor time that the peer may need."""
-        self._grace = _STEPS_BEHIND * min(step_seconds, claim.seconds) + _SLACK * claim.seconds
         self._computed = 0  # of the first chunks
         self._gave_up = False
         self._is_counted = False
@@ -61,7 +61,8 @@ class Wait:
         self._computed += sum(1 for _ in itertools.takewhile(is_computed, rest))
         if self._computed >= elsewhere:
             return False
-        due = self._began + self._computed * self._chunk_seconds + self._grace
+        told = min(self._computed + _STEPS_BEHIND * self._step, len(self.claim.keys))
+        due = self._began + self._alone(told) + _SLACK * self.claim.seconds
         self._gave_up = now >= due
         return not self._gave_up
 
