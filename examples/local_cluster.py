@@ -380,8 +380,8 @@ class LocalCluster:
             or process.environ().get("XINFERENCE_HOME") == self._home.name
         )
 
-    def _segments(self) -> set[Path]:
-        """Python's shared-memory segments that our processes have mapped."""
+    def _segments(self, name: re.Pattern[str] = PYTHON_SEGMENT) -> set[Path]:
+        """Shared-memory segments of Python's, or of that name, that our processes have mapped."""
         found = set()
         for process in self.processes():
             try:
@@ -390,7 +390,7 @@ class LocalCluster:
                 continue
             for line in mappings.splitlines():
                 path = Path(line.split(maxsplit=5)[-1])
-                if path.parent == SHARED_MEMORY and PYTHON_SEGMENT.fullmatch(path.name):
+                if path.parent == SHARED_MEMORY and name.fullmatch(path.name):
                     found.add(path)
         return found
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import shutil
 import signal
 import subprocess
@@ -26,6 +27,7 @@ from tests.e2e.processes import wait_gone
 SUPERVISOR = "supervisor"
 REST_PORT, SUPERVISOR_PORT, WORKER_PORT = 9997, 9998, 9999
 ANSWER_TIMEOUT = 120.0
+_LEFT_BY_KILLED = re.compile(r"psm_\w+|sem\.mp-\w+")
 _HOST_SOCKET = "XINFERENCE_WORKER_HOST_SOCKET"
 
 
@@ -103,14 +105,14 @@ class HostCluster(LocalCluster):
         """That host's end: its link is cut and everything on it killed."""
         self._hosts.lose(name)
         doomed = [p for p in self.processes() if self._hosts.host_of(p.pid) == name]
-        segments = self._segments()
+        segments = self._segments(_LEFT_BY_KILLED)
         # What xinference's process host keeps outside its home.
         sockets = {process.environ().get(_HOST_SOCKET, "") for process in doomed} - {""}
         for process in doomed:
             process.kill()
         self._workers[name].wait()
         wait_gone(doomed)
-        for segment in segments - self._segments():
+        for segment in segments - self._segments(_LEFT_BY_KILLED):
             segment.unlink(missing_ok=True)
         for path in sockets:
             shutil.rmtree(Path(path).parent)
