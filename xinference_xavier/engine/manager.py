@@ -277,7 +277,7 @@ class XavierManager(OffloadingManager):
         if seconds < WORTH_ASKING or len(rest) < self._min_fetch_chunks:
             return None
         claim = self._replica.claim(rest, seconds)
-        return Wait(claim, alone, self.step_tokens // self._chunk_tokens, self._clock())
+        return Wait(claim, alone, -(-self.step_tokens // self._chunk_tokens), self._clock())
 
     def _may_become_worth_fetching(self, key: bytes, request: _Request) -> bool:
         """False where even all that is to come from `key` on would be computed sooner."""
