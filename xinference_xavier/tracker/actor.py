@@ -169,7 +169,7 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
         if known is None:
             return Outcome.UNKNOWN
         outcome = known.index.publish(incarnation, sequence, added, removed)
-        if known.claims:
+        if known.claims and outcome is Outcome.APPLIED:
             known.claims.release(incarnation, unpack(added, known.index.key_bytes))
         known.wake()
         return outcome
@@ -246,10 +246,12 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
     async def status(self) -> dict[str, Any]:
         """All that is known, JSON-able; the replicas' figures as they are now.
 
-        `refused` counts what was too much: members, namespaces, watches, failures to remember.
+        `refused` counts what was too much: members, namespaces, watches, failures to remember,
+        chunks that are claimed.
         """
         known, waits = self._namespaces, self._waits
         refused = known.refused + waits.refused + self._events.refused + self._causes.refused
+        refused += sum(each.claims.refused for _, each in known.items())
         return {
             "model_uid": self._model_uid,
             "enabled": known.settings.enabled,
