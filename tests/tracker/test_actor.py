@@ -184,11 +184,15 @@ async def test_the_tracker_forgives_its_own_pauses() -> None:
     assert not await tracker.heartbeat(NS, "a", {})
 
 
-async def test_one_computes_what_several_want_until_it_is_published(tracker: Any) -> None:
+@pytest.mark.parametrize("how", ["publication", "snapshot"])
+async def test_one_computes_what_several_want_until_it_is_published(tracker: Any, how: str) -> None:
     await join(tracker, A, B)
     assert await tracker.claim(NS, "a", K1 + K2, 60.0) == 0
     assert await tracker.claim(NS, "b", K1 + K2, 60.0) == 2
-    await tracker.publish(NS, "a", 1, K1 + K2, b"")
+    if how == "publication":
+        await tracker.publish(NS, "a", 1, K1 + K2, b"")
+    else:
+        await tracker.replace(NS, "a", 1, K1 + K2)
     assert await tracker.claim(NS, "b", K1 + K2, 60.0) == 0
 
 

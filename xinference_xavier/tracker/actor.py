@@ -169,10 +169,7 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
         if known is None:
             return Outcome.UNKNOWN
         outcome = known.index.publish(incarnation, sequence, added, removed)
-        if known.claims and outcome is Outcome.APPLIED:
-            known.claims.release(incarnation, unpack(added, known.index.key_bytes))
-        known.wake()
-        return outcome
+        return known.told(incarnation, added, outcome)
 
     async def replace(
         self, namespace: str, incarnation: str, sequence: int, keys: bytes
@@ -184,8 +181,7 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
         if known is None:
             return Outcome.UNKNOWN
         outcome = known.index.replace(incarnation, sequence, keys)
-        known.wake()
-        return outcome
+        return known.told(incarnation, keys, outcome)
 
     async def watch(
         self, namespace: str, incarnation: str, epoch: str, revision: int, timeout: float

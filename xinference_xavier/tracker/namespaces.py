@@ -12,7 +12,14 @@ from typing import Any
 
 from xinference_xavier.checks import check_identifier
 from xinference_xavier.tracker.claims import Claims
-from xinference_xavier.tracker.index import Index, Member, Settings, Update
+from xinference_xavier.tracker.index import (
+    Index,
+    Member,
+    Outcome,
+    Settings,
+    Update,
+    unpack,
+)
 from xinference_xavier.tracker.news import News
 from xinference_xavier.tracker.protocol import NotMemberError, TrackerFullError
 
@@ -29,6 +36,13 @@ class Namespace:
         self.claims = Claims()
         self.stats: dict[str, dict[str, Any]] = {}
         self.news = News()
+
+    def told(self, incarnation: str, packed: bytes, outcome: Outcome) -> Outcome:
+        """A publication came to this: what it has computed is claimed no longer."""
+        if self.claims and outcome is Outcome.APPLIED:
+            self.claims.release(incarnation, unpack(packed, self.index.key_bytes))
+        self.wake()
+        return outcome
 
     def wake(self) -> None:
         """Let all watchers look again."""
