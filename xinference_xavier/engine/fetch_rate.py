@@ -11,8 +11,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-_WEIGHT = 0.2  # of the newest fetch: about the last ten count
-_SAME_SIZE = 0.05  # variance of sizes, in squares of their mean
+from xinference_xavier.engine.trend import Trend
 
 NEVER = 1 << 62
 """More chunks than there are."""
@@ -29,29 +28,18 @@ class FetchRate:
     def __init__(self) -> None:
         self.lines: tuple[Line, ...] = ()
         """Of the one or two that could be true; none before the first fetch."""
-        self._count = 0
-        self._rows = 0.0  # their mean, and so on
-        self._seconds = 0.0
-        self._variance = 0.0  # of the rows
-        self._covariance = 0.0
+        self._trend = Trend()  # of seconds over rows
 
     def add(self, rows: int, seconds: float) -> None:
         """A fetch brought `rows`, at least one, in so many seconds."""
-        self._count += 1
-        weight = max(_WEIGHT, 1 / self._count)
-        more_rows, more_seconds = rows - self._rows, seconds - self._seconds
-        self._rows += weight * more_rows
-        self._seconds += weight * more_seconds
-        self._variance = (1 - weight) * (self._variance + weight * more_rows**2)
-        self._covariance = (1 - weight) * (self._covariance + weight * more_rows * more_seconds)
+        self._trend.add(rows, seconds)
         self.lines = self._possible()
 
     def _possible(self) -> tuple[Line, ...]:
-        most = self._seconds / self._rows
-        if self._variance <= _SAME_SIZE * self._rows**2:
-            return Line(0.0, most), Line(self._seconds, 0.0)
-        each = min(max(self._covariance / self._variance, 0.0), most)
-        return (Line(self._seconds - each * self._rows, each),)
+        rows, seconds, each = self._trend.x, self._trend.y, self._trend.slope
+        if each is None:
+            return Line(0.0, seconds / rows), Line(seconds, 0.0)
+        return (Line(seconds - each * rows, each),)
 
     def seconds(self, rows: int) -> float:
         return min(line.overhead + line.each * rows for line in self.lines)
