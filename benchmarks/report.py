@@ -17,6 +17,8 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from benchmarks import bars
+
 ROOT = Path(__file__).resolve().parent.parent
 REPORT = ROOT / "build" / "bench-report.json"
 QUICK = ROOT / "build" / "bench-quick.json"
@@ -51,6 +53,7 @@ def add(
         "measured": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
         "took_s": seconds,
         "machine": machine(),
+        "bars": bars.judge(name, part),
         **part,
     }
     file.parent.mkdir(exist_ok=True)
@@ -90,7 +93,8 @@ def write_page(
             f"## {module.TITLE} (`{name}`)\n\n"
             f"{part['measured']}, {part['took_s']:.0f} s; {host['cores']} cores of "
             f"{host['processor']}, Linux {host['kernel']}, load {host['load']:.1f}.\n\n"
-            f"{module.markdown(part)}\n\n![{module.TITLE}](images/{image.name})\n"
+            f"{bars.markdown(bars.judge(name, part))}{module.markdown(part)}\n\n"
+            f"![{module.TITLE}](images/{image.name})\n"
         )
     found = [sections[name] for name in parts if name in sections]
     missing = [

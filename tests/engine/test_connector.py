@@ -10,10 +10,11 @@ import torch
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
 from xinference_xavier.config import XavierConfig
-from xinference_xavier.engine.connector import XavierConnector
+from xinference_xavier.engine.connector import XavierConnector, depth_of
 from xinference_xavier.errors import ConfigError
 from xinference_xavier.serving.transfer_config import kv_transfer_config
 
@@ -82,3 +83,19 @@ def test_a_cache_that_loads_later_than_it_hits_is_refused(
     config = engine_config(model_folder)
     with pytest.raises(ConfigError, match="hisparse_config"):
         worker(config, replace(cache_config, hisparse_host_num_blocks=4))
+
+
+def test_how_many_tokens_are_before_those_of_a_step() -> None:
+    step = SchedulerOutput.make_empty()
+    assert depth_of(step) == 0
+    step.scheduled_new_reqs = [
+        NewRequestData(
+            "new", [], [], None, None, block_ids=(), num_computed_tokens=1000, lora_request=None
+        )
+    ]
+    step.scheduled_cached_reqs = CachedRequestData(
+        ["old"], set(), [], {}, [None], num_computed_tokens=[4000], num_output_tokens=[0]
+    )
+    step.num_scheduled_tokens = {"new": 100, "old": 300}
+    step.total_num_scheduled_tokens = 400
+    assert depth_of(step) == (100 * 1050 + 300 * 4150) / 400

@@ -14,14 +14,16 @@ from xinference_xavier.pool.pool import Row
 from xinference_xavier.transfer.fetch import Fetch
 
 PREFILL = 1000.0
-"""Tokens per second: a chunk takes 0.128 s."""
+"""Tokens per second."""
+EACH = CHUNK / PREFILL
+"""Seconds that a chunk takes: 0.128."""
 
 
 class Peer:
     """What there is to know of fetches from one peer, `a`; one begins every second."""
 
     def __init__(self) -> None:
-        self.forecast = Forecast(chunk_tokens=CHUNK, row_bytes=ROW_BYTES)
+        self.forecast = Forecast(row_bytes=ROW_BYTES)
         self.now = 1000.0
 
     def fetch(
@@ -29,7 +31,7 @@ class Peer:
     ) -> None:
         fetch = Fetch("a", [Row(b"", 0)] * rows, deadline=0.0)
         self.now += 1.0
-        self.forecast.begun(fetch, rows, PREFILL, self.now)
+        self.forecast.begun(fetch, rows * EACH, self.now)
         fetch.committed = fetch.rows[: rows if came is None else came]
         fetch.seconds, fetch.transport = seconds, transport
         self.forecast.ended(fetch)
@@ -40,7 +42,7 @@ class Peer:
             self.fetch(rows, overhead + each * rows)
 
     def least(self) -> int:
-        return self.forecast.least("a", 1, PREFILL, self.now)
+        return self.forecast.least("a", 1, EACH, self.now)
 
 
 def test_nothing_known_speaks_for_fetching() -> None:
@@ -49,15 +51,15 @@ def test_nothing_known_speaks_for_fetching() -> None:
     assert peer.forecast.rows_within("a", 0.001, peer.now) == NEVER
     peer.learn(100.0, 1.0)
     assert peer.forecast.least("a", 1, None, peer.now) == 1, "nor does a prefill not yet measured"
-    assert peer.forecast.least("b", 1, PREFILL, peer.now) == 1, "nor one from another peer"
+    assert peer.forecast.least("b", 1, EACH, peer.now) == 1, "nor one from another peer"
 
 
 def test_what_is_worth_a_fetch_follows_from_both_rates() -> None:
     peer = Peer()
     peer.learn(0.55, 0.028)  # saves 0.1 s a chunk
     assert peer.least() == 6
-    assert peer.forecast.least("a", 1, PREFILL / 2, peer.now) == 3
-    assert peer.forecast.least("a", 1, PREFILL * 10, peer.now) == NEVER
+    assert peer.forecast.least("a", 1, EACH * 2, peer.now) == 3
+    assert peer.forecast.least("a", 1, EACH / 10, peer.now) == NEVER
 
 
 def test_the_first_fetch_which_opens_the_link_does_not_count() -> None:
@@ -93,7 +95,7 @@ def test_what_was_slow_for_a_while_is_tried_again_and_then_forgotten() -> None:
     peer.now += 1.0
     assert peer.least() == 1, "one is made all the same"
     fetch = Fetch("a", [Row(b"", 0)] * 10, deadline=0.0)
-    peer.forecast.begun(fetch, 10, PREFILL, peer.now)
+    peer.forecast.begun(fetch, 10 * EACH, peer.now)
     assert peer.least() == NEVER, "but no second one before it has ended"
     fetch.committed, fetch.seconds, fetch.transport = fetch.rows, 0.1, "gloo"
     peer.forecast.ended(fetch)
@@ -130,10 +132,10 @@ def test_how_good_the_forecast_was() -> None:
 
 
 def test_not_more_peers_are_known_than_there_may_be() -> None:
-    forecast = Forecast(chunk_tokens=CHUNK, row_bytes=ROW_BYTES)
+    forecast = Forecast(row_bytes=ROW_BYTES)
     for number in range(1000):
         fetch = Fetch(f"peer {number}", [Row(b"", 0)], deadline=0.0)
-        forecast.begun(fetch, 1, PREFILL, float(number))
+        forecast.begun(fetch, EACH, float(number))
         forecast.ended(fetch)
     assert len(forecast._peers) <= 100
     assert not forecast._begun
@@ -166,6 +168,13 @@ class Engine(Scheduling):
             self.finish(request)
             self.end_step()
         self.manager._choose = True
+
+    def steps(self, seconds: dict[int, float]) -> None:
+        """Of 1,000 tokens each, that took so long with so many before them."""
+        for depth, took in [*seconds.items()] * 5:
+            self.manager.prefill_rate.step_begins(1000, self.clock.now, depth)
+            self.clock.now += took
+            self.manager.prefill_rate.step_ends(self.clock.now)
 
     @property
     def choices(self) -> dict[str, float]:
@@ -204,6 +213,17 @@ class TestManager:
         assert vllm.attempt(vllm.ask(2)) is None
         assert vllm.attempt(vllm.ask(1)) == 0
         assert vllm.choices["computed"] == 0
+
+    def test_fetches_deep_in_a_prompt_what_it_computes_at_its_start(self) -> None:
+        vllm = Engine()
+        vllm.learn(0.55, 0.1)
+        vllm.steps({0: 1.0, 10_000: 2.0})
+        assert vllm.attempt(vllm.ask(10)) == 0
+        keys = chunks("long prompt", 60)
+        vllm.fill(keys[:50])
+        vllm.replica.peers_hold(a=keys)
+        assert vllm.attempt(vllm.arrive("deep", keys)) is None
+        assert len(vllm.replica.fetches[-1].rows) == 10
 
     def test_a_short_gap_before_what_is_here_is_worth_a_fetch(self) -> None:
         """Its tail can have stayed where the head, a copy, was given up."""

@@ -83,7 +83,7 @@ class XavierConnector(OffloadingConnector):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         tokens = scheduler_output.total_num_scheduled_tokens
-        self._manager.prefill_rate.step_begins(tokens, time.monotonic(), _depth(scheduler_output))
+        self._manager.prefill_rate.step_begins(tokens, time.monotonic(), depth_of(scheduler_output))
         metadata = super().build_connector_meta(scheduler_output)
         self._manager.decision_time.step_begins(tokens, time.monotonic())  # lookups are over
         if not tokens:
@@ -107,7 +107,7 @@ class XavierConnector(OffloadingConnector):
         return super().request_finished_all_groups(request, block_ids)
 
 
-def _depth(step: SchedulerOutput) -> float:
+def depth_of(step: SchedulerOutput) -> float:
     """How many tokens those that are computed in this step have before them, in the mean."""
     cached = step.scheduled_cached_reqs
     before = {new.req_id: new.num_computed_tokens for new in step.scheduled_new_reqs}

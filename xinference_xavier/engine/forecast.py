@@ -51,20 +51,21 @@ class _Peer:
 
 
 class Forecast:
-    def __init__(self, *, chunk_tokens: int, row_bytes: int) -> None:
+    def __init__(self, *, row_bytes: int) -> None:
         self.choices = Choices()
-        self._chunk_tokens = chunk_tokens
         self._row_bytes = row_bytes
         self._peers: OrderedDict[str, _Peer] = OrderedDict()  # the last one tried is the last
         self._begun: dict[Fetch, _Begun] = {}
 
-    def least(self, donor: str, rows_per_chunk: int, prefill: float | None, now: float) -> int:
-        """How many chunks are worth a fetch from `donor`, if computing makes `prefill` tokens a
-        second; NEVER if none are."""
+    def least(
+        self, donor: str, rows_per_chunk: int, chunk_seconds: float | None, now: float
+    ) -> int:
+        """How many chunks are worth a fetch from `donor`, if each takes so long to be computed;
+        NEVER if none are."""
         rate = self._believed(donor, now)
-        if rate is None or prefill is None:
+        if rate is None or chunk_seconds is None:
             return 1
-        return rate.least(rows_per_chunk, self._chunk_tokens / prefill)
+        return rate.least(rows_per_chunk, chunk_seconds)
 
     def rows_within(self, donor: str, seconds: float, now: float) -> int:
         """How many rows of `donor`'s can be had in so many seconds."""
@@ -82,11 +83,10 @@ class Forecast:
             return None
         return peer.rates.get(peer.transport)
 
-    def begun(self, fetch: Fetch, chunks: int, prefill: float | None, now: float) -> None:
-        """A fetch by which so many chunks need not be computed."""
+    def begun(self, fetch: Fetch, computing: float | None, now: float) -> None:
+        """A fetch that spares so many seconds of computing."""
         rate = self._believed(fetch.donor, now)
         expected = None if rate is None else rate.seconds(len(fetch.rows))
-        computing = None if prefill is None else chunks * self._chunk_tokens / prefill
         self._begun[fetch] = _Begun(now, expected, computing)
         self.choices.fetched += 1
         self._peers.setdefault(fetch.donor, _Peer()).tried = now

@@ -127,7 +127,7 @@ class XavierManager(OffloadingManager):
         self._reporter = HitReporter(self._hits)
         self._finished_requests = 0
         self.prefill_rate = PrefillRate()
-        self._forecast = Forecast(chunk_tokens=chunk_tokens, row_bytes=row_bytes)
+        self._forecast = Forecast(row_bytes=row_bytes)
         self.step_tokens = chunk_tokens  # that the engine computes at once, at most
         self._waits = WaitCounts()
         self._deferred: dict[tuple[str, bytes], float] = {}  # requests in this step, by group
@@ -214,7 +214,9 @@ class XavierManager(OffloadingManager):
         if key not in group:  # an older vLLM, which tells no keys in advance
             return True
         place = group.index(key)
-        if any(self._reaches(peer, group, place + self._least(peer, request)) for peer in holders):
+        rest = len(group) - place
+        leasts = {peer: self._least(peer, request, place, rest) for peer in holders}
+        if any(self._reaches(peer, group, place + least) for peer, least in leasts.items()):
             return True
         enough = place + self._min_fetch_chunks
         if not request.computes and any(self._reaches(peer, group, enough) for peer in holders):
@@ -222,14 +224,20 @@ class XavierManager(OffloadingManager):
             self._forecast.choices.computed += 1
         return False
 
-    def _least(self, peer: str, request: _Request) -> int:
-        """How many chunks are worth a fetch from this peer."""
+    def _least(self, peer: str, request: _Request, place: int, chunks: int) -> int:
+        """How many chunks are worth a fetch from this peer, if each takes to be computed what these
+        `chunks` from `place` on do in the mean."""
         if not self._choose:
             return self._min_fetch_chunks
         groups = len({key[_GROUP] for key in known_keys(request.context)}) or 1
-        prefill = self.prefill_rate.tokens_per_second
-        least = self._forecast.least(peer, groups, prefill, self._clock())
-        return max(self._min_fetch_chunks, least)
+        seconds = self._computing(place, chunks)
+        each = None if seconds is None else seconds / chunks
+        return max(self._min_fetch_chunks, self._forecast.least(peer, groups, each, self._clock()))
+
+    def _computing(self, place: int, chunks: int) -> float | None:
+        """The seconds that the chunks of a prompt from `place` on take; None if nobody knows."""
+        first = place * self._chunk_tokens
+        return self.prefill_rate.seconds(first, first + chunks * self._chunk_tokens)
 
     def _reaches(self, peer: str, group: Sequence[bytes], count: int) -> bool:
         """Whether the last of the group's first `count` chunks is at the peer, or here."""
@@ -261,17 +269,17 @@ class XavierManager(OffloadingManager):
 
     def _ask(self, key: bytes, request: _Request) -> Wait | None:
         """Who computes what nobody has from `key` on, if that takes so long that it is worth it."""
-        rate, mirror = self.prefill_rate, self._replica.mirror
+        mirror = self._replica.mirror
         if not (self._replica.can_fetch and mirror.enabled and mirror.peers):
             return None
         if mirror.holders(key):  # and it was not worth fetching
             return None
         group = _group_of(key, request.context)
         rest = list(itertools.dropwhile(lambda other: other != key, group))
-        first = (len(group) - len(rest)) * self._chunk_tokens
+        place = len(group) - len(rest)
 
         def alone(chunks: int) -> float:
-            return rate.seconds(first, first + chunks * self._chunk_tokens) or 0.0
+            return self._computing(place, chunks) or 0.0
 
         seconds = alone(len(rest))
         if seconds < WORTH_ASKING or len(rest) < self._min_fetch_chunks:
@@ -285,8 +293,9 @@ class XavierManager(OffloadingManager):
         if not holders:
             return True
         group = _group_of(key, request.context)
-        rest = len(group) - group.index(key)
-        return any(self._least(peer, request) <= rest for peer in holders)
+        place = group.index(key)
+        rest = len(group) - place
+        return any(self._least(peer, request, place, rest) <= rest for peer in holders)
 
     def _is_computed(self, key: bytes) -> bool:
         return bool(self._replica.mirror.holders(key)) or self._pool.lookup(key) is not None
@@ -328,8 +337,8 @@ class XavierManager(OffloadingManager):
         donor, keys = self._choose_donor(request.wanted, now)
         if self._choose and len({key[_GROUP] for key in keys}) == 1:
             keys = keys[: self._forecast.rows_within(donor, request.deadline - now, now)]
-        chunks = self._spared(keys, request)
-        if chunks < self._least(donor, request):
+        place, chunks = self._spared(keys, request)
+        if not chunks or chunks < self._least(donor, request, place, chunks):
             return None
         rows = self._reserve(keys, known_keys(request.context) or request.wanted).rows
         if not rows:
@@ -339,21 +348,21 @@ class XavierManager(OffloadingManager):
         fetch = self._replica.fetch(donor, rows, request.deadline, request.trace_headers)
         if fetch is not None:
             self._fetching.update((row.key, fetch) for row in rows)
-            self._forecast.begun(fetch, chunks, self.prefill_rate.tokens_per_second, now)
+            self._forecast.begun(fetch, self._computing(place, chunks), now)
         return fetch
 
-    def _spared(self, keys: Sequence[bytes], request: _Request) -> int:
-        """How many chunks in a row of one group need not be computed once `keys` are here: these,
-        and those behind them that are here already."""
+    def _spared(self, keys: Sequence[bytes], request: _Request) -> tuple[int, int]:
+        """From where on how many chunks of one group need not be computed once `keys` are here:
+        these, and those behind them that are here already."""
         if not keys:
-            return 0
+            return 0, 0
         group = _group_of(keys[0], request.context)
         fetched = set(keys)
         rest = list(itertools.dropwhile(lambda key: key not in fetched, group))
         if not rest:  # an older vLLM
-            return len(keys)
+            return 0, len(keys)
         at_hand = itertools.takewhile(lambda key: key in fetched or self._pool.lookup(key), rest)
-        return sum(1 for _ in at_hand)
+        return len(group) - len(rest), sum(1 for _ in at_hand)
 
     def _choose_donor(self, keys: Sequence[bytes], now: float) -> tuple[str, list[bytes]]:
         """A peer that holds the longest run from the first key on, and that run. Of several, the

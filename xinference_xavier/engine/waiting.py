@@ -5,8 +5,8 @@ Belongs to the scheduler thread; `counts` may be read by any. Times are monotoni
 Whoever misses a prefix that takes `WORTH_ASKING` or longer to compute asks the tracker who is
 computing it. The first to ask does; the others wait, and fetch the chunks as they are finished. A
 request waits for as long as the peer keeps up with what the engine would do by itself: behind it by
-at most two of its steps, since a peer tells of a step's chunks only after the next one, and a tenth
-of the whole. Whatever ends the wait, what has arrived by then is used.
+at most two of its steps, since a peer tells of a step's chunks only after the next one, and a
+quarter of the whole. Whatever ends the wait, what has arrived by then is used.
 """
 
 from __future__ import annotations

@@ -1,0 +1,142 @@
+"""What the parts should reach, by how much they do not, and what limits them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+Part = Mapping[str, Any]
+Values = Mapping[str, float]
+"""Medians by what they are of."""
+
+
+class Bar(NamedTuple):
+    what: str
+    limit: float
+    values: Callable[[Part], Values]
+    at_least: bool = False
+    """Or at most."""
+    limited_by: str = ""
+    """Where it is missed on the machine that we have."""
+
+
+def judge(name: str, part: Part) -> list[dict[str, Any]]:
+    """JSON-able; of each bar of this part that was measured, the value that is furthest on the
+    wrong side."""
+    return [_judged(bar, values) for bar in BARS.get(name, ()) if (values := bar.values(part))]
+
+
+def _judged(bar: Bar, values: Values) -> dict[str, Any]:
+    of, value = (min if bar.at_least else max)(values.items(), key=lambda item: item[1])
+    return {
+        "what": bar.what,
+        "of": of,
+        "limit": bar.limit,
+        "at_least": bar.at_least,
+        "value": value,
+        "met": value >= bar.limit if bar.at_least else value <= bar.limit,
+        "limited_by": bar.limited_by,
+    }
+
+
+def markdown(judged: Sequence[Mapping[str, Any]]) -> str:
+    """A table with an empty line behind it; nothing if there are no bars."""
+    if not judged:
+        return ""
+    lines = ["| should be | median, the worst | |", "|---|---|---|"]
+    for bar in judged:
+        sign = "≥" if bar["at_least"] else "≤"
+        of = f" ({bar['of']})" if bar["of"] else ""
+        by = f": {bar['limited_by']}" if bar["limited_by"] else ""
+        verdict = "met" if bar["met"] else f"**missed**, {bar['value'] / bar['limit']:.2f} ×{by}"
+        value, limit = _shown(bar["value"]), _shown(bar["limit"])
+        lines.append(f"| {bar['what']} {sign} {limit} | {value}{of} | {verdict} |")
+    return "\n".join(lines) + "\n\n"
+
+
+def _shown(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+
+
+def _median(name: str) -> Callable[[Part], Values]:
+    return lambda part: {"": part[name]["median"]}
+
+
+def _rows(name: str) -> Callable[[Part], Values]:
+    return lambda part: {
+        f"{row['row_bytes'] >> 20} MiB × {row['pairs']}": row[name]["median"]
+        for row in part["rows"]
+        if row["row_bytes"] >= 4 << 20
+    }
+
+
+def _hits(name: str, transports: Iterable[str], lengths: Iterable[int]) -> Callable[[Part], Values]:
+    return lambda part: {
+        f"{transport}, {row['tokens']} tokens": row["transports"][transport][name]["median"]
+        for row in part["lengths"]
+        for transport in transports
+        if row["tokens"] in lengths
+    }
+
+
+def _longest_document(part: Part) -> Values:
+    row = part["documents"][-1]
+    return {f"{row['tokens']['median']:.0f} tokens": row["cold/remote"]["median"]}
+
+
+def _compared(name: str) -> Callable[[Part], Values]:
+    return lambda part: {"": part["compared"][name]["ratio"]}
+
+
+def _half_width(part: Part) -> Values:
+    return {
+        words: (part["compared"][name]["high"] - part["compared"][name]["low"]) / 2
+        for name, words in {"requests_per_s": "throughput", "gap_p99_s": "gaps"}.items()
+    }
+
+
+def _watchers(part: Part) -> Values:
+    return {
+        f"{row['watchers']}": row["p99_ms"]["median"]
+        for row in part["propagation"]
+        if row["watchers"] == 16
+    }
+
+
+def _sizes(name: str) -> Callable[[Part], Values]:
+    return lambda part: {f"{row['replicas']}": row[name]["median"] for row in part["sizes"]}
+
+
+_BOTH = ("gloo", "shared_memory")
+BARS: Mapping[str, tuple[Bar, ...]] = {
+    "transport": (
+        Bar("Gloo ÷ raw TCP from 4 MiB on", 0.8, _rows("gloo/tcp"), at_least=True),
+        Bar("shared memory ÷ memcpy from 4 MiB on", 0.8, _rows("shared_memory/memcpy"), True),
+    ),
+    "hit": (
+        Bar("overhead ÷ (floor + 5 ms)", 2.0, _hits("ratio", _BOTH, (4000, 8000, 15_000))),
+        Bar("remote ÷ local", 1.25, _hits("remote/local", ("shared_memory",), (8000,))),
+        Bar("cold ÷ remote", 20.0, _hits("cold/remote", ("shared_memory",), (8000,)), True),
+    ),
+    "rest": (Bar("cold ÷ remote", 10.0, _longest_document, at_least=True),),
+    "no_hits": (
+        Bar("throughput ÷ that of vLLM alone", 0.99, _compared("requests_per_s"), at_least=True),
+        Bar("between tokens, 99 of 100, ÷ that of vLLM alone", 1.02, _compared("gap_p99_s")),
+        Bar("half of the confidence interval", 0.01, _half_width),
+    ),
+    "scheduler": (
+        Bar("µs per chunk missed", 2.0, _median("miss_us")),
+        Bar("µs per chunk hit", 5.0, _median("hit_us")),
+        Bar("ms of the longest call", 5.0, _median("longest_ms")),
+    ),
+    "tracker": (
+        Bar("keys published per second, one process", 200_000, _median("publishes_per_s"), True),
+        Bar("lookups per second, one process", 1_000_000, _median("lookups_per_s"), True),
+        Bar("ms until 99 of 100 news are at all watchers", 20.0, _watchers),
+        Bar("bytes per key of a mirror", 200.0, lambda part: {"": part["mirror_bytes_per_key"]}),
+    ),
+    "stampede": (
+        Bar("tokens computed ÷ tokens of the prompt", 1.2, _sizes("computed")),
+        Bar("last of them ÷ alone", 1.2, _sizes("slowest/alone")),
+    ),
+}
