@@ -122,6 +122,7 @@ class ScriptedReplica:
         fetch.committed = [row for row in rows if self.pool.commit(row, checksum=1, pins=1)]
         complete = len(fetch.committed) == len(fetch.rows)
         fetch.state = FetchState.COMMITTED if complete else FetchState.ROLLED_BACK
+        fetch.ended.set()
         for row in fetch.rows:
             self.pool.abort(row)
 
@@ -130,6 +131,7 @@ class ScriptedReplica:
         for row in fetch.rows:
             self.pool.quarantine(row)
         fetch.state = FetchState.ROLLED_BACK
+        fetch.ended.set()
 
     def drain(self, fetch: Fetch) -> None:
         """Nobody can write the rows of an abandoned fetch any more."""

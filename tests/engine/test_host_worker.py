@@ -11,6 +11,7 @@ from vllm.v1.kv_offload.base import CanonicalKVCaches, GPULoadStoreSpec
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
 from tests.engine.caches import cell_bytes, kv_caches, pages_of
+from xinference_xavier.engine import host_worker
 from xinference_xavier.engine.host_worker import HostWorker, _Job
 from xinference_xavier.pool.region import Region
 
@@ -189,11 +190,29 @@ def test_wait_returns_when_its_jobs_are_done_and_not_before() -> None:
     assert log == ["nothing to wait for", "copied 1", "copied 2", "waited"]
 
 
-def test_a_failed_job_is_reported_and_hangs_nobody() -> None:
+def test_whether_a_load_is_done_is_not_asked_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is a store waited for."""
+    monkeypatch.setattr(host_worker, "_LOOK", 3600.0)
+    caches = kv_caches([[64]])
+    with worker(caches, 1, kind=HeldWorker) as working:
+        assert isinstance(working, HeldWorker)
+        working.log, working.gate = [], threading.Event()
+        working.submit_store(1, one_group([1]), CPULoadStoreSpec([1]))
+        assert working.get_finished() == []
+        working.submit_load(2, CPULoadStoreSpec([1]), one_group([2]))
+        opening = threading.Thread(target=working.gate.set)
+        opening.start()
+        finished = [*working.get_finished(), *working.get_finished()]
+        opening.join()
+    assert [result.job_id for result in finished] == [1, 2]
+
+
+@pytest.mark.parametrize("slots", [[0, ROWS], [ROWS, 0]])
+def test_a_failed_job_is_reported_and_hangs_nobody(slots: list[int]) -> None:
     """vLLM ends an engine whose job failed: better than a request that waits for ever."""
     caches = kv_caches([[64]])
     with worker(caches, 1) as working:
-        working.submit_store(1, one_group([0]), CPULoadStoreSpec([ROWS]))
+        working.submit_store(1, one_group([0, 1]), CPULoadStoreSpec(slots))
         working.submit_store(2, one_group([0]), CPULoadStoreSpec([0]))
         working.wait({1, 2})
         assert [result.success for result in working.get_finished()] == [False, True]

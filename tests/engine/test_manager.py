@@ -3,10 +3,14 @@ and nothing left behind whatever becomes of a request."""
 
 from __future__ import annotations
 
+import threading
+from types import SimpleNamespace
+
 import pytest
 from vllm.v1.kv_offload.base import LookupResult, OffloadKey
 
 from tests.engine.scheduling import CHUNK, FETCH_TIMEOUT, Request, Scheduling, chunks, window_scan
+from xinference_xavier.engine import manager
 from xinference_xavier.pool.pool import PoolCounts
 from xinference_xavier.transfer.fetch import FetchState
 
@@ -841,23 +845,53 @@ class TestOnePrefillPerCluster:
         answers = [vllm.manager.lookup(key, request.context) for key in self.KEYS]
         assert answers == [LookupResult.RETRY] + 9 * [LookupResult.MISS]
 
-    def test_an_engine_that_only_waits_may_take_its_time(self, vllm: Scheduling) -> None:
-        assert not vllm.manager.pause
+    def test_an_engine_that_only_waits_may_take_its_time(
+        self, vllm: Scheduling, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        slept: list[float] = []
+        monkeypatch.setattr(manager, "time", SimpleNamespace(sleep=slept.append))
+
+        def paused() -> float:
+            slept.clear()
+            vllm.manager.idle()
+            return sum(slept)
+
+        assert not paused()
         request = self.waiting(vllm)
-        assert vllm.manager.pause == pytest.approx(2.0 / 50)  # steps of two seconds
+        assert paused() == pytest.approx(2.0 / 50)  # steps of two seconds
         vllm.replica.peers_hold(a=self.KEYS[:4])
         vllm.attempt(request)
-        assert not vllm.manager.pause, "rows are on their way"
+        assert not paused(), "rows are on their way"
         vllm.replica.end(vllm.replica.fetches[-1])
+        assert not paused(), "they are here"
         other = vllm.arrive("other", chunks("other", 2))
         vllm.attempt(request)
         begun = vllm.begin_store(other, other.keys)
         vllm.attempt(request)
-        assert not vllm.manager.pause, "what was computed is being stored"
+        assert not paused(), "what was computed is being stored"
         vllm.stored(other, begun)
         vllm.clock.now += 60.0
         assert vllm.attempt(request) == 4
-        assert not vllm.manager.pause, "its turn has come"
+        assert not paused(), "its turn has come"
+
+    def test_an_engine_that_only_fetches_looks_again_when_the_fetch_has_ended(
+        self, vllm: Scheduling, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        class Ending(threading.Event):
+            """Ends the fetch when somebody waits for it."""
+
+            def wait(self, timeout: float | None = None) -> bool:
+                vllm.replica.end(fetch)
+                return super().wait(timeout)
+
+        monkeypatch.setattr(manager, "_LOOK", 3600.0)
+        vllm.replica.peers_hold(a=self.KEYS)
+        request = vllm.arrive("request", self.KEYS)
+        assert vllm.attempt(request) is None
+        (fetch,) = vllm.replica.fetches
+        fetch.ended = Ending()
+        vllm.manager.idle()
+        assert vllm.attempt(request) == len(self.KEYS)
 
     def test_the_rest_is_computed_when_the_peer_falls_behind(self, vllm: Scheduling) -> None:
         request = self.waiting(vllm)

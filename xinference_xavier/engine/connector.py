@@ -87,7 +87,7 @@ class XavierConnector(OffloadingConnector):
         metadata = super().build_connector_meta(scheduler_output)
         self._manager.decision_time.step_begins(tokens, time.monotonic())  # lookups are over
         if not tokens:
-            time.sleep(self._manager.pause)
+            self._manager.idle()
         return metadata
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:

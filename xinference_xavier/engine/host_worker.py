@@ -1,15 +1,17 @@
 """Copies between the CPU platform's KV cache and the rows of the region.
 
-vLLM's own worker does this for CUDA and XPU on streams; the CPU platform has none. Here one thread
-copies job after job, in the order of their submission. Threading: vLLM's worker thread submits,
-polls and waits; the copying thread does the rest; a condition guards what they share.
+vLLM's own worker does this for CUDA and XPU on streams; the CPU platform has none. Here one job
+after the other is copied, in the order of their submission, by two threads that share its blocks.
+Threading: vLLM's worker thread submits, polls and waits; the copying threads do the rest; a
+condition guards what they share.
 """
 
 import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import NamedTuple
 
 import numpy as np
@@ -27,6 +29,10 @@ from xinference_xavier.pool.region import Region
 
 logger = logging.getLogger(__name__)
 
+_LOOK = 0.002
+"""Seconds that the engine's thread waits for a load when it asks whether it is done. Without, it
+would ask at once again, and take Python's lock from the copying threads a third of the time."""
+
 
 class _Page(NamedTuple):
     """One layer's part of a block: where it is in the KV cache and in a row (bytes)."""
@@ -35,6 +41,15 @@ class _Page(NamedTuple):
     size: int
     offset: int  # of the chunk's first block in the row
     stride: int  # from one block of the chunk to the next
+
+
+class _Placement(NamedTuple):
+    """A block: its group's pages, its number, its row, its place in the chunk."""
+
+    group: list[_Page]
+    block: int
+    slot: int
+    place: int
 
 
 class _Job(NamedTuple):
@@ -56,8 +71,10 @@ class HostWorker(OffloadingWorker):
         self._changed = threading.Condition()
         self._queue: deque[_Job] = deque()
         self._unfinished: set[int] = set()
+        self._loads: set[int] = set()  # of these
         self._finished: list[TransferResult] = []
         self._stopping = False
+        self._helper = ThreadPoolExecutor(1, "xavier-copy")
         self._thread = threading.Thread(target=self._copy_jobs, name="xavier-copy", daemon=True)
         self._thread.start()
 
@@ -82,11 +99,15 @@ class HostWorker(OffloadingWorker):
         with self._changed:
             self._queue.append(_Job(job_id, is_store, blocks, rows.block_ids))
             self._unfinished.add(job_id)
+            if not is_store:
+                self._loads.add(job_id)
             self._changed.notify_all()
         return True
 
     def get_finished(self) -> list[TransferResult]:
         with self._changed:
+            if self._loads:
+                self._changed.wait_for(lambda: bool(self._finished), _LOOK)
             finished, self._finished = self._finished, []
         return finished
 
@@ -100,6 +121,7 @@ class HostWorker(OffloadingWorker):
             self._stopping = True
             self._changed.notify_all()
         self._thread.join()
+        self._helper.shutdown()
 
     def _copy_jobs(self) -> None:
         while True:
@@ -112,6 +134,7 @@ class HostWorker(OffloadingWorker):
             with self._changed:
                 self._finished.append(result)
                 self._unfinished.discard(job.job_id)
+                self._loads.discard(job.job_id)
                 self._changed.notify_all()
 
     def _run(self, job: _Job) -> TransferResult:
@@ -125,22 +148,32 @@ class HostWorker(OffloadingWorker):
 
     def _copy(self, job: _Job) -> int:
         """Copy every page of the job; returns bytes."""
+        placements = list(self._placements(job))
+        half = len(placements) // 2
+        helping = self._helper.submit(self._copy_blocks, job.is_store, placements[:half])
+        try:
+            copied = self._copy_blocks(job.is_store, placements[half:])
+        finally:
+            wait([helping])
+        return copied + helping.result()
+
+    def _copy_blocks(self, is_store: bool, placements: Sequence[_Placement]) -> int:
         copied = 0
-        for group, block, slot, place in self._placements(job):
+        for group, block, slot, place in placements:
             row = self._rows[slot]
             for page in group:
                 start = page.offset + place * page.stride
                 in_row = row[start : start + page.size]
                 in_cache = page.cache[block, : page.size]
-                if job.is_store:
+                if is_store:
                     in_row[:] = in_cache
                 else:
                     in_cache[:] = in_row
                 copied += page.size
         return copied
 
-    def _placements(self, job: _Job) -> Iterator[tuple[list[_Page], int, int, int]]:
-        """Each block of the job: its group's pages, its number, its row, its place in the chunk.
+    def _placements(self, job: _Job) -> Iterator[_Placement]:
+        """Of each block of the job.
 
         The first block of a group may begin inside a chunk, and the last chunk may be cut short.
         """
@@ -154,7 +187,8 @@ class HostWorker(OffloadingWorker):
             skipped = start % self._blocks_per_chunk
             for i in range(size):
                 chunk, place = divmod(skipped + i, self._blocks_per_chunk)
-                yield group, blocks[first_block + i], slots[first_slot + chunk], place
+                number, slot = blocks[first_block + i], slots[first_slot + chunk]
+                yield _Placement(group, number, slot, place)
             first_block += size
             first_slot += chunk + 1
 

@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 _GROUP = slice(-4, None)  # the part of an offload key that numbers its KV-cache group
+_LOOK = 0.002  # seconds, at most, between two looks at a fetch while there is nothing else to do
 
 
 class _Request:
@@ -131,7 +132,7 @@ class XavierManager(OffloadingManager):
         self.step_tokens = chunk_tokens  # that the engine computes at once, at most
         self._waits = WaitCounts()
         self._deferred: dict[tuple[str, bytes], float] = {}  # requests in this step, by group
-        self.pause = 0.0  # seconds that nothing is lost by, if nothing was scheduled
+        self._pause = 0.0  # seconds that nothing is lost by, if nothing was scheduled
         self.decision_time = DecisionTime()
 
     def attach(self, replica: Replica) -> None:
@@ -309,10 +310,21 @@ class XavierManager(OffloadingManager):
         self._gathered.clear()
         if self._fetches:
             self._settle_fetches()
-        busy = self._fetches or self._loading or self._storing
-        self.pause = 0.0 if busy else min(self._deferred.values(), default=0.0)
+        self._pause = min(self._deferred.values(), default=0.0)
         self._deferred.clear()
         self._pool.sweep()
+
+    def idle(self) -> None:
+        """Nothing was scheduled. Who asks at once whether anything has changed takes processor time
+        and Python's lock from those who work on it, on this host or in this process."""
+        if self._loading or self._storing:  # the worker may not have been told yet
+            return
+        pending = (fetch for fetch in self._fetches if fetch.state is FetchState.PENDING)
+        fetch = next(pending, None)
+        if fetch is not None:
+            fetch.ended.wait(_LOOK)
+        elif not self._fetches:
+            time.sleep(self._pause)
 
     def _begin_fetch(self, req_id: str, request: _Request) -> None:
         now = self._clock()

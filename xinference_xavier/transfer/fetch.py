@@ -12,6 +12,7 @@ them.
 
 import asyncio
 import logging
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping
@@ -71,6 +72,7 @@ class Fetch:
         self.reason: str | None = None
         self.seconds = 0.0  # that it took, once it has ended
         self.state = FetchState.PENDING
+        self.ended = threading.Event()  # set when it is no longer PENDING
 
 
 @dataclass
@@ -258,6 +260,7 @@ class Fetcher:
             self.counts.rolled_back[reason] += 1
             fetch.state = FetchState.ROLLED_BACK
             self._rolled_back(fetch, reason)
+        fetch.ended.set()
 
     def _measure(self, fetch: Fetch) -> None:
         size = len(fetch.committed) * self._row_bytes
