@@ -860,10 +860,13 @@ class TestOnePrefillPerCluster:
         request = self.waiting(vllm)
         assert paused() == pytest.approx(2.0 / 50)  # steps of two seconds
         vllm.replica.peers_hold(a=self.KEYS[:4])
-        vllm.attempt(request)
-        assert not paused(), "rows are on their way"
+        for _ in range(2):
+            vllm.attempt(request)
+            assert not paused(), "rows are on their way"
         vllm.replica.end(vllm.replica.fetches[-1])
-        assert not paused(), "they are here"
+        assert not paused(), "they are here, and it may be its turn"
+        vllm.attempt(request)
+        assert paused() == pytest.approx(2.0 / 50), "it waits for more"
         other = vllm.arrive("other", chunks("other", 2))
         vllm.attempt(request)
         begun = vllm.begin_store(other, other.keys)

@@ -566,18 +566,16 @@ async def test_a_donor_that_is_not_there_is_a_failed_pull(
 
 
 class Slow(faults._FaultySharedMemory):
-    """A consumer that waits before it copies the second row."""
+    """A consumer that waits before it copies its rows."""
 
     waiting = asyncio.Event()
     go_on = threading.Event()
 
     class link(faults._FaultyLink):  # noqa: N801  # as it is called there
         def receive(self, slots: Sequence[int], deadline: float) -> Iterator[int]:
-            rows = self.link.receive(slots, deadline)
-            yield next(rows)
             Slow.loop.call_soon_threadsafe(Slow.waiting.set)
             Slow.go_on.wait()
-            yield from rows
+            return self.link.receive(slots, deadline)
 
     loop: asyncio.AbstractEventLoop
 

@@ -131,8 +131,9 @@ class XavierManager(OffloadingManager):
         self._forecast = Forecast(row_bytes=row_bytes)
         self.step_tokens = chunk_tokens  # that the engine computes at once, at most
         self._waits = WaitCounts()
-        self._deferred: dict[tuple[str, bytes], float] = {}  # requests in this step, by group
-        self._pause = 0.0  # seconds that nothing is lost by, if nothing was scheduled
+        # Requests in this step, by group, and how many seconds nothing is lost by.
+        self._deferred: dict[tuple[str, bytes], float] = {}
+        self._pause = 0.0  # the least of them
         self.decision_time = DecisionTime()
 
     def attach(self, replica: Replica) -> None:
@@ -176,7 +177,10 @@ class XavierManager(OffloadingManager):
         if fetch is not None:
             if fetch.state is FetchState.PENDING and self._has_time(request):
                 # One RETRY per group defers the request; MISS for the rest ends the scan early.
-                return LookupResult.RETRY if key in request.first else LookupResult.MISS
+                if key not in request.first:
+                    return LookupResult.MISS
+                self._deferred[req_context.req_id, key[_GROUP]] = 0.0
+                return LookupResult.RETRY
             self._conclude(request)
         if request.given_up or not (self._has_time(request) or self._is_waiting(request)):
             return LookupResult.MISS
@@ -323,7 +327,7 @@ class XavierManager(OffloadingManager):
         fetch = next(pending, None)
         if fetch is not None:
             fetch.ended.wait(_LOOK)
-        elif not self._fetches:
+        else:
             time.sleep(self._pause)
 
     def _begin_fetch(self, req_id: str, request: _Request) -> None:
