@@ -1,9 +1,9 @@
 """Decides, for vLLM's scheduler, which chunks are at hand, and brings in those that peers hold.
 
 Threading: every method is called by the scheduler thread, works on dictionaries only and returns at
-once; what takes longer is handed to the replica's background thread. Only this thread evicts rows,
-and only in `on_schedule_end` and `prepare_store`: a HIT stays one until the end of its
-scheduling step.
+once, but for `idle`; what takes longer is handed to the replica's background thread. Only this
+thread evicts rows, and only in `on_schedule_end` and `prepare_store`: a HIT stays one until the end
+of its scheduling step.
 
 A request's way through `lookup`, one scheduling attempt ("pass") after the other:
 
