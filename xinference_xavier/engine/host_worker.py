@@ -29,9 +29,12 @@ from xinference_xavier.pool.region import Region
 
 logger = logging.getLogger(__name__)
 
-_LOOK = 0.002
-"""Seconds that the engine's thread waits for a load when it asks whether it is done. Without, it
-would ask at once again, and take Python's lock from the copying threads a third of the time."""
+_SOON = 0.005
+"""Seconds within which only an engine that has nothing to compute asks again whether a load is
+done."""
+_LOOK = 0.01
+"""Seconds that it then waits for it. Without, it would ask a thousand times a second, and take
+Python's lock from the copying threads a third of the time."""
 
 
 class _Page(NamedTuple):
@@ -72,6 +75,7 @@ class HostWorker(OffloadingWorker):
         self._queue: deque[_Job] = deque()
         self._unfinished: set[int] = set()
         self._loads: set[int] = set()  # of these
+        self._asked = 0.0  # when `get_finished` returned the last time
         self._finished: list[TransferResult] = []
         self._stopping = False
         self._helper = ThreadPoolExecutor(1, "xavier-copy")
@@ -106,9 +110,10 @@ class HostWorker(OffloadingWorker):
 
     def get_finished(self) -> list[TransferResult]:
         with self._changed:
-            if self._loads:
+            if self._loads and time.monotonic() < self._asked + _SOON:
                 self._changed.wait_for(lambda: bool(self._finished), _LOOK)
             finished, self._finished = self._finished, []
+        self._asked = time.monotonic()
         return finished
 
     def wait(self, job_ids: set[int]) -> None:

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 _GROUP = slice(-4, None)  # the part of an offload key that numbers its KV-cache group
-_LOOK = 0.002  # seconds, at most, between two looks at a fetch while there is nothing else to do
+_LOOK = 0.005  # seconds, at most, between two looks at a fetch while there is nothing else to do
 
 
 class _Request:

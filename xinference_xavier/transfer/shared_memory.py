@@ -9,7 +9,7 @@ wrong has left behind is not taken for the next one's.
 The socket is abstract: it leaves no file, and it is found only in its own network namespace.
 
 Rows are copied one by one with numpy, which lets go of Python's lock and is as fast as memcpy: the
-next two while a third thread, the link's own, verifies the last one. Copying rows that lie side by
+two at a time, while the link's own thread verifies those before them. Copying rows that lie side by
 side together was measured: up to a tenth faster for the copy, but the checksum that follows no
 longer finds its row in the processor's caches and loses more.
 """
@@ -156,7 +156,7 @@ class ConsumerLink(Link):
         ahead = iter(slots)
         copying: deque[Future[None]] = deque()
         for slot in slots:
-            while len(copying) < _COPIERS and (not copying or self._is_named()):
+            while not copying or self._is_named():
                 following = next(ahead, None)
                 if following is None:
                     break
