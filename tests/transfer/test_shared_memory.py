@@ -241,7 +241,8 @@ def test_closing_ends_what_waits(pair: Pair, threads: ThreadPoolExecutor) -> Non
 def test_nothing_is_written_after_a_close(
     pair: Pair, here: Replica, threads: ThreadPoolExecutor
 ) -> None:
-    """The consumer is in the middle of its rows when another thread closes the link."""
+    """The consumer is in the middle of its rows when another thread closes the link. It may still
+    get those that are whole."""
     threads.submit(pair.donor.send, [5, 6, 7], later())
     rows = pair.consumer.receive([0, 1, 2], later())
     assert next(rows) == 0
@@ -249,8 +250,8 @@ def test_nothing_is_written_after_a_close(
     closer.start()
     closer.join()
     after = here.region.array.copy()
-    with pytest.raises(LinkError, match="the link was closed"):
-        next(rows)
+    with pytest.raises(LinkError, match="the link was closed|the donor is gone"):
+        list(rows)
     assert np.array_equal(here.region.array, after)
 
 
