@@ -9,8 +9,8 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -250,9 +250,35 @@ def test_nothing_is_written_after_a_close(
     closer.start()
     closer.join()
     after = here.region.array.copy()
-    with pytest.raises(LinkError, match="the link was closed|the donor is gone"):
+    with pytest.raises(LinkError, match=r"the link was closed|the donor is gone"):
         list(rows)
     assert np.array_equal(here.region.array, after)
+
+
+def test_rows_that_nobody_copies_yet_are_given_up_by_a_close(
+    pair: Pair, threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copiers, go_on, queued = pair.consumer._copiers, threading.Event(), threading.Event()
+    for _ in range(2):
+        copiers.submit(go_on.wait)
+    submit, copies = copiers.submit, []
+
+    def submitting(copy: Callable[[], None]) -> Future[None]:
+        copies.append(submit(copy))
+        if len(copies) == 3:
+            queued.set()
+        return copies[-1]
+
+    monkeypatch.setattr(copiers, "submit", submitting)
+    threads.submit(pair.donor.send, [5, 6, 7], later())
+    taking = threads.submit(receive, pair, [0, 1, 2])
+    queued.wait()
+    closing = threads.submit(pair.consumer.close)
+    with pytest.raises(LinkError, match="the link was closed"):
+        taking.result()
+    assert not closing.done(), "who copies is waited for"
+    go_on.set()
+    closing.result()
 
 
 def test_a_donor_that_dies_leaves_its_rows_readable(
