@@ -1,4 +1,4 @@
-"""What the parts should reach, by how much they do not, and what limits them."""
+"""What the parts should reach, and by how much they do not."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ class Bar(NamedTuple):
     values: Callable[[Part], Values]
     at_least: bool = False
     """Or at most."""
-    limited_by: str = ""
-    """Where it is missed on the machine that we have."""
 
 
 def judge(name: str, part: Part) -> list[dict[str, Any]]:
@@ -35,7 +33,6 @@ def _judged(bar: Bar, values: Values) -> dict[str, Any]:
         "at_least": bar.at_least,
         "value": value,
         "met": value >= bar.limit if bar.at_least else value <= bar.limit,
-        "limited_by": bar.limited_by,
     }
 
 
@@ -47,8 +44,7 @@ def markdown(judged: Sequence[Mapping[str, Any]]) -> str:
     for bar in judged:
         sign = "≥" if bar["at_least"] else "≤"
         of = f" ({bar['of']})" if bar["of"] else ""
-        by = f": {bar['limited_by']}" if bar["limited_by"] else ""
-        verdict = "met" if bar["met"] else f"**missed**, {bar['value'] / bar['limit']:.2f} ×{by}"
+        verdict = "met" if bar["met"] else f"**missed**, {bar['value'] / bar['limit']:.2f} ×"
         value, limit = _shown(bar["value"]), _shown(bar["limit"])
         lines.append(f"| {bar['what']} {sign} {limit} | {value}{of} | {verdict} |")
     return "\n".join(lines) + "\n\n"

@@ -8,8 +8,8 @@ wrong has left behind is not taken for the next one's.
 
 The socket is abstract: it leaves no file, and it is found only in its own network namespace.
 
-Rows are copied one by one with numpy, which lets go of Python's lock and is as fast as memcpy: the
-two at a time, while the link's own thread verifies those before them. Copying rows that lie side by
+Rows are copied one by one with numpy, which lets go of Python's lock and is as fast as memcpy: two
+at a time, while the link's own thread verifies those before them. Copying rows that lie side by
 side together was measured: up to a tenth faster for the copy, but the checksum that follows no
 longer finds its row in the processor's caches and loses more.
 """
