@@ -220,8 +220,8 @@ class XavierManager(OffloadingManager):
             return True
         place = group.index(key)
         rest = len(group) - place
-        leasts = {peer: self._least(peer, request, place, rest) for peer in holders}
-        if any(self._reaches(peer, group, place + least) for peer, least in leasts.items()):
+        leasts = ((peer, self._least(peer, request, place, rest)) for peer in holders)
+        if any(self._reaches(peer, group, place + least) for peer, least in leasts):
             return True
         enough = place + self._min_fetch_chunks
         if not request.computes and any(self._reaches(peer, group, enough) for peer in holders):
