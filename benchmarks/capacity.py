@@ -21,7 +21,6 @@ from benchmarks.figures import figure, ratio, shown
 from tests.engine.scheduling import KEY_BYTES, Scheduling, ScriptedReplica, chunks
 from xinference_xavier.pool.pool import Pool, Row
 from xinference_xavier.tracker.index import Index, Member, pack
-from xinference_xavier.tracker.mirror import Mirror
 from xinference_xavier.transfer.fetch import Fetch, FetchState
 
 TITLE = "Capacity"
@@ -45,9 +44,8 @@ class _Replica(Scheduling):
     holds the rows."""
 
     def __init__(self, name: str, index: Index, lru: bool) -> None:
-        super().__init__(SLOTS)
+        super().__init__(SLOTS, name=name)
         self.name = name
-        self.replica.mirror = Mirror(name)
         self._index = index
         self._sequence = 0
         if lru:

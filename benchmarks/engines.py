@@ -51,6 +51,9 @@ _PATIENCE = 300.0
 _INTERVAL = 0.02
 SETTLE = 0.2
 """Seconds from the tracker's knowing to every mirror's, and more than is ever needed."""
+_REST = 0.5
+"""Seconds before a request. OpenMP's threads spin for 0.2 after they computed, and who is asked
+within that time is faster than who is asked after it: all requests start from the same state."""
 
 
 class Asked(NamedTuple):
@@ -152,6 +155,7 @@ class Engine:
         return self.finish()
 
     def ask(self, prompt: Sequence[int], tokens: int = 1) -> Asked:
+        time.sleep(_REST)
         asked: Asked = self.do("ask", prompt, tokens)
         return asked
 

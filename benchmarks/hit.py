@@ -162,11 +162,12 @@ def markdown(part: dict[str, Any]) -> str:
         f"{CONTEXT} tokens at most, {STEP_TOKENS} computed at once), pools of "
         f"{POOL_BYTES >> 20} MiB, chunks of {CHUNK} tokens, which are rows of "
         f"{part['row_bytes'] / (1 << 20):g} MiB. A local hit is one of vLLM's own prefix cache, a "
-        "pool hit one after that has forgotten, a remote hit one of what a peer holds. Overhead is "
-        "remote − local; the floor is what as many rows took right after by one thread's memcpy "
-        "or over one plain TCP connection; the last column is overhead ÷ (floor + 5 ms). Medians, "
-        f"in brackets the least and the most; {part['discarded']} samples were left out because "
-        "not all whole chunks came from the peer.",
+        "pool hit one after that has forgotten, a remote hit one of what a peer holds; each comes "
+        "to an engine that has rested for half a second. Overhead is remote − local; the floor is "
+        "what as many rows took right after by one thread's memcpy or over one plain TCP "
+        "connection; the last column is overhead ÷ (floor + 5 ms). Medians, in brackets the least "
+        f"and the most; {part['discarded']} samples were left out because not all whole chunks "
+        "came from the peer.",
         "",
         "| tokens | MiB | transport | cold | local hit | pool hit | remote hit | overhead | floor "
         "| remote ÷ local | cold ÷ remote | overhead ÷ (floor + 5 ms) |",

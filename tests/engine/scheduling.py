@@ -53,9 +53,9 @@ class Clock:
 class ScriptedReplica:
     """Records what it is asked for; its fetches end as the test says, as a `Fetcher` ends them."""
 
-    def __init__(self, pool: Pool) -> None:
+    def __init__(self, pool: Pool, name: str) -> None:
         self.pool = pool
-        self.mirror = Mirror("own")
+        self.mirror = Mirror(name)
         self.can_fetch = True
         self.listening = True
         self.stored_rows: list[Row] = []
@@ -162,9 +162,15 @@ class Request:
 class Scheduling:
     """A manager over a pool of `slots` rows, and what vLLM's scheduler does to it."""
 
-    def __init__(self, slots: int = 32, min_fetch_chunks: int = 2, choose: bool = False) -> None:
+    def __init__(
+        self,
+        slots: int = 32,
+        min_fetch_chunks: int = 2,
+        choose: bool = False,
+        name: str = "own",
+    ) -> None:
         self.pool = Pool(slots)
-        self.replica = ScriptedReplica(self.pool)
+        self.replica = ScriptedReplica(self.pool, name)
         self.clock = Clock()
         self.manager = XavierManager(
             self.pool,

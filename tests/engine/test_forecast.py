@@ -157,7 +157,7 @@ class Engine(Scheduling):
         return self.arrive(f"request {self._prompts}", keys)
 
     def learn(self, overhead: float, each: float) -> None:
-        self.manager._choose = False
+        self.manager._sources.choose = False
         for count in (4, 4, 40, 10, 40):
             request = self.ask(count)
             assert self.attempt(request) is None
@@ -167,7 +167,7 @@ class Engine(Scheduling):
             assert self.attempt(request) == count
             self.finish(request)
             self.end_step()
-        self.manager._choose = True
+        self.manager._sources.choose = True
 
     def steps(self, seconds: dict[int, float]) -> None:
         """Of 1,000 tokens each, that took so long with so many before them."""
@@ -209,7 +209,7 @@ class TestManager:
     def test_does_not_ask_where_the_user_has_said_it(self) -> None:
         vllm = Engine()
         vllm.learn(0.0, 1.0)
-        vllm.manager._choose = False
+        vllm.manager._sources.choose = False
         assert vllm.attempt(vllm.ask(2)) is None
         assert vllm.attempt(vllm.ask(1)) == 0
         assert vllm.choices["computed"] == 0

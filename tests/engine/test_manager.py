@@ -927,7 +927,7 @@ class TestOnePrefillPerCluster:
     def test_so_does_a_peer_from_which_fetching_takes_longer_than_computing(
         self, vllm: Scheduling
     ) -> None:
-        vllm.manager._choose = True
+        vllm.manager._sources.choose = True
         for number in range(2):
             keys = chunks(f"other {number}", 4)
             vllm.replica.peers_hold(a=keys)
@@ -954,7 +954,7 @@ class TestOnePrefillPerCluster:
         if why == "short":
             vllm.manager.prefill_rate.tokens_per_second = 10 * CHUNK + 1
         elif why == "too short to fetch":
-            vllm.manager._min_fetch_chunks = 11
+            vllm.manager._sources.min_chunks = 11
         elif why == "alone":
             vllm.replica.peers_hold()
         elif why == "paused":
