@@ -1,0 +1,83 @@
+"""`examples/two_hosts.sh` on two hosts, with the firewalls that its head asks for and no others."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from examples import long_document_questions
+from examples.local_cluster import START_TIMEOUT
+from tests.e2e.conftest import ARGUMENTS, ROOT, wait_until
+from tests.e2e.host_cluster import REST_PORT, SUPERVISOR, WORKER_PORT, HostCluster
+from tests.e2e.hosts import Admitted, Hosts
+
+pytestmark = pytest.mark.long
+
+UID = "two-hosts"
+SCRIPT = ROOT / "examples" / "two_hosts.sh"
+FIRST, SECOND = SUPERVISOR, "second"
+PROGRAMS = Path(sys.executable).parent
+PORTS = (33000, 33099)
+EPHEMERAL = (32768, 60999)
+
+
+class ScriptCluster(HostCluster):
+    """The script starts all that runs on each of the hosts."""
+
+    def _start_servers(self, home: Path) -> None:
+        first, second = (self._hosts.address(name) for name in (FIRST, SECOND))
+        self._server = self._run(home, FIRST, str(SCRIPT), ["first", first])
+        self._wait("the supervisor answers", START_TIMEOUT, self._answers)
+        self._workers[SECOND] = self._run(home, SECOND, str(SCRIPT), ["second", second, first])
+        self._wait("the workers have registered", START_TIMEOUT, self._all_registered)
+
+
+@pytest.fixture
+def hosts() -> Iterator[Hosts]:
+    with Hosts(FIRST, SECOND) as hosts:
+        first, second = hosts.address(FIRST), hosts.address(SECOND)
+        people = [Admitted(hosts.our_address, REST_PORT, REST_PORT)]
+        into_first = [Admitted(second, REST_PORT, WORKER_PORT), Admitted(second, *PORTS)]
+        hosts.admit_only(FIRST, people + into_first)
+        into_second = [(WORKER_PORT, WORKER_PORT), EPHEMERAL, PORTS]
+        hosts.admit_only(SECOND, [Admitted(first, *ports) for ports in into_second])
+        yield hosts
+
+
+@pytest.fixture
+def cluster(hosts: Hosts, model_folder: Path) -> Iterator[HostCluster]:
+    # As on any machine: programs in PATH, and the extension known from nowhere but the script.
+    environment = {"PATH": f"{PROGRAMS}:{os.environ['PATH']}", "XINFERENCE_EXTENSIONS": ""}
+    log = ROOT / "build" / "test-two-hosts.log"
+    workers = (FIRST, SECOND)
+    with ScriptCluster(log, hosts, workers=workers, environment=environment) as cluster:
+        cluster.register(model_folder, "small")
+        ports = {"xavier_port_range": f"{PORTS[0]}-{PORTS[1]}"}
+        cluster.launch("small", UID, replica=2, **ARGUMENTS | ports)
+        yield cluster
+
+
+def test_a_document_that_one_has_read_the_other_copies(
+    cluster: HostCluster, hosts: Hosts, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def replicas() -> list[dict[str, object]]:
+        return [each for each in cluster.xavier(UID)["replicas"] if each.get("transfer_pid")]
+
+    wait_until(lambda: len(replicas()) == 2, "both replicas can fetch")
+    found = {str(each["address"]).rpartition(":")[0] for each in replicas()}
+    assert found == {hosts.address(FIRST), hosts.address(SECOND)}
+    words = f"--endpoint {cluster.endpoint} --model {UID} --max-tokens 4"
+    long_document_questions.main(f"{words} --documents 1 --rows 40 --questions 2".split())
+    shown = re.findall(r" s to the first token, .* ([\d,]+) peers, ", capsys.readouterr().out)
+    computed, copied = (int(tokens.replace(",", "")) for tokens in shown)
+    assert computed == 0
+    assert copied > 1000
+    doctor = [PROGRAMS / "xinference-xavier", "doctor", "--endpoint", cluster.endpoint]
+    done = subprocess.run(doctor, capture_output=True, text=True)
+    assert done.returncode in (0, 1), done.stdout + done.stderr  # nothing that keeps from sharing
