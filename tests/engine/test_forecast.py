@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import cast
 
 import pytest
 
-from tests.engine.scheduling import CHUNK, ROW_BYTES, Request, Scheduling, chunks
+from tests.engine.scheduling import CHUNK, ROW_BYTES
 from xinference_xavier.engine.fetch_rate import NEVER
 from xinference_xavier.engine.forecast import BELIEVED, Forecast
 from xinference_xavier.pool.pool import Row
@@ -139,99 +138,3 @@ def test_not_more_peers_are_known_than_there_may_be() -> None:
         forecast.ended(fetch)
     assert len(forecast._peers) <= 100
     assert not forecast._begun
-
-
-class Engine(Scheduling):
-    """A manager that chooses, over a pool of 512 rows; computes a chunk in 0.128 s."""
-
-    def __init__(self) -> None:
-        super().__init__(slots=512, choose=True)
-        self.manager.prefill_rate.tokens_per_second = PREFILL
-        self._prompts = 0
-
-    def ask(self, count: int) -> Request:
-        """For chunks that the peer `a` holds."""
-        self._prompts += 1
-        keys = chunks(f"prompt {self._prompts}", count)
-        self.replica.peers_hold(a=keys)
-        return self.arrive(f"request {self._prompts}", keys)
-
-    def learn(self, overhead: float, each: float) -> None:
-        self.manager._sources.choose = False
-        for count in (4, 4, 40, 10, 40):
-            request = self.ask(count)
-            assert self.attempt(request) is None
-            fetch = self.replica.fetches[-1]
-            fetch.transport = "gloo"
-            self.replica.end(fetch, seconds=overhead + each * count)
-            assert self.attempt(request) == count
-            self.finish(request)
-            self.end_step()
-        self.manager._sources.choose = True
-
-    def steps(self, seconds: dict[int, float]) -> None:
-        """Of 1,000 tokens each, that took so long with so many before them."""
-        for depth, took in [*seconds.items()] * 5:
-            self.manager.prefill_rate.step_begins(1000, self.clock.now, depth)
-            self.clock.now += took
-            self.manager.prefill_rate.step_ends(self.clock.now)
-
-    @property
-    def choices(self) -> dict[str, float]:
-        return cast(dict[str, float], self.manager.stats()["forecast"])
-
-
-class TestManager:
-    def test_computes_what_is_quicker_computed(self) -> None:
-        vllm = Engine()
-        vllm.learn(0.55, 0.028)
-        request = vllm.ask(5)
-        for _ in range(3):
-            assert vllm.attempt(request) == 0, "at once"
-        assert vllm.choices["computed"] == 1
-        assert vllm.attempt(vllm.ask(6)) is None
-        assert (vllm.choices["computed"], vllm.choices["fetched"]) == (1, 6)
-
-    def test_fetches_what_arrives_in_time(self) -> None:
-        vllm = Engine()
-        vllm.learn(0.0, 0.1)
-        assert vllm.attempt(vllm.ask(80)) is None
-        assert len(vllm.replica.fetches[-1].rows) == pytest.approx(50, abs=2)
-
-    def test_tries_again_after_a_while(self) -> None:
-        vllm = Engine()
-        vllm.learn(0.0, 1.0)
-        assert vllm.attempt(vllm.ask(20)) == 0
-        vllm.clock.now += BELIEVED + 1
-        assert vllm.attempt(vllm.ask(20)) is None
-        assert vllm.attempt(vllm.ask(20)) == 0, "one at a time"
-
-    def test_does_not_ask_where_the_user_has_said_it(self) -> None:
-        vllm = Engine()
-        vllm.learn(0.0, 1.0)
-        vllm.manager._sources.choose = False
-        assert vllm.attempt(vllm.ask(2)) is None
-        assert vllm.attempt(vllm.ask(1)) == 0
-        assert vllm.choices["computed"] == 0
-
-    def test_fetches_deep_in_a_prompt_what_it_computes_at_its_start(self) -> None:
-        vllm = Engine()
-        vllm.learn(0.55, 0.1)
-        vllm.steps({0: 1.0, 10_000: 2.0})
-        assert vllm.attempt(vllm.ask(10)) == 0
-        keys = chunks("long prompt", 60)
-        vllm.fill(keys[:50])
-        vllm.replica.peers_hold(a=keys)
-        assert vllm.attempt(vllm.arrive("deep", keys)) is None
-        assert len(vllm.replica.fetches[-1].rows) == 10
-
-    def test_a_short_gap_before_what_is_here_is_worth_a_fetch(self) -> None:
-        """Its tail can have stayed where the head, a copy, was given up."""
-        vllm = Engine()
-        keys = chunks("prompt", 6)
-        vllm.fill(keys[1:])
-        vllm.replica.peers_hold(a=keys[:1])
-        request = vllm.arrive("r", keys)
-        assert vllm.attempt(request) is None
-        vllm.replica.end(vllm.replica.fetches[-1])
-        assert vllm.attempt(request) == 6
