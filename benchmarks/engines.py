@@ -28,6 +28,8 @@ from benchmarks.watchers import MODEL, TrackerProcess
 from examples.make_model import CONTEXT, make_model
 from xinference_xavier.config import XavierConfig
 from xinference_xavier.serving.transfer_config import kv_transfer_config
+from xinference_xavier.tracker.asking import drop_all
+from xinference_xavier.tracker.index import Member
 
 CHUNK = 128
 """Tokens; also the block size."""
@@ -271,12 +273,14 @@ class Fleet:
         )
         time.sleep(SETTLE)
 
-    def drop(self) -> None:
-        """Pools hold nothing any more; vLLM's own caches keep what they have."""
-        names = [name for name in self.engines if self._kinds[name].transport is not None]
+    def drop(self, names: Sequence[str] = ()) -> None:
+        """These pools, or all, hold nothing any more; vLLM's own caches keep what they have."""
+        names = names or [name for name in self.engines if self._kinds[name].transport is not None]
 
         def are_empty() -> bool:
-            self.run(self.actor.drop())  # again: what was just computed is still being stored
+            replicas = self.replicas()
+            members = [Member(name, replicas[name]["address"]) for name in names]
+            self.run(drop_all(members))  # again: what was just computed is still being stored
             return not any(self.replicas()[name]["holdings"] for name in names)
 
         time.sleep(SETTLE)

@@ -1,9 +1,9 @@
 """Part `hit`: what a prefix costs that is computed, held here, or held by a peer.
 
-Three vLLM engines: a donor and a consumer for each transport. Each sample has a prompt of its own:
-the donor computes it, the consumer gets it from the donor, has it in vLLM's own cache, and, when
-that has forgotten it, in its pool; then as many rows are moved by memcpy and over raw TCP, which is
-the least that a fetch could take. The consumer is never told to weigh a fetch against computing.
+Three vLLM engines: a donor and a consumer for each transport. The donor computes a prompt; then, in
+turns and several times, each consumer gets it from the donor, has it in vLLM's own cache and, when
+that has forgotten it, in its pool, and forgets it; each time as many rows are moved by memcpy or
+over raw TCP, which is the least that a fetch could take. A consumer is told to fetch in any case.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from benchmarks.engines import (
     DTYPE,
     POOL_BYTES,
     STEP_TOKENS,
+    Asked,
     Fleet,
     Kind,
     Prompts,
@@ -30,13 +31,15 @@ from examples.make_model import CONTEXT
 TITLE = "Hits"
 LENGTHS = (1000, 4000, 8000, 15_000)
 ROUNDS = 5
+"""Prompts of each length."""
+REPEATS = 3
+"""Hits by each transport of each prompt."""
 QUICK = {"LENGTHS": (1000, 8000)}
 REFERENCES = {"shared_memory": MEMCPY, "gloo": TCP}
 ALLOWANCE = 0.005
 """Seconds that a fetch may take beside moving its bytes."""
 _SHOWN = {"shared_memory": "shared memory", "gloo": "Gloo"}
 _DONOR = "donor"
-_MAX_TRIES = 2  # per sample that is wanted
 
 
 class Sample(NamedTuple):
@@ -49,6 +52,14 @@ class Sample(NamedTuple):
     floor: float
 
 
+class Round(NamedTuple):
+    """Of one prompt."""
+
+    cold: float
+    samples: dict[str, list[Sample]]
+    discarded: int
+
+
 def measure() -> dict[str, Any]:
     kinds = {_DONOR: Kind()} | {name: Kind(name, options=ALWAYS_FETCH) for name in REFERENCES}
     pair = Pair(0)
@@ -57,36 +68,20 @@ def measure() -> dict[str, Any]:
             row_bytes = fleet.replicas()[_DONOR]["stats"]["pool"]["row_bytes"]
             pair.make(whole_chunks(max(LENGTHS)), row_bytes)
             cycle = Cycle(fleet, pair, row_bytes)
-            samples, discarded = _samples(cycle)
+            cycle.run(LENGTHS[0])  # makes links, and what is made at the first request
+            found: dict[int, list[Round]] = {tokens: [] for tokens in LENGTHS}
+            for _ in range(ROUNDS):
+                for tokens in LENGTHS:
+                    found[tokens].append(cycle.run(tokens))
             cycle.check_transports()
     finally:
         pair.close()
+    rounds = [one for those in found.values() for one in those]
     return {
         "row_bytes": row_bytes,
-        "discarded": discarded,
-        "lengths": [
-            summary(tokens, row_bytes, {name: samples[tokens, name] for name in REFERENCES})
-            for tokens in LENGTHS
-        ],
+        "discarded": sum(one.discarded for one in rounds),
+        "lengths": [summary(tokens, row_bytes, those) for tokens, those in found.items()],
     }
-
-
-def _samples(cycle: Cycle) -> tuple[dict[tuple[int, str], list[Sample]], int]:
-    """By length and transport, in turns; and how many did not find all at the peer."""
-    cases = [(tokens, name) for tokens in LENGTHS for name in REFERENCES]
-    for name in REFERENCES:
-        cycle.run(LENGTHS[0], name)  # makes links, and what is made at the first request
-    samples: dict[tuple[int, str], list[Sample]] = {case: [] for case in cases}
-    discarded = 0
-    for turn in range(ROUNDS * _MAX_TRIES):
-        for tokens, name in cases[:: 1 if turn % 2 else -1]:
-            if len(samples[tokens, name]) < ROUNDS:
-                sample = cycle.run(tokens, name)
-                if sample is None:
-                    discarded += 1
-                else:
-                    samples[tokens, name].append(sample)
-    return samples, discarded
 
 
 class Cycle:
@@ -98,23 +93,35 @@ class Cycle:
         self._row_bytes = row_bytes
         self._prompts = Prompts()
 
-    def run(self, tokens: int, name: str) -> Sample | None:
-        """None if not all whole chunks were reused where they should have been."""
+    def run(self, tokens: int) -> Round:
         prompt = self._prompts.fresh(tokens)
-        donor, consumer = self._fleet[_DONOR], self._fleet[name]
-        cold = donor.ask(prompt)
         chunks = whole_chunks(tokens)
+        cold = self._fleet[_DONOR].ask(prompt)
         self._fleet.wait_published(_DONOR, chunks)
+        samples: dict[str, list[Sample]] = {name: [] for name in REFERENCES}
+        for turn in range(REPEATS):
+            for name in [*REFERENCES][:: 1 if turn % 2 else -1]:
+                hits = self._hits(name, prompt)
+                slots = list(range(chunks))
+                rate = transport._rate([self._pair], REFERENCES[name], slots, self._row_bytes)
+                floor = chunks * self._row_bytes / rate / 1e9
+                if all(hit.cached == chunks * CHUNK for hit in hits):
+                    remote, local, pool = (hit.first for hit in hits)
+                    samples[name].append(Sample(cold.first, remote, local, pool, floor))
+        self._fleet.drop()
+        wanted = REPEATS * len(REFERENCES)
+        return Round(cold.first, samples, wanted - sum(map(len, samples.values())))
+
+    def _hits(self, name: str, prompt: list[int]) -> tuple[Asked, Asked, Asked]:
+        """One of the donor's, one of vLLM's own cache and one of the pool; then all is forgotten,
+        but by the donor."""
+        consumer = self._fleet[name]
         remote, local = consumer.ask(prompt), consumer.ask(prompt)
         consumer.do("forget")
         pool = consumer.ask(prompt)
-        slots = list(range(chunks))
-        rate = transport._rate([self._pair], REFERENCES[name], slots, self._row_bytes)
-        self._fleet.drop()
-        if cold.cached or any(hit.cached != chunks * CHUNK for hit in (remote, local, pool)):
-            return None
-        floor = chunks * self._row_bytes / rate / 1e9
-        return Sample(cold.first, remote.first, local.first, pool.first, floor)
+        consumer.do("forget")
+        self._fleet.drop([name])
+        return remote, local, pool
 
     def check_transports(self) -> None:
         """Raises RuntimeError if a consumer has fetched over another transport than its own."""
@@ -124,14 +131,18 @@ class Cycle:
                 raise RuntimeError(f"{name} was to be measured, but this was used: {fetches}")
 
 
-def summary(tokens: int, row_bytes: int, samples: dict[str, Sequence[Sample]]) -> dict[str, Any]:
+def summary(tokens: int, row_bytes: int, rounds: Sequence[Round]) -> dict[str, Any]:
     """A row of the report; times in ms."""
     rows = whole_chunks(tokens)
     return {
         "tokens": tokens,
         "rows": rows,
         "bytes": rows * row_bytes,
-        "transports": {name: of_transport(found) for name, found in samples.items()},
+        "cold_ms": _ms(one.cold for one in rounds),
+        "transports": {
+            name: of_transport([sample for one in rounds for sample in one.samples[name]])
+            for name in REFERENCES
+        },
     }
 
 
@@ -139,7 +150,6 @@ def of_transport(samples: Sequence[Sample]) -> dict[str, Any]:
     cold, remote, local, pool, floor = (list(column) for column in zip(*samples, strict=True))
     overhead = [sample.remote - sample.local for sample in samples]
     return {
-        "cold_ms": _ms(cold),
         "remote_ms": _ms(remote),
         "local_ms": _ms(local),
         "pool_ms": _ms(pool),
@@ -166,8 +176,9 @@ def markdown(part: dict[str, Any]) -> str:
         "to an engine that has rested for half a second. Overhead is remote − local; the floor is "
         "what as many rows took right after by one thread's memcpy or over one plain TCP "
         "connection; the last column is overhead ÷ (floor + 5 ms). Medians, in brackets the least "
-        f"and the most; {part['discarded']} samples were left out because not all whole chunks "
-        "came from the peer.",
+        f"and the most, of {ROUNDS} prompts of each length, each hit {REPEATS} times by each "
+        f"transport; {part['discarded']} samples were left out because not all whole chunks came "
+        "from the peer.",
         "",
         "| tokens | MiB | transport | cold | local hit | pool hit | remote hit | overhead | floor "
         "| remote ÷ local | cold ÷ remote | overhead ÷ (floor + 5 ms) |",
@@ -175,8 +186,9 @@ def markdown(part: dict[str, Any]) -> str:
     ]
     for row in part["lengths"]:
         for name, found in row["transports"].items():
-            times = ("cold", "local", "pool", "remote", "overhead", "floor")
+            times = ("local", "pool", "remote", "overhead", "floor")
             cells = [str(row["tokens"]), f"{row['bytes'] / (1 << 20):.0f}", _SHOWN[name]]
+            cells.append(shown(row["cold_ms"], 0))
             cells += [shown(found[f"{time}_ms"], 1) for time in times]
             cells += [shown(found[of]) for of in ("remote/local", "cold/remote", "ratio")]
             lines.append(f"| {' | '.join(cells)} |")
@@ -186,18 +198,20 @@ def markdown(part: dict[str, Any]) -> str:
 def plot(part: dict[str, Any], axes: Any) -> None:
     tokens = [row["tokens"] for row in part["lengths"]]
 
-    def curve(name: str, time: str, label: str) -> None:
-        values = [row["transports"][name][f"{time}_ms"] for row in part["lengths"]]
+    def curve(values: Sequence[dict[str, Any]], label: str) -> None:
         middle = [value["median"] for value in values]
         below = [value["median"] - value["least"] for value in values]
         above = [value["most"] - value["median"] for value in values]
         axes.errorbar(tokens, middle, yerr=[below, above], marker="o", capsize=3, label=label)
 
-    curve("shared_memory", "cold", "computed")
-    curve("gloo", "remote", "from a peer, Gloo")
-    curve("shared_memory", "remote", "from a peer, shared memory")
-    curve("shared_memory", "pool", "from the pool")
-    curve("shared_memory", "local", "from vLLM's own cache")
+    def hits(name: str, time: str) -> list[dict[str, Any]]:
+        return [row["transports"][name][f"{time}_ms"] for row in part["lengths"]]
+
+    curve([row["cold_ms"] for row in part["lengths"]], "computed")
+    curve(hits("gloo", "remote"), "from a peer, Gloo")
+    curve(hits("shared_memory", "remote"), "from a peer, shared memory")
+    curve(hits("shared_memory", "pool"), "from the pool")
+    curve(hits("shared_memory", "local"), "from vLLM's own cache")
     axes.set_yscale("log")
     axes.set_xlabel("tokens of the prompt")
     axes.set_ylabel("ms to the first token")
