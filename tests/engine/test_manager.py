@@ -877,9 +877,12 @@ class TestOnePrefillPerCluster:
         assert vllm.attempt(request) == 4
         assert not paused(), "its turn has come"
 
+    @pytest.mark.parametrize("steps", [1, 2])
     def test_an_engine_that_only_fetches_looks_again_when_the_fetch_has_ended(
-        self, vllm: Scheduling, monkeypatch: pytest.MonkeyPatch
+        self, vllm: Scheduling, monkeypatch: pytest.MonkeyPatch, steps: int
     ) -> None:
+        """In the step that begins it, or when it is looked for in a later one."""
+
         class Ending(threading.Event):
             """Ends the fetch when somebody waits for it."""
 
@@ -892,9 +895,26 @@ class TestOnePrefillPerCluster:
         request = vllm.arrive("request", self.KEYS)
         assert vllm.attempt(request) is None
         (fetch,) = vllm.replica.fetches
+        if steps == 2:
+            assert vllm.attempt(request) is None
         fetch.ended = Ending()
         vllm.manager.idle()
+        assert (fetch.state is FetchState.PENDING) == (steps == 2)
         assert vllm.attempt(request) == len(self.KEYS)
+
+    def test_one_that_computes_does_not_wait(self, vllm: Scheduling) -> None:
+        class Busy(threading.Event):
+            def wait(self, timeout: float | None = None) -> bool:
+                raise AssertionError("others are computed for")
+
+        vllm.replica.peers_hold(a=self.KEYS)
+        request = vllm.arrive("request", self.KEYS)
+        assert vllm.attempt(request) is None
+        vllm.manager.idle()
+        vllm.end_step()  # something was scheduled
+        (fetch,) = vllm.replica.fetches
+        fetch.ended = Busy()
+        assert vllm.attempt(request) is None
 
     def test_the_rest_is_computed_when_the_peer_falls_behind(self, vllm: Scheduling) -> None:
         request = self.waiting(vllm)

@@ -1,9 +1,9 @@
 """Decides, for vLLM's scheduler, which chunks are at hand, and brings in those that peers hold.
 
 Threading: every method is called by the scheduler thread, works on dictionaries only and returns at
-once, but for `idle`; what takes longer is handed to the replica's background thread. Only this
-thread evicts rows, and only in `on_schedule_end` and `prepare_store`: a HIT stays one until the end
-of its scheduling step.
+once, but for what an idle engine waits for; what takes longer is handed to the replica's background
+thread. Only this thread evicts rows, and only in `on_schedule_end` and `prepare_store`: a HIT stays
+one until the end of its scheduling step.
 
 A request's way through `lookup`, one scheduling attempt ("pass") after the other:
 
@@ -98,6 +98,8 @@ class XavierManager(OffloadingManager):
         # Requests in this step, by group, and how many seconds nothing is lost by.
         self._deferred: dict[tuple[str, bytes], float] = {}
         self._pause = 0.0  # the least of them
+        self._idle = False  # nothing was scheduled in the last step
+        self._begun: Fetch | None = None  # in this step
         self.decision_time = DecisionTime()
 
     def attach(self, replica: Replica) -> None:
@@ -140,6 +142,7 @@ class XavierManager(OffloadingManager):
         request = self._requests[req_context.req_id]
         fetch = request.fetch
         if fetch is not None:
+            self._look_at(fetch)
             if fetch.state is FetchState.PENDING and self._has_time(request):
                 # One RETRY per group defers the request; MISS for the rest ends the scan early.
                 if key not in request.first:
@@ -147,6 +150,8 @@ class XavierManager(OffloadingManager):
                 self._deferred[req_context.req_id, key[GROUP]] = 0.0
                 return LookupResult.RETRY
             self._conclude(request)
+            if self._pool.lookup(key) is not None:  # since we looked first
+                return LookupResult.HIT
         if request.given_up or not (self._has_time(request) or self._is_waiting(request)):
             return LookupResult.MISS
         if not self._is_elsewhere(key, request):
@@ -223,6 +228,7 @@ class XavierManager(OffloadingManager):
     # -- fetching -----------------------------------------------------------------------------
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        self._idle, self._begun = False, None
         for req_id, request in self._gathered.items():
             self._begin_fetch(req_id, request)
             request.wanted = []
@@ -238,11 +244,18 @@ class XavierManager(OffloadingManager):
         and Python's lock from those who work on it, on this host or in this process."""
         if self._loading or self._storing:  # the worker may not have been told yet
             return
-        fetch = self._fetches.pending()
-        if fetch is not None:
-            fetch.ended.wait(_LOOK)
-        else:
+        self._idle = True
+        if self._begun is not None:  # its thread has to get Python's lock first
+            self._begun.ended.wait(_LOOK)
+        elif not self._fetches.pending():
             time.sleep(self._pause)
+
+    def _look_at(self, fetch: Fetch) -> None:
+        """An idle engine waits for its end, so that the request is scheduled as soon as it can be:
+        its next look is a millisecond of vLLM's and all that a step has around it away."""
+        if self._idle and fetch.state is FetchState.PENDING:
+            self._idle = False  # once in a step
+            fetch.ended.wait(_LOOK)
 
     def _begin_fetch(self, req_id: str, request: Request) -> None:
         now = self._clock()
@@ -268,6 +281,7 @@ class XavierManager(OffloadingManager):
             row.copy_of = plan.donor
         fetch = self._replica.fetch(plan.donor, rows, request.deadline, request.trace_headers)
         if fetch is not None:
+            self._begun = fetch
             self._fetches.add(fetch)
             self._forecast.begun(fetch, plan.computing, now)
         return fetch
