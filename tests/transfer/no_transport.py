@@ -1,5 +1,7 @@
 """For tests in which no row moves: a transport that makes no links, and is there in no time."""
 
+import gc
+
 from xinference_xavier.errors import LinkError
 from xinference_xavier.pool.region import Region
 from xinference_xavier.transfer.base import Acceptance, Offer, Transport
@@ -16,3 +18,11 @@ class NoTransport(Transport):
 
     def accept(self, hello: bytes, secret: bytes, deadline: float) -> Acceptance:
         raise LinkError("makes no links")
+
+
+class TellingTransport(NoTransport):
+    """Its name tells whether the garbage collector leaves alone what is there from the start."""
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        return "frozen" if gc.get_freeze_count() else "searched"

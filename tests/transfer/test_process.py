@@ -141,6 +141,13 @@ async def test_one_that_cannot_start_says_why(
         assert not process.ready
 
 
+async def test_collecting_garbage_does_not_hold_it_up(region: Region) -> None:
+    telling = "tests.transfer.no_transport:TellingTransport"
+    async with running(region, transports=(telling,)) as process:
+        await until(lambda: process.pid)
+        assert (await process.stats())["transport"] == "frozen"
+
+
 async def test_its_ports_are_in_the_configured_range(region: Region) -> None:
     async with running(region, port_range=(42000, 42049), transports=(GLOO,)) as process:
         await until(lambda: process.pid)
