@@ -16,6 +16,8 @@ class Bar(NamedTuple):
     values: Callable[[Part], Values]
     at_least: bool = False
     """Or at most."""
+    limited_by: str = ""
+    """What kept it from being reached, where that was found out."""
 
 
 def judge(name: str, part: Part) -> list[dict[str, Any]]:
@@ -33,6 +35,7 @@ def _judged(bar: Bar, values: Values) -> dict[str, Any]:
         "at_least": bar.at_least,
         "value": value,
         "met": value >= bar.limit if bar.at_least else value <= bar.limit,
+        "limited_by": bar.limited_by,
     }
 
 
@@ -41,13 +44,16 @@ def markdown(judged: Sequence[Mapping[str, Any]]) -> str:
     if not judged:
         return ""
     lines = ["| should be | median, the worst | |", "|---|---|---|"]
+    causes = []
     for bar in judged:
         sign = "≥" if bar["at_least"] else "≤"
         of = f" ({bar['of']})" if bar["of"] else ""
         verdict = "met" if bar["met"] else f"**missed**, {bar['value'] / bar['limit']:.2f} ×"
+        if bar["limited_by"] and not bar["met"]:
+            causes += ["", f"“{bar['what']}” is limited by {bar['limited_by']}."]
         value, limit = _shown(bar["value"]), _shown(bar["limit"])
         lines.append(f"| {bar['what']} {sign} {limit} | {value}{of} | {verdict} |")
-    return "\n".join(lines) + "\n\n"
+    return "\n".join(lines + causes) + "\n\n"
 
 
 def _shown(value: float) -> str:

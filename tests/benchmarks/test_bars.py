@@ -14,7 +14,8 @@ def two_bars(monkeypatch: pytest.MonkeyPatch) -> None:
     def both(part: Part) -> Values:
         return {"one": part["one"], "two": part["two"]}
 
-    found = {"part": (Bar("speed", 10.0, both, at_least=True), Bar("time", 4.0, both))}
+    speed = Bar("speed", 10.0, both, at_least=True, limited_by="friction")
+    found = {"part": (speed, Bar("time", 4.0, both))}
     monkeypatch.setattr(bars, "BARS", found)
 
 
@@ -36,6 +37,12 @@ def test_the_page_says_by_how_much() -> None:
     assert "| speed ≥ 10 | 11 (two) | met |" in shown
     assert "| time ≤ 4 | 12 (one) | **missed**, 3.00 × |" in shown
     assert shown.endswith("|\n\n")
+
+
+def test_and_what_limits_what_is_missed() -> None:
+    shown = bars.markdown(bars.judge("part", {"one": 9.0, "two": 12.0}))
+    assert shown.endswith("|\n\n“speed” is limited by friction.\n\n")
+    assert "friction" not in bars.markdown(bars.judge("part", {"one": 12.0, "two": 12.0}))
 
 
 def test_a_part_without_bars_has_no_table() -> None:
