@@ -2,8 +2,8 @@
 
 vLLM's own worker does this for CUDA and XPU on streams; the CPU platform has none. Here one job
 after the other is copied, in the order of their submission, by two threads that share its blocks.
-Threading: vLLM's worker thread submits, polls and waits; the copying threads do the rest; a
-condition guards what they share.
+Threading: vLLM's worker thread submits, polls and waits; a thread of ours takes the jobs and gives
+their blocks to those that copy; a condition guards what the first two share.
 """
 
 import logging
@@ -11,7 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import wait
 from typing import NamedTuple
 
 import numpy as np
@@ -25,6 +25,7 @@ from vllm.v1.kv_offload.base import (
     TransferResult,
 )
 
+from xinference_xavier.pool.copiers import COPIERS, copiers
 from xinference_xavier.pool.region import Region
 
 logger = logging.getLogger(__name__)
@@ -78,8 +79,8 @@ class HostWorker(OffloadingWorker):
         self._asked = 0.0  # when `get_finished` returned the last time
         self._finished: list[TransferResult] = []
         self._stopping = False
-        self._helper = ThreadPoolExecutor(1, "xavier-copy")
-        self._thread = threading.Thread(target=self._copy_jobs, name="xavier-copy", daemon=True)
+        self._copiers = copiers()
+        self._thread = threading.Thread(target=self._copy_jobs, name="xavier-jobs", daemon=True)
         self._thread.start()
 
     def submit_store(
@@ -126,7 +127,7 @@ class HostWorker(OffloadingWorker):
             self._stopping = True
             self._changed.notify_all()
         self._thread.join()
-        self._helper.shutdown()
+        self._copiers.shutdown()
 
     def _copy_jobs(self) -> None:
         while True:
@@ -154,13 +155,12 @@ class HostWorker(OffloadingWorker):
     def _copy(self, job: _Job) -> int:
         """Copy every page of the job; returns bytes."""
         placements = list(self._placements(job))
-        half = len(placements) // 2
-        helping = self._helper.submit(self._copy_blocks, job.is_store, placements[:half])
-        try:
-            copied = self._copy_blocks(job.is_store, placements[half:])
-        finally:
-            wait([helping])
-        return copied + helping.result()
+        copying = [
+            self._copiers.submit(self._copy_blocks, job.is_store, placements[part::COPIERS])
+            for part in range(COPIERS)
+        ]
+        wait(copying)
+        return sum(copied.result() for copied in copying)
 
     def _copy_blocks(self, is_store: bool, placements: Sequence[_Placement]) -> int:
         copied = 0

@@ -22,12 +22,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 
 import numpy as np
 
 from xinference_xavier.errors import LinkError, RegionError
+from xinference_xavier.pool.copiers import copiers
 from xinference_xavier.pool.region import Region, check_same_user, offer_to_read, take_region
 from xinference_xavier.transfer.base import Link, Transport
 from xinference_xavier.transfer.host import host_identity
@@ -38,7 +39,6 @@ _NONCE_BYTES = 16
 _PROOF_BYTES = 32
 _NAMED = struct.Struct("!QI")  # a row's number on this link, and its slot
 _READ_BYTES = 4096
-_COPIERS = 2
 _DONE = b"\1"
 _CONSUMER, _DONOR = b"consumer", b"donor"
 _CLOSED = "the link was closed"
@@ -142,7 +142,7 @@ class ConsumerLink(Link):
         self._their_rows = theirs.rows
         self._unread = bytearray()
         self._next = 0
-        self._copiers = ThreadPoolExecutor(_COPIERS, "xavier-copy")
+        self._copiers = copiers()
         # In the background: rows that are fetched before it is done cost a few page faults.
         self._mapping = threading.Thread(
             target=theirs.populate, args=(self._is_open,), name="xavier-map", daemon=True
