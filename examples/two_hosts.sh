@@ -14,6 +14,9 @@
 # first machine shows, and log in. Or, where nobody else reaches it, export XINFERENCE_AUTH_ADVANCED=false
 # on both machines before.
 #
+# Ctrl-C ends what runs on a machine: on the second one first, whose worker would wait long for a
+# supervisor that is gone.
+#
 # Then, from anywhere:
 #   xinference login --endpoint http://10.0.0.1:9997 --username NAME --password PASSWORD
 #   xinference launch --endpoint http://10.0.0.1:9997 --model-name qwen2.5-instruct \

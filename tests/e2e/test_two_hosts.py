@@ -7,12 +7,13 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from examples import long_document_questions
-from examples.local_cluster import START_TIMEOUT
+from examples.local_cluster import START_TIMEOUT, STOP_TIMEOUT, Leftovers
 from tests.e2e.conftest import ARGUMENTS, ROOT, wait_until
 from tests.e2e.host_cluster import REST_PORT, SUPERVISOR, WORKER_PORT, HostCluster
 from tests.e2e.hosts import Admitted, Hosts
@@ -36,6 +37,15 @@ class ScriptCluster(HostCluster):
         self._wait("the supervisor answers", START_TIMEOUT, self._answers)
         self._workers[SECOND] = self._run(home, SECOND, str(SCRIPT), ["second", second, first])
         self._wait("the workers have registered", START_TIMEOUT, self._all_registered)
+
+    def stop(self) -> Leftovers:
+        """The second machine first: a worker of xinference's waits long for a supervisor that is
+        gone."""
+        for script in self._workers.values():
+            script.terminate()
+            with suppress(subprocess.TimeoutExpired):  # it is a leftover, then
+                script.wait(STOP_TIMEOUT)
+        return super().stop()
 
 
 @pytest.fixture
