@@ -111,8 +111,8 @@ def _sizes(name: str) -> Callable[[Part], Values]:
 
 _BOTH = ("gloo", "shared_memory")
 _TWO_COPIES = (
-    "two copies of every row, by the fetch and by the load, both at the memory's speed, and some "
-    "15 ms of messages and of vLLM's own steps ([where the time goes](architecture.md))"
+    "two copies of every row, by the fetch and by the load, and some 15 ms of messages and of "
+    "vLLM's own steps ([where the time goes](architecture.md))"
 )
 _UNSTEADY = (
     "the machine: two runs of one engine differ by a tenth, so that a hundredth takes hours; the "

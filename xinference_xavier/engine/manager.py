@@ -185,15 +185,16 @@ class XavierManager(OffloadingManager):
 
     def _waits_for_peer(self, key: bytes, request: Request) -> bool:
         """True once in a step for each group: that defers the request."""
-        group = (request.context.req_id, key[GROUP])
         if not request.asked:
             request.asked = True
             request.wait = self._ask(key, request)
+        if request.wait is None:
+            return False
+        group = (request.context.req_id, key[GROUP])
         if group in self._deferred or not self._is_waiting(request):
             return False
         if not self._sources.may_become_worth_fetching(key, request, self._clock()):
             return False
-        assert request.wait is not None
         self._deferred[group] = request.wait.pause
         request.deadline = None  # is for what a peer holds
         return True
