@@ -57,7 +57,11 @@ class Round(NamedTuple):
 
     cold: float
     samples: dict[str, list[Sample]]
-    discarded: int
+    """By transport; without those for which not all whole chunks came from where they should."""
+
+    @property
+    def discarded(self) -> int:
+        return REPEATS * len(REFERENCES) - sum(map(len, self.samples.values()))
 
 
 def measure() -> dict[str, Any]:
@@ -97,6 +101,8 @@ class Cycle:
         prompt = self._prompts.fresh(tokens)
         chunks = whole_chunks(tokens)
         cold = self._fleet[_DONOR].ask(prompt)
+        if cold.cached:
+            raise RuntimeError("a prompt that nobody can know was known")
         self._fleet.wait_published(_DONOR, chunks)
         samples: dict[str, list[Sample]] = {name: [] for name in REFERENCES}
         for turn in range(REPEATS):
@@ -109,8 +115,7 @@ class Cycle:
                     remote, local, pool = (hit.first for hit in hits)
                     samples[name].append(Sample(cold.first, remote, local, pool, floor))
         self._fleet.drop()
-        wanted = REPEATS * len(REFERENCES)
-        return Round(cold.first, samples, wanted - sum(map(len, samples.values())))
+        return Round(cold.first, samples)
 
     def _hits(self, name: str, prompt: list[int]) -> tuple[Asked, Asked, Asked]:
         """One of the donor's, one of vLLM's own cache and one of the pool; then all is forgotten,

@@ -12,7 +12,7 @@ from benchmarks.engines import Asked, Prompts, whole_chunks
 from tests.benchmarks.parts import shown
 
 SAMPLES = [hit.Sample(2.0, 0.050, 0.040, 0.045, 0.005 * n) for n in range(1, 6)]
-ROUNDS = [hit.Round(2.0, {name: [sample] for name in hit.REFERENCES}, 0) for sample in SAMPLES]
+ROUNDS = [hit.Round(2.0, {name: [sample] for name in hit.REFERENCES}) for sample in SAMPLES]
 
 
 def test_overhead_is_compared_with_the_floor_and_five_milliseconds() -> None:
@@ -27,6 +27,10 @@ def test_bytes_are_those_of_whole_chunks_without_the_last_token() -> None:
     found = hit.summary(8000, 1 << 20, ROUNDS)
     assert (found["rows"], found["bytes"]) == (62, 62 << 20)
     assert [whole_chunks(tokens) for tokens in (128, 129, 256, 257)] == [0, 1, 1, 2]
+
+
+def test_samples_that_are_missing_were_discarded() -> None:
+    assert hit.Round(2.0, {"gloo": SAMPLES[:2], "shared_memory": SAMPLES[:3]}).discarded == 1
 
 
 def test_the_page_has_a_line_for_each_length_and_transport() -> None:
