@@ -12,7 +12,7 @@ from vllm.v1.kv_offload.base import LookupResult, OffloadKey
 from tests.engine.scheduling import CHUNK, FETCH_TIMEOUT, Request, Scheduling, chunks, window_scan
 from xinference_xavier.engine import manager
 from xinference_xavier.pool.pool import PoolCounts
-from xinference_xavier.transfer.fetch import FetchState
+from xinference_xavier.transfer.fetch import Fetch, FetchState
 
 
 @pytest.fixture
@@ -291,6 +291,86 @@ class TestFetch:
         vllm.replica.peers_hold(a=keys)
         assert vllm.attempt(vllm.arrive("s", keys, recorded=False)) is None
         assert len(vllm.replica.fetches[0].rows) == 6
+
+
+class TestSeveralDonors:
+    """One of them brings the first rows and another the rest."""
+
+    @pytest.fixture
+    def halves(self, vllm: Scheduling) -> tuple[Request, Fetch, Fetch]:
+        """Six chunks, of which either donor brings three."""
+        for number in range(4):  # the first fetch from each opens a link
+            other = chunks(f"other {number}", 6)
+            vllm.replica.peers_hold(**{"ab"[number % 2]: other})
+            earlier = vllm.arrive(f"earlier {number}", other)
+            vllm.attempt(earlier)
+            vllm.replica.end(vllm.replica.fetches[-1])
+            vllm.attempt(earlier)
+            vllm.finish(earlier)
+            vllm.end_step()
+        keys = chunks("prompt", 6)
+        vllm.replica.peers_hold(a=keys, b=keys)
+        request = vllm.arrive("r", keys)
+        assert vllm.attempt(request) is None
+        first, second = vllm.replica.fetches[4:]
+        assert {first.donor, second.donor} == {"a", "b"}
+        assert [row.key for row in first.rows + second.rows] == keys
+        return request, first, second
+
+    @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+    def test_all_are_waited_for(
+        self, vllm: Scheduling, halves: tuple[Request, Fetch, Fetch], order: tuple[int, int]
+    ) -> None:
+        request, *fetches = halves
+        vllm.replica.end(fetches[order[0]])
+        assert vllm.attempt(request) is None
+        vllm.replica.end(fetches[order[1]])
+        assert vllm.attempt(request) == 6
+        vllm.schedule(request, 6)
+        vllm.end_step()
+        vllm.loaded(request, 6)
+        vllm.finish(request)
+        assert vllm.manager.stats()["hits"]["peers"] == 6 * CHUNK
+        assert_nothing_left(vllm)
+
+    def test_what_came_before_a_gap_is_used(
+        self, vllm: Scheduling, halves: tuple[Request, Fetch, Fetch]
+    ) -> None:
+        request, first, second = halves
+        vllm.replica.end(first)
+        vllm.replica.end(second, 1)
+        assert [vllm.attempt(request), vllm.attempt(request)] == [4, 4]
+
+    def test_what_comes_behind_a_gap_is_not_waited_for(
+        self, vllm: Scheduling, halves: tuple[Request, Fetch, Fetch]
+    ) -> None:
+        request, first, second = halves
+        vllm.replica.end(first, 2)
+        assert vllm.attempt(request) == 2
+        vllm.schedule(request, 2)
+        vllm.loaded(request, 2)
+        vllm.replica.end(second)
+        vllm.finish(request)
+        vllm.end_step()
+        assert_nothing_left(vllm)
+
+    def test_another_request_waits_for_all_of_them_too(
+        self, vllm: Scheduling, halves: tuple[Request, Fetch, Fetch]
+    ) -> None:
+        request, first, second = halves
+        other = vllm.arrive("s", request.keys)
+        assert vllm.attempt(other) is None
+        vllm.replica.end(first)
+        assert vllm.attempt(other) is None
+        vllm.replica.end(second)
+        assert vllm.attempt(other) == 6
+        assert len(vllm.replica.fetches) == 6
+
+    def test_each_row_is_a_copy_of_its_own_donor_s(
+        self, vllm: Scheduling, halves: tuple[Request, Fetch, Fetch]
+    ) -> None:
+        for fetch in halves[1:]:
+            assert {row.copy_of for row in fetch.rows} == {fetch.donor}
 
 
 class TestFetchedRows:

@@ -21,17 +21,17 @@ class Engine(Scheduling):
         self.manager.prefill_rate.tokens_per_second = PREFILL
         self._prompts = 0
 
-    def ask(self, count: int) -> Request:
-        """For chunks that the peer `a` holds."""
+    def ask(self, count: int, peers: str = "a") -> Request:
+        """For chunks that these peers hold, each of them all."""
         self._prompts += 1
         keys = chunks(f"prompt {self._prompts}", count)
-        self.replica.peers_hold(a=keys)
+        self.replica.peers_hold(**dict.fromkeys(peers, keys))
         return self.arrive(f"request {self._prompts}", keys)
 
-    def learn(self, overhead: float, each: float) -> None:
+    def learn(self, overhead: float, each: float, peer: str = "a") -> None:
         self.manager._sources.choose = False
         for count in (4, 4, 40, 10, 40):
-            request = self.ask(count)
+            request = self.ask(count, peer)
             assert self.attempt(request) is None
             fetch = self.replica.fetches[-1]
             fetch.transport = "gloo"
@@ -111,3 +111,41 @@ def test_a_short_gap_before_what_is_here_is_worth_a_fetch() -> None:
     assert vllm.attempt(request) is None
     vllm.replica.end(vllm.replica.fetches[-1])
     assert vllm.attempt(request) == 6
+
+
+def of_each_donor(vllm: Engine, request: Request) -> dict[str, int]:
+    """How many rows the request fetches from whom."""
+    before = len(vllm.replica.fetches)
+    assert vllm.attempt(request) is None
+    return {fetch.donor: len(fetch.rows) for fetch in vllm.replica.fetches[before:]}
+
+
+class TestSeveralDonors:
+    def test_share_what_each_would_take_long_for(self) -> None:
+        vllm = Engine()
+        for peer in "abc":
+            vllm.learn(0.01, 0.01, peer)
+        assert of_each_donor(vllm, vllm.ask(40, "ab")) == {"a": 20, "b": 20}
+        for fetch in vllm.replica.fetches[-2:]:
+            fetch.transport = "gloo"
+            vllm.replica.end(fetch, seconds=0.21)
+        vllm.end_step()
+        assert sorted(of_each_donor(vllm, vllm.ask(40, "abc")).values()) == [13, 13, 14]
+
+    def test_are_not_troubled_for_what_is_mostly_messages(self) -> None:
+        vllm = Engine()
+        for peer in "ab":
+            vllm.learn(1.0, 0.01, peer)
+        assert len(of_each_donor(vllm, vllm.ask(40, "ab"))) == 1
+
+    def test_one_that_is_slow_or_busy_is_left_out(self) -> None:
+        vllm = Engine()
+        for peer, each in {"a": 0.01, "b": 0.02, "c": 0.01}.items():
+            vllm.learn(0.0, each, peer)
+        assert of_each_donor(vllm, vllm.ask(40, "ab")) == {"a": 40}
+        assert of_each_donor(vllm, vllm.ask(40, "ac")) == {"c": 40}, "a has the other fetch to do"
+
+    def test_of_which_one_is_not_known_are_learnt_first(self) -> None:
+        vllm = Engine()
+        vllm.learn(0.0, 0.01, "a")
+        assert of_each_donor(vllm, vllm.ask(40, "ab")) == {"b": 40}

@@ -6,7 +6,7 @@ Belongs to the scheduler thread. A fetch's rows stay pinned until nobody waits f
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from xinference_xavier.engine.forecast import Forecast
 from xinference_xavier.pool.pool import Pool
@@ -33,12 +33,23 @@ class Fetches:
         fetch = self._by_chunk.get(key)
         return None if fetch is None or fetch.state is FetchState.ROLLED_BACK else fetch
 
-    def pending(self) -> Fetch | None:
-        """Any that is not over."""
-        return next((fetch for fetch in self if fetch.state is FetchState.PENDING), None)
+    def bringing_run(self, keys: Iterable[bytes]) -> list[Fetch]:
+        """The fetches that bring the first of `keys` and what follows it without a gap."""
+        found: dict[Fetch, None] = {}
+        for key in keys:
+            fetch = self.bringing(key)
+            if fetch is None:
+                break
+            found[fetch] = None
+        return list(found)
+
+    def pending(self) -> Iterator[Fetch]:
+        """Those that are not over."""
+        return (fetch for fetch in self if fetch.state is FetchState.PENDING)
 
     def by_donor(self) -> Counter[str]:
-        return Counter(fetch.donor for fetch in self)
+        """How many are not over."""
+        return Counter(fetch.donor for fetch in self.pending())
 
     def add(self, fetch: Fetch) -> None:
         self._waiting[fetch] = set()

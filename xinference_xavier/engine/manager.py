@@ -8,8 +8,8 @@ one until the end of its scheduling step.
 A request's way through `lookup`, one scheduling attempt ("pass") after the other:
 
     first pass      HITs from the pool, then RETRY for each chunk that a peer holds, MISS at the end
-    on_schedule_end one fetch is begun for the chunks that got a RETRY
-    further passes  RETRY while the fetch is under way and the request has time left
+    on_schedule_end a fetch is begun for the chunks that got a RETRY, from one donor or several
+    further passes  RETRY while it is under way and the request has time left
     then            HIT for what arrived, MISS for the rest; once more if all of it arrived
 
 Before a long MISS, RETRY until the tracker has said whether a peer is computing it, and for as long
@@ -47,7 +47,7 @@ from xinference_xavier.engine.waiting import WORTH_ASKING, Wait, WaitCounts
 from xinference_xavier.explanation import Chunker
 from xinference_xavier.pool.pool import Pool, Reservation, Row
 from xinference_xavier.replica import Replica
-from xinference_xavier.transfer.fetch import Fetch, FetchState
+from xinference_xavier.transfer.fetch import Fetch
 
 if TYPE_CHECKING:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -140,10 +140,9 @@ class XavierManager(OffloadingManager):
         if self._pool.lookup(key) is not None:
             return LookupResult.HIT
         request = self._requests[req_context.req_id]
-        fetch = request.fetch
-        if fetch is not None:
-            self._look_at(fetch)
-            if fetch.state is FetchState.PENDING and self._has_time(request):
+        if request.fetches:
+            self._look_at(request)
+            if request.pending and self._has_time(request):
                 # One RETRY per group defers the request; MISS for the rest ends the scan early.
                 if key not in request.first:
                     return LookupResult.MISS
@@ -165,7 +164,7 @@ class XavierManager(OffloadingManager):
         return request.deadline is None or self._clock() < request.deadline
 
     def _conclude(self, request: Request) -> None:
-        if request.fetch is not None:
+        if request.fetches:
             request.conclude()
             self.decision_time.decided(request.pending_since, self._clock())
 
@@ -248,13 +247,14 @@ class XavierManager(OffloadingManager):
         self._idle = True
         if self._begun is not None:  # its thread has to get Python's lock first
             self._begun.ended.wait(_LOOK)
-        elif not self._fetches.pending():
+        elif not any(self._fetches.pending()):
             time.sleep(self._pause)
 
-    def _look_at(self, fetch: Fetch) -> None:
-        """An idle engine waits for its end, so that the request is scheduled as soon as it can be:
+    def _look_at(self, request: Request) -> None:
+        """An idle engine waits for a fetch, so that its request is scheduled as soon as it can be:
         its next look is a millisecond of vLLM's and all that a step has around it away."""
-        if self._idle and fetch.state is FetchState.PENDING:
+        fetch = request.pending if self._idle else None
+        if fetch is not None:
             self._idle = False  # once in a step
             fetch.ended.wait(_LOOK)
 
@@ -263,29 +263,33 @@ class XavierManager(OffloadingManager):
         if request.deadline is None or now >= request.deadline:
             request.deadline = now + self._fetch_timeout
             request.pending_since = self.decision_time.idle_time(now)
-        fetch = self._fetches.bringing(request.wanted[0]) or self._new_fetch(request, now)
-        if fetch is None:
+        fetches = self._fetches.bringing_run(request.wanted) or self._new_fetches(request, now)
+        if not fetches:
             request.given_up = True
             return
-        request.waits_for(fetch)
-        self._fetches.wait(req_id, fetch)
+        request.waits_for(fetches)
+        for fetch in fetches:
+            self._fetches.wait(req_id, fetch)
 
-    def _new_fetch(self, request: Request, now: float) -> Fetch | None:
+    def _new_fetches(self, request: Request, now: float) -> list[Fetch]:
         assert request.deadline is not None
         plan = self._sources.plan(request, request.deadline, self._fetches.by_donor(), now)
         if plan is None:
-            return None
+            return []
         rows = self._reserve(plan.keys, known_keys(request.context) or request.wanted).rows
-        if not rows:
-            return None
-        for row in rows:
-            row.copy_of = plan.donor
-        fetch = self._replica.fetch(plan.donor, rows, request.deadline, request.trace_headers)
-        if fetch is not None:
-            self._begun = fetch
-            self._fetches.add(fetch)
-            self._forecast.begun(fetch, plan.computing, now)
-        return fetch
+        parts = min(len(plan.donors), len(rows))
+        fetches = []
+        for part, donor in enumerate(plan.donors[:parts]):
+            its_rows = rows[len(rows) * part // parts : len(rows) * (part + 1) // parts]
+            for row in its_rows:
+                row.copy_of = donor
+            fetch = self._replica.fetch(donor, its_rows, request.deadline, request.trace_headers)
+            if fetch is not None:
+                self._fetches.add(fetch)
+                self._forecast.begun(fetch, plan.computing, now)
+                fetches.append(fetch)
+                self._begun = fetch
+        return fetches
 
     def has_pending_work(self) -> bool:
         return bool(self._fetches)
@@ -366,9 +370,9 @@ class XavierManager(OffloadingManager):
             self._stale_loads += rows
         self._loading.clear()
         for request in self._requests.values():
-            waited = request.fetch is not None or request.wait is not None
+            waited = bool(request.fetches) or request.wait is not None
             request.given_up = request.given_up or waited
-            request.fetch = None
+            request.fetches = []
             request.wanted = []
         self._gathered.clear()
         self._fetches.reset()

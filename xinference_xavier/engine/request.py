@@ -23,8 +23,8 @@ class Request:
         "computes",
         "context",
         "deadline",
-        "fetch",
         "fetched",
+        "fetches",
         "first",
         "given_up",
         "pending_since",
@@ -36,8 +36,8 @@ class Request:
     def __init__(self, context: ReqContext) -> None:
         self.context = context
         self.wanted: list[bytes] = []  # this pass's RETRYs, to be fetched
-        self.fetch: Fetch | None = None
-        self.first: set[bytes] = set()  # the fetch's first chunk of each group
+        self.fetches: list[Fetch] = []  # that it waits for
+        self.first: set[bytes] = set()  # the first chunk of each group in each of them
         self.deadline: float | None = None  # of all its waiting together
         self.pending_since = 0.0  # on `DecisionTime`'s clock
         self.given_up = False
@@ -52,17 +52,27 @@ class Request:
         that it tells no keys in advance."""
         return [other for other in known_keys(self.context) if other[GROUP] == key[GROUP]]
 
-    def waits_for(self, fetch: Fetch) -> None:
-        """It gets a RETRY from each group's first chunk until the fetch is over."""
-        self.fetch = fetch
-        self.first = _first_of_each_group(self.wanted)
+    @property
+    def pending(self) -> Fetch | None:
+        """The first of its fetches that is not over; none if one before it has failed, since what
+        follows a gap is of no use."""
+        committed = FetchState.COMMITTED
+        fetch = next((fetch for fetch in self.fetches if fetch.state is not committed), None)
+        return fetch if fetch is not None and fetch.state is FetchState.PENDING else None
+
+    def waits_for(self, fetches: list[Fetch]) -> None:
+        """In the order of their rows. Meanwhile it gets RETRYs from `first`."""
+        self.fetches = fetches
+        self.first = _first_of_each_group(self.wanted).union(
+            *(_first_of_each_group(row.key for row in fetch.rows) for fetch in fetches)
+        )
 
     def conclude(self) -> None:
-        """The fetch is over for us: what it brought are HITs, what it did not are MISSes."""
-        if self.fetch is not None:
-            self.fetched.update(row.key for row in self.fetch.committed)
-            self.given_up = self.fetch.state is not FetchState.COMMITTED
-            self.fetch = None
+        """The fetches are over for us: what they brought are HITs, what they did not are MISSes."""
+        for fetch in self.fetches:
+            self.fetched.update(row.key for row in fetch.committed)
+            self.given_up |= fetch.state is not FetchState.COMMITTED
+        self.fetches = []
 
 
 def _first_of_each_group(keys: Iterable[bytes]) -> set[bytes]:

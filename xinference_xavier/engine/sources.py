@@ -1,4 +1,4 @@
-"""From which peer a request fetches what it lacks, and whether that is expected to pay.
+"""From which peers a request fetches what it lacks, and whether that is expected to pay.
 
 Belongs to the scheduler thread. Peers hold whole prefixes, so only the ends of runs are looked at.
 Chunks of one KV-cache group are counted: those of the others come with them.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from xinference_xavier.engine.forecast import Forecast
@@ -18,11 +18,13 @@ from xinference_xavier.engine.versions import known_keys
 from xinference_xavier.pool.pool import Pool
 from xinference_xavier.tracker.mirror import Mirror
 
+_CLEARLY = 0.8  # of the time
+
 
 class Plan(NamedTuple):
-    """A fetch to be begun."""
+    """What is to be fetched from several donors at once, as many rows from each."""
 
-    donor: str
+    donors: list[str]
     keys: list[bytes]
     computing: float | None  # seconds that it spares; None if nobody knows
 
@@ -89,37 +91,36 @@ class Sources:
     ) -> Plan | None:
         """What to fetch of the chunks that it wants; `busy` says from whom how many fetches are
         under way. None if what can be had in time is not worth it."""
-        donor, keys = self._choose_donor(request.wanted, busy, now)
-        if self.choose and len({key[GROUP] for key in keys}) == 1:
-            keys = keys[: self._forecast.rows_within(donor, deadline - now, now)]
-        place, chunks = self._spared(keys, request)
-        if not chunks or chunks < self._least(donor, request, place, chunks, now):
+        donors, keys = self._longest_run(request.wanted)
+        if not donors:
             return None
-        return Plan(donor, keys, self.computing(place, chunks))
 
-    def _choose_donor(
-        self, keys: Sequence[bytes], busy: Mapping[str, int], now: float
-    ) -> tuple[str, list[bytes]]:
-        """A peer that holds the longest run from the first key on, and that run. Of several, the
-        one from which it is expected to be here first, and any of those that seem equal: so that
-        they have about the same to do."""
+        def seconds(donor: str, rows: int) -> float:
+            return self._forecast.seconds(donor, rows, now) * (1 + busy.get(donor, 0))
+
+        # Of those that seem equal any, so that they have about the same to do.
+        donors.sort(
+            key=lambda donor: (seconds(donor, len(keys)), busy.get(donor, 0), random.random())
+        )
+        best = donors[0]
+        if self.choose and len({key[GROUP] for key in keys}) == 1:
+            keys = keys[: self._forecast.rows_within(best, deadline - now, now)]
+        place, chunks = self._spared(keys, request)
+        if not chunks or chunks < self._least(best, request, place, chunks, now):
+            return None
+        count = _sharers(donors, len(keys), seconds)
+        return Plan(donors[:count], keys, self.computing(place, chunks))
+
+    def _longest_run(self, keys: Sequence[bytes]) -> tuple[list[str], list[bytes]]:
+        """The longest run from the first key on that a peer holds, and all that hold it."""
         holders = self.mirror.holders
 
         def run(donor: str) -> int:
             return sum(1 for _ in itertools.takewhile(lambda key: donor in holders(key), keys))
 
         runs = {donor: run(donor) for donor in holders(keys[0])}
-        if not runs:
-            return "", []
-        longest = max(runs.values())
-
-        def rank(donor: str) -> tuple[float, int, float]:
-            seconds = self._forecast.seconds(donor, longest, now)
-            asked = busy.get(donor, 0)
-            return seconds * (1 + asked), asked, random.random()
-
-        best = min((donor for donor in runs if runs[donor] == longest), key=rank)
-        return best, list(keys[:longest])
+        longest = max(runs.values(), default=0)
+        return [donor for donor in runs if runs[donor] == longest], list(keys[:longest])
 
     def _spared(self, keys: Sequence[bytes], request: Request) -> tuple[int, int]:
         """From where on how many chunks of one group need not be computed once `keys` are here:
@@ -150,3 +151,15 @@ class Sources:
             return False
         last = group[count - 1]
         return peer in self.mirror.holders(last) or self._pool.lookup(last) is not None
+
+
+def _sharers(donors: Sequence[str], rows: int, seconds: Callable[[str, int], float]) -> int:
+    """Among how many of the donors, the best first, a fetch is divided: with each one more it has
+    to become clearly shorter, as that one's messages take processor time as well."""
+    best, count = seconds(donors[0], rows), 1
+    for more in range(2, min(len(donors), rows) + 1):
+        shared = max(seconds(donor, -(-rows // more)) for donor in donors[:more])
+        if shared > best * _CLEARLY:
+            break
+        best, count = shared, more
+    return count
