@@ -125,6 +125,7 @@ class TestSeveralDonors:
         vllm = Engine()
         for peer in "abc":
             vllm.learn(0.01, 0.01, peer)
+        vllm.clock.now += BELIEVED + 1
         assert of_each_donor(vllm, vllm.ask(40, "ab")) == {"a": 20, "b": 20}
         for fetch in vllm.replica.fetches[-2:]:
             fetch.transport = "gloo"

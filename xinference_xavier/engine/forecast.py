@@ -11,6 +11,7 @@ nothing measures nothing.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
@@ -77,11 +78,18 @@ class Forecast:
         rate = self._believed(donor, now)
         return 0.0 if rate is None else rate.seconds(rows)
 
+    def last_seconds(self, donor: str, rows: int) -> float:
+        """The same by what was known last, however long ago; infinite if nothing ever was."""
+        rate = self._last(donor)
+        return math.inf if rate is None else rate.seconds(rows)
+
     def _believed(self, donor: str, now: float) -> FetchRate | None:
         peer = self._peers.get(donor)
-        if peer is None or now - peer.tried > BELIEVED:
-            return None
-        return peer.rates.get(peer.transport)
+        return None if peer is None or now - peer.tried > BELIEVED else self._last(donor)
+
+    def _last(self, donor: str) -> FetchRate | None:
+        peer = self._peers.get(donor)
+        return None if peer is None else peer.rates.get(peer.transport)
 
     def begun(self, fetch: Fetch, computing: float | None, now: float) -> None:
         """A fetch that spares so many seconds of computing."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from xinference_xavier.engine.forecast import Forecast
@@ -95,21 +95,36 @@ class Sources:
         if not donors:
             return None
 
-        def seconds(donor: str, rows: int) -> float:
-            return self._forecast.seconds(donor, rows, now) * (1 + busy.get(donor, 0))
+        def rank(donor: str) -> tuple[float, int, float]:
+            """Who brings it first; of those that seem equal any: they have about as much to do."""
+            seconds, asked = self._forecast.seconds(donor, len(keys), now), busy.get(donor, 0)
+            return seconds * (1 + asked), asked, random.random()
 
-        # Of those that seem equal any, so that they have about the same to do.
-        donors.sort(
-            key=lambda donor: (seconds(donor, len(keys)), busy.get(donor, 0), random.random())
-        )
+        donors.sort(key=rank)
         best = donors[0]
         if self.choose and len({key[GROUP] for key in keys}) == 1:
             keys = keys[: self._forecast.rows_within(best, deadline - now, now)]
         place, chunks = self._spared(keys, request)
         if not chunks or chunks < self._least(best, request, place, chunks, now):
             return None
-        count = _sharers(donors, len(keys), seconds)
+        count = self._sharers(donors, len(keys), busy)
         return Plan(donors[:count], keys, self.computing(place, chunks))
+
+    def _sharers(self, donors: Sequence[str], rows: int, busy: Mapping[str, int]) -> int:
+        """Among how many of the donors, the best first, a fetch is divided: with each one more it
+        has to become clearly shorter, as its messages take processor time as well."""
+
+        def seconds(count: int) -> float:
+            share = -(-rows // count)
+            return max(
+                self._forecast.last_seconds(donor, share) * (1 + busy.get(donor, 0))
+                for donor in donors[:count]
+            )
+
+        count = 1
+        while count < min(len(donors), rows) and seconds(count + 1) < seconds(count) * _CLEARLY:
+            count += 1
+        return count
 
     def _longest_run(self, keys: Sequence[bytes]) -> tuple[list[str], list[bytes]]:
         """The longest run from the first key on that a peer holds, and all that hold it."""
@@ -151,15 +166,3 @@ class Sources:
             return False
         last = group[count - 1]
         return peer in self.mirror.holders(last) or self._pool.lookup(last) is not None
-
-
-def _sharers(donors: Sequence[str], rows: int, seconds: Callable[[str, int], float]) -> int:
-    """Among how many of the donors, the best first, a fetch is divided: with each one more it has
-    to become clearly shorter, as that one's messages take processor time as well."""
-    best, count = seconds(donors[0], rows), 1
-    for more in range(2, min(len(donors), rows) + 1):
-        shared = max(seconds(donor, -(-rows // more)) for donor in donors[:more])
-        if shared > best * _CLEARLY:
-            break
-        best, count = shared, more
-    return count
