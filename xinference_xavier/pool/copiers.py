@@ -16,12 +16,22 @@ COPIERS = 2
 
 
 def copiers() -> ThreadPoolExecutor:
-    """So many threads; what they may run on is what whoever gives them their work may."""
+    """So many threads, which may run wherever any thread of this process may."""
     numbers = itertools.count()
+    processors = sorted(_processors())
 
     def keep_apart() -> None:
-        processors = sorted(os.sched_getaffinity(0))
         with suppress(OSError):  # there are too few: it may run where the others do
             os.sched_setaffinity(0, processors[next(numbers) :: COPIERS])
 
     return ThreadPoolExecutor(COPIERS, "xavier-copy", initializer=keep_apart)
+
+
+def _processors() -> set[int]:
+    """vLLM binds the threads that compute to one processor each, and what others its worker starts
+    are bound to that of the first one."""
+    found: set[int] = set()
+    for thread in os.listdir("/proc/self/task"):
+        with suppress(ProcessLookupError):  # it has ended
+            found |= os.sched_getaffinity(int(thread))
+    return found
