@@ -21,6 +21,7 @@ PARTS = {
     "fetch": "a whole fetch without an engine, beside what moving its bytes takes",
     "hit": "time to the first token: computed, held here, held by a peer",
     "rest": "the same through xinference's REST API",
+    "donors": "a prefix from one donor, and from two that share its rows",
     "no_hits": "what sharing costs an engine that has nothing to share",
     "served": "the same with `vllm bench serve`",
     "scheduler": "what vLLM's scheduler thread spends on us",

@@ -118,7 +118,13 @@ class HostCluster(LocalCluster):
             shutil.rmtree(Path(path).parent)
 
     def complete_at(
-        self, name: str, model_uid: str, prompt: str, *, cache_salt: str | None = None
+        self,
+        name: str,
+        model_uid: str,
+        prompt: str,
+        *,
+        max_tokens: int = 8,
+        cache_salt: str | None = None,
     ) -> Completion:
         """As `complete`, but asked of the replica on that worker itself, without the supervisor."""
         (replica,) = (
@@ -126,7 +132,7 @@ class HostCluster(LocalCluster):
             for status in self.replicas(model_uid)
             if status["worker_address"] == self._worker_address(name)
         )
-        options: dict[str, object] = {"max_tokens": 8, "temperature": 0.0, "logprobs": 1}
+        options: dict[str, object] = {"max_tokens": max_tokens, "temperature": 0.0, "logprobs": 1}
         options["ignore_eos"] = True
         if cache_salt is not None:
             options["cache_salt"] = cache_salt

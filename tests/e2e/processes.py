@@ -43,7 +43,8 @@ def of_member(member: Mapping[str, Any]) -> ReplicaProcesses:
     """Of a replica as `GET /v1/xavier/{uid}` lists it: its engine listens at its address."""
     _, port = split_address(member["address"])
     for connection in psutil.net_connections("tcp"):
-        if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port:
+        listens = connection.status == psutil.CONN_LISTEN
+        if listens and connection.laddr and connection.laddr.port == port:
             return _around(psutil.Process(connection.pid))
     raise LookupError(f"nobody listens at {member['address']}, the address of a replica")
 
