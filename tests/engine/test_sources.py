@@ -126,7 +126,9 @@ class TestSeveralDonors:
         for peer in "abc":
             vllm.learn(0.01, 0.01, peer)
         vllm.clock.now += BELIEVED + 1
+        before = vllm.choices["fetched"]
         assert of_each_donor(vllm, vllm.ask(40, "ab")) == {"a": 20, "b": 20}
+        assert vllm.choices["fetched"] == before + 1
         for fetch in vllm.replica.fetches[-2:]:
             fetch.transport = "gloo"
             vllm.replica.end(fetch, seconds=0.21)

@@ -28,7 +28,7 @@ class Choices:
     """`expected_s`, `took_s` and `error_s`, their difference without sign, are sums over the
     `forecasts` fetches whose time was foretold and that brought all they should."""
 
-    fetched: int = 0  # fetches begun
+    fetched: int = 0  # requests that began a fetch, divided or not
     computed: int = 0  # requests that computed what a peer holds, as that seemed to be quicker
     forecasts: int = 0
     expected_s: float = 0.0
@@ -96,7 +96,6 @@ class Forecast:
         rate = self._believed(fetch.donor, now)
         expected = None if rate is None else rate.seconds(len(fetch.rows))
         self._begun[fetch] = _Begun(now, expected, computing)
-        self.choices.fetched += 1
         self._peers.setdefault(fetch.donor, _Peer()).tried = now
         self._peers.move_to_end(fetch.donor)
         if len(self._peers) > _MAX_PEERS:

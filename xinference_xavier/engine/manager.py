@@ -289,6 +289,7 @@ class XavierManager(OffloadingManager):
                 self._forecast.begun(fetch, plan.computing, now)
                 fetches.append(fetch)
                 self._begun = fetch
+        self._forecast.choices.fetched += bool(fetches)
         return fetches
 
     def has_pending_work(self) -> bool:
