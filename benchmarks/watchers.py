@@ -60,7 +60,7 @@ class _Process:
 
 
 def _run(main: Any, pipe: Connection, *arguments: Any) -> None:
-    asyncio.run(main(pipe, *arguments))
+    (asyncio if main is _track else uvloop).run(main(pipe, *arguments))
 
 
 class TrackerProcess:

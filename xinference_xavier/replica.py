@@ -19,6 +19,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+import uvloop
 import xoscar
 
 from xinference_xavier.addresses import replica_uid, split_address
@@ -267,7 +268,7 @@ class Replica:
 
     def _run(self) -> None:
         with suppress(asyncio.CancelledError):  # `stop`
-            asyncio.run(self._main())
+            uvloop.run(self._main())
 
     async def _main(self) -> None:
         self._loop = asyncio.get_running_loop()

@@ -13,6 +13,7 @@ import socket
 import sys
 import threading
 
+import uvloop
 import xoscar
 
 from xinference_xavier.errors import LinkError, XavierError
@@ -66,7 +67,7 @@ def main() -> None:
         _give_up(engine, error)
         return
     threading.Thread(target=_end_with, args=(engine,), daemon=True).start()
-    asyncio.run(_serve(engine, startup))
+    uvloop.run(_serve(engine, startup))
 
 
 main()
