@@ -101,7 +101,9 @@ class _Asking:
         before = self._holdings()
         answer = self._ask(donor, text)
         chunks = answer.prompt_tokens // CHUNK
-        wait_until(lambda: self._holdings() >= before + chunks, "the prompt is published")
+        wait_until(
+            lambda: self._holdings() >= before + chunks, "the prompt is published", interval=0.2
+        )
 
     def _ask(self, host: str, text: str) -> Completion:
         return self._cluster.complete_at(host, _UID, text, max_tokens=1)
