@@ -61,7 +61,7 @@ class _Process:
 
 
 def _run(main: Any, pipe: Connection, *arguments: Any) -> None:
-    (asyncio if main is _track else uvloop).run(main(pipe, *arguments))
+    asyncio.run(main(pipe, *arguments))
 
 
 class TrackerProcess:

@@ -19,7 +19,6 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-import uvloop
 import xoscar
 
 from xinference_xavier.addresses import replica_uid, split_address
@@ -268,7 +267,7 @@ class Replica:
 
     def _run(self) -> None:
         with suppress(asyncio.CancelledError):  # `stop`
-            uvloop.run(self._main())
+            asyncio.run(self._main())
 
     async def _main(self) -> None:
         self._loop = asyncio.get_running_loop()

@@ -147,7 +147,7 @@ class TestThreads:
     ) -> None:
         before = gloo_threads()
         link = connect(here, there, threads)
-        wait_until(lambda: gloo_threads() == before + 4, "they have their names")
+        assert gloo_threads() == before + 4
         with pytest.raises(LinkError) as failure:
             receive(link, [1, 2, 3], soon())
         link.consumer.close()

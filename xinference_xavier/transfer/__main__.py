@@ -13,7 +13,6 @@ import socket
 import sys
 import threading
 
-import uvloop
 import xoscar
 
 from xinference_xavier.errors import LinkError, XavierError
@@ -67,7 +66,7 @@ def main() -> None:
         _give_up(engine, error)
         return
     threading.Thread(target=_end_with, args=(engine,), daemon=True).start()
-    uvloop.run(_serve(engine, startup))
+    asyncio.run(_serve(engine, startup))
 
 
 main()
