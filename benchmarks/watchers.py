@@ -18,7 +18,6 @@ from types import TracebackType
 from typing import Any, Self
 
 import psutil
-import uvloop
 import xoscar
 
 from xinference_xavier.tracker.actor import BlockTracker

@@ -147,7 +147,7 @@ class TestThreads:
     ) -> None:
         before = gloo_threads()
         link = connect(here, there, threads)
-        assert gloo_threads() == before + 4
+        wait_until(lambda: gloo_threads() == before + 4, "they have their names")
         with pytest.raises(LinkError) as failure:
             receive(link, [1, 2, 3], soon())
         link.consumer.close()
