@@ -399,3 +399,13 @@ async def test_a_replica_between_two_namespaces_is_told_its_weights_too(
     assert told == {"joined": ["moving"], "not_reset": [], "unreachable": []}
     await join(tracker, moving, namespace="other")
     assert (await tracker.set_weights_version("2"))["joined"] == ["moving"], "asked once"
+
+
+async def test_a_long_answer_needs_no_thread_of_the_process_that_it_is_in(
+    tracker_process: tuple[Any, str],
+) -> None:
+    """They are all taken there; xoscar serializes what has more than a hundred parts on one."""
+    tracker = await xo.actor_ref(address=tracker_process[1], uid=tracker_uid(MODEL))
+    await join(tracker, *(Member(f"replica-{number}", "127.0.0.1:1") for number in range(60)))
+    status = await asyncio.wait_for(tracker.status(), 60.0)
+    assert len(status["namespaces"][NS]["replicas"]) == 60

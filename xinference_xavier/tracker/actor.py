@@ -53,6 +53,7 @@ from xinference_xavier.tracker.protocol import (
     NotMemberError,
     check_version,
 )
+from xinference_xavier.tracker.threads import provide_threads
 from xinference_xavier.tracker.waits import Waits
 
 logger = logging.getLogger(__name__)
@@ -93,6 +94,7 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
         self._ended = False
 
     async def __post_create__(self) -> None:
+        provide_threads()
         self._looked = self._clock()
         self._expiry = asyncio.create_task(self._expire_forever())
 

@@ -1,0 +1,23 @@
+"""Threads for long messages.
+
+xoscar serializes a message of more than a hundred parts on the default threads of the event loop,
+of which there are as many as processors and four. xinference 4.1's `xinference-supervisor` keeps
+six of them for its child processes for as long as it runs: with two processors none is left, and
+whoever asks a tracker there for much would wait for ever.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from weakref import WeakSet
+
+_provided: WeakSet[asyncio.AbstractEventLoop] = WeakSet()
+
+
+def provide_threads() -> None:
+    """The running event loop gets default threads that nobody else has taken; once."""
+    loop = asyncio.get_running_loop()
+    if loop not in _provided:
+        _provided.add(loop)
+        loop.set_default_executor(ThreadPoolExecutor(thread_name_prefix="xavier-messages"))
