@@ -22,7 +22,7 @@ from benchmarks.figures import figure, shown
 TITLE = "Nothing to share"
 PROMPT_TOKENS = 500
 ANSWER_TOKENS = 32
-REQUESTS = 8
+REQUESTS = 24
 """Of a run."""
 AT_ONCE = 4
 SECONDS = 300.0
