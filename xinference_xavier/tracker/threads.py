@@ -12,6 +12,8 @@ import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from weakref import WeakSet
 
+_MOST = 32
+"""Threads; each is made when it is needed. A child that is started anew takes three of them."""
 _provided: WeakSet[asyncio.AbstractEventLoop] = WeakSet()
 
 
@@ -20,4 +22,4 @@ def provide_threads() -> None:
     loop = asyncio.get_running_loop()
     if loop not in _provided:
         _provided.add(loop)
-        loop.set_default_executor(ThreadPoolExecutor(thread_name_prefix="xavier-messages"))
+        loop.set_default_executor(ThreadPoolExecutor(_MOST, "xavier-messages"))
