@@ -152,3 +152,21 @@ class TestSeveralDonors:
         vllm = Engine()
         vllm.learn(0.0, 0.01, "a")
         assert of_each_donor(vllm, vllm.ask(40, "ab")) == {"b": 40}
+
+    def test_that_are_no_quicker_together_are_seldom_asked_together(self) -> None:
+        """The consumer's own link or memory is what limits them."""
+        vllm = Engine()
+        for peer in "ab":
+            vllm.learn(0.01, 0.01, peer)
+        divided = []
+        for _ in range(50):
+            request = vllm.ask(40, "ab")
+            divided.append(len(of_each_donor(vllm, request)) > 1)
+            for fetch in vllm.replica.fetches[-2:] if divided[-1] else vllm.replica.fetches[-1:]:
+                fetch.transport = "gloo"
+                vllm.replica.end(fetch, seconds=0.41)
+            assert vllm.attempt(request) == 40
+            vllm.finish(request)
+            vllm.end_step()
+        assert divided[0]
+        assert sum(divided[20:]) < 10

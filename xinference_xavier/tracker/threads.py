@@ -10,16 +10,13 @@ from __future__ import annotations
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
-from weakref import WeakSet
 
 _MOST = 32
 """Threads; each is made when it is needed. A child that is started anew takes three of them."""
-_provided: WeakSet[asyncio.AbstractEventLoop] = WeakSet()
 
 
 def provide_threads() -> None:
-    """The running event loop gets default threads that nobody else has taken; once."""
-    loop = asyncio.get_running_loop()
-    if loop not in _provided:
-        _provided.add(loop)
-        loop.set_default_executor(ThreadPoolExecutor(_MOST, "xavier-messages"))
+    """The running event loop gets default threads that nobody else has taken. Those it had finish
+    what they have been given, and end."""
+    executor = ThreadPoolExecutor(_MOST, "xavier-messages")
+    asyncio.get_running_loop().set_default_executor(executor)
