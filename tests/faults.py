@@ -21,7 +21,7 @@ import psutil
 
 from xinference_xavier.errors import LinkError
 from xinference_xavier.pool.region import Region
-from xinference_xavier.transfer.base import Acceptance, Link, Offer, Transport
+from xinference_xavier.transfer.base import Acceptance, Check, Link, Offer, Transport
 from xinference_xavier.transfer.gloo import GlooLink, GlooTransport
 from xinference_xavier.transfer.shared_memory import SharedMemoryTransport
 
@@ -29,6 +29,8 @@ CORRUPT_ROW = 2
 """The row of every batch that CorruptingGloo damages."""
 ROWS_BEFORE_STALL = 3
 """Rows that StallingGloo sends before it hangs."""
+_STALL = b" and stall"
+"""At the end of a donor's answer."""
 LINGER = 0.1
 """Seconds by which LingeringGloo is late."""
 
@@ -40,8 +42,10 @@ class _FaultyLink(Link):
         self.link = link
         self.region = region
 
-    def receive(self, slots: Sequence[int], deadline: float) -> Iterator[int]:
-        return self.link.receive(slots, deadline)
+    def receive(
+        self, slots: Sequence[int], granted: Sequence[int], check: Check, deadline: float
+    ) -> Iterator[int]:
+        return self.link.receive(slots, granted, check, deadline)
 
     def send(self, slots: Sequence[int], deadline: float) -> None:
         self.link.send(slots, deadline)
@@ -104,11 +108,15 @@ class _FaultySharedMemory(_Faulty):
 
 
 class _CorruptingLink(_FaultyLink):
-    def receive(self, slots: Sequence[int], deadline: float) -> Iterator[int]:
-        for position, slot in enumerate(self.link.receive(slots, deadline)):
-            if position == CORRUPT_ROW:
+    def receive(
+        self, slots: Sequence[int], granted: Sequence[int], check: Check, deadline: float
+    ) -> Iterator[int]:
+        def corrupt(slot: int) -> None:
+            if slot in slots[CORRUPT_ROW : CORRUPT_ROW + 1]:
                 self.region.row(slot)[-1] ^= 1
-            yield slot
+            check(slot)
+
+        return self.link.receive(slots, granted, corrupt, deadline)
 
 
 class CorruptingGloo(_FaultyGloo):
@@ -169,9 +177,44 @@ class StallingGloo(_FaultyGloo):
 
 
 class StallingSharedMemory(_FaultySharedMemory):
-    """A donor that names a few rows and then none."""
+    """A donor that has its consumer take a few rows and then none: it can only ask for it."""
 
     link = _StallingLink
+
+    def accept(self, hello: bytes, secret: bytes, deadline: float) -> Acceptance:
+        return _StallingAcceptance(self._inside.accept(hello, secret, deadline), self._wrap)
+
+
+class _StallingAcceptance(_HalfLink):
+    @property
+    def answer(self) -> bytes:
+        return super().answer + _STALL
+
+
+class _StalledLink(_StallingLink):
+    def receive(
+        self, slots: Sequence[int], granted: Sequence[int], check: Check, deadline: float
+    ) -> Iterator[int]:
+        some = slots[:ROWS_BEFORE_STALL], granted[:ROWS_BEFORE_STALL]
+        yield from self.link.receive(*some, check, deadline)
+        if len(slots) > ROWS_BEFORE_STALL:
+            closed = self._closed.wait(max(0.0, deadline - time.monotonic()))
+            raise LinkError("closed" if closed else "timed out")
+
+
+class StallableSharedMemory(_FaultySharedMemory):
+    """A consumer that does what a StallingSharedMemory asks for."""
+
+    link = _StalledLink
+
+    def offer(self, secret: bytes, deadline: float) -> Offer:
+        return _StallableOffer(self._inside.offer(secret, deadline), self._wrap)
+
+
+class _StallableOffer(_HalfLink):
+    def complete(self, answer: bytes, deadline: float) -> Link:  # type: ignore[override]
+        link: Link = self._half.complete(answer.removesuffix(_STALL), deadline)
+        return self._fault(link) if answer.endswith(_STALL) else link
 
 
 class _LingeringLink(_FaultyLink):
@@ -208,9 +251,11 @@ class _ScriptedLink(_FaultyLink):
         self._corrupting = _CorruptingLink(link, region)
         self._stalling = _StallingLink(link, region)
 
-    def receive(self, slots: Sequence[int], deadline: float) -> Iterator[int]:
+    def receive(
+        self, slots: Sequence[int], granted: Sequence[int], check: Check, deadline: float
+    ) -> Iterator[int]:
         link = self._corrupting if _fault() is Fault.CORRUPT else self.link
-        return link.receive(slots, deadline)
+        return link.receive(slots, granted, check, deadline)
 
     def send(self, slots: Sequence[int], deadline: float) -> None:
         link = self._stalling if _fault() is Fault.STALL else self.link
@@ -298,7 +343,9 @@ class _OrderedLink(_StallingLink):
         super().__init__(link, region)
         self._sockets = sockets
 
-    def receive(self, slots: Sequence[int], deadline: float) -> Iterator[int]:
+    def receive(
+        self, slots: Sequence[int], granted: Sequence[int], check: Check, deadline: float
+    ) -> Iterator[int]:
         if _is_ordered(Order.REFUSE) or _is_ordered(Order.STRANGER):
             raise LinkError("given up, so that the next fetch makes another link")
         if _take(Order.DIE_RECEIVING):
@@ -306,12 +353,12 @@ class _OrderedLink(_StallingLink):
         if _take(Order.OVERSIZE):
             self._receive_less(slots[0], deadline)
         if _take(Order.DAMAGE):
-            return self._damaged(slots, deadline)
+            return self._damaged(slots, granted, check, deadline)
         if len(slots) > 1 and _take(Order.SWAP):
-            return self._swapped(slots, deadline)
+            return self._swapped(slots, granted, check, deadline)
         if _take(Order.LATE):
-            return self._late(slots, deadline)
-        return self.link.receive(slots, deadline)
+            return self._late(slots, granted, deadline)
+        return self.link.receive(slots, granted, check, deadline)
 
     def _receive_less(self, slot: int, deadline: float) -> None:
         """The donor's message is longer than what waits for it: Gloo ends this process."""
@@ -319,22 +366,31 @@ class _OrderedLink(_StallingLink):
         half = link._rows[slot][: self.region.row_bytes // 2]
         link._wait(link._post(link._group.recv, half), deadline)
 
-    def _damaged(self, slots: Sequence[int], deadline: float) -> Iterator[int]:
+    def _damaged(
+        self, slots: Sequence[int], granted: Sequence[int], check: Check, deadline: float
+    ) -> Iterator[int]:
         damaged = random.choice(slots)
-        for slot in self.link.receive(slots, deadline):
+
+        def damage(slot: int) -> None:
             if slot == damaged:
                 self.region.row(slot)[random.randrange(self.region.row_bytes)] ^= 1
-            yield slot
+            check(slot)
 
-    def _swapped(self, slots: Sequence[int], deadline: float) -> Iterator[int]:
-        arrived = list(self.link.receive(slots, deadline))
+        return self.link.receive(slots, granted, damage, deadline)
+
+    def _swapped(
+        self, slots: Sequence[int], granted: Sequence[int], check: Check, deadline: float
+    ) -> Iterator[int]:
+        arrived = list(self.link.receive(slots, granted, _unchecked, deadline))
         one, other = arrived[:2]
         self.region.array[[one, other]] = self.region.array[[other, one]]
-        yield from arrived
+        for slot in arrived:
+            check(slot)
+            yield slot
 
-    def _late(self, slots: Sequence[int], deadline: float) -> Iterator[int]:
+    def _late(self, slots: Sequence[int], granted: Sequence[int], deadline: float) -> Iterator[int]:
         """As memory that is written by a device which knows nothing of deadlines."""
-        arrived = self.link.receive(slots, deadline)
+        arrived = self.link.receive(slots, granted, _unchecked, deadline)
         rows = [(slot, self.region.row(slot).copy()) for slot in arrived]
         threading.Event().wait(max(0.0, deadline - time.monotonic()) + LATE)
         for slot, row in rows:
@@ -362,6 +418,10 @@ class _OrderedLink(_StallingLink):
                     connection.shutdown(socket.SHUT_RDWR)
             return self.link.send(slots[half:], deadline)
         return self.link.send(slots, deadline)
+
+
+def _unchecked(slot: int) -> None:
+    """Whatever it is."""
 
 
 class OrderedGloo(_FaultyGloo):

@@ -39,6 +39,10 @@ STALLING = {
     "gloo": "tests.faults:StallingGloo",
     "shared_memory": "tests.faults:StallingSharedMemory",
 }
+STALLABLE = {
+    "gloo": "gloo",
+    "shared_memory": "tests.faults:StallableSharedMemory",
+}
 ROWS = 8  # of each fetch here
 NEVER = 30.0  # the deadline of a fetch that is to end before it
 SHORT = 1.0  # the deadline of a fetch that is to end by it
@@ -60,7 +64,11 @@ def transport(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def scene(tracker_process: TrackerProcess, transport: str) -> Iterator[Scene]:
-    transports = {"stalling": STALLING[transport], "plain": transport, "consumer": transport}
+    transports = {
+        "stalling": STALLING[transport],
+        "plain": transport,
+        "consumer": STALLABLE[transport],
+    }
     with replicas(tracker_process.address, transports, fetch_timeout=SHORT) as started:
         yield Scene(*started)
 
@@ -235,7 +243,10 @@ def test_a_killed_consumers_grants_end_with_its_lease(
     tracker_process: TrackerProcess, transport: str
 ) -> None:
     """Long before they would expire."""
-    transports = {"patient donor": STALLING[transport], "victim consumer": transport}
+    transports = {
+        "patient donor": STALLING[transport],
+        "victim consumer": STALLABLE[transport],
+    }
     with replicas(tracker_process.address, transports, fetch_timeout=10 * DEADLINE) as started:
         donor, victim = started
         keys = stored(victim, donor)
@@ -300,7 +311,7 @@ def test_a_reset_while_rows_arrive(
     scene: Scene, tracker_process: TrackerProcess, transport: str
 ) -> None:
     """Nothing of before becomes a hit, and from then on the replica is among its own."""
-    with one_more(tracker_process, "reset consumer", transport) as consumer:
+    with one_more(tracker_process, "reset consumer", STALLABLE[transport]) as consumer:
         own = fresh_keys(2)
         consumer.store(own)
         keys = stored(consumer, scene.stalling, scene.plain)

@@ -16,7 +16,7 @@ import torch
 
 from xinference_xavier.errors import LinkError
 from xinference_xavier.pool.region import Region
-from xinference_xavier.transfer.base import Acceptance, Link
+from xinference_xavier.transfer.base import Acceptance, Check, Link
 from xinference_xavier.transfer.gloo import GlooLink, GlooTransport
 
 SCRIPT = "XAVIER_TEST_WRONG_DONOR"
@@ -77,8 +77,10 @@ class _WrongLink(Link):
         self._link = link
         self._rows = torch.from_numpy(region.array)
 
-    def receive(self, slots: Sequence[int], deadline: float) -> Iterator[int]:
-        return self._link.receive(slots, deadline)
+    def receive(
+        self, slots: Sequence[int], granted: Sequence[int], check: Check, deadline: float
+    ) -> Iterator[int]:
+        return self._link.receive(slots, granted, check, deadline)
 
     def close(self) -> None:
         self._link.close()

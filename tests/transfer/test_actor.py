@@ -19,7 +19,7 @@ from xinference_xavier.network import listen
 from xinference_xavier.pool.region import Region
 from xinference_xavier.transfer import serving
 from xinference_xavier.transfer.actor import TransferActor, load_transport
-from xinference_xavier.transfer.base import Acceptance, Transport
+from xinference_xavier.transfer.base import Acceptance, Check, Transport
 from xinference_xavier.transfer.choice import Choice
 from xinference_xavier.transfer.gloo import GlooTransport
 from xinference_xavier.transfer.messages import (
@@ -48,15 +48,23 @@ class Kind(NamedTuple):
     corrupting: type[Transport]
     lingering: type[Transport]
     stalling: type[Transport]
+    stallable: type[Transport]  # a consumer of it is stalled by a donor of that
 
 
 KINDS = {
-    "gloo": Kind(GlooTransport, faults.CorruptingGloo, faults.LingeringGloo, faults.StallingGloo),
+    "gloo": Kind(
+        GlooTransport,
+        faults.CorruptingGloo,
+        faults.LingeringGloo,
+        faults.StallingGloo,
+        GlooTransport,
+    ),
     "shared_memory": Kind(
         SharedMemoryTransport,
         faults.CorruptingSharedMemory,
         faults.LingeringSharedMemory,
         faults.StallingSharedMemory,
+        faults.StallableSharedMemory,
     ),
 }
 
@@ -335,9 +343,11 @@ def forgeries(consumer: Side, donor: Side) -> dict[str, Ticket]:
 @pytest.mark.parametrize(
     "forgery", ["of another engine", "for another consumer", "other slots", "expired"]
 )
+@pytest.mark.parametrize("kind", ["gloo"], indirect=True)
 async def test_without_a_valid_ticket_nothing_is_sent(
     consumer: Side, donor: Side, forgery: str
 ) -> None:
+    """Over shared memory, nothing has to be sent."""
     before = consumer.rows.copy()
     ticket = forgeries(consumer, donor)[forgery]
     assert (await consumer.pull(donor, [0], ticket=ticket))[:2] == (0, "link")
@@ -413,7 +423,7 @@ async def test_a_link_carries_one_batch_at_a_time(sides: Sides, kind: Kind) -> N
     donor = await sides.start("donor", kind.stalling)
     region = Region.create(ROWS, ROW_BYTES)
     deadline = time.monotonic() + PATIENCE
-    offer = kind.plain(region, HOST, None).offer(SECRET, deadline)
+    offer = kind.stallable(region, HOST, None).offer(SECRET, deadline)
     hello = await asyncio.to_thread(lambda: offer.hello)
     opening = donor.actor.open_link(PROTOCOL_VERSION, "id", "us", kind.plain.name, hello, PATIENCE)
     answer = await opening
@@ -421,7 +431,7 @@ async def test_a_link_carries_one_batch_at_a_time(sides: Sides, kind: Kind) -> N
     ticket = Ticket.sign(donor.key, "us", range(8), deadline)
     serve = (PROTOCOL_VERSION, "id", ticket, ROW_BYTES, PATIENCE)
     first = asyncio.ensure_future(donor.actor.serve(*serve))
-    arriving = link.receive(range(8), deadline)
+    arriving = link.receive(range(8), range(8), lambda slot: None, deadline)
     assert await asyncio.to_thread(next, arriving) == 0
     async with asyncio.timeout(PATIENCE):
         with pytest.raises(LinkError, match="carries a batch already"):
@@ -534,8 +544,9 @@ async def test_a_link_that_died_while_idle_costs_nothing(consumer: Side, donor: 
 
 
 async def test_a_stalled_donor_costs_the_time_limit_and_not_what_has_arrived(
-    sides: Sides, consumer: Side, kind: Kind
+    sides: Sides, kind: Kind
 ) -> None:
+    consumer = await sides.start("consumer", kind.stallable)
     donor = await sides.start("donor", kind.stalling)
     result = await consumer.pull(donor, range(8), timeout=0.5)
     assert result[:2] == (ROWS_BEFORE_STALL, "timeout")
@@ -543,9 +554,10 @@ async def test_a_stalled_donor_costs_the_time_limit_and_not_what_has_arrived(
 
 
 async def test_who_waits_for_a_turn_waits_no_longer_than_its_own_limit(
-    sides: Sides, consumer: Side, kind: Kind
+    sides: Sides, kind: Kind
 ) -> None:
     """The engine would take a longer silence for a dead process."""
+    consumer = await sides.start("consumer", kind.stallable)
     donor = await sides.start("donor", kind.stalling)
     first = asyncio.ensure_future(consumer.pull(donor, range(8)))
     await consumer.until_links(1)
@@ -572,10 +584,12 @@ class Slow(faults._FaultySharedMemory):
     go_on = threading.Event()
 
     class link(faults._FaultyLink):  # noqa: N801  # as it is called there
-        def receive(self, slots: Sequence[int], deadline: float) -> Iterator[int]:
+        def receive(
+            self, slots: Sequence[int], granted: Sequence[int], check: Check, deadline: float
+        ) -> Iterator[int]:
             Slow.loop.call_soon_threadsafe(Slow.waiting.set)
             Slow.go_on.wait()
-            return self.link.receive(slots, deadline)
+            return self.link.receive(slots, granted, check, deadline)
 
     loop: asyncio.AbstractEventLoop
 

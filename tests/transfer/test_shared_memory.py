@@ -6,7 +6,6 @@ import errno
 import gc
 import os
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -95,12 +94,16 @@ def soon() -> float:
     return time.monotonic() + SOON
 
 
-def receive(pair: Pair, slots: Sequence[int]) -> list[int]:
-    return list(pair.consumer.receive(slots, later()))
+def receive(pair: Pair, slots: Sequence[int], granted: Sequence[int]) -> list[int]:
+    return list(pair.consumer.receive(slots, granted, unchecked, later()))
+
+
+def unchecked(slot: int) -> None:
+    """Whatever it is."""
 
 
 def test_rows_arrive_byte_for_byte_where_they_belong(
-    pair: Pair, here: Replica, there: Replica, threads: ThreadPoolExecutor
+    pair: Pair, here: Replica, there: Replica
 ) -> None:
     """In any order, batch after batch; an empty one too."""
     expected = here.region.array.copy()
@@ -108,9 +111,7 @@ def test_rows_arrive_byte_for_byte_where_they_belong(
         order = np.random.default_rng(seed).permutation(ROWS)
         sources, targets = order[:count].tolist(), order[::-1][:count].tolist()
         expected[targets] = there.region.array[sources]
-        sending = threads.submit(pair.donor.send, sources, later())
-        assert receive(pair, targets) == targets
-        sending.result()
+        assert receive(pair, targets, sources) == targets
         assert np.array_equal(here.region.array, expected), "nothing else was touched"
 
 
@@ -174,53 +175,37 @@ def test_rows_of_another_size_are_refused(here: Replica, threads: ThreadPoolExec
         connect(here, replica(seed=3, row_bytes=2 * ROW_BYTES), threads)
 
 
-def test_a_donor_that_names_fewer_rows_ends_it_by_the_deadline(
-    pair: Pair, here: Replica, there: Replica, threads: ThreadPoolExecutor
-) -> None:
-    """Those that it did name have arrived."""
-    before = here.region.array.copy()
-    sending = threads.submit(pair.donor.send, [4, 5], later())
-    rows = pair.consumer.receive([1, 2, 3], soon())
-    assert [next(rows), next(rows)] == [1, 2]
-    with pytest.raises(LinkError, match="timed out"):
+def test_each_row_is_checked_when_it_is_here(pair: Pair, here: Replica, there: Replica) -> None:
+    seen: dict[int, bytes] = {}
+
+    def check(slot: int) -> None:
+        seen[slot] = here.region.row(slot).tobytes()
+
+    assert list(pair.consumer.receive([1, 2], [4, 5], check, later())) == [1, 2]
+    assert seen == {1: there.region.row(4).tobytes(), 2: there.region.row(5).tobytes()}
+
+
+def test_rows_before_one_that_is_wrong_count(pair: Pair) -> None:
+    def check(slot: int) -> None:
+        if slot == 2:
+            raise LinkError("damaged")
+
+    rows = pair.consumer.receive([1, 2, 3], [4, 5, 6], check, later())
+    assert next(rows) == 1
+    with pytest.raises(LinkError, match="damaged"):
         next(rows)
-    pair.consumer.close()
-    with pytest.raises(LinkError):
-        sending.result()
-    before[[1, 2]] = there.region.array[[4, 5]]
-    assert np.array_equal(here.region.array, before)
 
 
-def test_rows_that_an_earlier_batch_left_behind_are_not_the_next_ones(
-    pair: Pair, here: Replica, threads: ThreadPoolExecutor
-) -> None:
-    """A donor that names more than is wanted."""
-    sending = threads.submit(pair.donor.send, [4, 5], later())
-    assert receive(pair, [1]) == [1]
-    sending.result()
+def test_a_row_outside_of_the_donors_memory_is_refused(pair: Pair, here: Replica) -> None:
     before = here.region.array.copy()
-    threads.submit(pair.donor._peer.sendall, struct.pack("!QI", 1, 6))
-    assert receive(pair, [2]) == [2], "the second row of the link, whatever the donor thinks"
-    before[2] = here.region.array[2]
-    with pytest.raises(LinkError, match="row 1 of the link was named in place of row 2"):
-        receive(pair, [3])
-    assert np.array_equal(here.region.array, before)
-
-
-def test_a_row_outside_of_the_donors_memory_is_refused(
-    pair: Pair, threads: ThreadPoolExecutor
-) -> None:
-    threads.submit(pair.donor.send, [ROWS], later())
     with pytest.raises(LinkError, match=f"row {ROWS} lies outside"):
-        receive(pair, [0])
-    pair.consumer.close()
+        receive(pair, [0, 1], [0, ROWS])
+    assert np.array_equal(here.region.array, before)
 
 
 def test_nobody_waits_longer_than_the_deadline(here: Replica, there: Replica, pair: Pair) -> None:
     with pytest.raises(LinkError, match="timed out"):
-        list(pair.consumer.receive([1], soon()))
-    with pytest.raises(LinkError, match="timed out"):
-        pair.donor.send([1], soon())
+        list(pair.consumer.receive([1], [1], unchecked, time.monotonic()))
     offer = here.transport.offer(SECRET, later())
     acceptance = there.transport.accept(offer.hello, SECRET, later())
     with pytest.raises(LinkError, match="timed out"):
@@ -229,49 +214,30 @@ def test_nobody_waits_longer_than_the_deadline(here: Replica, there: Replica, pa
     offer.withdraw()
 
 
-def test_closing_ends_what_waits(pair: Pair, threads: ThreadPoolExecutor) -> None:
-    receiving = threads.submit(receive, pair, [1])
+def test_a_closed_link_takes_nothing(pair: Pair) -> None:
     pair.consumer.close()
-    with pytest.raises(LinkError):
-        receiving.result()
-    with pytest.raises(LinkError):
-        pair.donor.send([1], later())
+    with pytest.raises(LinkError, match="the link was closed"):
+        receive(pair, [1], [1])
 
 
 def test_nothing_is_written_after_a_close(
-    pair: Pair, here: Replica, threads: ThreadPoolExecutor
+    pair: Pair, here: Replica, threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The consumer is in the middle of its rows when another thread closes the link. It may still
-    get those that are whole."""
-    threads.submit(pair.donor.send, [5, 6, 7], later())
-    rows = pair.consumer.receive([0, 1, 2], later())
-    assert next(rows) == 0
-    closer = threading.Thread(target=pair.consumer.close)
-    closer.start()
-    closer.join()
-    after = here.region.array.copy()
-    with pytest.raises(LinkError, match=r"the link was closed|the donor is gone"):
-        list(rows)
-    assert np.array_equal(here.region.array, after)
-
-
-def test_rows_that_nobody_copies_yet_are_given_up_by_a_close(
-    pair: Pair, threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    """Whoever copies is waited for, and rows that nobody copies yet are given up."""
+    before = here.region.array.copy()
     copiers, go_on, queued = pair.consumer._copiers, threading.Event(), threading.Event()
     for _ in range(2):
         copiers.submit(go_on.wait)
     submit, copies = copiers.submit, []
 
-    def submitting(copy: Callable[[], None]) -> Future[None]:
-        copies.append(submit(copy))
+    def submitting(copy: Callable[[int, int], None], slot: int, source: int) -> Future[None]:
+        copies.append(submit(copy, slot, source))
         if len(copies) == 3:
             queued.set()
         return copies[-1]
 
     monkeypatch.setattr(copiers, "submit", submitting)
-    threads.submit(pair.donor.send, [5, 6, 7], later())
-    taking = threads.submit(receive, pair, [0, 1, 2])
+    taking = threads.submit(receive, pair, [0, 1, 2], [5, 6, 7])
     queued.wait()
     closing = threads.submit(pair.consumer.close)
     with pytest.raises(LinkError, match="the link was closed"):
@@ -279,21 +245,17 @@ def test_rows_that_nobody_copies_yet_are_given_up_by_a_close(
     assert not closing.done(), "who copies is waited for"
     go_on.set()
     closing.result()
+    assert np.array_equal(here.region.array, before)
 
 
 def test_a_donor_that_dies_leaves_its_rows_readable(
-    pair: Pair, here: Replica, there: Replica, threads: ThreadPoolExecutor
+    pair: Pair, here: Replica, there: Replica
 ) -> None:
     """What was granted is still there: the memory lives as long as somebody maps it."""
     expected = there.region.array[5].copy()
-    threads.submit(pair.donor.send, [5, 6], later())
-    rows = pair.consumer.receive([0, 1], later())
-    next(rows)
     pair.donor.close()
     there.region.close()
-    assert next(rows) == 1
-    with pytest.raises(LinkError, match="the donor is gone"):
-        next(rows)
+    assert receive(pair, [0, 1], [5, 6]) == [0, 1]
     assert np.array_equal(here.region.array[0], expected)
 
 
@@ -320,12 +282,10 @@ def test_the_memory_of_a_donor_is_let_go_when_its_link_is_closed(
     before = mappings()
     pair = connect(here, there, threads)
     assert mappings() == before + 1
-    sending = threads.submit(pair.donor.send, [1, 2], later())
     with pytest.raises(LinkError) as failure:
-        list(pair.consumer.receive([1, 2, 3], soon()))
+        list(pair.consumer.receive([1, 2, 3], [1, 2, 3], unchecked, time.monotonic()))
     pair.consumer.close()
     pair.donor.close()
-    assert sending.exception() is not None
     assert mappings() == before
     assert failure.value.__traceback__ is not None
 

@@ -12,21 +12,27 @@ which any thread may call at any time and which ends what blocks.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import ClassVar, Protocol
 
 from xinference_xavier.pool.region import Region
+
+Check = Callable[[int], None]
+"""Raises LinkError if the row in this slot is not the one that it is to be."""
 
 
 class Link(ABC):
     """One donor's rows to one consumer. Deadlines are `time.monotonic()` seconds."""
 
     @abstractmethod
-    def receive(self, slots: Sequence[int], deadline: float) -> Iterator[int]:
-        """Take the donor's next rows into `slots`, yielding each slot when its row is whole.
+    def receive(
+        self, slots: Sequence[int], granted: Sequence[int], check: Check, deadline: float
+    ) -> Iterator[int]:
+        """Take the donor's next rows, those in its slots `granted`, into `slots`, yielding each
+        slot when its row is whole and has passed `check`, on whatever thread had it last.
 
         Raises:
-            LinkError: the peer failed, or the deadline passed.
+            LinkError: the peer failed, or the deadline passed; or what `check` raises.
         """
 
     @abstractmethod

@@ -27,7 +27,7 @@ from torch.distributed.distributed_c10d import Store, Work
 from xinference_xavier.checks import parse_object
 from xinference_xavier.errors import LinkError, TransportError
 from xinference_xavier.pool.region import Region
-from xinference_xavier.transfer.base import Link, Transport
+from xinference_xavier.transfer.base import Check, Link, Transport
 from xinference_xavier.transfer.free_ports import only_free_ports
 from xinference_xavier.transfer.messages import checking
 
@@ -281,13 +281,16 @@ class GlooLink(Link):
         if not hmac.compare_digest(theirs.numpy().tobytes(), proofs[self._peer]):
             raise LinkError("the peer does not know this model's secret")
 
-    def receive(self, slots: Sequence[int], deadline: float) -> Iterator[int]:
+    def receive(
+        self, slots: Sequence[int], granted: Sequence[int], check: Check, deadline: float
+    ) -> Iterator[int]:
         posted: list[Work] = []
         for position in range(len(slots)):
             while len(posted) < min(len(slots), position + self._in_flight):
                 row = self._rows[slots[len(posted)]]
                 posted.append(self._post("recv", row, self._tag()))
             self._wait(posted[position], deadline)
+            check(slots[position])
             yield slots[position]
 
     def send(self, slots: Sequence[int], deadline: float) -> None:

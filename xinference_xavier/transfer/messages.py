@@ -24,7 +24,7 @@ from xinference_xavier.checks import (
 )
 from xinference_xavier.errors import GrantRefusedError, LinkError, TransportError
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 TRANSFER_UID = "xavier-transfer"
 """Of the actor in every transfer process."""
 MAX_ROWS_PER_FETCH = 1 << 16

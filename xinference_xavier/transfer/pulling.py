@@ -171,11 +171,16 @@ class Puller:
             pulling = await self._connect(order.donor, order.address, candidates, deadline)
         progress.transport = pulling.transport
 
+        wanted = dict(zip(order.slots, zip(order.keys, order.checksums, strict=True), strict=True))
+
+        def check(slot: int) -> None:
+            key, checksum = wanted[slot]
+            if self._home.region.checksum(slot, key) != checksum:
+                raise ChecksumError(f"the row of chunk {key.hex()[:16]} arrived damaged")
+
         def receive() -> None:
-            slots = pulling.link.receive(order.slots, deadline)
-            for slot, key, checksum in zip(slots, order.keys, order.checksums, strict=True):
-                if self._home.region.checksum(slot, key) != checksum:
-                    raise ChecksumError(f"the row of chunk {key.hex()[:16]} arrived damaged")
+            granted = order.ticket.slots
+            for _ in pulling.link.receive(order.slots, granted, check, deadline):
                 progress.verified += 1
 
         loop = asyncio.get_running_loop()

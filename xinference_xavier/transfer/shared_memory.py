@@ -1,45 +1,37 @@
 """Rows between replicas of one host: the consumer copies them out of the donor's memory itself.
 
 The donor's transfer process hands its region over, read-only, to a process of the same user that
-proves the model's secret. From then on only slot numbers travel, over the same Unix socket: the
-donor names the rows that it has granted, one after the other, the consumer copies them and says
-when it has them all. Rows are counted as long as the link lives, so that what a batch that went
-wrong has left behind is not taken for the next one's.
+proves the model's secret. From then on nothing travels between the two: the consumer copies the
+rows that it was granted, and their checksums tell whether they are still those.
 
 The socket is abstract: it leaves no file, and it is found only in its own network namespace.
 
 Rows are copied one by one with numpy, which lets go of Python's lock and is as fast as memcpy: two
-at a time, while the link's own thread verifies those before them. Copying rows that lie side by
-side together was measured: up to a tenth faster for the copy, but the checksum that follows no
-longer finds its row in the processor's caches and loses more.
+at a time, each checked by who copied it. Copying rows that lie side by side together was measured:
+up to a tenth faster for the copy, but the checksum that follows no longer finds its row in the
+processor's caches and loses more.
 """
 
 import hmac
 import os
 import socket
-import struct
 import threading
 import time
-from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import CancelledError, Future
-from contextlib import suppress
+from concurrent.futures import CancelledError
 
 import numpy as np
 
 from xinference_xavier.errors import LinkError, RegionError
 from xinference_xavier.pool.copiers import copiers
 from xinference_xavier.pool.region import Region, check_same_user, offer_to_read, take_region
-from xinference_xavier.transfer.base import Link, Transport
+from xinference_xavier.transfer.base import Check, Link, Transport
 from xinference_xavier.transfer.host import host_identity
 
 _HELLO_BYTES = 16 + 32
 _NAME_BYTES = 16
 _NONCE_BYTES = 16
 _PROOF_BYTES = 32
-_NAMED = struct.Struct("!QI")  # a row's number on this link, and its slot
-_READ_BYTES = 4096
-_DONE = b"\1"
 _CONSUMER, _DONOR = b"consumer", b"donor"
 _CLOSED = "the link was closed"
 _STRANGER = "the peer does not know this model's secret"
@@ -89,7 +81,8 @@ class _Offer:
             theirs.close()
             del theirs
             raise LinkError(f"the donor's rows have {row_bytes} bytes")
-        return ConsumerLink(self._peer, self._region, theirs)
+        self._peer.close()
+        return ConsumerLink(self._region, theirs)
 
     def withdraw(self) -> None:
         self._peer.close()
@@ -119,7 +112,8 @@ class _Acceptance:
             offer_to_read(self._peer, self._region)
         except (OSError, RegionError) as error:
             raise LinkError(f"the consumer did not come for our memory: {error}") from None
-        return DonorLink(self._peer)
+        self._peer.close()
+        return DonorLink()
 
     def withdraw(self) -> None:
         self._listener.close()
@@ -135,13 +129,10 @@ class ConsumerLink(Link):
     that may be gone.
     """
 
-    def __init__(self, peer: socket.socket, ours: Region, theirs: Region) -> None:
-        self._peer = peer
+    def __init__(self, ours: Region, theirs: Region) -> None:
         self._ours = ours
         self._theirs: Region | None = theirs
         self._their_rows = theirs.rows
-        self._unread = bytearray()
-        self._next = 0
         self._copiers = copiers()
         # In the background: rows that are fetched before it is done cost a few page faults.
         self._mapping = threading.Thread(
@@ -152,69 +143,34 @@ class ConsumerLink(Link):
     def _is_open(self) -> bool:
         return self._theirs is not None
 
-    def receive(self, slots: Sequence[int], deadline: float) -> Iterator[int]:
-        ahead = iter(slots)
-        copying: deque[Future[None]] = deque()
-        for slot in slots:
-            while not copying or self._is_named():
-                following = next(ahead, None)
-                if following is None:
-                    break
-                copying.append(self._copy(following, self._granted(deadline)))
+    def receive(
+        self, slots: Sequence[int], granted: Sequence[int], check: Check, deadline: float
+    ) -> Iterator[int]:
+        def copy(slot: int, source: int) -> None:
+            if time.monotonic() > deadline:
+                raise LinkError("timed out while copying")
+            assert self._theirs is not None, "it is unmapped when the last copy has ended"
+            np.copyto(self._ours.row(slot), self._theirs.row(source))
+            check(slot)
+
+        outside = [slot for slot in granted if slot >= self._their_rows]
+        if outside:
+            raise LinkError(f"row {outside[0]} lies outside of the donor's memory")
+        try:
+            copying = [self._copiers.submit(copy, *row) for row in zip(slots, granted, strict=True)]
+        except RuntimeError:
+            raise LinkError(_CLOSED) from None
+        for slot, copied in zip(slots, copying, strict=True):
             try:
-                copying.popleft().result()
+                copied.result()
             except CancelledError:
                 raise LinkError(_CLOSED) from None
             yield slot
-            if time.monotonic() > deadline:
-                raise LinkError("timed out while copying")
-        self._send(_DONE)
-
-    def _copy(self, slot: int, source: int) -> Future[None]:
-        def copy() -> None:
-            assert self._theirs is not None, "it is unmapped when the last copy has ended"
-            np.copyto(self._ours.row(slot), self._theirs.row(source))
-
-        try:
-            return self._copiers.submit(copy)
-        except RuntimeError:
-            raise LinkError(_CLOSED) from None
-
-    def _is_named(self) -> bool:
-        """Whether the donor's slot of the next row is known without waiting for it."""
-        return len(self._unread) >= _NAMED.size
-
-    def _granted(self, deadline: float) -> int:
-        """The donor's slot of the next row."""
-        try:
-            while not self._is_named():
-                _set_timeout(self._peer, deadline)
-                part = self._peer.recv(_READ_BYTES)
-                if not part:
-                    raise OSError("the other side closed")
-                self._unread += part
-        except OSError as error:
-            raise LinkError(f"the donor did not name its row: {error}") from None
-        number, slot = _NAMED.unpack_from(self._unread)
-        del self._unread[: _NAMED.size]
-        if number != self._next:
-            raise LinkError(f"row {number} of the link was named in place of row {self._next}")
-        if slot >= self._their_rows:
-            raise LinkError(f"row {slot} lies outside of the donor's memory")
-        self._next += 1
-        return int(slot)
-
-    def _send(self, message: bytes) -> None:
-        try:
-            self._peer.sendall(message)
-        except OSError as error:
-            raise LinkError(f"the donor is gone: {error}") from None
 
     def send(self, slots: Sequence[int], deadline: float) -> None:
         raise LinkError("a consumer's link does not send")
 
     def close(self) -> None:
-        _shut(self._peer)
         self._copiers.shutdown(cancel_futures=True)  # whoever copies a row right now still does
         theirs, self._theirs = self._theirs, None
         if theirs is not None:
@@ -223,25 +179,18 @@ class ConsumerLink(Link):
 
 
 class DonorLink(Link):
-    def __init__(self, peer: socket.socket) -> None:
-        self._peer = peer
-        self._next = 0
+    """Has no part in what the consumer does."""
 
-    def receive(self, slots: Sequence[int], deadline: float) -> Iterator[int]:
+    def receive(
+        self, slots: Sequence[int], granted: Sequence[int], check: Check, deadline: float
+    ) -> Iterator[int]:
         raise LinkError("a donor's link does not receive")
 
     def send(self, slots: Sequence[int], deadline: float) -> None:
-        try:
-            _set_timeout(self._peer, deadline)
-            named = enumerate(slots, self._next)
-            self._peer.sendall(b"".join(_NAMED.pack(*row) for row in named))
-            self._next += len(slots)
-            _receive_exactly(self._peer, len(_DONE))
-        except OSError as error:
-            raise LinkError(f"the consumer did not copy its rows: {error}") from None
+        """The consumer takes them."""
 
     def close(self) -> None:
-        _shut(self._peer)
+        """What the consumer has mapped is its own."""
 
 
 def _hello(secret: bytes, nonce: bytes) -> bytes:
@@ -275,10 +224,3 @@ def _receive_exactly(peer: socket.socket, count: int) -> bytes:
             raise OSError("the other side closed")
         received += part
     return bytes(received)
-
-
-def _shut(peer: socket.socket) -> None:
-    """End what blocks on it in another thread too."""
-    with suppress(OSError):  # the other side was first
-        peer.shutdown(socket.SHUT_RDWR)
-    peer.close()
