@@ -366,14 +366,17 @@ class _Inside:
             cached = output.num_cached_tokens or 0
         return Asked(times[0], tuple(times), cached)
 
-    async def serve(self, prompts: Sequence[Sequence[int]], tokens: int, at_once: int) -> Load:
-        """So many requests at a time, each next one when one is done."""
-        left = iter(prompts)
+    async def serve(
+        self, prompts: Sequence[Sequence[int]], tokens: Sequence[int], at_once: int
+    ) -> Load:
+        """So many requests at a time, each next one when one is done, with as many tokens answered
+        as is said for it."""
+        left = iter(zip(prompts, tokens, strict=True))
         asked: list[Asked] = []
 
         async def one_after_the_other() -> None:
-            for prompt in left:
-                asked.append(await self.ask(prompt, tokens))
+            for prompt, count in left:
+                asked.append(await self.ask(prompt, count))
 
         began = time.perf_counter()
         await asyncio.gather(*(one_after_the_other() for _ in range(at_once)))

@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks import no_hits, served
 from benchmarks.engines import Asked, Load
+from benchmarks.pairs import Interval
 from benchmarks.threads import seconds_by_name
 from tests.benchmarks.parts import shown
 
@@ -56,11 +57,22 @@ def test_threads_are_found_by_their_names() -> None:
 def test_the_page_compares_and_tells_what_is_ours() -> None:
     off = {**no_hits.of_load(LOAD), "cpu_s": 1.0}
     on = {**off, "xavier-copy": 0.001, "transfer_s": 0.002}
-    part = no_hits.summary([(on, off)] * 5)
+    part = no_hits.summary([(on, off)] * 5, Interval(0.9, 0.8, 1.1))
     assert set(part["ours_s"]) == {"xavier-copy", "transfer_s"}
     text = shown(no_hits, part)
     assert "| requests per second | 2.00 | 2.00 | 1.000 (1.000–1.000) |" in text
+    assert "| between tokens, 99 of 100, ms | 20.00 | 20.00 | 0.900 (0.800–1.100) |" in text
     assert "| thread `xavier-copy` | 1.00 " in text
+
+
+def test_the_slowest_gaps_are_those_of_all_runs() -> None:
+    gaps = no_hits.Gaps()
+    gaps.add(True, Load(1.0, [Asked(9.0, (0.0, 9.0), 0)]))
+    gaps.clear()
+    for _ in range(2):
+        gaps.add(True, LOAD)
+        gaps.add(False, Load(1.0, [Asked(0.1, (0.0, 0.01), 0)]))
+    assert gaps.slowest().ratio == pytest.approx(2.0)
 
 
 def test_the_page_of_what_is_served_has_every_data_set() -> None:
