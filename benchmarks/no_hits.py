@@ -29,7 +29,7 @@ ANSWER_TOKENS = (20, 44, 28, 36)
 REQUESTS = 8
 """Of a run."""
 AT_ONCE = 4
-SECONDS = 1800.0
+SECONDS = 1200.0
 """For all pairs."""
 WIDTH = 0.01
 QUICK = {"SECONDS": 60.0}
