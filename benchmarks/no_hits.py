@@ -1,20 +1,24 @@
 """Part `no_hits`: what sharing costs when there is nothing to share.
 
 Two vLLM engines, one with Xavier and one without, serve the same kind of load in turns: prompts
-that share nothing, several at once, with answers of several lengths, so that some are begun while
-others are told. Runs are short, since how fast this machine is changes by the minute; they are
-paired and repeated until throughput and the slowest gaps between tokens can be compared to a
-hundredth, or time is over. The one with Xavier stores all that it computes, as it would in service,
-and drops the oldest for it.
+that share nothing, several at once, with answers of several lengths, so that some begin while
+others go on. The one with Xavier stores all that it computes, as it would in service, and drops the
+oldest for it.
+
+Loads are short, since how fast this machine is changes by the minute. Two engines of the same kind
+differ by a hundredth or two for as long as they live, so both are started anew for each pair;
+pairs are made until throughput and the slowest gaps between tokens can be compared to a hundredth,
+or time is over.
 """
 
 from __future__ import annotations
 
-import itertools
 import time
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from itertools import cycle, islice
 from statistics import quantiles
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 
@@ -27,102 +31,95 @@ PROMPT_TOKENS = 500
 ANSWER_TOKENS = (20, 44, 28, 36)
 """In turn."""
 REQUESTS = 8
-"""Of a run."""
+"""Of a load."""
+LOADS = 8
+"""Of each engine."""
 AT_ONCE = 4
-SECONDS = 1200.0
+SECONDS = 1800.0
 """For all pairs."""
 WIDTH = 0.01
-QUICK = {"SECONDS": 60.0}
+QUICK = {"SECONDS": 0.0, "LOADS": 2}
 _ON, _OFF = "on", "off"
 _THREADS = "xavier-"  # what the names of ours begin with
 
 
+class Served(NamedTuple):
+    """A load, and the processor seconds that it took: of the engine, its threads by their names,
+    and its transfer process."""
+
+    load: Load
+    engine: float
+    threads: Mapping[str, float]
+    transfer: float
+
+
 def measure() -> dict[str, Any]:
     prompts = Prompts()
-    gaps = Gaps()
-    with Fleet({_ON: Kind(), _OFF: Kind(None)}) as fleet:
+    found = pairs.until_known(
+        lambda number: _pair(number, prompts),
+        until=time.monotonic() + SECONDS,
+        watched={"requests_per_s": WIDTH, "gap_p99_s": WIDTH},
+    )
+    return summary(found)
+
+
+def _pair(number: int, prompts: Prompts) -> pairs.Pair:
+    """Of engines of their own."""
+    kinds = {_ON: Kind(), _OFF: Kind(None)}
+    in_order = dict([*kinds.items()][:: -1 if number % 2 else 1])
+    with Fleet(in_order) as fleet:
         transfer = psutil.Process(fleet.replicas()[_ON]["stats"]["transfer_pid"])
 
-        def run(on: bool) -> pairs.Run:
+        def serve(on: bool) -> Served:
             engine = fleet[_ON if on else _OFF]
             given = [prompts.fresh(PROMPT_TOKENS) for _ in range(REQUESTS)]
+            answers = [*islice(cycle(ANSWER_TOKENS), REQUESTS)]
             before = engine.cpu_seconds(), engine.do("threads"), _seconds(transfer)
-            answers = list(itertools.islice(itertools.cycle(ANSWER_TOKENS), REQUESTS))
             load: Load = engine.do("serve", given, answers, AT_ONCE)
             after = engine.cpu_seconds(), engine.do("threads"), _seconds(transfer)
-            found = of_load(load)
-            gaps.add(on, load)
-            tokens = PROMPT_TOKENS * REQUESTS
-            found["cpu_s"] = per_thousand(after[0] - before[0], tokens)
-            if on:
-                found["transfer_s"] = per_thousand(after[2] - before[2], tokens)
-                found |= of_threads(before[1], after[1], tokens)
-            return found
+            threads = {
+                name: seconds - before[1].get(name, 0.0) for name, seconds in after[1].items()
+            }
+            return Served(load, after[0] - before[0], threads, after[2] - before[2])
 
         for on in (True, False):  # what is made at the first request
-            run(on)
-        gaps.clear()
-        found = pairs.alternate(
-            run,
-            until=time.monotonic() + SECONDS,
-            known=lambda made: (
-                pairs.are_known(made, ["requests_per_s"], WIDTH)
-                and gaps.slowest().half_width <= WIDTH
-            ),
-        )
-    return summary(found, gaps.slowest())
+            serve(on)
+        turns = [pairs.in_turns(serve)(turn) for turn in range(LOADS)]
+    shared, alone = [on for on, _ in turns], [off for _, off in turns]
+    return of_loads(shared) | ours(shared), of_loads(alone)
 
 
-class Gaps:
-    """Between tokens, in seconds, of all runs: one alone has too few to tell how long one in a
-    hundred is."""
-
-    def __init__(self) -> None:
-        self._sides: dict[bool, list[list[float]]] = {True: [], False: []}
-
-    def add(self, on: bool, load: Load) -> None:
-        self._sides[on].append(_gaps(load))
-
-    def clear(self) -> None:
-        for side in self._sides.values():
-            side.clear()
-
-    def slowest(self) -> pairs.Interval:
-        """With Xavier, as a ratio to without."""
-        return pairs.pooled(self._sides[True], self._sides[False], 99)
-
-
-def _gaps(load: Load) -> list[float]:
-    return [gap for asked in load.asked for gap in asked.gaps]
-
-
-def of_load(load: Load) -> dict[str, float]:
+def of_loads(served: Sequence[Served]) -> dict[str, float]:
     """Raises RuntimeError if a prompt was not computed anew."""
-    if any(asked.cached for asked in load.asked):
+    asked = [one for load in served for one in load.load.asked]
+    if any(one.cached for one in asked):
         raise RuntimeError("a prompt that nobody can know was known")
-    first = [asked.first for asked in load.asked]
-    gaps = _gaps(load)
+    first = [one.first for one in asked]
+    gaps = [gap for one in asked for gap in one.gaps]
     return {
-        "requests_per_s": len(load.asked) / load.seconds,
+        "requests_per_s": len(asked) / sum(load.load.seconds for load in served),
         "first_p50_s": _percentile(first, 50),
         "first_p99_s": _percentile(first, 99),
         "gap_p50_s": _percentile(gaps, 50),
         "gap_p99_s": _percentile(gaps, 99),
+        "cpu_s": per_thousand(sum(load.engine for load in served), len(asked)),
     }
 
 
-def of_threads(
-    before: Mapping[str, float], after: Mapping[str, float], tokens: int
-) -> dict[str, float]:
-    return {
-        name: per_thousand(seconds - before.get(name, 0.0), tokens)
-        for name, seconds in after.items()
-        if name.startswith(_THREADS)
-    }
+def ours(served: Sequence[Served]) -> dict[str, float]:
+    """Processor seconds per 1,000 prompt tokens of the transfer process and of our threads."""
+    requests = sum(len(load.load.asked) for load in served)
+    spent = defaultdict(float, transfer_s=sum(load.transfer for load in served))
+    for load in served:
+        for name, seconds in load.threads.items():
+            if name.startswith(_THREADS):
+                spent[name] += seconds
+    return {name: per_thousand(seconds, requests) for name, seconds in spent.items()}
 
 
-def per_thousand(seconds: float, tokens: int) -> float:
-    return seconds / tokens * 1000
+def per_thousand(seconds: float, requests: int) -> float:
+    """Prompt tokens."""
+    return seconds / (requests * PROMPT_TOKENS) * 1000
 
 
 def _percentile(samples: list[float], percent: int) -> float:
@@ -134,15 +131,12 @@ def _seconds(process: psutil.Process) -> float:
     return float(times.user + times.system)
 
 
-def summary(found: pairs.Pairs, slowest: pairs.Interval) -> dict[str, Any]:
-    """`slowest`: the ratio of the slowest gaps of all runs."""
-    names = [name for name in found[0][0] if name not in found[0][1]]
-    compared = pairs.summary(found)
-    compared["gap_p99_s"] |= slowest._asdict()
+def summary(found: Sequence[pairs.Pair]) -> dict[str, Any]:
+    names = sorted({name for on, off in found for name in on.keys() - off.keys()})
     return {
         "pairs": len(found),
-        "compared": compared,
-        "ours_s": {name: figure([on[name] for on, _ in found]) for name in names},
+        "compared": pairs.summary(found),
+        "ours_s": {name: figure([on.get(name, 0.0) for on, _ in found]) for name in names},
     }
 
 
@@ -158,11 +152,10 @@ _LINES = {
 
 def markdown(part: dict[str, Any]) -> str:
     lines = [
-        f"{REQUESTS} requests of {PROMPT_TOKENS} tokens that share nothing, {AT_ONCE} at once, "
-        f"{', '.join(map(str, ANSWER_TOKENS))} tokens answered in turn, at the engine ({DTYPE}); "
-        f"{part['pairs']} pairs of runs in turns with Xavier and without. Ratios are geometric "
-        "means over the pairs, that of 99 of 100 gaps between tokens is of all gaps of all runs; "
-        "in brackets their 95 % confidence interval.",
+        f"{LOADS} times {REQUESTS} requests of {PROMPT_TOKENS} tokens that share nothing, "
+        f"{AT_ONCE} at once, {', '.join(map(str, ANSWER_TOKENS))} tokens answered in turn, at the "
+        f"engine ({DTYPE}), in turns with Xavier and without; by {part['pairs']} pairs of engines. "
+        "Ratios are geometric means over the pairs, in brackets their 95 % confidence interval.",
         "",
         "| | with Xavier | vLLM alone | ratio |",
         "|---|---|---|---|",

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import mean, stdev
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
-import numpy as np
 from scipy.stats import t  # type: ignore[import-untyped]
 
 from benchmarks.figures import MIN_SAMPLES, figure
 
 CONFIDENCE = 0.95
-_RESAMPLED = 1000
+_T = TypeVar("_T")
 
 
 class Interval(NamedTuple):
@@ -37,57 +36,46 @@ def interval(samples: Sequence[float], reference: Sequence[float]) -> Interval:
     return Interval(math.exp(middle), math.exp(middle - reach), math.exp(middle + reach))
 
 
-def pooled(
-    samples: Sequence[Sequence[float]], reference: Sequence[Sequence[float]], percent: float
-) -> Interval:
-    """Of a percentile of all samples of one side and that of the other, where a run alone has too
-    few for it. Bounds by drawing pairs anew (bootstrap)."""
-    sides = [[np.asarray(run) for run in side] for side in (samples, reference)]
-    draw = np.random.default_rng(0).integers
-
-    def ratio(chosen: Iterable[int]) -> float:
-        one, other = (np.percentile(np.concatenate([s[n] for n in chosen]), percent) for s in sides)
-        return float(one / other)
-
-    count = len(samples)
-    drawn = [ratio(draw(count, size=count).tolist()) for _ in range(_RESAMPLED)]
-    low, high = np.percentile(drawn, [50 * (1 - CONFIDENCE), 50 * (1 + CONFIDENCE)])
-    return Interval(ratio(range(count)), float(low), float(high))
-
-
 Run = Mapping[str, float]
 """Figures by their names."""
-Pairs = Sequence[tuple[Run, Run]]
 
 
-def alternate(
-    run: Callable[[bool], Run], *, until: float, known: Callable[[Pairs], bool]
-) -> list[tuple[Run, Run]]:
-    """Pairs of `run(True)` and `run(False)`, which of the two first changing from pair to pair.
+Pair = tuple[Run, Run]
+"""With Xavier, and without."""
 
-    At least MIN_SAMPLES, and then until they are enough for `known`, or `time.monotonic()` is
-    `until`.
-    """
-    pairs: list[tuple[Run, Run]] = []
-    while len(pairs) < MIN_SAMPLES or (time.monotonic() < until and not known(pairs)):
-        if len(pairs) % 2:
-            off, on = run(False), run(True)
-        else:
-            on, off = run(True), run(False)
-        pairs.append((on, off))
+
+def until_known(
+    pair: Callable[[int], Pair], *, until: float, watched: Mapping[str, float]
+) -> list[Pair]:
+    """Pairs, each made with its number: at least MIN_SAMPLES, and then until the ratio of each
+    figure that is watched is known to plus or minus so much, or `time.monotonic()` is `until`."""
+    pairs: list[Pair] = []
+    while len(pairs) < MIN_SAMPLES or (
+        time.monotonic() < until
+        and any(ratio_of(pairs, name).half_width > width for name, width in watched.items())
+    ):
+        pairs.append(pair(len(pairs)))
     return pairs
 
 
-def are_known(pairs: Pairs, names: Iterable[str], width: float) -> bool:
-    """The ratio of each of these figures, to plus or minus `width`."""
-    return all(ratio_of(pairs, name).half_width <= width for name in names)
+def in_turns(run: Callable[[bool], _T]) -> Callable[[int], tuple[_T, _T]]:
+    """`run(True)` and `run(False)`, which of the two first changing from pair to pair."""
+
+    def pair(number: int) -> tuple[_T, _T]:
+        if number % 2:
+            off, on = run(False), run(True)
+        else:
+            on, off = run(True), run(False)
+        return on, off
+
+    return pair
 
 
-def ratio_of(pairs: Pairs, name: str) -> Interval:
+def ratio_of(pairs: Sequence[Pair], name: str) -> Interval:
     return interval([on[name] for on, _ in pairs], [off[name] for _, off in pairs])
 
 
-def summary(pairs: Pairs) -> dict[str, Any]:
+def summary(pairs: Sequence[Pair]) -> dict[str, Any]:
     """Of each figure that both have: both of its sides, and the ratio with its bounds."""
     names = [name for name in pairs[0][0] if name in pairs[0][1]]
     return {

@@ -74,13 +74,10 @@ def measure() -> dict[str, Any]:
                 for sharing in servers:  # what is made at the first request
                     run(sharing)
                 until = time.monotonic() + SECONDS
-                made = pairs.alternate(run, until=until, known=_are_known)
+                watched = {"request_throughput": WIDTH, "p99_itl": WIDTH}
+                made = pairs.until_known(pairs.in_turns(run), until=until, watched=watched)
                 found[name] = {"pairs": len(made), "compared": pairs.summary(made)}
     return {"datasets": found}
-
-
-def _are_known(made: pairs.Pairs) -> bool:
-    return pairs.are_known(made, ("request_throughput", "p99_itl"), WIDTH)
 
 
 class Server:

@@ -9,30 +9,30 @@ import pytest
 
 from benchmarks import no_hits, served
 from benchmarks.engines import Asked, Load
-from benchmarks.pairs import Interval
 from benchmarks.threads import seconds_by_name
 from tests.benchmarks.parts import shown
 
 LOAD = Load(2.0, [Asked(0.1 * n, (0.1 * n, 0.1 * n + 0.02), 0) for n in range(1, 5)])
+SERVED = no_hits.Served(LOAD, 3.0, {"MainThread": 8.0, "xavier-copy": 1.0}, 0.5)
 
 
-def test_a_load_becomes_rates_and_percentiles() -> None:
-    found = no_hits.of_load(LOAD)
-    assert found["requests_per_s"] == 2.0
-    assert found["first_p50_s"] == pytest.approx(0.25)
-    assert found["gap_p99_s"] == pytest.approx(0.02)
+def test_loads_become_rates_and_percentiles_of_all() -> None:
+    slow = SERVED._replace(load=Load(6.0, [Asked(0.9, (0.9, 1.0), 0)] * 4))
+    found = no_hits.of_loads([SERVED, slow])
+    assert found["requests_per_s"] == 1.0
+    assert found["first_p50_s"] == pytest.approx(0.65)
+    assert found["gap_p99_s"] == pytest.approx(0.1)
+    assert found["cpu_s"] == pytest.approx(6.0 / 8 / 0.5)
 
 
 def test_a_prompt_that_was_known_is_no_measurement() -> None:
     with pytest.raises(RuntimeError, match="was known"):
-        no_hits.of_load(Load(1.0, [Asked(0.1, (0.1,), 128)]))
+        no_hits.of_loads([SERVED._replace(load=Load(1.0, [Asked(0.1, (0.1,), 128)]))])
 
 
 def test_only_our_threads_count_as_ours() -> None:
-    before = {"MainThread": 1.0, "xavier-copy": 0.5}
-    after = {"MainThread": 9.0, "xavier-copy": 1.5, "xavier-replica": 0.25}
-    found = no_hits.of_threads(before, after, 500)
-    assert found == {"xavier-copy": 2.0, "xavier-replica": 0.5}
+    found = no_hits.ours([SERVED, SERVED])
+    assert found == {"transfer_s": 0.25, "xavier-copy": 0.5}
 
 
 def test_threads_are_found_by_their_names() -> None:
@@ -55,24 +55,13 @@ def test_threads_are_found_by_their_names() -> None:
 
 
 def test_the_page_compares_and_tells_what_is_ours() -> None:
-    off = {**no_hits.of_load(LOAD), "cpu_s": 1.0}
+    off = no_hits.of_loads([SERVED])
     on = {**off, "xavier-copy": 0.001, "transfer_s": 0.002}
-    part = no_hits.summary([(on, off)] * 5, Interval(0.9, 0.8, 1.1))
+    part = no_hits.summary([(on, off)] * 5)
     assert set(part["ours_s"]) == {"xavier-copy", "transfer_s"}
     text = shown(no_hits, part)
     assert "| requests per second | 2.00 | 2.00 | 1.000 (1.000–1.000) |" in text
-    assert "| between tokens, 99 of 100, ms | 20.00 | 20.00 | 0.900 (0.800–1.100) |" in text
     assert "| thread `xavier-copy` | 1.00 " in text
-
-
-def test_the_slowest_gaps_are_those_of_all_runs() -> None:
-    gaps = no_hits.Gaps()
-    gaps.add(True, Load(1.0, [Asked(9.0, (0.0, 9.0), 0)]))
-    gaps.clear()
-    for _ in range(2):
-        gaps.add(True, LOAD)
-        gaps.add(False, Load(1.0, [Asked(0.1, (0.0, 0.01), 0)]))
-    assert gaps.slowest().ratio == pytest.approx(2.0)
 
 
 def test_the_page_of_what_is_served_has_every_data_set() -> None:

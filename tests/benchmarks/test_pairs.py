@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 
-import numpy as np
 import pytest
 
 from benchmarks import pairs
@@ -33,9 +32,7 @@ def test_it_goes_on_until_the_ratio_is_known() -> None:
         count += 1
         return {"rate": 1.0 + (0.05 if on and count <= 2 else 0.0)}
 
-    made = pairs.alternate(
-        run, until=math.inf, known=lambda made: pairs.are_known(made, ["rate"], 0.015)
-    )
+    made = pairs.until_known(pairs.in_turns(run), until=math.inf, watched={"rate": 0.015})
     assert pairs.ratio_of(made, "rate").half_width <= 0.015
     assert pairs.ratio_of(made[:-1], "rate").half_width > 0.015
     assert len(made) > MIN_SAMPLES
@@ -48,21 +45,8 @@ def test_time_that_is_over_leaves_the_least_number_of_pairs() -> None:
         order.append(on)
         return {"rate": float(len(order))}
 
-    made = pairs.alternate(run, until=time.monotonic() - 1, known=lambda made: False)
+    over = time.monotonic() - 1
+    made = pairs.until_known(pairs.in_turns(run), until=over, watched={"rate": 0.0})
     assert len(made) == MIN_SAMPLES
     assert order[:4] == [True, False, False, True]
     assert [(on["rate"], off["rate"]) for on, off in made[:2]] == [(1, 2), (4, 3)]
-
-
-def test_a_percentile_of_all_runs_is_known_the_better_the_more_there_are() -> None:
-    """Each alone has too few samples for it."""
-    draw = np.random.default_rng(1).normal
-
-    def runs(count: int, mean: float) -> list[list[float]]:
-        return [draw(mean, mean / 30, 50).tolist() for _ in range(count)]
-
-    few, many = (pairs.pooled(runs(count, 3.3), runs(count, 3.0), 99) for count in (10, 200))
-    for found in (few, many):
-        assert found.low < found.ratio < found.high
-        assert found.low < 1.1 < found.high
-    assert many.half_width < few.half_width / 2
