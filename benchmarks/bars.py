@@ -115,8 +115,8 @@ _TWO_COPIES = (
     "vLLM's own steps ([where the time goes](architecture.md))"
 )
 _UNSTEADY = (
-    "the machine: two runs of one engine differ by a tenth, so that a hundredth takes hours; the "
-    "last table has what ours take of the processors"
+    "the machine: which of two engines is quicker, by a hundredth or two, is drawn when they "
+    "start, so that a hundredth takes hours; the last table has what ours take of the processors"
 )
 BARS: Mapping[str, tuple[Bar, ...]] = {
     "transport": (
