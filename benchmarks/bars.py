@@ -115,8 +115,11 @@ _TWO_COPIES = (
     "vLLM's own steps ([where the time goes](architecture.md))"
 )
 _STEPS = (
-    "what each of vLLM's steps takes longer, half a millisecond where tokens are answered: half of "
-    "it in vLLM's normalization, for a reason not found yet; ours take under a hundredth"
+    "what vLLM calls a connector for in each step, and by what storing takes from the processors "
+    "that compute: with the connector taken out of a running engine, a step that answers four "
+    "requests takes 0.3 to 0.45 ms of 15.5 less, of which a quarter of what Python was seen to run "
+    "is ours; a prompt of 500 tokens takes 6 ms of the engine's processors to store and to publish, "
+    "and 2 of the tracker's"
 )
 _UNSTEADY = (
     "the machine: which of two engines is quicker, by a hundredth or two, is drawn when they "

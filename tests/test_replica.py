@@ -358,14 +358,15 @@ def test_a_background_loop_that_stands_still_is_not_buried(
     replica.stored([])
     replica.evicted([b"gone"])
     replica.stored([])
+    replica.stored([])
     rows = pool.reserve([b"key"]).rows
     assert replica.fetch("donor", rows, NEVER) is None
     assert pool.counts().filling == 0, "the rows are free again"
-    replica.evicted([b"gone as well"])
+    replica.stored([])
     assert replica._refused_posts == 2
     loop.call_soon(loop.stop)
     loop.run_forever()
-    assert taken == [[], [b"gone"], []]
+    assert taken == [[b"gone"], [], [], []], "what is gone is told before what may bring it back"
     replica.stored([])
     assert replica._refused_posts == 2, "there is room again"
     loop.close()

@@ -53,6 +53,7 @@ from xinference_xavier.tracker.events import MAX_REPORTED, event_dict
 from xinference_xavier.tracker.failure import replica_name
 from xinference_xavier.tracker.location import TrackerLocation
 from xinference_xavier.tracker.mirror import Mirror
+from xinference_xavier.tracker.publisher import MAX_QUEUED
 from xinference_xavier.transfer.donor import Donor
 from xinference_xavier.transfer.fetch import Fetch, Fetcher
 from xinference_xavier.transfer.free_ports import check_range
@@ -149,6 +150,9 @@ class Replica:
         self._tasks: set[asyncio.Task[None]] = set()
         self._up = threading.Event()
         self._running = False
+        # Evicted, not withdrawn yet. Those beyond are of a loop that stands still: its membership
+        # ends, and with it what the tracker knows.
+        self._gone: deque[bytes] = deque(maxlen=MAX_QUEUED)
         self._posted = 0  # by the scheduler thread; so many of them
         self._handled = 0  # by the background loop
         self._refused_posts = 0
@@ -195,9 +199,12 @@ class Replica:
         self._post_if_room(self._checksums.add, rows)
 
     def evicted(self, keys: Sequence[bytes]) -> None:
-        """These chunks are gone."""
-        if keys:
-            self._post_if_room(self._client.withdraw, keys)
+        """These chunks are gone.
+
+        That wakes nobody: it is told with what is stored or fetched next, or within a second. Who
+        asks for one meanwhile is granted what comes before it.
+        """
+        self._gone.extend(keys)
 
     def fetch(
         self,
@@ -261,7 +268,13 @@ class Replica:
 
     def _handle(self, action: Callable[..., object], args: tuple[object, ...]) -> None:
         self._handled += 1
+        self._withdraw_gone()  # first: the action may bring one of them back
         action(*args)
+
+    def _withdraw_gone(self) -> None:
+        gone = [self._gone.popleft() for _ in range(len(self._gone))]  # more may come meanwhile
+        if gone:
+            self._client.withdraw(gone)
 
     # -- the background loop -----------------------------------------------------------------
 
@@ -420,6 +433,8 @@ class Replica:
         sharing_log = SharingLog(self._incarnation)
         while True:
             await asyncio.sleep(_LOOK_INTERVAL)
+            self._withdraw_gone()
+            self._client.flush()
             self._donor.grants.expire(time.monotonic())
             sharing_log.see(self._not_sharing(), len(self.mirror.peers))
 
@@ -466,6 +481,7 @@ class Replica:
         is not touched, and what is being written comes to stay."""
         keys = self._pool.drop()
         self._client.withdraw(keys)
+        self._client.flush()
         return len(keys)
 
     async def explain(self, question: dict[str, Any]) -> dict[str, Any]:

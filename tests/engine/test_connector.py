@@ -14,7 +14,7 @@ from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, Schedul
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
 from xinference_xavier.config import XavierConfig
-from xinference_xavier.engine.connector import XavierConnector, depth_of
+from xinference_xavier.engine.connector import XavierConnector, prefill_of
 from xinference_xavier.errors import ConfigError
 from xinference_xavier.serving.transfer_config import kv_transfer_config
 
@@ -85,17 +85,31 @@ def test_a_cache_that_loads_later_than_it_hits_is_refused(
         worker(config, replace(cache_config, hisparse_host_num_blocks=4))
 
 
-def test_how_many_tokens_are_before_those_of_a_step() -> None:
+def test_how_many_tokens_of_prompts_a_step_computes_and_how_many_are_before_them() -> None:
     step = SchedulerOutput.make_empty()
-    assert depth_of(step) == 0
+    assert prefill_of(step) == (0, 0.0)
     step.scheduled_new_reqs = [
         NewRequestData(
             "new", [], [], None, None, block_ids=(), num_computed_tokens=1000, lora_request=None
         )
     ]
     step.scheduled_cached_reqs = CachedRequestData(
-        ["old"], set(), [], {}, [None], num_computed_tokens=[4000], num_output_tokens=[0]
+        ["old", "answered"],
+        set(),
+        [],
+        {},
+        [None, None],
+        num_computed_tokens=[4000, 9000],
+        num_output_tokens=[0, 7],
     )
-    step.num_scheduled_tokens = {"new": 100, "old": 300}
-    step.total_num_scheduled_tokens = 400
-    assert depth_of(step) == (100 * 1050 + 300 * 4150) / 400
+    step.num_scheduled_tokens = {"new": 100, "old": 300, "answered": 1}
+    step.total_num_scheduled_tokens = 401
+    assert prefill_of(step) == (400, (100 * 1050 + 300 * 4150) / 400)
+
+
+def test_a_step_that_only_decodes_computes_no_prompt_however_many_requests_it_serves() -> None:
+    """Also if they speculate; else what it takes would pass for how fast prompts are computed."""
+    step = SchedulerOutput.make_empty()
+    step.num_scheduled_tokens = {f"request-{number}": 1 + 5 for number in range(300)}
+    step.total_num_scheduled_tokens = 1800
+    assert prefill_of(step) == (0, 0.0)

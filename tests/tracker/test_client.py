@@ -99,6 +99,7 @@ class Peer:
     def evict(self, *keys: bytes) -> None:
         self.pool.difference_update(keys)
         self.client.withdraw(keys)
+        self.client.flush()
 
     async def sees(self, key: bytes, *holders: str) -> None:
         await self.mirror.until(lambda mirror: mirror.holders(key) == holders)

@@ -60,6 +60,25 @@ async def test_what_is_queued_travels_together_and_the_last_word_counts(side: Si
     assert side.changes(1) == (Change("a", 1, K2, K1 + K3, False),)
 
 
+async def test_what_is_gone_waits_for_what_is_held_next(
+    side: Side, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publisher_module, "FLUSH_DELAY", 0.0)
+    side.publisher.enqueue([K1], False)
+    for _ in range(10):  # longer than a publication takes
+        await asyncio.sleep(0)
+    side.publisher.enqueue([K2], True)
+    await side.until(lambda: side.counters.batches == 1)
+    assert side.changes(1) == (Change("a", 1, K2, K1, False),)
+
+
+async def test_what_is_gone_is_told_on_demand(side: Side) -> None:
+    side.publisher.enqueue([K1], False)
+    side.publisher.flush()
+    await side.until(lambda: side.counters.batches == 1)
+    assert side.changes(1) == (Change("a", 1, b"", K1, False),)
+
+
 async def test_a_batch_that_is_not_taken_is_made_good_by_all_holdings(side: Side) -> None:
     """The one before it was lost."""
     side.pool = {K1}

@@ -27,6 +27,9 @@ from xinference_xavier.engine.spec import IDENTITY, chunk_tokens_for
 from xinference_xavier.errors import ConfigError
 from xinference_xavier.namespace import digest, readable
 
+_MOST_DECODED = 16
+"""Tokens of a request in a step: one, and those that are speculated."""
+
 
 class XavierConnector(OffloadingConnector):
     def __init__(
@@ -53,14 +56,11 @@ class XavierConnector(OffloadingConnector):
             }
         super().__init__(vllm_config, role, kv_cache_config)
         if role is KVConnectorRole.SCHEDULER:
-            self._manager.explain_with(PromptChunker(vllm_config, offloading, chunk_tokens))
-            self._manager.step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
-
-    @property
-    def _manager(self) -> XavierManager:
-        manager = self.scheduler.manager
-        assert isinstance(manager, XavierManager)
-        return manager
+            manager = self.scheduler.manager
+            assert isinstance(manager, XavierManager)
+            manager.explain_with(PromptChunker(vllm_config, offloading, chunk_tokens))
+            manager.step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
+            self._manager = manager
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
@@ -83,7 +83,8 @@ class XavierConnector(OffloadingConnector):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         tokens = scheduler_output.total_num_scheduled_tokens
-        self._manager.prefill_rate.step_begins(tokens, time.monotonic(), depth_of(scheduler_output))
+        of_prompts, depth = prefill_of(scheduler_output)
+        self._manager.prefill_rate.step_begins(of_prompts, time.monotonic(), depth)
         metadata = super().build_connector_meta(scheduler_output)
         self._manager.decision_time.step_begins(tokens, time.monotonic())  # lookups are over
         if not tokens:
@@ -107,15 +108,22 @@ class XavierConnector(OffloadingConnector):
         return super().request_finished_all_groups(request, block_ids)
 
 
-def depth_of(step: SchedulerOutput) -> float:
-    """How many tokens those that are computed in this step have before them, in the mean."""
+def prefill_of(step: SchedulerOutput) -> tuple[int, float]:
+    """How many prompt tokens are computed in this step, and how many others those have before them,
+    in the mean. Steps that only decode cost us next to nothing here."""
+    prompts = {
+        req_id: count
+        for req_id, count in step.num_scheduled_tokens.items()
+        if count > _MOST_DECODED
+    }
+    if not prompts:
+        return 0, 0.0
     cached = step.scheduled_cached_reqs
     before = {new.req_id: new.num_computed_tokens for new in step.scheduled_new_reqs}
     before |= zip(cached.req_ids, cached.num_computed_tokens, strict=True)
-    pairs = [(before.get(req_id, 0), count) for req_id, count in step.num_scheduled_tokens.items()]
-    return sum((deep + count / 2) * count for deep, count in pairs) / max(
-        1, step.total_num_scheduled_tokens
-    )
+    tokens = sum(prompts.values())
+    deep = sum((before.get(req_id, 0) + count / 2) * count for req_id, count in prompts.items())
+    return tokens, deep / tokens
 
 
 def _refuse_unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:

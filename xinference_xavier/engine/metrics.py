@@ -41,7 +41,9 @@ class HitReporter:
         self._reported = Hits()
 
     def delta(self) -> OffloadingConnectorStats | None:
-        """What came since the last call; None for nothing."""
+        """What came since the last call; None for nothing, as after most steps."""
+        if self._hits == self._reported:
+            return None
         stats = OffloadingConnectorStats()
         for field in fields(Hits):
             total = getattr(self._hits, field.name)
@@ -49,4 +51,4 @@ class HitReporter:
             if grown:
                 stats.increase_counter(f"{_PREFIX}{field.name}_tokens", grown)
                 setattr(self._reported, field.name, total)
-        return None if stats.is_empty() else stats
+        return stats

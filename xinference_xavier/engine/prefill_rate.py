@@ -1,7 +1,7 @@
 """How fast this engine computes prompts, measured as it does.
 
 Belongs to the scheduler thread; `tokens_per_second` may be read by any. A step counts if it
-computes many tokens at once, as only prefill does; it lasts until the engine's next word.
+computes many tokens of prompts; it lasts until the engine's next word.
 
 A token takes longer the more there are before it, for attention looks at all of them: a line
 through the last steps, the newer ones counting more, says by how much.
@@ -24,8 +24,8 @@ class PrefillRate:
         self._trend = Trend()  # of a token's seconds over its depth
 
     def step_begins(self, tokens: int, now: float, depth: float = 0.0) -> None:
-        """`tokens` are about to be computed, which have `depth` others before them in the mean;
-        `now` in monotonic seconds."""
+        """`tokens` of prompts are about to be computed, which have `depth` others before them in
+        the mean; `now` in monotonic seconds."""
         self.step_ends(now)
         self._tokens, self._depth, self._began = tokens, depth, now
 

@@ -202,7 +202,7 @@ FAMILIES = (
     Family(
         "backlog_refused_total",
         "counter",
-        "Stores, evictions and fetches given up because the background thread was behind.",
+        "Stores, claims and fetches given up because the background thread was behind.",
         _REPLICA,
     ),
 )

@@ -158,8 +158,12 @@ class TrackerClient:
         self._publisher.enqueue(keys, True)
 
     def withdraw(self, keys: Iterable[bytes]) -> None:
-        """Queue `keys` as held no more."""
+        """Queue `keys` as held no more, for the next publication or `flush`."""
         self._publisher.enqueue(keys, False)
+
+    def flush(self) -> None:
+        """Publish what is queued."""
+        self._publisher.flush()
 
     async def claim(self, claim: Claim) -> None:
         """Ask who computes it: we, also if nobody answers in time."""
