@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 from xinference_xavier.errors import LinkError
+from xinference_xavier.pool.copiers import COPIERS
 from xinference_xavier.pool.region import Region
 from xinference_xavier.transfer.shared_memory import (
     ConsumerLink,
@@ -230,9 +231,9 @@ def test_nothing_is_written_after_a_close(
         copiers.submit(go_on.wait)
     submit, copies = copiers.submit, []
 
-    def submitting(copy: Callable[[int, int], None], slot: int, source: int) -> Future[None]:
-        copies.append(submit(copy, slot, source))
-        if len(copies) == 3:
+    def submitting(take: Callable[..., None], rows: Sequence[tuple[int, int]]) -> Future[None]:
+        copies.append(submit(take, rows))
+        if len(copies) == COPIERS:
             queued.set()
         return copies[-1]
 
@@ -246,6 +247,35 @@ def test_nothing_is_written_after_a_close(
     go_on.set()
     closing.result()
     assert np.array_equal(here.region.array, before)
+
+
+def test_a_close_ends_what_is_being_copied_after_a_row(
+    pair: Pair, here: Replica, threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = here.region.array.copy()
+    copying, closing, go_on = threading.Barrier(COPIERS + 1), threading.Event(), threading.Event()
+
+    def check(slot: int) -> None:
+        copying.wait()
+        go_on.wait()
+
+    shutdown = pair.consumer._copiers.shutdown
+
+    def shutting_down(**options: bool) -> None:
+        closing.set()
+        shutdown(**options)
+
+    monkeypatch.setattr(pair.consumer._copiers, "shutdown", shutting_down)
+    slots = range(3 * COPIERS)
+    taking = threads.submit(lambda: [*pair.consumer.receive(slots, slots, check, later())])
+    copying.wait()
+    closed = threads.submit(pair.consumer.close)
+    closing.wait()
+    go_on.set()
+    with pytest.raises(LinkError, match="the link was closed"):
+        taking.result()
+    closed.result()
+    assert np.array_equal(here.region.array[COPIERS:], before[COPIERS:])
 
 
 def test_a_donor_that_dies_leaves_its_rows_readable(
