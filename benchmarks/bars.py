@@ -111,7 +111,7 @@ def _sizes(name: str) -> Callable[[Part], Values]:
 
 _BOTH = ("gloo", "shared_memory")
 _TWO_COPIES = (
-    "two copies of every row, by the fetch and by the load, and some 8 ms of messages and of "
+    "two copies of every row, by the fetch and by the load, and some 6 ms of messages and of "
     "vLLM's own steps ([where the time goes](architecture.md))"
 )
 _STEPS = (

@@ -256,8 +256,9 @@ def test_a_close_ends_what_is_being_copied_after_a_row(
     copying, closing, go_on = threading.Barrier(COPIERS + 1), threading.Event(), threading.Event()
 
     def check(slot: int) -> None:
-        copying.wait()
-        go_on.wait()
+        if slot < COPIERS:  # the first of each
+            copying.wait(PATIENCE)
+            go_on.wait(PATIENCE)
 
     shutdown = pair.consumer._copiers.shutdown
 
@@ -268,9 +269,9 @@ def test_a_close_ends_what_is_being_copied_after_a_row(
     monkeypatch.setattr(pair.consumer._copiers, "shutdown", shutting_down)
     slots = range(3 * COPIERS)
     taking = threads.submit(lambda: [*pair.consumer.receive(slots, slots, check, later())])
-    copying.wait()
+    copying.wait(PATIENCE)
     closed = threads.submit(pair.consumer.close)
-    closing.wait()
+    closing.wait(PATIENCE)
     go_on.set()
     with pytest.raises(LinkError, match="the link was closed"):
         taking.result()

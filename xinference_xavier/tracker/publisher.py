@@ -54,7 +54,7 @@ class Publisher:
 
     def enqueue(self, keys: Iterable[bytes], held: bool) -> None:
         """Tell of `keys` that they are held now, or held no more. That can wait for what is held
-        next, or for `flush`: a publication costs the tracker and us half a millisecond each."""
+        next, or for `flush`: publications take processor time from the engine and the tracker."""
         if not self._replace_all:
             self._queue.update(dict.fromkeys(keys, held))
             if len(self._queue) > MAX_QUEUED:

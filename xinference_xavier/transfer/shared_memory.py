@@ -144,7 +144,7 @@ class ConsumerLink(Link):
         self._mapping.start()
 
     def _is_open(self) -> bool:
-        return self._theirs is not None
+        return not self._closing
 
     def receive(
         self, slots: Sequence[int], granted: Sequence[int], check: Check, deadline: float
@@ -158,7 +158,7 @@ class ConsumerLink(Link):
             for slot, source in rows:
                 if time.monotonic() > deadline:
                     raise LinkError("timed out while copying")
-                if self._closing:
+                if not self._is_open():
                     raise LinkError(_CLOSED)
                 assert self._theirs is not None, "it is unmapped when the last copy has ended"
                 np.copyto(self._ours.row(slot), self._theirs.row(source))
