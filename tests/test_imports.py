@@ -42,6 +42,7 @@ ABOVE_GROUND = {
     "results": "client",
     "network": "network",
     "replica": "replica",
+    "replica_actor": "replica",
     "standalone": "standalone",
 }
 """Modules beside the subpackages that are not of the ground floor."""

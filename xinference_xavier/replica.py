@@ -11,7 +11,6 @@ called (SIGKILL), leases and closed sockets tell the others.
 
 import asyncio
 import logging
-import secrets
 import threading
 import time
 from collections import deque
@@ -37,7 +36,9 @@ from xinference_xavier.network import listen, local_host_towards
 from xinference_xavier.pool.checksums import Checksums
 from xinference_xavier.pool.pool import Pool, Row
 from xinference_xavier.pool.region import Region
+from xinference_xavier.replica_actor import ReplicaActor
 from xinference_xavier.rollback import Rollback
+from xinference_xavier.shared_namespace import SharedNamespace
 from xinference_xavier.sharing_log import (
     ALONE,
     NO_PEERS,
@@ -78,38 +79,6 @@ _MAX_DONORS = 100  # that figures name
 _STOP_TIMEOUT = 3.0
 
 
-class ReplicaActor(xoscar.StatelessActor):  # type: ignore[misc]  # xoscar has no types
-    """What peers' engines and the tracker may ask of this replica."""
-
-    def __init__(self, replica: "Replica") -> None:
-        super().__init__()
-        self._replica = replica
-
-    async def grant(self, request: GrantRequest) -> Grant:
-        return self._replica.grant(request)
-
-    async def release(self, grant_id: int) -> None:
-        self._replica.release(grant_id)
-
-    async def set_weights_version(self, version: str) -> bool:
-        return await self._replica.set_weights_version(version)
-
-    async def stats(self) -> dict[str, Any]:
-        return await self._replica.full_stats()
-
-    async def drop(self) -> int:
-        return self._replica.drop()
-
-    async def transfer_contact(self) -> Contact | None:
-        return self._replica.transfer_contact
-
-    async def examine(self) -> dict[str, Any]:
-        return await self._replica.examine()
-
-    async def explain(self, question: dict[str, Any]) -> dict[str, Any]:
-        return await self._replica.explain(question)
-
-
 class Replica:
     """`pool` and `region` are this engine's; `incarnation` is its engine id."""
 
@@ -130,10 +99,9 @@ class Replica:
         self._ingredients = ingredients or {}
         self._address = ""  # of our actor, when it listens
         self._incarnation = incarnation
-        self._namespace = namespace
-        self._shared_namespace = namespace  # another one after each reset
-        self._alone = False  # in a namespace of our own, since a reset
-        self._moving = asyncio.Lock()
+        self._namespace = SharedNamespace(
+            namespace, lambda namespace: self._client.change_namespace(namespace)
+        )
         self._key_bytes = key_bytes
         self._region = region
         self._pool = pool
@@ -143,8 +111,6 @@ class Replica:
         self.mirror = Mirror(incarnation)
         self.chunker: Chunker | None = None  # set by an engine that can explain
         self._explaining = asyncio.Lock()
-        self._resets = 0  # those begun; sharing pauses until the last one is through
-        self._resets_done = 0
         self._thread = threading.Thread(target=self._run, name="xavier-replica", daemon=True)
         self._known_members: frozenset[str] = frozenset()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -187,7 +153,7 @@ class Replica:
     @property
     def sharing(self) -> bool:
         """Whether there are peers to share with: not while a reset is on its way."""
-        return self._running and self._resets_done == self._resets
+        return self._running and self._namespace.is_settled
 
     @property
     def can_fetch(self) -> bool:
@@ -240,12 +206,11 @@ class Replica:
         """Everything computed so far is void, here and, coming from us, anywhere else.
 
         From now on we share only in a namespace of our own, until somebody says which version our
-        weights are: peers may hold bytes that were computed with weights that are ours no longer,
-        and nobody can tell which.
+        weights are.
         """
-        self._resets += 1
+        self._namespace.announce_reset()
         self._pool.reset()
-        self._post(lambda: self._spawn(self._part()))
+        self._post(lambda: self._spawn(self._namespace.part()))
 
     def _post(self, action: Callable[..., object], *args: object) -> bool:
         """Have the background loop do something soon; False if it has ended."""
@@ -317,7 +282,7 @@ class Replica:
         self._client = TrackerClient(
             model_uid=config.model_uid,
             incarnation=self._incarnation,
-            namespace=self._namespace,
+            namespace=self._namespace.current,
             key_bytes=self._key_bytes,
             address=server.external_address,
             locate=TrackerLocation(config).find,
@@ -336,7 +301,7 @@ class Replica:
             pool=self._pool,
             row_bytes=self._region.row_bytes,
             process=self._process,
-            namespace=lambda: self._shared_namespace,
+            namespace=lambda: self._namespace.current,
             address_of=self.mirror.address,
             note_stale=self.mirror.note_stale,
             arrived=lambda rows: self._client.publish([row.key for row in rows]),
@@ -419,16 +384,6 @@ class Replica:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _part(self) -> None:
-        async with self._moving:
-            await self._move(f"{self._namespace}+{secrets.token_hex(8)}")
-            self._alone = True
-            self._resets_done += 1
-
-    async def _move(self, namespace: str) -> None:
-        self._shared_namespace = namespace
-        await self._client.change_namespace(namespace)
-
     async def _look_around(self) -> None:
         sharing_log = SharingLog(self._incarnation)
         while True:
@@ -449,7 +404,7 @@ class Replica:
         if not self._process.ready:
             return NO_TRANSFER_PROCESS
         if not self.mirror.peers:
-            return ALONE if self._alone else NO_PEERS
+            return ALONE if self._namespace.is_ours_alone else NO_PEERS
         return None
 
     # -- asked by peers and the tracker -------------------------------------------------------
@@ -459,7 +414,7 @@ class Replica:
         shares = self.sharing and self.mirror.enabled
         return self._donor.grant(
             request,
-            namespace=self._shared_namespace if shares else None,
+            namespace=self._namespace.current if shares else None,
             sequence=self._client.last_sequence,
         )
 
@@ -467,14 +422,8 @@ class Replica:
         self._donor.grants.release(grant_id)
 
     async def set_weights_version(self, version: str) -> bool:
-        """Share again with those of the same version; what was computed since the last reset is
-        of it. False if there was no reset: then everything here is as old as it was."""
-        async with self._moving:
-            if not self._alone:
-                return False
-            self._alone = False
-            await self._move(f"{self._namespace}@{version}")
-            return True
+        """Share again with those of the same version; False if there was no reset."""
+        return await self._namespace.join(version)
 
     def drop(self) -> int:
         """Forget all chunks that are at rest; returns how many. What vLLM's own prefix cache holds
