@@ -186,6 +186,22 @@ def test_each_row_is_checked_when_it_is_here(pair: Pair, here: Replica, there: R
     assert seen == {1: there.region.row(4).tobytes(), 2: there.region.row(5).tobytes()}
 
 
+def test_a_row_that_takes_long_holds_up_no_other(pair: Pair) -> None:
+    slots = range(8)
+    others = threading.Barrier(2)
+    checked: list[int] = []
+
+    def check(slot: int) -> None:
+        if slot == 0:
+            others.wait(PATIENCE)
+        checked.append(slot)
+        if len(checked) == len(slots) - 1:
+            others.wait(PATIENCE)
+
+    assert [*pair.consumer.receive(slots, slots, check, later())] == [*slots]
+    assert checked[-1] == 0
+
+
 def test_rows_before_one_that_is_wrong_count(pair: Pair) -> None:
     def check(slot: int) -> None:
         if slot == 2:
@@ -231,15 +247,15 @@ def test_nothing_is_written_after_a_close(
         copiers.submit(go_on.wait)
     submit, copies = copiers.submit, []
 
-    def submitting(take: Callable[..., None], rows: Sequence[tuple[int, int]]) -> Future[None]:
-        copies.append(submit(take, rows))
+    def submitting(take: Callable[[], None]) -> Future[None]:
+        copies.append(submit(take))
         if len(copies) == COPIERS:
             queued.set()
         return copies[-1]
 
     monkeypatch.setattr(copiers, "submit", submitting)
     taking = threads.submit(receive, pair, [0, 1, 2], [5, 6, 7])
-    queued.wait()
+    assert queued.wait(PATIENCE)
     closing = threads.submit(pair.consumer.close)
     with pytest.raises(LinkError, match="the link was closed"):
         taking.result()

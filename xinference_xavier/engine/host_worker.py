@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import wait
 from typing import NamedTuple
 
@@ -154,15 +154,15 @@ class HostWorker(OffloadingWorker):
 
     def _copy(self, job: _Job) -> int:
         """Copy every page of the job; returns bytes."""
-        placements = list(self._placements(job))
+        placements = iter([*self._placements(job)])  # each thread takes the next one
         copying = [
-            self._copiers.submit(self._copy_blocks, job.is_store, placements[part::COPIERS])
-            for part in range(COPIERS)
+            self._copiers.submit(self._copy_blocks, job.is_store, placements)
+            for _ in range(COPIERS)
         ]
         wait(copying)
         return sum(copied.result() for copied in copying)
 
-    def _copy_blocks(self, is_store: bool, placements: Sequence[_Placement]) -> int:
+    def _copy_blocks(self, is_store: bool, placements: Iterator[_Placement]) -> int:
         copied = 0
         for group, block, slot, place in placements:
             row = self._rows[slot]
