@@ -32,7 +32,7 @@ TITLE = "Hits"
 LENGTHS = (1000, 4000, 8000, 15_000)
 ROUNDS = 5
 """Prompts of each length."""
-REPEATS = 3
+REPEATS = 6
 """Hits by each transport of each prompt."""
 QUICK = {"LENGTHS": (1000, 8000)}
 REFERENCES = {"shared_memory": MEMCPY, "gloo": TCP}
