@@ -244,7 +244,7 @@ def test_nothing_is_written_after_a_close(
     before = here.region.array.copy()
     copiers, go_on, queued = pair.consumer._copiers, threading.Event(), threading.Event()
     for _ in range(2):
-        copiers.submit(go_on.wait)
+        copiers.submit(go_on.wait, PATIENCE)
     submit, copies = copiers.submit, []
 
     def submitting(take: Callable[[], None]) -> Future[None]:
