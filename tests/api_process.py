@@ -19,8 +19,12 @@ from aioprometheus.asgi.starlette import metrics
 from aioprometheus.collectors import Registry
 from fastapi import APIRouter, FastAPI, Header, HTTPException
 from fastapi.security import SecurityScopes
+from xoscar.backends.context import IndigenActorContext
+from xoscar.backends.indigen.pool import MainActorPool
+from xoscar.backends.message import MessageType
 
 from tests.replica_process import DEADLINE, MODEL
+from xinference_xavier.cancels import mend_cancels
 from xinference_xavier.serving.api import add_routes
 from xinference_xavier.serving.cluster import supervisor_facts, worker_facts
 from xinference_xavier.serving.exporter import add_metrics
@@ -50,6 +54,18 @@ class Supervisor(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no type
 
     async def lose_tracker(self) -> None:
         await xo.destroy_actor(self._xavier_cache_mapping[MODEL])
+
+    async def let_a_cancel_circle(self) -> None:
+        """In a second pool, of an xoscar that is not mended, until `end_the_cancel`."""
+        MainActorPool._message_handler[MessageType.cancel] = MainActorPool.cancel
+        self._pool = await xo.create_actor_pool("0.0.0.0:0", n_process=0, use_uvloop=False)
+        reached = self._pool.external_address.replace("0.0.0.0", "127.0.0.1")
+        self._cancel = asyncio.ensure_future(IndigenActorContext().cancel(reached, os.urandom(32)))
+
+    async def end_the_cancel(self) -> None:
+        mend_cancels()
+        await asyncio.gather(self._cancel, return_exceptions=True)
+        await self._pool.stop()
 
     async def set_workers(self, *kinds: str) -> None:
         """Each "good" one has our extension, each "bare" one has not."""

@@ -19,13 +19,14 @@ ROOT = Path(xinference_xavier.__file__).parent
 
 MAY_IMPORT = {
     "ground": set(),
+    "cancels": set(),
     "pool": {"ground"},
-    "tracker": {"ground"},
-    "network": {"ground"},
+    "tracker": {"ground", "cancels"},
+    "network": {"ground", "cancels"},
     "transfer": {"ground", "network", "pool"},
-    "replica": {"ground", "network", "pool", "tracker", "transfer"},
+    "replica": {"ground", "cancels", "network", "pool", "tracker", "transfer"},
     "engine": {"ground", "pool", "tracker", "transfer", "replica"},
-    "serving": {"ground", "tracker"},
+    "serving": {"ground", "cancels", "tracker"},
     "package": {"serving"},
     "client": {"ground"},
     "standalone": {"ground", "serving", "tracker"},
@@ -35,6 +36,7 @@ MAY_IMPORT = {
 
 ABOVE_GROUND = {
     "__init__": "package",
+    "cancels": "cancels",
     "examination": "replica",
     "explanation": "replica",
     "client": "client",
@@ -54,7 +56,7 @@ CONFINED = {
     "fastapi": {"serving"},
     "opentelemetry": {"transfer"},
     "torch": {"engine", "transfer"},
-    "xoscar": {"network", "tracker", "transfer", "replica", "serving", "standalone"},
+    "xoscar": {"cancels", "network", "tracker", "transfer", "replica", "serving", "standalone"},
 }
 """Third parties, and the parts that may import them."""
 

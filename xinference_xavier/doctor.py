@@ -55,6 +55,7 @@ def _of_the_cluster(facts: Facts) -> Iterator[Finding]:
     yield from _extensions(facts)
     yield from _versions(facts)
     yield from _byte_code(facts)
+    yield from _cancel_circles(facts)
 
 
 def _of_a_model(model_uid: str, model: Facts) -> Iterator[Finding]:
@@ -146,11 +147,24 @@ def _byte_code(facts: Facts) -> Iterator[Finding]:
             )
 
 
+def _cancel_circles(facts: Facts) -> Iterator[Finding]:
+    for where, process in _processes(facts):
+        if process.get("cancel_circles"):
+            yield Finding(
+                False,
+                where,
+                f"its xoscar {process['versions'].get('xoscar')} sends itself a cancelled call "
+                "again and again, which takes up to a core",
+                "start it again with -H and the host's own address in place of 0.0.0.0",
+            )
+
+
 def _processes(facts: Facts) -> Iterator[tuple[str, Facts]]:
     """Where, and what it told of itself; those that told nothing are left out."""
     parts = [("supervisor", facts["supervisor"]), ("API", facts["api"])]
     parts += [(f"worker {address}", each) for address, each in facts["workers"].items()]
-    for model in facts["models"].values():
+    for model_uid, model in facts["models"].items():
+        parts.append((f"tracker of {model_uid}", model.get("tracker", {})))
         examinations = model.get("examinations", {})
         for each in model.get("report", {}).get("replicas", ()):
             name = each.get("replica", each["incarnation"])

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import xoscar
 
 from xinference_xavier.addresses import replica_uid
+from xinference_xavier.cancels import cancel_circles
 from xinference_xavier.config import XavierConfig
 from xinference_xavier.deadline import within
 from xinference_xavier.errors import TransportError
@@ -44,6 +45,7 @@ async def examine(patient: Patient) -> dict[str, Any]:
     reached = await asyncio.gather(*(_reach(patient, peer) for peer in peers))
     return {
         **process_facts(),
+        "cancel_circles": await cancel_circles(),
         "config": config.to_dict(),
         "ingredients": dict(patient.ingredients),
         "transfer_address": process.contact and process.contact.address,

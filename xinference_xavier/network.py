@@ -6,6 +6,7 @@ import socket
 import xoscar
 
 from xinference_xavier.addresses import join_address, split_address
+from xinference_xavier.cancels import mend_cancels
 from xinference_xavier.errors import TransportError
 
 
@@ -40,6 +41,7 @@ async def listen(host: str, port_range: tuple[int, int] | None) -> xoscar.MainAc
     Raises:
         TransportError: no port of the range is free, or `host` is not this machine's.
     """
+    mend_cancels()
     ports = range(port_range[0], port_range[1] + 1) if port_range else (0,)
     error: OSError | None = None
     for port in ports:

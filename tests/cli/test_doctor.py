@@ -120,6 +120,17 @@ def test_workers_without_the_extension(pair: Pair) -> None:
         pair.api.set_workers("good")
 
 
+def test_a_cancelled_call_that_takes_a_core(pair: Pair) -> None:
+    pair.api.let_a_cancel_circle()
+    try:
+        result = examine(pair.api.endpoint)
+    finally:
+        pair.api.end_the_cancel()
+    for where in ("supervisor", f"tracker of {MODEL}", "worker"):
+        result.finds(where, "sends itself a cancelled call", "start it again with -H", grave=False)
+    assert "cancelled call" not in examine(pair.api.endpoint).output
+
+
 # -- replicas: all wrong at once, each in its own way ----------------------------------------
 
 

@@ -24,16 +24,16 @@ def theatre() -> Iterator[Stage]:
 
 
 @pytest.fixture
-def stage(theatre: Stage, window: Browser) -> Stage:
-    window.open("about:blank")  # the page before must not post to this test's stage
+def stage(theatre: Stage) -> Stage:
     theatre.reset()
     return theatre
 
 
 @pytest.fixture
-def browser(window: Browser, stage: Stage) -> Browser:
+def browser(window: Browser, stage: Stage) -> Iterator[Browser]:
     """Never seen this site before; no complaint may be left from another test."""
     window.resize(DESKTOP)
     window.open(f"{stage.address}/favicon.ico")
     window.complaints()
-    return window
+    yield window
+    window.open("about:blank")  # its page must not post to the next test's stage

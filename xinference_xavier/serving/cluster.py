@@ -1,10 +1,11 @@
 """What every process of a cluster knows of itself, gathered for ``doctor``.
 
     {"api": facts, "supervisor": facts, "workers": {address: facts},
-     "models": {model_uid: {"report": …, "examinations": {incarnation: …}}}}
+     "models": {model_uid: {"report": …, "tracker": facts, "examinations": {incarnation: …}}}}
 
-``facts`` are ``process_facts`` with an ``address``; whatever could not be learnt is an ``error``
-instead. Runs on the event loops of API, supervisor and workers; every question has a deadline.
+``facts`` are ``process_facts``, with ``address`` and ``cancel_circles`` where there is an actor
+pool; whatever could not be learnt is an ``error`` instead. Runs on the event loops of API,
+supervisor and workers; every question has a deadline.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import asyncio
 from collections.abc import Awaitable
 from typing import Any
 
+from xinference_xavier.cancels import cancel_circles
 from xinference_xavier.deadline import within
 from xinference_xavier.errors import NotFoundError
 from xinference_xavier.facts import process_facts
@@ -25,7 +27,7 @@ _SUPERVISOR_DEADLINE = 10.0
 
 async def worker_facts(worker: Any) -> dict[str, Any]:
     """Becomes a WorkerActor's method ``xavier_facts``."""
-    return {**process_facts(), "address": worker.address}
+    return await _facts_at(worker.address)
 
 
 async def supervisor_facts(supervisor: Any) -> dict[str, Any]:
@@ -33,10 +35,13 @@ async def supervisor_facts(supervisor: Any) -> dict[str, Any]:
     workers = dict(supervisor._worker_address_to_worker)
     answers = await asyncio.gather(*map(_ask_worker, workers.values()))
     return {
-        **process_facts(),
-        "address": supervisor.address,
+        **await _facts_at(supervisor.address),
         "workers": dict(zip(workers, answers, strict=True)),
     }
+
+
+async def _facts_at(address: str) -> dict[str, Any]:
+    return {**process_facts(), "address": address, "cancel_circles": await cancel_circles()}
 
 
 async def cluster_facts(trackers: Trackers) -> dict[str, Any]:
@@ -66,8 +71,9 @@ async def _ask_worker(worker: Any) -> dict[str, Any]:
 async def _model(trackers: Trackers, model_uid: str) -> dict[str, Any]:
     try:
         report = await trackers.report(model_uid)
+        tracker = await trackers.call(model_uid, "facts")
         examinations = await trackers.call(model_uid, "examine", deadline=EXAMINE_DEADLINE + 1)
-        return {"report": report, "examinations": examinations}
+        return {"report": report, "tracker": tracker, "examinations": examinations}
     except NotFoundError:
         return {"error": "no tracker"}
     except UNREACHABLE as error:

@@ -19,6 +19,7 @@ from typing import Any
 
 import xoscar as xo
 
+from xinference_xavier.cancels import mend_cancels
 from xinference_xavier.config import ENABLE, take_launch_options
 from xinference_xavier.errors import (
     ConfigError,
@@ -52,13 +53,15 @@ _hooks: dict[tuple[str, str], Hooks] = {}
 
 
 def install() -> None:
-    """Wrap xinference's supervisor and worker in this process; a second call changes nothing.
+    """Wrap xinference's supervisor and worker in this process, and mend the pool they are in; a
+    second call changes nothing.
 
     Imports them here: the extension is loaded by these modules themselves, and only by them.
     """
     from xinference.core.supervisor import SupervisorActor
     from xinference.core.worker import WorkerActor
 
+    mend_cancels()
     wrap_supervisor(SupervisorActor)
     wrap_worker(WorkerActor)
 

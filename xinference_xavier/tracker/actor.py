@@ -22,12 +22,14 @@ from typing import Any
 
 import xoscar as xo
 
+from xinference_xavier.cancels import cancel_circles, mend_cancels
 from xinference_xavier.checks import (
     MAX_KEY_BYTES,
     check_count,
     check_identifier,
     check_seconds,
 )
+from xinference_xavier.facts import process_facts
 from xinference_xavier.hooks import Event, HoldingsDropped, SharingSwitched, hooks_of
 from xinference_xavier.tracker.asking import drop_all, examine_all, explain_at, tell_weights
 from xinference_xavier.tracker.attendance import Attendance
@@ -94,6 +96,7 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
         self._ended = False
 
     async def __post_create__(self) -> None:
+        mend_cancels()
         provide_threads()
         self._looked = self._clock()
         self._expiry = asyncio.create_task(self._expire_forever())
@@ -289,6 +292,14 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
     async def examine(self) -> dict[str, dict[str, Any]]:
         """Each replica, examined by itself; see `examination`."""
         return await examine_all(self._namespaces.all_members(self._clock()))
+
+    async def facts(self) -> dict[str, Any]:
+        """What the process that holds this tracker knows of itself; JSON-able."""
+        return {
+            **process_facts(),
+            "address": self.address,
+            "cancel_circles": await cancel_circles(),
+        }
 
     async def report_failure(self, replica: str, cause: str) -> None:
         """Keep why the engine of `replica` (xinference's name for it) could not start."""
