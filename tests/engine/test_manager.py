@@ -847,8 +847,7 @@ class TestOnePrefillPerCluster:
         vllm = Scheduling()
         vllm.replica.peers_hold(a=[])
         rate = vllm.manager.prefill_rate
-        rate.step_begins(1000, 0.0)
-        rate.step_ends(1000 / CHUNK)
+        rate.add(1000, 1000 / CHUNK)
         vllm.manager.step_tokens = 2 * CHUNK
         assert rate.tokens_per_second == CHUNK
         return vllm
@@ -933,7 +932,8 @@ class TestOnePrefillPerCluster:
 
         def paused() -> float:
             slept.clear()
-            vllm.manager.idle()
+            vllm.manager.step_begins(0, 0, 0.0)
+            vllm.manager.step_ends()
             return sum(slept)
 
         assert not paused()
@@ -953,6 +953,10 @@ class TestOnePrefillPerCluster:
         vllm.attempt(request)
         assert not paused(), "what was computed is being stored"
         vllm.stored(other, begun)
+        vllm.manager.step_begins(100, 0, 0.0)
+        vllm.attempt(request)
+        assert not paused(), "others are computed for"
+        vllm.manager.step_ends()
         vllm.clock.now += 60.0
         assert vllm.attempt(request) == 4
         assert not paused(), "its turn has come"
@@ -978,7 +982,7 @@ class TestOnePrefillPerCluster:
         if steps == 2:
             assert vllm.attempt(request) is None
         fetch.ended = Ending()
-        vllm.manager.idle()
+        vllm.manager.step_begins(0, 0, 0.0)
         assert (fetch.state is FetchState.PENDING) == (steps == 2)
         assert vllm.attempt(request) == len(self.KEYS)
 
@@ -990,7 +994,7 @@ class TestOnePrefillPerCluster:
         vllm.replica.peers_hold(a=self.KEYS)
         request = vllm.arrive("request", self.KEYS)
         assert vllm.attempt(request) is None
-        vllm.manager.idle()
+        vllm.manager.step_begins(0, 0, 0.0)
         vllm.end_step()  # something was scheduled
         (fetch,) = vllm.replica.fetches
         fetch.ended = Busy()

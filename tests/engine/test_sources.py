@@ -44,9 +44,9 @@ class Engine(Scheduling):
     def steps(self, seconds: dict[int, float]) -> None:
         """Of 1,000 tokens each, that took so long with so many before them."""
         for depth, took in [*seconds.items()] * 5:
-            self.manager.prefill_rate.step_begins(1000, self.clock.now, depth)
+            self.manager.step_begins(1000, 1000, depth)
             self.clock.now += took
-            self.manager.prefill_rate.step_ends(self.clock.now)
+            self.manager.step_ends()
 
     @property
     def choices(self) -> dict[str, float]:

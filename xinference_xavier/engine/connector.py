@@ -5,9 +5,10 @@ chunk size. A manager does not see how many of a request's tokens vLLM's own pre
 The connector sees all that; the rest is vLLM's.
 """
 
-import time
+from collections.abc import Iterable
 
 from vllm.config import VllmConfig
+from vllm.distributed.kv_events import KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
@@ -15,7 +16,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import Of
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
-from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from xinference_xavier.config import XAVIER, XavierConfig
@@ -82,18 +82,15 @@ class XavierConnector(OffloadingConnector):
             )
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        tokens = scheduler_output.total_num_scheduled_tokens
-        of_prompts, depth = prefill_of(scheduler_output)
-        self._manager.prefill_rate.step_begins(of_prompts, time.monotonic(), depth)
         metadata = super().build_connector_meta(scheduler_output)
-        self._manager.decision_time.step_begins(tokens, time.monotonic())  # lookups are over
-        if not tokens:
-            self._manager.idle()
+        tokens = scheduler_output.total_num_scheduled_tokens
+        self._manager.step_begins(tokens, *prefill_of(scheduler_output))
         return metadata
 
-    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        self._manager.prefill_rate.step_ends(time.monotonic())
-        super().update_connector_output(connector_output)
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        """vLLM asks once for each step that it began, when it has that step's output."""
+        self._manager.step_ends()
+        return super().take_events()
 
     def request_finished(
         self, request: Request, block_ids: list[int]

@@ -35,13 +35,13 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
-from xinference_xavier.engine.decision_time import DecisionTime
 from xinference_xavier.engine.fetches import Fetches
 from xinference_xavier.engine.forecast import Forecast
 from xinference_xavier.engine.metrics import HitReporter, Hits
 from xinference_xavier.engine.prefill_rate import PrefillRate
 from xinference_xavier.engine.request import GROUP, Request
 from xinference_xavier.engine.sources import Sources
+from xinference_xavier.engine.steps import Step, Steps
 from xinference_xavier.engine.versions import known_keys, load_source
 from xinference_xavier.engine.waiting import WORTH_ASKING, Wait, WaitCounts
 from xinference_xavier.explanation import Chunker
@@ -82,6 +82,8 @@ class XavierManager(OffloadingManager):
         self._hits = Hits()
         self._reporter = HitReporter(self._hits)
         self._finished_requests = 0
+        self._longest_decision = 0.0  # seconds from a first RETRY on that were lost to us
+        self._steps = Steps()
         self.prefill_rate = PrefillRate()
         self._forecast = Forecast(row_bytes=row_bytes)
         self._fetches = Fetches(pool, self._forecast, fetch_timeout)
@@ -100,7 +102,6 @@ class XavierManager(OffloadingManager):
         self._pause = 0.0  # the least of them
         self._idle = False  # nothing was scheduled in the last step
         self._begun: Fetch | None = None  # in this step
-        self.decision_time = DecisionTime()
 
     def attach(self, replica: Replica) -> None:
         """The replica that fetches and shares for this engine; before anything else."""
@@ -118,7 +119,7 @@ class XavierManager(OffloadingManager):
         return {
             "hits": asdict(self._hits),
             "requests": self._finished_requests,
-            "longest_decision_s": self.decision_time.longest,
+            "longest_decision_s": self._longest_decision,
             "prefill_tokens_per_s": rate,
             "seconds_saved": reused / rate if rate else 0.0,
             "forecast": self._forecast.report(),
@@ -166,7 +167,8 @@ class XavierManager(OffloadingManager):
     def _conclude(self, request: Request) -> None:
         if request.fetches:
             request.conclude()
-            self.decision_time.decided(request.pending_since, self._clock())
+            waited = self._steps.idle_time(self._clock()) - request.pending_since
+            self._longest_decision = max(self._longest_decision, waited)
 
     def _is_elsewhere(self, key: bytes, request: Request) -> bool:
         if self._fetches.bringing(key) is not None:
@@ -239,8 +241,23 @@ class XavierManager(OffloadingManager):
         self._deferred.clear()
         self._pool.sweep()
 
-    def idle(self) -> None:
-        """Nothing was scheduled. Who asks at once whether anything has changed takes processor time
+    # -- steps --------------------------------------------------------------------------------
+
+    def step_begins(self, tokens: int, prompt_tokens: int, depth: float) -> None:
+        """A step was scheduled: see `Step`."""
+        self._steps.begin(Step(self._clock(), tokens, prompt_tokens, depth))
+        if not self._steps.computing:
+            self._idle_wait()
+
+    def step_ends(self) -> None:
+        """vLLM has the output of the oldest step that it began."""
+        ended = self._steps.end(self._clock())
+        if ended is not None:
+            step, seconds = ended
+            self.prefill_rate.add(step.prompt_tokens, seconds, step.depth)
+
+    def _idle_wait(self) -> None:
+        """Nothing is computed. Who asks at once whether anything has changed takes processor time
         and Python's lock from those who work on it, on this host or in this process."""
         if self._loading or self._storing:  # the worker may not have been told yet
             return
@@ -262,7 +279,7 @@ class XavierManager(OffloadingManager):
         now = self._clock()
         if request.deadline is None or now >= request.deadline:
             request.deadline = now + self._fetch_timeout
-            request.pending_since = self.decision_time.idle_time(now)
+            request.pending_since = self._steps.idle_time(now)
         fetches = self._fetches.bringing_run(request.wanted) or self._new_fetches(request, now)
         if not fetches:
             request.given_up = True

@@ -1,7 +1,8 @@
 """How fast this engine computes prompts, measured as it does.
 
-Belongs to the scheduler thread; `tokens_per_second` may be read by any. A step counts if it
-computes many tokens of prompts; it lasts until the engine's next word.
+Belongs to the scheduler thread; `tokens_per_second` may be read by any. Steps that compute many
+tokens of prompts count, all their tokens over all their seconds: what one step seems to take too
+long, because vLLM looked late for its output, the next one seems to take too short.
 
 A token takes longer the more there are before it, for attention looks at all of them: a line
 through the last steps, the newer ones counting more, says by how much.
@@ -18,27 +19,20 @@ _WEIGHT = 0.2  # of the newest step: about the last ten count
 class PrefillRate:
     def __init__(self) -> None:
         self.tokens_per_second: float | None = None
-        self._tokens = 0
-        self._depth = 0.0
-        self._began = 0.0
+        self._tokens = 0.0  # of a step, in the mean
+        self._seconds = 0.0
         self._trend = Trend()  # of a token's seconds over its depth
 
-    def step_begins(self, tokens: int, now: float, depth: float = 0.0) -> None:
-        """`tokens` of prompts are about to be computed, which have `depth` others before them in
-        the mean; `now` in monotonic seconds."""
-        self.step_ends(now)
-        self._tokens, self._depth, self._began = tokens, depth, now
-
-    def step_ends(self, now: float) -> None:
-        """Whatever step was under way is over; does nothing if none was."""
-        tokens, self._tokens = self._tokens, 0
-        seconds = now - self._began
+    def add(self, tokens: int, seconds: float, depth: float = 0.0) -> None:
+        """A step computed so many tokens of prompts, which have `depth` others before them in the
+        mean."""
         if tokens < _MIN_TOKENS or seconds <= 0:
             return
-        rate = tokens / seconds
-        before = self.tokens_per_second
-        self.tokens_per_second = rate if before is None else before + _WEIGHT * (rate - before)
-        self._trend.add(self._depth, seconds / tokens)
+        weight = 1.0 if self.tokens_per_second is None else _WEIGHT
+        self._tokens += weight * (tokens - self._tokens)
+        self._seconds += weight * (seconds - self._seconds)
+        self.tokens_per_second = self._tokens / self._seconds
+        self._trend.add(depth, seconds / tokens)
 
     def seconds(self, first: int, last: int) -> float | None:
         """That computing a prompt's tokens from `first` to `last` takes; None as long as nothing

@@ -39,7 +39,7 @@ class Request:
         self.fetches: list[Fetch] = []  # that it waits for
         self.first: set[bytes] = set()  # the first chunk of each group in each of them
         self.deadline: float | None = None  # of all its waiting together
-        self.pending_since = 0.0  # on `DecisionTime`'s clock
+        self.pending_since = 0.0  # on the clock of `Steps.idle_time`
         self.given_up = False
         self.computes = False  # what it could have fetched, as that is expected to be quicker
         self.fetched: set[bytes] = set()  # came from a peer for this request

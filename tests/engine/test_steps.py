@@ -1,0 +1,136 @@
+"""Steps take what they take, however many of them vLLM has begun; and a request's wait for a
+decision counts what it lost to us, not what it would have waited for the engine anyway."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+import pytest
+
+from tests.engine.scheduling import FETCH_TIMEOUT, Scheduling, chunks
+from xinference_xavier.engine.prefill_rate import PrefillRate
+from xinference_xavier.engine.steps import Step, Steps
+
+
+def test_what_was_not_begun_does_not_end() -> None:
+    assert Steps().end(1.0) is None
+
+
+def test_a_step_lasts_from_its_beginning_to_its_end() -> None:
+    steps = Steps()
+    for began in (10.0, 20.0):
+        step = Step(began, tokens=2000)
+        steps.begin(step)
+        assert steps.end(began + 2.0) == (step, 2.0)
+
+
+def test_one_that_is_begun_early_lasts_from_the_end_of_the_one_before() -> None:
+    steps = Steps()
+    first, second = Step(10.0, tokens=2000), Step(10.5, tokens=1)
+    steps.begin(first)
+    steps.begin(second)
+    assert steps.end(12.0) == (first, 2.0)
+    assert steps.end(12.25) == (second, 0.25)
+
+
+def test_a_step_of_nothing_is_not_taken_for_one_that_computes() -> None:
+    """vLLM begins such steps while it waits, and has their outputs in their turn."""
+    steps = Steps()
+    empty, prefill = Step(10.0, tokens=0), Step(10.5, tokens=2000)
+    steps.begin(empty)
+    assert not steps.computing
+    steps.begin(prefill)
+    assert steps.computing
+    assert steps.end(10.5) == (empty, 0.5)
+    assert steps.computing
+    assert steps.end(12.5) == (prefill, 2.0)
+    assert not steps.computing
+
+
+class Device:
+    """vLLM above a device that computes one step after the other: `depth` steps are begun at once,
+    each `launch` seconds after the one before."""
+
+    def __init__(self, depth: int, launch: float) -> None:
+        self.rate = PrefillRate()
+        self.now = 0.0
+        self._depth = depth
+        self._launch = launch
+        self._steps = Steps()
+        self._ends: deque[float] = deque()
+        self._free = 0.0
+
+    def compute(self, seconds: Sequence[tuple[int, float]]) -> None:
+        """Steps of so many prompt tokens that take so long."""
+        for tokens, takes in seconds:
+            self._steps.begin(Step(self.now, max(tokens, 1), tokens))
+            self._free = max(self.now + self._launch, self._free) + takes
+            self._ends.append(self._free)
+            self.now += self._launch
+            if len(self._ends) == self._depth:
+                self._wait_for_one()
+        while self._ends:
+            self._wait_for_one()
+
+    def _wait_for_one(self) -> None:
+        self.now = max(self.now, self._ends.popleft())
+        ended = self._steps.end(self.now)
+        assert ended is not None
+        step, seconds = ended
+        self.rate.add(step.prompt_tokens, seconds)
+
+
+@pytest.mark.parametrize("launch", [0.010, 0.001], ids=["one process", "several"])
+@pytest.mark.parametrize("prefills", [1, 2, 4])
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_the_prefill_rate_is_the_true_one_however_many_steps_are_begun(
+    depth: int, prefills: int, launch: float
+) -> None:
+    """With the end of a step taken for the begin of the next, it was up to 250 times too high."""
+    device = Device(depth, launch)
+    for _ in range(10):
+        device.compute([(8192, 0.25)] * prefills + [(0, 0.01)] * 5)
+        device.now += 0.5
+    assert device.rate.tokens_per_second == pytest.approx(8192 / 0.25, rel=0.05)
+
+
+# -- a request's wait ------------------------------------------------------------------------
+
+
+def test_idle_passes_count() -> None:
+    steps = Steps()
+    since = steps.idle_time(10.0)
+    for now in (10.0, 10.1, 10.2):
+        steps.begin(Step(now, tokens=0))
+    assert steps.idle_time(10.3) - since == pytest.approx(0.3)
+
+
+def test_steps_that_compute_do_not_count_however_they_overlap() -> None:
+    steps = Steps()
+    since = steps.idle_time(10.0)
+    steps.begin(Step(10.0, tokens=512))
+    steps.begin(Step(10.1, tokens=0))
+    steps.begin(Step(10.2, tokens=1))
+    assert steps.idle_time(12.0) == since
+    for end in (14.0, 14.0, 15.0):
+        steps.end(end)
+    assert steps.idle_time(15.0) == since
+    assert steps.idle_time(16.0) == since + 1.0
+
+
+def test_a_request_is_timed_from_its_first_pending_lookup_to_its_decision() -> None:
+    vllm = Scheduling()
+    keys = chunks("prompt", 6)
+    vllm.replica.peers_hold(a=keys)
+    request = vllm.arrive("r", keys)
+    vllm.clock.now += 3.0  # it arrived earlier than it was looked at
+    assert vllm.attempt(request) is None
+    vllm.manager.step_begins(100, 0, 0.0)
+    vllm.clock.now += 1.0  # others are computed
+    vllm.manager.step_ends()
+    vllm.clock.now += FETCH_TIMEOUT - 1.0
+    assert vllm.attempt(request) == 0
+    vllm.clock.now += 3.0  # no room yet
+    assert vllm.attempt(request) == 0
+    assert vllm.manager.stats()["longest_decision_s"] == pytest.approx(FETCH_TIMEOUT - 1.0)
