@@ -21,6 +21,7 @@ from vllm.v1.kv_offload.base import (
 )
 
 from xinference_xavier.engine.manager import XavierManager
+from xinference_xavier.engine.versions import RecordedKeys
 from xinference_xavier.pool.pool import Pool, Row
 from xinference_xavier.replica import Replica
 from xinference_xavier.tracker.claims import Claim
@@ -139,6 +140,17 @@ class ScriptedReplica:
             self.pool.abort(row)
 
 
+def record_keys(context: ReqContext, groups: Sequence[Sequence[OffloadKey]]) -> None:
+    """As vLLM does before a request's first lookup, or our connector up to vLLM 0.30."""
+    record = getattr(context, "set_offload_key_position", None)
+    if record is None:
+        context.set_state(RecordedKeys([list(keys) for keys in groups]))
+        return
+    for keys in groups:
+        for number, key in enumerate(keys):
+            record(key, (number + 1) * CHUNK)
+
+
 class Request:
     """One request of vLLM's, waiting until `loads` tells what it was scheduled with."""
 
@@ -146,9 +158,7 @@ class Request:
         self.groups = groups
         self.context = ReqContext(req_id=req_id)
         if recorded:
-            for keys in groups:
-                for number, key in enumerate(keys):
-                    self.context.set_offload_key_position(key, (number + 1) * CHUNK)
+            record_keys(self.context, groups)
 
     @property
     def req_id(self) -> str:

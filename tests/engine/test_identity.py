@@ -176,7 +176,7 @@ def test_what_this_machine_cannot_be_configured_for(
     name: str,
     value: object,
 ) -> None:
-    monkeypatch.setattr(getattr(config, part), name, value)
+    monkeypatch.setattr(getattr(config, part), name, value, raising=False)  # vLLM 0.27 lacks one
     assert namespace(config, cache_config) != own
 
 

@@ -1,23 +1,27 @@
 """The installed vLLM offers what we use, in the shape in which we use it.
 
 A new version that moves or renames something of this fails here, and not in somebody's engine.
-Supported are 0.30 to 0.33; what differs among them is in `engine/versions.py`.
+What differs among the supported versions is in `engine/versions.py`.
 """
 
 from __future__ import annotations
 
 import inspect
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import fields
+from types import SimpleNamespace
 
 import pytest
-from vllm.config import VllmConfig
+from vllm.config import CacheConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading import scheduler, worker
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1 import request as vllm_request
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.kv_offload import base
 from vllm.v1.kv_offload import config as offload_config
@@ -104,7 +108,7 @@ def test_the_connector_is_made_of_what_vllm_passes() -> None:
     assert parameters(XavierConnector.__init__) == parameters(OffloadingConnector.__init__)
     assert parameters(XavierConnector.__init__)[1:] == ["vllm_config", "role", "kv_cache_config"]
     assert parameters(build_offloading_config) == ["vllm_config", "kv_cache_config"]
-    assert isinstance(inspect.getattr_static(OffloadingConnector, "scheduler"), property)
+    assert "self.connector_scheduler" in inspect.getsource(OffloadingConnector.__init__)
     assert "self.manager" in inspect.getsource(scheduler.OffloadingConnectorScheduler.__init__)
 
 
@@ -129,10 +133,10 @@ def test_the_chunk_size_is_taken_from_the_entry_that_our_connector_writes() -> N
 def test_the_configuration_of_an_engine_has_what_the_namespace_reads() -> None:
     """Values are in the tests of `identity`; this names what is gone."""
     assert field_names(VllmConfig) >= {
-        "model_config", "cache_config", "parallel_config", "attention_config",
-        "speculative_config", "kv_transfer_config",
+        "model_config", "cache_config", "parallel_config", "speculative_config",
+        "kv_transfer_config",
     }  # fmt: skip
-    assert field_names(KVCacheConfig) >= {"kv_cache_groups", "hisparse_host_num_blocks"}
+    assert field_names(KVCacheConfig) >= {"kv_cache_groups"}
 
 
 def test_caches_and_jobs_have_the_fields_that_our_worker_reads() -> None:
@@ -162,16 +166,75 @@ def test_vllm_flushes_old_jobs_at_a_reset() -> None:
 
 
 def test_the_keys_of_a_request_are_known_before_its_first_lookup() -> None:
-    """From 0.31 on. If they were kept elsewhere, requests would run as slowly as with 0.30."""
+    """If they were kept elsewhere, requests would ask for one chunk at a time."""
     context = base.ReqContext(req_id="r")
-    assert versions.known_keys(context) == []
+    groups = [[base.make_offload_key(bytes(32), group)] for group in range(2)]
+    status = SimpleNamespace(
+        req_context=context, group_states=[SimpleNamespace(offload_keys=keys) for keys in groups]
+    )
+    versions.record_keys(SimpleNamespace(_req_status={"r": status}), "r")  # type: ignore[arg-type]
     record = getattr(context, "set_offload_key_position", None)
-    if record is not None:
-        keys = [base.make_offload_key(bytes(32), group) for group in range(2)]
-        for key in keys:
+    if record is not None:  # from 0.31 on by vLLM itself
+        assert versions.known_keys(context) == []
+        for (key,) in groups:
             record(key, 128)
-        assert versions.known_keys(context) == keys
+    assert versions.known_keys(context) == [key for (key,) in groups]
     assert base.make_offload_key(b"hash", 7)[-4:] == (7).to_bytes(4, "big")
+
+
+def test_where_the_keys_of_a_request_are_kept() -> None:
+    made = inspect.getsource(scheduler.RequestOffloadState)
+    assert {"req_context", "group_states"} <= set(re.findall(r"(?:self\.)?(\w+)[:=]? ", made))
+    assert "offload_keys" in inspect.getsource(scheduler.RequestGroupState)
+    source = inspect.getsource(scheduler.OffloadingConnectorScheduler.get_num_new_matched_tokens)
+    assert "self._req_status[request.request_id]" in source
+
+
+def test_vllm_asks_for_events_once_for_each_step() -> None:
+    """That ends the step: see `XavierConnector.take_events`."""
+    update = inspect.getsource(Scheduler.update_from_output)
+    (asks,) = re.findall(
+        r"\n(\s+)if self\.connector is not None:\n\s+\w+ = self\.connector\.take_events\(\)", update
+    )
+    assert asks == 8 * " ", "unconditionally"
+    assert "self.connector.take_events()" not in inspect.getsource(Scheduler.schedule)
+
+
+def test_the_first_hash_of_a_chain_is_the_same_in_every_process() -> None:
+    program = (
+        "import os\n"
+        "os.environ.pop('PYTHONHASHSEED', None)\n"
+        "from vllm.utils.hashing import get_hash_fn_by_name\n"
+        "from vllm.v1.core import kv_cache_utils\n"
+        "from xinference_xavier.engine import versions\n"
+        "versions.hash_seed('sha256')\n"
+        "kv_cache_utils.init_none_hash(get_hash_fn_by_name('sha256'))\n"
+        "print('first', kv_cache_utils.NONE_HASH.hex())\n"
+    )
+    firsts = set()
+    for _ in range(2):
+        told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+        assert told.returncode == 0, told.stderr
+        firsts.update(re.findall(r"^first (\w+)$", told.stdout, re.MULTILINE))
+    assert len(firsts) == 1
+
+
+@pytest.mark.parametrize("algorithm", ["xxhash", "xxhash_cbor"])
+def test_a_hash_that_can_collide_keeps_its_secret_beginning(
+    monkeypatch: pytest.MonkeyPatch, algorithm: str
+) -> None:
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    assert versions.hash_seed(algorithm) is None
+
+
+def test_what_a_version_lacks_is_told_apart() -> None:
+    cache = KVCacheConfig(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=[])
+    assert not versions.keeps_cache_in_host_memory(cache)
+    assert versions.cache_layout(CacheConfig()) is None
+    group = SimpleNamespace(tokens_per_block=16)
+    assert versions.group_number(group, 3) == 3  # type: ignore[arg-type]
+    group.group_id = 5
+    assert versions.group_number(group, 3) == 5  # type: ignore[arg-type]
 
 
 def test_statistics_count_up() -> None:
@@ -183,13 +246,12 @@ def test_statistics_count_up() -> None:
 
 def test_the_worker_for_devices_takes_our_region_and_reads_nothing_that_it_lacks() -> None:
     taken = parameters(gpu_worker.CPUOffloadingWorker.__init__)
-    assert {"kv_caches", "blocks_per_chunk", "num_cpu_chunks", "mmap_region"} <= set(taken)
-    source = inspect.getsource(gpu_worker.pin_mmap_region) + inspect.getsource(
-        gpu_worker.CPUOffloadingWorker
-    )
-    read = set(re.findall(r"region\.(\w+)", source))
+    assert {"kv_caches", "blocks_per_chunk", "mmap_region"} <= set(taken)
+    assert len({"num_cpu_chunks", "num_cpu_blocks"} & set(taken)) == 1
+    read = set(re.findall(r"region\.(\w+)", inspect.getsource(gpu_worker)))
     read.discard("create_next_canonical_view")  # of a layout that our spec never asks for
     region = DeviceRegion(Region.create(1, 4096), 0, 4096)
-    assert read >= {"create_next_worker_view", "is_pinned", "cleanup", "rank"}
+    assert read >= {"is_pinned", "cleanup", "rank"}
+    assert read & {"create_next_worker_view", "create_next_view"}
     assert {name for name in read if not hasattr(region, name)} == set()
     region.cleanup()

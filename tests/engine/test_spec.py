@@ -19,6 +19,7 @@ from vllm.v1.kv_offload.config import (
 )
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
+from tests.engine.any_version import made
 from tests.engine.caches import cell_bytes, kv_caches, pages_of
 from xinference_xavier.config import XAVIER, XavierConfig
 from xinference_xavier.engine.host_worker import HostWorker
@@ -39,15 +40,21 @@ def options(**values: object) -> XavierConfig:
 
 
 def offloading_config(xavier: XavierConfig, *, rank: int = 0, workers: int = 1) -> OffloadingConfig:
+    layers = ("layer.0", "layer.1")
     return OffloadingConfig(
-        groups=(OffloadingGroupConfig(BLOCK_TOKENS, ("layer.0", "layer.1"), 0),),
+        groups=(
+            made(
+                OffloadingGroupConfig, tokens_per_block=BLOCK_TOKENS, layer_names=layers, group_id=0
+            ),
+        ),
         worker_kv_bytes_per_block=BLOCK_BYTES,
         enable_kv_cache_events=False,
         extra_config={XAVIER: xavier.to_dict()},
         engine_id=str(uuid.uuid4()),
         model=OffloadingModelConfig("model", "float32"),
         cache=OffloadingCacheConfig(BLOCK_TOKENS, BLOCKS_PER_CHUNK),
-        parallel=OffloadingParallelConfig(
+        parallel=made(
+            OffloadingParallelConfig,
             rank=rank,
             world_size=workers,
             tp_size=workers,

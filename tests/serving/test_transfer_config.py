@@ -22,7 +22,7 @@ def config_in(transfer: dict[str, Any]) -> XavierConfig:
 
 def test_it_names_our_connector_and_spec_and_survives_json() -> None:
     transfer = json.loads(json.dumps(kv_transfer_config(CONFIG)))
-    assert transfer["kv_connector_module_path"] == "xinference_xavier.engine.connector"
+    assert transfer["kv_connector_module_path"] == "xinference_xavier.engine.entry"
     assert transfer["kv_role"] == "kv_both"
     assert transfer["kv_connector_extra_config"]["spec_name"] == "XavierSpec"
     assert config_in(transfer) == CONFIG

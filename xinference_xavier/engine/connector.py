@@ -19,7 +19,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request
 
 from xinference_xavier.config import XAVIER, XavierConfig
-from xinference_xavier.engine import identity
+from xinference_xavier.engine import identity, versions
 from xinference_xavier.engine.explain import PromptChunker
 from xinference_xavier.engine.log_lines import log_like_vllm
 from xinference_xavier.engine.manager import XavierManager
@@ -56,7 +56,8 @@ class XavierConnector(OffloadingConnector):
             }
         super().__init__(vllm_config, role, kv_cache_config)
         if role is KVConnectorRole.SCHEDULER:
-            manager = self.scheduler.manager
+            assert self.connector_scheduler is not None
+            manager = self.connector_scheduler.manager
             assert isinstance(manager, XavierManager)
             manager.explain_with(PromptChunker(vllm_config, offloading, chunk_tokens))
             manager.step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
@@ -65,6 +66,8 @@ class XavierConnector(OffloadingConnector):
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
+        assert self.connector_scheduler is not None
+        versions.record_keys(self.connector_scheduler, request.request_id)
         self._prefix_tokens[request.request_id] = num_computed_tokens
         if request.trace_headers:  # none, unless vLLM traces
             self._manager.trace(request.request_id, request.trace_headers)
@@ -134,7 +137,7 @@ def _refuse_unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig)
             "use one host per replica, or launch without enable_xavier",
         )
     # With it, vLLM 0.33 prepares loads in a later step than that of the hit, unprotected between.
-    if kv_cache_config.hisparse_host_num_blocks is not None:
+    if versions.keeps_cache_in_host_memory(kv_cache_config):
         raise ConfigError(
             "hisparse_config",
             vllm_config.attention_config.hisparse_config,

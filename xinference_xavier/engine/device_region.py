@@ -1,7 +1,7 @@
 """Our region in the shape that vLLM's worker for CUDA and XPU expects of its own.
 
 `CPUOffloadingWorker` registers the memory with the driver and carves its tensors out of it. What it
-reads of its region changes between releases; all of that is here (read from vLLM 0.30 to 0.33).
+reads of its region changes between releases; all of that is here (read from vLLM 0.27 to 0.33).
 """
 
 from collections.abc import Iterator
@@ -47,6 +47,8 @@ class DeviceRegion:
         self._next_offset += tensor_page_size
         assert self._next_offset <= (self.rank + 1) * self.cpu_page_size
         return view
+
+    create_next_view = create_next_worker_view  # what 0.27 called it
 
     def iter_worker_slot_ranges(self) -> Iterator[tuple[int, int]]:
         """(offset, length) in bytes of the whole pages that this worker's cells lie in.

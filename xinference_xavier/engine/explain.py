@@ -16,6 +16,7 @@ from vllm.v1.core.kv_cache_utils import BlockHash, hash_block_tokens
 from vllm.v1.kv_offload.base import make_offload_key
 from vllm.v1.kv_offload.config import OffloadingConfig
 
+from xinference_xavier.engine import versions
 from xinference_xavier.errors import ExplainError
 from xinference_xavier.explanation import Chunked
 
@@ -40,8 +41,11 @@ class PromptChunker:
         self._tokens_per_hash = offloading.cache.tokens_per_hash
         blocks_per_chunk = chunk_tokens // max(each.tokens_per_block for each in offloading.groups)
         self._groups = [
-            _Group(each.group_id, each.tokens_per_block * blocks_per_chunk // self._tokens_per_hash)
-            for each in offloading.groups
+            _Group(
+                versions.group_number(each, place),
+                each.tokens_per_block * blocks_per_chunk // self._tokens_per_hash,
+            )
+            for place, each in enumerate(offloading.groups)
         ]
         self._tokenizer: Any = None
 

@@ -8,6 +8,7 @@ from vllm.platforms import current_platform
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
+from xinference_xavier.engine import versions
 from xinference_xavier.namespace import digest, weights_fingerprint
 from xinference_xavier.transfer.messages import PROTOCOL_VERSION
 
@@ -50,8 +51,9 @@ def ingredients(
         "dtype": model.dtype,
         "quantization": model.quantization,
         "cache_dtype": cache.cache_dtype,
-        "layout": cache.kv_cache_layout,
+        "layout": versions.cache_layout(cache),
         "hash": cache.prefix_caching_hash_algo,
+        "hash_seed": versions.hash_seed(cache.prefix_caching_hash_algo),
         "block_tokens": cache.block_size,
         "chunk_tokens": chunk_tokens,
         "groups": groups,

@@ -24,10 +24,9 @@ from vllm.v1.kv_offload.base import (
     OffloadingWorker,
 )
 from vllm.v1.kv_offload.config import OffloadingConfig
-from vllm.v1.kv_offload.cpu.gpu_worker import CPUOffloadingWorker
 
 from xinference_xavier.config import XAVIER, XavierConfig
-from xinference_xavier.engine import metrics
+from xinference_xavier.engine import metrics, versions
 from xinference_xavier.engine.device_region import DeviceRegion
 from xinference_xavier.engine.host_worker import HostWorker
 from xinference_xavier.engine.manager import XavierManager
@@ -111,13 +110,11 @@ class XavierSpec(OffloadingSpec):
                     kv_caches, region, self.blocks_per_chunk, rank * self._cell_bytes
                 )
             else:
-                self._worker = CPUOffloadingWorker(
-                    kv_caches=kv_caches,
-                    blocks_per_chunk=self.blocks_per_chunk,
-                    num_cpu_chunks=self._rows,
-                    mmap_region=DeviceRegion(  # type: ignore[arg-type]  # has what is read of it
-                        region, rank, self._cell_bytes
-                    ),
+                self._worker = versions.device_worker(
+                    kv_caches,
+                    self.blocks_per_chunk,
+                    self._rows,
+                    DeviceRegion(region, rank, self._cell_bytes),
                 )
         return self._worker
 

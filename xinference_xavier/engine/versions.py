@@ -1,16 +1,28 @@
-"""Where vLLM 0.30 to 0.33 differ in what we use; the seam's tests check what they have in common.
+"""Where vLLM 0.27 to 0.33 differ in what we use; the seam's tests check what they have in common.
 
 Two more differences need no code of their own: `HostWorker.submit_load` takes 0.33's `expedited`,
 and `XavierManager` has methods that only later versions call (`get_load_source` from 0.32,
 `on_reset_flushed` from 0.33) or only earlier ones (`touch` up to 0.30).
 """
 
-from typing import TYPE_CHECKING
+import inspect
+import os
+from collections.abc import Sequence
+from itertools import chain
+from typing import TYPE_CHECKING, Any
 
 import torch
-from vllm.v1.kv_offload.base import ReqContext
+from vllm.config import CacheConfig
+from vllm.v1.core import kv_cache_utils
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.kv_offload.base import CanonicalKVCaches, ReqContext
+from vllm.v1.kv_offload.config import OffloadingGroupConfig
+from vllm.v1.kv_offload.cpu.gpu_worker import CPUOffloadingWorker
 
 if TYPE_CHECKING:
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
+        OffloadingConnectorScheduler,
+    )
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 try:
@@ -22,13 +34,29 @@ except ImportError:  # up to 0.31, which registers on CUDA only
         cudart.cudaHostUnregister(ptr)
 
 
-def known_keys(context: ReqContext) -> list[bytes]:
-    """All chunk keys of a request, in order, group after group; none up to 0.30.
+class RecordedKeys:
+    """A request's chunk keys, group after group; lists that grow as the request does."""
 
-    Later versions record them before the first lookup, but offer no way to list them.
-    """
-    positions: dict[bytes, int] = getattr(context, "_offload_key_positions", {})
-    return list(positions)
+    def __init__(self, groups: Sequence[list[bytes]]) -> None:
+        self.groups = groups
+
+
+def record_keys(scheduler: "OffloadingConnectorScheduler", req_id: str) -> None:
+    """Before a request's lookups: up to 0.30 vLLM keeps its chunk keys where a manager does not
+    see them."""
+    status = scheduler._req_status[req_id]
+    if not hasattr(status.req_context, "_offload_key_positions"):
+        groups: list[list[bytes]] = [group.offload_keys for group in status.group_states]  # type: ignore[misc]  # keys are bytes
+        status.req_context.set_state(RecordedKeys(groups))
+
+
+def known_keys(context: ReqContext) -> list[bytes]:
+    """All chunk keys of a request, in order, group after group; none before its first lookup."""
+    positions: dict[bytes, int] | None = getattr(context, "_offload_key_positions", None)
+    if positions is not None:
+        return list(positions)
+    recorded = context.get_state(RecordedKeys)
+    return [] if recorded is None else list(chain.from_iterable(recorded.groups))
 
 
 def load_source(from_peer: bool) -> "CacheHitSource":
@@ -36,3 +64,43 @@ def load_source(from_peer: bool) -> "CacheHitSource":
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
     return CacheHitSource.P2P if from_peer else CacheHitSource.HOST
+
+
+def device_worker(
+    kv_caches: CanonicalKVCaches, blocks_per_chunk: int, rows: int, region: Any
+) -> CPUOffloadingWorker:
+    """vLLM's worker for CUDA and XPU over `rows` rows; up to 0.29 it called them blocks."""
+    taken = inspect.signature(CPUOffloadingWorker.__init__).parameters
+    count = "num_cpu_chunks" if "num_cpu_chunks" in taken else "num_cpu_blocks"
+    return CPUOffloadingWorker(
+        kv_caches=kv_caches,
+        blocks_per_chunk=blocks_per_chunk,
+        mmap_region=region,
+        **{count: rows},  # type: ignore[arg-type]  # the name is known at run time
+    )
+
+
+def group_number(group: OffloadingGroupConfig, place: int) -> int:
+    """By which a group's chunk keys end: up to 0.29, which offloads all groups, its place."""
+    return getattr(group, "group_id", place)
+
+
+def cache_layout(cache: CacheConfig) -> str | None:
+    """How vLLM lays out its KV cache; up to 0.28 as its offloading connector asks for."""
+    return getattr(cache, "kv_cache_layout", None)
+
+
+def keeps_cache_in_host_memory(kv_cache: KVCacheConfig) -> bool:
+    """By vLLM's own means, from 0.30 on."""
+    return getattr(kv_cache, "hisparse_host_num_blocks", None) is not None
+
+
+def hash_seed(algorithm: str) -> str | None:
+    """What the chains of block hashes of this engine begin with, None for vLLM's default; to be
+    called before vLLM computes the first one.
+
+    Up to 0.28 the default is another one in each process, so that nothing would ever be shared.
+    """
+    if algorithm.startswith("sha256") and not hasattr(kv_cache_utils, "resolve_none_hash_seed"):
+        os.environ.setdefault("PYTHONHASHSEED", "0")
+    return os.environ.get("PYTHONHASHSEED")

@@ -16,8 +16,7 @@ from xinference_xavier.addresses import reachable_address
 from xinference_xavier.config import XAVIER, XavierConfig, default_pool_bytes
 
 CONNECTOR = "XavierConnector"
-_CONNECTOR_MODULE = "xinference_xavier.engine.connector"
-_SPEC_MODULE = "xinference_xavier.engine.spec"
+_MODULE = "xinference_xavier.engine.entry"
 _EXTRA = "kv_connector_extra_config"
 _AS_LAUNCHED = "xavier_as_launched"
 
@@ -26,11 +25,11 @@ def kv_transfer_config(config: XavierConfig) -> dict[str, Any]:
     """What makes vLLM load our connector and offloading spec with this configuration."""
     return {
         "kv_connector": CONNECTOR,
-        "kv_connector_module_path": _CONNECTOR_MODULE,
+        "kv_connector_module_path": _MODULE,
         "kv_role": "kv_both",
         _EXTRA: {
             "spec_name": "XavierSpec",
-            "spec_module_path": _SPEC_MODULE,
+            "spec_module_path": _MODULE,
             "offload_prompt_only": False,
             XAVIER: config.to_dict(),
         },
@@ -44,7 +43,7 @@ def own_transfer_config(value: object) -> dict[str, Any] | None:
             value = json.loads(value)
         except ValueError:
             return None
-    if isinstance(value, dict) and value.get("kv_connector_module_path") == _CONNECTOR_MODULE:
+    if isinstance(value, dict) and value.get("kv_connector_module_path") == _MODULE:
         return value
     return None
 

@@ -1,0 +1,60 @@
+"""vLLM finds what it loads by name, in any version that was tried and in no other."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import vllm
+
+from xinference_xavier.engine import entry
+from xinference_xavier.engine.connector import XavierConnector
+from xinference_xavier.engine.spec import XavierSpec
+from xinference_xavier.errors import ConfigError
+
+
+def test_connector_and_spec_are_found() -> None:
+    assert entry.XavierConnector is XavierConnector
+    assert entry.XavierSpec is XavierSpec
+    with pytest.raises(AttributeError, match="Nothing"):
+        entry.Nothing  # noqa: B018
+
+
+@pytest.mark.parametrize("version", ["0.27.0", "0.27.1", "0.33.0", "0.33.1rc2", "0.32.0+cu130"])
+def test_what_was_tried_is_taken(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    monkeypatch.setattr(vllm, "__version__", version)
+    entry.check_version()
+
+
+@pytest.mark.parametrize("version", ["0.21.0", "0.26.1", "0.34.0", "1.0.0"])
+def test_others_are_refused_by_name(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    monkeypatch.setattr(vllm, "__version__", version)
+    for name in ("XavierConnector", "XavierSpec"):
+        with pytest.raises(ConfigError) as refused:
+            getattr(entry, name)
+        assert str(refused.value) == (
+            f"vllm='{version}' is what this model's environment has, and sharing needs 0.27 to "
+            "0.33; launch with virtual_env_packages=['vllm>=0.27,<0.34'], or without "
+            "enable_xavier"
+        )
+
+
+@pytest.mark.parametrize("version", ["dev", "0.34.1.dev7+g1234", ""])
+def test_one_of_a_working_tree_is_taken_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, version: str
+) -> None:
+    monkeypatch.setattr(vllm, "__version__", version)
+    entry.check_version()
+
+
+def test_the_refusal_comes_before_anything_that_a_vllm_may_lack() -> None:
+    program = (
+        "import sys, types\n"
+        "sys.modules['vllm'] = types.ModuleType('vllm')\n"
+        "sys.modules['vllm'].__version__ = '0.11.2'\n"
+        "sys.modules['torch'] = None\n"
+        "from xinference_xavier.engine.entry import XavierConnector\n"
+    )
+    refused = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert "vllm='0.11.2' is what this model's environment has" in refused.stderr
