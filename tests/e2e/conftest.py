@@ -9,6 +9,7 @@ import pytest
 
 from examples.local_cluster import LAUNCH_TIMEOUT, ClusterError, LocalCluster
 from tests import replica_process
+from tests.e2e.asynchronous import PLUGINS
 from tests.e2e.separate_cluster import SeparateCluster
 from tests.faults import SCRIPT, Fault
 
@@ -60,9 +61,10 @@ def fault(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def cluster(model_folder: Path, fault: Path) -> Iterator[LocalCluster]:
-    """Listens on all addresses: `0.0.0.0` as xinference's host just works."""
+    """Listens on all addresses: `0.0.0.0` as xinference's host just works. Its engines schedule
+    asynchronously, as they do on GPUs; those of `separate_cluster` one step at a time."""
     environment = {
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": f"{ROOT}:{PLUGINS}",
         SCRIPT: str(fault),
         "XINFERENCE_DISABLE_METRICS": "0",
         "XINFERENCE_TRUST_REMOTE_CODE": "1",  # for a model whose code lacks a module

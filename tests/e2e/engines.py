@@ -2,7 +2,8 @@
 
 An engine serves many requests at once, and events come while it does: each command is answered when
 it is done, in any order, so `EngineProcess.begin` gives a future. Worker and scheduler of an engine
-share a process, as they do on CUDA with one device: that is one process less to start.
+share a process, unless it is asynchronous: then it schedules as engines on CUDA do, ahead of what a
+worker in a process of its own computes.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import numpy as np
 import psutil
 from safetensors.numpy import load_file, save_file
 
+from tests.e2e.asynchronous import schedule_asynchronously
 from tests.e2e.gates import FOLDER
 from tests.replica_process import TrackerProcess, wait_until
 from xinference_xavier.config import XavierConfig
@@ -121,7 +123,13 @@ class EngineProcess:
     """An engine in a process; `name` is its incarnation. Without a `config` it shares nothing."""
 
     def __init__(
-        self, name: str, model: Path, config: XavierConfig | None, gates: Path | None = None
+        self,
+        name: str,
+        model: Path,
+        config: XavierConfig | None,
+        gates: Path | None = None,
+        *,
+        asynchronous: bool = False,
     ) -> None:
         self.name = name
         self.gates = gates
@@ -136,14 +144,14 @@ class EngineProcess:
             "num_gpu_blocks_override": KV_BLOCKS,
             "kv_cache_memory_bytes": KV_BLOCKS * ROW_BYTES,
             "skip_tokenizer_init": True,
-            "distributed_executor_backend": "uni",
+            "distributed_executor_backend": "mp" if asynchronous else "uni",
             "max_num_batched_tokens": CONTEXT,
         }
         if config is None:
             arguments["enable_prefix_caching"] = False
         else:
             arguments["kv_transfer_config"] = _gated(kv_transfer_config(config), name)
-        self.process = context.Process(target=_run, args=(theirs, arguments, gates))
+        self.process = context.Process(target=_run, args=(theirs, arguments, gates, asynchronous))
         self.process.start()
         atexit.register(self.close)  # before multiprocessing waits for it, for ever
         theirs.close()
@@ -267,13 +275,18 @@ class _Inside:
         )
 
 
-def _run(pipe: Connection, arguments: dict[str, Any], gates: Path | None) -> None:
+def _run(
+    pipe: Connection, arguments: dict[str, Any], gates: Path | None, asynchronous: bool
+) -> None:
     os.environ.update(_ENVIRONMENT, **({FOLDER: str(gates)} if gates is not None else {}))
+    if asynchronous:
+        schedule_asynchronously()
     from vllm import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
     async def serve() -> None:
         engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+        assert engine.vllm_config.scheduler_config.async_scheduling is asynchronous
         inside = _Inside(engine)
         loop = asyncio.get_running_loop()
         tasks: set[asyncio.Task[None]] = set()

@@ -19,6 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from examples import long_document_questions, multi_turn_chat, retrieval
 from examples.documents import document, prompt, questions
 from examples.local_cluster import Completion, LocalCluster
+from tests.e2e import asynchronous
 from tests.e2e.conftest import ARGUMENTS, wait_until
 from xinference_xavier.addresses import reachable_address
 from xinference_xavier.client import XavierClient
@@ -110,6 +111,10 @@ def share(cluster: LocalCluster, seed: int) -> tuple[str, str, Completion]:
     consumer, answer = ask(cluster, question(seed))
     assert consumer != donor, "xinference gives requests to the replicas in turn"
     return donor, consumer, answer
+
+
+def test_its_engines_schedule_as_engines_on_gpus_do(model: LocalCluster) -> None:
+    assert model.log.read_text().count(asynchronous.LINE) >= 2
 
 
 def test_remote_hit_reuses_the_prompt_and_changes_nothing(model: LocalCluster) -> None:
