@@ -20,6 +20,7 @@ PARTS = {
     "transport": "rows over Gloo and shared memory, beside raw TCP and memcpy",
     "fetch": "a whole fetch without an engine, beside what moving its bytes takes",
     "hit": "time to the first token: computed, held here, held by a peer",
+    "hit_async": "the same with engines that schedule as engines on GPUs do",
     "rest": "the same through xinference's REST API",
     "donors": "a prefix from one donor, and from two that share its rows",
     "no_hits": "what sharing costs an engine that has nothing to share",

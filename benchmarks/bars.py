@@ -145,6 +145,12 @@ BARS: Mapping[str, tuple[Bar, ...]] = {
         ),
         Bar("cold ÷ remote", 20.0, _hits("cold/remote", ("shared_memory",), (8000,)), True),
     ),
+    "hit_async": (
+        Bar(
+            "overhead ÷ (floor + 5 ms)", 2.0, _hits("ratio", _BOTH, (8000,)), limited_by=_TWO_COPIES
+        ),
+        Bar("cold ÷ remote", 20.0, _hits("cold/remote", ("shared_memory",), (8000,)), True),
+    ),
     "rest": (Bar("cold ÷ remote", 10.0, _longest_document, at_least=True),),
     "no_hits": (
         Bar(

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 import psutil
 
+from benchmarks.asynchronous import schedule_asynchronously
 from benchmarks.watchers import MODEL, TrackerProcess
 from examples.make_model import CONTEXT, make_model
 from xinference_xavier.config import XavierConfig
@@ -117,6 +118,8 @@ class Kind(NamedTuple):
     transport: str | None = "auto"
     arguments: Mapping[str, Any] = {}
     options: Mapping[str, Any] = {}
+    asynchronous: bool = False
+    """It schedules ahead of what a worker in a process of its own computes."""
 
 
 ALWAYS_FETCH = {"min_fetch_tokens": CHUNK}
@@ -126,12 +129,12 @@ ALWAYS_FETCH = {"min_fetch_tokens": CHUNK}
 class Engine:
     """The handle of an engine's process; commands are the methods of `_Inside`."""
 
-    def __init__(self, name: str, arguments: dict[str, Any]) -> None:
+    def __init__(self, name: str, arguments: dict[str, Any], asynchronous: bool = False) -> None:
         self.name = name
         self._has_answered = False
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self.process = context.Process(target=_run, args=(theirs, arguments))
+        self.process = context.Process(target=_run, args=(theirs, arguments, asynchronous))
         self.process.start()
         atexit.register(self.close)  # before multiprocessing waits for it, for ever
         theirs.close()
@@ -220,7 +223,8 @@ class Fleet:
         try:
             self.actor = self.run(self._tracker.actor())
             for name, kind in self._kinds.items():
-                self.engines[name] = Engine(name, self._arguments(model, name, kind))
+                arguments = self._arguments(model, name, kind)
+                self.engines[name] = Engine(name, arguments, kind.asynchronous)
             for name in self._kinds:
                 self._wait_ready(name)
             self._wait(self._have_joined, "all have joined")
@@ -319,7 +323,7 @@ class Fleet:
             "kv_cache_memory_bytes": _KV_BLOCKS * _BLOCK_BYTES,
             "max_num_batched_tokens": self._step_tokens,
             "skip_tokenizer_init": True,
-            "distributed_executor_backend": "uni",
+            "distributed_executor_backend": "mp" if kind.asynchronous else "uni",
             "worker_extension_cls": "benchmarks.threads.ThreadTimes",
         }
         if kind.transport is not None:
@@ -395,8 +399,10 @@ class _Inside:
         return dict(found)
 
 
-def _run(pipe: Connection, arguments: dict[str, Any]) -> None:
+def _run(pipe: Connection, arguments: dict[str, Any], asynchronous: bool) -> None:
     os.environ.update(engine_environment())
+    if asynchronous:
+        schedule_asynchronously()
     from vllm import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 

@@ -65,25 +65,35 @@ class Round(NamedTuple):
 
 
 def measure() -> dict[str, Any]:
-    kinds = {_DONOR: Kind()} | {name: Kind(name, options=ALWAYS_FETCH) for name in REFERENCES}
+    return measure_of(LENGTHS, ROUNDS)
+
+
+def measure_of(
+    lengths: Sequence[int], rounds: int, *, asynchronous: bool = False
+) -> dict[str, Any]:
+    """Engines that are asynchronous schedule ahead, see `Kind`."""
+    kinds = {_DONOR: Kind(asynchronous=asynchronous)} | {
+        name: Kind(name, options=ALWAYS_FETCH, asynchronous=asynchronous) for name in REFERENCES
+    }
     pair = Pair(0)
     try:
         with Fleet(kinds) as fleet:
             row_bytes = fleet.replicas()[_DONOR]["stats"]["pool"]["row_bytes"]
-            pair.make(whole_chunks(max(LENGTHS)), row_bytes)
+            pair.make(whole_chunks(max(lengths)), row_bytes)
             cycle = Cycle(fleet, pair, row_bytes)
-            cycle.run(LENGTHS[0])  # makes links, and what is made at the first request
-            found: dict[int, list[Round]] = {tokens: [] for tokens in LENGTHS}
-            for _ in range(ROUNDS):
-                for tokens in LENGTHS:
+            cycle.run(lengths[0])  # makes links, and what is made at the first request
+            found: dict[int, list[Round]] = {tokens: [] for tokens in lengths}
+            for _ in range(rounds):
+                for tokens in lengths:
                     found[tokens].append(cycle.run(tokens))
             cycle.check_transports()
     finally:
         pair.close()
-    rounds = [one for those in found.values() for one in those]
+    discarded = sum(one.discarded for those in found.values() for one in those)
     return {
         "row_bytes": row_bytes,
-        "discarded": sum(one.discarded for one in rounds),
+        "rounds": rounds,
+        "discarded": discarded,
         "lengths": [summary(tokens, row_bytes, those) for tokens, those in found.items()],
     }
 
@@ -181,8 +191,8 @@ def markdown(part: dict[str, Any]) -> str:
         "to an engine that has rested for half a second. Overhead is remote − local; the floor is "
         "what as many rows took right after by one thread's memcpy or over one plain TCP "
         "connection; the last column is overhead ÷ (floor + 5 ms). Medians, in brackets the least "
-        f"and the most, of {ROUNDS} prompts of each length, each hit {REPEATS} times by each "
-        f"transport; {part['discarded']} samples were left out because not all whole chunks came "
+        f"and the most, of {part['rounds']} prompts of each length, each hit {REPEATS} times by "
+        f"each transport; {part['discarded']} samples were left out because not all whole chunks came "
         "from the peer.",
         "",
         "| tokens | MiB | transport | cold | local hit | pool hit | remote hit | overhead | floor "

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.asynchronous import PLUGINS
 from examples.local_cluster import LAUNCH_TIMEOUT, ClusterError, LocalCluster
 from tests import replica_process
-from tests.e2e.asynchronous import PLUGINS
 from tests.e2e.separate_cluster import SeparateCluster
 from tests.faults import SCRIPT, Fault
 

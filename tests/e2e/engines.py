@@ -26,7 +26,7 @@ import numpy as np
 import psutil
 from safetensors.numpy import load_file, save_file
 
-from tests.e2e.asynchronous import schedule_asynchronously
+from benchmarks.asynchronous import schedule_asynchronously
 from tests.e2e.gates import FOLDER
 from tests.replica_process import TrackerProcess, wait_until
 from xinference_xavier.config import XavierConfig

@@ -16,10 +16,10 @@ import pytest
 import xoscar
 from prometheus_client.parser import text_string_to_metric_families
 
+from benchmarks import asynchronous
 from examples import long_document_questions, multi_turn_chat, retrieval
 from examples.documents import document, prompt, questions
 from examples.local_cluster import Completion, LocalCluster
-from tests.e2e import asynchronous
 from tests.e2e.conftest import ARGUMENTS, wait_until
 from xinference_xavier.addresses import reachable_address
 from xinference_xavier.client import XavierClient

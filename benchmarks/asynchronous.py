@@ -1,8 +1,9 @@
 """vLLM on the CPU platform with asynchronous scheduling, which is how it runs on CUDA.
 
 The platform switches it off, although it works there. With it, and with workers in processes of
-their own, vLLM schedules a step before it has the output of the one before. A program that finds
-`PLUGINS` on its path has it in all of its engines: vLLM itself loads what is installed there.
+their own, vLLM schedules a step before it has the output of the one before. Benchmarks and tests
+have it; a program that finds `PLUGINS` on its path has it in all of its engines, for vLLM itself
+loads what is installed there.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ import logging
 from pathlib import Path
 from typing import Any
 
-PLUGINS = Path(__file__).with_name("plugins")
+PLUGINS = Path(__file__).with_name("vllm_plugins")
 LINE = "this engine schedules asynchronously"
-logger = logging.getLogger("vllm.tests")
+logger = logging.getLogger("vllm.asynchronous")
 
 
 def schedule_asynchronously() -> None:
@@ -27,4 +28,4 @@ def schedule_asynchronously() -> None:
         vllm_config.scheduler_config.async_scheduling = True
         logger.info(LINE)
 
-    CpuPlatform.check_and_update_config = classmethod(check_and_update_config)  # type: ignore[assignment, arg-type]
+    CpuPlatform.check_and_update_config = classmethod(check_and_update_config)  # type: ignore[assignment]

@@ -1,0 +1,22 @@
+"""Part `hit_async`: part `hit` with engines that schedule as engines on GPUs do.
+
+Each schedules a step before it has the output of the one before, which a worker in a process of its
+own computes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks import hit
+
+TITLE = "Hits, scheduled asynchronously"
+LENGTHS = (1000, 8000)
+ROUNDS = 5
+QUICK = {"LENGTHS": (1000,)}
+markdown = hit.markdown
+plot = hit.plot
+
+
+def measure() -> dict[str, Any]:
+    return hit.measure_of(LENGTHS, ROUNDS, asynchronous=True)
