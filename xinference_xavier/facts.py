@@ -19,9 +19,10 @@ _VARIABLES = ("PYTHONDONTWRITEBYTECODE", "PYTHONHASHSEED", "XINFERENCE_EXTENSION
 
 
 def process_facts() -> dict[str, Any]:
-    """JSON-able. Versions are those installed beside this process; None for what is not."""
+    """JSON-able. Versions are those that this process runs, or those installed beside it; None for
+    what is not."""
     versions = {name: _version(name) for name in _PACKAGES}
-    versions["vllm"] = next(filter(None, map(_version, _VLLM)), None)
+    versions["vllm"] = _running_vllm() or next(filter(None, map(_version, _VLLM)), None)
     return {
         "host": socket.gethostname(),
         "pid": os.getpid(),
@@ -31,6 +32,11 @@ def process_facts() -> dict[str, Any]:
         "free_memory_bytes": free_memory_bytes(),
         "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
     }
+
+
+def _running_vllm() -> str | None:
+    """In a model's own environment another one may be installed than beside xinference, or both."""
+    return getattr(sys.modules.get("vllm"), "__version__", None)
 
 
 def _version(package: str) -> str | None:

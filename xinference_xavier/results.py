@@ -66,13 +66,14 @@ class Counts:
 
 @dataclass(frozen=True)
 class ReplicaStatus:
-    """`replica` is xinference's name for it. `stale`: it did not answer, and its figures are those
-    of its last heartbeat. Rows are chunks."""
+    """`replica` is xinference's name for it, `vllm` the version it runs. `stale`: it did not
+    answer, and its figures are those of its last heartbeat. Rows are chunks."""
 
     replica: str
     incarnation: str
     address: str
     namespace: str
+    vllm: str | None
     stale: bool
     counts: Counts
     rows: int
@@ -92,6 +93,7 @@ class ReplicaStatus:
             incarnation=raw["incarnation"],
             address=raw["address"],
             namespace=raw["namespace"],
+            vllm=raw.get("vllm"),
             stale=raw.get("stale", False),
             counts=Counts.of(raw),
             rows=pool.get("rows", 0),

@@ -121,8 +121,15 @@ def test_a_long_prompt_is_drawn_by_several_chunks_a_character() -> None:
 
 
 def test_what_is_grave_looks_so() -> None:
-    facts = {"models": {"m": {}}, "workers": {"w": {}, "x": {}}}
-    assert "Nothing is wrong with 1 models on 2 workers." in shown(findings_list([], facts))
+    replicas = [
+        {"replica": "m-0", "incarnation": "a", "vllm": "0.32.0"},
+        {"incarnation": "b", "vllm": None},
+    ]
+    models = {"m": {"report": {"replicas": replicas}}, "lost": {"error": "no tracker"}}
+    facts = {"models": models, "workers": {"w": {}, "x": {}}}
+    versions = ["m: m-0 runs vLLM 0.32.0", "m: b runs vLLM unknown"]
+    healthy = [line.rstrip() for line in shown(findings_list([], facts)).splitlines()]
+    assert healthy == ["Nothing is wrong with 2 models on 2 workers.", *versions]
     findings = [
         Finding(True, "model m", "is broken", "mend it"),
         Finding(False, "replica a", "is small", "make it larger"),
@@ -132,4 +139,5 @@ def test_what_is_grave_looks_so() -> None:
         "  remedy: mend it",
         "! replica a: is small",
         "  remedy: make it larger",
+        *versions,
     ]

@@ -72,7 +72,7 @@ def test_the_figures_of_a_model(page: Any, stage: Stage) -> None:
     assert rows(browser, "outcomes") == ["Committed 20", "Rolled back: timeout 4"]
     shown = " ".join(rows(browser, "replicas"))
     for part in ("m-0", "10.0.0.1:40001", "248 MiB of 512 MiB", "9 pinned, 1 in quarantine",
-                 "2,400 tokens/s", "shared_memory"):  # fmt: skip
+                 "2,400 tokens/s", "shared_memory", "vLLM 0.32.0"):  # fmt: skip
         assert part in shown, part
     assert "2 replicas, 2 links" in browser.find("#graph").get_attribute("aria-label")
 

@@ -114,15 +114,21 @@ def explanation_table(answer: Explanation, names: dict[str, str]) -> RenderableT
 
 def findings_list(findings: list[Finding], facts: Mapping[str, Any]) -> RenderableType:
     models, workers = len(facts["models"]), len(facts["workers"])
-    if not findings:
-        return Text(f"Nothing is wrong with {models} models on {workers} workers.", style="green")
     lines = Text()
+    if not findings:
+        lines.append(
+            f"Nothing is wrong with {models} models on {workers} workers.\n", style="green"
+        )
     for finding in findings:
         lines.append("✗ " if finding.grave else "! ", style="red" if finding.grave else "yellow")
         lines.append(f"{finding.where}: ", style="bold")
         lines.append(f"{finding.problem}\n")
         lines.append("  remedy: ", style="dim")
         lines.append(f"{finding.remedy}\n")
+    for uid, model in facts["models"].items():
+        for replica in model.get("report", {}).get("replicas", ()):
+            name = replica.get("replica", replica["incarnation"])
+            lines.append(f"{uid}: {name} runs vLLM {replica['vllm'] or 'unknown'}\n", style="dim")
     lines.rstrip()
     return lines
 

@@ -22,6 +22,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import (
     LoadStoreSpec,
@@ -117,6 +118,7 @@ class XavierManager(OffloadingManager):
         rate = self.prefill_rate.tokens_per_second
         reused = self._hits.own_pool + self._hits.peers
         return {
+            "vllm": vllm.__version__,
             "hits": asdict(self._hits),
             "requests": self._finished_requests,
             "longest_decision_s": self._longest_decision,

@@ -56,6 +56,7 @@ def _replica(namespace: str, entry: Mapping[str, Any]) -> dict[str, Any]:
         "received_from": {},
         "fetching": {},
         "prefill_tokens_per_s": None,
+        "vllm": None,
         "pool": {},
         "stale": False,
         **entry["stats"],

@@ -89,6 +89,7 @@ function replicasView(report) {
         h("th", { scope: "row" }, nameOf(report, replica.incarnation),
           groups.length > 1 && ` · ${text.group(groups.indexOf(replica.namespace) + 1)}`,
           h("div", { class: "muted small", title: text.address }, replica.address),
+          replica.vllm && h("div", { class: "muted small" }, `vLLM ${replica.vllm}`),
           replica.stale && h("div", { class: "muted small" }, text.stale)),
         cell(poolText(replica, pool), false),
         cell(count(replica.holdings ?? 0)), cell(count(replica.requests ?? 0)),
