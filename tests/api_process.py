@@ -64,6 +64,7 @@ class Supervisor(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no type
 
     async def end_the_cancel(self) -> None:
         mend_cancels()
+        self._cancel.cancel()  # its answer may have been lost on the way
         await asyncio.gather(self._cancel, return_exceptions=True)
         await self._pool.stop()
 

@@ -8,6 +8,7 @@ in the new process.
 
 from __future__ import annotations
 
+import inspect
 import multiprocessing
 import os
 import socket
@@ -49,7 +50,8 @@ class GuardedApi:
         assert pipe.poll(_PATIENCE), "xinference's API does not start"
         port, setup_token = pipe.recv()
         self.endpoint = f"http://127.0.0.1:{port}"
-        self.http = httpx.Client(base_url=self.endpoint, timeout=_PATIENCE)
+        connecting = httpx.HTTPTransport(retries=8)  # 4.0 does not listen yet
+        self.http = httpx.Client(base_url=self.endpoint, timeout=_PATIENCE, transport=connecting)
         account = {"username": "admin", "password": _PASSWORD, "setup_token": setup_token}
         self._done(self.http.post("/v1/admin/setup", json=account))
         self.admin = self.sign_in("admin")
@@ -66,8 +68,9 @@ class GuardedApi:
         return self.sign_in(name)
 
     def disable(self, user: User) -> None:
-        account = self._done(self.http.get("/v1/auth/me", headers=user.headers)).json()
-        path = f"/v1/admin/users/{account['id']}"
+        accounts = self._done(self.http.get("/v1/admin/users", headers=self.admin.headers)).json()
+        (number,) = (each["id"] for each in accounts if each["username"] == user.name)
+        path = f"/v1/admin/users/{number}"
         self._done(self.http.put(path, json={"enabled": False}, headers=self.admin.headers))
 
     def sign_in(self, name: str) -> User:
@@ -102,5 +105,9 @@ def _serve(pipe: Connection, supervisor: str, home: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         port = listening.getsockname()[1]
         api = RESTfulAPI(supervisor, "127.0.0.1", port)
-        pipe.send((port, api._advanced_auth_service.setup_token))
-        api.serve(sockets=[listening])
+        setup_token = getattr(api._advanced_auth_service, "setup_token", "")  # from 4.1 on
+        pipe.send((port, setup_token))
+        if "sockets" in inspect.signature(api.serve).parameters:
+            api.serve(sockets=[listening])
+            return
+    api.serve()
