@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 MAX_DEFAULT_POOL_BYTES = 16 << 30
 
 ENABLE = "enable_xavier"
+SHARES = "XAVIER_SHARES"
+"""The environment variable by which the processes of a replica know that it is to share."""
 XAVIER = "xavier"
 """Our entry in the extra configuration of vLLM's connector."""
 _PREFIX = "xavier_"

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.long
 
 UID = "own-environment"
 VLLM = os.environ.get("XAVIER_TEST_VLLM", "0.31.0")
-TOO_OLD = "0.26.0"
+TOO_OLD = "0.21.0"
 ROWS = 60
 CHUNK = 128
 OF_THE_PARENT = ("torch", "torchaudio", "torchcodec", "torchvision", "triton")

@@ -9,9 +9,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import vllm
 
-from xinference_xavier.config import XAVIER, XavierConfig
+from xinference_xavier.config import SHARES, XAVIER, XavierConfig
 from xinference_xavier.engine import start_failure
+from xinference_xavier.errors import ConfigError
 
 CONFIG = XavierConfig("model", "10.0.0.1:9999")
 ENGINE, WORKER = start_failure._LOGGERS
@@ -50,6 +52,17 @@ def fail(logger: str, message: str, extra: dict[str, Any] | None) -> None:
 def test_vllm_finds_it() -> None:
     (ours,) = (each for each in entry_points(group="vllm.general_plugins") if each.name == "xavier")
     assert ours.load() is start_failure.install
+
+
+def test_a_vllm_that_was_not_tried_ends_where_it_should_share(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Before it fails in words of its own; where it need not share it is left alone."""
+    monkeypatch.setattr(vllm, "__version__", "0.21.0")
+    start_failure.install()
+    monkeypatch.setenv(SHARES, "1")
+    with pytest.raises(ConfigError, match=r"vllm='0\.21\.0' .* sharing needs 0\.27 to 0\.33"):
+        start_failure.install()
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import xoscar as xo
 
-from xinference_xavier.config import XavierConfig
+from xinference_xavier.config import SHARES, XavierConfig
 from xinference_xavier.errors import ConfigError, NotFoundError, ReplicaStartError
 from xinference_xavier.hooks import Event, LaunchRolledBack
 from xinference_xavier.serving import launch
@@ -389,8 +389,10 @@ async def test_a_worker_puts_itself_into_our_configuration() -> None:
     assert config.worker_address == "127.0.0.1:70"
     assert config.tracker_address == "10.0.0.1:9999"
     assert config.pool_bytes is not None
-    again = await Worker().launch_builtin_model("m-rep0", **kept)
+    assert kept["envs"] == {SHARES: "1"}
+    again = await Worker().launch_builtin_model("m-rep0", **kept | {"envs": {"A": "b"}})
     assert config_of(again).worker_address == "127.0.0.1:70"
+    assert again["envs"] == {"A": "b", SHARES: "1"}
 
 
 async def test_a_worker_leaves_other_launches_alone() -> None:

@@ -1,16 +1,19 @@
 """Why an engine did not start, told to whoever launched it: vLLM itself only logs it.
 
 vLLM calls `install` in each of its processes (entry point `vllm.general_plugins`). An engine, and a
-worker process of one, log the error that ends their start, and this module listens. It imports
-neither vLLM nor torch: it is loaded where nothing is shared, too.
+worker process of one, log the error that ends their start, and this module listens. Where a model
+is to share, a vLLM that was not tried ends here, before it does anything else. It imports neither
+vLLM nor torch: it is loaded where nothing is shared, too.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import traceback
 
-from xinference_xavier.config import XAVIER, XavierConfig
+from xinference_xavier.config import SHARES, XAVIER, XavierConfig
+from xinference_xavier.engine.entry import check_version
 from xinference_xavier.tracker.failure import report_failure
 
 _LOGGERS = ("vllm.v1.engine.core", "vllm.v1.executor.multiproc_executor")
@@ -18,6 +21,9 @@ _PHRASE = "failed to start"
 
 
 def install() -> None:
+    """Raises ConfigError for a vLLM that cannot share where it should."""
+    if SHARES in os.environ:
+        check_version()
     for name in _LOGGERS:
         logger = logging.getLogger(name)
         if not any(isinstance(handler, _Listener) for handler in logger.handlers):

@@ -20,7 +20,7 @@ from typing import Any
 import xoscar as xo
 
 from xinference_xavier.cancels import mend_cancels
-from xinference_xavier.config import ENABLE, take_launch_options
+from xinference_xavier.config import ENABLE, SHARES, take_launch_options
 from xinference_xavier.errors import (
     ConfigError,
     LaunchCancelledError,
@@ -227,6 +227,7 @@ def _localizing_launch(original: _Method) -> _Method:
                 worker_address=worker.address,
                 supervisor_address=worker._supervisor_address,
             )
+            kwargs["envs"] = {**(kwargs.get("envs") or {}), SHARES: "1"}
         return await original(worker, *args, **kwargs)
 
     return launch
