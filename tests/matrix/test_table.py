@@ -1,0 +1,56 @@
+"""The table of versions shows what was tried, and keeps what was not tried this time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.matrix import table
+from tests.matrix.environments import VERSIONS
+from xinference_xavier.engine.entry import NEWEST, OLDEST
+
+HEAD = "| a | b | c | d | e |\n|---|---|---|---|---|\n"
+REPORT = {
+    "versions": {
+        "vllm 0.29.0": {
+            "date": "2026-11-22",
+            "steps": {
+                "unit": {"passed": 335, "failed": 0},
+                "engines": {"passed": 30, "failed": 2},
+            },
+        },
+        "xinference 4.0.1": {
+            "date": "2026-11-22",
+            "steps": {"unit": {"passed": 9, "failed": 0}, "xinference": {"passed": 7, "failed": 0}},
+        },
+    }
+}
+ROWS = (
+    "| `vllm 0.29.0` | 335 ✓ | 30 ✓, 2 ✗ | – | 2026-11-22 |\n",
+    "| `xinference 4.0.1` | 9 ✓ | – | 7 ✓ | 2026-11-22 |\n",
+)
+
+
+def test_rows_come_in_the_order_of_versions_and_others_stay(tmp_path: Path) -> None:
+    readme = tmp_path / "README.md"
+    older = "| `vllm 0.30.0` | 1 ✓ | 1 ✓ | 1 ✓ | 2026-01-01 |\n"
+    replaced = "| `vllm 0.29.0` | 2 ✓ | 1 ✓ | 1 ✓ | 2026-01-01 |\n"
+    readme.write_text(f"before\n\n{HEAD}{replaced}{older}\nafter\n")
+    table.write(REPORT, (readme,))
+    assert readme.read_text() == f"before\n\n{HEAD}{ROWS[0]}{older}{ROWS[1]}\nafter\n"
+
+
+def test_an_empty_table_is_filled(tmp_path: Path) -> None:
+    readme = tmp_path / "README.md"
+    readme.write_text(f"before\n\n{HEAD}\nafter\n")
+    table.write(REPORT, (readme,))
+    assert readme.read_text() == f"before\n\n{HEAD}{''.join(ROWS)}\nafter\n"
+
+
+def test_every_vllm_that_is_supported_is_tried() -> None:
+    tried = {version.name.removeprefix("vllm ").rpartition(".")[0] for version in VERSIONS}
+    assert {f"0.{minor}" for minor in range(OLDEST[1], NEWEST[1] + 1)} <= tried
+
+
+def test_the_readmes_have_the_same_rows() -> None:
+    english, chinese = (table._ROW.findall(readme.read_text()) for readme in table.READMES)
+    assert english == chinese
