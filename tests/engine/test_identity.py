@@ -16,6 +16,7 @@ import vllm
 from safetensors.torch import load_file, save_file
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
+from vllm.platforms.interface import DeviceCapability
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
 from xinference_xavier.engine import identity
@@ -213,7 +214,30 @@ def test_another_vllm(
 def test_another_kind_of_device(
     own: str, config: VllmConfig, cache_config: KVCacheConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(identity, "current_platform", SimpleNamespace(device_type="cuda"))
+    found = set()
+    for device, capability in (("cuda", (9, 0)), ("cuda", (8, 0)), ("rocm", None)):
+        platform = SimpleNamespace(
+            device_type=device,
+            get_device_capability=lambda has=capability: has and DeviceCapability(*has),
+        )
+        monkeypatch.setattr(identity, "current_platform", platform)
+        found.add(namespace(config, cache_config))
+    assert len(found | {own}) == 4
+
+
+def test_another_model_runner(
+    own: str, config: VllmConfig, cache_config: KVCacheConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not config.use_v2_model_runner
+    monkeypatch.setattr(VllmConfig, "use_v2_model_runner", True)
+    assert namespace(config, cache_config) != own
+
+
+def test_another_beginning_of_the_chains_of_hashes(
+    own: str, config: VllmConfig, cache_config: KVCacheConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No key of the one would ever be found in the other."""
+    monkeypatch.setenv("PYTHONHASHSEED", "12345")
     assert namespace(config, cache_config) != own
 
 

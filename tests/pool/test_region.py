@@ -65,6 +65,17 @@ def test_another_process_works_on_the_same_bytes(region: Region, incarnation: st
         server.close()
 
 
+@pytest.mark.parametrize("note", [b"", b'[{"backends": ["FLASH_ATTN"]}]', b"x" * 200_000])
+def test_a_note_comes_with_it(region: Region, incarnation: str, note: bytes) -> None:
+    server = RegionServer(region, incarnation, note)
+    try:
+        received = receive_region(incarnation, 30)
+        assert received.note == note
+        received.close()
+    finally:
+        server.close()
+
+
 def test_the_server_may_come_later_than_who_asks(region: Region, incarnation: str) -> None:
     received: list[Region] = []
     asking = threading.Thread(target=lambda: received.append(receive_region(incarnation, 30)))

@@ -5,14 +5,16 @@ chunk size. A manager does not see how many of a request's tokens vLLM's own pre
 The connector sees all that; the rest is vLLM's.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
+import torch
 from vllm.config import VllmConfig
 from vllm.distributed.kv_events import KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -23,9 +25,9 @@ from xinference_xavier.engine import identity, versions
 from xinference_xavier.engine.explain import PromptChunker
 from xinference_xavier.engine.log_lines import log_like_vllm
 from xinference_xavier.engine.manager import XavierManager
-from xinference_xavier.engine.spec import IDENTITY, chunk_tokens_for
+from xinference_xavier.engine.page_format import page_format
+from xinference_xavier.engine.spec import IDENTITY, XavierSpec, chunk_tokens_for
 from xinference_xavier.errors import ConfigError
-from xinference_xavier.namespace import digest, readable
 
 _MOST_DECODED = 16
 """Tokens of a request in a step: one, and those that are speculated."""
@@ -48,11 +50,9 @@ class XavierConnector(OffloadingConnector):
         # vLLM's own entry: from 0.33 on more than the spec depends on it.
         extra["blocks_per_chunk"] = chunk_tokens // max(block_tokens)
         if role is KVConnectorRole.SCHEDULER:
-            ingredients = identity.ingredients(vllm_config, kv_cache_config, chunk_tokens)
             extra[IDENTITY] = {
                 "key_bytes": identity.key_bytes(vllm_config),
-                "namespace": digest(ingredients),
-                "ingredients": readable(ingredients),
+                "ingredients": identity.ingredients(vllm_config, kv_cache_config, chunk_tokens),
             }
         super().__init__(vllm_config, role, kv_cache_config)
         if role is KVConnectorRole.SCHEDULER:
@@ -62,6 +62,25 @@ class XavierConnector(OffloadingConnector):
             manager.explain_with(PromptChunker(vllm_config, offloading, chunk_tokens))
             manager.step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
             self._manager = manager
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        self._tell_page_format(kv_caches)
+        super().register_kv_caches(kv_caches)
+
+    def register_cross_layers_kv_cache(
+        self, kv_cache: torch.Tensor, attn_backend: type[AttentionBackend]
+    ) -> None:
+        """Called by vLLM up to 0.28, which may keep all layers in one tensor."""
+        groups = self._kv_cache_config.kv_cache_groups
+        self._tell_page_format({group.layer_names[0]: kv_cache for group in groups})
+        assert self.connector_worker is not None
+        self.connector_worker.register_cross_layers_kv_cache(kv_cache, attn_backend)  # type: ignore[attr-defined]
+
+    def _tell_page_format(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        assert self.connector_worker is not None
+        spec = self.connector_worker.spec
+        assert isinstance(spec, XavierSpec)
+        spec.pages = page_format(self._vllm_config, self._kv_cache_config, kv_caches)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int

@@ -26,10 +26,17 @@ def namespace(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, chunk_tok
     return digest(ingredients(vllm_config, kv_cache_config, chunk_tokens))
 
 
+def _capability() -> str | None:
+    """Of a device that has one: by it vLLM chooses kernels."""
+    capability = current_platform.get_device_capability()
+    return None if capability is None else capability.as_version_str()
+
+
 def ingredients(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, chunk_tokens: int
 ) -> dict[str, object]:
-    """All that two engines must have in common to share. Reads samples of the weights."""
+    """All that two engines must have in common to share, but for `page_format`. Reads samples of
+    the weights."""
     model = vllm_config.model_config
     cache = vllm_config.cache_config
     parallel = vllm_config.parallel_config
@@ -43,6 +50,8 @@ def ingredients(
         "protocol": PROTOCOL_VERSION,  # so that other versions of ours never meet
         "vllm": vllm.__version__,
         "device": current_platform.device_type,
+        "capability": _capability(),
+        "model_runner": "V2" if vllm_config.use_v2_model_runner else "V1",
         "architecture": architecture,
         "weights": weights_fingerprint(Path(model.model)),
         "revision": model.revision,

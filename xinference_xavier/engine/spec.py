@@ -9,6 +9,7 @@ pages, tensor after tensor. The connector decides on the size of a chunk. Import
 no side effects: vLLM does so in its API process too.
 """
 
+import json
 import logging
 import math
 import threading
@@ -33,6 +34,7 @@ from xinference_xavier.engine.manager import XavierManager
 from xinference_xavier.engine.orphan import end_with_parent
 from xinference_xavier.errors import ConfigError, RegionError
 from xinference_xavier.host_memory import free_memory_bytes
+from xinference_xavier.namespace import digest, readable
 from xinference_xavier.pool.pool import Pool
 from xinference_xavier.pool.region import ROW_ALIGNMENT, Region, RegionServer, receive_region
 from xinference_xavier.replica import Replica
@@ -82,6 +84,8 @@ class XavierSpec(OffloadingSpec):
         cells = 1 if self.replicated_layout else config.parallel.world_size
         self._row_bytes = -(-self._cell_bytes * cells // ROW_ALIGNMENT) * ROW_ALIGNMENT
         self._rows = self._count_rows()
+        self.pages: list[dict[str, Any]] = []
+        """Of this worker's KV cache, see `page_format`; to be set before `get_worker`."""
         self._region_server: RegionServer | None = None
         self._worker: OffloadingWorker | None = None
         self._manager: XavierManager | None = None
@@ -129,7 +133,8 @@ class XavierSpec(OffloadingSpec):
                 "use less, or leave it out for a tenth of what is free",
             )
         region = Region.create(self._rows, self._row_bytes)
-        self._region_server = RegionServer(region, self.config.engine_id)
+        note = json.dumps(self.pages).encode()
+        self._region_server = RegionServer(region, self.config.engine_id, note)
         if size <= _POPULATE_AT_ONCE:
             region.populate()
         else:
@@ -150,8 +155,9 @@ class XavierSpec(OffloadingSpec):
 
     def get_manager(self) -> OffloadingManager:
         if self._manager is None:
-            identity = self.extra_config[IDENTITY]
             region = self._receive()
+            identity = self.extra_config[IDENTITY]
+            ingredients = {**identity["ingredients"], "pages": json.loads(region.note)}
             pool = Pool(self._rows)
             self._manager = XavierManager(
                 pool,
@@ -164,12 +170,12 @@ class XavierSpec(OffloadingSpec):
             replica = Replica(
                 self._xavier,
                 incarnation=self.config.engine_id,
-                namespace=identity["namespace"],
+                namespace=digest(ingredients),
                 key_bytes=identity["key_bytes"],
                 region=region,
                 pool=pool,
                 engine_stats=self._manager.stats,
-                ingredients=identity["ingredients"],
+                ingredients=readable(ingredients),
             )
             self._manager.attach(replica)
             replica.start()

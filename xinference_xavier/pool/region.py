@@ -30,6 +30,7 @@ _HEADER = struct.Struct("!8sQQ")
 _MAGIC = b"XAVIER01"
 _CREDENTIALS = struct.Struct("iII")
 _POPULATE_STEP = 64 << 20
+_MAX_NOTE = 1 << 20
 _MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23  # Linux 5.14
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 ROW_ALIGNMENT = mmap.PAGESIZE
@@ -40,6 +41,9 @@ _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 class Region:
     """`rows` rows of `row_bytes` bytes each; `array` has shape (rows, row_bytes), uint8."""
+
+    note = b""
+    """What its maker said of its contents, for those that `receive_region` has given it to."""
 
     def __init__(self, fd: int, rows: int, row_bytes: int) -> None:
         """Map `fd`, which the region owns from here on; read-only if the descriptor is."""
@@ -131,13 +135,17 @@ def check_same_user(peer: socket.socket) -> None:
 
 
 class RegionServer:
-    """Hands a region's descriptor to processes of the same user, on a thread of its own.
+    """Hands a region's descriptor to processes of the same user, on a thread of its own, and with
+    it a note for them.
 
     The socket is an abstract Unix socket named by the incarnation: no file is left behind.
     """
 
-    def __init__(self, region: Region, incarnation: str) -> None:
+    def __init__(self, region: Region, incarnation: str, note: bytes = b"") -> None:
+        if len(note) > _MAX_NOTE:
+            raise ValueError(f"a note of {len(note)} bytes")
         self._region = region
+        self._note = note
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             self._listener.bind(_socket_name(incarnation))
@@ -160,6 +168,7 @@ class RegionServer:
                     peer.settimeout(1.0)
                     check_same_user(peer)
                     _hand_over(peer, self._region, self._region.fd)
+                    peer.sendall(self._note)
                 except (OSError, RegionError):
                     self.refused += 1
 
@@ -182,7 +191,10 @@ def receive_region(incarnation: str, timeout: float) -> Region:
             try:
                 peer.connect(_socket_name(incarnation))
                 check_same_user(peer)
-                return take_region(peer)
+                region = take_region(peer)
+                with peer.makefile("rb") as rest:
+                    region.note = rest.read(_MAX_NOTE)
+                return region
             except OSError as error:
                 if time.monotonic() > deadline:
                     raise RegionError(

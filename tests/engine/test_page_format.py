@@ -1,0 +1,61 @@
+"""Engines share only pages that their kernels read and write in one format."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+
+from xinference_xavier.engine import page_format as module
+from xinference_xavier.engine.page_format import page_format, tensor_format
+
+BLOCKS = 24
+LAYERS = [["full.0", "full.1"], ["window.0"]]
+
+
+def test_it_does_not_depend_on_how_many_blocks_there_are() -> None:
+    formats = {
+        tensor_format(torch.empty(blocks, 2, 128, 4, 64), blocks) for blocks in (BLOCKS, 1000, 64)
+    }
+    assert formats == {"torch.float32 (1 × blocks, 2, 128, 4, 64) in the order [0, 1, 2, 3, 4]"}
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        torch.empty(2 * BLOCKS, 2, 64, 4, 64),  # a kernel with smaller blocks than vLLM's
+        torch.empty(BLOCKS, 2, 4, 128, 64),
+        torch.empty(BLOCKS, 2, 4, 128, 64).transpose(2, 3),  # the same shape in another order
+        torch.empty(2, BLOCKS, 128, 4, 64),
+        torch.empty(BLOCKS, 2, 128, 4, 64, dtype=torch.float16),
+    ],
+    ids=["kernel blocks", "shape", "order", "keys and values apart", "type"],
+)
+def test_another_format_of_as_many_bytes(other: torch.Tensor) -> None:
+    assert tensor_format(other, BLOCKS) != tensor_format(torch.empty(BLOCKS, 2, 128, 4, 64), BLOCKS)
+
+
+def test_each_group_has_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    backends = {"full": "FLASH_ATTN", "window": "TRITON_ATTN"}
+
+    def of_layers(_config: object, layers: list[str]) -> list[Any]:
+        name = backends[layers[0].partition(".")[0]]
+        return [SimpleNamespace(get_name=lambda: name)]
+
+    monkeypatch.setattr(module, "get_current_attn_backends", of_layers)
+    spec = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float32)
+    groups = [KVCacheGroupSpec(layers, spec) for layers in LAYERS]
+    config = KVCacheConfig(num_blocks=BLOCKS, kv_cache_tensors=[], kv_cache_groups=groups)
+    caches: dict[str, Any] = {
+        "full.0": torch.empty(BLOCKS, 2, 16, 8),
+        "full.1": torch.empty(BLOCKS, 2, 16, 8),
+        "window.0": [torch.empty(BLOCKS, 3), torch.empty(BLOCKS, 5)],  # a state of two parts
+    }
+    told = page_format(SimpleNamespace(), config, caches)  # type: ignore[arg-type]
+    assert [group["backends"] for group in told] == [["FLASH_ATTN"], ["TRITON_ATTN"]]
+    assert [len(group["tensors"]) for group in told] == [1, 2]
+    del caches["full.1"], caches["window.0"]  # of another pipeline stage
+    assert [len(g["tensors"]) for g in page_format(SimpleNamespace(), config, caches)] == [1, 0]  # type: ignore[arg-type]

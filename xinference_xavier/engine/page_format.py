@@ -1,0 +1,64 @@
+"""How a worker's attention kernels lay out the pages of its KV cache.
+
+Pages of one size can hold the same numbers in another order: a backend has a layout of its own, and
+a kernel may split a block into smaller ones. Only a worker knows, once it has its KV cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
+from vllm.v1.kv_cache_interface import KVCacheConfig
+
+
+def page_format(
+    vllm_config: VllmConfig,
+    kv_cache_config: KVCacheConfig,
+    kv_caches: Mapping[str, torch.Tensor | list[torch.Tensor]],
+) -> list[dict[str, Any]]:
+    """JSON-able, of each KV-cache group; `kv_caches` are this worker's, by layer.
+
+    Equal for engines whose pages have equal formats, however many blocks they have.
+    """
+    return [
+        {
+            "backends": _backends(vllm_config, group.layer_names),
+            "tensors": sorted(
+                {
+                    tensor_format(tensor, kv_cache_config.num_blocks)
+                    for layer in group.layer_names
+                    for tensor in _tensors(kv_caches.get(layer))
+                }
+            ),
+        }
+        for group in kv_cache_config.kv_cache_groups
+    ]
+
+
+def tensor_format(tensor: torch.Tensor, blocks: int) -> str:
+    """Type, shape and the order of the dimensions in memory, the outermost first.
+
+    In place of how many blocks there are it has how many of the kernel's are in one of vLLM's.
+    """
+    strides = tensor.stride()
+    order = sorted(range(tensor.ndim), key=lambda axis: strides[axis], reverse=True)
+    shape = [str(size) for size in tensor.shape]
+    for axis in order:
+        if tensor.shape[axis] >= blocks and tensor.shape[axis] % blocks == 0:
+            shape[axis] = f"{tensor.shape[axis] // blocks} × blocks"
+            break
+    return f"{tensor.dtype} ({', '.join(shape)}) in the order {order}"
+
+
+def _backends(vllm_config: VllmConfig, layers: list[str]) -> list[str]:
+    return sorted(backend.get_name() for backend in get_current_attn_backends(vllm_config, layers))
+
+
+def _tensors(cache: torch.Tensor | list[torch.Tensor] | None) -> Iterable[torch.Tensor]:
+    if cache is None:  # a layer of another worker
+        return ()
+    return (cache,) if isinstance(cache, torch.Tensor) else cache
