@@ -1,0 +1,71 @@
+"""A cluster that nobody asks anything takes next to no processor time, whatever happened before."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from examples.local_cluster import LocalCluster
+from tests.e2e import processes
+from tests.e2e.conftest import ARGUMENTS, ROOT, can_fetch, wait_for_engine
+from xinference_xavier.client import AsyncXavierClient
+
+pytestmark = pytest.mark.long
+
+UID = "idle"
+CANCELLED = 1000
+AT_A_TIME = 20
+WINDOW = 60.0  # seconds in which processor time is counted
+QUIET = 0.05  # of a core, for each process
+
+
+async def listen_and_leave(endpoint: str, times: int) -> None:
+    """As who opens and closes the page does; each time a call of the tracker is cancelled."""
+
+    async def listener(client: AsyncXavierClient) -> None:
+        for _ in range(times // AT_A_TIME):
+            async for _report in client.watch(UID):
+                break
+
+    async with AsyncXavierClient(endpoint) as client:
+        await asyncio.gather(*(listener(client) for _ in range(AT_A_TIME)))
+
+
+def shares_of_a_core(running: list[psutil.Process]) -> dict[str, float]:
+    """That each process takes while nobody asks for anything."""
+    before = {process: sum(process.cpu_times()[:2]) for process in running}
+    threading.Event().wait(WINDOW)
+    return {
+        f"{process.pid} {' '.join(process.cmdline())[:60]}": (
+            sum(process.cpu_times()[:2]) - seconds
+        )
+        / WINDOW
+        for process, seconds in before.items()
+        if process.is_running()
+    }
+
+
+def test_after_cancelled_calls_lost_replicas_and_terminated_models(
+    model_folder: Path, record_property: Callable[[str, object], None]
+) -> None:
+    log = ROOT / "build" / "test-idle.log"
+    with LocalCluster(log, host="0.0.0.0", environment={"PYTHONPATH": str(ROOT)}) as cluster:
+        cluster.register(model_folder, "small")
+        cluster.launch("small", UID, **ARGUMENTS)
+        wait_for_engine(lambda: can_fetch(cluster, UID, 2), "both replicas can fetch")
+        asyncio.run(listen_and_leave(cluster.endpoint, CANCELLED))
+
+        processes.kill(processes.of_replica(f"{UID}-rep0").model)
+        wait_for_engine(lambda: can_fetch(cluster, UID, 1), "the lost one is forgotten")
+        wait_for_engine(lambda: can_fetch(cluster, UID, 2), "xinference has started it again")
+        cluster.launch("small", "terminated", replica=1, **ARGUMENTS)
+        cluster.terminate("terminated")
+
+        shares = shares_of_a_core(cluster.processes())
+        record_property("shares of a core", shares)
+        assert {name: share for name, share in shares.items() if share >= QUIET} == {}
