@@ -6,7 +6,10 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 
-VENV := .venv
+# Of `make demo`, `make test-gpu` and `make venv`: cpu, or cuda for NVIDIA cards. The demo takes what it finds.
+DEVICE ?= $(if $(filter test-gpu,$(MAKECMDGOALS)),cuda,$(if $(filter demo,$(MAKECMDGOALS)),$(shell \
+	nvidia-smi --list-gpus >/dev/null 2>&1 && echo cuda || echo cpu),cpu))
+VENV := .venv$(if $(filter-out cpu,$(DEVICE)),-$(DEVICE))
 BIN := $(VENV)/bin
 # One interpreter for all: 3.11 is the one that the pinned list was tried with.
 PYTHON ?= $(firstword $(foreach name,python3.11 python3 python3.12 python3.13, \
@@ -30,13 +33,14 @@ STEPS ?=
 # Of `make test-matrix` (default: all).
 VERSIONS ?=
 
-.PHONY: help system venv lint types test test-long test-matrix chaos bench demo docs links clean
+.PHONY: help system venv lint types test test-long test-gpu test-matrix chaos bench demo docs links clean
 
 help:
-	@echo "make demo    two replicas share long prefixes, measured (MODEL=<folder> ARGS='--dtype bfloat16 …')"
+	@echo "make demo    two replicas share long prefixes, measured (MODEL=<folder> ARGS='--dtype bfloat16 …' DEVICE=cpu|cuda)"
 	@echo "make test    lint, types, documentation and tests"
 	@echo "make chaos   faults by the thousand, 20 minutes (PART=replicas|engines SECONDS=… SEED=…)"
 	@echo "make test-long  browsers, Prometheus, and clusters, hosts and engines that are broken on purpose: takes long"
+	@echo "make test-gpu  the tests that need an NVIDIA card, with the CUDA build of vLLM"
 	@echo "make test-matrix  the tests with other versions of vLLM and xinference, an hour (VERSIONS='vllm-0.29.0 …')"
 	@echo "make bench   what sharing costs, beside what this machine can do (PART='hit …' QUICK=1)"
 	@echo "make docs    the documentation, as build/docs/index.html"
@@ -45,7 +49,7 @@ help:
 	@echo "make types   mypy"
 	@echo "make venv    $(VENV) from the pinned list"
 	@echo "make system  what tests need of Debian: $(DEBIAN)"
-	@echo "make clean   removes what the commands above made, except $(VENV)"
+	@echo "make clean   removes what the commands above made, except .venv and .venv-cuda"
 
 # As root, and only where something is missing.
 system:
@@ -60,14 +64,15 @@ system:
 
 venv: $(VENV)/.complete
 
-$(VENV)/.complete: pyproject.toml requirements/torch.txt requirements/cpu.txt requirements/dev.txt
+$(VENV)/.complete: pyproject.toml requirements/torch.txt requirements/$(DEVICE).txt requirements/dev.txt
 	@test -n "$(PYTHON)" || { echo "no Python >= 3.11 found: install it or say make PYTHON=<path>"; exit 1; }
 	@echo "[1/5] $(VENV) from $$($(PYTHON) --version) ($(PYTHON))"
 	@$(PYTHON) -m venv $(VENV)
 	@echo "[2/5] $$(grep -v '^#' requirements/torch.txt) and its dependencies"
 	@$(PIP) -r requirements/torch.txt
-	@echo "[3/5] xinference, vLLM and all they need: $$(grep -vc '^#' requirements/cpu.txt) pinned packages, some 2 GB"
-	@$(PIP) --no-deps -r requirements/cpu.txt
+	@echo "[3/5] xinference, vLLM and all they need: $$(grep -vc '^#' requirements/$(DEVICE).txt) pinned packages," \
+		"some $(if $(filter cuda,$(DEVICE)),9,2) GB"
+	@$(PIP) --no-deps -r requirements/$(DEVICE).txt
 	@echo "[4/5] tools for development"
 	@$(PIP) --no-deps -r requirements/dev.txt
 	@echo "[5/5] xinference-xavier itself, editable"
@@ -90,6 +95,9 @@ test: lint types docs
 
 test-long: system venv
 	$(BIN)/python -m pytest -m long
+
+test-gpu: venv
+	$(BIN)/python -m pytest -m "gpu or long" tests/gpu tests/e2e/test_engine_events.py
 
 # Needs a network. Writes build/matrix-report.json and the READMEs' table of versions.
 test-matrix: venv
@@ -116,4 +124,4 @@ links: $(VENV)/.docs
 
 clean:
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
-	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -exec rm -rf {} +
+	find . -path './.venv*' -prune -o -name __pycache__ -type d -exec rm -rf {} +

@@ -71,6 +71,14 @@ class Asked(NamedTuple):
         return [after - before for before, after in zip(self.times, self.times[1:], strict=False)]
 
 
+class Answer(NamedTuple):
+    """What became of one request; `cached` are prompt tokens."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    cached: int
+
+
 class Load(NamedTuple):
     """Requests that were served at once."""
 
@@ -119,7 +127,8 @@ class Kind(NamedTuple):
     arguments: Mapping[str, Any] = {}
     options: Mapping[str, Any] = {}
     asynchronous: bool = False
-    """It schedules ahead of what a worker in a process of its own computes."""
+    """On the CPU platform: it schedules ahead of what a worker in a process of its own computes."""
+    environment: Mapping[str, str] = {}
 
 
 ALWAYS_FETCH = {"min_fetch_tokens": CHUNK}
@@ -129,12 +138,12 @@ ALWAYS_FETCH = {"min_fetch_tokens": CHUNK}
 class Engine:
     """The handle of an engine's process; commands are the methods of `_Inside`."""
 
-    def __init__(self, name: str, arguments: dict[str, Any], asynchronous: bool = False) -> None:
+    def __init__(self, name: str, arguments: dict[str, Any], kind: Kind) -> None:
         self.name = name
         self._has_answered = False
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self.process = context.Process(target=_run, args=(theirs, arguments, asynchronous))
+        self.process = context.Process(target=_run, args=(theirs, arguments, kind))
         self.process.start()
         atexit.register(self.close)  # before multiprocessing waits for it, for ever
         theirs.close()
@@ -206,10 +215,12 @@ class Fleet:
         self,
         kinds: Mapping[str, Kind],
         *,
+        model: Path | None = None,
         may_fail: Sequence[str] = (),
         step_tokens: int = STEP_TOKENS,
     ) -> None:
         self._kinds = kinds
+        self._model = model
         self._may_fail = may_fail
         self._step_tokens = step_tokens
         self.engines: dict[str, Engine] = {}
@@ -217,14 +228,14 @@ class Fleet:
         self._loop = asyncio.Runner()
 
     def __enter__(self) -> Self:
-        model = own_model()
+        model = self._model or own_model()
         self._tracker = TrackerProcess()
         self._tracker.__enter__()
         try:
             self.actor = self.run(self._tracker.actor())
             for name, kind in self._kinds.items():
                 arguments = self._arguments(model, name, kind)
-                self.engines[name] = Engine(name, arguments, kind.asynchronous)
+                self.engines[name] = Engine(name, arguments, kind)
             for name in self._kinds:
                 self._wait_ready(name)
             self._wait(self._have_joined, "all have joined")
@@ -327,14 +338,8 @@ class Fleet:
             "worker_extension_cls": "benchmarks.threads.ThreadTimes",
         }
         if kind.transport is not None:
-            config = XavierConfig(
-                MODEL,
-                self._tracker.address,
-                pool_bytes=POOL_BYTES,
-                chunk_tokens=CHUNK,
-                transport=kind.transport,
-                **kind.options,
-            )
+            options = {"pool_bytes": POOL_BYTES, "chunk_tokens": CHUNK, **kind.options}
+            config = XavierConfig(MODEL, self._tracker.address, transport=kind.transport, **options)
             arguments["kv_transfer_config"] = {**kv_transfer_config(config), "engine_id": name}
         return {**arguments, **kind.arguments}
 
@@ -350,16 +355,10 @@ class _Inside:
         self._asked = 0
 
     async def ask(self, prompt: Sequence[int], tokens: int) -> Asked:
-        from vllm import SamplingParams, TokensPrompt
+        from vllm import TokensPrompt
         from vllm.sampling_params import RequestOutputKind
 
-        sampling = SamplingParams(
-            temperature=0,
-            max_tokens=tokens,
-            ignore_eos=True,
-            detokenize=False,
-            output_kind=RequestOutputKind.DELTA,
-        )
+        sampling = _greedy(tokens, output_kind=RequestOutputKind.DELTA)
         self._asked += 1
         times: list[float] = []
         cached = 0
@@ -369,6 +368,24 @@ class _Inside:
             times.append(time.perf_counter() - began)
             cached = output.num_cached_tokens or 0
         return Asked(times[0], tuple(times), cached)
+
+    async def answers(self, prompts: Sequence[Sequence[int]], tokens: int) -> list[Answer]:
+        """To all of them at once."""
+        return await asyncio.gather(*(self._answer(prompt, tokens) for prompt in prompts))
+
+    async def _answer(self, prompt: Sequence[int], tokens: int) -> Answer:
+        from vllm import TokensPrompt
+        from vllm.sampling_params import RequestOutputKind
+
+        sampling = _greedy(tokens, logprobs=0, output_kind=RequestOutputKind.FINAL_ONLY)
+        self._asked += 1
+        given = TokensPrompt(prompt_token_ids=list(prompt))
+        async for output in self._engine.generate(given, sampling, f"request-{self._asked}"):
+            (said,) = output.outputs
+        logprobs = [
+            at[token].logprob for at, token in zip(said.logprobs, said.token_ids, strict=True)
+        ]
+        return Answer(tuple(said.token_ids), tuple(logprobs), output.num_cached_tokens or 0)
 
     async def serve(
         self, prompts: Sequence[Sequence[int]], tokens: Sequence[int], at_once: int
@@ -399,9 +416,17 @@ class _Inside:
         return dict(found)
 
 
-def _run(pipe: Connection, arguments: dict[str, Any], asynchronous: bool) -> None:
-    os.environ.update(engine_environment())
-    if asynchronous:
+def _greedy(tokens: int, **more: Any) -> Any:
+    from vllm import SamplingParams
+
+    return SamplingParams(
+        temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False, **more
+    )
+
+
+def _run(pipe: Connection, arguments: dict[str, Any], kind: Kind) -> None:
+    os.environ.update(engine_environment(), **kind.environment)
+    if kind.asynchronous:
         schedule_asynchronously()
     from vllm import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM

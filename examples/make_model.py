@@ -15,9 +15,9 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
-from faker import Faker
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
@@ -27,14 +27,24 @@ RECIPE = 1
 
 SEED = 20_25
 VOCABULARY = 8192
-HIDDEN = 512
-LAYERS = 8
-HEADS = 8
-KV_HEADS = 4
 HEAD = 64
-INNER = 896
 CONTEXT = 16_384
 ROPE_THETA = 10_000.0
+
+
+class Shape(NamedTuple):
+    """Sizes of a model, by the names that its configuration has for them."""
+
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    intermediate_size: int
+
+
+SMALL = Shape(512, 8, 8, 4, 896)
+LARGE = Shape(2048, 24, 32, 4, 5632)
+"""1.1 billion parameters: on a GPU the small one computes a document before a peer is asked."""
 
 EMBEDDING = 0.5
 SHARPNESS = 2.0
@@ -57,16 +67,18 @@ CHAT_TEMPLATE = (
 )
 
 
-def make_model(path: Path) -> Path:
+def make_model(path: Path, shape: Shape = SMALL, *, tokenizer: bool = True) -> Path:
     """Write the model to the folder `path` and return `path`; at once if it is there already.
 
     The folder appears complete or not at all. A model that an older recipe made is replaced.
+    Without a `tokenizer`, it takes and gives numbers of tokens only.
 
     Raises:
         FileExistsError: `path` holds something else.
     """
+    recipe = {"recipe": RECIPE, "tokenizer": tokenizer, **shape._asdict()}
     if (path / "recipe.json").is_file():
-        if json.loads((path / "recipe.json").read_text())["recipe"] == RECIPE:
+        if json.loads((path / "recipe.json").read_text()) == recipe:
             return path
         shutil.rmtree(path)
     elif path.exists() and any(path.iterdir()):
@@ -75,11 +87,12 @@ def make_model(path: Path) -> Path:
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}-") as scratch:
         folder = Path(scratch) / path.name
         folder.mkdir()
-        _tokenizer().save(str(folder / "tokenizer.json"))
+        if tokenizer:
+            _tokenizer().save(str(folder / "tokenizer.json"))
         weights = folder / "model.safetensors"
-        save_file(dict(_weights()), weights, metadata={"format": "pt"})
+        save_file(dict(_weights(shape)), weights, metadata={"format": "pt"})
         weights.chmod(0o644)
-        for name, content in _configuration().items():
+        for name, content in (_configuration(shape) | {"recipe.json": recipe}).items():
             (folder / name).write_text(json.dumps(content, indent=2) + "\n")
         folder.rename(path)
     return path
@@ -109,6 +122,8 @@ def _tokenizer() -> Tokenizer:
 
 
 def _training_text() -> Iterator[str]:
+    from faker import Faker  # here, since a model without a tokenizer is made without it
+
     fake = Faker("en_US")
     fake.seed_instance(SEED)
     for _ in range(1500):
@@ -128,7 +143,7 @@ def _training_text() -> Iterator[str]:
         yield f"| {' | '.join(fields)} |\n"
 
 
-def _weights() -> Iterator[tuple[str, NDArray[np.float32]]]:
+def _weights(shape: Shape) -> Iterator[tuple[str, NDArray[np.float32]]]:
     """The tensors by their names in a Qwen2 checkpoint.
 
     Weights drawn as for training (a deviation of 0.02) give a model that hears little but the last
@@ -139,6 +154,7 @@ def _weights() -> Iterator[tuple[str, NDArray[np.float32]]]:
     turned by the rotary embedding, favours the near past.
     """
     random = np.random.default_rng(SEED)
+    hidden, layers, heads, kv_heads, inner = shape
 
     def normal(rows: int, columns: int, deviation: float) -> NDArray[np.float32]:
         values = random.standard_normal((rows, columns), dtype=np.float32)
@@ -147,31 +163,31 @@ def _weights() -> Iterator[tuple[str, NDArray[np.float32]]]:
     def matrix(rows: int, columns: int, gain: float = 1.0) -> NDArray[np.float32]:
         return normal(rows, columns, gain / columns**0.5)
 
-    def near(heads: int) -> NDArray[np.float32]:
-        bias = np.zeros((heads, HEAD), dtype=np.float32)
-        bias[: heads // 4, : HEAD // 2] = NEAR_BIAS
+    def near(count: int) -> NDArray[np.float32]:
+        bias = np.zeros((count, HEAD), dtype=np.float32)
+        bias[: count // 4, : HEAD // 2] = NEAR_BIAS
         return bias.reshape(-1)
 
-    yield "model.embed_tokens.weight", normal(VOCABULARY, HIDDEN, EMBEDDING)
-    for number in range(LAYERS):
+    yield "model.embed_tokens.weight", normal(VOCABULARY, hidden, EMBEDDING)
+    for number in range(layers):
         layer = f"model.layers.{number}"
-        yield f"{layer}.input_layernorm.weight", np.ones(HIDDEN, dtype=np.float32)
-        yield f"{layer}.post_attention_layernorm.weight", np.ones(HIDDEN, dtype=np.float32)
-        yield f"{layer}.self_attn.q_proj.weight", matrix(HEADS * HEAD, HIDDEN, SHARPNESS)
-        yield f"{layer}.self_attn.k_proj.weight", matrix(KV_HEADS * HEAD, HIDDEN, SHARPNESS)
-        yield f"{layer}.self_attn.v_proj.weight", matrix(KV_HEADS * HEAD, HIDDEN)
-        yield f"{layer}.self_attn.o_proj.weight", matrix(HIDDEN, HEADS * HEAD)
-        yield f"{layer}.self_attn.q_proj.bias", near(HEADS)
-        yield f"{layer}.self_attn.k_proj.bias", near(KV_HEADS)
-        yield f"{layer}.self_attn.v_proj.bias", np.zeros(KV_HEADS * HEAD, dtype=np.float32)
-        yield f"{layer}.mlp.gate_proj.weight", matrix(INNER, HIDDEN)
-        yield f"{layer}.mlp.up_proj.weight", matrix(INNER, HIDDEN)
-        yield f"{layer}.mlp.down_proj.weight", matrix(HIDDEN, INNER)
-    yield "model.norm.weight", np.ones(HIDDEN, dtype=np.float32)
-    yield "lm_head.weight", matrix(VOCABULARY, HIDDEN, HEAD_GAIN)
+        yield f"{layer}.input_layernorm.weight", np.ones(hidden, dtype=np.float32)
+        yield f"{layer}.post_attention_layernorm.weight", np.ones(hidden, dtype=np.float32)
+        yield f"{layer}.self_attn.q_proj.weight", matrix(heads * HEAD, hidden, SHARPNESS)
+        yield f"{layer}.self_attn.k_proj.weight", matrix(kv_heads * HEAD, hidden, SHARPNESS)
+        yield f"{layer}.self_attn.v_proj.weight", matrix(kv_heads * HEAD, hidden)
+        yield f"{layer}.self_attn.o_proj.weight", matrix(hidden, heads * HEAD)
+        yield f"{layer}.self_attn.q_proj.bias", near(heads)
+        yield f"{layer}.self_attn.k_proj.bias", near(kv_heads)
+        yield f"{layer}.self_attn.v_proj.bias", np.zeros(kv_heads * HEAD, dtype=np.float32)
+        yield f"{layer}.mlp.gate_proj.weight", matrix(inner, hidden)
+        yield f"{layer}.mlp.up_proj.weight", matrix(inner, hidden)
+        yield f"{layer}.mlp.down_proj.weight", matrix(hidden, inner)
+    yield "model.norm.weight", np.ones(hidden, dtype=np.float32)
+    yield "lm_head.weight", matrix(VOCABULARY, hidden, HEAD_GAIN)
 
 
-def _configuration() -> dict[str, dict[str, object]]:
+def _configuration(shape: Shape) -> dict[str, dict[str, object]]:
     """The JSON files beside weights and tokenizer, by name."""
     end, end_turn = 0, 2
     return {
@@ -179,11 +195,7 @@ def _configuration() -> dict[str, dict[str, object]]:
             "architectures": ["Qwen2ForCausalLM"],
             "model_type": "qwen2",
             "vocab_size": VOCABULARY,
-            "hidden_size": HIDDEN,
-            "num_hidden_layers": LAYERS,
-            "num_attention_heads": HEADS,
-            "num_key_value_heads": KV_HEADS,
-            "intermediate_size": INNER,
+            **shape._asdict(),
             "hidden_act": "silu",
             "max_position_embeddings": CONTEXT,
             "rope_theta": ROPE_THETA,
@@ -208,7 +220,6 @@ def _configuration() -> dict[str, dict[str, object]]:
             "clean_up_tokenization_spaces": False,
             "chat_template": CHAT_TEMPLATE,
         },
-        "recipe.json": {"recipe": RECIPE},
     }
 
 

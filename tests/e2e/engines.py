@@ -282,7 +282,11 @@ def _run(
     if asynchronous:
         schedule_asynchronously()
     from vllm import AsyncEngineArgs
+    from vllm.platforms import current_platform
     from vllm.v1.engine.async_llm import AsyncLLM
+
+    if current_platform.is_cuda():  # three engines share a card
+        arguments = {**arguments, "gpu_memory_utilization": 0.2, "async_scheduling": asynchronous}
 
     async def serve() -> None:
         engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))

@@ -38,9 +38,12 @@ def closed(folder: Path, gate: Gate) -> Iterator[None]:
         (folder / gate).unlink(missing_ok=True)
 
 
+def is_closed(gate: Gate) -> bool:
+    return (Path(os.environ[FOLDER]) / gate).exists()
+
+
 def wait_for(gate: Gate, given_up: threading.Event) -> None:
-    file = Path(os.environ[FOLDER]) / gate
-    while file.exists() and not given_up.wait(_INTERVAL):
+    while is_closed(gate) and not given_up.wait(_INTERVAL):
         pass
 
 

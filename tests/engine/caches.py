@@ -11,7 +11,7 @@ BLOCKS = 24
 
 
 def kv_caches(
-    groups: Sequence[Sequence[int]], seed: int = 0, padding: int = 0
+    groups: Sequence[Sequence[int]], seed: int = 0, padding: int = 0, device: str = "cpu"
 ) -> CanonicalKVCaches:
     """One tensor of `BLOCKS` random blocks for each page size (bytes) of each group.
 
@@ -26,7 +26,7 @@ def kv_caches(
             size = page + padding
             data = torch.randint(-128, 128, (BLOCKS, size), dtype=torch.int8, generator=random)
             refs[-1].append(CanonicalKVCacheRef(len(tensors), page))
-            tensors.append(CanonicalKVCacheTensor(data, size))
+            tensors.append(CanonicalKVCacheTensor(data.to(device), size))
     return CanonicalKVCaches(tensors, refs)
 
 
@@ -37,6 +37,6 @@ def cell_bytes(caches: CanonicalKVCaches, blocks_per_chunk: int) -> int:
 def pages_of(caches: CanonicalKVCaches, group: int, block: int) -> list[bytes]:
     """The bytes of one block, page after page, without padding."""
     return [
-        caches.tensors[ref.tensor_idx].tensor[block, : ref.page_size_bytes].numpy().tobytes()
+        caches.tensors[ref.tensor_idx].tensor[block, : ref.page_size_bytes].cpu().numpy().tobytes()
         for ref in caches.group_data_refs[group]
     ]

@@ -244,7 +244,8 @@ def test_another_beginning_of_the_chains_of_hashes(
 def test_speculation(
     own: str, config: VllmConfig, cache_config: KVCacheConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(config, "speculative_config", "a draft model")
+    speculation = SimpleNamespace(method="a draft model")
+    monkeypatch.setattr(config, "speculative_config", speculation)
     assert namespace(config, cache_config) != own
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from examples import demo
 from examples.demo import launch_arguments
 from examples.experiment import Answer, Measurement
 from examples.local_cluster import Completion
@@ -73,6 +74,13 @@ def test_launch_arguments_are_passed_through() -> None:
     assert arguments["xavier_fetch_timeout"] == 2.5
     assert arguments["n_gpu"] is None
     assert arguments["enable_xavier"] is True
+
+
+def test_on_gpus_two_replicas_fit_on_one_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "ON_CPU", False)
+    arguments = launch_arguments([])
+    assert arguments["n_gpu"] == 1
+    assert 2 * arguments["gpu_memory_utilization"] < 1
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples.documents import document, prompt, questions
-from examples.make_model import CONTEXT, make_model
+from examples.make_model import CONTEXT, Shape, make_model
 
 Predict = Callable[[list[int]], torch.Tensor]
 
@@ -64,6 +64,22 @@ def test_a_model_of_another_recipe_is_made_again(model_folder: Path, tmp_path: P
     old.mkdir()
     (old / "recipe.json").write_text('{"recipe": 0}')
     assert digests(make_model(old)) == digests(model_folder)
+
+
+def test_without_a_tokenizer_it_has_the_same_weights(model_folder: Path, tmp_path: Path) -> None:
+    bare = digests(make_model(tmp_path / "bare", tokenizer=False))
+    whole = digests(model_folder)
+    assert "tokenizer.json" not in bare
+    assert bare["model.safetensors"] == whole["model.safetensors"]
+    assert bare["config.json"] == whole["config.json"]
+
+
+def test_a_model_of_another_shape(tmp_path: Path) -> None:
+    shape = Shape(128, 2, 2, 1, 192)
+    folder = make_model(tmp_path / "tiny", shape, tokenizer=False)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert len(model.model.layers) == 2
+    assert model.model.layers[0].self_attn.k_proj.weight.shape == (64, 128)
 
 
 def test_the_tokenizer_loses_nothing(model_folder: Path) -> None:

@@ -1,0 +1,396 @@
+"""`python -m benchmarks.gpu [PART …] [--graphs]`: what sharing gives on one NVIDIA card.
+
+Two engines of Qwen2.5-7B's shape share the card; vLLM makes the same random weights for both. Parts
+are `copies` (between the card and a pool), `hits` (time to the first token) and `no_hits` (what
+sharing costs where nothing hits). With `--graphs` engines use CUDA graphs; without, they are eager.
+Writes `build/gpu-report.json` and the end of `docs/gpu.md`; both keep what they had of others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.engines import CHUNK, Fleet, Kind, Prompts, whole_chunks
+from benchmarks.figures import figure, ratio, shown
+
+ROOT = Path(__file__).resolve().parent.parent
+REPORT = ROOT / "build" / "gpu-report.json"
+PAGE = ROOT / "docs" / "gpu.md"
+HEADING = "## What was measured\n"
+LENGTHS = (2_000, 9_000, 32_000, 48_000)
+ROUNDS = 5
+TRANSPORTS = {"shared_memory": "shared memory", "gloo": "Gloo"}
+SHAPE = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "vocab_size": 152_064,
+    "hidden_size": 3584,
+    "intermediate_size": 18_944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "hidden_act": "silu",
+    "max_position_embeddings": 65_536,
+    "rope_theta": 1e6,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "bos_token_id": 151_643,
+    "eos_token_id": 151_645,
+    "dtype": "bfloat16",
+}
+CONTEXT = 50_000
+STEP_TOKENS = 8192
+POOL_BYTES = 8 << 30
+KV_BYTES = 12 << 30
+BLOCK = 16
+PAGE_BYTES = 32 << 10
+"""Of a block's keys and values in one of the layers."""
+COPIED_CHUNKS = 64
+COPIES = 7
+PINNED_BYTES = 16 << 30
+PROMPTS, PROMPT_TOKENS, ANSWER_TOKENS, AT_ONCE = 64, 1000, 128, 32
+"""Of a round without hits."""
+
+
+class Sample(NamedTuple):
+    """Seconds to the first token, and how much of what could be reused the peer's hit reused."""
+
+    cold: float
+    remote: float
+    local: float
+    pool: float
+    reused: float
+
+
+# -- between card and pool --------------------------------------------------------------------
+
+
+def copies() -> dict[str, Any]:
+    """vLLM's copies to and from a pool's rows, beside one plain copy of as much pinned memory."""
+    import torch
+    from vllm.v1.kv_offload.base import (
+        CanonicalKVCacheRef,
+        CanonicalKVCaches,
+        CanonicalKVCacheTensor,
+        GPULoadStoreSpec,
+    )
+    from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
+
+    from xinference_xavier.engine.device_region import DeviceRegion
+    from xinference_xavier.engine.versions import device_worker
+    from xinference_xavier.pool.region import Region
+
+    layers = int(SHAPE["num_hidden_layers"])  # type: ignore[call-overload]
+    per_chunk = CHUNK // BLOCK
+    blocks = COPIED_CHUNKS * per_chunk
+    row_bytes = per_chunk * layers * PAGE_BYTES
+    size = COPIED_CHUNKS * row_bytes
+    tensors = [
+        CanonicalKVCacheTensor(
+            torch.zeros(blocks, PAGE_BYTES, dtype=torch.int8, device="cuda"), PAGE_BYTES
+        )
+        for _ in range(layers)
+    ]
+    refs = [[CanonicalKVCacheRef(layer, PAGE_BYTES) for layer in range(layers)]]
+    caches = CanonicalKVCaches(tensors, refs)
+    pages = GPULoadStoreSpec([*range(blocks)], group_sizes=[blocks], block_indices=[0])
+    rows = CPULoadStoreSpec([*range(COPIED_CHUNKS)])
+
+    def worker_over(region: Region) -> Any:
+        return device_worker(caches, per_chunk, region.rows, DeviceRegion(region, 0, row_bytes))
+
+    def seconds_of(copy: Any) -> float:
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        copy()
+        torch.cuda.synchronize()
+        return time.perf_counter() - began
+
+    region = Region.create(COPIED_CHUNKS, row_bytes)
+    region.populate()
+    worker = worker_over(region)
+    pinned = torch.empty(size, dtype=torch.int8, pin_memory=True)
+    plain = torch.empty(size, dtype=torch.int8, device="cuda")
+    ways = {
+        "store": lambda: worker.submit_store(1, pages, rows),
+        "plain store": lambda: pinned.copy_(plain, non_blocking=True),
+        "load": lambda: worker.submit_load(1, rows, pages),
+        "plain load": lambda: plain.copy_(pinned, non_blocking=True),
+    }
+    taken: dict[str, list[float]] = {name: [] for name in ways}
+    for turn in range(COPIES + 1):  # the first one warms up
+        for name, copy in ways.items():
+            seconds = seconds_of(copy)
+            worker.get_finished()
+            if turn:
+                taken[name].append(seconds)
+    worker.shutdown()
+
+    began = time.perf_counter()
+    large = Region.create(PINNED_BYTES // row_bytes, row_bytes)
+    large.populate()
+    populated = time.perf_counter()
+    worker = worker_over(large)
+    pinning = time.perf_counter()
+    worker.shutdown()
+    return {
+        "bytes": size,
+        **{
+            f"{name}_gb_per_s": figure([size / seconds / 1e9 for seconds in those])
+            for name, those in taken.items()
+        },
+        "store/plain": ratio(taken["plain store"], taken["store"]),
+        "load/plain": ratio(taken["plain load"], taken["load"]),
+        "pinned_bytes": large.size,
+        "populate_s": populated - began,
+        "pin_s": pinning - populated,
+        "unpin_s": time.perf_counter() - pinning,
+    }
+
+
+def _copies_lines(part: dict[str, Any]) -> list[str]:
+    lines = [
+        f"{part['bytes'] / (1 << 20):.0f} MiB of a KV cache in {COPIED_CHUNKS} rows of a pool, and "
+        f"as much in one piece of plain pinned memory, {COPIES} times in turns.",
+        "",
+        "| | GB/s | plain copy, GB/s | pool ÷ plain |",
+        "|---|---|---|---|",
+    ]
+    for name in ("store", "load"):
+        cells = (f"{name}_gb_per_s", f"plain {name}_gb_per_s", f"{name}/plain")
+        lines.append(f"| {name} | {' | '.join(shown(part[cell]) for cell in cells)} |")
+    lines += [
+        "",
+        f"Touching {part['pinned_bytes'] / (1 << 30):.0f} GiB for the first time took "
+        f"{part['populate_s']:.1f} s, pinning them {part['pin_s']:.1f} s, giving them back "
+        f"{part['unpin_s']:.1f} s (once).",
+    ]
+    return lines
+
+
+# -- with engines -----------------------------------------------------------------------------
+
+
+def hits(graphs: bool) -> dict[str, Any]:
+    """Of prompts that nobody knows, one after the other, over each transport."""
+    return {"transports": {name: _hits_over(name, graphs) for name in TRANSPORTS}}
+
+
+def _hits_over(transport: str, graphs: bool) -> dict[str, Any]:
+    prompts = Prompts()
+    found: dict[int, list[Sample]] = {tokens: [] for tokens in LENGTHS}
+    kinds = {name: _kind(transport, graphs) for name in ("donor", "consumer")}
+    with _fleet(kinds) as fleet:
+        for tokens in LENGTHS:  # links, and what is made at first
+            _ask_everybody(fleet, prompts.fresh(tokens))
+        for _ in range(ROUNDS):
+            for tokens in LENGTHS:
+                found[tokens].append(_ask_everybody(fleet, prompts.fresh(tokens)))
+        stats = {name: replica["stats"] for name, replica in fleet.replicas().items()}
+    longest = max(LENGTHS)
+    return {
+        "lengths": [_row(tokens, samples) for tokens, samples in found.items()],
+        "used": stats["consumer"]["fetches"]["by_transport"],
+        "forecast": stats["consumer"]["forecast"],
+        "believed_tokens_per_s": stats["donor"]["prefill_tokens_per_s"],
+        "true_tokens_per_s": figure([longest / sample.cold for sample in found[longest]]),
+    }
+
+
+def _ask_everybody(fleet: Fleet, prompt: list[int]) -> Sample:
+    chunks = whole_chunks(len(prompt))
+    donor, consumer = fleet["donor"], fleet["consumer"]
+    cold = donor.ask(prompt)
+    fleet.wait_published("donor", chunks)
+    remote, local = consumer.ask(prompt), consumer.ask(prompt)
+    consumer.do("forget")
+    pool = consumer.ask(prompt)
+    fleet.drop()
+    for engine in (donor, consumer):
+        engine.do("forget")
+    reused = remote.cached / (chunks * CHUNK)
+    return Sample(cold.first, remote.first, local.first, pool.first, reused)
+
+
+def _row(tokens: int, samples: Sequence[Sample]) -> dict[str, Any]:
+    columns = dict(zip(Sample._fields, zip(*samples, strict=True), strict=True))
+    milliseconds = {
+        f"{name}_ms": figure([seconds * 1e3 for seconds in columns[name]])
+        for name in ("cold", "remote", "local", "pool")
+    }
+    return {
+        "tokens": tokens,
+        **milliseconds,
+        "cold/remote": ratio(columns["cold"], columns["remote"]),
+        "remote/local": ratio(columns["remote"], columns["local"]),
+        "reused": figure(columns["reused"]),
+    }
+
+
+def _hits_lines(part: dict[str, Any]) -> list[str]:
+    lines = [
+        f"Time to the first token at the engine, ms: medians, in brackets the least and the most, "
+        f"of {ROUNDS} prompts of each length. Reused is how much of what the donor held a remote "
+        "hit took from it, as the engine chose by what it had measured.",
+        "",
+        "| tokens | transport | cold | local hit | pool hit | remote hit | cold ÷ remote "
+        "| remote ÷ local | reused |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name, found in part["transports"].items():
+        for row in found["lengths"]:
+            times = [shown(row[f"{time}_ms"], 0) for time in ("cold", "local", "pool", "remote")]
+            others = [shown(row[of]) for of in ("cold/remote", "remote/local", "reused")]
+            cells = [str(row["tokens"]), TRANSPORTS[name], *times, *others]
+            lines.append(f"| {' | '.join(cells)} |")
+    lines.append("")
+    for name, found in part["transports"].items():
+        choices = {key: value for key, value in found["forecast"].items() if key != "rates"}
+        lines.append(
+            f"- {TRANSPORTS[name]}: the donor believed that it computes "
+            f"{found['believed_tokens_per_s']:.0f} tokens a second; of the longest prompts it "
+            f"computed {shown(found['true_tokens_per_s'], 0)}. The consumer's choices: {choices}; "
+            f"fetches: {found['used']}."
+        )
+    return lines
+
+
+def no_hits(graphs: bool) -> dict[str, Any]:
+    """Prompts that share nothing, to an engine that shares and to one that does not, in turns."""
+    prompts = Prompts()
+    kinds = {"sharing": _kind("auto", graphs), "alone": _kind(None, graphs)}
+    rates: dict[str, list[float]] = {name: [] for name in kinds}
+    with _fleet(kinds) as fleet:
+        for turn in range(ROUNDS + 1):  # the first one warms up
+            for name in [*kinds][:: 1 if turn % 2 else -1]:
+                asked = [prompts.fresh(PROMPT_TOKENS) for _ in range(PROMPTS)]
+                load = fleet[name].do("serve", asked, [ANSWER_TOKENS] * PROMPTS, AT_ONCE)
+                if turn:
+                    rates[name].append(PROMPTS * ANSWER_TOKENS / load.seconds)
+    return {
+        **{f"{name}_tokens_per_s": figure(those) for name, those in rates.items()},
+        "sharing/alone": ratio(rates["sharing"], rates["alone"]),
+    }
+
+
+def _no_hits_lines(part: dict[str, Any]) -> list[str]:
+    return [
+        f"{PROMPTS} prompts of {PROMPT_TOKENS} tokens that share nothing, {AT_ONCE} at a time, "
+        f"{ANSWER_TOKENS} tokens answered to each, {ROUNDS} times in turns: "
+        f"{shown(part['sharing_tokens_per_s'], 0)} tokens a second with sharing, "
+        f"{shown(part['alone_tokens_per_s'], 0)} without; {shown(part['sharing/alone'], 3)} ×.",
+    ]
+
+
+def _kind(transport: str | None, graphs: bool) -> Kind:
+    arguments = {
+        "load_format": "dummy",
+        "enforce_eager": not graphs,
+        "gpu_memory_utilization": 0.42,
+        "kv_cache_memory_bytes": KV_BYTES,
+        "num_gpu_blocks_override": None,
+        "block_size": BLOCK,
+        "max_model_len": CONTEXT,
+    }
+    return Kind(transport, arguments, {"pool_bytes": POOL_BYTES})
+
+
+def _fleet(kinds: dict[str, Kind]) -> Fleet:
+    folder = Path(tempfile.gettempdir(), "xavier-qwen2.5-7b-shape")
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(SHAPE))
+    return Fleet(kinds, model=folder, step_tokens=STEP_TOKENS)
+
+
+# -- the report -------------------------------------------------------------------------------
+
+
+class Part(NamedTuple):
+    title: str
+    measure: Callable[[bool], dict[str, Any]]
+    lines: Callable[[dict[str, Any]], list[str]]
+    has_engines: bool = True
+
+
+PARTS = {
+    "copies": Part(
+        "Copies between card and pool", lambda _graphs: copies(), _copies_lines, has_engines=False
+    ),
+    "hits": Part("Hits", hits, _hits_lines),
+    "no_hits": Part("Without hits", no_hits, _no_hits_lines),
+}
+
+
+def machine() -> dict[str, Any]:
+    import torch
+    import vllm
+
+    return {
+        "card": torch.cuda.get_device_name(),
+        "vllm": vllm.__version__,
+        "torch": torch.__version__,
+        "python": sys.version.split()[0],
+    }
+
+
+def section(found: dict[str, Any]) -> str:
+    part, of = PARTS[found["part"]], found["machine"]
+    mode = f", {found['mode']}" if found["mode"] else ""
+    return "\n".join(
+        [
+            f"### {part.title}{mode}",
+            "",
+            f"{found['measured']}, {found['took_s']:.0f} s; {of['card']}, vLLM {of['vllm']}, "
+            f"torch {of['torch']}.",
+            "",
+            *part.lines(found),
+            "",
+        ]
+    )
+
+
+def main(names: Sequence[str], *, graphs: bool) -> None:
+    if unknown := sorted(set(names) - set(PARTS)):
+        sys.exit(f"there is no part {', '.join(unknown)}; there are {', '.join(PARTS)}")
+    report = json.loads(REPORT.read_text()) if REPORT.exists() else {}
+    for name in names or PARTS:
+        mode = ("CUDA graphs" if graphs else "eager") if PARTS[name].has_engines else ""
+        print(f"[{name}] {mode} …", flush=True)
+        began = time.monotonic()
+        found = PARTS[name].measure(graphs)
+        key = f"{name} {mode}".strip()
+        report[key] = {
+            "part": name,
+            "mode": mode,
+            "measured": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+            "took_s": time.monotonic() - began,
+            "machine": machine(),
+            **found,
+        }
+        REPORT.parent.mkdir(exist_ok=True)
+        REPORT.write_text(json.dumps(report, indent=1) + "\n")
+        write_page(report)
+        print(section(report[key]), flush=True)
+    print(f"{REPORT.relative_to(ROOT)}, {PAGE.relative_to(ROOT)}")
+
+
+def write_page(report: dict[str, Any]) -> None:
+    head = PAGE.read_text().partition(HEADING)[0]
+    PAGE.write_text("\n".join([head + HEADING, *map(section, report.values())]))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
+    parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(PARTS))
+    parser.add_argument("--graphs", action="store_true", help="CUDA graphs, not eager engines")
+    options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # engines end, too
+    main(options.parts, graphs=options.graphs)

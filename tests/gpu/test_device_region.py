@@ -1,0 +1,269 @@
+"""vLLM's worker for CUDA over our region: what it copies there is what peers fetch, and the other
+way round. Needs a card, and no model."""
+
+from __future__ import annotations
+
+import multiprocessing
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import NamedTuple
+from uuid import uuid4
+
+import pytest
+import torch
+from vllm.v1.kv_offload.base import CanonicalKVCaches, GPULoadStoreSpec, OffloadingWorker
+from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
+
+from tests.engine.caches import cell_bytes, kv_caches, pages_of
+from xinference_xavier.engine.device_region import DeviceRegion
+from xinference_xavier.engine.host_worker import HostWorker
+from xinference_xavier.engine.versions import device_worker
+from xinference_xavier.pool.region import ROW_ALIGNMENT, Region, RegionServer, receive_region
+
+pytestmark = pytest.mark.gpu
+
+BLOCKS_PER_CHUNK = 2
+WORKERS = 2
+ROUNDS = 200
+DEADLINE = 60.0
+SOURCE, TARGET = [7, 3, 1, 8], [20, 21, 22, 23]
+"""Blocks; two chunks of each group."""
+
+
+class Layout(NamedTuple):
+    """Bytes of the pages of each group, and of what follows each block."""
+
+    groups: Sequence[Sequence[int]]
+    padding: int = 0
+
+    def caches(self, seed: int, device: str) -> CanonicalKVCaches:
+        return kv_caches(self.groups, seed, self.padding, device)
+
+    @property
+    def rows(self) -> int:
+        """That the blocks of `SOURCE` take."""
+        return len(self.groups) * len(SOURCE) // BLOCKS_PER_CHUNK
+
+
+LAYOUTS = {
+    "pages that a kernel loads": Layout([[640, 400]]),
+    "pages of odd sizes": Layout([[643, 401]]),
+    "large pages": Layout([[256 << 10, 512 << 10]]),
+    "two groups": Layout([[8192, 8192], [4096]]),
+    "padded blocks": Layout([[4096, 2048]], padding=1024),
+}
+
+
+@pytest.fixture(params=LAYOUTS.values(), ids=LAYOUTS)
+def layout(request: pytest.FixtureRequest) -> Layout:
+    return request.param  # type: ignore[no-any-return]
+
+
+def region_for(caches: CanonicalKVCaches, rows: int) -> Region:
+    cells = WORKERS * cell_bytes(caches, BLOCKS_PER_CHUNK)
+    return Region.create(rows, -(-cells // ROW_ALIGNMENT) * ROW_ALIGNMENT)
+
+
+def mapped_again(region: Region) -> Region:
+    """As another process has it."""
+    name = uuid4().hex
+    server = RegionServer(region, name)
+    try:
+        return receive_region(name, DEADLINE)
+    finally:
+        server.close()
+
+
+@contextmanager
+def of_the_card(caches: CanonicalKVCaches, region: Region, rank: int) -> Iterator[OffloadingWorker]:
+    """vLLM's worker, which closes `region` at the end."""
+    view = DeviceRegion(region, rank, cell_bytes(caches, BLOCKS_PER_CHUNK))
+    worker = device_worker(caches, BLOCKS_PER_CHUNK, region.rows, view)
+    try:
+        yield worker
+    finally:
+        worker.shutdown()
+
+
+@contextmanager
+def of_the_host(caches: CanonicalKVCaches, region: Region, rank: int) -> Iterator[OffloadingWorker]:
+    """Ours, for the CPU platform."""
+    offset = rank * cell_bytes(caches, BLOCKS_PER_CHUNK)
+    worker = HostWorker(caches, region, BLOCKS_PER_CHUNK, offset)
+    try:
+        yield worker
+    finally:
+        worker.shutdown()
+
+
+def spec(blocks: Sequence[int], groups: int, start: int = 0) -> GPULoadStoreSpec:
+    """These blocks of each group; the first of them is its prompt's block number `start`."""
+    return GPULoadStoreSpec(
+        [*blocks] * groups, group_sizes=[len(blocks)] * groups, block_indices=[start] * groups
+    )
+
+
+def store(worker: OffloadingWorker, blocks: GPULoadStoreSpec, rows: Sequence[int]) -> None:
+    worker.submit_store(1, blocks, CPULoadStoreSpec([*rows]))
+    finish(worker)
+
+
+def load(worker: OffloadingWorker, rows: Sequence[int], blocks: GPULoadStoreSpec) -> None:
+    worker.submit_load(1, CPULoadStoreSpec([*rows]), blocks)
+    finish(worker)
+
+
+def finish(worker: OffloadingWorker) -> None:
+    worker.wait({1})
+    deadline = time.monotonic() + DEADLINE
+    while not (results := worker.get_finished()):
+        assert time.monotonic() < deadline, "a copy never ended"
+    assert [(result.job_id, result.success) for result in results] == [(1, True)]
+
+
+def pages(caches: CanonicalKVCaches, blocks: Sequence[int]) -> list[list[bytes]]:
+    """Of these blocks of each group."""
+    groups = range(len(caches.group_data_refs))
+    return [pages_of(caches, group, block) for group in groups for block in blocks]
+
+
+@pytest.mark.parametrize("rank", range(WORKERS))
+def test_what_a_card_s_worker_stores_the_host_s_loads(layout: Layout, rank: int) -> None:
+    source, target = layout.caches(1, "cuda"), layout.caches(2, "cpu")
+    groups, rows = len(layout.groups), range(layout.rows)
+    region = region_for(source, layout.rows)
+    other = mapped_again(region)
+    with of_the_card(source, region, rank) as card, of_the_host(target, other, rank) as host:
+        store(card, spec(SOURCE, groups), rows)
+        load(host, rows, spec(TARGET, groups))
+    assert pages(target, TARGET) == pages(source, SOURCE)
+    other.close()
+
+
+@pytest.mark.parametrize("rank", range(WORKERS))
+def test_what_the_host_s_worker_stores_a_card_s_loads(layout: Layout, rank: int) -> None:
+    source, target = layout.caches(1, "cpu"), layout.caches(2, "cuda")
+    groups, rows = len(layout.groups), range(layout.rows)
+    region = region_for(source, layout.rows)
+    other = mapped_again(region)
+    with of_the_host(source, other, rank) as host, of_the_card(target, region, rank) as card:
+        store(host, spec(SOURCE, groups), rows)
+        load(card, rows, spec(TARGET, groups))
+    assert pages(target, TARGET) == pages(source, SOURCE)
+    other.close()
+
+
+def test_a_load_may_begin_inside_a_chunk(layout: Layout) -> None:
+    """Where vLLM's own prefix cache has the chunk's first block."""
+    caches = layout.caches(1, "cuda")
+    groups, rows = len(layout.groups), range(layout.rows)
+    untouched = pages(caches, TARGET[:1])
+    with of_the_card(caches, region_for(caches, layout.rows), 0) as card:
+        store(card, spec(SOURCE, groups), rows)
+        load(card, rows, spec(TARGET[1:], groups, start=1))
+    assert pages(caches, TARGET[1:]) == pages(caches, SOURCE[1:])
+    assert pages(caches, TARGET[:1]) == untouched
+
+
+def test_the_region_is_pinned_until_it_is_given_back(layout: Layout) -> None:
+    caches = layout.caches(1, "cuda")
+    region = region_for(caches, layout.rows)
+    other = mapped_again(region)
+    for _ in range(2):  # the driver has forgotten the first one
+        view = DeviceRegion(region, 0, cell_bytes(caches, BLOCKS_PER_CHUNK))
+        worker = device_worker(caches, BLOCKS_PER_CHUNK, region.rows, view)
+        assert view.is_pinned
+        assert view.base_tensor.is_pinned()
+        worker.shutdown()
+        assert not view.is_pinned
+        assert region.fd == -1
+        region, other = other, mapped_again(other)
+    region.close()
+    other.close()
+
+
+def test_peers_write_and_read_other_rows_while_the_card_copies() -> None:
+    """Their mappings are not pinned: the card's copies and theirs meet in memory only."""
+    layout = LAYOUTS["large pages"]
+    caches = layout.caches(1, "cuda")
+    region = region_for(caches, 3 * layout.rows)
+    peers = mapped_again(region)
+    stored, loaded, fetched = (range(n * layout.rows, (n + 1) * layout.rows) for n in range(3))
+    done = threading.Event()
+
+    def fetch() -> int:
+        count = 0
+        while not done.is_set():
+            count += 1
+            peers.array[fetched.start : fetched.stop] = count % 256
+        return count
+
+    counts: list[int] = []
+    fetching = threading.Thread(target=lambda: counts.append(fetch()))
+    with of_the_card(caches, region, 0) as card:
+        store(card, spec(SOURCE, 1), loaded)
+        fetching.start()
+        try:
+            for _ in range(ROUNDS):
+                store(card, spec(SOURCE, 1), stored)
+                load(card, loaded, spec(TARGET, 1))
+                assert (
+                    peers.array[stored.start : stored.stop]
+                    == peers.array[loaded.start : loaded.stop]
+                ).all()
+        finally:
+            done.set()
+            fetching.join()
+        assert pages(caches, TARGET) == pages(caches, SOURCE)
+        assert (region.array[fetched.start : fetched.stop] == counts[0] % 256).all()
+    peers.close()
+
+
+def test_a_killed_worker_leaves_nothing(tmp_path: Path) -> None:
+    """Neither shared memory nor what the driver pinned of it."""
+    before = shared_memory_bytes()
+    size = 1 << 30
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    worker = context.Process(target=pin_and_wait, args=(theirs, size))
+    worker.start()
+    try:
+        assert ours.poll(DEADLINE), "nothing was pinned"
+        assert ours.recv() == "pinned"
+        assert shared_memory_bytes() >= before + size
+    finally:
+        worker.kill()
+        worker.join()
+    deadline = time.monotonic() + DEADLINE
+    while shared_memory_bytes() >= before + size // 2:
+        assert time.monotonic() < deadline, "its memory was not given back"
+        threading.Event().wait(0.05)
+    with of_the_card(*_large(size), 0):  # the card is as it was
+        pass
+
+
+def pin_and_wait(pipe: Connection, size: int) -> None:
+    caches, region = _large(size)
+    region.populate()
+    with of_the_card(caches, region, 0):
+        torch.cuda.synchronize()
+        pipe.send("pinned")
+        threading.Event().wait()
+
+
+def _large(size: int) -> tuple[CanonicalKVCaches, Region]:
+    caches = LAYOUTS["large pages"].caches(1, "cuda")
+    row_bytes = WORKERS * cell_bytes(caches, BLOCKS_PER_CHUNK)
+    return caches, Region.create(size // row_bytes, row_bytes)
+
+
+def shared_memory_bytes() -> int:
+    """Of all processes, memory of files without a name included."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("Shmem:"):
+            return int(line.split()[1]) << 10
+    raise LookupError("/proc/meminfo says nothing of shared memory")

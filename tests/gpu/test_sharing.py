@@ -1,0 +1,124 @@
+"""Engines on one card that share, each way in which vLLM runs there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import pytest
+
+from benchmarks.engines import ALWAYS_FETCH, CHUNK, Answer, Fleet, Kind, Prompts
+from examples.make_model import make_model
+
+pytestmark = pytest.mark.gpu
+
+CHUNKS = 8
+TAIL = 7
+"""Tokens after the whole chunks: fewer than a block, so that all hits reuse equally many."""
+TOKENS = 8
+AT_ONCE = 8
+PROMPTS = Prompts()
+CONSUMERS = ("shared_memory", "gloo")
+SAME_SHAPE = 1e-3
+OTHER_SHAPE = 0.1
+"""Of log-probabilities in bfloat16: computed in one way, and in steps of other sizes. A block of
+other bytes changes them by 0.85 and more."""
+
+
+class Setting(NamedTuple):
+    asynchronous: bool
+    graphs: bool
+    runner: str
+
+
+SETTINGS = {
+    "asynchronous, graphs, V2": Setting(True, True, "1"),
+    "asynchronous, eager, V1": Setting(True, False, "0"),
+    "one step at a time, graphs, V1": Setting(False, True, "0"),
+    "one step at a time, eager, V2": Setting(False, False, "1"),
+}
+
+
+@pytest.fixture(scope="module", params=SETTINGS.values(), ids=SETTINGS)
+def fleet(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Fleet]:
+    setting: Setting = request.param
+    arguments = {
+        "async_scheduling": setting.asynchronous,
+        "enforce_eager": not setting.graphs,
+        "block_size": 16,
+        "num_gpu_blocks_override": None,
+        "gpu_memory_utilization": 0.2,
+    }
+    environment = {"VLLM_USE_V2_MODEL_RUNNER": setting.runner}
+    kinds = {
+        name: Kind(transport, arguments, ALWAYS_FETCH, environment=environment)
+        for name, transport in {"donor": "auto", **{name: name for name in CONSUMERS}}.items()
+    }
+    model = make_model(tmp_path_factory.mktemp("model") / "small", tokenizer=False)
+    with Fleet(kinds, model=model) as fleet:
+        yield fleet
+
+
+def answer(fleet: Fleet, name: str, prompt: list[int]) -> Answer:
+    (answer,) = fleet[name].do("answers", [prompt], TOKENS)
+    return answer  # type: ignore[no-any-return]
+
+
+def prompt() -> list[int]:
+    return PROMPTS.fresh(CHUNKS * CHUNK + TAIL)
+
+
+@pytest.mark.parametrize("consumer", CONSUMERS)
+def test_hits_of_every_kind_give_one_answer(fleet: Fleet, consumer: str) -> None:
+    asked = prompt()
+    fleet.drop()
+    cold = answer(fleet, "donor", asked)
+    fleet.wait_published("donor", CHUNKS)
+    remote, local = answer(fleet, consumer, asked), answer(fleet, consumer, asked)
+    fleet[consumer].do("forget")
+    pool = answer(fleet, consumer, asked)
+    assert cold.cached == 0
+    for hit in (remote, local, pool):
+        assert hit.cached == CHUNKS * CHUNK
+        assert hit.tokens == local.tokens
+        assert hit.logprobs == pytest.approx(local.logprobs, abs=SAME_SHAPE)
+        assert hit.logprobs[0] == pytest.approx(cold.logprobs[0], abs=OTHER_SHAPE)
+    fetches = fleet.replicas()[consumer]["stats"]["fetches"]
+    assert set(fetches["by_transport"]) == {consumer}
+
+
+@pytest.mark.parametrize("consumer", CONSUMERS)
+def test_many_at_once(fleet: Fleet, consumer: str) -> None:
+    """Loads, stores and forward passes overlap on the card's streams."""
+    asked = [prompt() for _ in range(AT_ONCE)]
+    fleet.drop()
+    cold = fleet[consumer].do("answers", asked, TOKENS)  # and then forgets all of it
+    fleet[consumer].do("forget")
+    fleet.drop()
+    fleet["donor"].do("answers", asked, TOKENS)
+    fleet.wait_published("donor", AT_ONCE * CHUNKS)
+    hits = fleet[consumer].do("answers", asked, TOKENS)
+    assert {one.cached for one in cold} == {0}
+    assert {one.cached for one in hits} == {CHUNKS * CHUNK}
+    assert [one.logprobs[0] for one in hits] == pytest.approx(
+        [one.logprobs[0] for one in cold], abs=OTHER_SHAPE
+    )
+
+
+@pytest.mark.parametrize("consumer", CONSUMERS)
+def test_what_was_generated_is_shared_too(fleet: Fleet, consumer: str) -> None:
+    """The next turn of a chat, at another replica."""
+    first = PROMPTS.fresh(CHUNKS * CHUNK - TOKENS // 2)
+    fleet.drop()
+    (said,) = fleet["donor"].do("answers", [first], CHUNK)
+    fleet.wait_published("donor", CHUNKS)
+    again = [*first, *said.tokens]
+    hit = answer(fleet, consumer, again)
+    assert hit.cached == CHUNKS * CHUNK
+    fleet[consumer].do("forget")
+    fleet.drop()
+    cold = answer(fleet, consumer, again)
+    assert cold.cached == 0
+    assert hit.logprobs[0] == pytest.approx(cold.logprobs[0], abs=OTHER_SHAPE)
