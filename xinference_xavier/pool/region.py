@@ -142,8 +142,7 @@ class RegionServer:
     """
 
     def __init__(self, region: Region, incarnation: str, note: bytes = b"") -> None:
-        if len(note) > _MAX_NOTE:
-            raise ValueError(f"a note of {len(note)} bytes")
+        assert len(note) <= _MAX_NOTE
         self._region = region
         self._note = note
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
