@@ -3,7 +3,8 @@
 #
 # KIT is a folder with two archives, vllm-*.tar.xz and deps.tar.xz: the CUDA build of vLLM, which may
 # be cut down to one kind of card, and what it needs beside Python 3.12, torch, triton, transformers,
-# pytest, psutil, httpx and xxhash, which the machine has. Each STAGE takes less than ten minutes:
+# pytest, psutil, httpx, xxhash, pandas and scipy, which the machine has. STAGE is one of these, of
+# which each takes less than ten minutes:
 #   tests    tests/gpu, and how quick copies between card and pool are
 #   eager    benchmarks.gpu with eager engines
 #   graphs   the same with CUDA graphs
@@ -38,9 +39,22 @@ tests)
 eager) python3 -m benchmarks.gpu hits no_hits ;;
 graphs) python3 -m benchmarks.gpu hits no_hits --graphs ;;
 dry)
-	gcc -shared -o "$site/libcuda.so.1" -x c /dev/null
+	find "$site/vllm" -name '*.so' -exec nm -D --undefined-only {} + |
+		sed -nE 's/.* U (cu[A-Z]\w*)$/int \1(void) { return 100; } \/\/ there is no device/p' |
+		sort -u | gcc -shared -fPIC -o "$site/libcuda.so.1" -x c -
 	export LD_LIBRARY_PATH=$site${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
-	python3 -c 'import vllm, vllm._C; print("vLLM", vllm.__version__)'
+	python3 - <<-'PROGRAM'
+		import ctypes
+		from pathlib import Path
+		import torch, vllm
+		ctypes.CDLL("libcuda.so.1", ctypes.RTLD_GLOBAL)
+		for library in sorted(Path(vllm.__file__).parent.rglob("*_C*.so")):
+		    torch.ops.load_library(library)
+		    print("loaded", library.name)
+		from xinference_xavier.engine.entry import XavierConnector, XavierSpec
+		from xinference_xavier.transfer.actor import TransferActor
+		print("vLLM", vllm.__version__, XavierConnector, XavierSpec, TransferActor)
+	PROGRAM
 	python3 -m benchmarks.gpu --help
 	run_tests --collect-only -q
 	;;
