@@ -33,7 +33,7 @@ STEPS ?=
 # Of `make test-matrix` (default: all).
 VERSIONS ?=
 
-.PHONY: help system venv lint types test test-long test-gpu test-matrix chaos bench demo docs links clean
+.PHONY: help system numa venv lint types test test-long test-gpu test-matrix chaos bench demo docs links clean
 
 help:
 	@echo "make demo    two replicas share long prefixes, measured (MODEL=<folder> ARGS='--dtype bfloat16 …' DEVICE=cpu|cuda)"
@@ -64,7 +64,11 @@ system:
 
 venv: $(VENV)/.complete
 
-$(VENV)/.complete: pyproject.toml requirements/torch.txt requirements/$(DEVICE).txt requirements/dev.txt
+# vLLM's CPU build loads libnuma, which no wheel brings.
+numa:
+	@$(if $(filter cpu,$(DEVICE)),/sbin/ldconfig -p | grep -q libnuma.so.1 || $(MAKE) --no-print-directory system DEBIAN=libnuma1,true)
+
+$(VENV)/.complete: pyproject.toml requirements/torch.txt requirements/$(DEVICE).txt requirements/dev.txt | numa
 	@test -n "$(PYTHON)" || { echo "no Python >= 3.11 found: install it or say make PYTHON=<path>"; exit 1; }
 	@echo "[1/5] $(VENV) from $$($(PYTHON) --version) ($(PYTHON))"
 	@$(PYTHON) -m venv $(VENV)
