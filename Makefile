@@ -33,11 +33,13 @@ STEPS ?=
 # Of `make test-matrix` (default: all).
 VERSIONS ?=
 
-.PHONY: help system numa venv lint types test test-long test-gpu test-matrix chaos bench demo docs links clean
+.PHONY: help system native venv lint types test unit test-e2e test-long test-gpu test-matrix chaos bench demo docs links clean
 
 help:
 	@echo "make demo    two replicas share long prefixes, measured (MODEL=<folder> ARGS='--dtype bfloat16 …' DEVICE=cpu|cuda)"
-	@echo "make test    lint, types, documentation and tests"
+	@echo "make test    lint, types, documentation and tests: the next two"
+	@echo "make unit    the tests of modules and of processes without vLLM's server"
+	@echo "make test-e2e  the tests that launch models with xinference and vLLM"
 	@echo "make chaos   faults by the thousand, 20 minutes (PART=replicas|engines SECONDS=… SEED=…)"
 	@echo "make test-long  browsers, Prometheus, and clusters, hosts and engines that are broken on purpose: takes long"
 	@echo "make test-gpu  the tests that need an NVIDIA card, with the CUDA build of vLLM"
@@ -45,7 +47,7 @@ help:
 	@echo "make bench   what sharing costs, beside what this machine can do (PART='hit …' QUICK=1)"
 	@echo "make docs    the documentation, as build/docs/index.html"
 	@echo "make links   whether what the documentation links to elsewhere is there: asks for each, needs a network"
-	@echo "make lint    ruff"
+	@echo "make lint    ruff, and who imports whom"
 	@echo "make types   mypy"
 	@echo "make venv    $(VENV) from the pinned list"
 	@echo "make system  what tests need of Debian: $(DEBIAN)"
@@ -64,11 +66,16 @@ system:
 
 venv: $(VENV)/.complete
 
-# vLLM's CPU build loads libnuma, which no wheel brings.
-numa:
-	@$(if $(filter cpu,$(DEVICE)),/sbin/ldconfig -p | grep -q libnuma.so.1 || $(MAKE) --no-print-directory system DEBIAN=libnuma1,true)
+# What vLLM's CPU build needs and no wheel brings: a library, and a compiler for what torch compiles.
+NATIVE = $(if $(filter cpu,$(DEVICE)),$(shell \
+	/sbin/ldconfig -p | grep -q libnuma.so.1 || echo libnuma1; \
+	command -v g++ >/dev/null || echo g++; \
+	test -e "$$($(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h" || echo python3-dev))
 
-$(VENV)/.complete: pyproject.toml requirements/torch.txt requirements/$(DEVICE).txt requirements/dev.txt | numa
+native:
+	@$(if $(strip $(NATIVE)),$(MAKE) --no-print-directory system DEBIAN="$(NATIVE)",true)
+
+$(VENV)/.complete: pyproject.toml requirements/torch.txt requirements/$(DEVICE).txt requirements/dev.txt | native
 	@test -n "$(PYTHON)" || { echo "no Python >= 3.11 found: install it or say make PYTHON=<path>"; exit 1; }
 	@echo "[1/5] $(VENV) from $$($(PYTHON) --version) ($(PYTHON))"
 	@$(PYTHON) -m venv $(VENV)
@@ -90,12 +97,18 @@ $(VENV)/.docs: requirements/docs.txt $(VENV)/.complete
 lint: venv
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-logo
 
 types: venv
 	$(BIN)/mypy
 
-test: lint types docs
-	$(BIN)/python -m pytest
+test: lint types docs unit test-e2e
+
+unit: venv
+	$(BIN)/python -m pytest --ignore tests/e2e
+
+test-e2e: venv
+	$(BIN)/python -m pytest tests/e2e
 
 test-long: system venv
 	$(BIN)/python -m pytest -m long

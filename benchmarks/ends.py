@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from xinference_xavier.pool.region import Region
-from xinference_xavier.transfer.base import Acceptance, Link, Offer, Transport
-from xinference_xavier.transfer.gloo import GlooTransport
-from xinference_xavier.transfer.shared_memory import ConsumerLink, SharedMemoryTransport
+from xinference_xavier.transfer.transports.base import Acceptance, Link, Offer, Transport
+from xinference_xavier.transfer.transports.gloo import GlooTransport
+from xinference_xavier.transfer.transports.shared_memory import ConsumerLink, SharedMemoryTransport
 
 HOST = "127.0.0.1"
 TRANSPORTS: dict[str, type[Transport]] = {

@@ -28,9 +28,9 @@ from benchmarks.asynchronous import schedule_asynchronously
 from benchmarks.watchers import MODEL, TrackerProcess
 from examples.make_model import CONTEXT, make_model
 from xinference_xavier.config import XavierConfig
-from xinference_xavier.serving.transfer_config import kv_transfer_config
-from xinference_xavier.tracker.asking import drop_all
-from xinference_xavier.tracker.index import Member
+from xinference_xavier.kv_transfer_config import kv_transfer_config
+from xinference_xavier.protocol.tracker import Member
+from xinference_xavier.tracker.fanout import drop_all
 
 CHUNK = 128
 """Tokens; also the block size."""

@@ -84,8 +84,8 @@ def copies() -> dict[str, Any]:
     )
     from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
-    from xinference_xavier.engine.device_region import DeviceRegion
-    from xinference_xavier.engine.versions import device_worker
+    from xinference_xavier.engine.compat import device_worker
+    from xinference_xavier.engine.worker.gpu import DeviceRegion
     from xinference_xavier.pool.region import Region
 
     layers = int(SHAPE["num_hidden_layers"])  # type: ignore[call-overload]

@@ -19,7 +19,7 @@ from benchmarks import propagation, tracker
 from benchmarks.engines import ALWAYS_FETCH, CHUNK, Fleet, Kind, Prompts, whole_chunks
 from benchmarks.figures import figure, shown
 from benchmarks.watchers import KEY_BYTES
-from xinference_xavier.tracker.index import Member, Settings
+from xinference_xavier.protocol.tracker import Member, Settings
 
 TITLE = "Growth"
 ROUNDS = 5

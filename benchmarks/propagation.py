@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.figures import figure, ratio, shown
 from benchmarks.watchers import KEY_BYTES, NAMESPACE, TrackerProcess, Watchers, stamped
-from xinference_xavier.tracker.index import Member, Settings
+from xinference_xavier.protocol.tracker import Member, Settings
 
 RUNS = 5
 KEYS_PER_SECOND = 10_000

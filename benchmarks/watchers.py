@@ -20,10 +20,9 @@ from typing import Any, Self
 import psutil
 import xoscar
 
+from xinference_xavier.protocol.tracker import Change, Member, Settings, tracker_uid, unpack
+from xinference_xavier.replica.mirror import Mirror
 from xinference_xavier.tracker.actor import BlockTracker
-from xinference_xavier.tracker.index import Change, Member, Settings, unpack
-from xinference_xavier.tracker.mirror import Mirror
-from xinference_xavier.tracker.protocol import tracker_uid
 
 MODEL, NAMESPACE = "benchmark", "namespace"
 BELL = "bell"

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Self
 import httpx
 
 from xinference_xavier.client import XavierClient
-from xinference_xavier.results import Hits, ModelStatus
+from xinference_xavier.stats.schema import Hits, ModelStatus
 
 ANSWER_TIMEOUT = 300.0
 COUNTERS_TIMEOUT = 10.0

@@ -24,13 +24,13 @@ from xoscar.backends.indigen.pool import MainActorPool
 from xoscar.backends.message import MessageType
 
 from tests.replica_process import DEADLINE, MODEL
-from xinference_xavier.cancels import mend_cancels
+from xinference_xavier.protocol.tracker import tracker_uid
+from xinference_xavier.runtime.cancels import mend_cancels
 from xinference_xavier.serving.api import add_routes
-from xinference_xavier.serving.cluster import supervisor_facts, worker_facts
-from xinference_xavier.serving.exporter import add_metrics
-from xinference_xavier.serving.launch import xavier_models, xavier_tracker_address
+from xinference_xavier.serving.diagnostics import supervisor_facts, worker_facts
+from xinference_xavier.serving.launch.supervisor import xavier_models, xavier_tracker_address
+from xinference_xavier.serving.prometheus.exporter import add_metrics
 from xinference_xavier.tracker.actor import BlockTracker
-from xinference_xavier.tracker.protocol import tracker_uid
 
 API_KEY = "sk-secret"
 

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import asyncio
+import sys
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import xoscar as xo
 
 from examples.make_model import make_model
 from tests.api_process import ApiProcess
 from tests.pair import Pair
 from tests.replica_process import TrackerProcess, replicas
+from tests.tracker_pools import MODEL, TRACKER_PROCESS, create_tracker
 
 
 @pytest.fixture(scope="session")
@@ -35,3 +40,32 @@ def pair() -> Iterator[Pair]:
             yield Pair(api, first, second)
     finally:
         api.kill()
+
+
+@pytest.fixture
+async def pool() -> AsyncIterator[Any]:
+    pool = await xo.create_actor_pool("127.0.0.1:0", n_process=0, use_uvloop=False)
+    yield pool
+    await pool.stop()
+
+
+@pytest.fixture
+async def tracker(pool: Any) -> Any:
+    return await create_tracker(pool.external_address)
+
+
+@pytest.fixture
+async def stoppable_tracker() -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
+    """A process with a tracker, and its address."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", TRACKER_PROCESS, MODEL),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    try:
+        yield process, (await process.stdout.readline()).decode().strip()
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()

@@ -21,9 +21,9 @@ import psutil
 
 from xinference_xavier.errors import LinkError
 from xinference_xavier.pool.region import Region
-from xinference_xavier.transfer.base import Acceptance, Check, Link, Offer, Transport
-from xinference_xavier.transfer.gloo import GlooLink, GlooTransport
-from xinference_xavier.transfer.shared_memory import SharedMemoryTransport
+from xinference_xavier.transfer.transports.base import Acceptance, Check, Link, Offer, Transport
+from xinference_xavier.transfer.transports.gloo import GlooLink, GlooTransport
+from xinference_xavier.transfer.transports.shared_memory import SharedMemoryTransport
 
 CORRUPT_ROW = 2
 """The row of every batch that CorruptingGloo damages."""

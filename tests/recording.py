@@ -4,7 +4,7 @@ import json
 import os
 from dataclasses import asdict
 
-from xinference_xavier.hooks import Event
+from xinference_xavier.events import Event
 
 FILE = "XAVIER_RECORDED_EVENTS"
 RECORD = f"{__name__}:record"

@@ -28,14 +28,14 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from xinference_xavier.config import XavierConfig
-from xinference_xavier.explanation import Chunked
 from xinference_xavier.pool.pool import Pool, PoolCounts
 from xinference_xavier.pool.region import Region
-from xinference_xavier.replica import Replica
+from xinference_xavier.protocol.tracker import tracker_uid
+from xinference_xavier.replica.explain import Chunked
+from xinference_xavier.replica.fetcher import Fetch, FetchState
+from xinference_xavier.replica.replica import Replica
+from xinference_xavier.replica.tracker_client import Claim
 from xinference_xavier.tracker.actor import BlockTracker
-from xinference_xavier.tracker.claims import Claim
-from xinference_xavier.tracker.protocol import tracker_uid
-from xinference_xavier.transfer.fetch import Fetch, FetchState
 
 ROW_BYTES = 64 << 10
 KEY_BYTES = 36
@@ -127,10 +127,10 @@ class _Inside:
 
     def store(self, keys: Sequence[bytes]) -> int:
         rows, evicted = self.pool.reserve(keys)
-        self.replica.evicted(evicted)
+        self.replica.tier.evicted(evicted)
         for row in rows:
             self.region.row(row.slot)[:] = content(row.key, self.region.row_bytes)
-        self.replica.stored([row for row in rows if self.pool.commit(row)])
+        self.replica.tier.stored([row for row in rows if self.pool.commit(row)])
         return len(rows)
 
     def fetch(self, donor: str, keys: Sequence[bytes], timeout: float) -> Outcome:
@@ -147,9 +147,9 @@ class _Inside:
     ) -> None:
         rows, evicted = self.pool.reserve(keys)
         assert len(rows) == len(keys)
-        self.replica.evicted(evicted)
+        self.replica.tier.evicted(evicted)
         self.began = time.monotonic()
-        self.fetching = self.replica.fetch(donor, rows, self.began + timeout, trace_headers)
+        self.fetching = self.replica.tier.fetch(donor, rows, self.began + timeout, trace_headers)
 
     def end_fetch(self) -> Outcome:
         fetch = self.fetching
@@ -170,7 +170,7 @@ class _Inside:
 
     def claim(self, keys: Sequence[bytes]) -> int:
         """How many of the first ones a peer computes."""
-        claim = self.replica.claim(keys, 60.0)
+        claim = self.replica.tier.claim(keys, 60.0)
         wait_until(lambda: claim.elsewhere is not None, "somebody said who computes it")
         assert claim.elsewhere is not None
         self.claims.append(claim)
@@ -178,7 +178,7 @@ class _Inside:
 
     def release_claims(self) -> None:
         for claim in self.claims:
-            self.replica.release_claim(claim)
+            self.replica.tier.release_claim(claim)
         self.claims.clear()
 
     def evict(self, keys: Sequence[bytes]) -> None:
@@ -190,15 +190,15 @@ class _Inside:
         assert set(keys) <= set(evicted)
         for row in rows:
             self.pool.abort(row)
-        self.replica.evicted(evicted)
+        self.replica.tier.evicted(evicted)
 
     def forget(self, keys: Sequence[bytes]) -> None:
         """Evict without a word to the tracker: the withdrawal is still on its way."""
-        tell, self.replica.evicted = self.replica.evicted, lambda keys: None  # type: ignore[method-assign]
+        tell, self.replica.tier.evicted = self.replica.tier.evicted, lambda keys: None  # type: ignore[method-assign]
         try:
             self.evict(keys)
         finally:
-            self.replica.evicted = tell  # type: ignore[method-assign]
+            self.replica.tier.evicted = tell  # type: ignore[method-assign]
 
     def held(self) -> list[bytes]:
         return self.pool.shared_keys()
@@ -247,7 +247,9 @@ class _Inside:
         return self.lines.seen
 
     def transfer_stats(self) -> dict[str, Any]:
-        asking = asyncio.run_coroutine_threadsafe(self.replica._process.stats(), self.replica._loop)
+        asking = asyncio.run_coroutine_threadsafe(
+            self.replica._process.stats(), self.replica.tier._loop
+        )
         return asking.result(DEADLINE)
 
     def enabled(self) -> bool:
@@ -261,11 +263,11 @@ class _Inside:
         return self.replica._client.connected and self.replica._process.ready
 
     def reset(self) -> None:
-        self.replica.reset()
+        self.replica.tier.reset()
 
     def namespace(self) -> str:
         """The one that it is a member of."""
-        return self.replica._client.namespace if self.replica.sharing else ""
+        return self.replica._client.namespace if self.replica.tier.sharing else ""
 
     def stop(self) -> None:
         self.replica.stop()

@@ -12,9 +12,9 @@ import pytest
 from fastapi import APIRouter
 from fastapi.routing import APIRoute
 
-from xinference_xavier import errors, hooks
+from xinference_xavier import errors, events
 from xinference_xavier.serving.api import add_routes
-from xinference_xavier.tracker.history import HIT_SOURCES
+from xinference_xavier.stats.history import HIT_SOURCES
 
 TESTS = Path(__file__).parent
 DOCS = TESTS.parent / "docs"
@@ -61,11 +61,11 @@ def test_every_source_of_tokens_is_explained() -> None:
 def test_every_event_that_a_hook_may_get_is_in_the_reference() -> None:
     page = (DOCS / "python.md").read_text()
     listed = re.findall(r"autoclass:: (\w+)$", page.partition("## Events and hooks")[2], re.M)
-    assert set(listed) == {name for name, each in vars(hooks).items() if _is_event(each)}
+    assert set(listed) == {name for name, each in vars(events).items() if _is_event(each)}
 
 
 def _is_event(thing: object) -> bool:
-    return isinstance(thing, type) and issubclass(thing, hooks.Event)
+    return isinstance(thing, type) and issubclass(thing, events.Event)
 
 
 def test_every_public_error_says_what_it_is() -> None:

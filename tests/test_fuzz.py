@@ -23,7 +23,6 @@ import pytest
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
-from xinference_xavier.addresses import split_address
 from xinference_xavier.config import take_launch_options
 from xinference_xavier.errors import (
     ConfigError,
@@ -35,12 +34,15 @@ from xinference_xavier.errors import (
 from xinference_xavier.options import PARSERS
 from xinference_xavier.pool import region as region_module
 from xinference_xavier.pool.region import Region
-from xinference_xavier.tracker.actor import BlockTracker
-from xinference_xavier.tracker.index import Change, Member, Settings, Update
-from xinference_xavier.tracker.mirror import Mirror
-from xinference_xavier.tracker.protocol import NotMemberError, TrackerFullError
-from xinference_xavier.transfer import gloo
-from xinference_xavier.transfer.messages import (
+from xinference_xavier.protocol.tracker import (
+    Change,
+    Member,
+    NotMemberError,
+    Settings,
+    TrackerFullError,
+    Update,
+)
+from xinference_xavier.protocol.transfer import (
     PROTOCOL_VERSION,
     Grant,
     GrantRequest,
@@ -53,6 +55,10 @@ from xinference_xavier.transfer.messages import (
     check_ticket,
     parse_started,
 )
+from xinference_xavier.replica.mirror import Mirror
+from xinference_xavier.runtime.addresses import split_address
+from xinference_xavier.tracker.actor import BlockTracker
+from xinference_xavier.transfer.transports import gloo
 
 Check = Callable[[Any], None]
 

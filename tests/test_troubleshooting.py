@@ -13,7 +13,8 @@ import pytest
 
 from tests.error_messages import messages, normal
 from xinference_xavier import errors
-from xinference_xavier.transfer import fetch
+from xinference_xavier.replica import fetcher
+from xinference_xavier.transfer import receiver
 
 PAGE = Path(__file__).parents[1] / "docs" / "troubleshooting.md"
 PASSED_ON = {"Error: …", "model …"}
@@ -72,7 +73,7 @@ def test_what_passes_on_another_message_says_nothing_itself() -> None:
 def reasons() -> set[str]:
     """What `fetches_rolled_back` may have as a key."""
     found = {*errors.REFUSALS, *errors.OUT_OF_REACH}
-    for file in (Path(fetch.__file__), Path(fetch.__file__).with_name("pulling.py")):
+    for file in (Path(fetcher.__file__), Path(receiver.__file__)):
         for node in ast.walk(ast.parse(file.read_text())):
             match node:
                 case ast.Assign(targets=[ast.Name("reason")], value=value):

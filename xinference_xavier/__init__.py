@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from xinference_xavier._version import __version__
+
 if TYPE_CHECKING:
     from xinference_xavier.serving.extension import XavierExtension
 
-__version__ = "0.1.0"
+
+__all__ = ["__version__", "extension"]
 
 
 def extension() -> XavierExtension:

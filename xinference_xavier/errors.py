@@ -6,7 +6,15 @@ text into a REST answer. So each survives a pickle round trip and says everythin
 
 from __future__ import annotations
 
-from xinference_xavier.checks import shown
+import reprlib
+
+
+def shown(value: object) -> str:
+    """Of any value, enough to recognise it."""
+    try:
+        return reprlib.repr(value)
+    except Exception:  # such as a number of too many digits
+        return f"<{type(value).__name__}>"
 
 
 class XavierError(Exception):
@@ -132,3 +140,25 @@ class GrantRefusedError(XavierError):
     def __init__(self, reason: str) -> None:
         self.reason = reason
         super().__init__(reason)
+
+
+SWITCHED_OFF = "switched off"
+
+
+NOT_JOINED = "not joined"
+
+
+RESETTING = "resetting"
+
+
+NO_TRANSFER_PROCESS = "no transfer process"
+
+
+ALONE = "alone since a reset"
+
+
+NO_PEERS = "no peers"
+
+
+NOT_SHARING = (SWITCHED_OFF, NOT_JOINED, RESETTING, NO_TRANSFER_PROCESS, ALONE, NO_PEERS)
+"""Why a replica can fetch from nobody; the first that applies is the one that is told."""

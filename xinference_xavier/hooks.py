@@ -15,93 +15,15 @@ import importlib
 import logging
 import queue
 import threading
-import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 from xinference_xavier.errors import ConfigError
+from xinference_xavier.events import Event
 
 logger = logging.getLogger(__name__)
 
 MAX_WAITING = 1000
 OPTION = "xavier_hooks"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Event:
-    """`time` is in seconds since 1970."""
-
-    model_uid: str
-    time: float = field(default_factory=time.time)
-
-
-@dataclass(frozen=True, kw_only=True)
-class LaunchRolledBack(Event):
-    """A launch failed, and nothing of it is left. `reason` is its error."""
-
-    reason: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReplicaJoined(Event):
-    """`replica` is xinference's name for it, `incarnation` vLLM's engine id."""
-
-    replica: str
-    incarnation: str
-    address: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReplicaLost(Event):
-    """Its lease ended without a word from it."""
-
-    replica: str
-    incarnation: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReplicaRecovered(Event):
-    """It was lost and is back, perhaps as another incarnation."""
-
-    replica: str
-    incarnation: str
-    address: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class FetchRolledBack(Event):
-    """Not all of the wanted rows became hits: `committed` of `rows` did."""
-
-    incarnation: str
-    donor: str
-    reason: str
-    rows: int
-    committed: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrackerLost(Event):
-    incarnation: str
-    reason: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrackerRegained(Event):
-    incarnation: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class SharingSwitched(Event):
-    """An operator switched sharing of all replicas on or off."""
-
-    enabled: bool
-
-
-@dataclass(frozen=True, kw_only=True)
-class HoldingsDropped(Event):
-    """An operator had `replicas` replicas forget what they hold."""
-
-    replicas: int
 
 
 Hook = Callable[[Event], object]

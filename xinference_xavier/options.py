@@ -11,10 +11,18 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from xinference_xavier.addresses import is_wildcard
 from xinference_xavier.errors import ConfigError
+from xinference_xavier.runtime.addresses import PORTS_PER_REPLICA, is_wildcard
 
-TRANSPORTS = ("auto", "gloo", "shared_memory")
+_GLOO = "xinference_xavier.transfer.transports.gloo:GlooTransport"
+_SHARED_MEMORY = "xinference_xavier.transfer.transports.shared_memory:SharedMemoryTransport"
+TRANSPORTS = {
+    "auto": (_SHARED_MEMORY, _GLOO),
+    "gloo": (_GLOO,),
+    "shared_memory": (_SHARED_MEMORY,),
+}
+"""Every transport that has a name: the classes that a link may use, best first. They are imported
+by transfer processes only."""
 DEFAULT_FETCH_TIMEOUT = 5.0
 LEAST_FETCH_TOKENS = 256
 """Where nothing else is given: a fetch can cost its request a whole step of the engine."""
@@ -22,7 +30,6 @@ MAX_FETCH_TIMEOUT = 3600.0
 """Seconds; no peer takes a longer one."""
 
 _LOWEST_PORT, _HIGHEST_PORT = 1024, 65535
-_PORTS_PER_REPLICA = 3
 _UNITS = {
     "": 1,
     "b": 1,
@@ -125,7 +132,7 @@ def _parse_host(option: str, value: object) -> str:
 def _parse_port_range(option: str, value: object) -> tuple[int, int]:
     remedy = (
         f"use LOW-HIGH within {_LOWEST_PORT}-{_HIGHEST_PORT}, such as 40000-40100, "
-        f"with at least {_PORTS_PER_REPLICA} ports for every replica of a host"
+        f"with at least {PORTS_PER_REPLICA} ports for every replica of a host"
     )
     if isinstance(value, str):
         match = re.fullmatch(r"(\d+)\s*-\s*(\d+)", value.strip(), re.ASCII)
@@ -143,7 +150,7 @@ def _parse_port_range(option: str, value: object) -> tuple[int, int]:
         raise ConfigError(option, value, "ends below its start", remedy)
     if low < _LOWEST_PORT or high > _HIGHEST_PORT:
         raise ConfigError(option, value, "leaves the ports a user may take", remedy)
-    if high - low + 1 < _PORTS_PER_REPLICA:
+    if high - low + 1 < PORTS_PER_REPLICA:
         reason = "is too small for a replica's engine, transfer process and data link"
         raise ConfigError(option, value, reason, remedy)
     return low, high

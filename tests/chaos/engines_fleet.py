@@ -21,8 +21,8 @@ import psutil
 import xoscar
 
 from tests.e2e.processes import ReplicaProcesses, of_member
-from xinference_xavier.deadline import within
-from xinference_xavier.tracker.protocol import tracker_uid
+from xinference_xavier.protocol.tracker import tracker_uid
+from xinference_xavier.runtime.deadline import within
 
 LEASE = 10.0
 """Seconds; the tracker's."""

@@ -27,7 +27,7 @@ from tests.chaos.engines_schedule import ADDED, REMOVED, Step
 from tests.chaos.engines_traffic import Traffic
 from tests.e2e.processes import frozen, kill, wait_gone
 from tests.faults import Order, order, taken, withdraw
-from xinference_xavier.deadline import within
+from xinference_xavier.runtime.deadline import within
 
 FETCH_TIMEOUT = 3.0
 OCCASION_TIME = 20.0

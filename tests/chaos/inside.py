@@ -20,7 +20,7 @@ from tests.chaos.workload import ROW_BYTES, row_content
 from tests.replica_process import KEY_BYTES
 from xinference_xavier.config import XavierConfig
 from xinference_xavier.pool.region import Region
-from xinference_xavier.replica import Replica
+from xinference_xavier.replica.replica import Replica
 
 
 class Inside:
@@ -67,7 +67,7 @@ class Inside:
             "replacements": self.replica._client.counters.replacements,
             "failures": self.replica._client.counters.failures,
             "is_up": self.replica._client.connected and self.replica._process.ready,
-            "namespace": self.replica._client.namespace if self.replica.sharing else "",
+            "namespace": self.replica._client.namespace if self.replica.tier.sharing else "",
             "replica": self.replica.stats(),
         }
         fresh = self._folder / "figures.new"
@@ -121,7 +121,7 @@ class Inside:
         self._in_background(give_back, taken)
 
     def _in_background(self, work: Callable[..., Any], *args: Any) -> Any:
-        running = asyncio.run_coroutine_threadsafe(work(*args), self.replica._loop)
+        running = asyncio.run_coroutine_threadsafe(work(*args), self.replica.tier._loop)
         return running.result(ANSWER_TIME)
 
     def forget(self, share: float, seconds: float) -> int:
@@ -138,7 +138,8 @@ class Inside:
 
         evicted = self.scheduler.call(evict)
         threading.Event().wait(seconds)
-        self.scheduler.call(lambda: self.replica.evicted([k for k in evicted if not self._has(k)]))
+        tier = self.replica.tier
+        self.scheduler.call(lambda: tier.evicted([k for k in evicted if not self._has(k)]))
         return len(evicted)
 
     def _has(self, key: bytes) -> bool:

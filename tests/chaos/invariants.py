@@ -15,7 +15,7 @@ from tests.chaos.cluster import Cluster, until
 from tests.chaos.node import Node
 from tests.chaos.report import Leaks
 from tests.faults import Order
-from xinference_xavier.transfer.gloo import MAX_GIVEN_UP
+from xinference_xavier.transfer.transports.gloo import MAX_GIVEN_UP
 
 REST_TIME = 20.0
 """Seconds: grants expire after two fetch timeouts, leases after one lease."""

@@ -26,8 +26,8 @@ from tests.chaos.workload import prompt
 from tests.engine.scheduling import CHUNK, Request, Scheduling, chunks
 from xinference_xavier.engine.manager import XavierManager
 from xinference_xavier.pool.pool import Pool
-from xinference_xavier.replica import Replica
-from xinference_xavier.transfer.fetch import FetchState
+from xinference_xavier.replica.fetcher import FetchState
+from xinference_xavier.replica.replica import Replica
 
 STEP = 0.015
 """Seconds of a step of the engine: what computing would take."""

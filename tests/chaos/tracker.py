@@ -19,9 +19,8 @@ import xoscar
 from tests.chaos.mutations import Mutation
 from tests.chaos.node import PRELOAD
 from tests.replica_process import MODEL
+from xinference_xavier.protocol.tracker import Outcome, tracker_uid
 from xinference_xavier.tracker.actor import BlockTracker
-from xinference_xavier.tracker.index import Outcome
-from xinference_xavier.tracker.protocol import tracker_uid
 
 LEASE = 3.0
 _TICK = 0.5

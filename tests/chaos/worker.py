@@ -1,6 +1,6 @@
 """The worker of a replica: copies between rows and what would be the KV cache, on its own thread.
 
-Jobs run in the order of their submission, as those of `engine/host_worker.py`. A load compares
+Jobs run in the order of their submission, as those of `engine/worker/cpu.py`. A load compares
 every byte with what it must be; the bytes that are wrong are written to the replica's log at once,
 so that they count even if the replica is killed.
 """

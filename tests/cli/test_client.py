@@ -21,7 +21,7 @@ from tests.replica_process import (
 )
 from xinference_xavier.client import AsyncXavierClient, XavierClient
 from xinference_xavier.errors import ApiError
-from xinference_xavier.results import Happened, ModelStatus, Reuse
+from xinference_xavier.stats.schema import EventRecord, ModelStatus, Reuse
 
 
 @pytest.fixture
@@ -107,7 +107,7 @@ def test_the_switch(pair: Pair, client: XavierClient) -> None:
 def test_events_of_late_and_as_they_happen(pair: Pair, client: XavierClient) -> None:
     events = client.events(MODEL)
     assert [next(events).event for _ in range(2)] == ["ReplicaJoined"] * 2
-    told: list[Happened] = []
+    told: list[EventRecord] = []
     listening = threading.Thread(target=lambda: told.extend(_until_dropped(events)))
     listening.start()
     with XavierClient(pair.api.endpoint) as other:
@@ -117,7 +117,7 @@ def test_events_of_late_and_as_they_happen(pair: Pair, client: XavierClient) -> 
     assert told[-1].fields == {"model_uid": MODEL, "replicas": 2}
 
 
-def _until_dropped(events: Iterator[Happened]) -> Iterator[Happened]:
+def _until_dropped(events: Iterator[EventRecord]) -> Iterator[EventRecord]:
     for event in events:
         yield event
         if event.event == "HoldingsDropped" and event.fields["replicas"] == 2:

@@ -19,7 +19,7 @@ from xinference_xavier.cli import endpoint as endpoint_module
 from xinference_xavier.cli.commands import main
 from xinference_xavier.cli.tables import size
 from xinference_xavier.client import XavierClient
-from xinference_xavier.results import ModelStatus
+from xinference_xavier.stats.schema import ModelStatus
 
 PROGRAM = Path(sys.executable).parent / "xinference-xavier"
 

@@ -17,11 +17,11 @@ from click.testing import CliRunner
 from tests.api_process import API_KEY, ApiProcess
 from tests.pair import Pair
 from tests.replica_process import MODEL, ReplicaProcess, wait_until
-from xinference_xavier import __version__, doctor
+from xinference_xavier import __version__
 from xinference_xavier.cli.commands import main
-from xinference_xavier.client import XavierClient
-from xinference_xavier.doctor import Finding
-from xinference_xavier.network import local_host_towards
+from xinference_xavier.client import XavierClient, doctor
+from xinference_xavier.client.doctor import Finding
+from xinference_xavier.runtime.net import local_host_towards
 
 EXTENSION = "XINFERENCE_EXTENSIONS=xinference_xavier:extension"
 REFUSING = "tests.transfer.no_transport:NoTransport"

@@ -14,8 +14,8 @@ from xinference_xavier.cli.tables import (
     model_table,
     models_table,
 )
-from xinference_xavier.doctor import Finding
-from xinference_xavier.results import Explanation, ModelStatus
+from xinference_xavier.client.doctor import Finding
+from xinference_xavier.stats.schema import Explanation, ModelStatus
 
 MIB = 1 << 20
 HITS = {"own_prefix_cache": 1000, "own_pool": 200, "peers": 3000, "computed": 4200}

@@ -17,7 +17,7 @@ from pathlib import Path
 from tests.faults import _FaultyGloo, _FaultyLink
 from xinference_xavier.errors import LinkError
 from xinference_xavier.pool.region import Region
-from xinference_xavier.transfer.base import Link
+from xinference_xavier.transfer.transports.base import Link
 
 FOLDER = "XAVIER_TEST_GATES"
 """The environment variable that names an engine's folder of gates."""

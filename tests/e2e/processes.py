@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from xinference_xavier.addresses import split_address
+from xinference_xavier.runtime.addresses import split_address
 
 GONE_TIMEOUT = 30.0
 """Seconds for a killed replica's other processes to notice and end."""

@@ -13,9 +13,9 @@ import xoscar
 
 from examples.documents import document
 from xinference_xavier.config import XavierConfig
-from xinference_xavier.serving.transfer_config import kv_transfer_config
+from xinference_xavier.kv_transfer_config import kv_transfer_config
+from xinference_xavier.protocol.tracker import tracker_uid
 from xinference_xavier.tracker.actor import BlockTracker
-from xinference_xavier.tracker.protocol import tracker_uid
 
 CHUNK = 128
 PROGRAM = """

@@ -25,7 +25,7 @@ from tests.e2e.host_cluster import (
     allow_only_what_is_needed,
 )
 from tests.e2e.hosts import Hosts
-from xinference_xavier.addresses import split_address
+from xinference_xavier.runtime.addresses import split_address
 
 pytestmark = pytest.mark.long
 

@@ -7,8 +7,8 @@ import xoscar
 
 from examples.local_cluster import ClusterError, LocalCluster
 from tests.e2e.conftest import ARGUMENTS
-from xinference_xavier.addresses import reachable_address
-from xinference_xavier.tracker.protocol import tracker_uid
+from xinference_xavier.protocol.tracker import tracker_uid
+from xinference_xavier.runtime.addresses import reachable_address
 
 UID = "refused"
 

@@ -22,12 +22,12 @@ from examples import long_document_questions, multi_turn_chat, retrieval
 from examples.documents import document, prompt, questions
 from examples.local_cluster import Completion, LocalCluster
 from tests.e2e.conftest import ARGUMENTS, wait_until
-from xinference_xavier.addresses import reachable_address
 from xinference_xavier.client import XavierClient
 from xinference_xavier.pool.region import receive_region
-from xinference_xavier.results import Reuse
-from xinference_xavier.serving.metrics import PREFIX
-from xinference_xavier.tracker.protocol import tracker_uid
+from xinference_xavier.protocol.tracker import tracker_uid
+from xinference_xavier.runtime.addresses import reachable_address
+from xinference_xavier.serving.prometheus.families import PREFIX
+from xinference_xavier.stats.schema import Reuse
 
 UID = "sharing"
 CHUNK = 128

@@ -18,7 +18,7 @@ from tests.e2e import processes
 from tests.e2e.conftest import REPLICAS, SEPARATE_UID, can_fetch, wait_for_engine, wait_until
 from tests.e2e.separate_cluster import SeparateCluster
 from tests.e2e.test_recovery import assert_shares, compute, members, question
-from xinference_xavier.tracker.protocol import tracker_uid
+from xinference_xavier.protocol.tracker import tracker_uid
 
 pytestmark = pytest.mark.long
 

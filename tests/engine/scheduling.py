@@ -20,14 +20,14 @@ from vllm.v1.kv_offload.base import (
     make_offload_key,
 )
 
+from xinference_xavier.engine.compat import RecordedKeys
 from xinference_xavier.engine.manager import XavierManager
-from xinference_xavier.engine.versions import RecordedKeys
 from xinference_xavier.pool.pool import Pool, Row
-from xinference_xavier.replica import Replica
-from xinference_xavier.tracker.claims import Claim
-from xinference_xavier.tracker.index import Change, Member, Settings, Update, pack
-from xinference_xavier.tracker.mirror import Mirror
-from xinference_xavier.transfer.fetch import Fetch, FetchState
+from xinference_xavier.protocol.tracker import Change, Member, Settings, Update, pack
+from xinference_xavier.replica.fetcher import Fetch, FetchState
+from xinference_xavier.replica.mirror import Mirror
+from xinference_xavier.replica.replica import Replica
+from xinference_xavier.replica.tracker_client import Claim
 
 CHUNK = 128
 """Tokens per chunk."""
@@ -65,6 +65,10 @@ class ScriptedReplica:
         self.claims: list[Claim] = []
         self.released: list[Claim] = []
         self._holdings: dict[str, set[bytes]] = {}
+
+    @property
+    def tier(self) -> ScriptedReplica:
+        return self
 
     def stored(self, rows: Sequence[Row]) -> None:
         self.stored_rows += rows

@@ -22,7 +22,7 @@ from tests.engine.any_version import made
 from xinference_xavier.config import XavierConfig
 from xinference_xavier.engine.connector import XavierConnector, prefill_of
 from xinference_xavier.errors import ConfigError
-from xinference_xavier.serving.transfer_config import kv_transfer_config
+from xinference_xavier.kv_transfer_config import kv_transfer_config
 
 BLOCK_TOKENS = 32
 NOBODY = "127.0.0.1:1"

@@ -13,7 +13,7 @@ from vllm.v1.kv_offload.base import LookupResult, OffloadKey
 from tests.engine.scheduling import CHUNK, FETCH_TIMEOUT, Request, Scheduling, chunks, window_scan
 from xinference_xavier.engine import manager
 from xinference_xavier.pool.pool import PoolCounts
-from xinference_xavier.transfer.fetch import Fetch, FetchState
+from xinference_xavier.replica.fetcher import Fetch, FetchState
 
 
 @pytest.fixture
@@ -371,7 +371,7 @@ class TestSeveralDonors:
         self, vllm: Scheduling, halves: tuple[Request, Fetch, Fetch]
     ) -> None:
         for fetch in halves[1:]:
-            assert {row.copy_of for row in fetch.rows} == {fetch.donor}
+            assert {row.replicated_from for row in fetch.rows} == {fetch.donor}
 
 
 class TestFetchedRows:

@@ -1,7 +1,7 @@
 """The installed vLLM offers what we use, in the shape in which we use it.
 
 A new version that moves or renames something of this fails here, and not in somebody's engine.
-What differs among the supported versions is in `engine/versions.py`.
+What differs among the supported versions is in `engine/compat.py`.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from vllm.v1.kv_offload import config as offload_config
 from vllm.v1.kv_offload.cpu import gpu_worker
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
-from xinference_xavier.engine import versions
+from xinference_xavier.engine import compat
 from xinference_xavier.engine.connector import XavierConnector
-from xinference_xavier.engine.device_region import DeviceRegion
-from xinference_xavier.engine.host_worker import HostWorker
 from xinference_xavier.engine.manager import XavierManager
 from xinference_xavier.engine.spec import XavierSpec
+from xinference_xavier.engine.worker.cpu import HostWorker
+from xinference_xavier.engine.worker.gpu import DeviceRegion
 from xinference_xavier.pool.region import Region
 
 OURS = [
@@ -172,13 +172,13 @@ def test_the_keys_of_a_request_are_known_before_its_first_lookup() -> None:
     status = SimpleNamespace(
         req_context=context, group_states=[SimpleNamespace(offload_keys=keys) for keys in groups]
     )
-    versions.record_keys(SimpleNamespace(_req_status={"r": status}), "r")  # type: ignore[arg-type]
+    compat.record_keys(SimpleNamespace(_req_status={"r": status}), "r")  # type: ignore[arg-type]
     record = getattr(context, "set_offload_key_position", None)
     if record is not None:  # from 0.31 on by vLLM itself
-        assert versions.known_keys(context) == []
+        assert compat.known_keys(context) == []
         for (key,) in groups:
             record(key, 128)
-    assert versions.known_keys(context) == [key for (key,) in groups]
+    assert compat.known_keys(context) == [key for (key,) in groups]
     assert base.make_offload_key(b"hash", 7)[-4:] == (7).to_bytes(4, "big")
 
 
@@ -206,8 +206,8 @@ def test_the_first_hash_of_a_chain_is_the_same_in_every_process() -> None:
         "os.environ.pop('PYTHONHASHSEED', None)\n"
         "from vllm.utils.hashing import get_hash_fn_by_name\n"
         "from vllm.v1.core import kv_cache_utils\n"
-        "from xinference_xavier.engine import versions\n"
-        "versions.hash_seed('sha256')\n"
+        "from xinference_xavier.engine import compat\n"
+        "compat.hash_seed('sha256')\n"
         "kv_cache_utils.init_none_hash(get_hash_fn_by_name('sha256'))\n"
         "print('first', kv_cache_utils.NONE_HASH.hex())\n"
     )
@@ -224,17 +224,17 @@ def test_a_hash_that_can_collide_keeps_its_secret_beginning(
     monkeypatch: pytest.MonkeyPatch, algorithm: str
 ) -> None:
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
-    assert versions.hash_seed(algorithm) is None
+    assert compat.hash_seed(algorithm) is None
 
 
 def test_what_a_version_lacks_is_told_apart() -> None:
     cache = KVCacheConfig(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=[])
-    assert not versions.keeps_cache_in_host_memory(cache)
-    assert versions.cache_layout(CacheConfig()) is None
+    assert not compat.keeps_cache_in_host_memory(cache)
+    assert compat.cache_layout(CacheConfig()) is None
     group = SimpleNamespace(tokens_per_block=16)
-    assert versions.group_number(group, 3) == 3  # type: ignore[arg-type]
+    assert compat.group_number(group, 3) == 3  # type: ignore[arg-type]
     group.group_id = 5
-    assert versions.group_number(group, 3) == 5  # type: ignore[arg-type]
+    assert compat.group_number(group, 3) == 5  # type: ignore[arg-type]
 
 
 def test_statistics_count_up() -> None:

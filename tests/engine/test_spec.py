@@ -22,8 +22,8 @@ from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from tests.engine.any_version import made
 from tests.engine.caches import cell_bytes, kv_caches, pages_of
 from xinference_xavier.config import XAVIER, XavierConfig
-from xinference_xavier.engine.host_worker import HostWorker
 from xinference_xavier.engine.spec import MIN_ROWS, XavierSpec, chunk_tokens_for
+from xinference_xavier.engine.worker.cpu import HostWorker
 from xinference_xavier.errors import ConfigError, RegionError
 from xinference_xavier.pool.region import ROW_ALIGNMENT
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 
 from tests.engine.scheduling import FETCH_TIMEOUT, Scheduling, chunks
-from xinference_xavier.engine.prefill_rate import PrefillRate
+from xinference_xavier.engine.policy.prefill_rate import PrefillRate
 from xinference_xavier.engine.steps import Step, Steps
 
 

@@ -10,7 +10,7 @@ import pytest
 from examples.asking import Answer, streamed
 from examples.documents import document, people, questions
 from examples.retrieval import PASSAGES_PER_QUESTION, retrieve
-from xinference_xavier.results import Hits
+from xinference_xavier.stats.schema import Hits
 
 LIBRARY = [document(seed, 20) for seed in range(5)]
 

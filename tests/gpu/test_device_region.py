@@ -19,9 +19,9 @@ from vllm.v1.kv_offload.base import CanonicalKVCaches, GPULoadStoreSpec, Offload
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
 from tests.engine.caches import cell_bytes, kv_caches, pages_of
-from xinference_xavier.engine.device_region import DeviceRegion
-from xinference_xavier.engine.host_worker import HostWorker
-from xinference_xavier.engine.versions import device_worker
+from xinference_xavier.engine.compat import device_worker
+from xinference_xavier.engine.worker.cpu import HostWorker
+from xinference_xavier.engine.worker.gpu import DeviceRegion
 from xinference_xavier.pool.region import ROW_ALIGNMENT, Region, RegionServer, receive_region
 
 pytestmark = pytest.mark.gpu

@@ -17,7 +17,7 @@ from tests.replica_process import (
     fresh_keys,
     wait_until,
 )
-from xinference_xavier.serving.metrics import PREFIX
+from xinference_xavier.serving.prometheus.families import PREFIX
 
 HITS = {"own_prefix_cache": 100, "own_pool": 200, "peers": 300, "computed": 400}
 COUNTED = {

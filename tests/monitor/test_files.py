@@ -8,9 +8,8 @@ from itertools import combinations
 import yaml
 
 from tests.monitor.files import DASHBOARD, DOCUMENT, alerts, dashboard, panels, queries
-from xinference_xavier.errors import ROLLBACKS
-from xinference_xavier.serving.metrics import FAMILIES, PREFIX
-from xinference_xavier.sharing_log import NOT_SHARING
+from xinference_xavier.errors import NOT_SHARING, ROLLBACKS
+from xinference_xavier.serving.prometheus.families import FAMILIES, PREFIX
 
 RULE_TESTS = "alerts_test.yml"
 KNOWN = {f"{PREFIX}{family.name}" for family in FAMILIES}

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from tests.monitor.scene import HITS, ROW_BYTES, Scene, Scraped
 from tests.replica_process import DEADLINE, ReplicaProcess, fresh_keys, replicas, wait_until
-from xinference_xavier.histogram import SECONDS_BOUNDS
-from xinference_xavier.sharing_log import SWITCHED_OFF
+from xinference_xavier.errors import SWITCHED_OFF
+from xinference_xavier.stats.schema import SECONDS_BOUNDS
 
 WORKS = "INFO replica second: sharing works, peers: 1"
 

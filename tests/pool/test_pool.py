@@ -15,7 +15,7 @@ KEY_LISTS = st.lists(KEYS, max_size=8, unique=True)
 
 class PoolAgainstModel(RuleBasedStateMachine):
     """The model: lists of rows per state; `idle` is ordered, least recently used first. That the
-    order of eviction may be another one is of `test_order.py`."""
+    order of eviction may be another one is of `test_eviction.py`."""
 
     writing = Bundle("writing")
     reading = Bundle("reading")
@@ -269,10 +269,10 @@ def test_a_row_that_peers_copy_is_no_copy_any_more() -> None:
     pool = Pool(3)
     rows = ready(pool, b"a", b"b", b"c")
     for row in rows:
-        row.copy_of = "peer"
+        row.replicated_from = "peer"
     pool.unpin(pool.pin([b"a"]))
     pool.unpin(pool.pin_shared([b"b"]))
-    assert [row.copy_of for row in rows] == ["peer", None, "peer"]
+    assert [row.replicated_from for row in rows] == ["peer", None, "peer"]
 
 
 def test_only_summed_rows_are_shared() -> None:

@@ -12,12 +12,11 @@ from fastapi import APIRouter, FastAPI, HTTPException
 from fastapi.security import SecurityScopes
 from xinference.extensions import APIExtensionContext
 
-from xinference_xavier.addresses import replica_uid
 from xinference_xavier.errors import ExplainError, NotFoundError
+from xinference_xavier.protocol.tracker import Member, Settings, tracker_uid
+from xinference_xavier.runtime.addresses import replica_uid
 from xinference_xavier.serving.api import add_routes, report
 from xinference_xavier.tracker.actor import BlockTracker
-from xinference_xavier.tracker.index import Member, Settings
-from xinference_xavier.tracker.protocol import tracker_uid
 
 KEY_BYTES = 36
 HITS = {"own_prefix_cache": 1, "own_pool": 20, "peers": 300, "computed": 4000}

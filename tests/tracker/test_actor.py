@@ -11,13 +11,19 @@ from typing import Any
 import pytest
 import xoscar as xo
 
-from xinference_xavier.addresses import replica_uid
-from xinference_xavier.tracker import news as news_module
+from tests.tracker_pools import MODEL, create_tracker
+from xinference_xavier.protocol.tracker import (
+    Change,
+    Member,
+    NotMemberError,
+    Outcome,
+    Settings,
+    Update,
+    tracker_uid,
+)
+from xinference_xavier.runtime.addresses import replica_uid
+from xinference_xavier.tracker import watchers as news_module
 from xinference_xavier.tracker.actor import BlockTracker
-from xinference_xavier.tracker.index import Change, Member, Outcome, Settings, Update
-from xinference_xavier.tracker.protocol import NotMemberError, tracker_uid
-
-from .conftest import MODEL, create_tracker
 
 NS = "namespace"
 A, B = Member("a", "127.0.0.1:1"), Member("b", "127.0.0.1:1")
@@ -370,8 +376,8 @@ async def test_what_cannot_be_right_is_refused(
     assert await look(tracker, "b") == before
 
 
-async def test_all_of_it_travels_between_processes(tracker_process: tuple[Any, str]) -> None:
-    tracker = await xo.actor_ref(address=tracker_process[1], uid=tracker_uid(MODEL))
+async def test_all_of_it_travels_between_processes(stoppable_tracker: tuple[Any, str]) -> None:
+    tracker = await xo.actor_ref(address=stoppable_tracker[1], uid=tracker_uid(MODEL))
     assert (await join(tracker, A, B)).lease == 10.0
     assert await tracker.publish(NS, "a", 1, K1, b"") is Outcome.APPLIED
     update = await look(tracker, "b")
@@ -402,10 +408,10 @@ async def test_a_replica_between_two_namespaces_is_told_its_weights_too(
 
 
 async def test_a_long_answer_needs_no_thread_of_the_process_that_it_is_in(
-    tracker_process: tuple[Any, str],
+    stoppable_tracker: tuple[Any, str],
 ) -> None:
     """They are all taken there; xoscar serializes what has more than a hundred parts on one."""
-    tracker = await xo.actor_ref(address=tracker_process[1], uid=tracker_uid(MODEL))
+    tracker = await xo.actor_ref(address=stoppable_tracker[1], uid=tracker_uid(MODEL))
     await join(tracker, *(Member(f"replica-{number}", "127.0.0.1:1") for number in range(60)))
     status = await asyncio.wait_for(tracker.status(), 60.0)
     assert len(status["namespaces"][NS]["replicas"]) == 60

@@ -9,13 +9,19 @@ from typing import Any
 import pytest
 import xoscar as xo
 
-from xinference_xavier.tracker import checks as checks_module
-from xinference_xavier.tracker import failure as failure_module
+from xinference_xavier.protocol import tracker as checks_module
+from xinference_xavier.protocol.tracker import (
+    Change,
+    Member,
+    Outcome,
+    Settings,
+    TrackerFullError,
+    Update,
+)
+from xinference_xavier.replica.mirror import Mirror
+from xinference_xavier.tracker import membership as membership_module
 from xinference_xavier.tracker import namespaces as namespaces_module
-from xinference_xavier.tracker import waits as waits_module
-from xinference_xavier.tracker.index import Change, Member, Outcome, Settings, Update
-from xinference_xavier.tracker.mirror import Mirror
-from xinference_xavier.tracker.protocol import TrackerFullError
+from xinference_xavier.tracker import watchers as waits_module
 
 NS = "namespace"
 A, B = Member("a", "127.0.0.1:1"), Member("b", "127.0.0.1:1")
@@ -136,7 +142,7 @@ async def test_what_is_too_much_is_refused_and_counted(
     """Watches, members, failures to remember: and those that are there stay."""
     monkeypatch.setattr(waits_module, "MAX_WATCHES", 1)
     monkeypatch.setattr(namespaces_module, "MAX_MEMBERS", 2)
-    monkeypatch.setattr(failure_module, "MAX_CAUSES", 2)
+    monkeypatch.setattr(membership_module, "MAX_STARTUP_ERRORS", 2)
     for member in (A, B):
         await tracker.join(NS, member, 4, Settings())
     seen = await tracker.watch(NS, "a", "", 0, 0.0)

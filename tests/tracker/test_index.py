@@ -7,9 +7,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from xinference_xavier.tracker.index import (
+from xinference_xavier.protocol.tracker import (
     Change,
-    Index,
     Member,
     Outcome,
     Settings,
@@ -17,7 +16,8 @@ from xinference_xavier.tracker.index import (
     pack,
     unpack,
 )
-from xinference_xavier.tracker.mirror import Mirror
+from xinference_xavier.replica.mirror import Mirror
+from xinference_xavier.tracker.index import Index
 
 KEY_BYTES = 4
 A, B = Member("a", "10.0.0.1:1"), Member("b", "10.0.0.2:1")

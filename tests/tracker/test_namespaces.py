@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from xinference_xavier.protocol.tracker import Member, TrackerFullError
 from xinference_xavier.tracker import namespaces as namespaces_module
-from xinference_xavier.tracker.index import Member
 from xinference_xavier.tracker.namespaces import Namespaces
-from xinference_xavier.tracker.protocol import TrackerFullError
 
 A, B, C = (Member(name, "h:1") for name in "abc")
 

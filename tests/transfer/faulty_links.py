@@ -16,8 +16,8 @@ import torch
 
 from xinference_xavier.errors import LinkError
 from xinference_xavier.pool.region import Region
-from xinference_xavier.transfer.base import Acceptance, Check, Link
-from xinference_xavier.transfer.gloo import GlooLink, GlooTransport
+from xinference_xavier.transfer.transports.base import Acceptance, Check, Link
+from xinference_xavier.transfer.transports.gloo import GlooLink, GlooTransport
 
 SCRIPT = "XAVIER_TEST_WRONG_DONOR"
 """The environment variable that names the file with the donor's next wrong."""

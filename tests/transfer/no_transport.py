@@ -4,7 +4,7 @@ import gc
 
 from xinference_xavier.errors import LinkError
 from xinference_xavier.pool.region import Region
-from xinference_xavier.transfer.base import Acceptance, Offer, Transport
+from xinference_xavier.transfer.transports.base import Acceptance, Offer, Transport
 
 
 class NoTransport(Transport):

@@ -15,14 +15,8 @@ import xoscar
 from tests import faults
 from tests.faults import CORRUPT_ROW, ROWS_BEFORE_STALL
 from xinference_xavier.errors import LinkError
-from xinference_xavier.network import listen
 from xinference_xavier.pool.region import Region
-from xinference_xavier.transfer import serving
-from xinference_xavier.transfer.actor import TransferActor, load_transport
-from xinference_xavier.transfer.base import Acceptance, Check, Transport
-from xinference_xavier.transfer.choice import Choice
-from xinference_xavier.transfer.gloo import GlooTransport
-from xinference_xavier.transfer.messages import (
+from xinference_xavier.protocol.transfer import (
     PROTOCOL_VERSION,
     TRANSFER_UID,
     Contact,
@@ -31,7 +25,13 @@ from xinference_xavier.transfer.messages import (
     Startup,
     Ticket,
 )
-from xinference_xavier.transfer.shared_memory import SharedMemoryTransport
+from xinference_xavier.runtime.net import listen
+from xinference_xavier.transfer import sender
+from xinference_xavier.transfer.actor import TransferActor, load_transport
+from xinference_xavier.transfer.transports.base import Acceptance, Check, Transport
+from xinference_xavier.transfer.transports.gloo import GlooTransport
+from xinference_xavier.transfer.transports.selection import TransportSelector
+from xinference_xavier.transfer.transports.shared_memory import SharedMemoryTransport
 
 HOST = "127.0.0.1"
 ROWS, ROW_BYTES = 32, 16 << 10
@@ -150,7 +150,9 @@ class Sides:
         pool = await listen(HOST, None)
         key = name.encode().ljust(32)
         startup = Startup(name, region.fd, ROWS, row_bytes, HOST, None, (), key.hex())
-        choice = Choice([new(region, HOST, None) for new in transports or (self.kind.plain,)])
+        choice = TransportSelector(
+            [new(region, HOST, None) for new in transports or (self.kind.plain,)]
+        )
         actor = await xoscar.create_actor(
             TransferActor,
             startup,
@@ -383,7 +385,7 @@ async def test_another_protocol_version_is_refused(donor: Side) -> None:
 async def test_links_are_bounded(
     sides: Sides, consumer: Side, donor: Side, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(serving, "MAX_LINKS", 1)
+    monkeypatch.setattr(sender, "MAX_LINKS", 1)
     one_more = await sides.start("one more")
     assert (await consumer.pull(donor, [0]))[:2] == (1, None)
     assert (await one_more.pull(donor, [0]))[:2] == (0, "link")
@@ -395,7 +397,7 @@ async def test_links_that_are_asked_for_at_the_same_time_are_bounded_too(
     sides: Sides, donor: Side, kind: Kind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each counts from the first moment, not from when it is made."""
-    monkeypatch.setattr(serving, "MAX_LINKS", 2)
+    monkeypatch.setattr(sender, "MAX_LINKS", 2)
     region = Region.create(ROWS, ROW_BYTES)
     transport = kind.plain(region, HOST, None)
     offers = [transport.offer(SECRET, time.monotonic() + 1.0) for _ in range(6)]
@@ -715,7 +717,9 @@ async def test_a_transport_that_the_donor_has_not_is_refused(sides: Sides) -> No
 
 
 def test_a_transport_is_found_by_its_path() -> None:
-    assert load_transport("xinference_xavier.transfer.gloo:GlooTransport") is GlooTransport
-    for wrong in ("xinference_xavier.transfer.gloo:GlooLink", "json:dumps"):
+    assert (
+        load_transport("xinference_xavier.transfer.transports.gloo:GlooTransport") is GlooTransport
+    )
+    for wrong in ("xinference_xavier.transfer.transports.gloo:GlooLink", "json:dumps"):
         with pytest.raises(TypeError, match="is not a Transport"):
             load_transport(wrong)

@@ -27,14 +27,13 @@ from tests.replica_process import (
     replicas,
     wait_until,
 )
-from xinference_xavier.addresses import replica_uid
 from xinference_xavier.errors import GrantRefusedError, LinkError
 from xinference_xavier.pool.region import Region
-from xinference_xavier.tracker.index import Member, Settings
-from xinference_xavier.tracker.protocol import tracker_uid
-from xinference_xavier.transfer.gloo import GlooTransport
-from xinference_xavier.transfer.messages import PROTOCOL_VERSION, TRANSFER_UID, GrantRequest
-from xinference_xavier.transfer.shared_memory import SharedMemoryTransport
+from xinference_xavier.protocol.tracker import Member, Settings, tracker_uid
+from xinference_xavier.protocol.transfer import PROTOCOL_VERSION, TRANSFER_UID, GrantRequest
+from xinference_xavier.runtime.addresses import replica_uid
+from xinference_xavier.transfer.transports.gloo import GlooTransport
+from xinference_xavier.transfer.transports.shared_memory import SharedMemoryTransport
 
 TRANSPORTS = {transport.name: transport for transport in (GlooTransport, SharedMemoryTransport)}
 HOST = "127.0.0.1"

@@ -11,10 +11,10 @@ from typing import Any
 
 import click
 
-from xinference_xavier import __version__
+from xinference_xavier._version import __version__
 from xinference_xavier.cli.endpoint import Endpoint, endpoint_options
 from xinference_xavier.errors import ConfigError
-from xinference_xavier.results import Happened
+from xinference_xavier.stats.schema import EventRecord
 
 _EPILOG = """\b
 Exit codes:
@@ -92,7 +92,7 @@ def events(endpoint: Endpoint, model: str, as_json: bool) -> None:
                 click.echo(_line(happened))
 
 
-def _line(happened: Happened) -> str:
+def _line(happened: EventRecord) -> str:
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(happened.time))
     fields = (f"{name}={value}" for name, value in happened.fields.items())
     return f"{when}  {happened.event}  {'  '.join(fields)}"
@@ -174,7 +174,7 @@ def doctor(endpoint: Endpoint, as_json: bool) -> None:
     Looks at versions, the extension, addresses, ports, links between replicas, namespaces, pools
     and the tracker, in every process of the cluster.
     """
-    from xinference_xavier.doctor import diagnose
+    from xinference_xavier.client.doctor import diagnose
 
     with endpoint.client() as client:
         facts = client.cluster()
@@ -232,7 +232,7 @@ def tracker(model: str, address: str, options: tuple[str, ...]) -> None:
     import asyncio
     import signal
 
-    from xinference_xavier import standalone
+    from xinference_xavier.cli import standalone
 
     async def serve() -> None:
         until = asyncio.Event()
@@ -243,7 +243,7 @@ def tracker(model: str, address: str, options: tuple[str, ...]) -> None:
             address,
             hooks=standalone.options(options).hooks,
             listening=lambda where: click.echo(f"the tracker of {model} listens at {where}"),
-            happened=lambda event: click.echo(_line(Happened.of(event))),
+            happened=lambda event: click.echo(_line(EventRecord.of(event))),
             until=until,
         )
 
@@ -262,7 +262,7 @@ def transfer_config(model: str, address: str, options: tuple[str, ...]) -> None:
 
     OPTIONS: --xavier_pool_bytes SIZE, and any of the other launch options.
     """
-    from xinference_xavier import standalone
+    from xinference_xavier.cli import standalone
 
     try:
         config = standalone.transfer_config(model, address, standalone.options(options))

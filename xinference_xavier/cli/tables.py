@@ -10,8 +10,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from xinference_xavier.doctor import Finding
-from xinference_xavier.results import Counts, Explanation, ModelStatus, ReplicaStatus
+from xinference_xavier.client.doctor import Finding
+from xinference_xavier.stats.schema import Counts, Explanation, ModelStatus, ReplicaStatus
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 _WIDTH = 64  # of a prompt's picture: one character for a chunk, or for some

@@ -21,11 +21,11 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request
 
 from xinference_xavier.config import XAVIER, XavierConfig
-from xinference_xavier.engine import identity, versions
-from xinference_xavier.engine.explain import PromptChunker
-from xinference_xavier.engine.log_lines import log_like_vllm
+from xinference_xavier.engine import compat, namespace
 from xinference_xavier.engine.manager import XavierManager
 from xinference_xavier.engine.page_format import page_format
+from xinference_xavier.engine.process import log_like_vllm
+from xinference_xavier.engine.prompt_keys import PromptChunker
 from xinference_xavier.engine.spec import IDENTITY, XavierSpec, chunk_tokens_for
 from xinference_xavier.errors import ConfigError
 
@@ -51,8 +51,8 @@ class XavierConnector(OffloadingConnector):
         extra["blocks_per_chunk"] = chunk_tokens // max(block_tokens)
         if role is KVConnectorRole.SCHEDULER:
             extra[IDENTITY] = {
-                "key_bytes": identity.key_bytes(vllm_config),
-                "ingredients": identity.ingredients(vllm_config, kv_cache_config, chunk_tokens),
+                "key_bytes": namespace.key_bytes(vllm_config),
+                "ingredients": namespace.ingredients(vllm_config, kv_cache_config, chunk_tokens),
             }
         super().__init__(vllm_config, role, kv_cache_config)
         if role is KVConnectorRole.SCHEDULER:
@@ -86,7 +86,7 @@ class XavierConnector(OffloadingConnector):
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         assert self.connector_scheduler is not None
-        versions.record_keys(self.connector_scheduler, request.request_id)
+        compat.record_keys(self.connector_scheduler, request.request_id)
         self._prefix_tokens[request.request_id] = num_computed_tokens
         if request.trace_headers:  # none, unless vLLM traces
             self._manager.trace(request.request_id, request.trace_headers)
@@ -156,7 +156,7 @@ def _refuse_unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig)
             "use one host per replica, or launch without enable_xavier",
         )
     # With it, vLLM 0.33 prepares loads in a later step than that of the hit, unprotected between.
-    if versions.keeps_cache_in_host_memory(kv_cache_config):
+    if compat.keeps_cache_in_host_memory(kv_cache_config):
         raise ConfigError(
             "hisparse_config",
             vllm_config.attention_config.hisparse_config,

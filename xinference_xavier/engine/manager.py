@@ -36,19 +36,19 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
-from xinference_xavier.engine.fetches import Fetches
-from xinference_xavier.engine.forecast import Forecast
+from xinference_xavier.engine.compat import known_keys, load_source
 from xinference_xavier.engine.metrics import HitReporter, Hits
-from xinference_xavier.engine.prefill_rate import PrefillRate
-from xinference_xavier.engine.request import GROUP, Request
-from xinference_xavier.engine.sources import Sources
+from xinference_xavier.engine.policy.cost_model import CostModel
+from xinference_xavier.engine.policy.donor_selection import DonorSelection
+from xinference_xavier.engine.policy.prefill_rate import PrefillRate
+from xinference_xavier.engine.policy.prefill_wait import WORTH_ASKING, Wait, WaitCounts
+from xinference_xavier.engine.request import GROUP, Fetches, Request
 from xinference_xavier.engine.steps import Step, Steps
-from xinference_xavier.engine.versions import known_keys, load_source
-from xinference_xavier.engine.waiting import WORTH_ASKING, Wait, WaitCounts
-from xinference_xavier.explanation import Chunker
 from xinference_xavier.pool.pool import Pool, Reservation, Row
-from xinference_xavier.replica import Replica
-from xinference_xavier.transfer.fetch import Fetch
+from xinference_xavier.replica.explain import Chunker
+from xinference_xavier.replica.fetcher import Fetch
+from xinference_xavier.replica.peer_tier import PeerTier
+from xinference_xavier.replica.replica import Replica
 
 if TYPE_CHECKING:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -68,12 +68,13 @@ class XavierManager(OffloadingManager):
         fetch_timeout: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`min_fetch_tokens` and `choose` are those of `Sources`."""
+        """`min_fetch_tokens` and `choose` are those of `DonorSelection`."""
         self._pool = pool
         self._chunk_tokens = chunk_tokens
         self._fetch_timeout = fetch_timeout
         self._clock = clock
         self._replica: Replica
+        self._peers: PeerTier
         self._requests: dict[str, Request] = {}
         self._gathered: dict[str, Request] = {}  # got a RETRY in this step, fetch to be begun
         self._storing: dict[bytes, Row] = {}
@@ -86,9 +87,9 @@ class XavierManager(OffloadingManager):
         self._longest_decision = 0.0  # seconds from a first RETRY on that were lost to us
         self._steps = Steps()
         self.prefill_rate = PrefillRate()
-        self._forecast = Forecast(row_bytes=row_bytes)
+        self._forecast = CostModel(row_bytes=row_bytes)
         self._fetches = Fetches(pool, self._forecast, fetch_timeout)
-        self._sources = Sources(
+        self._sources = DonorSelection(
             pool,
             self.prefill_rate,
             self._forecast,
@@ -107,6 +108,7 @@ class XavierManager(OffloadingManager):
     def attach(self, replica: Replica) -> None:
         """The replica that fetches and shares for this engine; before anything else."""
         self._replica = replica
+        self._peers = replica.tier
         self._sources.mirror = replica.mirror
 
     def explain_with(self, chunker: Chunker) -> None:
@@ -175,9 +177,9 @@ class XavierManager(OffloadingManager):
     def _is_elsewhere(self, key: bytes, request: Request) -> bool:
         if self._fetches.bringing(key) is not None:
             return True
-        if not self._replica.can_fetch:
+        if not self._peers.can_fetch:
             return False
-        holders = self._replica.mirror.holders(key)
+        holders = self._peers.mirror.holders(key)
         if not holders or self._pool.holds(key):
             return False
         if request.wanted:
@@ -203,13 +205,13 @@ class XavierManager(OffloadingManager):
         return True
 
     def _is_waiting(self, request: Request) -> bool:
-        wait, can_fetch = request.wait, self._replica.can_fetch
+        wait, can_fetch = request.wait, self._peers.can_fetch
         return wait is not None and can_fetch and wait.goes_on(self._is_computed, self._clock())
 
     def _ask(self, key: bytes, request: Request) -> Wait | None:
         """Who computes what nobody has from `key` on, if that takes so long that it is worth it."""
-        mirror = self._replica.mirror
-        if not (self._replica.can_fetch and mirror.enabled and mirror.peers):
+        mirror = self._peers.mirror
+        if not (self._peers.can_fetch and mirror.enabled and mirror.peers):
             return None
         if mirror.holders(key):  # and it was not worth fetching
             return None
@@ -223,11 +225,11 @@ class XavierManager(OffloadingManager):
         seconds = alone(len(rest))
         if seconds < WORTH_ASKING or len(rest) < self._sources.min_chunks:
             return None
-        claim = self._replica.claim(rest, seconds)
+        claim = self._peers.claim(rest, seconds)
         return Wait(claim, alone, -(-self.step_tokens // self._chunk_tokens), self._clock())
 
     def _is_computed(self, key: bytes) -> bool:
-        return bool(self._replica.mirror.holders(key)) or self._pool.lookup(key) is not None
+        return bool(self._peers.mirror.holders(key)) or self._pool.lookup(key) is not None
 
     # -- fetching -----------------------------------------------------------------------------
 
@@ -301,8 +303,8 @@ class XavierManager(OffloadingManager):
         for part, donor in enumerate(plan.donors[:parts]):
             its_rows = rows[len(rows) * part // parts : len(rows) * (part + 1) // parts]
             for row in its_rows:
-                row.copy_of = donor
-            fetch = self._replica.fetch(donor, its_rows, request.deadline, request.trace_headers)
+                row.replicated_from = donor
+            fetch = self._peers.fetch(donor, its_rows, request.deadline, request.trace_headers)
             if fetch is not None:
                 self._fetches.add(fetch)
                 self._forecast.begun(fetch, plan.computing, now)
@@ -345,12 +347,15 @@ class XavierManager(OffloadingManager):
         """Rows for `keys`, at the cost of anything but the prefix that they belong to."""
         self._pool.touch(reversed(prefix))
         reservation = self._pool.reserve(keys, frozenset(prefix), self._is_spare)
-        self._replica.evicted(reservation.evicted)
+        self._peers.evicted(reservation.evicted)
         return reservation
 
     def _is_spare(self, row: Row) -> bool:
         """Whether the peer that it was copied from has it still, and so can give it again."""
-        return row.copy_of is not None and row.copy_of in self._replica.mirror.holders(row.key)
+        return (
+            row.replicated_from is not None
+            and row.replicated_from in self._peers.mirror.holders(row.key)
+        )
 
     def complete_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True
@@ -358,7 +363,7 @@ class XavierManager(OffloadingManager):
         self._free_stale()
         rows = [self._storing.pop(key) for key in keys]
         if success:
-            self._replica.stored([row for row in rows if self._pool.commit(row)])
+            self._peers.stored([row for row in rows if self._pool.commit(row)])
         else:
             for row in rows:
                 self._pool.abort(row)
@@ -380,7 +385,7 @@ class XavierManager(OffloadingManager):
         if wait is not None:
             wait.count(self._waits, self._clock())
             if not wait.claim.elsewhere:
-                self._replica.release_claim(wait.claim)
+                self._peers.release_claim(wait.claim)
 
     def reset_cache(self) -> None:
         """vLLM has forgotten all blocks and will not report what is under way now."""
@@ -396,7 +401,7 @@ class XavierManager(OffloadingManager):
             request.wanted = []
         self._gathered.clear()
         self._fetches.reset()
-        self._replica.reset()
+        self._peers.reset()
 
     def _free_stale(self) -> None:
         """A job that began after the last reset has ended, so those from before have too."""

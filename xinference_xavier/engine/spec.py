@@ -27,17 +27,17 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.config import OffloadingConfig
 
 from xinference_xavier.config import XAVIER, XavierConfig
-from xinference_xavier.engine import metrics, versions
-from xinference_xavier.engine.device_region import DeviceRegion
-from xinference_xavier.engine.host_worker import HostWorker
+from xinference_xavier.engine import compat, metrics
 from xinference_xavier.engine.manager import XavierManager
-from xinference_xavier.engine.orphan import end_with_parent
+from xinference_xavier.engine.namespace import digest, readable
+from xinference_xavier.engine.process import end_with_parent
+from xinference_xavier.engine.worker.cpu import HostWorker
+from xinference_xavier.engine.worker.gpu import DeviceRegion
 from xinference_xavier.errors import ConfigError, RegionError
-from xinference_xavier.host_memory import free_memory_bytes
-from xinference_xavier.namespace import digest, readable
 from xinference_xavier.pool.pool import Pool
 from xinference_xavier.pool.region import ROW_ALIGNMENT, Region, RegionServer, receive_region
-from xinference_xavier.replica import Replica
+from xinference_xavier.replica.replica import Replica
+from xinference_xavier.runtime.host import free_memory_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -114,7 +114,7 @@ class XavierSpec(OffloadingSpec):
                     kv_caches, region, self.blocks_per_chunk, rank * self._cell_bytes
                 )
             else:
-                self._worker = versions.device_worker(
+                self._worker = compat.device_worker(
                     kv_caches,
                     self.blocks_per_chunk,
                     self._rows,

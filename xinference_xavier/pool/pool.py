@@ -21,7 +21,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from enum import Enum, auto
 from typing import NamedTuple
 
-from xinference_xavier.pool.order import EvictionOrder
+from xinference_xavier.pool.eviction import EvictionOrder
 
 
 class RowState(Enum):
@@ -34,7 +34,7 @@ class RowState(Enum):
 class Row:
     """One chunk's stay in a slot. A new stay is a new object, so a stale handle harms nobody."""
 
-    __slots__ = ("checksum", "copy_of", "dropped", "key", "pins", "slot", "state")
+    __slots__ = ("checksum", "dropped", "key", "pins", "replicated_from", "slot", "state")
 
     def __init__(self, key: bytes, slot: int) -> None:
         self.key = key
@@ -43,7 +43,7 @@ class Row:
         self.pins = 0
         self.checksum: int | None = None  # None: not computed yet, so not shared yet
         self.dropped = False  # READY only for those who were told so before
-        self.copy_of: str | None = None  # whose row it was copied from, until it is copied itself
+        self.replicated_from: str | None = None  # the donor, until it is copied itself
 
     def __repr__(self) -> str:
         return f"Row(slot={self.slot}, {self.state.name}, pins={self.pins})"
@@ -210,7 +210,7 @@ class Pool:
         with self._lock:
             run = self._pin_run(keys, need_checksum=True)
             for row in run:
-                row.copy_of = None
+                row.replicated_from = None
             return run
 
     def pin_row(self, row: Row) -> bool:

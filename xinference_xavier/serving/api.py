@@ -28,18 +28,18 @@ from sse_starlette.sse import EventSourceResponse
 from starlette.responses import Response
 
 from xinference_xavier.errors import ExplainError, NotFoundError
-from xinference_xavier.serving.cluster import cluster_facts
-from xinference_xavier.serving.live import live
-from xinference_xavier.serving.report import report
-from xinference_xavier.serving.trackers import UNREACHABLE, Trackers
-from xinference_xavier.tracker.asking import EXPLAIN_DEADLINE
-from xinference_xavier.tracker.checks import (
+from xinference_xavier.protocol.tracker import (
     MAX_QUESTION_BYTES,
     MAX_WEIGHTS_VERSION,
     check_question,
     check_switch,
     check_weights_version,
 )
+from xinference_xavier.serving.diagnostics import cluster_facts
+from xinference_xavier.serving.sse import live
+from xinference_xavier.serving.tracker_gateway import UNREACHABLE, TrackerGateway
+from xinference_xavier.stats.report import report
+from xinference_xavier.tracker.fanout import EXPLAIN_DEADLINE
 
 __all__ = ["add_routes", "report"]
 
@@ -64,7 +64,7 @@ def add_routes(context: Any) -> None:
         context.router.add_api_route(path, endpoint, methods=[method], dependencies=guard)
 
     auth = context.auth_service if context.auth_enabled else None
-    routes = _Routes(Trackers(context.get_supervisor_ref), auth)
+    routes = _Routes(TrackerGateway(context.get_supervisor_ref), auth)
     add("GET", _ALL, _READ_SCOPE, routes.all_models)
     add("GET", _CLUSTER, _READ_SCOPE, routes.cluster)
     add("GET", _MODEL, _READ_SCOPE, routes.one_model)
@@ -75,7 +75,7 @@ def add_routes(context: Any) -> None:
 
 
 class _Routes:
-    def __init__(self, trackers: Trackers, auth_service: Any) -> None:
+    def __init__(self, trackers: TrackerGateway, auth_service: Any) -> None:
         """`auth_service` is xinference's; None where it asks for no account."""
         self._trackers = trackers
         self._auth_service = auth_service

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from xinference_xavier import __version__
-from xinference_xavier.serving import launch
+from xinference_xavier._version import __version__
+from xinference_xavier.serving.launch import install
 
 
 class XavierExtension:
@@ -21,7 +21,7 @@ class XavierExtension:
     def configure_api(self, context: Any) -> None:
         """Add our routes, metrics and pages; ``context`` is xinference's APIExtensionContext."""
         from xinference_xavier.serving.api import add_routes
-        from xinference_xavier.serving.exporter import add_metrics
+        from xinference_xavier.serving.prometheus.exporter import add_metrics
         from xinference_xavier.serving.ui.routes import add_pages
 
         add_routes(context)
@@ -39,5 +39,5 @@ class XavierExtension:
 
 
 def make_extension() -> XavierExtension:
-    launch.install()
+    install.install()
     return XavierExtension()

@@ -22,41 +22,48 @@ from typing import Any
 
 import xoscar as xo
 
-from xinference_xavier.cancels import cancel_circles, mend_cancels
-from xinference_xavier.checks import (
-    MAX_KEY_BYTES,
-    check_count,
-    check_identifier,
-    check_seconds,
-)
-from xinference_xavier.facts import process_facts
-from xinference_xavier.hooks import Event, HoldingsDropped, SharingSwitched, hooks_of
-from xinference_xavier.tracker.asking import drop_all, examine_all, explain_at, tell_weights
-from xinference_xavier.tracker.attendance import Attendance
-from xinference_xavier.tracker.checks import (
+from xinference_xavier.events import Event, HoldingsDropped, SharingSwitched, event_dict
+from xinference_xavier.hooks import hooks_of
+from xinference_xavier.protocol.tracker import (
+    MAX_CLAIM_SECONDS,
+    PROTOCOL_VERSION,
+    JoinReply,
+    Member,
+    NotMemberError,
+    Outcome,
+    Settings,
+    Update,
     check_member,
     check_packed,
     check_question,
     check_settings,
     check_stats,
     check_switch,
-    check_weights_version,
-)
-from xinference_xavier.tracker.claims import MAX_SECONDS
-from xinference_xavier.tracker.events import EventLog, Happened, event_dict
-from xinference_xavier.tracker.failure import Causes
-from xinference_xavier.tracker.history import History
-from xinference_xavier.tracker.index import Member, Outcome, Settings, Update, unpack
-from xinference_xavier.tracker.namespaces import Namespaces
-from xinference_xavier.tracker.overview import overview
-from xinference_xavier.tracker.protocol import (
-    PROTOCOL_VERSION,
-    JoinReply,
-    NotMemberError,
     check_version,
+    check_weights_version,
+    unpack,
 )
+from xinference_xavier.runtime.cancels import cancel_circles, mend_cancels
+from xinference_xavier.runtime.host import process_facts
+from xinference_xavier.runtime.validate import (
+    MAX_KEY_BYTES,
+    check_count,
+    check_identifier,
+    check_seconds,
+)
+from xinference_xavier.stats.history import History
+from xinference_xavier.tracker.event_log import EventLog, EventRecord
+from xinference_xavier.tracker.fanout import (
+    drop_all,
+    examine_all,
+    explain_at,
+    overview,
+    tell_weights,
+)
+from xinference_xavier.tracker.membership import Membership, StartupErrors
+from xinference_xavier.tracker.namespaces import Namespaces
 from xinference_xavier.tracker.threads import provide_threads
-from xinference_xavier.tracker.waits import Waits
+from xinference_xavier.tracker.watchers import WatchLimit
 
 logger = logging.getLogger(__name__)
 
@@ -85,12 +92,12 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
         self._clock = clock
         self._secret = os.urandom(32)
         self._namespaces = Namespaces(model_uid, lease=lease, max_keys=max_keys)
-        self._waits = Waits()
+        self._waits = WatchLimit()
         self._hooks = hooks_of(hooks)
-        self._attendance = Attendance(model_uid)
+        self._membership = Membership(model_uid)
         self._history = History()
         self._events = EventLog()
-        self._causes = Causes()
+        self._causes = StartupErrors()
         self._looked = clock()
         self._expiry: asyncio.Task[None] | None = None
         self._ended = False
@@ -134,7 +141,7 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
         index = self._namespaces.join(namespace, member, key_bytes, self._clock())
         if settings.version > self._namespaces.settings.version:
             self._namespaces.configure(settings)
-        arrival = self._attendance.joined(replica, member)
+        arrival = self._membership.joined(replica, member)
         self._causes.take(replica)
         if arrival is not None:
             self._tell(arrival)
@@ -194,8 +201,8 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
         """What the others changed since `revision` of `epoch`.
 
         Returns at once if there is something, else when there is or after `timeout` seconds; but
-        see `News`: what comes in quick succession is told together. Raises NotMemberError, also
-        when the lease ends meanwhile.
+        see `WatcherBatcher`: changes in quick succession are sent together. Raises NotMemberError,
+        also when the lease ends meanwhile.
         """
         check_count("revision", revision, 0)
         with self._waits.one_more(timeout) as seconds:
@@ -208,7 +215,7 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
         many seconds; returns 0, or how many of the first ones a peer said this of before, for which
         it may wait instead. Raises NotMemberError."""
         check_packed("keys", keys)
-        check_seconds("seconds", seconds, MAX_SECONDS)
+        check_seconds("seconds", seconds, MAX_CLAIM_SECONDS)
         known = self._namespaces.find(namespace, incarnation)
         if known is None or incarnation not in known.index:
             raise NotMemberError(f"{incarnation!r} is no member of namespace {namespace!r}: join")
@@ -258,14 +265,14 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
             "enabled": known.settings.enabled,
             "watches": waits.count,
             "refused": refused,
-            "namespaces": await overview(known, self._attendance.name_of, self._clock()),
+            "namespaces": await overview(known, self._membership.name_of, self._clock()),
         }
 
     async def history(self) -> dict[str, Any]:
         """Samples of the last hour; see `History`."""
         return self._history.to_dict()
 
-    async def happened(self, after: int, timeout: float) -> list[Happened]:
+    async def happened(self, after: int, timeout: float) -> list[EventRecord]:
         """Events whose number is above `after`; waits up to `timeout` seconds for the first.
 
         Raises ActorNotExist if this tracker ends meanwhile: there may be another in its place.
@@ -341,4 +348,4 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
             "tracker of %s: no heartbeat from %s", self._model_uid, ", ".join(incarnations)
         )
         for incarnation in incarnations:
-            self._tell(self._attendance.lost(incarnation))
+            self._tell(self._membership.lost(incarnation))

@@ -14,21 +14,6 @@ from typing import NamedTuple
 
 MAX_CLAIMED = 100_000
 """Chunks of one namespace; beyond them nobody waits for anybody."""
-MAX_SECONDS = 600.0
-"""That a claim lasts."""
-
-
-class Claim:
-    """What a request wants to compute: `keys`, in their order, in about `seconds`.
-
-    `elsewhere` is how many of the first keys a peer is computing, 0 if they are ours to compute,
-    None as long as nobody has said. Written by one thread, once; read by any.
-    """
-
-    def __init__(self, keys: Sequence[bytes], seconds: float) -> None:
-        self.keys = keys
-        self.seconds = seconds
-        self.elsewhere: int | None = None
 
 
 class _Owner(NamedTuple):

@@ -19,63 +19,27 @@ another index (another epoch), is given a snapshot.
 
 from __future__ import annotations
 
-import enum
 import secrets
 from collections import deque
-from collections.abc import Iterable
 from dataclasses import dataclass, field
-from struct import iter_unpack
 from typing import NamedTuple
+
+from xinference_xavier.protocol.tracker import (
+    INITIAL_SETTINGS,
+    Change,
+    Member,
+    Outcome,
+    Settings,
+    Update,
+    pack,
+    unpack,
+)
+
+MAX_MEMBERS = 1000
+"""Replicas of one model, over all namespaces."""
 
 CHANGE_OVERHEAD = 256
 """Bytes that a logged change is counted as, beside its keys."""
-
-
-class Member(NamedTuple):
-    """A replica: its incarnation and the xoscar address of its engine's actor."""
-
-    incarnation: str
-    address: str
-
-
-class Settings(NamedTuple):
-    """The operator's switch. Of two settings the one with the higher version is the newer."""
-
-    version: int = 0
-    enabled: bool = True
-
-
-INITIAL_SETTINGS = Settings()
-
-
-class Change(NamedTuple):
-    """What one publication did. A key that is both removed and added is held.
-
-    `replaces` says that `added` is all that the incarnation holds.
-    """
-
-    incarnation: str
-    sequence: int
-    added: bytes
-    removed: bytes
-    replaces: bool
-
-
-class Update(NamedTuple):
-    """What a watcher missed up to `revision`: to be applied in order.
-
-    `snapshot` says: forget everything first. `members` are all members, the watcher included, or
-    None if they are still those that it knows: they seldom change, and there may be many. The
-    changes' keys are `key_bytes` long.
-    """
-
-    revision: int
-    epoch: str
-    snapshot: bool
-    settings: Settings
-    key_bytes: int
-    members: tuple[Member, ...] | None
-    changes: tuple[Change, ...]
 
 
 class ReplicaState(NamedTuple):
@@ -85,32 +49,6 @@ class ReplicaState(NamedTuple):
     holdings: int
     sequence: int
     lease_left: float
-
-
-class Outcome(enum.Enum):
-    """What became of a publication."""
-
-    APPLIED = "applied"
-    STALE = "stale"
-    """Its sequence was seen before: ignored."""
-    GAP = "gap"
-    """One before it is missing: ignored; the publisher must send a snapshot."""
-    UNKNOWN = "unknown"
-    """Its publisher is not a member and must join."""
-
-
-def pack(keys: Iterable[bytes]) -> bytes:
-    return b"".join(keys)
-
-
-def unpack(packed: bytes, key_bytes: int) -> list[bytes]:
-    """The keys in `packed`. Raises ValueError if they do not come out even."""
-    if len(packed) % key_bytes:
-        raise ValueError(
-            f"{len(packed)} bytes of packed keys are not a multiple of the key length {key_bytes}"
-        )
-    # Slices take twice the time.
-    return [key for (key,) in iter_unpack(f"{key_bytes}s", packed)]
 
 
 @dataclass

@@ -10,22 +10,21 @@ import asyncio
 from collections.abc import ItemsView
 from typing import Any
 
-from xinference_xavier.checks import check_identifier
-from xinference_xavier.tracker.claims import Claims
-from xinference_xavier.tracker.index import (
-    Index,
+from xinference_xavier.protocol.tracker import (
     Member,
+    NotMemberError,
     Outcome,
     Settings,
+    TrackerFullError,
     Update,
     unpack,
 )
-from xinference_xavier.tracker.news import News
-from xinference_xavier.tracker.protocol import NotMemberError, TrackerFullError
+from xinference_xavier.runtime.validate import check_identifier
+from xinference_xavier.tracker.claims import Claims
+from xinference_xavier.tracker.index import MAX_MEMBERS, Index
+from xinference_xavier.tracker.watchers import WatcherBatcher
 
 MAX_NAMESPACES = 1000
-MAX_MEMBERS = 1000
-"""Replicas of all namespaces together."""
 
 
 class Namespace:
@@ -35,7 +34,7 @@ class Namespace:
         self.index = index
         self.claims = Claims()
         self.stats: dict[str, dict[str, Any]] = {}
-        self.news = News()
+        self.news = WatcherBatcher()
 
     def told(self, incarnation: str, packed: bytes, outcome: Outcome) -> Outcome:
         """A publication came to this: what it has computed is claimed no longer."""
@@ -159,7 +158,7 @@ class Namespaces:
             del self._all[namespace]
         known.wake()
 
-    # News
+    # Watching
 
     def configure(self, settings: Settings) -> None:
         """Tell all members of `settings`."""

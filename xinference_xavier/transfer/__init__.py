@@ -1,1 +1,1 @@
-"""Moving rows between the pools of two replicas."""
+"""The transfer process: moves rows between the pools of two replicas."""

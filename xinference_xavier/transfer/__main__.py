@@ -16,11 +16,11 @@ import threading
 import xoscar
 
 from xinference_xavier.errors import LinkError, XavierError
-from xinference_xavier.network import listen
 from xinference_xavier.pool.region import Region
+from xinference_xavier.protocol.transfer import MAX_LINE, TRANSFER_UID, Contact, Startup
+from xinference_xavier.runtime.net import listen
 from xinference_xavier.transfer.actor import TransferActor, load_transport
-from xinference_xavier.transfer.choice import Choice
-from xinference_xavier.transfer.messages import MAX_LINE, TRANSFER_UID, Contact, Startup
+from xinference_xavier.transfer.transports.selection import TransportSelector
 
 
 async def _serve(engine: socket.socket, startup: Startup) -> None:
@@ -36,7 +36,7 @@ async def _serve(engine: socket.socket, startup: Startup) -> None:
         return
     # What was imported stays; to look through all of it for garbage would hold up fetches by 0.1 s.
     gc.freeze()
-    choice = Choice(transports)
+    choice = TransportSelector(transports)
     await xoscar.create_actor(
         TransferActor, startup, region, choice, address=pool.external_address, uid=TRANSFER_UID
     )

@@ -15,14 +15,14 @@ from typing import Any
 
 import xoscar
 
-from xinference_xavier.conditions import Conditions
 from xinference_xavier.pool.region import Region
-from xinference_xavier.transfer.base import Transport
-from xinference_xavier.transfer.choice import Choice
-from xinference_xavier.transfer.links import Home, Moved
-from xinference_xavier.transfer.messages import Contact, PullOrder, PullResult, Startup, Ticket
-from xinference_xavier.transfer.pulling import Puller
-from xinference_xavier.transfer.serving import Server
+from xinference_xavier.protocol.transfer import Contact, PullOrder, PullResult, Startup, Ticket
+from xinference_xavier.runtime.rate_limited_log import RateLimitedLog
+from xinference_xavier.transfer.links import LinkContext, LinkStats
+from xinference_xavier.transfer.receiver import Receiver
+from xinference_xavier.transfer.sender import Sender
+from xinference_xavier.transfer.transports.base import Transport
+from xinference_xavier.transfer.transports.selection import TransportSelector
 
 logger = logging.getLogger(__name__)
 
@@ -30,17 +30,17 @@ logger = logging.getLogger(__name__)
 class TransferActor(xoscar.StatelessActor):  # type: ignore[misc]  # xoscar has no types
     """Pulls rows for its own engine and serves those that engine granted to peers."""
 
-    def __init__(self, startup: Startup, region: Region, choice: Choice) -> None:
+    def __init__(self, startup: Startup, region: Region, choice: TransportSelector) -> None:
         super().__init__()
-        self._home = Home(
+        self._home = LinkContext(
             startup.incarnation,
             region,
             choice,
-            {name: Moved() for name in choice.names},
-            Conditions(logger),
+            {name: LinkStats() for name in choice.names},
+            RateLimitedLog(logger),
         )
-        self._puller = Puller(self._home)
-        self._server = Server(self._home, bytes.fromhex(startup.key))
+        self._puller = Receiver(self._home)
+        self._server = Sender(self._home, bytes.fromhex(startup.key))
 
     # -- asked by the own engine ------------------------------------------------------------
 
@@ -72,11 +72,11 @@ class TransferActor(xoscar.StatelessActor):  # type: ignore[misc]  # xoscar has 
         await self._server.keep(members)
 
     async def pull(self, order: PullOrder) -> PullResult:
-        """See `Puller.pull`."""
+        """See `Receiver.pull`."""
         return await self._puller.pull(order)
 
     async def reach(self, donor: str, contact: Contact, timeout: float) -> str | None:
-        """See `Puller.reach`."""
+        """See `Receiver.reach`."""
         return await self._puller.reach(donor, contact, timeout)
 
     # -- asked by a peer's transfer process --------------------------------------------------
@@ -90,13 +90,13 @@ class TransferActor(xoscar.StatelessActor):  # type: ignore[misc]  # xoscar has 
         hello: bytes,
         timeout: float,
     ) -> bytes:
-        """See `Server.open_link`."""
+        """See `Sender.open_link`."""
         return await self._server.open_link(version, link_id, consumer, transport, hello, timeout)
 
     async def serve(
         self, version: int, link_id: str, ticket: Ticket, row_bytes: int, timeout: float
     ) -> None:
-        """See `Server.serve`."""
+        """See `Sender.serve`."""
         await self._server.serve(version, link_id, ticket, row_bytes, timeout)
 
 

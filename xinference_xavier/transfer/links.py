@@ -11,18 +11,18 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
 
-from xinference_xavier.conditions import Conditions
-from xinference_xavier.deadline import within
 from xinference_xavier.pool.region import Region
-from xinference_xavier.transfer.base import Link
-from xinference_xavier.transfer.choice import Choice
+from xinference_xavier.runtime.deadline import within
+from xinference_xavier.runtime.rate_limited_log import RateLimitedLog
+from xinference_xavier.transfer.transports.base import Link
+from xinference_xavier.transfer.transports.selection import TransportSelector
 
 MAX_LINKS = 256  # per direction
 _T = TypeVar("_T")
 
 
 @dataclass
-class Moved:
+class LinkStats:
     """By one transport."""
 
     links: int = 0  # at the moment
@@ -32,14 +32,14 @@ class Moved:
 
 
 @dataclass
-class Home:
+class LinkContext:
     """The replica whose rows the links move. `secret` is None before it joined a tracker."""
 
     incarnation: str
     region: Region
-    choice: Choice
-    moved: dict[str, Moved]  # by transport
-    conditions: Conditions
+    choice: TransportSelector
+    moved: dict[str, LinkStats]  # by transport
+    conditions: RateLimitedLog
     secret: bytes | None = None
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from fastapi.responses import HTMLResponse, Response
 
-from xinference_xavier import __version__
+from xinference_xavier._version import __version__
 from xinference_xavier.config import UPSTREAM_OPTIONS
 from xinference_xavier.options import TRANSPORTS
 from xinference_xavier.serving.ui.script import ScriptInPages
@@ -70,7 +70,7 @@ def page() -> str:
 def dialog_script() -> str:
     """The switch and the menu entry, in a scope of their own: the page around is not ours."""
     known = {
-        "TRANSPORTS": TRANSPORTS,
+        "TRANSPORTS": list(TRANSPORTS),
         "UPSTREAM_OPTIONS": sorted(UPSTREAM_OPTIONS),
         "PAGE_PATH": PAGE_PATH,
     }

@@ -1,0 +1,83 @@
+"""A tracker and a configuration for vLLM servers without xinference."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from examples.local_cluster import free_port
+from tests.replica_process import MODEL, ReplicaProcess
+from xinference_xavier.cli.commands import main
+from xinference_xavier.cli.standalone import options
+from xinference_xavier.config import XavierConfig
+from xinference_xavier.errors import ConfigError
+from xinference_xavier.kv_transfer_config import own_transfer_config
+
+PROGRAM = Path(sys.executable).parent / "xinference-xavier"
+
+
+def configure(*words: str) -> Result:
+    return CliRunner().invoke(main, ["transfer-config", *words])
+
+
+def test_a_tracker_in_a_process_of_its_own() -> None:
+    """It says where it listens and who joins, ends when it is told to, and its port is its own."""
+    address = f"127.0.0.1:{free_port('127.0.0.1')}"
+    words = [PROGRAM, "tracker", MODEL, "--address", address]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == f"the tracker of {MODEL} listens at {address}\n"
+            replica = ReplicaProcess("first", address)
+            try:
+                assert "ReplicaJoined" in process.stdout.readline()
+            finally:
+                replica.kill()
+            second = CliRunner().invoke(main, ["tracker", "m", "--address", address])
+            assert second.exit_code == 1
+            assert f"address='{address}' cannot be listened on" in second.output
+            process.send_signal(signal.SIGINT)
+            assert process.wait() == 0
+        finally:
+            process.kill()
+
+
+def test_what_vllm_is_told_is_our_configuration() -> None:
+    result = configure(
+        "m", "--address", "10.0.0.1:9920", "--xavier_pool_bytes", "1GiB", "--xavier_fetch_timeout=2"
+    )
+    assert result.exit_code == 0, result.output
+    transfer = own_transfer_config(result.stdout)
+    assert transfer is not None
+    told = XavierConfig.from_dict(transfer["kv_connector_extra_config"]["xavier"])
+    assert told == XavierConfig("m", "10.0.0.1:9920", pool_bytes=1 << 30, fetch_timeout=2.0)
+    assert result.stdout.count("\n") == 1, "one line, for one argument"
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--address", "10.0.0.1:9920"], "xavier_pool_bytes=None is needed"),
+        (["--address", "0.0.0.0:9920"], "is no address a replica can reach"),
+        (["--address", "10.0.0.1:0"], "has no port"),
+        (["--address", "10.0.0.1"], "is not of the form host:port"),
+        (["--address", "10.0.0.1:9920", "--xavier_pool_bytes", "4QiB"], "is not a size"),
+        (["--address", "10.0.0.1:9920", "--xavier_pool", "4GiB"], "did you mean xavier_pool_bytes"),
+        (["--address", "10.0.0.1:9920", "--xavier_pool_bytes"], "is no option with its value"),
+    ],
+)
+def test_what_cannot_be_right_is_refused(words: list[str], sentence: str) -> None:
+    result = configure("m", *words)
+    assert result.exit_code == 2
+    assert sentence in result.output
+
+
+@pytest.mark.parametrize("words", [["x"], ["--x"], ["--xavier_pool_bytes", "1GiB", "x"]])
+def test_words_that_are_no_options(words: list[str]) -> None:
+    with pytest.raises(ConfigError, match="use --name value"):
+        options(words)

@@ -1,0 +1,77 @@
+"""The rate follows the steps that compute many tokens, and only these."""
+
+from __future__ import annotations
+
+import pytest
+
+from xinference_xavier.engine.policy.prefill_rate import PrefillRate
+
+
+def test_nothing_is_known_before_the_first_prefill() -> None:
+    rate = PrefillRate()
+    rate.add(1, 1.0)
+    assert rate.tokens_per_second is None
+
+
+def test_decoding_between_prefills_does_not_count() -> None:
+    rate = PrefillRate()
+    for _ in range(10):
+        rate.add(2000, 1.0)
+        rate.add(8, 8.0)
+    assert rate.tokens_per_second == pytest.approx(2000.0)
+
+
+def test_it_follows_a_change_within_some_steps() -> None:
+    rate = PrefillRate()
+    for number in range(40):
+        rate.add(1000, 1.0 if number < 20 else 0.5)
+    assert rate.tokens_per_second == pytest.approx(2000.0, rel=0.02)
+
+
+def test_an_output_that_was_looked_for_late_changes_little() -> None:
+    """As where the engine computes in the thread that schedules: one step seems to take twice as
+    long, and the last one of the prompt next to nothing."""
+    rate = PrefillRate()
+    for _ in range(10):
+        for seconds in (2.0, 1.0, 1.0, 0.01):
+            rate.add(1000, seconds)
+    assert rate.tokens_per_second == pytest.approx(1000.0, rel=0.25)
+
+
+def prompt_computed(rate: PrefillRate, steps: int = 8, tokens: int = 1000) -> None:
+    """A token takes 1 ms, and a microsecond for each one before it."""
+    for number in range(steps):
+        depth = (number + 0.5) * tokens
+        rate.add(tokens, tokens * (1e-3 + 1e-6 * depth), depth)
+
+
+def test_deeper_tokens_take_longer() -> None:
+    rate = PrefillRate()
+    prompt_computed(rate)
+    assert rate.seconds(0, 1000) == pytest.approx(1.5)
+    assert rate.seconds(0, 8000) == pytest.approx(8 + 32)
+    assert rate.seconds(4000, 8000) == pytest.approx(4 + 24)
+
+
+def test_while_all_steps_were_equally_deep_all_tokens_are_equal() -> None:
+    rate = PrefillRate()
+    assert rate.seconds(0, 1000) is None
+    for _ in range(5):
+        prompt_computed(rate, steps=1)
+    assert rate.seconds(0, 1000) == rate.seconds(7000, 8000) == pytest.approx(1.5)
+
+
+def test_no_token_takes_less_than_nothing() -> None:
+    """Steps that others disturbed may lie on any line."""
+    rate = PrefillRate()
+    for depth, seconds in ((100.0, 0.1), (5000.0, 9.0), (9000.0, 30.0)):
+        rate.add(1000, seconds, depth)
+    shallow = rate.seconds(0, 100)
+    assert shallow is not None
+    assert shallow > 0
+    rate = PrefillRate()
+    for depth, seconds in ((9000.0, 1.0), (100.0, 9.0)):
+        rate.add(1000, seconds, depth)
+    deep = rate.seconds(100_000, 101_000)
+    assert deep is not None
+    assert deep > 0

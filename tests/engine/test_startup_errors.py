@@ -1,0 +1,92 @@
+"""What vLLM logs when an engine does not start reaches the model's tracker."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from importlib.metadata import entry_points
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import vllm
+
+from xinference_xavier.config import SHARES, XAVIER, XavierConfig
+from xinference_xavier.engine import startup_errors
+from xinference_xavier.errors import ConfigError
+
+CONFIG = XavierConfig("model", "10.0.0.1:9999")
+ENGINE, WORKER = startup_errors._LOGGERS
+
+
+@pytest.fixture
+def reported(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[XavierConfig, str]]]:
+    """What the tracker is told, as (whose, text)."""
+    told: list[tuple[XavierConfig, str]] = []
+    monkeypatch.setattr(
+        startup_errors, "report_failure", lambda config, error: told.append((config, str(error)))
+    )
+    startup_errors.install()
+    startup_errors.install()  # vLLM may do so more than once
+    yield told
+    for name in startup_errors._LOGGERS:
+        logger = logging.getLogger(name)
+        logger.handlers = [
+            each for each in logger.handlers if not isinstance(each, startup_errors._Listener)
+        ]
+
+
+def fail(logger: str, message: str, extra: dict[str, Any] | None) -> None:
+    """As vLLM does."""
+
+    def start(vllm_config: object) -> None:
+        raise RuntimeError("no memory")
+
+    transfer = None if extra is None else SimpleNamespace(kv_connector_extra_config=extra)
+    try:
+        start(SimpleNamespace(kv_transfer_config=transfer))
+    except RuntimeError:
+        logging.getLogger(logger).exception(message)
+
+
+def test_vllm_finds_it() -> None:
+    (ours,) = (each for each in entry_points(group="vllm.general_plugins") if each.name == "xavier")
+    assert ours.load() is startup_errors.install
+
+
+def test_a_vllm_that_was_not_tried_ends_where_it_should_share(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Before it fails in words of its own; where it need not share it is left alone."""
+    monkeypatch.setattr(vllm, "__version__", "0.21.0")
+    startup_errors.install()
+    monkeypatch.setenv(SHARES, "1")
+    with pytest.raises(ConfigError, match=r"vllm='0\.21\.0' .* sharing needs 0\.27 to 0\.33"):
+        startup_errors.install()
+
+
+@pytest.mark.parametrize(
+    ("logger", "message"),
+    [(ENGINE, "EngineCore failed to start."), (WORKER, "WorkerProc failed to start.")],
+)
+def test_what_ends_a_start_is_told_once(
+    reported: list[tuple[XavierConfig, str]], logger: str, message: str
+) -> None:
+    fail(logger, message, {XAVIER: CONFIG.to_dict()})
+    assert reported == [(CONFIG, "no memory")]
+
+
+@pytest.mark.parametrize("extra", [None, {}, {"spec_name": "other"}])
+def test_engines_that_share_nothing_are_left_alone(
+    reported: list[tuple[XavierConfig, str]], extra: dict[str, Any] | None
+) -> None:
+    fail(ENGINE, "EngineCore failed to start.", extra)
+    assert reported == []
+
+
+def test_what_ends_an_engine_later_is_not_a_failed_start(
+    reported: list[tuple[XavierConfig, str]],
+) -> None:
+    fail(ENGINE, "EngineCore encountered a fatal error.", {XAVIER: CONFIG.to_dict()})
+    logging.getLogger(ENGINE).error("EngineCore failed to start.")  # and says not why
+    assert reported == []

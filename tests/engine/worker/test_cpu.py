@@ -1,0 +1,240 @@
+"""What was stored from some blocks is in other blocks after a load, byte for byte."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from vllm.v1.kv_offload.base import CanonicalKVCaches, GPULoadStoreSpec
+from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
+
+from tests.engine.caches import cell_bytes, kv_caches, pages_of
+from xinference_xavier.engine.worker import cpu
+from xinference_xavier.engine.worker.cpu import HostWorker, _Job
+from xinference_xavier.pool.region import Region
+
+ROWS = 8
+
+
+@contextmanager
+def worker(
+    caches: CanonicalKVCaches,
+    blocks_per_chunk: int,
+    *,
+    region: Region | None = None,
+    cell_offset: int = 0,
+    kind: type[HostWorker] = HostWorker,
+) -> Iterator[HostWorker]:
+    own = region or Region.create(ROWS, cell_bytes(caches, blocks_per_chunk) + cell_offset)
+    working = kind(caches, own, blocks_per_chunk, cell_offset)
+    try:
+        yield working
+    finally:
+        working.shutdown()
+        if region is None:
+            own.close()
+
+
+def one_group(blocks: list[int], first: int = 0) -> GPULoadStoreSpec:
+    return GPULoadStoreSpec(blocks, group_sizes=[len(blocks)], block_indices=[first])
+
+
+def run(
+    working: HostWorker, job_id: int, *, store: bool, gpu: GPULoadStoreSpec, slots: list[int]
+) -> None:
+    if store:
+        assert working.submit_store(job_id, gpu, CPULoadStoreSpec(slots))
+    else:
+        assert working.submit_load(job_id, CPULoadStoreSpec(slots), gpu)
+    working.wait({job_id})
+
+
+@pytest.mark.parametrize("blocks_per_chunk", [1, 2, 4])
+@pytest.mark.parametrize("padding", [0, 24])
+def test_blocks_come_back_elsewhere(blocks_per_chunk: int, padding: int) -> None:
+    caches = kv_caches([[64, 40]], padding=padding)
+    stored = [5, 0, 7, 3, 11, 2, 6, 1]
+    into = [12, 23, 15, 14, 13, 22, 21, 16]
+    slots = [6, 1, 3, 0, 7, 2, 5, 4][: 8 // blocks_per_chunk]
+    before = [pages_of(caches, 0, block) for block in stored]
+    with worker(caches, blocks_per_chunk) as working:
+        run(working, 1, store=True, gpu=one_group(stored), slots=slots)
+        run(working, 2, store=False, gpu=one_group(into), slots=slots)
+    assert [pages_of(caches, 0, block) for block in into] == before
+
+
+def test_nothing_but_the_blocks_is_touched() -> None:
+    caches = kv_caches([[64]])
+    others = [block for block in range(24) if block not in (4, 5)]
+    before = [pages_of(caches, 0, block) for block in others]
+    region = Region.create(ROWS, cell_bytes(caches, 2))
+    with worker(caches, 2, region=region) as working:
+        run(working, 1, store=True, gpu=one_group([0, 1]), slots=[3])
+        run(working, 2, store=False, gpu=one_group([4, 5]), slots=[3])
+    assert [pages_of(caches, 0, block) for block in others] == before
+    assert [slot for slot in range(ROWS) if region.row(slot).any()] == [3]
+
+
+@pytest.mark.parametrize("blocks_per_chunk", [2, 4])
+def test_a_load_may_begin_inside_a_chunk_and_end_inside_another(blocks_per_chunk: int) -> None:
+    """vLLM's own prefix cache holds the first block; the prompt ends within the last chunk."""
+    caches = kv_caches([[64, 40]])
+    stored = [5, 0, 7, 3, 11, 2, 6, 1]
+    before = [pages_of(caches, 0, block) for block in stored]
+    slots = [6, 1, 3, 0][: 8 // blocks_per_chunk]
+    with worker(caches, blocks_per_chunk) as working:
+        run(working, 1, store=True, gpu=one_group(stored), slots=slots)
+        run(working, 2, store=False, gpu=one_group([12, 13, 14, 15, 16], first=1), slots=slots)
+    assert [pages_of(caches, 0, block) for block in range(12, 17)] == before[1:6]
+
+
+@pytest.mark.parametrize("blocks_per_chunk", [1, 2, 4])
+def test_groups_have_blocks_and_rows_of_their_own(blocks_per_chunk: int) -> None:
+    """The middle group has nothing to move; the others differ in pages, blocks and alignment."""
+    caches = kv_caches([[64, 40], [32], [48]])
+    stored = GPULoadStoreSpec(list(range(8)), group_sizes=[4, 0, 4], block_indices=[0, 0, 4])
+    # The first group's blocks 1 and 2, the last one's 5 to 7, and the rows that these are in.
+    into = GPULoadStoreSpec([13, 14, 17, 18, 19], group_sizes=[2, 0, 3], block_indices=[1, 0, 5])
+    slots = list(range(8 // blocks_per_chunk))
+    loaded = {1: [1, 2, 5, 6, 7], 2: [0, 1, 2, 3], 4: [0, 1]}[blocks_per_chunk]
+    with worker(caches, blocks_per_chunk) as working:
+        run(working, 1, store=True, gpu=stored, slots=slots)
+        run(working, 2, store=False, gpu=into, slots=loaded)
+    for block in (1, 2):
+        assert pages_of(caches, 0, block + 12) == pages_of(caches, 0, block)
+    for block in (5, 6, 7):
+        assert pages_of(caches, 2, block + 12) == pages_of(caches, 2, block)
+
+
+def test_two_workers_share_rows_side_by_side() -> None:
+    first, second = kv_caches([[64, 40]], seed=1), kv_caches([[64, 40]], seed=2)
+    cell = cell_bytes(first, 2)
+    region = Region.create(ROWS, 2 * cell)
+    with (
+        worker(first, 2, region=region) as left,
+        worker(second, 2, region=region, cell_offset=cell) as right,
+    ):
+        for working in (left, right):
+            run(working, 1, store=True, gpu=one_group([0, 1]), slots=[5])
+        for working in (left, right):
+            run(working, 2, store=False, gpu=one_group([8, 9]), slots=[5])
+    for caches in (first, second):
+        assert [pages_of(caches, 0, b) for b in (8, 9)] == [pages_of(caches, 0, b) for b in (0, 1)]
+
+
+def test_a_cell_holds_tensor_after_tensor_with_the_chunk_s_blocks_in_each() -> None:
+    """The layout of vLLM's own worker, which peers with a device have."""
+    caches = kv_caches([[64, 40]], padding=24)
+    region = Region.create(ROWS, 16 + cell_bytes(caches, 2))
+    with worker(caches, 2, region=region, cell_offset=16) as working:
+        run(working, 1, store=True, gpu=one_group([3, 9]), slots=[2])
+    (a3, b3), (a9, b9) = pages_of(caches, 0, 3), pages_of(caches, 0, 9)
+    in_order = [page + bytes(24) for page in (a3, a9, b3, b9)]
+    assert region.row(2).tobytes() == bytes(16) + b"".join(in_order)
+
+
+def test_jobs_are_done_in_the_order_of_their_submission() -> None:
+    """Each reads what the one before has written."""
+    caches = kv_caches([[64]])
+    with worker(caches, 1) as working:
+        working.submit_store(1, one_group([0]), CPULoadStoreSpec([4]))
+        working.submit_load(2, CPULoadStoreSpec([4]), one_group([1]))
+        working.submit_store(3, one_group([1]), CPULoadStoreSpec([5]))
+        working.submit_load(4, CPULoadStoreSpec([5]), one_group([2]))
+        working.wait({4})
+        finished = working.get_finished()
+        assert working.get_finished() == []
+    assert [result.job_id for result in finished] == [1, 2, 3, 4]
+    assert all(result.success and result.transfer_size == 64 for result in finished)
+    assert pages_of(caches, 0, 2) == pages_of(caches, 0, 0)
+
+
+class HeldWorker(HostWorker):
+    """Copies nothing before `gate` is open; notes when it did."""
+
+    gate = threading.Event()
+    log: list[str]
+
+    def _copy(self, job: _Job) -> int:
+        self.gate.wait()
+        self.log.append(f"copied {job.job_id}")
+        return super()._copy(job)
+
+
+def test_wait_returns_when_its_jobs_are_done_and_not_before() -> None:
+    """Their blocks are used for something else at once."""
+    caches = kv_caches([[64]])
+    log: list[str] = []
+    waits = threading.Event()
+    with worker(caches, 1, kind=HeldWorker) as working:
+        assert isinstance(working, HeldWorker)
+        working.log, working.gate = log, threading.Event()
+
+        def wait() -> None:
+            working.wait({7})  # unknown or long done: nothing to wait for
+            log.append("nothing to wait for")
+            waits.set()
+            working.wait({2})
+            log.append("waited")
+
+        for job_id in (1, 2):
+            working.submit_store(job_id, one_group([job_id]), CPULoadStoreSpec([job_id]))
+        waiting = threading.Thread(target=wait)
+        waiting.start()
+        waits.wait()
+        assert working.get_finished() == []
+        working.gate.set()
+        waiting.join()
+    assert log == ["nothing to wait for", "copied 1", "copied 2", "waited"]
+
+
+def test_whether_a_load_is_done_is_not_asked_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is a store waited for, or a load by an engine that computes between two questions."""
+    monkeypatch.setattr(cpu, "_LOOK", 3600.0)
+    monkeypatch.setattr(cpu, "_SOON", 0.0)
+    caches = kv_caches([[64]])
+    with worker(caches, 1, kind=HeldWorker) as working:
+        assert isinstance(working, HeldWorker)
+        working.log, working.gate = [], threading.Event()
+        working.submit_store(1, one_group([1]), CPULoadStoreSpec([1]))
+        assert working.get_finished() == []
+        working.submit_load(2, CPULoadStoreSpec([1]), one_group([2]))
+        assert working.get_finished() == []
+        monkeypatch.setattr(cpu, "_SOON", 3600.0)
+        opening = threading.Thread(target=working.gate.set)
+        opening.start()
+        finished = [*working.get_finished(), *working.get_finished()]
+        opening.join()
+    assert [result.job_id for result in finished] == [1, 2]
+
+
+@pytest.mark.parametrize("slots", [[0, ROWS], [ROWS, 0]])
+def test_a_failed_job_is_reported_and_hangs_nobody(slots: list[int]) -> None:
+    """vLLM ends an engine whose job failed: better than a request that waits for ever."""
+    caches = kv_caches([[64]])
+    with worker(caches, 1) as working:
+        working.submit_store(1, one_group([0, 1]), CPULoadStoreSpec(slots))
+        working.submit_store(2, one_group([0]), CPULoadStoreSpec([0]))
+        working.wait({1, 2})
+        assert [result.success for result in working.get_finished()] == [False, True]
+
+
+def test_an_expedited_load_is_a_load() -> None:
+    """vLLM asks for some from 0.33 on."""
+    caches = kv_caches([[64]])
+    with worker(caches, 1) as working:
+        run(working, 1, store=True, gpu=one_group([0]), slots=[0])
+        working.submit_load(2, CPULoadStoreSpec([0]), one_group([1]), expedited=True)
+        working.wait({2})
+    assert pages_of(caches, 0, 1) == pages_of(caches, 0, 0)
+
+
+def test_shutdown_ends_what_was_submitted() -> None:
+    caches = kv_caches([[64]])
+    with worker(caches, 1) as working:
+        for job_id in range(4):
+            working.submit_store(job_id, one_group([job_id]), CPULoadStoreSpec([job_id]))
+        working.shutdown()
+        assert len(working.get_finished()) == 4

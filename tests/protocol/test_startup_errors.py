@@ -1,0 +1,35 @@
+"""The cause of a failed start, on its way from a dying engine to whoever launched it."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from tests.tracker_pools import MODEL
+from xinference_xavier.config import XavierConfig
+from xinference_xavier.errors import ConfigError
+from xinference_xavier.protocol.startup_errors import failure_of, report_failure
+
+ERROR = ConfigError("xavier_pool_bytes", 1, "is too little", "use more")
+
+
+async def test_the_cause_is_taken_once(
+    stoppable_tracker: tuple[asyncio.subprocess.Process, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XINFERENCE_MODEL_UID", "model-rep1")
+    _, address = stoppable_tracker
+    config = XavierConfig(MODEL, address)
+    report_failure(config, ERROR)
+    report_failure(config, RuntimeError("a worker failed"))  # which follows from it
+    assert await failure_of(config, "model-rep0") is None, "another replica's"
+    assert await failure_of(config, "model-rep1") == str(ERROR)
+    assert await failure_of(config, "model-rep1") is None
+    report_failure(config, ModuleNotFoundError("No module named 'x'"))
+    assert await failure_of(config, "model-rep1") == "ModuleNotFoundError: No module named 'x'"
+
+
+async def test_without_a_tracker_nothing_is_learnt_and_nothing_raised() -> None:
+    config = XavierConfig(MODEL, "127.0.0.1:1")
+    report_failure(config, ERROR)
+    assert await failure_of(config, "model-rep0") is None

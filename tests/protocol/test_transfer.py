@@ -1,0 +1,246 @@
+"""What engines and transfer processes say to each other, and what of it can be believed."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from typing import Any
+
+import pytest
+
+from xinference_xavier.errors import GrantRefusedError, LinkError, TransportError
+from xinference_xavier.protocol.transfer import (
+    MAX_LINE,
+    MAX_ROWS_PER_FETCH,
+    PROTOCOL_VERSION,
+    Contact,
+    Grant,
+    GrantRequest,
+    PullOrder,
+    Startup,
+    Ticket,
+    check_grant,
+    check_order,
+    check_request,
+    check_ticket,
+    check_version,
+    parse_started,
+)
+
+KEY = b"k" * 32
+TRANSPORTS = ("module:Class", "another:Class")
+TICKET = Ticket.sign(KEY, "consumer", [4, 2], expires=100.25)
+EMPTY = Ticket.sign(KEY, "consumer", [], expires=100.25)
+
+
+def test_a_ticket_is_good_for_whom_and_what_it_was_signed_until_it_expires() -> None:
+    arrived: Ticket = pickle.loads(pickle.dumps(TICKET))
+    assert arrived.is_valid(KEY, now=0)
+    assert arrived.is_valid(KEY, now=100.2)
+    assert not arrived.is_valid(KEY, now=100.25)
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [
+        TICKET._replace(consumer="another"),
+        TICKET._replace(slots=(4, 3)),
+        TICKET._replace(slots=(4, 2, 3)),
+        TICKET._replace(slots=(2, 4)),
+        TICKET._replace(slots=()),
+        TICKET._replace(expires=1e9),
+        TICKET._replace(signature=b"\0" * 32),
+        TICKET._replace(signature=b""),
+    ],
+)
+def test_an_altered_ticket_is_worthless(forged: Ticket) -> None:
+    assert not forged.is_valid(KEY, now=0)
+
+
+def test_a_ticket_of_another_engine_is_worthless() -> None:
+    assert not TICKET.is_valid(b"x" * 32, now=0)
+
+
+@pytest.mark.parametrize("port_range", [None, (40000, 40100)])
+def test_a_startup_message_arrives_as_it_was(port_range: tuple[int, int] | None) -> None:
+    startup = Startup("id", 7, 64, 4096, "::1", port_range, TRANSPORTS, KEY.hex())
+    line = startup.to_json()
+    assert line.endswith(b"\n")
+    assert line.count(b"\n") == 1
+    assert Startup.from_json(line) == startup
+
+
+def test_another_protocol_version_is_refused_with_the_remedy() -> None:
+    check_version(PROTOCOL_VERSION)
+    with pytest.raises(LinkError, match="run the same version of xinference-xavier everywhere"):
+        check_version(PROTOCOL_VERSION + 1)
+
+
+def altered(message: Any, field: str, values: list[Any]) -> list[Any]:
+    return [message._replace(**{field: value}) for value in values]
+
+
+REQUEST = GrantRequest(PROTOCOL_VERSION, "namespace", "consumer", (b"key1", b"key2"))
+GRANT = Grant(1, (7, 8), TICKET, "host:1", "boot 1 0", False, 3)
+ORDER = PullOrder("donor", "host:1", None, TICKET, (b"key1", b"key2"), (7, 8), (0, 1), 1.0)
+ROWS = 5
+"""Of the region that slots belong to."""
+
+
+def test_what_is_right_passes() -> None:
+    check_request(REQUEST)
+    check_ticket(TICKET, ROWS)
+    check_grant(GRANT, asked=2)
+    check_grant(GRANT._replace(host=None), asked=2)
+    check_grant(GRANT._replace(grant_id=0, checksums=(), address="", ticket=EMPTY), asked=2)
+    check_order(ORDER, ROWS)
+
+
+NO_NAMES = [None, "", "x" * 257, 7, []]
+NO_NUMBERS = [None, -1, True, 1.0, "1", 1 << 64, 10**5000]
+NO_SLOTS = [None, [4, 2], (4, ROWS), (4, -1), (4, True), (4, 2.0), (4, "2"), (0,) * ((1 << 16) + 1)]
+NO_KEYS = [None, [b"key1", b"key2"], (b"key1", "key2"), (b"key1", b""), (b"key1", b"x" * 2000)]
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        None,
+        {},
+        tuple(REQUEST),
+        *altered(REQUEST, "namespace", NO_NAMES),
+        *altered(REQUEST, "consumer", NO_NAMES),
+        *altered(REQUEST, "keys", [*NO_KEYS, ([],)]),
+    ],
+)
+def test_a_malformed_request_is_refused(request_: Any) -> None:
+    with pytest.raises(LinkError, match="malformed request"):
+        check_request(request_)
+
+
+@pytest.mark.parametrize(
+    "version",
+    [0, PROTOCOL_VERSION + 1, None, "1", True, 1.0, [], 10**4000],
+    ids=lambda version: f"{version!r:.9}",
+)
+def test_an_unknown_version_is_refused_before_anything_else(version: Any) -> None:
+    with pytest.raises(LinkError, match="run the same version of xinference-xavier everywhere"):
+        check_request(REQUEST._replace(version=version, keys=None))
+
+
+def test_more_rows_than_are_granted_at_a_time_are_refused_unseen() -> None:
+    with pytest.raises(GrantRefusedError, match="too many rows"):
+        check_request(REQUEST._replace(keys=(None,) * (MAX_ROWS_PER_FETCH + 1)))
+
+
+@pytest.mark.parametrize(
+    "ticket",
+    [
+        None,
+        tuple(TICKET),
+        *altered(TICKET, "consumer", NO_NAMES),
+        *altered(TICKET, "slots", NO_SLOTS),
+        *altered(TICKET, "expires", [None, "1", 0, -1.0, float("nan"), float("inf")]),
+        *altered(TICKET, "signature", [None, b"", "x" * 32, b"x" * 33, bytearray(32)]),
+    ],
+)
+def test_a_malformed_ticket_is_refused_before_it_is_verified(ticket: Any) -> None:
+    with pytest.raises(LinkError, match="malformed ticket"):
+        check_ticket(ticket, ROWS)
+
+
+@pytest.mark.parametrize(
+    "grant",
+    [
+        None,
+        *altered(GRANT, "grant_id", [*NO_NUMBERS, 0]),
+        *altered(GRANT, "checksums", [None, [7, 8], (7,), (), (7, -1), (7, 1 << 64), (7, 8, 9)]),
+        *altered(GRANT, "ticket", [None, EMPTY, TICKET._replace(slots=(4,))]),
+        *altered(GRANT, "address", [None, "", "host", "unixsocket:///1", "host:x", "host:99999"]),
+        *altered(GRANT, "host", ["", "x" * 257, 7, []]),
+        *altered(GRANT, "more_is_held", [None, 1, "yes"]),
+        *altered(GRANT, "sequence", NO_NUMBERS),
+    ],
+)
+def test_a_grant_of_other_rows_than_were_asked_for_is_refused(grant: Any) -> None:
+    with pytest.raises(LinkError, match="malformed"):
+        check_grant(grant, asked=2)
+
+
+def test_a_grant_of_more_rows_than_were_asked_for_is_refused() -> None:
+    with pytest.raises(LinkError, match="at most 1 numbers"):
+        check_grant(GRANT, asked=1)
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        None,
+        *altered(ORDER, "donor", NO_NAMES),
+        *altered(ORDER, "address", ["", "host"]),
+        *altered(ORDER, "host", ["", 7]),
+        *altered(ORDER, "ticket", [None, EMPTY]),
+        *altered(ORDER, "keys", [*NO_KEYS, (b"key1",)]),
+        *altered(ORDER, "checksums", [None, (7,), (7, -1)]),
+        *altered(ORDER, "slots", [*NO_SLOTS, (0,), (1, 1)]),
+        *altered(ORDER, "timeout", [None, 0, -1, 3600.0, float("nan"), float("inf")]),
+    ],
+)
+def test_an_order_whose_rows_are_not_ours_is_refused(order: Any) -> None:
+    with pytest.raises(LinkError, match="malformed"):
+        check_order(order, ROWS)
+
+
+STARTUP = Startup("id", 7, 64, 4096, "::1", (40000, 40100), TRANSPORTS, KEY.hex())
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"incarnation": ""},
+        {"region_fd": -1},
+        {"rows": 0},
+        {"row_bytes": "4096"},
+        {"host": None},
+        {"port_range": [1]},
+        {"port_range": [1, 99999]},
+        {"port_range": 7},
+        {"transports": 7},
+        {"transports": []},
+        {"transports": ["module:Class", 7]},
+        {"key": "xyz"},
+        {"key": None},
+        {"another": 1},
+    ],
+)
+def test_a_malformed_startup_message_is_refused(changes: dict[str, Any]) -> None:
+    line = json.dumps(json.loads(STARTUP.to_json()) | changes).encode()
+    with pytest.raises(LinkError, match="malformed start-up message"):
+        Startup.from_json(line)
+
+
+def test_the_startup_message_of_another_version_is_refused_with_the_remedy() -> None:
+    """An engine still runs what was installed before; its next transfer process is the new one."""
+    line = json.dumps(
+        json.loads(STARTUP.to_json()) | {"version": PROTOCOL_VERSION + 1, "another": 1}
+    ).encode()
+    with pytest.raises(LinkError, match="run the same version of xinference-xavier everywhere"):
+        Startup.from_json(line)
+
+
+def test_a_transfer_process_says_where_it_is_or_why_it_is_not() -> None:
+    assert parse_started(b'{"address": "host:1", "host": "boot"}\n') == Contact("host:1", "boot")
+    assert parse_started(b'{"address": "host:1", "host": null}\n') == Contact("host:1", None)
+    for line, error in [
+        (b'{"error": "no such host"}\n', "no such host"),
+        (b"", "ended without a word"),
+        (b'{"address": 7}', "address=7"),
+        (b'{"address": "host"}', "not of the form host:port"),
+        (b'{"address": "host:1", "host": 7}', "host=7"),
+        (b"{}", "address=''"),
+        (b"[]", "not an object"),
+        (b'{"address": "host:1"', "not JSON"),
+        (b"x" * (MAX_LINE + 1), f"not JSON of at most {MAX_LINE} bytes"),
+    ]:
+        with pytest.raises(TransportError, match=error):
+            parse_started(line)

@@ -1,0 +1,90 @@
+"""A donor's promises: rows stay as long as promised, and not longer."""
+
+from __future__ import annotations
+
+import pytest
+
+from xinference_xavier.errors import GrantRefusedError
+from xinference_xavier.pool.pool import Pool
+from xinference_xavier.replica.donor import Grants
+
+A, B, C, D = (bytes([n]) for n in range(4))
+LIFETIME = 10.0
+
+
+@pytest.fixture
+def pool() -> Pool:
+    pool = Pool(4)
+    for row in pool.reserve([A, B, C, D]).rows:
+        pool.commit(row, checksum=row.slot)
+    return pool
+
+
+@pytest.fixture
+def grants(pool: Pool) -> Grants:
+    return Grants(pool, max_rows=3, lifetime=LIFETIME)
+
+
+def pinned(pool: Pool) -> int:
+    return pool.counts().pinned
+
+
+def test_promised_rows_stay_until_released(pool: Pool, grants: Grants) -> None:
+    promise = grants.grant("consumer", [A, B], now=0)
+    assert [row.key for row in promise.rows] == [A, B]
+    assert promise.expires == LIFETIME
+    assert pool.reserve([b"new1", b"new2", b"new3"]).evicted == [C, D]
+    grants.release(promise.grant_id)
+    assert (pinned(pool), len(grants), grants.promised_rows) == (0, 0, 0)
+
+
+def test_only_the_leading_run_is_promised(pool: Pool, grants: Grants) -> None:
+    assert [row.key for row in grants.grant("consumer", [A, b"?", B], 0).rows] == [A]
+
+
+def test_holding_nothing_is_no_promise(pool: Pool, grants: Grants) -> None:
+    assert grants.grant("consumer", [b"?", A], 0).grant_id == 0
+    assert len(grants) == 0
+
+
+def test_promises_are_bounded_over_all_consumers(pool: Pool, grants: Grants) -> None:
+    first = grants.grant("one", [A, B], 0)
+    assert [row.key for row in grants.grant("two", [C, D], 0).rows] == [C]
+    with pytest.raises(GrantRefusedError, match="busy"):
+        grants.grant("three", [D], 0)
+    assert grants.promised_rows == pinned(pool) == 3
+    grants.release(first.grant_id)
+    assert grants.grant("three", [D], 0).grant_id
+
+
+def test_an_expired_promise_makes_room(pool: Pool, grants: Grants) -> None:
+    grants.grant("gone", [A, B, C], 0)
+    with pytest.raises(GrantRefusedError):
+        grants.grant("other", [D], LIFETIME - 0.001)
+    assert grants.grant("other", [D], LIFETIME).grant_id
+    assert pinned(pool) == 1
+
+
+def test_expiry_ends_only_what_is_due(pool: Pool, grants: Grants) -> None:
+    grants.grant("early", [A], 0)
+    grants.grant("late", [B], 5)
+    grants.expire(LIFETIME)
+    assert len(grants) == pinned(pool) == 1
+    grants.expire(LIFETIME + 5)
+    assert len(grants) == pinned(pool) == 0
+
+
+def test_promises_to_the_dead_end_at_once(pool: Pool, grants: Grants) -> None:
+    grants.grant("dead", [A], 0)
+    grants.grant("alive", [B], 0)
+    grants.forget("dead")
+    assert len(grants) == pinned(pool) == grants.promised_rows == 1
+
+
+def test_two_promises_of_one_row_both_count(pool: Pool, grants: Grants) -> None:
+    first, second = grants.grant("one", [A], 0), grants.grant("two", [A], 0)
+    grants.release(first.grant_id)
+    grants.release(first.grant_id)  # a release may come twice, or after the expiry
+    assert pinned(pool) == 1
+    grants.release(second.grant_id)
+    assert pinned(pool) == 0

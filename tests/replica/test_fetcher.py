@@ -1,0 +1,220 @@
+"""A fetch brings a donor's rows byte for byte, or leaves no trace; seen from outside, in both
+replicas' regions and counters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import xoscar
+
+from tests.faults import CORRUPT_ROW
+from tests.replica_process import (
+    ROW_BYTES,
+    ReplicaProcess,
+    TrackerProcess,
+    fresh_keys,
+    replicas,
+    wait_until,
+)
+from xinference_xavier.errors import GrantRefusedError, LinkError
+from xinference_xavier.protocol.transfer import MAX_ROWS_PER_FETCH, PROTOCOL_VERSION, GrantRequest
+from xinference_xavier.replica.fetcher import replica_uid
+
+TIMEOUT = 30.0  # not what is tested here
+
+
+@pytest.fixture(scope="module", params=["gloo", "shared_memory"])
+def transport(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+@pytest.fixture(scope="module")
+def all_replicas(
+    tracker_process: TrackerProcess, transport: str
+) -> Iterator[dict[str, ReplicaProcess]]:
+    faulty = {"gloo": "CorruptingGloo", "shared_memory": "CorruptingSharedMemory"}[transport]
+    transports = {
+        "alice": transport,
+        "bob": "auto",
+        "checked": f"tests.faults:{faulty}",
+        "unchecked": f"tests.faults:Unchecked{faulty}",
+    }
+    # Grants live long enough that their end in these tests is their release.
+    with replicas(tracker_process.address, transports, fetch_timeout=10 * TIMEOUT) as started:
+        yield {replica.name: replica for replica in started}
+
+
+@pytest.fixture
+def alice(all_replicas: dict[str, ReplicaProcess]) -> ReplicaProcess:
+    return all_replicas["alice"]
+
+
+@pytest.fixture
+def bob(all_replicas: dict[str, ReplicaProcess]) -> ReplicaProcess:
+    return all_replicas["bob"]
+
+
+def stored(donor: ReplicaProcess, consumer: ReplicaProcess, count: int) -> list[bytes]:
+    """Fresh chunks that `donor` holds, and `consumer` knows it."""
+    keys = fresh_keys(count)
+    donor.store(keys)
+    wait_until_known(consumer, donor, keys)
+    return keys
+
+
+def wait_until_known(consumer: ReplicaProcess, donor: ReplicaProcess, keys: list[bytes]) -> None:
+    wait_until(lambda: all(donor.name in consumer.holders(key) for key in keys), "the index says")
+
+
+def assert_clean(consumer: ReplicaProcess, donor: ReplicaProcess) -> None:
+    counts = consumer.counts()
+    assert (counts.filling, counts.pinned, counts.quarantined) == (0, 0, 0)
+    wait_until(lambda: donor.stats()["grants"]["live"] == 0, "the grant is released")
+    assert donor.counts().pinned == 0
+
+
+def came_by(replica: ReplicaProcess, transport: str) -> int:
+    """Bytes."""
+    figures = replica.stats()["fetches"]["by_transport"].get(transport)
+    return 0 if figures is None else figures["bytes"]["sum"]
+
+
+def test_rows_arrive_byte_for_byte(
+    alice: ReplicaProcess, bob: ReplicaProcess, transport: str
+) -> None:
+    keys = stored(alice, bob, 5)
+    fetches, moved = bob.stats()["fetches"], bob.transfer_stats()["bytes_received"]
+    before = came_by(bob, transport)
+    outcome = bob.fetch("alice", keys, TIMEOUT)
+    assert (outcome.state, outcome.reason, outcome.committed) == ("COMMITTED", None, 5)
+    assert [bob.raw_row(key) for key in keys] == [alice.raw_row(key) for key in keys]
+    assert bob.wrong_rows() == []
+    assert bob.transfer_stats()["bytes_received"] - moved == 5 * ROW_BYTES
+    assert bob.stats()["fetches"]["committed"] == fetches["committed"] + 1
+    assert came_by(bob, transport) - before == 5 * ROW_BYTES
+    assert bob.transfer_stats()["linked_to"]["alice"] == transport
+    assert_clean(bob, alice)
+
+
+def test_fetched_rows_are_offered_to_others(
+    all_replicas: dict[str, ReplicaProcess], alice: ReplicaProcess, bob: ReplicaProcess
+) -> None:
+    third = all_replicas["checked"]
+    keys = stored(alice, bob, 2)
+    bob.fetch("alice", keys, TIMEOUT)
+    wait_until_known(alice, bob, keys)
+    wait_until_known(third, bob, keys)
+    assert third.fetch("bob", keys, TIMEOUT).committed == 2
+
+
+def test_two_replicas_fetch_from_each_other_at_the_same_time(
+    alice: ReplicaProcess, bob: ReplicaProcess
+) -> None:
+    hers, his = stored(alice, bob, 8), stored(bob, alice, 8)
+    alice.begin("fetch", "bob", his, TIMEOUT)
+    bob.begin("fetch", "alice", hers, TIMEOUT)
+    assert [side.finish().committed for side in (alice, bob)] == [8, 8]
+    assert alice.wrong_rows() == bob.wrong_rows() == []
+    assert_clean(alice, bob)
+    assert_clean(bob, alice)
+
+
+@pytest.mark.parametrize("check", ["checked", "unchecked"])
+def test_a_row_damaged_on_its_way_never_becomes_a_hit(
+    all_replicas: dict[str, ReplicaProcess], alice: ReplicaProcess, check: str
+) -> None:
+    """The same damage with the check switched off shows that it is the check that prevents it."""
+    consumer = all_replicas[check]
+    keys = stored(alice, consumer, 5)
+    outcome = consumer.fetch("alice", keys, TIMEOUT)
+    if check == "unchecked":
+        assert outcome.state == "COMMITTED"
+        assert consumer.wrong_rows() == [keys[CORRUPT_ROW]]
+        return
+    assert (outcome.state, outcome.reason) == ("ROLLED_BACK", "checksum")
+    assert outcome.committed == CORRUPT_ROW, "the run that is whole from its start counts"
+    assert consumer.wrong_rows() == []
+    assert not set(keys[CORRUPT_ROW:]) & set(consumer.held())
+    assert consumer.stats()["fetches"]["rolled_back"] == {"checksum": 1}
+    assert_clean(consumer, alice)
+
+
+def test_a_stale_entry_is_a_miss_until_the_donor_publishes_again(
+    alice: ReplicaProcess, bob: ReplicaProcess
+) -> None:
+    keys = stored(alice, bob, 3)
+    alice.forget(keys)
+    outcome = bob.fetch("alice", keys, TIMEOUT)
+    assert (outcome.state, outcome.reason, outcome.committed) == ("ROLLED_BACK", "not held", 0)
+    assert bob.holders(keys[0]) == (), "not asked for again"
+    assert_clean(bob, alice)
+    alice.store(keys)
+    wait_until_known(bob, alice, keys)
+    assert bob.fetch("alice", keys, TIMEOUT).committed == 3
+    assert bob.wrong_rows() == []
+
+
+def test_what_the_donor_still_holds_from_the_start_is_fetched(
+    alice: ReplicaProcess, bob: ReplicaProcess
+) -> None:
+    keys = stored(alice, bob, 4)
+    alice.forget(keys[2:3])
+    outcome = bob.fetch("alice", keys, TIMEOUT)
+    assert (outcome.state, outcome.committed) == ("COMMITTED", 2)
+    assert bob.holders(keys[2]) == ()
+    assert bob.holders(keys[3]) == ("alice",)
+    assert_clean(bob, alice)
+
+
+def test_a_donor_grants_at_most_half_of_its_pool_and_the_rest_is_not_stale(
+    alice: ReplicaProcess, bob: ReplicaProcess
+) -> None:
+    half = alice.counts().rows // 2
+    keys = stored(alice, bob, half + 3)
+    outcome = bob.fetch("alice", keys, TIMEOUT)
+    assert (outcome.state, outcome.committed) == ("COMMITTED", half)
+    assert all("alice" in bob.holders(key) for key in keys[half:])
+    assert_clean(bob, alice)
+
+
+def test_nobody_is_asked_while_sharing_is_switched_off(
+    tracker_process: TrackerProcess, alice: ReplicaProcess, bob: ReplicaProcess
+) -> None:
+    keys = stored(alice, bob, 2)
+    tracker_process.set_enabled(False)
+    try:
+        wait_until(lambda: not alice.enabled() and not bob.enabled(), "the switch arrived")
+        assert bob.holders(keys[0]) == ()
+        assert bob.fetch("alice", keys, TIMEOUT).reason == "sharing is off"
+    finally:
+        tracker_process.set_enabled(True)
+    wait_until(lambda: alice.enabled() and bob.enabled(), "the switch arrived")
+    assert bob.fetch("alice", keys, TIMEOUT).committed == 2
+
+
+def test_a_donor_that_left_is_a_rolled_back_fetch(bob: ReplicaProcess) -> None:
+    outcome = bob.fetch("nobody", fresh_keys(2), TIMEOUT)
+    assert (outcome.state, outcome.reason) == ("ROLLED_BACK", "donor gone")
+    assert bob.counts().filling == 0
+
+
+async def test_a_donor_checks_what_it_is_asked(alice: ReplicaProcess, bob: ReplicaProcess) -> None:
+    (key,) = stored(alice, bob, 1)
+    donor = await xoscar.actor_ref(bob.address("alice"), replica_uid("alice"))
+    good = GrantRequest(PROTOCOL_VERSION, "namespace", "bob", (key,))
+    refused = alice.stats()["grants"]["refused"]
+    with pytest.raises(GrantRefusedError) as error:
+        await donor.grant(good._replace(namespace="another"))
+    assert error.value.reason == "other namespace", "as counted, without an address"
+    with pytest.raises(GrantRefusedError) as error:
+        await donor.grant(good._replace(keys=(key,) * (MAX_ROWS_PER_FETCH + 1)))
+    assert error.value.reason == "too many rows"
+    with pytest.raises(LinkError, match="run the same version"):
+        await donor.grant(good._replace(version=PROTOCOL_VERSION + 1))
+    assert alice.stats()["grants"] == {"live": 0, "refused": refused + 3}
+    grant = await donor.grant(good)
+    assert alice.stats()["grants"]["live"] == 1
+    await donor.release(grant.grant_id)
+    assert_clean(bob, alice)

@@ -1,0 +1,188 @@
+"""What a replica's scheduler may rely on when it asks its mirror."""
+
+from __future__ import annotations
+
+import sys
+import tracemalloc
+
+import pytest
+
+from xinference_xavier.protocol.tracker import Change, Member, Settings, Update, pack
+from xinference_xavier.replica import mirror as mirror_module
+from xinference_xavier.replica.mirror import MAX_NOTES, Mirror
+
+KEY = b"key1"
+OTHER = b"key2"
+MEMBERS = (Member("own", "h:0"), Member("a", "h:1"), Member("b", "h:2"))
+
+
+def update(*changes: Change, revision: int = 1, **fields: object) -> Update:
+    known = Update(revision, "epoch", False, Settings(), len(KEY), MEMBERS, changes)
+    return known._replace(**fields)
+
+
+def adds(incarnation: str, sequence: int, *keys: bytes) -> Change:
+    return Change(incarnation, sequence, pack(keys), b"", False)
+
+
+def removes(incarnation: str, sequence: int, *keys: bytes) -> Change:
+    return Change(incarnation, sequence, b"", pack(keys), False)
+
+
+def replaces(incarnation: str, sequence: int, *keys: bytes) -> Change:
+    return Change(incarnation, sequence, pack(keys), b"", True)
+
+
+@pytest.fixture
+def mirror() -> Mirror:
+    return Mirror("own")
+
+
+def test_holders_are_the_others(mirror: Mirror) -> None:
+    mirror.apply(update(adds("b", 1, KEY), adds("a", 1, KEY), adds("own", 1, KEY, OTHER)))
+    assert mirror.holders(KEY) == ("a", "b")
+    assert mirror.holders(OTHER) == ()
+    assert (mirror.address("a"), mirror.address("own"), mirror.address("z")) == ("h:1", None, None)
+    assert len(mirror) == 1
+
+
+def test_equal_groups_of_holders_are_one_object(mirror: Mirror) -> None:
+    mirror.apply(update(adds("a", 1, KEY, OTHER), adds("b", 1, KEY)))
+    mirror.apply(update(adds("b", 2, OTHER)))
+    assert mirror.holders(KEY) is mirror.holders(OTHER)
+
+
+def test_a_withdrawn_key_has_one_holder_less(mirror: Mirror) -> None:
+    mirror.apply(update(adds("a", 1, KEY), adds("b", 1, KEY)))
+    mirror.apply(update(removes("a", 2, KEY, OTHER)))
+    assert mirror.holders(KEY) == ("b",)
+    mirror.apply(update(removes("b", 2, KEY)))
+    assert (mirror.holders(KEY), len(mirror)) == ((), 0)
+
+
+def test_a_replacement_leaves_nothing_from_before(mirror: Mirror) -> None:
+    mirror.apply(update(adds("a", 1, KEY), adds("b", 1, KEY)))
+    mirror.apply(update(replaces("a", 2, OTHER)))
+    assert (mirror.holders(KEY), mirror.holders(OTHER)) == (("b",), ("a",))
+
+
+def test_a_snapshot_leaves_nothing_from_before(mirror: Mirror) -> None:
+    mirror.apply(update(adds("a", 1, KEY), adds("b", 1, KEY)))
+    mirror.apply(update(replaces("b", 7, OTHER), snapshot=True))
+    assert (mirror.holders(KEY), mirror.holders(OTHER)) == ((), ("b",))
+
+
+def test_who_is_no_member_holds_nothing(mirror: Mirror) -> None:
+    mirror.apply(update(adds("a", 1, KEY, OTHER), adds("b", 1, KEY)))
+    mirror.apply(update(members=MEMBERS[:1] + MEMBERS[2:]))
+    assert (mirror.holders(KEY), mirror.holders(OTHER)) == (("b",), ())
+    assert (mirror.address("a"), mirror.peers) == (None, {"b"})
+
+
+def test_members_stay_while_nothing_is_said_of_them(mirror: Mirror) -> None:
+    mirror.apply(update(adds("a", 1, KEY)))
+    mirror.apply(update(members=None))
+    assert (mirror.holders(KEY), mirror.peers) == (("a",), {"a", "b"})
+
+
+def test_switched_off_nobody_holds_anything_and_switched_on_all_is_there(mirror: Mirror) -> None:
+    mirror.apply(update(adds("a", 1, KEY)))
+    mirror.apply(update(settings=Settings(1, False)))
+    assert (mirror.enabled, mirror.holders(KEY)) == (False, ())
+    mirror.apply(update(settings=Settings(2, True)))
+    assert mirror.holders(KEY) == ("a",)
+
+
+def test_an_older_switch_position_does_not_win(mirror: Mirror) -> None:
+    mirror.apply(update(settings=Settings(5, False)))
+    mirror.apply(update(settings=Settings(4, True)))
+    assert not mirror.enabled
+
+
+def test_clearing_keeps_the_switch(mirror: Mirror) -> None:
+    mirror.apply(update(adds("a", 1, KEY), settings=Settings(5, False)))
+    mirror.clear()
+    assert (len(mirror), mirror.epoch, mirror.revision, mirror.enabled) == (0, "", 0, False)
+    assert mirror.peers == frozenset()
+
+
+class TestStaleEntries:
+    """A donor answered that it does not hold the key, having published up to a sequence."""
+
+    @pytest.fixture(autouse=True)
+    def _listed(self, mirror: Mirror) -> None:
+        mirror.apply(update(adds("a", 3, KEY), adds("b", 1, KEY)))
+
+    def test_the_entry_goes_for_this_donor_only(self, mirror: Mirror) -> None:
+        mirror.note_stale(KEY, "a", 5)
+        assert mirror.holders(KEY) == ("b",)
+
+    def test_what_was_on_its_way_before_the_answer_does_not_revive_it(self, mirror: Mirror) -> None:
+        mirror.note_stale(KEY, "a", 5)
+        mirror.apply(update(adds("a", 4, KEY)))
+        mirror.apply(update(adds("a", 5, KEY)))
+        mirror.apply(update(replaces("a", 5, KEY), snapshot=True))
+        assert mirror.holders(KEY) == ()
+
+    def test_a_later_publication_revives_it(self, mirror: Mirror) -> None:
+        mirror.note_stale(KEY, "a", 5)
+        mirror.apply(update(adds("a", 6, KEY)))
+        assert "a" in mirror.holders(KEY)
+
+    def test_an_unrelated_later_publication_does_not(self, mirror: Mirror) -> None:
+        mirror.note_stale(KEY, "a", 5)
+        mirror.apply(update(adds("a", 6, OTHER)))
+        assert mirror.holders(KEY) == ("b",)
+
+    def test_an_answer_older_than_the_mirror_is_not_believed(self, mirror: Mirror) -> None:
+        """The entry may be from the later publication, which nobody would repeat."""
+        mirror.apply(update(adds("a", 6, KEY)))
+        mirror.note_stale(KEY, "a", 5)
+        assert "a" in mirror.holders(KEY)
+
+    def test_notes_are_forgotten_once_they_cannot_matter(self, mirror: Mirror) -> None:
+        mirror.note_stale(KEY, "a", 5)
+        mirror.apply(update(adds("a", 6, OTHER)))
+        assert not mirror._stale["a"]
+        mirror.note_stale(KEY, "a", 7)
+        mirror.apply(update(members=MEMBERS[:1]))
+        assert "a" not in mirror._stale
+
+    def test_notes_are_bounded(self, mirror: Mirror) -> None:
+        for number in range(MAX_NOTES + 10):
+            mirror.note_stale(number.to_bytes(4, "big"), "a", 5)
+        assert len(mirror._stale["a"]) == MAX_NOTES
+
+
+def test_keys_beyond_the_bound_are_left_out_and_counted() -> None:
+    mirror = Mirror("own", max_keys=1)
+    mirror.apply(update(adds("a", 1, KEY, OTHER), adds("b", 1, KEY)))
+    assert (len(mirror), mirror.dropped) == (1, 1)
+    assert mirror.holders(KEY) == ("a", "b")
+
+
+def test_groups_beyond_the_bound_are_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each set of holders that there ever was would else stay for good."""
+    monkeypatch.setattr(mirror_module, "MAX_GROUPS", 2)
+    mirror = Mirror("own")
+    members = (MEMBERS[0], *(Member(f"{n}", "h:1") for n in range(8)))
+    mirror.apply(update(*(adds(f"{n}", 1, KEY) for n in range(8)), members=members))
+    assert mirror.holders(KEY) == tuple(f"{n}" for n in range(8))
+    mirror.apply(update(*(removes(f"{n}", 2, KEY) for n in range(7)), members=members))
+    assert mirror.holders(KEY) == ("7",)
+    assert len(mirror._groups) == 2
+
+
+def test_a_key_takes_less_than_200_bytes_even_where_the_dictionary_has_just_grown() -> None:
+    count, length = 90_000, 36
+    packed = pack(number.to_bytes(length, "big") for number in range(count))
+    mirror = Mirror("own")
+    tracemalloc.start()
+    try:
+        mirror.apply(update(Change("a", 1, packed, b"", False), key_bytes=length))
+        used, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(mirror) == count
+    assert used / count < 200
+    assert sys.getsizeof(mirror.holders(bytes(length))) < 200

@@ -1,0 +1,94 @@
+"""A reset puts a replica into a namespace of its own, and a version puts it together again."""
+
+import asyncio
+
+import pytest
+
+from xinference_xavier.replica.namespace import SharedNamespace
+
+
+class Tracker:
+    """Notes where it was told that we are, and answers when it may."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+        self.asked = asyncio.Event()
+        self.may_answer = asyncio.Event()
+        self.may_answer.set()
+
+    async def move(self, namespace: str) -> None:
+        self.told.append(namespace)
+        self.asked.set()
+        await self.may_answer.wait()
+
+
+@pytest.fixture
+def tracker() -> Tracker:
+    return Tracker()
+
+
+@pytest.fixture
+def namespace(tracker: Tracker) -> SharedNamespace:
+    return SharedNamespace("own", tracker.move)
+
+
+async def reset(namespace: SharedNamespace) -> None:
+    namespace.announce_reset()
+    await namespace.part()
+
+
+def test_without_a_reset_it_is_the_engines_own(namespace: SharedNamespace) -> None:
+    assert namespace.current == "own"
+    assert namespace.is_settled
+    assert not namespace.is_ours_alone
+
+
+async def test_each_reset_makes_another_one(namespace: SharedNamespace, tracker: Tracker) -> None:
+    await reset(namespace)
+    first = namespace.current
+    await reset(namespace)
+    assert len({"own", first, namespace.current}) == 3
+    assert tracker.told == [first, namespace.current]
+    assert namespace.is_ours_alone
+
+
+async def test_it_is_settled_when_the_last_announced_reset_is_through(
+    namespace: SharedNamespace,
+) -> None:
+    namespace.announce_reset()
+    namespace.announce_reset()
+    await namespace.part()
+    assert not namespace.is_settled
+    await namespace.part()
+    assert namespace.is_settled
+
+
+async def test_the_same_version_is_the_same_namespace(namespace: SharedNamespace) -> None:
+    other = SharedNamespace("own", Tracker().move)
+    for each in (namespace, other):
+        await reset(each)
+        assert await each.join("step 7")
+        assert not each.is_ours_alone
+    assert namespace.current == other.current != "own"
+
+
+async def test_a_version_without_a_reset_changes_nothing(
+    namespace: SharedNamespace, tracker: Tracker
+) -> None:
+    assert not await namespace.join("step 7")
+    assert (namespace.current, tracker.told) == ("own", [])
+
+
+async def test_a_version_waits_for_the_reset_before_it(
+    namespace: SharedNamespace, tracker: Tracker
+) -> None:
+    tracker.may_answer.clear()
+    namespace.announce_reset()
+    parting = asyncio.create_task(namespace.part())
+    joining = asyncio.create_task(namespace.join("step 7"))
+    await tracker.asked.wait()
+    assert namespace.current != "own@step 7"
+    tracker.may_answer.set()
+    await parting
+    assert await joining
+    assert namespace.current == "own@step 7"

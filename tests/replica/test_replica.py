@@ -1,0 +1,335 @@
+"""Whatever dies or hangs: a fetch is decided by its deadline, no wrong row becomes a hit, every row
+and every grant is free again, and the next fetch works."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+import pytest
+import xoscar
+
+from tests.faults import ROWS_BEFORE_STALL
+from tests.replica_process import (
+    DEADLINE,
+    Outcome,
+    ReplicaProcess,
+    TrackerProcess,
+    fresh_keys,
+    replicas,
+    wait_until,
+)
+from xinference_xavier.errors import GrantRefusedError, LinkError
+from xinference_xavier.protocol.transfer import PROTOCOL_VERSION, GrantRequest
+from xinference_xavier.runtime.addresses import replica_uid
+
+STALLING = {
+    "gloo": "tests.faults:StallingGloo",
+    "shared_memory": "tests.faults:StallingSharedMemory",
+}
+STALLABLE = {
+    "gloo": "gloo",
+    "shared_memory": "tests.faults:StallableSharedMemory",
+}
+ROWS = 8  # of each fetch here
+NEVER = 30.0  # the deadline of a fetch that is to end before it
+SHORT = 1.0  # the deadline of a fetch that is to end by it
+GRACE = 1.0  # how much later its end may be noticed
+
+
+class Scene(NamedTuple):
+    stalling: ReplicaProcess  # as a donor, it sends a few rows and hangs
+    plain: ReplicaProcess
+    consumer: ReplicaProcess
+
+
+@pytest.fixture(scope="module", params=STALLING)
+def transport(request: pytest.FixtureRequest) -> str:
+    """Each of them keeps all promises."""
+    name: str = request.param
+    return name
+
+
+@pytest.fixture(scope="module")
+def scene(tracker_process: TrackerProcess, transport: str) -> Iterator[Scene]:
+    transports = {
+        "stalling": STALLING[transport],
+        "plain": transport,
+        "consumer": STALLABLE[transport],
+    }
+    with replicas(tracker_process.address, transports, fetch_timeout=SHORT) as started:
+        yield Scene(*started)
+
+
+@contextmanager
+def one_more(tracker: TrackerProcess, name: str, transport: str) -> Iterator[ReplicaProcess]:
+    """A replica for a test that does not leave it as it was."""
+    with replicas(tracker.address, {name: transport}, fetch_timeout=SHORT) as (replica,):
+        yield replica
+
+
+def stored(consumer: ReplicaProcess, *donors: ReplicaProcess) -> list[bytes]:
+    """Fresh chunks that all of `donors` hold, and `consumer` knows it."""
+    keys = fresh_keys(ROWS)
+    for donor in donors:
+        donor.store(keys)
+    names = {donor.name for donor in donors}
+    wait_until(lambda: all(names <= set(consumer.holders(key)) for key in keys), "the index says")
+    return keys
+
+
+def begin_stalled_fetch(
+    consumer: ReplicaProcess, donor: ReplicaProcess, keys: list[bytes], timeout: float
+) -> None:
+    """On return some rows have arrived and the others will not."""
+    consumer.begin_fetch(donor.name, keys, timeout)
+    wait_until(lambda: consumer.arrived() == ROWS_BEFORE_STALL, "some rows arrived")
+
+
+def all_is_free(replica: ReplicaProcess) -> bool:
+    counts = replica.counts()
+    grants = replica.stats()["grants"]["live"]
+    return (counts.filling, counts.pinned, counts.quarantined, grants) == (0, 0, 0, 0)
+
+
+def assert_recovers(scene: Scene, outcome: Outcome, keys: list[bytes]) -> None:
+    """After a fetch that went wrong: the rows come from another donor."""
+    assert outcome.state == "ROLLED_BACK"
+    wait_until(lambda: all_is_free(scene.consumer), "the rows are free again")
+    wait_until(scene.consumer.is_up, "the consumer can fetch")
+    missing = keys[outcome.committed :]
+    assert not set(missing) & set(scene.consumer.held())
+    assert scene.consumer.fetch("plain", missing, NEVER).committed == len(missing)
+    assert scene.consumer.wrong_rows() == []
+
+
+def test_a_stalled_donor(scene: Scene) -> None:
+    keys = stored(scene.consumer, scene.stalling, scene.plain)
+    outcome = scene.consumer.fetch("stalling", keys, SHORT)
+    assert outcome.reason == "timeout"
+    assert outcome.seconds < SHORT + GRACE
+    assert_recovers(scene, outcome, keys)
+    wait_until(lambda: all_is_free(scene.stalling), "the grant is released")
+
+
+def test_figures_tell_what_is_under_way_and_what_came_from_whom(scene: Scene) -> None:
+    keys = stored(scene.consumer, scene.stalling, scene.plain)
+    received = scene.consumer.stats()["received_from"].get("plain", 0)
+    begin_stalled_fetch(scene.consumer, scene.stalling, keys, SHORT)
+    assert scene.consumer.stats()["fetching"] == {"stalling": ROWS}
+    outcome = scene.consumer.end_fetch()
+    wait_until(lambda: scene.consumer.stats()["fetching"] == {}, "it is over")
+    assert_recovers(scene, outcome, keys)
+    stats = scene.consumer.stats()
+    moved = stats["received_from"]["plain"] - received
+    assert moved == (ROWS - outcome.committed) * stats["pool"]["row_bytes"]
+
+
+def test_a_donor_without_its_transfer_process(scene: Scene) -> None:
+    """What had arrived whole from the start is kept."""
+    keys = stored(scene.consumer, scene.stalling, scene.plain)
+    begin_stalled_fetch(scene.consumer, scene.stalling, keys, NEVER)
+    scene.stalling.send_signal(signal.SIGKILL, "transfer")
+    outcome = scene.consumer.end_fetch()
+    assert (outcome.reason, outcome.committed) == ("link", ROWS_BEFORE_STALL)
+    assert outcome.seconds < NEVER
+    assert_recovers(scene, outcome, keys)
+    wait_until(lambda: all_is_free(scene.stalling), "the grant is released")
+    wait_until(scene.stalling.is_up, "the donor's transfer process is back")
+    few = stored(scene.consumer, scene.stalling)[:ROWS_BEFORE_STALL]
+    assert scene.consumer.fetch("stalling", few, NEVER).committed == len(few)
+
+
+def test_the_own_transfer_process_is_killed(scene: Scene) -> None:
+    keys = stored(scene.consumer, scene.stalling, scene.plain)
+    begin_stalled_fetch(scene.consumer, scene.stalling, keys, NEVER)
+    restarts = scene.consumer.stats()["transfer_restarts"]
+    scene.consumer.send_signal(signal.SIGKILL, "transfer")
+    outcome = scene.consumer.end_fetch()
+    assert (outcome.reason, outcome.committed) == ("transfer process died", 0)
+    assert outcome.seconds < NEVER
+    assert_recovers(scene, outcome, keys)
+    assert scene.consumer.stats()["transfer_restarts"] == restarts + 1
+
+
+def test_the_own_transfer_process_hangs(scene: Scene) -> None:
+    """The request does not wait for it, but its rows do: it might still write them."""
+    keys = stored(scene.consumer, scene.plain)
+    scene.consumer.send_signal(signal.SIGSTOP, "transfer")
+    outcome = scene.consumer.fetch("plain", keys, SHORT)
+    assert outcome.reason == "timeout"
+    assert outcome.seconds < SHORT + GRACE
+    assert scene.consumer.counts().quarantined == ROWS
+    assert_recovers(scene, outcome, keys)
+
+
+@pytest.mark.parametrize("process", ["engine", "transfer"])
+def test_a_donor_stands_still(scene: Scene, process: str) -> None:
+    """After it served well, so that the consumer is connected to it already."""
+    few = stored(scene.consumer, scene.stalling)[:ROWS_BEFORE_STALL]
+    assert scene.consumer.fetch("stalling", few, NEVER).committed == len(few)
+    keys = stored(scene.consumer, scene.stalling, scene.plain)
+    transfer = psutil.Process(scene.stalling.stats()["transfer_pid"])
+    scene.stalling.send_signal(signal.SIGSTOP, process)
+    try:
+        outcome = scene.consumer.fetch("stalling", keys, SHORT)
+        assert outcome.reason == "timeout"
+        assert outcome.seconds < SHORT + GRACE
+        assert_recovers(scene, outcome, keys)
+    finally:
+        if process == "engine":
+            scene.stalling.send_signal(signal.SIGCONT)
+        else:
+            transfer.resume()
+    wait_until(lambda: all_is_free(scene.stalling), "the grant has ended")
+
+
+def family(replica: ReplicaProcess) -> list[psutil.Process]:
+    engine = psutil.Process(replica.process.pid)
+    return [engine, *engine.children(recursive=True)]
+
+
+def wait_until_gone(processes: list[psutil.Process]) -> None:
+    def alive() -> list[psutil.Process]:
+        return [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+
+    wait_until(lambda: not alive(), "all processes are gone")
+
+
+def assert_no_files_in_shared_memory(processes: list[psutil.Process]) -> None:
+    """Its rows are in nobody's name, so nothing of them can be left."""
+    for process in processes:
+        assert "/dev/shm" not in Path(f"/proc/{process.pid}/maps").read_text()
+
+
+def holds_memory_of_its_donors_only(replica: ReplicaProcess) -> bool:
+    """The transfer process has mapped its own region and those that it has links to."""
+    maps = Path(f"/proc/{replica.stats()['transfer_pid']}/maps").read_text()
+    links = list(replica.transfer_stats()["linked_to"].values())
+    return maps.count("memfd:xavier-region") == 1 + links.count("shared_memory")
+
+
+def test_a_donor_is_killed(scene: Scene, tracker_process: TrackerProcess, transport: str) -> None:
+    """The consumer recovers, and nothing is left of the donor: no process, and no memory."""
+    with one_more(tracker_process, "victim", STALLING[transport]) as victim:
+        keys = stored(scene.consumer, victim, scene.plain)
+        processes = family(victim)
+        assert len(processes) >= 2
+        assert_no_files_in_shared_memory(processes)
+        begin_stalled_fetch(scene.consumer, victim, keys, NEVER)
+        victim.kill()
+        outcome = scene.consumer.end_fetch()
+        assert outcome.seconds < NEVER
+        assert outcome.committed == ROWS_BEFORE_STALL
+        assert_recovers(scene, outcome, keys)
+        wait_until_gone(processes)
+    wait_until(lambda: holds_memory_of_its_donors_only(scene.consumer), "its memory is let go")
+    assert "victim" not in scene.consumer.transfer_stats()["linked_to"]
+
+
+def test_a_killed_consumers_grants_end_with_its_lease(
+    tracker_process: TrackerProcess, transport: str
+) -> None:
+    """Long before they would expire."""
+    transports = {
+        "patient donor": STALLING[transport],
+        "victim consumer": STALLABLE[transport],
+    }
+    with replicas(tracker_process.address, transports, fetch_timeout=10 * DEADLINE) as started:
+        donor, victim = started
+        keys = stored(victim, donor)
+        processes = family(victim)
+        begin_stalled_fetch(victim, donor, keys, 10 * DEADLINE)
+        assert donor.stats()["grants"]["live"] == 1
+        assert donor.counts().pinned == ROWS
+        victim.kill()
+        wait_until(lambda: all_is_free(donor), "the grant has ended")
+        wait_until_gone(processes)
+
+
+async def test_a_grant_that_nobody_releases_ends_by_its_expiry(scene: Scene) -> None:
+    """Also if its consumer is well: a release may be lost."""
+    keys = stored(scene.consumer, scene.plain)
+    donor = await xoscar.actor_ref(scene.consumer.address("plain"), replica_uid("plain"))
+    request = GrantRequest(PROTOCOL_VERSION, "namespace", "consumer", tuple(keys))
+    grant = await donor.grant(request)
+    assert scene.plain.counts().pinned == ROWS
+    wait_until(lambda: all_is_free(scene.plain), "the grant has expired")
+    assert scene.plain.address("consumer") is not None, "so it was not its lease"
+    await donor.release(grant.grant_id)  # too late, and no harm
+    assert all_is_free(scene.plain)
+
+
+async def test_replicas_of_two_namespaces_exchange_nothing(
+    scene: Scene, tracker_process: TrackerProcess, transport: str
+) -> None:
+    """Also if they know each other's address and namespace, and ask."""
+    foreigner = {"foreign": transport}
+    with replicas(tracker_process.address, foreigner, namespace="another") as (foreign,):
+        keys = stored(scene.consumer, scene.plain)
+        foreign.store(keys[:1])
+        wait_until(lambda: foreign.held() == keys[:1], "it is summed up")
+        sent = scene.plain.transfer_stats()["bytes_sent"]
+        assert all(foreign.holders(key) == () for key in keys)
+        assert "foreign" not in scene.consumer.holders(keys[0])
+        assert foreign.fetch("plain", keys[1:], SHORT).reason == "donor gone"
+        assert scene.consumer.fetch("foreign", keys[:1], SHORT).reason == "donor gone"
+        donor = await xoscar.actor_ref(scene.consumer.address("plain"), replica_uid("plain"))
+        for namespace in ("another", "", "namespac", "namespace "):
+            request = GrantRequest(PROTOCOL_VERSION, namespace, "foreign", tuple(keys))
+            with pytest.raises((GrantRefusedError, LinkError)):
+                await donor.grant(request)
+        assert scene.plain.transfer_stats()["bytes_sent"] == sent
+        assert all_is_free(scene.plain)
+        assert foreign.held() == keys[:1]
+
+
+def test_one_replica_computes_what_two_want(scene: Scene) -> None:
+    keys = fresh_keys(ROWS)
+    assert scene.plain.claim(keys) == 0
+    assert scene.consumer.claim(keys) == ROWS
+    scene.plain.release_claims()
+    wait_until(lambda: scene.consumer.claim(keys) == 0, "nobody computes it any more")
+    scene.consumer.store(keys)
+    wait_until(lambda: scene.plain.claim(keys) == 0, "it is computed")
+    scene.plain.release_claims()
+
+
+def test_a_reset_while_rows_arrive(
+    scene: Scene, tracker_process: TrackerProcess, transport: str
+) -> None:
+    """Nothing of before becomes a hit, and from then on the replica is among its own."""
+    with one_more(tracker_process, "reset consumer", STALLABLE[transport]) as consumer:
+        own = fresh_keys(2)
+        consumer.store(own)
+        keys = stored(consumer, scene.stalling, scene.plain)
+        wait_until(lambda: scene.plain.holders(own[0]) == (consumer.name,), "the index says")
+        before = consumer.namespace()
+        begin_stalled_fetch(consumer, scene.stalling, keys, SHORT)
+        consumer.reset()
+        assert consumer.held() == []
+        outcome = consumer.end_fetch()
+        assert (outcome.state, outcome.committed) == ("ROLLED_BACK", 0)
+        wait_until(lambda: all_is_free(consumer), "the rows are free again")
+        assert consumer.held() == []
+        wait_until(lambda: consumer.namespace() not in ("", before), "it has another namespace")
+        wait_until(lambda: scene.plain.holders(own[0]) == (), "it is gone from the old one")
+        wait_until(consumer.is_up, "it is a member of the new one")
+        consumer.store(own)
+        assert consumer.holders(keys[0]) == ()
+        assert consumer.fetch("plain", keys, SHORT).reason == "donor gone"
+        assert scene.plain.holders(own[0]) == ()
+
+
+def test_an_orderly_stop_leaves_nothing(
+    scene: Scene, tracker_process: TrackerProcess, transport: str
+) -> None:
+    with one_more(tracker_process, "leaving", transport) as leaving:
+        keys = stored(scene.consumer, leaving)
+        processes = family(leaving)
+    wait_until(lambda: all(scene.consumer.holders(key) == () for key in keys), "it has left")
+    wait_until_gone(processes)

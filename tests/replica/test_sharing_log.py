@@ -1,0 +1,60 @@
+"""Operators read one line when sharing begins to work, and one when it stops."""
+
+from __future__ import annotations
+
+import pytest
+
+from xinference_xavier.errors import NO_PEERS, NOT_JOINED, NOT_SHARING
+from xinference_xavier.replica.sharing_log import SharingLog
+
+
+@pytest.fixture
+def log() -> SharingLog:
+    return SharingLog("a")
+
+
+def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [f"{record.levelname} {record.getMessage()}" for record in caplog.records]
+
+
+@pytest.fixture(autouse=True)
+def all_levels(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("DEBUG")
+
+
+def test_what_never_worked_has_not_stopped(
+    log: SharingLog, caplog: pytest.LogCaptureFixture
+) -> None:
+    for reason in NOT_SHARING:
+        log.see(reason, 0)
+    assert lines(caplog) == []
+
+
+def test_one_line_each_however_often_it_is_looked_at(
+    log: SharingLog, caplog: pytest.LogCaptureFixture
+) -> None:
+    for reason, peers in ((NOT_JOINED, 0), (None, 1), (None, 2), (NO_PEERS, 0), (None, 3)):
+        for _ in range(3):
+            log.see(reason, peers)
+    assert lines(caplog) == [
+        "INFO replica a: sharing works, peers: 1",
+        "WARNING replica a: sharing stopped: no other replica of the same namespace is there",
+        "INFO replica a: sharing works, peers: 3",
+    ]
+
+
+@pytest.mark.parametrize("reason", NOT_SHARING)
+def test_every_reason_is_explained(
+    reason: str, log: SharingLog, caplog: pytest.LogCaptureFixture
+) -> None:
+    log.see(None, 1)
+    log.see(reason, 0)
+    assert len(lines(caplog)[1]) > len("WARNING replica a: sharing stopped: ")
+
+
+def test_another_reason_is_not_another_stop(
+    log: SharingLog, caplog: pytest.LogCaptureFixture
+) -> None:
+    for reason in (None, *NOT_SHARING):
+        log.see(reason, 0)
+    assert len(lines(caplog)) == 2

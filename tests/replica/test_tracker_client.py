@@ -1,0 +1,547 @@
+"""Replicas that share an index through a real tracker, which may hang, die and come back."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import pytest
+import xoscar as xo
+
+from tests.tracker_pools import MODEL, create_tracker
+from xinference_xavier.events import TrackerLost, event_dict
+from xinference_xavier.protocol.tracker import Outcome, Update, tracker_uid
+from xinference_xavier.replica import tracker_client as client_module
+from xinference_xavier.replica.mirror import Mirror
+from xinference_xavier.replica.tracker_client import Claim, TrackerClient
+from xinference_xavier.tracker.actor import BlockTracker
+
+K1, K2, K3 = b"key1", b"key2", b"key3"
+PATIENCE = 60.0
+"""Seconds after which a test that waits has failed."""
+
+
+class WatchedMirror(Mirror):
+    """A mirror whose updates can be waited for."""
+
+    def __init__(self, incarnation: str) -> None:
+        super().__init__(incarnation)
+        self.snapshots = 0
+        self._applied_one = asyncio.Event()
+
+    def apply(self, update: Update) -> None:
+        super().apply(update)
+        self.snapshots += update.snapshot
+        self._applied_one.set()
+
+    async def until(self, true: Callable[[Mirror], bool]) -> None:
+        async with asyncio.timeout(PATIENCE):
+            while not true(self):
+                self._applied_one.clear()
+                await self._applied_one.wait()
+
+
+class Peer:
+    """A replica: a pool that is a set, its client and its mirror."""
+
+    def __init__(self, name: str, locate: Callable[[], Awaitable[str]], **arguments: Any) -> None:
+        async def search() -> str:
+            self.searching.set()
+            return await locate()
+
+        self.searching = asyncio.Event()
+        self.pool: set[bytes] = set()
+        self.peers: list[frozenset[str]] = []
+        self.secrets: list[bytes] = []
+        self.mirror = WatchedMirror(name)
+        self.client = TrackerClient(
+            **{
+                "model_uid": MODEL,
+                "incarnation": name,
+                "namespace": "namespace",
+                "key_bytes": 4,
+                "address": f"{name}.example:1",
+                "locate": search,
+                "mirror": self.mirror,
+                "holdings": lambda: self.pool,
+                "stats": lambda: {"pool": len(self.pool)},
+                "on_members": self.peers.append,
+                "on_joined": self.secrets.append,
+                "heartbeat": 0.05,
+                **arguments,
+            }
+        )
+        self.task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        self.task = asyncio.create_task(self.client.run())
+        async with asyncio.timeout(PATIENCE):
+            await self.client.joined()
+        self.searching.clear()
+
+    async def crash(self) -> None:
+        """Stop without a word to the tracker."""
+        if self.task is not None:
+            self.task.cancel()
+            await asyncio.wait({self.task})
+
+    def store(self, *keys: bytes) -> None:
+        self.pool.update(keys)
+        self.client.publish(keys)
+
+    def evict(self, *keys: bytes) -> None:
+        self.pool.difference_update(keys)
+        self.client.withdraw(keys)
+        self.client.flush()
+
+    async def sees(self, key: bytes, *holders: str) -> None:
+        await self.mirror.until(lambda mirror: mirror.holders(key) == holders)
+
+
+class Peers:
+    """Makes peers that find the tracker at `address`."""
+
+    def __init__(self, address: str) -> None:
+        self.address: str | None = address
+        self.all: list[Peer] = []
+
+    async def locate(self) -> str:
+        if self.address is None:
+            raise ConnectionError("no tracker to be found")
+        return self.address
+
+    async def start(self, name: str, *keys: bytes, **arguments: Any) -> Peer:
+        peer = self.make(name, *keys, **arguments)
+        await peer.start()
+        return peer
+
+    def make(self, name: str, *keys: bytes, **arguments: Any) -> Peer:
+        peer = Peer(name, self.locate, **arguments)
+        peer.pool.update(keys)
+        self.all.append(peer)
+        return peer
+
+
+@pytest.fixture
+async def peers(pool: Any) -> AsyncIterator[Peers]:
+    peers = Peers(pool.external_address)
+    yield peers
+    for peer in peers.all:
+        await peer.crash()
+
+
+async def test_what_a_replica_publishes_and_withdraws_the_others_mirror(
+    peers: Peers, tracker: Any
+) -> None:
+    a, b = await peers.start("a"), await peers.start("b")
+    a.store(K1, K2)
+    await b.sees(K1, "a")
+    await b.sees(K2, "a")
+    a.evict(K1)
+    await b.sees(K1)
+    assert b.mirror.holders(K2) == ("a",)
+    assert b.mirror.address("a") == "a.example:1"
+    assert a.mirror.holders(K2) == ()
+
+
+async def test_what_was_there_before_joining_is_published_too(peers: Peers, tracker: Any) -> None:
+    await peers.start("a", K1)
+    b = await peers.start("b")
+    await b.sees(K1, "a")
+
+
+async def test_keys_queued_together_travel_as_one_publication_with_their_net_effect(
+    peers: Peers, tracker: Any
+) -> None:
+    a, b = await peers.start("a", K3), await peers.start("b")
+    await b.sees(K3, "a")
+    a.store(K1)
+    a.store(K2)
+    a.evict(K1)
+    a.evict(K3)
+    a.store(K3)
+    await b.sees(K2, "a")
+    assert (b.mirror.holders(K1), b.mirror.holders(K3)) == ((), ("a",))
+    assert a.client.counters.batches == 1
+    assert a.client.last_sequence == 2
+
+
+async def test_a_replica_knows_the_secret_when_it_has_joined(peers: Peers, tracker: Any) -> None:
+    a, b = await peers.start("a"), await peers.start("b")
+    assert a.client.secret is not None
+    assert a.secrets == b.secrets == [a.client.secret]
+    assert a.client.connected
+
+
+async def test_heartbeats_carry_what_happened(peers: Peers, tracker: Any) -> None:
+    """Each event once; of too many, the oldest go."""
+
+    def outage(reason: str) -> dict[str, Any]:
+        return event_dict(TrackerLost(model_uid=MODEL, incarnation="a", reason=reason))
+
+    async def told(number: int) -> list[str | None]:
+        """The reasons of this many events, as soon as there are."""
+        async with asyncio.timeout(PATIENCE):
+            while len(happened := await tracker.happened(0, 0.0)) < number:
+                await tracker.happened(happened[-1].number if happened else 0, PATIENCE)
+        return [event.get("reason") for _, event in happened]
+
+    events = deque([outage("1")], maxlen=2)
+    await peers.start("a", events=events)
+    assert await told(2) == [None, "1"], "the first one is that it joined"
+    events += [outage("2"), outage("3"), outage("4")]
+    assert await told(4) == [None, "1", "3", "4"]
+
+
+async def test_heartbeats_carry_the_figures(peers: Peers, tracker: Any) -> None:
+    asked = asyncio.Semaphore(0)
+
+    def stats() -> dict[str, object]:
+        asked.release()
+        return {"requests": 5}
+
+    await peers.start("a", stats=stats)
+    async with asyncio.timeout(PATIENCE):
+        # When it is asked for the second ones, the first ones have arrived.
+        await asked.acquire()
+        await asked.acquire()
+    (replica,) = (await tracker.status())["namespaces"]["namespace"]["replicas"]
+    assert replica["stats"] == {"requests": 5, "stale": True}
+
+
+async def test_failing_figures_do_not_cost_the_membership(peers: Peers, tracker: Any) -> None:
+    failed = asyncio.Event()
+
+    def stats() -> dict[str, object]:
+        if a.client.counters.stats_failures:
+            failed.set()
+        raise RuntimeError("no figures today")
+
+    a = peers.make("a", stats=stats)
+    await a.start()
+    await asyncio.wait_for(failed.wait(), PATIENCE)
+    assert (a.client.connected, a.client.counters.failures) == (True, 0)
+
+
+async def test_a_lost_tracker_is_filled_again_by_its_replicas(
+    pool: Any, peers: Peers, tracker: Any
+) -> None:
+    a, b = await peers.start("a", K1), await peers.start("b")
+    await b.sees(K1, "a")
+    await xo.destroy_actor(tracker)
+    await until_lost(a, b)
+    a.store(K2)
+    assert b.mirror.holders(K1) == ("a",), "the peer is still there, the tracker alone is not"
+    await create_tracker(pool.external_address)
+    await a.client.joined()
+    await b.client.joined()
+    await b.sees(K2, "a")
+    await b.sees(K1, "a")
+    b.store(K3)
+    await a.sees(K3, "b")
+    assert a.client.counters.reconnects == 1
+    assert a.secrets[0] != a.secrets[1] == b.secrets[1]
+
+
+async def test_a_tracker_is_found_where_it_is_now(peers: Peers, tracker: Any) -> None:
+    elsewhere = await xo.create_actor_pool("127.0.0.1:0", n_process=0, use_uvloop=False)
+    try:
+        a, b = await peers.start("a", K1), await peers.start("b")
+        await xo.destroy_actor(tracker)
+        peers.address = None
+        await until_lost(a, b)
+        await create_tracker(elsewhere.external_address)
+        peers.address = elsewhere.external_address
+        a.store(K2)
+        await b.sees(K2, "a")
+    finally:
+        for peer in peers.all:
+            await peer.crash()
+        await elsewhere.stop()
+
+
+async def test_a_new_tracker_does_not_make_peers_look_dead(
+    pool: Any, peers: Peers, tracker: Any
+) -> None:
+    """It does not know yet who is alive; a donor must not take back what it granted."""
+    a, b = await peers.start("a"), await peers.start("b", K1)
+    await a.sees(K1, "b")
+    assert a.peers[-1] == {"b"}
+    await b.crash()
+    await xo.destroy_actor(tracker)
+    await until_lost(a)
+    await create_tracker(pool.external_address)
+    await a.mirror.until(lambda mirror: not mirror.peers)
+    assert a.peers[-1] == {"b"}
+
+
+async def test_when_the_new_tracker_has_had_time_to_meet_them_it_is_believed(
+    pool: Any, peers: Peers, tracker: Any
+) -> None:
+    a = await peers.start("a", watch_timeout=0.05)
+    b = await peers.start("b", K1)
+    await a.sees(K1, "b")
+    await b.crash()
+    await xo.destroy_actor(tracker)
+    await until_lost(a)
+    await create_tracker(pool.external_address, lease=0.5, tick=0.05)
+    await a.mirror.until(lambda mirror: a.peers[-1] == frozenset())
+
+
+async def test_losing_a_peer_is_told_once(peers: Peers, tracker: Any) -> None:
+    a, b = await peers.start("a"), await peers.start("b")
+    await a.mirror.until(lambda mirror: bool(mirror.peers))
+    await b.client.leave()
+    await a.mirror.until(lambda mirror: not mirror.peers)
+    b.store(K1)
+    assert a.peers == [frozenset({"b"}), frozenset()]
+
+
+async def test_who_crashes_is_gone_when_its_lease_ends(pool: Any, peers: Peers) -> None:
+    await create_tracker(pool.external_address, lease=0.5, tick=0.05)
+    a, b = await peers.start("a", K1), await peers.start("b")
+    await b.sees(K1, "a")
+    await a.crash()
+    await b.sees(K1)
+    assert b.mirror.peers == frozenset()
+    assert b.peers[-1] == frozenset()
+
+
+async def test_who_leaves_is_gone_at_once_and_stays_away(peers: Peers, tracker: Any) -> None:
+    a, b = await peers.start("a", K1), await peers.start("b")
+    await b.sees(K1, "a")
+    await a.client.leave()
+    await b.sees(K1)
+    assert a.task is not None
+    await asyncio.wait_for(a.task, PATIENCE)
+    assert not a.client.connected
+
+
+async def test_who_was_let_go_by_mistake_joins_again(peers: Peers, tracker: Any) -> None:
+    a, b = await peers.start("a", K1), await peers.start("b")
+    await b.sees(K1, "a")
+    await tracker.leave("namespace", "a")
+    await b.sees(K1)
+    await b.sees(K1, "a")
+    assert a.client.counters.reconnects == 1
+
+
+class DeafTracker(BlockTracker):
+    """Hears most publications twice; of three it hears only that there was one."""
+
+    def __init__(self, model_uid: str, heard: asyncio.Semaphore) -> None:
+        super().__init__(model_uid)
+        self._heard = heard
+
+    async def publish(
+        self, namespace: str, incarnation: str, sequence: int, *batch: Any
+    ) -> Outcome:
+        self._heard.release()
+        if sequence in (3, 6, 9):
+            return Outcome.APPLIED
+        outcome = await super().publish(namespace, incarnation, sequence, *batch)
+        await super().publish(namespace, incarnation, sequence, *batch)
+        return outcome
+
+    async def replace(self, *arguments: Any) -> Outcome:
+        self._heard.release()
+        return await super().replace(*arguments)
+
+
+async def test_lost_and_repeated_publications_leave_no_trace(pool: Any, peers: Peers) -> None:
+    heard = asyncio.Semaphore(0)
+    await xo.create_actor(
+        DeafTracker, MODEL, heard, address=pool.external_address, uid=tracker_uid(MODEL)
+    )
+    a, b = await peers.start("a"), await peers.start("b")
+    keys = (b"%04d" % number for number in range(1000))
+    while a.client.last_sequence < 12:
+        a.store(next(keys), next(keys))
+        a.evict(min(a.pool))
+        async with asyncio.timeout(PATIENCE):
+            await heard.acquire()
+    await b.mirror.until(
+        lambda mirror: (
+            len(mirror) == len(a.pool) and all(mirror.holders(key) == ("a",) for key in a.pool)
+        )
+    )
+    assert a.client.counters.replacements > 1
+    assert a.client.counters.failures == 0
+
+
+async def test_sharing_can_be_switched_off_and_on(peers: Peers, tracker: Any) -> None:
+    a, b = await peers.start("a", K1), await peers.start("b", K2)
+    await b.sees(K1, "a")
+    await a.sees(K2, "b")
+    await tracker.set_enabled(False)
+    await b.sees(K1)
+    await a.sees(K2)
+    assert (a.mirror.enabled, b.mirror.enabled) == (False, False)
+    await tracker.set_enabled(True)
+    await b.sees(K1, "a")
+    await a.sees(K2, "b")
+
+
+async def test_a_new_tracker_keeps_sharing_switched_off(
+    pool: Any, peers: Peers, tracker: Any
+) -> None:
+    a = await peers.start("a")
+    await tracker.set_enabled(False)
+    await a.mirror.until(lambda mirror: not mirror.enabled)
+    await xo.destroy_actor(tracker)
+    await until_lost(a)
+    tracker = await create_tracker(pool.external_address)
+    await a.client.joined()
+    assert not (await tracker.status())["enabled"]
+    assert not a.mirror.enabled
+
+
+async def test_a_stale_entry_comes_back_with_the_donors_next_publication_of_it(
+    peers: Peers, tracker: Any
+) -> None:
+    a, b = await peers.start("a", K1), await peers.start("b")
+    await b.sees(K1, "a")
+    b.mirror.note_stale(K1, "a", a.client.last_sequence)
+    assert b.mirror.holders(K1) == ()
+    a.store(K1)
+    await b.sees(K1, "a")
+
+
+async def test_namespaces_never_see_each_others_keys(peers: Peers, tracker: Any) -> None:
+    a = await peers.start("a", K1)
+    await peers.start("b", K2, namespace="other")
+    c = await peers.start("c", namespace="other")
+    await c.sees(K2, "b")
+    assert (c.mirror.holders(K1), c.mirror.peers) == ((), {"b"})
+    assert (a.mirror.holders(K2), len(a.mirror)) == ((), 0)
+
+
+async def test_changing_the_namespace_leaves_the_old_one_behind(peers: Peers, tracker: Any) -> None:
+    a, b = await peers.start("a", K1), await peers.start("b", K2)
+    c = await peers.start("c", K3, namespace="other")
+    await b.sees(K1, "a")
+    await a.sees(K2, "b")
+    a.pool.clear()
+    await a.client.change_namespace("other")
+    assert (len(a.mirror), a.peers[-1], a.client.namespace) == (0, frozenset(), "other")
+    await a.client.joined()
+    await b.sees(K1)
+    await a.sees(K3, "c")
+    a.store(K1)
+    await c.sees(K1, "a")
+    assert a.mirror.holders(K2) == b.mirror.holders(K1) == ()
+
+
+async def test_the_namespace_can_change_while_the_tracker_is_lost(
+    pool: Any, peers: Peers, tracker: Any
+) -> None:
+    a = await peers.start("a", K1)
+    await xo.destroy_actor(tracker)
+    await until_lost(a)
+    await a.client.change_namespace("other")
+    await create_tracker(pool.external_address)
+    b = await peers.start("b", namespace="other")
+    await b.sees(K1, "a")
+
+
+async def test_who_is_stopped_just_after_a_change_of_namespace_stops(
+    peers: Peers, tracker: Any
+) -> None:
+    a = await peers.start("a")
+    await a.client.change_namespace("other")
+    async with asyncio.timeout(PATIENCE):
+        await a.crash()
+
+
+async def test_a_replica_far_behind_gets_a_snapshot(pool: Any, peers: Peers, tracker: Any) -> None:
+    """A replica that could not look for long is not told every step since."""
+    a, b = await peers.start("a", K1), await peers.start("b")
+    await b.sees(K1, "a")
+    await b.crash()
+    before = b.mirror.snapshots
+    many = [b"%04d" % number for number in range(9000)]
+    for _ in range(70):
+        await tracker.publish("namespace", "a", a.client.last_sequence + 1, b"".join(many), b"")
+        await tracker.publish("namespace", "a", a.client.last_sequence + 2, b"", b"".join(many))
+        a.client._publisher.last_sequence += 2
+    a.store(K2)
+    await b.start()
+    await b.sees(K2, "a")
+    assert b.mirror.snapshots == before + 1
+    assert len(b.mirror) == 2
+
+
+async def test_a_tracker_that_hangs_holds_nobody_up(
+    stoppable_tracker: tuple[asyncio.subprocess.Process, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stopped process answers nothing, not even the request to cancel."""
+    monkeypatch.setattr(client_module, "CALL_DEADLINE", 0.5)
+    process, address = stoppable_tracker
+    peers = Peers(address)
+    a, b = await peers.start("a", K1), await peers.start("b", watch_timeout=0.2)
+    await b.sees(K1, "a")
+    process.send_signal(signal.SIGSTOP)
+    await until_lost(a, b)
+    assert b.mirror.holders(K1) == ("a",)
+    async with asyncio.timeout(PATIENCE):
+        await b.client.leave()
+    process.send_signal(signal.SIGCONT)
+    a.store(K2)
+    c = await peers.start("c")
+    await c.sees(K2, "a")
+    for peer in peers.all:
+        await peer.crash()
+
+
+async def claimed(peer: Peer, *keys: bytes) -> int | None:
+    claim = Claim(keys, seconds=10.0)
+    await peer.client.claim(claim)
+    return claim.elsewhere
+
+
+async def test_one_of_two_computes_what_both_want(peers: Peers, tracker: Any) -> None:
+    a, b = await peers.start("a"), await peers.start("b")
+    assert await claimed(a, K1, K2) == 0
+    assert await claimed(b, K1, K2, K3) == 2
+    await a.client.release(Claim([K1, K2], 10.0))
+    assert await claimed(b, K1, K2, K3) == 0
+
+
+async def test_without_a_tracker_everybody_computes(
+    stoppable_tracker: tuple[asyncio.subprocess.Process, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that hangs, and one that is known to be lost: then nobody is asked."""
+    monkeypatch.setattr(client_module, "CLAIM_DEADLINE", 0.2)
+    process, address = stoppable_tracker
+    peers = Peers(address)
+    a = await peers.start("a", heartbeat=3600.0, watch_timeout=3600.0)
+    process.send_signal(signal.SIGSTOP)
+    assert await claimed(a, K1) == 0
+    assert a.client.counters.claim_failures == 1
+    process.kill()
+    await until_lost(a)
+    assert await claimed(a, K1) == 0
+    await a.client.release(Claim([K1], 10.0))
+    assert a.client.counters.claim_failures == 1
+    await a.crash()
+
+
+async def test_a_killed_tracker_is_noticed_at_once(
+    stoppable_tracker: tuple[asyncio.subprocess.Process, str],
+) -> None:
+    process, address = stoppable_tracker
+    peers = Peers(address)
+    a = await peers.start("a", heartbeat=3600.0, watch_timeout=3600.0)
+    process.kill()
+    await until_lost(a)
+    await a.crash()
+
+
+async def until_lost(*lost: Peer) -> None:
+    """Wait until these replicas have noticed that their tracker is gone."""
+    async with asyncio.timeout(PATIENCE):
+        for peer in lost:
+            await peer.searching.wait()

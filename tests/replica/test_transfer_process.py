@@ -1,0 +1,180 @@
+"""The transfer process: there, replaced when it dies, gone when its engine is."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import psutil
+import pytest
+
+from xinference_xavier.errors import GrantRefusedError
+from xinference_xavier.pool.region import Region
+from xinference_xavier.protocol.transfer import PullOrder, PullResult, Startup, Ticket
+from xinference_xavier.replica import transfer_process as process_module
+from xinference_xavier.replica.transfer_process import TransferProcess
+
+GLOO = "xinference_xavier.transfer.transports.gloo:GlooTransport"
+NONE = "tests.transfer.no_transport:NoTransport"
+HOST = "127.0.0.1"
+ROWS, ROW_BYTES = 8, 4096
+PATIENCE = 60.0
+
+
+@pytest.fixture
+def region() -> Iterator[Region]:
+    region = Region.create(ROWS, ROW_BYTES)
+    yield region
+    region.close()
+
+
+@asynccontextmanager
+async def running(region: Region, **options: Any) -> AsyncIterator[TransferProcess]:
+    arguments = {"incarnation": "a", "host": HOST, "port_range": None, "transports": (NONE,)}
+    process = TransferProcess(region, **arguments | options)
+    task = asyncio.create_task(process.run())
+    try:
+        yield process
+    finally:
+        task.cancel()
+        await asyncio.wait({task})
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(PATIENCE):
+        while not condition():  # noqa: ASYNC110  # nothing announces it
+            await asyncio.sleep(0.01)
+
+
+def order(timeout: float = 1.0) -> PullOrder:
+    """To fetch from the process itself, which nobody else is needed for."""
+    ticket = Ticket.sign(b"", "a", [0], time.monotonic() + PATIENCE)
+    return PullOrder("nobody", "127.0.0.1:1", None, ticket, (b"key",), (0,), (0,), timeout)
+
+
+async def test_it_is_ready_once_it_knows_the_secret_and_gone_at_the_end(region: Region) -> None:
+    async with running(region) as process:
+        with pytest.raises(GrantRefusedError, match="no transfer process"):
+            process.sign("consumer", [0], 1.0)
+        await until(lambda: process.pid)
+        assert not process.ready
+        assert await process.pull(order()) == PullResult(0, "no transfer process")
+        await process.configure(b"secret")
+        assert process.ready
+        assert process.sign("consumer", [0], 1.0).slots == (0,)
+        assert (await process.stats())["transport"] == "none"
+        assert (await process.pull(order()))[:2] == (0, "link"), "nobody is there"
+        child = psutil.Process(process.pid)
+    assert not child.is_running()
+    assert (process.pid, process.contact, process.ready) == (None, None, False)
+    assert await process.stats() == {}
+
+
+async def test_a_killed_one_is_replaced_and_knows_the_secret_of_the_moment(region: Region) -> None:
+    async with running(region) as process:
+        await process.configure(b"first")
+        await until(lambda: process.ready)
+        old = process.pid
+        assert old is not None
+        os.kill(old, 9)
+        await process.configure(b"second")
+        await until(lambda: process.ready and process.pid != old)
+        assert process.starts == 2
+
+
+async def test_what_was_being_fetched_fails_when_it_is_killed(region: Region) -> None:
+    """At once, and not at the deadline."""
+    with socket.create_server((HOST, 0)) as silent:  # takes connections, and never answers
+        address = f"{HOST}:{silent.getsockname()[1]}"
+        async with running(region) as process:
+            await process.configure(b"secret")
+            await until(lambda: process.ready)
+            pulling = asyncio.ensure_future(process.pull(order(PATIENCE)._replace(address=address)))
+            connected, _ = await asyncio.to_thread(silent.accept)
+            assert process.pid is not None
+            os.kill(process.pid, 9)
+            async with asyncio.timeout(PATIENCE / 2):
+                assert await pulling == PullResult(0, "transfer process died")
+            connected.close()
+
+
+async def test_one_that_does_not_answer_is_killed_for_it(region: Region) -> None:
+    """Its rows could not be used again otherwise: it might still write them."""
+    async with running(region) as process:
+        await process.configure(b"secret")
+        await until(lambda: process.ready)
+        child = psutil.Process(process.pid)
+        child.suspend()
+        assert await process.pull(order(0.1)) == PullResult(0, "transfer process died")
+        assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+        await until(lambda: process.ready and process.pid != child.pid)
+
+
+async def test_after_a_long_life_the_next_comes_soon(
+    region: Region, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pauses grow only for what dies again and again."""
+    monkeypatch.setattr(process_module, "_LIVED_WELL", 0.0)
+    monkeypatch.setattr(process_module, "_RESTART_PAUSES", (0.0, 10 * PATIENCE))
+    async with running(region) as process:
+        for starts in (1, 2):
+            await until(lambda starts=starts: process.pid and process.starts == starts)
+            assert process.pid is not None
+            old = process.pid
+            os.kill(old, 9)
+            await until(lambda old=old: process.pid != old)
+
+
+async def test_one_that_cannot_start_says_why(
+    region: Region, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with running(region, host="192.0.2.1", transports=(GLOO,)) as process:
+        await until(lambda: "did not start" in caplog.text)
+        assert "Gloo cannot listen on host '192.0.2.1'" in caplog.text
+        assert not process.ready
+
+
+async def test_collecting_garbage_does_not_hold_it_up(region: Region) -> None:
+    telling = "tests.transfer.no_transport:TellingTransport"
+    async with running(region, transports=(telling,)) as process:
+        await until(lambda: process.pid)
+        assert (await process.stats())["transport"] == "frozen"
+
+
+async def test_its_ports_are_in_the_configured_range(region: Region) -> None:
+    async with running(region, port_range=(42000, 42049), transports=(GLOO,)) as process:
+        await until(lambda: process.pid)
+        sockets = psutil.Process(process.pid).net_connections("tcp")
+        ports = {s.laddr.port for s in sockets if s.status == psutil.CONN_LISTEN}
+        assert len(ports) == 2  # the actor's and Gloo's
+        assert all(42000 <= port <= 42049 for port in ports)
+
+
+def start_raw(region: Region) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        command = [sys.executable, "-m", "xinference_xavier.transfer", str(theirs.fileno())]
+        process = subprocess.Popen(command, pass_fds=(theirs.fileno(), region.fd))
+    startup = Startup("a", region.fd, ROWS, ROW_BYTES, HOST, None, (NONE,), "00")
+    ours.sendall(startup.to_json())
+    return process, ours
+
+
+@pytest.mark.parametrize("answer_was_read", [True, False])
+def test_it_ends_with_its_engine_whenever_that_ends(region: Region, answer_was_read: bool) -> None:
+    process, ours = start_raw(region)
+    assert ours.recv(4096, 0 if answer_was_read else socket.MSG_PEEK)
+    ours.close()
+    try:
+        process.wait(PATIENCE)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 0

@@ -1,0 +1,158 @@
+"""A cancelled call costs its pool nothing afterwards, whatever address the pool was reached by.
+
+The pool is a process of its own, whose processor time is counted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
+
+import psutil
+import pytest
+import xoscar as xo
+from xoscar.backends.context import IndigenActorContext
+from xoscar.backends.indigen.pool import MainActorPool
+from xoscar.backends.message import MessageType
+
+from xinference_xavier.runtime import cancels
+from xinference_xavier.runtime.cancels import cancel_circles, mend_cancels
+from xinference_xavier.tracker.actor import BlockTracker
+
+DEADLINE = 30.0
+WINDOW = 1.0  # seconds in which processor time is counted
+QUIET = 0.2  # of it; a pool at rest takes a hundredth, one in which a cancel circles all of it
+WAYS = [
+    ("0.0.0.0", "127.0.0.1"),
+    ("0.0.0.0", "127.0.0.2"),  # any address of the host
+    ("0.0.0.0", "localhost"),
+    ("127.0.0.1", "localhost"),
+    ("localhost", "127.0.0.1"),
+]
+"""What a pool listens on, and how it is reached."""
+
+
+class Subject(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no types
+    async def nap(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+
+    async def circling(self) -> bool:
+        return await cancel_circles()
+
+    async def mend(self) -> None:
+        mend_cancels()
+
+    async def hold_a_tracker(self) -> None:
+        await xo.create_actor(BlockTracker, "m", address=self.address, uid="tracker")
+
+
+class Pool(NamedTuple):
+    process: psutil.Process
+    port: str
+
+    async def at(self, host: str) -> Any:
+        return await xo.actor_ref(address=f"{host}:{self.port}", uid="subject")
+
+    async def processor_seconds(self, subject: Any) -> float:
+        """That the pool takes while it has nothing to do."""
+        before = sum(self.process.cpu_times()[:2])
+        await subject.nap(WINDOW)
+        return float(sum(self.process.cpu_times()[:2]) - before)
+
+
+@contextmanager
+def pool_on(host: str, mended: bool) -> Iterator[Pool]:
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_run, args=(theirs, host, mended), daemon=True)
+    process.start()
+    try:
+        assert ours.poll(DEADLINE), "the pool did not start"
+        yield Pool(psutil.Process(process.pid), ours.recv().rpartition(":")[2])
+    finally:
+        process.kill()
+        process.join()
+
+
+def _run(pipe: Connection, host: str, mended: bool) -> None:
+    asyncio.run(_serve(pipe, host, mended))
+    os._exit(0)
+
+
+async def _serve(pipe: Connection, host: str, mended: bool) -> None:
+    if mended:
+        mend_cancels()
+    pool = await xo.create_actor_pool(f"{host}:0", n_process=0, use_uvloop=False)
+    await xo.create_actor(Subject, address=pool.external_address, uid="subject")
+    pipe.send(pool.external_address)
+    await pool.join()
+
+
+async def cancel_a_call(subject: Any) -> None:
+    call = asyncio.ensure_future(subject.nap(3600.0))
+    await subject.circling()  # the call before is under way by then
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(call, DEADLINE)
+
+
+async def cancel_what_has_ended(subject: Any) -> None:
+    call = asyncio.ensure_future(IndigenActorContext().cancel(subject.address, os.urandom(32)))
+    await asyncio.wait({call}, timeout=1.0)  # without us it would have no answer
+    call.cancel()
+    await asyncio.gather(call, return_exceptions=True)
+
+
+@pytest.mark.parametrize(("host", "way"), WAYS)
+async def test_cancelled_calls_leave_nothing_behind(host: str, way: str) -> None:
+    with pool_on(host, mended=True) as pool:
+        subject = await pool.at(way)
+        for _ in range(20):
+            await cancel_a_call(subject)
+        await cancel_what_has_ended(subject)
+        assert await pool.processor_seconds(subject) < QUIET
+        assert not await subject.circling()
+
+
+@pytest.mark.parametrize("mend", ["mend", "hold_a_tracker"])
+async def test_what_circles_already_is_seen_and_ended(mend: str) -> None:
+    """xinference's control process has none of our code until it holds a tracker."""
+    with pool_on("0.0.0.0", mended=False) as pool:
+        subject = await pool.at("127.0.0.1")
+        await cancel_what_has_ended(subject)
+        assert await subject.circling()
+        await getattr(subject, mend)()
+        assert await pool.processor_seconds(subject) < QUIET
+        assert not await subject.circling()
+
+
+async def test_a_call_of_a_sub_pools_actor_is_cancelled_there() -> None:
+    mend_cancels()
+    pool = await xo.create_actor_pool("127.0.0.1:0", n_process=1, use_uvloop=False)
+    async with pool:
+        main, sub = pool.external_address, next(iter(pool.sub_processes))
+        in_sub_pool = await xo.create_actor(Subject, address=sub, uid="subject")
+        await cancel_a_call(in_sub_pool)
+        cancelling = IndigenActorContext().cancel(main, os.urandom(32))
+        with pytest.raises(Exception, match="maybe it is done or cancelled already"):
+            await asyncio.wait_for(cancelling, DEADLINE)
+
+
+def test_mending_again_changes_nothing() -> None:
+    mend_cancels()
+    mended = MainActorPool._message_handler[MessageType.cancel]
+    mend_cancels()
+    assert MainActorPool._message_handler[MessageType.cancel] is mended
+
+
+def test_an_xoscar_of_another_build_is_left_alone_and_said_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(MainActorPool, "_message_handler", {})
+    cancels.mend_cancels()
+    assert "start xinference with -H and the host's own address" in caplog.text

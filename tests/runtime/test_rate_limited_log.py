@@ -1,0 +1,76 @@
+"""What goes wrong with every request is logged once, and how often it did is not lost."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from xinference_xavier.runtime import rate_limited_log as module
+from xinference_xavier.runtime.rate_limited_log import REMINDER_INTERVAL, RateLimitedLog
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def conditions(clock: Clock) -> RateLimitedLog:
+    return RateLimitedLog(logging.getLogger("conditions"), clock)
+
+
+def test_the_first_of_each_is_logged(
+    conditions: RateLimitedLog, caplog: pytest.LogCaptureFixture
+) -> None:
+    for number in range(100):
+        conditions.warn("a", "a failed: %s", number)
+        conditions.warn("b", "b failed: %s", number, level=logging.ERROR)
+    assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
+        ("WARNING", "a failed: 0"),
+        ("ERROR", "b failed: 0"),
+    ]
+
+
+def test_one_that_lasts_is_told_again_with_how_often(
+    conditions: RateLimitedLog, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(5):
+        conditions.warn("a", "a failed: %s", "why")
+    clock.now += REMINDER_INTERVAL
+    conditions.warn("a", "a failed: %s", "why")
+    clock.now += REMINDER_INTERVAL
+    conditions.warn("a", "a failed: %s", "why")
+    assert [record.getMessage() for record in caplog.records] == [
+        "a failed: why",
+        "a failed: why (and 4 times since it was logged last)",
+        "a failed: why",
+    ]
+
+
+def test_memory_is_bounded_and_the_oldest_are_told_anew(
+    conditions: RateLimitedLog, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MAX_CONDITIONS", 2)
+    for name in ("a", "a", "b", "c", "b", "a"):
+        conditions.warn(name, name)
+    assert [record.getMessage() for record in caplog.records] == ["a", "b", "c", "a"]
+    assert len(conditions._logged) == 2
+    assert conditions._repeated == {}
+
+
+def test_an_exception_comes_with_its_trace(
+    conditions: RateLimitedLog, caplog: pytest.LogCaptureFixture
+) -> None:
+    try:
+        raise ValueError("this")
+    except ValueError:
+        conditions.warn("a", "failed", exc_info=True)
+    assert "ValueError: this" in caplog.text

@@ -1,0 +1,271 @@
+"""What a scrape shows of the replicas' figures."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from xinference_xavier.errors import NOT_SHARING, ROLLBACKS
+from xinference_xavier.serving.prometheus.families import FAMILIES, Labels, Samples, samples
+from xinference_xavier.stats.report import report
+from xinference_xavier.stats.schema import BYTES_BOUNDS, SECONDS_BOUNDS, FetchFigures
+
+ROW_BYTES = 1 << 20
+
+
+def stats(**changes: Any) -> dict[str, Any]:
+    """As a replica reports them."""
+    return {
+        "hits": {"own_prefix_cache": 1, "own_pool": 2, "peers": 3, "computed": 4},
+        "requests": 5,
+        "prefill_tokens_per_s": 600.0,
+        "seconds_saved": 7.5,
+        "forecast": {"fetched": 11, "computed": 12, "took_s": 1.5, "error_s": 0.25, "lost": 13},
+        "waits": {"claimed": 14, "waited": 15, "given_up": 6, "seconds": 2.5},
+        "fetching": {"b": 2, "c": 1},
+        "fetches": {"started": 0, "committed": 0, "rolled_back": {}, "by_transport": {}},
+        "not_sharing": None,
+        "pool": {
+            "rows": 100, "ready": 50, "filling": 3, "pinned": 8, "quarantined": 2,
+            "row_bytes": ROW_BYTES,
+        },
+        "grants": {"live": 1, "refused": 9},
+        "mirror": {"keys": 40, "dropped": 0},
+        "refused_posts": 0,
+        "transfer_restarts": 1,
+        **changes,
+    }  # fmt: skip
+
+
+def member(name: str, figures: dict[str, Any], incarnation: str = "") -> dict[str, Any]:
+    return {
+        "incarnation": incarnation or f"incarnation of {name}",
+        "address": "10.0.0.1:1",
+        "replica": name,
+        "holdings": 30,
+        "sequence": 1,
+        "lease_left_s": 9.0,
+        "stats": figures,
+    }
+
+
+def scraped(*namespaces: list[dict[str, Any]], enabled: bool = True) -> Samples:
+    groups = {
+        f"namespace {number}": {"revision": 1, "keys": 0, "replicas": replicas}
+        for number, replicas in enumerate(namespaces)
+    }
+    status = {"model_uid": "m", "enabled": enabled, "namespaces": groups}
+    return samples({"m": report(status)}, up=True, failures=0)
+
+
+def value(found: Samples, family: str, **labels: str) -> Any:
+    values = [value for its, value in found[family] if its.items() >= labels.items()]
+    assert len(values) == 1, f"{family}{labels}: {found[family]}"
+    return values[0]
+
+
+def replicas_of(found: Samples, family: str = "replica_up") -> list[str]:
+    return [labels["replica"] for labels, _ in found[family]]
+
+
+def fetched(*ended: tuple[str | None, float, int], transport: str = "gloo") -> dict[str, Any]:
+    figures = FetchFigures()
+    for reason, seconds, size in ended:
+        figures.ended(reason, seconds, size)
+    return stats(fetches={"by_transport": {transport: figures.to_dict()}})
+
+
+def test_each_figure_has_its_metric() -> None:
+    found = scraped([member("m-0", stats())])
+    for source, tokens in stats()["hits"].items():
+        assert value(found, "prompt_tokens_total", source=source) == tokens
+    assert {
+        name: value(found, name, model="m", replica="m-0")
+        for name in (
+            "requests_total", "prefill_tokens_per_second", "saved_seconds", "fetching_chunks",
+            "grants", "grants_refused_total", "published_chunks", "mirrored_chunks",
+            "transfer_restarts_total", "lost_fetches_total", "foretold_fetch_seconds_total",
+            "forecast_error_seconds_total", "claimed_prefixes_total", "wait_seconds_total",
+        )
+    } == {
+        "requests_total": 5, "prefill_tokens_per_second": 600.0, "saved_seconds": 7.5,
+        "fetching_chunks": 3, "grants": 1, "grants_refused_total": 9, "published_chunks": 30,
+        "mirrored_chunks": 40, "transfer_restarts_total": 1, "lost_fetches_total": 13,
+        "foretold_fetch_seconds_total": 1.5, "forecast_error_seconds_total": 0.25,
+        "claimed_prefixes_total": 14, "wait_seconds_total": 2.5,
+    }  # fmt: skip
+    for way, count in (("fetched", 11), ("computed", 12)):
+        assert value(found, "choices_total", way=way) == count
+    for outcome, count in (("arrived", 9), ("given_up", 6)):
+        assert value(found, "waits_total", outcome=outcome) == count
+
+
+def test_a_pools_states_add_up_to_its_size() -> None:
+    found = scraped([member("m-0", stats())])
+    states = {labels["state"]: size / ROW_BYTES for labels, size in found["pool_bytes"]}  # type: ignore[operator]
+    assert states == {"ready": 50, "filling": 3, "quarantined": 2, "free": 45}
+    assert value(found, "pool_pinned_bytes") == 8 * ROW_BYTES
+
+
+def test_fetches_by_transport_outcome_and_reason() -> None:
+    figures = fetched((None, 0.02, 100), (None, 0.3, 200), ("timeout", 5.0, 0), ("link", 1.0, 50))
+    found = scraped([member("m-0", figures)])
+    fetches = {(s["outcome"], s["reason"]): count for s, count in found["fetches_total"]}
+    assert fetches == {
+        ("committed", ""): 2,
+        ("rolled_back", "timeout"): 1,
+        ("rolled_back", "link"): 1,
+    }
+    assert value(found, "received_bytes_total", transport="gloo") == 350
+    assert value(found, "fetch_size_bytes", transport="gloo")["count"] == 3, "one brought nothing"
+
+
+def test_buckets_are_cumulative_and_a_bound_belongs_to_its_own() -> None:
+    found = scraped([member("m-0", fetched((None, 0.05, 1), (None, 0.051, 1), (None, 99.0, 1)))])
+    buckets = value(found, "fetch_duration_seconds", outcome="committed")
+    assert (buckets[0.025], buckets[0.05], buckets[0.1], buckets[30.0]) == (0, 1, 2, 2)
+    assert buckets[math.inf] == buckets["count"] == 3
+    assert buckets["sum"] == pytest.approx(99.101)
+    assert [bound for bound in buckets if isinstance(bound, float)] == [*SECONDS_BOUNDS, math.inf]
+
+
+def test_buckets_that_are_not_ours_are_left_out() -> None:
+    figures = FetchFigures().to_dict()
+    figures["bytes"]["counts"] = [1, 2]
+    found = scraped([member("m-0", stats(fetches={"by_transport": {"gloo": figures}}))])
+    assert found["fetch_size_bytes"] == []
+    assert len(found["fetch_duration_seconds"]) == 2
+
+
+@pytest.mark.parametrize("reason", NOT_SHARING)
+def test_why_a_replica_does_not_share(reason: str) -> None:
+    found = scraped([member("m-0", stats(not_sharing=reason)), member("m-1", stats())])
+    assert value(found, "sharing", replica="m-0", reason=reason) == 0
+    assert value(found, "sharing", replica="m-1", reason="") == 1
+
+
+def test_of_the_model() -> None:
+    found = scraped([member("m-0", stats()), member("m-1", stats())], [member("m-2", stats())])
+    assert value(found, "replicas", model="m") == 3
+    assert value(found, "namespaces") == 2
+    assert value(found, "enabled") == value(found, "tracker_up") == 1
+    assert value(scraped([], enabled=False), "enabled") == 0
+
+
+def test_of_a_tracker_that_does_not_answer_nothing_else_is_said() -> None:
+    found = samples({"m": None}, up=True, failures=3)
+    assert {name: values for name, values in found.items() if values} == {
+        "up": [({}, 1)],
+        "scrape_failures_total": [({}, 3)],
+        "tracker_up": [({"model": "m"}, 0)],
+    }
+
+
+def test_a_replica_that_has_not_said_anything_has_no_zeros() -> None:
+    """Prometheus would take them for a new start, and all that comes then for growth."""
+    found = scraped([member("m-0", {"stale": True})])
+    assert value(found, "replica_up") == 0
+    assert found["prompt_tokens_total"] == found["fetches_total"] == found["pool_bytes"] == []
+
+
+def test_what_a_replica_sent_is_known_only_from_its_transfer_process() -> None:
+    known = stats(transport="gloo", bytes_sent=6)
+    found = scraped([member("m-0", known), member("m-1", stats(stale=True))])
+    assert value(found, "sent_bytes_total") == 6
+
+
+def test_a_replica_that_was_started_again_takes_the_place_of_the_one_before() -> None:
+    """Whose lease has not ended yet."""
+    before = member("m-0", stats(stale=True, requests=9), incarnation="a")
+    now = member("m-0", stats(requests=1), incarnation="b")
+    found = scraped([before, now])
+    assert replicas_of(found) == ["m-0"]
+    assert value(found, "requests_total") == 1
+
+
+def test_of_several_that_do_not_answer_one_is_shown() -> None:
+    gone = [member("m-0", stats(stale=True), incarnation=name) for name in ("a", "b")]
+    assert replicas_of(scraped(gone)) == ["m-0"]
+
+
+def test_engines_of_one_data_parallel_replica_are_told_apart() -> None:
+    engines = [member("m-0", stats(requests=n), incarnation=f"e{n}") for n in (1, 2)]
+    found = scraped(engines)
+    assert replicas_of(found) == ["m-0", "m-0/2"]
+    assert value(found, "requests_total", replica="m-0/2") == 2
+
+
+def labels_of(found: Samples) -> list[tuple[str, Labels]]:
+    return [(name, labels) for name, values in found.items() for labels, _ in values]
+
+
+def test_every_series_has_its_familys_labels_and_is_there_once() -> None:
+    figures = fetched((None, 1.0, 1), *((reason, 1.0, 1) for reason in ROLLBACKS))
+    found = scraped([member(f"m-{number}", figures) for number in range(3)])
+    known = {family.name: set(family.labels) for family in FAMILIES}
+    series = labels_of(found)
+    for name, labels in series:
+        assert labels.keys() == known[name], name
+    assert len({(name, *sorted(labels.items())) for name, labels in series}) == len(series)
+
+
+def test_a_peer_cannot_make_up_values_of_labels() -> None:
+    figures = FetchFigures().to_dict()
+    figures["reasons"] = {f"because {number}": 1 for number in range(1000)}
+    by_transport = {f"transport {number} {'x' * 1000}": figures for number in range(1000)}
+    made_up = stats(fetches={"by_transport": by_transport}, not_sharing="I like it")
+    found = scraped([member("m-0", made_up)])
+    assert {labels["reason"] for labels, _ in found["sharing"]} == {"other"}
+    reasons = {labels["reason"] for labels, _ in found["fetches_total"]}
+    assert reasons == {"", "other"}
+    transports = {labels["transport"] for labels, _ in found["fetches_total"]}
+    assert len(transports) == 8
+    assert max(map(len, transports)) == 64
+
+
+def test_what_a_replica_with_all_there_is_costs() -> None:
+    """Series of one replica: so many for each replica of a cluster."""
+    ended = [(None, 1.0, 1), *((reason, 1.0, 1) for reason in ROLLBACKS)]
+    figures = FetchFigures()
+    for reason, seconds, size in ended:
+        figures.ended(reason, seconds, size)
+    by_transport = {name: figures.to_dict() for name in ("", "gloo", "shared_memory")}
+    found = scraped([member("m-0", stats(fetches={"by_transport": by_transport}))])
+    buckets = 3 * (2 * (len(SECONDS_BOUNDS) + 3) + len(BYTES_BOUNDS) + 3)
+    assert len(labels_of(found)) + buckets < 250
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
+    max_leaves=5,
+)
+
+
+@given(st.data())
+def test_whatever_a_replica_says_the_others_are_seen(data: st.DataObject) -> None:
+    """Anything in place of a figure, at any depth."""
+    seed = data.draw(st.integers(0, 1 << 30))
+    broken = _broken(fetched((None, 1.0, 1), ("link", 1.0, 0)), data.draw(JSON), seed)
+    found = scraped([member("bad", broken), member("good", stats())])
+    assert value(found, "requests_total", replica="good") == 5
+    for values in found.values():
+        for _, number in values:
+            for part in number.values() if isinstance(number, dict) else [number]:
+                assert 0 <= part < math.inf
+
+
+def _broken(figures: dict[str, Any], junk: Any, seed: int) -> dict[str, Any]:
+    chance = random.Random(seed)
+    place = figures
+    while True:
+        key = chance.choice(sorted(place))
+        if not isinstance(place[key], dict) or not place[key] or chance.random() < 0.3:
+            place[key] = junk
+            return figures
+        place = place[key]

@@ -1,0 +1,95 @@
+"""Sums of what replicas count, sampled over an hour."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from typing import Any
+
+import pytest
+
+from xinference_xavier.stats import history as module
+from xinference_xavier.stats.history import INTERVAL, MAX_SAMPLES, History
+
+
+def stats(peers: int) -> dict[str, Any]:
+    return {
+        "hits": {"own_prefix_cache": 1, "own_pool": 2, "peers": peers, "computed": 4},
+        "bytes_received": 10 * peers,
+        "requests": 5,
+        "seconds_saved": 0.5,
+        "fetches": {"started": 7, "committed": 6, "rolled_back": {"timeout": 1, "link": 2}},
+    }
+
+
+def last(history: History) -> dict[str, Any]:
+    sample: dict[str, Any] = history.to_dict()["samples"][-1]
+    return sample
+
+
+def test_a_sample_sums_up_all_replicas() -> None:
+    history = History()
+    history.note("a", stats(3))
+    history.note("b", stats(30))
+    history.tick(0.0, 1000.0)
+    assert last(history) == {
+        "time": 1000.0,
+        "hits": {"own_prefix_cache": 2, "own_pool": 4, "peers": 33, "computed": 8},
+        "bytes_received": 330,
+        "requests": 10,
+        "seconds_saved": 1.0,
+        "started": 14,
+        "committed": 12,
+        "rolled_back": 6,
+    }
+
+
+def test_what_a_replica_says_now_replaces_what_it_said() -> None:
+    history = History()
+    for peers in (3, 4):
+        history.note("a", stats(peers))
+    history.tick(0.0, 0.0)
+    assert last(history)["hits"]["peers"] == 4
+
+
+def test_samples_are_an_interval_apart_and_reach_an_hour_back() -> None:
+    history = History()
+    for second in range(4000):
+        history.tick(float(second), float(second))
+    samples = history.to_dict()["samples"]
+    assert len(samples) == MAX_SAMPLES == 3600 / INTERVAL
+    times = [sample["time"] for sample in samples]
+    assert {after - before for before, after in itertools.pairwise(times)} == {INTERVAL}
+    assert samples[-1]["time"] == 3990.0
+
+
+def test_sums_never_fall_however_many_replicas_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is a replica that comes back counted twice."""
+    monkeypatch.setattr(module, "MAX_REMEMBERED", 3)
+    history = History()
+    for number in range(10):
+        history.note(str(number), stats(1))
+        history.note(str(number), stats(2))
+    assert len(history._latest) == 3
+    history.tick(0.0, 0.0)
+    assert last(history)["hits"]["peers"] == 20
+
+
+@pytest.mark.parametrize(
+    "nonsense",
+    [
+        {},
+        {"hits": None, "fetches": [1]},
+        {"hits": {"peers": "many"}, "requests": -1, "bytes_received": True},
+        {"seconds_saved": math.inf, "requests": math.nan, "fetches": {"rolled_back": {"a": "b"}}},
+    ],
+)
+def test_what_is_no_number_counts_nothing(nonsense: dict[str, Any]) -> None:
+    """Figures come from peers, and must not keep a tracker from telling them."""
+    history = History()
+    history.note("a", nonsense)
+    history.tick(0.0, 0.0)
+    sample = json.loads(json.dumps(last(history), allow_nan=False))
+    assert set(sample["hits"].values()) == {0}
+    assert sum(value for name, value in sample.items() if name != "hits") == 0

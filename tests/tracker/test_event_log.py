@@ -1,0 +1,93 @@
+"""What the tracker remembers of what happened, its own and what replicas report."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from xinference_xavier.events import FetchRolledBack, check_event, event_dict
+from xinference_xavier.protocol.tracker import Member, Settings
+from xinference_xavier.tracker import event_log as module
+from xinference_xavier.tracker.actor import BlockTracker
+from xinference_xavier.tracker.event_log import EventLog
+
+NS = "namespace"
+
+
+def event(rows: int = 1, **fields: Any) -> dict[str, Any]:
+    happened = FetchRolledBack(
+        model_uid="m", incarnation="a", donor="b", reason="timeout", rows=rows, committed=0
+    )
+    return event_dict(happened) | fields
+
+
+def told(log: EventLog, after: int = 0) -> list[int]:
+    return [happened.event["rows"] for happened in log.since(after)]
+
+
+def test_events_come_in_order_and_once() -> None:
+    """A report whose answer was lost comes again."""
+    log = EventLog()
+    first, second = event(1), event(2)
+    for each in (first, second, first):
+        log.add(each)
+    assert told(log) == [1, 2]
+    assert told(log, log.since(0)[0].number) == [2]
+
+
+def test_a_log_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_EVENTS", 3)
+    log = EventLog()
+    for rows in range(10):
+        log.add(event(rows))
+    assert told(log) == [7, 8, 9]
+
+
+def test_the_numbers_of_a_later_log_are_higher() -> None:
+    """Who heard the last one of a tracker hears the first one of the next."""
+    before, after = EventLog(), EventLog()
+    before.add(event())
+    after.add(event(2))
+    assert told(after, before.since(0)[-1].number) == [2]
+
+
+async def test_who_waits_hears_at_once() -> None:
+    log = EventLog()
+    waiting = asyncio.create_task(log.wait_since(0, 3600.0))
+    await asyncio.sleep(0)
+    log.add(event(5))
+    assert [happened.event["rows"] for happened in await waiting] == [5]
+    assert await log.wait_since(log.since(0)[-1].number, 0.01) == []
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ([], "is not a dictionary"),
+        (event(event="Hook"), "is none"),
+        (event(event="os"), "is none"),
+        (event(event=1), "is none"),
+        (event(time="now"), "is not a number of seconds"),
+        (event(time=float("nan")), "is not a number of seconds"),
+        (event(reason=b"bytes"), "cannot be written as JSON"),
+        (event(reason=float("inf")), "cannot be written as JSON"),
+        (event(reason="x" * 5000), "more than 4096"),
+    ],
+)
+def test_what_is_no_event(wrong: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_event(wrong)
+
+
+async def test_a_replica_with_bad_events_is_a_member_all_the_same() -> None:
+    tracker = BlockTracker("m")
+    await tracker.join(NS, Member("a", "host:1"), 36, Settings(), "m-0")
+    bad: Any = (event(time="now"), event(7))
+    assert await tracker.heartbeat(NS, "a", {}, bad)
+    assert await tracker.heartbeat(NS, "a", {}, [1])  # type: ignore[arg-type]
+    assert await tracker.heartbeat(NS, "a", {}, (event(1),) * 101)
+    names = [happened.event["event"] for happened in await tracker.happened(0, 0.0)]
+    assert names == ["ReplicaJoined", "FetchRolledBack"]
+    assert (await tracker.status())["refused"] == 3

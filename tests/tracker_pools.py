@@ -1,0 +1,41 @@
+"""A tracker in this process, and the program of one that may be stopped or killed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import xoscar as xo
+
+from xinference_xavier.protocol.tracker import tracker_uid
+from xinference_xavier.tracker.actor import BlockTracker
+
+MODEL = "model"
+
+TRACKER_PROCESS = """
+import asyncio, sys
+from concurrent.futures import ThreadPoolExecutor
+import xoscar as xo
+from xinference_xavier.tracker.actor import BlockTracker
+from xinference_xavier.protocol.tracker import tracker_uid
+
+async def main():
+    loop = asyncio.get_running_loop()
+    # Each of its threads is taken, as in xinference's supervisor on two processors.
+    loop.set_default_executor(ThreadPoolExecutor(1))
+    reading = loop.run_in_executor(None, sys.stdin.read)
+    pool = await xo.create_actor_pool("127.0.0.1:0", n_process=0, use_uvloop=False)
+    await xo.create_actor(
+        BlockTracker, sys.argv[1], address=pool.external_address, uid=tracker_uid(sys.argv[1])
+    )
+    print(pool.external_address, flush=True)
+    # The end of the parent is the end of this process.
+    await reading
+
+asyncio.run(main())
+"""
+
+
+async def create_tracker(address: str, **arguments: float) -> Any:
+    return await xo.create_actor(
+        BlockTracker, MODEL, address=address, uid=tracker_uid(MODEL), **arguments
+    )

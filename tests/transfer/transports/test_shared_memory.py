@@ -1,0 +1,362 @@
+"""Links over shared memory: the consumer copies what it was granted, and nothing else happens."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import psutil
+import pytest
+
+from xinference_xavier.errors import LinkError
+from xinference_xavier.pool.copy_threads import COPIERS
+from xinference_xavier.pool.region import Region
+from xinference_xavier.transfer.transports.shared_memory import (
+    ConsumerLink,
+    DonorLink,
+    SharedMemoryTransport,
+)
+
+ROWS, ROW_BYTES = 64, 64 << 10
+SECRET = b"s" * 32
+PATIENCE = 60.0  # a deadline that does not pass
+SOON = 0.2  # one that does
+
+
+class Replica(NamedTuple):
+    region: Region
+    transport: SharedMemoryTransport
+
+
+class Pair(NamedTuple):
+    consumer: ConsumerLink
+    donor: DonorLink
+
+
+def replica(seed: int, rows: int = ROWS, row_bytes: int = ROW_BYTES) -> Replica:
+    region = Region.create(rows, row_bytes)
+    region.array[:] = np.random.default_rng(seed).integers(0, 256, (rows, row_bytes), np.uint8)
+    return Replica(region, SharedMemoryTransport(region, "127.0.0.1", None))
+
+
+@pytest.fixture
+def here() -> Replica:
+    return replica(seed=1)
+
+
+@pytest.fixture
+def there() -> Replica:
+    return replica(seed=2)
+
+
+@pytest.fixture
+def threads() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(4) as threads:
+        yield threads
+
+
+@pytest.fixture
+def pair(here: Replica, there: Replica, threads: ThreadPoolExecutor) -> Iterator[Pair]:
+    """From `there` to `here`."""
+    pair = connect(here, there, threads)
+    yield pair
+    pair.consumer.close()
+    pair.donor.close()
+
+
+def connect(
+    consumer: Replica, donor: Replica, threads: ThreadPoolExecutor, secret: bytes = SECRET
+) -> Pair:
+    offer = consumer.transport.offer(secret, later())
+    acceptance = donor.transport.accept(offer.hello, SECRET, later())
+    donors = threads.submit(acceptance.complete, later())
+    try:
+        return Pair(offer.complete(acceptance.answer, later()), donors.result())
+    finally:
+        if donors.exception() is not None:
+            offer.withdraw()
+            acceptance.withdraw()
+
+
+def later() -> float:
+    return time.monotonic() + PATIENCE
+
+
+def soon() -> float:
+    return time.monotonic() + SOON
+
+
+def receive(pair: Pair, slots: Sequence[int], granted: Sequence[int]) -> list[int]:
+    return list(pair.consumer.receive(slots, granted, unchecked, later()))
+
+
+def unchecked(slot: int) -> None:
+    """Whatever it is."""
+
+
+def test_rows_arrive_byte_for_byte_where_they_belong(
+    pair: Pair, here: Replica, there: Replica
+) -> None:
+    """In any order, batch after batch; an empty one too."""
+    expected = here.region.array.copy()
+    for seed, count in enumerate((40, 1, 0, 64)):
+        order = np.random.default_rng(seed).permutation(ROWS)
+        sources, targets = order[:count].tolist(), order[::-1][:count].tolist()
+        expected[targets] = there.region.array[sources]
+        assert receive(pair, targets, sources) == targets
+        assert np.array_equal(here.region.array, expected), "nothing else was touched"
+
+
+def test_the_donors_memory_cannot_be_written_by_its_consumer(pair: Pair) -> None:
+    """Not by a mistake, and not on purpose: the descriptor itself only reads."""
+    assert pair.consumer._theirs is not None
+    assert not pair.consumer._theirs.array.flags.writeable
+    with pytest.raises(OSError, match=os.strerror(errno.EBADF)):
+        os.write(pair.consumer._theirs.fd, b"x")
+
+
+def test_a_stranger_gets_no_memory(
+    here: Replica, there: Replica, threads: ThreadPoolExecutor
+) -> None:
+    before = psutil.Process().num_fds()
+    with pytest.raises(LinkError, match="does not know this model's secret"):
+        connect(here, there, threads, secret=b"t" * 32)
+    assert psutil.Process().num_fds() == before
+
+
+def test_who_does_not_know_the_secret_opens_nothing(here: Replica, there: Replica) -> None:
+    """Nobody can have a donor wait for it who only reaches its port."""
+    before = psutil.Process().num_fds()
+    for hello in (b"n" * 48, here.transport.offer(b"t" * 32, later()).hello):
+        with pytest.raises(LinkError, match="does not know this model's secret"):
+            there.transport.accept(hello, SECRET, later())
+    assert psutil.Process().num_fds() == before
+
+
+@pytest.mark.parametrize("noise", [b"", b"x", b"x" * 32, b"x" * 4096])
+def test_noise_gets_no_memory(
+    here: Replica, there: Replica, threads: ThreadPoolExecutor, noise: bytes
+) -> None:
+    offer = here.transport.offer(SECRET, later())
+    acceptance = there.transport.accept(offer.hello, SECRET, later())
+    waiting = threads.submit(acceptance.complete, later())
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stranger:
+        stranger.connect(f"\0xinference-xavier-link-{acceptance.answer.hex()}")
+        stranger.sendall(noise)
+        stranger.shutdown(socket.SHUT_WR)
+        with pytest.raises(LinkError):
+            waiting.result()
+        acceptance.withdraw()
+        offer.withdraw()
+        _, descriptors, _, _ = socket.recv_fds(stranger, 4096, 8)
+    assert descriptors == []
+
+
+@pytest.mark.parametrize("what", [b"", b"x" * 15, b"x" * 47, b"x" * 49, "x" * 48, None, 7])
+def test_a_malformed_hello_or_answer_is_refused(here: Replica, there: Replica, what: Any) -> None:
+    with pytest.raises(LinkError, match="what should be a hello is none"):
+        there.transport.accept(what, SECRET, later())
+    offer = here.transport.offer(SECRET, later())
+    with pytest.raises(LinkError, match="what should be an answer is none"):
+        offer.complete(what, later())
+    offer.withdraw()
+
+
+def test_rows_of_another_size_are_refused(here: Replica, threads: ThreadPoolExecutor) -> None:
+    with pytest.raises(LinkError, match=f"the donor's rows have {2 * ROW_BYTES} bytes"):
+        connect(here, replica(seed=3, row_bytes=2 * ROW_BYTES), threads)
+
+
+def test_each_row_is_checked_when_it_is_here(pair: Pair, here: Replica, there: Replica) -> None:
+    seen: dict[int, bytes] = {}
+
+    def check(slot: int) -> None:
+        seen[slot] = here.region.row(slot).tobytes()
+
+    assert list(pair.consumer.receive([1, 2], [4, 5], check, later())) == [1, 2]
+    assert seen == {1: there.region.row(4).tobytes(), 2: there.region.row(5).tobytes()}
+
+
+def test_a_row_that_takes_long_holds_up_no_other(pair: Pair) -> None:
+    slots = range(8)
+    others = threading.Barrier(2)
+    checked: list[int] = []
+
+    def check(slot: int) -> None:
+        if slot == 0:
+            others.wait(PATIENCE)
+        checked.append(slot)
+        if len(checked) == len(slots) - 1:
+            others.wait(PATIENCE)
+
+    assert [*pair.consumer.receive(slots, slots, check, later())] == [*slots]
+    assert checked[-1] == 0
+
+
+def test_rows_before_one_that_is_wrong_count(pair: Pair) -> None:
+    def check(slot: int) -> None:
+        if slot == 2:
+            raise LinkError("damaged")
+
+    rows = pair.consumer.receive([1, 2, 3], [4, 5, 6], check, later())
+    assert next(rows) == 1
+    with pytest.raises(LinkError, match="damaged"):
+        next(rows)
+
+
+def test_a_row_outside_of_the_donors_memory_is_refused(pair: Pair, here: Replica) -> None:
+    before = here.region.array.copy()
+    with pytest.raises(LinkError, match=f"row {ROWS} lies outside"):
+        receive(pair, [0, 1], [0, ROWS])
+    assert np.array_equal(here.region.array, before)
+
+
+def test_nobody_waits_longer_than_the_deadline(here: Replica, there: Replica, pair: Pair) -> None:
+    with pytest.raises(LinkError, match="timed out"):
+        list(pair.consumer.receive([1], [1], unchecked, time.monotonic()))
+    offer = here.transport.offer(SECRET, later())
+    acceptance = there.transport.accept(offer.hello, SECRET, later())
+    with pytest.raises(LinkError, match="timed out"):
+        acceptance.complete(soon())
+    acceptance.withdraw()
+    offer.withdraw()
+
+
+def test_a_closed_link_takes_nothing(pair: Pair) -> None:
+    pair.consumer.close()
+    with pytest.raises(LinkError, match="the link was closed"):
+        receive(pair, [1], [1])
+
+
+def test_nothing_is_written_after_a_close(
+    pair: Pair, here: Replica, threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever copies is waited for, and rows that nobody copies yet are given up."""
+    before = here.region.array.copy()
+    copiers, go_on, queued = pair.consumer._copiers, threading.Event(), threading.Event()
+    for _ in range(2):
+        copiers.submit(go_on.wait, PATIENCE)
+    submit, copies = copiers.submit, []
+
+    def submitting(take: Callable[[], None]) -> Future[None]:
+        copies.append(submit(take))
+        if len(copies) == COPIERS:
+            queued.set()
+        return copies[-1]
+
+    monkeypatch.setattr(copiers, "submit", submitting)
+    taking = threads.submit(receive, pair, [0, 1, 2], [5, 6, 7])
+    assert queued.wait(PATIENCE)
+    closing = threads.submit(pair.consumer.close)
+    with pytest.raises(LinkError, match="the link was closed"):
+        taking.result()
+    assert not closing.done(), "who copies is waited for"
+    go_on.set()
+    closing.result()
+    assert np.array_equal(here.region.array, before)
+
+
+def test_a_close_ends_what_is_being_copied_after_a_row(
+    pair: Pair, here: Replica, threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = here.region.array.copy()
+    copying, closing, go_on = threading.Barrier(COPIERS + 1), threading.Event(), threading.Event()
+
+    def check(slot: int) -> None:
+        if slot < COPIERS:  # the first of each
+            copying.wait(PATIENCE)
+            go_on.wait(PATIENCE)
+
+    shutdown = pair.consumer._copiers.shutdown
+
+    def shutting_down(**options: bool) -> None:
+        closing.set()
+        shutdown(**options)
+
+    monkeypatch.setattr(pair.consumer._copiers, "shutdown", shutting_down)
+    slots = range(3 * COPIERS)
+    taking = threads.submit(lambda: [*pair.consumer.receive(slots, slots, check, later())])
+    copying.wait(PATIENCE)
+    closed = threads.submit(pair.consumer.close)
+    closing.wait(PATIENCE)
+    go_on.set()
+    with pytest.raises(LinkError, match="the link was closed"):
+        taking.result()
+    closed.result()
+    assert np.array_equal(here.region.array[COPIERS:], before[COPIERS:])
+
+
+def test_a_donor_that_dies_leaves_its_rows_readable(
+    pair: Pair, here: Replica, there: Replica
+) -> None:
+    """What was granted is still there: the memory lives as long as somebody maps it."""
+    expected = there.region.array[5].copy()
+    pair.donor.close()
+    there.region.close()
+    assert receive(pair, [0, 1], [5, 6]) == [0, 1]
+    assert np.array_equal(here.region.array[0], expected)
+
+
+def mappings() -> int:
+    """How many regions this process has mapped."""
+    return Path("/proc/self/maps").read_text().count("memfd:xavier-region")
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    """In an idle process it may not come for ever."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("no_collector")
+def test_the_memory_of_a_donor_is_let_go_when_its_link_is_closed(
+    here: Replica, there: Replica, threads: ThreadPoolExecutor
+) -> None:
+    """Also if somebody still knows the link and the error that it ended with: all memory of a donor
+    that is gone would stay otherwise."""
+    before = mappings()
+    pair = connect(here, there, threads)
+    assert mappings() == before + 1
+    with pytest.raises(LinkError) as failure:
+        list(pair.consumer.receive([1, 2, 3], [1, 2, 3], unchecked, time.monotonic()))
+    pair.consumer.close()
+    pair.donor.close()
+    assert mappings() == before
+    assert failure.value.__traceback__ is not None
+
+
+@pytest.mark.usefixtures("no_collector")
+def test_memory_that_is_of_no_use_is_let_go_at_once(
+    here: Replica, threads: ThreadPoolExecutor
+) -> None:
+    donor = replica(seed=3, row_bytes=2 * ROW_BYTES)
+    before = mappings()
+    with pytest.raises(LinkError) as failure:
+        connect(here, donor, threads)
+    assert mappings() == before
+    assert failure.value.__traceback__ is not None
+
+
+def test_a_link_leaves_nothing_open(
+    here: Replica, there: Replica, threads: ThreadPoolExecutor
+) -> None:
+    process = psutil.Process()
+    before = process.num_fds()
+    for _ in range(3):
+        pair = connect(here, there, threads)
+        pair.consumer.close()
+        pair.donor.close()
+        del pair  # and with it the mapping
+    assert process.num_fds() == before

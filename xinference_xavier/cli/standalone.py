@@ -1,0 +1,117 @@
+"""Sharing between vLLM servers that no xinference has launched.
+
+`serve` is the tracker that xinference's supervisor would hold, in a process of its own; what
+`transfer_config` returns is what every `vllm serve` of the model is told. Nobody makes a tracker
+anew that was lost, so it must be started again at the same address; replicas fill it again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import xoscar
+
+from xinference_xavier.config import ENABLE, LaunchOptions, take_launch_options
+from xinference_xavier.errors import ConfigError
+from xinference_xavier.kv_transfer_config import kv_transfer_config
+from xinference_xavier.protocol.tracker import tracker_uid
+from xinference_xavier.runtime.addresses import is_wildcard, join_address, split_address
+from xinference_xavier.tracker.actor import BlockTracker
+
+_WATCH = 30.0  # seconds
+
+Tell = Callable[[Mapping[str, Any]], object]
+
+
+def options(words: Sequence[str]) -> LaunchOptions:
+    """The launch options in `--name value --name=value …`; raises ConfigError."""
+    given: dict[str, Any] = {ENABLE: True}
+    rest = list(words)
+    while rest:
+        name, equals, value = rest.pop(0).partition("=")
+        if not name.startswith("--") or not (equals or rest):
+            raise ConfigError("option", name, "is no option with its value", "use --name value")
+        given[name.removeprefix("--")] = value if equals else rest.pop(0)
+    return take_launch_options(given)
+
+
+def transfer_config(model_uid: str, address: str, given: LaunchOptions) -> dict[str, Any]:
+    """vLLM's `kv_transfer_config` for a model whose tracker is at `address`; raises ConfigError."""
+    host, port = _endpoint(address)
+    if is_wildcard(host):
+        raise ConfigError(
+            "address", address, "is no address a replica can reach", "use the tracker's own"
+        )
+    if not port:
+        raise ConfigError("address", address, "has no port", "use the one the tracker listens on")
+    if "pool_bytes" not in given.values:
+        raise ConfigError(
+            "xavier_pool_bytes",
+            None,
+            "is needed where no xinference decides on it",
+            "use 4GiB, say",
+        )
+    return kv_transfer_config(
+        given.config(model_uid=model_uid, tracker_address=address, replicas_per_host=1)
+    )
+
+
+async def serve(
+    model_uid: str,
+    address: str,
+    *,
+    hooks: str | None,
+    listening: Callable[[str], object],
+    happened: Tell,
+    until: asyncio.Event,
+) -> None:
+    """Serve the model's tracker until `until` is set.
+
+    `listening` is told the address, once; `happened` of each event, as `hooks.event_dict` has it.
+
+    Raises:
+        ConfigError: it cannot listen at `address`.
+    """
+    host, port = _endpoint(address)
+    try:
+        pool = await xoscar.create_actor_pool(
+            join_address(host, port), n_process=0, use_uvloop=False
+        )
+    except OSError as error:
+        raise ConfigError(
+            "address", address, f"cannot be listened on ({error})", "use a free port of this host"
+        ) from None
+    async with pool:
+        tracker = await xoscar.create_actor(
+            BlockTracker,
+            model_uid,
+            hooks=hooks,
+            address=pool.external_address,
+            uid=tracker_uid(model_uid),
+        )
+        listening(pool.external_address)
+        telling = asyncio.ensure_future(_tell_all(tracker, happened))
+        await until.wait()
+        telling.cancel()
+        with suppress(asyncio.CancelledError):
+            await telling
+
+
+async def _tell_all(tracker: Any, happened: Tell) -> None:
+    last = 0
+    while True:
+        for number, event in await tracker.happened(last, _WATCH):
+            last = number
+            happened(event)
+
+
+def _endpoint(address: str) -> tuple[str, int]:
+    try:
+        return split_address(address)
+    except ValueError:
+        raise ConfigError(
+            "address", address, "is not of the form host:port", "use such as 10.0.0.1:9920"
+        ) from None

@@ -1,0 +1,140 @@
+"""What must be the same in two engines before they may exchange bytes, as one digest.
+
+A chunk key covers tokens, adapters, images and salts. It covers neither the model nor how its cache
+is laid out; those belong here. The digest is of canonical JSON, so it is the same on every host.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import BinaryIO
+
+import vllm
+from vllm.config import VllmConfig
+from vllm.platforms import current_platform
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.kv_cache_interface import KVCacheConfig
+
+from xinference_xavier.engine import compat
+from xinference_xavier.protocol.transfer import PROTOCOL_VERSION
+
+_GROUP_INDEX_BYTES = 4  # what vLLM appends to a block hash to make an offload key
+
+
+def key_bytes(vllm_config: VllmConfig) -> int:
+    """Length of this engine's offload keys."""
+    hash_block = get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo)
+    return len(hash_block(b"")) + _GROUP_INDEX_BYTES
+
+
+def _capability() -> str | None:
+    """Of a device that has one: by it vLLM chooses kernels."""
+    capability = current_platform.get_device_capability()
+    return None if capability is None else capability.as_version_str()
+
+
+def ingredients(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, chunk_tokens: int
+) -> dict[str, object]:
+    """All that two engines must have in common to share, but for `page_format`. Reads samples of
+    the weights."""
+    model = vllm_config.model_config
+    cache = vllm_config.cache_config
+    parallel = vllm_config.parallel_config
+    architecture = model.hf_config.to_dict()  # what was overridden at launch is in it
+    architecture.pop("_name_or_path", None)  # another folder on another host
+    groups = [
+        {"layers": group.layer_names, "spec": repr(group.kv_cache_spec)}
+        for group in kv_cache_config.kv_cache_groups
+    ]
+    return {
+        "protocol": PROTOCOL_VERSION,  # so that other versions of ours never meet
+        "vllm": vllm.__version__,
+        "device": current_platform.device_type,
+        "capability": _capability(),
+        "model_runner": "V2" if vllm_config.use_v2_model_runner else "V1",
+        "architecture": architecture,
+        "weights": weights_fingerprint(Path(model.model)),
+        "revision": model.revision,
+        # Long RoPE chooses its factors by how long a prompt may be.
+        "length": model.max_model_len if "longrope" in str(architecture) else None,
+        "dtype": model.dtype,
+        "quantization": model.quantization,
+        "cache_dtype": cache.cache_dtype,
+        "layout": compat.cache_layout(cache),
+        "hash": cache.prefix_caching_hash_algo,
+        "hash_seed": compat.hash_seed(cache.prefix_caching_hash_algo),
+        "block_tokens": cache.block_size,
+        "chunk_tokens": chunk_tokens,
+        "groups": groups,
+        "parallel": [
+            parallel.tensor_parallel_size,
+            parallel.pipeline_parallel_size,
+            parallel.decode_context_parallel_size,
+            parallel.world_size,
+        ],
+        "speculation": repr(vllm_config.speculative_config),
+    }
+
+
+_SAMPLE_BYTES = 64
+_MAX_READABLE = 60  # characters
+_SAMPLES = 1024  # per file, shared out among its tensors
+_MIN_SAMPLES_PER_TENSOR = 4
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+
+
+def digest(ingredients: Mapping[str, object]) -> str:
+    """32 hex digits over JSON-able `ingredients`."""
+    text = json.dumps(ingredients, sort_keys=True, separators=(",", ":"), default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def readable(ingredients: Mapping[str, object]) -> dict[str, str]:
+    """Each ingredient as short text, equal for equal values, for people who compare them."""
+    return {name: _readable(name, value) for name, value in ingredients.items()}
+
+
+def _readable(name: str, value: object) -> str:
+    text = str(value)
+    return text if len(text) <= _MAX_READABLE else f"digest {digest({name: value})[:12]}"
+
+
+def weights_fingerprint(path: Path) -> str:
+    """32 hex digits over the sizes and samples of every tensor at `path`, a folder or one file.
+
+    Reads a few hundred bytes per tensor, so it is quick for any size. Two fine-tunes of one model
+    differ in it. Where there are no weights (the name of a model on a hub), the name has to do.
+    """
+    found = [path] if path.is_file() else sorted(path.rglob("*"))
+    files = [file for file in found if file.suffix in _WEIGHT_SUFFIXES]
+    fingerprint = hashlib.sha256(b"" if files else str(path).encode())
+    for file in files:
+        fingerprint.update(f"{file.name}:{file.stat().st_size};".encode())
+        with file.open("rb") as weights:
+            if file.suffix == ".safetensors":
+                header, spans = _safetensors_header(weights)
+                fingerprint.update(header)
+            else:
+                spans = [(0, file.stat().st_size)]
+            for start, end in spans:
+                for offset in _sample_offsets(start, end, _SAMPLES // len(spans)):
+                    weights.seek(offset)
+                    fingerprint.update(weights.read(min(_SAMPLE_BYTES, end - offset)))
+    return fingerprint.hexdigest()[:32]
+
+
+def _safetensors_header(weights: BinaryIO) -> tuple[bytes, list[tuple[int, int]]]:
+    """The header's bytes, and where each tensor's bytes begin and end in the file."""
+    length = int.from_bytes(weights.read(8), "little")
+    header = weights.read(length)
+    tensors = [entry for name, entry in json.loads(header).items() if name != "__metadata__"]
+    offsets = (entry["data_offsets"] for entry in tensors)
+    return header, [(8 + length + start, 8 + length + end) for start, end in offsets]
+
+
+def _sample_offsets(start: int, end: int, samples: int) -> range:
+    samples = max(_MIN_SAMPLES_PER_TENSOR, samples)
+    step = max(1, (end - start - _SAMPLE_BYTES) // (samples - 1))
+    return range(start, max(start + 1, end - _SAMPLE_BYTES + 1), step)

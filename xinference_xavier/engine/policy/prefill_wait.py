@@ -1,0 +1,79 @@
+"""Whether a request waits for a peer that computes its prefix, instead of computing it as well.
+
+Belongs to the scheduler thread; `counts` may be read by any. Times are monotonic seconds.
+
+Whoever misses a prefix that takes `WORTH_ASKING` or longer to compute asks the tracker who is
+computing it. The first to ask does; the others wait, and fetch the chunks as they are finished. A
+request waits for as long as the peer keeps up with what the engine would do by itself: behind it by
+at most two of its steps, since a peer tells of a step's chunks only after the next one, and a
+quarter of the whole. Whatever ends the wait, what has arrived by then is used.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from xinference_xavier.replica.tracker_client import Claim
+
+WORTH_ASKING = 1.0
+"""Seconds of computing: some two hundred round trips to the tracker."""
+_LOOKS = 50  # in the time of a step
+_MAX_PAUSE = 0.05
+_ANSWER_WITHIN = 1.0  # the replica gives up before; this is for one that hangs
+_STEPS_BEHIND = 2
+_SLACK = 0.25
+
+
+@dataclass
+class WaitCounts:
+    """Of requests, but for `seconds`, which those that waited did so altogether."""
+
+    claimed: int = 0  # that peers may wait for
+    waited: int = 0
+    given_up: int = 0  # of these: the peer did not keep up
+    seconds: float = 0.0
+
+
+class Wait:
+    """Of one request, from `now` on: `alone` says how long its engine would take for so many of the
+    first chunks, of which it computes `step` at a time."""
+
+    def __init__(self, claim: Claim, alone: Callable[[int], float], step: int, now: float) -> None:
+        self.claim = claim
+        self._began = now
+        self._alone = alone
+        self._step = step
+        self.pause = min(alone(step) / _LOOKS, _MAX_PAUSE)
+        """Seconds between two looks of an engine that has nothing else to do. vLLM's own one
+        millisecond costs processor time that the peer may need."""
+        self._computed = 0  # of the first chunks
+        self._gave_up = False
+        self._is_counted = False
+
+    def goes_on(self, is_computed: Callable[[bytes], bool], now: float) -> bool:
+        """Whether the request waits on."""
+        elsewhere = self.claim.elsewhere
+        if elsewhere is None:
+            return now < self._began + _ANSWER_WITHIN
+        rest = itertools.islice(self.claim.keys, self._computed, elsewhere)
+        self._computed += sum(1 for _ in itertools.takewhile(is_computed, rest))
+        if self._computed >= elsewhere:
+            return False
+        told = min(self._computed + _STEPS_BEHIND * self._step, len(self.claim.keys))
+        due = self._began + self._alone(told) + _SLACK * self.claim.seconds
+        self._gave_up = now >= due
+        return not self._gave_up
+
+    def count(self, counts: WaitCounts, now: float) -> None:
+        """The request is decided on, or over; does nothing but the first time."""
+        if self._is_counted:
+            return
+        self._is_counted = True
+        if not self.claim.elsewhere:
+            counts.claimed += 1
+            return
+        counts.waited += 1
+        counts.given_up += self._gave_up
+        counts.seconds += now - self._began

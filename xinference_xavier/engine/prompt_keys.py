@@ -1,0 +1,102 @@
+"""Which chunk keys a prompt has, as this engine would compute them for a request.
+
+Threading: belongs to whoever calls it, one call at a time, and never to the scheduler thread: the
+tokenizer is loaded by the first call and a long prompt takes some time. Only text is known here: a
+request with images, an adapter or a `cache_salt` has other keys.
+"""
+
+import logging
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from vllm.config import VllmConfig
+from vllm.tokenizers import cached_tokenizer_from_config
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import BlockHash, hash_block_tokens
+from vllm.v1.kv_offload.base import make_offload_key
+from vllm.v1.kv_offload.config import OffloadingConfig
+
+from xinference_xavier.engine import compat
+from xinference_xavier.errors import ExplainError
+from xinference_xavier.replica.explain import Chunked
+
+logger = logging.getLogger(__name__)
+
+
+class _Group(NamedTuple):
+    """One KV-cache group: its own chunks may be smaller than those that we speak of."""
+
+    number: int
+    hashes_per_chunk: int
+
+
+class PromptChunker:
+    """`offloading` is vLLM's own view of the engine; chunks are `chunk_tokens` long."""
+
+    def __init__(
+        self, vllm_config: VllmConfig, offloading: OffloadingConfig, chunk_tokens: int
+    ) -> None:
+        self._vllm_config = vllm_config
+        self._chunk_tokens = chunk_tokens
+        self._tokens_per_hash = offloading.cache.tokens_per_hash
+        blocks_per_chunk = chunk_tokens // max(each.tokens_per_block for each in offloading.groups)
+        self._groups = [
+            _Group(
+                compat.group_number(each, place),
+                each.tokens_per_block * blocks_per_chunk // self._tokens_per_hash,
+            )
+            for place, each in enumerate(offloading.groups)
+        ]
+        self._tokenizer: Any = None
+
+    def __call__(self, question: dict[str, Any]) -> Chunked:
+        """Raises ExplainError."""
+        try:
+            tokens = self._tokens(question)
+        except ExplainError:
+            raise
+        except Exception as error:  # whatever a tokenizer or a template raises
+            logger.warning("a prompt could not be tokenized", exc_info=True)
+            raise ExplainError(f"the model's tokenizer does not take it: {error!r:.300}") from None
+        hashes = list(self._hashes(tokens))
+        per_chunk = self._chunk_tokens // self._tokens_per_hash
+        chunks = [
+            tuple(self._keys(hashes, start, start + per_chunk))
+            for start in range(0, len(hashes) - per_chunk + 1, per_chunk)
+        ]
+        return Chunked(len(tokens), self._chunk_tokens, chunks)
+
+    def _tokens(self, question: dict[str, Any]) -> list[int]:
+        tokenizer = self._loaded_tokenizer()
+        prompt = question.get("prompt")
+        if prompt is None:
+            if not getattr(tokenizer, "chat_template", None):
+                raise ExplainError("the model's tokenizer has no chat template: ask with a prompt")
+            prompt = tokenizer.apply_chat_template(
+                question["messages"], tokenize=False, add_generation_prompt=True
+            )
+        tokens: list[int] = tokenizer.encode(prompt)
+        return tokens
+
+    def _loaded_tokenizer(self) -> Any:
+        if self._tokenizer is None:
+            self._tokenizer = cached_tokenizer_from_config(self._vllm_config.model_config)
+        if self._tokenizer is None:
+            raise ExplainError("the model was launched without a tokenizer (skip_tokenizer_init)")
+        return self._tokenizer
+
+    def _hashes(self, tokens: list[int]) -> Iterator[BlockHash]:
+        """Of every whole block; each covers all tokens before its end."""
+        cache = self._vllm_config.cache_config
+        hash_function = get_hash_fn_by_name(cache.prefix_caching_hash_algo)
+        size = self._tokens_per_hash
+        parent: BlockHash | None = None
+        for start in range(0, len(tokens) - size + 1, size):
+            parent = hash_block_tokens(hash_function, parent, tokens[start : start + size])
+            yield parent
+
+    def _keys(self, hashes: list[BlockHash], start: int, end: int) -> Iterator[bytes]:
+        """Of all groups' chunks that end within these hashes; a chunk goes by its last hash."""
+        for number, size in self._groups:
+            for last in range(start - start % size + size - 1, end, size):
+                yield make_offload_key(hashes[last], number)

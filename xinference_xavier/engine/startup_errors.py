@@ -1,0 +1,51 @@
+"""Why an engine did not start, told to whoever launched it: vLLM itself only logs it.
+
+vLLM calls `install` in each of its processes (entry point `vllm.general_plugins`). An engine, and a
+worker process of one, log the error that ends their start, and this module listens. Where a model
+is to share, a vLLM that was not tried ends here, before it does anything else. It imports neither
+vLLM nor torch: it is loaded where nothing is shared, too.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import traceback
+
+from xinference_xavier.config import SHARES, XAVIER, XavierConfig
+from xinference_xavier.engine.entry import check_version
+from xinference_xavier.protocol.startup_errors import report_failure
+
+_LOGGERS = ("vllm.v1.engine.core", "vllm.v1.executor.multiproc_executor")
+_PHRASE = "failed to start"
+
+
+def install() -> None:
+    """Raises ConfigError for a vLLM that cannot share where it should."""
+    if SHARES in os.environ:
+        check_version()
+    for name in _LOGGERS:
+        logger = logging.getLogger(name)
+        if not any(isinstance(handler, _Listener) for handler in logger.handlers):
+            logger.addHandler(_Listener(logging.ERROR))
+
+
+class _Listener(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        error = record.exc_info[1] if record.exc_info else None
+        if error is None or _PHRASE not in record.getMessage():
+            return
+        config = _config_of(error)
+        if config is not None:
+            report_failure(config, error)
+
+
+def _config_of(error: BaseException) -> XavierConfig | None:
+    """Of the engine whose start the error ended; None if it shares nothing."""
+    # The record names no engine; what failed was given the engine's configuration.
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        transfer = getattr(frame.f_locals.get("vllm_config"), "kv_transfer_config", None)
+        extra = getattr(transfer, "kv_connector_extra_config", None)
+        if extra and XAVIER in extra:
+            return XavierConfig.from_dict(extra[XAVIER])
+    return None

@@ -1,0 +1,1 @@
+"""Copies between a KV cache and the pool, in vLLM's workers."""

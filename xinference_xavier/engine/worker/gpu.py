@@ -1,0 +1,71 @@
+"""Our region in the shape that vLLM's worker for CUDA and XPU expects of its own.
+
+`CPUOffloadingWorker` registers the memory with the driver and carves its tensors out of it. What it
+reads of its region changes between releases; all of that is here (read from vLLM 0.27 to 0.33).
+"""
+
+from collections.abc import Iterator
+
+import torch
+
+from xinference_xavier.engine.compat import host_unregister
+from xinference_xavier.pool.region import ROW_ALIGNMENT, Region
+
+
+class DeviceRegion:
+    """One worker's view: its cell of `cell_bytes` begins `rank * cell_bytes` into each row."""
+
+    page_size = ROW_ALIGNMENT
+
+    def __init__(self, region: Region, rank: int, cell_bytes: int) -> None:
+        self.rank = rank
+        self.num_chunks = region.rows
+        self.total_size_bytes = region.size
+        self.cpu_page_size = cell_bytes
+        self.is_pinned = False
+        self.pinned_addresses: list[int] = []
+        self._row_stride = region.row_bytes
+        self._region = region
+        self._base: torch.Tensor | None = torch.from_numpy(region.array.reshape(-1)).view(
+            torch.int8
+        )
+        self._next_offset = rank * cell_bytes
+
+    @property
+    def base_tensor(self) -> torch.Tensor:
+        assert self._base is not None, "the region was given back"
+        return self._base
+
+    def create_next_worker_view(self, tensor_page_size: int) -> torch.Tensor:
+        """The next tensor's part of every cell: int8, shape (rows, tensor_page_size)."""
+        view = torch.as_strided(
+            self.base_tensor,
+            size=(self.num_chunks, tensor_page_size),
+            stride=(self._row_stride, 1),
+            storage_offset=self._next_offset,
+        )
+        self._next_offset += tensor_page_size
+        assert self._next_offset <= (self.rank + 1) * self.cpu_page_size
+        return view
+
+    create_next_view = create_next_worker_view  # what 0.27 called it
+
+    def iter_worker_slot_ranges(self) -> Iterator[tuple[int, int]]:
+        """(offset, length) in bytes of the whole pages that this worker's cells lie in.
+
+        0.33 registers these and not the region, where it saves enough.
+        """
+        for row in range(self.num_chunks):
+            start = row * self._row_stride + self.rank * self.cpu_page_size
+            first = start - start % self.page_size
+            end = -(-(start + self.cpu_page_size) // self.page_size) * self.page_size
+            yield first, end - first
+
+    def cleanup(self) -> None:
+        if self.is_pinned and self._base is not None:
+            for address in reversed(self.pinned_addresses or [self._base.data_ptr()]):
+                host_unregister(address)
+            self.pinned_addresses.clear()
+            self.is_pinned = False
+        self._base = None
+        self._region.close()

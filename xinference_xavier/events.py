@@ -1,0 +1,120 @@
+"""What happens to a model's sharing, as events; also as JSON, in which processes tell each other.
+
+As JSON an event is a dictionary: `event`, the name of its class, and that class's fields.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from xinference_xavier.errors import shown
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """`time` is in seconds since 1970."""
+
+    model_uid: str
+    time: float = field(default_factory=time.time)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchRolledBack(Event):
+    """A launch failed, and nothing of it is left. `reason` is its error."""
+
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicaJoined(Event):
+    """`replica` is xinference's name for it, `incarnation` vLLM's engine id."""
+
+    replica: str
+    incarnation: str
+    address: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicaLost(Event):
+    """Its lease ended without a word from it."""
+
+    replica: str
+    incarnation: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicaRecovered(Event):
+    """It was lost and is back, perhaps as another incarnation."""
+
+    replica: str
+    incarnation: str
+    address: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class FetchRolledBack(Event):
+    """Not all of the wanted rows became hits: `committed` of `rows` did."""
+
+    incarnation: str
+    donor: str
+    reason: str
+    rows: int
+    committed: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrackerLost(Event):
+    incarnation: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrackerRegained(Event):
+    incarnation: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharingSwitched(Event):
+    """An operator switched sharing of all replicas on or off."""
+
+    enabled: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class HoldingsDropped(Event):
+    """An operator had `replicas` replicas forget what they hold."""
+
+    replicas: int
+
+
+MAX_EVENT_BYTES = 4096
+"""As JSON."""
+
+
+def event_dict(event: Event) -> dict[str, Any]:
+    """JSON-able."""
+    return {"event": type(event).__name__, **asdict(event)}
+
+
+def check_event(event: object) -> None:
+    """Of a peer. Raises ValueError."""
+    if not isinstance(event, Mapping):
+        raise ValueError(f"event={shown(event)} is not a dictionary")
+    kind, when = event.get("event"), event.get("time")
+    if not isinstance(kind, str) or kind not in {
+        known.__name__ for known in Event.__subclasses__()
+    }:
+        raise ValueError(f"event={shown(kind)} is none")
+    if not isinstance(when, float) or not abs(when) < math.inf:
+        raise ValueError(f"time={shown(when)} is not a number of seconds")
+    try:
+        size = len(json.dumps(event, allow_nan=False))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"event={kind} cannot be written as JSON: {error}") from None
+    if size > MAX_EVENT_BYTES:
+        raise ValueError(f"event={kind} takes {size} bytes, more than {MAX_EVENT_BYTES}")

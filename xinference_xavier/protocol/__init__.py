@@ -1,0 +1,1 @@
+"""What two processes agree on: messages and their checks, no behaviour."""

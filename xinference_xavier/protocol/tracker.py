@@ -1,0 +1,259 @@
+"""What a replica and its tracker say to each other, and the checks of it.
+
+Every check raises ValueError that names the value, and nothing else, whatever it is given.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+from collections.abc import Iterable
+from struct import iter_unpack
+from typing import NamedTuple
+
+from xinference_xavier.errors import shown
+from xinference_xavier.runtime.validate import (
+    MAX_KEY_BYTES,
+    check_address,
+    check_count,
+    check_identifier,
+)
+
+PROTOCOL_VERSION = 1
+"""Of what a replica and its tracker say to each other."""
+
+
+def tracker_uid(model_uid: str) -> str:
+    return f"xavier-tracker-{model_uid}"
+
+
+def check_version(version: object) -> None:
+    """Of a replica that joins. Raises ValueError."""
+    if version != PROTOCOL_VERSION:
+        raise ValueError(
+            f"the replica speaks tracker protocol {shown(version)}, this tracker "
+            f"{PROTOCOL_VERSION}; run the same version of xinference-xavier everywhere"
+        )
+
+
+class NotMemberError(LookupError):
+    """The watcher's lease has ended, or it never joined."""
+
+
+class TrackerFullError(RuntimeError):
+    """One more namespace, member or watch would exceed the tracker's limits."""
+
+
+class JoinReply(NamedTuple):
+    """`secret` is shared by the model's replicas, `lease` in seconds, `epoch` the index's life.
+
+    `sequence` is the last that the index saw of this incarnation.
+    """
+
+    secret: bytes
+    lease: float
+    epoch: str
+    sequence: int
+
+
+MAX_WEIGHTS_VERSION = 64
+"""Characters; it becomes part of a namespace."""
+MAX_STATS_BYTES = 1 << 16
+"""A replica's figures as JSON."""
+MAX_QUESTION_BYTES = 8 << 20
+"""A prompt or messages to be explained, as JSON."""
+MAX_PACKED_BYTES = 64 << 20
+"""Keys of one publication: 1.8 million of 36 bytes."""
+
+
+def check_member(member: object) -> Member:
+    if not isinstance(member, tuple) or len(member) != 2:
+        raise ValueError(f"member={shown(member)} is not an incarnation with its address")
+    incarnation, address = member
+    check_identifier("incarnation", incarnation)
+    check_address("address", address)
+    return Member(incarnation, address)
+
+
+def check_settings(settings: object) -> Settings:
+    if not isinstance(settings, tuple) or len(settings) != 2:
+        raise ValueError(f"settings={shown(settings)} are not a version with a switch")
+    version, enabled = settings
+    check_count("settings.version", version, 0)
+    check_switch(enabled)
+    return Settings(version, enabled)
+
+
+def check_update(update: object) -> None:
+    """Whole, so that a mirror takes over all of it or nothing."""
+    if not isinstance(update, Update):
+        raise ValueError(f"update={shown(update)} is none")
+    check_count("revision", update.revision, 0)
+    check_identifier("epoch", update.epoch)
+    check_settings(update.settings)
+    members = () if update.members is None and not update.snapshot else update.members
+    if type(members) is not tuple or type(update.changes) is not tuple:
+        raise ValueError("members or changes are not a tuple")
+    for member in members:
+        check_member(member)
+    if update.changes:
+        check_count("key_bytes", update.key_bytes, 1, MAX_KEY_BYTES)
+    for change in update.changes:
+        _check_change(change, update.key_bytes)
+
+
+def _check_change(change: object, key_bytes: int) -> None:
+    if not isinstance(change, Change):
+        raise ValueError(f"change={shown(change)} is none")
+    check_identifier("incarnation", change.incarnation)
+    check_count("sequence", change.sequence, 0)
+    for name, keys in (("added", change.added), ("removed", change.removed)):
+        check_packed(name, keys)
+        if len(keys) % key_bytes:
+            raise ValueError(f"{name} takes {len(keys)} bytes, its keys {key_bytes} bytes each")
+
+
+def check_weights_version(version: object) -> None:
+    if not isinstance(version, str) or not 0 < len(version) <= MAX_WEIGHTS_VERSION:
+        raise ValueError(
+            f"weights_version={shown(version)} is not a text of 1 to {MAX_WEIGHTS_VERSION} "
+            "characters"
+        )
+
+
+def check_question(question: object) -> None:
+    """A prompt, or the messages of a chat, as in a request."""
+    names = list(question) if isinstance(question, dict) else []
+    match question:
+        case {"prompt": str() as prompt} if names == ["prompt"] and prompt:
+            pass
+        case {"messages": [_, *_] as messages} if names == ["messages"]:
+            for message in messages:
+                if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+                    raise ValueError(f"message={shown(message)} is no object with a role")
+        case _:
+            raise ValueError('the question is neither {"prompt": "…"} nor {"messages": […]}')
+    try:
+        size = len(json.dumps(question, allow_nan=False))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"the question cannot be written as JSON: {error}") from None
+    if size > MAX_QUESTION_BYTES:
+        raise ValueError(f"the question takes {size} bytes, more than {MAX_QUESTION_BYTES}")
+
+
+def check_explanation(answer: object) -> None:
+    match answer:
+        case {
+            "prompt_tokens": int(),
+            "chunk_tokens": int(),
+            "chunks": list() as chunks,
+            "reuse": dict(),
+        } if all(
+            isinstance(chunk, dict) and isinstance(chunk.get("replicas"), dict) for chunk in chunks
+        ):
+            return
+    raise ValueError(f"explanation={shown(answer)} is none")
+
+
+def check_packed(name: str, value: object) -> None:
+    if type(value) is not bytes:
+        raise ValueError(f"{name} is {type(value).__name__}, not the bytes of packed keys")
+    if len(value) > MAX_PACKED_BYTES:
+        raise ValueError(f"{name} takes {len(value)} bytes, more than {MAX_PACKED_BYTES}")
+
+
+def check_switch(value: object) -> None:
+    if not isinstance(value, bool):
+        raise ValueError(f"enabled={shown(value)} is neither True nor False")
+
+
+def check_stats(stats: object) -> None:
+    if not isinstance(stats, dict):
+        raise ValueError(f"stats is {type(stats).__name__}, not a dictionary")
+    try:
+        size = len(json.dumps(stats, allow_nan=False))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"stats cannot be written as JSON: {error}") from None
+    if size > MAX_STATS_BYTES:
+        raise ValueError(f"stats take {size} bytes of JSON, more than {MAX_STATS_BYTES}")
+
+
+class Member(NamedTuple):
+    """A replica: its incarnation and the xoscar address of its engine's actor."""
+
+    incarnation: str
+    address: str
+
+
+class Settings(NamedTuple):
+    """The operator's switch. Of two settings the one with the higher version is the newer."""
+
+    version: int = 0
+    enabled: bool = True
+
+
+INITIAL_SETTINGS = Settings()
+
+
+class Change(NamedTuple):
+    """What one publication did. A key that is both removed and added is held.
+
+    `replaces` says that `added` is all that the incarnation holds.
+    """
+
+    incarnation: str
+    sequence: int
+    added: bytes
+    removed: bytes
+    replaces: bool
+
+
+class Update(NamedTuple):
+    """What a watcher missed up to `revision`: to be applied in order.
+
+    `snapshot` says: forget everything first. `members` are all members, the watcher included, or
+    None if they are still those that it knows: they seldom change, and there may be many. The
+    changes' keys are `key_bytes` long.
+    """
+
+    revision: int
+    epoch: str
+    snapshot: bool
+    settings: Settings
+    key_bytes: int
+    members: tuple[Member, ...] | None
+    changes: tuple[Change, ...]
+
+
+class Outcome(enum.Enum):
+    """What became of a publication."""
+
+    APPLIED = "applied"
+    STALE = "stale"
+    """Its sequence was seen before: ignored."""
+    GAP = "gap"
+    """One before it is missing: ignored; the publisher must send a snapshot."""
+    UNKNOWN = "unknown"
+    """Its publisher is not a member and must join."""
+
+
+def pack(keys: Iterable[bytes]) -> bytes:
+    return b"".join(keys)
+
+
+def unpack(packed: bytes, key_bytes: int) -> list[bytes]:
+    """The keys in `packed`. Raises ValueError if they do not come out even."""
+    if len(packed) % key_bytes:
+        raise ValueError(
+            f"{len(packed)} bytes of packed keys are not a multiple of the key length {key_bytes}"
+        )
+    # Slices take twice the time.
+    return [key for (key,) in iter_unpack(f"{key_bytes}s", packed)]
+
+
+MAX_REPORTED = 100
+"""That a replica reports at a time."""
+
+
+MAX_CLAIM_SECONDS = 600.0
+"""That a claim lasts."""

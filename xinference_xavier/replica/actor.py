@@ -1,0 +1,44 @@
+"""What peers' engines and the tracker may ask of a replica: a thin shell over `Replica`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import xoscar
+
+from xinference_xavier.protocol.transfer import Contact, Grant, GrantRequest
+
+if TYPE_CHECKING:
+    from xinference_xavier.replica.replica import Replica
+
+
+class ReplicaActor(xoscar.StatelessActor):  # type: ignore[misc]  # xoscar has no types
+    """Its methods are those of `Replica` with the same names."""
+
+    def __init__(self, replica: Replica) -> None:
+        super().__init__()
+        self._replica = replica
+
+    async def grant(self, request: GrantRequest) -> Grant:
+        return self._replica.grant(request)
+
+    async def release(self, grant_id: int) -> None:
+        self._replica.release(grant_id)
+
+    async def set_weights_version(self, version: str) -> bool:
+        return await self._replica.set_weights_version(version)
+
+    async def stats(self) -> dict[str, Any]:
+        return await self._replica.full_stats()
+
+    async def drop(self) -> int:
+        return self._replica.drop()
+
+    async def transfer_contact(self) -> Contact | None:
+        return self._replica.transfer_contact
+
+    async def examine(self) -> dict[str, Any]:
+        return await self._replica.examine()
+
+    async def explain(self, question: dict[str, Any]) -> dict[str, Any]:
+        return await self._replica.explain(question)

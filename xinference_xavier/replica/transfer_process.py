@@ -1,0 +1,261 @@
+"""The engine's handle on its transfer process: starts it, gives it orders, starts it again.
+
+Life cycle: `run` keeps one process alive until it is cancelled. Threading: all of it belongs to the
+replica's background event loop.
+"""
+
+import asyncio
+import logging
+import os
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import xoscar
+
+from xinference_xavier.errors import GrantRefusedError, XavierError
+from xinference_xavier.pool.region import Region
+from xinference_xavier.protocol.transfer import (
+    MAX_LINE,
+    TRANSFER_UID,
+    Contact,
+    PullOrder,
+    PullResult,
+    Startup,
+    Ticket,
+    parse_started,
+)
+from xinference_xavier.runtime.deadline import within
+from xinference_xavier.runtime.rate_limited_log import RateLimitedLog
+from xinference_xavier.runtime.rollback import Rollback
+
+logger = logging.getLogger(__name__)
+
+_START_TIMEOUT = 60.0  # importing torch on a busy machine
+_CALL_TIMEOUT = 2.0
+_CONFIGURE_TIMEOUT = 20.0
+_GRACE = 2.0  # a pull that is not over this long after its deadline never will be
+_RESTART_PAUSES = (0.1, 0.5, 2.0, 10.0)
+_LIVED_WELL = 60.0
+_UNREACHABLE = (OSError, TimeoutError, xoscar.ActorNotExist, xoscar.ServerClosed)
+
+
+class _Child(NamedTuple):
+    process: asyncio.subprocess.Process
+    control: socket.socket
+    contact: Contact
+    actor: xoscar.ActorRefType
+    exited: asyncio.Future[int]
+
+
+class TransferProcess:
+    """`contact` is how peers' transfer processes find ours; None while there is none."""
+
+    def __init__(
+        self,
+        region: Region,
+        *,
+        incarnation: str,
+        host: str,
+        port_range: tuple[int, int] | None,
+        transports: Sequence[str],
+    ) -> None:
+        self._region = region
+        self._key = os.urandom(32)
+        self._startup = Startup(
+            incarnation=incarnation,
+            region_fd=region.fd,
+            rows=region.rows,
+            row_bytes=region.row_bytes,
+            host=host,
+            port_range=port_range,
+            transports=tuple(transports),
+            key=self._key.hex(),
+        )
+        self._secret: bytes | None = None
+        self._told: bytes | None = None  # the secret that the child knows
+        self._child: _Child | None = None
+        self.starts = 0
+        self.error: str | None = None  # why it did not start the last time that it did not
+        self.failed_calls = 0
+        self._conditions = RateLimitedLog(logger)
+
+    @property
+    def contact(self) -> Contact | None:
+        return self._child.contact if self._child is not None else None
+
+    @property
+    def ready(self) -> bool:
+        """There is a child, and it knows the model's secret."""
+        return self._child is not None and self._told is not None and self._told == self._secret
+
+    @property
+    def pid(self) -> int | None:
+        return self._child.process.pid if self._child is not None else None
+
+    def sign(self, consumer: str, slots: Sequence[int], expires: float) -> Ticket:
+        """A ticket that our transfer process honours.
+
+        Raises:
+            GrantRefusedError: there is no transfer process that could honour it at the moment.
+        """
+        if not self.ready:
+            raise GrantRefusedError("no transfer process")
+        return Ticket.sign(self._key, consumer, slots, expires)
+
+    async def run(self) -> None:
+        """Keep a process alive; when cancelled, end it."""
+        failures = 0
+        while True:
+            began = time.monotonic()
+            try:
+                child = await self._start()
+            except (XavierError, *_UNREACHABLE) as error:
+                self._conditions.warn(
+                    "start", "the transfer process did not start: %s", error, level=logging.ERROR
+                )
+                self.error = str(error) or type(error).__name__
+            else:
+                try:
+                    await self._attend(child)
+                finally:
+                    self._child = self._told = None
+                    await _end(child.process, child.control)
+                self._conditions.warn(
+                    "end", "the transfer process ended with %s", child.process.returncode
+                )
+            failures = 1 if time.monotonic() - began > _LIVED_WELL else failures + 1
+            await asyncio.sleep(_RESTART_PAUSES[min(failures, len(_RESTART_PAUSES)) - 1])
+
+    async def _start(self) -> _Child:
+        ours, theirs = socket.socketpair()
+        environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        with theirs:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "xinference_xavier.transfer",
+                str(theirs.fileno()),
+                stdin=asyncio.subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(), self._region.fd),
+                env=environment,
+            )
+        self.starts += 1
+        async with Rollback() as scope:
+            scope.undo(_end, process, ours)
+            ours.setblocking(False)
+            loop = asyncio.get_running_loop()
+            await loop.sock_sendall(ours, self._startup.to_json())
+            async with asyncio.timeout(_START_TIMEOUT):
+                contact = parse_started(await _read_line(ours))
+            finding = xoscar.actor_ref(contact.address, TRANSFER_UID)
+            actor = await within(_START_TIMEOUT, finding)
+            scope.commit()
+        exited = asyncio.ensure_future(process.wait())
+        return _Child(process, ours, contact, actor, exited)
+
+    async def _attend(self, child: _Child) -> None:
+        while self._told != self._secret:  # another one may come meanwhile
+            if not await self._tell(child):
+                return
+        self._child = child
+        await asyncio.shield(child.exited)
+
+    async def configure(self, secret: bytes) -> None:
+        """The model's secret; a later process gets it too."""
+        self._secret = secret
+        child = self._child
+        if child is not None and not await self._tell(child):
+            _kill(child.process)
+
+    async def _tell(self, child: _Child) -> bool:
+        """Whether it knows the secret now; without it, it is of no use and is to be replaced."""
+        secret = self._secret
+        try:
+            await within(_CONFIGURE_TIMEOUT, child.actor.configure(secret))
+        except _UNREACHABLE as error:
+            self.failed_calls += 1
+            self._conditions.warn("call", "transfer process: configure failed: %r", error)
+            return False
+        self._told = secret
+        return True
+
+    async def keep(self, members: frozenset[str]) -> None:
+        """Close the links with all other replicas."""
+        if self._child is not None:
+            await self._call(self._child, "keep", members)
+
+    async def reach(self, donor: str, contact: Contact, timeout: float) -> str | None:
+        """Why no link to the donor's transfer process can be opened; None if one can."""
+        child = self._child
+        if child is None:
+            return "this replica has no transfer process"
+        try:
+            reason: str | None = await within(
+                timeout + _GRACE, child.actor.reach(donor, contact, timeout)
+            )
+        except _UNREACHABLE as error:
+            self.failed_calls += 1
+            return f"this replica's transfer process does not answer: {error!r}"
+        return reason
+
+    async def stats(self) -> dict[str, Any]:
+        if self._child is None:
+            return {}
+        return await self._call(self._child, "stats") or {}
+
+    async def _call(self, child: _Child, method: str, *args: object) -> dict[str, Any] | None:
+        try:
+            answer: dict[str, Any] | None = await within(
+                _CALL_TIMEOUT, getattr(child.actor, method)(*args)
+            )
+            return answer
+        except _UNREACHABLE as error:
+            self.failed_calls += 1
+            self._conditions.warn("call", "transfer process: %s failed: %r", method, error)
+            return None
+
+    async def pull(self, order: PullOrder) -> PullResult:
+        """Fetch rows. Never raises, and never returns before nothing writes to them any more:
+        a process that does not answer in time is killed for it."""
+        child = self._child
+        if child is None or not self.ready:
+            return PullResult(0, "no transfer process")
+        pulling = asyncio.ensure_future(child.actor.pull(order))
+        await asyncio.wait(
+            {pulling, child.exited},
+            timeout=order.timeout + _GRACE,
+            return_when=asyncio.FIRST_COMPLETED,
+        )
+        if pulling.done() and pulling.exception() is None:
+            return pulling.result()  # type: ignore[no-any-return]  # xoscar's refs are untyped
+        pulling.cancel()
+        _kill(child.process)
+        await child.exited
+        return PullResult(0, "transfer process died")
+
+
+async def _read_line(control: socket.socket) -> bytes:
+    """Up to a line's end, the end of all, or more than a line may have."""
+    loop = asyncio.get_running_loop()
+    line = b""
+    while not line.endswith(b"\n") and len(line) <= MAX_LINE:
+        part = await loop.sock_recv(control, 4096)
+        if not part:
+            break
+        line += part
+    return line
+
+
+async def _end(process: asyncio.subprocess.Process, control: socket.socket) -> None:
+    control.close()  # the process ends by itself at this
+    _kill(process)
+    await process.wait()
+
+
+def _kill(process: asyncio.subprocess.Process) -> None:
+    with suppress(ProcessLookupError):
+        process.kill()

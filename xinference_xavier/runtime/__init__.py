@@ -1,0 +1,1 @@
+"""Helpers for asyncio and the operating system that know nothing of sharing."""

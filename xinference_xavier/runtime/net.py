@@ -1,0 +1,82 @@
+"""What a replica listens on, and what it tells its peers."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+
+import xoscar
+
+from xinference_xavier.errors import TransportError
+from xinference_xavier.runtime.addresses import join_address, split_address
+from xinference_xavier.runtime.cancels import mend_cancels
+
+
+def local_host_towards(address: str) -> str:
+    """The own host as seen on the way to `address`: what peers on that network can reach."""
+    host, port = split_address(address)
+    family, kind, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:  # connecting a datagram socket sends nothing
+        probe.connect(target)
+        return str(probe.getsockname()[0])
+
+
+def free_ports(host: str, port_range: tuple[int, int], most: int = 100) -> int:
+    """How many ports of the range could be listened on now; counts up to `most`."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    free = 0
+    for port in range(port_range[0], port_range[1] + 1):
+        with socket.socket(family) as probe:
+            try:
+                probe.bind((host, port))
+            except OSError:
+                continue
+        free += 1
+        if free == most:
+            break
+    return free
+
+
+async def listen(host: str, port_range: tuple[int, int] | None) -> xoscar.MainActorPoolType:
+    """An xoscar pool without sub-processes, on a free port of `host` within the range.
+
+    Raises:
+        TransportError: no port of the range is free, or `host` is not this machine's.
+    """
+    mend_cancels()
+    ports = range(port_range[0], port_range[1] + 1) if port_range else (0,)
+    error: OSError | None = None
+    for port in ports:
+        try:
+            return await xoscar.create_actor_pool(
+                join_address(host, port), n_process=0, use_uvloop=False
+            )
+        except OSError as e:
+            error = e
+            await asyncio.sleep(0)
+    where = f"xavier_port_range={ports[0]}-{ports[-1]}" if port_range else f"xavier_host={host!r}"
+    raise TransportError(
+        f"{where} offers no port to listen on ({error}); choose a free one of this host"
+    )
+
+
+def check_range(low: int, high: int) -> tuple[int, int]:
+    """The kernel's first and last ephemeral port.
+
+    Raises:
+        TransportError: none of them is within the range.
+    """
+    first, last = _ephemeral_ports()
+    if high < first or last < low:
+        raise TransportError(
+            f"xavier_port_range={low}-{high} lies outside the kernel's ephemeral ports "
+            f"{first}-{last}, from which Gloo's port is taken; choose a range inside them or "
+            "change net.ipv4.ip_local_port_range"
+        )
+    return first, last
+
+
+def _ephemeral_ports() -> tuple[int, int]:
+    with open("/proc/sys/net/ipv4/ip_local_port_range") as file:
+        low, high = file.read().split()
+    return int(low), int(high)

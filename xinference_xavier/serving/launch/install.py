@@ -1,0 +1,64 @@
+"""Puts sharing into xinference's launch: wraps methods of its supervisor and worker, and adds some.
+
+Runs in the processes that hold a supervisor or a worker actor, on their event loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from xinference_xavier.runtime.cancels import mend_cancels
+from xinference_xavier.serving.diagnostics import supervisor_facts, worker_facts
+from xinference_xavier.serving.launch import Method
+from xinference_xavier.serving.launch.cancellation import thorough_cancel
+from xinference_xavier.serving.launch.supervisor import (
+    sharing_launch,
+    telling_terminate,
+    xavier_models,
+    xavier_tracker_address,
+)
+from xinference_xavier.serving.launch.worker import explaining_load, localizing_launch
+
+_WRAPPED = "_xavier_wrapped"
+
+
+def install() -> None:
+    """Wrap xinference's supervisor and worker in this process, and mend the pool they are in; a
+    second call changes nothing.
+
+    Imports them here: the extension is loaded by these modules themselves, and only by them.
+    """
+    from xinference.core.supervisor import SupervisorActor
+    from xinference.core.worker import WorkerActor
+
+    mend_cancels()
+    wrap_supervisor(SupervisorActor)
+    wrap_worker(WorkerActor)
+
+
+def wrap_supervisor(supervisor: type[Any]) -> None:
+    # 4.1 has an inner method that REST, versioned launch and autostart share; 4.0 only the outer.
+    inner = "_launch_builtin_model"
+    name = inner if hasattr(supervisor, inner) else "launch_builtin_model"
+    _wrap_once(supervisor, name, sharing_launch)
+    _wrap_once(supervisor, "terminate_model", telling_terminate)
+    if hasattr(supervisor, "cancel_launch_builtin_model"):  # from 4.1 on
+        _wrap_once(supervisor, "cancel_launch_builtin_model", thorough_cancel)
+    supervisor.xavier_tracker_address = xavier_tracker_address
+    supervisor.xavier_models = xavier_models
+    supervisor.xavier_facts = supervisor_facts
+
+
+def wrap_worker(worker: type[Any]) -> None:
+    _wrap_once(worker, "launch_builtin_model", localizing_launch)
+    _wrap_once(worker, "wait_for_load", explaining_load)
+    worker.xavier_facts = worker_facts
+
+
+def _wrap_once(owner: type[Any], name: str, wrap: Callable[[Method], Method]) -> None:
+    original = getattr(owner, name)
+    if not hasattr(original, _WRAPPED):
+        wrapped = wrap(original)
+        setattr(wrapped, _WRAPPED, True)
+        setattr(owner, name, wrapped)

@@ -1,0 +1,209 @@
+"""The supervisor's part of a launch: a transaction that makes the model's tracker.
+
+A launch with `enable_xavier` makes the tracker before the first replica and destroys it if the
+launch fails. Once the launch goes on in the background (`wait_ready=False`), xinference cleans up:
+it destroys what is in its `_xavier_cache_mapping` when the launch fails, when the model is
+terminated and when its last replica is gone.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import sys
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import xoscar as xo
+
+from xinference_xavier.config import take_launch_options
+from xinference_xavier.errors import (
+    ConfigError,
+    LaunchCancelledError,
+    NotFoundError,
+)
+from xinference_xavier.events import LaunchRolledBack
+from xinference_xavier.hooks import Hooks, load_hook
+from xinference_xavier.kv_transfer_config import (
+    kv_transfer_config,
+)
+from xinference_xavier.protocol.tracker import tracker_uid
+from xinference_xavier.runtime.rollback import Rollback
+from xinference_xavier.serving.launch import Method
+from xinference_xavier.serving.launch.cancellation import release_uid
+from xinference_xavier.serving.launch.validate import refuse_several_hosts, refuse_unshareable
+from xinference_xavier.tracker.actor import BlockTracker
+
+logger = logging.getLogger(__name__)
+
+# Of the models launched through this process, by control address and uid.
+_hooks: dict[tuple[str, str], Hooks] = {}
+
+
+async def xavier_tracker_address(
+    supervisor: Any, model_uid: str, create: bool = False, hooks: str | None = None
+) -> str:
+    """Address of the pool that holds the model's tracker; becomes a SupervisorActor's method.
+
+    With ``create``, which only replicas pass, a running model's missing tracker is made, with
+    their ``hooks``: a new supervisor begins with none. Two replicas that ask at once get the same
+    one. The host may be a wildcard: the caller knows where it reached the supervisor. Raises
+    NotFoundError.
+    """
+    address = _control_address(supervisor)
+    if not create:
+        try:
+            await xo.actor_ref(address=address, uid=tracker_uid(model_uid))
+        except xo.ActorNotExist:
+            raise NotFoundError(model_uid, "does not share its cache here") from None
+        return address
+
+    running = supervisor._model_uid_to_replica_info
+    if model_uid not in running:
+        raise NotFoundError(model_uid, "is not running here")
+    tracker = await _ensure_tracker(address, model_uid, hooks)
+    if model_uid not in running:
+        await _destroy_tracker(address, model_uid)
+        raise NotFoundError(model_uid, "was terminated meanwhile")
+    # Here xinference finds it when the model ends.
+    supervisor._xavier_cache_mapping.setdefault(model_uid, tracker)
+    return address
+
+
+async def xavier_models(supervisor: Any) -> list[str]:
+    """The uids of all models that share; becomes a SupervisorActor's method too."""
+    trackers = supervisor._xavier_cache_mapping
+    # The built-in Xavier keeps its own there.
+    return sorted(uid for uid, ref in trackers.items() if ref.uid == tracker_uid(uid).encode())
+
+
+def sharing_launch(original: Method) -> Method:
+    signature = inspect.signature(original)
+    launching: set[tuple[str, str]] = set()
+
+    @functools.wraps(original)
+    async def launch(supervisor: Any, *args: Any, **kwargs: Any) -> Any:
+        call = signature.bind(supervisor, *args, **kwargs)
+        call.apply_defaults()
+        extra = call.arguments["kwargs"] = dict(call.arguments["kwargs"])
+        options = take_launch_options(extra)
+        if not options.enabled:
+            return await original(*call.args, **call.kwargs)
+
+        refuse_unshareable(call.arguments, extra)
+        if options.values.get("transport") == "shared_memory":
+            refuse_several_hosts(supervisor, call.arguments)
+        model_uid = call.arguments["model_uid"]
+        if model_uid is None:
+            model_uid = supervisor._gen_model_uid(call.arguments["model_name"])
+            call.arguments["model_uid"] = model_uid
+        address = _control_address(supervisor)
+        # No await between check and claim: a second launch must not touch this one's tracker.
+        claim = (address, model_uid)
+        if claim in launching or model_uid in supervisor._model_uid_to_replica_info:
+            raise ConfigError(
+                "model_uid",
+                model_uid,
+                "is taken by a model that is running or being launched",
+                "choose another, or terminate that model first",
+            )
+        launching.add(claim)
+        release_uid(supervisor, model_uid)  # a replica may have begun to load after the cancel
+        try:
+            hooks = None if options.hooks is None else Hooks(load_hook(options.hooks))
+            config = options.config(
+                model_uid=model_uid,
+                tracker_address=address,
+                replicas_per_host=_replicas_per_host(supervisor, call.arguments),
+            )
+            extra["kv_transfer_config"] = kv_transfer_config(config)
+            if hooks is not None:
+                _hooks[claim] = hooks
+            async with Rollback() as scope:
+                # Registered first, because a cancelled creation may still come about.
+                scope.undo(_destroy_tracker, address, model_uid)
+                tracker = await _ensure_tracker(address, model_uid, config.hooks)
+                trackers = supervisor._xavier_cache_mapping
+                trackers[model_uid] = tracker
+                scope.undo(_forget, trackers, model_uid, tracker)
+                result = await original(*call.args, **call.kwargs)
+                if model_uid not in supervisor._model_uid_to_replica_info:
+                    raise LaunchCancelledError(model_uid)
+                scope.commit()
+            return result
+        except BaseException as error:
+            _tell_rolled_back(claim, error)
+            raise
+        finally:
+            launching.discard(claim)
+
+    return launch
+
+
+def telling_terminate(original: Method) -> Method:
+    @functools.wraps(original)
+    async def terminate(supervisor: Any, model_uid: str, *args: Any, **kwargs: Any) -> Any:
+        # xinference undoes a failed launch, also one in the background, in its error's handler.
+        error = sys.exc_info()[1]
+        claim = (_control_address(supervisor), model_uid)
+        try:
+            return await original(supervisor, model_uid, *args, **kwargs)
+        finally:
+            if error is not None:
+                _tell_rolled_back(claim, error)
+            _hooks.pop(claim, None)
+
+    return terminate
+
+
+def _tell_rolled_back(claim: tuple[str, str], error: BaseException) -> None:
+    """Once: whoever is first knows best."""
+    hooks = _hooks.pop(claim, None)
+    if hooks is not None:
+        reason = str(error) or type(error).__name__
+        hooks.tell(LaunchRolledBack(model_uid=claim[1], reason=reason))
+
+
+def _replicas_per_host(supervisor: Any, arguments: Mapping[str, Any]) -> int:
+    """How many replicas of this launch one worker may have to house."""
+    placements = arguments.get("replica_config") or ()
+    if placements:
+        hosts = Counter(device.worker_ip for item in placements for device in item.devices)
+        return max(hosts.values(), default=1)
+    replica = arguments.get("replica")
+    if not isinstance(replica, int):
+        return 1
+    if arguments.get("worker_ip") is not None or supervisor.is_local_deployment():
+        return max(1, replica)
+    workers = max(1, len(supervisor._worker_address_to_worker))
+    return max(1, -(-replica // workers))
+
+
+def _control_address(supervisor: Any) -> str:
+    # 4.0 has no address apart from the actor's own.
+    address: str = getattr(supervisor, "control_address", supervisor.address)
+    return address
+
+
+async def _ensure_tracker(address: str, model_uid: str, hooks: str | None) -> Any:
+    uid = tracker_uid(model_uid)
+    try:
+        return await xo.create_actor(BlockTracker, model_uid, hooks=hooks, address=address, uid=uid)
+    except xo.ActorAlreadyExist:
+        return await xo.actor_ref(address=address, uid=uid)
+
+
+async def _destroy_tracker(address: str, model_uid: str) -> None:
+    try:
+        tracker = await xo.actor_ref(address=address, uid=tracker_uid(model_uid))
+        await xo.destroy_actor(tracker)
+    except xo.ActorNotExist:
+        # xinference was there first: it cleans up after a launch that failed.
+        logger.debug("tracker of %s is gone already", model_uid)
+
+
+def _forget(trackers: dict[str, Any], model_uid: str, tracker: Any) -> None:
+    if trackers.get(model_uid) is tracker:
+        del trackers[model_uid]

@@ -1,0 +1,70 @@
+"""Launches that could never share, refused before anything exists."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from xinference_xavier.config import ENABLE
+from xinference_xavier.errors import (
+    ConfigError,
+)
+
+logger = logging.getLogger(__name__)
+
+_ENGINE = "vllm"
+
+
+def refuse_unshareable(arguments: Mapping[str, Any], extra: Mapping[str, Any]) -> None:
+    """Raises ConfigError for what no engine could ever make work, and warns of what is idle."""
+    without = f"launch without {ENABLE}=true"
+    placements = arguments.get("replica_config") or ()
+    engines = [arguments.get("model_engine")]
+    engines += [item.model_engine for item in placements if item.model_engine is not None]
+    for engine in engines:
+        if str(engine).lower() != _ENGINE:
+            raise ConfigError(
+                "model_engine", engine, "cannot share its cache", f"use vLLM, or {without}"
+            )
+    model_type = arguments.get("model_type")
+    if str(model_type or "LLM").lower() != "llm":
+        raise ConfigError("model_type", model_type, "has no prefixes to share", without)
+    n_worker = arguments.get("n_worker")
+    if str(1 if n_worker is None else n_worker) != "1":
+        raise ConfigError(
+            "n_worker",
+            n_worker,
+            "spreads one replica over several workers, which sharing does not support",
+            f"use n_worker=1, or {without}",
+        )
+    for item in placements:
+        if item.role != "hybrid":
+            raise ConfigError(
+                "role", item.role, "splits prefill from decoding, which sharing excludes", without
+            )
+    if extra.get("kv_transfer_config") is not None:
+        raise ConfigError(
+            "kv_transfer_config",
+            extra["kv_transfer_config"],
+            f"is what {ENABLE} sets itself",
+            f"leave it out, or {without}",
+        )
+    if arguments.get("replica") == 1:
+        logger.warning("%s with one replica: nothing to share until one is added", ENABLE)
+
+
+def refuse_several_hosts(supervisor: Any, arguments: Mapping[str, Any]) -> None:
+    """Raises ConfigError for replicas that are placed where they can never share their memory.
+
+    Where xinference places them itself, their fetches will tell.
+    """
+    placements = arguments.get("replica_config") or ()
+    hosts = {device.worker_ip for item in placements for device in item.devices}
+    if len(hosts) > 1 and not supervisor.is_local_deployment():
+        raise ConfigError(
+            "xavier_transport",
+            "shared_memory",
+            f"demands one host, and replica_config names {', '.join(sorted(map(str, hosts)))}",
+            "place all replicas on one host, or use auto",
+        )

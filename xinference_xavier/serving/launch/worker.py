@@ -1,0 +1,53 @@
+"""The worker's part of a launch: what depends on its host, and why an engine did not start."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from xinference_xavier.config import SHARES
+from xinference_xavier.errors import (
+    ReplicaStartError,
+)
+from xinference_xavier.kv_transfer_config import (
+    configuration,
+    for_worker,
+    own_transfer_config,
+)
+from xinference_xavier.protocol.startup_errors import failure_of
+from xinference_xavier.serving.launch import Method
+
+
+def localizing_launch(original: Method) -> Method:
+    @functools.wraps(original)
+    async def launch(worker: Any, *args: Any, **kwargs: Any) -> Any:
+        transfer = own_transfer_config(kwargs.get("kv_transfer_config"))
+        if transfer is not None:
+            kwargs["kv_transfer_config"] = for_worker(
+                transfer,
+                worker_address=worker.address,
+                supervisor_address=worker._supervisor_address,
+            )
+            kwargs["envs"] = {**(kwargs.get("envs") or {}), SHARES: "1"}
+        return await original(worker, *args, **kwargs)
+
+    return launch
+
+
+def explaining_load(original: Method) -> Method:
+    @functools.wraps(original)
+    async def wait_for_load(worker: Any, model_uid: str) -> Any:
+        arguments = worker._model_uid_to_launch_args.get(model_uid) or {}
+        transfer = own_transfer_config(arguments.get("kv_transfer_config"))
+        try:
+            return await original(worker, model_uid)
+        except Exception as error:
+            if transfer is None:
+                raise
+            # All that vLLM says is that its engine did not start.
+            cause = await failure_of(configuration(transfer), model_uid)
+            if cause is None:
+                raise
+            raise ReplicaStartError(cause) from error
+
+    return wait_for_load

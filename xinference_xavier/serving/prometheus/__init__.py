@@ -1,0 +1,1 @@
+"""Our metrics on xinference's `/metrics`."""

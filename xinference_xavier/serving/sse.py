@@ -1,0 +1,77 @@
+"""One model's sharing as server-sent events, for as long as somebody listens.
+
+    history      {"interval_s", "samples": […]}: the last hour, to begin with
+    happened     one event: those of late at first, then each as it happens
+    status       what `GET /v1/xavier/{model_uid}` answers, every second
+    unavailable  {"detail"}: the tracker does not answer; once it does, all begins anew
+    gone         {"detail"}: the model does not share any more; the stream ends
+
+Threading: a stream is one generator on the API's event loop; it has no task of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import xoscar as xo
+
+from xinference_xavier.errors import NotFoundError
+from xinference_xavier.runtime.deadline import within
+from xinference_xavier.serving.tracker_gateway import DEADLINE, UNREACHABLE, TrackerGateway
+
+STATUS_INTERVAL = 1.0
+RETRY_PAUSE = 1.0
+MAX_FIRST = 100
+"""Events told at the start."""
+
+Message = dict[str, str]
+"""What `sse_starlette` sends: `event`, `data` and perhaps `id`."""
+
+
+async def live(trackers: TrackerGateway, model_uid: str) -> AsyncIterator[Message]:
+    told_unavailable = False
+    while True:
+        try:
+            async for message in _session(trackers, model_uid):
+                told_unavailable = False
+                yield message
+        except NotFoundError as error:
+            yield _message("gone", {"detail": f"model {error.model_uid!r} {error.reason}"})
+            return
+        # One that has ended may have a successor already; if not, the next session finds out.
+        except (*UNREACHABLE, xo.ActorNotExist):
+            if not told_unavailable:
+                told_unavailable = True
+                detail = f"the tracker of {model_uid!r} does not answer"
+                yield _message("unavailable", {"detail": detail})
+            await asyncio.sleep(RETRY_PAUSE)
+
+
+async def _session(trackers: TrackerGateway, model_uid: str) -> AsyncIterator[Message]:
+    """Until the tracker does not answer."""
+    tracker = await trackers.find(model_uid)
+    yield _message("history", await within(DEADLINE, tracker.history()))
+    happened = (await within(DEADLINE, tracker.happened(0, 0.0)))[-MAX_FIRST:]
+    last = 0
+    loop = asyncio.get_running_loop()
+    due = loop.time()
+    while True:
+        for number, event in happened:
+            last = number
+            yield _message("happened", event, str(number))
+        left = due - loop.time()
+        if left <= 0:
+            due = loop.time() + STATUS_INTERVAL
+            left = STATUS_INTERVAL
+            # Half as old as the interval at most, so that two who listen do not hear old news.
+            report = await trackers.shared_report(model_uid, STATUS_INTERVAL / 2)
+            yield _message("status", report)
+        happened = await within(left + DEADLINE, tracker.happened(last, left))
+
+
+def _message(event: str, data: dict[str, Any], number: str | None = None) -> Message:
+    message = {"event": event, "data": json.dumps(data, allow_nan=False)}
+    return message if number is None else message | {"id": number}

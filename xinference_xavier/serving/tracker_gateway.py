@@ -1,0 +1,105 @@
+"""How the API process reaches the models' trackers, through xinference's supervisor."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, NamedTuple
+
+import xoscar as xo
+
+from xinference_xavier.errors import NotFoundError
+from xinference_xavier.protocol.tracker import tracker_uid
+from xinference_xavier.runtime.addresses import reachable_address
+from xinference_xavier.runtime.deadline import within
+from xinference_xavier.stats.report import report
+
+DEADLINE = 10.0
+"""Seconds for any answer but an explanation."""
+UNREACHABLE = (OSError, TimeoutError, xo.ServerClosed)
+
+
+class _Read(NamedTuple):
+    began: float  # monotonic seconds
+    reading: asyncio.Task[dict[str, Any]]
+
+
+class TrackerGateway:
+    """`get_supervisor_ref` is xinference's. For one event loop.
+
+    Every method raises NotFoundError for a model that does not share, and one of `UNREACHABLE` when
+    supervisor or tracker do not answer.
+    """
+
+    def __init__(self, get_supervisor_ref: Callable[[], Awaitable[Any]]) -> None:
+        self._get_supervisor_ref = get_supervisor_ref
+        self._reads: dict[str, _Read] = {}
+
+    async def models(self) -> list[str]:
+        """The uids of all models that share."""
+
+        async def ask() -> list[str]:
+            supervisor = await self._get_supervisor_ref()
+            uids: list[str] = await supervisor.xavier_models()
+            return uids
+
+        return await within(DEADLINE, ask())
+
+    async def supervisor_facts(self, deadline: float) -> dict[str, Any]:
+        """See ``cluster``; raises whatever a supervisor without this extension does."""
+
+        async def ask() -> dict[str, Any]:
+            supervisor = await self._get_supervisor_ref()
+            facts: dict[str, Any] = await supervisor.xavier_facts()
+            return facts
+
+        return await within(deadline, ask())
+
+    async def find(self, model_uid: str) -> Any:
+        """A reference to the model's tracker."""
+
+        async def ask() -> Any:
+            supervisor = await self._get_supervisor_ref()
+            address = await supervisor.xavier_tracker_address(model_uid)
+            return await xo.actor_ref(
+                address=reachable_address(address, via=supervisor.address),
+                uid=tracker_uid(model_uid),
+            )
+
+        return await _found(model_uid, within(DEADLINE, ask()))
+
+    async def call(
+        self, model_uid: str, method: str, *args: object, deadline: float = DEADLINE
+    ) -> Any:
+        tracker = await self.find(model_uid)
+        return await _found(model_uid, within(deadline, getattr(tracker, method)(*args)))
+
+    async def report(self, model_uid: str) -> dict[str, Any]:
+        return report(await self.call(model_uid, "status"))
+
+    async def shared_report(self, model_uid: str, max_age: float) -> dict[str, Any]:
+        """A report begun at most `max_age` seconds ago: all who look at a model share one."""
+        now = time.monotonic()
+        for uid, known in list(self._reads.items()):
+            if now - known.began > max_age and known.reading.done():
+                del self._reads[uid]
+        read = self._reads.get(model_uid)
+        if read is None:
+            read = _Read(now, asyncio.ensure_future(self.report(model_uid)))
+            read.reading.add_done_callback(_retrieve)
+            self._reads[model_uid] = read
+        # Shielded: who asks first may leave first.
+        return await asyncio.shield(read.reading)
+
+
+async def _found(model_uid: str, call: Awaitable[Any]) -> Any:
+    try:
+        return await call
+    except xo.ActorNotExist as error:
+        raise NotFoundError(model_uid, "does not share its cache here") from error
+
+
+def _retrieve(task: asyncio.Task[Any]) -> None:
+    if not task.cancelled():
+        task.exception()  # whoever waits for it gets it; perhaps nobody does any more

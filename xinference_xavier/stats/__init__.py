@@ -1,0 +1,1 @@
+"""What is reported of sharing: its types, its shape, its last hour. Pure."""

@@ -1,0 +1,1 @@
+"""Ways in which rows travel; each is one module."""

@@ -1,0 +1,340 @@
+"""Rows over Gloo: one private two-member process group per link, for any two hosts.
+
+How Gloo fails shapes this module (torch 2.13, probed): a wait that times out closes the pair, and
+after that nothing late arrives; `abort()` does not stop a late message; a message longer than the
+posted receive ends the receiving process, which is why this runs in a process of its own; the
+socket of a peer that connected for a group which we had given up stays as long as the device.
+
+The rendezvous needs no port: what Gloo puts into each side's store travels in the link's hello and
+answer. All groups of a device share one listening port.
+"""
+
+import hmac
+import json
+import logging
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+from typing import Literal, Protocol, cast
+
+import psutil
+import torch
+from torch.distributed import ProcessGroupGloo
+from torch.distributed.distributed_c10d import Store, Work
+
+from xinference_xavier.errors import LinkError, TransportError
+from xinference_xavier.pool.region import Region
+from xinference_xavier.protocol.transfer import checking
+from xinference_xavier.runtime.validate import parse_object
+from xinference_xavier.transfer.transports.base import Check, Link, Transport
+from xinference_xavier.transfer.transports.gloo_ports import only_free_ports
+
+logger = logging.getLogger(__name__)
+
+MAX_GIVEN_UP = 8
+"""Half links that came to nothing, each of which may have left a socket, before the next link is
+made by a new device. The old one goes with the last of its links."""
+_CONSUMER, _DONOR = 0, 1
+_PROOF_TAG, _CLOSE_TAG = 0, 1
+_PROOF_BYTES = 32
+_MAX_RENDEZVOUS_BYTES = 64 << 10
+_IN_FLIGHT_BYTES = 64 << 20  # above the bandwidth-delay product of any LAN
+_MIN_IN_FLIGHT = 4
+_PORT_ATTEMPTS = 10
+
+
+class _Group(Protocol):
+    """What we use of a ProcessGroupGloo; torch's stubs lack it."""
+
+    def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Work: ...
+    def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Work: ...
+
+
+class _ExchangedStore(Store):
+    """A rendezvous store for two, each side of which carries its part to the other itself."""
+
+    def __init__(self, timeout: float) -> None:
+        super().__init__()
+        self._timeout = timeout
+        self._own: dict[str, bytes] = {}
+        self._peers: dict[str, bytes] = {}
+        self._changed = threading.Condition()
+
+    def set(self, key: str, value: bytes) -> None:  # type: ignore[override]  # Gloo sets bytes
+        with self._changed:
+            self._own[key] = bytes(value)
+            self._changed.notify_all()
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        return self._own[key] if key in self._own else self._peers[key]
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self._own or key in self._peers for key in keys)
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        seconds = self._timeout if timeout is None else timeout.total_seconds()
+        with self._changed:
+            if not self._changed.wait_for(lambda: self.check(keys), seconds):
+                raise LinkError("the peer's part of the rendezvous did not come in time")
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._timeout = timeout.total_seconds()
+
+    def own_part(self) -> bytes:
+        with self._changed:
+            if not self._changed.wait_for(lambda: bool(self._own), self._timeout):
+                raise LinkError("Gloo did not begin its rendezvous")
+            return json.dumps({key: value.hex() for key, value in self._own.items()}).encode()
+
+    def transcript(self) -> bytes:
+        """Both parts, the same on both sides."""
+        both = sorted((self._own | self._peers).items())
+        return b"".join(key.encode() + value for key, value in both)
+
+    def add_peers_part(self, part: bytes) -> None:
+        with checking("rendezvous"):
+            fields = parse_object("it", part, _MAX_RENDEZVOUS_BYTES)
+            try:
+                values = {key: bytes.fromhex(value) for key, value in fields.items()}
+            except TypeError as error:
+                raise ValueError(error) from None
+        with self._changed:
+            self._peers.update(values)
+            self._changed.notify_all()
+
+
+def _seal(secret: bytes, rank: int, part: bytes) -> bytes:
+    return hmac.digest(secret, b"rendezvous %d" % rank + part, "sha256") + part
+
+
+def _unseal(secret: bytes, rank: int, sealed: bytes) -> bytes:
+    """What Gloo may read: a part that is not Gloo's own can end the process (probed).
+
+    Raises:
+        LinkError: it is not from a replica of this model.
+    """
+    if type(sealed) is not bytes or len(sealed) > _MAX_RENDEZVOUS_BYTES:
+        raise LinkError(f"a rendezvous has at most {_MAX_RENDEZVOUS_BYTES} bytes")
+    part = sealed[_PROOF_BYTES:]
+    if not hmac.compare_digest(_seal(secret, rank, part), sealed):
+        raise LinkError("the rendezvous is of a peer that does not know this model's secret")
+    return part
+
+
+class _HalfLink:
+    """A group under construction on a thread; an `Offer` or an `Acceptance`."""
+
+    def __init__(
+        self,
+        transport: "GlooTransport",
+        rank: int,
+        secret: bytes,
+        deadline: float,
+        hello: bytes | None = None,
+    ) -> None:
+        """Raises LinkError, before anything is begun, for a `hello` that is none."""
+        self._transport = transport
+        self._rank = rank
+        self._secret = secret
+        seconds = max(0.001, deadline - time.monotonic())
+        self._store = _ExchangedStore(seconds)
+        if hello is not None:
+            self.meet(hello)
+        self._link: GlooLink | None = None
+        # The thread ends when the group is built, or by its own time limit: Gloo offers no other.
+        thread = ThreadPoolExecutor(1, "xavier-link")
+        self._group: Future[_Group] | None = thread.submit(
+            transport.build_group, self._store, rank, seconds
+        )
+        thread.shutdown(wait=False)
+
+    @property
+    def hello(self) -> bytes:
+        return _seal(self._secret, self._rank, self._store.own_part())
+
+    answer = hello
+
+    def meet(self, sealed: bytes) -> None:
+        self._store.add_peers_part(_unseal(self._secret, 1 - self._rank, sealed))
+
+    def finish(self, deadline: float) -> "GlooLink":
+        building, self._group = self._group, None
+        if building is None:
+            raise LinkError("the link was withdrawn")
+        seconds = max(0.001, deadline - time.monotonic())
+        try:
+            self._link = GlooLink(building.result(seconds), self._rank, self._transport.region)
+        except (RuntimeError, ValueError, MemoryError, TimeoutError) as error:  # Gloo's errors
+            raise LinkError(f"no connection: {error}") from None
+        finally:
+            del building
+        self._link.prove(self._secret, self._store.transcript(), deadline)
+        return self._link
+
+    def withdraw(self) -> None:
+        self._group = None
+        self._transport.given_up()
+        if self._link is not None:
+            self._link.close()
+
+
+class _Offer(_HalfLink):
+    def complete(self, answer: bytes, deadline: float) -> "GlooLink":
+        self.meet(answer)
+        return self.finish(deadline)
+
+
+class _Acceptance(_HalfLink):
+    def complete(self, deadline: float) -> "GlooLink":
+        return self.finish(deadline)
+
+
+class GlooTransport(Transport):
+    name = "gloo"
+
+    def __init__(self, region: Region, host: str, port_range: tuple[int, int] | None) -> None:
+        self.region = region
+        self._where = host, port_range
+        self._device = _listen(host, port_range)
+        self._given_up = 0
+        self._renewing = threading.Lock()
+
+    def offer(self, secret: bytes, deadline: float) -> _Offer:
+        return _Offer(self, _CONSUMER, secret, deadline)
+
+    def accept(self, hello: bytes, secret: bytes, deadline: float) -> _Acceptance:
+        return _Acceptance(self, _DONOR, secret, deadline, hello)
+
+    def build_group(self, store: Store, rank: int, seconds: float) -> _Group:
+        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # not in the stubs
+        options._devices = [self._sound_device()]
+        options._timeout = timedelta(seconds=seconds)
+        return cast(_Group, ProcessGroupGloo(store, rank, 2, options))
+
+    def given_up(self) -> None:
+        """One more half link came to nothing."""
+        with self._renewing:
+            self._given_up += 1
+
+    def _sound_device(self) -> ProcessGroupGloo.Device:
+        with self._renewing:
+            if self._given_up >= MAX_GIVEN_UP:
+                self._given_up = 0
+                try:
+                    self._device = _listen(*self._where)
+                except TransportError as error:  # no port is free: what leaks meanwhile is little
+                    logger.warning("Gloo goes on with the device that it has: %s", error)
+            return self._device
+
+
+def _listen(host: str, port_range: tuple[int, int] | None) -> ProcessGroupGloo.Device:
+    try:
+        if port_range is None:
+            return ProcessGroupGloo.create_device(hostname=host)
+        low, high = port_range
+        misfits = []  # kept meanwhile, so that their ports are not given again
+        with only_free_ports(host, low, high):
+            for _ in range(_PORT_ATTEMPTS):
+                before = _listening_ports()
+                device = ProcessGroupGloo.create_device(hostname=host)
+                if any(low <= port <= high for port in _listening_ports() - before):
+                    return device
+                misfits.append(device)
+    except RuntimeError as error:
+        raise TransportError(f"Gloo cannot listen on host {host!r}: {error}") from None
+    raise TransportError(
+        f"xavier_port_range={low}-{high}: the kernel gives Gloo other ports; choose another range"
+    )
+
+
+def _listening_ports() -> set[int]:
+    sockets = psutil.Process().net_connections("tcp")
+    return {int(s.laddr.port) for s in sockets if s.status == psutil.CONN_LISTEN}
+
+
+class GlooLink(Link):
+    """Nobody else refers to `group`, not even for a moment in a local variable: an error keeps the
+    frames that it passed until the garbage collector comes, and with the group two threads."""
+
+    def __init__(self, group: _Group, rank: int, region: Region) -> None:
+        self._group: _Group | None = group
+        self._peer = 1 - rank
+        self._rank = rank
+        self._next_tag = _CLOSE_TAG
+        # Views of the region itself: Gloo reads from and writes to the rows, nothing is copied.
+        self._rows = torch.from_numpy(region.array)
+        self._in_flight = max(_MIN_IN_FLIGHT, _IN_FLIGHT_BYTES // region.row_bytes)
+        self._closing = threading.Lock()
+
+    def prove(self, secret: bytes, transcript: bytes, deadline: float) -> None:
+        """Both sides show that they know the model's secret, before any row moves."""
+        proofs = [hmac.digest(secret, b"%d" % rank + transcript, "sha256") for rank in (0, 1)]
+        own = torch.frombuffer(bytearray(proofs[self._rank]), dtype=torch.uint8)
+        theirs = torch.zeros(_PROOF_BYTES, dtype=torch.uint8)
+        receiving = self._post("recv", theirs, _PROOF_TAG)
+        sending = self._post("send", own, _PROOF_TAG)
+        self._wait(sending, deadline)
+        self._wait(receiving, deadline)
+        if not hmac.compare_digest(theirs.numpy().tobytes(), proofs[self._peer]):
+            raise LinkError("the peer does not know this model's secret")
+
+    def receive(
+        self, slots: Sequence[int], granted: Sequence[int], check: Check, deadline: float
+    ) -> Iterator[int]:
+        posted: list[Work] = []
+        for position in range(len(slots)):
+            while len(posted) < min(len(slots), position + self._in_flight):
+                row = self._rows[slots[len(posted)]]
+                posted.append(self._post("recv", row, self._tag()))
+            self._wait(posted[position], deadline)
+            check(slots[position])
+            yield slots[position]
+
+    def send(self, slots: Sequence[int], deadline: float) -> None:
+        posted: list[Work] = []
+        for position in range(len(slots)):
+            while len(posted) < min(len(slots), position + self._in_flight):
+                row = self._rows[slots[len(posted)]]
+                posted.append(self._post("send", row, self._tag()))
+            self._wait(posted[position], deadline)
+
+    def close(self) -> None:
+        with self._closing:
+            if self._group is None:
+                return
+            try:  # A wait that times out is Gloo's only way to close a pair.
+                unsent = torch.empty(1, dtype=torch.uint8)
+                unsent_work = self._group.recv([unsent], self._peer, _CLOSE_TAG)
+                unsent_work.wait(timedelta(milliseconds=1))
+            except RuntimeError:
+                pass  # what we wanted, or the peer closed first
+            self._group = None
+
+    @property
+    def _open(self) -> _Group:
+        group = self._group
+        if group is None:
+            raise LinkError("the link is closed")
+        return group
+
+    def _tag(self) -> int:
+        """Of the next row."""
+        self._next_tag += 1
+        return self._next_tag
+
+    def _post(self, operation: Literal["recv", "send"], memory: torch.Tensor, tag: int) -> Work:
+        try:
+            work: Work = getattr(self._open, operation)([memory], self._peer, tag)
+        except RuntimeError as error:
+            raise LinkError(str(error)) from None
+        return work
+
+    def _wait(self, work: Work, deadline: float) -> None:
+        seconds = deadline - time.monotonic()
+        try:
+            work.wait(timedelta(seconds=max(0.001, seconds)))
+        except RuntimeError as error:
+            raise LinkError(str(error)) from None

@@ -1,0 +1,241 @@
+"""Rows between replicas of one host: the consumer copies them out of the donor's memory itself.
+
+The donor's transfer process hands its region over, read-only, to a process of the same user that
+proves the model's secret. From then on nothing travels between the two: the consumer copies the
+rows that it was granted, and their checksums tell whether they are still those.
+
+The socket is abstract: it leaves no file, and it is found only in its own network namespace.
+
+Rows are copied one by one with numpy, which lets go of Python's lock and is as fast as memcpy, by
+two threads, of which each takes the next row as soon as it has checked its last one; who waits for
+them is woken once.
+Copying rows that lie side by side together was measured: up to a tenth faster for the copy, but the
+checksum that follows no longer finds its row in the processor's caches and loses more.
+"""
+
+import hmac
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import CancelledError
+from contextlib import suppress
+from itertools import takewhile
+
+import numpy as np
+
+from xinference_xavier.errors import LinkError, RegionError
+from xinference_xavier.pool.copy_threads import COPIERS, copiers
+from xinference_xavier.pool.region import Region, check_same_user, offer_to_read, take_region
+from xinference_xavier.transfer.transports.base import Check, Link, Transport
+from xinference_xavier.transfer.transports.selection import host_identity
+
+_HELLO_BYTES = 16 + 32
+_NAME_BYTES = 16
+_NONCE_BYTES = 16
+_PROOF_BYTES = 32
+_CONSUMER, _DONOR = b"consumer", b"donor"
+_CLOSED = "the link was closed"
+_STRANGER = "the peer does not know this model's secret"
+
+
+class SharedMemoryTransport(Transport):
+    name = "shared_memory"
+
+    def __init__(self, region: Region, host: str, port_range: tuple[int, int] | None) -> None:
+        """`host` and `port_range` do not matter: nothing is sent over the network."""
+        self._region = region
+        self.host = host_identity()
+
+    def offer(self, secret: bytes, deadline: float) -> "_Offer":
+        return _Offer(self._region, secret)
+
+    def accept(self, hello: bytes, secret: bytes, deadline: float) -> "_Acceptance":
+        if type(hello) is not bytes or len(hello) != _HELLO_BYTES:
+            raise LinkError("what should be a hello is none")
+        if not hmac.compare_digest(hello, _hello(secret, hello[:_NONCE_BYTES])):
+            raise LinkError(_STRANGER)
+        return _Acceptance(self._region, secret, hello)
+
+
+class _Offer:
+    """The consumer's half: connects to the socket that the donor names."""
+
+    def __init__(self, region: Region, secret: bytes) -> None:
+        self._region = region
+        self._secret = secret
+        self.hello = _hello(secret, os.urandom(_NONCE_BYTES))
+        self._peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+
+    def complete(self, answer: bytes, deadline: float) -> "ConsumerLink":
+        if type(answer) is not bytes or len(answer) != _NAME_BYTES:
+            raise LinkError("what should be an answer is none")
+        try:
+            _set_timeout(self._peer, deadline)
+            self._peer.connect(_socket_name(answer))
+            check_same_user(self._peer)
+            _prove(self._peer, self._secret, self.hello + answer, _CONSUMER, _DONOR)
+            theirs = take_region(self._peer)
+        except (OSError, RegionError) as error:
+            raise LinkError(f"the donor's memory cannot be had: {error}") from None
+        row_bytes = theirs.row_bytes
+        if row_bytes != self._region.row_bytes:
+            theirs.close()
+            del theirs
+            raise LinkError(f"the donor's rows have {row_bytes} bytes")
+        self._peer.close()
+        return ConsumerLink(self._region, theirs)
+
+    def withdraw(self) -> None:
+        self._peer.close()
+
+
+class _Acceptance:
+    """The donor's half: waits for the one consumer that knows the socket's name."""
+
+    def __init__(self, region: Region, secret: bytes, hello: bytes) -> None:
+        self._region = region
+        self._secret = secret
+        self._hello = hello
+        self.answer = os.urandom(_NAME_BYTES)
+        self._peer: socket.socket | None = None
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind(_socket_name(self.answer))
+        self._listener.listen(1)
+
+    def complete(self, deadline: float) -> "DonorLink":
+        try:
+            _set_timeout(self._listener, deadline)
+            self._peer, _ = self._listener.accept()
+            self._listener.close()
+            _set_timeout(self._peer, deadline)
+            check_same_user(self._peer)
+            _prove(self._peer, self._secret, self._hello + self.answer, _DONOR, _CONSUMER)
+            offer_to_read(self._peer, self._region)
+        except (OSError, RegionError) as error:
+            raise LinkError(f"the consumer did not come for our memory: {error}") from None
+        self._peer.close()
+        return DonorLink()
+
+    def withdraw(self) -> None:
+        self._listener.close()
+        if self._peer is not None:
+            self._peer.close()
+
+
+class ConsumerLink(Link):
+    """`theirs` is the donor's region, mapped read-only.
+
+    Nobody else refers to it, not even for a moment in a local variable: an error keeps the frames
+    that it passed until the garbage collector comes, and with the mapping all memory of a donor
+    that may be gone.
+    """
+
+    def __init__(self, ours: Region, theirs: Region) -> None:
+        self._ours = ours
+        self._theirs: Region | None = theirs
+        self._closing = False
+        self._their_rows = theirs.rows
+        self._copiers = copiers()
+        # In the background: rows that are fetched before it is done cost a few page faults.
+        self._mapping = threading.Thread(
+            target=theirs.populate, args=(self._is_open,), name="xavier-map", daemon=True
+        )
+        self._mapping.start()
+
+    def _is_open(self) -> bool:
+        return not self._closing
+
+    def receive(
+        self, slots: Sequence[int], granted: Sequence[int], check: Check, deadline: float
+    ) -> Iterator[int]:
+        outside = [slot for slot in granted if slot >= self._their_rows]
+        if outside:
+            raise LinkError(f"row {outside[0]} lies outside of the donor's memory")
+        rows = iter([*zip(slots, granted, strict=True)])
+        taken: set[int] = set()
+
+        def take() -> None:
+            for slot, source in rows:
+                if time.monotonic() > deadline:
+                    raise LinkError("timed out while copying")
+                if not self._is_open():
+                    raise LinkError(_CLOSED)
+                assert self._theirs is not None, "it is unmapped when the last copy has ended"
+                np.copyto(self._ours.row(slot), self._theirs.row(source))
+                check(slot)
+                taken.add(slot)
+
+        try:
+            copying = [self._copiers.submit(take) for _ in range(COPIERS)]
+        except RuntimeError:
+            raise LinkError(_CLOSED) from None
+        for copied in copying:  # not `wait`, which does not see those that a close gives up
+            with suppress(CancelledError):
+                copied.exception()
+        yield from takewhile(taken.__contains__, slots)
+        for copied in copying:
+            try:
+                copied.result()
+            except CancelledError:
+                raise LinkError(_CLOSED) from None
+
+    def send(self, slots: Sequence[int], deadline: float) -> None:
+        raise LinkError("a consumer's link does not send")
+
+    def close(self) -> None:
+        self._closing = True
+        self._copiers.shutdown(cancel_futures=True)  # whoever copies a row right now still does
+        theirs, self._theirs = self._theirs, None
+        if theirs is not None:
+            theirs.close()
+        self._mapping.join()
+
+
+class DonorLink(Link):
+    """Has no part in what the consumer does."""
+
+    def receive(
+        self, slots: Sequence[int], granted: Sequence[int], check: Check, deadline: float
+    ) -> Iterator[int]:
+        raise LinkError("a donor's link does not receive")
+
+    def send(self, slots: Sequence[int], deadline: float) -> None:
+        """The consumer takes them."""
+
+    def close(self) -> None:
+        """What the consumer has mapped is its own."""
+
+
+def _hello(secret: bytes, nonce: bytes) -> bytes:
+    """Before a donor opens anything, it knows that the model's consumer is asking."""
+    return nonce + hmac.digest(secret, b"hello" + nonce, "sha256")
+
+
+def _socket_name(name: bytes) -> str:
+    return f"\0xinference-xavier-link-{name.hex()}"
+
+
+def _set_timeout(peer: socket.socket, deadline: float) -> None:
+    peer.settimeout(max(0.001, deadline - time.monotonic()))
+
+
+def _prove(
+    peer: socket.socket, secret: bytes, transcript: bytes, own_role: bytes, other_role: bytes
+) -> None:
+    """Both sides show that they know the model's secret."""
+    peer.sendall(hmac.digest(secret, own_role + transcript, "sha256"))
+    theirs = _receive_exactly(peer, _PROOF_BYTES)
+    if not hmac.compare_digest(theirs, hmac.digest(secret, other_role + transcript, "sha256")):
+        raise LinkError(_STRANGER)
+
+
+def _receive_exactly(peer: socket.socket, count: int) -> bytes:
+    received = bytearray()
+    while len(received) < count:
+        part = peer.recv(count - len(received))
+        if not part:
+            raise OSError("the other side closed")
+        received += part
+    return bytes(received)
