@@ -28,13 +28,14 @@ HEADING = "## What was measured\n"
 LENGTHS = (2_000, 9_000, 32_000, 48_000)
 ROUNDS = 5
 TRANSPORTS = {"shared_memory": "shared memory", "gloo": "Gloo"}
+LAYERS = 28
 SHAPE = {
     "architectures": ["Qwen2ForCausalLM"],
     "model_type": "qwen2",
     "vocab_size": 152_064,
     "hidden_size": 3584,
     "intermediate_size": 18_944,
-    "num_hidden_layers": 28,
+    "num_hidden_layers": LAYERS,
     "num_attention_heads": 28,
     "num_key_value_heads": 4,
     "hidden_act": "silu",
@@ -88,18 +89,17 @@ def copies() -> dict[str, Any]:
     from xinference_xavier.engine.worker.gpu import DeviceRegion
     from xinference_xavier.pool.region import Region
 
-    layers = int(SHAPE["num_hidden_layers"])  # type: ignore[call-overload]
     per_chunk = CHUNK // BLOCK
     blocks = COPIED_CHUNKS * per_chunk
-    row_bytes = per_chunk * layers * PAGE_BYTES
+    row_bytes = per_chunk * LAYERS * PAGE_BYTES
     size = COPIED_CHUNKS * row_bytes
     tensors = [
         CanonicalKVCacheTensor(
             torch.zeros(blocks, PAGE_BYTES, dtype=torch.int8, device="cuda"), PAGE_BYTES
         )
-        for _ in range(layers)
+        for _ in range(LAYERS)
     ]
-    refs = [[CanonicalKVCacheRef(layer, PAGE_BYTES) for layer in range(layers)]]
+    refs = [[CanonicalKVCacheRef(layer, PAGE_BYTES) for layer in range(LAYERS)]]
     caches = CanonicalKVCaches(tensors, refs)
     pages = GPULoadStoreSpec([*range(blocks)], group_sizes=[blocks], block_indices=[0])
     rows = CPULoadStoreSpec([*range(COPIED_CHUNKS)])

@@ -15,12 +15,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from xinference_xavier.errors import ConfigError
-from xinference_xavier.options import (
-    DEFAULT_FETCH_TIMEOUT,
-    LEAST_FETCH_TOKENS,
-    PARSERS,
-    parse_bool,
-)
+from xinference_xavier.options import DEFAULT_FETCH_TIMEOUT, LEAST_FETCH_TOKENS, PARSERS, parse_bool
 from xinference_xavier.runtime.host import free_memory_bytes
 
 logger = logging.getLogger(__name__)

@@ -109,7 +109,7 @@ def check_event(event: object) -> None:
     if not isinstance(kind, str) or kind not in {
         known.__name__ for known in Event.__subclasses__()
     }:
-        raise ValueError(f"event={shown(kind)} is none")
+        raise ValueError(f"event={shown(kind)} is not a known event")
     if not isinstance(when, float) or not abs(when) < math.inf:
         raise ValueError(f"time={shown(when)} is not a number of seconds")
     try:

@@ -8,12 +8,7 @@ from typing import Any
 import pytest
 from rich.console import Console, RenderableType
 
-from xinference_xavier.cli.tables import (
-    explanation_table,
-    findings_list,
-    model_table,
-    models_table,
-)
+from xinference_xavier.cli.tables import explanation_table, findings_list, model_table, models_table
 from xinference_xavier.client.doctor import Finding
 from xinference_xavier.stats.schema import Explanation, ModelStatus
 

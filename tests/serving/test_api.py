@@ -15,7 +15,8 @@ from xinference.extensions import APIExtensionContext
 from xinference_xavier.errors import ExplainError, NotFoundError
 from xinference_xavier.protocol.tracker import Member, Settings, tracker_uid
 from xinference_xavier.runtime.addresses import replica_uid
-from xinference_xavier.serving.api import add_routes, report
+from xinference_xavier.serving.api import add_routes
+from xinference_xavier.stats.report import report
 from xinference_xavier.tracker.actor import BlockTracker
 
 KEY_BYTES = 36

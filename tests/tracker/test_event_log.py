@@ -66,9 +66,9 @@ async def test_who_waits_hears_at_once() -> None:
     ("wrong", "message"),
     [
         ([], "is not a dictionary"),
-        (event(event="Hook"), "is none"),
-        (event(event="os"), "is none"),
-        (event(event=1), "is none"),
+        (event(event="Hook"), "is not a known event"),
+        (event(event="os"), "is not a known event"),
+        (event(event=1), "is not a known event"),
         (event(time="now"), "is not a number of seconds"),
         (event(time=float("nan")), "is not a number of seconds"),
         (event(reason=b"bytes"), "cannot be written as JSON"),

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from xinference_xavier.serving.api import report
+from xinference_xavier.stats.report import report
 
 ROW_BYTES = 2 << 20
 HITS = {"own_prefix_cache": 12_000, "own_pool": 8_000, "peers": 20_000, "computed": 40_000}

@@ -20,6 +20,11 @@ from xinference_xavier.engine import compat
 from xinference_xavier.protocol.transfer import PROTOCOL_VERSION
 
 _GROUP_INDEX_BYTES = 4  # what vLLM appends to a block hash to make an offload key
+_SAMPLE_BYTES = 64
+_MAX_READABLE = 60  # characters
+_SAMPLES = 1024  # per file, shared out among its tensors
+_MIN_SAMPLES_PER_TENSOR = 4
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 
 
 def key_bytes(vllm_config: VllmConfig) -> int:
@@ -76,13 +81,6 @@ def ingredients(
         ],
         "speculation": repr(vllm_config.speculative_config),
     }
-
-
-_SAMPLE_BYTES = 64
-_MAX_READABLE = 60  # characters
-_SAMPLES = 1024  # per file, shared out among its tensors
-_MIN_SAMPLES_PER_TENSOR = 4
-_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 
 
 def digest(ingredients: Mapping[str, object]) -> str:

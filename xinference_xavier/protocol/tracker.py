@@ -21,19 +21,18 @@ from xinference_xavier.runtime.validate import (
 
 PROTOCOL_VERSION = 1
 """Of what a replica and its tracker say to each other."""
-
-
-def tracker_uid(model_uid: str) -> str:
-    return f"xavier-tracker-{model_uid}"
-
-
-def check_version(version: object) -> None:
-    """Of a replica that joins. Raises ValueError."""
-    if version != PROTOCOL_VERSION:
-        raise ValueError(
-            f"the replica speaks tracker protocol {shown(version)}, this tracker "
-            f"{PROTOCOL_VERSION}; run the same version of xinference-xavier everywhere"
-        )
+MAX_WEIGHTS_VERSION = 64
+"""Characters; it becomes part of a namespace."""
+MAX_STATS_BYTES = 1 << 16
+"""A replica's figures as JSON."""
+MAX_QUESTION_BYTES = 8 << 20
+"""A prompt or messages to be explained, as JSON."""
+MAX_PACKED_BYTES = 64 << 20
+"""Keys of one publication: 1.8 million of 36 bytes."""
+MAX_REPORTED = 100
+"""That a replica reports at a time."""
+MAX_CLAIM_SECONDS = 600.0
+"""That a claim lasts."""
 
 
 class NotMemberError(LookupError):
@@ -54,128 +53,6 @@ class JoinReply(NamedTuple):
     lease: float
     epoch: str
     sequence: int
-
-
-MAX_WEIGHTS_VERSION = 64
-"""Characters; it becomes part of a namespace."""
-MAX_STATS_BYTES = 1 << 16
-"""A replica's figures as JSON."""
-MAX_QUESTION_BYTES = 8 << 20
-"""A prompt or messages to be explained, as JSON."""
-MAX_PACKED_BYTES = 64 << 20
-"""Keys of one publication: 1.8 million of 36 bytes."""
-
-
-def check_member(member: object) -> Member:
-    if not isinstance(member, tuple) or len(member) != 2:
-        raise ValueError(f"member={shown(member)} is not an incarnation with its address")
-    incarnation, address = member
-    check_identifier("incarnation", incarnation)
-    check_address("address", address)
-    return Member(incarnation, address)
-
-
-def check_settings(settings: object) -> Settings:
-    if not isinstance(settings, tuple) or len(settings) != 2:
-        raise ValueError(f"settings={shown(settings)} are not a version with a switch")
-    version, enabled = settings
-    check_count("settings.version", version, 0)
-    check_switch(enabled)
-    return Settings(version, enabled)
-
-
-def check_update(update: object) -> None:
-    """Whole, so that a mirror takes over all of it or nothing."""
-    if not isinstance(update, Update):
-        raise ValueError(f"update={shown(update)} is none")
-    check_count("revision", update.revision, 0)
-    check_identifier("epoch", update.epoch)
-    check_settings(update.settings)
-    members = () if update.members is None and not update.snapshot else update.members
-    if type(members) is not tuple or type(update.changes) is not tuple:
-        raise ValueError("members or changes are not a tuple")
-    for member in members:
-        check_member(member)
-    if update.changes:
-        check_count("key_bytes", update.key_bytes, 1, MAX_KEY_BYTES)
-    for change in update.changes:
-        _check_change(change, update.key_bytes)
-
-
-def _check_change(change: object, key_bytes: int) -> None:
-    if not isinstance(change, Change):
-        raise ValueError(f"change={shown(change)} is none")
-    check_identifier("incarnation", change.incarnation)
-    check_count("sequence", change.sequence, 0)
-    for name, keys in (("added", change.added), ("removed", change.removed)):
-        check_packed(name, keys)
-        if len(keys) % key_bytes:
-            raise ValueError(f"{name} takes {len(keys)} bytes, its keys {key_bytes} bytes each")
-
-
-def check_weights_version(version: object) -> None:
-    if not isinstance(version, str) or not 0 < len(version) <= MAX_WEIGHTS_VERSION:
-        raise ValueError(
-            f"weights_version={shown(version)} is not a text of 1 to {MAX_WEIGHTS_VERSION} "
-            "characters"
-        )
-
-
-def check_question(question: object) -> None:
-    """A prompt, or the messages of a chat, as in a request."""
-    names = list(question) if isinstance(question, dict) else []
-    match question:
-        case {"prompt": str() as prompt} if names == ["prompt"] and prompt:
-            pass
-        case {"messages": [_, *_] as messages} if names == ["messages"]:
-            for message in messages:
-                if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-                    raise ValueError(f"message={shown(message)} is no object with a role")
-        case _:
-            raise ValueError('the question is neither {"prompt": "…"} nor {"messages": […]}')
-    try:
-        size = len(json.dumps(question, allow_nan=False))
-    except (TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"the question cannot be written as JSON: {error}") from None
-    if size > MAX_QUESTION_BYTES:
-        raise ValueError(f"the question takes {size} bytes, more than {MAX_QUESTION_BYTES}")
-
-
-def check_explanation(answer: object) -> None:
-    match answer:
-        case {
-            "prompt_tokens": int(),
-            "chunk_tokens": int(),
-            "chunks": list() as chunks,
-            "reuse": dict(),
-        } if all(
-            isinstance(chunk, dict) and isinstance(chunk.get("replicas"), dict) for chunk in chunks
-        ):
-            return
-    raise ValueError(f"explanation={shown(answer)} is none")
-
-
-def check_packed(name: str, value: object) -> None:
-    if type(value) is not bytes:
-        raise ValueError(f"{name} is {type(value).__name__}, not the bytes of packed keys")
-    if len(value) > MAX_PACKED_BYTES:
-        raise ValueError(f"{name} takes {len(value)} bytes, more than {MAX_PACKED_BYTES}")
-
-
-def check_switch(value: object) -> None:
-    if not isinstance(value, bool):
-        raise ValueError(f"enabled={shown(value)} is neither True nor False")
-
-
-def check_stats(stats: object) -> None:
-    if not isinstance(stats, dict):
-        raise ValueError(f"stats is {type(stats).__name__}, not a dictionary")
-    try:
-        size = len(json.dumps(stats, allow_nan=False))
-    except (TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"stats cannot be written as JSON: {error}") from None
-    if size > MAX_STATS_BYTES:
-        raise ValueError(f"stats take {size} bytes of JSON, more than {MAX_STATS_BYTES}")
 
 
 class Member(NamedTuple):
@@ -237,6 +114,131 @@ class Outcome(enum.Enum):
     """Its publisher is not a member and must join."""
 
 
+def tracker_uid(model_uid: str) -> str:
+    return f"xavier-tracker-{model_uid}"
+
+
+def check_version(version: object) -> None:
+    """Of a replica that joins. Raises ValueError."""
+    if version != PROTOCOL_VERSION:
+        raise ValueError(
+            f"the replica speaks tracker protocol {shown(version)}, this tracker "
+            f"{PROTOCOL_VERSION}; run the same version of xinference-xavier everywhere"
+        )
+
+
+def check_member(member: object) -> Member:
+    if not isinstance(member, tuple) or len(member) != 2:
+        raise ValueError(f"member={shown(member)} is not an incarnation with its address")
+    incarnation, address = member
+    check_identifier("incarnation", incarnation)
+    check_address("address", address)
+    return Member(incarnation, address)
+
+
+def check_settings(settings: object) -> Settings:
+    if not isinstance(settings, tuple) or len(settings) != 2:
+        raise ValueError(f"settings={shown(settings)} are not a version with a switch")
+    version, enabled = settings
+    check_count("settings.version", version, 0)
+    check_switch(enabled)
+    return Settings(version, enabled)
+
+
+def check_update(update: object) -> None:
+    """Whole, so that a mirror takes over all of it or nothing."""
+    if not isinstance(update, Update):
+        raise ValueError(f"update={shown(update)} is not an update")
+    check_count("revision", update.revision, 0)
+    check_identifier("epoch", update.epoch)
+    check_settings(update.settings)
+    members = () if update.members is None and not update.snapshot else update.members
+    if type(members) is not tuple or type(update.changes) is not tuple:
+        raise ValueError("members or changes are not a tuple")
+    for member in members:
+        check_member(member)
+    if update.changes:
+        check_count("key_bytes", update.key_bytes, 1, MAX_KEY_BYTES)
+    for change in update.changes:
+        _check_change(change, update.key_bytes)
+
+
+def _check_change(change: object, key_bytes: int) -> None:
+    if not isinstance(change, Change):
+        raise ValueError(f"change={shown(change)} is not a change")
+    check_identifier("incarnation", change.incarnation)
+    check_count("sequence", change.sequence, 0)
+    for name, keys in (("added", change.added), ("removed", change.removed)):
+        check_packed(name, keys)
+        if len(keys) % key_bytes:
+            raise ValueError(f"{name} takes {len(keys)} bytes, its keys {key_bytes} bytes each")
+
+
+def check_weights_version(version: object) -> None:
+    if not isinstance(version, str) or not 0 < len(version) <= MAX_WEIGHTS_VERSION:
+        raise ValueError(
+            f"weights_version={shown(version)} is not a text of 1 to {MAX_WEIGHTS_VERSION} "
+            "characters"
+        )
+
+
+def check_question(question: object) -> None:
+    """A prompt, or the messages of a chat, as in a request."""
+    names = list(question) if isinstance(question, dict) else []
+    match question:
+        case {"prompt": str() as prompt} if names == ["prompt"] and prompt:
+            pass
+        case {"messages": [_, *_] as messages} if names == ["messages"]:
+            for message in messages:
+                if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+                    raise ValueError(f"message={shown(message)} is no object with a role")
+        case _:
+            raise ValueError('the question is neither {"prompt": "…"} nor {"messages": […]}')
+    try:
+        size = len(json.dumps(question, allow_nan=False))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"the question cannot be written as JSON: {error}") from None
+    if size > MAX_QUESTION_BYTES:
+        raise ValueError(f"the question takes {size} bytes, more than {MAX_QUESTION_BYTES}")
+
+
+def check_explanation(answer: object) -> None:
+    match answer:
+        case {
+            "prompt_tokens": int(),
+            "chunk_tokens": int(),
+            "chunks": list() as chunks,
+            "reuse": dict(),
+        } if all(
+            isinstance(chunk, dict) and isinstance(chunk.get("replicas"), dict) for chunk in chunks
+        ):
+            return
+    raise ValueError(f"explanation={shown(answer)} is not an explanation")
+
+
+def check_packed(name: str, value: object) -> None:
+    if type(value) is not bytes:
+        raise ValueError(f"{name} is {type(value).__name__}, not the bytes of packed keys")
+    if len(value) > MAX_PACKED_BYTES:
+        raise ValueError(f"{name} takes {len(value)} bytes, more than {MAX_PACKED_BYTES}")
+
+
+def check_switch(value: object) -> None:
+    if not isinstance(value, bool):
+        raise ValueError(f"enabled={shown(value)} is neither True nor False")
+
+
+def check_stats(stats: object) -> None:
+    if not isinstance(stats, dict):
+        raise ValueError(f"stats is {type(stats).__name__}, not a dictionary")
+    try:
+        size = len(json.dumps(stats, allow_nan=False))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"stats cannot be written as JSON: {error}") from None
+    if size > MAX_STATS_BYTES:
+        raise ValueError(f"stats take {size} bytes of JSON, more than {MAX_STATS_BYTES}")
+
+
 def pack(keys: Iterable[bytes]) -> bytes:
     return b"".join(keys)
 
@@ -249,11 +251,3 @@ def unpack(packed: bytes, key_bytes: int) -> list[bytes]:
         )
     # Slices take twice the time.
     return [key for (key,) in iter_unpack(f"{key_bytes}s", packed)]
-
-
-MAX_REPORTED = 100
-"""That a replica reports at a time."""
-
-
-MAX_CLAIM_SECONDS = 600.0
-"""That a claim lasts."""

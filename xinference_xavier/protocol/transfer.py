@@ -154,7 +154,7 @@ def check_ticket(ticket: object, rows: int = _MAX_ROWS) -> None:
         check_counts("slots", ticket.slots, MAX_ROWS_PER_FETCH, rows - 1)
         check_seconds("expires", ticket.expires)
         if type(ticket.signature) is not bytes or len(ticket.signature) != _SIGNATURE_BYTES:
-            raise ValueError("its signature is none")
+            raise ValueError("its signature is not text")
 
 
 def _signature(key: bytes, consumer: str, slots: Sequence[int], expires: float) -> bytes:

@@ -43,8 +43,6 @@ from xinference_xavier.replica.publisher import Publisher, PublisherCounters
 from xinference_xavier.runtime.deadline import within
 from xinference_xavier.runtime.validate import check_count
 
-__all__ = ["ClientCounters", "Mirror", "TrackerClient"]
-
 logger = logging.getLogger(__name__)
 
 CALL_DEADLINE = 5.0

@@ -1,9 +1,9 @@
 """REST routes: how models share, what happens to it, and the switch.
 
     GET  /v1/xavier                     {"models": [report, …], "unavailable": {model_uid: why}}
-    GET  /v1/xavier_cluster             what `xinference-xavier doctor` looks at, see ``cluster``
+    GET  /v1/xavier_cluster             what `xinference-xavier doctor` reads, see ``diagnostics``
     GET  /v1/xavier/{model_uid}         its report, see ``report``
-    GET  /v1/xavier/{model_uid}/events  server-sent events, see ``live``
+    GET  /v1/xavier/{model_uid}/events  server-sent events, see ``sse``
     POST /v1/xavier/{model_uid}         {"enabled": bool} switches sharing; {"weights_version": str}
                                         tells the replicas that were reset since which weights they
                                         have, and ``told`` in the answer what became of it. A report
@@ -38,10 +38,7 @@ from xinference_xavier.protocol.tracker import (
 from xinference_xavier.serving.diagnostics import cluster_facts
 from xinference_xavier.serving.sse import live
 from xinference_xavier.serving.tracker_gateway import UNREACHABLE, TrackerGateway
-from xinference_xavier.stats.report import report
 from xinference_xavier.tracker.fanout import EXPLAIN_DEADLINE
-
-__all__ = ["add_routes", "report"]
 
 _ALL = "/v1/xavier"
 _CLUSTER = "/v1/xavier_cluster"

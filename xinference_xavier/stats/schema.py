@@ -13,6 +13,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+MAX_NUMBER = 1 << 63
+SECONDS_BOUNDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+"""Of how long a fetch takes; `xavier_fetch_timeout` is 5 s unless it is set."""
+BYTES_BOUNDS = tuple(float(1 << power) for power in range(16, 34, 2))
+"""Of what a fetch brings: 64 KiB to 4 GiB."""
+COMMITTED, ROLLED_BACK = OUTCOMES = ("committed", "rolled_back")
+
 
 @dataclass(frozen=True)
 class Hits:
@@ -192,9 +199,6 @@ class Explanation:
         )
 
 
-MAX_NUMBER = 1 << 63
-
-
 def mapping(value: object) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
@@ -204,12 +208,6 @@ def number(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return 0
     return value if 0 <= value < MAX_NUMBER else 0
-
-
-SECONDS_BOUNDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
-"""Of how long a fetch takes; `xavier_fetch_timeout` is 5 s unless it is set."""
-BYTES_BOUNDS = tuple(float(1 << power) for power in range(16, 34, 2))
-"""Of what a fetch brings: 64 KiB to 4 GiB."""
 
 
 class Histogram:
@@ -228,9 +226,6 @@ class Histogram:
     def to_dict(self) -> dict[str, Any]:
         """JSON-able."""
         return {"counts": list(self.counts), "sum": self.sum}
-
-
-COMMITTED, ROLLED_BACK = OUTCOMES = ("committed", "rolled_back")
 
 
 class FetchFigures:

@@ -297,7 +297,7 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
         return await explain_at(self._namespaces.members(self._clock()), question)
 
     async def examine(self) -> dict[str, dict[str, Any]]:
-        """Each replica, examined by itself; see `examination`."""
+        """What each replica finds when it checks itself; see `self_check`."""
         return await examine_all(self._namespaces.all_members(self._clock()))
 
     async def facts(self) -> dict[str, Any]:

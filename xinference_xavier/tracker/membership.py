@@ -14,8 +14,10 @@ from xinference_xavier.events import Event, ReplicaJoined, ReplicaLost, ReplicaR
 from xinference_xavier.protocol.tracker import Member
 
 MAX_REMEMBERED = 10_000
-
 _T = TypeVar("_T")
+MAX_STARTUP_ERRORS = 1000
+MAX_STARTUP_ERROR = 2000
+"""Characters kept of why a replica did not start."""
 
 
 class Membership:
@@ -57,13 +59,6 @@ def _remember(book: MutableMapping[str, _T], key: str, value: _T) -> None:
     book[key] = value
     if len(book) > MAX_REMEMBERED:
         del book[next(iter(book))]
-
-
-MAX_STARTUP_ERRORS = 1000
-
-
-MAX_STARTUP_ERROR = 2000
-"""Characters kept of why a replica did not start."""
 
 
 class StartupErrors:

@@ -20,6 +20,10 @@ SPACING_PER_WATCHER = 0.0005
 """Seconds, times the watchers, between two times that they look. Twice what an answer costs the
 tracker (0.25 ms of its loop), so that watchers take at most half of its time, and those who publish
 find it free, however many there are: 16 learn of a change within 8 ms, 64 within 32."""
+MAX_WATCHES = 4 * MAX_MEMBERS
+"""That wait at a time; a member has one, and for a moment those that it gave up."""
+MAX_WATCH = 60.0
+"""Seconds that a watch waits at most, whatever it asks for."""
 
 
 class WatcherBatcher:
@@ -34,7 +38,7 @@ class WatcherBatcher:
         return self._timer is not None
 
     def tell(self, watchers: int) -> None:
-        """Let all that wait look again, as soon as may be with this many of them."""
+        """Wake the watchers, rate-limited by how many there are."""
         if self._timer is None:
             at = self._told_at + SPACING_PER_WATCHER * watchers
             self._timer = asyncio.get_running_loop().call_at(at, self.tell_now)
@@ -52,12 +56,6 @@ class WatcherBatcher:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout):
                 await self._told.wait()
-
-
-MAX_WATCHES = 4 * MAX_MEMBERS
-"""That wait at a time; a member has one, and for a moment those that it gave up."""
-MAX_WATCH = 60.0
-"""Seconds that a watch waits at most, whatever it asks for."""
 
 
 class WatchLimit:

@@ -19,16 +19,10 @@ from typing import Any
 import xoscar as xo
 
 from xinference_xavier.config import take_launch_options
-from xinference_xavier.errors import (
-    ConfigError,
-    LaunchCancelledError,
-    NotFoundError,
-)
+from xinference_xavier.errors import ConfigError, LaunchCancelledError, NotFoundError
 from xinference_xavier.events import LaunchRolledBack
 from xinference_xavier.hooks import Hooks, load_hook
-from xinference_xavier.kv_transfer_config import (
-    kv_transfer_config,
-)
+from xinference_xavier.kv_transfer_config import kv_transfer_config
 from xinference_xavier.protocol.tracker import tracker_uid
 from xinference_xavier.runtime.rollback import Rollback
 from xinference_xavier.serving.launch import Method

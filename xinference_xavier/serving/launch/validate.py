@@ -7,9 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from xinference_xavier.config import ENABLE
-from xinference_xavier.errors import (
-    ConfigError,
-)
+from xinference_xavier.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 

@@ -6,14 +6,8 @@ import functools
 from typing import Any
 
 from xinference_xavier.config import SHARES
-from xinference_xavier.errors import (
-    ReplicaStartError,
-)
-from xinference_xavier.kv_transfer_config import (
-    configuration,
-    for_worker,
-    own_transfer_config,
-)
+from xinference_xavier.errors import ReplicaStartError
+from xinference_xavier.kv_transfer_config import configuration, for_worker, own_transfer_config
 from xinference_xavier.protocol.startup_errors import failure_of
 from xinference_xavier.serving.launch import Method
 

@@ -53,7 +53,7 @@ class SharedMemoryTransport(Transport):
 
     def accept(self, hello: bytes, secret: bytes, deadline: float) -> "_Acceptance":
         if type(hello) is not bytes or len(hello) != _HELLO_BYTES:
-            raise LinkError("what should be a hello is none")
+            raise LinkError("expected a hello, got something else")
         if not hmac.compare_digest(hello, _hello(secret, hello[:_NONCE_BYTES])):
             raise LinkError(_STRANGER)
         return _Acceptance(self._region, secret, hello)
@@ -70,7 +70,7 @@ class _Offer:
 
     def complete(self, answer: bytes, deadline: float) -> "ConsumerLink":
         if type(answer) is not bytes or len(answer) != _NAME_BYTES:
-            raise LinkError("what should be an answer is none")
+            raise LinkError("expected an answer, got something else")
         try:
             _set_timeout(self._peer, deadline)
             self._peer.connect(_socket_name(answer))
