@@ -30,7 +30,7 @@ from examples.make_model import CONTEXT, make_model
 from xinference_xavier.config import XavierConfig
 from xinference_xavier.kv_transfer_config import kv_transfer_config
 from xinference_xavier.protocol.tracker import Member
-from xinference_xavier.tracker.fanout import drop_all
+from xinference_xavier.tracker.fanout import flush_all
 
 CHUNK = 128
 """Tokens; also the block size."""
@@ -281,21 +281,21 @@ class Fleet:
         return str(found)
 
     def wait_published(self, name: str, chunks: int) -> None:
-        """Since the last `drop`; all others know of them, too."""
+        """Since the last `flush`; all others know of them, too."""
         self._wait(
             lambda: self.replicas()[name]["holdings"] >= chunks,
             f"{name} has published {chunks} chunks",
         )
         time.sleep(SETTLE)
 
-    def drop(self, names: Sequence[str] = ()) -> None:
+    def flush(self, names: Sequence[str] = ()) -> None:
         """These pools, or all, hold nothing any more; vLLM's own caches keep what they have."""
         names = names or [name for name in self.engines if self._kinds[name].transport is not None]
 
         def are_empty() -> bool:
             replicas = self.replicas()
             members = [Member(name, replicas[name]["address"]) for name in names]
-            self.run(drop_all(members))  # again: what was just computed is still being stored
+            self.run(flush_all(members))  # again: what was just computed is still being stored
             return not any(self.replicas()[name]["holdings"] for name in names)
 
         time.sleep(SETTLE)

@@ -213,7 +213,7 @@ def _ask_everybody(fleet: Fleet, prompt: list[int]) -> Sample:
     remote, local = consumer.ask(prompt), consumer.ask(prompt)
     consumer.do("forget")
     pool = consumer.ask(prompt)
-    fleet.drop()
+    fleet.flush()
     for engine in (donor, consumer):
         engine.do("forget")
     reused = remote.cached / (chunks * CHUNK)

@@ -78,12 +78,12 @@ def _hits(fleet: Fleet) -> dict[str, list[float]]:
     prompts = Prompts()
     costs: dict[str, list[float]] = {name: [] for name in settings()}
     _cost(fleet, prompts.fresh(TOKENS))  # makes links, and what is made at the first request
-    fleet.drop()
+    fleet.flush()
     for _ in range(ROUNDS):
         for name, setting in settings().items():
             with _others(fleet, setting.keys, setting.members):
                 costs[name].append(_cost(fleet, prompts.fresh(setting.tokens)))
-            fleet.drop()  # when the others are gone, who would not answer
+            fleet.flush()  # when the others are gone, who would not answer
     return costs
 
 

@@ -124,7 +124,7 @@ class Cycle:
                 if all(hit.cached == chunks * CHUNK for hit in hits):
                     remote, local, pool = (hit.first for hit in hits)
                     samples[name].append(Sample(cold.first, remote, local, pool, floor))
-        self._fleet.drop()
+        self._fleet.flush()
         return Round(cold.first, samples)
 
     def _hits(self, name: str, prompt: list[int]) -> tuple[Asked, Asked, Asked]:
@@ -135,7 +135,7 @@ class Cycle:
         consumer.do("forget")
         pool = consumer.ask(prompt)
         consumer.do("forget")
-        self._fleet.drop([name])
+        self._fleet.flush([name])
         return remote, local, pool
 
     def check_transports(self) -> None:

@@ -84,7 +84,7 @@ def _sample(fleet: Fleet, prompt: list[int]) -> Sample:
     ours_cold = fleet[_DONOR].ask(prompt).first
     fleet.wait_published(_DONOR, reused // CHUNK)
     ours = fleet[_CONSUMER].ask(prompt)
-    fleet.drop()
+    fleet.flush()
     if ours.cached != reused:
         raise RuntimeError(f"{ours.cached} of {reused} tokens came from the peer")
     example_cold, example = _of_the_example(fleet, prompt, reused)

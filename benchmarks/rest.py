@@ -83,7 +83,7 @@ def _ask(cluster: LocalCluster, text: str) -> Completion:
 
 def _drop(cluster: LocalCluster) -> None:
     def are_empty() -> bool:
-        cluster.call("POST", f"/v1/xavier/{_UID}/drop")  # again: something may still be stored
+        cluster.call("POST", f"/v1/xavier/{_UID}/flush")  # again: something may still be stored
         return _holdings(cluster) == 0
 
     _wait(are_empty, "the pools are empty")

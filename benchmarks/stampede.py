@@ -53,7 +53,7 @@ def _rush(fleet: Fleet, names: Sequence[str], prompt: list[int]) -> Rush:
     for name in names:
         fleet[name].begin("ask", prompt, 1)
     asked = [fleet[name].finish() for name in names]
-    fleet.drop()
+    fleet.flush()
     return Rush.of(asked, len(prompt))
 
 

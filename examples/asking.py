@@ -36,8 +36,8 @@ class Answer(NamedTuple):
         hits = self.hits
         return (
             f"{self.first_token_s:6.3f} s to the first token, {hits.total:,} tokens: "
-            f"{hits.own_prefix_cache:,} own cache, {hits.own_pool:,} own pool, "
-            f"{hits.peers:,} peers, {hits.computed:,} computed ({self.replica})"
+            f"{hits.prefix_cache:,} own cache, {hits.local_pool:,} own pool, "
+            f"{hits.remote:,} peers, {hits.computed:,} computed ({self.replica})"
         )
 
 
@@ -134,8 +134,8 @@ def streamed(lines: Iterator[str]) -> Iterator[str]:
 
 def _difference(now: Hits, before: Hits) -> Hits:
     return Hits(
-        now.own_prefix_cache - before.own_prefix_cache,
-        now.own_pool - before.own_pool,
-        now.peers - before.peers,
+        now.prefix_cache - before.prefix_cache,
+        now.local_pool - before.local_pool,
+        now.remote - before.remote,
         now.computed - before.computed,
     )

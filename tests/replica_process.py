@@ -101,7 +101,7 @@ class _Inside:
     """What runs in the replica's process; each public method is a command."""
 
     def __init__(self, name: str, rows: int, row_bytes: int, namespace: str, options: Any) -> None:
-        ingredients = options.pop("ingredients", None)
+        fingerprint_fields = options.pop("fingerprint_fields", None)
         self.engine_stats: dict[str, Any] = {}
         self.spans = InMemorySpanExporter()
         self.lines = _Lines()
@@ -117,7 +117,7 @@ class _Inside:
             region=self.region,
             pool=self.pool,
             engine_stats=lambda: self.engine_stats,
-            ingredients=ingredients,
+            fingerprint_fields=fingerprint_fields,
         )
         self.replica.chunker = chunk_numbers
         self.fetching: Fetch | None = None
@@ -171,10 +171,10 @@ class _Inside:
     def claim(self, keys: Sequence[bytes]) -> int:
         """How many of the first ones a peer computes."""
         claim = self.replica.tier.claim(keys, 60.0)
-        wait_until(lambda: claim.elsewhere is not None, "somebody said who computes it")
-        assert claim.elsewhere is not None
+        wait_until(lambda: claim.held_by_peer is not None, "somebody said who computes it")
+        assert claim.held_by_peer is not None
         self.claims.append(claim)
-        return claim.elsewhere
+        return claim.held_by_peer
 
     def release_claims(self) -> None:
         for claim in self.claims:

@@ -234,8 +234,8 @@ CALLS = st.one_of(
     st.tuples(
         st.just("watch"), st.tuples(NAMES, INCARNATIONS, anything, st.just(0) | anything, TIMES)
     ),
-    st.tuples(st.just("report_failure"), st.tuples(anything, anything)),
-    st.tuples(st.just("take_failure"), st.tuples(anything)),
+    st.tuples(st.just("report_startup_error"), st.tuples(anything, anything)),
+    st.tuples(st.just("pop_startup_error"), st.tuples(anything)),
     st.tuples(st.just("set_enabled"), st.tuples(anything)),
 )
 

@@ -27,15 +27,15 @@ def test_events_come_in_order_and_on_another_thread() -> None:
     hooks = Hooks(lambda each: told.append((each, threading.get_ident())))
     events = [event(number) for number in range(100)]
     for each in events:
-        hooks.tell(each)
-    wait_until(lambda: hooks.told == 100, "all are told")
+        hooks.notify(each)
+    wait_until(lambda: hooks.notified == 100, "all are told")
     assert [each for each, _ in told] == events
     assert {thread for _, thread in told} != {threading.get_ident()}
 
 
 def test_without_a_hook_there_is_not_even_a_thread() -> None:
     before = threading.active_count()
-    Hooks().tell(event())
+    Hooks().notify(event())
     assert threading.active_count() == before
 
 
@@ -45,7 +45,7 @@ def test_one_that_raises_is_told_the_next_all_the_same(caplog: pytest.LogCapture
 
     hooks = Hooks(fail)
     for number in range(3):
-        hooks.tell(event(number))
+        hooks.notify(event(number))
     wait_until(lambda: hooks.failed == 3, "all are told")
     assert caplog.text.count("xavier_hooks failed") == 1, "logged once"
 
@@ -59,13 +59,13 @@ def test_one_that_hangs_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) ->
         release.wait()
 
     hooks = Hooks(hang)
-    hooks.tell(event())
+    hooks.notify(event())
     called.wait()
     for number in range(50):
-        hooks.tell(event(number))
+        hooks.notify(event(number))
     assert hooks.dropped == 40
     release.set()
-    wait_until(lambda: hooks.told == 11, "those that waited are told")
+    wait_until(lambda: hooks.notified == 11, "those that waited are told")
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_a_hook_that_is_none(path: str, reason: str) -> None:
     with pytest.raises(ConfigError) as refusal:
         load_hook(path)
     assert f"xavier_hooks='{path}' {reason}" in str(refusal.value)
-    hooks_of(path).tell(event())  # a replica goes on without it
+    hooks_of(path).notify(event())  # a replica goes on without it
 
 
 @pytest.fixture

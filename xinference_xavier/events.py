@@ -86,7 +86,7 @@ class SharingSwitched(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class HoldingsDropped(Event):
+class CacheFlushed(Event):
     """An operator had `replicas` replicas forget what they hold."""
 
     replicas: int

@@ -36,11 +36,11 @@ class Hooks:
         self._hook = hook
         self._waiting: queue.Queue[Event] = queue.Queue(MAX_WAITING)
         self._thread: threading.Thread | None = None
-        self.told = 0
+        self.notified = 0
         self.failed = 0
         self.dropped = 0
 
-    def tell(self, event: Event) -> None:
+    def notify(self, event: Event) -> None:
         if self._hook is None:
             return
         try:
@@ -52,16 +52,16 @@ class Hooks:
             return
         if self._thread is None:
             self._thread = threading.Thread(
-                target=self._tell_all, args=(self._hook,), name="xavier-hooks", daemon=True
+                target=self._notify_all, args=(self._hook,), name="xavier-hooks", daemon=True
             )
             self._thread.start()
 
-    def _tell_all(self, hook: Hook) -> None:
+    def _notify_all(self, hook: Hook) -> None:
         while True:
             event = self._waiting.get()
             try:
                 hook(event)
-                self.told += 1
+                self.notified += 1
             except Exception:
                 self.failed += 1
                 if self.failed == 1:

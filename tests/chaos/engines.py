@@ -176,7 +176,7 @@ class _Run:
         return carried_out
 
     def _is_warm(self) -> bool:
-        return self._scene.all_up() and self._scene.fleet.total("hits", "peers") > 0
+        return self._scene.all_up() and self._scene.fleet.total("hits", "remote") > 0
 
     def _wait_for_all(self) -> bool:
         """Those that were killed or added come, with requests to the others going on."""
@@ -210,7 +210,7 @@ class _Run:
             f"{time.monotonic() - self._began:5.0f} s  {report.faults.total()} faults of "
             f"{len(report.faults)} kinds, {report.unobserved.total()} not observed; "
             f"{len(fleet.up())} of {scene.wanted} replicas up, {traffic.answered} answers, "
-            f"{len(traffic.failures)} failed, {fleet.total('hits', 'peers')} tokens from peers; "
+            f"{len(traffic.failures)} failed, {fleet.total('hits', 'remote')} tokens from peers; "
             f"next: {step.kind}"
         )
 
@@ -222,12 +222,14 @@ class _Run:
         report.failed_requests_on_killed_replica = sum(f.is_explained for f in traffic.failures)
         report.wrong_outputs = len(traffic.wrong)
         report.rollbacks = fleet.rollbacks()
-        report.longest_decision_s = max(map(fleet.longest_decision, fleet.figures), default=0.0)
+        report.longest_scheduling_wait_s = max(
+            map(fleet.longest_scheduling_wait, fleet.figures), default=0.0
+        )
         report.problems += traffic.wrong[:3]
         report.problems += [
             f"{failure.replica.name} failed a request: {failure.error}"
             for failure in traffic.failures
             if not failure.is_explained
         ][:3]
-        if not fleet.total("hits", "peers"):
+        if not fleet.total("hits", "remote"):
             report.problems.append("nothing was shared")

@@ -153,15 +153,15 @@ class Fleet:
     def standing_still(self, replica: Replica) -> Iterator[None]:
         """What this incarnation says of its decisions from now on tells nothing."""
         incarnation = replica.incarnation
-        self.frozen.setdefault(incarnation, self.longest_decision(incarnation))
+        self.frozen.setdefault(incarnation, self.longest_scheduling_wait(incarnation))
         yield
 
     # -- figures ------------------------------------------------------------------------------
 
-    def longest_decision(self, incarnation: str) -> float:
+    def longest_scheduling_wait(self, incarnation: str) -> float:
         if incarnation in self.frozen:
             return self.frozen[incarnation]
-        longest: float = self.figures.get(incarnation, {}).get("longest_decision_s", 0.0)
+        longest: float = self.figures.get(incarnation, {}).get("longest_scheduling_wait_s", 0.0)
         return longest
 
     def rollbacks(self) -> Counter[str]:

@@ -199,7 +199,7 @@ class _Run:
         report.operations = cluster.total(lambda figures: figures["operations"])
         report.wrong_bytes = sum(_wrong_bytes(node.folder) for node in cluster.everybody())
         report.rollbacks = cluster.rollbacks()
-        report.longest_decision_s = self._longest_decision()
+        report.longest_scheduling_wait_s = self._longest_scheduling_wait()
         report.failed_requests_on_killed_replica = cluster.failed_on_killed
         report.failed_requests = cluster.failed_on_killed + sum(
             node.figures()["in_flight"]
@@ -207,13 +207,13 @@ class _Run:
             if node.figures()["died"] or not node.process.is_alive()
         )
 
-    def _longest_decision(self) -> float:
+    def _longest_scheduling_wait(self) -> float:
         """Less the time that the replica stood still, and what others took of it."""
         longest = 0.0
         for node in self._cluster.everybody():
             figures = node.figures()
             stopped = self._cluster.stopped.get(node.incarnation, [])
-            longest = max(longest, figures.get("longest_decision", 0.0))
+            longest = max(longest, figures.get("longest_scheduling_wait", 0.0))
             for began, ended, waited in figures.get("decisions", []):
                 still = sum(max(0.0, min(b, ended) - max(a, began)) for a, b in stopped)
                 longest = max(longest, min(waited, ended - began - still))

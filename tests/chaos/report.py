@@ -47,8 +47,8 @@ class Report:
     """Figures of one part ("replicas" or "engines"). Times are in seconds.
 
     `faults` are those whose effect was observed, `unobserved` the others, both by kind.
-    `longest_decision_s` runs from a request's first pending lookup to its decision, on replicas
-    that were not frozen. `failed_requests` include those on killed replicas.
+    `longest_scheduling_wait_s` runs from a request's first pending lookup to its decision, on
+    replicas that were not frozen. `failed_requests` include those on killed replicas.
     """
 
     part: str
@@ -63,7 +63,7 @@ class Report:
     wrong_outputs: int = 0
     wrong_bytes: int = 0
     rollbacks: Counter[str] = field(default_factory=Counter)
-    longest_decision_s: float = 0.0
+    longest_scheduling_wait_s: float = 0.0
     leaks: Leaks = field(default_factory=Leaks)
     problems: list[str] = field(default_factory=list)
 
@@ -77,9 +77,9 @@ class Report:
         elsewhere = self.failed_requests - self.failed_requests_on_killed_replica
         if elsewhere:
             found.append(f"{elsewhere} requests failed on replicas that were not killed")
-        if self.longest_decision_s > self.deadline_s + DECISION_GRACE:
+        if self.longest_scheduling_wait_s > self.deadline_s + DECISION_GRACE:
             found.append(
-                f"a decision took {self.longest_decision_s:.2f} s, its deadline was "
+                f"a decision took {self.longest_scheduling_wait_s:.2f} s, its deadline was "
                 f"{self.deadline_s:g} s"
             )
         leaked = {name: count for name, count in asdict(self.leaks).items() if count}
@@ -103,7 +103,7 @@ def merged(reports: Iterable[Report]) -> dict[str, Any]:
     parts = list(reports)
     if not parts:
         raise ValueError("there is no part to report")
-    slowest = max(parts, key=lambda part: part.longest_decision_s - part.deadline_s)
+    slowest = max(parts, key=lambda part: part.longest_scheduling_wait_s - part.deadline_s)
     leaks = [asdict(part.leaks) for part in parts]
     return {
         "seed": parts[0].seed,
@@ -118,7 +118,7 @@ def merged(reports: Iterable[Report]) -> dict[str, Any]:
         "wrong_bytes": sum(part.wrong_bytes for part in parts),
         "rollbacks": dict(sorted(_added(part.rollbacks for part in parts).items())),
         # Of the part that came closest to its own deadline, or went furthest beyond it.
-        "longest_decision_s": round(slowest.longest_decision_s, 3),
+        "longest_scheduling_wait_s": round(slowest.longest_scheduling_wait_s, 3),
         "deadline_s": slowest.deadline_s,
         "leaks": {name: sum(part[name] for part in leaks) for name in leaks[0]},
     }

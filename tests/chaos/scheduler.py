@@ -69,7 +69,7 @@ class Figures:
     finished: int = 0
     aborted: int = 0
     operations: int = 0
-    longest_decision: float = 0.0
+    longest_scheduling_wait: float = 0.0
     decisions: list[tuple[float, float, float]] = field(default_factory=list)
     done: Counter[str] = field(default_factory=Counter)
 
@@ -229,7 +229,9 @@ class Scheduler(threading.Thread):
         if now - since > self._fetch_timeout:
             self.figures.decisions.append((since, now, waited))
         else:
-            self.figures.longest_decision = max(self.figures.longest_decision, now - since)
+            self.figures.longest_scheduling_wait = max(
+                self.figures.longest_scheduling_wait, now - since
+            )
 
     def _compute(self, served: _Served) -> None:
         if self._take("request preempted"):

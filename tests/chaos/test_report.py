@@ -20,7 +20,9 @@ def engines(**figures: object) -> Report:
 
 
 def test_a_report_in_which_nothing_is_wrong_passes() -> None:
-    fine = replicas(failed_requests=3, failed_requests_on_killed_replica=3, longest_decision_s=1.99)
+    fine = replicas(
+        failed_requests=3, failed_requests_on_killed_replica=3, longest_scheduling_wait_s=1.99
+    )
     assert fine.failures() == []
 
 
@@ -30,7 +32,7 @@ def test_a_report_in_which_nothing_is_wrong_passes() -> None:
         ({"wrong_bytes": 1}, "1 wrong bytes"),
         ({"wrong_outputs": 1}, "1 outputs"),
         ({"failed_requests": 4, "failed_requests_on_killed_replica": 3}, "1 requests failed"),
-        ({"longest_decision_s": 2.01}, "2.01 s"),
+        ({"longest_scheduling_wait_s": 2.01}, "2.01 s"),
         ({"leaks": Leaks(grants=2)}, "2 grants"),
         ({"problems": ["something odd"]}, "something odd"),
     ],
@@ -54,20 +56,22 @@ def test_the_parts_are_merged_into_one_report() -> None:
         faults=Counter(a=2, b=1),
         operations=5,
         rollbacks=Counter(timeout=3),
-        longest_decision_s=1.5,
+        longest_scheduling_wait_s=1.5,
         leaks=Leaks(slots=1),
     )
-    other = engines(faults=Counter(b=1, c=4), rollbacks=Counter(link=1), longest_decision_s=5.1)
+    other = engines(
+        faults=Counter(b=1, c=4), rollbacks=Counter(link=1), longest_scheduling_wait_s=5.1
+    )
     report = json.loads(to_json([one, other]))
     assert report["seed"] == 7
     assert report["faults"] == {"a": 2, "b": 2, "c": 4}
     assert report["rollbacks"] == {"link": 1, "timeout": 3}
-    assert (report["longest_decision_s"], report["deadline_s"]) == (1.5, 1.0)
+    assert (report["longest_scheduling_wait_s"], report["deadline_s"]) == (1.5, 1.0)
     assert report["leaks"]["slots"] == 1
     assert set(report) == {
         *("seed", "faults", "operations", "requests", "failed_requests"),
         *("failed_requests_on_killed_replica", "wrong_outputs", "wrong_bytes", "rollbacks"),
-        *("longest_decision_s", "deadline_s", "leaks"),
+        *("longest_scheduling_wait_s", "deadline_s", "leaks"),
     }
     assert set(report["leaks"]) == {
         *("grants", "slots", "quarantined", "bytes", "threads", "file_descriptors"),

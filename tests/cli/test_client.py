@@ -84,8 +84,8 @@ def test_explain_takes_one_question(client: XavierClient) -> None:
 def test_what_was_dropped_is_nowhere(pair: Pair, client: XavierClient) -> None:
     """Nobody is told of it any more, nobody finds it, and what comes later is kept."""
     numbers, _ = share(pair)
-    status = client.drop(MODEL)
-    told = status.raw["told"]
+    status = client.flush(MODEL)
+    told = status.raw["answers"]
     assert (sorted(told["dropped"]), told["unreachable"]) == (["first", "second"], [])
     assert [replica.rows_used for replica in status.replicas] == [0, 0]
     keys = [make_key(number) for number in numbers]
@@ -111,16 +111,16 @@ def test_events_of_late_and_as_they_happen(pair: Pair, client: XavierClient) -> 
     listening = threading.Thread(target=lambda: told.extend(_until_dropped(events)))
     listening.start()
     with XavierClient(pair.api.endpoint) as other:
-        other.drop(MODEL)
+        other.flush(MODEL)
     listening.join(60)
-    assert told[-1].event == "HoldingsDropped"
+    assert told[-1].event == "CacheFlushed"
     assert told[-1].fields == {"model_uid": MODEL, "replicas": 2}
 
 
 def _until_dropped(events: Iterator[EventRecord]) -> Iterator[EventRecord]:
     for event in events:
         yield event
-        if event.event == "HoldingsDropped" and event.fields["replicas"] == 2:
+        if event.event == "CacheFlushed" and event.fields["replicas"] == 2:
             return
 
 
@@ -146,7 +146,7 @@ async def test_the_asynchronous_twin(pair: Pair) -> None:
         assert [each.model_uid for each in await client.models()] == [MODEL]
         assert len((await client.status(MODEL)).replicas) == 2
         assert (await client.explain(MODEL, str(number))).prompt_tokens == CHUNK_TOKENS
-        assert (await client.drop(MODEL)).raw["told"]["unreachable"] == []
+        assert (await client.flush(MODEL)).raw["answers"]["unreachable"] == []
         assert (await client.switch(MODEL, True)).enabled
         assert (await anext(client.events(MODEL))).event == "ReplicaJoined"
         assert (await anext(client.watch(MODEL))).model_uid == MODEL
@@ -158,7 +158,7 @@ async def test_the_asynchronous_twin(pair: Pair) -> None:
 
 
 def test_a_model_that_does_not_share(client: XavierClient) -> None:
-    for ask in (client.status, client.drop, lambda uid: next(client.events(uid))):
+    for ask in (client.status, client.flush, lambda uid: next(client.events(uid))):
         with pytest.raises(ApiError, match="model 'other' does not share its cache") as refused:
             ask("other")
         assert refused.value.status == 404

@@ -42,7 +42,7 @@ class Result(NamedTuple):
         assert self.exit_code == 1
 
 
-def examine(endpoint: str) -> Result:
+def diagnose(endpoint: str) -> Result:
     answer = CliRunner().invoke(main, ["doctor", "-e", endpoint, "--json"])
     assert answer.exit_code in (0, 1), answer.output
     return Result(
@@ -55,11 +55,11 @@ def test_nothing_is_wrong_with_a_healthy_pair(pair: Pair) -> None:
     pair.api.set_workers("good")
     for _ in range(2):
         # A replica in a test has a small pool, and nothing else.
-        assert [each for each in examine(pair.api.endpoint).findings if each.grave] == []
+        assert [each for each in diagnose(pair.api.endpoint).findings if each.grave] == []
     with XavierClient(pair.api.endpoint) as client:
         facts = client.cluster()
-    examinations = facts["models"][MODEL]["examinations"]
-    assert examinations["first"]["peers"] == {"second": None}
+    self_checks = facts["models"][MODEL]["self_checks"]
+    assert self_checks["first"]["peers"] == {"second": None}
     assert facts["supervisor"]["versions"]["xinference-xavier"] == __version__
     wait_until(lambda: pair.second.transfer_stats()["links"] == 2, "the links it tried are kept")
 
@@ -104,17 +104,17 @@ def test_with_the_key_it_may_look(pair: Pair) -> None:
 
 
 def test_a_supervisor_without_the_extension(pair: Pair) -> None:
-    result = examine(pair.api.behind)
+    result = diagnose(pair.api.behind)
     result.finds("supervisor", "without this extension", f"{EXTENSION} xinference-supervisor")
 
 
 def test_workers_without_the_extension(pair: Pair) -> None:
     try:
         pair.api.set_workers("good", "bare")
-        result = examine(pair.api.endpoint)
+        result = diagnose(pair.api.endpoint)
         result.finds("/1", "without this extension", f"{EXTENSION} xinference-worker")
         pair.api.set_workers()
-        result = examine(pair.api.endpoint)
+        result = diagnose(pair.api.endpoint)
         result.finds("workers", "none is registered", f"{EXTENSION} xinference-worker")
     finally:
         pair.api.set_workers("good")
@@ -123,12 +123,12 @@ def test_workers_without_the_extension(pair: Pair) -> None:
 def test_a_cancelled_call_that_takes_a_core(pair: Pair) -> None:
     pair.api.let_a_cancel_circle()
     try:
-        result = examine(pair.api.endpoint)
+        result = diagnose(pair.api.endpoint)
     finally:
         pair.api.end_the_cancel()
     for where in ("supervisor", f"tracker of {MODEL}", "worker"):
         result.finds(where, "sends itself a cancelled call", "start it again with -H", grave=False)
-    assert "cancelled call" not in examine(pair.api.endpoint).output
+    assert "cancelled call" not in diagnose(pair.api.endpoint).output
 
 
 # -- replicas: all wrong at once, each in its own way ----------------------------------------
@@ -160,7 +160,7 @@ def planted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Planted]:
         stack.callback(api.kill)
 
         def start(name: str, transport: str = "gloo", **options: object) -> ReplicaProcess:
-            options = {"ingredients": INGREDIENTS, **options}
+            options = {"fingerprint_fields": INGREDIENTS, **options}
             replica = ReplicaProcess(name, api.address, transport=transport, **options)
             stack.callback(replica.kill)
             return replica
@@ -177,14 +177,14 @@ def planted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Planted]:
                 "foreign",
                 rows=64,
                 namespace="another",
-                ingredients={**INGREDIENTS, "dtype": "bfloat16"},
+                fingerprint_fields={**INGREDIENTS, "dtype": "bfloat16"},
                 port_range=ports,
             )
         for replica in (started[0], started[1], foreign):
             wait_until(replica.is_up, f"{replica.name} is up")
         wait_until(lambda: started[2].stats()["transfer_restarts"] > 0, "it was tried twice")
         stack.enter_context(taken(ports))
-        yield Planted(api, examine(api.endpoint), ports)
+        yield Planted(api, diagnose(api.endpoint), ports)
 
 
 @contextmanager
@@ -278,13 +278,13 @@ def test_shared_memory_is_demanded_where_it_cannot_be() -> None:
 def test_replicas_that_are_too_few_or_gone_and_a_lost_tracker() -> None:
     api = ApiProcess()
     try:
-        examine(api.endpoint).finds(
+        diagnose(api.endpoint).finds(
             f"model {MODEL}", "no replica is there", f"/v1/models/{MODEL}/replicas"
         )
         lone = ReplicaProcess("lone", api.address, transport=REFUSING, rows=64)
         try:
             wait_until(lone.is_up, "it is up")
-            result = examine(api.endpoint)
+            result = diagnose(api.endpoint)
             result.finds(f"model {MODEL}", "one replica is there", f"/v1/models/{MODEL}/replicas")
             assert [each.problem for each in result.findings if each.grave] == [
                 "one replica is there, and sharing takes two"
@@ -293,18 +293,18 @@ def test_replicas_that_are_too_few_or_gone_and_a_lost_tracker() -> None:
             second = ReplicaProcess("second", api.address, transport=REFUSING, rows=64)
             try:
                 wait_until(second.is_up, "it is up")
-                examine(api.endpoint).finds(
+                diagnose(api.endpoint).finds(
                     "replica", "since one of them was reset", '{"weights_version": "1"}'
                 )
             finally:
                 second.kill()
-            examine(api.endpoint).finds(
+            diagnose(api.endpoint).finds(
                 "replica second", "does not answer at", f"terminate --model-uid {MODEL}"
             )
         finally:
             lone.kill()
         api.lose_tracker()
-        examine(api.endpoint).finds(
+        diagnose(api.endpoint).finds(
             f"model {MODEL}", "its tracker is missing", f"xinference terminate --model-uid {MODEL}"
         )
     finally:

@@ -13,7 +13,7 @@ from xinference_xavier.client.doctor import Finding
 from xinference_xavier.stats.schema import Explanation, ModelStatus
 
 MIB = 1 << 20
-HITS = {"own_prefix_cache": 1000, "own_pool": 200, "peers": 3000, "computed": 4200}
+HITS = {"prefix_cache": 1000, "local_pool": 200, "remote": 3000, "computed": 4200}
 FIGURES: dict[str, Any] = {
     "hits": HITS,
     "requests": 7,
@@ -95,7 +95,7 @@ def explanation(held: list[bool], tokens: int) -> Explanation:
         {"from": 10 * at, "to": 10 * at + 10, "replicas": {"a": "pool" if here else "none"}}
         for at, here in enumerate(held)
     ]
-    reuse = {"a": {"own_pool": 1234, "peers": 0, "computed": 5}}
+    reuse = {"a": {"local_pool": 1234, "remote": 0, "computed": 5}}
     raw = {"prompt_tokens": tokens, "chunk_tokens": 10, "chunks": chunks, "reuse": reuse}
     return Explanation.of(raw)
 

@@ -184,7 +184,7 @@ class Cluster:
             )
         return done
 
-    def tell_version(self) -> dict[str, list[str]]:
+    def send_version(self) -> dict[str, list[str]]:
         """Both engines have the same weights; which were reset since they were told last."""
         return self.tracker.set_weights_version(f"version {next(self._versions)}")
 
@@ -197,7 +197,7 @@ class Cluster:
         for engine in self.engines:
             self.load(engine, self.original)
             assert self.reset(engine)
-        assert sorted(self.tell_version()["joined"]) == ["a", "b"]
+        assert sorted(self.send_version()["joined"]) == ["a", "b"]
         self.both_share()
         self.wait_for_pool(self.a, ready=0)
 
@@ -308,7 +308,7 @@ class TestWeightUpdate:
         for engine in cluster.engines:
             cluster.load(engine, cluster.tuned)
             self.reset_and_resume(cluster, engine, mode)
-        assert sorted(cluster.tell_version()["joined"]) == ["a", "b"]
+        assert sorted(cluster.send_version()["joined"]) == ["a", "b"]
         reasons = [request.result(PATIENCE).reason for request in load]
         assert set(reasons) <= ({"abort", "length"} if mode == "abort" else {"length"})
         for asked in prompts:

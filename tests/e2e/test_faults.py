@@ -89,7 +89,7 @@ def test_a_byte_turned_wrong_is_noticed_and_the_answer_is_right(
     assert answer.logprobs == pytest.approx(cold.logprobs, abs=1e-4)
     after = totals(model)
     assert after["fetches"]["rolled_back"] == {"checksum": 1}
-    assert after["hits"]["peers"] == CORRUPT_ROW * CHUNK  # those before the damaged one count
+    assert after["hits"]["remote"] == CORRUPT_ROW * CHUNK  # those before the damaged one count
 
 
 def test_a_donor_killed_while_it_serves_costs_a_recomputation(

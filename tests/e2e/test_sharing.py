@@ -131,7 +131,7 @@ def test_remote_hit_reuses_the_prompt_and_changes_nothing(model: LocalCluster) -
     moved = after[consumer]["bytes_received"] - before[consumer]["bytes_received"]
     assert moved == whole * after[consumer]["pool"]["row_bytes"]
     assert after[donor]["bytes_sent"] - before[donor]["bytes_sent"] == moved
-    peers = after[consumer]["hits"]["peers"] - before[consumer]["hits"]["peers"]
+    peers = after[consumer]["hits"]["remote"] - before[consumer]["hits"]["remote"]
     assert peers == whole * CHUNK
 
     local_donor, local = ask(model, question(100))
@@ -210,7 +210,7 @@ def test_explain_foretells_what_a_request_reuses(model: LocalCluster) -> None:
     assert {chunk.holders for chunk in answer.chunks} == {frozenset({donor})}
     assert answer.reuse == {donor: Reuse(whole, 0, rest), consumer: Reuse(0, whole, rest)}
     asked, remote = ask(model, question(110))
-    assert (asked, remote.cached_tokens) == (consumer, answer.reuse[consumer].peers)
+    assert (asked, remote.cached_tokens) == (consumer, answer.reuse[consumer].remote)
 
 
 def test_explain_knows_what_a_chat_becomes(model: LocalCluster) -> None:
@@ -234,7 +234,7 @@ def test_what_was_dropped_is_computed_again(model: LocalCluster) -> None:
     donor, cold = ask(model, question(111))
     wait_published(model, donor, before[donor]["holdings"] + cold.prompt_tokens // CHUNK)
     with XavierClient(model.endpoint) as client:
-        dropped = client.drop(UID)
+        dropped = client.flush(UID)
     assert [replica.rows_used for replica in dropped.replicas] == [0, 0]
     wait_until(lambda: replicas(model)[donor]["holdings"] == 0, "the tracker knows")
     asked, again = ask(model, question(111))
@@ -291,9 +291,9 @@ def test_doctor_finds_nothing_that_keeps_them_from_sharing(model: LocalCluster) 
         facts = client.cluster()
     (worker,) = facts["workers"].values()
     assert worker["versions"]["vllm"]
-    examinations = facts["models"][UID]["examinations"].values()
-    assert all(set(each["peers"].values()) == {None} for each in examinations)
-    first, second = (each["ingredients"] for each in examinations)
+    self_checks = facts["models"][UID]["self_checks"].values()
+    assert all(set(each["peers"].values()) == {None} for each in self_checks)
+    first, second = (each["fingerprint_fields"] for each in self_checks)
     assert first == second
     assert first["dtype"] == "torch.float32"
 
@@ -317,7 +317,7 @@ def test_xinferences_own_metrics_show_a_remote_hit(model: LocalCluster) -> None:
         if sample.name.startswith(PREFIX)
     }
     labels = {"model": UID, "replica": replicas(model)[consumer]["replica"]}
-    peers = sorted({**labels, "source": "peers"}.items())
+    peers = sorted({**labels, "source": "remote"}.items())
     assert samples[("prompt_tokens_total", *peers)] >= answer.cached_tokens > 0
     fetched = {**labels, "outcome": "committed", "reason": "", "transport": "shared_memory"}
     assert samples[("fetches_total", *sorted(fetched.items()))] >= 1

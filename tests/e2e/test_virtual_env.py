@@ -74,7 +74,7 @@ def test_a_remote_hit(model: LocalCluster) -> None:
     assert [cold.cached_tokens, remote.cached_tokens] == [0, whole * CHUNK]
     assert cold.tokens == remote.tokens == local.tokens
     assert remote.logprobs == pytest.approx(local.logprobs, abs=1e-4)
-    assert model.xavier(UID)["totals"]["hits"]["peers"] == whole * CHUNK
+    assert model.xavier(UID)["totals"]["hits"]["remote"] == whole * CHUNK
 
 
 def test_a_vllm_that_was_not_tried_is_refused_by_name(cluster: LocalCluster) -> None:

@@ -74,7 +74,7 @@ def test_launched_by_the_switch_it_shows_the_remote_hit(
     for name in names:
         browser.wait_text("#replicas", name)
         browser.wait_text("#events", f"{name} joined")
-    assert browser.text("#from-peers") == "0"
+    assert browser.text("#from-remote") == "0"
     assert not browser.has("#links")
 
     question = prompt(document(400, DOCUMENT_ROWS), questions(400, DOCUMENT_ROWS)[0])
@@ -87,7 +87,7 @@ def test_launched_by_the_switch_it_shows_the_remote_hit(
     assert second.cached_tokens == whole * CHUNK
 
     # All of this is read off the page, which nobody has touched.
-    browser.wait_text("#from-peers", f"{whole * CHUNK:,}")
+    browser.wait_text("#from-remote", f"{whole * CHUNK:,}")
     browser.wait_text("#reused", "%")
     link = browser.text("#links tbody")
     assert any(link.startswith(f"{donor} {consumer} ") for donor, consumer in (names, names[::-1]))

@@ -331,7 +331,7 @@ class TestSeveralDonors:
         vllm.end_step()
         vllm.loaded(request, 6)
         vllm.finish(request)
-        assert vllm.manager.stats()["hits"]["peers"] == 6 * CHUNK
+        assert vllm.manager.stats()["hits"]["remote"] == 6 * CHUNK
         assert_nothing_left(vllm)
 
     def test_what_came_before_a_gap_is_used(
@@ -710,7 +710,7 @@ class TestAccounting:
         vllm.scan(request, own_prefix=1)
         vllm.schedule(request, 0, own_prefix=1)
         assert self.counts(vllm) == {
-            "own_prefix_cache": 1, "own_pool": 0, "peers": 0, "computed": 5,
+            "prefix_cache": 1, "local_pool": 0, "remote": 0, "computed": 5,
         }  # fmt: skip
 
     def test_of_a_request_with_something_from_everywhere(self, vllm: Scheduling) -> None:
@@ -723,7 +723,7 @@ class TestAccounting:
         assert vllm.scan(request, own_prefix=1) == 6
         vllm.schedule(request, 6, own_prefix=1)
         assert self.counts(vllm) == {
-            "own_prefix_cache": 1, "own_pool": 2, "peers": 4, "computed": 1,
+            "prefix_cache": 1, "local_pool": 2, "remote": 4, "computed": 1,
         }  # fmt: skip
 
     def test_of_chunks_that_a_peer_supplied_to_an_earlier_request(self, vllm: Scheduling) -> None:
@@ -732,8 +732,8 @@ class TestAccounting:
         vllm.schedule(first, vllm.scan(first) or 0)
         second = vllm.arrive("s", first.keys)
         vllm.schedule(second, vllm.scan(second) or 0)
-        assert self.counts(vllm)["peers"] == 6
-        assert self.counts(vllm)["own_pool"] == 6
+        assert self.counts(vllm)["remote"] == 6
+        assert self.counts(vllm)["local_pool"] == 6
 
     def test_of_finished_requests(self, vllm: Scheduling) -> None:
         vllm.finish(vllm.arrive("r", chunks("prompt", 1)))

@@ -31,9 +31,9 @@ def test_nothing_new_is_nothing(reporter: HitReporter) -> None:
 
 
 def test_each_token_is_reported_once(hits: Hits, reporter: HitReporter) -> None:
-    hits.peers, hits.computed = 256, 10
+    hits.remote, hits.computed = 256, 10
     first = counters(reporter)
-    hits.peers += 128
+    hits.remote += 128
     second = counters(reporter)
     assert first == {"vllm:xavier_peers_tokens": 256, "vllm:xavier_computed_tokens": 10}
     assert second == {"vllm:xavier_peers_tokens": 128}

@@ -48,7 +48,7 @@ def cache_config() -> KVCacheConfig:
 
 
 def namespace(config: VllmConfig, cache_config: KVCacheConfig) -> str:
-    return module.digest(module.ingredients(config, cache_config, CHUNK_TOKENS))
+    return module.digest(module.fingerprint_fields(config, cache_config, CHUNK_TOKENS))
 
 
 @pytest.fixture
@@ -201,7 +201,7 @@ def test_other_layers_in_a_group(
 
 def test_another_chunk_size(own: str, config: VllmConfig, cache_config: KVCacheConfig) -> None:
     """The same key stands for other chunks then."""
-    assert module.digest(module.ingredients(config, cache_config, 2 * CHUNK_TOKENS)) != own
+    assert module.digest(module.fingerprint_fields(config, cache_config, 2 * CHUNK_TOKENS)) != own
 
 
 def test_another_vllm(

@@ -24,7 +24,9 @@ def reported(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[XavierConfi
     """What the tracker is told, as (whose, text)."""
     told: list[tuple[XavierConfig, str]] = []
     monkeypatch.setattr(
-        startup_errors, "report_failure", lambda config, error: told.append((config, str(error)))
+        startup_errors,
+        "report_startup_error",
+        lambda config, error: told.append((config, str(error))),
     )
     startup_errors.install()
     startup_errors.install()  # vLLM may do so more than once

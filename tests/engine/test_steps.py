@@ -133,4 +133,4 @@ def test_a_request_is_timed_from_its_first_pending_lookup_to_its_decision() -> N
     assert vllm.attempt(request) == 0
     vllm.clock.now += 3.0  # no room yet
     assert vllm.attempt(request) == 0
-    assert vllm.manager.stats()["longest_decision_s"] == pytest.approx(FETCH_TIMEOUT - 1.0)
+    assert vllm.manager.stats()["longest_scheduling_wait_s"] == pytest.approx(FETCH_TIMEOUT - 1.0)

@@ -73,7 +73,7 @@ def prompt() -> list[int]:
 @pytest.mark.parametrize("consumer", CONSUMERS)
 def test_hits_of_every_kind_give_one_answer(fleet: Fleet, consumer: str) -> None:
     asked = prompt()
-    fleet.drop()
+    fleet.flush()
     cold = answer(fleet, "donor", asked)
     fleet.wait_published("donor", CHUNKS)
     remote, local = answer(fleet, consumer, asked), answer(fleet, consumer, asked)
@@ -93,10 +93,10 @@ def test_hits_of_every_kind_give_one_answer(fleet: Fleet, consumer: str) -> None
 def test_many_at_once(fleet: Fleet, consumer: str) -> None:
     """Loads, stores and forward passes overlap on the card's streams."""
     asked = [prompt() for _ in range(AT_ONCE)]
-    fleet.drop()
+    fleet.flush()
     cold = fleet[consumer].do("answers", asked, TOKENS)  # and then forgets all of it
     fleet[consumer].do("forget")
-    fleet.drop()
+    fleet.flush()
     fleet["donor"].do("answers", asked, TOKENS)
     fleet.wait_published("donor", AT_ONCE * CHUNKS)
     hits = fleet[consumer].do("answers", asked, TOKENS)
@@ -111,14 +111,14 @@ def test_many_at_once(fleet: Fleet, consumer: str) -> None:
 def test_what_was_generated_is_shared_too(fleet: Fleet, consumer: str) -> None:
     """The next turn of a chat, at another replica."""
     first = PROMPTS.fresh(CHUNKS * CHUNK - TOKENS // 2)
-    fleet.drop()
+    fleet.flush()
     (said,) = fleet["donor"].do("answers", [first], CHUNK)
     fleet.wait_published("donor", CHUNKS)
     again = [*first, *said.tokens]
     hit = answer(fleet, consumer, again)
     assert hit.cached == CHUNKS * CHUNK
     fleet[consumer].do("forget")
-    fleet.drop()
+    fleet.flush()
     cold = answer(fleet, consumer, again)
     assert cold.cached == 0
     assert hit.logprobs[0] == pytest.approx(cold.logprobs[0], abs=OTHER_SHAPE)

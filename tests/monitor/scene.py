@@ -19,11 +19,11 @@ from tests.replica_process import (
 )
 from xinference_xavier.serving.prometheus.families import PREFIX
 
-HITS = {"own_prefix_cache": 100, "own_pool": 200, "peers": 300, "computed": 400}
+HITS = {"prefix_cache": 100, "local_pool": 200, "remote": 300, "computed": 400}
 COUNTED = {
     "hits": HITS,
     "requests": 10,
-    "longest_decision_s": 0.5,
+    "longest_scheduling_wait_s": 0.5,
     "prefill_tokens_per_s": 1000.0,
     "seconds_saved": 0.5,
 }

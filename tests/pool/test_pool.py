@@ -108,7 +108,7 @@ class PoolAgainstModel(RuleBasedStateMachine):
         expected = []
         for key in keys:
             row = ready.get(key)
-            if row is None or (shared and (row.checksum is None or row.dropped)):
+            if row is None or (shared and (row.checksum is None or row.flushed)):
                 break
             expected.append(row)
         assert run == expected
@@ -121,7 +121,7 @@ class PoolAgainstModel(RuleBasedStateMachine):
     @rule(target=reading, row=reading)
     def pin_row(self, row: Row):  # type: ignore[no-untyped-def]
         """A handle of any age: only a row that is still there can be pinned."""
-        there = (row in self.idle or row in self.live()) and not row.dropped
+        there = (row in self.idle or row in self.live()) and not row.flushed
         assert self.pool.pin_row(row) == there
         if not there:
             return multiple()
@@ -156,14 +156,14 @@ class PoolAgainstModel(RuleBasedStateMachine):
 
     @rule()
     def drop(self) -> None:
-        rows = [row for row in (*self.idle, *self.live()) if not row.dropped]
-        assert set(self.pool.drop()) == {row.key for row in rows}
-        assert all(row.dropped for row in rows)
+        rows = [row for row in (*self.idle, *self.live()) if not row.flushed]
+        assert set(self.pool.flush()) == {row.key for row in rows}
+        assert all(row.flushed for row in rows)
 
     @rule()
     def sweep(self) -> None:
         self.pool.sweep()
-        self.idle = [row for row in self.idle if not row.dropped]
+        self.idle = [row for row in self.idle if not row.flushed]
 
     @rule()
     def reset(self) -> None:
@@ -185,7 +185,7 @@ class PoolAgainstModel(RuleBasedStateMachine):
         counts = self.pool.counts()
         pinned = set(self.pinned)
         assert counts.rows == SLOTS
-        found = [row for row in (*self.idle, *live) if not row.dropped]
+        found = [row for row in (*self.idle, *live) if not row.flushed]
         assert counts.ready == len(found)
         assert counts.filling == len(self.filling)
         assert counts.pinned == len(pinned)
@@ -319,8 +319,8 @@ def test_dropped_rows_are_found_no_more_and_free_after_a_sweep() -> None:
     (filling,) = pool.reserve([b"c"]).rows
     for row in rows:
         pool.set_checksum(row, 1)
-    assert pool.drop() == [b"a", b"b"]
-    assert pool.drop() == []
+    assert pool.flush() == [b"a", b"b"]
+    assert pool.flush() == []
     assert pool.lookup(b"a") is None
     assert pool.shared_keys() == pool.pin_shared([b"a"]) == []
     assert not pool.pin_row(rows[0])
@@ -338,7 +338,7 @@ def test_what_was_looked_up_before_a_drop_can_be_loaded_after_it() -> None:
     pool = Pool(4)
     (row,) = ready(pool, b"a")
     assert pool.lookup(b"a") is row
-    pool.drop()
+    pool.flush()
     assert pool.pin([b"a"]) == [row]
     pool.sweep()
     assert pool.counts().pinned == 1
@@ -353,7 +353,7 @@ def test_what_was_looked_up_before_a_drop_can_be_loaded_after_it() -> None:
 def test_dropped_rows_may_be_evicted_or_reset_before_they_are_swept() -> None:
     pool = Pool(2)
     first, second = ready(pool, b"a", b"b")
-    pool.drop()
+    pool.flush()
     assert pool.reserve([b"c"]).evicted == [b"a"]
     (pinned,) = pool.pin([b"b"])
     pool.reset()

@@ -9,7 +9,7 @@ import pytest
 from tests.tracker_pools import MODEL
 from xinference_xavier.config import XavierConfig
 from xinference_xavier.errors import ConfigError
-from xinference_xavier.protocol.startup_errors import failure_of, report_failure
+from xinference_xavier.protocol.startup_errors import failure_of, report_startup_error
 
 ERROR = ConfigError("xavier_pool_bytes", 1, "is too little", "use more")
 
@@ -20,16 +20,16 @@ async def test_the_cause_is_taken_once(
     monkeypatch.setenv("XINFERENCE_MODEL_UID", "model-rep1")
     _, address = stoppable_tracker
     config = XavierConfig(MODEL, address)
-    report_failure(config, ERROR)
-    report_failure(config, RuntimeError("a worker failed"))  # which follows from it
+    report_startup_error(config, ERROR)
+    report_startup_error(config, RuntimeError("a worker failed"))  # which follows from it
     assert await failure_of(config, "model-rep0") is None, "another replica's"
     assert await failure_of(config, "model-rep1") == str(ERROR)
     assert await failure_of(config, "model-rep1") is None
-    report_failure(config, ModuleNotFoundError("No module named 'x'"))
+    report_startup_error(config, ModuleNotFoundError("No module named 'x'"))
     assert await failure_of(config, "model-rep1") == "ModuleNotFoundError: No module named 'x'"
 
 
 async def test_without_a_tracker_nothing_is_learnt_and_nothing_raised() -> None:
     config = XavierConfig(MODEL, "127.0.0.1:1")
-    report_failure(config, ERROR)
+    report_startup_error(config, ERROR)
     assert await failure_of(config, "model-rep0") is None

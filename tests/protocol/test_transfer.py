@@ -13,7 +13,7 @@ from xinference_xavier.protocol.transfer import (
     MAX_LINE,
     MAX_ROWS_PER_FETCH,
     PROTOCOL_VERSION,
-    Contact,
+    Endpoint,
     Grant,
     GrantRequest,
     PullOrder,
@@ -229,8 +229,8 @@ def test_the_startup_message_of_another_version_is_refused_with_the_remedy() -> 
 
 
 def test_a_transfer_process_says_where_it_is_or_why_it_is_not() -> None:
-    assert parse_started(b'{"address": "host:1", "host": "boot"}\n') == Contact("host:1", "boot")
-    assert parse_started(b'{"address": "host:1", "host": null}\n') == Contact("host:1", None)
+    assert parse_started(b'{"address": "host:1", "host": "boot"}\n') == Endpoint("host:1", "boot")
+    assert parse_started(b'{"address": "host:1", "host": null}\n') == Endpoint("host:1", None)
     for line, error in [
         (b'{"error": "no such host"}\n', "no such host"),
         (b"", "ended without a word"),

@@ -47,7 +47,7 @@ def places(held: str) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("own", "peer", "other", "own_pool", "peers"),
+    ("own", "peer", "other", "local_pool", "remote"),
     [
         ("--------", "--------", "--------", 0, 0),
         ("xxx-----", "--------", "--------", 30, 0),
@@ -61,30 +61,30 @@ def places(held: str) -> list[int]:
     ],
 )
 def test_reuse_is_what_a_lookup_would_find(
-    own: str, peer: str, other: str, own_pool: int, peers: int
+    own: str, peer: str, other: str, local_pool: int, peers: int
 ) -> None:
     answer = explain(own, peer=peer, other=other)
     assert answer["reuse"]["own"] == {
-        "own_pool": own_pool,
+        "local_pool": local_pool,
         "peers": peers,
-        "computed": PROMPT - own_pool - peers,
+        "computed": PROMPT - local_pool - peers,
     }
 
 
 def test_the_peers_part_is_told_as_well() -> None:
     answer = explain("xxxx----", peer="xx------")
-    assert answer["reuse"]["peer"] == {"own_pool": 20, "peers": 20, "computed": 45}
+    assert answer["reuse"]["peer"] == {"local_pool": 20, "remote": 20, "computed": 45}
 
 
 def test_a_run_too_short_to_be_fetched_is_computed() -> None:
-    assert explain("--------", peer="xx------", min_fetch_tokens=21)["reuse"]["own"]["peers"] == 0
-    assert explain("--------", peer="xxx-----", min_fetch_tokens=21)["reuse"]["own"]["peers"] == 30
+    assert explain("--------", peer="xx------", min_fetch_tokens=21)["reuse"]["own"]["remote"] == 0
+    assert explain("--------", peer="xxx-----", min_fetch_tokens=21)["reuse"]["own"]["remote"] == 30
 
 
 def test_nothing_comes_from_peers_while_sharing_is_off() -> None:
     answer = explain("x-------", peer="xxxx----", enabled=False)
-    assert answer["reuse"]["own"] == {"own_pool": 10, "peers": 0, "computed": 75}
-    assert answer["reuse"]["peer"] == {"own_pool": 40, "peers": 0, "computed": 45}
+    assert answer["reuse"]["own"] == {"local_pool": 10, "remote": 0, "computed": 75}
+    assert answer["reuse"]["peer"] == {"local_pool": 40, "remote": 0, "computed": 45}
 
 
 def test_each_chunk_says_who_holds_it() -> None:
@@ -99,4 +99,4 @@ def test_each_chunk_says_who_holds_it() -> None:
 
 
 def test_a_chunk_counts_only_with_all_its_groups() -> None:
-    assert explain("xxxx----", peer="xxxx----", groups=2)["reuse"]["own"]["own_pool"] == 0
+    assert explain("xxxx----", peer="xxxx----", groups=2)["reuse"]["own"]["local_pool"] == 0

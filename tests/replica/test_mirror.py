@@ -114,43 +114,43 @@ class TestStaleEntries:
         mirror.apply(update(adds("a", 3, KEY), adds("b", 1, KEY)))
 
     def test_the_entry_goes_for_this_donor_only(self, mirror: Mirror) -> None:
-        mirror.note_stale(KEY, "a", 5)
+        mirror.record_stale(KEY, "a", 5)
         assert mirror.holders(KEY) == ("b",)
 
     def test_what_was_on_its_way_before_the_answer_does_not_revive_it(self, mirror: Mirror) -> None:
-        mirror.note_stale(KEY, "a", 5)
+        mirror.record_stale(KEY, "a", 5)
         mirror.apply(update(adds("a", 4, KEY)))
         mirror.apply(update(adds("a", 5, KEY)))
         mirror.apply(update(replaces("a", 5, KEY), snapshot=True))
         assert mirror.holders(KEY) == ()
 
     def test_a_later_publication_revives_it(self, mirror: Mirror) -> None:
-        mirror.note_stale(KEY, "a", 5)
+        mirror.record_stale(KEY, "a", 5)
         mirror.apply(update(adds("a", 6, KEY)))
         assert "a" in mirror.holders(KEY)
 
     def test_an_unrelated_later_publication_does_not(self, mirror: Mirror) -> None:
-        mirror.note_stale(KEY, "a", 5)
+        mirror.record_stale(KEY, "a", 5)
         mirror.apply(update(adds("a", 6, OTHER)))
         assert mirror.holders(KEY) == ("b",)
 
     def test_an_answer_older_than_the_mirror_is_not_believed(self, mirror: Mirror) -> None:
         """The entry may be from the later publication, which nobody would repeat."""
         mirror.apply(update(adds("a", 6, KEY)))
-        mirror.note_stale(KEY, "a", 5)
+        mirror.record_stale(KEY, "a", 5)
         assert "a" in mirror.holders(KEY)
 
     def test_notes_are_forgotten_once_they_cannot_matter(self, mirror: Mirror) -> None:
-        mirror.note_stale(KEY, "a", 5)
+        mirror.record_stale(KEY, "a", 5)
         mirror.apply(update(adds("a", 6, OTHER)))
         assert not mirror._stale["a"]
-        mirror.note_stale(KEY, "a", 7)
+        mirror.record_stale(KEY, "a", 7)
         mirror.apply(update(members=MEMBERS[:1]))
         assert "a" not in mirror._stale
 
     def test_notes_are_bounded(self, mirror: Mirror) -> None:
         for number in range(MAX_NOTES + 10):
-            mirror.note_stale(number.to_bytes(4, "big"), "a", 5)
+            mirror.record_stale(number.to_bytes(4, "big"), "a", 5)
         assert len(mirror._stale["a"]) == MAX_NOTES
 
 

@@ -14,7 +14,7 @@ import xoscar as xo
 from xinference_xavier.config import XavierConfig
 from xinference_xavier.protocol.tracker import Member, Settings, Update
 from xinference_xavier.replica.mirror import Mirror
-from xinference_xavier.replica.self_check import MAX_PEERS, Patient, examine
+from xinference_xavier.replica.self_check import MAX_PEERS, SelfCheck
 from xinference_xavier.runtime.addresses import replica_uid
 
 HOST = "127.0.0.1"
@@ -23,7 +23,7 @@ HOST = "127.0.0.1"
 class Process:
     """A transfer process that has not come up."""
 
-    contact = None
+    endpoint = None
     starts = 3
     error = "it was killed"
 
@@ -32,12 +32,12 @@ class Process:
 
 
 class Peer(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no types
-    def __init__(self, contact: object) -> None:
+    def __init__(self, endpoint: object) -> None:
         super().__init__()
-        self._contact = contact
+        self._endpoint = endpoint
 
-    async def transfer_contact(self) -> object:
-        return self._contact
+    async def transfer_endpoint(self) -> object:
+        return self._endpoint
 
 
 @pytest.fixture
@@ -52,8 +52,8 @@ async def examined(*peers: Member, **config: Any) -> dict[str, Any]:
     members = (Member("own", f"{HOST}:1"), *peers)
     mirror.apply(Update(1, "epoch", True, Settings(), 4, members, ()))
     process: Any = Process()
-    patient = Patient(_config(**config), HOST, mirror, process, {"dtype": "float32"})
-    return await examine(patient)
+    check = SelfCheck(_config(**config), HOST, mirror, process, {"dtype": "float32"})
+    return await check.run()
 
 
 def _config(**options: Any) -> XavierConfig:
@@ -61,24 +61,24 @@ def _config(**options: Any) -> XavierConfig:
 
 
 async def test_what_it_tells_travels_as_json() -> None:
-    told = await examined()
-    assert json.loads(json.dumps(told)) == told
-    assert told["ingredients"] == {"dtype": "float32"}
-    assert told["config"]["model_uid"] == "m"
-    assert (told["transfer_address"], told["transfer_starts"]) == (None, 3)
-    assert told["transfer_error"] == "it was killed"
+    checked = await examined()
+    assert json.loads(json.dumps(checked)) == checked
+    assert checked["fingerprint_fields"] == {"dtype": "float32"}
+    assert checked["config"]["model_uid"] == "m"
+    assert (checked["transfer_address"], checked["transfer_starts"]) == (None, 3)
+    assert checked["transfer_error"] == "it was killed"
 
 
 async def test_each_peer_has_its_own_reason(address: str) -> None:
     await xo.create_actor(Peer, None, address=address, uid=replica_uid("starting"))
     await xo.create_actor(Peer, ("nonsense",), address=address, uid=replica_uid("odd"))
-    told = await examined(
+    checked = await examined(
         Member("starting", address), Member("odd", address), Member("gone", f"{HOST}:1")
     )
-    assert told["peers"]["starting"] == "it has no transfer process"
+    assert checked["peers"]["starting"] == "it has no transfer process"
     for peer, where in (("odd", address), ("gone", f"{HOST}:1")):
-        assert told["peers"][peer].startswith(f"its engine at {where} does not answer: ")
-    assert "own" not in told["peers"]
+        assert checked["peers"][peer].startswith(f"its engine at {where} does not answer: ")
+    assert "own" not in checked["peers"]
 
 
 async def test_of_very_many_peers_some_are_tried(address: str) -> None:
@@ -87,18 +87,18 @@ async def test_of_very_many_peers_some_are_tried(address: str) -> None:
 
 
 async def test_ports_are_counted_where_a_range_confines_them() -> None:
-    told = await examined()
-    assert (told["free_ports"], told["port_range_error"]) == (None, None)
+    checked = await examined()
+    assert (checked["free_ports"], checked["port_range_error"]) == (None, None)
     with socket.create_server((HOST, 0)) as taken:
         port = taken.getsockname()[1]
         low = min(port, 65535 - 2)
-        told = await examined(port_range=(low, low + 2))
-    assert told["free_ports"] in range(3), "one of three is taken"
-    assert told["port_range_error"] is None
+        checked = await examined(port_range=(low, low + 2))
+    assert checked["free_ports"] in range(3), "one of three is taken"
+    assert checked["port_range_error"] is None
 
 
 async def test_a_range_that_gloo_cannot_use_says_why() -> None:
     """It leaves the ports that the kernel chooses among."""
-    told = await examined(port_range=(1024, 1030))
-    assert "1024-1030" in told["port_range_error"]
-    assert told["free_ports"] in range(8)
+    checked = await examined(port_range=(1024, 1030))
+    assert "1024-1030" in checked["port_range_error"]
+    assert checked["free_ports"] in range(8)

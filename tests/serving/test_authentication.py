@@ -38,7 +38,7 @@ RIGHTS = {
     "GET /v1/xavier/{model_uid}/events": LIST,
     "POST /v1/xavier/{model_uid}": WRITE,
     "POST /v1/xavier/{model_uid}/explain": READ,
-    "POST /v1/xavier/{model_uid}/drop": WRITE,
+    "POST /v1/xavier/{model_uid}/flush": WRITE,
 }
 FOR_EVERYBODY = {"/xavier", "/xavier/", "/xavier/launch.js"}
 BODIES = {
@@ -193,7 +193,7 @@ def test_the_client_with_a_token_and_with_a_key(guarded: Guarded) -> None:
         assert next(client.watch(MODEL)).model_uid == MODEL
         assert next(client.events(MODEL)).event == "ReplicaJoined"
         with pytest.raises(ApiError, match="Not enough permissions") as refused:
-            client.drop(MODEL)
+            client.flush(MODEL)
         assert refused.value.status == 403
     with XavierClient(endpoint, guarded.key) as client:
         assert client.status(MODEL).enabled
@@ -202,7 +202,7 @@ def test_the_client_with_a_token_and_with_a_key(guarded: Guarded) -> None:
             client.switch(MODEL, True)
     with XavierClient(endpoint, guarded.users[WRITE].token) as client:
         assert client.switch(MODEL, True).enabled
-        assert client.drop(MODEL).raw["told"]["unreachable"] == []
+        assert client.flush(MODEL).raw["answers"]["unreachable"] == []
 
 
 async def test_the_asynchronous_client(guarded: Guarded) -> None:

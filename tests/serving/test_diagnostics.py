@@ -101,7 +101,7 @@ async def test_a_model_without_a_tracker_keeps_none_of_the_others_away(address: 
     models = (await gathered(address))["models"]
     assert models["lost"] == {"error": "no tracker"}
     assert models["m"]["report"]["model_uid"] == "m"
-    assert set(models["m"]["examinations"]) == {"gone"}
+    assert set(models["m"]["self_checks"]) == {"gone"}
 
 
 async def test_a_supervisor_without_the_extension_is_an_error_and_the_rest_is_empty(

@@ -88,7 +88,7 @@ async def test_history_then_events_of_late_then_the_status(
     await join(tracker, "a", "m-0")
     messages = live(trackers, "m")
     kinds = [(await anext(messages))["event"] for _ in range(3)]
-    assert kinds == ["history", "happened", "status"]
+    assert kinds == ["history", "event", "status"]
 
 
 async def test_the_status_comes_again_and_again(trackers: TrackerGateway, tracker: Any) -> None:
@@ -108,10 +108,10 @@ async def test_events_come_as_they_happen(
     messages = live(trackers, "m")
     await heard(messages, "status")
     await tracker.set_enabled(False)
-    event = await heard(messages, "happened")
+    event = await heard(messages, "event")
     assert (event["event"], event["enabled"]) == ("SharingSwitched", False)
     await join(tracker, "a", "m-0")
-    event = await heard(messages, "happened")
+    event = await heard(messages, "event")
     assert (event["event"], event["replica"]) == ("ReplicaJoined", "m-0")
 
 
@@ -122,7 +122,7 @@ async def test_only_the_latest_events_at_first(
     for name in ("m-0", "m-1", "m-2"):
         await join(tracker, name, name)
     messages = live(trackers, "m")
-    assert [(await heard(messages, "happened"))["replica"] for _ in range(2)] == ["m-1", "m-2"]
+    assert [(await heard(messages, "event"))["replica"] for _ in range(2)] == ["m-1", "m-2"]
 
 
 async def test_a_tracker_that_is_away_is_waited_for(
@@ -142,11 +142,11 @@ async def test_a_tracker_in_the_place_of_another_tells_its_own_events(
 ) -> None:
     messages = live(trackers, "m")
     await join(tracker, "a", "m-0")
-    assert (await heard(messages, "happened"))["replica"] == "m-0"
+    assert (await heard(messages, "event"))["replica"] == "m-0"
     await xo.destroy_actor(tracker)
     successor = await create_tracker(address)
     await join(successor, "b", "m-1")
-    assert (await heard(messages, "happened"))["replica"] == "m-1"
+    assert (await heard(messages, "event"))["replica"] == "m-1"
 
 
 async def test_the_stream_ends_with_the_model(

@@ -15,7 +15,7 @@ from xinference_xavier.stats.history import INTERVAL, MAX_SAMPLES, History
 
 def stats(peers: int) -> dict[str, Any]:
     return {
-        "hits": {"own_prefix_cache": 1, "own_pool": 2, "peers": peers, "computed": 4},
+        "hits": {"prefix_cache": 1, "local_pool": 2, "remote": peers, "computed": 4},
         "bytes_received": 10 * peers,
         "requests": 5,
         "seconds_saved": 0.5,
@@ -35,7 +35,7 @@ def test_a_sample_sums_up_all_replicas() -> None:
     history.tick(0.0, 1000.0)
     assert last(history) == {
         "time": 1000.0,
-        "hits": {"own_prefix_cache": 2, "own_pool": 4, "peers": 33, "computed": 8},
+        "hits": {"prefix_cache": 2, "local_pool": 4, "remote": 33, "computed": 8},
         "bytes_received": 330,
         "requests": 10,
         "seconds_saved": 1.0,
@@ -50,7 +50,7 @@ def test_what_a_replica_says_now_replaces_what_it_said() -> None:
     for peers in (3, 4):
         history.note("a", stats(peers))
     history.tick(0.0, 0.0)
-    assert last(history)["hits"]["peers"] == 4
+    assert last(history)["hits"]["remote"] == 4
 
 
 def test_samples_are_an_interval_apart_and_reach_an_hour_back() -> None:
@@ -73,7 +73,7 @@ def test_sums_never_fall_however_many_replicas_come_and_go(monkeypatch: pytest.M
         history.note(str(number), stats(2))
     assert len(history._latest) == 3
     history.tick(0.0, 0.0)
-    assert last(history)["hits"]["peers"] == 20
+    assert last(history)["hits"]["remote"] == 20
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_sums_never_fall_however_many_replicas_come_and_go(monkeypatch: pytest.M
     [
         {},
         {"hits": None, "fetches": [1]},
-        {"hits": {"peers": "many"}, "requests": -1, "bytes_received": True},
+        {"hits": {"remote": "many"}, "requests": -1, "bytes_received": True},
         {"seconds_saved": math.inf, "requests": math.nan, "fetches": {"rolled_back": {"a": "b"}}},
     ],
 )

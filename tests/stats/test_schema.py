@@ -26,7 +26,7 @@ def status(**replica: Any) -> ModelStatus:
 
 def test_before_the_first_request_nothing_was_reused() -> None:
     assert Hits().ratio == 0.0
-    assert Hits(own_prefix_cache=1, own_pool=2, peers=3, computed=2).ratio == 0.75
+    assert Hits(prefix_cache=1, local_pool=2, remote=3, computed=2).ratio == 0.75
     assert Hits(computed=9).ratio == 0.0
 
 
@@ -39,9 +39,9 @@ def test_what_an_older_server_does_not_say_counts_as_nothing() -> None:
 
 
 def test_what_a_newer_server_says_besides_is_in_raw() -> None:
-    answer = status(colour="red", hits={"peers": 5, "moon": 7})
+    answer = status(colour="red", hits={"remote": 5, "moon": 7})
     (replica,) = answer.replicas
-    assert replica.counts.hits == Hits(peers=5)
+    assert replica.counts.hits == Hits(remote=5)
     assert replica.raw["colour"] == "red"
     assert answer.raw["replicas"][0]["hits"]["moon"] == 7
 
@@ -73,7 +73,7 @@ def test_holders_of_a_chunk_are_all_that_have_it_anywhere() -> None:
             {"from": 0, "to": 128, "replicas": {"a": "pool", "b": "none", "c": "disk"}},
             {"from": 128, "to": 256, "replicas": {}},
         ],
-        "reuse": {"a": {"own_pool": 128, "peers": 0, "computed": 172}},
+        "reuse": {"a": {"local_pool": 128, "remote": 0, "computed": 172}},
     }
     explanation = Explanation.of(raw)
     assert explanation.chunks == (

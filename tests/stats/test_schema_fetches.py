@@ -9,13 +9,13 @@ from typing import Any
 
 from xinference_xavier.errors import ROLLBACKS
 from xinference_xavier.replica import donor, fetcher, transfer_process
-from xinference_xavier.stats.schema import FetchFigures
+from xinference_xavier.stats.schema import FetchStats
 from xinference_xavier.transfer import receiver
 from xinference_xavier.transfer.receiver import ChecksumError
 
 
 def told(*ended: tuple[str | None, float, int]) -> dict[str, Any]:
-    figures = FetchFigures()
+    figures = FetchStats()
     for reason, seconds, size in ended:
         figures.ended(reason, seconds, size)
     as_told: dict[str, Any] = json.loads(json.dumps(figures.to_dict()))

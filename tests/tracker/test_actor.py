@@ -101,7 +101,7 @@ async def test_a_watch_is_not_woken_by_its_own_publications(tracker: Any) -> Non
     assert (await watch).changes == (Change("a", 1, K1, b"", False),)
 
 
-async def test_who_comes_to_look_while_news_is_held_back_waits_for_all_of_it(
+async def test_who_comes_to_look_while_news_is_pending_waits_for_all_of_it(
     tracker: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The joining of the first is told at once, and all that follows later."""
@@ -305,7 +305,7 @@ async def test_status_shows_the_figures_of_now(pool: Any, tracker: Any) -> None:
 
 async def test_who_listens_to_a_tracker_that_ends_is_told_so(tracker: Any) -> None:
     """There may be another in its place already, with events of its own."""
-    listening = asyncio.create_task(tracker.happened(0, 3600.0))
+    listening = asyncio.create_task(tracker.wait_events(0, 3600.0))
     while not (await tracker.status())["watches"]:  # noqa: ASYNC110  # nothing announces it
         await asyncio.sleep(0)
     await xo.destroy_actor(tracker)

@@ -88,6 +88,6 @@ async def test_a_replica_with_bad_events_is_a_member_all_the_same() -> None:
     assert await tracker.heartbeat(NS, "a", {}, bad)
     assert await tracker.heartbeat(NS, "a", {}, [1])  # type: ignore[arg-type]
     assert await tracker.heartbeat(NS, "a", {}, (event(1),) * 101)
-    names = [happened.event["event"] for happened in await tracker.happened(0, 0.0)]
+    names = [happened.event["event"] for happened in await tracker.wait_events(0, 0.0)]
     assert names == ["ReplicaJoined", "FetchRolledBack"]
     assert (await tracker.status())["refused"] == 3

@@ -96,7 +96,7 @@ async def test_names_are_checked_in_every_call(tracker: Any, name: Any) -> None:
         ):
             with pytest.raises(ValueError, match="is not a text of"):
                 await call
-    for call in (tracker.report_failure(name, "cause"), tracker.take_failure(name)):
+    for call in (tracker.report_startup_error(name, "cause"), tracker.pop_startup_error(name)):
         with pytest.raises(ValueError, match="is not a text of"):
             await call
     assert await tracker.publish(NS, "a", 1, KEY, b"") is Outcome.APPLIED
@@ -154,11 +154,11 @@ async def test_what_is_too_much_is_refused_and_counted(
     with pytest.raises(TrackerFullError, match="a tracker keeps 2"):
         await tracker.join(NS, Member("c", "h:1"), 4, Settings())
     for replica in ("one", "two", "three"):
-        await tracker.report_failure(replica, "cause")
-    await tracker.report_failure("one", "what follows from it")
+        await tracker.report_startup_error(replica, "cause")
+    await tracker.report_startup_error("one", "what follows from it")
     assert (await tracker.status())["refused"] == 3
-    assert await tracker.take_failure("one") == "cause"
-    assert await tracker.take_failure("three") is None
+    assert await tracker.pop_startup_error("one") == "cause"
+    assert await tracker.pop_startup_error("three") is None
     await tracker.publish(NS, "b", 1, KEY, b"")
     assert (await waiting).changes == (Change("b", 1, KEY, b"", False),)
     assert (await tracker.status())["watches"] == 0, "given back"

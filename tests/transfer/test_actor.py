@@ -19,7 +19,7 @@ from xinference_xavier.pool.region import Region
 from xinference_xavier.protocol.transfer import (
     PROTOCOL_VERSION,
     TRANSFER_UID,
-    Contact,
+    Endpoint,
     PullOrder,
     PullResult,
     Startup,
@@ -172,7 +172,7 @@ async def sides(kind: Kind) -> AsyncIterator[Sides]:
     sides = Sides(kind)
     yield sides
     for side in sides.all:
-        await side.actor.keep(NOBODY)
+        await side.actor.close_links_except(NOBODY)
         await side.pool.stop()
         side.region.close()
 
@@ -389,7 +389,7 @@ async def test_links_are_bounded(
     one_more = await sides.start("one more")
     assert (await consumer.pull(donor, [0]))[:2] == (1, None)
     assert (await one_more.pull(donor, [0]))[:2] == (0, "link")
-    await donor.actor.keep(NOBODY)
+    await donor.actor.close_links_except(NOBODY)
     assert (await one_more.pull(donor, [0]))[:2] == (1, None)
 
 
@@ -439,7 +439,7 @@ async def test_a_link_carries_one_batch_at_a_time(sides: Sides, kind: Kind) -> N
         with pytest.raises(LinkError, match="carries a batch already"):
             await donor.actor.serve(*serve)
     assert not first.done()
-    await donor.actor.keep(NOBODY)
+    await donor.actor.close_links_except(NOBODY)
     with pytest.raises(LinkError):
         await first
     link.close()
@@ -532,8 +532,8 @@ async def test_only_those_that_are_kept_have_links(
     other = await sides.start("other")
     await consumer.pull(donor, [0])
     await other.pull(donor, [0])
-    await consumer.actor.keep(frozenset({"other"}))
-    await donor.actor.keep(frozenset({"other"}))
+    await consumer.actor.close_links_except(frozenset({"other"}))
+    await donor.actor.close_links_except(frozenset({"other"}))
     assert (await consumer.links(), await donor.links(), await other.links()) == (0, 1, 1)
     assert (await consumer.pull(donor, [1]))[:2] == (1, None)
 
@@ -541,7 +541,7 @@ async def test_only_those_that_are_kept_have_links(
 async def test_a_link_that_died_while_idle_costs_nothing(consumer: Side, donor: Side) -> None:
     """As when our lease ended while we were cut off: the donor closed it and nobody told us."""
     await consumer.pull(donor, [0])
-    await donor.actor.keep(NOBODY)
+    await donor.actor.close_links_except(NOBODY)
     assert (await consumer.pull(donor, [1]))[:2] == (1, None)
 
 
@@ -565,7 +565,7 @@ async def test_who_waits_for_a_turn_waits_no_longer_than_its_own_limit(
     await consumer.until_links(1)
     assert (await consumer.pull(donor, [9], timeout=0.05))[:2] == (0, "timeout")
     assert not first.done()
-    await donor.actor.keep(NOBODY)
+    await donor.actor.close_links_except(NOBODY)
     assert (await first).reason == "link"
 
 
@@ -664,7 +664,9 @@ class TestAuto:
         for slot in range(2):
             order = consumer.order(donor, [slot])
             assert await consumer.actor.pull(order) == PullResult(1, None, "gloo")
-            await donor.actor.keep(NOBODY)  # so that the next fetch makes another link
+            await donor.actor.close_links_except(
+                NOBODY
+            )  # so that the next fetch makes another link
         stats = await consumer.actor.stats()
         assert (stats["linked_to"], stats["fallbacks"]) == ({"donor": "gloo"}, 1)
         assert np.array_equal(consumer.rows[:2], donor.rows[:2])
@@ -684,8 +686,8 @@ class TestAuto:
 
     async def test_a_link_is_opened_for_whoever_examines(self, sides: Sides) -> None:
         consumer, donor = [await sides.start(name, *AUTO) for name in ("consumer", "donor")]
-        contact = Contact(donor.pool.external_address, donor.host)
-        assert await consumer.actor.reach("donor", contact, PATIENCE) is None
+        endpoint = Endpoint(donor.pool.external_address, donor.host)
+        assert await consumer.actor.probe_link("donor", endpoint, PATIENCE) is None
         assert (await consumer.actor.stats())["linked_to"] == {"donor": "shared_memory"}
 
 
@@ -699,8 +701,8 @@ async def test_who_demands_shared_memory_is_told_why_there_is_none(
     consumer = await sides.start("consumer", SharedMemoryTransport)
     donor = await sides.start("donor", *AUTO)
     assert await consumer.pull(donor, [1], host=says) == PullResult(0, reason)
-    contact = Contact(donor.pool.external_address, says)
-    told = await consumer.actor.reach("donor", contact, PATIENCE)
+    endpoint = Endpoint(donor.pool.external_address, says)
+    told = await consumer.actor.probe_link("donor", endpoint, PATIENCE)
     assert told == f"no link by shared_memory: {reason}"
     assert (await consumer.pull(donor, [1])).verified == 1
 

@@ -9,7 +9,7 @@ from typing import Any
 from xinference_xavier.stats.report import report
 
 ROW_BYTES = 2 << 20
-HITS = {"own_prefix_cache": 12_000, "own_pool": 8_000, "peers": 20_000, "computed": 40_000}
+HITS = {"prefix_cache": 12_000, "local_pool": 8_000, "remote": 20_000, "computed": 40_000}
 
 
 def replica(
@@ -71,9 +71,9 @@ def history(until: float, minutes: int = 55) -> dict[str, Any]:
     for step in range(minutes * 6):
         load = 1.2 + math.sin(step / 21) + 0.3 * math.sin(step / 3.1)
         warm = min(1.0, step / 120)
-        hits["own_prefix_cache"] += 900 * load * warm
-        hits["own_pool"] += 500 * load * warm
-        hits["peers"] += 1400 * load * warm
+        hits["prefix_cache"] += 900 * load * warm
+        hits["local_pool"] += 500 * load * warm
+        hits["remote"] += 1400 * load * warm
         hits["computed"] += 2600 * load * (1.15 - 0.7 * warm)
         received += 1400 * load * warm / 128 * ROW_BYTES
         committed += 0.9 * load * warm

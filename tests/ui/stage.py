@@ -227,7 +227,7 @@ class Stage:
         router.add_api_route("/v1/xavier", get_models, methods=["GET"])
         router.add_api_route("/v1/xavier/{model_uid}/events", get_events, methods=["GET"])
         router.add_api_route("/v1/xavier/{model_uid}", post, methods=["POST"])
-        router.add_api_route("/v1/xavier/{model_uid}/drop", post, methods=["POST"])
+        router.add_api_route("/v1/xavier/{model_uid}/flush", post, methods=["POST"])
         router.add_api_route("/v1/xavier/{model_uid}/explain", explain, methods=["POST"])
 
     async def _stream(self, model_uid: str) -> AsyncIterator[str]:
@@ -243,7 +243,7 @@ class Stage:
                 yield _event("history", self.history)
                 begun = True
             for event in self.events[told:]:
-                yield _event("happened", event)
+                yield _event("event", event)
             told = len(self.events)
             yield _event("status", self.reports[model_uid])
             with contextlib.suppress(TimeoutError):

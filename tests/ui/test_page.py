@@ -54,7 +54,7 @@ def test_the_figures_of_a_model(page: Any, stage: Stage) -> None:
     browser.wait_text("#live", "Live")
     all_tokens = 2 * sum(HITS.values())
     assert browser.text("#reused") == "50%"
-    assert browser.text("#from-peers") == "40,000"
+    assert browser.text("#from-remote") == "40,000"
     assert browser.text("#saved") == "56,000"
     assert browser.text("#received") == "1.2 GiB"
     assert browser.text("#fetches") == "20"
@@ -127,7 +127,7 @@ def test_plots_of_the_last_hour_by_mouse_and_by_keyboard(page: Any, stage: Stage
     plot = browser.find("#plot-tokens")
     drawn = plot.find_elements(By.CSS_SELECTOR, "path[fill]")
     assert [path.get_attribute("fill") for path in drawn] == [
-        "var(--computed)", "var(--peers)", "var(--own_pool)", "var(--own_prefix_cache)",
+        "var(--computed)", "var(--peers)", "var(--local_pool)", "var(--prefix_cache)",
     ]  # fmt: skip
     for name in ("bytes", "fetches"):
         assert browser.has(f"#plot-{name}")
@@ -207,7 +207,7 @@ def test_it_survives_a_restart_of_the_server(page: Any, stage: Stage) -> None:
         browser.wait_text("#live", "Next try in")
         browser.wait_text("#away", "xinference does not answer")
         assert "These are the figures of" in browser.text("#aged")
-        assert browser.text("#from-peers") == "40,000"
+        assert browser.text("#from-remote") == "40,000"
     finally:
         stage.restart()
     stage.share(two(to_b=901 * MIB))
@@ -232,7 +232,7 @@ def test_a_tracker_that_does_not_answer(page: Any, stage: Stage) -> None:
     stage.unavailable = True
     stage.change(lambda: None)
     browser.wait_text("#away", "The model's tracker does not answer.")
-    assert browser.text("#from-peers") == "40,000"
+    assert browser.text("#from-remote") == "40,000"
     stage.unavailable = False
     stage.change(lambda: None)
     browser.wait_text("#live", "Live")
@@ -305,8 +305,8 @@ def explained(*held: str, tokens: int = 3 * 128 + 50) -> dict[str, Any]:
             for number, names in enumerate(held)
         ],
         "reuse": {
-            A: {"own_pool": 256, "peers": 0, "computed": tokens - 256},
-            B: {"own_pool": 128, "peers": 128, "computed": tokens - 256},
+            A: {"local_pool": 256, "remote": 0, "computed": tokens - 256},
+            B: {"local_pool": 128, "remote": 128, "computed": tokens - 256},
         },
     }
 
@@ -329,7 +329,7 @@ def test_where_a_prompt_is_by_keyboard_alone(page: Any, stage: Stage) -> None:
         "return [...document.querySelectorAll('#reuse tr:first-child .split span')]"
         ".map((span) => [span.className, span.style.width])"
     )
-    assert widths == [["own_pool", "58.99%"], ["", "29.49%"]], "the picture is to scale"
+    assert widths == [["local_pool", "58.99%"], ["", "29.49%"]], "the picture is to scale"
 
 
 def test_a_plain_prompt(page: Any, stage: Stage) -> None:
@@ -399,7 +399,7 @@ def test_dropping_asks_first(page: Any, stage: Stage) -> None:
     browser.find("#drop").click()
     browser.driver.switch_to.alert.accept()
     browser.wait_text("#notice", "told to forget")
-    assert stage.posted == [("/v1/xavier/m/drop", {})]
+    assert stage.posted == [("/v1/xavier/m/flush", {})]
 
 
 def test_without_the_right_to_change_it_says_so(page: Any, stage: Stage) -> None:

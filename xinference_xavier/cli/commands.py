@@ -140,15 +140,15 @@ def _question(text: str, chat: bool) -> dict[str, Any]:
 @main.command()
 @click.argument("model")
 @endpoint_options
-def drop(endpoint: Endpoint, model: str) -> None:
+def flush(endpoint: Endpoint, model: str) -> None:
     """Have all replicas of MODEL forget the chunks in their pools.
 
     What vLLM's own prefix cache holds stays, and no request fails for it.
     """
     with endpoint.client() as client:
-        told = client.drop(model).raw.get("told", {})
-    dropped, unreachable = told.get("dropped", []), told.get("unreachable", [])
-    click.echo(f"{len(dropped)} replicas forgot what they held")
+        told = client.flush(model).raw.get("answers", {})
+    flushed, unreachable = told.get("flushed", []), told.get("unreachable", [])
+    click.echo(f"{len(flushed)} replicas forgot what they held")
     if unreachable:
         click.echo(f"no answer from {', '.join(unreachable)}", err=True)
         sys.exit(3)
@@ -243,7 +243,7 @@ def tracker(model: str, address: str, options: tuple[str, ...]) -> None:
             address,
             hooks=standalone.options(options).hooks,
             listening=lambda where: click.echo(f"the tracker of {model} listens at {where}"),
-            happened=lambda event: click.echo(_line(EventRecord.of(event))),
+            on_event=lambda event: click.echo(_line(EventRecord.of(event))),
             until=until,
         )
 

@@ -65,12 +65,12 @@ async def serve(
     *,
     hooks: str | None,
     listening: Callable[[str], object],
-    happened: Tell,
+    on_event: Tell,
     until: asyncio.Event,
 ) -> None:
     """Serve the model's tracker until `until` is set.
 
-    `listening` is told the address, once; `happened` of each event, as `hooks.event_dict` has it.
+    `listening` is told the address, once; `on_event` of each event, as `hooks.event_dict` has it.
 
     Raises:
         ConfigError: it cannot listen at `address`.
@@ -93,19 +93,19 @@ async def serve(
             uid=tracker_uid(model_uid),
         )
         listening(pool.external_address)
-        telling = asyncio.ensure_future(_tell_all(tracker, happened))
+        telling = asyncio.ensure_future(_forward_events(tracker, on_event))
         await until.wait()
         telling.cancel()
         with suppress(asyncio.CancelledError):
             await telling
 
 
-async def _tell_all(tracker: Any, happened: Tell) -> None:
+async def _forward_events(tracker: Any, on_event: Tell) -> None:
     last = 0
     while True:
-        for number, event in await tracker.happened(last, _WATCH):
+        for number, event in await tracker.wait_events(last, _WATCH):
             last = number
-            happened(event)
+            on_event(event)
 
 
 def _endpoint(address: str) -> tuple[str, int]:

@@ -36,7 +36,7 @@ def models_table(models: Iterable[ModelStatus]) -> RenderableType:
 def model_table(model: ModelStatus) -> RenderableType:
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("replica")
-    for name in ("requests", "own cache", "own pool", "peers", "computed", "reused"):
+    for name in ("requests", "prefix cache", "local pool", "remote", "computed", "reused"):
         table.add_column(name, justify="right")
     for name in ("received", "fetches", "rolled back", "pool", "chunks"):
         table.add_column(name, justify="right")
@@ -57,7 +57,7 @@ def _counts(counts: Counts) -> list[str]:
     hits = counts.hits
     return [
         str(counts.requests),
-        *(f"{n:,}" for n in (hits.own_prefix_cache, hits.own_pool, hits.peers, hits.computed)),
+        *(f"{n:,}" for n in (hits.prefix_cache, hits.local_pool, hits.remote, hits.computed)),
         f"{hits.ratio:.0%}" if hits.total else "-",
         size(counts.bytes_received),
         f"{counts.fetches_committed}/{counts.fetches_started}",
@@ -96,14 +96,14 @@ def explanation_table(answer: Explanation, names: dict[str, str]) -> RenderableT
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("replica", "holds (■ all, ▪ part, · none)"):
         table.add_column(name)
-    for name in ("from own pool", "from peers", "computed"):
+    for name in ("local pool", "remote", "computed"):
         table.add_column(name, justify="right")
     for incarnation, reuse in answer.reuse.items():
         held = [incarnation in chunk.holders for chunk in answer.chunks]
         picture = "".join(
             _mark(held[at : at + per_character]) for at in range(0, len(held), per_character)
         )
-        tokens = (f"{n:,}" for n in (reuse.own_pool, reuse.peers, reuse.computed))
+        tokens = (f"{n:,}" for n in (reuse.local_pool, reuse.remote, reuse.computed))
         table.add_row(names.get(incarnation, incarnation), picture or "-", *tokens)
     title = (
         f"{answer.prompt_tokens:,} tokens: {len(answer.chunks)} whole chunks of "

@@ -64,9 +64,9 @@ class XavierClient:
         """Switch sharing on or off while the model runs."""
         return ModelStatus.of(self.call("POST", _path(model_uid), {"enabled": enabled}))
 
-    def drop(self, model_uid: str) -> ModelStatus:
+    def flush(self, model_uid: str) -> ModelStatus:
         """Have all replicas forget what they hold."""
-        return ModelStatus.of(self.call("POST", _path(model_uid, "drop")))
+        return ModelStatus.of(self.call("POST", _path(model_uid, "flush")))
 
     def explain(
         self, model_uid: str, prompt: str | None = None, *, messages: Messages | None = None
@@ -80,7 +80,7 @@ class XavierClient:
     def events(self, model_uid: str) -> Iterator[EventRecord]:
         """What happened of late, then what happens, until the model ends."""
         for name, data in self._listen(model_uid):
-            if name == "happened":
+            if name == "event":
                 yield EventRecord.of(data)
 
     def watch(self, model_uid: str) -> Iterator[ModelStatus]:
@@ -151,8 +151,8 @@ class AsyncXavierClient:
     async def switch(self, model_uid: str, enabled: bool) -> ModelStatus:
         return ModelStatus.of(await self.call("POST", _path(model_uid), {"enabled": enabled}))
 
-    async def drop(self, model_uid: str) -> ModelStatus:
-        return ModelStatus.of(await self.call("POST", _path(model_uid, "drop")))
+    async def flush(self, model_uid: str) -> ModelStatus:
+        return ModelStatus.of(await self.call("POST", _path(model_uid, "flush")))
 
     async def explain(
         self, model_uid: str, prompt: str | None = None, *, messages: Messages | None = None
@@ -164,7 +164,7 @@ class AsyncXavierClient:
 
     async def events(self, model_uid: str) -> AsyncIterator[EventRecord]:
         async for name, data in self._listen(model_uid):
-            if name == "happened":
+            if name == "event":
                 yield EventRecord.of(data)
 
     async def watch(self, model_uid: str) -> AsyncIterator[ModelStatus]:

@@ -39,7 +39,7 @@ class _Replica(NamedTuple):
     name: str
     model_uid: str
     report: Facts
-    examined: Facts
+    self_check: Facts
 
 
 def diagnose(facts: Facts) -> list[Finding]:
@@ -66,7 +66,7 @@ def _of_a_model(model_uid: str, model: Facts) -> Iterator[Finding]:
             each.get("replica", each["incarnation"]),
             model_uid,
             each,
-            model["examinations"].get(each["incarnation"], {"error": "it has just joined"}),
+            model["self_checks"].get(each["incarnation"], {"error": "it has just joined"}),
         )
         for each in model["report"]["replicas"]
     ]
@@ -75,7 +75,7 @@ def _of_a_model(model_uid: str, model: Facts) -> Iterator[Finding]:
     yield from _namespaces(model_uid, replicas)
     yield from _addresses(replicas)
     for replica in replicas:
-        if "error" in replica.examined:
+        if "error" in replica.self_check:
             yield _silent(replica)
             continue
         yield from _transfer(replica)
@@ -164,10 +164,10 @@ def _processes(facts: Facts) -> Iterator[tuple[str, Facts]]:
     parts += [(f"worker {address}", each) for address, each in facts["workers"].items()]
     for model_uid, model in facts["models"].items():
         parts.append((f"tracker of {model_uid}", model.get("tracker", {})))
-        examinations = model.get("examinations", {})
+        self_checks = model.get("self_checks", {})
         for each in model.get("report", {}).get("replicas", ()):
             name = each.get("replica", each["incarnation"])
-            parts.append((f"replica {name}", examinations.get(each["incarnation"], {})))
+            parts.append((f"replica {name}", self_checks.get(each["incarnation"], {})))
     for where, each in parts:
         if "versions" in each:
             yield where, each
@@ -213,12 +213,12 @@ def _namespaces(model_uid: str, replicas: list[_Replica]) -> Iterator[Finding]:
         ours, theirs = first.report["namespace"], replica.report["namespace"]
         if ours == theirs:
             continue
-        ingredients = first.examined.get("ingredients", {})
-        others = replica.examined.get("ingredients", {})
+        fingerprint_fields = first.self_check.get("fingerprint_fields", {})
+        others = replica.self_check.get("fingerprint_fields", {})
         differing = [
-            f"{name} ({ingredients.get(name)} there, {others.get(name)} here)"
-            for name in sorted({*ingredients, *others})
-            if ingredients.get(name) != others.get(name)
+            f"{name} ({fingerprint_fields.get(name)} there, {others.get(name)} here)"
+            for name in sorted({*fingerprint_fields, *others})
+            if fingerprint_fields.get(name) != others.get(name)
         ]
         if differing:
             problem = f"cannot share with {first.name}: they differ in {', '.join(differing)}"
@@ -236,7 +236,7 @@ def _namespaces(model_uid: str, replicas: list[_Replica]) -> Iterator[Finding]:
 
 
 def _addresses(replicas: list[_Replica]) -> Iterator[Finding]:
-    hosts = {replica.examined.get("host") for replica in replicas} - {None}
+    hosts = {replica.self_check.get("host") for replica in replicas} - {None}
     several = len(hosts) > 1 or len({_is_local(replica) for replica in replicas}) > 1
     for replica in replicas:
         if several and _is_local(replica):
@@ -260,31 +260,31 @@ def _silent(replica: _Replica) -> Finding:
     return Finding(
         True,
         f"replica {replica.name}",
-        f"does not answer at {replica.report['address']} ({replica.examined['error']})",
+        f"does not answer at {replica.report['address']} ({replica.self_check['error']})",
         f"look at its worker's log; if it stays so: xinference terminate --model-uid "
         f"{replica.model_uid}, and launch it again",
     )
 
 
 def _transfer(replica: _Replica) -> Iterator[Finding]:
-    if replica.examined["transfer_address"] is None:
-        why = replica.examined["transfer_error"] or "it is being started, or has just ended"
+    if replica.self_check["transfer_address"] is None:
+        why = replica.self_check["transfer_error"] or "it is being started, or has just ended"
         yield Finding(
             True,
             f"replica {replica.name}",
-            f"has no transfer process, after {replica.examined['transfer_starts']} starts: {why}",
+            f"has no transfer process, after {replica.self_check['transfer_starts']} starts: {why}",
             "launch with --xavier_transport auto; if that is not it, see why it fails there: "
             "python -c 'import xinference_xavier.transfer.transports.gloo'",
         )
 
 
 def _ports(replica: _Replica) -> Iterator[Finding]:
-    ports, free = replica.examined["config"]["port_range"], replica.examined["free_ports"]
-    if replica.examined["port_range_error"] is not None:
+    ports, free = replica.self_check["config"]["port_range"], replica.self_check["free_ports"]
+    if replica.self_check["port_range_error"] is not None:
         yield Finding(
             True,
             f"replica {replica.name}",
-            replica.examined["port_range_error"],
+            replica.self_check["port_range_error"],
             "launch with another --xavier_port_range LOW-HIGH",
         )
     elif free is not None and free < PORTS_PER_REPLICA:
@@ -299,9 +299,9 @@ def _ports(replica: _Replica) -> Iterator[Finding]:
 
 
 def _links(replica: _Replica, names: Mapping[str, str]) -> Iterator[Finding]:
-    for peer, reason in replica.examined["peers"].items():
+    for peer, reason in replica.self_check["peers"].items():
         if reason is not None:
-            demanded = replica.examined["config"]["transport"] == "shared_memory"
+            demanded = replica.self_check["config"]["transport"] == "shared_memory"
             yield Finding(
                 True,
                 f"replica {replica.name}",

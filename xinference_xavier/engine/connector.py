@@ -52,7 +52,9 @@ class XavierConnector(OffloadingConnector):
         if role is KVConnectorRole.SCHEDULER:
             extra[IDENTITY] = {
                 "key_bytes": namespace.key_bytes(vllm_config),
-                "ingredients": namespace.ingredients(vllm_config, kv_cache_config, chunk_tokens),
+                "fingerprint_fields": namespace.fingerprint_fields(
+                    vllm_config, kv_cache_config, chunk_tokens
+                ),
             }
         super().__init__(vllm_config, role, kv_cache_config)
         if role is KVConnectorRole.SCHEDULER:

@@ -84,15 +84,15 @@ class XavierManager(OffloadingManager):
         self._hits = Hits()
         self._reporter = HitReporter(self._hits)
         self._finished_requests = 0
-        self._longest_decision = 0.0  # seconds from a first RETRY on that were lost to us
+        self._longest_scheduling_wait = 0.0  # seconds from a first RETRY on that were lost to us
         self._steps = Steps()
         self.prefill_rate = PrefillRate()
-        self._forecast = CostModel(row_bytes=row_bytes)
-        self._fetches = Fetches(pool, self._forecast, fetch_timeout)
-        self._sources = DonorSelection(
+        self._cost_model = CostModel(row_bytes=row_bytes)
+        self._fetches = Fetches(pool, self._cost_model, fetch_timeout)
+        self._donor_selection = DonorSelection(
             pool,
             self.prefill_rate,
-            self._forecast,
+            self._cost_model,
             chunk_tokens=chunk_tokens,
             min_fetch_tokens=min_fetch_tokens,
             choose=choose,
@@ -109,7 +109,7 @@ class XavierManager(OffloadingManager):
         """The replica that fetches and shares for this engine; before anything else."""
         self._replica = replica
         self._peers = replica.tier
-        self._sources.mirror = replica.mirror
+        self._donor_selection.mirror = replica.mirror
 
     def explain_with(self, chunker: Chunker) -> None:
         """How the replica finds the chunks of a prompt that somebody asks about."""
@@ -118,15 +118,15 @@ class XavierManager(OffloadingManager):
     def stats(self) -> dict[str, Any]:
         """Called by the replica's background thread."""
         rate = self.prefill_rate.tokens_per_second
-        reused = self._hits.own_pool + self._hits.peers
+        reused = self._hits.local_pool + self._hits.remote
         return {
             "vllm": vllm.__version__,
             "hits": asdict(self._hits),
             "requests": self._finished_requests,
-            "longest_decision_s": self._longest_decision,
+            "longest_scheduling_wait_s": self._longest_scheduling_wait,
             "prefill_tokens_per_s": rate,
             "seconds_saved": reused / rate if rate else 0.0,
-            "forecast": self._forecast.report(),
+            "forecast": self._cost_model.report(),
             "waits": asdict(self._waits),
         }
 
@@ -172,7 +172,7 @@ class XavierManager(OffloadingManager):
         if request.fetches:
             request.conclude()
             waited = self._steps.idle_time(self._clock()) - request.pending_since
-            self._longest_decision = max(self._longest_decision, waited)
+            self._longest_scheduling_wait = max(self._longest_scheduling_wait, waited)
 
     def _is_elsewhere(self, key: bytes, request: Request) -> bool:
         if self._fetches.bringing(key) is not None:
@@ -184,7 +184,7 @@ class XavierManager(OffloadingManager):
             return False
         if request.wanted:
             return True
-        return self._sources.is_worth_fetching(key, holders, request, self._clock())
+        return self._donor_selection.is_worth_fetching(key, holders, request, self._clock())
 
     # -- waiting for peers that compute -------------------------------------------------------
 
@@ -198,7 +198,7 @@ class XavierManager(OffloadingManager):
         group = (request.context.req_id, key[GROUP])
         if group in self._deferred or not self._is_waiting(request):
             return False
-        if not self._sources.may_become_worth_fetching(key, request, self._clock()):
+        if not self._donor_selection.may_become_worth_fetching(key, request, self._clock()):
             return False
         self._deferred[group] = request.wait.pause
         request.deadline = None  # is for what a peer holds
@@ -219,14 +219,14 @@ class XavierManager(OffloadingManager):
         rest = list(itertools.dropwhile(lambda other: other != key, group))
         place = len(group) - len(rest)
 
-        def alone(chunks: int) -> float:
-            return self._sources.computing(place, chunks) or 0.0
+        def local_seconds(chunks: int) -> float:
+            return self._donor_selection.computing(place, chunks) or 0.0
 
-        seconds = alone(len(rest))
-        if seconds < WORTH_ASKING or len(rest) < self._sources.min_chunks:
+        seconds = local_seconds(len(rest))
+        if seconds < WORTH_ASKING or len(rest) < self._donor_selection.min_chunks:
             return None
         claim = self._peers.claim(rest, seconds)
-        return Wait(claim, alone, -(-self.step_tokens // self._chunk_tokens), self._clock())
+        return Wait(claim, local_seconds, -(-self.step_tokens // self._chunk_tokens), self._clock())
 
     def _is_computed(self, key: bytes) -> bool:
         return bool(self._peers.mirror.holders(key)) or self._pool.lookup(key) is not None
@@ -294,7 +294,7 @@ class XavierManager(OffloadingManager):
 
     def _new_fetches(self, request: Request, now: float) -> list[Fetch]:
         assert request.deadline is not None
-        plan = self._sources.plan(request, request.deadline, self._fetches.by_donor(), now)
+        plan = self._donor_selection.plan(request, request.deadline, self._fetches.by_donor(), now)
         if plan is None:
             return []
         rows = self._reserve(plan.keys, known_keys(request.context) or request.wanted).rows
@@ -307,10 +307,10 @@ class XavierManager(OffloadingManager):
             fetch = self._peers.fetch(donor, its_rows, request.deadline, request.trace_headers)
             if fetch is not None:
                 self._fetches.add(fetch)
-                self._forecast.begun(fetch, plan.computing, now)
+                self._cost_model.begun(fetch, plan.computing, now)
                 fetches.append(fetch)
                 self._begun = fetch
-        self._forecast.choices.fetched += bool(fetches)
+        self._cost_model.choices.fetched += bool(fetches)
         return fetches
 
     def has_pending_work(self) -> bool:
@@ -384,7 +384,7 @@ class XavierManager(OffloadingManager):
         wait = self._requests.pop(req_context.req_id).wait
         if wait is not None:
             wait.count(self._waits, self._clock())
-            if not wait.claim.elsewhere:
+            if not wait.claim.held_by_peer:
                 self._peers.release_claim(wait.claim)
 
     def reset_cache(self) -> None:
@@ -425,9 +425,9 @@ class XavierManager(OffloadingManager):
             request.wait.count(self._waits, self._clock())
         fetched = sum(row.key in request.fetched for row in self._loading.get(req_id, ()))
         peers = min(loaded, fetched * self._chunk_tokens)
-        self._hits.own_prefix_cache += own_prefix
-        self._hits.own_pool += loaded - peers
-        self._hits.peers += peers
+        self._hits.prefix_cache += own_prefix
+        self._hits.local_pool += loaded - peers
+        self._hits.remote += peers
         self._hits.computed += max(0, prompt - own_prefix - loaded)
         self._fetches.stop_waiting(req_id)
 

@@ -12,16 +12,16 @@ _PREFIX = "vllm:xavier_"
 class Hits:
     """Prompt tokens by where their KV came from."""
 
-    own_prefix_cache: int = 0
-    own_pool: int = 0
-    peers: int = 0
+    prefix_cache: int = 0
+    local_pool: int = 0
+    remote: int = 0
     computed: int = 0
 
 
 _HELP = {
-    "own_prefix_cache": "Prompt tokens found in vLLM's own prefix cache.",
-    "own_pool": "Prompt tokens loaded from this replica's pool.",
-    "peers": "Prompt tokens loaded after being fetched from another replica.",
+    "prefix_cache": "Prompt tokens found in vLLM's own prefix cache.",
+    "local_pool": "Prompt tokens loaded from this replica's pool.",
+    "remote": "Prompt tokens loaded after being fetched from another replica.",
     "computed": "Prompt tokens computed.",
 }
 

@@ -39,7 +39,7 @@ def _capability() -> str | None:
     return None if capability is None else capability.as_version_str()
 
 
-def ingredients(
+def fingerprint_fields(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, chunk_tokens: int
 ) -> dict[str, object]:
     """All that two engines must have in common to share, but for `page_format`. Reads samples of
@@ -83,15 +83,15 @@ def ingredients(
     }
 
 
-def digest(ingredients: Mapping[str, object]) -> str:
-    """32 hex digits over JSON-able `ingredients`."""
-    text = json.dumps(ingredients, sort_keys=True, separators=(",", ":"), default=str)
+def digest(fingerprint_fields: Mapping[str, object]) -> str:
+    """32 hex digits over JSON-able `fingerprint_fields`."""
+    text = json.dumps(fingerprint_fields, sort_keys=True, separators=(",", ":"), default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def readable(ingredients: Mapping[str, object]) -> dict[str, str]:
+def readable(fingerprint_fields: Mapping[str, object]) -> dict[str, str]:
     """Each ingredient as short text, equal for equal values, for people who compare them."""
-    return {name: _readable(name, value) for name, value in ingredients.items()}
+    return {name: _readable(name, value) for name, value in fingerprint_fields.items()}
 
 
 def _readable(name: str, value: object) -> str:

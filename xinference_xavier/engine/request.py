@@ -89,7 +89,7 @@ class Fetches:
     def __init__(self, pool: Pool, forecast: CostModel, patience: float) -> None:
         """Rows wait for their request for `patience` seconds after the fetch's deadline."""
         self._pool = pool
-        self._forecast = forecast
+        self._cost_model = forecast
         self._patience = patience
         self._waiting: dict[Fetch, set[str]] = {}
         self._by_chunk: dict[bytes, Fetch] = {}
@@ -145,7 +145,7 @@ class Fetches:
         for fetch, waiting in list(self._waiting.items()):
             if fetch.state is FetchState.PENDING:
                 continue
-            self._forecast.ended(fetch)
+            self._cost_model.ended(fetch)
             for row in fetch.rows:
                 if self._by_chunk.get(row.key) is fetch:
                     del self._by_chunk[row.key]

@@ -157,7 +157,10 @@ class XavierSpec(OffloadingSpec):
         if self._manager is None:
             region = self._receive()
             identity = self.extra_config[IDENTITY]
-            ingredients = {**identity["ingredients"], "pages": json.loads(region.note)}
+            fingerprint_fields = {
+                **identity["fingerprint_fields"],
+                "pages": json.loads(region.note),
+            }
             pool = Pool(self._rows)
             self._manager = XavierManager(
                 pool,
@@ -170,12 +173,12 @@ class XavierSpec(OffloadingSpec):
             replica = Replica(
                 self._xavier,
                 incarnation=self.config.engine_id,
-                namespace=digest(ingredients),
+                namespace=digest(fingerprint_fields),
                 key_bytes=identity["key_bytes"],
                 region=region,
                 pool=pool,
                 engine_stats=self._manager.stats,
-                ingredients=readable(ingredients),
+                fingerprint_fields=readable(fingerprint_fields),
             )
             self._manager.attach(replica)
             replica.start()

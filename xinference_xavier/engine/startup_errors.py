@@ -14,7 +14,7 @@ import traceback
 
 from xinference_xavier.config import SHARES, XAVIER, XavierConfig
 from xinference_xavier.engine.entry import check_version
-from xinference_xavier.protocol.startup_errors import report_failure
+from xinference_xavier.protocol.startup_errors import report_startup_error
 
 _LOGGERS = ("vllm.v1.engine.core", "vllm.v1.executor.multiproc_executor")
 _PHRASE = "failed to start"
@@ -37,7 +37,7 @@ class _Listener(logging.Handler):
             return
         config = _config_of(error)
         if config is not None:
-            report_failure(config, error)
+            report_startup_error(config, error)
 
 
 def _config_of(error: BaseException) -> XavierConfig | None:

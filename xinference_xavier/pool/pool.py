@@ -7,7 +7,7 @@ Every slot is in one of four states; `Pool` alone moves it between them:
     FILLING → FREE         abort: never existed, and nobody can write it any more
     FILLING → QUARANTINED  quarantine, or reset: never existed, but may still be written
     READY → FREE           eviction, in the order of `order.py`, never of a pinned one
-    READY → FREE           sweep, after a drop, of one that is not pinned
+    READY → FREE           sweep, after a flush, of one that is not pinned
     READY → QUARANTINED    reset while the row is pinned
     QUARANTINED → FREE     abort by its writer, or the last unpin by its readers
 
@@ -34,7 +34,7 @@ class RowState(Enum):
 class Row:
     """One chunk's stay in a slot. A new stay is a new object, so a stale handle harms nobody."""
 
-    __slots__ = ("checksum", "dropped", "key", "pins", "replicated_from", "slot", "state")
+    __slots__ = ("checksum", "flushed", "key", "pins", "replicated_from", "slot", "state")
 
     def __init__(self, key: bytes, slot: int) -> None:
         self.key = key
@@ -42,7 +42,7 @@ class Row:
         self.state = RowState.FILLING
         self.pins = 0
         self.checksum: int | None = None  # None: not computed yet, so not shared yet
-        self.dropped = False  # READY only for those who were told so before
+        self.flushed = False  # READY only for those who were told so before
         self.replicated_from: str | None = None  # the donor, until it is copied itself
 
     def __repr__(self) -> str:
@@ -85,7 +85,7 @@ class Pool:
     def lookup(self, key: bytes) -> Row | None:
         """The READY row of `key`. Stays valid while only the calling thread evicts."""
         row = self._held.get(key)
-        if row is None or row.state is not RowState.READY or row.dropped:
+        if row is None or row.state is not RowState.READY or row.flushed:
             return None
         return row
 
@@ -99,7 +99,7 @@ class Pool:
             return [
                 row.key
                 for row in self._held.values()
-                if row.state is RowState.READY and row.checksum is not None and not row.dropped
+                if row.state is RowState.READY and row.checksum is not None and not row.flushed
             ]
 
     def counts(self) -> PoolCounts:
@@ -189,7 +189,7 @@ class Pool:
     def set_checksum(self, row: Row, checksum: int) -> bool:
         """The row may be shared from now on. False if it is gone already."""
         with self._lock:
-            if row.state is not RowState.READY or row.dropped:
+            if row.state is not RowState.READY or row.flushed:
                 return False
             row.checksum = checksum
             return True
@@ -216,7 +216,7 @@ class Pool:
     def pin_row(self, row: Row) -> bool:
         """Pin this very row. False if it is not READY (any more)."""
         with self._lock:
-            if row.state is not RowState.READY or row.dropped:
+            if row.state is not RowState.READY or row.flushed:
                 return False
             self._pin(row)
             return True
@@ -233,7 +233,7 @@ class Pool:
             row = self._held.get(key)
             if row is None or row.state is not RowState.READY:
                 break
-            if need_checksum and (row.checksum is None or row.dropped):
+            if need_checksum and (row.checksum is None or row.flushed):
                 break
             self._pin(row)
             run.append(row)
@@ -262,7 +262,7 @@ class Pool:
 
     # -- forgetting ------------------------------------------------------------------------
 
-    def drop(self) -> list[bytes]:
+    def flush(self) -> list[bytes]:
         """Let lookups miss every READY row from now on; returns their keys.
 
         Any thread may call it: a row that was looked up just before can be pinned by its key until
@@ -272,10 +272,10 @@ class Pool:
             rows = [
                 row
                 for row in self._held.values()
-                if row.state is RowState.READY and not row.dropped
+                if row.state is RowState.READY and not row.flushed
             ]
             for row in rows:
-                row.dropped = True
+                row.flushed = True
             self._dropped += rows
         return [row.key for row in rows]
 

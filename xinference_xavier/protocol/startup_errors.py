@@ -28,14 +28,14 @@ def replica_name() -> str:
     return os.environ.get("XINFERENCE_MODEL_UID", "")
 
 
-def report_failure(config: XavierConfig, error: BaseException) -> None:
+def report_startup_error(config: XavierConfig, error: BaseException) -> None:
     """Leave `error` with the tracker; blocks for a few seconds at most and never raises."""
 
     async def report() -> None:
         try:
             uid = tracker_uid(config.model_uid)
             tracker = await within(_TIMEOUT, xoscar.actor_ref(config.tracker_address, uid))
-            await within(_TIMEOUT, tracker.report_failure(replica_name(), _text(error)))
+            await within(_TIMEOUT, tracker.report_startup_error(replica_name(), _text(error)))
         except Exception:
             logger.exception("the cause of the failed start could not be reported")
 
@@ -54,7 +54,7 @@ async def failure_of(config: XavierConfig, replica: str) -> str | None:
     try:
         uid = tracker_uid(config.model_uid)
         tracker = await within(_TIMEOUT, xoscar.actor_ref(config.tracker_address, uid))
-        cause: str | None = await within(_TIMEOUT, tracker.take_failure(replica))
+        cause: str | None = await within(_TIMEOUT, tracker.pop_startup_error(replica))
     except (OSError, TimeoutError, xoscar.ActorNotExist, xoscar.ServerClosed):
         return None
     return cause

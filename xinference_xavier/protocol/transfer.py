@@ -96,20 +96,20 @@ class Startup:
         return cls(**fields)
 
 
-class Contact(NamedTuple):
+class Endpoint(NamedTuple):
     """Where a transfer process is."""
 
     address: str
     host: str | None  # its `host_identity`, for who might have its memory; None: nobody may
 
 
-def check_contact(address: object, host: object) -> None:
+def check_endpoint(address: object, host: object) -> None:
     check_address("address", address)
     if host is not None:
         check_identifier("host", host)
 
 
-def parse_started(line: bytes) -> Contact:
+def parse_started(line: bytes) -> Endpoint:
     """Where a transfer process listens, from the line that it answers with.
 
     Raises:
@@ -121,11 +121,11 @@ def parse_started(line: bytes) -> Contact:
         answer = parse_object("its answer", line, MAX_LINE)
         if "error" in answer:
             raise TransportError(str(answer["error"]))
-        contact = Contact(answer.get("address", ""), answer.get("host"))
-        check_contact(*contact)
+        endpoint = Endpoint(answer.get("address", ""), answer.get("host"))
+        check_endpoint(*endpoint)
     except ValueError as error:
         raise TransportError(str(error)) from None
-    return contact
+    return endpoint
 
 
 class Ticket(NamedTuple):
@@ -190,7 +190,7 @@ class Grant(NamedTuple):
     checksums: tuple[int, ...]
     ticket: Ticket
     address: str  # of the donor's transfer process
-    host: str | None  # as in its Contact
+    host: str | None  # as in its Endpoint
     more_is_held: bool  # it holds the next key too, but grants no more at a time
     sequence: int  # the donor's last publication when it looked: what it lacks, it lacks as of then
 
@@ -209,7 +209,7 @@ def check_grant(grant: object, asked: int) -> None:
         if bool(grant.grant_id) != bool(grant.checksums):
             raise ValueError("it has an id without rows, or rows without an id")
         if grant.grant_id:
-            check_contact(grant.address, grant.host)
+            check_endpoint(grant.address, grant.host)
         if type(grant.more_is_held) is not bool:
             raise ValueError("more_is_held is neither True nor False")
 
@@ -219,7 +219,7 @@ class PullOrder(NamedTuple):
 
     donor: str  # incarnation
     address: str  # of the donor's transfer process
-    host: str | None  # as in its Contact
+    host: str | None  # as in its Endpoint
     ticket: Ticket
     keys: tuple[bytes, ...]
     checksums: tuple[int, ...]
@@ -233,7 +233,7 @@ def check_order(order: object, rows: int) -> None:
         if not isinstance(order, PullOrder):
             raise ValueError(f"it is {type(order).__name__}")
         check_identifier("donor", order.donor)
-        check_contact(order.address, order.host)
+        check_endpoint(order.address, order.host)
         check_ticket(order.ticket)
         check_keys("keys", order.keys, MAX_ROWS_PER_FETCH)
         check_counts("checksums", order.checksums, MAX_ROWS_PER_FETCH, _MAX_CHECKSUM)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import xoscar
 
-from xinference_xavier.protocol.transfer import Contact, Grant, GrantRequest
+from xinference_xavier.protocol.transfer import Endpoint, Grant, GrantRequest
 
 if TYPE_CHECKING:
     from xinference_xavier.replica.replica import Replica
@@ -31,14 +31,14 @@ class ReplicaActor(xoscar.StatelessActor):  # type: ignore[misc]  # xoscar has n
     async def stats(self) -> dict[str, Any]:
         return await self._replica.full_stats()
 
-    async def drop(self) -> int:
-        return self._replica.drop()
+    async def flush(self) -> int:
+        return self._replica.flush()
 
-    async def transfer_contact(self) -> Contact | None:
-        return self._replica.transfer_contact
+    async def transfer_endpoint(self) -> Endpoint | None:
+        return self._replica.transfer_endpoint
 
-    async def examine(self) -> dict[str, Any]:
-        return await self._replica.examine()
+    async def self_check(self) -> dict[str, Any]:
+        return await self._replica.self_check()
 
     async def explain(self, question: dict[str, Any]) -> dict[str, Any]:
         return await self._replica.explain(question)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from xinference_xavier.errors import GrantRefusedError, LinkError
 from xinference_xavier.pool.pool import Pool, Row
-from xinference_xavier.protocol.transfer import Contact, Grant, GrantRequest, check_request
+from xinference_xavier.protocol.transfer import Endpoint, Grant, GrantRequest, check_request
 from xinference_xavier.replica.transfer_process import TransferProcess
 
 
@@ -54,15 +54,15 @@ class Donor:
         except GrantRefusedError:
             self.grants.release(promise.grant_id)
             raise
-        contact = self._process.contact or Contact("", None)
+        endpoint = self._process.endpoint or Endpoint("", None)
         held = len(promise.rows)
         more = held < len(request.keys) and self._pool.lookup(request.keys[held]) is not None
         return Grant(
             promise.grant_id,
             tuple(row.checksum for row in promise.rows if row.checksum is not None),
             ticket,
-            contact.address,
-            contact.host,
+            endpoint.address,
+            endpoint.host,
             more,
             sequence,
         )

@@ -19,10 +19,10 @@ from xinference_xavier.replica.fetcher import Fetch
 
 
 class EventReporter:
-    """`untold` are the events that the tracker was not told of yet. For the background loop."""
+    """`pending` are the events that the tracker was not told of yet. For the background loop."""
 
     def __init__(self, config: XavierConfig, incarnation: str) -> None:
-        self.untold: deque[dict[str, Any]] = deque(maxlen=MAX_REPORTED)
+        self.pending: deque[dict[str, Any]] = deque(maxlen=MAX_REPORTED)
         self._model_uid = config.model_uid
         self._incarnation = incarnation
         self._hooks = hooks_of(config.hooks)
@@ -31,12 +31,12 @@ class EventReporter:
         """The tracker was lost because of `error`, or is there again if that is None."""
         uid, incarnation = self._model_uid, self._incarnation
         if error is None:
-            self._tell(TrackerRegained(model_uid=uid, incarnation=incarnation))
+            self._notify(TrackerRegained(model_uid=uid, incarnation=incarnation))
         else:
-            self._tell(TrackerLost(model_uid=uid, incarnation=incarnation, reason=repr(error)))
+            self._notify(TrackerLost(model_uid=uid, incarnation=incarnation, reason=repr(error)))
 
     def rolled_back(self, fetch: Fetch, reason: str) -> None:
-        self._tell(
+        self._notify(
             FetchRolledBack(
                 model_uid=self._model_uid,
                 incarnation=self._incarnation,
@@ -47,6 +47,6 @@ class EventReporter:
             )
         )
 
-    def _tell(self, event: Event) -> None:
-        self._hooks.tell(event)
-        self.untold.append(event_dict(event))
+    def _notify(self, event: Event) -> None:
+        self._hooks.notify(event)
+        self.pending.append(event_dict(event))

@@ -73,8 +73,8 @@ def _reuse(
         place, from_peers = place + fetched, from_peers + fetched
     size = chunked.chunk_tokens
     return {
-        "own_pool": from_pool * size,
-        "peers": from_peers * size,
+        "local_pool": from_pool * size,
+        "remote": from_peers * size,
         "computed": chunked.prompt_tokens - (from_pool + from_peers) * size,
     }
 

@@ -37,7 +37,7 @@ from xinference_xavier.runtime.addresses import replica_uid
 from xinference_xavier.runtime.deadline import within
 from xinference_xavier.runtime.rate_limited_log import RateLimitedLog
 from xinference_xavier.runtime.rollback import Rollback
-from xinference_xavier.stats.schema import COMMITTED, ROLLED_BACK, FetchFigures
+from xinference_xavier.stats.schema import COMMITTED, ROLLED_BACK, FetchStats
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ class FetchCounts:
     unreleased_grants: int = 0
     in_flight: Counter[str] = field(default_factory=Counter)  # rows, by donor
     received: Counter[str] = field(default_factory=Counter)  # rows, by donor that is a member
-    by_transport: dict[str, FetchFigures] = field(default_factory=dict)
+    by_transport: dict[str, FetchStats] = field(default_factory=dict)
 
 
 class Fetcher:
@@ -99,11 +99,11 @@ class Fetcher:
         process: TransferProcess,
         namespace: Callable[[], str],
         address_of: Callable[[str], str | None],
-        note_stale: Callable[[bytes, str, int], None],
+        record_stale: Callable[[bytes, str, int], None],
         arrived: Callable[[list[Row]], None],
         rolled_back: Callable[[Fetch, str], None],
     ) -> None:
-        """`note_stale(key, donor, sequence)`: the donor turned out not to hold a key.
+        """`record_stale(key, donor, sequence)`: the donor turned out not to hold a key.
         `arrived(rows)`: rows were committed and may be offered to others.
         `rolled_back(fetch, reason)`: not all of the rows became hits."""
         self._incarnation = incarnation
@@ -112,7 +112,7 @@ class Fetcher:
         self._process = process
         self._namespace = namespace
         self._address_of = address_of
-        self._note_stale = note_stale
+        self._record_stale = record_stale
         self._arrived = arrived
         self._rolled_back = rolled_back
         self._donors: dict[str, xoscar.ActorRefType] = {}
@@ -196,7 +196,7 @@ class Fetcher:
     def _note_missing(self, fetch: Fetch, grant: Grant) -> None:
         held = len(grant.checksums)
         if held < len(fetch.rows) and not grant.more_is_held:
-            self._note_stale(fetch.rows[held].key, fetch.donor, grant.sequence)
+            self._record_stale(fetch.rows[held].key, fetch.donor, grant.sequence)
 
     async def _pull(self, fetch: Fetch, grant: Grant) -> str | None:
         """Why not all of the granted rows became hits; None if they did."""
@@ -264,7 +264,7 @@ class Fetcher:
 
     def _measure(self, fetch: Fetch) -> None:
         size = len(fetch.committed) * self._row_bytes
-        figures = self.counts.by_transport.setdefault(fetch.transport, FetchFigures())
+        figures = self.counts.by_transport.setdefault(fetch.transport, FetchStats())
         figures.ended(fetch.reason, fetch.seconds, size)
         fetch.span.end(
             fetch.reason,

@@ -30,14 +30,14 @@ class LivePeers:
         """The tracker says that `peers` are members."""
         departed, self._seen = self._seen - peers, self._seen | peers
         in_grace = asyncio.get_running_loop().time() < self._grace_until
-        self._tell(peers | (self._alive - departed) if in_grace else peers)
+        self._notify(peers | (self._alive - departed) if in_grace else peers)
 
     def clear(self) -> None:
         """The replica leaves its peers."""
         self._seen, self._epoch = frozenset(), ""
-        self._tell(frozenset())
+        self._notify(frozenset())
 
-    def _tell(self, alive: frozenset[str]) -> None:
+    def _notify(self, alive: frozenset[str]) -> None:
         if alive != self._alive:
             self._alive = alive
             self._on_members(alive)

@@ -100,7 +100,7 @@ class Mirror:
         self._holders = holders
         self.epoch, self.revision = update.epoch, update.revision
 
-    def note_stale(self, key: bytes, incarnation: str, sequence: int) -> None:
+    def record_stale(self, key: bytes, incarnation: str, sequence: int) -> None:
         """A donor that had published up to `sequence` answered that it does not hold `key`.
 
         The entry goes, and what is still on its way from before that answer will not bring it back;

@@ -31,7 +31,7 @@ class SharedNamespace:
         """From now on nothing is shared until `part` is through. By the scheduler thread."""
         self._announced += 1
 
-    async def part(self) -> None:
+    async def isolate(self) -> None:
         """Share in a namespace of our own from now on; once for each announced reset.
 
         Peers may hold bytes that were computed with weights that are ours no longer, and nobody
@@ -42,7 +42,7 @@ class SharedNamespace:
             self.is_ours_alone = True
             self._done += 1
 
-    async def join(self, version: str) -> bool:
+    async def rejoin(self, version: str) -> bool:
         """Share again with those of the same version; what was computed since the last reset is
         of it. False if there was no reset: then everything here is as old as it was."""
         async with self._moving:

@@ -123,7 +123,7 @@ class PeerTier:
         """Ask who computes the chunks of a prefix, in their order, which takes about so long."""
         claim = Claim(keys, seconds)
         if not self._post_if_room(lambda: self.spawn(self._client.claim(claim))):
-            claim.elsewhere = 0
+            claim.held_by_peer = 0
         return claim
 
     def release_claim(self, claim: Claim) -> None:
@@ -138,7 +138,7 @@ class PeerTier:
         """
         self._namespace.announce_reset()
         self._pool.reset()
-        self.post(lambda: self.spawn(self._namespace.part()))
+        self.post(lambda: self.spawn(self._namespace.isolate()))
 
     def post(self, action: Callable[..., object], *args: object) -> bool:
         """Have the background loop do something soon; False if it has ended."""

@@ -33,7 +33,7 @@ from xinference_xavier.options import TRANSPORTS
 from xinference_xavier.pool.pool import Pool
 from xinference_xavier.pool.region import Region
 from xinference_xavier.protocol.startup_errors import replica_name
-from xinference_xavier.protocol.transfer import Contact, Grant, GrantRequest
+from xinference_xavier.protocol.transfer import Endpoint, Grant, GrantRequest
 from xinference_xavier.replica.actor import ReplicaActor
 from xinference_xavier.replica.checksums import Checksums
 from xinference_xavier.replica.donor import Donor
@@ -43,7 +43,7 @@ from xinference_xavier.replica.fetcher import Fetcher
 from xinference_xavier.replica.mirror import Mirror
 from xinference_xavier.replica.namespace import SharedNamespace
 from xinference_xavier.replica.peer_tier import PeerTier
-from xinference_xavier.replica.self_check import Patient, examine
+from xinference_xavier.replica.self_check import SelfCheck
 from xinference_xavier.replica.sharing_log import SharingLog
 from xinference_xavier.replica.stats import replica_stats
 from xinference_xavier.replica.tracker_client import TrackerClient
@@ -73,11 +73,11 @@ class Replica:
         region: Region,
         pool: Pool,
         engine_stats: Callable[[], dict[str, Any]],
-        ingredients: Mapping[str, str] | None = None,
+        fingerprint_fields: Mapping[str, str] | None = None,
     ) -> None:
-        """`ingredients` are the namespace's, for people."""
+        """`fingerprint_fields` are the namespace's, for people."""
         self._config = config
-        self._ingredients = ingredients or {}
+        self._fingerprint_fields = fingerprint_fields or {}
         self._address = ""  # of our actor, when it listens
         self._incarnation = incarnation
         self._namespace = SharedNamespace(
@@ -172,7 +172,7 @@ class Replica:
             on_members=self._members_changed,
             on_joined=self._joined,
             on_outage=self._events.outage,
-            events=self._events.untold,
+            events=self._events.pending,
             replica=replica_name(),
         )
         scope.undo(self._client.leave)
@@ -183,7 +183,7 @@ class Replica:
             process=self._process,
             namespace=lambda: self._namespace.current,
             address_of=self.mirror.address,
-            note_stale=self.mirror.note_stale,
+            record_stale=self.mirror.record_stale,
             arrived=lambda rows: self._client.publish([row.key for row in rows]),
             rolled_back=self._events.rolled_back,
         )
@@ -225,7 +225,7 @@ class Replica:
 
     async def _part_with(self, gone: frozenset[str]) -> None:
         # The links first: as long as they are open, granted rows may be on their way.
-        await self._process.keep(self._known_members)
+        await self._process.close_links_except(self._known_members)
         for incarnation in gone:
             self._donor.grants.forget(incarnation)
 
@@ -233,7 +233,7 @@ class Replica:
         """Those that a replica opened before it knew that it was taken for gone."""
         while True:
             await asyncio.sleep(_LINKS_INTERVAL)
-            await self._process.keep(self._known_members)
+            await self._process.close_links_except(self._known_members)
 
     async def _look_around(self) -> None:
         sharing_log = SharingLog(self._incarnation)
@@ -274,12 +274,12 @@ class Replica:
 
     async def set_weights_version(self, version: str) -> bool:
         """Share again with those of the same version; False if there was no reset."""
-        return await self._namespace.join(version)
+        return await self._namespace.rejoin(version)
 
-    def drop(self) -> int:
+    def flush(self) -> int:
         """Forget all chunks that are at rest; returns how many. What vLLM's own prefix cache holds
         is not touched, and what is being written comes to stay."""
-        keys = self._pool.drop()
+        keys = self._pool.flush()
         self._client.withdraw(keys)
         self._client.flush()
         return len(keys)
@@ -303,13 +303,14 @@ class Replica:
         )
 
     @property
-    def transfer_contact(self) -> Contact | None:
-        return self._process.contact
+    def transfer_endpoint(self) -> Endpoint | None:
+        return self._process.endpoint
 
-    async def examine(self) -> dict[str, Any]:
+    async def self_check(self) -> dict[str, Any]:
         host, _ = split_address(self._address)
-        patient = Patient(self._config, host, self.mirror, self._process, self._ingredients)
-        return await examine(patient)
+        return await SelfCheck(
+            self._config, host, self.mirror, self._process, self._fingerprint_fields
+        ).run()
 
     def stats(self) -> dict[str, Any]:
         """Figures of this replica since its start, without asking anybody."""

@@ -8,7 +8,7 @@ Life cycle: `run` serves one session after the other until it is cancelled or th
     locate → join → publish all holdings → { watch, heartbeat, publish }
        ↑______________ wait a little ← any failure ______________|
 
-The tracker may be away, hang, lose its memory or come back elsewhere: the mirror stays as it is
+The tracker may be away, hang, lose its memory or come back held_by_peer: the mirror stays as it is
 meanwhile, since the peers are still there, and the next session starts from the pool's holdings.
 """
 
@@ -118,7 +118,7 @@ class TrackerClient:
         self._heartbeat = heartbeat
         self._watch_timeout = watch_timeout
         self._publisher = Publisher(incarnation, holdings, self.counters)
-        self._roster = LivePeers(on_members)
+        self._live_peers = LivePeers(on_members)
         self._on_joined = on_joined
         self._on_outage = on_outage
         self._events = deque() if events is None else events
@@ -167,19 +167,19 @@ class TrackerClient:
 
     async def claim(self, claim: Claim) -> None:
         """Ask who computes it: we, also if nobody answers in time."""
-        elsewhere = 0
+        held_by_peer = 0
         try:
             if self.connected:
                 seconds = min(CLAIM_LASTS * claim.seconds, MAX_CLAIM_SECONDS)
-                elsewhere = await within(
+                held_by_peer = await within(
                     CLAIM_DEADLINE, self._call(self.namespace, "claim", pack(claim.keys), seconds)
                 )
-                check_count("elsewhere", elsewhere, 0, len(claim.keys))
+                check_count("held_by_peer", held_by_peer, 0, len(claim.keys))
         except Exception:
             self.counters.claim_failures += 1
-            elsewhere = 0
+            held_by_peer = 0
         finally:
-            claim.elsewhere = elsewhere
+            claim.held_by_peer = held_by_peer
 
     async def release(self, claim: Claim) -> None:
         """What was ours to compute is computed, or will not be."""
@@ -202,7 +202,7 @@ class TrackerClient:
         old, self.namespace = self.namespace, namespace
         await self._end_session()
         self.mirror.clear()
-        self._roster.clear()
+        self._live_peers.clear()
         await self._say_goodbye(old, moving=True)
         self._hurry.set()
 
@@ -251,7 +251,7 @@ class TrackerClient:
                 PROTOCOL_VERSION,
             ),
         )
-        self._roster.start(reply.epoch, reply.lease)
+        self._live_peers.start(reply.epoch, reply.lease)
         self._publisher.last_sequence = max(self.last_sequence, reply.sequence)
         self._on_joined(reply.secret)
         await self._publisher.send_holdings(partial(self._call, namespace))
@@ -275,7 +275,7 @@ class TrackerClient:
                 namespace, "watch", mirror.epoch, mirror.revision, timeout, waits=timeout
             )
             mirror.apply(update)
-            self._roster.see(mirror.peers)
+            self._live_peers.see(mirror.peers)
 
     async def _renew(self, namespace: str, lease: float) -> None:
         while True:
@@ -335,11 +335,11 @@ class TrackerClient:
 class Claim:
     """What a request wants to compute: `keys`, in their order, in about `seconds`.
 
-    `elsewhere` is how many of the first keys a peer is computing, 0 if they are ours to compute,
+    `held_by_peer` is how many of the first keys a peer is computing, 0 if they are ours to compute,
     None as long as nobody has said. Written by one thread, once; read by any.
     """
 
     def __init__(self, keys: Sequence[bytes], seconds: float) -> None:
         self.keys = keys
         self.seconds = seconds
-        self.elsewhere: int | None = None
+        self.held_by_peer: int | None = None

@@ -21,7 +21,7 @@ from xinference_xavier.pool.region import Region
 from xinference_xavier.protocol.transfer import (
     MAX_LINE,
     TRANSFER_UID,
-    Contact,
+    Endpoint,
     PullOrder,
     PullResult,
     Startup,
@@ -46,13 +46,13 @@ _UNREACHABLE = (OSError, TimeoutError, xoscar.ActorNotExist, xoscar.ServerClosed
 class _Child(NamedTuple):
     process: asyncio.subprocess.Process
     control: socket.socket
-    contact: Contact
+    endpoint: Endpoint
     actor: xoscar.ActorRefType
     exited: asyncio.Future[int]
 
 
 class TransferProcess:
-    """`contact` is how peers' transfer processes find ours; None while there is none."""
+    """`endpoint` is how peers' transfer processes find ours; None while there is none."""
 
     def __init__(
         self,
@@ -84,8 +84,8 @@ class TransferProcess:
         self._conditions = RateLimitedLog(logger)
 
     @property
-    def contact(self) -> Contact | None:
-        return self._child.contact if self._child is not None else None
+    def endpoint(self) -> Endpoint | None:
+        return self._child.endpoint if self._child is not None else None
 
     @property
     def ready(self) -> bool:
@@ -150,16 +150,16 @@ class TransferProcess:
             loop = asyncio.get_running_loop()
             await loop.sock_sendall(ours, self._startup.to_json())
             async with asyncio.timeout(_START_TIMEOUT):
-                contact = parse_started(await _read_line(ours))
-            finding = xoscar.actor_ref(contact.address, TRANSFER_UID)
+                endpoint = parse_started(await _read_line(ours))
+            finding = xoscar.actor_ref(endpoint.address, TRANSFER_UID)
             actor = await within(_START_TIMEOUT, finding)
             scope.commit()
         exited = asyncio.ensure_future(process.wait())
-        return _Child(process, ours, contact, actor, exited)
+        return _Child(process, ours, endpoint, actor, exited)
 
     async def _attend(self, child: _Child) -> None:
         while self._told != self._secret:  # another one may come meanwhile
-            if not await self._tell(child):
+            if not await self._configure(child):
                 return
         self._child = child
         await asyncio.shield(child.exited)
@@ -168,10 +168,10 @@ class TransferProcess:
         """The model's secret; a later process gets it too."""
         self._secret = secret
         child = self._child
-        if child is not None and not await self._tell(child):
+        if child is not None and not await self._configure(child):
             _kill(child.process)
 
-    async def _tell(self, child: _Child) -> bool:
+    async def _configure(self, child: _Child) -> bool:
         """Whether it knows the secret now; without it, it is of no use and is to be replaced."""
         secret = self._secret
         try:
@@ -183,19 +183,19 @@ class TransferProcess:
         self._told = secret
         return True
 
-    async def keep(self, members: frozenset[str]) -> None:
+    async def close_links_except(self, members: frozenset[str]) -> None:
         """Close the links with all other replicas."""
         if self._child is not None:
-            await self._call(self._child, "keep", members)
+            await self._call(self._child, "close_links_except", members)
 
-    async def reach(self, donor: str, contact: Contact, timeout: float) -> str | None:
+    async def probe_link(self, donor: str, endpoint: Endpoint, timeout: float) -> str | None:
         """Why no link to the donor's transfer process can be opened; None if one can."""
         child = self._child
         if child is None:
             return "this replica has no transfer process"
         try:
             reason: str | None = await within(
-                timeout + _GRACE, child.actor.reach(donor, contact, timeout)
+                timeout + _GRACE, child.actor.probe_link(donor, endpoint, timeout)
             )
         except _UNREACHABLE as error:
             self.failed_calls += 1

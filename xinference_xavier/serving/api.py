@@ -6,9 +6,9 @@
     GET  /v1/xavier/{model_uid}/events  server-sent events, see ``sse``
     POST /v1/xavier/{model_uid}         {"enabled": bool} switches sharing; {"weights_version": str}
                                         tells the replicas that were reset since which weights they
-                                        have, and ``told`` in the answer what became of it. A report
+                                        have; a report, with ``answers``
     POST /v1/xavier/{model_uid}/explain {"prompt": str} or {"messages": […]}: where its chunks are
-    POST /v1/xavier/{model_uid}/drop    all replicas forget what they hold; a report, with ``told``
+    POST /v1/xavier/{model_uid}/flush   all replicas empty their pools; a report with ``answers``
 
 Where authentication is on, reading needs the scope ``models:list``, changing ``models:write``, and
 explaining, like asking the model, ``models:read`` and a key that is for this model. 404: no such
@@ -68,7 +68,7 @@ def add_routes(context: Any) -> None:
     add("GET", f"{_MODEL}/events", _READ_SCOPE, routes.events)
     add("POST", _MODEL, _WRITE_SCOPE, routes.change)
     add("POST", f"{_MODEL}/explain", _ASK_SCOPE, routes.explain)
-    add("POST", f"{_MODEL}/drop", _WRITE_SCOPE, routes.drop)
+    add("POST", f"{_MODEL}/flush", _WRITE_SCOPE, routes.flush)
 
 
 class _Routes:
@@ -126,12 +126,12 @@ class _Routes:
             return await self._trackers.report(model_uid)
         return await self._tell(model_uid, "set_weights_version", wanted["weights_version"])
 
-    async def drop(self, model_uid: str) -> JSONResponse:
-        return JSONResponse(await _answered_for(model_uid, self._tell(model_uid, "drop")))
+    async def flush(self, model_uid: str) -> JSONResponse:
+        return JSONResponse(await _answered_for(model_uid, self._tell(model_uid, "flush")))
 
     async def _tell(self, model_uid: str, method: str, *args: object) -> dict[str, Any]:
         told = await self._trackers.call(model_uid, method, *args)
-        return {**await self._trackers.report(model_uid), "told": told}
+        return {**await self._trackers.report(model_uid), "answers": told}
 
     async def explain(self, model_uid: str, request: Request) -> JSONResponse:
         self._check_model_access(request, model_uid)

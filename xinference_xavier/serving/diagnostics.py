@@ -1,9 +1,9 @@
 """What every process of a cluster knows of itself, gathered for ``doctor``.
 
     {"api": facts, "supervisor": facts, "workers": {address: facts},
-     "models": {model_uid: {"report": …, "tracker": facts, "examinations": {incarnation: …}}}}
+     "models": {model_uid: {"report": …, "tracker": facts, "self_checks": {incarnation: …}}}}
 
-``facts`` are ``process_facts``, with ``address`` and ``cancel_circles`` where there is an actor
+``facts`` are ``process_info``, with ``address`` and ``cancel_circles`` where there is an actor
 pool; whatever could not be learnt is an ``error`` instead. Runs on the event loops of API,
 supervisor and workers; every question has a deadline.
 """
@@ -17,9 +17,9 @@ from typing import Any
 from xinference_xavier.errors import NotFoundError
 from xinference_xavier.runtime.cancels import cancel_circles
 from xinference_xavier.runtime.deadline import within
-from xinference_xavier.runtime.host import process_facts
+from xinference_xavier.runtime.host import process_info
 from xinference_xavier.serving.tracker_gateway import UNREACHABLE, TrackerGateway
-from xinference_xavier.tracker.fanout import EXAMINE_DEADLINE
+from xinference_xavier.tracker.fanout import SELF_CHECK_DEADLINE
 
 _WORKER_DEADLINE = 5.0
 _SUPERVISOR_DEADLINE = 10.0
@@ -41,7 +41,7 @@ async def supervisor_facts(supervisor: Any) -> dict[str, Any]:
 
 
 async def _facts_at(address: str) -> dict[str, Any]:
-    return {**process_facts(), "address": address, "cancel_circles": await cancel_circles()}
+    return {**process_info(), "address": address, "cancel_circles": await cancel_circles()}
 
 
 async def cluster_facts(trackers: TrackerGateway) -> dict[str, Any]:
@@ -53,7 +53,7 @@ async def cluster_facts(trackers: TrackerGateway) -> dict[str, Any]:
             zip(uids, await asyncio.gather(*(_model(trackers, uid) for uid in uids)), strict=True)
         )
     return {
-        "api": process_facts(),
+        "api": process_info(),
         "workers": supervisor.pop("workers", {}),
         "supervisor": supervisor,
         "models": models,
@@ -72,8 +72,10 @@ async def _model(trackers: TrackerGateway, model_uid: str) -> dict[str, Any]:
     try:
         report = await trackers.report(model_uid)
         tracker = await trackers.call(model_uid, "facts")
-        examinations = await trackers.call(model_uid, "examine", deadline=EXAMINE_DEADLINE + 1)
-        return {"report": report, "tracker": tracker, "examinations": examinations}
+        self_checks = await trackers.call(
+            model_uid, "self_checks", deadline=SELF_CHECK_DEADLINE + 1
+        )
+        return {"report": report, "tracker": tracker, "self_checks": self_checks}
     except NotFoundError:
         return {"error": "no tracker"}
     except UNREACHABLE as error:

@@ -1,7 +1,7 @@
 """One model's sharing as server-sent events, for as long as somebody listens.
 
     history      {"interval_s", "samples": […]}: the last hour, to begin with
-    happened     one event: those of late at first, then each as it happens
+    event        one event: the recent ones at first, then each as it happens
     status       what `GET /v1/xavier/{model_uid}` answers, every second
     unavailable  {"detail"}: the tracker does not answer; once it does, all begins anew
     gone         {"detail"}: the model does not share any more; the stream ends
@@ -54,14 +54,14 @@ async def _session(trackers: TrackerGateway, model_uid: str) -> AsyncIterator[Me
     """Until the tracker does not answer."""
     tracker = await trackers.find(model_uid)
     yield _message("history", await within(DEADLINE, tracker.history()))
-    happened = (await within(DEADLINE, tracker.happened(0, 0.0)))[-MAX_FIRST:]
+    recent = (await within(DEADLINE, tracker.wait_events(0, 0.0)))[-MAX_FIRST:]
     last = 0
     loop = asyncio.get_running_loop()
     due = loop.time()
     while True:
-        for number, event in happened:
+        for number, event in recent:
             last = number
-            yield _message("happened", event, str(number))
+            yield _message("event", event, str(number))
         left = due - loop.time()
         if left <= 0:
             due = loop.time() + STATUS_INTERVAL
@@ -69,7 +69,7 @@ async def _session(trackers: TrackerGateway, model_uid: str) -> AsyncIterator[Me
             # Half as old as the interval at most, so that two who listen do not hear old news.
             report = await trackers.shared_report(model_uid, STATUS_INTERVAL / 2)
             yield _message("status", report)
-        happened = await within(left + DEADLINE, tracker.happened(last, left))
+        recent = await within(left + DEADLINE, tracker.wait_events(last, left))
 
 
 def _message(event: str, data: dict[str, Any], number: str | None = None) -> Message:

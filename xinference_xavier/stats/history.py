@@ -19,7 +19,7 @@ MAX_SAMPLES = 360
 MAX_REMEMBERED = 1000
 """Replicas whose figures are kept one by one; those of the oldest become one figure."""
 
-HIT_SOURCES = ("own_prefix_cache", "own_pool", "peers", "computed")
+HIT_SOURCES = ("prefix_cache", "local_pool", "remote", "computed")
 _COUNTS = ("bytes_received", "requests", "seconds_saved")
 _FETCH_COUNTS = ("started", "committed")
 
@@ -35,7 +35,7 @@ class History:
         self._samples: deque[tuple[float, _Figures]] = deque(maxlen=MAX_SAMPLES)
         self._due = -math.inf
 
-    def note(self, incarnation: str, stats: Mapping[str, Any]) -> None:
+    def record(self, incarnation: str, stats: Mapping[str, Any]) -> None:
         """`stats` are what a replica counted since its start, as it reports them."""
         self._latest.pop(incarnation, None)
         self._latest[incarnation] = _figures(stats)

@@ -25,14 +25,14 @@ COMMITTED, ROLLED_BACK = OUTCOMES = ("committed", "rolled_back")
 class Hits:
     """Prompt tokens by where their KV came from."""
 
-    own_prefix_cache: int = 0
-    own_pool: int = 0
-    peers: int = 0
+    prefix_cache: int = 0
+    local_pool: int = 0
+    remote: int = 0
     computed: int = 0
 
     @property
     def total(self) -> int:
-        return self.own_prefix_cache + self.own_pool + self.peers + self.computed
+        return self.prefix_cache + self.local_pool + self.remote + self.computed
 
     @property
     def ratio(self) -> float:
@@ -163,8 +163,8 @@ class Chunk:
 class Reuse:
     """Tokens by where a request would get them from."""
 
-    own_pool: int
-    peers: int
+    local_pool: int
+    remote: int
     computed: int
 
 
@@ -192,7 +192,7 @@ class Explanation:
                 for chunk in raw["chunks"]
             ),
             reuse={
-                name: Reuse(tokens["own_pool"], tokens["peers"], tokens["computed"])
+                name: Reuse(tokens["local_pool"], tokens["remote"], tokens["computed"])
                 for name, tokens in raw["reuse"].items()
             },
             raw=raw,
@@ -228,7 +228,7 @@ class Histogram:
         return {"counts": list(self.counts), "sum": self.sum}
 
 
-class FetchFigures:
+class FetchStats:
     """Of the fetches over one transport; or of those that ended before one was chosen."""
 
     def __init__(self) -> None:

@@ -5,7 +5,7 @@ model is launched, or by the first replica that finds none. All it holds is soft
 filled again by its replicas. It ends with the model.
 
 Threading: everything runs on the event loop of the actor's pool, one call's synchronous part at a
-time; only `watch`, `happened` and what asks replicas wait. What peers send is checked before use.
+time; only `watch`, `wait_events` and calls to replicas wait. What peers send is checked before use.
 
 Errors: ValueError for what cannot be right, TrackerFullError beyond the limits, NotMemberError for
 a watcher that must join first.
@@ -22,7 +22,7 @@ from typing import Any
 
 import xoscar as xo
 
-from xinference_xavier.events import Event, HoldingsDropped, SharingSwitched, event_dict
+from xinference_xavier.events import CacheFlushed, Event, SharingSwitched, event_dict
 from xinference_xavier.hooks import hooks_of
 from xinference_xavier.protocol.tracker import (
     MAX_CLAIM_SECONDS,
@@ -44,7 +44,7 @@ from xinference_xavier.protocol.tracker import (
     unpack,
 )
 from xinference_xavier.runtime.cancels import cancel_circles, mend_cancels
-from xinference_xavier.runtime.host import process_facts
+from xinference_xavier.runtime.host import process_info
 from xinference_xavier.runtime.validate import (
     MAX_KEY_BYTES,
     check_count,
@@ -54,11 +54,11 @@ from xinference_xavier.runtime.validate import (
 from xinference_xavier.stats.history import History
 from xinference_xavier.tracker.event_log import EventLog, EventRecord
 from xinference_xavier.tracker.fanout import (
-    drop_all,
-    examine_all,
     explain_at,
-    overview,
-    tell_weights,
+    flush_all,
+    namespaces_status,
+    self_check_all,
+    send_weights_version,
 )
 from xinference_xavier.tracker.membership import Membership, StartupErrors
 from xinference_xavier.tracker.namespaces import Namespaces
@@ -92,12 +92,12 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
         self._clock = clock
         self._secret = os.urandom(32)
         self._namespaces = Namespaces(model_uid, lease=lease, max_keys=max_keys)
-        self._waits = WatchLimit()
+        self._watch_limit = WatchLimit()
         self._hooks = hooks_of(hooks)
         self._membership = Membership(model_uid)
         self._history = History()
         self._events = EventLog()
-        self._causes = StartupErrors()
+        self._startup_errors = StartupErrors()
         self._looked = clock()
         self._expiry: asyncio.Task[None] | None = None
         self._ended = False
@@ -142,9 +142,9 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
         if settings.version > self._namespaces.settings.version:
             self._namespaces.configure(settings)
         arrival = self._membership.joined(replica, member)
-        self._causes.take(replica)
+        self._startup_errors.pop(replica)
         if arrival is not None:
-            self._tell(arrival)
+            self._notify(arrival)
         return JoinReply(self._secret, self._lease, index.epoch, index.sequence(member.incarnation))
 
     async def heartbeat(
@@ -160,7 +160,7 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
             return False
         check_stats(stats)
         known.stats[incarnation] = stats
-        self._history.note(incarnation, stats)
+        self._history.record(incarnation, stats)
         self._events.add_reported(events)
         return True
 
@@ -181,7 +181,7 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
         if known is None:
             return Outcome.UNKNOWN
         outcome = known.index.publish(incarnation, sequence, added, removed)
-        return known.told(incarnation, added, outcome)
+        return known.published(incarnation, added, outcome)
 
     async def replace(
         self, namespace: str, incarnation: str, sequence: int, keys: bytes
@@ -193,7 +193,7 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
         if known is None:
             return Outcome.UNKNOWN
         outcome = known.index.replace(incarnation, sequence, keys)
-        return known.told(incarnation, keys, outcome)
+        return known.published(incarnation, keys, outcome)
 
     async def watch(
         self, namespace: str, incarnation: str, epoch: str, revision: int, timeout: float
@@ -205,8 +205,10 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
         also when the lease ends meanwhile.
         """
         check_count("revision", revision, 0)
-        with self._waits.one_more(timeout) as seconds:
-            return await self._namespaces.news(namespace, incarnation, epoch, revision, seconds)
+        with self._watch_limit.one_more(timeout) as seconds:
+            return await self._namespaces.wait_update(
+                namespace, incarnation, epoch, revision, seconds
+            )
 
     # Claims
 
@@ -238,7 +240,7 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
         version = max(self._namespaces.settings.version + 1, time.time_ns())
         settings = Settings(version, enabled)
         self._namespaces.configure(settings)
-        self._tell(SharingSwitched(model_uid=self._model_uid, enabled=enabled))
+        self._notify(SharingSwitched(model_uid=self._model_uid, enabled=enabled))
         return settings
 
     async def set_weights_version(self, version: str) -> dict[str, list[str]]:
@@ -249,7 +251,7 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
         do those that do not answer ("unreachable").
         """
         check_weights_version(version)
-        return await tell_weights(self._namespaces.with_moving(self._clock()), version)
+        return await send_weights_version(self._namespaces.with_moving(self._clock()), version)
 
     async def status(self) -> dict[str, Any]:
         """All that is known, JSON-able; the replicas' figures as they are now.
@@ -257,38 +259,40 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
         `refused` counts what was too much: members, namespaces, watches, failures to remember,
         chunks that are claimed.
         """
-        known, waits = self._namespaces, self._waits
-        refused = known.refused + waits.refused + self._events.refused + self._causes.refused
+        known, waits = self._namespaces, self._watch_limit
+        refused = (
+            known.refused + waits.refused + self._events.refused + self._startup_errors.refused
+        )
         refused += sum(each.claims.refused for _, each in known.items())
         return {
             "model_uid": self._model_uid,
             "enabled": known.settings.enabled,
             "watches": waits.count,
             "refused": refused,
-            "namespaces": await overview(known, self._membership.name_of, self._clock()),
+            "namespaces": await namespaces_status(known, self._membership.name_of, self._clock()),
         }
 
     async def history(self) -> dict[str, Any]:
         """Samples of the last hour; see `History`."""
         return self._history.to_dict()
 
-    async def happened(self, after: int, timeout: float) -> list[EventRecord]:
+    async def wait_events(self, after: int, timeout: float) -> list[EventRecord]:
         """Events whose number is above `after`; waits up to `timeout` seconds for the first.
 
         Raises ActorNotExist if this tracker ends meanwhile: there may be another in its place.
         """
         check_count("after", after, 0)
-        with self._waits.one_more(timeout) as seconds:
+        with self._watch_limit.one_more(timeout) as seconds:
             happened = await self._events.wait_since(after, seconds)
         if self._ended:
             raise xo.ActorNotExist(f"the tracker of {self._model_uid} has ended")
         return happened
 
-    async def drop(self) -> dict[str, list[str]]:
-        """Have every replica forget what it holds; which did ("dropped"), and which did not answer
+    async def flush(self) -> dict[str, list[str]]:
+        """Have every replica forget what it holds; which did ("flushed"), and which did not answer
         ("unreachable")."""
-        told = await drop_all(self._namespaces.all_members(self._clock()))
-        self._tell(HoldingsDropped(model_uid=self._model_uid, replicas=len(told["dropped"])))
+        told = await flush_all(self._namespaces.all_members(self._clock()))
+        self._notify(CacheFlushed(model_uid=self._model_uid, replicas=len(told["flushed"])))
         return told
 
     async def explain(self, question: dict[str, Any]) -> dict[str, Any]:
@@ -296,30 +300,30 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
         check_question(question)
         return await explain_at(self._namespaces.members(self._clock()), question)
 
-    async def examine(self) -> dict[str, dict[str, Any]]:
+    async def self_checks(self) -> dict[str, dict[str, Any]]:
         """What each replica finds when it checks itself; see `self_check`."""
-        return await examine_all(self._namespaces.all_members(self._clock()))
+        return await self_check_all(self._namespaces.all_members(self._clock()))
 
     async def facts(self) -> dict[str, Any]:
         """What the process that holds this tracker knows of itself; JSON-able."""
         return {
-            **process_facts(),
+            **process_info(),
             "address": self.address,
             "cancel_circles": await cancel_circles(),
         }
 
-    async def report_failure(self, replica: str, cause: str) -> None:
+    async def report_startup_error(self, replica: str, cause: str) -> None:
         """Keep why the engine of `replica` (xinference's name for it) could not start."""
         check_identifier("replica", replica)
-        self._causes.note(replica, cause)
+        self._startup_errors.record(replica, cause)
 
-    async def take_failure(self, replica: str) -> str | None:
+    async def pop_startup_error(self, replica: str) -> str | None:
         """The cause that was reported for `replica` since this was asked last."""
         check_identifier("replica", replica)
-        return self._causes.take(replica)
+        return self._startup_errors.pop(replica)
 
-    def _tell(self, event: Event) -> None:
-        self._hooks.tell(event)
+    def _notify(self, event: Event) -> None:
+        self._hooks.notify(event)
         self._events.add(event_dict(event))
 
     # Expiry
@@ -348,4 +352,4 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
             "tracker of %s: no heartbeat from %s", self._model_uid, ", ".join(incarnations)
         )
         for incarnation in incarnations:
-            self._tell(self._membership.lost(incarnation))
+            self._notify(self._membership.lost(incarnation))

@@ -23,18 +23,18 @@ from xinference_xavier.tracker.namespaces import Namespace, Namespaces
 logger = logging.getLogger(__name__)
 
 STATS_DEADLINE = 1.0
-DROP_DEADLINE = 5.0
+FLUSH_DEADLINE = 5.0
 MOVE_DEADLINE = 5.0
-EXAMINE_DEADLINE = 20.0
+SELF_CHECK_DEADLINE = 20.0
 EXPLAIN_DEADLINE = 60.0
 """Seconds: the first question loads the tokenizer, and long prompts take their time."""
 
 
-async def drop_all(members: Sequence[Member]) -> dict[str, list[str]]:
+async def flush_all(members: Sequence[Member]) -> dict[str, list[str]]:
     answers = await asyncio.gather(*map(_drop, members))
-    told: dict[str, list[str]] = {"dropped": [], "unreachable": []}
-    for member, dropped in zip(members, answers, strict=True):
-        told["dropped" if dropped else "unreachable"].append(member.incarnation)
+    told: dict[str, list[str]] = {"flushed": [], "unreachable": []}
+    for member, flushed in zip(members, answers, strict=True):
+        told["flushed" if flushed else "unreachable"].append(member.incarnation)
     return told
 
 
@@ -43,7 +43,7 @@ async def stats_of_all(members: Sequence[Member]) -> list[dict[str, Any] | None]
     return await asyncio.gather(*map(_stats, members))
 
 
-async def tell_weights(members: Sequence[Member], version: str) -> dict[str, list[str]]:
+async def send_weights_version(members: Sequence[Member], version: str) -> dict[str, list[str]]:
     """Which of `members` moved to the namespace of weights `version`, and which did not."""
     answers = await asyncio.gather(*(_move(member, version) for member in members))
     told: dict[str, list[str]] = {"joined": [], "not_reset": [], "unreachable": []}
@@ -59,7 +59,7 @@ async def explain_at(
 
         {"prompt_tokens": …, "chunk_tokens": …,
          "chunks": [{"from": token, "to": token, "replicas": {incarnation: "pool" or "none"}}, …],
-         "reuse": {incarnation: {"own_pool": tokens, "peers": tokens, "computed": tokens}}}
+         "reuse": {incarnation: {"local_pool": tokens, "remote": tokens, "computed": tokens}}}
 
     Where namespaces cut a prompt differently, `chunks` is of the first that answered.
 
@@ -80,9 +80,9 @@ async def explain_at(
     return whole
 
 
-async def examine_all(members: Sequence[Member]) -> dict[str, dict[str, Any]]:
+async def self_check_all(members: Sequence[Member]) -> dict[str, dict[str, Any]]:
     """What each replica finds out about itself and its way to its peers; `error` if it does not."""
-    answers = await asyncio.gather(*map(_examine, members))
+    answers = await asyncio.gather(*map(_self_check, members))
     return {member.incarnation: answer for member, answer in zip(members, answers, strict=True)}
 
 
@@ -105,9 +105,9 @@ async def _move(member: Member, version: str) -> str:
     return "joined" if joined else "not_reset"
 
 
-async def _examine(member: Member) -> dict[str, Any]:
+async def _self_check(member: Member) -> dict[str, Any]:
     try:
-        answer: dict[str, Any] = await within(EXAMINE_DEADLINE, _call(member, "examine"))
+        answer: dict[str, Any] = await within(SELF_CHECK_DEADLINE, _call(member, "self_check"))
         check_stats(answer)
         return answer
     except Exception as error:
@@ -116,9 +116,9 @@ async def _examine(member: Member) -> dict[str, Any]:
 
 async def _drop(member: Member) -> bool:
     try:
-        await within(DROP_DEADLINE, _call(member, "drop"))
+        await within(FLUSH_DEADLINE, _call(member, "flush"))
     except Exception as error:
-        logger.warning("replica %s did not drop its chunks: %r", member.incarnation, error)
+        logger.warning("replica %s did not flush its pool: %r", member.incarnation, error)
         return False
     return True
 
@@ -146,7 +146,7 @@ async def _call(member: Member, method: str, *args: object) -> Any:
     return await getattr(ref, method)(*args)
 
 
-async def overview(
+async def namespaces_status(
     namespaces: Namespaces, name_of: Callable[[str], str], now: float
 ) -> dict[str, dict[str, Any]]:
     """JSON-able, by namespace. `stale` marks figures of the last heartbeat, of a replica that did

@@ -66,16 +66,16 @@ class StartupErrors:
 
     def __init__(self) -> None:
         self.refused = 0
-        self._causes: dict[str, str] = {}
+        self._startup_errors: dict[str, str] = {}
 
-    def note(self, replica: str, cause: object) -> None:
+    def record(self, replica: str, cause: object) -> None:
         """The first one stays, until it is taken: others follow from it."""
         if not isinstance(cause, str):
             raise ValueError(f"cause={shown(cause)} is not text")
-        if len(self._causes) < MAX_STARTUP_ERRORS or replica in self._causes:
-            self._causes.setdefault(replica, cause[:MAX_STARTUP_ERROR])
+        if len(self._startup_errors) < MAX_STARTUP_ERRORS or replica in self._startup_errors:
+            self._startup_errors.setdefault(replica, cause[:MAX_STARTUP_ERROR])
         else:
             self.refused += 1
 
-    def take(self, replica: str) -> str | None:
-        return self._causes.pop(replica, None)
+    def pop(self, replica: str) -> str | None:
+        return self._startup_errors.pop(replica, None)

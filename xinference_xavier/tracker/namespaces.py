@@ -34,9 +34,9 @@ class Namespace:
         self.index = index
         self.claims = Claims()
         self.stats: dict[str, dict[str, Any]] = {}
-        self.news = WatcherBatcher()
+        self.watchers = WatcherBatcher()
 
-    def told(self, incarnation: str, packed: bytes, outcome: Outcome) -> Outcome:
+    def published(self, incarnation: str, packed: bytes, outcome: Outcome) -> Outcome:
         """A publication came to this: what it has computed is claimed no longer."""
         if self.claims and outcome is Outcome.APPLIED:
             self.claims.release(incarnation, unpack(packed, self.index.key_bytes))
@@ -45,7 +45,7 @@ class Namespace:
 
     def wake(self) -> None:
         """Let all watchers look again."""
-        self.news.tell(len(self.index))
+        self.watchers.notify(len(self.index))
 
 
 class Namespaces:
@@ -167,7 +167,7 @@ class Namespaces:
             known.index.configure(settings)
             known.wake()
 
-    async def news(
+    async def wait_update(
         self, namespace: str, incarnation: str, epoch: str, revision: int, timeout: float
     ) -> Update:
         """What the others changed since `revision` of `epoch`, as soon as it is told, or what there
@@ -181,13 +181,13 @@ class Namespaces:
                     f"{incarnation!r} is no member of namespace {namespace!r}: join"
                 )
             left = until - loop.time()
-            told = not known.news.held_back
+            told = not known.watchers.pending
             if left <= 0 or (told and known.index.has_news(incarnation, epoch, revision)):
                 return known.index.changes_since(epoch, revision, incarnation)
-            await known.news.wait(left)
+            await known.watchers.wait(left)
 
     def end(self) -> None:
         """Forget all, and let go who waits."""
         for known in self._all.values():
-            known.news.tell_now()
+            known.watchers.notify_now()
         self._all.clear()

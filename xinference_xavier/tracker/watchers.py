@@ -33,17 +33,17 @@ class WatcherBatcher:
         self._timer: asyncio.TimerHandle | None = None
 
     @property
-    def held_back(self) -> bool:
+    def pending(self) -> bool:
         """There is some that waits for more."""
         return self._timer is not None
 
-    def tell(self, watchers: int) -> None:
+    def notify(self, watchers: int) -> None:
         """Wake the watchers, rate-limited by how many there are."""
         if self._timer is None:
             at = self._told_at + SPACING_PER_WATCHER * watchers
-            self._timer = asyncio.get_running_loop().call_at(at, self.tell_now)
+            self._timer = asyncio.get_running_loop().call_at(at, self.notify_now)
 
-    def tell_now(self) -> None:
+    def notify_now(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

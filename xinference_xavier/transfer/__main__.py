@@ -17,7 +17,7 @@ import xoscar
 
 from xinference_xavier.errors import LinkError, XavierError
 from xinference_xavier.pool.region import Region
-from xinference_xavier.protocol.transfer import MAX_LINE, TRANSFER_UID, Contact, Startup
+from xinference_xavier.protocol.transfer import MAX_LINE, TRANSFER_UID, Endpoint, Startup
 from xinference_xavier.runtime.net import listen
 from xinference_xavier.transfer.actor import TransferActor, load_transport
 from xinference_xavier.transfer.transports.selection import TransportSelector
@@ -40,8 +40,8 @@ async def _serve(engine: socket.socket, startup: Startup) -> None:
     await xoscar.create_actor(
         TransferActor, startup, region, choice, address=pool.external_address, uid=TRANSFER_UID
     )
-    contact = Contact(pool.external_address, choice.host)
-    engine.sendall(json.dumps(contact._asdict()).encode() + b"\n")
+    endpoint = Endpoint(pool.external_address, choice.host)
+    engine.sendall(json.dumps(endpoint._asdict()).encode() + b"\n")
     threading.Thread(target=region.populate, name="xavier-populate", daemon=True).start()
     await asyncio.Event().wait()
 

@@ -16,7 +16,7 @@ from typing import Any
 import xoscar
 
 from xinference_xavier.pool.region import Region
-from xinference_xavier.protocol.transfer import Contact, PullOrder, PullResult, Startup, Ticket
+from xinference_xavier.protocol.transfer import Endpoint, PullOrder, PullResult, Startup, Ticket
 from xinference_xavier.runtime.rate_limited_log import RateLimitedLog
 from xinference_xavier.transfer.links import LinkContext, LinkStats
 from xinference_xavier.transfer.receiver import Receiver
@@ -32,27 +32,27 @@ class TransferActor(xoscar.StatelessActor):  # type: ignore[misc]  # xoscar has 
 
     def __init__(self, startup: Startup, region: Region, choice: TransportSelector) -> None:
         super().__init__()
-        self._home = LinkContext(
+        self._context = LinkContext(
             startup.incarnation,
             region,
             choice,
             {name: LinkStats() for name in choice.names},
             RateLimitedLog(logger),
         )
-        self._puller = Receiver(self._home)
-        self._server = Sender(self._home, bytes.fromhex(startup.key))
+        self._receiver = Receiver(self._context)
+        self._server = Sender(self._context, bytes.fromhex(startup.key))
 
     # -- asked by the own engine ------------------------------------------------------------
 
     async def configure(self, secret: bytes) -> None:
         """The model's secret, new with every tracker."""
-        self._home.secret = secret
+        self._context.secret = secret
 
     async def stats(self) -> dict[str, Any]:
         """`transport` names those that have links, or all that might if there is no link yet."""
-        linked_to = self._puller.linked_to()
+        linked_to = self._receiver.linked_to()
         links = [*linked_to.values(), *self._server.transports()]
-        moved = self._home.moved
+        moved = self._context.moved
         for name, of_transport in moved.items():
             of_transport.links = links.count(name)
         used = [name for name, of_transport in moved.items() if of_transport.links]
@@ -63,21 +63,21 @@ class TransferActor(xoscar.StatelessActor):  # type: ignore[misc]  # xoscar has 
             "links": len(links),
             "transports": {name: asdict(of_transport) for name, of_transport in moved.items()},
             "linked_to": linked_to,
-            "fallbacks": self._home.choice.fallbacks,
+            "fallbacks": self._context.choice.fallbacks,
         }
 
-    async def keep(self, members: frozenset[str]) -> None:
+    async def close_links_except(self, members: frozenset[str]) -> None:
         """All other replicas are gone: close their links."""
-        await self._puller.keep(members)
-        await self._server.keep(members)
+        await self._receiver.close_links_except(members)
+        await self._server.close_links_except(members)
 
     async def pull(self, order: PullOrder) -> PullResult:
         """See `Receiver.pull`."""
-        return await self._puller.pull(order)
+        return await self._receiver.pull(order)
 
-    async def reach(self, donor: str, contact: Contact, timeout: float) -> str | None:
-        """See `Receiver.reach`."""
-        return await self._puller.reach(donor, contact, timeout)
+    async def probe_link(self, donor: str, endpoint: Endpoint, timeout: float) -> str | None:
+        """See `Receiver.probe_link`."""
+        return await self._receiver.probe_link(donor, endpoint, timeout)
 
     # -- asked by a peer's transfer process --------------------------------------------------
 

@@ -18,7 +18,7 @@ from xinference_xavier.errors import OUT_OF_REACH, LinkError
 from xinference_xavier.protocol.transfer import (
     PROTOCOL_VERSION,
     TRANSFER_UID,
-    Contact,
+    Endpoint,
     PullOrder,
     PullResult,
     check_order,
@@ -59,7 +59,7 @@ class Receiver:
     """At most one link from each donor, which carries one batch at a time."""
 
     def __init__(self, home: LinkContext) -> None:
-        self._home = home
+        self._context = home
         self._pulling: dict[str, _Receiving] = {}  # by donor
         self._turns: dict[str, asyncio.Lock] = {}  # by donor: a link carries one batch at a time
         self._ending: set[asyncio.Task[None]] = set()
@@ -68,21 +68,21 @@ class Receiver:
         """Transports, by donor."""
         return {donor: pulling.transport for donor, pulling in self._pulling.items()}
 
-    async def keep(self, members: frozenset[str]) -> None:
+    async def close_links_except(self, members: frozenset[str]) -> None:
         """All other replicas are gone: close their links."""
         self._turns = {
             donor: turn for donor, turn in self._turns.items() if donor in members or turn.locked()
         }
-        self._home.choice.keep(members)
+        self._context.choice.close_links_except(members)
         for donor in self._pulling.keys() - members:
             await self._drop(donor)
 
     async def pull(self, order: PullOrder) -> PullResult:
         """Fetch the rows of `order`; never raises, and never returns before they are at rest."""
         try:
-            check_order(order, self._home.region.rows)
+            check_order(order, self._context.region.rows)
         except LinkError as error:
-            self._home.conditions.warn("order", "pull refused: %s", error)
+            self._context.conditions.warn("order", "pull refused: %s", error)
             return PullResult(0, "malformed")
         deadline = time.monotonic() + order.timeout
         progress = _Progress()
@@ -119,12 +119,12 @@ class Receiver:
                 self._ending.add(ending)
                 ending.add_done_callback(self._ending.discard)
         if progress.verified and progress.transport is not None:
-            moved = self._home.moved[progress.transport]
+            moved = self._context.moved[progress.transport]
             moved.fetches += 1
-            moved.bytes_received += progress.verified * self._home.region.row_bytes
+            moved.bytes_received += progress.verified * self._context.region.row_bytes
         return PullResult(progress.verified, reason, progress.transport)
 
-    async def reach(self, donor: str, contact: Contact, timeout: float) -> str | None:
+    async def probe_link(self, donor: str, endpoint: Endpoint, timeout: float) -> str | None:
         """Open a link to `donor`, unless there is one; why that fails, None if it does not."""
         deadline = time.monotonic() + timeout
         turn = self._turns.setdefault(donor, asyncio.Lock())
@@ -132,16 +132,16 @@ class Receiver:
             return None  # rows are on their way
         async with turn:
             pulling = self._pulling.get(donor)
-            if pulling is not None and pulling.address == contact.address:
+            if pulling is not None and pulling.address == endpoint.address:
                 return None
             try:
                 await self._drop(donor)
-                candidates = self._home.choice.candidates(donor, *contact)
-                await self._connect(donor, contact.address, candidates, deadline)
+                candidates = self._context.choice.candidates(donor, *endpoint)
+                await self._connect(donor, endpoint.address, candidates, deadline)
             except OutOfReachError as error:
                 return str(error)
             except Exception as error:  # what a peer raises arrives as whatever it is
-                return f"no link to {contact.address}: {str(error) or type(error).__name__}"
+                return f"no link to {endpoint.address}: {str(error) or type(error).__name__}"
         return None
 
     async def _end_turn(
@@ -157,7 +157,7 @@ class Receiver:
             turn.release()
 
     def _warn(self, donor: str, error: Exception) -> None:
-        self._home.conditions.warn(f"pull from {donor}", "pull from %s failed: %s", donor, error)
+        self._context.conditions.warn(f"pull from {donor}", "pull from %s failed: %s", donor, error)
 
     async def _pull(
         self, order: PullOrder, deadline: float, progress: _Progress
@@ -166,7 +166,7 @@ class Receiver:
         pulling = self._pulling.get(order.donor)
         if pulling is None or pulling.address != order.address:
             await self._drop(order.donor)
-            candidates = self._home.choice.candidates(order.donor, order.address, order.host)
+            candidates = self._context.choice.candidates(order.donor, order.address, order.host)
             progress.transport = candidates[-1].name  # if none of them makes a link
             pulling = await self._connect(order.donor, order.address, candidates, deadline)
         progress.transport = pulling.transport
@@ -175,7 +175,7 @@ class Receiver:
 
         def check(slot: int) -> None:
             key, checksum = wanted[slot]
-            if self._home.region.checksum(slot, key) != checksum:
+            if self._context.region.checksum(slot, key) != checksum:
                 raise ChecksumError(f"the row of chunk {key.hex()[:16]} arrived damaged")
 
         def receive() -> None:
@@ -189,7 +189,7 @@ class Receiver:
             PROTOCOL_VERSION,
             pulling.link_id,
             order.ticket,
-            self._home.region.row_bytes,
+            self._context.region.row_bytes,
             deadline - time.monotonic(),
         )
         serving = asyncio.ensure_future(before(deadline, served))
@@ -226,7 +226,7 @@ class Receiver:
             return await self._link(best, donor, address, peer, soon)
         except Exception as error:  # what a peer raises arrives as whatever it is
             pulling = await self._link(others[0], donor, address, peer, deadline)
-            self._home.choice.record_fallback(donor, address, error)
+            self._context.choice.record_fallback(donor, address, error)
             return pulling
 
     async def _link(
@@ -237,19 +237,19 @@ class Receiver:
         peer: xoscar.ActorRefType,
         deadline: float,
     ) -> _Receiving:
-        if self._home.secret is None:
+        if self._context.secret is None:
             raise LinkError("not joined to a tracker yet")
         loop = asyncio.get_running_loop()
         thread = ThreadPoolExecutor(1, "xavier-pull")
         async with Rollback() as scope:
             scope.undo(thread.shutdown, False)
-            offer = transport.offer(self._home.secret, deadline)
+            offer = transport.offer(self._context.secret, deadline)
             scope.undo(loop.run_in_executor, None, offer.withdraw)
             link_id = os.urandom(8).hex()
             hello = await loop.run_in_executor(thread, lambda: offer.hello)
             timeout = deadline - time.monotonic()
             opening = peer.open_link(
-                PROTOCOL_VERSION, link_id, self._home.incarnation, transport.name, hello, timeout
+                PROTOCOL_VERSION, link_id, self._context.incarnation, transport.name, hello, timeout
             )
             answer = await before(deadline, opening)
             link = await loop.run_in_executor(thread, offer.complete, answer, deadline)

@@ -33,7 +33,7 @@ class Sender:
     """At most one whole link to each consumer. `key` is what our engine signs its tickets with."""
 
     def __init__(self, home: LinkContext, key: bytes) -> None:
-        self._home = home
+        self._context = home
         self._key = key
         self._serving: dict[str, _Sending] = {}  # by link id
         self._sending: set[str] = set()  # ids of links that carry a batch at the moment
@@ -42,7 +42,7 @@ class Sender:
         """Of each link."""
         return [serving.transport for serving in self._serving.values()]
 
-    async def keep(self, members: frozenset[str]) -> None:
+    async def close_links_except(self, members: frozenset[str]) -> None:
         """All other replicas are gone: close their links."""
         for consumer in {serving.consumer for serving in self._serving.values()} - members:
             await self._drop_to(consumer)
@@ -63,9 +63,9 @@ class Sender:
             check_identifier("consumer", consumer)
             check_identifier("transport", transport)
             check_seconds("timeout", timeout, MAX_TIMEOUT)
-        if self._home.secret is None:
+        if self._context.secret is None:
             raise LinkError("the donor has not joined a tracker yet")
-        own = self._home.choice.named(transport)
+        own = self._context.choice.named(transport)
         # A consumer has one link to us; it makes another when it has given up the one before.
         await self._drop_to(consumer)
         if link_id in self._serving:
@@ -77,7 +77,7 @@ class Sender:
         thread = ThreadPoolExecutor(1, "xavier-serve")
         async with Rollback() as scope:
             scope.undo(thread.shutdown, False)
-            half = own.accept(hello, self._home.secret, deadline)
+            half = own.accept(hello, self._context.secret, deadline)
             answering = loop.run_in_executor(thread, lambda: half.answer)
             link = asyncio.ensure_future(self._accept(link_id, half, thread, deadline))
             # Before anything is waited for: those that come meanwhile count it.
@@ -99,7 +99,7 @@ class Sender:
                 scope.commit()
             return link
         except XavierError as error:
-            self._home.conditions.warn("link", "link %s was not completed: %s", link_id, error)
+            self._context.conditions.warn("link", "link %s was not completed: %s", link_id, error)
             return None
 
     async def serve(
@@ -110,15 +110,15 @@ class Sender:
         with checking("request for rows"):
             check_identifier("link_id", link_id)
             check_seconds("timeout", timeout, MAX_TIMEOUT)
-        check_ticket(ticket, self._home.region.rows)
+        check_ticket(ticket, self._context.region.rows)
         serving = self._serving.get(link_id)
         if serving is None:
             raise LinkError("no such link")
         if link_id in self._sending:
             raise LinkError("the link carries a batch already")
-        if row_bytes != self._home.region.row_bytes:
+        if row_bytes != self._context.region.row_bytes:
             raise LinkError(
-                f"rows of {row_bytes} bytes wanted, ours have {self._home.region.row_bytes}"
+                f"rows of {row_bytes} bytes wanted, ours have {self._context.region.row_bytes}"
             )
         if serving.consumer != ticket.consumer or not ticket.is_valid(self._key, time.monotonic()):
             raise LinkError("the ticket is another's or has expired")
@@ -135,7 +135,7 @@ class Sender:
             raise
         finally:
             self._sending.discard(link_id)
-        self._home.moved[serving.transport].bytes_sent += len(ticket.slots) * row_bytes
+        self._context.moved[serving.transport].bytes_sent += len(ticket.slots) * row_bytes
 
     async def _drop_to(self, consumer: str) -> None:
         for link_id, serving in list(self._serving.items()):

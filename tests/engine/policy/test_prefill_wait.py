@@ -22,7 +22,7 @@ def alone(chunks: int) -> float:
 
 def waiting(elsewhere: int | None = 100) -> Wait:
     claim = Claim(KEYS, 100 * CHUNK)
-    claim.elsewhere = elsewhere
+    claim.held_by_peer = elsewhere
     return Wait(claim, alone, STEP, BEGAN)
 
 

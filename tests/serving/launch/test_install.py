@@ -407,7 +407,7 @@ async def test_a_failed_load_says_what_the_engine_left_with_the_tracker(address:
     await worker.launch_builtin_model("m-rep0", kv_transfer_config=transfer)
     with pytest.raises(RuntimeError, match="See root cause above"):
         await worker.wait_for_load("m-rep0")
-    await tracker.report_failure("m-rep0", "the pool is too small")
+    await tracker.report_startup_error("m-rep0", "the pool is too small")
     with pytest.raises(ReplicaStartError, match="the pool is too small"):
         await worker.wait_for_load("m-rep0")
 

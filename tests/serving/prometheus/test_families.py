@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from xinference_xavier.errors import NOT_SHARING, ROLLBACKS
 from xinference_xavier.serving.prometheus.families import FAMILIES, Labels, Samples, samples
 from xinference_xavier.stats.report import report
-from xinference_xavier.stats.schema import BYTES_BOUNDS, SECONDS_BOUNDS, FetchFigures
+from xinference_xavier.stats.schema import BYTES_BOUNDS, SECONDS_BOUNDS, FetchStats
 
 ROW_BYTES = 1 << 20
 
@@ -21,7 +21,7 @@ ROW_BYTES = 1 << 20
 def stats(**changes: Any) -> dict[str, Any]:
     """As a replica reports them."""
     return {
-        "hits": {"own_prefix_cache": 1, "own_pool": 2, "peers": 3, "computed": 4},
+        "hits": {"prefix_cache": 1, "local_pool": 2, "remote": 3, "computed": 4},
         "requests": 5,
         "prefill_tokens_per_s": 600.0,
         "seconds_saved": 7.5,
@@ -74,7 +74,7 @@ def replicas_of(found: Samples, family: str = "replica_up") -> list[str]:
 
 
 def fetched(*ended: tuple[str | None, float, int], transport: str = "gloo") -> dict[str, Any]:
-    figures = FetchFigures()
+    figures = FetchStats()
     for reason, seconds, size in ended:
         figures.ended(reason, seconds, size)
     return stats(fetches={"by_transport": {transport: figures.to_dict()}})
@@ -89,18 +89,20 @@ def test_each_figure_has_its_metric() -> None:
         for name in (
             "requests_total", "prefill_tokens_per_second", "saved_seconds", "fetching_chunks",
             "grants", "grants_refused_total", "published_chunks", "mirrored_chunks",
-            "transfer_restarts_total", "lost_fetches_total", "foretold_fetch_seconds_total",
-            "forecast_error_seconds_total", "claimed_prefixes_total", "wait_seconds_total",
+            "transfer_restarts_total", "fetches_slower_than_prefill_total",
+            "predicted_fetch_seconds_total",
+            "fetch_prediction_error_seconds_total", "claimed_prefixes_total", "wait_seconds_total",
         )
     } == {
         "requests_total": 5, "prefill_tokens_per_second": 600.0, "saved_seconds": 7.5,
         "fetching_chunks": 3, "grants": 1, "grants_refused_total": 9, "published_chunks": 30,
-        "mirrored_chunks": 40, "transfer_restarts_total": 1, "lost_fetches_total": 13,
-        "foretold_fetch_seconds_total": 1.5, "forecast_error_seconds_total": 0.25,
+        "mirrored_chunks": 40, "transfer_restarts_total": 1,
+        "fetches_slower_than_prefill_total": 13,
+        "predicted_fetch_seconds_total": 1.5, "fetch_prediction_error_seconds_total": 0.25,
         "claimed_prefixes_total": 14, "wait_seconds_total": 2.5,
     }  # fmt: skip
     for way, count in (("fetched", 11), ("computed", 12)):
-        assert value(found, "choices_total", way=way) == count
+        assert value(found, "fetch_decisions_total", way=way) == count
     for outcome, count in (("arrived", 9), ("given_up", 6)):
         assert value(found, "waits_total", outcome=outcome) == count
 
@@ -135,7 +137,7 @@ def test_buckets_are_cumulative_and_a_bound_belongs_to_its_own() -> None:
 
 
 def test_buckets_that_are_not_ours_are_left_out() -> None:
-    figures = FetchFigures().to_dict()
+    figures = FetchStats().to_dict()
     figures["bytes"]["counts"] = [1, 2]
     found = scraped([member("m-0", stats(fetches={"by_transport": {"gloo": figures}}))])
     assert found["fetch_size_bytes"] == []
@@ -215,7 +217,7 @@ def test_every_series_has_its_familys_labels_and_is_there_once() -> None:
 
 
 def test_a_peer_cannot_make_up_values_of_labels() -> None:
-    figures = FetchFigures().to_dict()
+    figures = FetchStats().to_dict()
     figures["reasons"] = {f"because {number}": 1 for number in range(1000)}
     by_transport = {f"transport {number} {'x' * 1000}": figures for number in range(1000)}
     made_up = stats(fetches={"by_transport": by_transport}, not_sharing="I like it")
@@ -231,7 +233,7 @@ def test_a_peer_cannot_make_up_values_of_labels() -> None:
 def test_what_a_replica_with_all_there_is_costs() -> None:
     """Series of one replica: so many for each replica of a cluster."""
     ended = [(None, 1.0, 1), *((reason, 1.0, 1) for reason in ROLLBACKS)]
-    figures = FetchFigures()
+    figures = FetchStats()
     for reason, seconds, size in ended:
         figures.ended(reason, seconds, size)
     by_transport = {name: figures.to_dict() for name in ("", "gloo", "shared_memory")}

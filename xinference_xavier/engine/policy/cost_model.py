@@ -26,11 +26,11 @@ _MAX_PEERS = 100
 @dataclass
 class Decisions:
     """`expected_s`, `took_s` and `error_s`, their difference without sign, are sums over the
-    `forecasts` fetches whose time was foretold and that brought all they should."""
+    `predictions` fetches whose time was foretold and that brought all they should."""
 
     fetched: int = 0  # requests that began a fetch, divided or not
     computed: int = 0  # requests that computed what a peer holds, as that seemed to be quicker
-    forecasts: int = 0
+    predictions: int = 0
     expected_s: float = 0.0
     took_s: float = 0.0
     error_s: float = 0.0
@@ -112,7 +112,7 @@ class CostModel:
         if begun.computing is not None and fetch.seconds > begun.computing:
             choices.lost += 1
         if begun.expected is not None and len(fetch.committed) == len(fetch.rows):
-            choices.forecasts += 1
+            choices.predictions += 1
             choices.expected_s += begun.expected
             choices.took_s += fetch.seconds
             choices.error_s += abs(fetch.seconds - begun.expected)

@@ -47,7 +47,7 @@ class DonorSelection:
         self.choose = choose
         self._pool = pool
         self._prefill_rate = prefill_rate
-        self._forecast = forecast
+        self._cost_model = forecast
         self._chunk_tokens = chunk_tokens
 
     def computing(self, place: int, chunks: int) -> float | None:
@@ -73,7 +73,7 @@ class DonorSelection:
         enough = place + self.min_chunks
         if not request.computes and any(self._reaches(peer, group, enough) for peer in holders):
             request.computes = True
-            self._forecast.choices.computed += 1
+            self._cost_model.choices.computed += 1
         return False
 
     def may_become_worth_fetching(self, key: bytes, request: Request, now: float) -> bool:
@@ -97,13 +97,13 @@ class DonorSelection:
 
         def rank(donor: str) -> tuple[float, int, float]:
             """Who brings it first; of those that seem equal any: they have about as much to do."""
-            seconds, asked = self._forecast.seconds(donor, len(keys), now), busy.get(donor, 0)
+            seconds, asked = self._cost_model.seconds(donor, len(keys), now), busy.get(donor, 0)
             return seconds * (1 + asked), asked, random.random()
 
         donors.sort(key=rank)
         best = donors[0]
         if self.choose and len({key[GROUP] for key in keys}) == 1:
-            keys = keys[: self._forecast.rows_within(best, deadline - now, now)]
+            keys = keys[: self._cost_model.rows_within(best, deadline - now, now)]
         place, chunks = self._spared(keys, request)
         if not chunks or chunks < self._least(best, request, place, chunks, now):
             return None
@@ -117,7 +117,7 @@ class DonorSelection:
         def seconds(count: int) -> float:
             share = -(-rows // count)
             return max(
-                self._forecast.last_seconds(donor, share) * (1 + busy.get(donor, 0))
+                self._cost_model.last_seconds(donor, share) * (1 + busy.get(donor, 0))
                 for donor in donors[:count]
             )
 
@@ -158,7 +158,7 @@ class DonorSelection:
         groups = len({key[GROUP] for key in known_keys(request.context)}) or 1
         seconds = self.computing(place, chunks)
         each = None if seconds is None else seconds / chunks
-        return max(self.min_chunks, self._forecast.least(peer, groups, each, now))
+        return max(self.min_chunks, self._cost_model.least(peer, groups, each, now))
 
     def _reaches(self, peer: str, group: Sequence[bytes], count: int) -> bool:
         """Whether the last of the group's first `count` chunks is at the peer, or here."""

@@ -37,15 +37,17 @@ class WaitCounts:
 
 
 class Wait:
-    """Of one request, from `now` on: `alone` says how long its engine would take for so many of the
-    first chunks, of which it computes `step` at a time."""
+    """One request's wait, from `now` on. `local_seconds(n)` is how long its own engine takes for
+    the first n chunks; it computes `step` of them at a time."""
 
-    def __init__(self, claim: Claim, alone: Callable[[int], float], step: int, now: float) -> None:
+    def __init__(
+        self, claim: Claim, local_seconds: Callable[[int], float], step: int, now: float
+    ) -> None:
         self.claim = claim
         self._began = now
-        self._alone = alone
+        self._local_seconds = local_seconds
         self._step = step
-        self.pause = min(alone(step) / _LOOKS, _MAX_PAUSE)
+        self.pause = min(local_seconds(step) / _LOOKS, _MAX_PAUSE)
         """Seconds between two looks of an engine that has nothing else to do. vLLM's own one
         millisecond costs processor time that the peer may need."""
         self._computed = 0  # of the first chunks
@@ -54,15 +56,15 @@ class Wait:
 
     def goes_on(self, is_computed: Callable[[bytes], bool], now: float) -> bool:
         """Whether the request waits on."""
-        elsewhere = self.claim.elsewhere
-        if elsewhere is None:
+        held_by_peer = self.claim.held_by_peer
+        if held_by_peer is None:
             return now < self._began + _ANSWER_WITHIN
-        rest = itertools.islice(self.claim.keys, self._computed, elsewhere)
+        rest = itertools.islice(self.claim.keys, self._computed, held_by_peer)
         self._computed += sum(1 for _ in itertools.takewhile(is_computed, rest))
-        if self._computed >= elsewhere:
+        if self._computed >= held_by_peer:
             return False
         told = min(self._computed + _STEPS_BEHIND * self._step, len(self.claim.keys))
-        due = self._began + self._alone(told) + _SLACK * self.claim.seconds
+        due = self._began + self._local_seconds(told) + _SLACK * self.claim.seconds
         self._gave_up = now >= due
         return not self._gave_up
 
@@ -71,7 +73,7 @@ class Wait:
         if self._is_counted:
             return
         self._is_counted = True
-        if not self.claim.elsewhere:
+        if not self.claim.held_by_peer:
             counts.claimed += 1
             return
         counts.waited += 1

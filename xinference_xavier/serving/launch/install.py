@@ -13,8 +13,8 @@ from xinference_xavier.serving.diagnostics import supervisor_facts, worker_facts
 from xinference_xavier.serving.launch import Method
 from xinference_xavier.serving.launch.cancellation import thorough_cancel
 from xinference_xavier.serving.launch.supervisor import (
+    notifying_terminate,
     sharing_launch,
-    telling_terminate,
     xavier_models,
     xavier_tracker_address,
 )
@@ -42,7 +42,7 @@ def wrap_supervisor(supervisor: type[Any]) -> None:
     inner = "_launch_builtin_model"
     name = inner if hasattr(supervisor, inner) else "launch_builtin_model"
     _wrap_once(supervisor, name, sharing_launch)
-    _wrap_once(supervisor, "terminate_model", telling_terminate)
+    _wrap_once(supervisor, "terminate_model", notifying_terminate)
     if hasattr(supervisor, "cancel_launch_builtin_model"):  # from 4.1 on
         _wrap_once(supervisor, "cancel_launch_builtin_model", thorough_cancel)
     supervisor.xavier_tracker_address = xavier_tracker_address

@@ -136,7 +136,7 @@ def sharing_launch(original: Method) -> Method:
     return launch
 
 
-def telling_terminate(original: Method) -> Method:
+def notifying_terminate(original: Method) -> Method:
     @functools.wraps(original)
     async def terminate(supervisor: Any, model_uid: str, *args: Any, **kwargs: Any) -> Any:
         # xinference undoes a failed launch, also one in the background, in its error's handler.
@@ -157,7 +157,7 @@ def _tell_rolled_back(claim: tuple[str, str], error: BaseException) -> None:
     hooks = _hooks.pop(claim, None)
     if hooks is not None:
         reason = str(error) or type(error).__name__
-        hooks.tell(LaunchRolledBack(model_uid=claim[1], reason=reason))
+        hooks.notify(LaunchRolledBack(model_uid=claim[1], reason=reason))
 
 
 def _replicas_per_host(supervisor: Any, arguments: Mapping[str, Any]) -> int:

@@ -90,7 +90,7 @@ FAMILIES = (
         _REPLICA,
     ),
     Family(
-        "longest_decision_seconds",
+        "longest_scheduling_wait_seconds",
         "gauge",
         "The longest time that a request waited for a fetch to be decided.",
         _REPLICA,
@@ -126,27 +126,27 @@ FAMILIES = (
         _REPLICA,
     ),
     Family(
-        "choices_total",
+        "fetch_decisions_total",
         "counter",
         "Prefixes that peers held, by whether they were fetched or were quicker computed.",
         (*_REPLICA, "way"),
     ),
     Family(
-        "lost_fetches_total",
+        "fetches_slower_than_prefill_total",
         "counter",
         "Fetches that took longer than computing was expected to take.",
         _REPLICA,
     ),
     Family(
-        "foretold_fetch_seconds_total",
+        "predicted_fetch_seconds_total",
         "counter",
         "Time that fetches took of which a forecast was made.",
         _REPLICA,
     ),
     Family(
-        "forecast_error_seconds_total",
+        "fetch_prediction_error_seconds_total",
         "counter",
-        "By how much the forecasts of these were wrong, in either direction.",
+        "By how much the predictions of these were wrong, in either direction.",
         _REPLICA,
     ),
     Family(
@@ -263,7 +263,7 @@ def _of_replica(replica: Mapping[str, Any]) -> Iterator[_Value]:
         tokens = number(mapping(replica["hits"]).get(source))
         yield "prompt_tokens_total", {"source": source}, tokens
     for way in ("fetched", "computed"):
-        yield "choices_total", {"way": way}, number(_forecast(replica).get(way))
+        yield "fetch_decisions_total", {"way": way}, number(_cost_model(replica).get(way))
     waited, given_up = (number(_waits(replica).get(name)) for name in ("waited", "given_up"))
     yield "waits_total", {"outcome": "arrived"}, max(0, waited - given_up)
     yield "waits_total", {"outcome": "given_up"}, given_up
@@ -280,7 +280,7 @@ def _of_replica(replica: Mapping[str, Any]) -> Iterator[_Value]:
         yield from _of_transport(labels, mapping(transports[transport]))
 
 
-def _forecast(replica: Mapping[str, Any]) -> Mapping[str, Any]:
+def _cost_model(replica: Mapping[str, Any]) -> Mapping[str, Any]:
     return mapping(replica.get("forecast"))
 
 
@@ -291,10 +291,10 @@ def _waits(replica: Mapping[str, Any]) -> Mapping[str, Any]:
 _SINGLE: dict[str, Callable[[Mapping[str, Any]], object]] = {
     "requests_total": lambda replica: replica["requests"],
     "saved_seconds": lambda replica: replica["seconds_saved"],
-    "longest_decision_seconds": lambda replica: replica.get("longest_decision_s"),
-    "lost_fetches_total": lambda replica: _forecast(replica).get("lost"),
-    "foretold_fetch_seconds_total": lambda replica: _forecast(replica).get("took_s"),
-    "forecast_error_seconds_total": lambda replica: _forecast(replica).get("error_s"),
+    "longest_scheduling_wait_seconds": lambda replica: replica.get("longest_scheduling_wait_s"),
+    "fetches_slower_than_prefill_total": lambda replica: _cost_model(replica).get("lost"),
+    "predicted_fetch_seconds_total": lambda replica: _cost_model(replica).get("took_s"),
+    "fetch_prediction_error_seconds_total": lambda replica: _cost_model(replica).get("error_s"),
     "claimed_prefixes_total": lambda replica: _waits(replica).get("claimed"),
     "wait_seconds_total": lambda replica: _waits(replica).get("seconds"),
     "fetching_chunks": lambda replica: sum(map(number, mapping(replica["fetching"]).values())),

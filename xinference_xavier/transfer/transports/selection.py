@@ -83,7 +83,7 @@ class TransportSelector:
                 error,
             )
 
-    def keep(self, members: frozenset[str]) -> None:
+    def close_links_except(self, members: frozenset[str]) -> None:
         """All other donors are gone."""
         self._failed = {donor: at for donor, at in self._failed.items() if donor in members}
 

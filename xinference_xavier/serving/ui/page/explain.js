@@ -65,12 +65,12 @@ function explainView(report) {
 function answerView(report, answer) {
   const text = language.words;
   return [h("p", null, foundIn(answer)),
-    table("reuse", [[text.replica], [text.chunksHeld], [text.own_pool, true], [text.peers, true],
+    table("reuse", [[text.replica], [text.chunksHeld], [text.local_pool, true], [text.remote, true],
       [text.computed, true]],
     Object.entries(answer.reuse).map(([incarnation, reuse]) => h("tr", null,
       h("th", { scope: "row" }, nameOf(report, incarnation)),
       cell(chunksView(answer, incarnation), false),
-      cell(count(reuse.own_pool)), cell(count(reuse.peers)), cell(count(reuse.computed))))),
+      cell(count(reuse.local_pool)), cell(count(reuse.remote)), cell(count(reuse.computed))))),
     h("p", { class: "muted small" }, text.reuseHelp)];
 }
 
@@ -86,6 +86,6 @@ function chunksView({ prompt_tokens: tokens, chunks }, incarnation) {
   }
   const said = language.words.poolOf(count(held), count(chunks.length));
   return [said, h("div", { class: "split thin", role: "img", "aria-label": said },
-    runs.map(({ here, size }) => h("span", { class: here ? "own_pool" : "",
+    runs.map(({ here, size }) => h("span", { class: here ? "local_pool" : "",
       style: `width: ${(100 * size / tokens).toFixed(2)}%` })))];
 }

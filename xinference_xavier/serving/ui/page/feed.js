@@ -58,7 +58,7 @@ async function refreshModels() {
 function hear(event, data) {
   if (event === "status") hearStatus(data);
   else if (event === "history") hearHistory(data);
-  else if (event === "happened") hearHappened(data);
+  else if (event === "event") hearEvent(data);
   else if (event === "unavailable") {
     Object.assign(state, { live: false, trouble: new Trouble("tracker", data.detail) });
   }
@@ -86,9 +86,9 @@ function hearHistory(history) {
   told = false;
 }
 
-function hearHappened(happened) {
-  state.events = [...state.events, happened].slice(-MOST_EVENTS);
-  if (told) say(sentenceOf(state.recent.report, happened));
+function hearEvent(event) {
+  state.events = [...state.events, event].slice(-MOST_EVENTS);
+  if (told) say(sentenceOf(state.recent.report, event));
 }
 
 async function feed() {

@@ -1,6 +1,6 @@
 // Numbers as people read them, and what follows from the reports.
 
-const SOURCES = ["own_prefix_cache", "own_pool", "peers", "computed"];
+const SOURCES = ["prefix_cache", "local_pool", "remote", "computed"];
 const REMEMBERED = 6; // reports, from which current rates are taken
 const BYTE_UNITS = ["B", "KiB", "MiB", "GiB", "TiB"];
 

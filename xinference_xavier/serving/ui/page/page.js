@@ -99,7 +99,7 @@ function hints(report) {
   if (!report.enabled) return text.sharingOff;
   if (report.replicas.length === 1) return text.alone;
   if (groups > 1) return text.apart(groups);
-  return hits.computed > 0 && hits.own_pool + hits.peers === 0 ? text.quiet : null;
+  return hits.computed > 0 && hits.local_pool + hits.remote === 0 ? text.quiet : null;
 }
 
 // What comes and goes, without moving what stands below it to another place of the tree: that would

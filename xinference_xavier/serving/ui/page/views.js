@@ -29,8 +29,8 @@ function tilesView(report, links) {
   const seconds = sum(report.replicas.map((replica) => replica.seconds_saved));
   return h("div", { class: "tiles" },
     tile("reused", text.reused, percent(reused, all), text.ofTokens(count(reused), count(all))),
-    tile("from-peers", text.fromPeers, count(hits.peers), text.ofPrompt(percent(hits.peers, all))),
-    tile("saved", text.saved, count(hits.own_pool + hits.peers),
+    tile("from-remote", text.fromPeers, count(hits.remote), text.ofPrompt(percent(hits.remote, all))),
+    tile("saved", text.saved, count(hits.local_pool + hits.remote),
       seconds > 0 ? text.savedSeconds(duration(seconds)) : text.notMeasured),
     tile("received", text.received, bytes(received),
       text.now(bytesPerSecond(sum(links.map((link) => link.rate))))),
@@ -137,23 +137,23 @@ function plotsView(samples, width, cursors, changed) {
         series: ["committed", "rolled_back"], format: (value) => count(value) })));
 }
 
-function sentenceOf(report, happened) {
+function sentenceOf(report, event) {
   const text = language.words;
-  const named = { ...happened };
+  const named = { ...event };
   for (const key of ["incarnation", "donor", "replica"]) {
     const known = report?.replicas.some((replica) => replica.incarnation === named[key]);
     if (known) named[key] = nameOf(report, named[key]);
   }
-  const sentence = Object.hasOwn(text, happened.event) ? text[happened.event] : null;
-  return sentence === null ? happened.event : sentence(named);
+  const sentence = Object.hasOwn(text, event.event) ? text[event.event] : null;
+  return sentence === null ? event.event : sentence(named);
 }
 
 function eventsView(report, events) {
   const text = language.words;
   return h("section", { class: "card" }, h("h2", null, text.events),
     events.length === 0 ? h("p", { class: "muted" }, text.noEvents)
-      : h("ol", { class: "events", id: "events", tabindex: 0 }, events.toReversed().map((happened) =>
+      : h("ol", { class: "events", id: "events", tabindex: 0 }, events.toReversed().map((event) =>
         h("li", null,
-          h("time", { datetime: new Date(happened.time * 1000).toISOString() }, clock(happened.time)),
-          h("span", null, sentenceOf(report, happened))))));
+          h("time", { datetime: new Date(event.time * 1000).toISOString() }, clock(event.time)),
+          h("span", null, sentenceOf(report, event))))));
 }
