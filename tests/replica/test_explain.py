@@ -61,13 +61,13 @@ def places(held: str) -> list[int]:
     ],
 )
 def test_reuse_is_what_a_lookup_would_find(
-    own: str, peer: str, other: str, local_pool: int, peers: int
+    own: str, peer: str, other: str, local_pool: int, remote: int
 ) -> None:
     answer = explain(own, peer=peer, other=other)
     assert answer["reuse"]["own"] == {
         "local_pool": local_pool,
-        "peers": peers,
-        "computed": PROMPT - local_pool - peers,
+        "remote": remote,
+        "computed": PROMPT - local_pool - remote,
     }
 
 
