@@ -15,7 +15,9 @@ BIN := $(VENV)/bin
 PYTHON ?= $(firstword $(foreach name,python3.11 python3 python3.12 python3.13, \
 	$(shell $(name) -c 'import sys; sys.version_info >= (3, 11) and print("$(name)")' 2>/dev/null)))
 DEBIAN := $(shell grep -v '^\#' requirements/debian.txt)
-PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq --compile
+INSTALL := requirements/install.sh $(BIN)/python
+# How long a command took, below what was said of it.
+TIMED := TIMEFORMAT="      %0lR"; time
 
 # Of the demo: a model's folder (default: one made on the spot) and launch arguments to pass through.
 MODEL ?=
@@ -80,18 +82,18 @@ $(VENV)/.complete: pyproject.toml requirements/torch.txt requirements/$(DEVICE).
 	@echo "[1/5] $(VENV) from $$($(PYTHON) --version) ($(PYTHON))"
 	@$(PYTHON) -m venv $(VENV)
 	@echo "[2/5] $$(grep -v '^#' requirements/torch.txt) and its dependencies"
-	@$(PIP) -r requirements/torch.txt
+	@$(TIMED) $(INSTALL) -r requirements/torch.txt
 	@echo "[3/5] xinference, vLLM and all they need: $$(grep -vc '^#' requirements/$(DEVICE).txt) pinned packages," \
-		"some $(if $(filter cuda,$(DEVICE)),9,2) GB"
-	@$(PIP) --no-deps -r requirements/$(DEVICE).txt
-	@echo "[4/5] tools for development"
-	@$(PIP) --no-deps -r requirements/dev.txt
-	@echo "[5/5] xinference-xavier itself, editable"
-	@$(PIP) --no-deps --no-build-isolation -e .
+		"some $(if $(filter cuda,$(DEVICE)),9,2) GB, and tools for development"
+	@$(TIMED) $(INSTALL) --no-deps -r requirements/$(DEVICE).txt -r requirements/dev.txt
+	@echo "[4/5] xinference-xavier itself, editable"
+	@$(TIMED) $(INSTALL) --no-deps --no-build-isolation -e .
+	@echo "[5/5] byte code for all of it"
+	@$(TIMED) $(BIN)/python -W ignore -m compileall -qq -j 0 $(VENV)/lib || true # some are for other Pythons
 	@touch $@
 
 $(VENV)/.docs: requirements/docs.txt $(VENV)/.complete
-	@$(PIP) --no-deps -r requirements/docs.txt
+	@$(INSTALL) --no-deps -r requirements/docs.txt
 	@touch $@
 
 lint: venv
