@@ -9,8 +9,8 @@ import pytest
 from examples.documents import document, prompt, questions
 from examples.local_cluster import LAUNCH_TIMEOUT, LocalCluster
 from tests.e2e.conftest import ARGUMENTS, wait_until
-from tests.ui.browser import Browser, open_browser
-from tests.ui.launch_dialog import LaunchDialog
+from tests.serving.ui.browser import Browser, open_browser
+from tests.serving.ui.launch_dialog import LaunchDialog
 
 pytestmark = pytest.mark.long
 

@@ -44,7 +44,7 @@ _TWO_ENGINES = (
     "tests/e2e/test_engine_events.py",
 )
 _OWN_ENVIRONMENT = ("-m", "long", "tests/e2e/test_virtual_env.py")
-_SERVING = ("tests/serving", "tests/cli", "tests/ui")
+_SERVING = ("tests/serving", "tests/cli", "tests/client")
 _SHARING = ("tests/e2e/test_launch.py", "tests/e2e/test_sharing.py", "tests/e2e/test_faults.py")
 
 

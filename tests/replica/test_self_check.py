@@ -1,5 +1,5 @@
 """A replica that looks for the reason why it does not share, where its peers or its ports are the
-reason; healthy ones, and links that cannot be opened, are in `tests/cli/test_doctor.py`."""
+reason; healthy ones, and links that cannot be opened, are in `tests/client/test_doctor.py`."""
 
 from __future__ import annotations
 

@@ -16,7 +16,6 @@ from xinference_xavier.errors import ExplainError, NotFoundError
 from xinference_xavier.protocol.tracker import Member, Settings, tracker_uid
 from xinference_xavier.runtime.addresses import replica_uid
 from xinference_xavier.serving.api import add_routes
-from xinference_xavier.stats.report import report
 from xinference_xavier.tracker.actor import BlockTracker
 
 KEY_BYTES = 36
@@ -303,11 +302,3 @@ async def test_reading_asking_and_switching_need_their_scopes(address: str) -> N
             assert (await client.request(method, path)).status_code == 403, path
     expected = ["models:list"] * len(reading) + ["models:read"] + ["models:write"] * len(changing)
     assert demanded == [[scope] for scope in expected]
-
-
-def test_what_a_replica_reports_beyond_the_known_is_passed_on() -> None:
-    entry = {"incarnation": "a", "holdings": 0, "stats": {"colour": "red", "incarnation": "liar"}}
-    status = {"model_uid": "m", "enabled": True, "namespaces": {"ns": {"replicas": [entry]}}}
-    (replica,) = report(status)["replicas"]
-    assert replica["colour"] == "red"
-    assert replica["incarnation"] == "a"

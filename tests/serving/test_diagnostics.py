@@ -1,5 +1,5 @@
 """What the API process gathers for `doctor`: one process that is silent costs its own answer only.
-What `doctor` makes of it is in `tests/cli/test_doctor.py`."""
+What `doctor` makes of it is in `tests/client/test_doctor.py`."""
 
 from __future__ import annotations
 

@@ -1,20 +1,34 @@
-"""What a client makes of a server's answers, older and newer ones among them."""
+"""What replicas report: each fetch and each observation is counted once, and a client reads the
+answers of older and newer servers."""
 
 from __future__ import annotations
 
+import inspect
+import json
+import re
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from xinference_xavier.errors import ROLLBACKS
+from xinference_xavier.replica import donor, fetcher, transfer_process
 from xinference_xavier.stats.schema import (
+    BYTES_BOUNDS,
+    SECONDS_BOUNDS,
     Chunk,
     Counts,
     EventRecord,
     Explanation,
+    FetchStats,
+    Histogram,
     Hits,
     ModelStatus,
     Reuse,
 )
+from xinference_xavier.transfer import receiver
+from xinference_xavier.transfer.receiver import ChecksumError
 
 REPLICA: dict[str, Any] = {"incarnation": "a", "address": "10.0.0.1:1", "namespace": "n"}
 
@@ -81,3 +95,75 @@ def test_holders_of_a_chunk_are_all_that_have_it_anywhere() -> None:
         Chunk(128, 256, frozenset()),
     )
     assert explanation.reuse == {"a": Reuse(128, 0, 172)}
+
+
+@pytest.mark.parametrize(("value", "bucket"), [(0, 0), (1, 0), (1.5, 1), (2, 1), (2.1, 2), (99, 2)])
+def test_a_bound_belongs_to_its_own_bucket(value: float, bucket: int) -> None:
+    histogram = Histogram((1.0, 2.0))
+    histogram.observe(value)
+    assert histogram.counts.index(1) == bucket
+
+
+@given(st.lists(st.integers(0, 1000)))
+def test_nothing_is_lost(values: list[int]) -> None:
+    histogram = Histogram((10.0, 100.0))
+    for value in values:
+        histogram.observe(value)
+    told = json.loads(json.dumps(histogram.to_dict()))
+    assert told == {
+        "counts": [
+            sum(value <= 10 for value in values),
+            sum(10 < value <= 100 for value in values),
+            sum(value > 100 for value in values),
+        ],
+        "sum": sum(values),
+    }
+
+
+@pytest.mark.parametrize("bounds", [SECONDS_BOUNDS, BYTES_BOUNDS])
+def test_bounds_grow(bounds: tuple[float, ...]) -> None:
+    assert list(bounds) == sorted(set(bounds))
+
+
+def told(*ended: tuple[str | None, float, int]) -> dict[str, Any]:
+    figures = FetchStats()
+    for reason, seconds, size in ended:
+        figures.ended(reason, seconds, size)
+    as_told: dict[str, Any] = json.loads(json.dumps(figures.to_dict()))
+    return as_told
+
+
+def test_time_by_outcome() -> None:
+    seconds = told((None, 0.5, 1), (None, 0.25, 1), ("timeout", 5.0, 0))["seconds"]
+    assert {outcome: sum(seen["counts"]) for outcome, seen in seconds.items()} == {
+        "committed": 2,
+        "rolled_back": 1,
+    }
+    assert {outcome: seen["sum"] for outcome, seen in seconds.items()} == {
+        "committed": 0.75,
+        "rolled_back": 5.0,
+    }
+
+
+def test_size_of_what_came_whether_all_of_it_did_or_not() -> None:
+    size = told((None, 1.0, 100), ("link", 1.0, 50), ("link", 1.0, 0))["bytes"]
+    assert (sum(size["counts"]), size["sum"]) == (2, 150)
+
+
+def test_reasons() -> None:
+    assert told((None, 1.0, 1), ("link", 1.0, 0), ("link", 1.0, 0))["reasons"] == {"link": 2}
+
+
+_BEFORE = r"GrantRefusedError\(|PullResult\(0, |_finish\(fetch, |reason(?:: [^=]+)? = |else "
+REASON = re.compile(rf'(?:{_BEFORE})"([a-z ]+)"')
+
+
+def test_every_reason_is_one_that_metrics_know() -> None:
+    """Another would be shown as "other"."""
+    given = {
+        reason
+        for module in (fetcher, receiver, transfer_process, donor)
+        for reason in REASON.findall(inspect.getsource(module))
+    } | {receiver._reason(error) for error in (ChecksumError(), TimeoutError(), OSError())}
+    assert {"timeout", "checksum", "busy", "stopped", "donor gone", "refused", "link"} <= given
+    assert given <= set(ROLLBACKS)

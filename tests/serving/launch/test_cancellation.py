@@ -1,19 +1,17 @@
 """A cancelled launch leaves no replica that is still loading, no tracker, and its uid free.
 
-The supervisor is test_install.py's stand-in; the actor pool and the tracker are real.
+The supervisor is the stand-in of `launching`; the actor pool and the tracker are real.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-import xoscar as xo
 
-from tests.serving.launch.test_install import has_tracker, launched_at_once, start, supervisor_class
+from tests.serving.launch.launching import has_tracker, launched_at_once, start
 from xinference_xavier.errors import LaunchCancelledError
 from xinference_xavier.serving.launch import cancellation
 
@@ -45,13 +43,6 @@ class ReplicaInfo:
     @property
     def active_replica_ids(self) -> list[int]:
         return list(self.replica_to_worker_refs)
-
-
-@pytest.fixture
-async def supervisor() -> AsyncIterator[Any]:
-    pool = await xo.create_actor_pool("127.0.0.1:0", n_process=0, use_uvloop=False)
-    async with pool:
-        yield supervisor_class()(pool.external_address)
 
 
 async def launch_until_loading(supervisor: Any, workers: list[Worker]) -> asyncio.Task[Any]:

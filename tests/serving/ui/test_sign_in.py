@@ -10,7 +10,7 @@ import pytest
 from tests.guarded_api import GuardedApi, User
 from tests.pair import Pair
 from tests.replica_process import CHUNK_TOKENS, fresh_numbers, make_key
-from tests.ui.browser import Browser
+from tests.serving.ui.browser import Browser
 
 pytestmark = pytest.mark.long
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.ui.browser import DESKTOP, Browser, open_browser
-from tests.ui.stage import Stage
+from tests.serving.ui.browser import DESKTOP, Browser, open_browser
+from tests.serving.ui.stage import Stage
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,7 @@ from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.remote.webelement import WebElement
 from selenium.webdriver.support.select import Select
 
-from tests.ui.browser import Browser
+from tests.serving.ui.browser import Browser
 
 _DIALOG = "//*[@role='dialog']"
 _SECTION = "[role=dialog] .xavier-share"

@@ -11,9 +11,9 @@ from selenium.webdriver import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
-from tests.ui.browser import PHONE, TALL, Browser
-from tests.ui.reports import HITS, history, incarnation, model, replica
-from tests.ui.stage import TOKEN, Stage
+from tests.serving.ui.browser import PHONE, TALL, Browser
+from tests.serving.ui.reports import HITS, history, incarnation, model, replica
+from tests.serving.ui.stage import TOKEN, Stage
 
 pytestmark = pytest.mark.long
 

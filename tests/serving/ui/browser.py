@@ -17,7 +17,7 @@ from selenium.webdriver.remote.webelement import WebElement
 
 SCREENSHOTS = "XAVIER_SCREENSHOTS"
 """Environment: the folder for screenshots; `docs/images` makes those of the documentation anew."""
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 DESKTOP = (1280, 900)
 TALL = (1280, 1830)
 PHONE = (390, 844)

@@ -8,9 +8,9 @@ import pytest
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
-from tests.ui.browser import Browser
-from tests.ui.launch_dialog import LaunchDialog
-from tests.ui.stage import Stage
+from tests.serving.ui.browser import Browser
+from tests.serving.ui.launch_dialog import LaunchDialog
+from tests.serving.ui.stage import Stage
 
 pytestmark = pytest.mark.long
 

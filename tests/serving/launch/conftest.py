@@ -1,0 +1,23 @@
+"""A supervisor in a real actor pool."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import xoscar as xo
+
+from tests.serving.launch.launching import supervisor_class
+
+
+@pytest.fixture
+async def address() -> AsyncIterator[str]:
+    pool = await xo.create_actor_pool("127.0.0.1:0", n_process=0, use_uvloop=False)
+    async with pool:
+        yield pool.external_address
+
+
+@pytest.fixture
+def supervisor(address: str) -> Any:
+    return supervisor_class()(address)

@@ -1,0 +1,112 @@
+"""A supervisor that stands in for xinference's: its signatures, and the fields that our wrapper
+touches. The actor pool and the tracker are real."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import xoscar as xo
+
+from xinference_xavier.config import XavierConfig
+from xinference_xavier.protocol.tracker import tracker_uid
+from xinference_xavier.serving.launch import install
+
+
+@dataclass
+class Device:
+    worker_ip: str
+
+
+@dataclass
+class Placement:
+    devices: list[Device] = field(default_factory=list)
+    role: str = "hybrid"
+    model_engine: str | None = None
+
+
+async def launched_at_once(supervisor: Any, model_uid: str) -> None:
+    """Nothing more is to be done."""
+
+
+def supervisor_class() -> Any:
+    class Supervisor:
+        """What the wrapper knows of xinference 4.1's SupervisorActor."""
+
+        def __init__(self, address: str, workers: int = 1, local: bool = True) -> None:
+            self.address = self.control_address = address
+            self._model_uid_to_replica_info: dict[str, Any] = {}
+            self._replica_model_uid_to_worker: dict[str, Any] = {}
+            self._replica_model_uid_to_worker_shards: dict[str, Any] = {}
+            self._xavier_cache_mapping: dict[str, Any] = {}
+            self._worker_address_to_worker = dict.fromkeys(map(str, range(workers)))
+            self._local = local
+            self.calls: list[dict[str, Any]] = []
+            self.start: Callable[[Any, str], Awaitable[None]] = launched_at_once
+
+        def is_local_deployment(self) -> bool:
+            return self._local
+
+        def _gen_model_uid(self, model_name: str) -> str:
+            return f"{model_name}-generated"
+
+        async def _launch_builtin_model(
+            self,
+            model_uid: str | None,
+            model_name: str,
+            model_engine: str | None,
+            model_type: str | None,
+            replica: int = 1,
+            n_worker: int | None = 1,
+            worker_ip: str | None = None,
+            replica_config: list[Placement] | None = None,
+            **kwargs: Any,
+        ) -> str | None:
+            """Launches."""
+            self.calls.append({"model_uid": model_uid, "replica": replica, **kwargs})
+            uid = model_uid or model_name
+            self._model_uid_to_replica_info[uid] = object()
+            try:
+                await self.start(self, uid)
+            except BaseException:
+                self._model_uid_to_replica_info.pop(uid, None)
+                raise
+            return model_uid
+
+        async def cancel_launch_builtin_model(self, model_uid: str) -> None:
+            # Workers that count the replica as launched raise RuntimeError, which 4.1 drops.
+            self._model_uid_to_replica_info.pop(model_uid, None)
+
+        async def terminate_model(self, model_uid: str, suppress_exception: bool = False) -> None:
+            self._model_uid_to_replica_info.pop(model_uid, None)
+
+    install.wrap_supervisor(Supervisor)
+    return Supervisor
+
+
+ARGUMENTS: dict[str, Any] = {
+    "model_uid": "m",
+    "model_name": "qwen",
+    "model_engine": "vLLM",
+    "model_type": "LLM",
+    "replica": 2,
+    "enable_xavier": "true",
+}
+
+
+async def start(supervisor: Any, **changed: Any) -> Any:
+    return await supervisor._launch_builtin_model(**{**ARGUMENTS, **changed})
+
+
+async def has_tracker(supervisor: Any, model_uid: str = "m") -> bool:
+    try:
+        await xo.actor_ref(address=supervisor.control_address, uid=tracker_uid(model_uid))
+    except xo.ActorNotExist:
+        return False
+    return True
+
+
+def config_of(call: dict[str, Any]) -> XavierConfig:
+    extra = call["kv_transfer_config"]["kv_connector_extra_config"]
+    return XavierConfig.from_dict(extra["xavier"])

@@ -1,0 +1,276 @@
+"""A launch with sharing is one transaction around xinference's own."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+from typing import Any
+
+import pytest
+import xoscar as xo
+
+from tests.serving.launch.launching import (
+    Device,
+    Placement,
+    config_of,
+    has_tracker,
+    launched_at_once,
+    start,
+    supervisor_class,
+)
+from xinference_xavier.config import XavierConfig
+from xinference_xavier.errors import ConfigError, NotFoundError
+from xinference_xavier.events import Event, LaunchRolledBack
+from xinference_xavier.protocol.tracker import tracker_uid
+from xinference_xavier.serving.launch.supervisor import xavier_models
+from xinference_xavier.tracker.actor import BlockTracker
+
+DEADLINE = 60.0  # of the tests' own waits
+
+
+async def test_the_tracker_exists_before_the_first_replica(supervisor: Any) -> None:
+    seen: list[bool] = []
+
+    async def look(self: Any, model_uid: str) -> None:
+        seen.append(await has_tracker(self) and model_uid in self._xavier_cache_mapping)
+
+    supervisor.start = look
+    assert await start(supervisor, **{"xavier-pool-bytes": "1GiB", "dtype": "float32"}) == "m"
+    assert seen == [True]
+    (call,) = supervisor.calls
+    assert call.keys() == {"model_uid", "replica", "dtype", "kv_transfer_config"}
+    assert config_of(call) == XavierConfig(
+        "m", supervisor.control_address, pool_bytes=1 << 30, replicas_per_host=2
+    )
+    assert await has_tracker(supervisor)
+
+
+async def test_positional_arguments_work_too(supervisor: Any) -> None:
+    await supervisor._launch_builtin_model("m", "qwen", "vllm", None, 2, enable_xavier=True)
+    assert config_of(supervisor.calls[0]).model_uid == "m"
+
+
+async def test_a_missing_uid_is_made_before_the_tracker(supervisor: Any) -> None:
+    assert await start(supervisor, model_uid=None) == "qwen-generated"
+    assert await has_tracker(supervisor, "qwen-generated")
+
+
+async def test_without_sharing_nothing_of_ours_happens(supervisor: Any) -> None:
+    upstream = {"xavier_config": {"rank": 1}, "kv_transfer_config": {"kv_connector": "Other"}}
+    await start(supervisor, enable_xavier="false", model_engine="sglang", n_worker=4, **upstream)
+    (call,) = supervisor.calls
+    assert call == {"model_uid": "m", "replica": 2, "enable_xavier": False, **upstream}
+    assert not await has_tracker(supervisor)
+
+
+async def test_a_failed_launch_leaves_nothing_and_can_be_repeated(supervisor: Any) -> None:
+    async def fail(self: Any, model_uid: str) -> None:
+        raise RuntimeError("no memory")
+
+    supervisor.start = fail
+    with pytest.raises(RuntimeError, match="no memory"):
+        await start(supervisor)
+    assert supervisor._xavier_cache_mapping == {}
+    assert not await has_tracker(supervisor)
+    supervisor.start = launched_at_once
+    await start(supervisor)
+    assert await has_tracker(supervisor)
+
+
+async def test_a_tracker_that_xinference_destroyed_first_is_no_second_error(
+    supervisor: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def fail_and_clean_up(self: Any, model_uid: str) -> None:
+        await xo.destroy_actor(self._xavier_cache_mapping.pop(model_uid))
+        raise RuntimeError("no memory")
+
+    supervisor.start = fail_and_clean_up
+    with pytest.raises(RuntimeError, match="no memory"):
+        await start(supervisor)
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+
+
+async def test_a_cancelled_launch_leaves_nothing(supervisor: Any) -> None:
+    begun = asyncio.Event()
+
+    async def hang(self: Any, model_uid: str) -> None:
+        begun.set()
+        await asyncio.Event().wait()
+
+    supervisor.start = hang
+    task = asyncio.create_task(start(supervisor))
+    await begun.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert supervisor._xavier_cache_mapping == {}
+    assert not await has_tracker(supervisor)
+
+
+async def test_a_second_launch_of_the_uid_does_not_touch_the_first_ones_tracker(
+    supervisor: Any,
+) -> None:
+    begun, proceed = asyncio.Event(), asyncio.Event()
+
+    async def slow(self: Any, model_uid: str) -> None:
+        if begun.is_set():
+            return
+        begun.set()
+        await proceed.wait()
+        await launched_at_once(self, model_uid)
+
+    supervisor.start = slow
+    first = asyncio.create_task(start(supervisor))
+    await begun.wait()
+    with pytest.raises(ConfigError, match="running or being launched"):
+        await start(supervisor)
+    proceed.set()
+    await first
+    with pytest.raises(ConfigError, match="running or being launched"):
+        await start(supervisor)
+    assert await has_tracker(supervisor)
+    assert len(supervisor.calls) == 1
+
+
+async def test_a_tracker_left_by_an_earlier_supervisor_is_taken_over(supervisor: Any) -> None:
+    await start(supervisor)
+    tracker = await xo.actor_ref(address=supervisor.control_address, uid=tracker_uid("m"))
+    await tracker.set_enabled(False)
+    successor = supervisor_class()(supervisor.control_address)
+    await start(successor)
+    assert not (await tracker.status())["enabled"]
+    assert "m" in successor._xavier_cache_mapping
+
+
+@pytest.mark.parametrize(
+    ("workers", "local", "changed", "expected"),
+    [
+        (1, True, {"replica": 3}, 3),
+        (2, False, {"replica": 3}, 2),
+        (4, False, {"replica": 3}, 1),
+        (4, False, {"replica": 3, "worker_ip": "10.0.0.1"}, 3),
+        (
+            4,
+            False,
+            {"replica_config": [Placement([Device(worker)]) for worker in "aba"]},
+            2,
+        ),
+    ],
+)
+async def test_replicas_that_may_share_a_host(
+    address: str, workers: int, local: bool, changed: dict[str, Any], expected: int
+) -> None:
+    supervisor = supervisor_class()(address, workers, local)
+    await start(supervisor, **changed)
+    assert config_of(supervisor.calls[0]).replicas_per_host == expected
+
+
+async def test_replicas_find_a_tracker_and_make_a_missing_one_once(supervisor: Any) -> None:
+    """A new supervisor knows the model from its workers, but has no tracker."""
+    supervisor._model_uid_to_replica_info["m"] = object()
+    with pytest.raises(NotFoundError, match="does not share"):
+        await supervisor.xavier_tracker_address("m")
+    both = await asyncio.gather(
+        supervisor.xavier_tracker_address("m", create=True),
+        supervisor.xavier_tracker_address("m", create=True),
+    )
+    assert both == [supervisor.control_address] * 2
+    assert await supervisor.xavier_tracker_address("m") == supervisor.control_address
+    # xinference destroys what it finds here when the model ends.
+    await xo.destroy_actor(supervisor._xavier_cache_mapping["m"])
+    assert not await has_tracker(supervisor)
+
+
+async def test_no_tracker_is_made_for_a_model_that_does_not_run(supervisor: Any) -> None:
+    with pytest.raises(NotFoundError, match="is not running here"):
+        await supervisor.xavier_tracker_address("m", create=True)
+    assert not await has_tracker(supervisor)
+
+
+async def test_a_model_terminated_meanwhile_keeps_no_tracker(supervisor: Any) -> None:
+    supervisor._model_uid_to_replica_info["m"] = object()
+    asking = asyncio.create_task(supervisor.xavier_tracker_address("m", create=True))
+    # One turn of the loop: the model was seen running, the tracker is being made.
+    await asyncio.sleep(0)
+    supervisor._model_uid_to_replica_info.clear()
+    with pytest.raises(NotFoundError, match="terminated meanwhile"):
+        await asking
+    assert not await has_tracker(supervisor)
+
+
+async def test_models_that_share_are_those_with_a_tracker_of_ours(address: str) -> None:
+    """xinference's built-in Xavier keeps its own trackers in the same place."""
+    supervisor = supervisor_class()(address)
+    for model_uid, uid in (("b", tracker_uid("b")), ("a", tracker_uid("a")), ("c", "another")):
+        supervisor._xavier_cache_mapping[model_uid] = await xo.create_actor(
+            BlockTracker, model_uid, address=address, uid=uid
+        )
+    assert await xavier_models(supervisor) == ["a", "b"]
+
+
+told: queue.Queue[Event] = queue.Queue()
+HOOK = f"{__name__}:hook"
+
+
+def hook(event: Event) -> None:
+    told.put(event)
+
+
+def assert_told(reason: str) -> None:
+    """The next event, and the last so far, is a launch rolled back for this reason."""
+    event = told.get(timeout=DEADLINE)
+    assert isinstance(event, LaunchRolledBack)
+    assert (event.model_uid, event.reason) == ("m", reason)
+    assert told.empty()
+
+
+async def test_operators_are_told_once_of_a_launch_that_was_rolled_back(supervisor: Any) -> None:
+    async def fail(self: Any, model_uid: str) -> None:
+        try:
+            raise RuntimeError("out of memory")
+        except RuntimeError:
+            await self.terminate_model(model_uid, suppress_exception=True)
+            raise
+
+    supervisor.start = fail
+    with pytest.raises(RuntimeError):
+        await start(supervisor, xavier_hooks=HOOK)
+    assert_told("out of memory")
+
+
+async def test_they_are_told_of_one_that_failed_in_the_background(supervisor: Any) -> None:
+    background: list[asyncio.Task[None]] = []
+
+    async def fail_later(self: Any, model_uid: str) -> None:
+        async def fail() -> None:
+            try:
+                raise RuntimeError("no such file")
+            except RuntimeError:
+                await self.terminate_model(model_uid, suppress_exception=True)
+
+        background.append(asyncio.create_task(fail()))
+
+    supervisor.start = fail_later
+    await start(supervisor, xavier_hooks=HOOK)
+    await background[0]
+    assert_told("no such file")
+
+
+async def test_a_model_that_is_terminated_was_not_rolled_back(supervisor: Any) -> None:
+    await start(supervisor, xavier_hooks=HOOK)
+    await supervisor.terminate_model("m")
+    supervisor.start = no_such_model
+    with pytest.raises(RuntimeError):
+        await start(supervisor, xavier_hooks=HOOK)
+    assert_told("no such model")
+
+
+async def no_such_model(supervisor: Any, model_uid: str) -> None:
+    raise RuntimeError("no such model")
+
+
+async def test_a_hook_that_cannot_be_imported_is_refused(supervisor: Any) -> None:
+    with pytest.raises(ConfigError, match="xavier_hooks='nowhere:hook' cannot be imported"):
+        await start(supervisor, xavier_hooks="nowhere:hook")
+    assert not supervisor.calls
+    assert not await has_tracker(supervisor)

@@ -1,0 +1,73 @@
+"""A worker puts itself into our configuration, and a failed load says what the engine said."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import xoscar as xo
+
+from tests.serving.launch.launching import config_of
+from xinference_xavier.config import SHARES, XavierConfig
+from xinference_xavier.errors import ReplicaStartError
+from xinference_xavier.kv_transfer_config import kv_transfer_config
+from xinference_xavier.protocol.tracker import tracker_uid
+from xinference_xavier.serving.launch import install
+from xinference_xavier.tracker.actor import BlockTracker
+
+
+class Worker:
+    address = "0.0.0.0:70"
+    _supervisor_address = "10.0.0.1:9999"
+
+    def __init__(self) -> None:
+        self._model_uid_to_launch_args: dict[str, dict[str, Any]] = {}
+
+    async def launch_builtin_model(self, model_uid: str, **kwargs: Any) -> dict[str, Any]:
+        # xinference keeps what arrives here and replays it.
+        self._model_uid_to_launch_args[model_uid] = kwargs
+        return kwargs
+
+    async def wait_for_load(self, model_uid: str) -> None:
+        raise RuntimeError("Engine core initialization failed. See root cause above.")
+
+
+install.wrap_worker(Worker)
+
+
+async def test_a_worker_puts_itself_into_our_configuration() -> None:
+    transfer = kv_transfer_config(XavierConfig("m", "0.0.0.0:9999"))
+    kept = await Worker().launch_builtin_model("m-rep0", kv_transfer_config=transfer, dtype="auto")
+    assert kept["dtype"] == "auto"
+    config = config_of(kept)
+    assert config.worker_address == "127.0.0.1:70"
+    assert config.tracker_address == "10.0.0.1:9999"
+    assert config.pool_bytes is not None
+    assert kept["envs"] == {SHARES: "1"}
+    again = await Worker().launch_builtin_model("m-rep0", **kept | {"envs": {"A": "b"}})
+    assert config_of(again).worker_address == "127.0.0.1:70"
+    assert again["envs"] == {"A": "b", SHARES: "1"}
+
+
+async def test_a_worker_leaves_other_launches_alone() -> None:
+    other: dict[str, Any] = {"kv_transfer_config": {"kv_connector": "Other"}, "xavier_config": None}
+    assert await Worker().launch_builtin_model("m-rep0", **other) == other
+
+
+async def test_a_failed_load_says_what_the_engine_left_with_the_tracker(address: str) -> None:
+    tracker = await xo.create_actor(BlockTracker, "m", address=address, uid=tracker_uid("m"))
+    worker = Worker()
+    transfer = kv_transfer_config(XavierConfig("m", address))
+    await worker.launch_builtin_model("m-rep0", kv_transfer_config=transfer)
+    with pytest.raises(RuntimeError, match="See root cause above"):
+        await worker.wait_for_load("m-rep0")
+    await tracker.report_startup_error("m-rep0", "the pool is too small")
+    with pytest.raises(ReplicaStartError, match="the pool is too small"):
+        await worker.wait_for_load("m-rep0")
+
+
+async def test_a_failed_load_without_sharing_is_left_alone() -> None:
+    worker = Worker()
+    await worker.launch_builtin_model("m-rep0")
+    with pytest.raises(RuntimeError, match="See root cause above"):
+        await worker.wait_for_load("m-rep0")

@@ -1,0 +1,148 @@
+"""Two transfer actors with real links between them, over each transport, sound and faulty."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import xoscar
+
+from tests import faults
+from xinference_xavier.pool.region import Region
+from xinference_xavier.protocol.transfer import TRANSFER_UID, PullOrder, PullResult, Startup, Ticket
+from xinference_xavier.runtime.net import listen
+from xinference_xavier.transfer.actor import TransferActor
+from xinference_xavier.transfer.transports.base import Transport
+from xinference_xavier.transfer.transports.gloo import GlooTransport
+from xinference_xavier.transfer.transports.selection import TransportSelector
+from xinference_xavier.transfer.transports.shared_memory import SharedMemoryTransport
+
+HOST = "127.0.0.1"
+ROWS, ROW_BYTES = 32, 16 << 10
+SECRET = b"s" * 32
+KEYS = tuple(bytes([n]) * 36 for n in range(ROWS))
+PATIENCE = 30.0
+NOBODY: frozenset[str] = frozenset()
+
+
+class Kind(NamedTuple):
+    """A transport, and the same with one fault each."""
+
+    plain: type[Transport]
+    corrupting: type[Transport]
+    lingering: type[Transport]
+    stalling: type[Transport]
+    stallable: type[Transport]  # a consumer of it is stalled by a donor of that
+
+
+KINDS = {
+    "gloo": Kind(
+        GlooTransport,
+        faults.CorruptingGloo,
+        faults.LingeringGloo,
+        faults.StallingGloo,
+        GlooTransport,
+    ),
+    "shared_memory": Kind(
+        SharedMemoryTransport,
+        faults.CorruptingSharedMemory,
+        faults.LingeringSharedMemory,
+        faults.StallingSharedMemory,
+        faults.StallableSharedMemory,
+    ),
+}
+
+
+class Side:
+    """One replica's transfer actor, and what its engine knows."""
+
+    def __init__(
+        self, name: str, pool: Any, region: Region, actor: Any, key: bytes, host: str | None
+    ) -> None:
+        self.name = name
+        self.pool = pool
+        self.region = region
+        self.actor = actor
+        self.key = key
+        self.host = host
+
+    @property
+    def rows(self) -> Any:
+        return self.region.array
+
+    def ticket(self, consumer: Side, slots: Sequence[int], lifetime: float = PATIENCE) -> Ticket:
+        return Ticket.sign(self.key, consumer.name, slots, time.monotonic() + lifetime)
+
+    def checksum(self, slot: int) -> int:
+        return Region.checksum(self.region, slot, KEYS[slot])
+
+    def order(self, donor: Side, slots: Sequence[int], **changes: Any) -> PullOrder:
+        """For the rows in `slots` of `donor` into the same slots here."""
+        order = PullOrder(
+            donor=donor.name,
+            address=donor.pool.external_address,
+            host=donor.host,
+            ticket=donor.ticket(self, slots),
+            keys=tuple(KEYS[slot] for slot in slots),
+            checksums=tuple(donor.checksum(slot) for slot in slots),
+            slots=tuple(slots),
+            timeout=PATIENCE,
+        )
+        return order._replace(**changes)
+
+    async def pull(self, donor: Side, slots: Sequence[int], **changes: Any) -> PullResult:
+        """But for the transport."""
+        result: PullResult = await self.actor.pull(self.order(donor, slots, **changes))
+        return result._replace(transport=None)
+
+    async def links(self) -> int:
+        count: int = (await self.actor.stats())["links"]
+        return count
+
+    async def until_links(self, count: int) -> None:
+        await self.until("links", count)
+
+    async def until(self, figure: str, value: int) -> None:
+        async with asyncio.timeout(PATIENCE):
+            while (await self.actor.stats())[figure] != value:  # noqa: ASYNC110  # not announced
+                await asyncio.sleep(0.01)
+
+
+class Sides:
+    """Those that are not told otherwise have the plain transport of `kind`."""
+
+    def __init__(self, kind: Kind) -> None:
+        self.kind = kind
+        self.all: list[Side] = []
+
+    async def start(
+        self,
+        name: str,
+        *transports: type[Transport],
+        secret: bytes | None = SECRET,
+        row_bytes: int = ROW_BYTES,
+    ) -> Side:
+        region = Region.create(ROWS, row_bytes)
+        seed = len(self.all)
+        region.array[:] = np.random.default_rng(seed).integers(0, 256, region.array.shape, np.uint8)
+        pool = await listen(HOST, None)
+        key = name.encode().ljust(32)
+        startup = Startup(name, region.fd, ROWS, row_bytes, HOST, None, (), key.hex())
+        choice = TransportSelector(
+            [new(region, HOST, None) for new in transports or (self.kind.plain,)]
+        )
+        actor = await xoscar.create_actor(
+            TransferActor,
+            startup,
+            region,
+            choice,
+            address=pool.external_address,
+            uid=TRANSFER_UID,
+        )
+        if secret is not None:
+            await actor.configure(secret)
+        self.all.append(Side(name, pool, region, actor, key, choice.host))
+        return self.all[-1]

@@ -1,0 +1,264 @@
+"""Rows are pulled, verified and counted, whatever the donor does."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import pytest
+import xoscar
+
+from tests import faults
+from tests.faults import CORRUPT_ROW, ROWS_BEFORE_STALL
+from tests.transfer.sides import (
+    HOST,
+    KEYS,
+    NOBODY,
+    ROW_BYTES,
+    ROWS,
+    Kind,
+    Side,
+    Sides,
+)
+from xinference_xavier.errors import LinkError
+from xinference_xavier.protocol.transfer import (
+    TRANSFER_UID,
+    PullResult,
+)
+from xinference_xavier.runtime.net import listen
+from xinference_xavier.transfer.transports.base import Check, Transport
+
+
+async def test_rows_are_pulled_verified_and_counted(
+    consumer: Side, donor: Side, kind: Kind
+) -> None:
+    assert await consumer.pull(donor, [3, 1, 2]) == PullResult(3, None)
+    assert np.array_equal(consumer.rows[1:4], donor.rows[1:4])
+    assert not np.array_equal(consumer.rows[4], donor.rows[4])
+    name = kind.plain.name
+    moved = {"links": 1, "fetches": 1, "bytes_received": 3 * ROW_BYTES, "bytes_sent": 0}
+    assert await consumer.actor.stats() == {
+        "transport": name,
+        "bytes_received": 3 * ROW_BYTES,
+        "bytes_sent": 0,
+        "links": 1,
+        "transports": {name: moved},
+        "linked_to": {"donor": name},
+        "fallbacks": 0,
+    }
+    assert (await consumer.actor.pull(consumer.order(donor, [4]))).transport == name
+    await donor.until("bytes_sent", 4 * ROW_BYTES)
+
+
+async def test_a_link_is_made_once_and_used_again(consumer: Side, donor: Side) -> None:
+    for slot in range(5):
+        assert (await consumer.pull(donor, [slot]))[:2] == (1, None)
+    assert await consumer.links() == await donor.links() == 1
+
+
+def with_link(kind: Kind, link: type[faults._FaultyLink]) -> type[Transport]:
+    return type("Made", (kind.lingering,), {"link": link})
+
+
+async def test_whole_rows_do_not_wait_for_the_donors_word_but_the_links_next_batch_does(
+    sides: Sides, consumer: Side, kind: Kind
+) -> None:
+    go_on = threading.Event()
+
+    class Held(faults._FaultyLink):
+        def send(self, slots: Sequence[int], deadline: float) -> None:
+            self.link.send(slots, deadline)
+            go_on.wait()
+
+    donor = await sides.start("donor", with_link(kind, Held))
+    assert await consumer.pull(donor, [1]) == PullResult(1, None)
+    assert await consumer.links() == 1, "nothing went wrong"
+    second = asyncio.ensure_future(consumer.pull(donor, [2]))
+    assert (await consumer.pull(donor, [3], timeout=0.05))[:2] == (0, "timeout")
+    assert not second.done()
+    go_on.set()
+    assert await second == PullResult(1, None)
+    assert await consumer.links() == await donor.links() == 1
+
+
+async def test_whole_rows_count_whatever_the_donor_says_of_them_afterwards(
+    sides: Sides, consumer: Side, kind: Kind
+) -> None:
+    """Such a link carries nothing more."""
+
+    class Late(faults._FaultyLink):
+        def send(self, slots: Sequence[int], deadline: float) -> None:
+            self.link.send(slots, deadline)
+            raise LinkError("an afterthought")
+
+    donor = await sides.start("donor", with_link(kind, Late))
+    for slot in range(2):
+        assert await consumer.pull(donor, [slot]) == PullResult(1, None)
+        await consumer.until_links(0)
+
+
+async def test_fetches_at_the_same_time_take_turns_on_a_link(consumer: Side, donor: Side) -> None:
+    pulls = (consumer.pull(donor, [n, n + 1]) for n in range(0, ROWS, 2))
+    assert set(await asyncio.gather(*pulls)) == {PullResult(2, None)}
+    assert np.array_equal(consumer.rows, donor.rows)
+    assert await consumer.links() == 1
+
+
+async def test_both_directions_at_the_same_time(consumer: Side, donor: Side) -> None:
+    there, back = list(range(16)), list(range(16, ROWS))
+    results = await asyncio.gather(consumer.pull(donor, there), donor.pull(consumer, back))
+    assert results == [PullResult(16, None)] * 2
+    assert np.array_equal(consumer.rows, donor.rows)
+
+
+async def test_pulls_that_go_wrong_are_logged_once_for_each_donor(
+    sides: Sides, donor: Side, kind: Kind, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They are counted where they are ordered."""
+    consumer = await sides.start("consumer", kind.corrupting)
+    other = await sides.start("other")
+    caplog.clear()
+    for _ in range(3):
+        for side in (donor, other):
+            assert (await consumer.pull(side, range(5))).reason == "checksum"
+    logged = [record.getMessage() for record in caplog.records if record.levelname != "DEBUG"]
+    assert [line.split(" failed")[0] for line in logged] == ["pull from donor", "pull from other"]
+
+
+async def test_a_damaged_row_ends_the_run_of_whole_rows(
+    sides: Sides, donor: Side, kind: Kind
+) -> None:
+    consumer = await sides.start("consumer", kind.corrupting)
+    assert await consumer.pull(donor, range(5)) == PullResult(CORRUPT_ROW, "checksum")
+    assert await consumer.links() == 0, "whoever sends damaged rows gets a new link"
+
+
+async def test_another_chunks_row_is_not_taken_for_the_one_asked_for(
+    consumer: Side, donor: Side
+) -> None:
+    donor.rows[7] = donor.rows[6]
+    order = consumer.order(donor, [6])
+    swapped = order._replace(ticket=donor.ticket(consumer, [7]), keys=(KEYS[7],))
+    result = await consumer.actor.pull(swapped)
+    assert (result.verified, result.reason) == (0, "checksum")
+
+
+async def test_an_order_that_cannot_be_is_refused_and_touches_no_row(
+    consumer: Side, donor: Side
+) -> None:
+    before = consumer.rows.copy()
+    good = consumer.order(donor, [0, 1])
+    for order in (
+        good._replace(slots=(0, ROWS)),
+        good._replace(slots=(0, -1)),
+        good._replace(slots=(0, 0)),
+        good._replace(slots=(0,)),
+        good._replace(address="nowhere"),
+        good._replace(timeout=float("nan")),
+    ):
+        assert (await consumer.actor.pull(order))[:2] == (0, "malformed")
+    assert np.array_equal(consumer.rows, before)
+    assert (await consumer.actor.pull(good)).verified == 2
+
+
+class _Lying(xoscar.StatelessActor):  # type: ignore[misc]  # xoscar has no types
+    """A donor's transfer actor that raises what it likes, or answers with what it likes."""
+
+    def __init__(self, answer: object) -> None:
+        super().__init__()
+        self._answer = answer
+
+    async def open_link(self, *arguments: object) -> object:
+        if isinstance(self._answer, Exception):
+            raise self._answer
+        return self._answer
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [KeyError("x"), TypeError("y"), ZeroDivisionError(), AssertionError(), None, 7, b"", b"{}", []],
+    ids=repr,
+)
+async def test_whatever_a_donor_answers_the_pull_ends_in_order(
+    consumer: Side, donor: Side, answer: object
+) -> None:
+    """An exception would look to the engine as if its transfer process had died."""
+    pool = await listen(HOST, None)
+    await xoscar.create_actor(_Lying, answer, address=pool.external_address, uid=TRANSFER_UID)
+    order = consumer.order(donor, [0])._replace(donor="liar", address=pool.external_address)
+    assert (await consumer.actor.pull(order))[:2] == (0, "link")
+    assert await consumer.links() == 0
+    assert (await consumer.pull(donor, [0]))[:2] == (1, None)
+    await pool.stop()
+
+
+async def test_a_link_that_died_while_idle_costs_nothing(consumer: Side, donor: Side) -> None:
+    """As when our lease ended while we were cut off: the donor closed it and nobody told us."""
+    await consumer.pull(donor, [0])
+    await donor.actor.close_links_except(NOBODY)
+    assert (await consumer.pull(donor, [1]))[:2] == (1, None)
+
+
+async def test_a_stalled_donor_costs_the_time_limit_and_not_what_has_arrived(
+    sides: Sides, kind: Kind
+) -> None:
+    consumer = await sides.start("consumer", kind.stallable)
+    donor = await sides.start("donor", kind.stalling)
+    result = await consumer.pull(donor, range(8), timeout=0.5)
+    assert result[:2] == (ROWS_BEFORE_STALL, "timeout")
+    assert await consumer.links() == 0
+
+
+async def test_who_waits_for_a_turn_waits_no_longer_than_its_own_limit(
+    sides: Sides, kind: Kind
+) -> None:
+    """The engine would take a longer silence for a dead process."""
+    consumer = await sides.start("consumer", kind.stallable)
+    donor = await sides.start("donor", kind.stalling)
+    first = asyncio.ensure_future(consumer.pull(donor, range(8)))
+    await consumer.until_links(1)
+    assert (await consumer.pull(donor, [9], timeout=0.05))[:2] == (0, "timeout")
+    assert not first.done()
+    await donor.actor.close_links_except(NOBODY)
+    assert (await first).reason == "link"
+
+
+async def test_a_donor_that_is_not_there_is_a_failed_pull(
+    sides: Sides, consumer: Side, donor: Side
+) -> None:
+    sides.all.remove(donor)
+    await xoscar.destroy_actor(donor.actor)
+    assert (await consumer.pull(donor, [0]))[:2] == (0, "link")
+    await donor.pool.stop()
+    assert (await consumer.pull(donor, [0]))[:2] == (0, "link")
+
+
+class Slow(faults._FaultySharedMemory):
+    """A consumer that waits before it copies its rows."""
+
+    waiting = asyncio.Event()
+    go_on = threading.Event()
+
+    class link(faults._FaultyLink):  # noqa: N801  # as it is called there
+        def receive(
+            self, slots: Sequence[int], granted: Sequence[int], check: Check, deadline: float
+        ) -> Iterator[int]:
+            Slow.loop.call_soon_threadsafe(Slow.waiting.set)
+            Slow.go_on.wait()
+            return self.link.receive(slots, granted, check, deadline)
+
+    loop: asyncio.AbstractEventLoop
+
+
+@pytest.mark.parametrize("kind", ["shared_memory"], indirect=True)
+async def test_a_row_that_changes_while_it_is_copied_is_noticed(sides: Sides, donor: Side) -> None:
+    """The grant has expired, and the donor uses the slot for another chunk."""
+    Slow.loop = asyncio.get_running_loop()
+    consumer = await sides.start("consumer", Slow)
+    pulling = asyncio.ensure_future(consumer.pull(donor, [1, 2, 3]))
+    await Slow.waiting.wait()
+    donor.rows[2] = donor.rows[7]
+    Slow.go_on.set()
+    assert await pulling == PullResult(1, "checksum")

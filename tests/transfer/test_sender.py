@@ -1,0 +1,192 @@
+"""Rows are sent to whoever has a valid ticket for them, and to nobody else."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.transfer.sides import (
+    HOST,
+    NOBODY,
+    PATIENCE,
+    ROW_BYTES,
+    ROWS,
+    SECRET,
+    Kind,
+    Side,
+    Sides,
+)
+from xinference_xavier.errors import LinkError
+from xinference_xavier.pool.region import Region
+from xinference_xavier.protocol.transfer import (
+    PROTOCOL_VERSION,
+    Ticket,
+)
+from xinference_xavier.transfer import sender
+
+
+async def test_a_link_stays_good_if_the_consumer_is_done_first(
+    sides: Sides, consumer: Side, kind: Kind
+) -> None:
+    """What the donor has not finished yet must not be cancelled: that would close the link."""
+    donor = await sides.start("donor", kind.lingering)
+    for slot in range(3):
+        assert (await consumer.pull(donor, [slot]))[:2] == (1, None)
+    assert await consumer.links() == await donor.links() == 1
+
+
+async def test_failed_links_leave_nothing_behind(sides: Sides, donor: Side, kind: Kind) -> None:
+    """Else a donor would refuse everybody after so many failures of anybody."""
+    consumer = await sides.start("consumer", kind.corrupting)
+    for _ in range(4):
+        await consumer.pull(donor, range(4))
+    assert await donor.links() <= 1
+
+
+def forgeries(consumer: Side, donor: Side) -> dict[str, Ticket]:
+    good = donor.ticket(consumer, [0])
+    return {
+        "of another engine": consumer.ticket(consumer, [0]),
+        "for another consumer": donor.ticket(donor, [0]),
+        "other slots": good._replace(slots=(1,)),
+        "expired": donor.ticket(consumer, [0], lifetime=-1),
+    }
+
+
+@pytest.mark.parametrize(
+    "forgery", ["of another engine", "for another consumer", "other slots", "expired"]
+)
+@pytest.mark.parametrize("kind", ["gloo"], indirect=True)
+async def test_without_a_valid_ticket_nothing_is_sent(
+    consumer: Side, donor: Side, forgery: str
+) -> None:
+    """Over shared memory, nothing has to be sent."""
+    before = consumer.rows.copy()
+    ticket = forgeries(consumer, donor)[forgery]
+    assert (await consumer.pull(donor, [0], ticket=ticket))[:2] == (0, "link")
+    assert np.array_equal(consumer.rows, before)
+    assert (await donor.actor.stats())["bytes_sent"] == 0
+    assert (await consumer.pull(donor, [0]))[:2] == (1, None), "the next fetch is unharmed"
+
+
+async def test_rows_of_another_size_are_refused_before_they_can_do_harm(
+    sides: Sides, consumer: Side
+) -> None:
+    """A longer message than was asked for would end the receiving process."""
+    donor = await sides.start("donor", row_bytes=2 * ROW_BYTES)
+    assert (await consumer.pull(donor, [0]))[:2] == (0, "link")
+
+
+@pytest.mark.parametrize("timeout", [0.0, -1.0, float("inf"), float("nan")])
+async def test_a_peers_time_limit_is_checked(donor: Side, timeout: float) -> None:
+    with pytest.raises(LinkError, match="malformed"):
+        await donor.actor.open_link(PROTOCOL_VERSION, "id", "consumer", "gloo", b"{}", timeout)
+    ticket = donor.ticket(donor, [0])
+    with pytest.raises(LinkError, match="malformed"):
+        await donor.actor.serve(PROTOCOL_VERSION, "id", ticket, ROW_BYTES, timeout)
+
+
+async def test_another_protocol_version_is_refused(donor: Side) -> None:
+    with pytest.raises(LinkError, match="speaks transfer protocol 99"):
+        await donor.actor.open_link(99, "id", "consumer", "gloo", b"{}", 1.0)
+    with pytest.raises(LinkError, match="speaks transfer protocol 99"):
+        await donor.actor.serve(99, "id", donor.ticket(donor, [0]), ROW_BYTES, 1.0)
+
+
+async def test_links_are_bounded(
+    sides: Sides, consumer: Side, donor: Side, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sender, "MAX_LINKS", 1)
+    one_more = await sides.start("one more")
+    assert (await consumer.pull(donor, [0]))[:2] == (1, None)
+    assert (await one_more.pull(donor, [0]))[:2] == (0, "link")
+    await donor.actor.close_links_except(NOBODY)
+    assert (await one_more.pull(donor, [0]))[:2] == (1, None)
+
+
+async def test_links_that_are_asked_for_at_the_same_time_are_bounded_too(
+    sides: Sides, donor: Side, kind: Kind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each counts from the first moment, not from when it is made."""
+    monkeypatch.setattr(sender, "MAX_LINKS", 2)
+    region = Region.create(ROWS, ROW_BYTES)
+    transport = kind.plain(region, HOST, None)
+    offers = [transport.offer(SECRET, time.monotonic() + 1.0) for _ in range(6)]
+    hellos = await asyncio.gather(*(asyncio.to_thread(lambda o=o: o.hello) for o in offers))
+    answers = await asyncio.gather(
+        *(
+            donor.actor.open_link(
+                PROTOCOL_VERSION, f"{n}", f"consumer {n}", kind.plain.name, hello, 1.0
+            )
+            for n, hello in enumerate(hellos)
+        ),
+        return_exceptions=True,
+    )
+    refused = [answer for answer in answers if isinstance(answer, LinkError)]
+    assert len(refused) == 4
+    assert all("serves 2 links already" in str(error) for error in refused)
+    await donor.until_links(0)  # nobody comes for the others
+    for offer in offers:
+        offer.withdraw()
+    region.close()
+
+
+async def test_a_link_carries_one_batch_at_a_time(sides: Sides, kind: Kind) -> None:
+    """Whoever asks for more would have them wait without a bound."""
+    donor = await sides.start("donor", kind.stalling)
+    region = Region.create(ROWS, ROW_BYTES)
+    deadline = time.monotonic() + PATIENCE
+    offer = kind.stallable(region, HOST, None).offer(SECRET, deadline)
+    hello = await asyncio.to_thread(lambda: offer.hello)
+    opening = donor.actor.open_link(PROTOCOL_VERSION, "id", "us", kind.plain.name, hello, PATIENCE)
+    answer = await opening
+    link = await asyncio.to_thread(offer.complete, answer, deadline)
+    ticket = Ticket.sign(donor.key, "us", range(8), deadline)
+    serve = (PROTOCOL_VERSION, "id", ticket, ROW_BYTES, PATIENCE)
+    first = asyncio.ensure_future(donor.actor.serve(*serve))
+    arriving = link.receive(range(8), range(8), lambda slot: None, deadline)
+    assert await asyncio.to_thread(next, arriving) == 0
+    async with asyncio.timeout(PATIENCE):
+        with pytest.raises(LinkError, match="carries a batch already"):
+            await donor.actor.serve(*serve)
+    assert not first.done()
+    await donor.actor.close_links_except(NOBODY)
+    with pytest.raises(LinkError):
+        await first
+    link.close()
+    region.close()
+
+
+@pytest.mark.parametrize("name", ["", "x" * 257, None, 7, []], ids=lambda name: f"{name!r:.9}")
+async def test_a_peers_names_are_checked(donor: Side, name: Any) -> None:
+    good = ("id", "consumer", "gloo")
+    for wrong in ((name, *good[1:]), ("id", name, "gloo"), (*good[:2], name)):
+        with pytest.raises(LinkError, match="malformed"):
+            await donor.actor.open_link(PROTOCOL_VERSION, *wrong, b"{}", 1.0)
+    ticket = donor.ticket(donor, [0])
+    with pytest.raises(LinkError, match="malformed"):
+        await donor.actor.serve(PROTOCOL_VERSION, name, ticket, ROW_BYTES, 1.0)
+
+
+@pytest.mark.parametrize(
+    "ticket",
+    [None, ("consumer", (0,), 1e9, b"")],
+    ids=["none", "tuple"],
+)
+async def test_a_ticket_is_looked_at_before_it_is_verified(donor: Side, ticket: Any) -> None:
+    with pytest.raises(LinkError, match="malformed ticket"):
+        await donor.actor.serve(PROTOCOL_VERSION, "id", ticket, ROW_BYTES, 1.0)
+
+
+async def test_a_slot_outside_the_region_is_not_sent_even_if_it_was_signed(
+    consumer: Side, donor: Side
+) -> None:
+    """A negative one would be counted from the end."""
+    for slot in (-1, ROWS):
+        ticket = Ticket.sign(donor.key, consumer.name, [slot], time.monotonic() + PATIENCE)
+        with pytest.raises(LinkError, match="slots"):
+            await donor.actor.serve(PROTOCOL_VERSION, "id", ticket, ROW_BYTES, 1.0)
