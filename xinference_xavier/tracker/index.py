@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import secrets
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -203,6 +204,24 @@ class Index:
             ReplicaState(lease.member, len(lease.keys), lease.sequence, lease.expires - now)
             for lease in self._leases.values()
         ]
+
+    def match_prefix(self, keys: Iterable[bytes]) -> dict[str, int]:
+        """Return {incarnation: count}: how many leading `keys` each member holds without a gap.
+
+        `keys` are chunk keys in the order of a prompt. Members without the first one are left out.
+        As for watchers, a member counts until it leaves or `expire` removes it.
+
+        One pass over `keys`, which ends where no member holds the next. O(members + sum of the
+        counts) set lookups; no holdings are copied.
+        """
+        counts: dict[str, int] = {}
+        holders = list(self._leases.items())
+        for count, key in enumerate(keys, 1):
+            holders = [(incarnation, lease) for incarnation, lease in holders if key in lease.keys]
+            if not holders:
+                break
+            counts |= {incarnation: count for incarnation, _ in holders}
+        return counts
 
     # Watching
 
