@@ -1,15 +1,17 @@
-"""A tracker in this process, and the program of one that may be stopped or killed."""
+"""A tracker in this process, calls to it, and the program of one that may be stopped or killed."""
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import xoscar as xo
 
-from xinference_xavier.protocol.tracker import tracker_uid
+from xinference_xavier.protocol.tracker import Member, Settings, Update, tracker_uid
 from xinference_xavier.tracker.actor import BlockTracker
 
 MODEL = "model"
+NAMESPACE = "namespace"
 
 TRACKER_PROCESS = """
 import asyncio, sys
@@ -39,3 +41,31 @@ async def create_tracker(address: str, **arguments: float) -> Any:
     return await xo.create_actor(
         BlockTracker, MODEL, address=address, uid=tracker_uid(MODEL), **arguments
     )
+
+
+async def join(tracker: Any, *members: Member, namespace: str = NAMESPACE) -> Any:
+    for member in members:
+        reply = await tracker.join(namespace, member, 4, Settings())
+    return reply
+
+
+async def look(tracker: Any, watcher: str, namespace: str = NAMESPACE) -> Update:
+    """The current state."""
+    update: Update = await tracker.watch(namespace, watcher, "", 0, 0.0)
+    return update
+
+
+async def wait_for_update(
+    tracker: Any, watcher: str, namespace: str = NAMESPACE
+) -> asyncio.Task[Update]:
+    """A watch that waits for a change after the current state."""
+    seen = await look(tracker, watcher, namespace)
+    task = asyncio.create_task(tracker.watch(namespace, watcher, seen.epoch, seen.revision, 60.0))
+    await let_others_run()
+    assert not task.done()
+    return task
+
+
+async def let_others_run() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)

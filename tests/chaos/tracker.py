@@ -82,10 +82,9 @@ class FaultyTracker(BlockTracker):
                 lease.sequence = sequence - 1
         return await super().publish(namespace, incarnation, sequence, added, removed)
 
-    def _lost(self, incarnations: list[str]) -> None:
-        now = time.monotonic()
-        self.expired += [(incarnation, now) for incarnation in incarnations]
-        super()._lost(incarnations)
+    def _lost(self, incarnation: str) -> None:
+        self.expired.append((incarnation, time.monotonic()))
+        super()._lost(incarnation)
 
     def _take(self, order: str, count: bool = True) -> bool:
         if not self.orders[order]:

@@ -81,7 +81,7 @@ def test_nobody_expires_while_the_supervisor_stands_still(model: SeparateCluster
     assert set(members(model)) == set(before)
     with model.log.open() as log:
         log.seek(logged)
-        assert "no heartbeat from" not in log.read()
+        assert "lease expired" not in log.read()
     assert_shares(model, SECOND, FIRST, 512)
 
 

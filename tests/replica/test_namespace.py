@@ -34,7 +34,7 @@ def namespace(tracker: Tracker) -> SharedNamespace:
 
 async def reset(namespace: SharedNamespace) -> None:
     namespace.announce_reset()
-    await namespace.part()
+    await namespace.isolate()
 
 
 def test_without_a_reset_it_is_the_engines_own(namespace: SharedNamespace) -> None:
@@ -57,9 +57,9 @@ async def test_it_is_settled_when_the_last_announced_reset_is_through(
 ) -> None:
     namespace.announce_reset()
     namespace.announce_reset()
-    await namespace.part()
+    await namespace.isolate()
     assert not namespace.is_settled
-    await namespace.part()
+    await namespace.isolate()
     assert namespace.is_settled
 
 
@@ -67,7 +67,7 @@ async def test_the_same_version_is_the_same_namespace(namespace: SharedNamespace
     other = SharedNamespace("own", Tracker().move)
     for each in (namespace, other):
         await reset(each)
-        assert await each.join("step 7")
+        assert await each.rejoin("step 7")
         assert not each.is_ours_alone
     assert namespace.current == other.current != "own"
 
@@ -75,7 +75,7 @@ async def test_the_same_version_is_the_same_namespace(namespace: SharedNamespace
 async def test_a_version_without_a_reset_changes_nothing(
     namespace: SharedNamespace, tracker: Tracker
 ) -> None:
-    assert not await namespace.join("step 7")
+    assert not await namespace.rejoin("step 7")
     assert (namespace.current, tracker.told) == ("own", [])
 
 
@@ -84,8 +84,8 @@ async def test_a_version_waits_for_the_reset_before_it(
 ) -> None:
     tracker.may_answer.clear()
     namespace.announce_reset()
-    parting = asyncio.create_task(namespace.part())
-    joining = asyncio.create_task(namespace.join("step 7"))
+    parting = asyncio.create_task(namespace.isolate())
+    joining = asyncio.create_task(namespace.rejoin("step 7"))
     await tracker.asked.wait()
     assert namespace.current != "own@step 7"
     tracker.may_answer.set()

@@ -26,7 +26,7 @@ def test_what_never_worked_has_not_stopped(
     log: SharingLog, caplog: pytest.LogCaptureFixture
 ) -> None:
     for reason in NOT_SHARING:
-        log.see(reason, 0)
+        log.update(reason, 0)
     assert lines(caplog) == []
 
 
@@ -35,7 +35,7 @@ def test_one_line_each_however_often_it_is_looked_at(
 ) -> None:
     for reason, peers in ((NOT_JOINED, 0), (None, 1), (None, 2), (NO_PEERS, 0), (None, 3)):
         for _ in range(3):
-            log.see(reason, peers)
+            log.update(reason, peers)
     assert lines(caplog) == [
         "INFO replica a: sharing works, peers: 1",
         "WARNING replica a: sharing stopped: no other replica of the same namespace is there",
@@ -47,8 +47,8 @@ def test_one_line_each_however_often_it_is_looked_at(
 def test_every_reason_is_explained(
     reason: str, log: SharingLog, caplog: pytest.LogCaptureFixture
 ) -> None:
-    log.see(None, 1)
-    log.see(reason, 0)
+    log.update(None, 1)
+    log.update(reason, 0)
     assert len(lines(caplog)[1]) > len("WARNING replica a: sharing stopped: ")
 
 
@@ -56,5 +56,5 @@ def test_another_reason_is_not_another_stop(
     log: SharingLog, caplog: pytest.LogCaptureFixture
 ) -> None:
     for reason in (None, *NOT_SHARING):
-        log.see(reason, 0)
+        log.update(reason, 0)
     assert len(lines(caplog)) == 2

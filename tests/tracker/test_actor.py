@@ -1,9 +1,8 @@
-"""The tracker as its peers call it."""
+"""The tracker as replicas call it."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import re
 from typing import Any
@@ -11,66 +10,28 @@ from typing import Any
 import pytest
 import xoscar as xo
 
-from tests.tracker_pools import MODEL, create_tracker
+from tests.tracker_pools import (
+    MODEL,
+    create_tracker,
+    join,
+    let_others_run,
+    look,
+    wait_for_update,
+)
+from tests.tracker_pools import NAMESPACE as NS
 from xinference_xavier.protocol.tracker import (
     Change,
     Member,
     NotMemberError,
     Outcome,
     Settings,
-    Update,
     tracker_uid,
 )
-from xinference_xavier.runtime.addresses import replica_uid
-from xinference_xavier.tracker import watchers as news_module
+from xinference_xavier.tracker import watchers as watchers_module
 from xinference_xavier.tracker.actor import BlockTracker
 
-NS = "namespace"
 A, B = Member("a", "127.0.0.1:1"), Member("b", "127.0.0.1:1")
 K1, K2 = b"key1", b"key2"
-
-
-class Replica(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no types
-    """The part of a replica's actor that the tracker calls."""
-
-    def __init__(self, figures: dict[str, Any] | None) -> None:
-        super().__init__()
-        self._figures = figures
-
-    async def stats(self) -> dict[str, Any]:
-        if self._figures is None:
-            await asyncio.Event().wait()
-        assert self._figures is not None
-        return self._figures
-
-    async def set_weights_version(self, version: str) -> bool:
-        return True
-
-
-async def join(tracker: Any, *members: Member, namespace: str = NS) -> Any:
-    for member in members:
-        reply = await tracker.join(namespace, member, 4, Settings())
-    return reply
-
-
-async def look(tracker: Any, watcher: str, namespace: str = NS) -> Update:
-    """What there is now."""
-    update: Update = await tracker.watch(namespace, watcher, "", 0, 0.0)
-    return update
-
-
-async def wait_for_news(tracker: Any, watcher: str, namespace: str = NS) -> asyncio.Task[Update]:
-    """A watch that waits for something newer than what there is now."""
-    seen = await look(tracker, watcher, namespace)
-    task = asyncio.create_task(tracker.watch(namespace, watcher, seen.epoch, seen.revision, 60.0))
-    await let_others_run()
-    assert not task.done()
-    return task
-
-
-async def let_others_run() -> None:
-    for _ in range(20):
-        await asyncio.sleep(0)
 
 
 async def test_what_one_publishes_the_other_sees(tracker: Any) -> None:
@@ -84,16 +45,16 @@ async def test_what_one_publishes_the_other_sees(tracker: Any) -> None:
     assert update.changes == (Change("a", 2, K2, K1, False),)
 
 
-async def test_a_watch_waits_for_news(tracker: Any) -> None:
+async def test_a_watch_waits_for_an_update(tracker: Any) -> None:
     await join(tracker, A, B)
-    watch = await wait_for_news(tracker, "b")
+    watch = await wait_for_update(tracker, "b")
     await tracker.publish(NS, "a", 1, K1, b"")
     assert (await watch).changes == (Change("a", 1, K1, b"", False),)
 
 
 async def test_a_watch_is_not_woken_by_its_own_publications(tracker: Any) -> None:
     await join(tracker, A, B)
-    watch = await wait_for_news(tracker, "b")
+    watch = await wait_for_update(tracker, "b")
     await tracker.publish(NS, "b", 1, K2, b"")
     await let_others_run()
     assert not watch.done()
@@ -101,11 +62,11 @@ async def test_a_watch_is_not_woken_by_its_own_publications(tracker: Any) -> Non
     assert (await watch).changes == (Change("a", 1, K1, b"", False),)
 
 
-async def test_who_comes_to_look_while_news_is_pending_waits_for_all_of_it(
+async def test_a_watch_that_begins_while_changes_are_pending_waits_for_all_of_them(
     tracker: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The joining of the first is told at once, and all that follows later."""
-    monkeypatch.setattr(news_module, "SPACING_PER_WATCHER", 3600.0)
+    """The first join is sent at once, and everything after it later."""
+    monkeypatch.setattr(watchers_module, "SPACING_PER_WATCHER", 3600.0)
     await join(tracker, A, B)
     seen = await look(tracker, "b")
     await tracker.publish(NS, "a", 1, K1, b"")
@@ -127,10 +88,10 @@ async def test_a_watch_returns_empty_handed_when_its_time_is_over(tracker: Any) 
 
 async def test_a_watch_sees_others_come_and_go(tracker: Any) -> None:
     await join(tracker, A)
-    watch = await wait_for_news(tracker, "a")
+    watch = await wait_for_update(tracker, "a")
     await join(tracker, B)
     assert set((await watch).members) == {A, B}
-    watch = await wait_for_news(tracker, "a")
+    watch = await wait_for_update(tracker, "a")
     await tracker.leave(NS, "b")
     assert (await watch).members == (A,)
 
@@ -180,13 +141,13 @@ async def test_the_tracker_forgives_its_own_pauses() -> None:
     tracker = BlockTracker(MODEL, lease=10.0, tick=1.0, clock=lambda: now)
     await tracker.join(NS, A, 4, Settings())
     for now in (101.0, 102.0, 162.0):
-        tracker._look(now)
+        tracker._expire_leases(now)
     assert await tracker.heartbeat(NS, "a", {})
     for now in (163.0, 164.0, 165.5, 167.0, 168.5, 170.0, 171.5):
-        tracker._look(now)
+        tracker._expire_leases(now)
     assert await tracker.heartbeat(NS, "a", {})
     for step in range(11):
-        tracker._look(now + step)
+        tracker._expire_leases(now + step)
     assert not await tracker.heartbeat(NS, "a", {})
 
 
@@ -247,92 +208,6 @@ async def test_an_error_does_not_end_the_expiry(caplog: pytest.LogCaptureFixture
     assert "broken clock" in caplog.text
 
 
-async def test_the_switch_reaches_all_namespaces(tracker: Any) -> None:
-    await join(tracker, A, namespace="one")
-    await join(tracker, B, namespace="two")
-    watches = [await wait_for_news(tracker, *who) for who in (("a", "one"), ("b", "two"))]
-    off = await tracker.set_enabled(False)
-    assert [(await watch).settings for watch in watches] == [off, off]
-    assert not (await tracker.status())["enabled"]
-    on = await tracker.set_enabled(True)
-    assert (on.enabled, on.version > off.version) == (True, True)
-
-
-async def test_a_new_tracker_learns_the_switch_from_its_replicas(tracker: Any) -> None:
-    await join(tracker, A)
-    watch = await wait_for_news(tracker, "a")
-    await tracker.join(NS, B, 4, Settings(7, False))
-    assert (await watch).settings == Settings(7, False)
-    await tracker.join("other", A, 4, Settings(6, True))
-    assert (await look(tracker, "a", "other")).settings == Settings(7, False)
-
-
-async def test_switching_a_new_tracker_beats_what_replicas_learned_from_the_old_one(
-    pool: Any, tracker: Any
-) -> None:
-    for _ in range(3):
-        old = await tracker.set_enabled(False)
-    await xo.destroy_actor(tracker)
-    tracker = await create_tracker(pool.external_address)
-    new = await tracker.set_enabled(True)
-    await tracker.join(NS, A, 4, old)
-    assert (await look(tracker, "a")).settings == new
-
-
-async def test_status_shows_the_figures_of_now(pool: Any, tracker: Any) -> None:
-    member = Member("a", pool.external_address)
-    await xo.create_actor(
-        Replica, {"requests": 2}, address=pool.external_address, uid=replica_uid("a")
-    )
-    await tracker.join(NS, member, 4, Settings(), "m-0")
-    await tracker.heartbeat(NS, "a", {"requests": 1})
-    await tracker.publish(NS, "a", 1, K1 + K2, b"")
-    status = await tracker.status()
-    assert json.loads(json.dumps(status)) == status
-    (replica,) = status["namespaces"][NS]["replicas"]
-    assert 0 < replica.pop("lease_left_s") <= 10
-    assert replica == {
-        "replica": "m-0",
-        "incarnation": "a",
-        "address": member.address,
-        "holdings": 2,
-        "sequence": 1,
-        "stats": {"requests": 2},
-    }
-    assert (status["model_uid"], status["enabled"]) == (MODEL, True)
-    assert (status["namespaces"][NS]["keys"], status["namespaces"][NS]["revision"]) == (2, 2)
-
-
-async def test_who_listens_to_a_tracker_that_ends_is_told_so(tracker: Any) -> None:
-    """There may be another in its place already, with events of its own."""
-    listening = asyncio.create_task(tracker.wait_events(0, 3600.0))
-    while not (await tracker.status())["watches"]:  # noqa: ASYNC110  # nothing announces it
-        await asyncio.sleep(0)
-    await xo.destroy_actor(tracker)
-    with pytest.raises(xo.ActorNotExist, match="the tracker of model has ended"):
-        await listening
-
-
-@pytest.mark.parametrize("hangs", [False, True])
-async def test_status_falls_back_to_the_last_heartbeat(
-    pool: Any, tracker: Any, hangs: bool
-) -> None:
-    """Neither a replica that is gone nor one that hangs keeps the others' figures away."""
-    if hangs:
-        await xo.create_actor(Replica, None, address=pool.external_address, uid=replica_uid("a"))
-    await join(tracker, Member("a", pool.external_address))
-    await tracker.heartbeat(NS, "a", {"requests": 1})
-    (replica,) = (await tracker.status())["namespaces"][NS]["replicas"]
-    assert replica["stats"] == {"requests": 1, "stale": True}
-
-
-async def test_distinct_keys_count_once(tracker: Any) -> None:
-    await join(tracker, A, B)
-    await tracker.publish(NS, "a", 1, K1 + K2, b"")
-    await tracker.publish(NS, "b", 1, K1, b"")
-    assert (await tracker.status())["namespaces"][NS]["keys"] == 2
-
-
 @pytest.mark.parametrize(
     ("method", "arguments", "complaint"),
     [
@@ -389,29 +264,3 @@ async def test_all_of_it_travels_between_processes(stoppable_tracker: tuple[Any,
     with pytest.raises(ValueError, match="sequence=0"):
         await tracker.publish(NS, "a", 0, K1, b"")
     assert await tracker.status()
-
-
-async def test_a_replica_between_two_namespaces_is_told_its_weights_too(
-    pool: Any, tracker: Any
-) -> None:
-    """It has left the one and not joined the other yet; one that left for good is not asked."""
-    address = pool.external_address
-    moving, gone = Member("moving", address), Member("gone", address)
-    await xo.create_actor(Replica, {}, address=address, uid=replica_uid("moving"))
-    await join(tracker, moving, gone)
-    await tracker.leave(NS, "moving", True)
-    await tracker.leave(NS, "gone")
-    told = await tracker.set_weights_version("2")
-    assert told == {"joined": ["moving"], "not_reset": [], "unreachable": []}
-    await join(tracker, moving, namespace="other")
-    assert (await tracker.set_weights_version("2"))["joined"] == ["moving"], "asked once"
-
-
-async def test_a_long_answer_needs_no_thread_of_the_process_that_it_is_in(
-    stoppable_tracker: tuple[Any, str],
-) -> None:
-    """They are all taken there; xoscar serializes what has more than a hundred parts on one."""
-    tracker = await xo.actor_ref(address=stoppable_tracker[1], uid=tracker_uid(MODEL))
-    await join(tracker, *(Member(f"replica-{number}", "127.0.0.1:1") for number in range(60)))
-    status = await asyncio.wait_for(tracker.status(), 60.0)
-    assert len(status["namespaces"][NS]["replicas"]) == 60

@@ -17,14 +17,14 @@ NS = "namespace"
 
 
 def event(rows: int = 1, **fields: Any) -> dict[str, Any]:
-    happened = FetchRolledBack(
+    fetch = FetchRolledBack(
         model_uid="m", incarnation="a", donor="b", reason="timeout", rows=rows, committed=0
     )
-    return event_dict(happened) | fields
+    return event_dict(fetch) | fields
 
 
-def told(log: EventLog, after: int = 0) -> list[int]:
-    return [happened.event["rows"] for happened in log.since(after)]
+def rows_of(log: EventLog, after: int = 0) -> list[int]:
+    return [record.event["rows"] for record in log.since(after)]
 
 
 def test_events_come_in_order_and_once() -> None:
@@ -33,8 +33,8 @@ def test_events_come_in_order_and_once() -> None:
     first, second = event(1), event(2)
     for each in (first, second, first):
         log.add(each)
-    assert told(log) == [1, 2]
-    assert told(log, log.since(0)[0].number) == [2]
+    assert rows_of(log) == [1, 2]
+    assert rows_of(log, log.since(0)[0].number) == [2]
 
 
 def test_a_log_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,7 +42,7 @@ def test_a_log_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     log = EventLog()
     for rows in range(10):
         log.add(event(rows))
-    assert told(log) == [7, 8, 9]
+    assert rows_of(log) == [7, 8, 9]
 
 
 def test_the_numbers_of_a_later_log_are_higher() -> None:
@@ -50,7 +50,7 @@ def test_the_numbers_of_a_later_log_are_higher() -> None:
     before, after = EventLog(), EventLog()
     before.add(event())
     after.add(event(2))
-    assert told(after, before.since(0)[-1].number) == [2]
+    assert rows_of(after, before.since(0)[-1].number) == [2]
 
 
 async def test_who_waits_hears_at_once() -> None:
@@ -58,7 +58,7 @@ async def test_who_waits_hears_at_once() -> None:
     waiting = asyncio.create_task(log.wait_since(0, 3600.0))
     await asyncio.sleep(0)
     log.add(event(5))
-    assert [happened.event["rows"] for happened in await waiting] == [5]
+    assert [record.event["rows"] for record in await waiting] == [5]
     assert await log.wait_since(log.since(0)[-1].number, 0.01) == []
 
 
@@ -88,6 +88,6 @@ async def test_a_replica_with_bad_events_is_a_member_all_the_same() -> None:
     assert await tracker.heartbeat(NS, "a", {}, bad)
     assert await tracker.heartbeat(NS, "a", {}, [1])  # type: ignore[arg-type]
     assert await tracker.heartbeat(NS, "a", {}, (event(1),) * 101)
-    names = [happened.event["event"] for happened in await tracker.wait_events(0, 0.0)]
+    names = [record.event["event"] for record in await tracker.wait_events(0, 0.0)]
     assert names == ["ReplicaJoined", "FetchRolledBack"]
     assert (await tracker.status())["refused"] == 3

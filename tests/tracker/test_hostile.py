@@ -21,7 +21,7 @@ from xinference_xavier.protocol.tracker import (
 from xinference_xavier.replica.mirror import Mirror
 from xinference_xavier.tracker import membership as membership_module
 from xinference_xavier.tracker import namespaces as namespaces_module
-from xinference_xavier.tracker import watchers as waits_module
+from xinference_xavier.tracker import watchers as watchers_module
 
 NS = "namespace"
 A, B = Member("a", "127.0.0.1:1"), Member("b", "127.0.0.1:1")
@@ -140,7 +140,7 @@ async def test_what_is_too_much_is_refused_and_counted(
     tracker: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Watches, members, failures to remember: and those that are there stay."""
-    monkeypatch.setattr(waits_module, "MAX_WATCHES", 1)
+    monkeypatch.setattr(watchers_module, "MAX_WATCHES", 1)
     monkeypatch.setattr(namespaces_module, "MAX_MEMBERS", 2)
     monkeypatch.setattr(membership_module, "MAX_STARTUP_ERRORS", 2)
     for member in (A, B):
@@ -149,7 +149,7 @@ async def test_what_is_too_much_is_refused_and_counted(
     waiting = asyncio.create_task(tracker.watch(NS, "a", seen.epoch, seen.revision, 60.0))
     while not (await tracker.status())["watches"]:  # noqa: ASYNC110  # nothing announces it
         await asyncio.sleep(0)
-    with pytest.raises(TrackerFullError, match="wait for news"):
+    with pytest.raises(TrackerFullError, match="1 watches of this model are waiting"):
         await tracker.watch(NS, "a", seen.epoch, seen.revision, 60.0)
     with pytest.raises(TrackerFullError, match="a tracker keeps 2"):
         await tracker.join(NS, Member("c", "h:1"), 4, Settings())

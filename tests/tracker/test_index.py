@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
@@ -38,6 +38,11 @@ def index_of(*members: Member, **arguments: int) -> Index:
     return index
 
 
+def holdings(index: Index, incarnation: str) -> int:
+    states = {state.member.incarnation: state for state in index.replicas(0.0)}
+    return states[incarnation].holdings
+
+
 def seen_by(watcher: str, index: Index) -> Update:
     return index.changes_since("", 0, watcher)
 
@@ -52,7 +57,7 @@ def test_publications_are_applied_in_their_order() -> None:
     index = index_of(A)
     assert index.publish("a", 1, keys(1, 2), b"") is Outcome.APPLIED
     assert index.publish("a", 2, keys(3), keys(1)) is Outcome.APPLIED
-    assert index.holdings("a") == 2
+    assert holdings(index, "a") == 2
 
 
 def test_a_publication_seen_before_changes_nothing() -> None:
@@ -61,17 +66,17 @@ def test_a_publication_seen_before_changes_nothing() -> None:
     index.publish("a", 2, b"", keys(1))
     revision = index.revision
     assert index.publish("a", 1, keys(1), b"") is Outcome.STALE
-    assert (index.holdings("a"), index.revision) == (0, revision)
+    assert (holdings(index, "a"), index.revision) == (0, revision)
 
 
 def test_a_missing_publication_is_noticed_and_a_snapshot_sets_it_right() -> None:
     index = index_of(A)
     index.publish("a", 1, keys(1), b"")
     assert index.publish("a", 3, keys(3), b"") is Outcome.GAP
-    assert index.holdings("a") == 1
+    assert holdings(index, "a") == 1
     assert index.replace("a", 4, keys(2, 3)) is Outcome.APPLIED
     assert index.publish("a", 5, keys(5), b"") is Outcome.APPLIED
-    assert index.holdings("a") == 3
+    assert holdings(index, "a") == 3
 
 
 def test_an_older_snapshot_is_ignored() -> None:
@@ -106,7 +111,7 @@ def test_joining_again_keeps_holdings_and_moves_the_address() -> None:
     index.publish("a", 1, keys(1), b"")
     index.join(Member("a", "10.0.0.9:1"), KEY_BYTES, 5.0)
     assert seen_by("b", index).members == (Member("a", "10.0.0.9:1"),)
-    assert (index.holdings("a"), index.sequence("a")) == (1, 1)
+    assert (holdings(index, "a"), index.sequence("a")) == (1, 1)
 
 
 def test_a_lease_ends_unless_it_is_renewed() -> None:
@@ -126,7 +131,7 @@ def test_a_clock_that_goes_back_makes_no_lease_longer() -> None:
 
 def test_a_forgiven_pause_extends_every_lease() -> None:
     index = index_of(A)
-    index.forgive(30.0)
+    index.extend_leases(30.0)
     assert index.expire(39.9) == []
     assert index.expire(40.0) == ["a"]
 
@@ -184,23 +189,23 @@ def test_a_watcher_is_told_the_members_only_when_they_changed() -> None:
     assert index.changes_since(left.epoch, left.revision).members is None
 
 
-def test_only_what_others_did_is_news() -> None:
+def test_only_changes_by_others_are_updates() -> None:
     index = index_of(A, B)
     seen = seen_by("b", index)
     index.publish("b", 1, keys(1), b"")
-    assert not index.has_news("b", seen.epoch, seen.revision)
-    assert index.has_news("a", seen.epoch, seen.revision)
+    assert not index.has_update("b", seen.epoch, seen.revision)
+    assert index.has_update("a", seen.epoch, seen.revision)
     index.publish("a", 1, keys(2), b"")
     index.publish("b", 2, keys(3), b"")
-    assert index.has_news("b", seen.epoch, seen.revision)
-    assert not index.has_news("b", index.epoch, index.revision)
+    assert index.has_update("b", seen.epoch, seen.revision)
+    assert not index.has_update("b", index.epoch, index.revision)
 
 
-def test_the_switch_is_news_to_everybody() -> None:
+def test_the_switch_is_an_update_for_everyone() -> None:
     index = index_of(A)
     seen = seen_by("a", index)
     index.configure(Settings(1, False))
-    assert index.has_news("a", seen.epoch, seen.revision)
+    assert index.has_update("a", seen.epoch, seen.revision)
     assert not index.changes_since(seen.epoch, seen.revision, "a").settings.enabled
 
 
@@ -231,19 +236,41 @@ def test_a_revision_of_another_index_yields_a_snapshot() -> None:
     index.publish("a", 1, keys(1), b"")
     assert index.changes_since("another life", index.revision, "b").snapshot
     assert index.changes_since(index.epoch, index.revision + 1, "b").snapshot
-    assert index.has_news("b", "another life", index.revision)
+    assert index.has_update("b", "another life", index.revision)
 
 
 def test_keys_beyond_the_bound_are_dropped_and_counted() -> None:
     index = index_of(A, max_keys=3)
     index.publish("a", 1, keys(1, 2), b"")
     index.publish("a", 2, keys(2, 3, 4, 5), b"")
-    assert (index.holdings("a"), index.dropped) == (3, 2)
+    assert (holdings(index, "a"), index.dropped) == (3, 2)
     index.replace("a", 3, keys(1, 2, 3, 4, 5))
-    assert (index.holdings("a"), index.dropped) == (3, 4)
+    assert (holdings(index, "a"), index.dropped) == (3, 4)
     mirror = Mirror("b")
     mirror.apply(seen_by("b", index))
     assert len(mirror) == 3
+
+
+def test_a_prefix_matches_up_to_the_first_gap() -> None:
+    index = index_of(A, B)
+    index.publish("a", 1, keys(1, 2, 4), b"")
+    index.publish("b", 1, keys(1, 2, 3, 4), b"")
+    prompt = [key(number) for number in (1, 2, 3, 4, 5)]
+    assert index.match_prefix(prompt) == {"a": 2, "b": 4}
+    assert index.match_prefix(iter(prompt[:1])) == {"a": 1, "b": 1}
+    assert index.match_prefix(prompt[2:]) == {"b": 2}
+    assert index.match_prefix(prompt[4:]) == index.match_prefix([]) == {}
+
+
+def test_only_members_match_a_prefix() -> None:
+    index = index_of(A, B)
+    for name in ("a", "b"):
+        index.publish(name, 1, keys(1), b"")
+    index.renew("b", 5.0)
+    index.expire(10.0)
+    assert index.match_prefix([key(1)]) == {"b": 1}
+    index.leave("b")
+    assert index.match_prefix([key(1)]) == {}
 
 
 REPLICAS = ("a", "b", "c")
@@ -251,6 +278,29 @@ WATCHERS = ("a", "b", "onlooker")
 UNIVERSE = [key(number) for number in range(8)]
 some_keys = st.sets(st.sampled_from(UNIVERSE), max_size=5)
 replica = st.sampled_from(REPLICAS)
+
+
+def prefix_matches(held: dict[str, set[bytes]], prompt: list[bytes]) -> dict[str, int]:
+    """What `match_prefix` returns, the slow way."""
+    lengths = range(1, len(prompt) + 1)
+    counts = {
+        name: max((n for n in lengths if own.issuperset(prompt[:n])), default=0)
+        for name, own in held.items()
+    }
+    return {name: count for name, count in counts.items() if count}
+
+
+@given(
+    held=st.dictionaries(replica, st.sets(st.sampled_from(UNIVERSE))),
+    prompt=st.lists(st.sampled_from(UNIVERSE), max_size=10),
+)
+def test_any_prefix_matches_as_in_the_model(
+    held: dict[str, set[bytes]], prompt: list[bytes]
+) -> None:
+    index = index_of(*(Member(name, "h:1") for name in held))
+    for name, own in held.items():
+        index.replace(name, 1, pack(own))
+    assert index.match_prefix(prompt) == prefix_matches(held, prompt)
 
 
 class Sharing(RuleBasedStateMachine):
@@ -344,10 +394,11 @@ class Sharing(RuleBasedStateMachine):
 
     @invariant()
     def the_index_knows_what_it_was_told(self) -> None:
-        assert {name: self.index.holdings(name) for name in self.known} == {
+        assert {name: holdings(self.index, name) for name in self.known} == {
             name: len(held) for name, held in self.known.items()
         }
         assert len(self.index) == len(self.known)
+        assert self.index.match_prefix(UNIVERSE) == prefix_matches(self.known, UNIVERSE)
 
     @invariant()
     def who_is_in_step_is_known_exactly(self) -> None:

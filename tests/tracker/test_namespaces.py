@@ -33,17 +33,17 @@ async def test_members_and_namespaces_are_bounded(
     with pytest.raises(TrackerFullError, match="a tracker keeps 1"):
         join(namespaces, "other", B)
     assert namespaces.refused == 2
-    assert namespaces.members(0.0) == [[A]]
+    assert namespaces.members() == [(A,)]
 
 
 async def test_a_namespace_lives_as_long_as_its_last_member(namespaces: Namespaces) -> None:
     join(namespaces, "one", A)
     join(namespaces, "two", B, now=5.0)
     assert namespaces.expire(9.9) == []
-    assert namespaces.expire(10.0) == [["a"]]
+    assert namespaces.expire(10.0) == ["a"]
     assert list(dict(namespaces.items())) == ["two"]
     assert namespaces.find("one", "a") is None
-    namespaces.forgive(3.0)
+    namespaces.extend_leases(3.0)
     assert namespaces.expire(17.9) == []
     namespaces.leave("two", "b", moving=False, now=18.0)
     assert not namespaces.items()
@@ -55,12 +55,12 @@ async def test_who_moves_belongs_to_the_model_until_it_joined_or_a_lease_is_over
     join(namespaces, "old", A, B, C)
     for name in ("a", "b"):
         namespaces.leave("old", name, moving=True, now=1.0)
-    assert namespaces.all_members(1.0) == [C]
+    assert namespaces.all_members() == [C]
     join(namespaces, "new", A, now=2.0)
-    assert namespaces.with_moving(2.0) == [C, A, B]
+    assert namespaces.members_and_moving() == [C, A, B]
     namespaces.leave("new", "a", moving=False, now=3.0)
-    assert namespaces.with_moving(3.0) == [C, B]
+    assert namespaces.members_and_moving() == [C, B]
     namespaces.expire(10.9)
-    assert B in namespaces.with_moving(10.9)
+    assert B in namespaces.members_and_moving()
     namespaces.expire(11.0)
-    assert namespaces.with_moving(11.0) == []
+    assert namespaces.members_and_moving() == []

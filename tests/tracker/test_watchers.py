@@ -1,4 +1,4 @@
-"""A change after a quiet time is sent at once, what follows soon after it together."""
+"""A change after a quiet time is sent at once, changes soon after it together."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import asyncio
 
 import pytest
 
-from xinference_xavier.tracker import watchers as news_module
+from xinference_xavier.tracker import watchers as watchers_module
 from xinference_xavier.tracker.watchers import WatcherBatcher
 
 PATIENCE = 60.0
 """Seconds after which a test that waits has failed."""
 
 
-def wait_for(news: WatcherBatcher) -> asyncio.Task[None]:
-    return asyncio.create_task(news.wait(PATIENCE))
+def wait_for(batcher: WatcherBatcher) -> asyncio.Task[None]:
+    return asyncio.create_task(batcher.wait(PATIENCE))
 
 
 async def let_others_run() -> None:
@@ -22,48 +22,48 @@ async def let_others_run() -> None:
         await asyncio.sleep(0)
 
 
-async def test_after_a_quiet_time_news_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(news_module, "SPACING_PER_WATCHER", 0.1)
-    news = WatcherBatcher()
-    waiting = wait_for(news)
+async def test_after_a_quiet_time_a_change_is_sent_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchers_module, "SPACING_PER_WATCHER", 0.1)
+    batcher = WatcherBatcher()
+    waiting = wait_for(batcher)
     await let_others_run()
-    news.notify(16)
+    batcher.notify(16)
     await let_others_run()
     assert waiting.done()
-    assert not news.pending
+    assert not batcher.pending
 
 
-async def test_what_follows_soon_waits_for_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(news_module, "SPACING_PER_WATCHER", 3600.0)
-    news = WatcherBatcher()
-    news.notify_now()
-    waiting = [wait_for(news), wait_for(news)]
+async def test_changes_soon_after_it_wait_for_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchers_module, "SPACING_PER_WATCHER", 3600.0)
+    batcher = WatcherBatcher()
+    batcher.notify_now()
+    waiting = [wait_for(batcher), wait_for(batcher)]
     for _ in range(3):
-        news.notify(1)
+        batcher.notify(1)
         await let_others_run()
-    assert news.pending
+    assert batcher.pending
     assert not any(task.done() for task in waiting)
-    news.notify_now()
+    batcher.notify_now()
     await let_others_run()
-    assert not news.pending
+    assert not batcher.pending
     assert all(task.done() for task in waiting)
 
 
-async def test_what_was_pending_is_told_when_its_time_has_come(
+async def test_pending_changes_are_sent_when_their_time_has_come(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(news_module, "SPACING_PER_WATCHER", 0.02)
-    news = WatcherBatcher()
-    news.notify_now()
+    monkeypatch.setattr(watchers_module, "SPACING_PER_WATCHER", 0.02)
+    batcher = WatcherBatcher()
+    batcher.notify_now()
     for _ in range(3):
-        news.notify(2)
-        waiting = wait_for(news)
+        batcher.notify(2)
+        waiting = wait_for(batcher)
         async with asyncio.timeout(PATIENCE / 2):
             await waiting
-        assert not news.pending
+        assert not batcher.pending
 
 
-async def test_a_wait_ends_without_news() -> None:
-    news = WatcherBatcher()
-    await news.wait(0.01)
-    assert not news.pending
+async def test_a_wait_ends_without_a_change() -> None:
+    batcher = WatcherBatcher()
+    await batcher.wait(0.01)
+    assert not batcher.pending

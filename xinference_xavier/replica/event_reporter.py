@@ -1,7 +1,9 @@
-"""Events of a replica, for the operator's hook and, with the next heartbeat, for the tracker."""
+"""Reports a replica's events: to the operator's hook, with the next heartbeat to the tracker, and
+outages of the tracker to the log."""
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from typing import Any
 
@@ -17,22 +19,33 @@ from xinference_xavier.hooks import hooks_of
 from xinference_xavier.protocol.tracker import MAX_REPORTED
 from xinference_xavier.replica.fetcher import Fetch
 
+logger = logging.getLogger(__name__)
+
 
 class EventReporter:
-    """`pending` are the events that the tracker was not told of yet. For the background loop."""
+    """Lives on the background loop. `pending` are the events that the tracker does not have yet."""
 
     def __init__(self, config: XavierConfig, incarnation: str) -> None:
         self.pending: deque[dict[str, Any]] = deque(maxlen=MAX_REPORTED)
         self._model_uid = config.model_uid
         self._incarnation = incarnation
         self._hooks = hooks_of(config.hooks)
+        self._tracker_lost = False
 
-    def outage(self, error: BaseException | None) -> None:
-        """The tracker was lost because of `error`, or is there again if that is None."""
+    def tracker_session(self, error: Exception | None) -> None:
+        """A session with the tracker has begun, or failed with `error`. Only the first failure of
+        an outage is reported."""
+        was_lost, self._tracker_lost = self._tracker_lost, error is not None
+        if self._tracker_lost == was_lost:
+            return
         uid, incarnation = self._model_uid, self._incarnation
         if error is None:
+            logger.info("tracker joined again: model=%s incarnation=%s", uid, incarnation)
             self._notify(TrackerRegained(model_uid=uid, incarnation=incarnation))
         else:
+            logger.warning(
+                "tracker lost, retrying: model=%s incarnation=%s error=%r", uid, incarnation, error
+            )
             self._notify(TrackerLost(model_uid=uid, incarnation=incarnation, reason=repr(error)))
 
     def rolled_back(self, fetch: Fetch, reason: str) -> None:

@@ -1,4 +1,4 @@
-"""Which peers a donor takes for alive. For one event loop, that of the tracker's client."""
+"""Which peers a donor treats as alive. Runs on the event loop of the tracker's client."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 
 class LivePeers:
-    """Tells the replica which peers to take for alive.
+    """Reports the live peers whenever they change.
 
-    A new tracker does not know the peers that have not joined it yet: they count as alive for one
-    lease after it appeared, unless it saw them go.
+    A new tracker does not know the peers that have not joined it yet. They count as alive for one
+    lease after it appeared, unless it saw them leave.
     """
 
     def __init__(self, on_members: Callable[[frozenset[str]], None]) -> None:
@@ -21,23 +21,23 @@ class LivePeers:
         self._grace_until = 0.0
 
     def start(self, epoch: str, lease: float) -> None:
-        """A session with the tracker's index `epoch` begins."""
+        """Begin a session with the tracker's index `epoch`."""
         if epoch != self._epoch:
             self._epoch, self._seen = epoch, frozenset()
             self._grace_until = asyncio.get_running_loop().time() + lease
 
-    def see(self, peers: frozenset[str]) -> None:
-        """The tracker says that `peers` are members."""
+    def update(self, peers: frozenset[str]) -> None:
+        """Take over `peers`, the members that the tracker reports."""
         departed, self._seen = self._seen - peers, self._seen | peers
         in_grace = asyncio.get_running_loop().time() < self._grace_until
-        self._notify(peers | (self._alive - departed) if in_grace else peers)
+        self._set_alive(peers | (self._alive - departed) if in_grace else peers)
 
     def clear(self) -> None:
         """The replica leaves its peers."""
         self._seen, self._epoch = frozenset(), ""
-        self._notify(frozenset())
+        self._set_alive(frozenset())
 
-    def _notify(self, alive: frozenset[str]) -> None:
+    def _set_alive(self, alive: frozenset[str]) -> None:
         if alive != self._alive:
             self._alive = alive
             self._on_members(alive)

@@ -171,7 +171,7 @@ class Replica:
             stats=self.stats,
             on_members=self._members_changed,
             on_joined=self._joined,
-            on_outage=self._events.outage,
+            on_session=self._events.tracker_session,
             events=self._events.pending,
             replica=replica_name(),
         )
@@ -242,7 +242,7 @@ class Replica:
             self.tier.withdraw_evicted()
             self._client.flush()
             self._donor.grants.expire(time.monotonic())
-            sharing_log.see(self._not_sharing(), len(self.mirror.peers))
+            sharing_log.update(self._not_sharing(), len(self.mirror.peers))
 
     def _not_sharing(self) -> str | None:
         """Why nothing can be fetched from anybody; None if it can."""

@@ -33,7 +33,7 @@ class SharingLog:
         self._incarnation = incarnation
         self._works = False
 
-    def see(self, reason: str | None, peers: int) -> None:
+    def update(self, reason: str | None, peers: int) -> None:
         """`reason` is why it does not share, None if it does with `peers` peers."""
         if self._works == (reason is None):
             return

@@ -71,7 +71,7 @@ async def _ask_worker(worker: Any) -> dict[str, Any]:
 async def _model(trackers: TrackerGateway, model_uid: str) -> dict[str, Any]:
     try:
         report = await trackers.report(model_uid)
-        tracker = await trackers.call(model_uid, "facts")
+        tracker = await trackers.call(model_uid, "process_info")
         self_checks = await trackers.call(
             model_uid, "self_checks", deadline=SELF_CHECK_DEADLINE + 1
         )

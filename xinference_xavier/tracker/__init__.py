@@ -1,1 +1,1 @@
-"""The supervisor's side: which replica of a model holds which chunks. Without torch and vLLM."""
+"""The supervisor's side: which replica of a model holds which chunks. No torch, no vLLM."""

@@ -1,10 +1,8 @@
-"""Who is computing which chunks, so that one replica does and the others wait for it.
+"""Which replica is computing which chunks, so that the others wait for it instead of computing too.
 
-`Claims` is the tracker's side, one per namespace: a pure data structure like the index, with time
-passed in, in monotonic seconds. `Claim` is what the request of a replica holds in its hands.
-
-A claim is a hint, like all that the tracker knows. It ends when its chunks are published, when the
-request that made it ends, when its replica is lost, and by itself.
+A pure data structure, one per namespace; time is passed in, in monotonic seconds. A claim is a
+hint, like everything the tracker knows. It ends when its chunks are published, when the request
+that made it ends, when its replica is lost, and when its time is up.
 """
 
 from __future__ import annotations
@@ -13,61 +11,62 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 MAX_CLAIMED = 100_000
-"""Chunks of one namespace; beyond them nobody waits for anybody."""
+"""Chunks of one namespace; beyond them no replica waits for another."""
 
 
-class _Owner(NamedTuple):
+class _Claim(NamedTuple):
     incarnation: str
     until: float
 
 
 class Claims:
-    """`refused` counts the keys that there was no room for."""
+    """`refused` counts the keys that exceeded `MAX_CLAIMED`."""
 
     def __init__(self) -> None:
         self.refused = 0
-        self._owners: dict[bytes, _Owner] = {}
+        self._claims: dict[bytes, _Claim] = {}
 
     def __len__(self) -> int:
-        return len(self._owners)
+        return len(self._claims)
 
     def claim(self, incarnation: str, keys: Sequence[bytes], now: float, seconds: float) -> int:
-        """Make the keys of a prefix, in their order, `incarnation`'s for so many seconds and return
-        0; or leave all as it is and return how many of the first ones a peer computes or has.
+        """Claim the ordered `keys` of a prefix for `seconds` and return 0; or change nothing and
+        return how many leading keys a peer is computing or has computed.
 
-        A key stands for all before it, so a peer that computes one has those, or knows who does.
+        A key stands for its whole prefix, so a peer that computes one also has those before it, or
+        knows which peer does.
         """
         first = next((key for key in keys if self._is_others(key, incarnation, now)), None)
         if first is not None:
-            owner = self._owners[first].incarnation
+            owner = self._claims[first].incarnation
             return 1 + max(place for place, key in enumerate(keys) if self._is_of(key, owner))
-        if len(self._owners) + len(keys) > MAX_CLAIMED:
+        if len(self._claims) + len(keys) > MAX_CLAIMED:
             self._expire(now)
-        if len(self._owners) + len(keys) > MAX_CLAIMED:
+        if len(self._claims) + len(keys) > MAX_CLAIMED:
             self.refused += len(keys)
         else:
-            self._owners |= dict.fromkeys(keys, _Owner(incarnation, now + seconds))
+            self._claims |= dict.fromkeys(keys, _Claim(incarnation, now + seconds))
         return 0
 
     def release(self, incarnation: str, keys: Iterable[bytes]) -> None:
-        """They are published, or will not be."""
+        """End the claims of `incarnation` on `keys`."""
         for key in keys:
             if self._is_of(key, incarnation):
-                del self._owners[key]
+                del self._claims[key]
 
     def forget(self, incarnation: str) -> None:
-        """The replica is gone."""
-        self._owners = {
-            key: owner for key, owner in self._owners.items() if owner.incarnation != incarnation
+        """End all claims of `incarnation`."""
+        self._claims = {
+            key: claim for key, claim in self._claims.items() if claim.incarnation != incarnation
         }
 
     def _expire(self, now: float) -> None:
-        self._owners = {key: owner for key, owner in self._owners.items() if now < owner.until}
+        self._claims = {key: claim for key, claim in self._claims.items() if now < claim.until}
 
     def _is_of(self, key: bytes, incarnation: str) -> bool:
-        owner = self._owners.get(key)
-        return owner is not None and owner.incarnation == incarnation
+        claim = self._claims.get(key)
+        return claim is not None and claim.incarnation == incarnation
 
     def _is_others(self, key: bytes, incarnation: str, now: float) -> bool:
-        owner = self._owners.get(key)
-        return owner is not None and owner.incarnation != incarnation and now < owner.until
+        claim = self._claims.get(key)
+        return claim is not None and claim.incarnation != incarnation and now < claim.until

@@ -1,6 +1,6 @@
-"""What happened to a model's sharing of late, numbered, for those who want to hear of it.
+"""The latest events of a model's sharing, numbered, for readers that wait for new ones.
 
-Events are dictionaries, as `xinference_xavier.events` makes them. Belongs to one event loop.
+Events are dictionaries as `xinference_xavier.events` makes them. Runs on the tracker's event loop.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ class EventRecord(NamedTuple):
 
 
 class EventLog:
-    """The last `MAX_EVENTS` events. `refused` counts reports of what is none."""
+    """The last `MAX_EVENTS` events. `refused` counts malformed reports."""
 
     def __init__(self) -> None:
-        # Above all numbers of a log before this one, so that its readers miss nothing here.
+        # Above all numbers of earlier logs, so that their readers miss no event of this one.
         self._numbers = itertools.count(time.time_ns() // 1000)
-        self._events: deque[EventRecord] = deque(maxlen=MAX_EVENTS)
+        self._records: deque[EventRecord] = deque(maxlen=MAX_EVENTS)
         self._added = asyncio.Event()
         self.refused = 0
 
     def add(self, event: dict[str, Any]) -> None:
-        """Once: a report whose answer was lost comes again."""
-        if any(event == known for _, known in self._events):
+        """Add `event` unless it is there: a report is repeated if its answer was lost."""
+        if any(event == record.event for record in self._records):
             return
-        self._events.append(EventRecord(next(self._numbers), event))
-        self._added.set()
+        self._records.append(EventRecord(next(self._numbers), event))
+        self.wake()
         self._added = asyncio.Event()
 
     def add_reported(self, events: object) -> None:
-        """Of a peer, which is a member also if they are none."""
+        """Add the events of a replica, which stays a member even if they are malformed."""
         if not isinstance(events, tuple) or len(events) > MAX_REPORTED:
             self.refused += 1
             return
@@ -55,11 +55,11 @@ class EventLog:
                 self.add(event)
 
     def since(self, number: int) -> list[EventRecord]:
-        """Those after `number`, the oldest first."""
-        return [happened for happened in self._events if happened.number > number]
+        """The events after `number`, oldest first."""
+        return [record for record in self._records if record.number > number]
 
     async def wait_since(self, number: int, timeout: float) -> list[EventRecord]:
-        """Like `since`, at once if there are any, else when there are or after `timeout`."""
+        """Like `since`; if there are none, wait up to `timeout` seconds for one."""
         if not self.since(number):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(timeout):
@@ -67,5 +67,5 @@ class EventLog:
         return self.since(number)
 
     def wake(self) -> None:
-        """Let those go who wait."""
+        """Release the waiting readers."""
         self._added.set()

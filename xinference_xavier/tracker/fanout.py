@@ -1,4 +1,4 @@
-"""What the tracker asks its replicas on behalf of an operator.
+"""Calls to all replicas of a model at once, on behalf of an operator.
 
 Threading: on the tracker's event loop. Every call has a deadline, and a replica that fails costs
 only its own answer.
@@ -17,171 +17,170 @@ from xinference_xavier.errors import ExplainError
 from xinference_xavier.protocol.tracker import Member, check_explanation, check_stats
 from xinference_xavier.runtime.addresses import replica_uid
 from xinference_xavier.runtime.deadline import within
-from xinference_xavier.tracker.index import ReplicaState
 from xinference_xavier.tracker.namespaces import Namespace, Namespaces
 
 logger = logging.getLogger(__name__)
 
 STATS_DEADLINE = 1.0
 FLUSH_DEADLINE = 5.0
-MOVE_DEADLINE = 5.0
+WEIGHTS_DEADLINE = 5.0
 SELF_CHECK_DEADLINE = 20.0
 EXPLAIN_DEADLINE = 60.0
 """Seconds: the first question loads the tokenizer, and long prompts take their time."""
 
 
 async def flush_all(members: Sequence[Member]) -> dict[str, list[str]]:
-    answers = await asyncio.gather(*map(_drop, members))
-    told: dict[str, list[str]] = {"flushed": [], "unreachable": []}
-    for member, flushed in zip(members, answers, strict=True):
-        told["flushed" if flushed else "unreachable"].append(member.incarnation)
-    return told
+    """Make the replicas drop what they hold. Returns incarnations as "flushed" or "unreachable"."""
+    outcomes: dict[str, list[str]] = {"flushed": [], "unreachable": []}
+    for incarnation, answer in (await _call_all(members, "flush", FLUSH_DEADLINE)).items():
+        outcomes["unreachable" if isinstance(answer, Exception) else "flushed"].append(incarnation)
+    return outcomes
 
 
-async def stats_of_all(members: Sequence[Member]) -> list[dict[str, Any] | None]:
-    """Each one's figures as they are now; None of one that does not answer in time."""
-    return await asyncio.gather(*map(_stats, members))
+async def set_weights_version(members: Sequence[Member], version: str) -> dict[str, list[str]]:
+    """Tell the replicas which version their weights are. Returns incarnations as
+
+    - "joined": reset since the last version; they share with one another from now on,
+    - "not_reset": they still hold what the old weights computed, and stay where they are,
+    - "unreachable": they did not answer, and stay where they are.
+    """
+    outcomes: dict[str, list[str]] = {"joined": [], "not_reset": [], "unreachable": []}
+    answers = await _call_all(members, "set_weights_version", WEIGHTS_DEADLINE, version)
+    for incarnation, joined in answers.items():
+        outcome = "joined" if joined else "not_reset"
+        outcomes["unreachable" if isinstance(joined, Exception) else outcome].append(incarnation)
+    return outcomes
 
 
-async def send_weights_version(members: Sequence[Member], version: str) -> dict[str, list[str]]:
-    """Which of `members` moved to the namespace of weights `version`, and which did not."""
-    answers = await asyncio.gather(*(_move(member, version) for member in members))
-    told: dict[str, list[str]] = {"joined": [], "not_reset": [], "unreachable": []}
-    for member, answer in zip(members, answers, strict=True):
-        told[answer].append(member.incarnation)
-    return told
+async def self_check_all(members: Sequence[Member]) -> dict[str, dict[str, Any]]:
+    """What each replica finds out about itself and its links to peers; `error` if it fails to."""
+    answers = await _call_all(members, "self_check", SELF_CHECK_DEADLINE, check=check_stats)
+    return {
+        incarnation: {"error": str(answer) or type(answer).__name__}
+        if isinstance(answer, Exception)
+        else answer
+        for incarnation, answer in answers.items()
+    }
 
 
-async def explain_at(
-    groups: Iterable[Sequence[Member]], question: dict[str, Any]
-) -> dict[str, Any]:
-    """One member of each group, which is a namespace, answers for all of it.
+async def explain(groups: Iterable[Sequence[Member]], question: dict[str, Any]) -> dict[str, Any]:
+    """Where a prompt's chunks are. Each group is a namespace; one member answers for all of it.
 
         {"prompt_tokens": …, "chunk_tokens": …,
          "chunks": [{"from": token, "to": token, "replicas": {incarnation: "pool" or "none"}}, …],
          "reuse": {incarnation: {"local_pool": tokens, "remote": tokens, "computed": tokens}}}
 
-    Where namespaces cut a prompt differently, `chunks` is of the first that answered.
+    If namespaces cut a prompt into different chunks, `chunks` are those of the first that answered.
 
     Raises:
-        ExplainError: with a reason, if none can answer.
+        ExplainError: no replica can answer, for the given reason.
     """
     answers = await asyncio.gather(*(_explain(members, question) for members in groups))
     good = [answer for answer in answers if isinstance(answer, dict)]
     if not good:
         reasons = [answer for answer in answers if isinstance(answer, str)]
         raise ExplainError(reasons[0] if reasons else "no replica has joined yet")
-    whole, *others = good
+    merged, *others = good
     for other in others:
-        whole["reuse"] |= other["reuse"]
-        if other["chunk_tokens"] == whole["chunk_tokens"]:
-            for chunk, same in zip(whole["chunks"], other["chunks"], strict=False):
+        merged["reuse"] |= other["reuse"]
+        if other["chunk_tokens"] == merged["chunk_tokens"]:
+            for chunk, same in zip(merged["chunks"], other["chunks"], strict=False):
                 chunk["replicas"] |= same["replicas"]
-    return whole
-
-
-async def self_check_all(members: Sequence[Member]) -> dict[str, dict[str, Any]]:
-    """What each replica finds out about itself and its way to its peers; `error` if it does not."""
-    answers = await asyncio.gather(*map(_self_check, members))
-    return {member.incarnation: answer for member, answer in zip(members, answers, strict=True)}
-
-
-async def _stats(member: Member) -> dict[str, Any] | None:
-    try:
-        stats: dict[str, Any] = await within(STATS_DEADLINE, _call(member, "stats"))
-        check_stats(stats)
-        return stats
-    except Exception as error:
-        logger.debug("replica %s reports no figures: %r", member.incarnation, error)
-        return None
-
-
-async def _move(member: Member, version: str) -> str:
-    try:
-        joined = await within(MOVE_DEADLINE, _call(member, "set_weights_version", version))
-    except Exception as error:
-        logger.warning("replica %s was not told its weights: %r", member.incarnation, error)
-        return "unreachable"
-    return "joined" if joined else "not_reset"
-
-
-async def _self_check(member: Member) -> dict[str, Any]:
-    try:
-        answer: dict[str, Any] = await within(SELF_CHECK_DEADLINE, _call(member, "self_check"))
-        check_stats(answer)
-        return answer
-    except Exception as error:
-        return {"error": str(error) or type(error).__name__}
-
-
-async def _drop(member: Member) -> bool:
-    try:
-        await within(FLUSH_DEADLINE, _call(member, "flush"))
-    except Exception as error:
-        logger.warning("replica %s did not flush its pool: %r", member.incarnation, error)
-        return False
-    return True
+    return merged
 
 
 async def _explain(members: Sequence[Member], question: dict[str, Any]) -> dict[str, Any] | str:
-    """The first answer, or why there is none."""
+    """The first member's answer, or the reason why there is none."""
     reason = "no replica has joined yet"
     for member in members:
         try:
-            answer: dict[str, Any] = await within(
-                EXPLAIN_DEADLINE, _call(member, "explain", question)
-            )
+            answer: dict[str, Any] = await _call(member, "explain", EXPLAIN_DEADLINE, question)
             check_explanation(answer)
             return answer
         except ExplainError as error:
             return error.reason  # the others would say the same
         except Exception as error:
-            logger.warning("replica %s explains nothing: %r", member.incarnation, error)
+            _log_failure(member, "explain", error)
             reason = f"replica {member.incarnation} does not answer ({type(error).__name__})"
     return reason
-
-
-async def _call(member: Member, method: str, *args: object) -> Any:
-    ref = await xo.actor_ref(address=member.address, uid=replica_uid(member.incarnation))
-    return await getattr(ref, method)(*args)
 
 
 async def namespaces_status(
     namespaces: Namespaces, name_of: Callable[[str], str], now: float
 ) -> dict[str, dict[str, Any]]:
-    """JSON-able, by namespace. `stale` marks figures of the last heartbeat, of a replica that did
-    not answer in time."""
-    present = dict(namespaces.items())
-    described = await asyncio.gather(
-        *(_describe(known, name_of, now) for known in present.values())
-    )
-    return dict(zip(present, described, strict=True))
+    """JSON-able, by namespace. Stats with `stale` are those of the last heartbeat, from a replica
+    that did not answer in time."""
+    current = dict(namespaces.items())
+    statuses = await asyncio.gather(*(_status(each, name_of, now) for each in current.values()))
+    return dict(zip(current, statuses, strict=True))
 
 
-async def _describe(known: Namespace, name_of: Callable[[str], str], now: float) -> dict[str, Any]:
-    replicas = known.index.replicas(now)
-    keys, revision = known.index.distinct_keys(), known.index.revision
-    answers = await stats_of_all([state.member for state in replicas])
-    described = [
-        _describe_replica(
-            state,
-            name_of(state.member.incarnation),
-            {**known.stats.get(state.member.incarnation, {}), "stale": True}
-            if stats is None
-            else stats,
+async def _status(
+    namespace: Namespace, name_of: Callable[[str], str], now: float
+) -> dict[str, Any]:
+    states = namespace.index.replicas(now)
+    keys, revision = namespace.index.distinct_keys(), namespace.index.revision
+    members = [state.member for state in states]
+    answers = await _call_all(members, "stats", STATS_DEADLINE, check=check_stats)
+    replicas = []
+    for state in states:
+        incarnation, address = state.member
+        stats = answers[incarnation]
+        if isinstance(stats, Exception):
+            stats = {**namespace.stats.get(incarnation, {}), "stale": True}
+        replicas.append(
+            {
+                "incarnation": incarnation,
+                "address": address,
+                "replica": name_of(incarnation),
+                "holdings": state.holdings,
+                "sequence": state.sequence,
+                "lease_left_s": round(state.lease_left, 3),
+                "stats": stats,
+            }
         )
-        for state, stats in zip(replicas, answers, strict=True)
-    ]
-    return {"revision": revision, "keys": keys, "replicas": described}
+    return {"revision": revision, "keys": keys, "replicas": replicas}
 
 
-def _describe_replica(state: ReplicaState, name: str, stats: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "incarnation": state.member.incarnation,
-        "address": state.member.address,
-        "replica": name,
-        "holdings": state.holdings,
-        "sequence": state.sequence,
-        "lease_left_s": round(state.lease_left, 3),
-        "stats": stats,
-    }
+async def _call_all(
+    members: Sequence[Member],
+    method: str,
+    deadline: float,
+    *args: object,
+    check: Callable[[Any], None] = lambda answer: None,
+) -> dict[str, Any]:
+    """Answers by incarnation, an exception in place of a missing or malformed one."""
+
+    async def call(member: Member) -> Any:
+        try:
+            answer = await _call(member, method, deadline, *args)
+            check(answer)
+        except Exception as error:
+            _log_failure(member, method, error)
+            return error
+        return answer
+
+    answers = await asyncio.gather(*map(call, members))
+    return {member.incarnation: answer for member, answer in zip(members, answers, strict=True)}
+
+
+async def _call(member: Member, method: str, deadline: float, *args: object) -> Any:
+    """Raises whatever the replica raises, or TimeoutError."""
+
+    async def call() -> Any:
+        ref = await xo.actor_ref(address=member.address, uid=replica_uid(member.incarnation))
+        return await getattr(ref, method)(*args)
+
+    return await within(deadline, call())
+
+
+def _log_failure(member: Member, method: str, error: Exception) -> None:
+    # Anyone who watches the status page asks for stats every second.
+    level = logging.DEBUG if method == "stats" else logging.WARNING
+    logger.log(
+        level,
+        "call to replica failed: method=%s incarnation=%s error=%r",
+        method,
+        member.incarnation,
+        error,
+    )

@@ -1,26 +1,26 @@
 """Which replica of one namespace holds which chunks, with a version that watchers can follow.
 
 A pure data structure: no I/O, no clock, no lock. Its owner calls it from one thread and passes the
-time in (monotonic seconds). It is soft state: whoever holds the chunks can fill it again.
+time in, in monotonic seconds. It is soft state: its members can fill a new one.
 
-Keys are `bytes` of one length per namespace. On the wire and in the log they are *packed*: one
-`bytes` with all keys one after the other, because a list of 10,000 keys costs four times as much
-to send. Keys are never interpreted.
+Keys are `bytes` of one length per namespace and are never interpreted. On the wire and in the log
+they are *packed*, concatenated into one `bytes`: a list of 10,000 keys costs four times as much to
+send.
 
-**Sequences.** Each incarnation numbers its publications 1, 2, 3, … A publication whose number was
-seen is ignored, one that skips a number is refused, and a snapshot (`replace`) is good at any
-number beyond the last, so that a publication lost or repeated can neither lose a key nor revive
-one.
+**Sequences.** Each incarnation numbers its publications 1, 2, 3, … A repeated number is ignored, a
+number that skips one is refused, and a snapshot (`replace`) may have any number above the last. So
+a lost or repeated publication neither loses a key nor revives one.
 
-**Revisions.** Everything that a watcher could see raises the revision. What was changed is kept
-in a log bounded in bytes; who is further behind than the log reaches, or comes from the life of
-another index (another epoch), is given a snapshot.
+**Revisions.** Every change that a watcher could see raises the revision. Changes are kept in a log
+that is bounded in bytes. A watcher that is further behind than the log reaches, or that followed
+another index (another epoch), gets a snapshot.
 """
 
 from __future__ import annotations
 
 import secrets
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -39,11 +39,11 @@ MAX_MEMBERS = 1000
 """Replicas of one model, over all namespaces."""
 
 CHANGE_OVERHEAD = 256
-"""Bytes that a logged change is counted as, beside its keys."""
+"""Bytes that a logged change counts for, in addition to its keys."""
 
 
 class ReplicaState(NamedTuple):
-    """One member as it is now. `lease_left` is in seconds."""
+    """One member now. `holdings` counts its keys; `lease_left` is in seconds."""
 
     member: Member
     holdings: int
@@ -62,9 +62,9 @@ class _Lease:
 class Index:
     """The holdings of one namespace's replicas.
 
-    `lease` is in seconds. A member holds at most `max_keys` keys: what it publishes beyond them is
-    not listed and counted in `dropped`. The log keeps at most `log_bytes`. A key of 36 bytes
-    takes 116 to 150 bytes per member that holds it. `key_bytes` is that of the members.
+    `lease` is in seconds. A member holds at most `max_keys` keys; further ones are not listed, and
+    counted in `dropped`. The log keeps at most `log_bytes`. A key of 36 bytes takes 116 to 150
+    bytes for each member that holds it. `key_bytes` is the length of the members' keys.
     """
 
     def __init__(
@@ -78,22 +78,18 @@ class Index:
         self.lease = lease
         self.settings = settings
         self.epoch = secrets.token_hex(8)
+        self.revision = 0
+        self.key_bytes = 0
         self.dropped = 0
         self._max_keys = max_keys
         self._log_bytes = log_bytes
-        self.key_bytes = 0
         self._leases: dict[str, _Lease] = {}
         self._log: deque[tuple[int, Change]] = deque()
         self._log_size = 0
-        self._log_reaches = 0
-        self._revision = 0
-        self._members_since = 0
+        self._log_start = 0
+        self._members_revision = 0
         self._author = ""
         self._revision_by_others = 0
-
-    @property
-    def revision(self) -> int:
-        return self._revision
 
     def __contains__(self, incarnation: str) -> bool:
         return incarnation in self._leases
@@ -104,111 +100,128 @@ class Index:
     # Membership
 
     def join(self, member: Member, key_bytes: int, now: float) -> None:
-        """Make `member` a member, or renew it; a member that joins again keeps its holdings.
+        """Add `member`, or renew its lease; a member that joins again keeps its holdings.
 
-        Raises ValueError if its keys are not as long as those of the others.
+        Raises ValueError if its keys have another length than the other members'.
         """
         if self._leases and key_bytes != self.key_bytes:
             raise ValueError(f"keys of {key_bytes} bytes among keys of {self.key_bytes} bytes")
         self.key_bytes = key_bytes
-        known = self._leases.get(member.incarnation)
-        if known is not None and known.member == member:
-            known.expires = now + self.lease
+        lease = self._leases.get(member.incarnation)
+        if lease is not None and lease.member == member:
+            lease.expires = now + self.lease
             return
-        if known is not None:
-            known.member, known.expires = member, now + self.lease
+        if lease is not None:
+            lease.member, lease.expires = member, now + self.lease
         else:
             self._leases[member.incarnation] = _Lease(member, now + self.lease)
         self._raise_revision(member.incarnation)
-        self._members_since = self._revision
+        self._members_revision = self.revision
 
     def renew(self, incarnation: str, now: float) -> bool:
         """Extend the lease; False if `incarnation` is not a member."""
-        known = self._leases.get(incarnation)
-        if known is None:
+        lease = self._leases.get(incarnation)
+        if lease is None:
             return False
-        known.expires = now + self.lease
+        lease.expires = now + self.lease
         return True
 
     def leave(self, incarnation: str) -> None:
-        known = self._leases.pop(incarnation, None)
-        if known is not None:
-            # A watcher may miss that it was gone, if it joins again before the watcher looks.
-            self._record(Change(incarnation, known.sequence, b"", b"", True))
-            self._members_since = self._revision
+        lease = self._leases.pop(incarnation, None)
+        if lease is not None:
+            # For watchers that do not look before it joins again.
+            self._record(Change(incarnation, lease.sequence, b"", b"", True))
+            self._members_revision = self.revision
 
     def expire(self, now: float) -> list[str]:
-        """Let go whose lease has ended; return their incarnations.
+        """Remove the members whose leases have run out; return their incarnations.
 
-        No lease ends later than a whole one from now, also if the clock went back.
+        No lease runs longer than a whole one from now, even if the clock went back.
         """
-        for known in self._leases.values():
-            known.expires = min(known.expires, now + self.lease)
-        gone = [name for name, known in self._leases.items() if known.expires <= now]
-        for incarnation in gone:
+        for lease in self._leases.values():
+            lease.expires = min(lease.expires, now + self.lease)
+        expired = [name for name, lease in self._leases.items() if lease.expires <= now]
+        for incarnation in expired:
             self.leave(incarnation)
-        return gone
+        return expired
 
-    def forgive(self, seconds: float) -> None:
-        """Extend every lease by a time in which renewals could not be received."""
-        for known in self._leases.values():
-            known.expires += seconds
+    def extend_leases(self, seconds: float) -> None:
+        for lease in self._leases.values():
+            lease.expires += seconds
+
+    def members(self) -> tuple[Member, ...]:
+        return tuple(lease.member for lease in self._leases.values())
 
     # Holdings
 
     def publish(self, incarnation: str, sequence: int, added: bytes, removed: bytes) -> Outcome:
-        """Apply the publication that follows the last one. Raises ValueError for uneven keys."""
-        known = self._leases.get(incarnation)
-        if known is None:
+        """Apply the next publication. Raises ValueError for keys of another length."""
+        lease = self._leases.get(incarnation)
+        if lease is None:
             return Outcome.UNKNOWN
-        if sequence <= known.sequence:
+        if sequence <= lease.sequence:
             return Outcome.STALE
-        if sequence > known.sequence + 1:
+        if sequence > lease.sequence + 1:
             return Outcome.GAP
         gained, lost = unpack(added, self.key_bytes), unpack(removed, self.key_bytes)
-        known.sequence = sequence
-        known.keys.difference_update(lost)
-        if len(known.keys) + len(gained) > self._max_keys:
-            gained = self._fitting(known.keys, gained)
+        lease.sequence = sequence
+        lease.keys.difference_update(lost)
+        if len(lease.keys) + len(gained) > self._max_keys:
+            gained = self._fitting(lease.keys, gained)
             added = pack(gained)
-        known.keys.update(gained)
+        lease.keys.update(gained)
         if added or removed:
-            # Also keys that were listed already: they tell that a stale entry is good again.
+            # Also keys that were listed already: they revive entries that a watcher noted as stale.
             self._record(Change(incarnation, sequence, added, removed, False))
         return Outcome.APPLIED
 
     def replace(self, incarnation: str, sequence: int, keys: bytes) -> Outcome:
-        """Make `keys` all that the incarnation holds. Raises ValueError for uneven keys."""
-        known = self._leases.get(incarnation)
-        if known is None:
+        """Replace all holdings by `keys`. Raises ValueError for keys of another length."""
+        lease = self._leases.get(incarnation)
+        if lease is None:
             return Outcome.UNKNOWN
-        if sequence <= known.sequence:
+        if sequence <= lease.sequence:
             return Outcome.STALE
         held = unpack(keys, self.key_bytes)
         if len(held) > self._max_keys:
             held = self._fitting(set(), held)
             keys = pack(held)
-        known.sequence = sequence
-        known.keys = set(held)
+        lease.sequence = sequence
+        lease.keys = set(held)
         self._record(Change(incarnation, sequence, keys, b"", True))
         return Outcome.APPLIED
 
-    def holdings(self, incarnation: str) -> int:
-        known = self._leases.get(incarnation)
-        return 0 if known is None else len(known.keys)
-
     def sequence(self, incarnation: str) -> int:
-        known = self._leases.get(incarnation)
-        return 0 if known is None else known.sequence
+        """The number of the last publication that was applied."""
+        lease = self._leases.get(incarnation)
+        return 0 if lease is None else lease.sequence
 
     def distinct_keys(self) -> int:
-        return len(set[bytes]().union(*(known.keys for known in self._leases.values())))
+        return len(set[bytes]().union(*(lease.keys for lease in self._leases.values())))
 
     def replicas(self, now: float) -> list[ReplicaState]:
         return [
-            ReplicaState(known.member, len(known.keys), known.sequence, known.expires - now)
-            for known in self._leases.values()
+            ReplicaState(lease.member, len(lease.keys), lease.sequence, lease.expires - now)
+            for lease in self._leases.values()
         ]
+
+    def match_prefix(self, keys: Iterable[bytes]) -> dict[str, int]:
+        """Return {incarnation: count}: how many leading `keys` each member holds without a gap.
+
+        `keys` are chunk keys in the order of a prompt. Members without the first one are left out.
+        As for watchers, a member counts until it leaves or `expire` removes it.
+
+        One pass over `keys`, which ends where no member holds the next. O(members + sum of the
+        counts) set lookups; no holdings are copied.
+        """
+        counts: dict[str, int] = {}
+        holders = list(self._leases.items())
+        for count, key in enumerate(keys, 1):
+            holders = [(incarnation, lease) for incarnation, lease in holders if key in lease.keys]
+            if not holders:
+                break
+            counts |= {incarnation: count for incarnation, _ in holders}
+        return counts
 
     # Watching
 
@@ -217,14 +230,14 @@ class Index:
             self.settings = settings
             self._raise_revision("")
 
-    def has_news(self, watcher: str, epoch: str, revision: int) -> bool:
-        """Whether anybody but `watcher` changed something since `revision`."""
-        others = self._revision if self._author != watcher else self._revision_by_others
-        return epoch != self.epoch or revision > self._revision or others > revision
+    def has_update(self, watcher: str, epoch: str, revision: int) -> bool:
+        """Whether anyone but `watcher` changed something since `revision`."""
+        others = self.revision if self._author != watcher else self._revision_by_others
+        return epoch != self.epoch or revision > self.revision or others > revision
 
     def changes_since(self, epoch: str, revision: int, watcher: str = "") -> Update:
-        """What happened since `revision`, without the `watcher`'s own publications."""
-        if epoch != self.epoch or not self._log_reaches <= revision <= self._revision:
+        """Return the changes since `revision` except the `watcher`'s own publications."""
+        if epoch != self.epoch or not self._log_start <= revision <= self.revision:
             return self._snapshot(watcher)
         changes: list[Change] = []
         for at, change in reversed(self._log):
@@ -233,28 +246,25 @@ class Index:
             if change.incarnation != watcher:
                 changes.append(change)
         changes.reverse()
-        members = self._members() if revision < self._members_since else None
+        members = self.members() if revision < self._members_revision else None
         return self._update(False, members, changes)
 
     def _snapshot(self, watcher: str) -> Update:
         return self._update(
             True,
-            self._members(),
+            self.members(),
             [
-                Change(incarnation, known.sequence, pack(known.keys), b"", True)
-                for incarnation, known in self._leases.items()
+                Change(incarnation, lease.sequence, pack(lease.keys), b"", True)
+                for incarnation, lease in self._leases.items()
                 if incarnation != watcher
             ],
         )
-
-    def _members(self) -> tuple[Member, ...]:
-        return tuple(known.member for known in self._leases.values())
 
     def _update(
         self, snapshot: bool, members: tuple[Member, ...] | None, changes: list[Change]
     ) -> Update:
         return Update(
-            self._revision,
+            self.revision,
             self.epoch,
             snapshot,
             self.settings,
@@ -271,16 +281,16 @@ class Index:
 
     def _raise_revision(self, author: str) -> None:
         if author != self._author:
-            self._author, self._revision_by_others = author, self._revision
-        self._revision += 1
+            self._author, self._revision_by_others = author, self.revision
+        self.revision += 1
 
     def _record(self, change: Change) -> None:
         self._raise_revision(change.incarnation)
-        self._log.append((self._revision, change))
+        self._log.append((self.revision, change))
         self._log_size += _log_cost(change)
         while self._log_size > self._log_bytes:
-            self._log_reaches, forgotten = self._log.popleft()
-            self._log_size -= _log_cost(forgotten)
+            self._log_start, oldest = self._log.popleft()
+            self._log_size -= _log_cost(oldest)
 
 
 def _log_cost(change: Change) -> int:

@@ -1,7 +1,6 @@
 """Which replicas of a model joined, were lost and came back, and why some never started.
 
-Pure: no I/O, and no clock but for the events' own time. Bounded: the replica seen longest ago is
-forgotten first.
+Pure: no I/O, and no clock but the time stamps of events. Bounded: the oldest entries are forgotten.
 """
 
 from __future__ import annotations
@@ -14,30 +13,35 @@ from xinference_xavier.events import Event, ReplicaJoined, ReplicaLost, ReplicaR
 from xinference_xavier.protocol.tracker import Member
 
 MAX_REMEMBERED = 10_000
-_T = TypeVar("_T")
+"""Incarnations, and names of lost replicas."""
 MAX_STARTUP_ERRORS = 1000
 MAX_STARTUP_ERROR = 2000
 """Characters kept of why a replica did not start."""
 
+_T = TypeVar("_T")
+
 
 class Membership:
-    """A replica keeps its name over its incarnations; one without a name goes by incarnation."""
+    """Turns joins and losses into events.
+
+    A replica keeps its name over its incarnations. Without a name it goes by its incarnation.
+    """
 
     def __init__(self, model_uid: str) -> None:
         self._model_uid = model_uid
-        self._names: dict[str, str] = {}  # of every incarnation seen
+        self._names: dict[str, str] = {}  # by incarnation
         self._lost: dict[str, None] = {}  # names, in order
 
     def joined(self, name: str, member: Member) -> Event | None:
-        """None for one that is known already: it only moves, or renews."""
+        """The event to report; None for a member that only renews or changes its namespace."""
         incarnation, address = member
         name = name or incarnation
-        known = self._names.get(incarnation) == name
+        has_joined = self._names.get(incarnation) == name
         _remember(self._names, incarnation, name)
         if name in self._lost:
             del self._lost[name]
             event: type[ReplicaJoined | ReplicaRecovered] = ReplicaRecovered
-        elif known:
+        elif has_joined:
             return None
         else:
             event = ReplicaJoined
@@ -54,28 +58,28 @@ class Membership:
         return ReplicaLost(model_uid=self._model_uid, replica=name, incarnation=incarnation)
 
 
-def _remember(book: MutableMapping[str, _T], key: str, value: _T) -> None:
-    book.pop(key, None)
-    book[key] = value
-    if len(book) > MAX_REMEMBERED:
-        del book[next(iter(book))]
+def _remember(entries: MutableMapping[str, _T], key: str, value: _T) -> None:
+    entries.pop(key, None)
+    entries[key] = value
+    if len(entries) > MAX_REMEMBERED:
+        del entries[next(iter(entries))]
 
 
 class StartupErrors:
-    """What the tracker keeps. `refused` counts those that were too many."""
+    """Why replicas did not start. `refused` counts those beyond `MAX_STARTUP_ERRORS`."""
 
     def __init__(self) -> None:
         self.refused = 0
-        self._startup_errors: dict[str, str] = {}
+        self._causes: dict[str, str] = {}
 
     def record(self, replica: str, cause: object) -> None:
-        """The first one stays, until it is taken: others follow from it."""
+        """Keep `cause` unless there is an earlier one, of which it may be a consequence."""
         if not isinstance(cause, str):
             raise ValueError(f"cause={shown(cause)} is not text")
-        if len(self._startup_errors) < MAX_STARTUP_ERRORS or replica in self._startup_errors:
-            self._startup_errors.setdefault(replica, cause[:MAX_STARTUP_ERROR])
+        if len(self._causes) < MAX_STARTUP_ERRORS or replica in self._causes:
+            self._causes.setdefault(replica, cause[:MAX_STARTUP_ERROR])
         else:
             self.refused += 1
 
     def pop(self, replica: str) -> str | None:
-        return self._startup_errors.pop(replica, None)
+        return self._causes.pop(replica, None)

@@ -1,7 +1,7 @@
-"""All namespaces of one model: who is a member of which, and who waits for news of it.
+"""The namespaces of one model, with their members and watchers.
 
-For one event loop, the tracker's. A namespace exists as long as it has members. Time is passed in,
-in monotonic seconds; only waiting goes by the loop's.
+Runs on the tracker's event loop. A namespace exists as long as it has members. Time is passed in,
+in monotonic seconds; only `wait_update` uses the loop's clock.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MAX_NAMESPACES = 1000
 
 
 class Namespace:
-    """One namespace's index, what its members reported last and compute, who waits for news."""
+    """One namespace: its index, its members' claims and latest stats, and its watchers."""
 
     def __init__(self, index: Index) -> None:
         self.index = index
@@ -36,158 +36,183 @@ class Namespace:
         self.stats: dict[str, dict[str, Any]] = {}
         self.watchers = WatcherBatcher()
 
-    def published(self, incarnation: str, packed: bytes, outcome: Outcome) -> Outcome:
-        """A publication came to this: what it has computed is claimed no longer."""
+    def publish(self, incarnation: str, sequence: int, added: bytes, removed: bytes) -> Outcome:
+        """Like `Index.publish`; also ends the claims on what was added."""
+        outcome = self.index.publish(incarnation, sequence, added, removed)
+        return self._published(incarnation, added, outcome)
+
+    def replace(self, incarnation: str, sequence: int, keys: bytes) -> Outcome:
+        """Like `Index.replace`; also ends the claims on `keys`."""
+        return self._published(incarnation, keys, self.index.replace(incarnation, sequence, keys))
+
+    def _published(self, incarnation: str, packed: bytes, outcome: Outcome) -> Outcome:
         if self.claims and outcome is Outcome.APPLIED:
-            self.claims.release(incarnation, unpack(packed, self.index.key_bytes))
+            self.release(incarnation, packed)
         self.wake()
         return outcome
 
+    def claim(self, incarnation: str, packed: bytes, now: float, seconds: float) -> int:
+        keys = unpack(packed, self.index.key_bytes)
+        return self.claims.claim(incarnation, keys, now, seconds)
+
+    def release(self, incarnation: str, packed: bytes) -> None:
+        self.claims.release(incarnation, unpack(packed, self.index.key_bytes))
+
+    def forget(self, incarnation: str) -> None:
+        """Drop the stats and claims of a former member."""
+        self.stats.pop(incarnation, None)
+        self.claims.forget(incarnation)
+
     def wake(self) -> None:
-        """Let all watchers look again."""
         self.watchers.notify(len(self.index))
 
 
 class Namespaces:
-    """`lease` is in seconds, `settings` are those of all namespaces.
-
-    `refused` counts members and namespaces beyond the limits.
-    """
+    """All namespaces of `model_uid`. `lease` is in seconds; `settings` apply to all of them."""
 
     def __init__(self, model_uid: str, *, lease: float, max_keys: int) -> None:
         self.settings = Settings()
-        self.refused = 0
         self._model_uid = model_uid
         self._lease = lease
         self._max_keys = max_keys
         self._all: dict[str, Namespace] = {}
-        self._moving: dict[Member, float] = {}  # between two namespaces, and until when at most
+        self._moving: dict[Member, float] = {}  # between two namespaces, until this time at most
+        self._refused = 0
+
+    @property
+    def refused(self) -> int:
+        """How many members, namespaces and claimed chunks exceeded a limit."""
+        return self._refused + sum(namespace.claims.refused for namespace in self._all.values())
 
     def items(self) -> ItemsView[str, Namespace]:
         return self._all.items()
 
-    def find(self, namespace: str, incarnation: str) -> Namespace | None:
-        """None if it has no members. Raises ValueError for what is no name."""
-        check_identifier("namespace", namespace)
+    def find(self, name: str, incarnation: str) -> Namespace | None:
+        """The namespace, None if it has no members. Raises ValueError for an invalid name."""
+        check_identifier("namespace", name)
         check_identifier("incarnation", incarnation)
-        return self._all.get(namespace)
+        return self._all.get(name)
 
-    def members(self, now: float) -> list[list[Member]]:
-        """Of each namespace."""
-        return [
-            [state.member for state in known.index.replicas(now)] for known in self._all.values()
-        ]
+    def find_member(self, name: str, incarnation: str) -> Namespace:
+        """Like `find`; raises NotMemberError unless `incarnation` is a member."""
+        namespace = self.find(name, incarnation)
+        if namespace is None or incarnation not in namespace.index:
+            raise NotMemberError(f"{incarnation!r} is no member of namespace {name!r}: join")
+        return namespace
 
-    def all_members(self, now: float) -> list[Member]:
-        return [member for members in self.members(now) for member in members]
+    def members(self) -> list[tuple[Member, ...]]:
+        """The members of each namespace."""
+        return [namespace.index.members() for namespace in self._all.values()]
 
-    def with_moving(self, now: float) -> list[Member]:
-        """All members, and those that have left one namespace and not joined the other yet."""
-        return list(dict.fromkeys([*self.all_members(now), *self._moving]))
+    def all_members(self) -> list[Member]:
+        return [member for members in self.members() for member in members]
+
+    def members_and_moving(self) -> list[Member]:
+        """All members, and the replicas that have left one namespace to join another."""
+        return list(dict.fromkeys([*self.all_members(), *self._moving]))
 
     # Membership
 
-    def join(self, namespace: str, member: Member, key_bytes: int, now: float) -> Index:
-        """Make `member` a member of `namespace`, or renew it.
+    def join(self, name: str, member: Member, key_bytes: int, now: float) -> Index:
+        """Add `member` to a namespace, or renew its lease.
 
-        Raises ValueError for keys unlike those of the others, TrackerFullError beyond the limits.
+        Raises ValueError if its keys have another length than the other members', TrackerFullError
+        beyond the limits.
         """
-        known = self._all.get(namespace) or self._room_for(namespace)
-        if member.incarnation not in known.index:
+        namespace = self._all.get(name) or self._create(name)
+        if member.incarnation not in namespace.index:
             self._check_room_for(member.incarnation)
-        known.index.join(member, key_bytes, now)
-        self._all[namespace] = known
-        known.wake()
+        namespace.index.join(member, key_bytes, now)
+        self._all[name] = namespace
+        namespace.wake()
         self._moving.pop(member, None)
-        return known.index
+        return namespace.index
 
-    def leave(self, namespace: str, incarnation: str, moving: bool, now: float) -> None:
-        known = self.find(namespace, incarnation)
-        if known is None:
+    def leave(self, name: str, incarnation: str, moving: bool, now: float) -> None:
+        namespace = self.find(name, incarnation)
+        if namespace is None:
             return
         if moving:
             self._moving |= {
-                state.member: now + self._lease
-                for state in known.index.replicas(now)
-                if state.member.incarnation == incarnation
+                member: now + self._lease
+                for member in namespace.index.members()
+                if member.incarnation == incarnation
             }
-        known.index.leave(incarnation)
-        self._departed(namespace, [incarnation])
+        namespace.index.leave(incarnation)
+        self._departed(name, [incarnation])
 
-    def forgive(self, seconds: float) -> None:
-        """Extend every lease by a time in which renewals could not be received."""
-        for known in self._all.values():
-            known.index.forgive(seconds)
+    def extend_leases(self, seconds: float) -> None:
+        for namespace in self._all.values():
+            namespace.index.extend_leases(seconds)
 
-    def expire(self, now: float) -> list[list[str]]:
-        """Let go whose lease has ended; return their incarnations, by namespace."""
+    def expire(self, now: float) -> list[str]:
+        """End the leases that have run out; return their incarnations."""
         self._moving = {
             member: min(end, now + self._lease) for member, end in self._moving.items() if now < end
         }
         lost = []
-        for namespace, known in list(self._all.items()):
-            if gone := known.index.expire(now):
-                self._departed(namespace, gone)
-                lost.append(gone)
+        for name, namespace in list(self._all.items()):
+            if expired := namespace.index.expire(now):
+                self._departed(name, expired)
+                lost += expired
         return lost
 
-    def _room_for(self, namespace: str) -> Namespace:
+    def _create(self, name: str) -> Namespace:
         if len(self._all) >= MAX_NAMESPACES:
-            self.refused += 1
+            self._refused += 1
             raise TrackerFullError(
-                f"{namespace!r} would be one namespace of model {self._model_uid!r} too many; "
+                f"{name!r} would be one namespace of model {self._model_uid!r} too many; "
                 f"a tracker keeps {MAX_NAMESPACES}"
             )
         index = Index(lease=self._lease, max_keys=self._max_keys, settings=self.settings)
         return Namespace(index)
 
     def _check_room_for(self, incarnation: str) -> None:
-        if sum(len(each.index) for each in self._all.values()) >= MAX_MEMBERS:
-            self.refused += 1
+        if sum(len(namespace.index) for namespace in self._all.values()) >= MAX_MEMBERS:
+            self._refused += 1
             raise TrackerFullError(
                 f"{incarnation!r} would be one replica of model {self._model_uid!r} too many; "
                 f"a tracker keeps {MAX_MEMBERS}"
             )
 
-    def _departed(self, namespace: str, incarnations: list[str]) -> None:
-        known = self._all[namespace]
+    def _departed(self, name: str, incarnations: list[str]) -> None:
+        namespace = self._all[name]
         for incarnation in incarnations:
-            known.stats.pop(incarnation, None)
-            known.claims.forget(incarnation)
-        if not len(known.index):
-            del self._all[namespace]
-        known.wake()
+            namespace.forget(incarnation)
+        if not len(namespace.index):
+            del self._all[name]
+        namespace.wake()
 
     # Watching
 
     def configure(self, settings: Settings) -> None:
-        """Tell all members of `settings`."""
+        """Send `settings` to all members."""
         self.settings = settings
-        for known in self._all.values():
-            known.index.configure(settings)
-            known.wake()
+        for namespace in self._all.values():
+            namespace.index.configure(settings)
+            namespace.wake()
 
     async def wait_update(
-        self, namespace: str, incarnation: str, epoch: str, revision: int, timeout: float
+        self, name: str, incarnation: str, epoch: str, revision: int, timeout: float
     ) -> Update:
-        """What the others changed since `revision` of `epoch`, as soon as it is told, or what there
-        is after `timeout` seconds. Raises NotMemberError, also when the lease ends meanwhile."""
+        """Return what the others changed since `revision` of `epoch`, as soon as watchers are
+        notified of it, at the latest after `timeout` seconds.
+
+        Raises NotMemberError, also if the lease ends meanwhile.
+        """
         loop = asyncio.get_running_loop()
-        until = loop.time() + timeout
+        deadline = loop.time() + timeout
         while True:
-            known = self.find(namespace, incarnation)
-            if known is None or incarnation not in known.index:
-                raise NotMemberError(
-                    f"{incarnation!r} is no member of namespace {namespace!r}: join"
-                )
-            left = until - loop.time()
-            told = not known.watchers.pending
-            if left <= 0 or (told and known.index.has_news(incarnation, epoch, revision)):
-                return known.index.changes_since(epoch, revision, incarnation)
-            await known.watchers.wait(left)
+            namespace = self.find_member(name, incarnation)
+            index, watchers = namespace.index, namespace.watchers
+            left = deadline - loop.time()
+            has_update = not watchers.pending and index.has_update(incarnation, epoch, revision)
+            if left <= 0 or has_update:
+                return index.changes_since(epoch, revision, incarnation)
+            await watchers.wait(left)
 
     def end(self) -> None:
-        """Forget all, and let go who waits."""
-        for known in self._all.values():
-            known.watchers.notify_now()
+        """Forget all namespaces and release their watchers."""
+        for namespace in self._all.values():
+            namespace.watchers.notify_now()
         self._all.clear()

@@ -1,0 +1,156 @@
+"""The tracker as xinference and its operators call it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+import xoscar as xo
+
+from tests.tracker_pools import (
+    MODEL,
+    NAMESPACE,
+    create_tracker,
+    join,
+    look,
+    wait_for_update,
+)
+from xinference_xavier.protocol.tracker import Member, Settings, tracker_uid
+from xinference_xavier.runtime.addresses import replica_uid
+
+A, B = Member("a", "127.0.0.1:1"), Member("b", "127.0.0.1:1")
+K1, K2 = b"key1", b"key2"
+
+
+class Replica(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no types
+    """The part of a replica's actor that the tracker calls."""
+
+    def __init__(self, figures: dict[str, Any] | None) -> None:
+        super().__init__()
+        self._figures = figures
+
+    async def stats(self) -> dict[str, Any]:
+        if self._figures is None:
+            await asyncio.Event().wait()
+        assert self._figures is not None
+        return self._figures
+
+    async def set_weights_version(self, version: str) -> bool:
+        return True
+
+
+async def test_the_switch_reaches_all_namespaces(tracker: Any) -> None:
+    await join(tracker, A, namespace="one")
+    await join(tracker, B, namespace="two")
+    watches = [await wait_for_update(tracker, *who) for who in (("a", "one"), ("b", "two"))]
+    off = await tracker.set_enabled(False)
+    assert [(await watch).settings for watch in watches] == [off, off]
+    assert not (await tracker.status())["enabled"]
+    on = await tracker.set_enabled(True)
+    assert (on.enabled, on.version > off.version) == (True, True)
+
+
+async def test_a_new_tracker_learns_the_switch_from_its_replicas(tracker: Any) -> None:
+    await join(tracker, A)
+    watch = await wait_for_update(tracker, "a")
+    await tracker.join(NAMESPACE, B, 4, Settings(7, False))
+    assert (await watch).settings == Settings(7, False)
+    await tracker.join("other", A, 4, Settings(6, True))
+    assert (await look(tracker, "a", "other")).settings == Settings(7, False)
+
+
+async def test_switching_a_new_tracker_beats_what_replicas_learned_from_the_old_one(
+    pool: Any, tracker: Any
+) -> None:
+    for _ in range(3):
+        old = await tracker.set_enabled(False)
+    await xo.destroy_actor(tracker)
+    tracker = await create_tracker(pool.external_address)
+    new = await tracker.set_enabled(True)
+    await tracker.join(NAMESPACE, A, 4, old)
+    assert (await look(tracker, "a")).settings == new
+
+
+async def test_status_shows_the_figures_of_now(pool: Any, tracker: Any) -> None:
+    member = Member("a", pool.external_address)
+    await xo.create_actor(
+        Replica, {"requests": 2}, address=pool.external_address, uid=replica_uid("a")
+    )
+    await tracker.join(NAMESPACE, member, 4, Settings(), "m-0")
+    await tracker.heartbeat(NAMESPACE, "a", {"requests": 1})
+    await tracker.publish(NAMESPACE, "a", 1, K1 + K2, b"")
+    status = await tracker.status()
+    assert json.loads(json.dumps(status)) == status
+    (replica,) = status["namespaces"][NAMESPACE]["replicas"]
+    assert 0 < replica.pop("lease_left_s") <= 10
+    assert replica == {
+        "replica": "m-0",
+        "incarnation": "a",
+        "address": member.address,
+        "holdings": 2,
+        "sequence": 1,
+        "stats": {"requests": 2},
+    }
+    assert (status["model_uid"], status["enabled"]) == (MODEL, True)
+    assert (
+        status["namespaces"][NAMESPACE]["keys"],
+        status["namespaces"][NAMESPACE]["revision"],
+    ) == (2, 2)
+
+
+async def test_who_listens_to_a_tracker_that_ends_is_told_so(tracker: Any) -> None:
+    """There may be another in its place already, with events of its own."""
+    listening = asyncio.create_task(tracker.wait_events(0, 3600.0))
+    while not (await tracker.status())["watches"]:  # noqa: ASYNC110  # nothing announces it
+        await asyncio.sleep(0)
+    await xo.destroy_actor(tracker)
+    with pytest.raises(xo.ActorNotExist, match="the tracker of model has ended"):
+        await listening
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+async def test_status_falls_back_to_the_last_heartbeat(
+    pool: Any, tracker: Any, hangs: bool
+) -> None:
+    """Neither a replica that is gone nor one that hangs keeps the others' figures away."""
+    if hangs:
+        await xo.create_actor(Replica, None, address=pool.external_address, uid=replica_uid("a"))
+    await join(tracker, Member("a", pool.external_address))
+    await tracker.heartbeat(NAMESPACE, "a", {"requests": 1})
+    (replica,) = (await tracker.status())["namespaces"][NAMESPACE]["replicas"]
+    assert replica["stats"] == {"requests": 1, "stale": True}
+
+
+async def test_distinct_keys_count_once(tracker: Any) -> None:
+    await join(tracker, A, B)
+    await tracker.publish(NAMESPACE, "a", 1, K1 + K2, b"")
+    await tracker.publish(NAMESPACE, "b", 1, K1, b"")
+    assert (await tracker.status())["namespaces"][NAMESPACE]["keys"] == 2
+
+
+async def test_a_replica_between_two_namespaces_is_told_its_weights_too(
+    pool: Any, tracker: Any
+) -> None:
+    """It has left the one and not joined the other yet; one that left for good is not asked."""
+    address = pool.external_address
+    moving, gone = Member("moving", address), Member("gone", address)
+    await xo.create_actor(Replica, {}, address=address, uid=replica_uid("moving"))
+    await join(tracker, moving, gone)
+    await tracker.leave(NAMESPACE, "moving", True)
+    await tracker.leave(NAMESPACE, "gone")
+    outcome = await tracker.set_weights_version("2")
+    assert outcome == {"joined": ["moving"], "not_reset": [], "unreachable": []}
+    await join(tracker, moving, namespace="other")
+    assert (await tracker.set_weights_version("2"))["joined"] == ["moving"], "asked once"
+
+
+async def test_a_long_answer_needs_no_thread_of_the_process_that_it_is_in(
+    stoppable_tracker: tuple[Any, str],
+) -> None:
+    """They are all taken there; xoscar serializes what has more than a hundred parts on one."""
+    tracker = await xo.actor_ref(address=stoppable_tracker[1], uid=tracker_uid(MODEL))
+    await join(tracker, *(Member(f"replica-{number}", "127.0.0.1:1") for number in range(60)))
+    status = await asyncio.wait_for(tracker.status(), 60.0)
+    assert len(status["namespaces"][NAMESPACE]["replicas"]) == 60

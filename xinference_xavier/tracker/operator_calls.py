@@ -1,0 +1,145 @@
+"""The calls of a tracker that serve xinference and its operators, not replicas.
+
+Threading and errors: see `tracker.actor`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import xoscar as xo
+
+from xinference_xavier.events import CacheFlushed, Event, SharingSwitched, event_dict
+from xinference_xavier.hooks import Hooks
+from xinference_xavier.protocol.tracker import (
+    Settings,
+    check_question,
+    check_switch,
+    check_weights_version,
+)
+from xinference_xavier.runtime.cancels import cancel_circles
+from xinference_xavier.runtime.host import process_info
+from xinference_xavier.runtime.validate import check_count, check_identifier
+from xinference_xavier.stats.history import History
+from xinference_xavier.tracker import fanout
+from xinference_xavier.tracker.event_log import EventLog, EventRecord
+from xinference_xavier.tracker.membership import Membership, StartupErrors
+from xinference_xavier.tracker.namespaces import Namespaces
+from xinference_xavier.tracker.watchers import WatchLimit
+
+
+class OperatorCalls(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no types
+    """Everything a tracker knows. `BlockTracker` adds the calls by which replicas change it."""
+
+    def __init__(
+        self, model_uid: str, namespaces: Namespaces, hooks: Hooks, clock: Callable[[], float]
+    ) -> None:
+        super().__init__()
+        self._model_uid = model_uid
+        self._namespaces = namespaces
+        self._hooks = hooks
+        self._clock = clock
+        self._membership = Membership(model_uid)
+        self._startup_errors = StartupErrors()
+        self._watch_limit = WatchLimit()
+        self._history = History()
+        self._events = EventLog()
+        self._ended = False
+
+    # Looking
+
+    async def status(self) -> dict[str, Any]:
+        """Everything the tracker knows, JSON-able, with the replicas' current stats.
+
+        `refused` counts what exceeded a limit: members, namespaces, watches, reported events and
+        startup errors, claimed chunks.
+        """
+        return {
+            "model_uid": self._model_uid,
+            "enabled": self._namespaces.settings.enabled,
+            "watches": self._watch_limit.count,
+            "refused": (
+                self._namespaces.refused
+                + self._watch_limit.refused
+                + self._events.refused
+                + self._startup_errors.refused
+            ),
+            "namespaces": await fanout.namespaces_status(
+                self._namespaces, self._membership.name_of, self._clock()
+            ),
+        }
+
+    async def history(self) -> dict[str, Any]:
+        """Samples of the last hour, JSON-able; see `History`."""
+        return self._history.to_dict()
+
+    async def wait_events(self, after: int, timeout: float) -> list[EventRecord]:
+        """Return the events with numbers above `after`, or wait up to `timeout` seconds for one.
+
+        Raises ActorNotExist if this tracker ends meanwhile: another may have taken its place.
+        """
+        check_count("after", after, 0)
+        with self._watch_limit.admit(timeout) as seconds:
+            events = await self._events.wait_since(after, seconds)
+        if self._ended:
+            raise xo.ActorNotExist(f"the tracker of {self._model_uid} has ended")
+        return events
+
+    async def explain(self, question: dict[str, Any]) -> dict[str, Any]:
+        """Where a prompt's chunks are and what a request would reuse; see `fanout.explain`."""
+        check_question(question)
+        return await fanout.explain(self._namespaces.members(), question)
+
+    async def self_checks(self) -> dict[str, dict[str, Any]]:
+        """The result of every replica's self-check, by incarnation."""
+        return await fanout.self_check_all(self._namespaces.all_members())
+
+    async def process_info(self) -> dict[str, Any]:
+        """What the process that runs this tracker knows about itself; JSON-able."""
+        return {
+            **process_info(),
+            "address": self.address,
+            "cancel_circles": await cancel_circles(),
+        }
+
+    # Changing
+
+    async def set_enabled(self, enabled: bool) -> Settings:
+        """Switch sharing on or off for all replicas of the model."""
+        check_switch(enabled)
+        # Wall time beats the versions of earlier trackers, whose replicas may join later.
+        version = max(self._namespaces.settings.version + 1, time.time_ns())
+        settings = Settings(version, enabled)
+        self._namespaces.configure(settings)
+        self._notify(SharingSwitched(model_uid=self._model_uid, enabled=enabled))
+        return settings
+
+    async def set_weights_version(self, version: str) -> dict[str, list[str]]:
+        """Tell every replica which version its weights are; see `fanout.set_weights_version`."""
+        check_weights_version(version)
+        members = self._namespaces.members_and_moving()
+        return await fanout.set_weights_version(members, version)
+
+    async def flush(self) -> dict[str, list[str]]:
+        """Make every replica drop what it holds; see `fanout.flush_all`."""
+        outcome = await fanout.flush_all(self._namespaces.all_members())
+        self._notify(CacheFlushed(model_uid=self._model_uid, replicas=len(outcome["flushed"])))
+        return outcome
+
+    async def pop_startup_error(self, replica: str) -> str | None:
+        """Return, once, why the engine of `replica` could not start; None if nothing was
+        reported."""
+        check_identifier("replica", replica)
+        return self._startup_errors.pop(replica)
+
+    def _notify(self, event: Event) -> None:
+        self._hooks.notify(event)
+        self._events.add(event_dict(event))
+
+    def _end(self) -> None:
+        """Release everyone who waits."""
+        self._ended = True
+        self._namespaces.end()
+        self._events.wake()
