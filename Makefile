@@ -118,7 +118,7 @@ test-long: system venv
 test-gpu: venv
 	$(BIN)/python -m pytest -m "gpu or long" tests/gpu tests/e2e/test_engine_events.py
 
-# Needs a network. Writes build/matrix-report.json and the READMEs' table of versions.
+# Needs a network. Writes build/matrix-report.json and the table in docs/compatibility.md.
 test-matrix: venv
 	$(BIN)/python -m tests.matrix $(VERSIONS)
 

@@ -112,14 +112,14 @@ def _sizes(name: str) -> Callable[[Part], Values]:
 _BOTH = ("gloo", "shared_memory")
 _TWO_COPIES = (
     "two copies of every row, by the fetch and by the load, and some 6 ms of messages and of "
-    "vLLM's own steps ([where the time goes](architecture.md))"
+    "vLLM's own steps ([where the time goes](performance.md#where-the-time-of-a-remote-hit-goes))"
 )
 _STEPS = (
     "what vLLM calls a connector for in each step, and by what storing takes from the processors "
     "that compute: with the connector taken out of a running engine, a step that answers four "
     "requests takes 0.3 to 0.45 ms of 15.5 less (a quarter of the Python that runs in it is ours; "
-    "[table](architecture.md)); to store and publish a prompt of 500 tokens takes 6 ms of the "
-    "engine's processors and 2 of the tracker's"
+    "[table](performance.md#what-a-step-pays-for-the-connector)); to store and publish a prompt of "
+    "500 tokens takes 6 ms of the engine's processors and 2 of the tracker's"
 )
 _UNSTEADY = (
     "the machine: which of two engines is quicker, by a hundredth or two, is drawn when they "

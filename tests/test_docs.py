@@ -75,6 +75,11 @@ def test_every_public_error_says_what_it_is() -> None:
     assert all(each.__doc__ for each in ours)
 
 
+def test_the_architecture_fits_into_100_columns() -> None:
+    lines = (DOCS / "architecture.md").read_text().splitlines()
+    assert [line for line in lines if len(line) > 100] == []
+
+
 @pytest.mark.parametrize("drawing", DRAWINGS, ids=lambda drawing: drawing.name)
 def test_drawings_say_what_they_show_and_are_for_light_and_dark(drawing: Path) -> None:
     """They bring a background of their own for each, so that neither a reader's theme nor the

@@ -1,7 +1,7 @@
 """`python -m tests.matrix [NAME …]`: the tests with other versions of vLLM and xinference.
 
 NAME is a version, such as `vllm-0.29.0`; default: all, and whether pip resolves our extras. Writes
-`build/matrix-report.json` and the table of versions in the READMEs. Needs a network.
+`build/matrix-report.json` and the table of versions in `docs/compatibility.md`. Needs a network.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ def main(names: list[str]) -> int:
         report["versions"][known[name].name] = result
         REPORT.write_text(json.dumps(report, indent=1) + "\n")
         table.write(report)
-    print(f"{REPORT.relative_to(ROOT)}, README.md: {'all passed' if not failed else f'{failed} ✗'}")
+    page = table.PAGE.relative_to(ROOT)
+    print(f"{REPORT.relative_to(ROOT)}, {page}: {'all passed' if not failed else f'{failed} ✗'}")
     return 1 if failed else 0
 
 

@@ -1,4 +1,4 @@
-"""The table of versions in both READMEs, out of the report.
+"""The table of versions in `docs/compatibility.md`, out of the report.
 
 A version that was not tried this time keeps the row that is there.
 """
@@ -12,7 +12,7 @@ from typing import Any
 
 from tests.matrix.environments import ROOT, VERSIONS
 
-READMES = (ROOT / "README.md", ROOT / "README.zh.md")
+PAGE = ROOT / "docs" / "compatibility.md"
 COLUMNS = ("unit", "engines", "xinference")
 _ROW = re.compile(r"^\| `((?:vllm|xinference) [\d.]+)` \|.*\n", re.MULTILINE)
 
@@ -29,15 +29,12 @@ def _cell(step: Mapping[str, int] | None) -> str:
     return f"{step['passed']} ✓" if not failed else f"{step['passed']} ✓, {failed} ✗"
 
 
-def write(report: Mapping[str, Any], readmes: tuple[Path, ...] = READMES) -> None:
-    """Put the rows of `report` into the tables."""
-    for readme in readmes:
-        text = readme.read_text()
-        rows = {found[1]: found[0] for found in _ROW.finditer(text)}
-        rows |= {name: row(name, result) for name, result in report["versions"].items()}
-        ordered = "".join(rows[each.name] for each in VERSIONS if each.name in rows)
-        start = text.index("|---|---|---|---|---|\n") + len("|---|---|---|---|---|\n")
-        end = start
-        for found in _ROW.finditer(text):
-            end = max(end, found.end())
-        readme.write_text(text[:start] + ordered + text[end:])
+def write(report: Mapping[str, Any], page: Path = PAGE) -> None:
+    """Put the rows of `report` into the table."""
+    text = page.read_text()
+    rows = {found[1]: found[0] for found in _ROW.finditer(text)}
+    rows |= {name: row(name, result) for name, result in report["versions"].items()}
+    ordered = "".join(rows[each.name] for each in VERSIONS if each.name in rows)
+    start = text.index("|---|---|---|---|---|\n") + len("|---|---|---|---|---|\n")
+    end = max([start, *(found.end() for found in _ROW.finditer(text))])
+    page.write_text(text[:start] + ordered + text[end:])
