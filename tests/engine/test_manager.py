@@ -11,9 +11,10 @@ import pytest
 from vllm.v1.kv_offload.base import LookupResult, OffloadKey
 
 from tests.engine.scheduling import CHUNK, FETCH_TIMEOUT, Request, Scheduling, chunks, window_scan
-from xinference_xavier.engine import manager
+from xinference_xavier.engine import idle
+from xinference_xavier.engine.policy.donor_selection import FetchPolicy
 from xinference_xavier.pool.pool import PoolCounts
-from xinference_xavier.replica.fetcher import Fetch, FetchState
+from xinference_xavier.tiers.base import Fetch, FetchState
 
 
 @pytest.fixture
@@ -38,7 +39,7 @@ def test_a_fetch_belongs_to_the_trace_of_the_request_that_began_it(vllm: Schedul
     vllm.manager.trace(request.req_id, headers)
     vllm.attempt(request)
     (fetch,) = vllm.replica.fetches
-    assert fetch.span._headers == headers
+    assert fetch.trace_headers == headers
 
 
 def every_prompts_chunks(prompts: int) -> list[OffloadKey]:
@@ -104,7 +105,7 @@ class TestLookup:
     def test_nobody_is_asked_while_sharing_pauses(self, vllm: Scheduling) -> None:
         keys = chunks("prompt", 6)
         vllm.replica.peers_hold(a=keys)
-        vllm.replica.can_fetch = False
+        vllm.replica.is_ready = False
         assert vllm.attempt(vllm.arrive("r", keys)) == 0
 
 
@@ -126,14 +127,14 @@ class TestFetch:
         vllm.replica.peers_hold(a=keys[:3], b=keys[:5], c=keys[:1] + keys[2:])
         vllm.attempt(vllm.arrive("r", keys))
         (fetch,) = vllm.replica.fetches
-        assert (fetch.donor, len(fetch.rows)) == ("b", 5)
+        assert (fetch.source, len(fetch.rows)) == ("b", 5)
 
     def test_of_equal_peers_each_has_its_turn(self, vllm: Scheduling) -> None:
         """Who is asked already is asked last."""
         vllm.replica.peers_hold(**{name: every_prompts_chunks(3) for name in "abc"})
         for number in range(3):
             vllm.attempt(vllm.arrive(f"r{number}", chunks(f"prompt {number}", 4)))
-        assert {fetch.donor for fetch in vllm.replica.fetches} == set("abc")
+        assert {fetch.source for fetch in vllm.replica.fetches} == set("abc")
 
     def test_a_peer_that_was_quicker_is_preferred(self, vllm: Scheduling) -> None:
         vllm.replica.peers_hold(a=every_prompts_chunks(9), b=every_prompts_chunks(9))
@@ -142,8 +143,8 @@ class TestFetch:
             request = vllm.arrive(f"r{number}", chunks(f"prompt {number}", 4))
             vllm.attempt(request)
             fetch = vllm.replica.fetches[-1]
-            donors.append(fetch.donor)
-            vllm.replica.end(fetch, seconds=0.1 if fetch.donor == "a" else 0.01)
+            donors.append(fetch.source)
+            vllm.replica.end(fetch, seconds=0.1 if fetch.source == "a" else 0.01)
             vllm.attempt(request)
             vllm.finish(request)
             vllm.end_step()
@@ -314,7 +315,7 @@ class TestSeveralDonors:
         request = vllm.arrive("r", keys)
         assert vllm.attempt(request) is None
         first, second = vllm.replica.fetches[4:]
-        assert {first.donor, second.donor} == {"a", "b"}
+        assert {first.source, second.source} == {"a", "b"}
         assert [row.key for row in first.rows + second.rows] == keys
         return request, first, second
 
@@ -371,7 +372,7 @@ class TestSeveralDonors:
         self, vllm: Scheduling, halves: tuple[Request, Fetch, Fetch]
     ) -> None:
         for fetch in halves[1:]:
-            assert {row.replicated_from for row in fetch.rows} == {fetch.donor}
+            assert {row.replicated_from for row in fetch.rows} == {fetch.source}
 
 
 class TestFetchedRows:
@@ -851,7 +852,7 @@ class TestOnePrefillPerCluster:
         vllm.replica.peers_hold(a=[])
         rate = vllm.manager.prefill_rate
         rate.add(1000, 1000 / CHUNK)
-        vllm.manager.step_tokens = 2 * CHUNK
+        vllm.manager.tier_lookup.step_tokens = 2 * CHUNK
         assert rate.tokens_per_second == CHUNK
         return vllm
 
@@ -862,7 +863,7 @@ class TestOnePrefillPerCluster:
 
     def waiting(self, vllm: Scheduling) -> Request:
         request = self.asking(vllm)
-        vllm.replica.claims[0].elsewhere = 10
+        vllm.replica.claims[0].held_by_peer = 10
         assert vllm.attempt(request) is None
         return request
 
@@ -880,7 +881,7 @@ class TestOnePrefillPerCluster:
 
     def test_who_is_told_to_compute_does_and_lets_go_in_the_end(self, vllm: Scheduling) -> None:
         request = self.asking(vllm)
-        vllm.replica.claims[0].elsewhere = 0
+        vllm.replica.claims[0].held_by_peer = 0
         assert vllm.attempt(request) == 0
         vllm.schedule(request, 0)
         assert vllm.replica.released == []
@@ -931,7 +932,7 @@ class TestOnePrefillPerCluster:
         self, vllm: Scheduling, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         slept: list[float] = []
-        monkeypatch.setattr(manager, "time", SimpleNamespace(sleep=slept.append))
+        monkeypatch.setattr(idle, "time", SimpleNamespace(sleep=slept.append))
 
         def paused() -> float:
             slept.clear()
@@ -977,7 +978,7 @@ class TestOnePrefillPerCluster:
                 vllm.replica.end(fetch)
                 return super().wait(timeout)
 
-        monkeypatch.setattr(manager, "_LOOK", 3600.0)
+        monkeypatch.setattr(idle, "_POLL", 3600.0)
         vllm.replica.peers_hold(a=self.KEYS)
         request = vllm.arrive("request", self.KEYS)
         assert vllm.attempt(request) is None
@@ -1026,7 +1027,7 @@ class TestOnePrefillPerCluster:
     def test_so_does_the_end_of_sharing(self, vllm: Scheduling, end: str) -> None:
         request = self.waiting(vllm)
         if end == "pause":
-            vllm.replica.can_fetch = False
+            vllm.replica.is_ready = False
         else:
             vllm.manager.reset_cache()
         assert vllm.attempt(request) == 0
@@ -1034,7 +1035,7 @@ class TestOnePrefillPerCluster:
     def test_so_does_a_peer_from_which_fetching_takes_longer_than_computing(
         self, vllm: Scheduling
     ) -> None:
-        vllm.manager._sources.choose = True
+        vllm.manager.tier_lookup._selection.policy = FetchPolicy.ADAPTIVE
         for number in range(2):
             keys = chunks(f"other {number}", 4)
             vllm.replica.peers_hold(a=keys)
@@ -1061,11 +1062,11 @@ class TestOnePrefillPerCluster:
         if why == "short":
             vllm.manager.prefill_rate.tokens_per_second = 10 * CHUNK + 1
         elif why == "too short to fetch":
-            vllm.manager._sources.min_chunks = 11
+            vllm.manager.tier_lookup._selection.min_chunks = 11
         elif why == "alone":
             vllm.replica.peers_hold()
         elif why == "paused":
-            vllm.replica.can_fetch = False
+            vllm.replica.is_ready = False
         elif why == "switched off":
             vllm.replica.mirror.enabled = False
         elif why == "rate unknown":

@@ -13,9 +13,9 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any
+from typing import Any, Protocol
 
 import xoscar
 
@@ -60,6 +60,16 @@ _LINKS_INTERVAL = 10.0
 _STOP_TIMEOUT = 3.0
 
 
+class Engine(Protocol):
+    """What a replica asks of its engine, on the background thread."""
+
+    chunker: Chunker | None
+    """None: the engine has no tokenizer."""
+
+    def stats(self) -> dict[str, Any]:
+        """JSON-able."""
+
+
 class Replica:
     """`pool` and `region` are this engine's; `incarnation` is its engine id."""
 
@@ -72,7 +82,6 @@ class Replica:
         key_bytes: int,
         region: Region,
         pool: Pool,
-        engine_stats: Callable[[], dict[str, Any]],
         fingerprint_fields: Mapping[str, str] | None = None,
     ) -> None:
         """`fingerprint_fields` are the namespace's, for people."""
@@ -86,11 +95,10 @@ class Replica:
         self._key_bytes = key_bytes
         self._region = region
         self._pool = pool
-        self._engine_stats = engine_stats
+        self._engine: Engine
         self._events = EventReporter(config, incarnation)
         self.mirror = Mirror(incarnation)
         self.tier = PeerTier(pool, self.mirror, self._namespace)
-        self.chunker: Chunker | None = None  # set by an engine that can explain
         self._explaining = asyncio.Lock()
         self._thread = threading.Thread(target=self._run, name="xavier-replica", daemon=True)
         self._known_members: frozenset[str] = frozenset()
@@ -105,12 +113,13 @@ class Replica:
 
     # -- called by the scheduler thread ------------------------------------------------------
 
-    def start(self, timeout: float = 60.0) -> None:
-        """Listen and begin to join.
+    def start(self, engine: Engine, timeout: float = 60.0) -> None:
+        """Listen, and join the tracker in the background.
 
         Raises:
             TransportError: the configured host or ports cannot be used here.
         """
+        self._engine = engine
         self._thread.start()
         if not self._up.wait(timeout):
             raise TimeoutError(f"the replica's background loop did not start within {timeout:g} s")
@@ -290,10 +299,11 @@ class Replica:
         Raises:
             ExplainError: there is no tokenizer, or it does not take this.
         """
-        if self.chunker is None:
+        chunker = self._engine.chunker
+        if chunker is None:
             raise ExplainError(f"replica {self._incarnation} does not know its tokenizer")
         async with self._explaining:
-            chunked = await asyncio.to_thread(self.chunker, question)
+            chunked = await asyncio.to_thread(chunker, question)
         return explanation(
             chunked,
             incarnation=self._incarnation,
@@ -315,7 +325,7 @@ class Replica:
     def stats(self) -> dict[str, Any]:
         """Figures of this replica since its start, without asking anybody."""
         return {
-            **self._engine_stats(),
+            **self._engine.stats(),
             **replica_stats(
                 self._fetcher.counts,
                 row_bytes=self._region.row_bytes,

@@ -19,7 +19,7 @@ import contextlib
 import logging
 import random
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -42,6 +42,7 @@ from xinference_xavier.replica.mirror import Mirror
 from xinference_xavier.replica.publisher import Publisher, PublisherCounters
 from xinference_xavier.runtime.deadline import within
 from xinference_xavier.runtime.validate import check_count
+from xinference_xavier.tiers.base import Claim
 
 logger = logging.getLogger(__name__)
 
@@ -330,16 +331,3 @@ class TrackerClient:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._hurry.wait()
-
-
-class Claim:
-    """What a request wants to compute: `keys`, in their order, in about `seconds`.
-
-    `held_by_peer` is how many of the first keys a peer is computing, 0 if they are ours to compute,
-    None as long as nobody has said. Written by one thread, once; read by any.
-    """
-
-    def __init__(self, keys: Sequence[bytes], seconds: float) -> None:
-        self.keys = keys
-        self.seconds = seconds
-        self.held_by_peer: int | None = None
