@@ -50,10 +50,6 @@ class Row:
         return f"Row(slot={self.slot}, {self.state.name}, pins={self.pins})"
 
 
-def _never(row: Row) -> bool:
-    return False
-
-
 class Reservation(NamedTuple):
     rows: list[Row]  # one per key that got a slot, in order
     evicted: list[bytes]  # keys
@@ -119,7 +115,7 @@ class Pool:
         self,
         keys: Iterable[bytes],
         keep: Collection[bytes] = frozenset(),
-        redundant: Callable[[Row], bool] = _never,
+        redundant: Callable[[Row], bool] = lambda row: False,
     ) -> Reservation:
         """Take slots for the keys that are not held, and evict other rows where none is free.
 
@@ -267,11 +263,8 @@ class Pool:
     # -- forgetting ------------------------------------------------------------------------
 
     def flush(self) -> list[bytes]:
-        """Make lookups miss every READY row from now on; returns their keys.
-
-        Any thread may call it. A row that was looked up just before can still be pinned by its key
-        until the next `sweep`, and a pinned row stays until it is unpinned.
-        """
+        """Make lookups miss every READY row from now on; returns their keys. Any thread may call
+        it: a row that was looked up just before can still be pinned until the next `sweep`."""
         with self._lock:
             rows = [
                 row
@@ -303,11 +296,8 @@ class Pool:
     # -- starting over ---------------------------------------------------------------------
 
     def reset(self) -> None:
-        """Forget every chunk.
-
-        The slot of a FILLING or pinned row stays in quarantine until its writer calls `abort` or
-        its readers call `unpin`.
-        """
+        """Forget every chunk. The slot of a FILLING or pinned row stays in quarantine until its
+        writer calls `abort` or its readers call `unpin`."""
         with self._lock:
             for row in self._held.values():
                 if row.state is RowState.FILLING or row.pins:
