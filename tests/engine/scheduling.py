@@ -294,3 +294,19 @@ def window_scan(
         if run == window:
             return None if deferred else start + window
     return None if deferred else run
+
+
+def waiting(vllm: Scheduling, count: int = 6, req_id: str = "r") -> Request:
+    """A request that waits for the fetch of all its chunks from the peer `a`."""
+    keys = chunks("prompt", count)
+    vllm.replica.peers_hold(a=keys)
+    request = vllm.arrive(req_id, keys)
+    assert vllm.attempt(request) is None
+    assert len(vllm.replica.fetches) == 1
+    return request
+
+
+def assert_nothing_left(vllm: Scheduling) -> None:
+    counts = vllm.pool.counts()
+    assert (counts.pinned, counts.filling, counts.quarantined) == (0, 0, 0)
+    assert not vllm.manager.has_pending_work()
