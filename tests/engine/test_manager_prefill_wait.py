@@ -112,7 +112,7 @@ class TestOnePrefillPerCluster:
         self, vllm: Scheduling, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         slept: list[float] = []
-        monkeypatch.setattr(manager, "time", SimpleNamespace(sleep=slept.append))
+        monkeypatch.setattr(idle, "time", SimpleNamespace(sleep=slept.append))
 
         def paused() -> float:
             slept.clear()
