@@ -18,10 +18,10 @@ from typing import Any
 from vllm.v1.kv_offload.base import OffloadKey
 
 from benchmarks.figures import figure, ratio, shown
-from tests.engine.scheduling import KEY_BYTES, Scheduling, ScriptedReplica, chunks
+from tests.engine.scheduling import KEY_BYTES, Scheduling, ScriptedTier, chunks
 from xinference_xavier.pool.pool import Pool, Row
 from xinference_xavier.protocol.tracker import Member, pack
-from xinference_xavier.replica.fetcher import Fetch, FetchState
+from xinference_xavier.tiers.base import Fetch, FetchState
 from xinference_xavier.tracker.index import Index
 
 TITLE = "Capacity"
@@ -50,7 +50,7 @@ class _Replica(Scheduling):
         self._index = index
         self._sequence = 0
         if lru:
-            self.manager._is_spare = lambda row: False  # type: ignore[method-assign]
+            self.manager._is_redundant = lambda row: False  # type: ignore[method-assign]
         index.join(Member(name, "127.0.0.1:1"), KEY_BYTES, 0.0)
 
     def hear(self) -> None:
@@ -63,7 +63,7 @@ class _Replica(Scheduling):
         while (hits := self.attempt(request)) is None:
             for fetch in self.replica.fetches:
                 if fetch.state is FetchState.PENDING:
-                    self._bring(fetch, peers[fetch.donor].pool)
+                    self._bring(fetch, peers[fetch.source].pool)
         fetched = sum(len(fetch.committed) for fetch in self.replica.fetches)
         self.schedule(request, hits)
         if hits:
@@ -82,7 +82,7 @@ class _Replica(Scheduling):
         donor.unpin(granted)
 
     def _publish(self) -> None:
-        told: ScriptedReplica = self.replica
+        told: ScriptedTier = self.replica
         stored = [row for row in told.stored_rows if self.pool.set_checksum(row, 1)]
         fetched = [row for fetch in told.fetches for row in fetch.committed]
         added = pack(row.key for row in (*stored, *fetched) if self._holds(row))

@@ -31,10 +31,9 @@ from xinference_xavier.config import XavierConfig
 from xinference_xavier.pool.pool import Pool, PoolCounts
 from xinference_xavier.pool.region import Region
 from xinference_xavier.protocol.tracker import tracker_uid
-from xinference_xavier.replica.explain import Chunked
-from xinference_xavier.replica.fetcher import Fetch, FetchState
+from xinference_xavier.replica.explain import Chunked, Chunker
 from xinference_xavier.replica.replica import Replica
-from xinference_xavier.replica.tracker_client import Claim
+from xinference_xavier.tiers.base import Claim, Fetch, FetchState
 from xinference_xavier.tracker.actor import BlockTracker
 
 ROW_BYTES = 64 << 10
@@ -97,12 +96,23 @@ class _Lines(logging.Handler):
         self.seen.append((record.levelname, record.getMessage()))
 
 
+class _Engine:
+    """Counts what a test says, and takes numbers for tokens."""
+
+    def __init__(self) -> None:
+        self.chunker: Chunker | None = chunk_numbers
+        self.counted: dict[str, Any] = {}
+
+    def stats(self) -> dict[str, Any]:
+        return self.counted
+
+
 class _Inside:
     """What runs in the replica's process; each public method is a command."""
 
     def __init__(self, name: str, rows: int, row_bytes: int, namespace: str, options: Any) -> None:
         fingerprint_fields = options.pop("fingerprint_fields", None)
-        self.engine_stats: dict[str, Any] = {}
+        self.engine = _Engine()
         self.spans = InMemorySpanExporter()
         self.lines = _Lines()
         logging.getLogger("xinference_xavier").addHandler(self.lines)
@@ -116,21 +126,19 @@ class _Inside:
             key_bytes=KEY_BYTES,
             region=self.region,
             pool=self.pool,
-            engine_stats=lambda: self.engine_stats,
             fingerprint_fields=fingerprint_fields,
         )
-        self.replica.chunker = chunk_numbers
         self.fetching: Fetch | None = None
         self.claims: list[Claim] = []
         self.began = 0.0
-        self.replica.start()
+        self.replica.start(self.engine)
 
     def store(self, keys: Sequence[bytes]) -> int:
         rows, evicted = self.pool.reserve(keys)
-        self.replica.tier.evicted(evicted)
+        self.replica.tier.on_evicted(evicted)
         for row in rows:
             self.region.row(row.slot)[:] = content(row.key, self.region.row_bytes)
-        self.replica.tier.stored([row for row in rows if self.pool.commit(row)])
+        self.replica.tier.on_stored([row for row in rows if self.pool.commit(row)])
         return len(rows)
 
     def fetch(self, donor: str, keys: Sequence[bytes], timeout: float) -> Outcome:
@@ -147,9 +155,11 @@ class _Inside:
     ) -> None:
         rows, evicted = self.pool.reserve(keys)
         assert len(rows) == len(keys)
-        self.replica.tier.evicted(evicted)
+        self.replica.tier.on_evicted(evicted)
         self.began = time.monotonic()
-        self.fetching = self.replica.tier.fetch(donor, rows, self.began + timeout, trace_headers)
+        self.fetching = self.replica.tier.submit_load(
+            donor, rows, self.began + timeout, trace_headers
+        )
 
     def end_fetch(self) -> Outcome:
         fetch = self.fetching
@@ -171,6 +181,7 @@ class _Inside:
     def claim(self, keys: Sequence[bytes]) -> int:
         """How many of the first ones a peer computes."""
         claim = self.replica.tier.claim(keys, 60.0)
+        assert claim is not None, "there are peers"
         wait_until(lambda: claim.held_by_peer is not None, "somebody said who computes it")
         assert claim.held_by_peer is not None
         self.claims.append(claim)
@@ -190,15 +201,15 @@ class _Inside:
         assert set(keys) <= set(evicted)
         for row in rows:
             self.pool.abort(row)
-        self.replica.tier.evicted(evicted)
+        self.replica.tier.on_evicted(evicted)
 
     def forget(self, keys: Sequence[bytes]) -> None:
         """Evict without a word to the tracker: the withdrawal is still on its way."""
-        tell, self.replica.tier.evicted = self.replica.tier.evicted, lambda keys: None  # type: ignore[method-assign]
+        tell, self.replica.tier.on_evicted = self.replica.tier.on_evicted, lambda keys: None  # type: ignore[method-assign]
         try:
             self.evict(keys)
         finally:
-            self.replica.tier.evicted = tell  # type: ignore[method-assign]
+            self.replica.tier.on_evicted = tell  # type: ignore[method-assign]
 
     def held(self) -> list[bytes]:
         return self.pool.shared_keys()
@@ -230,7 +241,7 @@ class _Inside:
 
     def count(self, engine_stats: dict[str, Any]) -> None:
         """As if an engine had counted this."""
-        self.engine_stats = engine_stats
+        self.engine.counted = engine_stats
 
     def trace(self) -> None:
         """As if an operator had set up tracing."""

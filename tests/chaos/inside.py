@@ -38,7 +38,6 @@ class Inside:
             key_bytes=KEY_BYTES,
             region=self.region,
             pool=self.pool,
-            engine_stats=dict,
         )
         self.worker = Worker(self.region, self._folder / "wrong")
         self.scheduler = Scheduler(
@@ -52,7 +51,7 @@ class Inside:
             log=self._folder / "died",
             report=self._report,
         )
-        self.replica.start()
+        self.replica.start(self.scheduler.manager)
         self.scheduler.start()
 
     def _report(self) -> None:
@@ -139,7 +138,7 @@ class Inside:
         evicted = self.scheduler.call(evict)
         threading.Event().wait(seconds)
         tier = self.replica.tier
-        self.scheduler.call(lambda: tier.evicted([k for k in evicted if not self._has(k)]))
+        self.scheduler.call(lambda: tier.on_evicted([k for k in evicted if not self._has(k)]))
         return len(evicted)
 
     def _has(self, key: bytes) -> bool:

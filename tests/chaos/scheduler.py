@@ -25,9 +25,10 @@ from tests.chaos.worker import Job, Worker
 from tests.chaos.workload import prompt
 from tests.engine.scheduling import CHUNK, Request, Scheduling, chunks
 from xinference_xavier.engine.manager import XavierManager
+from xinference_xavier.engine.policy.donor_selection import FetchPolicy
 from xinference_xavier.pool.pool import Pool
-from xinference_xavier.replica.fetcher import FetchState
 from xinference_xavier.replica.replica import Replica
+from xinference_xavier.tiers.base import FetchState
 
 STEP = 0.015
 """Seconds of a step of the engine: what computing would take."""
@@ -81,13 +82,13 @@ class _Live(Scheduling):
         self.pool = pool
         self.manager = XavierManager(
             pool,
+            replica.tier,
             chunk_tokens=CHUNK,
             row_bytes=1,
             min_fetch_tokens=MIN_FETCH_CHUNKS * CHUNK,
-            choose=False,
+            fetch_policy=FetchPolicy.FIXED_THRESHOLD,
             fetch_timeout=fetch_timeout,
         )
-        self.manager.attach(replica)
         self.manager.prefill_rate.tokens_per_second = PREFILL_RATE
 
 
@@ -309,7 +310,7 @@ class Scheduler(threading.Thread):
         self.manager.reset_cache()
 
     def is_fetching(self) -> bool:
-        return any(fetch.state is FetchState.PENDING for fetch in self.manager._fetches)
+        return any(fetch.state is FetchState.PENDING for fetch in self.manager.tier_lookup.fetches)
 
     def is_serving(self) -> bool:
         return len(self._replica._donor.grants) > 0

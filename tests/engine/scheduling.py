@@ -1,7 +1,7 @@
 """Both sides of a manager without an engine: vLLM's scheduler above it, a scripted replica below.
 
 `Scheduling` calls the manager in the order in which vLLM's offloading scheduler does. The pool and
-the mirror are the real ones; `ScriptedReplica` stands in for what talks to other processes, so that
+the mirror are the real ones; `ScriptedTier` stands in for what talks to other processes, so that
 a test decides when and how a fetch ends.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import cast
 
 from vllm.v1.kv_offload.base import (
     BlockIDsLoadStoreSpec,
@@ -22,12 +21,11 @@ from vllm.v1.kv_offload.base import (
 
 from xinference_xavier.engine.compat import RecordedKeys
 from xinference_xavier.engine.manager import XavierManager
+from xinference_xavier.engine.policy.donor_selection import FetchPolicy
 from xinference_xavier.pool.pool import Pool, Row
 from xinference_xavier.protocol.tracker import Change, Member, Settings, Update, pack
-from xinference_xavier.replica.fetcher import Fetch, FetchState
 from xinference_xavier.replica.mirror import Mirror
-from xinference_xavier.replica.replica import Replica
-from xinference_xavier.replica.tracker_client import Claim
+from xinference_xavier.tiers.base import Claim, Fetch, FetchState, Tier
 
 CHUNK = 128
 """Tokens per chunk."""
@@ -51,13 +49,13 @@ class Clock:
         return self.now
 
 
-class ScriptedReplica:
+class ScriptedTier(Tier):
     """Records what it is asked for; its fetches end as the test says, as a `Fetcher` ends them."""
 
     def __init__(self, pool: Pool, name: str) -> None:
         self.pool = pool
         self.mirror = Mirror(name)
-        self.can_fetch = True
+        self.is_ready = True
         self.listening = True
         self.stored_rows: list[Row] = []
         self.evicted_keys: list[bytes] = []
@@ -67,18 +65,21 @@ class ScriptedReplica:
         self._holdings: dict[str, set[bytes]] = {}
 
     @property
-    def tier(self) -> ScriptedReplica:
-        return self
+    def ready(self) -> bool:
+        return self.is_ready
 
-    def stored(self, rows: Sequence[Row]) -> None:
+    def holders(self, key: bytes) -> Sequence[str]:
+        return self.mirror.holders(key)
+
+    def on_stored(self, rows: Sequence[Row]) -> None:
         self.stored_rows += rows
 
-    def evicted(self, keys: Sequence[bytes]) -> None:
+    def on_evicted(self, keys: Sequence[bytes]) -> None:
         self.evicted_keys += keys
 
-    def fetch(
+    def submit_load(
         self,
-        donor: str,
+        source: str,
         rows: list[Row],
         deadline: float,
         trace_headers: Mapping[str, str] | None = None,
@@ -87,11 +88,13 @@ class ScriptedReplica:
             for row in rows:
                 self.pool.abort(row)
             return None
-        fetch = Fetch(donor, rows, deadline, trace_headers)
+        fetch = Fetch(source, rows, deadline, trace_headers)
         self.fetches.append(fetch)
         return fetch
 
-    def claim(self, keys: Sequence[bytes], seconds: float) -> Claim:
+    def claim(self, keys: Sequence[bytes], seconds: float) -> Claim | None:
+        if not (self.mirror.enabled and self.mirror.peers):
+            return None
         self.claims.append(Claim(keys, seconds))
         return self.claims[-1]
 
@@ -100,6 +103,9 @@ class ScriptedReplica:
 
     def reset(self) -> None:
         self.pool.reset()
+
+    def close(self) -> None:
+        self.listening = False
 
     # -- what happens elsewhere ---------------------------------------------------------------
 
@@ -180,22 +186,22 @@ class Scheduling:
         self,
         slots: int = 32,
         min_fetch_chunks: int = 2,
-        choose: bool = False,
+        policy: FetchPolicy = FetchPolicy.FIXED_THRESHOLD,
         name: str = "own",
     ) -> None:
         self.pool = Pool(slots)
-        self.replica = ScriptedReplica(self.pool, name)
+        self.replica = ScriptedTier(self.pool, name)
         self.clock = Clock()
         self.manager = XavierManager(
             self.pool,
+            self.replica,
             chunk_tokens=CHUNK,
             row_bytes=ROW_BYTES,
             min_fetch_tokens=min_fetch_chunks * CHUNK,
-            choose=choose,
+            fetch_policy=policy,
             fetch_timeout=FETCH_TIMEOUT,
             clock=self.clock,
         )
-        self.manager.attach(cast(Replica, self.replica))
 
     def arrive(self, req_id: str, *groups: Sequence[OffloadKey], recorded: bool = True) -> Request:
         request = Request(req_id, *groups, recorded=recorded)

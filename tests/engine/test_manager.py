@@ -70,7 +70,7 @@ class TestLookup:
     def test_nobody_is_asked_while_sharing_pauses(self, vllm: Scheduling) -> None:
         keys = chunks("prompt", 6)
         vllm.replica.peers_hold(a=keys)
-        vllm.replica.can_fetch = False
+        vllm.replica.is_ready = False
         assert vllm.attempt(vllm.arrive("r", keys)) == 0
 
 

@@ -14,7 +14,7 @@ from tests.engine.scheduling import (
     chunks,
     waiting,
 )
-from xinference_xavier.replica.fetcher import Fetch, FetchState
+from xinference_xavier.tiers.base import Fetch, FetchState
 
 
 def every_prompts_chunks(prompts: int) -> list[OffloadKey]:
@@ -28,7 +28,7 @@ def test_a_fetch_belongs_to_the_trace_of_the_request_that_began_it(vllm: Schedul
     vllm.manager.trace(request.req_id, headers)
     vllm.attempt(request)
     (fetch,) = vllm.replica.fetches
-    assert fetch.span._headers == headers
+    assert fetch.trace_headers == headers
 
 
 class TestFetch:
@@ -49,14 +49,14 @@ class TestFetch:
         vllm.replica.peers_hold(a=keys[:3], b=keys[:5], c=keys[:1] + keys[2:])
         vllm.attempt(vllm.arrive("r", keys))
         (fetch,) = vllm.replica.fetches
-        assert (fetch.donor, len(fetch.rows)) == ("b", 5)
+        assert (fetch.source, len(fetch.rows)) == ("b", 5)
 
     def test_of_equal_peers_each_has_its_turn(self, vllm: Scheduling) -> None:
         """Who is asked already is asked last."""
         vllm.replica.peers_hold(**{name: every_prompts_chunks(3) for name in "abc"})
         for number in range(3):
             vllm.attempt(vllm.arrive(f"r{number}", chunks(f"prompt {number}", 4)))
-        assert {fetch.donor for fetch in vllm.replica.fetches} == set("abc")
+        assert {fetch.source for fetch in vllm.replica.fetches} == set("abc")
 
     def test_a_peer_that_was_quicker_is_preferred(self, vllm: Scheduling) -> None:
         vllm.replica.peers_hold(a=every_prompts_chunks(9), b=every_prompts_chunks(9))
@@ -65,8 +65,8 @@ class TestFetch:
             request = vllm.arrive(f"r{number}", chunks(f"prompt {number}", 4))
             vllm.attempt(request)
             fetch = vllm.replica.fetches[-1]
-            donors.append(fetch.donor)
-            vllm.replica.end(fetch, seconds=0.1 if fetch.donor == "a" else 0.01)
+            donors.append(fetch.source)
+            vllm.replica.end(fetch, seconds=0.1 if fetch.source == "a" else 0.01)
             vllm.attempt(request)
             vllm.finish(request)
             vllm.end_step()
@@ -237,7 +237,7 @@ class TestSeveralDonors:
         request = vllm.arrive("r", keys)
         assert vllm.attempt(request) is None
         first, second = vllm.replica.fetches[4:]
-        assert {first.donor, second.donor} == {"a", "b"}
+        assert {first.source, second.source} == {"a", "b"}
         assert [row.key for row in first.rows + second.rows] == keys
         return request, first, second
 
@@ -294,4 +294,4 @@ class TestSeveralDonors:
         self, vllm: Scheduling, halves: tuple[Request, Fetch, Fetch]
     ) -> None:
         for fetch in halves[1:]:
-            assert {row.replicated_from for row in fetch.rows} == {fetch.donor}
+            assert {row.replicated_from for row in fetch.rows} == {fetch.source}

@@ -16,8 +16,9 @@ from tests.engine.scheduling import (
     assert_nothing_left,
     chunks,
 )
-from xinference_xavier.engine import manager
-from xinference_xavier.replica.fetcher import FetchState
+from xinference_xavier.engine import idle
+from xinference_xavier.engine.policy.donor_selection import FetchPolicy
+from xinference_xavier.tiers.base import FetchState
 
 
 class TestOnePrefillPerCluster:
@@ -31,7 +32,7 @@ class TestOnePrefillPerCluster:
         vllm.replica.peers_hold(a=[])
         rate = vllm.manager.prefill_rate
         rate.add(1000, 1000 / CHUNK)
-        vllm.manager.step_tokens = 2 * CHUNK
+        vllm.manager.tier_lookup.step_tokens = 2 * CHUNK
         assert rate.tokens_per_second == CHUNK
         return vllm
 
@@ -42,7 +43,7 @@ class TestOnePrefillPerCluster:
 
     def waiting(self, vllm: Scheduling) -> Request:
         request = self.asking(vllm)
-        vllm.replica.claims[0].elsewhere = 10
+        vllm.replica.claims[0].held_by_peer = 10
         assert vllm.attempt(request) is None
         return request
 
@@ -60,7 +61,7 @@ class TestOnePrefillPerCluster:
 
     def test_who_is_told_to_compute_does_and_lets_go_in_the_end(self, vllm: Scheduling) -> None:
         request = self.asking(vllm)
-        vllm.replica.claims[0].elsewhere = 0
+        vllm.replica.claims[0].held_by_peer = 0
         assert vllm.attempt(request) == 0
         vllm.schedule(request, 0)
         assert vllm.replica.released == []
@@ -111,7 +112,7 @@ class TestOnePrefillPerCluster:
         self, vllm: Scheduling, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         slept: list[float] = []
-        monkeypatch.setattr(manager, "time", SimpleNamespace(sleep=slept.append))
+        monkeypatch.setattr(idle, "time", SimpleNamespace(sleep=slept.append))
 
         def paused() -> float:
             slept.clear()
@@ -157,7 +158,7 @@ class TestOnePrefillPerCluster:
                 vllm.replica.end(fetch)
                 return super().wait(timeout)
 
-        monkeypatch.setattr(manager, "_LOOK", 3600.0)
+        monkeypatch.setattr(idle, "_POLL", 3600.0)
         vllm.replica.peers_hold(a=self.KEYS)
         request = vllm.arrive("request", self.KEYS)
         assert vllm.attempt(request) is None
@@ -206,7 +207,7 @@ class TestOnePrefillPerCluster:
     def test_so_does_the_end_of_sharing(self, vllm: Scheduling, end: str) -> None:
         request = self.waiting(vllm)
         if end == "pause":
-            vllm.replica.can_fetch = False
+            vllm.replica.is_ready = False
         else:
             vllm.manager.reset_cache()
         assert vllm.attempt(request) == 0
@@ -214,7 +215,7 @@ class TestOnePrefillPerCluster:
     def test_so_does_a_peer_from_which_fetching_takes_longer_than_computing(
         self, vllm: Scheduling
     ) -> None:
-        vllm.manager._sources.choose = True
+        vllm.manager.tier_lookup._selection.policy = FetchPolicy.ADAPTIVE
         for number in range(2):
             keys = chunks(f"other {number}", 4)
             vllm.replica.peers_hold(a=keys)
@@ -241,11 +242,11 @@ class TestOnePrefillPerCluster:
         if why == "short":
             vllm.manager.prefill_rate.tokens_per_second = 10 * CHUNK + 1
         elif why == "too short to fetch":
-            vllm.manager._sources.min_chunks = 11
+            vllm.manager.tier_lookup._selection.min_chunks = 11
         elif why == "alone":
             vllm.replica.peers_hold()
         elif why == "paused":
-            vllm.replica.can_fetch = False
+            vllm.replica.is_ready = False
         elif why == "switched off":
             vllm.replica.mirror.enabled = False
         elif why == "rate unknown":

@@ -35,8 +35,8 @@ def test_each_token_is_reported_once(hits: Hits, reporter: HitReporter) -> None:
     first = counters(reporter)
     hits.remote += 128
     second = counters(reporter)
-    assert first == {"vllm:xavier_peers_tokens": 256, "vllm:xavier_computed_tokens": 10}
-    assert second == {"vllm:xavier_peers_tokens": 128}
+    assert first == {"vllm:xavier_remote_tokens": 256, "vllm:xavier_computed_tokens": 10}
+    assert second == {"vllm:xavier_remote_tokens": 128}
     assert reporter.delta() is None
 
 

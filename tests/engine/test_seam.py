@@ -240,7 +240,7 @@ def test_what_a_version_lacks_is_told_apart() -> None:
 def test_statistics_count_up() -> None:
     stats = OffloadingConnectorStats()
     assert stats.is_empty()
-    stats.increase_counter("vllm:xavier_peers_tokens", 3)
+    stats.increase_counter("vllm:xavier_remote_tokens", 3)
     assert not stats.is_empty()
 
 

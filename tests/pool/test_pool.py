@@ -259,8 +259,8 @@ def test_a_prefix_that_was_read_is_evicted_from_its_end() -> None:
 def test_spare_rows_of_the_older_half_go_first() -> None:
     pool = Pool(6)
     ready(pool, b"a", b"b", b"c", b"d", b"e", b"f")
-    spare = (b"b", b"f")
-    evicted = pool.reserve([b"x", b"y"], spare=lambda row: row.key in spare).evicted
+    redundant = (b"b", b"f")
+    evicted = pool.reserve([b"x", b"y"], redundant=lambda row: row.key in redundant).evicted
     assert evicted == [b"b", b"a"]
 
 

@@ -33,18 +33,18 @@ def test_a_background_loop_that_stands_still_is_not_buried(
         tier.open(inside, inside, inside, inside)
 
     loop.run_until_complete(open_tier())  # and now it stands still
-    tier.stored([])
-    tier.evicted([b"gone"])
-    tier.stored([])
-    tier.stored([])
+    tier.on_stored([])
+    tier.on_evicted([b"gone"])
+    tier.on_stored([])
+    tier.on_stored([])
     rows = pool.reserve([b"key"]).rows
-    assert tier.fetch("donor", rows, NEVER) is None
+    assert tier.submit_load("donor", rows, NEVER) is None
     assert pool.counts().filling == 0, "the rows are free again"
-    tier.stored([])
+    tier.on_stored([])
     assert tier.refused == 2
     loop.call_soon(loop.stop)
     loop.run_forever()
     assert taken == [[b"gone"], [], [], []], "what is gone is told before what may bring it back"
-    tier.stored([])
+    tier.on_stored([])
     assert tier.refused == 2, "there is room again"
     loop.close()

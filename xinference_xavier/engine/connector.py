@@ -61,8 +61,8 @@ class XavierConnector(OffloadingConnector):
             assert self.connector_scheduler is not None
             manager = self.connector_scheduler.manager
             assert isinstance(manager, XavierManager)
-            manager.explain_with(PromptChunker(vllm_config, offloading, chunk_tokens))
-            manager.step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
+            manager.chunker = PromptChunker(vllm_config, offloading, chunk_tokens)
+            manager.tier_lookup.step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
             self._manager = manager
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:

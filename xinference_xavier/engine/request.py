@@ -1,4 +1,4 @@
-"""A request from its first scheduling attempt to its end, and the fetches that requests wait for.
+"""A request's state from arrival to end, and the fetches that requests wait for.
 
 Belongs to the scheduler thread. The rows of a fetch stay pinned until no request waits for them.
 """
@@ -14,7 +14,7 @@ from xinference_xavier.engine.compat import known_keys
 from xinference_xavier.engine.policy.cost_model import CostModel
 from xinference_xavier.engine.policy.prefill_wait import Wait
 from xinference_xavier.pool.pool import Pool
-from xinference_xavier.replica.fetcher import Fetch, FetchState
+from xinference_xavier.tiers.base import Fetch, FetchState
 
 GROUP = slice(-4, None)
 """The part of an offload key that numbers its KV-cache group."""
@@ -39,39 +39,44 @@ class Request:
     def __init__(self, context: ReqContext) -> None:
         self.context = context
         self.wanted: list[bytes] = []  # this pass's RETRYs, to be fetched
-        self.fetches: list[Fetch] = []  # that it waits for
-        self.first: set[bytes] = set()  # the first chunk of each group in each of them
-        self.deadline: float | None = None  # of all its waiting together
+        self.fetches: list[Fetch] = []  # pending for this request, in the order of their rows
+        self.first: set[bytes] = set()  # the first chunk of each group in each fetch
+        self.deadline: float | None = None  # of all its fetches together
         self.pending_since = 0.0  # on the clock of `Steps.idle_time`
-        self.given_up = False
-        self.computes = False  # what it could have fetched, as that is expected to be quicker
-        self.fetched: set[bytes] = set()  # came from a peer for this request
+        self.given_up = False  # it fetches nothing more
+        self.computes = False  # it computes chunks that it could have fetched
+        self.fetched: set[bytes] = set()  # keys that arrived from a peer for this request
         self.trace_headers: Mapping[str, str] | None = None
-        self.asked = False  # who computes what nobody has, or whether to ask
-        self.wait: Wait | None = None  # for who does; stays when it is over
+        self.asked = False  # whether a peer computes its prefix
+        self.wait: Wait | None = None  # for that peer; kept when it is over
+
+    @property
+    def req_id(self) -> str:
+        req_id: str = self.context.req_id
+        return req_id
 
     def group_of(self, key: bytes) -> list[bytes]:
-        """The keys of its chunks in the KV-cache group of `key`, in order; none if vLLM is so old
-        that it tells no keys in advance."""
+        """The keys of its chunks in the KV-cache group of `key`, in order."""
         return [other for other in known_keys(self.context) if other[GROUP] == key[GROUP]]
 
     @property
     def pending(self) -> Fetch | None:
-        """The first of its fetches that is not over; none if one before it has failed, since what
-        follows a gap is of no use."""
+        """The first fetch that has not ended; None if a fetch before it failed, since chunks after
+        a gap are useless."""
         committed = FetchState.COMMITTED
         fetch = next((fetch for fetch in self.fetches if fetch.state is not committed), None)
         return fetch if fetch is not None and fetch.state is FetchState.PENDING else None
 
     def waits_for(self, fetches: list[Fetch]) -> None:
-        """In the order of their rows. Meanwhile it gets RETRYs from `first`."""
+        """Wait for `fetches`, which are in the order of their rows. Until they end, only the keys
+        in `first` get a RETRY."""
         self.fetches = fetches
         self.first = _first_of_each_group(self.wanted).union(
             *(_first_of_each_group(row.key for row in fetch.rows) for fetch in fetches)
         )
 
     def conclude(self) -> None:
-        """The fetches are over for us: what they brought are HITs, what they did not are MISSes."""
+        """Stop waiting: chunks that arrived are HITs, all others are MISSes."""
         for fetch in self.fetches:
             self.fetched.update(row.key for row in fetch.committed)
             self.given_up |= fetch.state is not FetchState.COMMITTED
@@ -86,10 +91,12 @@ def _first_of_each_group(keys: Iterable[bytes]) -> set[bytes]:
 
 
 class Fetches:
-    def __init__(self, pool: Pool, forecast: CostModel, patience: float) -> None:
-        """Rows wait for their request for `patience` seconds after the fetch's deadline."""
+    """The fetches under way, and the requests that wait for each."""
+
+    def __init__(self, pool: Pool, cost_model: CostModel, patience: float) -> None:
+        """Rows stay pinned for their request until `patience` seconds after the deadline."""
         self._pool = pool
-        self._cost_model = forecast
+        self._cost_model = cost_model
         self._patience = patience
         self._waiting: dict[Fetch, set[str]] = {}
         self._by_chunk: dict[bytes, Fetch] = {}
@@ -101,12 +108,12 @@ class Fetches:
         return len(self._waiting)
 
     def bringing(self, key: bytes) -> Fetch | None:
-        """The fetch that brings `key`, or has just brought it."""
+        """The fetch that is bringing `key` or has just brought it."""
         fetch = self._by_chunk.get(key)
         return None if fetch is None or fetch.state is FetchState.ROLLED_BACK else fetch
 
     def bringing_run(self, keys: Iterable[bytes]) -> list[Fetch]:
-        """The fetches that bring the first of `keys` and what follows it without a gap."""
+        """The fetches that are bringing the leading `keys`, without a gap."""
         found: dict[Fetch, None] = {}
         for key in keys:
             fetch = self.bringing(key)
@@ -116,12 +123,12 @@ class Fetches:
         return list(found)
 
     def pending(self) -> Iterator[Fetch]:
-        """Those that are not over."""
+        """The fetches that have not ended."""
         return (fetch for fetch in self if fetch.state is FetchState.PENDING)
 
-    def by_donor(self) -> Counter[str]:
-        """How many are not over."""
-        return Counter(fetch.donor for fetch in self.pending())
+    def by_source(self) -> Counter[str]:
+        """How many fetches are pending."""
+        return Counter(fetch.source for fetch in self.pending())
 
     def add(self, fetch: Fetch) -> None:
         self._waiting[fetch] = set()
@@ -135,13 +142,13 @@ class Fetches:
             waiting.discard(req_id)
 
     def reset(self) -> None:
-        """Nobody waits for what is under way now, nor finds it."""
+        """No request waits for a pending fetch any more, and none finds it."""
         self._by_chunk.clear()
         for waiting in self._waiting.values():
             waiting.clear()
 
     def settle(self, now: float) -> None:
-        """Take note of ended fetches; let go of their rows when nobody waits for them any more."""
+        """Learn from ended fetches, and unpin their rows once no request waits for them."""
         for fetch, waiting in list(self._waiting.items()):
             if fetch.state is FetchState.PENDING:
                 continue
@@ -149,7 +156,7 @@ class Fetches:
             for row in fetch.rows:
                 if self._by_chunk.get(row.key) is fetch:
                     del self._by_chunk[row.key]
-            # A waiting request comes for its rows at once, unless it finds no room: not for ever.
+            # A waiting request comes for its rows at once, unless vLLM has no blocks for it.
             if not waiting or now > fetch.deadline + self._patience:
                 self._pool.unpin(fetch.committed)
                 del self._waiting[fetch]

@@ -30,6 +30,7 @@ from xinference_xavier.config import XAVIER, XavierConfig
 from xinference_xavier.engine import compat, metrics
 from xinference_xavier.engine.manager import XavierManager
 from xinference_xavier.engine.namespace import digest, readable
+from xinference_xavier.engine.policy.donor_selection import FetchPolicy
 from xinference_xavier.engine.process import end_with_parent
 from xinference_xavier.engine.worker.cpu import HostWorker
 from xinference_xavier.engine.worker.gpu import DeviceRegion
@@ -162,14 +163,6 @@ class XavierSpec(OffloadingSpec):
                 "pages": json.loads(region.note),
             }
             pool = Pool(self._rows)
-            self._manager = XavierManager(
-                pool,
-                chunk_tokens=self._chunk_tokens,
-                row_bytes=self._row_bytes,
-                min_fetch_tokens=self._xavier.least_fetch_tokens,
-                choose=self._xavier.min_fetch_tokens is None,
-                fetch_timeout=self._xavier.fetch_timeout,
-            )
             replica = Replica(
                 self._xavier,
                 incarnation=self.config.engine_id,
@@ -177,10 +170,19 @@ class XavierSpec(OffloadingSpec):
                 key_bytes=identity["key_bytes"],
                 region=region,
                 pool=pool,
-                engine_stats=self._manager.stats,
                 fingerprint_fields=readable(fingerprint_fields),
             )
-            self._manager.attach(replica)
-            replica.start()
+            adaptive = self._xavier.min_fetch_tokens is None
+            self._manager = XavierManager(
+                pool,
+                replica.tier,
+                chunk_tokens=self._chunk_tokens,
+                row_bytes=self._row_bytes,
+                min_fetch_tokens=self._xavier.least_fetch_tokens,
+                fetch_policy=FetchPolicy.ADAPTIVE if adaptive else FetchPolicy.FIXED_THRESHOLD,
+                fetch_timeout=self._xavier.fetch_timeout,
+                on_shutdown=replica.stop,
+            )
+            replica.start(self._manager)
             end_with_parent()
         return self._manager

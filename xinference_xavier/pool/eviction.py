@@ -1,20 +1,16 @@
-"""In which order rows are evicted. Belongs to `Pool`, under its lock; O(1) per row.
+"""Which row the pool evicts next.
 
-Least recently used first, with one exception: of the older half of the slots' worth of rows, those
-that can be spared go before all others. A small part of the rows would not do: soon it would
-consist of rows that cannot be spared, and hold as many of them only as it is large. All of them
-would: what a replica copies today from a peer that it asks often would be copied again tomorrow.
-
-Rows pass from `_fresh` to `_passed` in order of age, at most `LOOKS` for an eviction, and each is
-judged once in doing so. Who uses a row makes it fresh again.
+`Pool` owns the policy and calls it under its lock, for idle rows only: READY and unpinned. Every
+call is O(1) per row, with no I/O.
 """
 
+from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Collection
 from typing import Generic, Protocol, TypeVar
 
-LOOKS = 8
-"""Rows judged for one eviction at most, so that one that finds many of them waits for none."""
+MAX_SCAN = 8
+"""Rows that one eviction examines at most."""
 
 
 class Keyed(Protocol):
@@ -24,51 +20,118 @@ class Keyed(Protocol):
 R = TypeVar("R", bound=Keyed)
 
 
-class EvictionOrder(Generic[R]):
-    """The rows that may be evicted, out of `slots`."""
+class EvictionPolicy(ABC, Generic[R]):
+    """Holds the rows that may be evicted, in three classes.
 
-    def __init__(self, slots: int) -> None:
-        self._most_passed = slots // 2
-        self._fresh: OrderedDict[bytes, R] = OrderedDict()  # oldest first
-        self._passed: OrderedDict[bytes, R] = OrderedDict()  # older than all of these
+    Redundant rows, which a peer can give back, go first. Protected rows go last. Everything else
+    is in between.
+    """
 
-    def __contains__(self, key: bytes) -> bool:
-        return key in self._fresh or key in self._passed
+    @abstractmethod
+    def __contains__(self, key: bytes) -> bool: ...
 
+    @abstractmethod
     def add(self, row: R) -> None:
-        """As the most recently used one."""
-        self._fresh[row.key] = row
+        """Add the row as the most recently used one."""
 
+    @abstractmethod
     def remove(self, key: bytes) -> None:
-        """Raises KeyError for what is not here."""
-        if self._fresh.pop(key, None) is None:
-            del self._passed[key]
+        """Raises KeyError if the row is not here."""
 
+    @abstractmethod
     def touch(self, key: bytes) -> None:
         """Make the row the most recently used one, if it is here."""
-        if key in self._fresh:
-            self._fresh.move_to_end(key)
-        elif key in self._passed:
-            self._fresh[key] = self._passed.pop(key)
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Forget all rows, but not which keys are protected."""
+
+    @abstractmethod
+    def protect(self, key: bytes) -> None:
+        """Evict this key's row, now or later, only when no unprotected row is left.
+
+        The caller bounds how many keys are protected.
+        """
+
+    @abstractmethod
+    def unprotect(self, key: bytes) -> None:
+        """Undo `protect`; the row becomes the most recently used one."""
+
+    @abstractmethod
+    def take(self, redundant: Callable[[R], bool], keep: Collection[bytes]) -> R | None:
+        """Remove and return the next victim; None if nothing but `keep` is left."""
+
+
+class SegmentedLRU(EvictionPolicy[R]):
+    """Least recently used first, except that redundant rows go first among the older half.
+
+    The older half is the probation segment. A small segment would soon hold only rows that are not
+    redundant. A segment of all rows would evict today's copy of a popular row, only for it to be
+    fetched again tomorrow.
+
+    Rows move from the recent segment to probation in order of age, at most `MAX_SCAN` per
+    eviction, and are checked for redundancy once on the way. Using a row moves it back.
+    """
+
+    def __init__(self, slots: int) -> None:
+        self._max_probation = slots // 2
+        self._recent: OrderedDict[bytes, R] = OrderedDict()  # oldest first
+        self._probation: OrderedDict[bytes, R] = OrderedDict()  # older than all of `_recent`
+        self._protected: OrderedDict[bytes, R] = OrderedDict()
+        self._protected_keys: set[bytes] = set()
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._recent or key in self._probation or key in self._protected
+
+    def add(self, row: R) -> None:
+        segment = self._protected if row.key in self._protected_keys else self._recent
+        segment[row.key] = row
+
+    def remove(self, key: bytes) -> None:
+        for segment in (self._recent, self._probation):
+            if segment.pop(key, None) is not None:
+                return
+        del self._protected[key]
+
+    def touch(self, key: bytes) -> None:
+        if key in self._recent:
+            self._recent.move_to_end(key)
+        elif key in self._probation:
+            self._recent[key] = self._probation.pop(key)
+        elif key in self._protected:
+            self._protected.move_to_end(key)
 
     def clear(self) -> None:
-        self._fresh.clear()
-        self._passed.clear()
+        self._recent.clear()
+        self._probation.clear()
+        self._protected.clear()
 
-    def take(self, spare: Callable[[R], bool], keep: Collection[bytes]) -> R | None:
-        """Remove and return the next one to evict; None if that were one of `keep`."""
-        for _ in range(LOOKS):
-            row = next(iter(self._fresh.values()), None)
+    def protect(self, key: bytes) -> None:
+        self._protected_keys.add(key)
+        row = self._recent.pop(key, None) or self._probation.pop(key, None)
+        if row is not None:
+            self._protected[key] = row
+
+    def unprotect(self, key: bytes) -> None:
+        self._protected_keys.discard(key)
+        row = self._protected.pop(key, None)
+        if row is not None:
+            self._recent[key] = row
+
+    def take(self, redundant: Callable[[R], bool], keep: Collection[bytes]) -> R | None:
+        for _ in range(MAX_SCAN):
+            row = next(iter(self._recent.values()), None)
             if row is None or row.key in keep:
                 break
-            del self._fresh[row.key]
-            if spare(row):
+            del self._recent[row.key]
+            if redundant(row):
                 return row
-            self._passed[row.key] = row
-            if len(self._passed) > self._most_passed:
+            self._probation[row.key] = row
+            if len(self._probation) > self._max_probation:
                 break
-        row = next(iter((self._passed or self._fresh).values()), None)
-        if row is None or row.key in keep:
-            return None
-        self.remove(row.key)
-        return row
+        for segment in (self._probation or self._recent, self._protected):
+            row = next(iter(segment.values()), None)
+            if row is not None and row.key not in keep:
+                del segment[row.key]
+                return row
+        return None

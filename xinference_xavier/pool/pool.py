@@ -1,19 +1,20 @@
-"""The book of one replica's rows: which slot holds which chunk, and who may touch it.
+"""The state of one replica's rows: which slot holds which chunk, and who may touch it.
 
 Every slot is in one of four states; `Pool` alone moves it between them:
 
-    FREE → FILLING         reserve: somebody will write the row (a worker's store, a fetch)
-    FILLING → READY        commit: the bytes are whole; lookups hit
-    FILLING → FREE         abort: never existed, and nobody can write it any more
-    FILLING → QUARANTINED  quarantine, or reset: never existed, but may still be written
-    READY → FREE           eviction, in the order of `order.py`, never of a pinned one
-    READY → FREE           sweep, after a flush, of one that is not pinned
+    FREE → FILLING         reserve: a worker's store or a fetch will write the row
+    FILLING → READY        commit: the bytes are complete; lookups hit
+    FILLING → FREE         abort: the row never existed, and nobody can write it any more
+    FILLING → QUARANTINED  quarantine or reset: never existed, but may still be written
+    READY → FREE           eviction of an unpinned row, see `eviction.py`
+    READY → FREE           sweep of an unpinned row after a flush
     READY → QUARANTINED    reset while the row is pinned
     QUARANTINED → FREE     abort by its writer, or the last unpin by its readers
 
-Pure bookkeeping: no I/O, no clock. Every operation is O(1) per row. Threading: the scheduler thread
-reserves and evicts, the background thread pins, commits and aborts; a lock held for a few
-dictionary operations keeps them apart. `lookup` takes no lock.
+Pure bookkeeping: no I/O, no clock. Every operation is O(1) per row.
+
+Threading: the scheduler thread reserves and evicts; the background thread pins, commits and aborts.
+A lock protects each operation. `lookup` takes no lock.
 """
 
 import threading
@@ -21,7 +22,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from enum import Enum, auto
 from typing import NamedTuple
 
-from xinference_xavier.pool.eviction import EvictionOrder
+from xinference_xavier.pool.eviction import EvictionPolicy, SegmentedLRU
 
 
 class RowState(Enum):
@@ -32,7 +33,7 @@ class RowState(Enum):
 
 
 class Row:
-    """One chunk's stay in a slot. A new stay is a new object, so a stale handle harms nobody."""
+    """One chunk in one slot. Each new chunk is a new object, so a stale handle does no harm."""
 
     __slots__ = ("checksum", "flushed", "key", "pins", "replicated_from", "slot", "state")
 
@@ -41,21 +42,17 @@ class Row:
         self.slot = slot
         self.state = RowState.FILLING
         self.pins = 0
-        self.checksum: int | None = None  # None: not computed yet, so not shared yet
-        self.flushed = False  # READY only for those who were told so before
-        self.replicated_from: str | None = None  # the donor, until it is copied itself
+        self.checksum: int | None = None  # not shared until it is computed
+        self.flushed = False  # a hit only for lookups before the flush
+        self.replicated_from: str | None = None  # the donor, until this row is copied itself
 
     def __repr__(self) -> str:
         return f"Row(slot={self.slot}, {self.state.name}, pins={self.pins})"
 
 
-def _none_is_spare(row: Row) -> bool:
-    return False
-
-
 class Reservation(NamedTuple):
     rows: list[Row]  # one per key that got a slot, in order
-    evicted: list[bytes]  # keys that had to go for them
+    evicted: list[bytes]  # keys
 
 
 class PoolCounts(NamedTuple):
@@ -74,8 +71,8 @@ class Pool:
         self._lock = threading.Lock()
         self._free = list(range(slots - 1, -1, -1))
         self._held: dict[bytes, Row] = {}  # FILLING and READY
-        self._idle: EvictionOrder[Row] = EvictionOrder(slots)  # READY and unpinned
-        self._dropped: list[Row] = []
+        self._idle: EvictionPolicy[Row] = SegmentedLRU(slots)  # READY and unpinned
+        self._flushed: list[Row] = []
         self._pinned = 0
         self._ready = 0
         self._quarantined = 0
@@ -90,11 +87,11 @@ class Pool:
         return row
 
     def holds(self, key: bytes) -> bool:
-        """Whether `key` is READY or on its way."""
+        """Whether `key` is READY or FILLING."""
         return key in self._held
 
     def shared_keys(self) -> list[bytes]:
-        """Keys of all rows that peers may ask for: READY, with a checksum."""
+        """Keys of all rows that peers may fetch: READY, with a checksum."""
         with self._lock:
             return [
                 row.key
@@ -106,7 +103,7 @@ class Pool:
         with self._lock:
             return PoolCounts(
                 rows=self.slots,
-                ready=self._ready - sum(row.state is RowState.READY for row in self._dropped),
+                ready=self._ready - sum(row.state is RowState.READY for row in self._flushed),
                 filling=len(self._held) - self._ready,
                 pinned=self._pinned,
                 quarantined=self._quarantined,
@@ -118,14 +115,14 @@ class Pool:
         self,
         keys: Iterable[bytes],
         keep: Collection[bytes] = frozenset(),
-        spare: Callable[[Row], bool] = _none_is_spare,
+        redundant: Callable[[Row], bool] = lambda row: False,
     ) -> Reservation:
-        """Take slots for those of `keys` that are not held, evicting others, preferably those of
-        the older ones that are `spare`. It is called under the lock, so it just looks.
+        """Take slots for the keys that are not held, and evict other rows where none is free.
 
-        Stops at the first key that finds no slot: what does not fit is dropped from the tail, as a
-        chunk is useless without those before it. For the same reason nothing in `keep` (the other
-        chunks of the same prefix) is evicted.
+        `redundant` says whether a row can be given up first; it runs under the lock and must not
+        wait. The keys in `keep`, the other chunks of the same prefix, are never evicted.
+
+        Stops at the first key without a slot: a chunk is useless without those before it.
         """
         rows: list[Row] = []
         evicted: list[bytes] = []
@@ -134,7 +131,7 @@ class Pool:
                 if key in self._held:
                     continue
                 if not self._free:
-                    victim = self._idle.take(spare, keep)
+                    victim = self._idle.take(redundant, keep)
                     if victim is None:
                         break
                     self._forget(victim)
@@ -144,13 +141,13 @@ class Pool:
         return Reservation(rows, evicted)
 
     def _forget(self, row: Row) -> None:
-        """One that was READY, and idle until now."""
+        """Free a READY row that was idle."""
         del self._held[row.key]
         self._ready -= 1
         self._free_slot(row)
 
     def commit(self, row: Row, checksum: int | None = None, pins: int = 0) -> bool:
-        """The row's bytes are whole. False if it was taken away meanwhile (a reset)."""
+        """The row's bytes are complete. False if a reset came first."""
         with self._lock:
             if row.state is not RowState.FILLING:
                 return False
@@ -165,7 +162,7 @@ class Pool:
             return True
 
     def quarantine(self, row: Row) -> None:
-        """The row's bytes will not count, but somebody may still write the slot."""
+        """Void the row; its slot may still be written."""
         with self._lock:
             if row.state is RowState.FILLING:
                 del self._held[row.key]
@@ -173,7 +170,7 @@ class Pool:
                 self._quarantined += 1
 
     def abort(self, row: Row) -> None:
-        """The row's bytes will not count, and nobody can write the slot any more."""
+        """Void the row; nobody can write its slot any more. Does nothing to a READY row."""
         with self._lock:
             if row.state is RowState.FILLING:
                 del self._held[row.key]
@@ -187,7 +184,7 @@ class Pool:
         self._free.append(row.slot)
 
     def set_checksum(self, row: Row, checksum: int) -> bool:
-        """The row may be shared from now on. False if it is gone already."""
+        """Share the row from now on. False if it is gone."""
         with self._lock:
             if row.state is not RowState.READY or row.flushed:
                 return False
@@ -202,10 +199,10 @@ class Pool:
             return self._pin_run(keys, need_checksum=False)
 
     def pin_shared(self, keys: Iterable[bytes]) -> list[Row]:
-        """Like `pin`, but only rows whose checksum is known, for a peer that will copy them.
+        """Like `pin`, but only rows with a checksum, for a peer that will copy them.
 
-        From here on none of them is a copy itself, so that two replicas are never each other's
-        copy, which both could spare.
+        They no longer count as copies. Otherwise two replicas could each hold a copy of the
+        other's row, and both could evict theirs as redundant.
         """
         with self._lock:
             run = self._pin_run(keys, need_checksum=True)
@@ -214,7 +211,7 @@ class Pool:
             return run
 
     def pin_row(self, row: Row) -> bool:
-        """Pin this very row. False if it is not READY (any more)."""
+        """Pin this row. False if it is not READY."""
         with self._lock:
             if row.state is not RowState.READY or row.flushed:
                 return False
@@ -240,8 +237,11 @@ class Pool:
         return run
 
     def unpin(self, rows: Sequence[Row]) -> None:
-        """Undo one `pin` of each row; unpinned rows are the most recently used ones, the first most
-        of all, so that a prefix is evicted from its end."""
+        """Undo one `pin` of each row.
+
+        Unpinned rows become the most recently used ones, the first of them most recently, so that a
+        prefix is evicted from its end.
+        """
         with self._lock:
             for row in reversed(rows):
                 row.pins -= 1
@@ -250,7 +250,7 @@ class Pool:
                 self._pinned -= 1
                 if row.state is RowState.READY:
                     self._idle.add(row)
-                else:  # a reset came between
+                else:  # a reset came first
                     self._quarantined -= 1
                     self._free_slot(row)
 
@@ -263,11 +263,8 @@ class Pool:
     # -- forgetting ------------------------------------------------------------------------
 
     def flush(self) -> list[bytes]:
-        """Let lookups miss every READY row from now on; returns their keys.
-
-        Any thread may call it: a row that was looked up just before can be pinned by its key until
-        the next `sweep`, and what is pinned stays until it is unpinned.
-        """
+        """Make lookups miss every READY row from now on; returns their keys. Any thread may call
+        it: a row that was looked up just before can still be pinned until the next `sweep`."""
         with self._lock:
             rows = [
                 row
@@ -276,34 +273,31 @@ class Pool:
             ]
             for row in rows:
                 row.flushed = True
-            self._dropped += rows
+            self._flushed += rows
         return [row.key for row in rows]
 
     def sweep(self) -> None:
-        """Free the dropped rows that nobody has pinned.
+        """Free the flushed rows that are not pinned.
 
-        For the thread that evicts, where no lookup of its own waits to be followed by a pin.
+        The evicting thread calls it where no lookup of its own waits for a pin.
         """
-        if not self._dropped:
+        if not self._flushed:
             return
         with self._lock:
             kept = []
-            for row in self._dropped:
+            for row in self._flushed:
                 if row.state is RowState.READY and row.pins:
                     kept.append(row)
                 elif row.state is RowState.READY:
                     self._idle.remove(row.key)
                     self._forget(row)
-            self._dropped = kept
+            self._flushed = kept
 
     # -- starting over ---------------------------------------------------------------------
 
     def reset(self) -> None:
-        """Forget every chunk.
-
-        The slot of a row that is being filled or is pinned stays in quarantine until whoever
-        fills it calls `abort`, or whoever pinned it calls `unpin`.
-        """
+        """Forget every chunk. The slot of a FILLING or pinned row stays in quarantine until its
+        writer calls `abort` or its readers call `unpin`."""
         with self._lock:
             for row in self._held.values():
                 if row.state is RowState.FILLING or row.pins:
@@ -313,5 +307,5 @@ class Pool:
                     self._free_slot(row)
             self._held.clear()
             self._idle.clear()
-            self._dropped.clear()
+            self._flushed.clear()
             self._ready = 0

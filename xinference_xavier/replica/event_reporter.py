@@ -17,7 +17,7 @@ from xinference_xavier.events import (
 )
 from xinference_xavier.hooks import hooks_of
 from xinference_xavier.protocol.tracker import MAX_REPORTED
-from xinference_xavier.replica.fetcher import Fetch
+from xinference_xavier.tiers.base import Fetch
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class EventReporter:
             FetchRolledBack(
                 model_uid=self._model_uid,
                 incarnation=self._incarnation,
-                donor=fetch.donor,
+                donor=fetch.source,
                 reason=reason,
                 rows=len(fetch.rows),
                 committed=len(fetch.committed),

@@ -12,12 +12,10 @@ them.
 
 import asyncio
 import logging
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
-from enum import Enum, auto
 
 import xoscar
 
@@ -38,6 +36,7 @@ from xinference_xavier.runtime.deadline import within
 from xinference_xavier.runtime.rate_limited_log import RateLimitedLog
 from xinference_xavier.runtime.rollback import Rollback
 from xinference_xavier.stats.schema import COMMITTED, ROLLED_BACK, FetchStats
+from xinference_xavier.tiers.base import Fetch, FetchState
 
 logger = logging.getLogger(__name__)
 
@@ -45,15 +44,8 @@ _RELEASE_TIMEOUT = 2.0
 _REPORT_TIME = 0.1  # before the deadline, so that what arrived until then can still count
 
 
-class FetchState(Enum):
-    PENDING = auto()
-    COMMITTED = auto()
-    ROLLED_BACK = auto()
-
-
-class Fetch:
-    """One transaction, as its requests see it. `deadline` is `time.monotonic()` seconds;
-    `trace_headers` are those of the request that began it, if it is traced."""
+class PeerFetch(Fetch):
+    """A fetch from a peer's pool; `source` is the donor's incarnation."""
 
     def __init__(
         self,
@@ -62,17 +54,8 @@ class Fetch:
         deadline: float,
         trace_headers: Mapping[str, str] | None = None,
     ) -> None:
-        self.donor = donor
-        self.rows = rows
-        self.deadline = deadline
-        self.began = time.monotonic()
+        super().__init__(donor, rows, deadline, trace_headers)
         self.span = FetchSpan(trace_headers)
-        self.transport = ""  # none was chosen yet
-        self.committed: list[Row] = []  # pinned once
-        self.reason: str | None = None
-        self.seconds = 0.0  # that it took, once it has ended
-        self.state = FetchState.PENDING
-        self.ended = threading.Event()  # set when it is no longer PENDING
 
 
 @dataclass
@@ -101,7 +84,7 @@ class Fetcher:
         address_of: Callable[[str], str | None],
         record_stale: Callable[[bytes, str, int], None],
         arrived: Callable[[list[Row]], None],
-        rolled_back: Callable[[Fetch, str], None],
+        rolled_back: Callable[[PeerFetch, str], None],
     ) -> None:
         """`record_stale(key, donor, sequence)`: the donor turned out not to hold a key.
         `arrived(rows)`: rows were committed and may be offered to others.
@@ -121,9 +104,9 @@ class Fetcher:
         self._conditions = RateLimitedLog(logger)
         self.counts = FetchCounts()
 
-    def start(self, fetch: Fetch) -> None:
+    def start(self, fetch: PeerFetch) -> None:
         self.counts.started += 1
-        self.counts.in_flight[fetch.donor] += len(fetch.rows)
+        self.counts.in_flight[fetch.source] += len(fetch.rows)
         fetch.span.start()
         self._spawn(self._run(fetch))
 
@@ -132,7 +115,7 @@ class Fetcher:
         self._transports.pop(incarnation, None)
         self.counts.received.pop(incarnation, None)
 
-    async def _run(self, fetch: Fetch) -> None:
+    async def _run(self, fetch: PeerFetch) -> None:
         reason: str | None = "stopped"  # unless we get further: cancelled, as the replica stops
         try:
             async with Rollback() as scope:
@@ -141,7 +124,7 @@ class Fetcher:
                 grant = await self._grant(fetch)
                 fetch.span.note("granted", chunks=len(grant.checksums))
                 if grant.grant_id:
-                    scope.undo(self._release, fetch.donor, grant.grant_id)
+                    scope.undo(self._release, fetch.source, grant.grant_id)
                 self._note_missing(fetch, grant)
                 if not grant.grant_id:
                     raise GrantRefusedError("not held")
@@ -150,19 +133,19 @@ class Fetcher:
             # A peer's own words would make our figures as large as it likes.
             reason = error.reason if error.reason in REFUSALS else "refused"
         except TimeoutError:
-            self._donors.pop(fetch.donor, None)
+            self._donors.pop(fetch.source, None)
             reason = "timeout"
         except (XavierError, xoscar.ActorNotExist, xoscar.ServerClosed, OSError) as error:
-            self._donors.pop(fetch.donor, None)
+            self._donors.pop(fetch.source, None)
             self._conditions.warn(
-                f"no {fetch.donor}", "fetch from %s failed: %r", fetch.donor, error
+                f"no {fetch.source}", "fetch from %s failed: %r", fetch.source, error
             )
             reason = "donor unreachable"
         except Exception:  # whatever it is, the request must be told
             self._conditions.warn(
                 "error",
                 "fetch from %s failed",
-                fetch.donor,
+                fetch.source,
                 level=logging.ERROR,
                 exc_info=True,
             )
@@ -170,7 +153,7 @@ class Fetcher:
         finally:  # after the rollback: who sees the end finds no row half done
             self._finish(fetch, reason)
 
-    async def _grant(self, fetch: Fetch) -> Grant:
+    async def _grant(self, fetch: PeerFetch) -> Grant:
         request = GrantRequest(
             PROTOCOL_VERSION,
             self._namespace(),
@@ -182,28 +165,28 @@ class Fetcher:
         check_grant(grant, len(fetch.rows))
         return grant
 
-    async def _donor(self, fetch: Fetch) -> xoscar.ActorRefType:
-        donor = self._donors.get(fetch.donor)
+    async def _donor(self, fetch: PeerFetch) -> xoscar.ActorRefType:
+        donor = self._donors.get(fetch.source)
         if donor is None:
-            address = self._address_of(fetch.donor)
+            address = self._address_of(fetch.source)
             if address is None:
                 raise GrantRefusedError("donor gone")
-            finding = xoscar.actor_ref(address, replica_uid(fetch.donor))
+            finding = xoscar.actor_ref(address, replica_uid(fetch.source))
             donor = await within(fetch.deadline - time.monotonic(), finding)
-            self._donors[fetch.donor] = donor
+            self._donors[fetch.source] = donor
         return donor
 
-    def _note_missing(self, fetch: Fetch, grant: Grant) -> None:
+    def _note_missing(self, fetch: PeerFetch, grant: Grant) -> None:
         held = len(grant.checksums)
         if held < len(fetch.rows) and not grant.more_is_held:
-            self._record_stale(fetch.rows[held].key, fetch.donor, grant.sequence)
+            self._record_stale(fetch.rows[held].key, fetch.source, grant.sequence)
 
-    async def _pull(self, fetch: Fetch, grant: Grant) -> str | None:
+    async def _pull(self, fetch: PeerFetch, grant: Grant) -> str | None:
         """Why not all of the granted rows became hits; None if they did."""
         rows = fetch.rows[: len(grant.checksums)]
         remaining = fetch.deadline - time.monotonic()
         order = PullOrder(
-            fetch.donor,
+            fetch.source,
             grant.address,
             grant.host,
             grant.ticket,
@@ -212,7 +195,7 @@ class Fetcher:
             tuple(row.slot for row in rows),
             max(0.001, remaining - min(_REPORT_TIME, remaining / 10)),
         )
-        fetch.transport = self._transports.get(fetch.donor, "")
+        fetch.transport = self._transports.get(fetch.source, "")
         pulling = asyncio.ensure_future(self._process.pull(order))
         await asyncio.wait({pulling}, timeout=remaining)
         if not pulling.done():
@@ -222,8 +205,8 @@ class Fetcher:
         result: PullResult = await pulling
         if result.transport is not None:
             fetch.transport = result.transport
-            if fetch.donor in self._donors:
-                self._transports[fetch.donor] = result.transport
+            if fetch.source in self._donors:
+                self._transports[fetch.source] = result.transport
         if fetch.state is not FetchState.PENDING:
             return fetch.reason
         reason = self._commit(fetch, grant, result)
@@ -231,25 +214,25 @@ class Fetcher:
             self._finish(fetch, reason)  # at once: all that is left is to release the grant
         return reason
 
-    def _commit(self, fetch: Fetch, grant: Grant, result: PullResult) -> str | None:
+    def _commit(self, fetch: PeerFetch, grant: Grant, result: PullResult) -> str | None:
         whole = zip(fetch.rows[: result.verified], grant.checksums, strict=False)
         fetch.committed = [
             row for row, checksum in whole if self._pool.commit(row, checksum, pins=1)
         ]
         self.counts.rows += len(fetch.committed)
-        if fetch.donor in self._donors:
-            self.counts.received[fetch.donor] += len(fetch.committed)
+        if fetch.source in self._donors:
+            self.counts.received[fetch.source] += len(fetch.committed)
         self._arrived(fetch.committed)
         if len(fetch.committed) < result.verified:
             return "reset"
         return result.reason
 
-    def _finish(self, fetch: Fetch, reason: str | None) -> None:
+    def _finish(self, fetch: PeerFetch, reason: str | None) -> None:
         if fetch.state is not FetchState.PENDING:
             return
-        self.counts.in_flight[fetch.donor] -= len(fetch.rows)
-        if not self.counts.in_flight[fetch.donor]:
-            del self.counts.in_flight[fetch.donor]
+        self.counts.in_flight[fetch.source] -= len(fetch.rows)
+        if not self.counts.in_flight[fetch.source]:
+            del self.counts.in_flight[fetch.source]
         fetch.reason = reason
         fetch.seconds = time.monotonic() - fetch.began
         self._measure(fetch)
@@ -262,14 +245,14 @@ class Fetcher:
             self._rolled_back(fetch, reason)
         fetch.ended.set()
 
-    def _measure(self, fetch: Fetch) -> None:
+    def _measure(self, fetch: PeerFetch) -> None:
         size = len(fetch.committed) * self._row_bytes
         figures = self.counts.by_transport.setdefault(fetch.transport, FetchStats())
         figures.ended(fetch.reason, fetch.seconds, size)
         fetch.span.end(
             fetch.reason,
             replica=self._incarnation,
-            donor=fetch.donor,
+            donor=fetch.source,
             transport=fetch.transport,
             outcome=COMMITTED if fetch.reason is None else ROLLED_BACK,
             chunks=len(fetch.rows),

@@ -1,7 +1,7 @@
-"""Peers as a place to load chunks from: all that the scheduler thread may ask of a replica.
+"""The tier of peers: all that the scheduler thread may ask of a replica.
 
-Threading: the scheduler thread calls everything here but `open` and `close`, and each call returns
-at once. What takes longer is left to the background loop.
+Threading: the scheduler thread calls what `Tier` declares, and each call returns at once. It posts
+slow work to the replica's background loop, which calls the other methods.
 """
 
 from __future__ import annotations
@@ -13,30 +13,31 @@ from typing import Any
 
 from xinference_xavier.pool.pool import Pool, Row
 from xinference_xavier.replica.checksums import Checksums
-from xinference_xavier.replica.fetcher import Fetch, Fetcher
+from xinference_xavier.replica.fetcher import Fetcher, PeerFetch
 from xinference_xavier.replica.mirror import Mirror
 from xinference_xavier.replica.namespace import SharedNamespace
 from xinference_xavier.replica.publisher import MAX_QUEUED
-from xinference_xavier.replica.tracker_client import Claim, TrackerClient
+from xinference_xavier.replica.tracker_client import TrackerClient
 from xinference_xavier.replica.transfer_process import TransferProcess
+from xinference_xavier.tiers.base import Claim, Fetch, Tier
 
 MAX_BACKLOG = 10_000
-"""Actions that the background loop may be behind by."""
+"""Actions that may wait for the background loop."""
 
 
-class PeerTier:
-    """`mirror` says which peer holds a chunk. `refused` counts what the background loop was too far
-    behind for."""
+class PeerTier(Tier):
+    """`refused` counts the actions that were given up because the background loop was too far
+    behind."""
 
     def __init__(self, pool: Pool, mirror: Mirror, namespace: SharedNamespace) -> None:
-        self.mirror = mirror
+        self._mirror = mirror
         self.refused = 0
         self._pool = pool
         self._namespace = namespace
-        # Evicted, not withdrawn yet. Those beyond are of a loop that stands still: its membership
-        # ends, and with it what the tracker knows.
-        self._gone: deque[bytes] = deque(maxlen=MAX_QUEUED)
-        self._posted = 0  # by the scheduler thread; so many of them
+        # Evicted and not withdrawn yet. It overflows only if the loop hangs; then the membership
+        # ends, and the tracker forgets all our chunks anyway.
+        self._evicted: deque[bytes] = deque(maxlen=MAX_QUEUED)
+        self._posted = 0  # by the scheduler thread
         self._handled = 0  # by the background loop
         self._open = False
         self._tasks: set[asyncio.Task[None]] = set()
@@ -55,7 +56,7 @@ class PeerTier:
         fetcher: Fetcher,
         checksums: Checksums,
     ) -> None:
-        """From now on, work can be left to the running loop."""
+        """Accept work for the running loop from now on."""
         self._loop = asyncio.get_running_loop()
         self._client, self._process = client, process
         self._fetcher, self._checksums = fetcher, checksums
@@ -65,94 +66,87 @@ class PeerTier:
         self._open = False
 
     def spawn(self, work: Coroutine[None, None, None]) -> None:
-        """Run it on the loop, and keep it from being collected."""
+        """Run it on the loop, and protect it from garbage collection."""
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     def withdraw_evicted(self) -> None:
-        """Tell the tracker of the chunks that are gone."""
-        gone = [self._gone.popleft() for _ in range(len(self._gone))]  # more may come meanwhile
-        if gone:
-            self._client.withdraw(gone)
+        """Tell the tracker which chunks were evicted."""
+        evicted = [self._evicted.popleft() for _ in range(len(self._evicted))]  # it may grow here
+        if evicted:
+            self._client.withdraw(evicted)
 
     # -- called by the scheduler thread ---------------------------------------------------------
 
     @property
     def sharing(self) -> bool:
-        """Whether there are peers to share with: not while a reset is on its way."""
+        """False before `open`, after `close` and while a reset is under way."""
         return self._open and self._namespace.is_settled
 
     @property
-    def can_fetch(self) -> bool:
-        """Whether the mirror may be asked for donors."""
+    def ready(self) -> bool:
         return self.sharing and self._process.ready
 
-    def stored(self, rows: Sequence[Row]) -> None:
-        """These rows are READY: sum them up and offer them."""
+    def holders(self, key: bytes) -> Sequence[str]:
+        return self._mirror.holders(key)
+
+    def on_stored(self, rows: Sequence[Row]) -> None:
+        """Compute the rows' checksums and publish them."""
         self._post_if_room(self._checksums.add, rows)
 
-    def evicted(self, keys: Sequence[bytes]) -> None:
-        """These chunks are gone.
+    def on_evicted(self, keys: Sequence[bytes]) -> None:
+        """Withdraw the chunks, with the next store or fetch or within a second.
 
-        That wakes nobody: the tracker is told with what is stored or fetched next, or within a
-        second. A peer that asks for one meanwhile is granted what comes before it.
+        Until then a peer that asks for one is granted the chunks before it.
         """
-        self._gone.extend(keys)
+        self._evicted.extend(keys)
 
-    def fetch(
+    def submit_load(
         self,
-        donor: str,
+        source: str,
         rows: list[Row],
         deadline: float,
         trace_headers: Mapping[str, str] | None = None,
     ) -> Fetch | None:
-        """Begin to bring the rows, which the caller reserved, from `donor`, in the trace of the
-        request whose headers these are.
-
-        None, and the rows are free again, when the background loop has ended or is far behind.
-        """
-        fetch = Fetch(donor, rows, deadline, trace_headers)
+        fetch = PeerFetch(source, rows, deadline, trace_headers)
         if self._post_if_room(self._fetcher.start, fetch):
             return fetch
         for row in rows:
             self._pool.abort(row)
         return None
 
-    def claim(self, keys: Sequence[bytes], seconds: float) -> Claim:
-        """Ask who computes the chunks of a prefix, in their order, which takes about so long."""
+    def claim(self, keys: Sequence[bytes], seconds: float) -> Claim | None:
+        if not (self._mirror.enabled and self._mirror.peers):
+            return None
         claim = Claim(keys, seconds)
-        if not self._post_if_room(lambda: self.spawn(self._client.claim(claim))):
-            claim.held_by_peer = 0
-        return claim
+        asked = self._post_if_room(lambda: self.spawn(self._client.claim(claim)))
+        return claim if asked else None
 
     def release_claim(self, claim: Claim) -> None:
-        """The request that was to compute this has ended."""
         self._post_if_room(lambda: self.spawn(self._client.release(claim)))
 
     def reset(self) -> None:
-        """Everything computed so far is void, here and, coming from us, anywhere else.
+        """Void all chunks, here and where peers copied them from us.
 
-        From now on we share only in a namespace of our own, until somebody says which version our
-        weights are.
+        The replica shares in a namespace of its own until it is told its weights' version.
         """
         self._namespace.announce_reset()
         self._pool.reset()
         self.post(lambda: self.spawn(self._namespace.isolate()))
 
     def post(self, action: Callable[..., object], *args: object) -> bool:
-        """Have the background loop do something soon; False if it has ended."""
+        """Run `action` on the background loop; False if the loop has ended."""
         if not self._open:
             return False
         try:
             self._loop.call_soon_threadsafe(action, *args)
-        except RuntimeError:  # it ended just now
+        except RuntimeError:  # the loop ended just now
             return False
         return True
 
     def _post_if_room(self, action: Callable[..., object], *args: object) -> bool:
-        """What can be done without: not shared, not told to others, or not fetched. False, and
-        counted, while the background loop is too far behind."""
+        """Post optional work; False, and counted, if the background loop is too far behind."""
         if self._posted - self._handled >= MAX_BACKLOG:
             self.refused += 1
             return False
@@ -161,5 +155,5 @@ class PeerTier:
 
     def _handle(self, action: Callable[..., object], args: tuple[Any, ...]) -> None:
         self._handled += 1
-        self.withdraw_evicted()  # first: the action may bring one of them back
+        self.withdraw_evicted()  # first: the action may publish one of them again
         action(*args)

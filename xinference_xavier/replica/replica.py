@@ -1,21 +1,18 @@
-"""One replica beside its engine: joined to the tracker, sharing its pool, fetching from peers.
+"""One replica beside its engine: it joins the tracker, shares its pool and fetches from peers.
 
-Threading: `Replica` owns a background thread with an event loop on which everything that talks to
-others happens: tracker client, grants, fetches, checksums' bookkeeping. The scheduler thread calls
-`start`, `stop` and the methods of `tier`.
+Threading: `Replica` owns a background thread with an event loop. All I/O happens there: tracker
+client, grants, fetches, checksums. The scheduler thread calls `start`, `stop` and `tier`.
 
-Life cycle: `start` returns when the replica listens; joining and the transfer process follow in the
-background, and the engine serves without waiting for either. `stop` ends the thread; if it is never
-called (SIGKILL), leases and closed sockets tell the others.
+Life cycle: `start` returns when the replica listens. Joining and the transfer process follow in the
+background; the engine waits for neither. `stop` ends the thread. Without it (SIGKILL), peers learn
+from the lease and from closed sockets.
 """
 
 import asyncio
 import logging
-import threading
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 import xoscar
 
@@ -50,18 +47,30 @@ from xinference_xavier.replica.tracker_client import TrackerClient
 from xinference_xavier.replica.tracker_location import TrackerLocation
 from xinference_xavier.replica.transfer_process import TransferProcess
 from xinference_xavier.runtime.addresses import replica_uid, split_address
+from xinference_xavier.runtime.loop_thread import LoopThread
 from xinference_xavier.runtime.net import check_range, listen, local_host_towards
 from xinference_xavier.runtime.rollback import Rollback
 
 logger = logging.getLogger(__name__)
 
-_LOOK_INTERVAL = 1.0
+_HOUSEKEEPING_INTERVAL = 1.0
 _LINKS_INTERVAL = 10.0
+_START_TIMEOUT = 60.0
 _STOP_TIMEOUT = 3.0
 
 
+class Engine(Protocol):
+    """What a replica asks of its engine, on the background thread."""
+
+    chunker: Chunker | None
+    """None: the engine has no tokenizer."""
+
+    def stats(self) -> dict[str, Any]:
+        """JSON-able."""
+
+
 class Replica:
-    """`pool` and `region` are this engine's; `incarnation` is its engine id."""
+    """`pool` and `region` belong to the engine; `incarnation` is its engine id."""
 
     def __init__(
         self,
@@ -72,13 +81,12 @@ class Replica:
         key_bytes: int,
         region: Region,
         pool: Pool,
-        engine_stats: Callable[[], dict[str, Any]],
         fingerprint_fields: Mapping[str, str] | None = None,
     ) -> None:
-        """`fingerprint_fields` are the namespace's, for people."""
+        """`fingerprint_fields` explain the namespace to people."""
         self._config = config
         self._fingerprint_fields = fingerprint_fields or {}
-        self._address = ""  # of our actor, when it listens
+        self._address = ""  # of our actor, once it listens
         self._incarnation = incarnation
         self._namespace = SharedNamespace(
             namespace, lambda namespace: self._client.change_namespace(namespace)
@@ -86,17 +94,13 @@ class Replica:
         self._key_bytes = key_bytes
         self._region = region
         self._pool = pool
-        self._engine_stats = engine_stats
+        self._engine: Engine
         self._events = EventReporter(config, incarnation)
         self.mirror = Mirror(incarnation)
         self.tier = PeerTier(pool, self.mirror, self._namespace)
-        self.chunker: Chunker | None = None  # set by an engine that can explain
         self._explaining = asyncio.Lock()
-        self._thread = threading.Thread(target=self._run, name="xavier-replica", daemon=True)
+        self._thread = LoopThread("xavier-replica", self._begin)
         self._known_members: frozenset[str] = frozenset()
-        self._up = threading.Event()
-        self._error: Exception | None = None
-        self._main_task: asyncio.Task[None]
         self._client: TrackerClient
         self._process: TransferProcess
         self._fetcher: Fetcher
@@ -105,46 +109,26 @@ class Replica:
 
     # -- called by the scheduler thread ------------------------------------------------------
 
-    def start(self, timeout: float = 60.0) -> None:
-        """Listen and begin to join.
+    def start(self, engine: Engine) -> None:
+        """Listen, and join the tracker in the background.
 
         Raises:
             TransportError: the configured host or ports cannot be used here.
         """
-        self._thread.start()
-        if not self._up.wait(timeout):
-            raise TimeoutError(f"the replica's background loop did not start within {timeout:g} s")
-        if self._error is not None:
-            raise self._error
+        self._engine = engine
+        self._thread.start(_START_TIMEOUT)
 
     def stop(self) -> None:
-        """Leave the tracker and end the thread and the transfer process."""
-        if self.tier.post(lambda: self._main_task.cancel()):
-            self._thread.join(_STOP_TIMEOUT)
+        """Leave the tracker; end the thread and the transfer process."""
+        self._thread.stop(_STOP_TIMEOUT)
 
     # -- the background loop -----------------------------------------------------------------
 
-    def _run(self) -> None:
-        with suppress(asyncio.CancelledError):  # `stop`
-            asyncio.run(self._main())
-
-    async def _main(self) -> None:
-        self._main_task = asyncio.current_task()  # type: ignore[assignment]  # we are in one
-        async with Rollback() as scope:  # never committed: it ends with the replica
-            try:
-                background = await self._begin(scope)
-            except Exception as error:  # handed to `start`, which raises it
-                self._error = error
-                return
-            finally:
-                self._up.set()
-            await asyncio.wait(background, return_when=asyncio.FIRST_EXCEPTION)
-
     async def _begin(self, scope: Rollback) -> list[asyncio.Task[None]]:
-        """Everything that runs as long as the replica does."""
+        """Start the tasks that run as long as the replica does."""
         config = self._config
         if config.port_range is not None:
-            check_range(*config.port_range)  # not only when the transfer process starts
+            check_range(*config.port_range)  # fail here, not when the transfer process starts
         host = config.host or local_host_towards(config.tracker_address)
         server = await listen(host, config.port_range)
         scope.undo(server.stop)
@@ -187,7 +171,7 @@ class Replica:
             arrived=lambda rows: self._client.publish([row.key for row in rows]),
             rolled_back=self._events.rolled_back,
         )
-        # A grant lives twice as long as the fetch that asked for it may take.
+        # A grant outlives the fetch that asked for it.
         self._donor = Donor(self._pool, self._process, 2 * config.fetch_timeout)
         self._checksums = Checksums(self._region, self._pool, self._client.publish)
         background = [
@@ -196,7 +180,7 @@ class Replica:
                 self._process.run(),
                 self._client.run(),
                 self._checksums.run(),
-                self._look_around(),
+                self._housekeep(),
                 self._close_late_links(),
             )
         ]
@@ -221,31 +205,31 @@ class Replica:
         for incarnation in gone:
             self._fetcher.forget(incarnation)
         if gone:
-            self.tier.spawn(self._part_with(gone))
+            self.tier.spawn(self._forget_members(gone))
 
-    async def _part_with(self, gone: frozenset[str]) -> None:
-        # The links first: as long as they are open, granted rows may be on their way.
+    async def _forget_members(self, gone: frozenset[str]) -> None:
+        # Links first: while a link is open, granted rows may be in flight.
         await self._process.close_links_except(self._known_members)
         for incarnation in gone:
             self._donor.grants.forget(incarnation)
 
     async def _close_late_links(self) -> None:
-        """Those that a replica opened before it knew that it was taken for gone."""
+        """A departed replica may open a link before it learns that it was expired."""
         while True:
             await asyncio.sleep(_LINKS_INTERVAL)
             await self._process.close_links_except(self._known_members)
 
-    async def _look_around(self) -> None:
+    async def _housekeep(self) -> None:
         sharing_log = SharingLog(self._incarnation)
         while True:
-            await asyncio.sleep(_LOOK_INTERVAL)
+            await asyncio.sleep(_HOUSEKEEPING_INTERVAL)
             self.tier.withdraw_evicted()
             self._client.flush()
             self._donor.grants.expire(time.monotonic())
             sharing_log.update(self._not_sharing(), len(self.mirror.peers))
 
     def _not_sharing(self) -> str | None:
-        """Why nothing can be fetched from anybody; None if it can."""
+        """Why no peer can be fetched from; None if one can."""
         if not self.mirror.enabled:
             return SWITCHED_OFF
         if self._client.secret is None:
@@ -273,12 +257,12 @@ class Replica:
         self._donor.grants.release(grant_id)
 
     async def set_weights_version(self, version: str) -> bool:
-        """Share again with those of the same version; False if there was no reset."""
+        """Share again with replicas of the same version; False if there was no reset."""
         return await self._namespace.rejoin(version)
 
     def flush(self) -> int:
-        """Forget all chunks that are at rest; returns how many. What vLLM's own prefix cache holds
-        is not touched, and what is being written comes to stay."""
+        """Forget all READY chunks; returns how many. vLLM's prefix cache keeps what it has, and
+        chunks that are being written stay."""
         keys = self._pool.flush()
         self._client.withdraw(keys)
         self._client.flush()
@@ -288,12 +272,13 @@ class Replica:
         """Where a prompt's chunks are, and what each replica of our namespace would reuse.
 
         Raises:
-            ExplainError: there is no tokenizer, or it does not take this.
+            ExplainError: the engine has no tokenizer, or the tokenizer rejects the question.
         """
-        if self.chunker is None:
+        chunker = self._engine.chunker
+        if chunker is None:
             raise ExplainError(f"replica {self._incarnation} does not know its tokenizer")
         async with self._explaining:
-            chunked = await asyncio.to_thread(self.chunker, question)
+            chunked = await asyncio.to_thread(chunker, question)
         return explanation(
             chunked,
             incarnation=self._incarnation,
@@ -313,9 +298,9 @@ class Replica:
         ).run()
 
     def stats(self) -> dict[str, Any]:
-        """Figures of this replica since its start, without asking anybody."""
+        """Since the replica's start; JSON-able, without any I/O."""
         return {
-            **self._engine_stats(),
+            **self._engine.stats(),
             **replica_stats(
                 self._fetcher.counts,
                 row_bytes=self._region.row_bytes,

@@ -19,7 +19,7 @@ import contextlib
 import logging
 import random
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -42,6 +42,7 @@ from xinference_xavier.replica.mirror import Mirror
 from xinference_xavier.replica.publisher import Publisher, PublisherCounters
 from xinference_xavier.runtime.deadline import within
 from xinference_xavier.runtime.validate import check_count
+from xinference_xavier.tiers.base import Claim
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from tests.engine.scheduling import CHUNK, ROW_BYTES
 from xinference_xavier.engine.policy.cost_model import BELIEVED, CostModel
 from xinference_xavier.engine.policy.fetch_rate import NEVER
 from xinference_xavier.pool.pool import Row
-from xinference_xavier.replica.fetcher import Fetch
+from xinference_xavier.tiers.base import Fetch
 
 PREFILL = 1000.0
 """Tokens per second."""
@@ -115,14 +115,14 @@ def test_what_is_still_slow_is_computed_again() -> None:
 def test_how_good_the_forecast_was() -> None:
     peer = Peer()
     peer.learn(0.0, 0.1)
-    choices = peer.forecast.choices
-    before = replace(choices)
+    decisions = peer.forecast.decisions
+    before = replace(decisions)
     peer.fetch(20, 3.0)
-    assert choices.predictions == before.predictions + 1 == 6, "the first two had none"
-    assert choices.error_s - before.error_s == pytest.approx(1.0)
-    assert choices.expected_s - before.expected_s == pytest.approx(2.0)
-    assert choices.took_s - before.took_s == pytest.approx(3.0)
-    assert (before.lost, choices.lost) == (0, 1), "computing takes 2.56 s"
+    assert decisions.predictions == before.predictions + 1 == 6, "the first two had none"
+    assert decisions.error_s - before.error_s == pytest.approx(1.0)
+    assert decisions.expected_s - before.expected_s == pytest.approx(2.0)
+    assert decisions.took_s - before.took_s == pytest.approx(3.0)
+    assert (before.lost, decisions.lost) == (0, 1), "computing takes 2.56 s"
     report = peer.forecast.report()
     assert report["predictions"] == 6
     assert report["rates"]["a"]["transport"] == "gloo"

@@ -8,6 +8,7 @@ import pytest
 
 from tests.engine.scheduling import Request, Scheduling, chunks
 from xinference_xavier.engine.policy.cost_model import BELIEVED
+from xinference_xavier.engine.policy.donor_selection import FetchPolicy
 
 PREFILL = 1000.0
 """Tokens per second: a chunk takes 0.128 s."""
@@ -17,7 +18,7 @@ class Engine(Scheduling):
     """A manager that chooses, over a pool of 512 rows; computes a chunk in 0.128 s."""
 
     def __init__(self) -> None:
-        super().__init__(slots=512, choose=True)
+        super().__init__(slots=512, policy=FetchPolicy.ADAPTIVE)
         self.manager.prefill_rate.tokens_per_second = PREFILL
         self._prompts = 0
 
@@ -29,7 +30,7 @@ class Engine(Scheduling):
         return self.arrive(f"request {self._prompts}", keys)
 
     def learn(self, overhead: float, each: float, peer: str = "a") -> None:
-        self.manager._sources.choose = False
+        self.manager.tier_lookup._selection.policy = FetchPolicy.FIXED_THRESHOLD
         for count in (4, 4, 40, 10, 40):
             request = self.ask(count, peer)
             assert self.attempt(request) is None
@@ -39,7 +40,7 @@ class Engine(Scheduling):
             assert self.attempt(request) == count
             self.finish(request)
             self.end_step()
-        self.manager._sources.choose = True
+        self.manager.tier_lookup._selection.policy = FetchPolicy.ADAPTIVE
 
     def steps(self, seconds: dict[int, float]) -> None:
         """Of 1,000 tokens each, that took so long with so many before them."""
@@ -83,7 +84,7 @@ def test_it_tries_again_after_a_while() -> None:
 def test_it_does_not_ask_where_the_user_has_said_it() -> None:
     vllm = Engine()
     vllm.learn(0.0, 1.0)
-    vllm.manager._sources.choose = False
+    vllm.manager.tier_lookup._selection.policy = FetchPolicy.FIXED_THRESHOLD
     assert vllm.attempt(vllm.ask(2)) is None
     assert vllm.attempt(vllm.ask(1)) == 0
     assert vllm.choices["computed"] == 0
@@ -117,7 +118,7 @@ def of_each_donor(vllm: Engine, request: Request) -> dict[str, int]:
     """How many rows the request fetches from whom."""
     before = len(vllm.replica.fetches)
     assert vllm.attempt(request) is None
-    return {fetch.donor: len(fetch.rows) for fetch in vllm.replica.fetches[before:]}
+    return {fetch.source: len(fetch.rows) for fetch in vllm.replica.fetches[before:]}
 
 
 class TestSeveralDonors:

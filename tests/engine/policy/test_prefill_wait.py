@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from xinference_xavier.engine.policy.prefill_wait import Wait, WaitCounts
-from xinference_xavier.replica.tracker_client import Claim
+from xinference_xavier.tiers.base import Claim
 
 KEYS = [bytes([number]) for number in range(100)]
 CHUNK = 0.1

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from xinference_xavier.engine.policy.fetch_rate import NEVER, FetchRate
-from xinference_xavier.replica.fetcher import Fetch
+from xinference_xavier.tiers.base import Fetch
 
 BELIEVED = 30.0
 _MAX_PEERS = 100
@@ -53,7 +53,7 @@ class _Peer:
 
 class CostModel:
     def __init__(self, *, row_bytes: int) -> None:
-        self.choices = Decisions()
+        self.decisions = Decisions()
         self._row_bytes = row_bytes
         self._peers: OrderedDict[str, _Peer] = OrderedDict()  # the last one tried is the last
         self._begun: dict[Fetch, _Begun] = {}
@@ -93,29 +93,29 @@ class CostModel:
 
     def begun(self, fetch: Fetch, computing: float | None, now: float) -> None:
         """A fetch that spares so many seconds of computing."""
-        rate = self._believed(fetch.donor, now)
+        rate = self._believed(fetch.source, now)
         expected = None if rate is None else rate.seconds(len(fetch.rows))
         self._begun[fetch] = _Begun(now, expected, computing)
-        self._peers.setdefault(fetch.donor, _Peer()).tried = now
-        self._peers.move_to_end(fetch.donor)
+        self._peers.setdefault(fetch.source, _Peer()).tried = now
+        self._peers.move_to_end(fetch.source)
         if len(self._peers) > _MAX_PEERS:
             self._peers.popitem(last=False)
 
     def ended(self, fetch: Fetch) -> None:
         """Does nothing but the first time for each fetch."""
         begun = self._begun.pop(fetch, None)
-        peer = self._peers.get(fetch.donor)
+        peer = self._peers.get(fetch.source)
         if begun is None or peer is None or not fetch.committed:
             return
         self._learn(peer, fetch, begun.at)
-        choices = self.choices
+        decisions = self.decisions
         if begun.computing is not None and fetch.seconds > begun.computing:
-            choices.lost += 1
+            decisions.lost += 1
         if begun.expected is not None and len(fetch.committed) == len(fetch.rows):
-            choices.predictions += 1
-            choices.expected_s += begun.expected
-            choices.took_s += fetch.seconds
-            choices.error_s += abs(fetch.seconds - begun.expected)
+            decisions.predictions += 1
+            decisions.expected_s += begun.expected
+            decisions.took_s += fetch.seconds
+            decisions.error_s += abs(fetch.seconds - begun.expected)
 
     def _learn(self, peer: _Peer, fetch: Fetch, began: float) -> None:
         known = fetch.transport in peer.rates
@@ -141,4 +141,4 @@ class CostModel:
                     "overhead_s": line.overhead,
                     "bytes_per_s": self._row_bytes / line.each if line.each else None,
                 }
-        return {**asdict(self.choices), "rates": rates}
+        return {**asdict(self.decisions), "rates": rates}

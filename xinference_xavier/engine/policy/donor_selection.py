@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Mapping, Sequence
+from enum import Enum, auto
 from typing import NamedTuple
 
 from xinference_xavier.engine.compat import known_keys
@@ -16,47 +17,52 @@ from xinference_xavier.engine.policy.cost_model import CostModel
 from xinference_xavier.engine.policy.prefill_rate import PrefillRate
 from xinference_xavier.engine.request import GROUP, Request
 from xinference_xavier.pool.pool import Pool
-from xinference_xavier.replica.mirror import Mirror
+from xinference_xavier.tiers.base import Tier
 
 _CLEARLY = 0.8  # of the time
 
 
+class FetchPolicy(Enum):
+    ADAPTIVE = auto()  # fetch where that is expected to be quicker than computing
+    FIXED_THRESHOLD = auto()  # fetch every run of at least `min_fetch_tokens`
+
+
 class FetchPlan(NamedTuple):
-    """What is to be fetched from several donors at once, as many rows from each."""
+    """`keys`, to be divided equally among `donors`."""
 
     donors: list[str]
     keys: list[bytes]
-    computing: float | None  # seconds that it spares; None if nobody knows
+    prefill_seconds: float | None  # that it saves; None if unknown
 
 
 class DonorSelection:
     def __init__(
         self,
         pool: Pool,
+        tier: Tier,
         prefill_rate: PrefillRate,
-        forecast: CostModel,
+        cost_model: CostModel,
         *,
         chunk_tokens: int,
         min_fetch_tokens: int,
-        choose: bool,
+        policy: FetchPolicy,
     ) -> None:
-        """With `choose`, longer runs than `min_fetch_tokens` are fetched where that is expected to
-        be quicker than computing them; without, in any case."""
-        self.mirror: Mirror
+        """Runs shorter than `min_fetch_tokens` are never fetched."""
         self.min_chunks = max(1, -(-min_fetch_tokens // chunk_tokens))
-        self.choose = choose
+        self.policy = policy
         self._pool = pool
+        self._tier = tier
         self._prefill_rate = prefill_rate
-        self._cost_model = forecast
+        self._cost_model = cost_model
         self._chunk_tokens = chunk_tokens
 
-    def computing(self, place: int, chunks: int) -> float | None:
-        """The seconds that the chunks of a prompt from `place` on take; None if nobody knows."""
+    def prefill_seconds(self, place: int, chunks: int) -> float | None:
+        """Seconds to compute `chunks` chunks of a prompt from `place` on; None if unknown."""
         first = place * self._chunk_tokens
         return self._prefill_rate.seconds(first, first + chunks * self._chunk_tokens)
 
     def is_worth_fetching(
-        self, key: bytes, holders: tuple[str, ...], request: Request, now: float
+        self, key: bytes, holders: Sequence[str], request: Request, now: float
     ) -> bool:
         """Whether a peer holds enough chunks from `key` on, but for those that are here.
 
@@ -73,12 +79,12 @@ class DonorSelection:
         enough = place + self.min_chunks
         if not request.computes and any(self._reaches(peer, group, enough) for peer in holders):
             request.computes = True
-            self._cost_model.choices.computed += 1
+            self._cost_model.decisions.computed += 1
         return False
 
     def may_become_worth_fetching(self, key: bytes, request: Request, now: float) -> bool:
         """False where even all that is to come from `key` on would be computed sooner."""
-        holders = self.mirror.holders(key)
+        holders = self._tier.holders(key)
         if not holders:
             return True
         group = request.group_of(key)
@@ -102,13 +108,13 @@ class DonorSelection:
 
         donors.sort(key=rank)
         best = donors[0]
-        if self.choose and len({key[GROUP] for key in keys}) == 1:
+        if self.policy is FetchPolicy.ADAPTIVE and len({key[GROUP] for key in keys}) == 1:
             keys = keys[: self._cost_model.rows_within(best, deadline - now, now)]
         place, chunks = self._spared(keys, request)
         if not chunks or chunks < self._least(best, request, place, chunks, now):
             return None
         count = self._sharers(donors, len(keys), busy)
-        return FetchPlan(donors[:count], keys, self.computing(place, chunks))
+        return FetchPlan(donors[:count], keys, self.prefill_seconds(place, chunks))
 
     def _sharers(self, donors: Sequence[str], rows: int, busy: Mapping[str, int]) -> int:
         """Among how many of the donors, the best first, a fetch is divided: with each one more it
@@ -128,7 +134,7 @@ class DonorSelection:
 
     def _longest_run(self, keys: Sequence[bytes]) -> tuple[list[str], list[bytes]]:
         """The longest run from the first key on that a peer holds, and all that hold it."""
-        holders = self.mirror.holders
+        holders = self._tier.holders
 
         def run(donor: str) -> int:
             return sum(1 for _ in itertools.takewhile(lambda key: donor in holders(key), keys))
@@ -153,10 +159,10 @@ class DonorSelection:
     def _least(self, peer: str, request: Request, place: int, chunks: int, now: float) -> int:
         """How many chunks are worth a fetch from this peer, if each takes to be computed what these
         `chunks` from `place` on do in the mean."""
-        if not self.choose:
+        if self.policy is FetchPolicy.FIXED_THRESHOLD:
             return self.min_chunks
         groups = len({key[GROUP] for key in known_keys(request.context)}) or 1
-        seconds = self.computing(place, chunks)
+        seconds = self.prefill_seconds(place, chunks)
         each = None if seconds is None else seconds / chunks
         return max(self.min_chunks, self._cost_model.least(peer, groups, each, now))
 
@@ -165,4 +171,4 @@ class DonorSelection:
         if count > len(group):
             return False
         last = group[count - 1]
-        return peer in self.mirror.holders(last) or self._pool.lookup(last) is not None
+        return peer in self._tier.holders(last) or self._pool.lookup(last) is not None

@@ -15,7 +15,7 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from xinference_xavier.replica.tracker_client import Claim
+from xinference_xavier.tiers.base import Claim
 
 WORTH_ASKING = 1.0
 """Seconds of computing: some two hundred round trips to the tracker."""

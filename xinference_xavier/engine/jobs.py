@@ -1,0 +1,60 @@
+"""Rows that vLLM's workers write (stores) or read (loads). Belongs to the scheduler thread."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from xinference_xavier.pool.pool import Pool, Row
+
+
+class Jobs:
+    """After a reset vLLM no longer reports the jobs under way. Their rows stay in quarantine until
+    a later job has ended: jobs of one direction end in order."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+        self._stores: dict[bytes, Row] = {}
+        self._loads: dict[str, list[Row]] = {}  # by request, pinned
+        self._stale_stores: list[Row] = []
+        self._stale_loads: list[Row] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._stores or self._loads)
+
+    def begin_store(self, rows: Sequence[Row]) -> None:
+        self._stores.update((row.key, row) for row in rows)
+
+    def end_store(self, keys: Iterable[bytes], success: bool) -> list[Row]:
+        """Returns the rows that are READY now."""
+        self.free_stale()
+        rows = [self._stores.pop(key) for key in keys]
+        if success:
+            return [row for row in rows if self._pool.commit(row)]
+        for row in rows:
+            self._pool.abort(row)
+        return []
+
+    def begin_load(self, req_id: str, rows: list[Row]) -> None:
+        """The rows are pinned."""
+        self._loads[req_id] = rows
+
+    def loading(self, req_id: str) -> Sequence[Row]:
+        return self._loads.get(req_id, ())
+
+    def end_load(self, req_id: str) -> None:
+        self.free_stale()
+        self._pool.unpin(self._loads.pop(req_id))
+
+    def reset(self) -> None:
+        self._stale_stores += self._stores.values()
+        self._stores.clear()
+        for rows in self._loads.values():
+            self._stale_loads += rows
+        self._loads.clear()
+
+    def free_stale(self) -> None:
+        """No job from before the last reset is under way."""
+        for row in self._stale_stores:
+            self._pool.abort(row)
+        self._pool.unpin(self._stale_loads)
+        self._stale_stores, self._stale_loads = [], []

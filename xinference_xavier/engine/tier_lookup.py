@@ -1,0 +1,238 @@
+"""Answers lookups for chunks that the pool lacks: fetch them, wait for a peer, or compute.
+
+A request's way through `lookup`, one scheduling attempt ("pass") after the other:
+
+    first pass     RETRY for each chunk that the tier holds, MISS at the end
+    end_pass       one fetch per chosen donor begins for the chunks that got a RETRY
+    further passes RETRY while the fetches are pending and the request has time left
+    then           HIT for the chunks that arrived, MISS for the rest; once more if all arrived
+
+Before a long MISS: RETRY until the tracker has said whether a peer is computing the prefix, and for
+as long as waiting for that peer is expected to pay (`Wait`).
+
+Belongs to the scheduler thread. Every method returns at once, except for what an idle engine waits
+for (`IdleWait`).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable
+
+from vllm.v1.kv_offload.base import LookupResult
+
+from xinference_xavier.engine.compat import known_keys
+from xinference_xavier.engine.idle import IdleWait
+from xinference_xavier.engine.policy.cost_model import CostModel
+from xinference_xavier.engine.policy.donor_selection import DonorSelection
+from xinference_xavier.engine.policy.prefill_wait import WORTH_ASKING, Wait, WaitCounts
+from xinference_xavier.engine.request import GROUP, Fetches, Request
+from xinference_xavier.engine.steps import Steps
+from xinference_xavier.pool.pool import Pool, Reservation
+from xinference_xavier.tiers.base import Fetch, Tier
+
+Reserve = Callable[[Iterable[bytes], list[bytes]], Reservation]
+"""Reserves rows for keys, given all keys of their prefix."""
+
+
+class TierLookup:
+    def __init__(
+        self,
+        pool: Pool,
+        tier: Tier,
+        *,
+        selection: DonorSelection,
+        cost_model: CostModel,
+        steps: Steps,
+        reserve: Reserve,
+        chunk_tokens: int,
+        fetch_timeout: float,
+        clock: Callable[[], float],
+    ) -> None:
+        """`fetch_timeout` bounds, in seconds, how long a request waits for its fetches together."""
+        self._pool = pool
+        self._tier = tier
+        self._selection = selection
+        self._cost_model = cost_model
+        self._steps = steps
+        self._reserve = reserve
+        self._chunk_tokens = chunk_tokens
+        self._fetch_timeout = fetch_timeout
+        self._clock = clock
+        self.fetches = Fetches(pool, cost_model, fetch_timeout)
+        self.idle_wait = IdleWait()
+        self.wait_counts = WaitCounts()
+        self.longest_scheduling_wait = 0.0  # seconds of a request's waiting that we caused
+        self.step_tokens = chunk_tokens  # the most that the engine computes in one step
+        self._to_fetch: dict[str, Request] = {}  # requests with a RETRY in this pass
+        # Requests deferred in this pass, by group, with the seconds that they can spare.
+        self._deferred: dict[tuple[str, bytes], float] = {}
+
+    # -- called by the manager ----------------------------------------------------------------
+
+    def lookup(self, key: bytes, request: Request) -> LookupResult:
+        """For a key without a READY row."""
+        if request.fetches:
+            self.idle_wait.before_retry(request.pending)
+            if request.pending and self._has_time(request):
+                # One RETRY per group defers the request; MISS for the rest ends the scan early.
+                if key not in request.first:
+                    return LookupResult.MISS
+                self._deferred[request.req_id, key[GROUP]] = 0.0
+                return LookupResult.RETRY
+            self.conclude(request)
+            if self._pool.lookup(key) is not None:  # it arrived since the manager looked
+                return LookupResult.HIT
+        if request.given_up or not (self._has_time(request) or self._is_waiting(request)):
+            return LookupResult.MISS
+        if self._can_fetch(key, request):
+            request.wanted.append(key)
+            self._to_fetch[request.req_id] = request
+            return LookupResult.RETRY
+        if not request.wanted and self._waits_for_peer(key, request):
+            return LookupResult.RETRY
+        return LookupResult.MISS
+
+    def conclude(self, request: Request) -> None:
+        """The request waits for its fetches no longer."""
+        if request.fetches:
+            request.conclude()
+            waited = self._steps.idle_time(self._clock()) - request.pending_since
+            self.longest_scheduling_wait = max(self.longest_scheduling_wait, waited)
+
+    def end_pass(self) -> None:
+        """The scheduler has looked up all it wants to in this step."""
+        begun: list[Fetch] = []
+        for request in self._to_fetch.values():
+            begun += self._begin_fetches(request)
+            request.wanted = []
+        self._to_fetch.clear()
+        if self.fetches:
+            self.fetches.settle(self._clock())
+        pause = min(self._deferred.values(), default=0.0)
+        self._deferred.clear()
+        self.idle_wait.schedule_ended(begun[-1] if begun else None, pause)
+
+    def scheduled(self, request: Request) -> None:
+        """The request waits for nothing any more."""
+        self.conclude(request)
+        if request.wait is not None:
+            request.wait.count(self.wait_counts, self._clock())
+        self.fetches.stop_waiting(request.req_id)
+
+    def finished(self, request: Request) -> None:
+        self.fetches.stop_waiting(request.req_id)
+        self._to_fetch.pop(request.req_id, None)
+        if request.wait is not None:
+            request.wait.count(self.wait_counts, self._clock())
+            if not request.wait.claim.held_by_peer:
+                self._tier.release_claim(request.wait.claim)
+
+    def reset(self, requests: Iterable[Request]) -> None:
+        """All chunks are void; requests that waited for some compute instead."""
+        for request in requests:
+            request.given_up |= bool(request.fetches) or request.wait is not None
+            request.fetches = []
+            request.wanted = []
+        self._to_fetch.clear()
+        self.fetches.reset()
+        self._tier.reset()
+
+    # -- fetching -----------------------------------------------------------------------------
+
+    def _has_time(self, request: Request) -> bool:
+        return request.deadline is None or self._clock() < request.deadline
+
+    def _can_fetch(self, key: bytes, request: Request) -> bool:
+        if self.fetches.bringing(key) is not None:
+            return True
+        if not self._tier.ready:
+            return False
+        holders = self._tier.holders(key)
+        if not holders or self._pool.holds(key):
+            return False
+        if request.wanted:
+            return True
+        return self._selection.is_worth_fetching(key, holders, request, self._clock())
+
+    def _begin_fetches(self, request: Request) -> list[Fetch]:
+        """Returns the fetches that are new; other requests may have begun some already."""
+        now = self._clock()
+        if request.deadline is None or now >= request.deadline:
+            request.deadline = now + self._fetch_timeout
+            request.pending_since = self._steps.idle_time(now)
+        begun: list[Fetch] = []
+        fetches = self.fetches.bringing_run(request.wanted)
+        if not fetches:
+            fetches = begun = self._new_fetches(request, request.deadline, now)
+        if not fetches:
+            request.given_up = True
+            return []
+        request.waits_for(fetches)
+        for fetch in fetches:
+            self.fetches.wait(request.req_id, fetch)
+        return begun
+
+    def _new_fetches(self, request: Request, deadline: float, now: float) -> list[Fetch]:
+        plan = self._selection.plan(request, deadline, self.fetches.by_source(), now)
+        if plan is None:
+            return []
+        rows = self._reserve(plan.keys, known_keys(request.context) or request.wanted).rows
+        parts = min(len(plan.donors), len(rows))
+        fetches = []
+        for part, donor in enumerate(plan.donors[:parts]):
+            its_rows = rows[len(rows) * part // parts : len(rows) * (part + 1) // parts]
+            for row in its_rows:
+                row.replicated_from = donor
+            fetch = self._tier.submit_load(donor, its_rows, deadline, request.trace_headers)
+            if fetch is not None:
+                self.fetches.add(fetch)
+                self._cost_model.begun(fetch, plan.prefill_seconds, now)
+                fetches.append(fetch)
+        self._cost_model.decisions.fetched += bool(fetches)
+        return fetches
+
+    # -- waiting for a peer that computes -----------------------------------------------------
+
+    def _waits_for_peer(self, key: bytes, request: Request) -> bool:
+        """True once per pass and group, which defers the request."""
+        if not request.asked:
+            request.asked = True
+            request.wait = self._ask(key, request)
+        if request.wait is None:
+            return False
+        group = (request.req_id, key[GROUP])
+        if group in self._deferred or not self._is_waiting(request):
+            return False
+        if not self._selection.may_become_worth_fetching(key, request, self._clock()):
+            return False
+        self._deferred[group] = request.wait.pause
+        request.deadline = None  # it limits fetches only
+        return True
+
+    def _is_waiting(self, request: Request) -> bool:
+        wait, ready = request.wait, self._tier.ready
+        return wait is not None and ready and wait.goes_on(self._is_computed, self._clock())
+
+    def _ask(self, key: bytes, request: Request) -> Wait | None:
+        """Ask who computes the prefix from `key` on, if computing it takes long enough."""
+        if not self._tier.ready or self._tier.holders(key):  # held, but not worth fetching
+            return None
+        group = request.group_of(key)
+        rest = list(itertools.dropwhile(lambda other: other != key, group))
+        place = len(group) - len(rest)
+
+        def local_seconds(chunks: int) -> float:
+            return self._selection.prefill_seconds(place, chunks) or 0.0
+
+        seconds = local_seconds(len(rest))
+        if seconds < WORTH_ASKING or len(rest) < self._selection.min_chunks:
+            return None
+        claim = self._tier.claim(rest, seconds)
+        if claim is None:
+            return None
+        step = -(-self.step_tokens // self._chunk_tokens)
+        return Wait(claim, local_seconds, step, self._clock())
+
+    def _is_computed(self, key: bytes) -> bool:
+        return bool(self._tier.holders(key)) or self._pool.lookup(key) is not None

@@ -1,0 +1,118 @@
+"""The contract between the scheduler and a tier, a place that rows of the pool are filled from.
+
+Peers are the first tier (`replica.peer_tier`). `tiers.memory` is the smallest one.
+
+Memory: the caller reserves rows in the pool and hands them to `submit_load`. The tier alone writes
+them until it commits them, pinned once, or aborts them. If a slot may still be written after the
+fetch has ended, the tier quarantines its row first.
+
+Life cycle: a tier is made with its pool, is `ready` as long as it can load, and may become ready
+again. Its owner closes it.
+
+Threading: the scheduler thread calls every method here, and each returns at once. A tier works in
+threads of its own and reports through the `Fetch`, which one thread writes and any thread reads.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from enum import Enum, auto
+
+from xinference_xavier.pool.pool import Row
+
+
+class FetchState(Enum):
+    PENDING = auto()
+    COMMITTED = auto()
+    ROLLED_BACK = auto()
+
+
+class Fetch:
+    """One load of rows from one source of a tier.
+
+    `deadline` is in `time.monotonic()` seconds. `trace_headers` are those of the request that
+    began the fetch, if it is traced. `seconds` is the fetch's duration, once it has ended.
+    `reason` says why it was rolled back.
+    """
+
+    def __init__(
+        self,
+        source: str,
+        rows: list[Row],
+        deadline: float,
+        trace_headers: Mapping[str, str] | None = None,
+    ) -> None:
+        self.source = source
+        self.rows = rows
+        self.deadline = deadline
+        self.trace_headers = trace_headers
+        self.began = time.monotonic()
+        self.transport = ""  # until one is chosen
+        self.committed: list[Row] = []  # the leading rows that arrived, pinned once
+        self.reason: str | None = None
+        self.seconds = 0.0
+        self.state = FetchState.PENDING
+        self.ended = threading.Event()
+
+
+class Claim:
+    """A prefix that a request wants to compute: `keys` in order, in about `seconds`.
+
+    `held_by_peer` is how many of the first keys a peer is computing, 0 if they are ours to
+    compute, None until the answer is there. One thread writes it, once; any thread reads it.
+    """
+
+    def __init__(self, keys: Sequence[bytes], seconds: float) -> None:
+        self.keys = keys
+        self.seconds = seconds
+        self.held_by_peer: int | None = None
+
+
+class Tier(ABC):
+    @property
+    @abstractmethod
+    def ready(self) -> bool:
+        """Whether `holders` and `submit_load` may be used."""
+
+    @abstractmethod
+    def holders(self, key: bytes) -> Sequence[str]:
+        """The sources that hold the chunk. A hint: a stale one costs a fetch, not a wrong byte."""
+
+    @abstractmethod
+    def submit_load(
+        self,
+        source: str,
+        rows: list[Row],
+        deadline: float,
+        trace_headers: Mapping[str, str] | None = None,
+    ) -> Fetch | None:
+        """Begin to fill the reserved rows from `source`.
+
+        Returns None, with the rows aborted, if the tier is closed or overloaded.
+        """
+
+    def claim(self, keys: Sequence[bytes], seconds: float) -> Claim | None:
+        """Ask whether somebody else computes the chunks; None if there is nobody to ask."""
+        return None
+
+    def release_claim(self, claim: Claim) -> None:  # noqa: B027  # no claims, nothing to release
+        """The request behind the claim has ended."""
+
+    @abstractmethod
+    def on_stored(self, rows: Sequence[Row]) -> None:
+        """The engine stored these rows: they are READY."""
+
+    @abstractmethod
+    def on_evicted(self, keys: Sequence[bytes]) -> None:
+        """The pool evicted these chunks."""
+
+    @abstractmethod
+    def reset(self) -> None:
+        """Forget all chunks: the engine's weights may have changed."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Refuse further work. Fetches under way end by their deadlines."""
