@@ -69,19 +69,6 @@ class ClientCounters(PublisherCounters):
     claim_failures: int = 0
 
 
-class Claim:
-    """The chunks that a request wants to compute: ordered `keys`, in about `seconds`.
-
-    `held_by_peer` is how many of the first keys a peer is computing, 0 if they are ours to compute,
-    None until the tracker has answered. Written once, by one thread; read by any.
-    """
-
-    def __init__(self, keys: Sequence[bytes], seconds: float) -> None:
-        self.keys = keys
-        self.seconds = seconds
-        self.held_by_peer: int | None = None
-
-
 class TrackerClient:
     """Membership of one replica.
 
