@@ -1,0 +1,47 @@
+"""docs/architecture.md walks through one remote hit: short, straight, and with names that exist."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+MAX_MODULES = 24
+ROW = re.compile(r"^\| (engine|replica|transfer) \| `(\S+\.py)` \| `(\w+)\.(\w+)` \| ", re.M)
+
+
+class Stop(NamedTuple):
+    room: str
+    file: str
+    class_name: str
+    function: str
+
+
+WALK = [Stop(*row) for row in ROW.findall((ROOT / "docs/architecture.md").read_text())]
+
+
+def test_each_room_is_entered_once_on_the_way_out_and_once_on_the_way_back() -> None:
+    rooms = [room for room, _ in itertools.groupby(stop.room for stop in WALK)]
+    assert rooms == ["engine", "replica", "transfer", "replica", "engine"]
+
+
+def test_it_leads_through_few_modules() -> None:
+    assert len({stop.file for stop in WALK}) <= MAX_MODULES
+
+
+@pytest.mark.parametrize("stop", WALK, ids=lambda stop: f"{stop.class_name}.{stop.function}")
+def test_each_stop_exists(stop: Stop) -> None:
+    assert stop.file.split("/")[0] in (stop.room, "pool", "tiers"), "in its room, or shared"
+    module = ast.parse((ROOT / "xinference_xavier" / stop.file).read_text())
+    (found,) = (
+        node
+        for node in module.body
+        if isinstance(node, ast.ClassDef) and node.name == stop.class_name
+    )
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+    assert stop.function in {node.name for node in found.body if isinstance(node, functions)}
