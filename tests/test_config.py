@@ -6,9 +6,8 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
+from tests.launch_options import parsed, refusal
 from xinference_xavier.config import (
     ENABLE,
     MAX_DEFAULT_POOL_BYTES,
@@ -21,16 +20,6 @@ from xinference_xavier.config import (
 from xinference_xavier.errors import ConfigError
 
 GiB = 1 << 30
-
-
-def parsed(**options: Any) -> dict[str, Any]:
-    return dict(take_launch_options({ENABLE: True, **options}).values)
-
-
-def refusal(**options: Any) -> str:
-    with pytest.raises(ConfigError) as caught:
-        take_launch_options({ENABLE: True, **options})
-    return str(caught.value)
 
 
 @pytest.mark.parametrize("yes", [True, 1, "1", "true", "True", " TRUE ", "yes", "on"])
@@ -71,131 +60,6 @@ def test_the_same_option_in_both_spellings_is_refused() -> None:
 
 def test_none_means_not_given() -> None:
     assert parsed(xavier_pool_bytes=None, xavier_host=None) == {}
-
-
-@pytest.mark.parametrize(
-    ("written", "size"),
-    [
-        (4294967296, 4 * GiB),
-        ("4294967296", 4 * GiB),
-        ("4GiB", 4 * GiB),
-        ("4 gib", 4 * GiB),
-        ("512MiB", 512 << 20),
-        ("2GB", 2_000_000_000),
-        ("1.5GiB", 3 * GiB // 2),
-        ("64kB", 64_000),
-        ("1TiB", 1 << 40),
-        ("100B", 100),
-    ],
-)
-def test_sizes(written: object, size: int) -> None:
-    assert parsed(xavier_pool_bytes=written) == {"pool_bytes": size}
-
-
-@pytest.mark.parametrize(
-    "wrong", ["4QiB", "GiB", "4.GiB", "-1", "1e9", "", "4 GiB extra", 1.5, True, [], "٤GiB"]
-)
-def test_malformed_sizes_are_refused(wrong: object) -> None:
-    assert "is not a size" in refusal(xavier_pool_bytes=wrong)
-
-
-@pytest.mark.parametrize("wrong", [0, -1, "0", "0GiB", "0.1B"])
-def test_sizes_are_positive(wrong: object) -> None:
-    assert "is not positive" in refusal(xavier_pool_bytes=wrong)
-
-
-@given(st.integers(min_value=1, max_value=1 << 60))
-def test_every_byte_count_is_exact(size: int) -> None:
-    assert parsed(xavier_pool_bytes=str(size)) == parsed(xavier_pool_bytes=size)
-    assert parsed(xavier_pool_bytes=f"{size}KiB") == {"pool_bytes": size << 10}
-
-
-@pytest.mark.parametrize("wrong", [0, -128, "0", "many", 1.5, True, "12.0", []])
-def test_chunk_tokens_are_a_positive_whole_number(wrong: object) -> None:
-    assert "xavier_chunk_tokens=" in refusal(xavier_chunk_tokens=wrong)
-
-
-def test_a_hook_is_named_by_module_and_function() -> None:
-    assert parsed(xavier_hooks="ops.pager:tell") == {"hooks": "ops.pager:tell"}
-    for wrong in ("ops.pager", "ops pager:tell", 7):
-        assert "does not name a function" in refusal(xavier_hooks=wrong)
-
-
-def test_min_fetch_tokens_may_be_zero_but_not_negative() -> None:
-    assert parsed(xavier_min_fetch_tokens="0") == {"min_fetch_tokens": 0}
-    assert "is negative" in refusal(xavier_min_fetch_tokens=-1)
-
-
-@pytest.mark.parametrize("seconds", [5, 0.25, "0.25", "5"])
-def test_fetch_timeout_is_in_seconds(seconds: Any) -> None:
-    assert parsed(xavier_fetch_timeout=seconds) == {"fetch_timeout": float(seconds)}
-
-
-@pytest.mark.parametrize(
-    "wrong", [0, -1, "nan", "inf", float("inf"), "5s", True, None.__class__, 10**400]
-)
-def test_fetch_timeout_is_positive_and_finite(wrong: object) -> None:
-    assert "xavier_fetch_timeout=" in refusal(xavier_fetch_timeout=wrong)
-
-
-def test_fetch_timeout_is_less_than_an_hour() -> None:
-    """Peers refuse a longer one, and all fetches would fail."""
-    assert parsed(xavier_fetch_timeout=3599) == {"fetch_timeout": 3599.0}
-    assert "is an hour or more" in refusal(xavier_fetch_timeout=3600)
-
-
-def test_transports() -> None:
-    assert parsed(xavier_transport="Gloo") == {"transport": "gloo"}
-    assert parsed(xavier_transport=" shared_memory ") == {"transport": "shared_memory"}
-    assert "use one of auto, gloo, shared_memory" in refusal(xavier_transport="nccl")
-
-
-@pytest.mark.parametrize("ports", ["40000-40100", " 40000 - 40100 ", [40000, 40100]])
-def test_port_range(ports: object) -> None:
-    assert parsed(xavier_port_range=ports) == {"port_range": (40000, 40100)}
-
-
-@pytest.mark.parametrize(
-    ("wrong", "reason"),
-    [
-        ("30000", "is not a range"),
-        (30000, "is not a range"),
-        ("a-b", "is not a range"),
-        ([30000, "30001"], "is not a range"),
-        ([1, 2, 3], "is not a range"),
-        ("30100-30000", "ends below its start"),
-        ("80-90", "leaves the ports a user may take"),
-        ("60000-70000", "leaves the ports a user may take"),
-        ("40000-40001", "is too small for a replica's engine"),
-    ],
-)
-def test_port_range_needs_three_ports_that_a_user_may_take(wrong: object, reason: str) -> None:
-    message = refusal(xavier_port_range=wrong)
-    assert reason in message
-    assert "at least 3 ports" in message
-
-
-@pytest.mark.parametrize("host", ["10.0.0.1", "node-1.cluster", "fe80::1%eth0"])
-def test_host(host: str) -> None:
-    assert parsed(xavier_host=host) == {"host": host}
-
-
-def test_a_bracketed_host_loses_its_brackets() -> None:
-    assert parsed(xavier_host="[::1]") == {"host": "::1"}
-
-
-@pytest.mark.parametrize(
-    ("wrong", "reason"),
-    [
-        ("10.0.0.1:80", "carries a port"),
-        ("0.0.0.0", "no address a peer can reach"),
-        ("::", "no address a peer can reach"),
-        ("a b", "is not a host"),
-        (7, "is not a host"),
-    ],
-)
-def test_a_host_is_an_address_without_port_that_peers_can_reach(wrong: object, reason: str) -> None:
-    assert reason in refusal(xavier_host=wrong)
 
 
 def test_an_unknown_name_is_answered_with_the_nearest_known() -> None:

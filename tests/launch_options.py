@@ -1,0 +1,20 @@
+"""What a launch makes of options."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from xinference_xavier.config import ENABLE, take_launch_options
+from xinference_xavier.errors import ConfigError
+
+
+def parsed(**options: Any) -> dict[str, Any]:
+    return dict(take_launch_options({ENABLE: True, **options}).values)
+
+
+def refusal(**options: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        take_launch_options({ENABLE: True, **options})
+    return str(caught.value)

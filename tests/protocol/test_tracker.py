@@ -1,0 +1,55 @@
+"""What a replica and its tracker send each other is checked where it arrives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from xinference_xavier.protocol.tracker import (
+    MAX_WEIGHTS_VERSION,
+    check_question,
+    check_weights_version,
+    pack,
+    unpack,
+)
+
+
+def test_packed_keys_come_out_as_they_were_in_order() -> None:
+    keys = [b"key2", b"key1", b"key3"]
+    assert unpack(pack(keys), 4) == keys
+    assert unpack(pack([]), 4) == []
+    with pytest.raises(ValueError, match="are not a multiple of the key length 5"):
+        unpack(pack(keys), 5)
+
+
+@pytest.mark.parametrize(
+    "question", [{"prompt": "why?"}, {"messages": [{"role": "user", "content": "why?"}]}]
+)
+def test_a_question_is_a_prompt_or_a_chat(question: dict[str, Any]) -> None:
+    check_question(question)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        None,
+        {},
+        {"prompt": ""},
+        {"prompt": "why?", "messages": []},
+        {"messages": []},
+        {"messages": ["why?"]},
+        {"messages": [{"content": "why?"}]},
+        {"messages": [{"role": "user", "content": float("nan")}]},
+    ],
+)
+def test_any_other_question_is_refused(wrong: object) -> None:
+    with pytest.raises(ValueError, match=r"question|message"):
+        check_question(wrong)
+
+
+def test_a_weights_version_is_a_short_text() -> None:
+    check_weights_version("x" * MAX_WEIGHTS_VERSION)
+    for wrong in ("", "x" * (MAX_WEIGHTS_VERSION + 1), 7, None):
+        with pytest.raises(ValueError, match="is not a text of 1 to 64 characters"):
+            check_weights_version(wrong)
