@@ -1,4 +1,4 @@
-"""Operators are told what happens, and whatever their function does harms nobody."""
+"""The operator's function gets the events, and whatever it does harms nothing else."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def event(number: int = 0) -> Event:
 
 
 def test_events_come_in_order_and_on_another_thread() -> None:
-    told: list[tuple[Event, int]] = []
-    hooks = Hooks(lambda each: told.append((each, threading.get_ident())))
+    calls: list[tuple[Event, int]] = []
+    hooks = Hooks(lambda each: calls.append((each, threading.get_ident())))
     events = [event(number) for number in range(100)]
     for each in events:
         hooks.notify(each)
-    wait_until(lambda: hooks.notified == 100, "all are told")
-    assert [each for each, _ in told] == events
-    assert {thread for _, thread in told} != {threading.get_ident()}
+    wait_until(lambda: hooks.notified == 100, "the hook got all of them")
+    assert [each for each, _ in calls] == events
+    assert {thread for _, thread in calls} != {threading.get_ident()}
 
 
 def test_without_a_hook_there_is_not_even_a_thread() -> None:
@@ -39,18 +39,18 @@ def test_without_a_hook_there_is_not_even_a_thread() -> None:
     assert threading.active_count() == before
 
 
-def test_one_that_raises_is_told_the_next_all_the_same(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_hook_that_raises_gets_the_next_event_too(caplog: pytest.LogCaptureFixture) -> None:
     def fail(each: Event) -> None:
         raise RuntimeError("the pager is broken")
 
     hooks = Hooks(fail)
     for number in range(3):
         hooks.notify(event(number))
-    wait_until(lambda: hooks.failed == 3, "all are told")
+    wait_until(lambda: hooks.failed == 3, "the hook got all of them")
     assert caplog.text.count("xavier_hooks failed") == 1, "logged once"
 
 
-def test_one_that_hangs_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hook_that_hangs_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_WAITING", 10)
     release, called = threading.Event(), threading.Event()
 
@@ -65,7 +65,7 @@ def test_one_that_hangs_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) ->
         hooks.notify(event(number))
     assert hooks.dropped == 40
     release.set()
-    wait_until(lambda: hooks.notified == 11, "those that waited are told")
+    wait_until(lambda: hooks.notified == 11, "the hook got the waiting ones")
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_one_that_hangs_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) ->
         ("json:__doc__", "is not a function; name one as module:function"),
     ],
 )
-def test_a_hook_that_is_none(path: str, reason: str) -> None:
+def test_an_invalid_hook_is_refused(path: str, reason: str) -> None:
     with pytest.raises(ConfigError) as refusal:
         load_hook(path)
     assert f"xavier_hooks='{path}' {reason}" in str(refusal.value)
@@ -85,7 +85,7 @@ def test_a_hook_that_is_none(path: str, reason: str) -> None:
 
 @pytest.fixture
 def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where processes started from now on record what they are told."""
+    """The file in which processes started from now on record events."""
     file = tmp_path / "events"
     file.touch()
     monkeypatch.setenv(FILE, str(file))
@@ -100,11 +100,11 @@ def own_tracker(recorded: Path) -> Iterator[TrackerProcess]:
 
 
 def events(file: Path, **fields: Any) -> list[dict[str, Any]]:
-    told = [json.loads(line) for line in file.read_text().splitlines()]
-    return [each for each in told if fields.items() <= each.items()]
+    recorded = [json.loads(line) for line in file.read_text().splitlines()]
+    return [each for each in recorded if fields.items() <= each.items()]
 
 
-def test_what_happens_to_replicas_is_told(recorded: Path, own_tracker: TrackerProcess) -> None:
+def test_the_hook_gets_the_events_of_replicas(recorded: Path, own_tracker: TrackerProcess) -> None:
     transports = {"consumer": "gloo", "donor": "gloo"}
     with replicas(own_tracker.address, transports, hooks=RECORD) as (consumer, donor):
         for name in transports:
@@ -115,18 +115,18 @@ def test_what_happens_to_replicas_is_told(recorded: Path, own_tracker: TrackerPr
         wait_until(lambda: consumer.holders(keys[0]) == ("donor",), "the index says")
         donor.forget(keys)
         consumer.fetch("donor", keys, 30.0)
-        wait_until(lambda: bool(events(recorded, event="FetchRolledBack")), "told")
+        wait_until(lambda: bool(events(recorded, event="FetchRolledBack")), "recorded")
         (fetch,) = events(recorded, event="FetchRolledBack")
         assert (fetch["incarnation"], fetch["donor"]) == ("consumer", "donor")
         assert (fetch["reason"], fetch["rows"], fetch["committed"]) == ("not held", 2, 0)
 
         donor.kill()
-        wait_until(lambda: bool(events(recorded, event="ReplicaLost")), "told")
+        wait_until(lambda: bool(events(recorded, event="ReplicaLost")), "recorded")
         assert events(recorded, event="ReplicaLost")[0]["incarnation"] == "donor"
         with replicas(own_tracker.address, {"donor": "gloo"}, hooks=RECORD):
-            wait_until(lambda: bool(events(recorded, event="ReplicaRecovered")), "told")
+            wait_until(lambda: bool(events(recorded, event="ReplicaRecovered")), "recorded")
 
         own_tracker.kill()
         lost = {"event": TrackerLost.__name__, "incarnation": "consumer"}
-        wait_until(lambda: bool(events(recorded, **lost)), "told")
+        wait_until(lambda: bool(events(recorded, **lost)), "recorded")
         assert not events(recorded, event=TrackerRegained.__name__)

@@ -1,6 +1,6 @@
-"""What happens to a model's sharing, as events; also as JSON, in which processes tell each other.
+"""The events of a model's sharing, and their form between processes.
 
-As JSON an event is a dictionary: `event`, the name of its class, and that class's fields.
+That form is a JSON object: `event` is the name of the class, the other keys are its fields.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Event:
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchRolledBack(Event):
-    """A launch failed, and nothing of it is left. `reason` is its error."""
+    """A launch failed and was undone. `reason` is its error."""
 
     reason: str
 
@@ -41,7 +41,7 @@ class ReplicaJoined(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaLost(Event):
-    """Its lease ended without a word from it."""
+    """Its lease expired: no heartbeat arrived."""
 
     replica: str
     incarnation: str
@@ -49,7 +49,7 @@ class ReplicaLost(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaRecovered(Event):
-    """It was lost and is back, perhaps as another incarnation."""
+    """A lost replica joined again, perhaps as another incarnation."""
 
     replica: str
     incarnation: str
@@ -58,7 +58,7 @@ class ReplicaRecovered(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class FetchRolledBack(Event):
-    """Not all of the wanted rows became hits: `committed` of `rows` did."""
+    """Only `committed` of the `rows` wanted became hits."""
 
     incarnation: str
     donor: str
@@ -87,7 +87,7 @@ class SharingSwitched(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class CacheFlushed(Event):
-    """An operator had `replicas` replicas forget what they hold."""
+    """An operator made `replicas` replicas drop what they hold."""
 
     replicas: int
 
@@ -97,12 +97,12 @@ MAX_EVENT_BYTES = 4096
 
 
 def event_dict(event: Event) -> dict[str, Any]:
-    """JSON-able."""
+    """The JSON form of `event`."""
     return {"event": type(event).__name__, **asdict(event)}
 
 
 def check_event(event: object) -> None:
-    """Of a peer. Raises ValueError."""
+    """Check an event in JSON form. Raises ValueError."""
     if not isinstance(event, Mapping):
         raise ValueError(f"event={shown(event)} is not a dictionary")
     kind, when = event.get("event"), event.get("time")
@@ -117,4 +117,4 @@ def check_event(event: object) -> None:
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"event={kind} cannot be written as JSON: {error}") from None
     if size > MAX_EVENT_BYTES:
-        raise ValueError(f"event={kind} takes {size} bytes, more than {MAX_EVENT_BYTES}")
+        raise ValueError(f"event={kind} has {size} bytes of JSON, more than {MAX_EVENT_BYTES}")

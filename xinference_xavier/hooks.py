@@ -1,12 +1,12 @@
-"""What happens to a model's sharing, told to a function of the operator's: `xavier_hooks`.
+"""Calls a function of the operator's, the option `xavier_hooks`, with the events of a model.
 
     def page_somebody(event: Event) -> None: ...
 
-Threading: the function is called on a thread of its own, one event after the other, in whichever
-process the event happens: launches at the supervisor, members where the tracker is, fetches and the
-tracker's absence at a replica. `Hooks.tell` returns at once. A function that raises is logged once
-and counted; one that hangs lets `MAX_WAITING` events wait and costs the later ones, which are
-counted too.
+Threading: the function is called on a thread of its own, one event after the other, in the process
+where the event happens: launches in the supervisor, joins and losses where the tracker runs,
+fetches and outages of the tracker in a replica. `Hooks.notify` returns at once. If the function
+raises, the first error is logged and further ones are counted. If it hangs, `MAX_WAITING` events
+wait, and later ones are dropped and counted.
 """
 
 from __future__ import annotations
@@ -25,12 +25,11 @@ logger = logging.getLogger(__name__)
 MAX_WAITING = 1000
 OPTION = "xavier_hooks"
 
-
 Hook = Callable[[Event], object]
 
 
 class Hooks:
-    """Tells `hook` of events; nobody, if there is none."""
+    """Calls `hook` with events; does nothing without one."""
 
     def __init__(self, hook: Hook | None = None) -> None:
         self._hook = hook
@@ -48,7 +47,7 @@ class Hooks:
         except queue.Full:
             self.dropped += 1
             if self.dropped == 1:
-                logger.error("%s does not return: events are dropped from now on", OPTION)
+                logger.error("%s does not return, dropping events", OPTION)
             return
         if self._thread is None:
             self._thread = threading.Thread(
@@ -65,19 +64,19 @@ class Hooks:
             except Exception:
                 self.failed += 1
                 if self.failed == 1:
-                    logger.exception("%s failed; later failures are only counted", OPTION)
+                    logger.exception("%s failed, further failures are only counted", OPTION)
 
 
 def load_hook(path: str) -> Hook:
-    """The function behind "module:function".
+    """Import the function named "module:function".
 
     Raises:
-        ConfigError: there is none in this process.
+        ConfigError: this process cannot import it, or it is not a function.
     """
     module, _, name = path.partition(":")
     try:
         hook = getattr(importlib.import_module(module), name)
-    except Exception as error:  # a module may raise anything while it is imported
+    except Exception as error:  # importing a module may raise anything
         raise ConfigError(
             OPTION,
             path,
@@ -91,7 +90,7 @@ def load_hook(path: str) -> Hook:
 
 
 def hooks_of(path: str | None) -> Hooks:
-    """For a process that goes on without them where they cannot be imported."""
+    """Like `Hooks(load_hook(path))`, but log an import error and go on without hooks."""
     if path is None:
         return Hooks()
     try:

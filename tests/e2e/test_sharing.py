@@ -328,7 +328,11 @@ def test_the_log_says_once_that_sharing_works_and_once_that_it_stopped(
     model: LocalCluster,
 ) -> None:
     """As vLLM's own lines look, through xinference. An earlier test has switched it off and on."""
-    lines = [line for line in model.log.read_text().splitlines() if ": sharing " in line]
+    lines = [
+        line
+        for line in model.log.read_text().splitlines()
+        if re.search("sharing (works|stopped)", line)
+    ]
     for incarnation in replicas(model):
         told = [line for line in lines if incarnation in line]
         changes = ["sharing works" in line for line in told]

@@ -9,7 +9,7 @@ from tests.replica_process import DEADLINE, ReplicaProcess, fresh_keys, replicas
 from xinference_xavier.errors import SWITCHED_OFF
 from xinference_xavier.stats.schema import SECONDS_BOUNDS
 
-WORKS = "INFO replica second: sharing works, peers: 1"
+WORKS = "INFO sharing works: incarnation=second peers=1"
 
 
 def until(scene: Scene, true: Callable[[Scraped], bool], what: str) -> Scraped:
@@ -71,7 +71,7 @@ def test_whichever_process_answers_says_the_same(scene: Scene) -> None:
 def test_one_line_when_sharing_works_and_one_when_it_stops(scene: Scene) -> None:
     def lines() -> list[str]:
         logged = scene.consumer.logged()
-        return [f"{level} {text}" for level, text in logged if text.startswith("replica")]
+        return [f"{level} {text}" for level, text in logged if text.startswith("sharing")]
 
     wait_until(lambda: lines()[-1:] == [WORKS], "it works")
     before = len(lines())
@@ -82,7 +82,7 @@ def test_one_line_when_sharing_works_and_one_when_it_stops(scene: Scene) -> None
     finally:
         scene.switch(True)
     wait_until(lambda: len(lines()) == before + 2, "and on again")
-    stopped = "WARNING replica second: sharing stopped: it was switched off"
+    stopped = "WARNING sharing stopped, switched off by an operator: incarnation=second"
     assert lines()[before:] == [stopped, WORKS]
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from xinference_xavier.protocol.tracker import Change, Member, Settings, Update, pack
 from xinference_xavier.replica import mirror as mirror_module
-from xinference_xavier.replica.mirror import MAX_NOTES, Mirror
+from xinference_xavier.replica.mirror import MAX_STALE, Mirror
 
 KEY = b"key1"
 OTHER = b"key2"
@@ -52,7 +52,7 @@ def test_equal_groups_of_holders_are_one_object(mirror: Mirror) -> None:
     assert mirror.holders(KEY) is mirror.holders(OTHER)
 
 
-def test_a_withdrawn_key_has_one_holder_less(mirror: Mirror) -> None:
+def test_a_withdrawn_key_has_one_holder_fewer(mirror: Mirror) -> None:
     mirror.apply(update(adds("a", 1, KEY), adds("b", 1, KEY)))
     mirror.apply(update(removes("a", 2, KEY, OTHER)))
     assert mirror.holders(KEY) == ("b",)
@@ -72,20 +72,20 @@ def test_a_snapshot_leaves_nothing_from_before(mirror: Mirror) -> None:
     assert (mirror.holders(KEY), mirror.holders(OTHER)) == ((), ("b",))
 
 
-def test_who_is_no_member_holds_nothing(mirror: Mirror) -> None:
+def test_only_members_hold_keys(mirror: Mirror) -> None:
     mirror.apply(update(adds("a", 1, KEY, OTHER), adds("b", 1, KEY)))
     mirror.apply(update(members=MEMBERS[:1] + MEMBERS[2:]))
     assert (mirror.holders(KEY), mirror.holders(OTHER)) == (("b",), ())
     assert (mirror.address("a"), mirror.peers) == (None, {"b"})
 
 
-def test_members_stay_while_nothing_is_said_of_them(mirror: Mirror) -> None:
+def test_members_stay_while_updates_do_not_have_them(mirror: Mirror) -> None:
     mirror.apply(update(adds("a", 1, KEY)))
     mirror.apply(update(members=None))
     assert (mirror.holders(KEY), mirror.peers) == (("a",), {"a", "b"})
 
 
-def test_switched_off_nobody_holds_anything_and_switched_on_all_is_there(mirror: Mirror) -> None:
+def test_a_mirror_has_no_holders_while_sharing_is_switched_off(mirror: Mirror) -> None:
     mirror.apply(update(adds("a", 1, KEY)))
     mirror.apply(update(settings=Settings(1, False)))
     assert (mirror.enabled, mirror.holders(KEY)) == (False, ())
@@ -135,12 +135,12 @@ class TestStaleEntries:
         assert mirror.holders(KEY) == ("b",)
 
     def test_an_answer_older_than_the_mirror_is_not_believed(self, mirror: Mirror) -> None:
-        """The entry may be from the later publication, which nobody would repeat."""
+        """The entry may be from the later publication, which will not be repeated."""
         mirror.apply(update(adds("a", 6, KEY)))
         mirror.record_stale(KEY, "a", 5)
         assert "a" in mirror.holders(KEY)
 
-    def test_notes_are_forgotten_once_they_cannot_matter(self, mirror: Mirror) -> None:
+    def test_stale_entries_are_forgotten_once_they_cannot_matter(self, mirror: Mirror) -> None:
         mirror.record_stale(KEY, "a", 5)
         mirror.apply(update(adds("a", 6, OTHER)))
         assert not mirror._stale["a"]
@@ -148,10 +148,10 @@ class TestStaleEntries:
         mirror.apply(update(members=MEMBERS[:1]))
         assert "a" not in mirror._stale
 
-    def test_notes_are_bounded(self, mirror: Mirror) -> None:
-        for number in range(MAX_NOTES + 10):
+    def test_stale_entries_are_bounded(self, mirror: Mirror) -> None:
+        for number in range(MAX_STALE + 10):
             mirror.record_stale(number.to_bytes(4, "big"), "a", 5)
-        assert len(mirror._stale["a"]) == MAX_NOTES
+        assert len(mirror._stale["a"]) == MAX_STALE
 
 
 def test_keys_beyond_the_bound_are_left_out_and_counted() -> None:
@@ -162,7 +162,7 @@ def test_keys_beyond_the_bound_are_left_out_and_counted() -> None:
 
 
 def test_groups_beyond_the_bound_are_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each set of holders that there ever was would else stay for good."""
+    """Otherwise every set of holders that ever existed would stay for good."""
     monkeypatch.setattr(mirror_module, "MAX_GROUPS", 2)
     mirror = Mirror("own")
     members = (MEMBERS[0], *(Member(f"{n}", "h:1") for n in range(8)))

@@ -8,16 +8,16 @@ from xinference_xavier.replica.namespace import SharedNamespace
 
 
 class Tracker:
-    """Notes where it was told that we are, and answers when it may."""
+    """Records our moves, and answers when it may."""
 
     def __init__(self) -> None:
-        self.told: list[str] = []
+        self.moves: list[str] = []
         self.asked = asyncio.Event()
         self.may_answer = asyncio.Event()
         self.may_answer.set()
 
     async def move(self, namespace: str) -> None:
-        self.told.append(namespace)
+        self.moves.append(namespace)
         self.asked.set()
         await self.may_answer.wait()
 
@@ -40,7 +40,7 @@ async def reset(namespace: SharedNamespace) -> None:
 def test_without_a_reset_it_is_the_engines_own(namespace: SharedNamespace) -> None:
     assert namespace.current == "own"
     assert namespace.is_settled
-    assert not namespace.is_ours_alone
+    assert not namespace.is_isolated
 
 
 async def test_each_reset_makes_another_one(namespace: SharedNamespace, tracker: Tracker) -> None:
@@ -48,8 +48,8 @@ async def test_each_reset_makes_another_one(namespace: SharedNamespace, tracker:
     first = namespace.current
     await reset(namespace)
     assert len({"own", first, namespace.current}) == 3
-    assert tracker.told == [first, namespace.current]
-    assert namespace.is_ours_alone
+    assert tracker.moves == [first, namespace.current]
+    assert namespace.is_isolated
 
 
 async def test_it_is_settled_when_the_last_announced_reset_is_through(
@@ -68,7 +68,7 @@ async def test_the_same_version_is_the_same_namespace(namespace: SharedNamespace
     for each in (namespace, other):
         await reset(each)
         assert await each.rejoin("step 7")
-        assert not each.is_ours_alone
+        assert not each.is_isolated
     assert namespace.current == other.current != "own"
 
 
@@ -76,7 +76,7 @@ async def test_a_version_without_a_reset_changes_nothing(
     namespace: SharedNamespace, tracker: Tracker
 ) -> None:
     assert not await namespace.rejoin("step 7")
-    assert (namespace.current, tracker.told) == ("own", [])
+    assert (namespace.current, tracker.moves) == ("own", [])
 
 
 async def test_a_version_waits_for_the_reset_before_it(

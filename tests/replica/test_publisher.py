@@ -1,4 +1,4 @@
-"""What a replica says that it holds, to an index that takes it or does not."""
+"""A replica publishes its holdings to an index that applies them or refuses to."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ async def side() -> AsyncIterator[Side]:
     await asyncio.wait({running})
 
 
-async def test_what_is_queued_travels_together_and_the_last_word_counts(side: Side) -> None:
+async def test_queued_keys_travel_together_with_their_last_state(side: Side) -> None:
     side.publisher.enqueue([K1, K2], True)
     side.publisher.enqueue([K1, K3], False)
     await side.until(lambda: side.counters.batches == 1)
     assert side.changes(1) == (Change("a", 1, K2, K1 + K3, False),)
 
 
-async def test_what_is_gone_waits_for_what_is_held_next(
+async def test_withdrawn_keys_wait_for_the_next_held_ones(
     side: Side, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(publisher_module, "FLUSH_DELAY", 0.0)
@@ -72,14 +72,14 @@ async def test_what_is_gone_waits_for_what_is_held_next(
     assert side.changes(1) == (Change("a", 1, K2, K1, False),)
 
 
-async def test_what_is_gone_is_told_on_demand(side: Side) -> None:
+async def test_withdrawn_keys_are_published_on_demand(side: Side) -> None:
     side.publisher.enqueue([K1], False)
     side.publisher.flush()
     await side.until(lambda: side.counters.batches == 1)
     assert side.changes(1) == (Change("a", 1, b"", K1, False),)
 
 
-async def test_a_batch_that_is_not_taken_is_made_good_by_all_holdings(side: Side) -> None:
+async def test_a_snapshot_follows_a_refused_batch(side: Side) -> None:
     """The one before it was lost."""
     side.pool = {K1}
     side.publisher.last_sequence = 1
@@ -91,7 +91,7 @@ async def test_a_batch_that_is_not_taken_is_made_good_by_all_holdings(side: Side
     assert side.index.distinct_keys() == 2
 
 
-async def test_a_queue_that_is_too_long_becomes_all_holdings(
+async def test_a_snapshot_replaces_a_queue_that_is_too_long(
     side: Side, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(publisher_module, "MAX_QUEUED", 2)
@@ -103,17 +103,17 @@ async def test_a_queue_that_is_too_long_becomes_all_holdings(
     assert side.counters.batches == 0
 
 
-async def test_who_is_unknown_must_join_again() -> None:
+async def test_an_unknown_replica_must_join_again() -> None:
     side = Side()
     side.index.leave("a")
     side.publisher.enqueue([K1], True)
-    with pytest.raises(NotMemberError, match="'a' must join again"):
+    with pytest.raises(NotMemberError, match="does not know 'a'; join again"):
         await side.publisher.run(side.call)
 
 
 async def test_a_snapshot_that_comes_too_late_is_an_error() -> None:
-    """Somebody else publishes under this name."""
+    """Another replica publishes under this name."""
     side = Side()
     side.index.replace("a", 7, K1)
-    with pytest.raises(RuntimeError, match="is there another replica of this incarnation"):
+    with pytest.raises(RuntimeError, match="another replica must not use this incarnation"):
         await side.publisher.send_holdings(side.call)

@@ -22,7 +22,7 @@ def all_levels(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("DEBUG")
 
 
-def test_what_never_worked_has_not_stopped(
+def test_sharing_that_never_worked_does_not_stop(
     log: SharingLog, caplog: pytest.LogCaptureFixture
 ) -> None:
     for reason in NOT_SHARING:
@@ -37,9 +37,9 @@ def test_one_line_each_however_often_it_is_looked_at(
         for _ in range(3):
             log.update(reason, peers)
     assert lines(caplog) == [
-        "INFO replica a: sharing works, peers: 1",
-        "WARNING replica a: sharing stopped: no other replica of the same namespace is there",
-        "INFO replica a: sharing works, peers: 3",
+        "INFO sharing works: incarnation=a peers=1",
+        "WARNING sharing stopped, no other replica in this namespace: incarnation=a",
+        "INFO sharing works: incarnation=a peers=3",
     ]
 
 
@@ -49,7 +49,7 @@ def test_every_reason_is_explained(
 ) -> None:
     log.update(None, 1)
     log.update(reason, 0)
-    assert len(lines(caplog)[1]) > len("WARNING replica a: sharing stopped: ")
+    assert len(lines(caplog)[1]) > len("WARNING sharing stopped, : incarnation=a")
 
 
 def test_another_reason_is_not_another_stop(

@@ -176,27 +176,27 @@ async def test_a_replica_knows_the_secret_when_it_has_joined(peers: Peers, track
     assert a.client.connected
 
 
-async def test_heartbeats_carry_what_happened(peers: Peers, tracker: Any) -> None:
-    """Each event once; of too many, the oldest go."""
+async def test_heartbeats_carry_events(peers: Peers, tracker: Any) -> None:
+    """Each event once. If there are too many, the oldest are dropped."""
 
     def outage(reason: str) -> dict[str, Any]:
         return event_dict(TrackerLost(model_uid=MODEL, incarnation="a", reason=reason))
 
-    async def told(number: int) -> list[str | None]:
-        """The reasons of this many events, as soon as there are."""
+    async def reported(number: int) -> list[str | None]:
+        """The reasons of the events, once there are `number`."""
         async with asyncio.timeout(PATIENCE):
-            while len(happened := await tracker.wait_events(0, 0.0)) < number:
-                await tracker.wait_events(happened[-1].number if happened else 0, PATIENCE)
-        return [event.get("reason") for _, event in happened]
+            while len(records := await tracker.wait_events(0, 0.0)) < number:
+                await tracker.wait_events(records[-1].number if records else 0, PATIENCE)
+        return [event.get("reason") for _, event in records]
 
     events = deque([outage("1")], maxlen=2)
     await peers.start("a", events=events)
-    assert await told(2) == [None, "1"], "the first one is that it joined"
+    assert await reported(2) == [None, "1"], "the first one is ReplicaJoined"
     events += [outage("2"), outage("3"), outage("4")]
-    assert await told(4) == [None, "1", "3", "4"]
+    assert await reported(4) == [None, "1", "3", "4"]
 
 
-async def test_heartbeats_carry_the_figures(peers: Peers, tracker: Any) -> None:
+async def test_heartbeats_carry_stats(peers: Peers, tracker: Any) -> None:
     asked = asyncio.Semaphore(0)
 
     def stats() -> dict[str, object]:
@@ -212,13 +212,13 @@ async def test_heartbeats_carry_the_figures(peers: Peers, tracker: Any) -> None:
     assert replica["stats"] == {"requests": 5, "stale": True}
 
 
-async def test_failing_figures_do_not_cost_the_membership(peers: Peers, tracker: Any) -> None:
+async def test_failing_stats_do_not_end_the_membership(peers: Peers, tracker: Any) -> None:
     failed = asyncio.Event()
 
     def stats() -> dict[str, object]:
         if a.client.counters.stats_failures:
             failed.set()
-        raise RuntimeError("no figures today")
+        raise RuntimeError("no stats today")
 
     a = peers.make("a", stats=stats)
     await a.start()
@@ -266,7 +266,7 @@ async def test_a_tracker_is_found_where_it_is_now(peers: Peers, tracker: Any) ->
 async def test_a_new_tracker_does_not_make_peers_look_dead(
     pool: Any, peers: Peers, tracker: Any
 ) -> None:
-    """It does not know yet who is alive; a donor must not take back what it granted."""
+    """It does not know the living peers yet; a donor must not take back its grants."""
     a, b = await peers.start("a"), await peers.start("b", K1)
     await a.sees(K1, "b")
     assert a.peers[-1] == {"b"}
@@ -278,7 +278,7 @@ async def test_a_new_tracker_does_not_make_peers_look_dead(
     assert a.peers[-1] == {"b"}
 
 
-async def test_when_the_new_tracker_has_had_time_to_meet_them_it_is_believed(
+async def test_after_a_lease_a_new_tracker_is_believed(
     pool: Any, peers: Peers, tracker: Any
 ) -> None:
     a = await peers.start("a", watch_timeout=0.05)
@@ -291,7 +291,7 @@ async def test_when_the_new_tracker_has_had_time_to_meet_them_it_is_believed(
     await a.mirror.until(lambda mirror: a.peers[-1] == frozenset())
 
 
-async def test_losing_a_peer_is_told_once(peers: Peers, tracker: Any) -> None:
+async def test_losing_a_peer_is_reported_once(peers: Peers, tracker: Any) -> None:
     a, b = await peers.start("a"), await peers.start("b")
     await a.mirror.until(lambda mirror: bool(mirror.peers))
     await b.client.leave()
@@ -300,7 +300,7 @@ async def test_losing_a_peer_is_told_once(peers: Peers, tracker: Any) -> None:
     assert a.peers == [frozenset({"b"}), frozenset()]
 
 
-async def test_who_crashes_is_gone_when_its_lease_ends(pool: Any, peers: Peers) -> None:
+async def test_a_crashed_replica_is_gone_when_its_lease_ends(pool: Any, peers: Peers) -> None:
     await create_tracker(pool.external_address, lease=0.5, tick=0.05)
     a, b = await peers.start("a", K1), await peers.start("b")
     await b.sees(K1, "a")
@@ -310,7 +310,9 @@ async def test_who_crashes_is_gone_when_its_lease_ends(pool: Any, peers: Peers) 
     assert b.peers[-1] == frozenset()
 
 
-async def test_who_leaves_is_gone_at_once_and_stays_away(peers: Peers, tracker: Any) -> None:
+async def test_a_replica_that_leaves_is_gone_at_once_and_stays_away(
+    peers: Peers, tracker: Any
+) -> None:
     a, b = await peers.start("a", K1), await peers.start("b")
     await b.sees(K1, "a")
     await a.client.leave()
@@ -320,7 +322,9 @@ async def test_who_leaves_is_gone_at_once_and_stays_away(peers: Peers, tracker: 
     assert not a.client.connected
 
 
-async def test_who_was_let_go_by_mistake_joins_again(peers: Peers, tracker: Any) -> None:
+async def test_a_replica_that_was_removed_by_mistake_joins_again(
+    peers: Peers, tracker: Any
+) -> None:
     a, b = await peers.start("a", K1), await peers.start("b")
     await b.sees(K1, "a")
     await tracker.leave("namespace", "a")
@@ -330,7 +334,7 @@ async def test_who_was_let_go_by_mistake_joins_again(peers: Peers, tracker: Any)
 
 
 class DeafTracker(BlockTracker):
-    """Hears most publications twice; of three it hears only that there was one."""
+    """Applies most publications twice, and loses three that it acknowledges."""
 
     def __init__(self, model_uid: str, heard: asyncio.Semaphore) -> None:
         super().__init__(model_uid)
@@ -447,7 +451,7 @@ async def test_the_namespace_can_change_while_the_tracker_is_lost(
     await b.sees(K1, "a")
 
 
-async def test_who_is_stopped_just_after_a_change_of_namespace_stops(
+async def test_a_replica_can_be_stopped_just_after_a_change_of_namespace(
     peers: Peers, tracker: Any
 ) -> None:
     a = await peers.start("a")
@@ -457,7 +461,7 @@ async def test_who_is_stopped_just_after_a_change_of_namespace_stops(
 
 
 async def test_a_replica_far_behind_gets_a_snapshot(pool: Any, peers: Peers, tracker: Any) -> None:
-    """A replica that could not look for long is not told every step since."""
+    """A replica that did not watch for long does not get every change since."""
     a, b = await peers.start("a", K1), await peers.start("b")
     await b.sees(K1, "a")
     await b.crash()
@@ -513,7 +517,7 @@ async def test_one_of_two_computes_what_both_want(peers: Peers, tracker: Any) ->
 async def test_without_a_tracker_everybody_computes(
     stoppable_tracker: tuple[asyncio.subprocess.Process, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that hangs, and one that is known to be lost: then nobody is asked."""
+    """One that hangs, and one that is known to be lost and therefore not called."""
     monkeypatch.setattr(client_module, "CLAIM_DEADLINE", 0.2)
     process, address = stoppable_tracker
     peers = Peers(address)

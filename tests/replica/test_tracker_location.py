@@ -80,7 +80,7 @@ async def test_a_supervisor_that_does_not_know_the_model_yet_changes_nothing(
     assert await location.find() == CONFIGURED
 
 
-async def test_a_supervisor_that_began_anew_is_told_of_the_model(worker_address: str) -> None:
+async def test_a_restarted_supervisor_learns_of_the_model(worker_address: str) -> None:
     """At once, since a worker registers by itself only every 15 s."""
     location = location_of("forgotten", worker_address)
     await location.find()

@@ -34,7 +34,7 @@ A, B = Member("a", "127.0.0.1:1"), Member("b", "127.0.0.1:1")
 K1, K2 = b"key1", b"key2"
 
 
-async def test_what_one_publishes_the_other_sees(tracker: Any) -> None:
+async def test_a_member_sees_what_another_publishes(tracker: Any) -> None:
     await join(tracker, A, B)
     assert await tracker.replace(NS, "a", 1, K1) is Outcome.APPLIED
     update = await look(tracker, "b")
@@ -113,7 +113,7 @@ async def test_a_namespace_without_members_is_dropped(tracker: Any) -> None:
     assert (await join(tracker, A)).epoch != first.epoch
 
 
-async def test_joining_tells_the_secret_and_the_sequence(tracker: Any) -> None:
+async def test_the_join_reply_has_the_secret_and_the_sequence(tracker: Any) -> None:
     reply = await join(tracker, A)
     await tracker.replace(NS, "a", 7, K1)
     again = await join(tracker, A)
@@ -122,7 +122,7 @@ async def test_joining_tells_the_secret_and_the_sequence(tracker: Any) -> None:
     assert (reply.sequence, again.sequence) == (0, 7)
 
 
-async def test_who_does_not_renew_the_lease_is_let_go(pool: Any) -> None:
+async def test_a_member_without_heartbeats_is_removed(pool: Any) -> None:
     tracker = await create_tracker(pool.external_address, lease=0.2, tick=0.02)
     await join(tracker, A)
     with pytest.raises(NotMemberError):
@@ -130,12 +130,12 @@ async def test_who_does_not_renew_the_lease_is_let_go(pool: Any) -> None:
     assert not await tracker.heartbeat(NS, "a", {})
 
 
-async def test_who_never_joined_cannot_watch(tracker: Any) -> None:
-    with pytest.raises(NotMemberError, match="'a' is no member of namespace 'namespace'"):
+async def test_only_members_watch(tracker: Any) -> None:
+    with pytest.raises(NotMemberError, match="'a' is not a member of namespace 'namespace'"):
         await look(tracker, "a")
 
 
-async def test_the_tracker_forgives_its_own_pauses() -> None:
+async def test_pauses_of_the_tracker_extend_the_leases() -> None:
     """Heartbeats that came while its loop stood still could not be received."""
     now = 100.0
     tracker = BlockTracker(MODEL, lease=10.0, tick=1.0, clock=lambda: now)
@@ -152,7 +152,9 @@ async def test_the_tracker_forgives_its_own_pauses() -> None:
 
 
 @pytest.mark.parametrize("how", ["publication", "snapshot"])
-async def test_one_computes_what_several_want_until_it_is_published(tracker: Any, how: str) -> None:
+async def test_one_member_computes_what_several_want_until_it_is_published(
+    tracker: Any, how: str
+) -> None:
     await join(tracker, A, B)
     assert await tracker.claim(NS, "a", K1 + K2, 60.0) == 0
     assert await tracker.claim(NS, "b", K1 + K2, 60.0) == 2
@@ -164,7 +166,7 @@ async def test_one_computes_what_several_want_until_it_is_published(tracker: Any
 
 
 @pytest.mark.parametrize("end", ["release", "leave"])
-async def test_what_one_does_not_compute_after_all_another_does(tracker: Any, end: str) -> None:
+async def test_a_claim_that_was_given_up_is_free_for_another_member(tracker: Any, end: str) -> None:
     await join(tracker, A, B)
     await tracker.claim(NS, "a", K1, 60.0)
     await (tracker.release(NS, "a", K1) if end == "release" else tracker.leave(NS, "a"))
@@ -182,7 +184,7 @@ async def test_a_claim_ends_by_itself() -> None:
 
 async def test_only_members_claim(tracker: Any) -> None:
     await join(tracker, A)
-    with pytest.raises(NotMemberError, match="'b' is no member"):
+    with pytest.raises(NotMemberError, match="'b' is not a member"):
         await tracker.claim(NS, "b", K1, 60.0)
     await tracker.release(NS, "b", K1)
     await tracker.release("elsewhere", "b", K1)
@@ -241,7 +243,7 @@ async def test_an_error_does_not_end_the_expiry(caplog: pytest.LogCaptureFixture
         ("set_enabled", ("false",), "enabled='false'"),
     ],
 )
-async def test_what_cannot_be_right_is_refused(
+async def test_malformed_input_is_refused(
     tracker: Any, method: str, arguments: tuple[Any, ...], complaint: str
 ) -> None:
     await join(tracker, B)

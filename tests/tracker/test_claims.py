@@ -1,4 +1,4 @@
-"""Of those who want to compute the same prefix, the first does, and the others learn how far."""
+"""Of the replicas that want to compute one prefix, the first does; the others learn how far."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def test_others_learn_how_many_chunks_it_computes(claims: Claims) -> None:
     assert claims.claim("second", ONE[:1], 1.0, 10.0) == 1
 
 
-def test_who_is_told_of_another_claims_nothing(claims: Claims) -> None:
+def test_a_replica_that_may_wait_claims_nothing(claims: Claims) -> None:
     claims.claim("second", LONGER, 1.0, 10.0)
     assert claims.claim("third", [b"d"], 1.0, 10.0) == 0
 
 
 def test_what_comes_before_a_claimed_chunk_is_computed_as_well(claims: Claims) -> None:
-    """The first chunks were published a moment ago, which the one who asks does not know yet."""
+    """The first chunks were published a moment ago, and the second replica does not know yet."""
     claims.release("first", ONE[:2])
     assert claims.claim("second", ONE, 1.0, 10.0) == 3
 
@@ -54,7 +54,7 @@ def test_a_claim_ends(claims: Claims, end: str) -> None:
     assert claims.claim("third", ONE, now, 10.0) == 3
 
 
-def test_nobody_releases_what_is_another_ones(claims: Claims) -> None:
+def test_a_replica_releases_only_its_own_claims(claims: Claims) -> None:
     claims.release("second", ONE)
     claims.forget("second")
     assert claims.claim("second", ONE, 1.0, 10.0) == 3
@@ -69,7 +69,7 @@ def test_beyond_the_limit_everybody_computes(
     assert (len(claims), claims.refused) == (3, 4)
 
 
-def test_those_that_have_expired_make_room(claims: Claims, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_expired_claims_make_room(claims: Claims, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(claims_module, "MAX_CLAIMED", 4)
     claims.claim("second", [b"x", b"y"], 10.0, 10.0)
     assert (len(claims), claims.refused) == (2, 0)

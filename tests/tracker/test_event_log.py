@@ -1,4 +1,4 @@
-"""What the tracker remembers of what happened, its own and what replicas report."""
+"""The latest events, the tracker's own and those that replicas report."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def rows_of(log: EventLog, after: int = 0) -> list[int]:
 
 
 def test_events_come_in_order_and_once() -> None:
-    """A report whose answer was lost comes again."""
+    """A report is repeated if its answer was lost."""
     log = EventLog()
     first, second = event(1), event(2)
     for each in (first, second, first):
@@ -46,14 +46,14 @@ def test_a_log_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_numbers_of_a_later_log_are_higher() -> None:
-    """Who heard the last one of a tracker hears the first one of the next."""
+    """A reader of one tracker's last event gets the next tracker's first."""
     before, after = EventLog(), EventLog()
     before.add(event())
     after.add(event(2))
     assert rows_of(after, before.since(0)[-1].number) == [2]
 
 
-async def test_who_waits_hears_at_once() -> None:
+async def test_a_waiting_reader_gets_an_event_at_once() -> None:
     log = EventLog()
     waiting = asyncio.create_task(log.wait_since(0, 3600.0))
     await asyncio.sleep(0)
@@ -76,7 +76,7 @@ async def test_who_waits_hears_at_once() -> None:
         (event(reason="x" * 5000), "more than 4096"),
     ],
 )
-def test_what_is_no_event(wrong: object, message: str) -> None:
+def test_malformed_events_are_refused(wrong: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         check_event(wrong)
 

@@ -1,5 +1,5 @@
-"""What cannot be right does not pass between a tracker and its replicas, and what is too much is
-refused and counted; those who behave do not notice."""
+"""Malformed messages do not pass between a tracker and its replicas, and excess is refused and
+counted; the others do not notice."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def with_change(**fields: Any) -> Update:
     ],
 )
 def test_a_mirror_takes_over_all_of_an_update_or_nothing(update: Any) -> None:
-    """The half of it would be believed from then on."""
+    """Half an update would be believed from then on."""
     mirror = Mirror("own")
     mirror.apply(UPDATE)
     with pytest.raises(ValueError, match=r".+"):
@@ -118,8 +118,8 @@ async def test_a_member_is_an_incarnation_with_its_address(tracker: Any, member:
 
 
 @pytest.mark.parametrize("timeout", [-(10**4000), 10**4000, float("inf")], ids=["low", "high", "∞"])
-async def test_no_time_is_too_long_to_be_understood(tracker: Any, timeout: float) -> None:
-    """A watch never waits longer than the tracker allows; here there is something at once."""
+async def test_huge_timeouts_are_clamped(tracker: Any, timeout: float) -> None:
+    """A watch waits no longer than the tracker allows; here it returns at once."""
     await tracker.join(NS, A, 4, Settings())
     if timeout == float("inf"):
         with pytest.raises(ValueError, match="is not a number of seconds"):
@@ -131,15 +131,15 @@ async def test_no_time_is_too_long_to_be_understood(tracker: Any, timeout: float
 async def test_a_publication_is_bounded(tracker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks_module, "MAX_PACKED_BYTES", 8)
     await tracker.join(NS, A, 4, Settings())
-    with pytest.raises(ValueError, match="takes 12 bytes, more than 8"):
+    with pytest.raises(ValueError, match="has 12 bytes, more than 8"):
         await tracker.publish(NS, "a", 1, KEY + OTHER + KEY, b"")
     assert await tracker.replace(NS, "a", 1, KEY + OTHER) is Outcome.APPLIED
 
 
-async def test_what_is_too_much_is_refused_and_counted(
+async def test_what_exceeds_a_limit_is_refused_and_counted(
     tracker: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Watches, members, failures to remember: and those that are there stay."""
+    """Watches, members, startup errors; the earlier ones stay."""
     monkeypatch.setattr(watchers_module, "MAX_WATCHES", 1)
     monkeypatch.setattr(namespaces_module, "MAX_MEMBERS", 2)
     monkeypatch.setattr(membership_module, "MAX_STARTUP_ERRORS", 2)
@@ -149,9 +149,9 @@ async def test_what_is_too_much_is_refused_and_counted(
     waiting = asyncio.create_task(tracker.watch(NS, "a", seen.epoch, seen.revision, 60.0))
     while not (await tracker.status())["watches"]:  # noqa: ASYNC110  # nothing announces it
         await asyncio.sleep(0)
-    with pytest.raises(TrackerFullError, match="1 watches of this model are waiting"):
+    with pytest.raises(TrackerFullError, match="1 watches of this model are open"):
         await tracker.watch(NS, "a", seen.epoch, seen.revision, 60.0)
-    with pytest.raises(TrackerFullError, match="a tracker keeps 2"):
+    with pytest.raises(TrackerFullError, match="replica 'c' exceeds the 2 of model"):
         await tracker.join(NS, Member("c", "h:1"), 4, Settings())
     for replica in ("one", "two", "three"):
         await tracker.report_startup_error(replica, "cause")
@@ -164,14 +164,14 @@ async def test_what_is_too_much_is_refused_and_counted(
     assert (await tracker.status())["watches"] == 0, "given back"
 
 
-async def test_a_replica_of_another_version_is_told_so(tracker: Any) -> None:
+async def test_a_replica_of_another_version_is_refused(tracker: Any) -> None:
     with pytest.raises(ValueError, match="run the same version of xinference-xavier everywhere"):
         await tracker.join(NS, A, 4, Settings(), version=99)
     assert (await tracker.status())["namespaces"] == {}
 
 
 async def test_noise_on_its_port_keeps_nobody_away(tracker: Any) -> None:
-    """Whole headers without a body, random bytes, nothing at all; and all of them stay open."""
+    """Headers without a body, random bytes, nothing at all; all connections stay open."""
     host, _, port = tracker.address.rpartition(":")
     noise = [b"", b"GET / HTTP/1.1\r\n\r\n", b"\x01" + b"\xff" * 10, bytes(range(256)) * 40]
     connections = []

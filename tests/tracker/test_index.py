@@ -47,7 +47,7 @@ def seen_by(watcher: str, index: Index) -> Update:
     return index.changes_since("", 0, watcher)
 
 
-def test_packed_keys_come_apart_again() -> None:
+def test_packed_keys_can_be_unpacked() -> None:
     assert unpack(keys(1, 2, 3), KEY_BYTES) == [key(1), key(2), key(3)]
     with pytest.raises(ValueError, match="not a multiple"):
         unpack(b"12345", KEY_BYTES)
@@ -87,7 +87,7 @@ def test_an_older_snapshot_is_ignored() -> None:
     assert seen_by("b", index).changes == (Change("a", 5, keys(1), b"", True),)
 
 
-def test_who_is_no_member_must_join() -> None:
+def test_only_members_publish() -> None:
     index = index_of(A)
     assert index.publish("b", 1, keys(1), b"") is Outcome.UNKNOWN
     assert index.replace("b", 1, keys(1)) is Outcome.UNKNOWN
@@ -99,7 +99,7 @@ def test_keys_of_different_lengths_do_not_mix() -> None:
         index_of(A).join(B, KEY_BYTES + 1, 0.0)
 
 
-def test_uneven_keys_are_refused_as_a_whole() -> None:
+def test_keys_of_another_length_are_refused_as_a_whole() -> None:
     index = index_of(A)
     with pytest.raises(ValueError, match="not a multiple"):
         index.publish("a", 1, b"123", b"")
@@ -129,14 +129,14 @@ def test_a_clock_that_goes_back_makes_no_lease_longer() -> None:
     assert index.expire(-50.0) == ["a"]
 
 
-def test_a_forgiven_pause_extends_every_lease() -> None:
+def test_every_lease_can_be_extended() -> None:
     index = index_of(A)
     index.extend_leases(30.0)
     assert index.expire(39.9) == []
     assert index.expire(40.0) == ["a"]
 
 
-def test_who_leaves_takes_its_keys_along() -> None:
+def test_a_member_that_leaves_takes_its_keys_along() -> None:
     index = index_of(A, B)
     index.publish("a", 1, keys(1), b"")
     index.leave("a")
@@ -145,7 +145,7 @@ def test_who_leaves_takes_its_keys_along() -> None:
     assert index.distinct_keys() == 0
 
 
-def test_a_watcher_is_told_even_if_somebody_left_and_joined_between_two_looks() -> None:
+def test_a_watcher_learns_that_a_member_left_and_joined_between_two_looks() -> None:
     index = index_of(A, B)
     index.publish("a", 1, keys(1), b"")
     before = seen_by("b", index)
@@ -172,7 +172,7 @@ def test_a_watcher_gets_what_it_missed_and_only_that() -> None:
     )
 
 
-def test_a_watcher_is_told_the_members_only_when_they_changed() -> None:
+def test_updates_have_the_members_only_when_they_changed() -> None:
     index = index_of(A)
     seen = seen_by("b", index)
     index.publish("a", 1, keys(1), b"")
@@ -281,7 +281,7 @@ replica = st.sampled_from(REPLICAS)
 
 
 def prefix_matches(held: dict[str, set[bytes]], prompt: list[bytes]) -> dict[str, int]:
-    """What `match_prefix` returns, the slow way."""
+    """`match_prefix` by brute force."""
     lengths = range(1, len(prompt) + 1)
     counts = {
         name: max((n for n in lengths if own.issuperset(prompt[:n])), default=0)
@@ -393,7 +393,7 @@ class Sharing(RuleBasedStateMachine):
         self.mirrors[watcher].clear()
 
     @invariant()
-    def the_index_knows_what_it_was_told(self) -> None:
+    def the_index_has_what_was_published(self) -> None:
         assert {name: holdings(self.index, name) for name in self.known} == {
             name: len(held) for name, held in self.known.items()
         }

@@ -1,4 +1,4 @@
-"""Who is a member of which namespace, within the tracker's limits."""
+"""Members of namespaces, within the tracker's limits."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ async def test_members_and_namespaces_are_bounded(
 ) -> None:
     monkeypatch.setattr(namespaces_module, "MAX_MEMBERS", 2)
     join(namespaces, "one", A, B, A)
-    with pytest.raises(TrackerFullError, match="a tracker keeps 2"):
+    with pytest.raises(TrackerFullError, match="replica 'c' exceeds the 2 of model"):
         join(namespaces, "one", C)
     namespaces.leave("one", "b", moving=False, now=0.0)
     monkeypatch.setattr(namespaces_module, "MAX_NAMESPACES", 1)
-    with pytest.raises(TrackerFullError, match="a tracker keeps 1"):
+    with pytest.raises(TrackerFullError, match="namespace 'other' exceeds the 1 of model"):
         join(namespaces, "other", B)
     assert namespaces.refused == 2
     assert namespaces.members() == [(A,)]
@@ -49,7 +49,7 @@ async def test_a_namespace_lives_as_long_as_its_last_member(namespaces: Namespac
     assert not namespaces.items()
 
 
-async def test_who_moves_belongs_to_the_model_until_it_joined_or_a_lease_is_over(
+async def test_a_moving_replica_belongs_to_the_model_until_it_joins_or_a_lease_is_over(
     namespaces: Namespaces,
 ) -> None:
     join(namespaces, "old", A, B, C)

@@ -27,15 +27,15 @@ K1, K2 = b"key1", b"key2"
 class Replica(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no types
     """The part of a replica's actor that the tracker calls."""
 
-    def __init__(self, figures: dict[str, Any] | None) -> None:
+    def __init__(self, stats: dict[str, Any] | None) -> None:
         super().__init__()
-        self._figures = figures
+        self._stats = stats
 
     async def stats(self) -> dict[str, Any]:
-        if self._figures is None:
+        if self._stats is None:
             await asyncio.Event().wait()
-        assert self._figures is not None
-        return self._figures
+        assert self._stats is not None
+        return self._stats
 
     async def set_weights_version(self, version: str) -> bool:
         return True
@@ -44,7 +44,7 @@ class Replica(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no types
 async def test_the_switch_reaches_all_namespaces(tracker: Any) -> None:
     await join(tracker, A, namespace="one")
     await join(tracker, B, namespace="two")
-    watches = [await wait_for_update(tracker, *who) for who in (("a", "one"), ("b", "two"))]
+    watches = [await wait_for_update(tracker, *watcher) for watcher in (("a", "one"), ("b", "two"))]
     off = await tracker.set_enabled(False)
     assert [(await watch).settings for watch in watches] == [off, off]
     assert not (await tracker.status())["enabled"]
@@ -73,7 +73,7 @@ async def test_switching_a_new_tracker_beats_what_replicas_learned_from_the_old_
     assert (await look(tracker, "a")).settings == new
 
 
-async def test_status_shows_the_figures_of_now(pool: Any, tracker: Any) -> None:
+async def test_status_has_current_stats(pool: Any, tracker: Any) -> None:
     member = Member("a", pool.external_address)
     await xo.create_actor(
         Replica, {"requests": 2}, address=pool.external_address, uid=replica_uid("a")
@@ -100,8 +100,8 @@ async def test_status_shows_the_figures_of_now(pool: Any, tracker: Any) -> None:
     ) == (2, 2)
 
 
-async def test_who_listens_to_a_tracker_that_ends_is_told_so(tracker: Any) -> None:
-    """There may be another in its place already, with events of its own."""
+async def test_a_tracker_that_ends_releases_its_listeners(tracker: Any) -> None:
+    """Another tracker may have taken its place, with events of its own."""
     listening = asyncio.create_task(tracker.wait_events(0, 3600.0))
     while not (await tracker.status())["watches"]:  # noqa: ASYNC110  # nothing announces it
         await asyncio.sleep(0)
@@ -114,7 +114,7 @@ async def test_who_listens_to_a_tracker_that_ends_is_told_so(tracker: Any) -> No
 async def test_status_falls_back_to_the_last_heartbeat(
     pool: Any, tracker: Any, hangs: bool
 ) -> None:
-    """Neither a replica that is gone nor one that hangs keeps the others' figures away."""
+    """A replica that is gone or hangs does not hold up the others' stats."""
     if hangs:
         await xo.create_actor(Replica, None, address=pool.external_address, uid=replica_uid("a"))
     await join(tracker, Member("a", pool.external_address))
@@ -130,10 +130,10 @@ async def test_distinct_keys_count_once(tracker: Any) -> None:
     assert (await tracker.status())["namespaces"][NAMESPACE]["keys"] == 2
 
 
-async def test_a_replica_between_two_namespaces_is_told_its_weights_too(
+async def test_the_weights_version_reaches_a_replica_between_two_namespaces(
     pool: Any, tracker: Any
 ) -> None:
-    """It has left the one and not joined the other yet; one that left for good is not asked."""
+    """It has left one and not joined the other yet. A replica that left for good is not called."""
     address = pool.external_address
     moving, gone = Member("moving", address), Member("gone", address)
     await xo.create_actor(Replica, {}, address=address, uid=replica_uid("moving"))
@@ -146,10 +146,10 @@ async def test_a_replica_between_two_namespaces_is_told_its_weights_too(
     assert (await tracker.set_weights_version("2"))["joined"] == ["moving"], "asked once"
 
 
-async def test_a_long_answer_needs_no_thread_of_the_process_that_it_is_in(
+async def test_a_long_answer_needs_none_of_the_default_threads(
     stoppable_tracker: tuple[Any, str],
 ) -> None:
-    """They are all taken there; xoscar serializes what has more than a hundred parts on one."""
+    """All of them are occupied. xoscar serializes a message of more than a hundred parts on one."""
     tracker = await xo.actor_ref(address=stoppable_tracker[1], uid=tracker_uid(MODEL))
     await join(tracker, *(Member(f"replica-{number}", "127.0.0.1:1") for number in range(60)))
     status = await asyncio.wait_for(tracker.status(), 60.0)

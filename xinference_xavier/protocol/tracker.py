@@ -1,6 +1,6 @@
-"""What a replica and its tracker say to each other, and the checks of it.
+"""The messages between a replica and its tracker, and their checks.
 
-Every check raises ValueError that names the value, and nothing else, whatever it is given.
+Every check raises a ValueError that names the value, and nothing else, whatever it is given.
 """
 
 from __future__ import annotations
@@ -20,23 +20,22 @@ from xinference_xavier.runtime.validate import (
 )
 
 PROTOCOL_VERSION = 1
-"""Of what a replica and its tracker say to each other."""
+"""Raised with every change of the messages."""
 MAX_WEIGHTS_VERSION = 64
-"""Characters; it becomes part of a namespace."""
+"""Characters. It becomes part of a namespace."""
 MAX_STATS_BYTES = 1 << 16
-"""A replica's figures as JSON."""
+"""A replica's stats as JSON."""
 MAX_QUESTION_BYTES = 8 << 20
-"""A prompt or messages to be explained, as JSON."""
+"""A prompt or messages to explain, as JSON."""
 MAX_PACKED_BYTES = 64 << 20
-"""Keys of one publication: 1.8 million of 36 bytes."""
+"""Keys of one publication: 1.8 million keys of 36 bytes."""
 MAX_REPORTED = 100
-"""That a replica reports at a time."""
+"""Events in one heartbeat."""
 MAX_CLAIM_SECONDS = 600.0
-"""That a claim lasts."""
 
 
 class NotMemberError(LookupError):
-    """The watcher's lease has ended, or it never joined."""
+    """The replica's lease has expired, or it never joined."""
 
 
 class TrackerFullError(RuntimeError):
@@ -44,9 +43,8 @@ class TrackerFullError(RuntimeError):
 
 
 class JoinReply(NamedTuple):
-    """`secret` is shared by the model's replicas, `lease` in seconds, `epoch` the index's life.
-
-    `sequence` is the last that the index saw of this incarnation.
+    """`secret` is shared by the model's replicas. `lease` is in seconds. `epoch` identifies the
+    index; `sequence` is the number of the last publication of this incarnation that it applied.
     """
 
     secret: bytes
@@ -56,14 +54,14 @@ class JoinReply(NamedTuple):
 
 
 class Member(NamedTuple):
-    """A replica: its incarnation and the xoscar address of its engine's actor."""
+    """A replica: its incarnation, and the address of the xoscar actor in its engine."""
 
     incarnation: str
     address: str
 
 
 class Settings(NamedTuple):
-    """The operator's switch. Of two settings the one with the higher version is the newer."""
+    """The operator's switch. The settings with the higher version are newer."""
 
     version: int = 0
     enabled: bool = True
@@ -73,9 +71,9 @@ INITIAL_SETTINGS = Settings()
 
 
 class Change(NamedTuple):
-    """What one publication did. A key that is both removed and added is held.
+    """The effect of one publication. A key that is both removed and added is held.
 
-    `replaces` says that `added` is all that the incarnation holds.
+    With `replaces`, `added` is everything that the incarnation holds.
     """
 
     incarnation: str
@@ -86,11 +84,11 @@ class Change(NamedTuple):
 
 
 class Update(NamedTuple):
-    """What a watcher missed up to `revision`: to be applied in order.
+    """The `changes` that bring a watcher to `revision`, in the order to apply them.
 
-    `snapshot` says: forget everything first. `members` are all members, the watcher included, or
-    None if they are still those that it knows: they seldom change, and there may be many. The
-    changes' keys are `key_bytes` long.
+    With `snapshot`, the watcher first forgets everything. `members` are all members, the watcher
+    included; None if they have not changed, because there may be many and they rarely do. Keys are
+    `key_bytes` long.
     """
 
     revision: int
@@ -103,15 +101,15 @@ class Update(NamedTuple):
 
 
 class Outcome(enum.Enum):
-    """What became of a publication."""
+    """The tracker's answer to a publication."""
 
     APPLIED = "applied"
     STALE = "stale"
-    """Its sequence was seen before: ignored."""
+    """Ignored: its sequence is not above the last."""
     GAP = "gap"
-    """One before it is missing: ignored; the publisher must send a snapshot."""
+    """Ignored: one before it is missing; the publisher must send a snapshot."""
     UNKNOWN = "unknown"
-    """Its publisher is not a member and must join."""
+    """Ignored: the publisher is not a member and must join."""
 
 
 def tracker_uid(model_uid: str) -> str:
@@ -119,7 +117,7 @@ def tracker_uid(model_uid: str) -> str:
 
 
 def check_version(version: object) -> None:
-    """Of a replica that joins. Raises ValueError."""
+    """The protocol version of a replica that joins."""
     if version != PROTOCOL_VERSION:
         raise ValueError(
             f"the replica speaks tracker protocol {shown(version)}, this tracker "
@@ -129,7 +127,7 @@ def check_version(version: object) -> None:
 
 def check_member(member: object) -> Member:
     if not isinstance(member, tuple) or len(member) != 2:
-        raise ValueError(f"member={shown(member)} is not an incarnation with its address")
+        raise ValueError(f"member={shown(member)} is not a pair of incarnation and address")
     incarnation, address = member
     check_identifier("incarnation", incarnation)
     check_address("address", address)
@@ -138,7 +136,7 @@ def check_member(member: object) -> Member:
 
 def check_settings(settings: object) -> Settings:
     if not isinstance(settings, tuple) or len(settings) != 2:
-        raise ValueError(f"settings={shown(settings)} are not a version with a switch")
+        raise ValueError(f"settings={shown(settings)} is not a pair of version and switch")
     version, enabled = settings
     check_count("settings.version", version, 0)
     check_switch(enabled)
@@ -146,7 +144,7 @@ def check_settings(settings: object) -> Settings:
 
 
 def check_update(update: object) -> None:
-    """Whole, so that a mirror takes over all of it or nothing."""
+    """Checks all of it, so that a mirror applies an update completely or not at all."""
     if not isinstance(update, Update):
         raise ValueError(f"update={shown(update)} is not an update")
     check_count("revision", update.revision, 0)
@@ -154,7 +152,7 @@ def check_update(update: object) -> None:
     check_settings(update.settings)
     members = () if update.members is None and not update.snapshot else update.members
     if type(members) is not tuple or type(update.changes) is not tuple:
-        raise ValueError("members or changes are not a tuple")
+        raise ValueError("members or changes of the update are not a tuple")
     for member in members:
         check_member(member)
     if update.changes:
@@ -171,7 +169,9 @@ def _check_change(change: object, key_bytes: int) -> None:
     for name, keys in (("added", change.added), ("removed", change.removed)):
         check_packed(name, keys)
         if len(keys) % key_bytes:
-            raise ValueError(f"{name} takes {len(keys)} bytes, its keys {key_bytes} bytes each")
+            raise ValueError(
+                f"{name} has {len(keys)} bytes, not a multiple of the key length {key_bytes}"
+            )
 
 
 def check_weights_version(version: object) -> None:
@@ -191,7 +191,7 @@ def check_question(question: object) -> None:
         case {"messages": [_, *_] as messages} if names == ["messages"]:
             for message in messages:
                 if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-                    raise ValueError(f"message={shown(message)} is no object with a role")
+                    raise ValueError(f"message={shown(message)} is not an object with a role")
         case _:
             raise ValueError('the question is neither {"prompt": "…"} nor {"messages": […]}')
     try:
@@ -199,7 +199,7 @@ def check_question(question: object) -> None:
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"the question cannot be written as JSON: {error}") from None
     if size > MAX_QUESTION_BYTES:
-        raise ValueError(f"the question takes {size} bytes, more than {MAX_QUESTION_BYTES}")
+        raise ValueError(f"the question has {size} bytes of JSON, more than {MAX_QUESTION_BYTES}")
 
 
 def check_explanation(answer: object) -> None:
@@ -220,7 +220,7 @@ def check_packed(name: str, value: object) -> None:
     if type(value) is not bytes:
         raise ValueError(f"{name} is {type(value).__name__}, not the bytes of packed keys")
     if len(value) > MAX_PACKED_BYTES:
-        raise ValueError(f"{name} takes {len(value)} bytes, more than {MAX_PACKED_BYTES}")
+        raise ValueError(f"{name} has {len(value)} bytes, more than {MAX_PACKED_BYTES}")
 
 
 def check_switch(value: object) -> None:
@@ -236,7 +236,7 @@ def check_stats(stats: object) -> None:
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"stats cannot be written as JSON: {error}") from None
     if size > MAX_STATS_BYTES:
-        raise ValueError(f"stats take {size} bytes of JSON, more than {MAX_STATS_BYTES}")
+        raise ValueError(f"stats has {size} bytes of JSON, more than {MAX_STATS_BYTES}")
 
 
 def pack(keys: Iterable[bytes]) -> bytes:
@@ -244,10 +244,10 @@ def pack(keys: Iterable[bytes]) -> bytes:
 
 
 def unpack(packed: bytes, key_bytes: int) -> list[bytes]:
-    """The keys in `packed`. Raises ValueError if they do not come out even."""
+    """The keys in `packed`. Raises ValueError unless they fill it exactly."""
     if len(packed) % key_bytes:
         raise ValueError(
-            f"{len(packed)} bytes of packed keys are not a multiple of the key length {key_bytes}"
+            f"packed keys have {len(packed)} bytes, not a multiple of the key length {key_bytes}"
         )
-    # Slices take twice the time.
+    # Slicing takes twice as long.
     return [key for (key,) in iter_unpack(f"{key_bytes}s", packed)]

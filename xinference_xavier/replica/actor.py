@@ -1,4 +1,4 @@
-"""What peers' engines and the tracker may ask of a replica: a thin shell over `Replica`."""
+"""The calls that peers and the tracker make to a replica: a thin shell over `Replica`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class ReplicaActor(xoscar.StatelessActor):  # type: ignore[misc]  # xoscar has no types
-    """Its methods are those of `Replica` with the same names."""
+    """See the methods of `Replica` with the same names."""
 
     def __init__(self, replica: Replica) -> None:
         super().__init__()

@@ -33,7 +33,9 @@ def explanation(
     """
     held = {incarnation: [all(map(pool.lookup, keys)) for keys in chunked.chunks]}
     for peer in sorted(mirror.peers):
-        held[peer] = [all(peer in mirror.listed(key) for key in keys) for keys in chunked.chunks]
+        held[peer] = [
+            all(peer in mirror.all_holders(key) for key in keys) for keys in chunked.chunks
+        ]
     min_chunks = max(1, -(-min_fetch_tokens // chunked.chunk_tokens))
     size = chunked.chunk_tokens
     return {

@@ -1,11 +1,11 @@
-"""A replica's copy of the index: who else holds a chunk, known without asking anybody.
+"""A replica's copy of the index: which peers hold a chunk, without a call.
 
-Threading: `holders`, `address`, `enabled` and `len` may be read by any thread at any time, without
-a lock: each is one read of a dictionary or an attribute. All else is for one writing thread, that
-of the tracker's client. A reader may see part of an update; what it reads is a hint in any case.
+Threading: `holders`, `address`, `enabled` and `len` may be read by any thread at any time without a
+lock: each reads a dictionary or an attribute once. All other methods are for one writing thread,
+that of the tracker's client. A reader may see part of an update; the mirror is only a hint anyway.
 
-Memory: under 200 bytes a key, key included (measured: 127 for keys of 36 bytes), however many hold
-it, since equal groups of holders are one tuple; bounded by `max_keys`.
+Memory: under 200 bytes a key, key included (measured: 127 for keys of 36 bytes), for any number of
+holders, because equal groups of holders share one tuple. Bounded by `max_keys`.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from xinference_xavier.protocol.tracker import (
     unpack,
 )
 
-NOBODY: tuple[str, ...] = ()
-MAX_NOTES = 10_000
-"""Stale entries noted per peer; the oldest go first."""
+_NO_HOLDERS: tuple[str, ...] = ()
+MAX_STALE = 10_000
+"""Entries last as stale for each peer; the oldest go first."""
 MAX_GROUPS = 10_000
-"""Groups of holders that are one tuple for all their keys; beyond them each key has its own."""
+"""Groups of holders whose keys share one tuple; beyond them each key has its own."""
 
 
 class Mirror:
@@ -54,15 +54,15 @@ class Mirror:
         return len(self._holders)
 
     def holders(self, key: bytes) -> tuple[str, ...]:
-        """The other replicas that hold `key`; none while sharing is switched off."""
-        return self._holders.get(key, NOBODY) if self.enabled else NOBODY
+        """The peers that hold `key`; none while sharing is switched off."""
+        return self._holders.get(key, _NO_HOLDERS) if self.enabled else _NO_HOLDERS
 
-    def listed(self, key: bytes) -> tuple[str, ...]:
-        """Like `holders`, whether sharing is on or off."""
-        return self._holders.get(key, NOBODY)
+    def all_holders(self, key: bytes) -> tuple[str, ...]:
+        """Like `holders`, but also while sharing is switched off."""
+        return self._holders.get(key, _NO_HOLDERS)
 
     def address(self, incarnation: str) -> str | None:
-        """Where a peer's actor is; None if it is no member now."""
+        """The address of a peer's actor; None if it is not a member."""
         return self._members.get(incarnation)
 
     @property
@@ -81,14 +81,14 @@ class Mirror:
         self._stale = {}
 
     def apply(self, update: Update) -> None:
-        """Take over what the tracker reports, or raise ValueError and leave all as it was."""
+        """Apply `update`, or raise ValueError and change nothing."""
         check_update(update)
         if update.settings.version >= self.settings.version:
             self.settings = update.settings
             self.enabled = update.settings.enabled
         if update.members is not None:
             self._members = _others(update.members, self._incarnation)
-        # A snapshot is built aside, so that readers never find less than before for no reason.
+        # Build a snapshot aside, so that readers never find it half empty.
         holders: dict[bytes, tuple[str, ...]] = {} if update.snapshot else self._holders
         if update.snapshot:
             self._groups, self._counts = {}, Counter()
@@ -101,18 +101,18 @@ class Mirror:
         self.epoch, self.revision = update.epoch, update.revision
 
     def record_stale(self, key: bytes, incarnation: str, sequence: int) -> None:
-        """A donor that had published up to `sequence` answered that it does not hold `key`.
+        """Remove an entry: a donor that had published up to `sequence` does not hold `key`.
 
-        The entry goes, and what is still on its way from before that answer will not bring it back;
-        a later publication will. If a later one is here already, it is the one to believe.
+        Publications up to `sequence` that arrive later do not bring it back, later ones do. If a
+        later one has been applied already, it is newer than the answer, and the entry stays.
         """
         if sequence < self._applied.get(incarnation, 0) or incarnation not in self._members:
             return
         self._remove(self._holders, incarnation, (key,))
-        notes = self._stale.setdefault(incarnation, {})
-        notes[key] = sequence
-        if len(notes) > MAX_NOTES:
-            del notes[next(iter(notes))]
+        stale = self._stale.setdefault(incarnation, {})
+        stale[key] = sequence
+        if len(stale) > MAX_STALE:
+            del stale[next(iter(stale))]
 
     def _apply(self, holders: dict[bytes, tuple[str, ...]], change: Change, key_bytes: int) -> None:
         incarnation, sequence = change.incarnation, change.sequence
@@ -122,11 +122,11 @@ class Mirror:
             self._remove(holders, incarnation, unpack(change.removed, key_bytes))
         self._add(holders, incarnation, sequence, unpack(change.added, key_bytes))
         self._applied[incarnation] = sequence
-        notes = self._stale.get(incarnation)
-        if notes is not None:
-            # Publications arrive in order: nothing older than this one can come any more.
-            notes = {key: noted for key, noted in notes.items() if noted >= sequence}
-            self._stale[incarnation] = notes
+        stale = self._stale.get(incarnation)
+        if stale is not None:
+            # Publications arrive in order: older ones than this no longer come.
+            stale = {key: last for key, last in stale.items() if last >= sequence}
+            self._stale[incarnation] = stale
 
     def _add(
         self,
@@ -135,12 +135,12 @@ class Mirror:
         sequence: int,
         keys: Iterable[bytes],
     ) -> None:
-        notes = self._stale.get(incarnation, {})
+        stale = self._stale.get(incarnation, {})
         wider: dict[tuple[str, ...], tuple[str, ...]] = {}
         added = 0
         for key in keys:
-            group = holders.get(key, NOBODY)
-            if incarnation in group or (notes and notes.get(key, 0) >= sequence):
+            group = holders.get(key, _NO_HOLDERS)
+            if incarnation in group or (stale and stale.get(key, 0) >= sequence):
                 continue
             if not group and len(holders) >= self._max_keys:
                 self.dropped += 1
@@ -157,7 +157,7 @@ class Mirror:
         narrower: dict[tuple[str, ...], tuple[str, ...]] = {}
         removed = 0
         for key in keys:
-            group = holders.get(key, NOBODY)
+            group = holders.get(key, _NO_HOLDERS)
             if incarnation not in group:
                 continue
             if group not in narrower:
@@ -170,7 +170,7 @@ class Mirror:
         self._counts[incarnation] -= removed
 
     def _remove_all(self, holders: dict[bytes, tuple[str, ...]], incarnation: str) -> None:
-        # Seldom, so it is paid for by a pass over the keys and not by a set of them per peer.
+        # Rare, so a pass over all keys is cheaper than keeping a set of keys for each peer.
         if self._counts[incarnation]:
             held = [key for key, group in holders.items() if incarnation in group]
             self._remove(holders, incarnation, held)

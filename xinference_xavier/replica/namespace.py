@@ -1,6 +1,6 @@
-"""The namespace in which a replica shares, from one reset of its weights to the next.
+"""The namespace in which a replica shares, from one reset of its prefix cache to the next.
 
-Threading: the scheduler thread announces a reset; all else belongs to the replica's event loop.
+Threading: the scheduler thread announces resets; everything else runs on the replica's event loop.
 """
 
 import asyncio
@@ -9,13 +9,13 @@ from collections.abc import Awaitable, Callable
 
 
 class SharedNamespace:
-    """`own` is the digest of what the engine computes with; `move` leaves the namespace before for
-    the one it is given, and returns when no peer of the former is known here any more."""
+    """`own` is the digest of what the engine computes with. `move` changes to another namespace; it
+    returns when the replica has forgotten the peers of the former one."""
 
     def __init__(self, own: str, move: Callable[[str], Awaitable[None]]) -> None:
         self.current = own
-        self.is_ours_alone = False
-        """Since a reset, until somebody says which version our weights are."""
+        self.is_isolated = False
+        """Since a reset, until an operator sets the weights version."""
         self._own = own
         self._move = move
         self._moving = asyncio.Lock()
@@ -24,31 +24,30 @@ class SharedNamespace:
 
     @property
     def is_settled(self) -> bool:
-        """Whether the last reset is through."""
+        """Whether all announced resets are done."""
         return self._done == self._announced
 
     def announce_reset(self) -> None:
-        """From now on nothing is shared until `part` is through. By the scheduler thread."""
+        """Stop sharing until `isolate` is done. Called by the scheduler thread."""
         self._announced += 1
 
     async def isolate(self) -> None:
-        """Share in a namespace of our own from now on; once for each announced reset.
+        """Move to a namespace of our own; once for each announced reset.
 
-        Peers may hold bytes that were computed with weights that are ours no longer, and nobody
-        can tell which.
+        Peers may hold bytes that our former weights computed, and nothing tells these apart.
         """
         async with self._moving:
             await self._change(f"{self._own}+{secrets.token_hex(8)}")
-            self.is_ours_alone = True
+            self.is_isolated = True
             self._done += 1
 
     async def rejoin(self, version: str) -> bool:
-        """Share again with those of the same version; what was computed since the last reset is
-        of it. False if there was no reset: then everything here is as old as it was."""
+        """Share with the replicas of weights `version`, to which everything computed since the last
+        reset belongs. False, and no change, without a reset: our chunks may be older."""
         async with self._moving:
-            if not self.is_ours_alone:
+            if not self.is_isolated:
                 return False
-            self.is_ours_alone = False
+            self.is_isolated = False
             await self._change(f"{self._own}@{version}")
             return True
 

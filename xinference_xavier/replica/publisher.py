@@ -1,8 +1,7 @@
-"""A replica's word to the tracker of what it holds: what changed, in batches, or all of it.
+"""Publishes a replica's holdings to the tracker: changes in batches, or everything at once.
 
-Threading: on the event loop of the tracker's client. A batch that the tracker does not take is made
-good by a snapshot, and so is a session that ended: nothing has to be remembered about what was or
-was not delivered.
+Threading: on the event loop of the tracker's client. After a batch that the tracker refuses, and
+after every new session, a snapshot follows. So nobody has to remember what was delivered.
 """
 
 from __future__ import annotations
@@ -15,26 +14,26 @@ from typing import Any
 from xinference_xavier.protocol.tracker import NotMemberError, Outcome, pack
 
 FLUSH_DELAY = 0.002
-"""Seconds that the first queued key waits for others."""
+"""Seconds that the first queued key waits for further ones."""
 MAX_QUEUED = 100_000
-"""Keys; beyond them it is cheaper to publish all holdings."""
+"""Keys. Beyond them it is cheaper to publish all holdings."""
 
 Call = Callable[..., Coroutine[Any, Any, Any]]
-"""Calls the tracker's method of this name for the replica, in its namespace, with a deadline."""
+"""Calls a method of the tracker by name, for the replica in its namespace, with a deadline."""
 
 
 @dataclass
 class PublisherCounters:
-    """Publications that the tracker took since the start."""
+    """Publications that were sent since the start; `replacements` are snapshots."""
 
     batches: int = 0
     replacements: int = 0
 
 
 class Publisher:
-    """Of `incarnation`. `holdings` gives all keys that the replica would publish now.
+    """Publishes for `incarnation`. `holdings` returns all keys to publish.
 
-    `last_sequence` is that of the last publication that was sent.
+    `last_sequence` is the number of the last publication that was sent.
     """
 
     def __init__(
@@ -52,8 +51,8 @@ class Publisher:
         self._work = asyncio.Event()
 
     def enqueue(self, keys: Iterable[bytes], held: bool) -> None:
-        """Tell of `keys` that they are held now, or held no more. That can wait for what is held
-        next, or for `flush`: publications take processor time from the engine and the tracker."""
+        """Queue `keys` as held, or as no longer held. The latter wait for the next held ones or for
+        `flush`, because publications take processor time from the engine and the tracker."""
         if not self._replace_all:
             self._queue.update(dict.fromkeys(keys, held))
             if len(self._queue) > MAX_QUEUED:
@@ -62,12 +61,12 @@ class Publisher:
             self._work.set()
 
     def flush(self) -> None:
-        """Let nothing that is queued wait any longer."""
+        """Publish what is queued now."""
         if self._queue or self._replace_all:
             self._work.set()
 
     async def run(self, call: Call) -> None:
-        """Publish what is queued, for as long as the tracker knows the replica."""
+        """Publish what is queued, until the tracker no longer knows the replica."""
         while True:
             await self._work.wait()
             await asyncio.sleep(FLUSH_DELAY)
@@ -76,19 +75,19 @@ class Publisher:
                 await self.send_holdings(call)
 
     async def send_holdings(self, call: Call) -> None:
-        # What is queued up to here is part of the holdings; what comes later is queued anew.
+        # The holdings include everything queued so far.
         self._queue, self._replace_all = {}, False
         keys = pack(self._holdings())
         outcome = await self._send(call, "replace", keys)
         if outcome is not Outcome.APPLIED:
             raise RuntimeError(
-                f"the tracker calls snapshot {self.last_sequence} of {self._incarnation!r} "
-                f"{outcome.value}: is there another replica of this incarnation?"
+                f"the tracker refused snapshot {self.last_sequence} of {self._incarnation!r} as "
+                f"{outcome.value}; another replica must not use this incarnation"
             )
         self._counters.replacements += 1
 
     async def _send_queued(self, call: Call) -> bool:
-        """Publish what is queued; False if only a snapshot can set things right."""
+        """Publish what is queued; False if the tracker needs a snapshot."""
         queue, self._queue = self._queue, {}
         if not queue:
             return True
@@ -102,5 +101,5 @@ class Publisher:
         self.last_sequence += 1
         outcome: Outcome = await call(method, self.last_sequence, *keys)
         if outcome is Outcome.UNKNOWN:
-            raise NotMemberError(f"{self._incarnation!r} must join again")
+            raise NotMemberError(f"the tracker does not know {self._incarnation!r}; join again")
         return outcome

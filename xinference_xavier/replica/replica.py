@@ -239,7 +239,7 @@ class Replica:
         if not self._process.ready:
             return NO_TRANSFER_PROCESS
         if not self.mirror.peers:
-            return ALONE if self._namespace.is_ours_alone else NO_PEERS
+            return ALONE if self._namespace.is_isolated else NO_PEERS
         return None
 
     # -- asked by peers and the tracker -------------------------------------------------------

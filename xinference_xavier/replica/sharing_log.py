@@ -15,30 +15,31 @@ from xinference_xavier.errors import (
 
 logger = logging.getLogger(__name__)
 
-
 _EXPLAINED = {
-    SWITCHED_OFF: "it was switched off",
-    NOT_JOINED: "it has not joined a tracker",
-    RESETTING: "its prefix cache is being reset",
-    NO_TRANSFER_PROCESS: "it has no transfer process; one is started again",
-    ALONE: "its prefix cache was reset and nobody has said which weights it has",
-    NO_PEERS: "no other replica of the same namespace is there",
+    SWITCHED_OFF: "switched off by an operator",
+    NOT_JOINED: "no tracker found yet",
+    RESETTING: "the prefix cache is being reset",
+    NO_TRANSFER_PROCESS: "the transfer process ended and is being restarted",
+    ALONE: "the prefix cache was reset and the weights version is not set",
+    NO_PEERS: "no other replica in this namespace",
 }
 
 
 class SharingLog:
-    """A replica's state as of the last look at it. Nothing is said before it works first."""
+    """Logs transitions, beginning with the first time that sharing works."""
 
     def __init__(self, incarnation: str) -> None:
         self._incarnation = incarnation
         self._works = False
 
     def update(self, reason: str | None, peers: int) -> None:
-        """`reason` is why it does not share, None if it does with `peers` peers."""
+        """`reason` is why the replica does not share, None if it does, with `peers` peers."""
         if self._works == (reason is None):
             return
         self._works = reason is None
         if reason is None:
-            logger.info("replica %s: sharing works, peers: %d", self._incarnation, peers)
+            logger.info("sharing works: incarnation=%s peers=%d", self._incarnation, peers)
         else:
-            logger.warning("replica %s: sharing stopped: %s", self._incarnation, _EXPLAINED[reason])
+            logger.warning(
+                "sharing stopped, %s: incarnation=%s", _EXPLAINED[reason], self._incarnation
+            )

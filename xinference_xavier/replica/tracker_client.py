@@ -269,7 +269,9 @@ class TrackerClient:
         while True:
             events = tuple(self._events)[:MAX_REPORTED]
             if not await self._call(namespace, "heartbeat", self._current_stats(), events):
-                raise NotMemberError(f"{self._member.incarnation!r} must join again")
+                raise NotMemberError(
+                    f"the tracker does not know {self._member.incarnation!r}; join again"
+                )
             for event in events:  # a full deque may have dropped the oldest meanwhile
                 if self._events and self._events[0] is event:
                     self._events.popleft()

@@ -1,4 +1,4 @@
-"""Where a replica finds its model's tracker."""
+"""Where a replica finds the tracker of its model."""
 
 import xoscar
 
@@ -10,17 +10,18 @@ _WORKER_UID = "worker"
 
 
 class TrackerLocation:
-    """As configured; or, when it was lost there, where the own worker's supervisor has it or makes
-    it anew."""
+    """At first the configured address; later the one that our worker's supervisor names, which
+    creates the tracker anew if necessary."""
 
     def __init__(self, config: XavierConfig) -> None:
         self._config = config
-        self._asked_before = False
+        self._is_first = True
 
     async def find(self) -> str:
-        """The tracker's pool's address; raises what keeps worker or supervisor from answering."""
-        first, self._asked_before = not self._asked_before, True
-        if first or self._config.worker_address is None:
+        """Return the address of the tracker's pool. Raises whatever the calls to worker and
+        supervisor raise."""
+        is_first, self._is_first = self._is_first, False
+        if is_first or self._config.worker_address is None:
             return self._config.tracker_address
         worker = await xoscar.actor_ref(self._config.worker_address, _WORKER_UID)
         supervisor = await worker.get_supervisor_ref(add_worker=False)
@@ -29,8 +30,8 @@ class TrackerLocation:
                 self._config.model_uid, True, self._config.hooks
             )
         except NotFoundError:
-            # A supervisor that began anew knows no model until its workers register again, which
-            # they do by themselves every 15 s only. If ours has already, this does nothing.
+            # A restarted supervisor knows no model until its workers register again, which they do
+            # only every 15 s. If ours has registered already, this does nothing.
             await worker.get_supervisor_ref(add_worker=True)
             return self._config.tracker_address
         return reachable_address(address, via=supervisor.address)

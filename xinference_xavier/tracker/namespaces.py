@@ -97,7 +97,9 @@ class Namespaces:
         """Like `find`; raises NotMemberError unless `incarnation` is a member."""
         namespace = self.find(name, incarnation)
         if namespace is None or incarnation not in namespace.index:
-            raise NotMemberError(f"{incarnation!r} is no member of namespace {name!r}: join")
+            raise NotMemberError(
+                f"{incarnation!r} is not a member of namespace {name!r}; join first"
+            )
         return namespace
 
     def members(self) -> list[tuple[Member, ...]]:
@@ -161,8 +163,8 @@ class Namespaces:
         if len(self._all) >= MAX_NAMESPACES:
             self._refused += 1
             raise TrackerFullError(
-                f"{name!r} would be one namespace of model {self._model_uid!r} too many; "
-                f"a tracker keeps {MAX_NAMESPACES}"
+                f"namespace {name!r} exceeds the {MAX_NAMESPACES} of model {self._model_uid!r}; "
+                "set the weights version after resets"
             )
         index = Index(lease=self._lease, max_keys=self._max_keys, settings=self.settings)
         return Namespace(index)
@@ -171,8 +173,8 @@ class Namespaces:
         if sum(len(namespace.index) for namespace in self._all.values()) >= MAX_MEMBERS:
             self._refused += 1
             raise TrackerFullError(
-                f"{incarnation!r} would be one replica of model {self._model_uid!r} too many; "
-                f"a tracker keeps {MAX_MEMBERS}"
+                f"replica {incarnation!r} exceeds the {MAX_MEMBERS} of model {self._model_uid!r}; "
+                "launch a second model uid"
             )
 
     def _departed(self, name: str, incarnations: list[str]) -> None:

@@ -77,7 +77,9 @@ class WatchLimit:
             raise ValueError(f"timeout={shown(timeout)} is not a number of seconds")
         if self.count >= MAX_WATCHES:
             self.refused += 1
-            raise TrackerFullError(f"{MAX_WATCHES} watches of this model are waiting already")
+            raise TrackerFullError(
+                f"{MAX_WATCHES} watches of this model are open; find the client that opens them"
+            )
         self.count += 1
         try:
             yield max(0.0, min(timeout, MAX_WATCH))
