@@ -158,7 +158,7 @@ class TestOnePrefillPerCluster:
                 vllm.replica.end(fetch)
                 return super().wait(timeout)
 
-        monkeypatch.setattr(idle, "_POLL", 3600.0)
+        monkeypatch.setattr(idle, "_MAX_WAIT", 3600.0)
         vllm.replica.peers_hold(a=self.KEYS)
         request = vllm.arrive("request", self.KEYS)
         assert vllm.attempt(request) is None

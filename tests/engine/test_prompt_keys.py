@@ -110,7 +110,7 @@ def test_a_template_that_fails_is_the_answer(
 ) -> None:
     chunker = chunker_of(vllm_config)
     monkeypatch.setattr(chunker._loaded_tokenizer(), "chat_template", "{{ 1 / 0 }}")
-    with pytest.raises(ExplainError, match="the model's tokenizer does not take it"):
+    with pytest.raises(ExplainError, match="the model's tokenizer rejects the question"):
         chunker({"messages": [{"role": "user", "content": "?"}]})
 
 

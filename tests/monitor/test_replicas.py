@@ -102,7 +102,7 @@ def test_requests_leave_no_lines_and_what_repeats_is_said_once(scene: Scene) -> 
         third.kill()
     reasons = {consumer.fetch("third", fresh_keys(1), 1.0).reason for _ in range(10)}
     assert "donor unreachable" in reasons
-    logged = [text for _, text in consumer.logged() if text.startswith("fetch from third failed")]
+    logged = [text for _, text in consumer.logged() if text.startswith("fetch failed: donor=third")]
     assert len(logged) == 1
     until(scene, lambda now: now("replicas") == 2, "its lease has ended")
 

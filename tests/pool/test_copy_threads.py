@@ -9,20 +9,20 @@ import sys
 import threading
 from threading import Barrier
 
-from xinference_xavier.pool.copy_threads import COPIERS, copiers
+from xinference_xavier.pool.copy_threads import COPY_THREADS, copy_threads
 
 PROCESSORS = sorted(os.sched_getaffinity(0))
 
 
 def processors_of_each() -> list[list[int]]:
-    together = Barrier(COPIERS)
+    together = Barrier(COPY_THREADS)
 
     def processors() -> list[int]:
         together.wait()
         return sorted(os.sched_getaffinity(0))
 
-    with copiers() as pool:
-        asked = [pool.submit(processors) for _ in range(COPIERS)]
+    with copy_threads() as pool:
+        asked = [pool.submit(processors) for _ in range(COPY_THREADS)]
         return sorted(each.result() for each in asked)
 
 

@@ -111,7 +111,7 @@ def listener(incarnation: str) -> socket.socket:
         (struct.pack("!8sQQ", b"XAVIER99", ROWS, ROW_BYTES), "another format"),
         (struct.pack("!8sQQ", b"XAVIER01", ROWS + 1, ROW_BYTES), "cannot hold 9 x 4096 bytes"),
         (struct.pack("!8sQQ", b"XAVIER01", 0, ROW_BYTES), "cannot hold 0 x 4096 bytes"),
-        (b"XAVIER01", "not a region"),
+        (b"XAVIER01", "sent no region"),
     ],
 )
 def test_what_is_not_our_region_is_refused_and_its_descriptor_closed(
@@ -147,8 +147,8 @@ def plain_file() -> int:
 @pytest.mark.parametrize(
     ("make", "error"),
     [
-        (unsealed, "whose size can be changed"),
-        (plain_file, "what was offered as a region is none"),
+        (unsealed, "the size of the offered region can be changed"),
+        (plain_file, "the offered descriptor is not a region"),
         (lambda: os.open("/", os.O_RDONLY), "cannot hold"),
         (lambda: os.open("/dev/null", os.O_RDWR), "cannot hold"),
     ],
@@ -204,7 +204,7 @@ if os.getuid() == 0:  # nobody else can become somebody else
             process.join()
             server.close()
         assert (data, ancillary) == (b"", [])
-        assert "user 0 is not ours to share a region with" in refusal
+        assert "runs as user 0, not as 65534" in refusal
         assert server.refused >= 1
 
 
@@ -236,7 +236,10 @@ def test_a_server_of_another_user_is_not_believed(
     incarnation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "getuid", lambda: 12345)
-    with listener(incarnation), pytest.raises(RegionError, match="not ours to share"):
+    with (
+        listener(incarnation),
+        pytest.raises(RegionError, match="run all replicas of a host as one user"),
+    ):
         receive_region(incarnation, 30)
 
 

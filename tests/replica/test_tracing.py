@@ -35,7 +35,7 @@ def only(exported: InMemorySpanExporter) -> ReadableSpan:
 def test_it_tells_what_became_of_the_fetch(exported: InMemorySpanExporter) -> None:
     span = FetchSpan(None)
     span.start()
-    span.note("granted", chunks=5)
+    span.add_event("granted", chunks=5)
     span.end(None, donor="a", bytes=100)
     told = only(exported)
     assert (told.name, told.kind) == ("xavier.fetch", trace.SpanKind.CLIENT)
@@ -83,6 +83,6 @@ def test_without_tracing_nothing_is_recorded_and_no_attribute_made(
     monkeypatch.setattr(tracing, "_TRACER", trace.NoOpTracer())
     span = FetchSpan(HEADERS)
     span.start()
-    span.note("granted", chunks=5)
+    span.add_event("granted", chunks=5)
     span.end("timeout", donor="a")
     assert not span._span.is_recording()

@@ -1,8 +1,8 @@
-"""Where vLLM 0.27 to 0.33 differ in what we use; the seam's tests check what they have in common.
+"""Differences among vLLM 0.27 to 0.33; `tests/engine/test_seam.py` checks what they have in common.
 
-Two more differences need no code of their own: `HostWorker.submit_load` takes 0.33's `expedited`,
-and `XavierManager` has methods that only later versions call (`get_load_source` from 0.32,
-`on_reset_flushed` from 0.33) or only earlier ones (`touch` up to 0.30).
+Some differences need no code here. `HostWorker.submit_load` takes 0.33's `expedited`, and
+`XavierManager` has methods that only some versions call: `touch` up to 0.30, `get_load_source`
+since 0.32, `on_reset_flushed` since 0.33.
 """
 
 import inspect
@@ -35,15 +35,17 @@ except ImportError:  # up to 0.31, which registers on CUDA only
 
 
 class RecordedKeys:
-    """A request's chunk keys, group after group; lists that grow as the request does."""
+    """A request's chunk keys by group. The lists grow with the request."""
 
     def __init__(self, groups: Sequence[list[bytes]]) -> None:
         self.groups = groups
 
 
 def record_keys(scheduler: "OffloadingConnectorScheduler", req_id: str) -> None:
-    """Before a request's lookups: up to 0.30 vLLM keeps its chunk keys where a manager does not
-    see them."""
+    """Let `known_keys` see a request's keys; call it before the request's lookups.
+
+    Up to 0.30 vLLM keeps them where a manager does not see them.
+    """
     status = scheduler._req_status[req_id]
     if not hasattr(status.req_context, "_offload_key_positions"):
         groups: list[list[bytes]] = [group.offload_keys for group in status.group_states]  # type: ignore[misc]  # keys are bytes
@@ -51,7 +53,7 @@ def record_keys(scheduler: "OffloadingConnectorScheduler", req_id: str) -> None:
 
 
 def known_keys(context: ReqContext) -> list[bytes]:
-    """All chunk keys of a request, in order, group after group; none before its first lookup."""
+    """All chunk keys of a request in order, group by group; empty before its first lookup."""
     positions: dict[bytes, int] | None = getattr(context, "_offload_key_positions", None)
     if positions is not None:
         return list(positions)
@@ -60,7 +62,7 @@ def known_keys(context: ReqContext) -> list[bytes]:
 
 
 def load_source(from_peer: bool) -> "CacheHitSource":
-    """What vLLM, from 0.32 on, counts loaded tokens under."""
+    """The source under which vLLM 0.32 and later count loaded tokens."""
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
     return CacheHitSource.P2P if from_peer else CacheHitSource.HOST
@@ -69,7 +71,7 @@ def load_source(from_peer: bool) -> "CacheHitSource":
 def device_worker(
     kv_caches: CanonicalKVCaches, blocks_per_chunk: int, rows: int, region: Any
 ) -> CPUOffloadingWorker:
-    """vLLM's worker for CUDA and XPU over `rows` rows; up to 0.29 it called them blocks."""
+    """vLLM's worker for CUDA and XPU. Up to 0.29 it calls rows blocks."""
     taken = inspect.signature(CPUOffloadingWorker.__init__).parameters
     count = "num_cpu_chunks" if "num_cpu_chunks" in taken else "num_cpu_blocks"
     return CPUOffloadingWorker(
@@ -81,25 +83,26 @@ def device_worker(
 
 
 def group_number(group: OffloadingGroupConfig, place: int) -> int:
-    """By which a group's chunk keys end: up to 0.29, which offloads all groups, its place."""
+    """The number at the end of a group's chunk keys: its place up to 0.29, which offloads all
+    groups."""
     return getattr(group, "group_id", place)
 
 
 def cache_layout(cache: CacheConfig) -> str | None:
-    """How vLLM lays out its KV cache; up to 0.28 as its offloading connector asks for."""
+    """vLLM's layout of its KV cache. None up to 0.28, where the offloading connector chooses it."""
     return getattr(cache, "kv_cache_layout", None)
 
 
 def keeps_cache_in_host_memory(kv_cache: KVCacheConfig) -> bool:
-    """By vLLM's own means, from 0.30 on."""
+    """Whether vLLM itself does, which 0.30 and later can."""
     return getattr(kv_cache, "hisparse_host_num_blocks", None) is not None
 
 
 def hash_seed(algorithm: str) -> str | None:
-    """What the chains of block hashes of this engine begin with, None for vLLM's default; to be
-    called before vLLM computes the first one.
+    """The seed of this engine's chains of block hashes; None for vLLM's default.
 
-    Up to 0.28 the default is another one in each process, so that nothing would ever be shared.
+    Call it before vLLM computes the first hash. Up to 0.28 the default is random in each process
+    and no key would ever match, so this sets a fixed one, except for hashes that can collide.
     """
     if algorithm.startswith("sha256") and not hasattr(kv_cache_utils, "resolve_none_hash_seed"):
         os.environ.setdefault("PYTHONHASHSEED", "0")

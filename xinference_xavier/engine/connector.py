@@ -1,8 +1,7 @@
-"""vLLM's offloading connector, told what a spec cannot see.
+"""vLLM's offloading connector, which passes on what a spec and a manager cannot see.
 
-A spec gets no `VllmConfig`, from which the namespace follows, and comes too late to decide on the
+A spec gets no `VllmConfig`, which the namespace depends on, and is made too late to choose the
 chunk size. A manager does not see how many of a request's tokens vLLM's own prefix cache served.
-The connector sees all that; the rest is vLLM's.
 """
 
 from collections.abc import Iterable, Mapping
@@ -29,8 +28,8 @@ from xinference_xavier.engine.prompt_keys import PromptChunker
 from xinference_xavier.engine.spec import IDENTITY, XavierSpec, chunk_tokens_for
 from xinference_xavier.errors import ConfigError
 
-_MOST_DECODED = 16
-"""Tokens of a request in a step: one, and those that are speculated."""
+_MAX_DECODE_TOKENS = 16
+"""Of one request in a step: one token, and the speculated ones."""
 
 
 class XavierConnector(OffloadingConnector):
@@ -39,15 +38,15 @@ class XavierConnector(OffloadingConnector):
     ) -> None:
         log_like_vllm()
         transfer = vllm_config.kv_transfer_config
-        assert transfer is not None, "a connector is made of a transfer configuration"
+        assert transfer is not None, "vLLM makes a connector from a transfer configuration"
         extra = transfer.kv_connector_extra_config
         self._config = XavierConfig.from_dict(extra[XAVIER])
-        self._prefix_tokens: dict[str, int] = {}  # of requests that are not scheduled yet
+        self._prefix_tokens: dict[str, int] = {}  # by request that is not scheduled yet
         _refuse_unsupported(vllm_config, kv_cache_config)
         offloading = build_offloading_config(vllm_config, kv_cache_config)
         block_tokens = [group.tokens_per_block for group in offloading.groups]
         chunk_tokens = chunk_tokens_for(self._config, block_tokens)
-        # vLLM's own entry: from 0.33 on more than the spec depends on it.
+        # vLLM's own entry. Since 0.33, not only the spec reads it.
         extra["blocks_per_chunk"] = chunk_tokens // max(block_tokens)
         if role is KVConnectorRole.SCHEDULER:
             extra[IDENTITY] = {
@@ -66,19 +65,19 @@ class XavierConnector(OffloadingConnector):
             self._manager = manager
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        self._tell_page_format(kv_caches)
+        self._set_page_format(kv_caches)
         super().register_kv_caches(kv_caches)
 
     def register_cross_layers_kv_cache(
         self, kv_cache: torch.Tensor, attn_backend: type[AttentionBackend]
     ) -> None:
-        """Called by vLLM up to 0.28, which may keep all layers in one tensor."""
+        """Called by vLLM up to 0.28, which can keep all layers in one tensor."""
         groups = self._kv_cache_config.kv_cache_groups
-        self._tell_page_format({group.layer_names[0]: kv_cache for group in groups})
+        self._set_page_format({group.layer_names[0]: kv_cache for group in groups})
         assert self.connector_worker is not None
         self.connector_worker.register_cross_layers_kv_cache(kv_cache, attn_backend)  # type: ignore[attr-defined]
 
-    def _tell_page_format(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+    def _set_page_format(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         assert self.connector_worker is not None
         spec = self.connector_worker.spec
         assert isinstance(spec, XavierSpec)
@@ -90,7 +89,7 @@ class XavierConnector(OffloadingConnector):
         assert self.connector_scheduler is not None
         compat.record_keys(self.connector_scheduler, request.request_id)
         self._prefix_tokens[request.request_id] = num_computed_tokens
-        if request.trace_headers:  # none, unless vLLM traces
+        if request.trace_headers:  # vLLM traces
             self._manager.trace(request.request_id, request.trace_headers)
         return super().get_num_new_matched_tokens(request, num_computed_tokens)
 
@@ -98,7 +97,7 @@ class XavierConnector(OffloadingConnector):
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
         super().update_state_after_alloc(request, blocks, num_external_tokens)
-        # Called again, with nothing new, when an asynchronous load is over.
+        # vLLM calls this again, with nothing new, after an asynchronous load.
         prefix = self._prefix_tokens.pop(request.request_id, None)
         if prefix is not None:
             self._manager.count_prompt(
@@ -112,7 +111,7 @@ class XavierConnector(OffloadingConnector):
         return metadata
 
     def take_events(self) -> Iterable[KVCacheEvent]:
-        """vLLM asks once for each step that it began, when it has that step's output."""
+        """vLLM calls this once per step, when it has the step's output."""
         self._manager.step_ends()
         return super().take_events()
 
@@ -130,12 +129,14 @@ class XavierConnector(OffloadingConnector):
 
 
 def prefill_of(step: SchedulerOutput) -> tuple[int, float]:
-    """How many prompt tokens are computed in this step, and how many others those have before them,
-    in the mean. Steps that only decode cost us next to nothing here."""
+    """The number of prompt tokens in this step, and the mean number of tokens before each.
+
+    Cheap for steps that only decode.
+    """
     prompts = {
         req_id: count
         for req_id, count in step.num_scheduled_tokens.items()
-        if count > _MOST_DECODED
+        if count > _MAX_DECODE_TOKENS
     }
     if not prompts:
         return 0, 0.0
@@ -143,12 +144,12 @@ def prefill_of(step: SchedulerOutput) -> tuple[int, float]:
     before = {new.req_id: new.num_computed_tokens for new in step.scheduled_new_reqs}
     before |= zip(cached.req_ids, cached.num_computed_tokens, strict=True)
     tokens = sum(prompts.values())
-    deep = sum((before.get(req_id, 0) + count / 2) * count for req_id, count in prompts.items())
-    return tokens, deep / tokens
+    depths = sum((before.get(req_id, 0) + count / 2) * count for req_id, count in prompts.items())
+    return tokens, depths / tokens
 
 
 def _refuse_unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
-    """Raises ConfigError for what would go wrong later, and worse."""
+    """Raises ConfigError for what would fail later, and worse."""
     nodes = vllm_config.parallel_config.nnodes
     if nodes > 1:
         raise ConfigError(
@@ -157,7 +158,7 @@ def _refuse_unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig)
             "spreads one replica over several hosts, which sharing does not support",
             "use one host per replica, or launch without enable_xavier",
         )
-    # With it, vLLM 0.33 prepares loads in a later step than that of the hit, unprotected between.
+    # With it, vLLM 0.33 prepares loads in a later step than the HIT, which protects no row so long.
     if compat.keeps_cache_in_host_memory(kv_cache_config):
         raise ConfigError(
             "hisparse_config",

@@ -1,7 +1,7 @@
-"""What vLLM loads, by the names in its ``kv_transfer_config``.
+"""The classes that vLLM loads by the names in its ``kv_transfer_config``.
 
-A model's environment may hold any vLLM. One that this package was not tried with is refused by its
-version, before anything of ours imports what it may not have.
+A model's environment may hold any vLLM. An untested version is refused here, before our modules
+import what it may lack.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from xinference_xavier.errors import ConfigError
 
 OLDEST, NEWEST = (0, 27), (0, 33)
-"""Both included; `make test-matrix` tries them."""
+"""Both included; `make test-matrix` tests them."""
 _AFTER = (NEWEST[0], NEWEST[1] + 1)
 _MODULES = {"XavierConnector": "connector", "XavierSpec": "spec"}
 
@@ -26,8 +26,10 @@ def __getattr__(name: str) -> Any:
 
 
 def check_version() -> None:
-    """Raises ConfigError for a vLLM that is too old or too new. One that was built from a working
-    tree is taken as it is: it may have any version, or none."""
+    """Raises ConfigError for a vLLM that is too old or too new.
+
+    Accepts a build from a working tree, which may have any version, or none.
+    """
     import vllm
 
     version = getattr(vllm, "__version__", "dev")

@@ -1,4 +1,8 @@
-"""Rows that vLLM's workers write (stores) or read (loads). Belongs to the scheduler thread."""
+"""Rows that vLLM's workers are writing (stores) or reading (loads).
+
+Belongs to the scheduler thread. After a reset vLLM no longer reports the jobs under way, so their
+rows stay in quarantine until a later job ends: jobs of one direction end in order.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +12,6 @@ from xinference_xavier.pool.pool import Pool, Row
 
 
 class Jobs:
-    """After a reset vLLM no longer reports the jobs under way. Their rows stay in quarantine until
-    a later job has ended: jobs of one direction end in order."""
-
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
         self._stores: dict[bytes, Row] = {}
@@ -25,7 +26,7 @@ class Jobs:
         self._stores.update((row.key, row) for row in rows)
 
     def end_store(self, keys: Iterable[bytes], success: bool) -> list[Row]:
-        """Returns the rows that are READY now."""
+        """Returns the rows that became READY."""
         self.free_stale()
         rows = [self._stores.pop(key) for key in keys]
         if success:
@@ -35,7 +36,7 @@ class Jobs:
         return []
 
     def begin_load(self, req_id: str, rows: list[Row]) -> None:
-        """The rows are pinned."""
+        """`rows` must be pinned."""
         self._loads[req_id] = rows
 
     def loading(self, req_id: str) -> Sequence[Row]:
@@ -46,6 +47,7 @@ class Jobs:
         self._pool.unpin(self._loads.pop(req_id))
 
     def reset(self) -> None:
+        """vLLM will not report the jobs under way."""
         self._stale_stores += self._stores.values()
         self._stores.clear()
         for rows in self._loads.values():
@@ -53,7 +55,7 @@ class Jobs:
         self._loads.clear()
 
     def free_stale(self) -> None:
-        """No job from before the last reset is under way."""
+        """No job from before the last reset is under way any more."""
         for row in self._stale_stores:
             self._pool.abort(row)
         self._pool.unpin(self._stale_loads)

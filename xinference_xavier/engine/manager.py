@@ -1,10 +1,10 @@
-"""vLLM's offloading manager over the pool and a tier of peers.
+"""vLLM's offloading manager over the pool and a tier.
 
-Threading: the scheduler thread calls every method but `stats`. A method works on dictionaries and
-returns at once; slow work goes to the replica's background thread. Only this thread evicts rows,
-and only in `on_schedule_end` and `prepare_store`, so a HIT stays one for its scheduling step.
+Threading: the scheduler thread calls every method except `stats`. A method works on dictionaries
+and returns at once; slow work goes to the tier's own threads. Only the scheduler thread evicts
+rows, and only in `on_schedule_end` and `prepare_store`, so a HIT stays one for its scheduling step.
 
-Chunks that are in the pool are answered here, all others by `TierLookup`.
+The manager answers for chunks in the pool, `TierLookup` for all others.
 """
 
 import time
@@ -94,7 +94,7 @@ class XavierManager(OffloadingManager):
         )
 
     def stats(self) -> dict[str, Any]:
-        """Called by the replica's background thread."""
+        """Totals since the start; JSON-able. Called by the replica's background thread."""
         rate = self.prefill_rate.tokens_per_second
         reused = self._hits.local_pool + self._hits.remote
         return {
@@ -104,19 +104,19 @@ class XavierManager(OffloadingManager):
             "longest_scheduling_wait_s": self.tier_lookup.longest_scheduling_wait,
             "prefill_tokens_per_s": rate,
             "seconds_saved": reused / rate if rate else 0.0,
-            "forecast": self.cost_model.report(),
+            "fetch_decisions": self.cost_model.report(),
             "waits": asdict(self.tier_lookup.wait_counts),
         }
 
     # -- requests -----------------------------------------------------------------------------
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        self._pool.sweep()  # no lookup waits for a pin between two steps
+        self._pool.sweep()  # between two steps no HIT waits for its pin
         self._requests[req_context.req_id] = Request(req_context)
         return RequestOffloadingContext()
 
     def trace(self, req_id: str, headers: Mapping[str, str]) -> None:
-        """The request, and so its fetch, belongs to the trace that these headers name."""
+        """Attach the request's fetches to the trace that `headers` name."""
         self._requests[req_id].trace_headers = headers
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
@@ -129,7 +129,7 @@ class XavierManager(OffloadingManager):
         self._pool.sweep()
 
     def count_prompt(self, req_id: str, prompt: int, prefix_cache: int, loaded: int) -> None:
-        """A request was scheduled. In tokens: its prompt, vLLM's own hit, what we load."""
+        """The request was scheduled: its prompt, vLLM's own hit and our load, in tokens."""
         request = self._requests[req_id]
         self.tier_lookup.scheduled(request)
         fetched = sum(row.key in request.fetched for row in self._jobs.loading(req_id))
@@ -141,22 +141,22 @@ class XavierManager(OffloadingManager):
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         self._finished_requests += 1
-        # vLLM does not report which chunks its own prefix cache served; they are in use as well.
-        # From the tail on, so that a prefix is evicted from its end.
+        # vLLM's own prefix cache does not report its hits, and they keep chunks in use as well.
+        # In reverse, so that a prefix is evicted from its end.
         self._pool.touch(reversed(known_keys(req_context)))
         self.tier_lookup.finished(self._requests.pop(req_context.req_id))
 
     # -- steps --------------------------------------------------------------------------------
 
     def step_begins(self, tokens: int, prompt_tokens: int, depth: float) -> None:
-        """A step was scheduled: see `Step`."""
+        """vLLM scheduled a step: see `Step`."""
         self._steps.begin(Step(self._clock(), tokens, prompt_tokens, depth))
-        # A job's worker may not have been told of it yet.
+        # This step may be what hands a job to its worker, so do not hold it back.
         if not self._steps.computing and not self._jobs:
             self.tier_lookup.idle_wait.nothing_scheduled(any(self.tier_lookup.fetches.pending()))
 
     def step_ends(self) -> None:
-        """vLLM has the output of the oldest step that it began."""
+        """vLLM received the output of the oldest step under way."""
         ended = self._steps.end(self._clock())
         if ended is not None:
             step, seconds = ended
@@ -169,8 +169,8 @@ class XavierManager(OffloadingManager):
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
         rows = self._pool.pin(keys)
-        # Each key was a HIT in this step, and nothing was evicted since. To load anything else
-        # would be a wrong token, which is worse than a dead engine.
+        # Every key was a HIT in this step, and nothing was evicted since. Loading anything else
+        # would produce wrong tokens, which is worse than a dead engine.
         assert len(rows) == len(keys), "a chunk was lost between its lookup and its load"
         self._jobs.begin_load(req_context.req_id, rows)
         return CPULoadStoreSpec([row.slot for row in rows])
@@ -179,7 +179,7 @@ class XavierManager(OffloadingManager):
         self._jobs.end_load(req_context.req_id)
 
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> "CacheHitSource":
-        """Called by vLLM from 0.32 on, after `count_prompt`."""
+        """Called by vLLM 0.32 and later, after `count_prompt`."""
         return load_source(key in self._requests[req_context.req_id].fetched)
 
     # -- storing ------------------------------------------------------------------------------
@@ -215,18 +215,18 @@ class XavierManager(OffloadingManager):
             self._tier.on_stored(rows)
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        """Called by vLLM up to 0.30 only."""
+        """Called by vLLM up to 0.30."""
         self._pool.touch(reversed(list(keys)))
 
     # -- the whole cache ----------------------------------------------------------------------
 
     def reset_cache(self) -> None:
-        """vLLM has forgotten all blocks and will not report the jobs under way."""
+        """vLLM forgot all blocks and will not report the jobs under way."""
         self._jobs.reset()
         self.tier_lookup.reset(self._requests.values())
 
     def on_reset_flushed(self) -> None:
-        """Called by vLLM from 0.33 on: no job from before the last reset is under way."""
+        """Called by vLLM 0.33 and later, when no job from before the reset is under way."""
         self._jobs.free_stale()
 
     def get_stats(self) -> OffloadingConnectorStats | None:

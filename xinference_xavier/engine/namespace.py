@@ -1,7 +1,7 @@
-"""What must be the same in two engines before they may exchange bytes, as one digest.
+"""A digest of everything that two engines must have in common before they may exchange bytes.
 
-A chunk key covers tokens, adapters, images and salts. It covers neither the model nor how its cache
-is laid out; those belong here. The digest is of canonical JSON, so it is the same on every host.
+A chunk key covers tokens, adapters, images and salts. The namespace covers the model and the layout
+of its cache. The digest is computed over canonical JSON, so it is the same on every host.
 """
 
 import hashlib
@@ -19,10 +19,10 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from xinference_xavier.engine import compat
 from xinference_xavier.protocol.transfer import PROTOCOL_VERSION
 
-_GROUP_INDEX_BYTES = 4  # what vLLM appends to a block hash to make an offload key
+_GROUP_INDEX_BYTES = 4  # that vLLM appends to a block hash to make an offload key
 _SAMPLE_BYTES = 64
 _MAX_READABLE = 60  # characters
-_SAMPLES = 1024  # per file, shared out among its tensors
+_SAMPLES = 1024  # per file, divided among its tensors
 _MIN_SAMPLES_PER_TENSOR = 4
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 
@@ -33,36 +33,31 @@ def key_bytes(vllm_config: VllmConfig) -> int:
     return len(hash_block(b"")) + _GROUP_INDEX_BYTES
 
 
-def _capability() -> str | None:
-    """Of a device that has one: by it vLLM chooses kernels."""
-    capability = current_platform.get_device_capability()
-    return None if capability is None else capability.as_version_str()
-
-
 def fingerprint_fields(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, chunk_tokens: int
 ) -> dict[str, object]:
-    """All that two engines must have in common to share, but for `page_format`. Reads samples of
-    the weights."""
+    """All that two engines must have in common, except `page_format`. Reads samples of the
+    weights."""
     model = vllm_config.model_config
     cache = vllm_config.cache_config
     parallel = vllm_config.parallel_config
-    architecture = model.hf_config.to_dict()  # what was overridden at launch is in it
-    architecture.pop("_name_or_path", None)  # another folder on another host
+    capability = current_platform.get_device_capability()
+    architecture = model.hf_config.to_dict()  # includes what was overridden at launch
+    architecture.pop("_name_or_path", None)  # differs between hosts
     groups = [
         {"layers": group.layer_names, "spec": repr(group.kv_cache_spec)}
         for group in kv_cache_config.kv_cache_groups
     ]
     return {
-        "protocol": PROTOCOL_VERSION,  # so that other versions of ours never meet
+        "protocol": PROTOCOL_VERSION,  # so that two versions of ours never meet
         "vllm": vllm.__version__,
         "device": current_platform.device_type,
-        "capability": _capability(),
+        "capability": capability and capability.as_version_str(),  # vLLM chooses kernels by it
         "model_runner": "V2" if vllm_config.use_v2_model_runner else "V1",
         "architecture": architecture,
         "weights": weights_fingerprint(Path(model.model)),
         "revision": model.revision,
-        # Long RoPE chooses its factors by how long a prompt may be.
+        # Long RoPE chooses its factors by the longest possible prompt.
         "length": model.max_model_len if "longrope" in str(architecture) else None,
         "dtype": model.dtype,
         "quantization": model.quantization,
@@ -84,26 +79,26 @@ def fingerprint_fields(
 
 
 def digest(fingerprint_fields: Mapping[str, object]) -> str:
-    """32 hex digits over JSON-able `fingerprint_fields`."""
+    """32 hex digits."""
     text = json.dumps(fingerprint_fields, sort_keys=True, separators=(",", ":"), default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def readable(fingerprint_fields: Mapping[str, object]) -> dict[str, str]:
-    """Each ingredient as short text, equal for equal values, for people who compare them."""
-    return {name: _readable(name, value) for name, value in fingerprint_fields.items()}
-
-
-def _readable(name: str, value: object) -> str:
-    text = str(value)
-    return text if len(text) <= _MAX_READABLE else f"digest {digest({name: value})[:12]}"
+    """Each field as a short text that people can compare; equal for equal values."""
+    return {
+        name: text
+        if len(text := str(value)) <= _MAX_READABLE
+        else f"digest {digest({name: value})[:12]}"
+        for name, value in fingerprint_fields.items()
+    }
 
 
 def weights_fingerprint(path: Path) -> str:
     """32 hex digits over the sizes and samples of every tensor at `path`, a folder or one file.
 
-    Reads a few hundred bytes per tensor, so it is quick for any size. Two fine-tunes of one model
-    differ in it. Where there are no weights (the name of a model on a hub), the name has to do.
+    Two fine-tunes of one model differ. Reads a few hundred bytes per tensor, so it is fast for any
+    size. Without weights there (the name of a model on a hub), it covers the name.
     """
     found = [path] if path.is_file() else sorted(path.rglob("*"))
     files = [file for file in found if file.suffix in _WEIGHT_SUFFIXES]
@@ -124,7 +119,7 @@ def weights_fingerprint(path: Path) -> str:
 
 
 def _safetensors_header(weights: BinaryIO) -> tuple[bytes, list[tuple[int, int]]]:
-    """The header's bytes, and where each tensor's bytes begin and end in the file."""
+    """The header's bytes, and the (start, end) of each tensor's bytes in the file."""
     length = int.from_bytes(weights.read(8), "little")
     header = weights.read(length)
     tensors = [entry for name, entry in json.loads(header).items() if name != "__metadata__"]

@@ -1,7 +1,7 @@
 """How a worker's attention kernels lay out the pages of its KV cache.
 
-Pages of one size can hold the same numbers in another order: a backend has a layout of its own, and
-a kernel may split a block into smaller ones. Only a worker knows, once it has its KV cache.
+Pages of equal size can hold equal numbers in different orders: each backend has its own layout, and
+a kernel may split a block into smaller ones. Only a worker with its KV cache knows.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ def page_format(
     kv_cache_config: KVCacheConfig,
     kv_caches: Mapping[str, torch.Tensor | list[torch.Tensor]],
 ) -> list[dict[str, Any]]:
-    """JSON-able, of each KV-cache group; `kv_caches` are this worker's, by layer.
+    """One JSON-able entry per KV-cache group. `kv_caches` are this worker's tensors by layer.
 
-    Equal for engines whose pages have equal formats, however many blocks they have.
+    The result does not depend on the number of blocks.
     """
     return [
         {
@@ -40,9 +40,9 @@ def page_format(
 
 
 def tensor_format(tensor: torch.Tensor, blocks: int) -> str:
-    """Type, shape and the order of the dimensions in memory, the outermost first.
+    """Type, shape and memory order of the dimensions, outermost first.
 
-    In place of how many blocks there are it has how many of the kernel's are in one of vLLM's.
+    The number of blocks is replaced by the number of kernel blocks per vLLM block.
     """
     strides = tensor.stride()
     order = sorted(range(tensor.ndim), key=lambda axis: strides[axis], reverse=True)
@@ -59,6 +59,6 @@ def _backends(vllm_config: VllmConfig, layers: list[str]) -> list[str]:
 
 
 def _tensors(cache: torch.Tensor | list[torch.Tensor] | None) -> Iterable[torch.Tensor]:
-    if cache is None:  # a layer of another worker
+    if cache is None:  # another worker's layer
         return ()
     return (cache,) if isinstance(cache, torch.Tensor) else cache

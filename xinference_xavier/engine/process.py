@@ -1,8 +1,10 @@
-"""An engine's process ends with the process that started it, and its log lines look like vLLM's.
+"""Ends an engine with its parent process, and makes our log lines look like vLLM's.
 
-vLLM's engine waits for ever for a parent that was killed, and an orphan keeps its memory and offers
-its rows while xinference starts another engine in its place. vLLM sets up only its own logger, so
-lines of other packages are lost below WARNING and bare above it.
+vLLM's engine outlives a parent that was killed. Such an orphan would keep its memory and offer its
+rows while xinference starts another engine in its place.
+
+vLLM configures only its own logger, so Python drops other packages' lines below WARNING and prints
+the rest without a format.
 """
 
 from __future__ import annotations
@@ -18,8 +20,10 @@ logger = logging.getLogger(__name__)
 
 
 def end_with_parent() -> None:
-    """End this process by SIGTERM when its parent ends; for an engine that runs in a process of its
-    own, which multiprocessing has started. One thread, which waits."""
+    """Send SIGTERM to this process when its parent ends, from a thread that waits for that.
+
+    Does nothing unless multiprocessing started this process.
+    """
     parent = multiprocessing.parent_process()
     if parent is not None and parent.pid is not None:
         threading.Thread(
@@ -31,21 +35,21 @@ def _watch(pid: int) -> None:
     try:
         parent = os.pidfd_open(pid)
     except ProcessLookupError:
-        pass  # it has ended already
+        pass  # it ended already
     except OSError as error:
-        logger.warning("this engine cannot be told when its parent %d ends: %s", pid, error)
+        logger.warning("cannot watch the parent process: pid=%d error=%r", pid, error)
         return
     else:
         waiting = select.poll()
         waiting.register(parent, select.POLLIN)
         waiting.poll()
         os.close(parent)
-    logger.warning("process %d, which started this engine, is gone: so is the engine", pid)
+    logger.warning("parent process ended, ending this engine: pid=%d", pid)
     os.kill(os.getpid(), signal.SIGTERM)
 
 
 def log_like_vllm() -> None:
-    """Ours go where vLLM's go, unless somebody has said where ours go. Idempotent."""
+    """Send our log lines where vLLM's go, unless our logger is configured already. Idempotent."""
     follow(logging.getLogger("xinference_xavier"), logging.getLogger("vllm"))
 
 

@@ -1,8 +1,8 @@
-"""Which chunk keys a prompt has, as this engine would compute them for a request.
+"""The chunk keys of a prompt, as this engine would compute them for a request.
 
-Threading: belongs to whoever calls it, one call at a time, and never to the scheduler thread: the
-tokenizer is loaded by the first call and a long prompt takes some time. Only text is known here: a
-request with images, an adapter or a `cache_salt` has other keys.
+Threading: one call at a time, never on the scheduler thread. The first call loads the tokenizer,
+and a long prompt takes a while. Only text is considered: images, an adapter or a `cache_salt` would
+change a request's keys.
 """
 
 import logging
@@ -24,14 +24,14 @@ logger = logging.getLogger(__name__)
 
 
 class _Group(NamedTuple):
-    """One KV-cache group: its own chunks may be smaller than those that we speak of."""
+    """One KV-cache group; its own chunks may be smaller than `chunk_tokens`."""
 
     number: int
     hashes_per_chunk: int
 
 
 class PromptChunker:
-    """`offloading` is vLLM's own view of the engine; chunks are `chunk_tokens` long."""
+    """`offloading` is vLLM's view of the engine. A chunk has `chunk_tokens` tokens."""
 
     def __init__(
         self, vllm_config: VllmConfig, offloading: OffloadingConfig, chunk_tokens: int
@@ -39,25 +39,32 @@ class PromptChunker:
         self._vllm_config = vllm_config
         self._chunk_tokens = chunk_tokens
         self._tokens_per_hash = offloading.cache.tokens_per_hash
-        blocks_per_chunk = chunk_tokens // max(each.tokens_per_block for each in offloading.groups)
+        groups = offloading.groups
+        blocks_per_chunk = chunk_tokens // max(group.tokens_per_block for group in groups)
         self._groups = [
             _Group(
-                compat.group_number(each, place),
-                each.tokens_per_block * blocks_per_chunk // self._tokens_per_hash,
+                compat.group_number(group, place),
+                group.tokens_per_block * blocks_per_chunk // self._tokens_per_hash,
             )
-            for place, each in enumerate(offloading.groups)
+            for place, group in enumerate(groups)
         ]
         self._tokenizer: Any = None
 
     def __call__(self, question: dict[str, Any]) -> Chunked:
-        """Raises ExplainError."""
+        """Chunk `{"prompt": text}` or `{"messages": [...]}`.
+
+        Raises:
+            ExplainError: there is no tokenizer, or it rejects the question.
+        """
         try:
             tokens = self._tokens(question)
         except ExplainError:
             raise
-        except Exception as error:  # whatever a tokenizer or a template raises
-            logger.warning("a prompt could not be tokenized", exc_info=True)
-            raise ExplainError(f"the model's tokenizer does not take it: {error!r:.300}") from None
+        except Exception as error:  # a tokenizer or a template may raise anything
+            logger.warning("tokenizing a prompt failed", exc_info=True)
+            raise ExplainError(
+                f"the model's tokenizer rejects the question: {error!r:.300}"
+            ) from None
         hashes = list(self._hashes(tokens))
         per_chunk = self._chunk_tokens // self._tokens_per_hash
         chunks = [
@@ -71,7 +78,7 @@ class PromptChunker:
         prompt = question.get("prompt")
         if prompt is None:
             if not getattr(tokenizer, "chat_template", None):
-                raise ExplainError("the model's tokenizer has no chat template: ask with a prompt")
+                raise ExplainError("the model's tokenizer has no chat template; ask with a prompt")
             prompt = tokenizer.apply_chat_template(
                 question["messages"], tokenize=False, add_generation_prompt=True
             )
@@ -86,7 +93,7 @@ class PromptChunker:
         return self._tokenizer
 
     def _hashes(self, tokens: list[int]) -> Iterator[BlockHash]:
-        """Of every whole block; each covers all tokens before its end."""
+        """The hash of every whole block, chained: it covers all tokens up to the block's end."""
         cache = self._vllm_config.cache_config
         hash_function = get_hash_fn_by_name(cache.prefix_caching_hash_algo)
         size = self._tokens_per_hash
@@ -96,7 +103,8 @@ class PromptChunker:
             yield parent
 
     def _keys(self, hashes: list[BlockHash], start: int, end: int) -> Iterator[bytes]:
-        """Of all groups' chunks that end within these hashes; a chunk goes by its last hash."""
+        """The keys of all groups' chunks that end within hashes `start` to `end`. A chunk's key is
+        made from its last hash."""
         for number, size in self._groups:
             for last in range(start - start % size + size - 1, end, size):
                 yield make_offload_key(hashes[last], number)

@@ -1,12 +1,13 @@
-"""A request's state from arrival to end, and the fetches that requests wait for.
+"""The state of a request from arrival to end, and the fetches that requests wait for.
 
-Belongs to the scheduler thread. The rows of a fetch stay pinned until no request waits for them.
+Belongs to the scheduler thread. A fetch's rows stay pinned until no request waits for them.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 
 from vllm.v1.kv_offload.base import ReqContext
 
@@ -17,38 +18,23 @@ from xinference_xavier.pool.pool import Pool
 from xinference_xavier.tiers.base import Fetch, FetchState
 
 GROUP = slice(-4, None)
-"""The part of an offload key that numbers its KV-cache group."""
+"""The part of an offload key that is the number of its KV-cache group."""
 
 
+@dataclass(eq=False, slots=True)
 class Request:
-    __slots__ = (
-        "asked",
-        "computes",
-        "context",
-        "deadline",
-        "fetched",
-        "fetches",
-        "first",
-        "given_up",
-        "pending_since",
-        "trace_headers",
-        "wait",
-        "wanted",
-    )
-
-    def __init__(self, context: ReqContext) -> None:
-        self.context = context
-        self.wanted: list[bytes] = []  # this pass's RETRYs, to be fetched
-        self.fetches: list[Fetch] = []  # pending for this request, in the order of their rows
-        self.first: set[bytes] = set()  # the first chunk of each group in each fetch
-        self.deadline: float | None = None  # of all its fetches together
-        self.pending_since = 0.0  # on the clock of `Steps.idle_time`
-        self.given_up = False  # it fetches nothing more
-        self.computes = False  # it computes chunks that it could have fetched
-        self.fetched: set[bytes] = set()  # keys that arrived from a peer for this request
-        self.trace_headers: Mapping[str, str] | None = None
-        self.asked = False  # whether a peer computes its prefix
-        self.wait: Wait | None = None  # for that peer; kept when it is over
+    context: ReqContext
+    wanted: list[bytes] = field(default_factory=list)  # RETRYs of this pass, to be fetched
+    fetches: list[Fetch] = field(default_factory=list)  # that it waits for, in order of their rows
+    first: set[bytes] = field(default_factory=set)  # keys of each group's first chunk in each fetch
+    deadline: float | None = None  # of all its fetches
+    pending_since: float = 0.0  # on the clock of `Steps.idle_time`
+    given_up: bool = False  # no further fetches
+    computes: bool = False  # chunks that it could have fetched
+    fetched: set[bytes] = field(default_factory=set)  # keys that arrived from a peer for it
+    trace_headers: Mapping[str, str] | None = None
+    asked: bool = False  # the tracker, whether a peer computes its prefix
+    wait: Wait | None = None  # for that peer, even if it is over
 
     @property
     def req_id(self) -> str:
@@ -56,20 +42,20 @@ class Request:
         return req_id
 
     def group_of(self, key: bytes) -> list[bytes]:
-        """The keys of its chunks in the KV-cache group of `key`, in order."""
+        """The request's keys in the KV-cache group of `key`, in order."""
         return [other for other in known_keys(self.context) if other[GROUP] == key[GROUP]]
 
     @property
     def pending(self) -> Fetch | None:
-        """The first fetch that has not ended; None if a fetch before it failed, since chunks after
-        a gap are useless."""
+        """The first fetch that has not ended. None if a fetch before it failed: chunks behind a gap
+        are useless."""
         committed = FetchState.COMMITTED
         fetch = next((fetch for fetch in self.fetches if fetch.state is not committed), None)
         return fetch if fetch is not None and fetch.state is FetchState.PENDING else None
 
     def waits_for(self, fetches: list[Fetch]) -> None:
-        """Wait for `fetches`, which are in the order of their rows. Until they end, only the keys
-        in `first` get a RETRY."""
+        """Wait for `fetches`, in the order of their rows. Until they end, only the keys in `first`
+        get a RETRY."""
         self.fetches = fetches
         self.first = _first_of_each_group(self.wanted).union(
             *(_first_of_each_group(row.key for row in fetch.rows) for fetch in fetches)
@@ -94,7 +80,7 @@ class Fetches:
     """The fetches under way, and the requests that wait for each."""
 
     def __init__(self, pool: Pool, cost_model: CostModel, patience: float) -> None:
-        """Rows stay pinned for their request until `patience` seconds after the deadline."""
+        """Rows stay pinned for their requests until `patience` seconds after the deadline."""
         self._pool = pool
         self._cost_model = cost_model
         self._patience = patience
@@ -108,12 +94,12 @@ class Fetches:
         return len(self._waiting)
 
     def bringing(self, key: bytes) -> Fetch | None:
-        """The fetch that is bringing `key` or has just brought it."""
+        """The fetch that brings `key`, or has just brought it."""
         fetch = self._by_chunk.get(key)
         return None if fetch is None or fetch.state is FetchState.ROLLED_BACK else fetch
 
     def bringing_run(self, keys: Iterable[bytes]) -> list[Fetch]:
-        """The fetches that are bringing the leading `keys`, without a gap."""
+        """The fetches that bring the leading `keys`, up to the first gap."""
         found: dict[Fetch, None] = {}
         for key in keys:
             fetch = self.bringing(key)
@@ -127,7 +113,7 @@ class Fetches:
         return (fetch for fetch in self if fetch.state is FetchState.PENDING)
 
     def by_source(self) -> Counter[str]:
-        """How many fetches are pending."""
+        """The number of pending fetches per source."""
         return Counter(fetch.source for fetch in self.pending())
 
     def add(self, fetch: Fetch) -> None:
@@ -142,7 +128,7 @@ class Fetches:
             waiting.discard(req_id)
 
     def reset(self) -> None:
-        """No request waits for a pending fetch any more, and none finds it."""
+        """Requests neither wait for the pending fetches any more nor find them."""
         self._by_chunk.clear()
         for waiting in self._waiting.values():
             waiting.clear()
@@ -156,7 +142,7 @@ class Fetches:
             for row in fetch.rows:
                 if self._by_chunk.get(row.key) is fetch:
                     del self._by_chunk[row.key]
-            # A waiting request comes for its rows at once, unless vLLM has no blocks for it.
+            # A waiting request takes its rows at once, unless vLLM has no blocks for it.
             if not waiting or now > fetch.deadline + self._patience:
                 self._pool.unpin(fetch.committed)
                 del self._waiting[fetch]

@@ -1,12 +1,12 @@
-"""How vLLM's offloading connector is made to use our pool: the region's layout, and who makes what.
+"""Makes vLLM's offloading connector use our pool: lays out the region, makes workers and manager.
 
-One object each in the scheduler's process and in every worker, all of the same configuration, so
-that all come to the same layout. Life cycle: the first worker creates the region when it gets its
-KV cache; the other workers, and the scheduler's side after warm-up, receive it.
+The scheduler's process and every worker each make a spec from the same configuration and compute
+the same layout. Life cycle: the first worker creates the region when it gets its KV cache. The
+other workers receive it, and so does the scheduler's side after warm-up.
 
-A row is `[worker 0's cell | worker 1's cell | … | padding to a page]`; a cell holds the chunk's
-pages, tensor after tensor. The connector decides on the size of a chunk. Importing this module has
-no side effects: vLLM does so in its API process too.
+A row is `[worker 0's cell | worker 1's cell | … | padding to a page]`. A cell holds the chunk's
+pages, tensor after tensor. The connector chooses the chunk size. Importing this module has no side
+effects, because vLLM imports it in its API process too.
 """
 
 import json
@@ -42,31 +42,30 @@ from xinference_xavier.runtime.host import free_memory_bytes
 
 logger = logging.getLogger(__name__)
 
-IDENTITY = "xavier_identity"  # our other entry in the connector's extra configuration
+IDENTITY = "xavier_identity"  # our second entry in the connector's extra configuration
 DEFAULT_CHUNK_TOKENS = 128
 MIN_ROWS = 16
-_REGION_TIMEOUT = 60.0  # seconds for the first worker to get as far as the others
-_POPULATE_AT_ONCE = 1 << 30  # bytes; more is touched in the background
+_REGION_TIMEOUT = 60.0  # seconds to wait for the first worker
+_POPULATE_AT_ONCE = 1 << 30  # bytes; a larger region is populated in the background
 
 
 def chunk_tokens_for(config: XavierConfig, block_tokens: Iterable[int]) -> int:
-    """Tokens per chunk: what was asked for, or the default rounded up to whole blocks.
+    """Tokens per chunk: the configured number, or the default rounded up to whole blocks.
 
     Raises:
-        ConfigError: what was asked for is not a multiple of every block size.
+        ConfigError: the configured number is not a multiple of every block size.
     """
     block = math.lcm(*block_tokens)
-    asked = config.chunk_tokens
-    if asked is None:
-        return -(-DEFAULT_CHUNK_TOKENS // block) * block
-    if asked % block:
+    tokens = config.chunk_tokens or DEFAULT_CHUNK_TOKENS
+    whole = -(-tokens // block) * block
+    if config.chunk_tokens is not None and tokens != whole:
         raise ConfigError(
             "xavier_chunk_tokens",
-            asked,
+            tokens,
             f"is not a multiple of the model's block size, {block} tokens",
-            f"use {-(-asked // block) * block}",
+            f"use {whole}",
         )
-    return asked
+    return whole
 
 
 class XavierSpec(OffloadingSpec):
@@ -86,14 +85,14 @@ class XavierSpec(OffloadingSpec):
         self._row_bytes = -(-self._cell_bytes * cells // ROW_ALIGNMENT) * ROW_ALIGNMENT
         self._rows = self._count_rows()
         self.pages: list[dict[str, Any]] = []
-        """Of this worker's KV cache, see `page_format`; to be set before `get_worker`."""
+        """This worker's `page_format`; set it before `get_worker`."""
         self._region_server: RegionServer | None = None
         self._worker: OffloadingWorker | None = None
         self._manager: XavierManager | None = None
 
     def _count_rows(self) -> int:
         pool_bytes = self._xavier.pool_bytes
-        assert pool_bytes is not None, "the worker that launches a replica decides on its pool"
+        assert pool_bytes is not None, "whoever launches a replica sets its pool's size"
         rows = pool_bytes // self._row_bytes
         if rows < MIN_ROWS:
             raise ConfigError(
@@ -140,15 +139,16 @@ class XavierSpec(OffloadingSpec):
             region.populate()
         else:
             threading.Thread(target=region.populate, name="xavier-populate", daemon=True).start()
-        logger.info("pool of %d chunks of %d bytes", self._rows, self._row_bytes)
+        logger.info("pool created: chunks=%d chunk_bytes=%d", self._rows, self._row_bytes)
         return region
 
     def _receive(self) -> Region:
         region = receive_region(self.config.engine_id, _REGION_TIMEOUT)
         if (region.rows, region.row_bytes) != (self._rows, self._row_bytes):
             raise RegionError(
-                f"the first worker made {region.rows} rows of {region.row_bytes} bytes, this "
-                f"process expects {self._rows} of {self._row_bytes}"
+                f"the first worker made {region.rows} rows of {region.row_bytes} bytes, but this "
+                f"process expects {self._rows} of {self._row_bytes}; start all workers of a "
+                "replica with the same arguments and versions"
             )
         return region
 

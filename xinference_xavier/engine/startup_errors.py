@@ -1,9 +1,9 @@
-"""Why an engine did not start, told to whoever launched it: vLLM itself only logs it.
+"""Reports why an engine did not start to whoever launched it; vLLM itself only logs it.
 
-vLLM calls `install` in each of its processes (entry point `vllm.general_plugins`). An engine, and a
-worker process of one, log the error that ends their start, and this module listens. Where a model
-is to share, a vLLM that was not tried ends here, before it does anything else. It imports neither
-vLLM nor torch: it is loaded where nothing is shared, too.
+vLLM calls `install` in each of its processes (entry point `vllm.general_plugins`). Engines and
+their worker processes log the error that ends their start, and this module listens. Where a model
+is to share, `install` also refuses an untested vLLM before it does anything else. The module loads
+even where nothing is shared, so it imports neither vLLM nor torch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _PHRASE = "failed to start"
 
 
 def install() -> None:
-    """Raises ConfigError for a vLLM that cannot share where it should."""
+    """Raises ConfigError if this process should share and its vLLM is untested."""
     if SHARES in os.environ:
         check_version()
     for name in _LOGGERS:
@@ -41,8 +41,8 @@ class _Listener(logging.Handler):
 
 
 def _config_of(error: BaseException) -> XavierConfig | None:
-    """Of the engine whose start the error ended; None if it shares nothing."""
-    # The record names no engine; what failed was given the engine's configuration.
+    """The configuration of the engine that failed to start; None if it shares nothing."""
+    # The log record names no engine, but the code that failed had the engine's configuration.
     for frame, _ in traceback.walk_tb(error.__traceback__):
         transfer = getattr(frame.f_locals.get("vllm_config"), "kv_transfer_config", None)
         extra = getattr(transfer, "kv_connector_extra_config", None)

@@ -1,9 +1,8 @@
-"""What the engine computes, step by step, and how long each step takes.
+"""What the engine computes in each step, and how long that takes.
 
 With asynchronous scheduling, CUDA's default, and with pipeline parallelism, vLLM schedules a step
-while the one before it is still being computed. Steps end in the order in which they began, and
-one by one: a step took as long as from its beginning, or from the end of the step before it if that
-was later, to its own end.
+while it still computes the one before. Steps end one by one, in the order in which they began. So a
+step is timed from its beginning, or from the end of the step before it if that is later.
 
 Belongs to the scheduler thread. Times are monotonic seconds.
 """
@@ -15,26 +14,28 @@ from typing import NamedTuple
 
 
 class Step(NamedTuple):
+    """Of `tokens`, `prompt_tokens` belong to prompts, with `depth` others before each on average.
+
+    A step without tokens computes nothing. It only carries messages to the workers.
+    """
+
     began: float
     tokens: int
-    """That it computes; a step of none only tells the workers something."""
     prompt_tokens: int = 0
-    """Of these."""
     depth: float = 0.0
-    """Tokens before each of the prompts' tokens, in the mean."""
 
 
 class Steps:
     def __init__(self) -> None:
-        self._begun: deque[Step] = deque()  # and not ended
-        self._computing = 0  # of these, those that compute anything
-        self._ended = 0.0  # when the last one did
+        self._pending: deque[Step] = deque()
+        self._computing = 0  # pending steps that compute anything
+        self._ended = 0.0  # when the latest step ended
         self._computed = 0.0  # seconds in which any step was computed
         self._busy_since = 0.0
 
     @property
     def computing(self) -> bool:
-        """Whether a step that computes anything is under way."""
+        """Whether a pending step computes anything."""
         return self._computing > 0
 
     def begin(self, step: Step) -> None:
@@ -42,13 +43,13 @@ class Steps:
             if not self._computing:
                 self._busy_since = step.began
             self._computing += 1
-        self._begun.append(step)
+        self._pending.append(step)
 
     def end(self, now: float) -> tuple[Step, float] | None:
-        """The oldest step is over: that step and the seconds it took; None if none was begun."""
-        if not self._begun:
+        """End the oldest step. Returns it with its duration in seconds; None without a step."""
+        if not self._pending:
             return None
-        step = self._begun.popleft()
+        step = self._pending.popleft()
         seconds = now - max(step.began, self._ended)
         self._ended = now
         if step.tokens:
@@ -58,7 +59,6 @@ class Steps:
         return step, seconds
 
     def idle_time(self, now: float) -> float:
-        """A clock that stands still while the engine computes. A request that waits meanwhile would
-        have waited for the engine anyway."""
+        """A clock that stands still while the engine computes: a request would wait then anyway."""
         computed = self._computed + (now - self._busy_since if self._computing else 0.0)
         return now - computed

@@ -1,17 +1,17 @@
 """Answers lookups for chunks that the pool lacks: fetch them, wait for a peer, or compute.
 
-A request's way through `lookup`, one scheduling attempt ("pass") after the other:
+What `lookup` answers a request, one scheduling attempt ("pass") after the other:
 
-    first pass     RETRY for each chunk that the tier holds, MISS at the end
-    end_pass       one fetch per chosen donor begins for the chunks that got a RETRY
+    first pass     RETRY for each chunk that the tier holds, then MISS
+    end_pass       begins one fetch per chosen donor for the chunks that got a RETRY
     further passes RETRY while the fetches are pending and the request has time left
-    then           HIT for the chunks that arrived, MISS for the rest; once more if all arrived
+    then           HIT for the chunks that arrived, MISS for the rest; another fetch if all arrived
 
-Before a long MISS: RETRY until the tracker has said whether a peer is computing the prefix, and for
-as long as waiting for that peer is expected to pay (`Wait`).
+Before a long MISS, the answer is RETRY until the tracker says whether a peer is computing the
+prefix, and then for as long as it pays to wait for that peer (`Wait`).
 
-Belongs to the scheduler thread. Every method returns at once, except for what an idle engine waits
-for (`IdleWait`).
+Belongs to the scheduler thread. Every method returns at once, except that an idle engine waits a
+few milliseconds (`IdleWait`).
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from xinference_xavier.engine.compat import known_keys
 from xinference_xavier.engine.idle import IdleWait
 from xinference_xavier.engine.policy.cost_model import CostModel
 from xinference_xavier.engine.policy.donor_selection import DonorSelection
-from xinference_xavier.engine.policy.prefill_wait import WORTH_ASKING, Wait, WaitCounts
+from xinference_xavier.engine.policy.prefill_wait import MIN_PREFILL_SECONDS, Wait, WaitCounts
 from xinference_xavier.engine.request import GROUP, Fetches, Request
 from xinference_xavier.engine.steps import Steps
 from xinference_xavier.pool.pool import Pool, Reservation
 from xinference_xavier.tiers.base import Fetch, Tier
 
 Reserve = Callable[[Iterable[bytes], list[bytes]], Reservation]
-"""Reserves rows for keys, given all keys of their prefix."""
+"""Reserves rows for keys; the second argument is the whole prefix that they belong to."""
 
 
 class TierLookup:
@@ -49,7 +49,7 @@ class TierLookup:
         fetch_timeout: float,
         clock: Callable[[], float],
     ) -> None:
-        """`fetch_timeout` bounds, in seconds, how long a request waits for its fetches together."""
+        """`fetch_timeout` bounds, in seconds, how long a request waits for all of its fetches."""
         self._pool = pool
         self._tier = tier
         self._selection = selection
@@ -62,16 +62,16 @@ class TierLookup:
         self.fetches = Fetches(pool, cost_model, fetch_timeout)
         self.idle_wait = IdleWait()
         self.wait_counts = WaitCounts()
-        self.longest_scheduling_wait = 0.0  # seconds of a request's waiting that we caused
-        self.step_tokens = chunk_tokens  # the most that the engine computes in one step
-        self._to_fetch: dict[str, Request] = {}  # requests with a RETRY in this pass
-        # Requests deferred in this pass, by group, with the seconds that they can spare.
+        self.longest_scheduling_wait = 0.0  # seconds that a request waited because of us
+        self.step_tokens = chunk_tokens  # that the engine computes in one step at most
+        self._to_fetch: dict[str, Request] = {}  # requests that got a RETRY in this pass
+        # Requests deferred in this pass, by group, with the seconds that the engine may sleep.
         self._deferred: dict[tuple[str, bytes], float] = {}
 
     # -- called by the manager ----------------------------------------------------------------
 
     def lookup(self, key: bytes, request: Request) -> LookupResult:
-        """For a key without a READY row."""
+        """Answer for a key without a READY row."""
         if request.fetches:
             self.idle_wait.before_retry(request.pending)
             if request.pending and self._has_time(request):
@@ -80,8 +80,8 @@ class TierLookup:
                     return LookupResult.MISS
                 self._deferred[request.req_id, key[GROUP]] = 0.0
                 return LookupResult.RETRY
-            self.conclude(request)
-            if self._pool.lookup(key) is not None:  # it arrived since the manager looked
+            self._conclude(request)
+            if self._pool.lookup(key) is not None:  # it arrived after the manager looked
                 return LookupResult.HIT
         if request.given_up or not (self._has_time(request) or self._is_waiting(request)):
             return LookupResult.MISS
@@ -93,15 +93,8 @@ class TierLookup:
             return LookupResult.RETRY
         return LookupResult.MISS
 
-    def conclude(self, request: Request) -> None:
-        """The request waits for its fetches no longer."""
-        if request.fetches:
-            request.conclude()
-            waited = self._steps.idle_time(self._clock()) - request.pending_since
-            self.longest_scheduling_wait = max(self.longest_scheduling_wait, waited)
-
     def end_pass(self) -> None:
-        """The scheduler has looked up all it wants to in this step."""
+        """The scheduler has made all lookups of this step."""
         begun: list[Fetch] = []
         for request in self._to_fetch.values():
             begun += self._begin_fetches(request)
@@ -114,8 +107,8 @@ class TierLookup:
         self.idle_wait.schedule_ended(begun[-1] if begun else None, pause)
 
     def scheduled(self, request: Request) -> None:
-        """The request waits for nothing any more."""
-        self.conclude(request)
+        """The request was scheduled, so it stops waiting."""
+        self._conclude(request)
         if request.wait is not None:
             request.wait.count(self.wait_counts, self._clock())
         self.fetches.stop_waiting(request.req_id)
@@ -129,7 +122,7 @@ class TierLookup:
                 self._tier.release_claim(request.wait.claim)
 
     def reset(self, requests: Iterable[Request]) -> None:
-        """All chunks are void; requests that waited for some compute instead."""
+        """Void all chunks. Requests that are waiting for some will compute instead."""
         for request in requests:
             request.given_up |= bool(request.fetches) or request.wait is not None
             request.fetches = []
@@ -139,6 +132,13 @@ class TierLookup:
         self._tier.reset()
 
     # -- fetching -----------------------------------------------------------------------------
+
+    def _conclude(self, request: Request) -> None:
+        """The request stops waiting for its fetches."""
+        if request.fetches:
+            request.conclude()
+            waited = self._steps.idle_time(self._clock()) - request.pending_since
+            self.longest_scheduling_wait = max(self.longest_scheduling_wait, waited)
 
     def _has_time(self, request: Request) -> bool:
         return request.deadline is None or self._clock() < request.deadline
@@ -156,7 +156,10 @@ class TierLookup:
         return self._selection.is_worth_fetching(key, holders, request, self._clock())
 
     def _begin_fetches(self, request: Request) -> list[Fetch]:
-        """Returns the fetches that are new; other requests may have begun some already."""
+        """Make the request wait for fetches of the chunks it wants.
+
+        Returns those that are new, as another request may have begun them already.
+        """
         now = self._clock()
         if request.deadline is None or now >= request.deadline:
             request.deadline = now + self._fetch_timeout
@@ -181,10 +184,10 @@ class TierLookup:
         parts = min(len(plan.donors), len(rows))
         fetches = []
         for part, donor in enumerate(plan.donors[:parts]):
-            its_rows = rows[len(rows) * part // parts : len(rows) * (part + 1) // parts]
-            for row in its_rows:
+            share = rows[len(rows) * part // parts : len(rows) * (part + 1) // parts]
+            for row in share:
                 row.replicated_from = donor
-            fetch = self._tier.submit_load(donor, its_rows, deadline, request.trace_headers)
+            fetch = self._tier.submit_load(donor, share, deadline, request.trace_headers)
             if fetch is not None:
                 self.fetches.add(fetch)
                 self._cost_model.begun(fetch, plan.prefill_seconds, now)
@@ -192,10 +195,10 @@ class TierLookup:
         self._cost_model.decisions.fetched += bool(fetches)
         return fetches
 
-    # -- waiting for a peer that computes -----------------------------------------------------
+    # -- waiting for a peer's prefill ---------------------------------------------------------
 
     def _waits_for_peer(self, key: bytes, request: Request) -> bool:
-        """True once per pass and group, which defers the request."""
+        """True once per pass and group: one RETRY defers the request."""
         if not request.asked:
             request.asked = True
             request.wait = self._ask(key, request)
@@ -207,7 +210,7 @@ class TierLookup:
         if not self._selection.may_become_worth_fetching(key, request, self._clock()):
             return False
         self._deferred[group] = request.wait.pause
-        request.deadline = None  # it limits fetches only
+        request.deadline = None  # it bounds only fetches
         return True
 
     def _is_waiting(self, request: Request) -> bool:
@@ -215,8 +218,8 @@ class TierLookup:
         return wait is not None and ready and wait.goes_on(self._is_computed, self._clock())
 
     def _ask(self, key: bytes, request: Request) -> Wait | None:
-        """Ask who computes the prefix from `key` on, if computing it takes long enough."""
-        if not self._tier.ready or self._tier.holders(key):  # held, but not worth fetching
+        """Ask whether a peer is computing the chunks from `key` on, if that takes long enough."""
+        if not self._tier.ready or self._tier.holders(key):  # held but not worth fetching
             return None
         group = request.group_of(key)
         rest = list(itertools.dropwhile(lambda other: other != key, group))
@@ -226,7 +229,7 @@ class TierLookup:
             return self._selection.prefill_seconds(place, chunks) or 0.0
 
         seconds = local_seconds(len(rest))
-        if seconds < WORTH_ASKING or len(rest) < self._selection.min_chunks:
+        if seconds < MIN_PREFILL_SECONDS or len(rest) < self._selection.min_chunks:
             return None
         claim = self._tier.claim(rest, seconds)
         if claim is None:

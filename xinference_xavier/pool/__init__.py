@@ -1,1 +1,1 @@
-"""One replica's host memory: the shared region, and the book of what its rows hold."""
+"""One replica's host memory: the shared region, and which chunks its rows hold."""

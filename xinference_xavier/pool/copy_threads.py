@@ -1,8 +1,8 @@
-"""Threads that copy rows, each on processors of its own.
+"""Threads that copy rows, each on its own processors.
 
-Two threads that take Python's lock in turns wake each other, and Linux may leave who is woken on
-the processor of who woke it, for as long as a whole copy takes: on two processors, 62 MiB in pages
-of 128 KiB took 15 ms by one thread, mostly 15 and sometimes 9 by two, and 9 by two kept apart.
+Two threads that alternate on Python's lock wake each other, and Linux may keep both on one
+processor for as long as a copy takes. On two processors, 62 MiB in pages of 128 KiB took one thread
+15 ms; two threads mostly 15, sometimes 9; two threads kept apart 9.
 """
 
 from __future__ import annotations
@@ -12,24 +12,24 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
-COPIERS = 2
+COPY_THREADS = 2
 
 
-def copiers() -> ThreadPoolExecutor:
-    """So many threads, which may run wherever any thread of this process may."""
+def copy_threads() -> ThreadPoolExecutor:
+    """`COPY_THREADS` threads that divide this process's processors among them."""
     numbers = itertools.count()
     processors = sorted(_processors())
 
     def keep_apart() -> None:
-        with suppress(OSError):  # there are too few: it may run where the others do
-            os.sched_setaffinity(0, processors[next(numbers) :: COPIERS])
+        with suppress(OSError):  # too few processors: let the threads share them
+            os.sched_setaffinity(0, processors[next(numbers) :: COPY_THREADS])
 
-    return ThreadPoolExecutor(COPIERS, "xavier-copy", initializer=keep_apart)
+    return ThreadPoolExecutor(COPY_THREADS, "xavier-copy", initializer=keep_apart)
 
 
 def _processors() -> set[int]:
-    """vLLM binds the threads that compute to one processor each, and what others its worker starts
-    are bound to that of the first one."""
+    """Of all threads: vLLM binds each computing thread to one processor, and every other thread of
+    its worker to the first one's."""
     found: set[int] = set()
     for thread in os.listdir("/proc/self/task"):
         with suppress(ProcessLookupError):  # it has ended

@@ -28,9 +28,6 @@ class EvictionPolicy(ABC, Generic[R]):
     """
 
     @abstractmethod
-    def __contains__(self, key: bytes) -> bool: ...
-
-    @abstractmethod
     def add(self, row: R) -> None:
         """Add the row as the most recently used one."""
 
@@ -65,9 +62,8 @@ class EvictionPolicy(ABC, Generic[R]):
 class SegmentedLRU(EvictionPolicy[R]):
     """Least recently used first, except that redundant rows go first among the older half.
 
-    The older half is the probation segment. A small segment would soon hold only rows that are not
-    redundant. A segment of all rows would evict today's copy of a popular row, only for it to be
-    fetched again tomorrow.
+    The older half is the probation segment. If it were smaller, it would soon hold only rows that
+    are not redundant. If it held all rows, copies in use would be evicted and fetched again.
 
     Rows move from the recent segment to probation in order of age, at most `MAX_SCAN` per
     eviction, and are checked for redundancy once on the way. Using a row moves it back.
@@ -79,9 +75,6 @@ class SegmentedLRU(EvictionPolicy[R]):
         self._probation: OrderedDict[bytes, R] = OrderedDict()  # older than all of `_recent`
         self._protected: OrderedDict[bytes, R] = OrderedDict()
         self._protected_keys: set[bytes] = set()
-
-    def __contains__(self, key: bytes) -> bool:
-        return key in self._recent or key in self._probation or key in self._protected
 
     def add(self, row: R) -> None:
         segment = self._protected if row.key in self._protected_keys else self._recent

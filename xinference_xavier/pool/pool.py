@@ -1,11 +1,11 @@
-"""The state of one replica's rows: which slot holds which chunk, and who may touch it.
+"""Which slot of a replica's region holds which chunk, and who may touch it.
 
 Every slot is in one of four states; `Pool` alone moves it between them:
 
     FREE → FILLING         reserve: a worker's store or a fetch will write the row
     FILLING → READY        commit: the bytes are complete; lookups hit
-    FILLING → FREE         abort: the row never existed, and nobody can write it any more
-    FILLING → QUARANTINED  quarantine or reset: never existed, but may still be written
+    FILLING → FREE         abort: the row is void, and nobody can write it any more
+    FILLING → QUARANTINED  quarantine or reset: the row is void, but may still be written
     READY → FREE           eviction of an unpinned row, see `eviction.py`
     READY → FREE           sweep of an unpinned row after a flush
     READY → QUARANTINED    reset while the row is pinned
@@ -19,6 +19,7 @@ A lock protects each operation. `lookup` takes no lock.
 
 import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
 from enum import Enum, auto
 from typing import NamedTuple
 
@@ -32,19 +33,17 @@ class RowState(Enum):
     QUARANTINED = auto()
 
 
+@dataclass(eq=False, slots=True, repr=False)
 class Row:
     """One chunk in one slot. Each new chunk is a new object, so a stale handle does no harm."""
 
-    __slots__ = ("checksum", "flushed", "key", "pins", "replicated_from", "slot", "state")
-
-    def __init__(self, key: bytes, slot: int) -> None:
-        self.key = key
-        self.slot = slot
-        self.state = RowState.FILLING
-        self.pins = 0
-        self.checksum: int | None = None  # not shared until it is computed
-        self.flushed = False  # a hit only for lookups before the flush
-        self.replicated_from: str | None = None  # the donor, until this row is copied itself
+    key: bytes
+    slot: int
+    state: RowState = RowState.FILLING
+    pins: int = 0
+    checksum: int | None = None  # not shared until it is computed
+    flushed: bool = False  # a hit only for lookups before the flush
+    replicated_from: str | None = None  # the donor, until this row is copied itself
 
     def __repr__(self) -> str:
         return f"Row(slot={self.slot}, {self.state.name}, pins={self.pins})"
@@ -77,7 +76,7 @@ class Pool:
         self._ready = 0
         self._quarantined = 0
 
-    # -- looking ---------------------------------------------------------------------------
+    # -- lookups ---------------------------------------------------------------------------
 
     def lookup(self, key: bytes) -> Row | None:
         """The READY row of `key`. Stays valid while only the calling thread evicts."""
@@ -117,10 +116,10 @@ class Pool:
         keep: Collection[bytes] = frozenset(),
         redundant: Callable[[Row], bool] = lambda row: False,
     ) -> Reservation:
-        """Take slots for the keys that are not held, and evict other rows where none is free.
+        """Take slots for the keys that are not held, evicting other rows where necessary.
 
-        `redundant` says whether a row can be given up first; it runs under the lock and must not
-        wait. The keys in `keep`, the other chunks of the same prefix, are never evicted.
+        `redundant` says whether to evict a row first; it runs under the lock and must not wait.
+        The keys in `keep`, the other chunks of the same prefix, are never evicted.
 
         Stops at the first key without a slot: a chunk is useless without those before it.
         """
@@ -141,7 +140,7 @@ class Pool:
         return Reservation(rows, evicted)
 
     def _forget(self, row: Row) -> None:
-        """Free a READY row that was idle."""
+        """Free an evicted row."""
         del self._held[row.key]
         self._ready -= 1
         self._free_slot(row)
@@ -184,7 +183,7 @@ class Pool:
         self._free.append(row.slot)
 
     def set_checksum(self, row: Row, checksum: int) -> bool:
-        """Share the row from now on. False if it is gone."""
+        """Share the row from now on. False if it is no longer READY."""
         with self._lock:
             if row.state is not RowState.READY or row.flushed:
                 return False
@@ -250,7 +249,7 @@ class Pool:
                 self._pinned -= 1
                 if row.state is RowState.READY:
                     self._idle.add(row)
-                else:  # a reset came first
+                else:  # there was a reset
                     self._quarantined -= 1
                     self._free_slot(row)
 
@@ -260,11 +259,13 @@ class Pool:
             for key in keys:
                 self._idle.touch(key)
 
-    # -- forgetting ------------------------------------------------------------------------
+    # -- flushing --------------------------------------------------------------------------
 
     def flush(self) -> list[bytes]:
-        """Make lookups miss every READY row from now on; returns their keys. Any thread may call
-        it: a row that was looked up just before can still be pinned until the next `sweep`."""
+        """Make lookups miss every READY row from now on; returns their keys.
+
+        Any thread may call it: a row that was just looked up can still be pinned until `sweep`.
+        """
         with self._lock:
             rows = [
                 row
@@ -279,7 +280,7 @@ class Pool:
     def sweep(self) -> None:
         """Free the flushed rows that are not pinned.
 
-        The evicting thread calls it where no lookup of its own waits for a pin.
+        The evicting thread calls it while none of its lookups waits for a pin.
         """
         if not self._flushed:
             return
@@ -293,7 +294,7 @@ class Pool:
                     self._forget(row)
             self._flushed = kept
 
-    # -- starting over ---------------------------------------------------------------------
+    # -- resetting -------------------------------------------------------------------------
 
     def reset(self) -> None:
         """Forget every chunk. The slot of a FILLING or pinned row stays in quarantine until its

@@ -2,10 +2,10 @@
 
 Life cycle: the first worker of an engine creates the region (`Region.create`) and hands its
 descriptor to the engine's other processes (`RegionServer`, `receive_region`). The file is a memfd:
-it has no name in any file system, does not count against the size of /dev/shm, and is gone with
-its last user, however that one ends.
+it has no name in any file system, does not count towards /dev/shm, and disappears with its last
+user, even a killed one.
 
-Threading: a `Region` is immutable after creation; who may write which row is the pool's business.
+Threading: a `Region` is immutable after creation. The pool decides who may write which row.
 """
 
 import array
@@ -35,7 +35,7 @@ _MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23  # Linux 5.14
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 ROW_ALIGNMENT = mmap.PAGESIZE
 
-_libc = ctypes.CDLL(None)  # whose calls, unlike mmap's own, let go of Python's lock
+_libc = ctypes.CDLL(None)  # its calls release Python's lock, unlike those of `mmap`
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
@@ -43,10 +43,14 @@ class Region:
     """`rows` rows of `row_bytes` bytes each; `array` has shape (rows, row_bytes), uint8."""
 
     note = b""
-    """What its maker said of its contents, for those that `receive_region` has given it to."""
+    """A text from the creator, set by `receive_region`."""
 
     def __init__(self, fd: int, rows: int, row_bytes: int) -> None:
-        """Map `fd`, which the region owns from here on; read-only if the descriptor is."""
+        """Map `fd` and take ownership of it. Read-only if the descriptor is.
+
+        Raises:
+            RegionError: the file has another size, or could change its size.
+        """
         try:
             size = os.fstat(fd).st_size
             if rows <= 0 or row_bytes <= 0 or rows * row_bytes != size:
@@ -59,7 +63,7 @@ class Region:
             self._map = mmap.mmap(fd, size, access=access)
         except OSError as error:
             os.close(fd)
-            raise RegionError(f"what was offered as a region is none: {error}") from None
+            raise RegionError(f"the offered descriptor is not a region: {error}") from None
         except RegionError:
             os.close(fd)
             raise
@@ -72,7 +76,7 @@ class Region:
 
     @classmethod
     def create(cls, rows: int, row_bytes: int) -> Self:
-        """Make a new region of zeros; nobody can change its size afterwards."""
+        """Make a region of zeros whose size nobody can change."""
         fd = os.memfd_create("xavier-region", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(fd, rows * row_bytes)
@@ -84,7 +88,7 @@ class Region:
 
     @property
     def size(self) -> int:
-        """Bytes in all."""
+        """Bytes."""
         return self.rows * self.row_bytes
 
     def row(self, slot: int) -> npt.NDArray[np.uint8]:
@@ -93,14 +97,15 @@ class Region:
         return row
 
     def checksum(self, slot: int, key: bytes) -> int:
-        """64-bit XXH3 of the row, seeded by its chunk key: another chunk's bytes never match."""
+        """64-bit XXH3 of the row, seeded by its chunk key, so that another chunk's row differs."""
         return xxhash.xxh3_64_intdigest(self.array[slot].data, seed=xxhash.xxh3_64_intdigest(key))
 
     def populate(self, wanted: Callable[[], bool] = lambda: True) -> None:
-        """Have every page there, and mapped by this process, so that no first use of a row pays
-        for it: a factor of ten where there was no page yet, of two where only this process had not
-        mapped it (measured). Changes no byte, so that others may write meanwhile; ends early when
-        no longer `wanted`."""
+        """Allocate every page and map it into this process, until no longer `wanted`.
+
+        Otherwise the first use of a row is ten times slower if its pages do not exist, and twice as
+        slow if this process has not mapped them (measured). Changes no byte, so others may write.
+        """
         advice = _MADV_POPULATE_READ if self._read_only else _MADV_POPULATE_WRITE
         for start in range(0, self.size, _POPULATE_STEP):
             if not wanted():
@@ -110,16 +115,16 @@ class Region:
                 pages[:: mmap.PAGESIZE].max()
 
     def close(self) -> None:
-        """Give the descriptor back; the mapping goes when its last view does."""
+        """Close the descriptor. The mapping ends with the last view of it."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
 
 
 def _check_sealed(fd: int) -> None:
-    # Whoever holds the descriptor could otherwise shrink the file under its users (SIGBUS).
+    # Otherwise any holder of the descriptor could shrink the file and kill its users with SIGBUS.
     if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
-        raise RegionError("a region whose size can be changed was offered")
+        raise RegionError("the size of the offered region can be changed")
 
 
 def _socket_name(incarnation: str) -> str:
@@ -127,18 +132,20 @@ def _socket_name(incarnation: str) -> str:
 
 
 def check_same_user(peer: socket.socket) -> None:
-    """Raises RegionError if the process at the other end runs for somebody else."""
+    """Raises RegionError if the process at the other end runs as another user."""
     raw = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, uid, _ = _CREDENTIALS.unpack(raw)
     if uid != os.getuid():
-        raise RegionError(f"process {pid} of user {uid} is not ours to share a region with")
+        raise RegionError(
+            f"process {pid} runs as user {uid}, not as {os.getuid()}; run all replicas of a host "
+            "as one user"
+        )
 
 
 class RegionServer:
-    """Hands a region's descriptor to processes of the same user, on a thread of its own, and with
-    it a note for them.
+    """Hands a region's descriptor and a note to processes of the same user, on its own thread.
 
-    The socket is an abstract Unix socket named by the incarnation: no file is left behind.
+    The socket is an abstract Unix socket named after the incarnation, so no file is left behind.
     """
 
     def __init__(self, region: Region, incarnation: str, note: bytes = b"") -> None:
@@ -178,10 +185,10 @@ class RegionServer:
 
 
 def receive_region(incarnation: str, timeout: float) -> Region:
-    """Map the region that the engine's first worker serves, waiting up to `timeout` seconds for it.
+    """Map the region that the engine's first worker serves, within `timeout` seconds.
 
     Raises:
-        RegionError: nobody serves it in time, or not somebody of ours.
+        RegionError: nobody serves it in time, or a process of another user does.
     """
     deadline = time.monotonic() + timeout
     while True:
@@ -200,12 +207,12 @@ def receive_region(incarnation: str, timeout: float) -> Region:
                         f"no worker offered the region of {incarnation} within {timeout:g} s "
                         f"({error})"
                     ) from None
-        # The first worker is still starting: there is nothing to wait on but its socket's name.
+        # The first worker is still starting, and nothing announces its socket.
         threading.Event().wait(0.02)
 
 
 def offer_to_read(peer: socket.socket, region: Region) -> None:
-    """Hand `region` over to the other end of a Unix socket, which can only read from it."""
+    """Hand `region` over to the other end of a Unix socket, read-only."""
     fd = os.open(f"/proc/self/fd/{region.fd}", os.O_RDONLY | os.O_CLOEXEC)
     try:
         _hand_over(peer, region, fd)
@@ -222,7 +229,7 @@ def take_region(peer: socket.socket) -> Region:
     """Map the region that the other end of a Unix socket hands over.
 
     Raises:
-        RegionError: what came is none.
+        RegionError: it sent something else.
     """
     descriptors = array.array("i")
     data, ancillary, _, _ = peer.recvmsg(
@@ -234,9 +241,9 @@ def take_region(peer: socket.socket) -> Region:
     if len(data) != _HEADER.size or len(descriptors) != 1:
         for fd in descriptors:
             os.close(fd)
-        raise RegionError("the answer to the request for a region was not a region")
+        raise RegionError("the other end sent no region")
     magic, rows, row_bytes = _HEADER.unpack(data)
     if magic != _MAGIC:
         os.close(descriptors[0])
-        raise RegionError(f"a region of another format was offered: {magic!r}")
+        raise RegionError(f"the offered region has another format: {magic!r}")
     return Region(descriptors[0], rows, row_bytes)

@@ -1,10 +1,11 @@
-"""Where the chunks of a prompt are, and what a request for it would reuse, replica by replica.
+"""Which replicas hold the chunks of a prompt, and what a request for it would reuse at each.
 
-An estimate of what the scheduler would find now: vLLM's own prefix cache is left out, a chunk
-counts only if all its KV-cache groups are there, and a fetch is taken to succeed and to be quicker
-than computing. Every replica is taken to have the same `xavier_min_fetch_tokens`.
+An estimate of what the scheduler would find now. It ignores vLLM's own prefix cache, counts a chunk
+only if all its KV-cache groups are there, and assumes that fetches succeed and are faster than
+computing, with the same `xavier_min_fetch_tokens` everywhere.
 """
 
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ from xinference_xavier.replica.mirror import Mirror
 
 
 class Chunked(NamedTuple):
-    """A prompt's whole chunks in order: each is its keys, one per KV-cache group."""
+    """A prompt's whole chunks in order, each as its keys, one per KV-cache group."""
 
     prompt_tokens: int
     chunk_tokens: int
@@ -21,15 +22,15 @@ class Chunked(NamedTuple):
 
 
 Chunker = Callable[[dict[str, Any]], Chunked]
-"""Makes chunks of `{"prompt": text}` or `{"messages": [...]}`. Blocks; raises ExplainError."""
+"""Divides `{"prompt": text}` or `{"messages": [...]}` into chunks. Blocks; raises ExplainError."""
 
 
 def explanation(
     chunked: Chunked, *, incarnation: str, pool: Pool, mirror: Mirror, min_fetch_tokens: int
 ) -> dict[str, Any]:
-    """As seen by the replica `incarnation`, whose are `pool` and `mirror`; JSON-able.
+    """What the replica `incarnation` knows from its `pool` and `mirror`; JSON-able.
 
-    `reuse` counts tokens: "computed" are those that are neither in the own pool nor fetched.
+    `reuse` counts tokens per replica: in its own pool, fetched from peers, computed.
     """
     held = {incarnation: [all(map(pool.lookup, keys)) for keys in chunked.chunks]}
     for peer in sorted(mirror.peers):
@@ -60,7 +61,7 @@ def explanation(
 def _reuse(
     replica: str, held: dict[str, list[bool]], sharing: bool, min_chunks: int, chunked: Chunked
 ) -> dict[str, int]:
-    """The scheduler's way through the chunks: own ones, then one donor's, and so on."""
+    """Walk through the chunks as the scheduler would: the own pool's run, one donor's run, …"""
     own = held[replica]
     others = [chunks for peer, chunks in held.items() if peer != replica] if sharing else []
     place = from_pool = from_peers = 0
@@ -82,8 +83,5 @@ def _reuse(
 
 
 def _run(chunks: list[bool], start: int, value: bool) -> int:
-    """How many chunks from `start` on are all `value`."""
-    length = 0
-    while start + length < len(chunks) and chunks[start + length] is value:
-        length += 1
-    return length
+    """The number of chunks from `start` on that are all `value`."""
+    return sum(1 for _ in itertools.takewhile(value.__eq__, chunks[start:]))

@@ -1,20 +1,19 @@
-"""A fetch: the transaction that brings rows of a donor's pool into ours, or leaves no trace.
+"""A fetch: a transaction that copies rows from a donor's pool into ours, or leaves no trace.
 
     reserve rows → grant by the donor's engine → pull by our transfer process, which verifies each
-    row's checksum → commit the run that is whole from its start; roll back the rest.
+    row's checksum → commit the leading rows that arrived intact; roll back the rest
 
-The scheduler thread makes a `Fetch` with the rows it reserved and reads its `state`; everything
-else happens on the replica's background loop. When `state` is no longer PENDING, the committed rows
-are READY and pinned once, for the requests that wait for them. A fetch ends by its deadline, even
-if its rows may still be written: these are in quarantine until the transfer process is done with
-them.
+The scheduler thread makes a `Fetch` of rows that it reserved and reads its `state`. Everything else
+happens on the replica's background loop. Once `state` is not PENDING, the committed rows are READY
+and pinned once. A fetch ends by its deadline even if its rows may still be written: those stay in
+quarantine until the transfer process is done with them.
 """
 
 import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 
 import xoscar
@@ -41,21 +40,15 @@ from xinference_xavier.tiers.base import Fetch, FetchState
 logger = logging.getLogger(__name__)
 
 _RELEASE_TIMEOUT = 2.0
-_REPORT_TIME = 0.1  # before the deadline, so that what arrived until then can still count
+_REPORT_TIME = 0.1  # seconds before the deadline, left for the report of the rows that arrived
 
 
+@dataclass(eq=False)
 class PeerFetch(Fetch):
     """A fetch from a peer's pool; `source` is the donor's incarnation."""
 
-    def __init__(
-        self,
-        donor: str,
-        rows: list[Row],
-        deadline: float,
-        trace_headers: Mapping[str, str] | None = None,
-    ) -> None:
-        super().__init__(donor, rows, deadline, trace_headers)
-        self.span = FetchSpan(trace_headers)
+    def __post_init__(self) -> None:
+        self.span = FetchSpan(self.trace_headers)
 
 
 @dataclass
@@ -65,8 +58,8 @@ class FetchCounts:
     rolled_back: Counter[str] = field(default_factory=Counter)
     rows: int = 0
     unreleased_grants: int = 0
-    in_flight: Counter[str] = field(default_factory=Counter)  # rows, by donor
-    received: Counter[str] = field(default_factory=Counter)  # rows, by donor that is a member
+    in_flight: Counter[str] = field(default_factory=Counter)  # rows by donor
+    received: Counter[str] = field(default_factory=Counter)  # rows by donor that is still a member
     by_transport: dict[str, FetchStats] = field(default_factory=dict)
 
 
@@ -85,10 +78,15 @@ class Fetcher:
         record_stale: Callable[[bytes, str, int], None],
         arrived: Callable[[list[Row]], None],
         rolled_back: Callable[[PeerFetch, str], None],
+        spawn: Callable[[Coroutine[None, None, None]], None],
     ) -> None:
-        """`record_stale(key, donor, sequence)`: the donor turned out not to hold a key.
-        `arrived(rows)`: rows were committed and may be offered to others.
-        `rolled_back(fetch, reason)`: not all of the rows became hits."""
+        """The callbacks run on the background loop.
+
+        `record_stale(key, donor, sequence)`: as of `sequence`, the donor does not hold the key.
+        `arrived(rows)`: rows were committed and may be offered to peers.
+        `rolled_back(fetch, reason)`: not all of the fetch's rows were committed.
+        `spawn(work)` runs work in the background.
+        """
         self._incarnation = incarnation
         self._pool = pool
         self._row_bytes = row_bytes
@@ -98,9 +96,9 @@ class Fetcher:
         self._record_stale = record_stale
         self._arrived = arrived
         self._rolled_back = rolled_back
+        self._spawn = spawn
         self._donors: dict[str, xoscar.ActorRefType] = {}
-        self._transports: dict[str, str] = {}  # of the last fetch from each
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._transports: dict[str, str] = {}  # of the latest fetch from each
         self._conditions = RateLimitedLog(logger)
         self.counts = FetchCounts()
 
@@ -116,21 +114,21 @@ class Fetcher:
         self.counts.received.pop(incarnation, None)
 
     async def _run(self, fetch: PeerFetch) -> None:
-        reason: str | None = "stopped"  # unless we get further: cancelled, as the replica stops
+        reason: str | None = "stopped"  # if the replica stops and cancels this task
         try:
             async with Rollback() as scope:
-                for row in fetch.rows:  # does nothing to those that were committed by then
+                for row in fetch.rows:  # does nothing to committed ones
                     scope.undo(self._pool.abort, row)
                 grant = await self._grant(fetch)
-                fetch.span.note("granted", chunks=len(grant.checksums))
+                fetch.span.add_event("granted", chunks=len(grant.checksums))
                 if grant.grant_id:
                     scope.undo(self._release, fetch.source, grant.grant_id)
-                self._note_missing(fetch, grant)
+                self._record_missing(fetch, grant)
                 if not grant.grant_id:
                     raise GrantRefusedError("not held")
                 reason = await self._pull(fetch, grant)
         except GrantRefusedError as error:
-            # A peer's own words would make our figures as large as it likes.
+            # A peer must not be able to add a counter per text of its choice.
             reason = error.reason if error.reason in REFUSALS else "refused"
         except TimeoutError:
             self._donors.pop(fetch.source, None)
@@ -138,19 +136,19 @@ class Fetcher:
         except (XavierError, xoscar.ActorNotExist, xoscar.ServerClosed, OSError) as error:
             self._donors.pop(fetch.source, None)
             self._conditions.warn(
-                f"no {fetch.source}", "fetch from %s failed: %r", fetch.source, error
+                fetch.source, "fetch failed: donor=%s error=%r", fetch.source, error
             )
             reason = "donor unreachable"
-        except Exception:  # whatever it is, the request must be told
+        except Exception:  # the request must not wait for a fetch that is over
             self._conditions.warn(
                 "error",
-                "fetch from %s failed",
+                "fetch failed: donor=%s",
                 fetch.source,
                 level=logging.ERROR,
                 exc_info=True,
             )
             reason = "internal error"
-        finally:  # after the rollback: who sees the end finds no row half done
+        finally:  # after the rollback, so that no row is half done when the fetch ends
             self._finish(fetch, reason)
 
     async def _grant(self, fetch: PeerFetch) -> Grant:
@@ -176,13 +174,13 @@ class Fetcher:
             self._donors[fetch.source] = donor
         return donor
 
-    def _note_missing(self, fetch: PeerFetch, grant: Grant) -> None:
+    def _record_missing(self, fetch: PeerFetch, grant: Grant) -> None:
         held = len(grant.checksums)
         if held < len(fetch.rows) and not grant.more_is_held:
             self._record_stale(fetch.rows[held].key, fetch.source, grant.sequence)
 
     async def _pull(self, fetch: PeerFetch, grant: Grant) -> str | None:
-        """Why not all of the granted rows became hits; None if they did."""
+        """Returns why not all granted rows were committed; None if they were."""
         rows = fetch.rows[: len(grant.checksums)]
         remaining = fetch.deadline - time.monotonic()
         order = PullOrder(
@@ -211,13 +209,13 @@ class Fetcher:
             return fetch.reason
         reason = self._commit(fetch, grant, result)
         if len(fetch.committed) == len(fetch.rows):
-            self._finish(fetch, reason)  # at once: all that is left is to release the grant
+            self._finish(fetch, reason)  # at once: only the grant is left to release
         return reason
 
     def _commit(self, fetch: PeerFetch, grant: Grant, result: PullResult) -> str | None:
-        whole = zip(fetch.rows[: result.verified], grant.checksums, strict=False)
+        verified = zip(fetch.rows[: result.verified], grant.checksums, strict=False)
         fetch.committed = [
-            row for row, checksum in whole if self._pool.commit(row, checksum, pins=1)
+            row for row, checksum in verified if self._pool.commit(row, checksum, pins=1)
         ]
         self.counts.rows += len(fetch.committed)
         if fetch.source in self._donors:
@@ -247,8 +245,8 @@ class Fetcher:
 
     def _measure(self, fetch: PeerFetch) -> None:
         size = len(fetch.committed) * self._row_bytes
-        figures = self.counts.by_transport.setdefault(fetch.transport, FetchStats())
-        figures.ended(fetch.reason, fetch.seconds, size)
+        stats = self.counts.by_transport.setdefault(fetch.transport, FetchStats())
+        stats.ended(fetch.reason, fetch.seconds, size)
         fetch.span.end(
             fetch.reason,
             replica=self._incarnation,
@@ -261,18 +259,13 @@ class Fetcher:
         )
 
     def _release(self, donor: str, grant_id: int) -> None:
-        """Tell the donor in the background: nobody here waits for it, and grants expire anyway."""
-        self._spawn(self._tell_release(donor, grant_id))
+        """In the background: nothing here depends on it, and grants expire anyway."""
+        self._spawn(self._send_release(donor, grant_id))
 
-    async def _tell_release(self, donor: str, grant_id: int) -> None:
+    async def _send_release(self, donor: str, grant_id: int) -> None:
         actor = self._donors.get(donor)
         try:
             if actor is not None:
                 await within(_RELEASE_TIMEOUT, actor.release(grant_id))
         except (OSError, xoscar.ServerClosed, xoscar.ActorNotExist, TimeoutError):
             self.counts.unreleased_grants += 1
-
-    def _spawn(self, work: Coroutine[None, None, None]) -> None:
-        task = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)

@@ -1,7 +1,7 @@
-"""The tier of peers: all that the scheduler thread may ask of a replica.
+"""The tier of peers: everything that the scheduler thread may ask of a replica.
 
-Threading: the scheduler thread calls what `Tier` declares, and each call returns at once. It posts
-slow work to the replica's background loop, which calls the other methods.
+Threading: the scheduler thread calls the methods that `Tier` declares, which return at once and
+post slow work to the replica's background loop. The loop calls the other methods.
 """
 
 from __future__ import annotations
@@ -22,20 +22,19 @@ from xinference_xavier.replica.transfer_process import TransferProcess
 from xinference_xavier.tiers.base import Claim, Fetch, Tier
 
 MAX_BACKLOG = 10_000
-"""Actions that may wait for the background loop."""
+"""Posted actions that may wait for the background loop."""
 
 
 class PeerTier(Tier):
-    """`refused` counts the actions that were given up because the background loop was too far
-    behind."""
+    """`refused` counts the actions dropped because the background loop was too far behind."""
 
     def __init__(self, pool: Pool, mirror: Mirror, namespace: SharedNamespace) -> None:
         self._mirror = mirror
         self.refused = 0
         self._pool = pool
         self._namespace = namespace
-        # Evicted and not withdrawn yet. It overflows only if the loop hangs; then the membership
-        # ends, and the tracker forgets all our chunks anyway.
+        # Not withdrawn yet. The deque overflows only if the loop hangs. Then our lease expires, and
+        # the tracker forgets all our chunks anyway.
         self._evicted: deque[bytes] = deque(maxlen=MAX_QUEUED)
         self._posted = 0  # by the scheduler thread
         self._handled = 0  # by the background loop
@@ -66,14 +65,16 @@ class PeerTier(Tier):
         self._open = False
 
     def spawn(self, work: Coroutine[None, None, None]) -> None:
-        """Run it on the loop, and protect it from garbage collection."""
+        """Run `work` on the loop, which holds only weak references to its tasks."""
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     def withdraw_evicted(self) -> None:
         """Tell the tracker which chunks were evicted."""
-        evicted = [self._evicted.popleft() for _ in range(len(self._evicted))]  # it may grow here
+        evicted = [
+            self._evicted.popleft() for _ in range(len(self._evicted))
+        ]  # it may grow meanwhile
         if evicted:
             self._client.withdraw(evicted)
 
@@ -96,9 +97,9 @@ class PeerTier(Tier):
         self._post_if_room(self._checksums.add, rows)
 
     def on_evicted(self, keys: Sequence[bytes]) -> None:
-        """Withdraw the chunks, with the next store or fetch or within a second.
+        """Withdraw the chunks with the next store or fetch, or within a second.
 
-        Until then a peer that asks for one is granted the chunks before it.
+        Until then a peer that asks for them is granted only the chunks before them.
         """
         self._evicted.extend(keys)
 
@@ -127,15 +128,15 @@ class PeerTier(Tier):
         self._post_if_room(lambda: self.spawn(self._client.release(claim)))
 
     def reset(self) -> None:
-        """Void all chunks, here and where peers copied them from us.
+        """Void all chunks, and isolate the replica until it is told its weights' version.
 
-        The replica shares in a namespace of its own until it is told its weights' version.
+        Peers may hold copies of the void chunks, so its new namespace is its own.
         """
         self._namespace.announce_reset()
         self._pool.reset()
-        self.post(lambda: self.spawn(self._namespace.isolate()))
+        self._post(lambda: self.spawn(self._namespace.isolate()))
 
-    def post(self, action: Callable[..., object], *args: object) -> bool:
+    def _post(self, action: Callable[..., object], *args: object) -> bool:
         """Run `action` on the background loop; False if the loop has ended."""
         if not self._open:
             return False
@@ -146,12 +147,12 @@ class PeerTier(Tier):
         return True
 
     def _post_if_room(self, action: Callable[..., object], *args: object) -> bool:
-        """Post optional work; False, and counted, if the background loop is too far behind."""
+        """Post work that can be dropped. False if the loop is too far behind, or has ended."""
         if self._posted - self._handled >= MAX_BACKLOG:
             self.refused += 1
             return False
         self._posted += 1
-        return self.post(self._handle, action, args)
+        return self._post(self._handle, action, args)
 
     def _handle(self, action: Callable[..., object], args: tuple[Any, ...]) -> None:
         self._handled += 1

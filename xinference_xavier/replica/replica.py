@@ -1,11 +1,11 @@
 """One replica beside its engine: it joins the tracker, shares its pool and fetches from peers.
 
-Threading: `Replica` owns a background thread with an event loop. All I/O happens there: tracker
-client, grants, fetches, checksums. The scheduler thread calls `start`, `stop` and `tier`.
+Threading: `Replica` owns a background thread with an event loop for all I/O: tracker client,
+grants, fetches, checksums. The scheduler thread calls `start`, `stop` and `tier`.
 
-Life cycle: `start` returns when the replica listens. Joining and the transfer process follow in the
-background; the engine waits for neither. `stop` ends the thread. Without it (SIGKILL), peers learn
-from the lease and from closed sockets.
+Life cycle: `start` returns when the replica listens. Joining the tracker and starting the transfer
+process follow in the background, and the engine waits for neither. `stop` ends the thread. Without
+it (SIGKILL), peers notice the expired lease and the closed sockets.
 """
 
 import asyncio
@@ -63,7 +63,7 @@ class Engine(Protocol):
     """What a replica asks of its engine, on the background thread."""
 
     chunker: Chunker | None
-    """None: the engine has no tokenizer."""
+    """None until the engine is ready."""
 
     def stats(self) -> dict[str, Any]:
         """JSON-able."""
@@ -86,7 +86,7 @@ class Replica:
         """`fingerprint_fields` explain the namespace to people."""
         self._config = config
         self._fingerprint_fields = fingerprint_fields or {}
-        self._address = ""  # of our actor, once it listens
+        self._address = ""  # of the replica's actor, once it listens
         self._incarnation = incarnation
         self._namespace = SharedNamespace(
             namespace, lambda namespace: self._client.change_namespace(namespace)
@@ -128,7 +128,7 @@ class Replica:
         """Start the tasks that run as long as the replica does."""
         config = self._config
         if config.port_range is not None:
-            check_range(*config.port_range)  # fail here, not when the transfer process starts
+            check_range(*config.port_range)  # fail now, not when the transfer process starts
         host = config.host or local_host_towards(config.tracker_address)
         server = await listen(host, config.port_range)
         scope.undo(server.stop)
@@ -170,6 +170,7 @@ class Replica:
             record_stale=self.mirror.record_stale,
             arrived=lambda rows: self._client.publish([row.key for row in rows]),
             rolled_back=self._events.rolled_back,
+            spawn=self.tier.spawn,
         )
         # A grant outlives the fetch that asked for it.
         self._donor = Donor(self._pool, self._process, 2 * config.fetch_timeout)
@@ -194,7 +195,9 @@ class Replica:
             task.cancel()
         for result in await asyncio.gather(*background, return_exceptions=True):
             if isinstance(result, Exception):
-                logger.error("replica %s stopped sharing", self._incarnation, exc_info=result)
+                logger.error(
+                    "replica stopped sharing: incarnation=%s", self._incarnation, exc_info=result
+                )
 
     def _joined(self, secret: bytes) -> None:
         self.tier.spawn(self._process.configure(secret))
@@ -214,7 +217,7 @@ class Replica:
             self._donor.grants.forget(incarnation)
 
     async def _close_late_links(self) -> None:
-        """A departed replica may open a link before it learns that it was expired."""
+        """Close links that a replica opened after its lease expired, before it knew."""
         while True:
             await asyncio.sleep(_LINKS_INTERVAL)
             await self._process.close_links_except(self._known_members)
@@ -261,22 +264,24 @@ class Replica:
         return await self._namespace.rejoin(version)
 
     def flush(self) -> int:
-        """Forget all READY chunks; returns how many. vLLM's prefix cache keeps what it has, and
-        chunks that are being written stay."""
+        """Forget all READY chunks; returns how many.
+
+        Chunks that are being written stay, and vLLM's prefix cache keeps what it has.
+        """
         keys = self._pool.flush()
         self._client.withdraw(keys)
         self._client.flush()
         return len(keys)
 
     async def explain(self, question: dict[str, Any]) -> dict[str, Any]:
-        """Where a prompt's chunks are, and what each replica of our namespace would reuse.
+        """Answer `{"prompt": text}` or `{"messages": [...]}` with an `explanation`.
 
         Raises:
             ExplainError: the engine has no tokenizer, or the tokenizer rejects the question.
         """
         chunker = self._engine.chunker
         if chunker is None:
-            raise ExplainError(f"replica {self._incarnation} does not know its tokenizer")
+            raise ExplainError(f"replica {self._incarnation} is still starting; ask again")
         async with self._explaining:
             chunked = await asyncio.to_thread(chunker, question)
         return explanation(
@@ -298,7 +303,7 @@ class Replica:
         ).run()
 
     def stats(self) -> dict[str, Any]:
-        """Since the replica's start; JSON-able, without any I/O."""
+        """Totals since the replica's start; JSON-able. Does no I/O."""
         return {
             **self._engine.stats(),
             **replica_stats(

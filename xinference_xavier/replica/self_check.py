@@ -1,7 +1,6 @@
-"""A replica checks itself and its links, for `xinference-xavier doctor`.
+"""A replica's check of itself and of its links, for `xinference-xavier doctor`.
 
-Threading: on the replica's background loop. A probe opens a link where there is none yet; later
-fetches use it.
+Threading: runs on the replica's background loop. A probe may open a link, which later fetches use.
 """
 
 import asyncio
@@ -22,13 +21,13 @@ from xinference_xavier.runtime.host import process_info
 from xinference_xavier.runtime.net import check_range, free_ports
 
 PROBE_DEADLINE = 5.0
-"""Seconds in which a peer must answer and its link be open."""
+"""Seconds for a peer's answer, and again for its link to open."""
 MAX_PEERS = 64
-"""Probed at most."""
+"""That are probed."""
 
 
 class SelfCheck:
-    """`host` is this replica's own, `fingerprint_fields` are its namespace's."""
+    """`host` is this replica's address; `fingerprint_fields` are those of its namespace."""
 
     def __init__(
         self,
@@ -45,7 +44,7 @@ class SelfCheck:
         self._fingerprint_fields = fingerprint_fields
 
     async def run(self) -> dict[str, Any]:
-        """JSON-able. `peers` maps each peer to why no link to it opens, or None if one does."""
+        """JSON-able. `peers` maps each peer to why no link to it opens; None if one does."""
         process = self._process
         peers = sorted(self._mirror.peers)[:MAX_PEERS]
         probed = await asyncio.gather(*(self._probe(peer) for peer in peers))
@@ -74,13 +73,13 @@ class SelfCheck:
     async def _probe(self, peer: str) -> str | None:
         address = self._mirror.address(peer)
         if address is None:
-            return None  # it has just left
+            return None  # it just left
         try:
             actor = await within(PROBE_DEADLINE, xoscar.actor_ref(address, replica_uid(peer)))
             endpoint: Endpoint | None = await within(PROBE_DEADLINE, actor.transfer_endpoint())
             if endpoint is not None:
                 check_endpoint(*endpoint)
-        except Exception as error:  # a peer's error arrives as whatever it raised
+        except Exception as error:  # xoscar raises whatever the peer raised
             return f"its engine at {address} does not answer: {str(error) or type(error).__name__}"
         if endpoint is None:
             return "it has no transfer process"

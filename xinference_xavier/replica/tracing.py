@@ -1,10 +1,10 @@
-"""A span for each fetch, where the engine's process traces with OpenTelemetry.
+"""A span for each fetch, where the engine traces with OpenTelemetry.
 
-vLLM sets up a tracer provider in its engine's processes when it is given an OTLP endpoint. Without
-one, a span is OpenTelemetry's own that records nothing, and no attribute is made.
+vLLM sets up a tracer provider in its engine's processes if it is given an OTLP endpoint. Without
+one, OpenTelemetry's own span records nothing, and no attributes are made.
 
-Threading: belongs to the replica's background loop, but for its making, which costs nothing;
-exporting is OpenTelemetry's business, on its own threads.
+Threading: the scheduler thread makes a span, which costs nothing; the replica's background loop
+does the rest. OpenTelemetry exports on its own threads.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ _PREFIX = "xavier."
 
 
 class FetchSpan:
-    """`headers` are those of the request for which the fetch was begun, if it is traced: its trace
-    becomes that of the fetch."""
+    """Belongs to the trace that `headers` name, those of the request that began the fetch."""
 
     def __init__(self, headers: Mapping[str, str] | None) -> None:
         self._headers = headers
@@ -32,13 +31,12 @@ class FetchSpan:
         context = _PROPAGATOR.extract(self._headers) if self._headers else None
         self._span = _TRACER.start_span(SPAN_NAME, context=context, kind=trace.SpanKind.CLIENT)
 
-    def note(self, name: str, **attributes: str | int) -> None:
-        """Something that happened on the way."""
+    def add_event(self, name: str, **attributes: str | int) -> None:
         if self._span.is_recording():
             self._span.add_event(f"{_PREFIX}{name}", _prefixed(attributes))
 
     def end(self, failure: str | None, **attributes: str | int) -> None:
-        """`failure` is why the fetch was rolled back, None if it was not."""
+        """`failure` says why the fetch was rolled back; None if it was committed."""
         if self._span.is_recording():
             self._span.set_attributes(_prefixed(attributes))
             if failure is not None:

@@ -1,13 +1,13 @@
-"""The contract between the scheduler and a tier, a place that rows of the pool are filled from.
+"""The contract between the scheduler and a tier, a place from which rows of the pool are filled.
 
-Peers are the first tier (`replica.peer_tier`). `tiers.memory` is the smallest one.
+The peers are a tier (`replica.peer_tier`); `tiers.memory` is the smallest one.
 
-Memory: the caller reserves rows in the pool and hands them to `submit_load`. The tier alone writes
-them until it commits them, pinned once, or aborts them. If a slot may still be written after the
+Memory: the caller reserves rows in the pool and hands them to `submit_load`. Only the tier writes
+them, until it commits them, pinned once, or aborts them. If a slot may still be written after the
 fetch has ended, the tier quarantines its row first.
 
-Life cycle: a tier is made with its pool, is `ready` as long as it can load, and may become ready
-again. Its owner closes it.
+Life cycle: a tier is made with its pool. It is `ready` while it can load, which may change back and
+forth. Its owner closes it.
 
 Threading: the scheduler thread calls every method here, and each returns at once. A tier works in
 threads of its own and reports through the `Fetch`, which one thread writes and any thread reads.
@@ -19,6 +19,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from xinference_xavier.pool.pool import Row
@@ -30,45 +31,39 @@ class FetchState(Enum):
     ROLLED_BACK = auto()
 
 
+@dataclass(eq=False)
 class Fetch:
     """One load of rows from one source of a tier.
 
-    `deadline` is in `time.monotonic()` seconds. `trace_headers` are those of the request that
-    began the fetch, if it is traced. `seconds` is the fetch's duration, once it has ended.
-    `reason` says why it was rolled back.
+    `deadline` is in `time.monotonic()` seconds. `trace_headers` come from the request that began
+    the fetch, if it is traced. Once the fetch has ended, `seconds` is its duration, and `reason`
+    says why it was rolled back.
     """
 
-    def __init__(
-        self,
-        source: str,
-        rows: list[Row],
-        deadline: float,
-        trace_headers: Mapping[str, str] | None = None,
-    ) -> None:
-        self.source = source
-        self.rows = rows
-        self.deadline = deadline
-        self.trace_headers = trace_headers
-        self.began = time.monotonic()
-        self.transport = ""  # until one is chosen
-        self.committed: list[Row] = []  # the leading rows that arrived, pinned once
-        self.reason: str | None = None
-        self.seconds = 0.0
-        self.state = FetchState.PENDING
-        self.ended = threading.Event()
+    source: str
+    rows: list[Row]
+    deadline: float
+    trace_headers: Mapping[str, str] | None = None
+    began: float = field(default_factory=time.monotonic)
+    transport: str = ""  # until one is chosen
+    committed: list[Row] = field(default_factory=list)  # the leading rows that arrived, pinned once
+    reason: str | None = None
+    seconds: float = 0.0
+    state: FetchState = FetchState.PENDING
+    ended: threading.Event = field(default_factory=threading.Event)
 
 
+@dataclass(eq=False)
 class Claim:
     """A prefix that a request wants to compute: `keys` in order, in about `seconds`.
 
-    `held_by_peer` is how many of the first keys a peer is computing, 0 if they are ours to
-    compute, None until the answer is there. One thread writes it, once; any thread reads it.
+    `held_by_peer` is how many of the first keys a peer is computing: 0 if this replica should
+    compute them, None until the answer arrives. One thread writes it, once; any thread reads it.
     """
 
-    def __init__(self, keys: Sequence[bytes], seconds: float) -> None:
-        self.keys = keys
-        self.seconds = seconds
-        self.held_by_peer: int | None = None
+    keys: Sequence[bytes]
+    seconds: float
+    held_by_peer: int | None = None
 
 
 class Tier(ABC):
@@ -79,7 +74,7 @@ class Tier(ABC):
 
     @abstractmethod
     def holders(self, key: bytes) -> Sequence[str]:
-        """The sources that hold the chunk. A hint: a stale one costs a fetch, not a wrong byte."""
+        """The sources that hold the chunk. Only a hint: a stale one costs a failed fetch."""
 
     @abstractmethod
     def submit_load(
@@ -95,7 +90,7 @@ class Tier(ABC):
         """
 
     def claim(self, keys: Sequence[bytes], seconds: float) -> Claim | None:
-        """Ask whether somebody else computes the chunks; None if there is nobody to ask."""
+        """Ask whether somebody else is computing the chunks; None if there is nobody to ask."""
         return None
 
     def release_claim(self, claim: Claim) -> None:  # noqa: B027  # no claims, nothing to release

@@ -1,7 +1,7 @@
 """The smallest tier: evicted chunks stay in a dictionary of this process.
 
-An example of the contract in `base`, and a tier for tests. It copies rows as soon as they are
-stored, since an evicted row's bytes are gone, and loads in the calling thread.
+An example of the contract in `base`, and a tier for tests. It copies rows when they are stored,
+because an evicted row's bytes are gone, and loads in the calling thread.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SOURCE = "memory"
 
 
 class MemoryTier(Tier):
-    """Keeps the bytes of the `max_chunks` chunks that were stored last."""
+    """Keeps the bytes of the `max_chunks` latest stored chunks."""
 
     def __init__(self, pool: Pool, region: Region, max_chunks: int) -> None:
         self._pool = pool
@@ -73,7 +73,7 @@ class MemoryTier(Tier):
             del self._chunks[next(iter(self._chunks))]
 
     def on_evicted(self, keys: Sequence[bytes]) -> None:
-        """Their bytes are here already."""
+        """Their bytes were copied when they were stored."""
 
     def reset(self) -> None:
         self._chunks.clear()

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from tests.engine.scheduling import CHUNK, ROW_BYTES
-from xinference_xavier.engine.policy.cost_model import BELIEVED, CostModel
-from xinference_xavier.engine.policy.fetch_rate import NEVER
+from xinference_xavier.engine.policy.cost_model import RETRY_AFTER, CostModel
+from xinference_xavier.engine.policy.fetch_rate import INFINITE
 from xinference_xavier.pool.pool import Row
 from xinference_xavier.tiers.base import Fetch
 
@@ -22,7 +22,7 @@ class Peer:
     """What there is to know of fetches from one peer, `a`; one begins every second."""
 
     def __init__(self) -> None:
-        self.forecast = CostModel(row_bytes=ROW_BYTES)
+        self.cost_model = CostModel(row_bytes=ROW_BYTES)
         self.now = 1000.0
 
     def fetch(
@@ -30,35 +30,37 @@ class Peer:
     ) -> None:
         fetch = Fetch("a", [Row(b"", 0)] * rows, deadline=0.0)
         self.now += 1.0
-        self.forecast.begun(fetch, rows * EACH, self.now)
+        self.cost_model.begun(fetch, rows * EACH, self.now)
         fetch.committed = fetch.rows[: rows if came is None else came]
         fetch.seconds, fetch.transport = seconds, transport
-        self.forecast.ended(fetch)
-        self.forecast.ended(fetch)
+        self.cost_model.ended(fetch)
+        self.cost_model.ended(fetch)
 
     def learn(self, overhead: float, each: float) -> None:
         for rows in (4, 4, 40, 10, 80, 4, 40):
             self.fetch(rows, overhead + each * rows)
 
     def least(self) -> int:
-        return self.forecast.least("a", 1, EACH, self.now)
+        return self.cost_model.min_chunks("a", 1, EACH, self.now)
 
 
 def test_nothing_known_speaks_for_fetching() -> None:
     peer = Peer()
     assert peer.least() == 1
-    assert peer.forecast.rows_within("a", 0.001, peer.now) == NEVER
+    assert peer.cost_model.rows_within("a", 0.001, peer.now) == INFINITE
     peer.learn(100.0, 1.0)
-    assert peer.forecast.least("a", 1, None, peer.now) == 1, "nor does a prefill not yet measured"
-    assert peer.forecast.least("b", 1, EACH, peer.now) == 1, "nor one from another peer"
+    assert peer.cost_model.min_chunks("a", 1, None, peer.now) == 1, (
+        "nor does a prefill not yet measured"
+    )
+    assert peer.cost_model.min_chunks("b", 1, EACH, peer.now) == 1, "nor one from another peer"
 
 
 def test_what_is_worth_a_fetch_follows_from_both_rates() -> None:
     peer = Peer()
     peer.learn(0.55, 0.028)  # saves 0.1 s a chunk
     assert peer.least() == 6
-    assert peer.forecast.least("a", 1, EACH * 2, peer.now) == 3
-    assert peer.forecast.least("a", 1, EACH / 10, peer.now) == NEVER
+    assert peer.cost_model.min_chunks("a", 1, EACH * 2, peer.now) == 3
+    assert peer.cost_model.min_chunks("a", 1, EACH / 10, peer.now) == INFINITE
 
 
 def test_the_first_fetch_which_opens_the_link_does_not_count() -> None:
@@ -88,52 +90,54 @@ def test_what_brought_nothing_measures_nothing() -> None:
 def test_what_was_slow_for_a_while_is_tried_again_and_then_forgotten() -> None:
     peer = Peer()
     peer.learn(1.0, 1.0)
-    assert peer.least() == NEVER
-    peer.now += BELIEVED
-    assert peer.least() == NEVER
+    assert peer.least() == INFINITE
+    peer.now += RETRY_AFTER
+    assert peer.least() == INFINITE
     peer.now += 1.0
     assert peer.least() == 1, "one is made all the same"
     fetch = Fetch("a", [Row(b"", 0)] * 10, deadline=0.0)
-    peer.forecast.begun(fetch, 10 * EACH, peer.now)
-    assert peer.least() == NEVER, "but no second one before it has ended"
+    peer.cost_model.begun(fetch, 10 * EACH, peer.now)
+    assert peer.least() == INFINITE, "but no second one before it has ended"
     fetch.committed, fetch.seconds, fetch.transport = fetch.rows, 0.1, "gloo"
-    peer.forecast.ended(fetch)
+    peer.cost_model.ended(fetch)
     assert peer.least() == 1
-    peer.now += BELIEVED / 2
-    assert peer.forecast.rows_within("a", 0.05, peer.now) == 5
+    peer.now += RETRY_AFTER / 2
+    assert peer.cost_model.rows_within("a", 0.05, peer.now) == 5
 
 
 def test_what_is_still_slow_is_computed_again() -> None:
     peer = Peer()
     peer.learn(1.0, 1.0)
-    peer.now += BELIEVED + 1
+    peer.now += RETRY_AFTER + 1
     assert peer.least() == 1
     peer.fetch(10, 11.0)
     assert peer.least() > 10
 
 
-def test_how_good_the_forecast_was() -> None:
+def test_predictions_are_compared_with_what_fetches_took() -> None:
     peer = Peer()
     peer.learn(0.0, 0.1)
-    decisions = peer.forecast.decisions
+    decisions = peer.cost_model.decisions
     before = replace(decisions)
     peer.fetch(20, 3.0)
     assert decisions.predictions == before.predictions + 1 == 6, "the first two had none"
     assert decisions.error_s - before.error_s == pytest.approx(1.0)
-    assert decisions.expected_s - before.expected_s == pytest.approx(2.0)
-    assert decisions.took_s - before.took_s == pytest.approx(3.0)
-    assert (before.lost, decisions.lost) == (0, 1), "computing takes 2.56 s"
-    report = peer.forecast.report()
+    assert decisions.predicted_s - before.predicted_s == pytest.approx(2.0)
+    assert decisions.actual_s - before.actual_s == pytest.approx(3.0)
+    assert (before.slower_than_prefill, decisions.slower_than_prefill) == (0, 1), (
+        "computing takes 2.56 s"
+    )
+    report = peer.cost_model.report()
     assert report["predictions"] == 6
     assert report["rates"]["a"]["transport"] == "gloo"
     assert report["rates"]["a"]["bytes_per_s"] > 0
 
 
 def test_not_more_peers_are_known_than_there_may_be() -> None:
-    forecast = CostModel(row_bytes=ROW_BYTES)
+    cost_model = CostModel(row_bytes=ROW_BYTES)
     for number in range(1000):
         fetch = Fetch(f"peer {number}", [Row(b"", 0)], deadline=0.0)
-        forecast.begun(fetch, EACH, float(number))
-        forecast.ended(fetch)
-    assert len(forecast._peers) <= 100
-    assert not forecast._begun
+        cost_model.begun(fetch, EACH, float(number))
+        cost_model.ended(fetch)
+    assert len(cost_model._peers) <= 100
+    assert not cost_model._pending

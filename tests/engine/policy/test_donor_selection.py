@@ -7,7 +7,7 @@ from typing import cast
 import pytest
 
 from tests.engine.scheduling import Request, Scheduling, chunks
-from xinference_xavier.engine.policy.cost_model import BELIEVED
+from xinference_xavier.engine.policy.cost_model import RETRY_AFTER
 from xinference_xavier.engine.policy.donor_selection import FetchPolicy
 
 PREFILL = 1000.0
@@ -50,8 +50,8 @@ class Engine(Scheduling):
             self.manager.step_ends()
 
     @property
-    def choices(self) -> dict[str, float]:
-        return cast(dict[str, float], self.manager.stats()["forecast"])
+    def decisions(self) -> dict[str, float]:
+        return cast(dict[str, float], self.manager.stats()["fetch_decisions"])
 
 
 def test_it_computes_what_is_quicker_computed() -> None:
@@ -60,9 +60,9 @@ def test_it_computes_what_is_quicker_computed() -> None:
     request = vllm.ask(5)
     for _ in range(3):
         assert vllm.attempt(request) == 0, "at once"
-    assert vllm.choices["computed"] == 1
+    assert vllm.decisions["computed"] == 1
     assert vllm.attempt(vllm.ask(6)) is None
-    assert (vllm.choices["computed"], vllm.choices["fetched"]) == (1, 6)
+    assert (vllm.decisions["computed"], vllm.decisions["fetched"]) == (1, 6)
 
 
 def test_it_fetches_what_arrives_in_time() -> None:
@@ -76,7 +76,7 @@ def test_it_tries_again_after_a_while() -> None:
     vllm = Engine()
     vllm.learn(0.0, 1.0)
     assert vllm.attempt(vllm.ask(20)) == 0
-    vllm.clock.now += BELIEVED + 1
+    vllm.clock.now += RETRY_AFTER + 1
     assert vllm.attempt(vllm.ask(20)) is None
     assert vllm.attempt(vllm.ask(20)) == 0, "one at a time"
 
@@ -87,7 +87,7 @@ def test_it_does_not_ask_where_the_user_has_said_it() -> None:
     vllm.manager.tier_lookup._selection.policy = FetchPolicy.FIXED_THRESHOLD
     assert vllm.attempt(vllm.ask(2)) is None
     assert vllm.attempt(vllm.ask(1)) == 0
-    assert vllm.choices["computed"] == 0
+    assert vllm.decisions["computed"] == 0
 
 
 def test_it_fetches_deep_in_a_prompt_what_it_computes_at_its_start() -> None:
@@ -126,10 +126,10 @@ class TestSeveralDonors:
         vllm = Engine()
         for peer in "abc":
             vllm.learn(0.01, 0.01, peer)
-        vllm.clock.now += BELIEVED + 1
-        before = vllm.choices["fetched"]
+        vllm.clock.now += RETRY_AFTER + 1
+        before = vllm.decisions["fetched"]
         assert of_each_donor(vllm, vllm.ask(40, "ab")) == {"a": 20, "b": 20}
-        assert vllm.choices["fetched"] == before + 1
+        assert vllm.decisions["fetched"] == before + 1
         for fetch in vllm.replica.fetches[-2:]:
             fetch.transport = "gloo"
             vllm.replica.end(fetch, seconds=0.21)

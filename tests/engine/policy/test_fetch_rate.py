@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from xinference_xavier.engine.policy.fetch_rate import NEVER, FetchRate
+from xinference_xavier.engine.policy.fetch_rate import INFINITE, FetchRate
 
 
 def rate_of(*fetches: tuple[int, float]) -> FetchRate:
@@ -46,14 +46,14 @@ def test_larger_fetches_that_were_quicker_do_not_make_negative_times() -> None:
 
 def test_as_many_chunks_are_worth_a_fetch_as_make_up_for_its_overhead() -> None:
     rate = rate_of(*((rows, 0.1 + 0.01 * rows) for rows in (1, 20, 40) * 10))
-    assert rate.least(1, chunk_seconds=0.03) == 6  # saves 0.02 s each
-    assert rate.least(2, chunk_seconds=0.03) == 11
-    assert rate.least(1, chunk_seconds=0.005) == NEVER
-    assert rate_of((10, 0.1)).least(1, chunk_seconds=0.005) == 21, "all of it may be overhead"
+    assert rate.min_chunks(1, chunk_seconds=0.03) == 6  # saves 0.02 s each
+    assert rate.min_chunks(2, chunk_seconds=0.03) == 11
+    assert rate.min_chunks(1, chunk_seconds=0.005) == INFINITE
+    assert rate_of((10, 0.1)).min_chunks(1, chunk_seconds=0.005) == 21, "all of it may be overhead"
 
 
 def test_how_much_arrives_in_time() -> None:
     rate = rate_of(*((rows, 0.1 + 0.01 * rows) for rows in (1, 20, 40) * 10))
     assert rate.rows_within(0.505) == 40
     assert rate.rows_within(0.05) == 0
-    assert rate_of((10, 0.1)).rows_within(1.0) == NEVER, "all of it may be overhead"
+    assert rate_of((10, 0.1)).rows_within(1.0) == INFINITE, "all of it may be overhead"

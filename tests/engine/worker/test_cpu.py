@@ -192,8 +192,8 @@ def test_wait_returns_when_its_jobs_are_done_and_not_before() -> None:
 
 def test_whether_a_load_is_done_is_not_asked_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor is a store waited for, or a load by an engine that computes between two questions."""
-    monkeypatch.setattr(cpu, "_LOOK", 3600.0)
-    monkeypatch.setattr(cpu, "_SOON", 0.0)
+    monkeypatch.setattr(cpu, "_MAX_WAIT", 3600.0)
+    monkeypatch.setattr(cpu, "_IDLE_POLL", 0.0)
     caches = kv_caches([[64]])
     with worker(caches, 1, kind=HeldWorker) as working:
         assert isinstance(working, HeldWorker)
@@ -202,7 +202,7 @@ def test_whether_a_load_is_done_is_not_asked_without_end(monkeypatch: pytest.Mon
         assert working.get_finished() == []
         working.submit_load(2, CPULoadStoreSpec([1]), one_group([2]))
         assert working.get_finished() == []
-        monkeypatch.setattr(cpu, "_SOON", 3600.0)
+        monkeypatch.setattr(cpu, "_IDLE_POLL", 3600.0)
         opening = threading.Thread(target=working.gate.set)
         opening.start()
         finished = [*working.get_finished(), *working.get_finished()]

@@ -25,7 +25,10 @@ def stats(**changes: Any) -> dict[str, Any]:
         "requests": 5,
         "prefill_tokens_per_s": 600.0,
         "seconds_saved": 7.5,
-        "forecast": {"fetched": 11, "computed": 12, "took_s": 1.5, "error_s": 0.25, "lost": 13},
+        "fetch_decisions": {
+            "fetched": 11, "computed": 12, "actual_s": 1.5, "error_s": 0.25,
+            "slower_than_prefill": 13,
+        },
         "waits": {"claimed": 14, "waited": 15, "given_up": 6, "seconds": 2.5},
         "fetching": {"b": 2, "c": 1},
         "fetches": {"started": 0, "committed": 0, "rolled_back": {}, "by_transport": {}},

@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from xinference_xavier.errors import LinkError
-from xinference_xavier.pool.copy_threads import COPIERS
+from xinference_xavier.pool.copy_threads import COPY_THREADS
 from xinference_xavier.pool.region import Region
 from xinference_xavier.transfer.transports.shared_memory import (
     ConsumerLink,
@@ -242,18 +242,18 @@ def test_nothing_is_written_after_a_close(
 ) -> None:
     """Whoever copies is waited for, and rows that nobody copies yet are given up."""
     before = here.region.array.copy()
-    copiers, go_on, queued = pair.consumer._copiers, threading.Event(), threading.Event()
+    copy_threads, go_on, queued = pair.consumer._copy_threads, threading.Event(), threading.Event()
     for _ in range(2):
-        copiers.submit(go_on.wait, PATIENCE)
-    submit, copies = copiers.submit, []
+        copy_threads.submit(go_on.wait, PATIENCE)
+    submit, copies = copy_threads.submit, []
 
     def submitting(take: Callable[[], None]) -> Future[None]:
         copies.append(submit(take))
-        if len(copies) == COPIERS:
+        if len(copies) == COPY_THREADS:
             queued.set()
         return copies[-1]
 
-    monkeypatch.setattr(copiers, "submit", submitting)
+    monkeypatch.setattr(copy_threads, "submit", submitting)
     taking = threads.submit(receive, pair, [0, 1, 2], [5, 6, 7])
     assert queued.wait(PATIENCE)
     closing = threads.submit(pair.consumer.close)
@@ -269,21 +269,25 @@ def test_a_close_ends_what_is_being_copied_after_a_row(
     pair: Pair, here: Replica, threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = here.region.array.copy()
-    copying, closing, go_on = threading.Barrier(COPIERS + 1), threading.Event(), threading.Event()
+    copying, closing, go_on = (
+        threading.Barrier(COPY_THREADS + 1),
+        threading.Event(),
+        threading.Event(),
+    )
 
     def check(slot: int) -> None:
-        if slot < COPIERS:  # the first of each
+        if slot < COPY_THREADS:  # the first of each
             copying.wait(PATIENCE)
             go_on.wait(PATIENCE)
 
-    shutdown = pair.consumer._copiers.shutdown
+    shutdown = pair.consumer._copy_threads.shutdown
 
     def shutting_down(**options: bool) -> None:
         closing.set()
         shutdown(**options)
 
-    monkeypatch.setattr(pair.consumer._copiers, "shutdown", shutting_down)
-    slots = range(3 * COPIERS)
+    monkeypatch.setattr(pair.consumer._copy_threads, "shutdown", shutting_down)
+    slots = range(3 * COPY_THREADS)
     taking = threads.submit(lambda: [*pair.consumer.receive(slots, slots, check, later())])
     copying.wait(PATIENCE)
     closed = threads.submit(pair.consumer.close)
@@ -292,7 +296,7 @@ def test_a_close_ends_what_is_being_copied_after_a_row(
     with pytest.raises(LinkError, match="the link was closed"):
         taking.result()
     closed.result()
-    assert np.array_equal(here.region.array[COPIERS:], before[COPIERS:])
+    assert np.array_equal(here.region.array[COPY_THREADS:], before[COPY_THREADS:])
 
 
 def test_a_donor_that_dies_leaves_its_rows_readable(

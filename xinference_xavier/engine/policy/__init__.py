@@ -1,1 +1,1 @@
-"""Decisions on the scheduler thread: fetch or compute, from which donor, wait for a peer or not."""
+"""Decisions on the scheduler thread: fetch or compute, which donors, wait for a peer or not."""

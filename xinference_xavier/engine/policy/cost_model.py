@@ -1,144 +1,144 @@
-"""Whether what a peer holds is had sooner by fetching or by computing it, by what both took so far.
+"""Predicts whether it is faster to fetch a prefix from a peer or to compute it.
 
-Belongs to the scheduler thread; `report` may be called by any. Times are monotonic seconds.
+Belongs to the scheduler thread; any thread may call `report`. Times are monotonic seconds.
 
-What is not known speaks for fetching, which measures it: the first fetch from a peer, which opens
-a link besides, and its first over a transport. A forecast that speaks against it is believed for
-`BELIEVED` seconds after the last fetch from that peer. Then one is made all the same, and what was
-known before is forgotten for it: so what was slow for a while is tried again. A fetch that brought
-nothing measures nothing.
+Unknown costs favour fetching, because a fetch measures them. The first fetch over each transport
+opens a link and is not measured, nor is a fetch that brought nothing.
+
+A rate that speaks against a peer holds for `RETRY_AFTER` seconds after the last fetch from it. The
+next fetch is made anyway and replaces the rate, so a peer that was slow for a while is tried again.
 """
 
 from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
-from xinference_xavier.engine.policy.fetch_rate import NEVER, FetchRate
+from xinference_xavier.engine.policy.fetch_rate import INFINITE, FetchRate
 from xinference_xavier.tiers.base import Fetch
 
-BELIEVED = 30.0
+RETRY_AFTER = 30.0
 _MAX_PEERS = 100
 
 
 @dataclass
 class Decisions:
-    """`expected_s`, `took_s` and `error_s`, their difference without sign, are sums over the
-    `predictions` fetches whose time was foretold and that brought all they should."""
+    """Sums of seconds are over the `predictions`: complete fetches with a predicted duration."""
 
-    fetched: int = 0  # requests that began a fetch, divided or not
-    computed: int = 0  # requests that computed what a peer holds, as that seemed to be quicker
+    fetched: int = 0  # requests that began a fetch, from one or several donors
+    computed: int = 0  # requests that computed what a peer held, as that was predicted to be faster
     predictions: int = 0
-    expected_s: float = 0.0
-    took_s: float = 0.0
-    error_s: float = 0.0
-    lost: int = 0  # fetches that took longer than computing was expected to
+    predicted_s: float = 0.0
+    actual_s: float = 0.0
+    error_s: float = 0.0  # absolute differences of the two
+    slower_than_prefill: int = 0  # fetches that took longer than computing was predicted to take
 
 
-class _Begun(NamedTuple):
-    at: float
-    expected: float | None
-    computing: float | None
+class _Prediction(NamedTuple):
+    began: float
+    fetch_seconds: float | None
+    prefill_seconds: float | None
 
 
+@dataclass
 class _Peer:
-    def __init__(self) -> None:
-        self.tried = 0.0  # when the last fetch began
-        self.measured = 0.0  # when the last one that was measured began
-        self.transport = ""  # of that one
-        self.rates: dict[str, FetchRate | None] = {}  # by transport; None after the first fetch
+    tried: float = 0.0  # when the latest fetch began
+    measured: float = 0.0  # when the latest measured fetch began
+    transport: str = ""  # of the latest measured fetch
+    # By transport; None after the first fetch.
+    rates: dict[str, FetchRate | None] = field(default_factory=dict)
+
+    @property
+    def rate(self) -> FetchRate | None:
+        return self.rates.get(self.transport)
 
 
 class CostModel:
     def __init__(self, *, row_bytes: int) -> None:
         self.decisions = Decisions()
         self._row_bytes = row_bytes
-        self._peers: OrderedDict[str, _Peer] = OrderedDict()  # the last one tried is the last
-        self._begun: dict[Fetch, _Begun] = {}
+        self._peers: OrderedDict[str, _Peer] = OrderedDict()  # the latest tried is last
+        self._pending: dict[Fetch, _Prediction] = {}
 
-    def least(
+    def min_chunks(
         self, donor: str, rows_per_chunk: int, chunk_seconds: float | None, now: float
     ) -> int:
-        """How many chunks are worth a fetch from `donor`, if each takes so long to be computed;
-        NEVER if none are."""
-        rate = self._believed(donor, now)
+        """The smallest number of chunks that are worth a fetch from `donor`; INFINITE if none.
+
+        Computing one takes `chunk_seconds`; None if that is unknown.
+        """
+        rate = self._rate(donor, now)
         if rate is None or chunk_seconds is None:
             return 1
-        return rate.least(rows_per_chunk, chunk_seconds)
+        return rate.min_chunks(rows_per_chunk, chunk_seconds)
 
     def rows_within(self, donor: str, seconds: float, now: float) -> int:
-        """How many rows of `donor`'s can be had in so many seconds."""
-        rate = self._believed(donor, now)
-        return NEVER if rate is None else rate.rows_within(seconds)
+        """How many rows `donor` sends in `seconds`; INFINITE if unknown."""
+        rate = self._rate(donor, now)
+        return INFINITE if rate is None else rate.rows_within(seconds)
 
     def seconds(self, donor: str, rows: int, now: float) -> float:
-        """That fetching so many rows from `donor` takes; 0 if nothing is known."""
-        rate = self._believed(donor, now)
+        """Predict how long a fetch from `donor` takes; 0 if unknown."""
+        rate = self._rate(donor, now)
         return 0.0 if rate is None else rate.seconds(rows)
 
     def last_seconds(self, donor: str, rows: int) -> float:
-        """The same by what was known last, however long ago; infinite if nothing ever was."""
-        rate = self._last(donor)
-        return math.inf if rate is None else rate.seconds(rows)
-
-    def _believed(self, donor: str, now: float) -> FetchRate | None:
+        """Like `seconds`, from the last known rate however old; infinite without one."""
         peer = self._peers.get(donor)
-        return None if peer is None or now - peer.tried > BELIEVED else self._last(donor)
+        return math.inf if peer is None or peer.rate is None else peer.rate.seconds(rows)
 
-    def _last(self, donor: str) -> FetchRate | None:
+    def _rate(self, donor: str, now: float) -> FetchRate | None:
         peer = self._peers.get(donor)
-        return None if peer is None else peer.rates.get(peer.transport)
+        return None if peer is None or now - peer.tried > RETRY_AFTER else peer.rate
 
-    def begun(self, fetch: Fetch, computing: float | None, now: float) -> None:
-        """A fetch that spares so many seconds of computing."""
-        rate = self._believed(fetch.source, now)
-        expected = None if rate is None else rate.seconds(len(fetch.rows))
-        self._begun[fetch] = _Begun(now, expected, computing)
+    def begun(self, fetch: Fetch, prefill_seconds: float | None, now: float) -> None:
+        """A fetch began that saves `prefill_seconds` of computing."""
+        rate = self._rate(fetch.source, now)
+        fetch_seconds = None if rate is None else rate.seconds(len(fetch.rows))
+        self._pending[fetch] = _Prediction(now, fetch_seconds, prefill_seconds)
         self._peers.setdefault(fetch.source, _Peer()).tried = now
         self._peers.move_to_end(fetch.source)
         if len(self._peers) > _MAX_PEERS:
             self._peers.popitem(last=False)
 
     def ended(self, fetch: Fetch) -> None:
-        """Does nothing but the first time for each fetch."""
-        begun = self._begun.pop(fetch, None)
+        """Learn from the fetch; further calls for it do nothing."""
+        prediction = self._pending.pop(fetch, None)
         peer = self._peers.get(fetch.source)
-        if begun is None or peer is None or not fetch.committed:
+        if prediction is None or peer is None or not fetch.committed:
             return
-        self._learn(peer, fetch, begun.at)
-        decisions = self.decisions
-        if begun.computing is not None and fetch.seconds > begun.computing:
-            decisions.lost += 1
-        if begun.expected is not None and len(fetch.committed) == len(fetch.rows):
+        self._learn(peer, fetch, prediction.began)
+        decisions, (_, predicted, prefill) = self.decisions, prediction
+        if prefill is not None and fetch.seconds > prefill:
+            decisions.slower_than_prefill += 1
+        if predicted is not None and len(fetch.committed) == len(fetch.rows):
             decisions.predictions += 1
-            decisions.expected_s += begun.expected
-            decisions.took_s += fetch.seconds
-            decisions.error_s += abs(fetch.seconds - begun.expected)
+            decisions.predicted_s += predicted
+            decisions.actual_s += fetch.seconds
+            decisions.error_s += abs(fetch.seconds - predicted)
 
     def _learn(self, peer: _Peer, fetch: Fetch, began: float) -> None:
-        known = fetch.transport in peer.rates
-        stale = began - peer.measured > BELIEVED
+        stale = began - peer.measured > RETRY_AFTER
         peer.measured, peer.transport = max(began, peer.measured), fetch.transport
-        if not known:  # it opened the link
+        if fetch.transport not in peer.rates:  # this fetch opened the link
             peer.rates[fetch.transport] = None
             return
-        rate = peer.rates[fetch.transport]
-        if rate is None or stale:
-            rate = peer.rates[fetch.transport] = FetchRate()
+        rate = FetchRate() if peer.rate is None or stale else peer.rate
         rate.add(len(fetch.committed), fetch.seconds)
+        peer.rates[fetch.transport] = rate  # `report` never sees an empty one
 
     def report(self) -> dict[str, Any]:
-        """JSON-able: `choices`, and by peer, how fast it is over the transport it was seen with."""
+        """`Decisions`, and `rates` by peer over its latest transport; JSON-able."""
         rates = {}
         for donor, peer in list(self._peers.items()):
-            rate = peer.rates.get(peer.transport)
+            rate = peer.rate
             if rate is not None:
                 line = rate.lines[0]
                 rates[donor] = {
                     "transport": peer.transport,
                     "overhead_s": line.overhead,
-                    "bytes_per_s": self._row_bytes / line.each if line.each else None,
+                    "bytes_per_s": self._row_bytes / line.per_row if line.per_row else None,
                 }
         return {**asdict(self.decisions), "rates": rates}

@@ -1,17 +1,13 @@
-"""A line through the last measurements, the newer ones counting more.
-
-Pure; belongs to whoever makes it.
-"""
+"""A line through the latest measurements. Pure."""
 
 from __future__ import annotations
 
-_WEIGHT = 0.2  # of the newest: about the last ten count
-_SAME = 0.05  # variance of x, in squares of its mean
+_WEIGHT = 0.2  # of the newest point: about the last ten count
+_MIN_SPREAD = 0.05  # variance of x over its squared mean
 
 
 class LinearFit:
-    """Of y over x: their means, and as `slope` how much y grows with x, None while all x were
-    about the same."""
+    """A decaying linear fit of y over x. `x` and `y` are the weighted means."""
 
     def __init__(self) -> None:
         self.x = 0.0
@@ -31,7 +27,10 @@ class LinearFit:
 
     @property
     def slope(self) -> float | None:
-        """Not less than 0, nor more than of a line through the origin."""
-        if self._variance <= _SAME * self.x**2:
+        """At least 0 and at most y / x, so that the line is never negative for x > 0.
+
+        None while all x are about equal.
+        """
+        if self._variance <= _MIN_SPREAD * self.x**2:
             return None
         return min(max(self._covariance / self._variance, 0.0), self.y / self.x)

@@ -1,12 +1,12 @@
-"""Whether a request waits for a peer that computes its prefix, instead of computing it as well.
+"""Whether a request waits for a peer that computes its prefix.
 
-Belongs to the scheduler thread; `counts` may be read by any. Times are monotonic seconds.
+Belongs to the scheduler thread; any thread may read the counts. Times are monotonic seconds.
 
-Whoever misses a prefix that takes `WORTH_ASKING` or longer to compute asks the tracker who is
-computing it. The first to ask does; the others wait, and fetch the chunks as they are finished. A
-request waits for as long as the peer keeps up with what the engine would do by itself: behind it by
-at most two of its steps, since a peer tells of a step's chunks only after the next one, and a
-quarter of the whole. Whatever ends the wait, what has arrived by then is used.
+A request whose missing prefix takes `MIN_PREFILL_SECONDS` or longer to compute asks the tracker
+whether a peer is computing it. The first to ask computes. The others wait and fetch the chunks as
+they are finished, as long as the peer keeps up with what their own engine would have computed: it
+may be two steps behind, because it publishes a step's chunks only after the next step, and a
+quarter of the whole. However the wait ends, the chunks that have arrived are used.
 """
 
 from __future__ import annotations
@@ -17,28 +17,31 @@ from dataclasses import dataclass
 
 from xinference_xavier.tiers.base import Claim
 
-WORTH_ASKING = 1.0
-"""Seconds of computing: some two hundred round trips to the tracker."""
-_LOOKS = 50  # in the time of a step
+MIN_PREFILL_SECONDS = 1.0
+"""About two hundred round trips to the tracker."""
+_POLLS_PER_STEP = 50
 _MAX_PAUSE = 0.05
-_ANSWER_WITHIN = 1.0  # the replica gives up before; this is for one that hangs
+_ANSWER_TIMEOUT = 1.0  # only for a loop that hangs: the replica gives up earlier
 _STEPS_BEHIND = 2
 _SLACK = 0.25
 
 
 @dataclass
 class WaitCounts:
-    """Of requests, but for `seconds`, which those that waited did so altogether."""
+    """Requests; `seconds` is the sum over those that waited."""
 
-    claimed: int = 0  # that peers may wait for
+    claimed: int = 0  # computed a prefix that peers may wait for
     waited: int = 0
-    given_up: int = 0  # of these: the peer did not keep up
+    given_up: int = 0  # of the waiting ones, because the peer did not keep up
     seconds: float = 0.0
 
 
 class Wait:
-    """One request's wait, from `now` on. `local_seconds(n)` is how long its own engine takes for
-    the first n chunks; it computes `step` of them at a time."""
+    """One request's wait, which begins `now`.
+
+    `local_seconds(n)` is how long the request's own engine takes for the first n chunks. It
+    computes `step` chunks at a time.
+    """
 
     def __init__(
         self, claim: Claim, local_seconds: Callable[[int], float], step: int, now: float
@@ -47,29 +50,29 @@ class Wait:
         self._began = now
         self._local_seconds = local_seconds
         self._step = step
-        self.pause = min(local_seconds(step) / _LOOKS, _MAX_PAUSE)
-        """Seconds between two looks of an engine that has nothing else to do. vLLM's own one
-        millisecond costs processor time that the peer may need."""
-        self._computed = 0  # of the first chunks
+        self.pause = min(local_seconds(step) / _POLLS_PER_STEP, _MAX_PAUSE)
+        """Seconds that an idle engine sleeps before it looks again. vLLM's own millisecond costs
+        processor time that the peer may need."""
+        self._computed = 0  # leading chunks
         self._gave_up = False
         self._is_counted = False
 
     def goes_on(self, is_computed: Callable[[bytes], bool], now: float) -> bool:
-        """Whether the request waits on."""
+        """Whether the request should go on waiting."""
         held_by_peer = self.claim.held_by_peer
         if held_by_peer is None:
-            return now < self._began + _ANSWER_WITHIN
+            return now < self._began + _ANSWER_TIMEOUT
         rest = itertools.islice(self.claim.keys, self._computed, held_by_peer)
         self._computed += sum(1 for _ in itertools.takewhile(is_computed, rest))
         if self._computed >= held_by_peer:
             return False
-        told = min(self._computed + _STEPS_BEHIND * self._step, len(self.claim.keys))
-        due = self._began + self._local_seconds(told) + _SLACK * self.claim.seconds
+        allowed = min(self._computed + _STEPS_BEHIND * self._step, len(self.claim.keys))
+        due = self._began + self._local_seconds(allowed) + _SLACK * self.claim.seconds
         self._gave_up = now >= due
         return not self._gave_up
 
     def count(self, counts: WaitCounts, now: float) -> None:
-        """The request is decided on, or over; does nothing but the first time."""
+        """The request is scheduled or over; further calls do nothing."""
         if self._is_counted:
             return
         self._is_counted = True

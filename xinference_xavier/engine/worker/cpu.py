@@ -1,17 +1,16 @@
 """Copies between the CPU platform's KV cache and the rows of the region.
 
-vLLM's own worker does this for CUDA and XPU on streams; the CPU platform has none. Here one job
-after the other is copied, in the order of their submission, by two threads that share its blocks.
-Threading: vLLM's worker thread submits, polls and waits; a thread of ours takes the jobs and gives
-their blocks to those that copy; a condition guards what the first two share.
+vLLM has a worker for CUDA and XPU, which copies on streams, but none for the CPU platform.
+
+Threading: vLLM's worker thread submits, polls and waits. A thread of ours runs the jobs in order of
+submission and divides each one's blocks among the copy threads.
 """
 
 import logging
-import threading
 import time
-from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import wait
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from itertools import takewhile
 from typing import NamedTuple
 
 import numpy as np
@@ -25,30 +24,29 @@ from vllm.v1.kv_offload.base import (
     TransferResult,
 )
 
-from xinference_xavier.pool.copy_threads import COPIERS, copiers
+from xinference_xavier.pool.copy_threads import COPY_THREADS, copy_threads
 from xinference_xavier.pool.region import Region
 
 logger = logging.getLogger(__name__)
 
-_SOON = 0.005
-"""Seconds within which only an engine that has nothing to compute asks again whether a load is
-done."""
-_LOOK = 0.01
-"""Seconds that it then waits for it. Without, it would ask a thousand times a second, and take
-Python's lock from the copying threads a third of the time."""
+_IDLE_POLL = 0.005
+"""Seconds between two polls below which the engine cannot have computed anything."""
+_MAX_WAIT = 0.01
+"""Seconds that an idle engine then waits for its loads. Otherwise it would poll a thousand times a
+second and hold Python's lock a third of the time, which the copy threads need."""
 
 
 class _Page(NamedTuple):
-    """One layer's part of a block: where it is in the KV cache and in a row (bytes)."""
+    """One layer's part of a block, in the KV cache and in a row. All in bytes."""
 
-    cache: npt.NDArray[np.int8]  # (blocks, page bytes)
+    cache: npt.NDArray[np.int8]  # shape (blocks, page bytes)
     size: int
     offset: int  # of the chunk's first block in the row
-    stride: int  # from one block of the chunk to the next
+    stride: int  # between two blocks of the chunk
 
 
 class _Placement(NamedTuple):
-    """A block: its group's pages, its number, its row, its place in the chunk."""
+    """One block: the pages of its group, its number, its row's slot, its place in the chunk."""
 
     group: list[_Page]
     block: int
@@ -64,7 +62,7 @@ class _Job(NamedTuple):
 
 
 class HostWorker(OffloadingWorker):
-    """`cell_offset` is where this worker's cell begins in each row, in bytes."""
+    """`cell_offset` is the byte in each row at which this worker's cell begins."""
 
     def __init__(
         self, kv_caches: CanonicalKVCaches, region: Region, blocks_per_chunk: int, cell_offset: int
@@ -72,16 +70,11 @@ class HostWorker(OffloadingWorker):
         self._rows = region.array.view(np.int8)
         self._blocks_per_chunk = blocks_per_chunk
         self._groups = _lay_out(kv_caches, blocks_per_chunk, cell_offset)
-        self._changed = threading.Condition()
-        self._queue: deque[_Job] = deque()
-        self._unfinished: set[int] = set()
-        self._loads: set[int] = set()  # of these
-        self._asked = 0.0  # when `get_finished` returned the last time
-        self._finished: list[TransferResult] = []
-        self._stopping = False
-        self._copiers = copiers()
-        self._thread = threading.Thread(target=self._copy_jobs, name="xavier-jobs", daemon=True)
-        self._thread.start()
+        self._runner = ThreadPoolExecutor(1, "xavier-jobs")
+        self._copy_threads = copy_threads()
+        self._jobs: dict[int, Future[TransferResult]] = {}  # not reported yet, in order
+        self._loads: set[int] = set()  # not reported yet
+        self._polled = 0.0  # when `get_finished` last returned
 
     def submit_store(
         self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec
@@ -101,63 +94,45 @@ class HostWorker(OffloadingWorker):
         self, job_id: int, is_store: bool, blocks: GPULoadStoreSpec, rows: LoadStoreSpec
     ) -> bool:
         assert isinstance(rows, BlockIDsLoadStoreSpec)
-        with self._changed:
-            self._queue.append(_Job(job_id, is_store, blocks, rows.block_ids))
-            self._unfinished.add(job_id)
-            if not is_store:
-                self._loads.add(job_id)
-            self._changed.notify_all()
+        job = _Job(job_id, is_store, blocks, rows.block_ids)
+        self._jobs[job_id] = self._runner.submit(self._run, job)
+        if not is_store:
+            self._loads.add(job_id)
         return True
 
     def get_finished(self) -> list[TransferResult]:
-        with self._changed:
-            if self._loads and time.monotonic() < self._asked + _SOON:
-                self._changed.wait_for(lambda: bool(self._finished), _LOOK)
-            finished, self._finished = self._finished, []
-        self._asked = time.monotonic()
+        if self._loads and time.monotonic() < self._polled + _IDLE_POLL:
+            wait(self._jobs.values(), _MAX_WAIT, FIRST_COMPLETED)
+        finished = [job.result() for job in takewhile(Future.done, self._jobs.values())]
+        for result in finished:
+            del self._jobs[result.job_id]
+            self._loads.discard(result.job_id)
+        self._polled = time.monotonic()
         return finished
 
     def wait(self, job_ids: set[int]) -> None:
-        """Block until these jobs are done: their blocks are about to be used for something else."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._unfinished.isdisjoint(job_ids))
+        """Block until these jobs are done, because vLLM is about to reuse their blocks."""
+        wait([self._jobs[job_id] for job_id in job_ids & self._jobs.keys()])
 
     def shutdown(self) -> None:
-        with self._changed:
-            self._stopping = True
-            self._changed.notify_all()
-        self._thread.join()
-        self._copiers.shutdown()
-
-    def _copy_jobs(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: bool(self._queue) or self._stopping)
-                if not self._queue:
-                    return
-                job = self._queue.popleft()
-            result = self._run(job)
-            with self._changed:
-                self._finished.append(result)
-                self._unfinished.discard(job.job_id)
-                self._loads.discard(job.job_id)
-                self._changed.notify_all()
+        self._runner.shutdown()
+        self._copy_threads.shutdown()
 
     def _run(self, job: _Job) -> TransferResult:
         began = time.perf_counter()
         try:
             size = self._copy(job)
-        except Exception:  # vLLM ends the engine on a failed job; unreported, it would hang
-            logger.exception("job %d failed", job.job_id)
+        except Exception:  # vLLM ends the engine on a failed job, and hangs on an unreported one
+            logger.exception("copy job failed: job_id=%d", job.job_id)
             return TransferResult(job.job_id, False)
         return TransferResult(job.job_id, True, size, time.perf_counter() - began)
 
     def _copy(self, job: _Job) -> int:
-        """Copy every page of the job; returns bytes."""
-        placements = iter([*self._placements(job)])  # each thread takes the next one
+        """Copy every page of the job. Returns the number of bytes."""
+        placements = iter([*self._placements(job)])  # a thread that is free takes the next one
         copying = [
-            self._copiers.submit(self._copy_blocks, job.is_store, placements)
-            for _ in range(COPIERS)
+            self._copy_threads.submit(self._copy_blocks, job.is_store, placements)
+            for _ in range(COPY_THREADS)
         ]
         wait(copying)
         return sum(copied.result() for copied in copying)
@@ -178,10 +153,8 @@ class HostWorker(OffloadingWorker):
         return copied
 
     def _placements(self, job: _Job) -> Iterator[_Placement]:
-        """Of each block of the job.
-
-        The first block of a group may begin inside a chunk, and the last chunk may be cut short.
-        """
+        """One for each block. A group's first block may begin inside a chunk, and its last chunk
+        may be cut short."""
         blocks = job.blocks.block_ids.tolist()
         slots = job.slots.tolist()
         first_block = first_slot = 0
@@ -201,7 +174,7 @@ class HostWorker(OffloadingWorker):
 def _lay_out(
     kv_caches: CanonicalKVCaches, blocks_per_chunk: int, cell_offset: int
 ) -> list[list[_Page]]:
-    """Per KV-cache group its pages; a cell holds tensor after tensor, each with its blocks."""
+    """The pages of each KV-cache group. A cell holds tensor after tensor, each block by block."""
     offsets = []
     offset = cell_offset
     for tensor in kv_caches.tensors:

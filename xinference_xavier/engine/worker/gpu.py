@@ -1,7 +1,7 @@
 """Our region in the shape that vLLM's worker for CUDA and XPU expects of its own.
 
-`CPUOffloadingWorker` registers the memory with the driver and carves its tensors out of it. What it
-reads of its region changes between releases; all of that is here (read from vLLM 0.27 to 0.33).
+`CPUOffloadingWorker` registers the memory with the driver and carves its tensors out of it. The
+attributes that it reads differ between releases; `DeviceRegion` has those of vLLM 0.27 to 0.33.
 """
 
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from xinference_xavier.pool.region import ROW_ALIGNMENT, Region
 
 
 class DeviceRegion:
-    """One worker's view: its cell of `cell_bytes` begins `rank * cell_bytes` into each row."""
+    """The view of one worker, whose cell begins `rank * cell_bytes` bytes into each row."""
 
     page_size = ROW_ALIGNMENT
 
@@ -33,11 +33,11 @@ class DeviceRegion:
 
     @property
     def base_tensor(self) -> torch.Tensor:
-        assert self._base is not None, "the region was given back"
+        assert self._base is not None, "the region was cleaned up"
         return self._base
 
     def create_next_worker_view(self, tensor_page_size: int) -> torch.Tensor:
-        """The next tensor's part of every cell: int8, shape (rows, tensor_page_size)."""
+        """The next tensor's part of this worker's cells: int8, shape (rows, tensor_page_size)."""
         view = torch.as_strided(
             self.base_tensor,
             size=(self.num_chunks, tensor_page_size),
@@ -48,12 +48,12 @@ class DeviceRegion:
         assert self._next_offset <= (self.rank + 1) * self.cpu_page_size
         return view
 
-    create_next_view = create_next_worker_view  # what 0.27 called it
+    create_next_view = create_next_worker_view  # its name in vLLM 0.27
 
     def iter_worker_slot_ranges(self) -> Iterator[tuple[int, int]]:
-        """(offset, length) in bytes of the whole pages that this worker's cells lie in.
+        """(offset, length) in bytes of the whole pages around each of this worker's cells.
 
-        0.33 registers these and not the region, where it saves enough.
+        vLLM 0.33 registers these instead of the region where that saves enough.
         """
         for row in range(self.num_chunks):
             start = row * self._row_stride + self.rank * self.cpu_page_size

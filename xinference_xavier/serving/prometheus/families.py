@@ -281,7 +281,7 @@ def _of_replica(replica: Mapping[str, Any]) -> Iterator[_Value]:
 
 
 def _cost_model(replica: Mapping[str, Any]) -> Mapping[str, Any]:
-    return mapping(replica.get("forecast"))
+    return mapping(replica.get("fetch_decisions"))
 
 
 def _waits(replica: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -292,8 +292,10 @@ _SINGLE: dict[str, Callable[[Mapping[str, Any]], object]] = {
     "requests_total": lambda replica: replica["requests"],
     "saved_seconds": lambda replica: replica["seconds_saved"],
     "longest_scheduling_wait_seconds": lambda replica: replica.get("longest_scheduling_wait_s"),
-    "fetches_slower_than_prefill_total": lambda replica: _cost_model(replica).get("lost"),
-    "predicted_fetch_seconds_total": lambda replica: _cost_model(replica).get("took_s"),
+    "fetches_slower_than_prefill_total": lambda replica: _cost_model(replica).get(
+        "slower_than_prefill"
+    ),
+    "predicted_fetch_seconds_total": lambda replica: _cost_model(replica).get("actual_s"),
     "fetch_prediction_error_seconds_total": lambda replica: _cost_model(replica).get("error_s"),
     "claimed_prefixes_total": lambda replica: _waits(replica).get("claimed"),
     "wait_seconds_total": lambda replica: _waits(replica).get("seconds"),

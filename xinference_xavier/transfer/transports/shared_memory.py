@@ -26,7 +26,7 @@ from itertools import takewhile
 import numpy as np
 
 from xinference_xavier.errors import LinkError, RegionError
-from xinference_xavier.pool.copy_threads import COPIERS, copiers
+from xinference_xavier.pool.copy_threads import COPY_THREADS, copy_threads
 from xinference_xavier.pool.region import Region, check_same_user, offer_to_read, take_region
 from xinference_xavier.transfer.transports.base import Check, Link, Transport
 from xinference_xavier.transfer.transports.selection import host_identity
@@ -137,7 +137,7 @@ class ConsumerLink(Link):
         self._theirs: Region | None = theirs
         self._closing = False
         self._their_rows = theirs.rows
-        self._copiers = copiers()
+        self._copy_threads = copy_threads()
         # In the background: rows that are fetched before it is done cost a few page faults.
         self._mapping = threading.Thread(
             target=theirs.populate, args=(self._is_open,), name="xavier-map", daemon=True
@@ -168,7 +168,7 @@ class ConsumerLink(Link):
                 taken.add(slot)
 
         try:
-            copying = [self._copiers.submit(take) for _ in range(COPIERS)]
+            copying = [self._copy_threads.submit(take) for _ in range(COPY_THREADS)]
         except RuntimeError:
             raise LinkError(_CLOSED) from None
         for copied in copying:  # not `wait`, which does not see those that a close gives up
@@ -186,7 +186,7 @@ class ConsumerLink(Link):
 
     def close(self) -> None:
         self._closing = True
-        self._copiers.shutdown(cancel_futures=True)  # whoever copies a row right now still does
+        self._copy_threads.shutdown(cancel_futures=True)  # a row being copied is finished
         theirs, self._theirs = self._theirs, None
         if theirs is not None:
             theirs.close()
