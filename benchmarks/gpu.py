@@ -199,7 +199,7 @@ def _hits_over(transport: str, graphs: bool) -> dict[str, Any]:
     return {
         "lengths": [_row(tokens, samples) for tokens, samples in found.items()],
         "used": stats["consumer"]["fetches"]["by_transport"],
-        "forecast": stats["consumer"]["forecast"],
+        "cost_model": stats["consumer"]["cost_model"],
         "believed_tokens_per_s": stats["donor"]["prefill_tokens_per_s"],
         "true_tokens_per_s": figure([longest / sample.cold for sample in found[longest]]),
     }
@@ -253,7 +253,7 @@ def _hits_lines(part: dict[str, Any]) -> list[str]:
             lines.append(f"| {' | '.join(cells)} |")
     lines.append("")
     for name, found in part["transports"].items():
-        choices = {key: value for key, value in found["forecast"].items() if key != "rates"}
+        choices = {key: value for key, value in found["cost_model"].items() if key != "rates"}
         lines.append(
             f"- {TRANSPORTS[name]}: the donor believed that it computes "
             f"{found['believed_tokens_per_s']:.0f} tokens a second; of the longest prompts it "

@@ -30,7 +30,7 @@ FOUND: dict[str, dict[str, Any]] = {
             name: {
                 "lengths": [gpu._row(9000, [HIT] * 5)],
                 "used": {name: 20},
-                "forecast": {"fetched": 20, "rates": {}},
+                "cost_model": {"fetched": 20, "rates": {}},
                 "believed_tokens_per_s": 9100.0,
                 "true_tokens_per_s": figure([9000.0] * 5),
             }

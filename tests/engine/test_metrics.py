@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-
 import pytest
 from vllm.v1.kv_offload.base import OffloadingCounterMetadata
 
-from xinference_xavier.engine.metrics import HitReporter, Hits, definitions
+from xinference_xavier.engine.metrics import HitReporter, definitions
 from xinference_xavier.engine.spec import XavierSpec
+from xinference_xavier.stats.schema import HIT_SOURCES, Hits
 
 
 @pytest.fixture
@@ -35,16 +34,16 @@ def test_each_token_is_reported_once(hits: Hits, reporter: HitReporter) -> None:
     first = counters(reporter)
     hits.remote += 128
     second = counters(reporter)
-    assert first == {"vllm:xavier_peers_tokens": 256, "vllm:xavier_computed_tokens": 10}
-    assert second == {"vllm:xavier_peers_tokens": 128}
+    assert first == {"vllm:xavier_remote_tokens": 256, "vllm:xavier_computed_tokens": 10}
+    assert second == {"vllm:xavier_remote_tokens": 128}
     assert reporter.delta() is None
 
 
 def test_every_source_has_a_counter_that_vllm_is_told_about(
     hits: Hits, reporter: HitReporter
 ) -> None:
-    for field in fields(Hits):
-        setattr(hits, field.name, 1)
+    for source in HIT_SOURCES:
+        setattr(hits, source, 1)
     defined = XavierSpec.build_metric_definitions({})
     assert counters(reporter).keys() == defined.keys() == definitions().keys()
     for metadata in defined.values():

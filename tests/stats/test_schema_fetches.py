@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
+from dataclasses import asdict
 from typing import Any
 
 from xinference_xavier.errors import ROLLBACKS
@@ -15,10 +16,10 @@ from xinference_xavier.transfer.receiver import ChecksumError
 
 
 def told(*ended: tuple[str | None, float, int]) -> dict[str, Any]:
-    figures = FetchStats()
+    stats = FetchStats()
     for reason, seconds, size in ended:
-        figures.ended(reason, seconds, size)
-    as_told: dict[str, Any] = json.loads(json.dumps(figures.to_dict()))
+        stats.ended(reason, seconds, size)
+    as_told: dict[str, Any] = json.loads(json.dumps(asdict(stats)))
     return as_told
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 
 import pytest
 from hypothesis import given
@@ -13,18 +14,18 @@ from xinference_xavier.stats.schema import BYTES_BOUNDS, SECONDS_BOUNDS, Histogr
 
 @pytest.mark.parametrize(("value", "bucket"), [(0, 0), (1, 0), (1.5, 1), (2, 1), (2.1, 2), (99, 2)])
 def test_a_bound_belongs_to_its_own_bucket(value: float, bucket: int) -> None:
-    histogram = Histogram((1.0, 2.0))
-    histogram.observe(value)
+    histogram = Histogram.over((1.0, 2.0))
+    histogram.observe(value, (1.0, 2.0))
     assert histogram.counts.index(1) == bucket
 
 
 @given(st.lists(st.integers(0, 1000)))
 def test_nothing_is_lost(values: list[int]) -> None:
-    histogram = Histogram((10.0, 100.0))
+    bounds = (10.0, 100.0)
+    histogram = Histogram.over(bounds)
     for value in values:
-        histogram.observe(value)
-    told = json.loads(json.dumps(histogram.to_dict()))
-    assert told == {
+        histogram.observe(value, bounds)
+    assert json.loads(json.dumps(asdict(histogram))) == {
         "counts": [
             sum(value <= 10 for value in values),
             sum(10 < value <= 100 for value in values),

@@ -37,11 +37,11 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
 from xinference_xavier.engine.compat import known_keys, load_source
-from xinference_xavier.engine.metrics import HitReporter, Hits
+from xinference_xavier.engine.metrics import HitReporter
 from xinference_xavier.engine.policy.cost_model import CostModel
 from xinference_xavier.engine.policy.donor_selection import DonorSelection
 from xinference_xavier.engine.policy.prefill_rate import PrefillRate
-from xinference_xavier.engine.policy.prefill_wait import WORTH_ASKING, Wait, WaitCounts
+from xinference_xavier.engine.policy.prefill_wait import WORTH_ASKING, Wait
 from xinference_xavier.engine.request import GROUP, Fetches, Request
 from xinference_xavier.engine.steps import Step, Steps
 from xinference_xavier.pool.pool import Pool, Reservation, Row
@@ -49,6 +49,7 @@ from xinference_xavier.replica.explain import Chunker
 from xinference_xavier.replica.fetcher import Fetch
 from xinference_xavier.replica.peer_tier import PeerTier
 from xinference_xavier.replica.replica import Replica
+from xinference_xavier.stats.schema import Hits, WaitCounts
 
 if TYPE_CHECKING:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -126,7 +127,7 @@ class XavierManager(OffloadingManager):
             "longest_scheduling_wait_s": self._longest_scheduling_wait,
             "prefill_tokens_per_s": rate,
             "seconds_saved": reused / rate if rate else 0.0,
-            "forecast": self._cost_model.report(),
+            "cost_model": self._cost_model.report(),
             "waits": asdict(self._waits),
         }
 

@@ -25,7 +25,7 @@ class EventReporter:
         self.pending: deque[dict[str, Any]] = deque(maxlen=MAX_REPORTED)
         self._model_uid = config.model_uid
         self._incarnation = incarnation
-        self._hooks = hooks_of(config.hooks)
+        self.hooks = hooks_of(config.hooks)
 
     def outage(self, error: BaseException | None) -> None:
         """The tracker was lost because of `error`, or is there again if that is None."""
@@ -48,5 +48,5 @@ class EventReporter:
         )
 
     def _notify(self, event: Event) -> None:
-        self._hooks.notify(event)
+        self.hooks.notify(event)
         self.pending.append(event_dict(event))

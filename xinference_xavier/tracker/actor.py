@@ -257,7 +257,7 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
         """All that is known, JSON-able; the replicas' figures as they are now.
 
         `refused` counts what was too much: members, namespaces, watches, failures to remember,
-        chunks that are claimed.
+        chunks that are claimed. `dropped` counts the keys beyond a replica's limit.
         """
         known, waits = self._namespaces, self._watch_limit
         refused = (
@@ -269,6 +269,8 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
             "enabled": known.settings.enabled,
             "watches": waits.count,
             "refused": refused,
+            "dropped": sum(each.index.dropped for _, each in known.items()),
+            "hooks": {"failed": self._hooks.failed, "dropped": self._hooks.dropped},
             "namespaces": await namespaces_status(known, self._membership.name_of, self._clock()),
         }
 

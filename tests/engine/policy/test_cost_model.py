@@ -120,9 +120,11 @@ def test_how_good_the_forecast_was() -> None:
     peer.fetch(20, 3.0)
     assert choices.predictions == before.predictions + 1 == 6, "the first two had none"
     assert choices.error_s - before.error_s == pytest.approx(1.0)
-    assert choices.expected_s - before.expected_s == pytest.approx(2.0)
+    assert choices.predicted_s - before.predicted_s == pytest.approx(2.0)
     assert choices.took_s - before.took_s == pytest.approx(3.0)
-    assert (before.lost, choices.lost) == (0, 1), "computing takes 2.56 s"
+    assert (before.slower_than_prefill, choices.slower_than_prefill) == (0, 1), (
+        "computing takes 2.56 s"
+    )
     report = peer.forecast.report()
     assert report["predictions"] == 6
     assert report["rates"]["a"]["transport"] == "gloo"

@@ -50,7 +50,7 @@ class Engine(Scheduling):
 
     @property
     def choices(self) -> dict[str, float]:
-        return cast(dict[str, float], self.manager.stats()["forecast"])
+        return cast(dict[str, float], self.manager.stats()["cost_model"])
 
 
 def test_it_computes_what_is_quicker_computed() -> None:

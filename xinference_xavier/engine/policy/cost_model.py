@@ -13,28 +13,15 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from xinference_xavier.engine.policy.fetch_rate import NEVER, FetchRate
 from xinference_xavier.replica.fetcher import Fetch
+from xinference_xavier.stats.schema import Decisions
 
 BELIEVED = 30.0
 _MAX_PEERS = 100
-
-
-@dataclass
-class Decisions:
-    """`expected_s`, `took_s` and `error_s`, their difference without sign, are sums over the
-    `predictions` fetches whose time was foretold and that brought all they should."""
-
-    fetched: int = 0  # requests that began a fetch, divided or not
-    computed: int = 0  # requests that computed what a peer holds, as that seemed to be quicker
-    predictions: int = 0
-    expected_s: float = 0.0
-    took_s: float = 0.0
-    error_s: float = 0.0
-    lost: int = 0  # fetches that took longer than computing was expected to
 
 
 class _Begun(NamedTuple):
@@ -110,10 +97,10 @@ class CostModel:
         self._learn(peer, fetch, begun.at)
         choices = self.choices
         if begun.computing is not None and fetch.seconds > begun.computing:
-            choices.lost += 1
+            choices.slower_than_prefill += 1
         if begun.expected is not None and len(fetch.committed) == len(fetch.rows):
             choices.predictions += 1
-            choices.expected_s += begun.expected
+            choices.predicted_s += begun.expected
             choices.took_s += fetch.seconds
             choices.error_s += abs(fetch.seconds - begun.expected)
 

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from xinference_xavier.replica.tracker_client import Claim
+from xinference_xavier.stats.schema import WaitCounts
 
 WORTH_ASKING = 1.0
 """Seconds of computing: some two hundred round trips to the tracker."""
@@ -24,16 +24,6 @@ _MAX_PAUSE = 0.05
 _ANSWER_WITHIN = 1.0  # the replica gives up before; this is for one that hangs
 _STEPS_BEHIND = 2
 _SLACK = 0.25
-
-
-@dataclass
-class WaitCounts:
-    """Of requests, but for `seconds`, which those that waited did so altogether."""
-
-    claimed: int = 0  # that peers may wait for
-    waited: int = 0
-    given_up: int = 0  # of these: the peer did not keep up
-    seconds: float = 0.0
 
 
 class Wait:
