@@ -106,13 +106,13 @@ class Asker:
 
     def _counted(self, before: ModelStatus) -> tuple[str, Hits]:
         """The replica that has finished a request since, and what it reused for it."""
-        known = {replica.incarnation: replica.counts for replica in before.replicas}
+        known = {replica.incarnation: replica for replica in before.replicas}
         deadline = time.monotonic() + COUNTERS_TIMEOUT
         while time.monotonic() < deadline:
             for replica in self._xavier.status(self._model).replicas:
                 earlier = known.get(replica.incarnation)
-                if earlier is not None and replica.counts.requests > earlier.requests:
-                    return replica.replica, _difference(replica.counts.hits, earlier.hits)
+                if earlier is not None and replica.requests > earlier.requests:
+                    return replica.replica, _difference(replica.hits, earlier.hits)
             time.sleep(0.05)
         raise SystemExit(f"no replica has counted the question within {COUNTERS_TIMEOUT:.0f} s")
 

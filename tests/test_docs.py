@@ -14,7 +14,7 @@ from fastapi.routing import APIRoute
 
 from xinference_xavier import errors, events
 from xinference_xavier.serving.api import add_routes
-from xinference_xavier.stats.history import HIT_SOURCES
+from xinference_xavier.stats.schema import HIT_SOURCES
 
 TESTS = Path(__file__).parent
 DOCS = TESTS.parent / "docs"

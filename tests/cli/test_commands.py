@@ -73,7 +73,7 @@ def test_completion_as_documented(shell: str) -> None:
 def test_status_shows_replicas_and_where_tokens_came_from(pair: Pair) -> None:
     for words in (["status"], ["status", MODEL]):
         shown = done(pair.api.endpoint, *words)
-        for word in (MODEL, "sharing on", "first", "second", "own pool", "peers", "rolled back"):
+        for word in (MODEL, "sharing on", "first", "second", "local pool", "remote", "rolled back"):
             assert word in shown
 
 
@@ -137,9 +137,9 @@ def test_explaining_a_chat(pair: Pair) -> None:
         assert "no replica" in refused.output or "replica" in refused.output
 
 
-def test_drop_and_switch(pair: Pair) -> None:
+def test_flush_and_switch(pair: Pair) -> None:
     pair.first.store([make_key(number) for number in fresh_numbers(2)])
-    assert "2 replicas forgot" in done(pair.api.endpoint, "drop", MODEL)
+    assert "2 replicas forgot" in done(pair.api.endpoint, "flush", MODEL)
     assert pair.first.held() == []
     assert "sharing of model is off" in done(pair.api.endpoint, "switch", MODEL, "off")
     assert "sharing off" in done(pair.api.endpoint, "status", MODEL)
@@ -147,7 +147,7 @@ def test_drop_and_switch(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize(
-    "words", [["status"], ["drop"], ["switch"], ["explain", "--prompt-file", "-"], ["events"]]
+    "words", [["status"], ["flush"], ["switch"], ["explain", "--prompt-file", "-"], ["events"]]
 )
 def test_an_unknown_model_has_its_exit_code(pair: Pair, words: list[str]) -> None:
     command, *rest = words

@@ -10,7 +10,9 @@ from rich.console import Console, RenderableType
 
 from xinference_xavier.cli.tables import explanation_table, findings_list, model_table, models_table
 from xinference_xavier.client.doctor import Finding
-from xinference_xavier.stats.schema import Explanation, ModelStatus
+from xinference_xavier.stats.answers import Explanation
+from xinference_xavier.stats.reading import read
+from xinference_xavier.stats.schema import ModelStatus
 
 MIB = 1 << 20
 HITS = {"prefix_cache": 1000, "local_pool": 200, "remote": 3000, "computed": 4200}
@@ -36,7 +38,7 @@ def replica(name: str, namespace: str = "n", **more: Any) -> dict[str, Any]:
 
 def model(*replicas: dict[str, Any], enabled: bool = True, **totals: Any) -> ModelStatus:
     raw = {"model_uid": "m", "enabled": enabled, "replicas": replicas, "totals": FIGURES | totals}
-    return ModelStatus.of(raw)
+    return read(ModelStatus, raw)
 
 
 def cells(text: str, name: str) -> list[str]:

@@ -21,7 +21,8 @@ from tests.replica_process import (
 )
 from xinference_xavier.client import AsyncXavierClient, XavierClient
 from xinference_xavier.errors import ApiError
-from xinference_xavier.stats.schema import EventRecord, ModelStatus, Reuse
+from xinference_xavier.stats.answers import EventRecord, Reuse
+from xinference_xavier.stats.schema import ModelStatus
 
 
 @pytest.fixture
@@ -48,11 +49,11 @@ def test_status_is_typed_and_sums_up(pair: Pair, client: XavierClient) -> None:
     assert [replica.incarnation for replica in status.replicas] == ["first", "second"]
     assert (status.model_uid, status.enabled) == (MODEL, True)
     second = status.replicas[1]
-    moved = 2 * second.row_bytes
-    assert second.counts.bytes_received - before.replicas[1].counts.bytes_received == moved
+    moved = 2 * second.pool.row_bytes
+    assert second.bytes_received - before.replicas[1].bytes_received == moved
     assert second.received_from["first"] - before.replicas[1].received_from.get("first", 0) == moved
-    assert status.totals.fetches_committed - before.totals.fetches_committed == 1
-    assert (second.rows, second.rows_pinned, second.fetching) == (64, 0, {})
+    assert status.totals.fetches.committed - before.totals.fetches.committed == 1
+    assert (second.pool.rows, second.pool.pinned, second.fetching) == (64, 0, {})
     assert status.raw["replicas"][1]["incarnation"] == "second"
     assert [each.model_uid for each in client.models()] == [MODEL]
 
@@ -81,13 +82,13 @@ def test_explain_takes_one_question(client: XavierClient) -> None:
         client.explain(MODEL, "1", messages=[])
 
 
-def test_what_was_dropped_is_nowhere(pair: Pair, client: XavierClient) -> None:
+def test_what_was_flushed_is_nowhere(pair: Pair, client: XavierClient) -> None:
     """Nobody is told of it any more, nobody finds it, and what comes later is kept."""
     numbers, _ = share(pair)
     status = client.flush(MODEL)
     told = status.raw["answers"]
-    assert (sorted(told["dropped"]), told["unreachable"]) == (["first", "second"], [])
-    assert [replica.rows_used for replica in status.replicas] == [0, 0]
+    assert (sorted(told["flushed"]), told["unreachable"]) == (["first", "second"], [])
+    assert [replica.pool.used for replica in status.replicas] == [0, 0]
     keys = [make_key(number) for number in numbers]
     for replica in (pair.first, pair.second):
         wait_until(lambda r=replica: not any(map(r.holders, keys)), "the index says")

@@ -27,7 +27,7 @@ from xinference_xavier.pool.region import receive_region
 from xinference_xavier.protocol.tracker import tracker_uid
 from xinference_xavier.runtime.addresses import reachable_address
 from xinference_xavier.serving.prometheus.families import PREFIX
-from xinference_xavier.stats.schema import Reuse
+from xinference_xavier.stats.answers import Reuse
 
 UID = "sharing"
 CHUNK = 128
@@ -235,7 +235,7 @@ def test_what_was_dropped_is_computed_again(model: LocalCluster) -> None:
     wait_published(model, donor, before[donor]["holdings"] + cold.prompt_tokens // CHUNK)
     with XavierClient(model.endpoint) as client:
         dropped = client.flush(UID)
-    assert [replica.rows_used for replica in dropped.replicas] == [0, 0]
+    assert [replica.pool.used for replica in dropped.replicas] == [0, 0]
     wait_until(lambda: replicas(model)[donor]["holdings"] == 0, "the tracker knows")
     asked, again = ask(model, question(111))
     assert asked != donor

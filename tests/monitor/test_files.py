@@ -10,6 +10,7 @@ import yaml
 from tests.monitor.files import DASHBOARD, DOCUMENT, alerts, dashboard, panels, queries
 from xinference_xavier.errors import NOT_SHARING, ROLLBACKS
 from xinference_xavier.serving.prometheus.families import FAMILIES, PREFIX
+from xinference_xavier.stats.schema import HIT_SOURCES
 
 RULE_TESTS = "alerts_test.yml"
 KNOWN = {f"{PREFIX}{family.name}" for family in FAMILIES}
@@ -70,6 +71,14 @@ def test_the_dashboard_shows_all_metrics_and_no_others() -> None:
     assert shown <= SERIES
     parts = re.compile(r"_(bucket|sum|count)$")
     assert {name if name in KNOWN else parts.sub("", name) for name in shown} == KNOWN
+
+
+def test_sources_of_tokens_are_those_that_there_are() -> None:
+    asked = [query.expression for query in queries()] + [alert["expr"] for alert in alerts()]
+    named = {source for each in asked for source in re.findall(r'source="(\w+)"', each)}
+    assert {"remote", "computed"} <= named <= set(HIT_SOURCES)
+    explained = next(line for line in DOCUMENT.read_text().splitlines() if "`source`" in line)
+    assert all(f"`{source}`" in explained for source in HIT_SOURCES)
 
 
 def test_alerts_are_about_metrics_that_there_are() -> None:

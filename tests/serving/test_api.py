@@ -16,6 +16,8 @@ from xinference_xavier.errors import ExplainError, NotFoundError
 from xinference_xavier.protocol.tracker import Member, Settings, tracker_uid
 from xinference_xavier.runtime.addresses import replica_uid
 from xinference_xavier.serving.api import add_routes
+from xinference_xavier.stats.reading import read
+from xinference_xavier.stats.schema import ReplicaStats
 from xinference_xavier.tracker.actor import BlockTracker
 
 KEY_BYTES = 36
@@ -58,7 +60,7 @@ class Replica(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no types
         assert version == "2"
         return bool(self.uid == replica_uid("reset").encode())
 
-    async def drop(self) -> int:
+    async def flush(self) -> int:
         return 3
 
     async def explain(self, question: dict[str, Any]) -> dict[str, Any]:
@@ -119,7 +121,7 @@ async def test_replicas_and_totals(address: str, tracker: Any) -> None:
     assert (first["holdings"], second["holdings"]) == (2, 3)
     assert 0 < first["lease_left_s"] <= 10
     assert first["stale"] is False
-    assert {name: first[name] for name in STATS} == STATS
+    assert read(ReplicaStats, first) == read(ReplicaStats, STATS)
     assert body["totals"] == {
         "holdings": 5,
         "hits": {source: 2 * tokens for source, tokens in HITS.items()},
@@ -209,7 +211,7 @@ async def test_a_model_that_does_not_answer_keeps_no_other_away(address: str) ->
     }
 
 
-async def test_dropping_asks_all_replicas(address: str, tracker: Any) -> None:
+async def test_flushing_asks_all_replicas(address: str, tracker: Any) -> None:
     await xo.create_actor(Replica, address=address, uid=replica_uid("a"))
     await join(tracker, address, "a", 1)
     await join(tracker, address, "silent", 1)

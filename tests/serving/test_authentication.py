@@ -231,8 +231,8 @@ def test_the_command_line(
     monkeypatch.setenv("XINFERENCE_API_KEY", guarded.key)
     assert MODEL in run("status").output
     assert run("doctor").exit_code in (0, 1)  # whatever it thinks of two replicas without workers
-    assert run("drop", MODEL).exit_code == 3
-    assert run("drop", MODEL, "--api-key", guarded.users[WRITE].token).exit_code == 0
+    assert run("flush", MODEL).exit_code == 3
+    assert run("flush", MODEL, "--api-key", guarded.users[WRITE].token).exit_code == 0
 
 
 @pytest.mark.long

@@ -14,7 +14,7 @@ import click
 from xinference_xavier._version import __version__
 from xinference_xavier.cli.endpoint import Endpoint, endpoint_options
 from xinference_xavier.errors import ConfigError
-from xinference_xavier.stats.schema import EventRecord
+from xinference_xavier.stats.answers import EventRecord
 
 _EPILOG = """\b
 Exit codes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import astuple
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -11,7 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from xinference_xavier.client.doctor import Finding
-from xinference_xavier.stats.schema import Counts, Explanation, ModelStatus, ReplicaStatus
+from xinference_xavier.stats.answers import Explanation
+from xinference_xavier.stats.schema import HIT_SOURCES, Counters, ModelStatus, PoolStats
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 _WIDTH = 64  # of a prompt's picture: one character for a chunk, or for some
@@ -36,16 +38,24 @@ def models_table(models: Iterable[ModelStatus]) -> RenderableType:
 def model_table(model: ModelStatus) -> RenderableType:
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("replica")
-    for name in ("requests", "prefix cache", "local pool", "remote", "computed", "reused"):
-        table.add_column(name, justify="right")
-    for name in ("received", "fetches", "rolled back", "pool", "chunks"):
+    sources = (source.replace("_", " ") for source in HIT_SOURCES)
+    for name in (
+        "requests",
+        *sources,
+        "reused",
+        "received",
+        "fetches",
+        "rolled back",
+        "pool",
+        "chunks",
+    ):
         table.add_column(name, justify="right")
     for replica in model.replicas:
         name = replica.replica + (" (no answer)" if replica.stale else "")
-        table.add_row(name, *_counts(replica.counts), _pool(replica), str(replica.counts.holdings))
+        table.add_row(name, *_counters(replica), _pool(replica.pool), str(replica.holdings))
     if len(model.replicas) > 1:
         totals = model.totals
-        table.add_row("all", *_counts(totals), "", str(totals.holdings), style="bold")
+        table.add_row("all", *_counters(totals), "", str(totals.holdings), style="bold")
     parts: list[RenderableType] = [table]
     parts += [Text(line, style="yellow") for line in _remarks(model)]
     state = "[green]on[/]" if model.enabled else "[red]off[/]"
@@ -53,23 +63,22 @@ def model_table(model: ModelStatus) -> RenderableType:
     return Panel(Group(*parts), title=title, title_align="left", expand=False)
 
 
-def _counts(counts: Counts) -> list[str]:
-    hits = counts.hits
+def _counters(counters: Counters) -> list[str]:
+    hits, fetches = counters.hits, counters.fetches
     return [
-        str(counts.requests),
-        *(f"{n:,}" for n in (hits.prefix_cache, hits.local_pool, hits.remote, hits.computed)),
+        str(counters.requests),
+        *(f"{tokens:,}" for tokens in astuple(hits)),
         f"{hits.ratio:.0%}" if hits.total else "-",
-        size(counts.bytes_received),
-        f"{counts.fetches_committed}/{counts.fetches_started}",
-        ", ".join(f"{n} {why}" for why, n in counts.fetches_rolled_back.items()) or "0",
+        size(counters.bytes_received),
+        f"{fetches.committed}/{fetches.started}",
+        ", ".join(f"{count} {reason}" for reason, count in fetches.rolled_back.items()) or "0",
     ]
 
 
-def _pool(replica: ReplicaStatus) -> str:
-    if not replica.rows:
+def _pool(pool: PoolStats) -> str:
+    if not pool.rows:
         return "-"
-    whole = size(replica.rows * replica.row_bytes)
-    return f"{replica.rows_used / replica.rows:.0%} of {whole}"
+    return f"{pool.used / pool.rows:.0%} of {size(pool.rows * pool.row_bytes)}"
 
 
 def _remarks(model: ModelStatus) -> list[str]:

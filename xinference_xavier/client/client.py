@@ -19,7 +19,9 @@ from urllib.parse import quote
 import httpx
 
 from xinference_xavier.errors import ApiError
-from xinference_xavier.stats.schema import EventRecord, Explanation, ModelStatus
+from xinference_xavier.stats.answers import EventRecord, Explanation
+from xinference_xavier.stats.reading import read
+from xinference_xavier.stats.schema import ModelStatus
 
 __all__ = ["AsyncXavierClient", "XavierClient"]
 
@@ -54,19 +56,19 @@ class XavierClient:
 
     def models(self) -> list[ModelStatus]:
         """All models that share, and whose tracker answers."""
-        return list(map(ModelStatus.of, self.call("GET", "/v1/xavier")["models"]))
+        return [read(ModelStatus, each) for each in self.call("GET", "/v1/xavier")["models"]]
 
     def status(self, model_uid: str) -> ModelStatus:
         """How one model shares, at this moment."""
-        return ModelStatus.of(self.call("GET", _path(model_uid)))
+        return read(ModelStatus, self.call("GET", _path(model_uid)))
 
     def switch(self, model_uid: str, enabled: bool) -> ModelStatus:
         """Switch sharing on or off while the model runs."""
-        return ModelStatus.of(self.call("POST", _path(model_uid), {"enabled": enabled}))
+        return read(ModelStatus, self.call("POST", _path(model_uid), {"enabled": enabled}))
 
     def flush(self, model_uid: str) -> ModelStatus:
         """Have all replicas forget what they hold."""
-        return ModelStatus.of(self.call("POST", _path(model_uid, "flush")))
+        return read(ModelStatus, self.call("POST", _path(model_uid, "flush")))
 
     def explain(
         self, model_uid: str, prompt: str | None = None, *, messages: Messages | None = None
@@ -87,7 +89,7 @@ class XavierClient:
         """The status, every second, until the model ends."""
         for name, data in self._listen(model_uid):
             if name == "status":
-                yield ModelStatus.of(data)
+                yield read(ModelStatus, data)
 
     def cluster(self) -> dict[str, Any]:
         """What `doctor` looks at."""
@@ -143,16 +145,18 @@ class AsyncXavierClient:
         await self._http.aclose()
 
     async def models(self) -> list[ModelStatus]:
-        return list(map(ModelStatus.of, (await self.call("GET", "/v1/xavier"))["models"]))
+        return [
+            read(ModelStatus, each) for each in (await self.call("GET", "/v1/xavier"))["models"]
+        ]
 
     async def status(self, model_uid: str) -> ModelStatus:
-        return ModelStatus.of(await self.call("GET", _path(model_uid)))
+        return read(ModelStatus, await self.call("GET", _path(model_uid)))
 
     async def switch(self, model_uid: str, enabled: bool) -> ModelStatus:
-        return ModelStatus.of(await self.call("POST", _path(model_uid), {"enabled": enabled}))
+        return read(ModelStatus, await self.call("POST", _path(model_uid), {"enabled": enabled}))
 
     async def flush(self, model_uid: str) -> ModelStatus:
-        return ModelStatus.of(await self.call("POST", _path(model_uid, "flush")))
+        return read(ModelStatus, await self.call("POST", _path(model_uid, "flush")))
 
     async def explain(
         self, model_uid: str, prompt: str | None = None, *, messages: Messages | None = None
@@ -170,7 +174,7 @@ class AsyncXavierClient:
     async def watch(self, model_uid: str) -> AsyncIterator[ModelStatus]:
         async for name, data in self._listen(model_uid):
             if name == "status":
-                yield ModelStatus.of(data)
+                yield read(ModelStatus, data)
 
     async def cluster(self) -> dict[str, Any]:
         facts: dict[str, Any] = await self.call(

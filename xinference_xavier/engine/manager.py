@@ -28,7 +28,7 @@ from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
 from xinference_xavier.engine.compat import known_keys, load_source
 from xinference_xavier.engine.jobs import Jobs
-from xinference_xavier.engine.metrics import HitReporter, Hits
+from xinference_xavier.engine.metrics import HitReporter
 from xinference_xavier.engine.policy.cost_model import CostModel
 from xinference_xavier.engine.policy.donor_selection import DonorSelection, FetchPolicy
 from xinference_xavier.engine.policy.prefill_rate import PrefillRate
@@ -37,6 +37,7 @@ from xinference_xavier.engine.steps import Step, Steps
 from xinference_xavier.engine.tier_lookup import TierLookup
 from xinference_xavier.pool.pool import Pool, Reservation, Row
 from xinference_xavier.replica.explain import Chunker
+from xinference_xavier.stats.schema import Hits
 from xinference_xavier.tiers.base import Tier
 
 if TYPE_CHECKING:

@@ -1,21 +1,11 @@
-"""What the manager counts, and how vLLM's own metrics get to know it."""
-
-from dataclasses import dataclass, fields
+"""How vLLM's own metrics learn of the manager's `Hits`."""
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import OffloadingCounterMetadata, OffloadingMetricMetadata
 
+from xinference_xavier.stats.schema import HIT_SOURCES, Hits
+
 _PREFIX = "vllm:xavier_"
-
-
-@dataclass
-class Hits:
-    """Prompt tokens by where their KV came from."""
-
-    prefix_cache: int = 0
-    local_pool: int = 0
-    remote: int = 0
-    computed: int = 0
 
 
 _HELP = {
@@ -45,10 +35,10 @@ class HitReporter:
         if self._hits == self._reported:
             return None
         stats = OffloadingConnectorStats()
-        for field in fields(Hits):
-            total = getattr(self._hits, field.name)
-            grown = total - getattr(self._reported, field.name)
+        for source in HIT_SOURCES:
+            total = getattr(self._hits, source)
+            grown = total - getattr(self._reported, source)
             if grown:
-                stats.increase_counter(f"{_PREFIX}{field.name}_tokens", grown)
-                setattr(self._reported, field.name, total)
+                stats.increase_counter(f"{_PREFIX}{source}_tokens", grown)
+                setattr(self._reported, source, total)
         return stats

@@ -25,10 +25,11 @@ from xinference_xavier.engine.compat import known_keys
 from xinference_xavier.engine.idle import IdleWait
 from xinference_xavier.engine.policy.cost_model import CostModel
 from xinference_xavier.engine.policy.donor_selection import DonorSelection
-from xinference_xavier.engine.policy.prefill_wait import MIN_PREFILL_SECONDS, Wait, WaitCounts
+from xinference_xavier.engine.policy.prefill_wait import MIN_PREFILL_SECONDS, Wait
 from xinference_xavier.engine.request import GROUP, Fetches, Request
 from xinference_xavier.engine.steps import Steps
 from xinference_xavier.pool.pool import Pool, Reservation
+from xinference_xavier.stats.schema import WaitCounts
 from xinference_xavier.tiers.base import Fetch, Tier
 
 Reserve = Callable[[Iterable[bytes], list[bytes]], Reservation]

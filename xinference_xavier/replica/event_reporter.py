@@ -29,7 +29,7 @@ class EventReporter:
         self.pending: deque[dict[str, Any]] = deque(maxlen=MAX_REPORTED)
         self._model_uid = config.model_uid
         self._incarnation = incarnation
-        self._hooks = hooks_of(config.hooks)
+        self.hooks = hooks_of(config.hooks)
         self._tracker_lost = False
 
     def tracker_session(self, error: Exception | None) -> None:
@@ -61,5 +61,5 @@ class EventReporter:
         )
 
     def _notify(self, event: Event) -> None:
-        self._hooks.notify(event)
+        self.hooks.notify(event)
         self.pending.append(event_dict(event))

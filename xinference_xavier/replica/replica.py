@@ -12,6 +12,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any, Protocol
 
 import xoscar
@@ -303,20 +304,24 @@ class Replica:
         ).run()
 
     def stats(self) -> dict[str, Any]:
-        """Totals since the replica's start; JSON-able. Does no I/O."""
-        return {
-            **self._engine.stats(),
-            **replica_stats(
+        """`ReplicaStats` as JSON, without a call to another process."""
+        return asdict(
+            replica_stats(
+                self._engine.stats(),
                 self._fetcher.counts,
                 row_bytes=self._region.row_bytes,
                 pool=self._pool,
                 donor=self._donor,
                 mirror=self.mirror,
                 process=self._process,
-            ),
-            "not_sharing": self._not_sharing(),
-            "refused_posts": self.tier.refused,
-        }
+                hooks=self._events.hooks,
+                not_sharing=self._not_sharing(),
+                refused_posts=self.tier.refused,
+            )
+        )
 
     async def full_stats(self) -> dict[str, Any]:
-        return self.stats() | await self._process.stats()
+        """The same with what the transfer process knows. `bytes_received` stays the replica's
+        count: a transfer process that was restarted has begun at zero."""
+        stats = self.stats()
+        return {**stats, **await self._process.stats(), "bytes_received": stats["bytes_received"]}

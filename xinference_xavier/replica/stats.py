@@ -1,45 +1,62 @@
-"""A replica's figures since its start, as the tracker gets them with heartbeats."""
+"""A replica's stats, as its heartbeats carry them to the tracker."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from xinference_xavier.hooks import Hooks
 from xinference_xavier.pool.pool import Pool
 from xinference_xavier.replica.donor import Donor
 from xinference_xavier.replica.fetcher import FetchCounts
 from xinference_xavier.replica.mirror import Mirror
 from xinference_xavier.replica.transfer_process import TransferProcess
+from xinference_xavier.stats.schema import (
+    GrantStats,
+    HookStats,
+    MirrorStats,
+    PoolStats,
+    ReplicaFetches,
+    ReplicaStats,
+)
 
-_MAX_DONORS = 100  # that figures name
+_MAX_DONORS = 100  # reported by name
 
 
 def replica_stats(
-    counts: FetchCounts,
+    engine: dict[str, Any],
+    fetches: FetchCounts,
     *,
     row_bytes: int,
     pool: Pool,
     donor: Donor,
     mirror: Mirror,
     process: TransferProcess,
-) -> dict[str, Any]:
-    """JSON-able; asks nobody. Of all but the engine."""
-    return {
-        "bytes_received": counts.rows * row_bytes,
-        "received_from": {
-            name: rows * row_bytes for name, rows in counts.received.most_common(_MAX_DONORS)
+    hooks: Hooks,
+    not_sharing: str | None,
+    refused_posts: int,
+) -> ReplicaStats:
+    """`engine` are the fields that the engine counts."""
+    return ReplicaStats(
+        **engine,
+        bytes_received=fetches.rows * row_bytes,
+        received_from={
+            name: rows * row_bytes for name, rows in fetches.received.most_common(_MAX_DONORS)
         },
-        "fetching": dict(counts.in_flight.most_common(_MAX_DONORS)),
-        "fetches": {
-            "started": counts.started,
-            "committed": counts.committed,
-            "rolled_back": dict(counts.rolled_back),
-            "by_transport": {
-                name: figures.to_dict() for name, figures in counts.by_transport.items()
-            },
-        },
-        "pool": pool.counts()._asdict() | {"row_bytes": row_bytes},
-        "grants": {"live": len(donor.grants), "refused": donor.refused},
-        "mirror": {"keys": len(mirror), "dropped": mirror.dropped},
-        "transfer_restarts": max(0, process.starts - 1),
-        "transfer_pid": process.pid,
-    }
+        fetching=dict(fetches.in_flight.most_common(_MAX_DONORS)),
+        fetches=ReplicaFetches(
+            started=fetches.started,
+            committed=fetches.committed,
+            rolled_back=dict(fetches.rolled_back),
+            by_transport=dict(fetches.by_transport),
+            unreleased_grants=fetches.unreleased_grants,
+        ),
+        pool=PoolStats(**pool.counts()._asdict(), row_bytes=row_bytes),
+        grants=GrantStats(live=len(donor.grants), refused=donor.refused),
+        mirror=MirrorStats(keys=len(mirror), dropped=mirror.dropped),
+        hooks=HookStats(failed=hooks.failed, dropped=hooks.dropped),
+        not_sharing=not_sharing,
+        refused_posts=refused_posts,
+        transfer_pid=process.pid,
+        transfer_restarts=max(0, process.starts - 1),
+        transfer_failed_calls=process.failed_calls,
+    )

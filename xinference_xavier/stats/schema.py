@@ -1,29 +1,50 @@
-"""What is reported of sharing, typed. Times are in seconds, sizes in bytes.
+"""What is reported of sharing, declared once, with the metric that each field becomes.
 
-A server may be newer than its client: missing values are zero, unknown ones stay in `raw`. Figures
-come from peers and are read without trust. A histogram travels as bucket counts, since those who
-count and those who show know the bounds.
+Replicas fill `ReplicaStats`. Tracker, history, REST interface, metrics, page, client and command
+line show it. As JSON, an object is a dictionary of its fields; `stats.reading` reads it back
+without trust, because it comes from peers and perhaps from another version.
+
+Times are in seconds, sizes in bytes, and rows are chunks. Counters begin at zero when a replica is
+started.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, fields
+from typing import Any, NamedTuple
 
-MAX_NUMBER = 1 << 63
 SECONDS_BOUNDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
-"""Of how long a fetch takes; `xavier_fetch_timeout` is 5 s unless it is set."""
+"""Buckets of a fetch's duration; `xavier_fetch_timeout` is 5 s by default."""
 BYTES_BOUNDS = tuple(float(1 << power) for power in range(16, 34, 2))
-"""Of what a fetch brings: 64 KiB to 4 GiB."""
+"""Buckets of a fetch's size: 64 KiB to 4 GiB."""
 COMMITTED, ROLLED_BACK = OUTCOMES = ("committed", "rolled_back")
 
 
-@dataclass(frozen=True)
+class Metric(NamedTuple):
+    """What Prometheus gets of a field.
+
+    A dictionary is shown as the sum of its values. With `label`, an object is shown as one series
+    per field, and the field's name is the label's value.
+    """
+
+    name: str  # without prefix
+    help: str
+    label: str = ""
+
+
+def _metadata(name: str, text: str, label: str = "") -> dict[str, Metric]:
+    return {"metric": Metric(name, text, label)}
+
+
+def metric(name: str, text: str, default: float | None = 0) -> Any:
+    """A dataclass field with a metric."""
+    return field(default=default, metadata=_metadata(name, text))
+
+
+@dataclass
 class Hits:
-    """Prompt tokens by where their KV came from."""
+    """Prompt tokens by the source of their KV cache."""
 
     prefix_cache: int = 0
     local_pool: int = 0
@@ -36,219 +57,279 @@ class Hits:
 
     @property
     def ratio(self) -> float:
-        """The part that was not computed; 0 before the first request."""
+        """The share of prompt tokens that were not computed; 0 before the first request."""
         return 1 - self.computed / self.total if self.total else 0.0
 
+
+HIT_SOURCES = tuple(source.name for source in fields(Hits))
+
+
+@dataclass
+class Histogram:
+    """`counts` has one more entry than there are bounds, for values above all of them."""
+
+    counts: list[int] = field(default_factory=list)
+    sum: float = 0.0
+
     @classmethod
-    def of(cls, raw: Mapping[str, Any]) -> Hits:
-        return cls(**{name: raw.get(name, 0) for name in cls.__dataclass_fields__})
+    def over(cls, bounds: tuple[float, ...]) -> Histogram:
+        return cls([0] * (len(bounds) + 1))
+
+    def observe(self, value: float, bounds: tuple[float, ...]) -> None:
+        """A value that equals a bound belongs to that bound's bucket."""
+        self.counts[bisect_left(bounds, value)] += 1
+        self.sum += value
 
 
-@dataclass(frozen=True)
-class Counts:
-    """Of one replica since its start, or of all together."""
+@dataclass
+class FetchStats:
+    """Fetches over one transport, or those that ended before one was chosen.
 
-    hits: Hits = field(default_factory=Hits)
-    requests: int = 0
-    holdings: int = 0
+    `seconds` is by outcome. `bytes` counts fetches that brought any rows, `reasons` those that did
+    not bring all.
+    """
+
+    seconds: dict[str, Histogram] = field(
+        default_factory=lambda: {outcome: Histogram.over(SECONDS_BOUNDS) for outcome in OUTCOMES}
+    )
+    bytes: Histogram = field(default_factory=lambda: Histogram.over(BYTES_BOUNDS))
+    reasons: dict[str, int] = field(default_factory=dict)
+
+    def ended(self, reason: str | None, seconds: float, size: int) -> None:
+        """Count a fetch that brought `size` bytes; `reason` is why it did not bring all."""
+        outcome = COMMITTED if reason is None else ROLLED_BACK
+        self.seconds[outcome].observe(seconds, SECONDS_BOUNDS)
+        if reason is not None:
+            self.reasons[reason] = self.reasons.get(reason, 0) + 1
+        if size:
+            self.bytes.observe(size, BYTES_BOUNDS)
+
+
+@dataclass
+class Fetches:
+    """`rolled_back` is by reason."""
+
+    started: int = 0
+    committed: int = 0
+    rolled_back: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass
+class ReplicaFetches(Fetches):
+    by_transport: dict[str, FetchStats] = field(default_factory=dict)
+    unreleased_grants: int = metric(
+        "unreleased_grants_total",
+        "Grants that the replica could not release because the donor did not answer.",
+    )
+
+
+@dataclass
+class Decisions:
+    """Prefixes that a peer held: `fetched`, or `computed` because that was predicted to be faster.
+
+    `predictions` counts complete fetches whose duration had been predicted; `predicted_s`,
+    `actual_s` and `error_s` are sums over them. `rates` has each peer's transport, overhead and
+    bandwidth.
+    """
+
+    fetched: int = 0
+    computed: int = 0
+    predictions: int = 0
+    predicted_s: float = 0.0
+    actual_s: float = metric(
+        "predicted_fetch_seconds_total", "Time that fetches with a prediction took."
+    )
+    error_s: float = metric(
+        "fetch_prediction_error_seconds_total", "Absolute error of these predictions."
+    )
+    slower_than_prefill: int = metric(
+        "fetches_slower_than_prefill_total",
+        "Fetches that took longer than computing was predicted to take.",
+    )
+    rates: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class WaitCounts:
+    """Requests that `waited` for a peer to compute their prefix, and those of them that gave up
+    because the peer did not keep up."""
+
+    claimed: int = metric(
+        "claimed_prefixes_total",
+        "Long prefixes that the replica computed and peers could wait for.",
+    )
+    waited: int = 0
+    given_up: int = 0
+    seconds: float = metric(
+        "wait_seconds_total", "Time that requests waited for a peer to compute their prefix."
+    )
+
+
+@dataclass
+class PoolStats:
+    """Rows by state; `pinned` ones are among the `ready`."""
+
+    rows: int = 0
+    ready: int = 0
+    filling: int = 0
+    pinned: int = 0
+    quarantined: int = 0
+    row_bytes: int = 0
+
+    @property
+    def used(self) -> int:
+        return self.ready + self.filling
+
+
+@dataclass
+class GrantStats:
+    live: int = metric("grants", "Grants to peers in force.")
+    refused: int = metric("grants_refused_total", "Requests for grants that the replica refused.")
+
+
+@dataclass
+class MirrorStats:
+    keys: int = metric("mirrored_chunks", "Chunks that the replica knows peers to hold.")
+    dropped: int = metric(
+        "mirror_dropped_chunks_total", "Chunks of peers that the replica had no room to remember."
+    )
+
+
+@dataclass
+class HookStats:
+    """Events at which `xavier_hooks` raised, and those that it was too slow for."""
+
+    failed: int = 0
+    dropped: int = 0
+
+
+@dataclass(kw_only=True)
+class Counters:
+    """What adds up over replicas."""
+
+    hits: Hits = field(
+        default_factory=Hits,
+        metadata=_metadata(
+            "prompt_tokens_total", "Prompt tokens by the source of their KV cache.", label="source"
+        ),
+    )
+    requests: int = metric("requests_total", "Finished requests.")
+    seconds_saved: float = metric(
+        "saved_seconds",
+        "Time that computing the tokens from pool and peers would have taken at measured speed.",
+    )
     bytes_received: int = 0
     bytes_sent: int = 0
-    fetches_started: int = 0
-    fetches_committed: int = 0
-    fetches_rolled_back: Mapping[str, int] = field(default_factory=dict)
-    seconds_saved: float = 0.0
-
-    @classmethod
-    def of(cls, raw: Mapping[str, Any]) -> Counts:
-        fetches = raw.get("fetches", {})
-        return cls(
-            hits=Hits.of(raw.get("hits", {})),
-            requests=raw.get("requests", 0),
-            holdings=raw.get("holdings", 0),
-            bytes_received=raw.get("bytes_received", 0),
-            bytes_sent=raw.get("bytes_sent", 0),
-            fetches_started=fetches.get("started", 0),
-            fetches_committed=fetches.get("committed", 0),
-            fetches_rolled_back=fetches.get("rolled_back", {}),
-            seconds_saved=raw.get("seconds_saved", 0.0),
-        )
+    fetches: Fetches = field(default_factory=Fetches)
 
 
-@dataclass(frozen=True)
-class ReplicaStatus:
-    """`replica` is xinference's name for it, `vllm` the version it runs. `stale`: it did not
-    answer, and its figures are those of its last heartbeat. Rows are chunks."""
+@dataclass(kw_only=True)
+class Totals(Counters):
+    """Of all replicas together."""
 
-    replica: str
+    holdings: int = 0
+
+
+@dataclass(kw_only=True)
+class ReplicaStats(Counters):
+    """What a replica reports of itself.
+
+    `vllm` is the version it runs, `not_sharing` why it can fetch from nobody. `received_from` are
+    bytes by donor, `fetching` rows by donor. `transport` and `bytes_sent` come from the transfer
+    process and are missing in a heartbeat.
+    """
+
+    vllm: str | None = None
+    not_sharing: str | None = None
+    prefill_tokens_per_s: float | None = metric(
+        "prefill_tokens_per_second", "Measured speed of computing prompts.", default=None
+    )
+    longest_scheduling_wait_s: float = metric(
+        "longest_scheduling_wait_seconds",
+        "The longest time that a request waited for a decision about its fetch.",
+    )
+    refused_posts: int = metric(
+        "backlog_refused_total",
+        "Stores, claims and fetches given up because the background thread was behind.",
+    )
+    fetches: ReplicaFetches = field(default_factory=ReplicaFetches)
+    received_from: dict[str, int] = field(default_factory=dict)
+    fetching: dict[str, int] = field(
+        default_factory=dict,
+        metadata=_metadata("fetching_chunks", "Chunks under way to the replica."),
+    )
+    fetch_decisions: Decisions = field(default_factory=Decisions)
+    waits: WaitCounts = field(default_factory=WaitCounts)
+    pool: PoolStats = field(default_factory=PoolStats)
+    grants: GrantStats = field(default_factory=GrantStats)
+    mirror: MirrorStats = field(default_factory=MirrorStats)
+    hooks: HookStats = field(
+        default_factory=HookStats,
+        metadata=_metadata(
+            "lost_hook_events_total",
+            "Events of the replica at which xavier_hooks raised, or that it was too slow for.",
+            label="reason",
+        ),
+    )
+    transport: str | None = None
+    transfer_pid: int | None = None
+    transfer_restarts: int = metric(
+        "transfer_restarts_total", "Restarts of the replica's transfer process."
+    )
+    transfer_failed_calls: int = metric(
+        "transfer_failed_calls_total",
+        "Calls to the replica's transfer process that failed or timed out.",
+    )
+
+
+@dataclass(kw_only=True)
+class ReplicaStatus(ReplicaStats):
+    """A replica's stats and what the tracker knows of it.
+
+    `replica` is xinference's name for it. `stale`: it did not answer, and its stats are those of
+    its last heartbeat. `raw` is the server's answer.
+    """
+
     incarnation: str
     address: str
     namespace: str
-    vllm: str | None
-    stale: bool
-    counts: Counts
-    rows: int
-    rows_used: int
-    rows_pinned: int
-    row_bytes: int
-    received_from: Mapping[str, int]
-    fetching: Mapping[str, int]
-    prefill_tokens_per_s: float | None
-    raw: Mapping[str, Any] = field(repr=False)
+    replica: str = ""
+    holdings: int = metric("published_chunks", "Chunks that the replica offers to peers.")
+    stale: bool = False
+    raw: dict[str, Any] = field(default_factory=dict, repr=False)
 
-    @classmethod
-    def of(cls, raw: Mapping[str, Any]) -> ReplicaStatus:
-        pool = raw.get("pool", {})
-        return cls(
-            replica=raw.get("replica", raw["incarnation"]),
-            incarnation=raw["incarnation"],
-            address=raw["address"],
-            namespace=raw["namespace"],
-            vllm=raw.get("vllm"),
-            stale=raw.get("stale", False),
-            counts=Counts.of(raw),
-            rows=pool.get("rows", 0),
-            rows_used=pool.get("ready", 0) + pool.get("filling", 0),
-            rows_pinned=pool.get("pinned", 0),
-            row_bytes=pool.get("row_bytes", 0),
-            received_from=raw.get("received_from", {}),
-            fetching=raw.get("fetching", {}),
-            prefill_tokens_per_s=raw.get("prefill_tokens_per_s"),
-            raw=raw,
-        )
+    def __post_init__(self) -> None:
+        self.replica = self.replica or self.incarnation
 
 
-@dataclass(frozen=True)
+@dataclass
+class TrackerStats:
+    dropped: int = metric(
+        "tracker_dropped_chunks_total",
+        "Chunks that the tracker does not list because a replica published too many.",
+    )
+    refused: int = metric(
+        "tracker_refused_total",
+        "Calls beyond the tracker's limits: joins, watches, reports and claims.",
+    )
+    watches: int = 0
+    hooks: HookStats = field(
+        default_factory=HookStats,
+        metadata=_metadata(
+            "tracker_lost_hook_events_total",
+            "Events of the tracker at which xavier_hooks raised, or that it was too slow for.",
+            label="reason",
+        ),
+    )
+
+
+@dataclass(kw_only=True)
 class ModelStatus:
+    """`enabled` is the operator's switch. `raw` is the server's answer."""
+
     model_uid: str
     enabled: bool
     replicas: tuple[ReplicaStatus, ...]
-    totals: Counts
-    raw: Mapping[str, Any] = field(repr=False)
-
-    @classmethod
-    def of(cls, raw: Mapping[str, Any]) -> ModelStatus:
-        return cls(
-            model_uid=raw["model_uid"],
-            enabled=raw["enabled"],
-            replicas=tuple(map(ReplicaStatus.of, raw["replicas"])),
-            totals=Counts.of(raw["totals"]),
-            raw=raw,
-        )
-
-
-@dataclass(frozen=True)
-class EventRecord:
-    """`event` is the name of a class of `hooks`, `fields` what else that class has."""
-
-    event: str
-    time: float
-    fields: Mapping[str, Any]
-
-    @classmethod
-    def of(cls, raw: Mapping[str, Any]) -> EventRecord:
-        rest = {name: value for name, value in raw.items() if name not in ("event", "time")}
-        return cls(raw["event"], raw["time"], rest)
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """Tokens `start` to `end` of a prompt, and the incarnations that hold them."""
-
-    start: int
-    end: int
-    holders: frozenset[str]
-
-
-@dataclass(frozen=True)
-class Reuse:
-    """Tokens by where a request would get them from."""
-
-    local_pool: int
-    remote: int
-    computed: int
-
-
-@dataclass(frozen=True)
-class Explanation:
-    """`reuse` by incarnation of the replica that would get the request."""
-
-    prompt_tokens: int
-    chunk_tokens: int
-    chunks: tuple[Chunk, ...]
-    reuse: Mapping[str, Reuse]
-    raw: Mapping[str, Any] = field(repr=False)
-
-    @classmethod
-    def of(cls, raw: Mapping[str, Any]) -> Explanation:
-        return cls(
-            prompt_tokens=raw["prompt_tokens"],
-            chunk_tokens=raw["chunk_tokens"],
-            chunks=tuple(
-                Chunk(
-                    chunk["from"],
-                    chunk["to"],
-                    frozenset(name for name, where in chunk["replicas"].items() if where != "none"),
-                )
-                for chunk in raw["chunks"]
-            ),
-            reuse={
-                name: Reuse(tokens["local_pool"], tokens["remote"], tokens["computed"])
-                for name, tokens in raw["reuse"].items()
-            },
-            raw=raw,
-        )
-
-
-def mapping(value: object) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}
-
-
-def number(value: object) -> float:
-    """From 0 on, and below `MAX_NUMBER`."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return 0
-    return value if 0 <= value < MAX_NUMBER else 0
-
-
-class Histogram:
-    """`counts` has one more entry than `bounds`, for what is above all of them."""
-
-    def __init__(self, bounds: tuple[float, ...]) -> None:
-        self._bounds = bounds
-        self.counts = [0] * (len(bounds) + 1)
-        self.sum = 0.0
-
-    def observe(self, value: float) -> None:
-        """A value that equals a bound is not above it."""
-        self.counts[bisect_left(self._bounds, value)] += 1
-        self.sum += value
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-able."""
-        return {"counts": list(self.counts), "sum": self.sum}
-
-
-class FetchStats:
-    """Of the fetches over one transport; or of those that ended before one was chosen."""
-
-    def __init__(self) -> None:
-        self._seconds = {outcome: Histogram(SECONDS_BOUNDS) for outcome in OUTCOMES}
-        self._bytes = Histogram(BYTES_BOUNDS)
-        self._reasons: Counter[str] = Counter()
-
-    def ended(self, reason: str | None, seconds: float, size: int) -> None:
-        """After `seconds`, with `size` bytes that became hits; `reason` is why not all did."""
-        self._seconds[COMMITTED if reason is None else ROLLED_BACK].observe(seconds)
-        if reason is not None:
-            self._reasons[reason] += 1
-        if size:
-            self._bytes.observe(size)
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-able. `bytes` counts the fetches that brought some, `reasons` those that did not
-        bring all."""
-        return {
-            "seconds": {outcome: seen.to_dict() for outcome, seen in self._seconds.items()},
-            "bytes": self._bytes.to_dict(),
-            "reasons": dict(self._reasons),
-        }
+    totals: Totals
+    tracker: TrackerStats = field(default_factory=TrackerStats)
+    raw: dict[str, Any] = field(default_factory=dict, repr=False)

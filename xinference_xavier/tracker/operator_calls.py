@@ -54,7 +54,7 @@ class OperatorCalls(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no t
         """Everything the tracker knows, JSON-able, with the replicas' current stats.
 
         `refused` counts what exceeded a limit: members, namespaces, watches, reported events and
-        startup errors, claimed chunks.
+        startup errors, claimed chunks. `dropped` counts the keys beyond a replica's limit.
         """
         return {
             "model_uid": self._model_uid,
@@ -66,6 +66,8 @@ class OperatorCalls(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no t
                 + self._events.refused
                 + self._startup_errors.refused
             ),
+            "dropped": sum(each.index.dropped for _, each in self._namespaces.items()),
+            "hooks": {"failed": self._hooks.failed, "dropped": self._hooks.dropped},
             "namespaces": await fanout.namespaces_status(
                 self._namespaces, self._membership.name_of, self._clock()
             ),

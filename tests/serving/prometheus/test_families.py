@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -31,16 +32,21 @@ def stats(**changes: Any) -> dict[str, Any]:
         },
         "waits": {"claimed": 14, "waited": 15, "given_up": 6, "seconds": 2.5},
         "fetching": {"b": 2, "c": 1},
-        "fetches": {"started": 0, "committed": 0, "rolled_back": {}, "by_transport": {}},
+        "fetches": {
+            "started": 0, "committed": 0, "rolled_back": {}, "by_transport": {},
+            "unreleased_grants": 21,
+        },
         "not_sharing": None,
         "pool": {
             "rows": 100, "ready": 50, "filling": 3, "pinned": 8, "quarantined": 2,
             "row_bytes": ROW_BYTES,
         },
         "grants": {"live": 1, "refused": 9},
-        "mirror": {"keys": 40, "dropped": 0},
-        "refused_posts": 0,
+        "mirror": {"keys": 40, "dropped": 22},
+        "hooks": {"failed": 23, "dropped": 24},
+        "refused_posts": 25,
         "transfer_restarts": 1,
+        "transfer_failed_calls": 26,
         **changes,
     }  # fmt: skip
 
@@ -57,12 +63,12 @@ def member(name: str, figures: dict[str, Any], incarnation: str = "") -> dict[st
     }
 
 
-def scraped(*namespaces: list[dict[str, Any]], enabled: bool = True) -> Samples:
+def scraped(*namespaces: list[dict[str, Any]], enabled: bool = True, **tracker: Any) -> Samples:
     groups = {
         f"namespace {number}": {"revision": 1, "keys": 0, "replicas": replicas}
         for number, replicas in enumerate(namespaces)
     }
-    status = {"model_uid": "m", "enabled": enabled, "namespaces": groups}
+    status = {"model_uid": "m", "enabled": enabled, "namespaces": groups, **tracker}
     return samples({"m": report(status)}, up=True, failures=0)
 
 
@@ -80,7 +86,7 @@ def fetched(*ended: tuple[str | None, float, int], transport: str = "gloo") -> d
     figures = FetchStats()
     for reason, seconds, size in ended:
         figures.ended(reason, seconds, size)
-    return stats(fetches={"by_transport": {transport: figures.to_dict()}})
+    return stats(fetches={"by_transport": {transport: asdict(figures)}})
 
 
 def test_each_figure_has_its_metric() -> None:
@@ -95,6 +101,8 @@ def test_each_figure_has_its_metric() -> None:
             "transfer_restarts_total", "fetches_slower_than_prefill_total",
             "predicted_fetch_seconds_total",
             "fetch_prediction_error_seconds_total", "claimed_prefixes_total", "wait_seconds_total",
+            "unreleased_grants_total", "mirror_dropped_chunks_total", "backlog_refused_total",
+            "transfer_failed_calls_total",
         )
     } == {
         "requests_total": 5, "prefill_tokens_per_second": 600.0, "saved_seconds": 7.5,
@@ -103,11 +111,15 @@ def test_each_figure_has_its_metric() -> None:
         "fetches_slower_than_prefill_total": 13,
         "predicted_fetch_seconds_total": 1.5, "fetch_prediction_error_seconds_total": 0.25,
         "claimed_prefixes_total": 14, "wait_seconds_total": 2.5,
+        "unreleased_grants_total": 21, "mirror_dropped_chunks_total": 22,
+        "backlog_refused_total": 25, "transfer_failed_calls_total": 26,
     }  # fmt: skip
     for way, count in (("fetched", 11), ("computed", 12)):
         assert value(found, "fetch_decisions_total", way=way) == count
     for outcome, count in (("arrived", 9), ("given_up", 6)):
         assert value(found, "waits_total", outcome=outcome) == count
+    for reason, count in (("failed", 23), ("dropped", 24)):
+        assert value(found, "lost_hook_events_total", reason=reason) == count
 
 
 def test_a_pools_states_add_up_to_its_size() -> None:
@@ -140,7 +152,7 @@ def test_buckets_are_cumulative_and_a_bound_belongs_to_its_own() -> None:
 
 
 def test_buckets_that_are_not_ours_are_left_out() -> None:
-    figures = FetchStats().to_dict()
+    figures = asdict(FetchStats())
     figures["bytes"]["counts"] = [1, 2]
     found = scraped([member("m-0", stats(fetches={"by_transport": {"gloo": figures}}))])
     assert found["fetch_size_bytes"] == []
@@ -160,6 +172,14 @@ def test_of_the_model() -> None:
     assert value(found, "namespaces") == 2
     assert value(found, "enabled") == value(found, "tracker_up") == 1
     assert value(scraped([], enabled=False), "enabled") == 0
+
+
+def test_what_a_tracker_had_no_room_for() -> None:
+    found = scraped([], dropped=3, refused=4, hooks={"failed": 5, "dropped": 6})
+    assert value(found, "tracker_dropped_chunks_total", model="m") == 3
+    assert value(found, "tracker_refused_total", model="m") == 4
+    for reason, count in (("failed", 5), ("dropped", 6)):
+        assert value(found, "tracker_lost_hook_events_total", model="m", reason=reason) == count
 
 
 def test_of_a_tracker_that_does_not_answer_nothing_else_is_said() -> None:
@@ -220,7 +240,7 @@ def test_every_series_has_its_familys_labels_and_is_there_once() -> None:
 
 
 def test_a_peer_cannot_make_up_values_of_labels() -> None:
-    figures = FetchStats().to_dict()
+    figures = asdict(FetchStats())
     figures["reasons"] = {f"because {number}": 1 for number in range(1000)}
     by_transport = {f"transport {number} {'x' * 1000}": figures for number in range(1000)}
     made_up = stats(fetches={"by_transport": by_transport}, not_sharing="I like it")
@@ -239,10 +259,10 @@ def test_what_a_replica_with_all_there_is_costs() -> None:
     figures = FetchStats()
     for reason, seconds, size in ended:
         figures.ended(reason, seconds, size)
-    by_transport = {name: figures.to_dict() for name in ("", "gloo", "shared_memory")}
+    by_transport = {name: asdict(figures) for name in ("", "gloo", "shared_memory")}
     found = scraped([member("m-0", stats(fetches={"by_transport": by_transport}))])
     buckets = 3 * (2 * (len(SECONDS_BOUNDS) + 3) + len(BYTES_BOUNDS) + 3)
-    assert len(labels_of(found)) + buckets < 250
+    assert len(labels_of(found)) + buckets < 260
 
 
 JSON = st.recursive(

@@ -83,8 +83,10 @@ def history(until: float, minutes: int = 55) -> dict[str, Any]:
                 "time": until - 10 * (minutes * 6 - 1 - step),
                 "hits": {name: round(tokens) for name, tokens in hits.items()},
                 "bytes_received": round(received),
-                "committed": round(committed),
-                "rolled_back": round(rolled_back),
+                "fetches": {
+                    "committed": round(committed),
+                    "rolled_back": {"any": round(rolled_back)},
+                },
             }
         )
     return {"interval_s": 10, "samples": samples}

@@ -127,7 +127,7 @@ def test_plots_of_the_last_hour_by_mouse_and_by_keyboard(page: Any, stage: Stage
     plot = browser.find("#plot-tokens")
     drawn = plot.find_elements(By.CSS_SELECTOR, "path[fill]")
     assert [path.get_attribute("fill") for path in drawn] == [
-        "var(--computed)", "var(--peers)", "var(--local_pool)", "var(--prefix_cache)",
+        "var(--computed)", "var(--remote)", "var(--local_pool)", "var(--prefix_cache)",
     ]  # fmt: skip
     for name in ("bytes", "fetches"):
         assert browser.has(f"#plot-{name}")

@@ -17,23 +17,11 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 from xinference_xavier.engine.policy.fetch_rate import INFINITE, FetchRate
+from xinference_xavier.stats.schema import Decisions
 from xinference_xavier.tiers.base import Fetch
 
 RETRY_AFTER = 30.0
 _MAX_PEERS = 100
-
-
-@dataclass
-class Decisions:
-    """Sums of seconds are over the `predictions`: complete fetches with a predicted duration."""
-
-    fetched: int = 0  # requests that began a fetch, from one or several donors
-    computed: int = 0  # requests that computed what a peer held, as that was predicted to be faster
-    predictions: int = 0
-    predicted_s: float = 0.0
-    actual_s: float = 0.0
-    error_s: float = 0.0  # absolute differences of the two
-    slower_than_prefill: int = 0  # fetches that took longer than computing was predicted to take
 
 
 class _Prediction(NamedTuple):

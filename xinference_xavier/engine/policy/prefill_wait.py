@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
 
+from xinference_xavier.stats.schema import WaitCounts
 from xinference_xavier.tiers.base import Claim
 
 MIN_PREFILL_SECONDS = 1.0
@@ -24,16 +24,6 @@ _MAX_PAUSE = 0.05
 _ANSWER_TIMEOUT = 1.0  # only for a loop that hangs: the replica gives up earlier
 _STEPS_BEHIND = 2
 _SLACK = 0.25
-
-
-@dataclass
-class WaitCounts:
-    """Requests; `seconds` is the sum over those that waited."""
-
-    claimed: int = 0  # computed a prefix that peers may wait for
-    waited: int = 0
-    given_up: int = 0  # of the waiting ones, because the peer did not keep up
-    seconds: float = 0.0
 
 
 class Wait:

@@ -18,6 +18,7 @@ from xinference_xavier._version import __version__
 from xinference_xavier.config import UPSTREAM_OPTIONS
 from xinference_xavier.options import TRANSPORTS
 from xinference_xavier.serving.ui.script import ScriptInPages
+from xinference_xavier.stats.schema import HIT_SOURCES
 
 PAGE_PATH = "/xavier/"
 _SCRIPT_PATH = "/xavier/launch.js"
@@ -57,7 +58,7 @@ def page() -> str:
     """The whole page in one document, so that it needs nothing else from anywhere."""
     parts = {
         "/*style*/": _text("page/style.css"),
-        "/*script*/": _scripts("page", _PAGE_SCRIPTS),
+        "/*script*/": _scripts("page", _PAGE_SCRIPTS, HIT_SOURCES=HIT_SOURCES),
         "/*version*/": __version__,
     }
     text = _text("page/page.html")
@@ -69,17 +70,20 @@ def page() -> str:
 @functools.cache
 def dialog_script() -> str:
     """The switch and the menu entry, in a scope of their own: the page around is not ours."""
-    known = {
-        "TRANSPORTS": list(TRANSPORTS),
-        "UPSTREAM_OPTIONS": sorted(UPSTREAM_OPTIONS),
-        "PAGE_PATH": PAGE_PATH,
-    }
-    constants = "".join(f"const {name} = {json.dumps(value)};\n" for name, value in known.items())
-    return f'"use strict";\n(() => {{\n{constants}{_scripts("dialog", _DIALOG_SCRIPTS)}}})();\n'
+    scripts = _scripts(
+        "dialog",
+        _DIALOG_SCRIPTS,
+        TRANSPORTS=list(TRANSPORTS),
+        UPSTREAM_OPTIONS=sorted(UPSTREAM_OPTIONS),
+        PAGE_PATH=PAGE_PATH,
+    )
+    return f'"use strict";\n(() => {{\n{scripts}}})();\n'
 
 
-def _scripts(folder: str, names: tuple[str, ...]) -> str:
-    return "\n".join(_text(f"{folder}/{name}.js") for name in names)
+def _scripts(folder: str, names: tuple[str, ...], **constants: object) -> str:
+    """`constants` come first, under their names."""
+    lines = [f"const {name} = {json.dumps(value)};" for name, value in constants.items()]
+    return "\n".join([*lines, *(_text(f"{folder}/{name}.js") for name in names)])
 
 
 def _text(name: str) -> str:

@@ -72,7 +72,7 @@ function hearStatus(report) {
   state.models = state.models.map((known) => (uidOf(known) === uidOf(report) ? report : known));
   // The server sends its samples once; from then on we take them ourselves.
   if (now() - (state.samples.at(-1)?.time ?? -Infinity) >= interval) {
-    state.samples = [...state.samples, sampleOf(report, now())].slice(-MOST_SAMPLES);
+    state.samples = [...state.samples, { time: now(), ...report.totals }].slice(-MOST_SAMPLES);
   }
 }
 

@@ -1,6 +1,5 @@
 // Numbers as people read them, and what follows from the reports.
 
-const SOURCES = ["prefix_cache", "local_pool", "remote", "computed"];
 const REMEMBERED = 6; // reports, from which current rates are taken
 const BYTE_UNITS = ["B", "KiB", "MiB", "GiB", "TiB"];
 
@@ -50,13 +49,12 @@ function sum(values) {
 }
 
 function tokensOf(hits) {
-  const all = sum(SOURCES.map((source) => hits[source]));
+  const all = sum(HIT_SOURCES.map((source) => hits[source]));
   return { all, reused: all - (hits.computed ?? 0) };
 }
 
 function rolledBack(fetches) {
-  const reasons = fetches?.rolled_back ?? {};
-  return typeof reasons === "number" ? reasons : sum(Object.values(reasons));
+  return sum(Object.values(fetches?.rolled_back ?? {}));
 }
 
 function nameOf(report, incarnation) {
@@ -112,11 +110,11 @@ function ratesOf(samples) {
     const rate = (now, then) => (seconds > 0 ? Math.max(0, (now ?? 0) - (then ?? 0)) / seconds : 0);
     return {
       time: sample.time,
-      ...Object.fromEntries(SOURCES.map((source) => [source,
+      ...Object.fromEntries(HIT_SOURCES.map((source) => [source,
         rate(sample.hits?.[source], before.hits?.[source])])),
       bytes: rate(sample.bytes_received, before.bytes_received),
-      committed: rate(sample.committed, before.committed),
-      rolled_back: rate(rolledBack(sample), rolledBack(before)),
+      committed: rate(sample.fetches?.committed, before.fetches?.committed),
+      rolled_back: rate(rolledBack(sample.fetches), rolledBack(before.fetches)),
     };
   });
 }
@@ -126,10 +124,4 @@ function perMinute(samples) {
   const minutes = new Map(samples.map((sample) => [Math.floor(sample.time / 60), sample]));
   return ratesOf([...minutes.values()]).map((rate) => ({ time: rate.time,
     committed: 60 * rate.committed, rolled_back: 60 * rate.rolled_back }));
-}
-
-function sampleOf(report, time) {
-  const { hits, bytes_received, fetches } = report.totals;
-  return { time, hits: { ...hits }, bytes_received, committed: fetches.committed,
-    rolled_back: rolledBack(fetches) };
 }

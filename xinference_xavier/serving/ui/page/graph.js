@@ -57,7 +57,7 @@ function nodeView(report, replica, { x, y }) {
     h("rect", { x: left, y: top, width: NODE.width, height: NODE.height, rx: 8 }),
     h("text", { x: left + 10, y: top + 20 }, short(nameOf(report, replica.incarnation), 18)),
     h("text", { class: "faint", x: left + 10, y: top + 37 },
-      `${text.pool}: ${pool.rows === undefined ? "–" : text.poolOf(count(used), count(pool.rows))}`),
+      `${text.pool}: ${!pool.rows ? "–" : text.poolOf(count(used), count(pool.rows))}`),
     gauge("", null), gauge("full", used), gauge("pinned", pool.pinned ?? 0),
     h("text", { class: "faint", x: left + 10, y: top + 67 }, text.pinned(count(pool.pinned ?? 0))));
 }

@@ -88,7 +88,7 @@ function headView(report) {
         onclick: () => change("", { enabled: !report.enabled }, null) },
       h("i", null), text.sharing),
       h("button", { type: "button", id: "drop", onclick: () => {
-        if (confirm(text.dropAsk(report.model_uid))) change("/drop", {}, text.dropped);
+        if (confirm(text.dropAsk(report.model_uid))) change("/flush", {}, text.dropped);
       } }, text.drop)));
 }
 

@@ -10,8 +10,8 @@ function splitBar(hits, thin) {
   const { all } = tokensOf(hits);
   const text = language.words;
   return h("div", { class: thin ? "split thin" : "split", role: "img",
-    "aria-label": SOURCES.map((key) => `${text[key]} ${percent(hits[key] ?? 0, all)}`).join(", ") },
-  all > 0 && SOURCES.map((key) => h("span", { class: key,
+    "aria-label": HIT_SOURCES.map((key) => `${text[key]} ${percent(hits[key] ?? 0, all)}`).join(", ") },
+  all > 0 && HIT_SOURCES.map((key) => h("span", { class: key,
     style: `width: ${(100 * (hits[key] ?? 0) / all).toFixed(2)}%`, title: text[key] })));
 }
 
@@ -46,7 +46,7 @@ function sourcesView(report) {
     h("h2", null, text.sources),
     splitBar(hits, false),
     all === 0 ? h("p", { class: "muted small" }, text.noTokens)
-      : legend(SOURCES.map((key) => [key, `${percent(hits[key], all)} (${count(hits[key])})`])));
+      : legend(HIT_SOURCES.map((key) => [key, `${percent(hits[key], all)} (${count(hits[key])})`])));
 }
 
 function graphCard(report, links, width) {
@@ -102,7 +102,7 @@ function replicasView(report) {
 
 function poolText(replica, pool) {
   const text = language.words;
-  if (pool.rows === undefined) return "–";
+  if (!pool.rows) return "–";
   const used = pool.ready + pool.filling;
   const notes = [text.pinned(count(pool.pinned)),
     pool.quarantined > 0 && text.quarantined(count(pool.quarantined))].filter(Boolean);
@@ -129,7 +129,7 @@ function plotsView(samples, width, cursors, changed) {
   return h("section", { "aria-label": text.hour },
     h("h2", { class: "unseen" }, text.hour),
     h("div", { class: "columns narrow", "data-measure": "plots" },
-      plotView({ ...common, name: "tokens", title: text.tokensPlot, series: SOURCES,
+      plotView({ ...common, name: "tokens", title: text.tokensPlot, series: HIT_SOURCES,
         format: (value) => count(value) }),
       plotView({ ...common, name: "bytes", title: text.bytesPlot, series: ["bytes"], format: bytes,
         nice: niceBytes }),

@@ -1,0 +1,29 @@
+"""What a client makes of answers about events and prompts."""
+
+from __future__ import annotations
+
+from xinference_xavier.stats.answers import Chunk, EventRecord, Explanation, Reuse
+
+
+def test_an_event_keeps_all_fields_of_its_own() -> None:
+    raw = {"event": "FromTheFuture", "time": 1.5, "model_uid": "m", "wings": 2}
+    assert EventRecord.of(raw) == EventRecord("FromTheFuture", 1.5, {"model_uid": "m", "wings": 2})
+
+
+def test_holders_of_a_chunk_are_all_that_have_it_anywhere() -> None:
+    """In a pool today; in another place, perhaps, later."""
+    raw = {
+        "prompt_tokens": 300,
+        "chunk_tokens": 128,
+        "chunks": [
+            {"from": 0, "to": 128, "replicas": {"a": "pool", "b": "none", "c": "disk"}},
+            {"from": 128, "to": 256, "replicas": {}},
+        ],
+        "reuse": {"a": {"local_pool": 128, "remote": 0, "computed": 172}},
+    }
+    explanation = Explanation.of(raw)
+    assert explanation.chunks == (
+        Chunk(0, 128, frozenset("ac")),
+        Chunk(128, 256, frozenset()),
+    )
+    assert explanation.reuse == {"a": Reuse(128, 0, 172)}

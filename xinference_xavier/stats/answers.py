@@ -1,0 +1,66 @@
+"""What the REST interface answers besides stats, typed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from xinference_xavier.stats.reading import read
+
+
+@dataclass(frozen=True)
+class EventRecord:
+    """`event` is the name of a class in `xinference_xavier.events`, `fields` that class's other
+    fields."""
+
+    event: str
+    time: float
+    fields: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, raw: Mapping[str, Any]) -> EventRecord:
+        rest = {name: value for name, value in raw.items() if name not in ("event", "time")}
+        return cls(raw["event"], raw["time"], rest)
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Tokens `start` to `end` of a prompt, and the incarnations that hold them."""
+
+    start: int
+    end: int
+    holders: frozenset[str]
+
+
+@dataclass(frozen=True)
+class Reuse:
+    """Tokens of a prompt by where a replica would get them from."""
+
+    local_pool: int = 0
+    remote: int = 0
+    computed: int = 0
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """`reuse` is by incarnation of the replica that would get the request."""
+
+    prompt_tokens: int
+    chunk_tokens: int
+    chunks: tuple[Chunk, ...]
+    reuse: Mapping[str, Reuse]
+    raw: Mapping[str, Any] = field(repr=False)
+
+    @classmethod
+    def of(cls, raw: Mapping[str, Any]) -> Explanation:
+        chunks = (
+            Chunk(
+                chunk["from"],
+                chunk["to"],
+                frozenset(name for name, where in chunk["replicas"].items() if where != "none"),
+            )
+            for chunk in raw["chunks"]
+        )
+        reuse = {name: read(Reuse, tokens) for name, tokens in raw["reuse"].items()}
+        return cls(raw["prompt_tokens"], raw["chunk_tokens"], tuple(chunks), reuse, raw)
