@@ -11,8 +11,11 @@ from __future__ import annotations
 import difflib
 import logging
 from collections.abc import Mapping, MutableMapping
-from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+import pydantic.dataclasses
+from pydantic_core import to_jsonable_python
 
 from xinference_xavier.errors import ConfigError
 from xinference_xavier.options import DEFAULT_FETCH_TIMEOUT, LEAST_FETCH_TOKENS, PARSERS, parse_bool
@@ -41,7 +44,9 @@ UPSTREAM_OPTIONS = frozenset(
 )
 
 
-@dataclass(frozen=True)
+@pydantic.dataclasses.dataclass(
+    frozen=True, config=pydantic.ConfigDict(extra="forbid", strict=True)
+)
 class XavierConfig:
     """Everything one replica is told about sharing.
 
@@ -57,7 +62,7 @@ class XavierConfig:
     chunk_tokens: int | None = None
     transport: str = "auto"
     host: str | None = None
-    port_range: tuple[int, int] | None = None
+    port_range: Annotated[tuple[int, int], pydantic.Strict(False)] | None = None  # a list in JSON
     fetch_timeout: float = DEFAULT_FETCH_TIMEOUT
     min_fetch_tokens: int | None = None
     hooks: str | None = None
@@ -72,31 +77,27 @@ class XavierConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able; ``from_dict`` reverses it."""
-        plain = asdict(self)
-        if self.port_range is not None:
-            plain["port_range"] = list(self.port_range)
+        plain: dict[str, Any] = to_jsonable_python(self)
         return plain
 
     @classmethod
     def from_dict(cls, plain: Mapping[str, Any]) -> XavierConfig:
-        """Raises ConfigError for a key this version does not know or a required one missing."""
-        known = {entry.name for entry in fields(cls)}
-        for key in plain:
-            if key not in known:
-                raise ConfigError(
-                    key,
-                    plain[key],
-                    "is not known to this version of xinference-xavier",
-                    "install the same version on the supervisor and on every worker",
-                )
-        values = dict(plain)
-        for key in ("model_uid", "tracker_address"):
-            if not isinstance(values.get(key), str):
-                raise ConfigError(key, values.get(key), "is not text", "launch the model again")
-        if values.get("port_range") is not None:
-            low, high = values["port_range"]
-            values["port_range"] = (int(low), int(high))
-        return cls(**values)
+        """Raises ConfigError for a key this version does not know or a wrong value."""
+        try:
+            return cls(**plain)
+        except pydantic.ValidationError as error:
+            fault = error.errors()[0]
+        key = str(fault["loc"][0])
+        if fault["type"] == "unexpected_keyword_argument":
+            raise ConfigError(
+                key,
+                plain[key],
+                "is not known to this version of xinference-xavier",
+                "install the same version on the supervisor and on every worker",
+            )
+        raise ConfigError(
+            key, plain.get(key), f"is malformed ({fault['msg']})", "launch the model again"
+        )
 
 
 @dataclass(frozen=True)

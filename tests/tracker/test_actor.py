@@ -218,7 +218,7 @@ async def test_an_error_does_not_end_the_expiry(caplog: pytest.LogCaptureFixture
         ("join", (NS, Member("x" * 257, "h:1"), 4, Settings()), "incarnation='xxx"),
         ("join", (NS, Member("a", 5), 4, Settings()), "address=5"),  # type: ignore[arg-type]
         ("join", (NS, A, 0, Settings()), "key_bytes=0"),
-        ("join", (NS, A, 4, Settings(-1, True)), "settings.version=-1"),
+        ("join", (NS, A, 4, Settings(-1, True)), "malformed settings: version=-1"),
         ("join", (NS, A, 4, Settings(1, 2)), "enabled=2"),  # type: ignore[arg-type]
         ("join", (NS, A, 5, Settings()), "keys of 5 bytes among keys of 4 bytes"),
         ("publish", (NS, "b", 0, K1, b""), "sequence=0"),

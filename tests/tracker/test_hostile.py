@@ -41,7 +41,7 @@ def with_change(**fields: Any) -> Update:
     "update",
     [
         None,
-        tuple(NEXT),
+        tuple(NEXT)[:-1],
         NEXT._replace(revision=-1),
         NEXT._replace(revision="2"),  # type: ignore[arg-type]
         NEXT._replace(epoch=None),  # type: ignore[arg-type]
@@ -94,7 +94,7 @@ async def test_names_are_checked_in_every_call(tracker: Any, name: Any) -> None:
             tracker.release(namespace, incarnation, KEY),
             tracker.leave(namespace, incarnation),
         ):
-            with pytest.raises(ValueError, match="is not a text of"):
+            with pytest.raises(ValueError, match=r"(namespace|incarnation)="):
                 await call
     for call in (tracker.report_startup_error(name, "cause"), tracker.pop_startup_error(name)):
         with pytest.raises(ValueError, match="is not a text of"):
@@ -111,9 +111,9 @@ async def test_only_an_address_is_handed_on_to_others(tracker: Any, address: str
 
 @pytest.mark.parametrize("member", [None, "ab", ("a",), ("a", "h:1", 1)])
 async def test_a_member_is_an_incarnation_with_its_address(tracker: Any, member: Any) -> None:
-    with pytest.raises(ValueError, match="member="):
+    with pytest.raises(ValueError, match="malformed member"):
         await tracker.join(NS, member, 4, Settings())
-    with pytest.raises(ValueError, match="settings="):
+    with pytest.raises(ValueError, match="malformed settings"):
         await tracker.join(NS, A, 4, member)
 
 

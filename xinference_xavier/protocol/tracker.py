@@ -6,17 +6,20 @@ Every check raises a ValueError that names the value, and nothing else, whatever
 from __future__ import annotations
 
 import enum
-import json
 from collections.abc import Iterable
 from struct import iter_unpack
-from typing import NamedTuple
+from typing import Annotated, NamedTuple, TypeVar
+
+from pydantic import Field, TypeAdapter, ValidationError
 
 from xinference_xavier.errors import shown
 from xinference_xavier.runtime.validate import (
     MAX_KEY_BYTES,
-    check_address,
-    check_count,
-    check_identifier,
+    Address,
+    Count,
+    Identifier,
+    check_json_size,
+    first_reason,
 )
 
 PROTOCOL_VERSION = 1
@@ -42,6 +45,10 @@ class TrackerFullError(RuntimeError):
     """One more namespace, member or watch would exceed the tracker's limits."""
 
 
+_T = TypeVar("_T")
+_Packed = Annotated[bytes, Field(max_length=MAX_PACKED_BYTES)]
+
+
 class JoinReply(NamedTuple):
     """`secret` is shared by the model's replicas. `lease` is in seconds. `epoch` identifies the
     index; `sequence` is the number of the last publication of this incarnation that it applied.
@@ -56,14 +63,14 @@ class JoinReply(NamedTuple):
 class Member(NamedTuple):
     """A replica: its incarnation, and the address of the xoscar actor in its engine."""
 
-    incarnation: str
-    address: str
+    incarnation: Identifier
+    address: Address
 
 
 class Settings(NamedTuple):
     """The operator's switch. The settings with the higher version are newer."""
 
-    version: int = 0
+    version: Count = 0
     enabled: bool = True
 
 
@@ -76,10 +83,10 @@ class Change(NamedTuple):
     With `replaces`, `added` is everything that the incarnation holds.
     """
 
-    incarnation: str
-    sequence: int
-    added: bytes
-    removed: bytes
+    incarnation: Identifier
+    sequence: Count
+    added: _Packed
+    removed: _Packed
     replaces: bool
 
 
@@ -91,13 +98,18 @@ class Update(NamedTuple):
     `key_bytes` long.
     """
 
-    revision: int
-    epoch: str
+    revision: Count
+    epoch: Identifier
     snapshot: bool
     settings: Settings
-    key_bytes: int
-    members: tuple[Member, ...] | None
-    changes: tuple[Change, ...]
+    key_bytes: Annotated[int, Field(ge=0, le=MAX_KEY_BYTES)]  # 0 while nobody has joined
+    members: Annotated[tuple[Member, ...], Field(fail_fast=True)] | None
+    changes: Annotated[tuple[Change, ...], Field(fail_fast=True)]
+
+
+_MEMBER = TypeAdapter(Member)
+_SETTINGS = TypeAdapter(Settings)
+_UPDATE = TypeAdapter(Update)
 
 
 class Outcome(enum.Enum):
@@ -126,52 +138,31 @@ def check_version(version: object) -> None:
 
 
 def check_member(member: object) -> Member:
-    if not isinstance(member, tuple) or len(member) != 2:
-        raise ValueError(f"member={shown(member)} is not a pair of incarnation and address")
-    incarnation, address = member
-    check_identifier("incarnation", incarnation)
-    check_address("address", address)
-    return Member(incarnation, address)
+    return _checked(_MEMBER, "member", member)
 
 
 def check_settings(settings: object) -> Settings:
-    if not isinstance(settings, tuple) or len(settings) != 2:
-        raise ValueError(f"settings={shown(settings)} is not a pair of version and switch")
-    version, enabled = settings
-    check_count("settings.version", version, 0)
-    check_switch(enabled)
-    return Settings(version, enabled)
+    return _checked(_SETTINGS, "settings", settings)
 
 
-def check_update(update: object) -> None:
+def check_update(update: object) -> Update:
     """Checks all of it, so that a mirror applies an update completely or not at all."""
-    if not isinstance(update, Update):
-        raise ValueError(f"update={shown(update)} is not an update")
-    check_count("revision", update.revision, 0)
-    check_identifier("epoch", update.epoch)
-    check_settings(update.settings)
-    members = () if update.members is None and not update.snapshot else update.members
-    if type(members) is not tuple or type(update.changes) is not tuple:
-        raise ValueError("members or changes of the update are not a tuple")
-    for member in members:
-        check_member(member)
-    if update.changes:
-        check_count("key_bytes", update.key_bytes, 1, MAX_KEY_BYTES)
-    for change in update.changes:
-        _check_change(change, update.key_bytes)
+    good = _checked(_UPDATE, "update", update)
+    if good.snapshot and good.members is None:
+        raise ValueError("malformed update: a snapshot names all members")
+    if good.changes and not good.key_bytes:
+        raise ValueError("malformed update: its keys have no length")
+    for change in good.changes:
+        _check_even(change.added, good.key_bytes)
+        _check_even(change.removed, good.key_bytes)
+    return good
 
 
-def _check_change(change: object, key_bytes: int) -> None:
-    if not isinstance(change, Change):
-        raise ValueError(f"change={shown(change)} is not a change")
-    check_identifier("incarnation", change.incarnation)
-    check_count("sequence", change.sequence, 0)
-    for name, keys in (("added", change.added), ("removed", change.removed)):
-        check_packed(name, keys)
-        if len(keys) % key_bytes:
-            raise ValueError(
-                f"{name} has {len(keys)} bytes, not a multiple of the key length {key_bytes}"
-            )
+def _checked(adapter: TypeAdapter[_T], what: str, value: object) -> _T:
+    try:
+        return adapter.validate_python(value, strict=True)
+    except ValidationError as error:
+        raise ValueError(f"malformed {what}: {first_reason(error)}") from None
 
 
 def check_weights_version(version: object) -> None:
@@ -194,12 +185,7 @@ def check_question(question: object) -> None:
                     raise ValueError(f"message={shown(message)} is not an object with a role")
         case _:
             raise ValueError('the question is neither {"prompt": "…"} nor {"messages": […]}')
-    try:
-        size = len(json.dumps(question, allow_nan=False))
-    except (TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"the question cannot be written as JSON: {error}") from None
-    if size > MAX_QUESTION_BYTES:
-        raise ValueError(f"the question has {size} bytes of JSON, more than {MAX_QUESTION_BYTES}")
+    check_json_size("question", question, MAX_QUESTION_BYTES)
 
 
 def check_explanation(answer: object) -> None:
@@ -231,12 +217,7 @@ def check_switch(value: object) -> None:
 def check_stats(stats: object) -> None:
     if not isinstance(stats, dict):
         raise ValueError(f"stats is {type(stats).__name__}, not a dictionary")
-    try:
-        size = len(json.dumps(stats, allow_nan=False))
-    except (TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"stats cannot be written as JSON: {error}") from None
-    if size > MAX_STATS_BYTES:
-        raise ValueError(f"stats has {size} bytes of JSON, more than {MAX_STATS_BYTES}")
+    check_json_size("stats", stats, MAX_STATS_BYTES)
 
 
 def pack(keys: Iterable[bytes]) -> bytes:
@@ -245,9 +226,13 @@ def pack(keys: Iterable[bytes]) -> bytes:
 
 def unpack(packed: bytes, key_bytes: int) -> list[bytes]:
     """The keys in `packed`. Raises ValueError unless they fill it exactly."""
+    _check_even(packed, key_bytes)
+    # Slicing takes twice as long.
+    return [key for (key,) in iter_unpack(f"{key_bytes}s", packed)]
+
+
+def _check_even(packed: bytes, key_bytes: int) -> None:
     if len(packed) % key_bytes:
         raise ValueError(
             f"packed keys have {len(packed)} bytes, not a multiple of the key length {key_bytes}"
         )
-    # Slicing takes twice as long.
-    return [key for (key,) in iter_unpack(f"{key_bytes}s", packed)]

@@ -8,19 +8,28 @@ import hmac
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Annotated, ClassVar, NamedTuple, TypeVar
+
+from pydantic import (
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    TypeAdapter,
+    ValidationError,
+)
+from pydantic_core import from_json
 
 from xinference_xavier.errors import GrantRefusedError, LinkError, TransportError, shown
 from xinference_xavier.runtime.validate import (
+    MAX_KEY_BYTES,
     MAX_PORT,
-    check_address,
-    check_count,
-    check_counts,
-    check_identifier,
-    check_keys,
-    check_seconds,
-    parse_object,
+    Address,
+    Count,
+    Identifier,
+    first_reason,
+    up_to,
 )
 
 PROTOCOL_VERSION = 3
@@ -33,80 +42,89 @@ MAX_LINE = 1 << 16
 _SIGNATURE_BYTES = 32
 _MAX_ROWS = (1 << 31) - 1
 _MAX_CHECKSUM = (1 << 64) - 1
+_T = TypeVar("_T")
 
 
-def check_version(version: object) -> None:
+def check_version(version: object) -> int:
+    """Raises LinkError."""
     if type(version) is not int or version != PROTOCOL_VERSION:
         raise LinkError(
             f"the peer speaks transfer protocol {shown(version)}, we speak {PROTOCOL_VERSION}; "
             "run the same version of xinference-xavier everywhere"
         )
+    return version
 
 
 @contextmanager
 def checking(what: str) -> Iterator[None]:
-    """Says in which message something was wrong."""
+    """Turns ValueError into LinkError, which names the message that was wrong."""
     try:
         yield
     except ValueError as error:
-        raise LinkError(f"malformed {what}: {error}") from None
+        raise LinkError(f"malformed {what}: {first_reason(error)}") from None
+
+
+def _checked(adapter: TypeAdapter[_T], what: str, message: object) -> _T:
+    try:
+        return adapter.validate_python(message, strict=True)
+    except ValidationError as error:
+        raise LinkError(f"malformed {what}: {first_reason(error)}") from None
+
+
+def _check_not_too_many(keys: object) -> object:
+    if isinstance(keys, tuple) and len(keys) > MAX_ROWS_PER_FETCH:
+        raise GrantRefusedError("too many rows")
+    return keys
+
+
+# The first bad item ends the check, so that a long tuple does not become a long list of errors.
+_Rows = Field(max_length=MAX_ROWS_PER_FETCH, fail_fast=True)
+_Slots = Annotated[tuple[int, ...], _Rows, up_to(_MAX_ROWS)]
+_Checksums = Annotated[tuple[int, ...], _Rows, up_to(_MAX_CHECKSUM)]
+_Keys = Annotated[
+    tuple[Annotated[bytes, Field(min_length=1, max_length=MAX_KEY_BYTES)], ...], _Rows
+]
+_Port = Annotated[int, Field(ge=0, le=MAX_PORT)]
+# Not a ValueError: pydantic lets LinkError through, so another version is named before all else.
+_Version = Annotated[int, PlainValidator(check_version)]
 
 
 @dataclass(frozen=True)
 class Startup:
     """What an engine tells its transfer process. `key` (hex) signs the engine's tickets."""
 
-    incarnation: str
-    region_fd: int
-    rows: int
-    row_bytes: int
-    host: str
-    port_range: tuple[int, int] | None
-    transports: tuple[str, ...]  # "module:Class" of each Transport, best first
-    key: str
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    version: _Version = field(default=PROTOCOL_VERSION, kw_only=True)
+    incarnation: Identifier
+    region_fd: Annotated[int, Field(ge=0, le=_MAX_ROWS)]
+    rows: Annotated[int, Field(ge=1, le=_MAX_ROWS)]
+    row_bytes: Annotated[int, Field(ge=1)]
+    host: Identifier
+    port_range: tuple[_Port, _Port] | None
+    # "module:Class" of each Transport, best first
+    transports: Annotated[tuple[Identifier, ...], Field(min_length=1)]
+    key: Annotated[str, Field(pattern=r"^([0-9a-f]{2})+$")]
 
     def to_json(self) -> bytes:
-        return json.dumps({"version": PROTOCOL_VERSION} | asdict(self)).encode() + b"\n"
+        return _STARTUP.dump_json(self) + b"\n"
 
     @classmethod
-    def from_json(cls, text: bytes) -> "Startup":
+    def from_json(cls, line: bytes) -> "Startup":
         """Raises LinkError; also if the engine still runs what was installed here before."""
         with checking("start-up message"):
-            fields = parse_object("it", text, MAX_LINE)
-            check_version(fields.pop("version", None))
-            if fields.keys() != cls.__dataclass_fields__.keys():
-                raise ValueError(f"it has the fields {shown(sorted(fields))}")
-            for name in ("incarnation", "host"):
-                check_identifier(name, fields[name])
-            if not isinstance(fields["transports"], list) or not fields["transports"]:
-                raise ValueError(f"transports={shown(fields['transports'])} names none")
-            for path in fields["transports"]:
-                check_identifier("transport", path)
-            fields["transports"] = tuple(fields["transports"])
-            check_count("region_fd", fields["region_fd"], 0, _MAX_ROWS)
-            check_count("rows", fields["rows"], 1, _MAX_ROWS)
-            check_count("row_bytes", fields["row_bytes"], 1)
-            if fields["port_range"] is not None:
-                if not isinstance(fields["port_range"], list) or len(fields["port_range"]) != 2:
-                    raise ValueError(f"port_range={shown(fields['port_range'])} has not two ends")
-                fields["port_range"] = tuple(fields["port_range"])
-                check_counts("port_range", fields["port_range"], 2, MAX_PORT)
-            check_identifier("key", fields["key"])
-            bytes.fromhex(fields["key"])
-        return cls(**fields)
+            return _STARTUP.validate_json(line, strict=True)
 
 
 class Endpoint(NamedTuple):
     """Where a transfer process is."""
 
-    address: str
-    host: str | None  # its `host_identity`, for who might have its memory; None: nobody may
+    address: Address
+    host: Identifier | None  # its `host_identity`, for who might have its memory; None: nobody may
 
 
-def check_endpoint(address: object, host: object) -> None:
-    check_address("address", address)
-    if host is not None:
-        check_identifier("host", host)
+def check_endpoint(endpoint: object) -> Endpoint:
+    return _checked(_ENDPOINT, "endpoint", endpoint)
 
 
 def parse_started(line: bytes) -> Endpoint:
@@ -118,23 +136,21 @@ def parse_started(line: bytes) -> Endpoint:
     if not line:
         raise TransportError("it ended without a word")
     try:
-        answer = parse_object("its answer", line, MAX_LINE)
-        if "error" in answer:
+        answer = from_json(line)
+        if isinstance(answer, dict) and "error" in answer:
             raise TransportError(str(answer["error"]))
-        endpoint = Endpoint(answer.get("address", ""), answer.get("host"))
-        check_endpoint(*endpoint)
-    except ValueError as error:
+        return check_endpoint(answer)
+    except (ValueError, LinkError) as error:
         raise TransportError(str(error)) from None
-    return endpoint
 
 
 class Ticket(NamedTuple):
     """A donor engine's word to its own transfer process that rows are granted to a consumer."""
 
-    consumer: str
-    slots: tuple[int, ...]
-    expires: float  # time.monotonic() of the donor's host
-    signature: bytes
+    consumer: Identifier
+    slots: _Slots
+    expires: Annotated[float, Field(gt=0, allow_inf_nan=False)]  # time.monotonic() of its host
+    signature: Annotated[bytes, Field(min_length=_SIGNATURE_BYTES, max_length=_SIGNATURE_BYTES)]
 
     @classmethod
     def sign(cls, key: bytes, consumer: str, slots: Sequence[int], expires: float) -> "Ticket":
@@ -145,16 +161,16 @@ class Ticket(NamedTuple):
         return now < self.expires and hmac.compare_digest(wanted, self.signature)
 
 
-def check_ticket(ticket: object, rows: int = _MAX_ROWS) -> None:
+def check_ticket(ticket: object, rows: int) -> Ticket:
     """`rows` is how many the donor has."""
-    with checking("ticket"):
-        if not isinstance(ticket, Ticket):
-            raise ValueError(f"it is {type(ticket).__name__}")
-        check_identifier("consumer", ticket.consumer)
-        check_counts("slots", ticket.slots, MAX_ROWS_PER_FETCH, rows - 1)
-        check_seconds("expires", ticket.expires)
-        if type(ticket.signature) is not bytes or len(ticket.signature) != _SIGNATURE_BYTES:
-            raise ValueError("its signature is not text")
+    good = _checked(_TICKET, "ticket", ticket)
+    _check_slots("ticket", good.slots, rows)
+    return good
+
+
+def _check_slots(what: str, slots: tuple[int, ...], rows: int) -> None:
+    if max(slots, default=0) >= rows:
+        raise LinkError(f"malformed {what}: slots has {max(slots)}, and the pool has {rows} rows")
 
 
 def _signature(key: bytes, consumer: str, slots: Sequence[int], expires: float) -> bytes:
@@ -164,84 +180,65 @@ def _signature(key: bytes, consumer: str, slots: Sequence[int], expires: float) 
 class GrantRequest(NamedTuple):
     """A consumer asks a donor to keep the rows of these chunks for it."""
 
-    version: int
-    namespace: str
-    consumer: str  # incarnation
-    keys: tuple[bytes, ...]
+    version: _Version
+    namespace: Identifier
+    consumer: Identifier  # incarnation
+    keys: Annotated[_Keys, BeforeValidator(_check_not_too_many)]
 
 
-def check_request(request: object) -> None:
+def check_request(request: object) -> GrantRequest:
     """Also raises GrantRefusedError, for more than is granted at a time."""
-    with checking("request for a grant"):
-        if not isinstance(request, GrantRequest):
-            raise ValueError(f"it is {type(request).__name__}")
-        check_version(request.version)
-        check_identifier("namespace", request.namespace)
-        check_identifier("consumer", request.consumer)
-        if type(request.keys) is tuple and len(request.keys) > MAX_ROWS_PER_FETCH:
-            raise GrantRefusedError("too many rows")
-        check_keys("keys", request.keys, MAX_ROWS_PER_FETCH)
+    return _checked(_REQUEST, "request for a grant", request)
 
 
 class Grant(NamedTuple):
     """The donor keeps the rows of the leading `len(checksums)` keys until released or expired."""
 
-    grant_id: int  # 0: it holds not even the first
-    checksums: tuple[int, ...]
+    grant_id: Count  # 0: it holds not even the first
+    checksums: _Checksums
     ticket: Ticket
-    address: str  # of the donor's transfer process
-    host: str | None  # as in its Endpoint
+    address: Address  # of the donor's transfer process
+    host: Identifier | None  # as in its Endpoint
     more_is_held: bool  # it holds the next key too, but grants no more at a time
-    sequence: int  # the donor's last publication when it looked: what it lacks, it lacks as of then
+    sequence: (
+        Count  # the donor's last publication when it looked: what it lacks, it lacks as of then
+    )
 
 
-def check_grant(grant: object, asked: int) -> None:
+def check_grant(grant: object, asked: int) -> Grant:
     """`asked` is how many rows it was asked for."""
-    with checking("grant"):
-        if not isinstance(grant, Grant):
-            raise ValueError(f"it is {type(grant).__name__}")
-        check_ticket(grant.ticket)
-        check_count("grant_id", grant.grant_id, 0)
-        check_count("sequence", grant.sequence, 0)
-        check_counts("checksums", grant.checksums, asked, _MAX_CHECKSUM)
-        if len(grant.checksums) != len(grant.ticket.slots):
-            raise ValueError("it has a checksum more or less than it has rows")
-        if bool(grant.grant_id) != bool(grant.checksums):
-            raise ValueError("it has an id without rows, or rows without an id")
-        if grant.grant_id:
-            check_endpoint(grant.address, grant.host)
-        if type(grant.more_is_held) is not bool:
-            raise ValueError("more_is_held is neither True nor False")
+    good = _checked(_GRANT, "grant", grant)
+    rows = len(good.checksums)
+    if rows > asked:
+        raise LinkError(f"malformed grant: it is of {rows} rows, and {asked} were asked for")
+    if rows != len(good.ticket.slots):
+        raise LinkError("malformed grant: it has a checksum more or less than it has rows")
+    if bool(good.grant_id) != bool(rows):
+        raise LinkError("malformed grant: it has an id without rows, or rows without an id")
+    return good
 
 
 class PullOrder(NamedTuple):
     """An engine orders its own transfer process to fetch rows."""
 
-    donor: str  # incarnation
-    address: str  # of the donor's transfer process
-    host: str | None  # as in its Endpoint
+    donor: Identifier  # incarnation
+    address: Address  # of the donor's transfer process
+    host: Identifier | None  # as in its Endpoint
     ticket: Ticket
-    keys: tuple[bytes, ...]
-    checksums: tuple[int, ...]
-    slots: tuple[int, ...]  # ours, one for each of the ticket's
-    timeout: float  # seconds
+    keys: _Keys
+    checksums: _Checksums
+    slots: _Slots  # ours, one for each of the ticket's
+    timeout: Annotated[float, Field(gt=0, lt=MAX_TIMEOUT)]  # seconds
 
 
-def check_order(order: object, rows: int) -> None:
+def check_order(order: object, rows: int) -> PullOrder:
     """`rows` is how many we have."""
-    with checking("order"):
-        if not isinstance(order, PullOrder):
-            raise ValueError(f"it is {type(order).__name__}")
-        check_identifier("donor", order.donor)
-        check_endpoint(order.address, order.host)
-        check_ticket(order.ticket)
-        check_keys("keys", order.keys, MAX_ROWS_PER_FETCH)
-        check_counts("checksums", order.checksums, MAX_ROWS_PER_FETCH, _MAX_CHECKSUM)
-        check_counts("slots", order.slots, MAX_ROWS_PER_FETCH, rows - 1)
-        check_seconds("timeout", order.timeout, MAX_TIMEOUT)
-        parts = (order.ticket.slots, order.keys, order.checksums, order.slots)
-        if len({len(part) for part in parts}) != 1 or len(set(order.slots)) != len(order.slots):
-            raise ValueError("its rows do not match one to one")
+    good = _checked(_ORDER, "order", order)
+    _check_slots("order", good.slots, rows)
+    parts = (good.ticket.slots, good.keys, good.checksums, good.slots)
+    if len({*map(len, parts), len(set(good.slots))}) != 1:
+        raise LinkError("malformed order: its rows do not match one to one")
+    return good
 
 
 class PullResult(NamedTuple):
@@ -250,3 +247,11 @@ class PullResult(NamedTuple):
     verified: int
     reason: str | None  # why not all of them
     transport: str | None = None  # by which they came; None: there was no link
+
+
+_STARTUP = TypeAdapter(Startup)
+_ENDPOINT = TypeAdapter(Endpoint)
+_TICKET = TypeAdapter(Ticket)
+_REQUEST = TypeAdapter(GrantRequest)
+_GRANT = TypeAdapter(Grant)
+_ORDER = TypeAdapter(PullOrder)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from xinference_xavier.errors import GrantRefusedError, LinkError
 from xinference_xavier.pool.pool import Pool, Row
-from xinference_xavier.protocol.transfer import Endpoint, Grant, GrantRequest, check_request
+from xinference_xavier.protocol.transfer import Grant, GrantRequest, check_request
 from xinference_xavier.replica.transfer_process import TransferProcess
 
 
@@ -36,7 +36,7 @@ class Donor:
             LinkError: the request is malformed, or of another version.
         """
         try:
-            check_request(request)
+            request = check_request(request)
             return self._grant(request, namespace, sequence)
         except (GrantRefusedError, LinkError):
             self.refused += 1
@@ -54,7 +54,8 @@ class Donor:
         except GrantRefusedError:
             self.grants.release(promise.grant_id)
             raise
-        endpoint = self._process.endpoint or Endpoint("", None)
+        endpoint = self._process.endpoint
+        assert endpoint is not None, "it signs only while it is there"
         held = len(promise.rows)
         more = held < len(request.keys) and self._pool.lookup(request.keys[held]) is not None
         return Grant(

@@ -159,9 +159,8 @@ class Fetcher:
             tuple(row.key for row in fetch.rows),
         )
         donor = await self._donor(fetch)
-        grant: Grant = await within(fetch.deadline - time.monotonic(), donor.grant(request))
-        check_grant(grant, len(fetch.rows))
-        return grant
+        granted = await within(fetch.deadline - time.monotonic(), donor.grant(request))
+        return check_grant(granted, len(fetch.rows))
 
     async def _donor(self, fetch: PeerFetch) -> xoscar.ActorRefType:
         donor = self._donors.get(fetch.source)

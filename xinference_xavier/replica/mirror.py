@@ -82,7 +82,7 @@ class Mirror:
 
     def apply(self, update: Update) -> None:
         """Apply `update`, or raise ValueError and change nothing."""
-        check_update(update)
+        update = check_update(update)
         if update.settings.version >= self.settings.version:
             self.settings = update.settings
             self.enabled = update.settings.enabled

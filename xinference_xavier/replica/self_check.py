@@ -78,7 +78,7 @@ class SelfCheck:
             actor = await within(PROBE_DEADLINE, xoscar.actor_ref(address, replica_uid(peer)))
             endpoint: Endpoint | None = await within(PROBE_DEADLINE, actor.transfer_endpoint())
             if endpoint is not None:
-                check_endpoint(*endpoint)
+                endpoint = check_endpoint(endpoint)
         except Exception as error:  # xoscar raises whatever the peer raised
             return f"its engine at {address} does not answer: {str(error) or type(error).__name__}"
         if endpoint is None:

@@ -80,7 +80,7 @@ class Receiver:
     async def pull(self, order: PullOrder) -> PullResult:
         """Fetch the rows of `order`; never raises, and never returns before they are at rest."""
         try:
-            check_order(order, self._context.region.rows)
+            order = check_order(order, self._context.region.rows)
         except LinkError as error:
             self._context.conditions.warn("order", "pull refused: %s", error)
             return PullResult(0, "malformed")

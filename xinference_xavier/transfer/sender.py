@@ -110,7 +110,7 @@ class Sender:
         with checking("request for rows"):
             check_identifier("link_id", link_id)
             check_seconds("timeout", timeout, MAX_TIMEOUT)
-        check_ticket(ticket, self._context.region.rows)
+        ticket = check_ticket(ticket, self._context.region.rows)
         serving = self._serving.get(link_id)
         if serving is None:
             raise LinkError("no such link")

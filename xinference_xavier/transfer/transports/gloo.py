@@ -10,7 +10,6 @@ answer. All groups of a device share one listening port.
 """
 
 import hmac
-import json
 import logging
 import threading
 import time
@@ -21,13 +20,13 @@ from typing import Literal, Protocol, cast
 
 import psutil
 import torch
+from pydantic import ConfigDict, TypeAdapter
 from torch.distributed import ProcessGroupGloo
 from torch.distributed.distributed_c10d import Store, Work
 
 from xinference_xavier.errors import LinkError, TransportError
 from xinference_xavier.pool.region import Region
 from xinference_xavier.protocol.transfer import checking
-from xinference_xavier.runtime.validate import parse_object
 from xinference_xavier.transfer.transports.base import Check, Link, Transport
 from xinference_xavier.transfer.transports.gloo_ports import only_free_ports
 
@@ -43,6 +42,8 @@ _MAX_RENDEZVOUS_BYTES = 64 << 10
 _IN_FLIGHT_BYTES = 64 << 20  # above the bandwidth-delay product of any LAN
 _MIN_IN_FLIGHT = 4
 _PORT_ATTEMPTS = 10
+_PART = TypeAdapter(dict[str, bytes], config=ConfigDict(ser_json_bytes="hex", val_json_bytes="hex"))
+"""What Gloo put into one side's store."""
 
 
 class _Group(Protocol):
@@ -87,7 +88,7 @@ class _ExchangedStore(Store):
         with self._changed:
             if not self._changed.wait_for(lambda: bool(self._own), self._timeout):
                 raise LinkError("Gloo did not begin its rendezvous")
-            return json.dumps({key: value.hex() for key, value in self._own.items()}).encode()
+            return _PART.dump_json(self._own)
 
     def transcript(self) -> bytes:
         """Both parts, the same on both sides."""
@@ -96,13 +97,9 @@ class _ExchangedStore(Store):
 
     def add_peers_part(self, part: bytes) -> None:
         with checking("rendezvous"):
-            fields = parse_object("it", part, _MAX_RENDEZVOUS_BYTES)
-            try:
-                values = {key: bytes.fromhex(value) for key, value in fields.items()}
-            except TypeError as error:
-                raise ValueError(error) from None
+            fields = _PART.validate_json(part, strict=True)
         with self._changed:
-            self._peers.update(values)
+            self._peers.update(fields)
             self._changed.notify_all()
 
 
