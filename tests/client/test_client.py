@@ -23,6 +23,8 @@ from xinference_xavier.client import AsyncXavierClient, XavierClient
 from xinference_xavier.errors import ApiError
 from xinference_xavier.stats.schema import EventRecord, ModelStatus, Reuse
 
+pytestmark = pytest.mark.process
+
 
 @pytest.fixture
 def client(pair: Pair) -> Iterator[XavierClient]:
