@@ -35,13 +35,18 @@ STEPS ?=
 # Of `make test-matrix` (default: all).
 VERSIONS ?=
 
-.PHONY: help system native venv lint types test unit test-e2e test-long test-gpu test-matrix chaos bench demo docs links clean
+# Of `make unit` and `make test-e2e`: 1 to measure which lines of the package they run, for `make coverage`.
+COVERAGE ?=
+PYTEST = $(BIN)/python $(if $(COVERAGE),-m coverage run) -m pytest
+
+.PHONY: help system native venv lint types test unit test-e2e coverage test-long test-gpu test-matrix chaos bench demo docs links clean
 
 help:
 	@echo "make demo    two replicas share long prefixes, measured (MODEL=<folder> ARGS='--dtype bfloat16 …' DEVICE=cpu|cuda)"
-	@echo "make test    lint, types, documentation and tests: the next two"
-	@echo "make unit    the tests of modules and of processes without vLLM's server"
-	@echo "make test-e2e  the tests that launch models with xinference and vLLM"
+	@echo "make test    lint, types, documentation, unit tests, and models that share through xinference"
+	@echo "make unit    the tests of modules, in one process for each processor"
+	@echo "make test-e2e  the tests that start replicas, servers, vLLM's engines and xinference"
+	@echo "make coverage  how much of the package was run since its last call by the last two with COVERAGE=1"
 	@echo "make chaos   faults by the thousand, 20 minutes (PART=replicas|engines SECONDS=… SEED=…)"
 	@echo "make test-long  browsers, Prometheus, and clusters, hosts and engines that are broken on purpose: takes long"
 	@echo "make test-gpu  the tests that need an NVIDIA card, with the CUDA build of vLLM"
@@ -104,13 +109,20 @@ lint: venv
 types: venv
 	$(BIN)/mypy
 
-test: lint types docs unit test-e2e
+test: lint types docs unit
+	$(PYTEST) -m main_job
 
-unit: venv
-	$(BIN)/python -m pytest --ignore tests/e2e
+# Some of them build documentation.
+unit: $(VENV)/.docs
+	$(PYTEST) -n auto --maxprocesses 4 --dist worksteal -m "not process and not long and not gpu"
 
 test-e2e: venv
-	$(BIN)/python -m pytest tests/e2e
+	$(PYTEST) -m "process and not long and not gpu"
+
+coverage: venv
+	@$(BIN)/python -m coverage combine --quiet
+	@echo "coverage of the package, lines and branches: $$($(BIN)/python -m coverage report --format=total) %"
+	@$(BIN)/python -m coverage report --format=total --fail-under=90 >/dev/null
 
 test-long: system venv
 	$(BIN)/python -m pytest -m long

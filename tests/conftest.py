@@ -17,6 +17,15 @@ from tests.pair import Pair
 from tests.replica_process import TrackerProcess, replicas
 from tests.tracker_pools import MODEL, TRACKER_PROCESS, create_tracker
 
+E2E = Path(__file__).parent / "e2e"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if E2E in item.path.parents:
+            item.add_marker(pytest.mark.process)
+
 
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:

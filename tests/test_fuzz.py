@@ -1,7 +1,7 @@
 """Whatever a peer sends: it is taken for a checked message, or refused with an error of ours.
 
 No other exception, nothing half done, and no memory that grows with what a few bytes claim. Each
-decoder gets an equal part of XAVIER_FUZZ_SECONDS (30), with other examples every time; a failure
+decoder gets an equal part of XAVIER_FUZZ_SECONDS (10), with other examples every time; a failure
 shows its example.
 """
 
@@ -316,7 +316,7 @@ DECODERS: dict[str, tuple[Check, st.SearchStrategy[Any]]] = {
     "options": (options, OPTIONS),
 }
 
-SECONDS = float(os.environ.get("XAVIER_FUZZ_SECONDS", "30")) / len(DECODERS)
+SECONDS = float(os.environ.get("XAVIER_FUZZ_SECONDS", "10")) / len(DECODERS)
 
 
 @pytest.mark.parametrize("name", DECODERS)

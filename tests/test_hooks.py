@@ -104,6 +104,7 @@ def events(file: Path, **fields: Any) -> list[dict[str, Any]]:
     return [each for each in recorded if fields.items() <= each.items()]
 
 
+@pytest.mark.process
 def test_the_hook_gets_the_events_of_replicas(recorded: Path, own_tracker: TrackerProcess) -> None:
     transports = {"consumer": "gloo", "donor": "gloo"}
     with replicas(own_tracker.address, transports, hooks=RECORD) as (consumer, donor):

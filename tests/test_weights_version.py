@@ -15,6 +15,8 @@ from tests.replica_process import (
     wait_until,
 )
 
+pytestmark = pytest.mark.process
+
 TIMEOUT = 30.0  # not what is tested here
 PREFIX = "namespace"
 

@@ -7,6 +7,8 @@ import pytest
 from benchmarks import fetch
 from benchmarks.figures import MIN_SAMPLES
 
+pytestmark = pytest.mark.process
+
 
 def test_every_fetch_is_measured_beside_its_floor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fetch, "SIZES", ((1, 3),))

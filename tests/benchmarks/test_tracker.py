@@ -6,6 +6,8 @@ import pytest
 
 from benchmarks import propagation, tracker
 
+pytestmark = pytest.mark.process
+
 
 def test_keys_reach_the_mirror_and_the_watchers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tracker, "KEYS", 20_000)

@@ -7,6 +7,8 @@ import pytest
 from benchmarks import transport
 from benchmarks.figures import MIN_SAMPLES
 
+pytestmark = pytest.mark.process
+
 
 def test_every_way_is_measured_beside_its_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transport, "ROW_MIB", (1,))

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.chaos import replicas
 from tests.chaos.kinds import KINDS
 from tests.chaos.schedule import REPLICA_KINDS, TRACKER_KINDS
+
+pytestmark = pytest.mark.process
 
 SEED = 20261121
 STEPS = 60

@@ -21,6 +21,8 @@ from xinference_xavier.cli.tables import size
 from xinference_xavier.client import XavierClient
 from xinference_xavier.stats.schema import ModelStatus
 
+pytestmark = pytest.mark.process
+
 PROGRAM = Path(sys.executable).parent / "xinference-xavier"
 
 

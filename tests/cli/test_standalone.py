@@ -18,6 +18,8 @@ from xinference_xavier.config import XavierConfig
 from xinference_xavier.errors import ConfigError
 from xinference_xavier.kv_transfer_config import own_transfer_config
 
+pytestmark = pytest.mark.process
+
 PROGRAM = Path(sys.executable).parent / "xinference-xavier"
 
 

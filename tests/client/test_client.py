@@ -24,6 +24,8 @@ from xinference_xavier.errors import ApiError
 from xinference_xavier.stats.answers import EventRecord, Reuse
 from xinference_xavier.stats.schema import ModelStatus
 
+pytestmark = pytest.mark.process
+
 
 @pytest.fixture
 def client(pair: Pair) -> Iterator[XavierClient]:

@@ -23,6 +23,8 @@ from xinference_xavier.client import XavierClient, doctor
 from xinference_xavier.client.doctor import Finding
 from xinference_xavier.runtime.net import local_host_towards
 
+pytestmark = pytest.mark.process
+
 EXTENSION = "XINFERENCE_EXTENSIONS=xinference_xavier:extension"
 REFUSING = "tests.transfer.no_transport:NoTransport"
 INGREDIENTS = {"dtype": "float32", "weights": "the same"}

@@ -16,6 +16,8 @@ from examples.local_cluster import Completion, LocalCluster
 from tests.e2e.conftest import ARGUMENTS, wait_until
 from tests.faults import CORRUPT_ROW, Fault
 
+pytestmark = pytest.mark.main_job
+
 UID = "faults"
 CHUNK = 128
 ROWS = 60

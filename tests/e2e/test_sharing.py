@@ -29,6 +29,8 @@ from xinference_xavier.runtime.addresses import reachable_address
 from xinference_xavier.serving.prometheus.families import PREFIX
 from xinference_xavier.stats.answers import Reuse
 
+pytestmark = pytest.mark.main_job
+
 UID = "sharing"
 CHUNK = 128
 ROWS = 60  # of a document's table: about 3,000 tokens

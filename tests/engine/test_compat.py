@@ -200,6 +200,7 @@ def test_vllm_asks_for_events_once_for_each_step() -> None:
     assert "self.connector.take_events()" not in inspect.getsource(Scheduler.schedule)
 
 
+@pytest.mark.process
 def test_the_first_hash_of_a_chain_is_the_same_in_every_process() -> None:
     program = (
         "import os\n"

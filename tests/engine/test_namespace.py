@@ -265,6 +265,7 @@ INGREDIENTS = {"dtype": torch.float32, "layers": ["a", "b"], "chunk_tokens": 128
 ROWS, COLUMNS = 300, 1000
 
 
+@pytest.mark.process
 def test_a_digest_is_the_same_in_every_process_and_order() -> None:
     code = (
         "import torch; from xinference_xavier.engine.namespace import digest;"

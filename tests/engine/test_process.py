@@ -37,6 +37,7 @@ def parent(pipe: Connection, method: str, late: bool) -> None:
     threading.Event().wait()
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_it_ends_when_its_parent_is_killed(method: str, late: bool) -> None:

@@ -102,6 +102,7 @@ def test_documents_have_the_lengths_that_the_demo_speaks_of(
     assert 11_000 < len(tokens(document(1, 240))) < 13_000 < CONTEXT
 
 
+@pytest.mark.process
 def test_one_word_early_in_a_long_prompt_changes_the_answer(
     tokens: Callable[[str], list[int]], predict: Predict
 ) -> None:
@@ -114,6 +115,7 @@ def test_one_word_early_in_a_long_prompt_changes_the_answer(
     assert (predict(first) - predict(second)).abs().max() > 0.1
 
 
+@pytest.mark.process
 def test_most_documents_and_questions_have_first_tokens_of_their_own(
     tokens: Callable[[str], list[int]], predict: Predict
 ) -> None:

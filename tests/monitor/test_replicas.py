@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
+
 from tests.monitor.scene import HITS, ROW_BYTES, Scene, Scraped
 from tests.replica_process import DEADLINE, ReplicaProcess, fresh_keys, replicas, wait_until
 from xinference_xavier.errors import SWITCHED_OFF
 from xinference_xavier.stats.schema import SECONDS_BOUNDS
+
+pytestmark = pytest.mark.process
 
 WORKS = "INFO sharing works: incarnation=second peers=1"
 

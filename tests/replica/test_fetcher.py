@@ -21,6 +21,8 @@ from xinference_xavier.errors import GrantRefusedError, LinkError
 from xinference_xavier.protocol.transfer import MAX_ROWS_PER_FETCH, PROTOCOL_VERSION, GrantRequest
 from xinference_xavier.replica.fetcher import replica_uid
 
+pytestmark = pytest.mark.process
+
 TIMEOUT = 30.0  # not what is tested here
 
 

@@ -27,6 +27,8 @@ from xinference_xavier.errors import GrantRefusedError, LinkError
 from xinference_xavier.protocol.transfer import PROTOCOL_VERSION, GrantRequest
 from xinference_xavier.runtime.addresses import replica_uid
 
+pytestmark = pytest.mark.process
+
 STALLING = {
     "gloo": "tests.faults:StallingGloo",
     "shared_memory": "tests.faults:StallingSharedMemory",

@@ -21,6 +21,8 @@ from xinference_xavier.protocol.transfer import PullOrder, PullResult, Startup, 
 from xinference_xavier.replica import transfer_process as process_module
 from xinference_xavier.replica.transfer_process import TransferProcess
 
+pytestmark = pytest.mark.process
+
 GLOO = "xinference_xavier.transfer.transports.gloo:GlooTransport"
 NONE = "tests.transfer.no_transport:NoTransport"
 HOST = "127.0.0.1"

@@ -24,6 +24,8 @@ from xinference_xavier.runtime import cancels
 from xinference_xavier.runtime.cancels import cancel_circles, mend_cancels
 from xinference_xavier.tracker.actor import BlockTracker
 
+pytestmark = pytest.mark.process
+
 DEADLINE = 30.0
 WINDOW = 1.0  # seconds in which processor time is counted
 QUIET = 0.2  # of it; a pool at rest takes a hundredth, one in which a cancel circles all of it

@@ -29,6 +29,8 @@ from xinference_xavier.client import AsyncXavierClient, XavierClient
 from xinference_xavier.errors import ApiError
 from xinference_xavier.serving.extension import XavierExtension
 
+pytestmark = pytest.mark.process
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 LIST, READ, WRITE = "models:list", "models:read", "models:write"
 RIGHTS = {

@@ -21,6 +21,8 @@ from tests.replica_process import (
 from tests.transfer import faulty_links
 from tests.transfer.faulty_links import Wrong
 
+pytestmark = pytest.mark.process
+
 WRONG = "tests.transfer.faulty_links:WrongDonor"
 ROWS = 8  # of each fetch
 HALF = ROWS // 2

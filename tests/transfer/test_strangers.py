@@ -35,6 +35,8 @@ from xinference_xavier.runtime.addresses import replica_uid
 from xinference_xavier.transfer.transports.gloo import GlooTransport
 from xinference_xavier.transfer.transports.shared_memory import SharedMemoryTransport
 
+pytestmark = pytest.mark.process
+
 TRANSPORTS = {transport.name: transport for transport in (GlooTransport, SharedMemoryTransport)}
 HOST = "127.0.0.1"
 PATIENCE = 30.0

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from typing import Any
 
+import pytest
+
 from tests.serving.launch.launching import supervisor_class
 from xinference_xavier.serving.launch import install
 
@@ -32,6 +34,7 @@ def test_before_4_1_the_outer_method_is_wrapped() -> None:
     assert Supervisor.launch_builtin_model is not before
 
 
+@pytest.mark.process
 def test_install_fits_the_installed_xinference() -> None:
     """In a process of its own, because it changes xinference's classes for good."""
     script = """

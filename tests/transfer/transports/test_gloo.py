@@ -19,7 +19,7 @@ from tests.replica_process import wait_until
 from xinference_xavier.errors import LinkError, TransportError
 from xinference_xavier.pool.region import Region
 from xinference_xavier.transfer.transports import gloo
-from xinference_xavier.transfer.transports.gloo import MAX_GIVEN_UP, GlooLink, GlooTransport
+from xinference_xavier.transfer.transports.gloo import GlooLink, GlooTransport
 
 HOST = "127.0.0.1"
 ROWS, ROW_BYTES = 64, 64 << 10
@@ -297,7 +297,7 @@ def test_a_row_that_does_not_come_ends_the_link_at_the_deadline(
         receive(link, [0, 1], soon())
     here.region.array[:] = SENTINEL
     with pytest.raises(LinkError):
-        link.donor.send([0, 1], later())
+        link.donor.send([0, 1], soon())
     with pytest.raises(LinkError):
         receive(link, [2])
     assert (here.region.array == SENTINEL).all()
@@ -380,10 +380,15 @@ def test_a_consumer_that_does_not_come_back_is_waited_for_until_the_deadline(
 
 
 def test_half_links_that_come_to_nothing_leave_few_sockets(
-    here: GlooTransport, there: GlooTransport, threads: ThreadPoolExecutor
+    here: GlooTransport,
+    there: GlooTransport,
+    threads: ThreadPoolExecutor,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Which side connects depends on their ports, so each is the donor for a while. What connected
     for a consumer that has given up stays in its device."""
+    most = 2
+    monkeypatch.setattr(gloo, "MAX_GIVEN_UP", most)
 
     def come_to_nothing(consumer: GlooTransport, donor: GlooTransport) -> None:
         offer = consumer.offer(SECRET, soon())
@@ -396,9 +401,9 @@ def test_half_links_that_come_to_nothing_leave_few_sockets(
 
     before = sockets()
     for consumer, donor in ((here, there), (there, here)):
-        for _ in range(3 * MAX_GIVEN_UP):
+        for _ in range(3 * most):
             come_to_nothing(consumer, donor)
-    wait_until(lambda: sockets() <= before + 2 * MAX_GIVEN_UP, "the old devices are gone")
+    wait_until(lambda: sockets() <= before + 2 * most, "the old devices are gone")
     link = connect(here, there, threads)
     sending = threads.submit(link.donor.send, [0], later())
     assert receive(link, [0]) == [0]
@@ -416,6 +421,7 @@ def listening_ports() -> set[int]:
     return {s.laddr.port for s in sockets if s.status == psutil.CONN_LISTEN}
 
 
+@pytest.mark.process
 def test_its_port_is_in_the_configured_range(threads: ThreadPoolExecutor) -> None:
     region = Region.create(ROWS, ROW_BYTES)
     before = listening_ports()
@@ -429,6 +435,7 @@ def test_its_port_is_in_the_configured_range(threads: ThreadPoolExecutor) -> Non
     link.donor.close()
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("host", "ports", "error"),
     [

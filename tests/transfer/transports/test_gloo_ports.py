@@ -15,6 +15,8 @@ from xinference_xavier.runtime.net import _ephemeral_ports
 from xinference_xavier.transfer.transports.gloo import _PORT_ATTEMPTS
 from xinference_xavier.transfer.transports.gloo_ports import only_free_ports
 
+pytestmark = pytest.mark.process
+
 HOST = "127.0.0.1"
 FIRST, LAST = _ephemeral_ports()
 
