@@ -36,8 +36,19 @@ def replica(name: str, namespace: str = "n", **more: Any) -> dict[str, Any]:
     return raw | FIGURES | more
 
 
-def model(*replicas: dict[str, Any], enabled: bool = True, **totals: Any) -> ModelStatus:
-    raw = {"model_uid": "m", "enabled": enabled, "replicas": replicas, "totals": FIGURES | totals}
+def model(
+    *replicas: dict[str, Any],
+    enabled: bool = True,
+    tracker: dict[str, Any] | None = None,
+    **totals: Any,
+) -> ModelStatus:
+    raw = {
+        "model_uid": "m",
+        "enabled": enabled,
+        "replicas": replicas,
+        "totals": FIGURES | totals,
+        "tracker": tracker or {},
+    }
     return read(ModelStatus, raw)
 
 
@@ -79,8 +90,17 @@ def test_before_the_first_request_there_is_no_share() -> None:
         (model(replica("a"), replica("b", "other")), "in 2 namespaces and share only within each"),
         (model(replica("a"), replica("b"), seconds_saved=12.34), "saved about 12.3 s"),
         (model(replica("a"), replica("b"), enabled=False), "sharing off"),
+        (model(replica("a"), replica("b"), tracker={"dropped": 1234}), "no room to list 1,234"),
+        (
+            model(
+                replica("a", hooks={"failed": 1}),
+                replica("b", hooks={"dropped": 2}),
+                tracker={"hooks": {"failed": 3}},
+            ),
+            "xavier_hooks failed or was too slow for 6 events",
+        ),
     ],
-    ids=["none", "one", "apart", "saved", "off"],
+    ids=["none", "one", "apart", "saved", "off", "full", "hooks"],
 )
 def test_what_is_to_be_known_beyond_the_figures(status: ModelStatus, remark: str) -> None:
     assert remark in shown(model_table(status))

@@ -9,7 +9,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 from click.testing import CliRunner
@@ -272,6 +272,21 @@ def test_shared_memory_is_demanded_where_it_cannot_be() -> None:
     (finding,) = doctor._links(doctor._Replica("a", MODEL, {}, examined), {"b": "second"})
     assert finding.problem == "cannot fetch from second: no link by shared_memory: other machine"
     assert finding.remedy == "launch with --xavier_transport auto"
+
+
+def test_a_tracker_that_is_full_and_hooks_that_fail() -> None:
+    facts: dict[str, Any] = {
+        "replicas": [],
+        "tracker": {"dropped": 9, "hooks": {"failed": 1, "dropped": 2}},
+    }
+    (full,) = doctor._tracker_is_full(MODEL, facts)
+    assert full.problem == "its tracker has no room to list 9 chunks, so no peer can fetch them"
+    (lost,) = doctor._hooks("replica a", {"failed": 1, "dropped": 2})
+    assert (lost.where, lost.grave) == ("replica a", False)
+    assert lost.problem == "xavier_hooks raised at 1 events and was too slow for 2"
+    assert list(doctor._hooks("replica a", {"failed": 0, "dropped": 0})) == []
+    facts["tracker"]["dropped"] = 0
+    assert list(doctor._tracker_is_full(MODEL, facts)) == []
 
 
 # -- models ----------------------------------------------------------------------------------

@@ -96,6 +96,11 @@ def _remarks(model: ModelStatus) -> list[str]:
             f"The replicas are in {len(namespaces)} namespaces and share only within each: "
             "`xinference-xavier doctor` says why."
         )
+    if model.tracker.dropped:
+        remarks.append(f"The tracker has no room to list {model.tracker.dropped:,} chunks.")
+    lost = model.tracker.hooks.lost + sum(replica.hooks.lost for replica in model.replicas)
+    if lost:
+        remarks.append(f"xavier_hooks failed or was too slow for {lost:,} events.")
     return remarks
 
 

@@ -74,7 +74,10 @@ def _of_a_model(model_uid: str, model: Facts) -> Iterator[Finding]:
     yield from _too_few(model_uid, replicas)
     yield from _namespaces(model_uid, replicas)
     yield from _addresses(replicas)
+    yield from _tracker_is_full(model_uid, model["report"])
+    yield from _hooks(f"tracker of {model_uid}", model["report"]["tracker"]["hooks"])
     for replica in replicas:
+        yield from _hooks(f"replica {replica.name}", replica.report["hooks"])
         if "error" in replica.self_check:
             yield _silent(replica)
             continue
@@ -247,6 +250,27 @@ def _addresses(replicas: list[_Replica]) -> Iterator[Finding]:
                 "launch without xavier_host, and start supervisor and worker with -H and the "
                 "host's own address: xinference-worker -H <address> …",
             )
+
+
+def _tracker_is_full(model_uid: str, report: Facts) -> Iterator[Finding]:
+    if dropped := report["tracker"]["dropped"]:
+        yield Finding(
+            False,
+            f"model {model_uid}",
+            f"its tracker has no room to list {dropped} chunks, so no peer can fetch them",
+            "launch with a larger --xavier_chunk_tokens, or a smaller --xavier_pool_bytes",
+        )
+
+
+def _hooks(where: str, hooks: Facts) -> Iterator[Finding]:
+    if hooks["failed"] or hooks["dropped"]:
+        yield Finding(
+            False,
+            where,
+            f"xavier_hooks raised at {hooks['failed']} events and was too slow for "
+            f"{hooks['dropped']}",
+            "look for the first error in the log there, and make the function return quickly",
+        )
 
 
 def _is_local(replica: _Replica) -> bool:

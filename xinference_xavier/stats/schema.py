@@ -202,6 +202,10 @@ class HookStats:
     failed: int = 0
     dropped: int = 0
 
+    @property
+    def lost(self) -> int:
+        return self.failed + self.dropped
+
 
 @dataclass(kw_only=True)
 class Counters:

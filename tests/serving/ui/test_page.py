@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from selenium.webdriver.common.keys import Keys
 from tests.serving.ui.browser import PHONE, TALL, Browser
 from tests.serving.ui.reports import HITS, history, incarnation, model, replica
 from tests.serving.ui.stage import TOKEN, Stage
+from xinference_xavier.stats.reading import read
+from xinference_xavier.stats.schema import TrackerStats
 
 pytestmark = pytest.mark.long
 
@@ -24,6 +27,10 @@ A, B = incarnation(0), incarnation(1)
 def two(to_a: int = 300 * MIB, to_b: int = 900 * MIB, **more: Any) -> dict[str, Any]:
     """Two replicas that have fetched from each other."""
     return model(replica(0, received={B: to_a}), replica(1, received={A: to_b}, **more))
+
+
+def tracker(**stats: Any) -> dict[str, Any]:
+    return asdict(read(TrackerStats, stats))
 
 
 @pytest.fixture
@@ -116,6 +123,10 @@ def test_events_as_they_happen(page: Any, stage: Stage) -> None:
     assert sentence in newest
     # Those who listen instead of looking hear of it, too.
     assert browser.run("return document.getElementById('said').textContent") == sentence
+    stage.happen({"event": "SharingSwitched", "time": now, "model_uid": "m", "enabled": False})
+    browser.wait_text("#events", "Sharing was switched off")
+    stage.happen({"event": "CacheFlushed", "time": now, "model_uid": "m", "replicas": 2})
+    browser.wait_text("#events", "Pools were emptied (replicas: 2)")
     stage.happen({"event": "FromTheFuture", "time": now, "model_uid": "m"})
     browser.wait_text("#events", "FromTheFuture")
 
@@ -172,6 +183,9 @@ def test_several_models(page: Any, stage: Stage) -> None:
             "Nothing was reused yet.",
         ),
         (model(replica(0) | {"stats": {}}, replica(1) | {"stats": {}}), "No prompts yet."),
+        (two() | {"tracker": tracker(dropped=1234)}, "no room to list 1,234 chunks"),
+        (two(hooks={"failed": 1, "dropped": 2}), "xavier_hooks missed 3 events"),
+        (two() | {"tracker": tracker(hooks={"failed": 0, "dropped": 4})}, "missed 4 events"),
         (model(*map(replica, range(20))), "20 replicas are too many to draw"),
         (model(replica(0, stale=True), replica(1)), "does not answer: figures of its last"),
     ],

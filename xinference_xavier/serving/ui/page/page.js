@@ -99,6 +99,11 @@ function hints(report) {
   if (!report.enabled) return text.sharingOff;
   if (report.replicas.length === 1) return text.alone;
   if (groups > 1) return text.apart(groups);
+  const { dropped, hooks } = report.tracker;
+  if (dropped > 0) return text.trackerFull(count(dropped));
+  const lost = sum([hooks, ...report.replicas.map((replica) => replica.hooks)]
+    .map(({ failed, dropped: late }) => failed + late));
+  if (lost > 0) return text.eventsLost(count(lost));
   return hits.computed > 0 && hits.local_pool + hits.remote === 0 ? text.quiet : null;
 }
 

@@ -1,0 +1,20 @@
+"""The page has a sentence for everything that may happen, in both languages."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import xinference_xavier.serving.ui.routes as routes
+from xinference_xavier.events import Event
+
+WORDS = Path(routes.__file__).parent / "page" / "words.js"
+
+
+@pytest.mark.parametrize("event", [kind.__name__ for kind in Event.__subclasses__()])
+def test_every_event_has_a_sentence(event: str) -> None:
+    _, english, chinese = re.split(r"^  (?:en|zh): {$", WORDS.read_text(), flags=re.MULTILINE)
+    for words in (english, chinese):
+        assert re.search(rf"^    {event}: \(e\) =>", words, re.MULTILINE)
