@@ -41,7 +41,7 @@ async def test_members_are_alive_and_each_set_is_told_once(
     peers.start("epoch", LEASE)
     clock.now += LEASE
     for members in ("ab", "ab", "a", ""):
-        peers.see(frozenset(members))
+        peers.update(frozenset(members))
     assert alive == [{"a", "b"}, {"a"}, set()]
 
 
@@ -49,12 +49,12 @@ async def test_a_new_tracker_is_believed_after_one_lease(
     peers: LivePeers, alive: list[set[str]], clock: Clock
 ) -> None:
     peers.start("epoch", LEASE)
-    peers.see(frozenset("ab"))
+    peers.update(frozenset("ab"))
     peers.start("another", LEASE)
-    peers.see(frozenset("a"))
+    peers.update(frozenset("a"))
     assert alive == [{"a", "b"}], "b may not have joined the new tracker yet"
     clock.now += LEASE
-    peers.see(frozenset("a"))
+    peers.update(frozenset("a"))
     assert alive[-1] == {"a"}
 
 
@@ -62,8 +62,8 @@ async def test_a_peer_that_a_new_tracker_saw_go_is_gone(
     peers: LivePeers, alive: list[set[str]], clock: Clock
 ) -> None:
     peers.start("epoch", LEASE)
-    peers.see(frozenset("ab"))
-    peers.see(frozenset("a"))
+    peers.update(frozenset("ab"))
+    peers.update(frozenset("a"))
     assert alive[-1] == {"a"}
 
 
@@ -71,6 +71,6 @@ async def test_a_replica_that_leaves_has_no_peers(
     peers: LivePeers, alive: list[set[str]], clock: Clock
 ) -> None:
     peers.start("epoch", LEASE)
-    peers.see(frozenset("ab"))
+    peers.update(frozenset("ab"))
     peers.clear()
     assert alive[-1] == set()
