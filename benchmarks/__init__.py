@@ -1,1 +1,1 @@
-"""What sharing costs, beside what the machine itself can do: `python -m benchmarks`."""
+"""What sharing costs, compared with what the machine can do: `python -m benchmarks`."""

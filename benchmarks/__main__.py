@@ -1,6 +1,6 @@
-"""`python -m benchmarks [PART …]`: measures all parts, or those, and writes the report.
+"""`python -m benchmarks [PART …]`: measure all parts, or the named ones, and write the report.
 
-`--quick` measures less of each, in about three minutes, to see whether it works: it writes
+`--quick` measures less of each part, in about three minutes, to see whether they work. It writes
 `build/bench-quick.json` and leaves the report and the page alone.
 """
 
@@ -17,25 +17,25 @@ from typing import Any
 from benchmarks import report
 
 PARTS = {
-    "transport": "rows over Gloo and shared memory, beside raw TCP and memcpy",
-    "fetch": "a whole fetch without an engine, beside what moving its bytes takes",
-    "hit": "time to the first token: computed, held here, held by a peer",
-    "hit_async": "the same with engines that schedule as engines on GPUs do",
+    "transport": "rows over Gloo and shared memory, compared with raw TCP and memcpy",
+    "fetch": "a whole fetch without an engine, compared with moving its bytes",
+    "hit": "time to first token: computed, held locally, held by a peer",
+    "hit_async": "the same with engines that schedule asynchronously, as on GPUs",
     "rest": "the same through xinference's REST API",
-    "donors": "a prefix from one donor, and from two that share its rows",
+    "donors": "a prefix from one donor, and from two that divide its rows",
     "no_hits": "what sharing costs an engine that has nothing to share",
     "served": "the same with `vllm bench serve`",
     "scheduler": "what vLLM's scheduler thread spends on us",
-    "tracker": "an index of a million keys, and how soon news of it arrives",
+    "tracker": "an index of a million keys, and how soon its updates arrive",
     "capacity": "what several pools hold together",
-    "stampede": "one prompt that nobody knows, given to several replicas at once",
-    "peers": "others' ways to a prefix's KV cache",
+    "stampede": "one unknown prompt that reaches several replicas at once",
+    "peers": "other ways to a prefix's KV cache",
     "growth": "a hit and the tracker with ten times as much",
 }
 
 
 def _module(name: str) -> ModuleType:
-    """Of a part. Not before it is needed: the processes that others start come by here, too."""
+    """Import a part only when it is needed: child processes of other parts run this module too."""
     return import_module(f"benchmarks.{name}")
 
 
@@ -71,5 +71,5 @@ if __name__ == "__main__":
     parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(PARTS))
     parser.add_argument("--quick", action="store_true")
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # engines end, too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # end the engines too
     main(options.parts, quick=options.quick)

@@ -1,9 +1,9 @@
-"""vLLM on the CPU platform with asynchronous scheduling, which is how it runs on CUDA.
+"""vLLM on the CPU platform with asynchronous scheduling, as it runs on CUDA.
 
-The platform switches it off, although it works there. With it, and with workers in processes of
-their own, vLLM schedules a step before it has the output of the one before. Benchmarks and tests
-have it; a program that finds `PLUGINS` on its path has it in all of its engines, for vLLM itself
-loads what is installed there.
+The CPU platform switches asynchronous scheduling off, although it works there. With it, and with
+workers in processes of their own, vLLM schedules a step before it has the output of the previous
+one. Benchmarks and tests use it. A program with `PLUGINS` on its path has it in all of its engines,
+because vLLM loads the plugins that are installed there.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ logger = logging.getLogger("vllm.asynchronous")
 
 
 def schedule_asynchronously() -> None:
-    """For engines that this process makes from now on."""
+    """Affects engines that this process creates from now on."""
     from vllm.platforms.cpu import CpuPlatform
 
     original = CpuPlatform.check_and_update_config.__func__  # type: ignore[attr-defined]

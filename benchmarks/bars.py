@@ -1,4 +1,4 @@
-"""What the parts should reach, and by how much they do not."""
+"""The targets of the parts, and by how much they are missed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 Part = Mapping[str, Any]
 Values = Mapping[str, float]
-"""Medians by what they are of."""
+"""Medians by the name of what was measured."""
 
 
 class Bar(NamedTuple):
@@ -15,14 +15,13 @@ class Bar(NamedTuple):
     limit: float
     values: Callable[[Part], Values]
     at_least: bool = False
-    """Or at most."""
+    """If false, `limit` is a maximum."""
     limited_by: str = ""
-    """What kept it from being reached, where that was found out."""
+    """Why the target was missed, where that is known."""
 
 
 def judge(name: str, part: Part) -> list[dict[str, Any]]:
-    """JSON-able; of each bar of this part that was measured, the value that is furthest on the
-    wrong side."""
+    """The worst value for each bar of this part that was measured; JSON-able."""
     return [_judged(bar, values) for bar in BARS.get(name, ()) if (values := bar.values(part))]
 
 
@@ -40,10 +39,10 @@ def _judged(bar: Bar, values: Values) -> dict[str, Any]:
 
 
 def markdown(judged: Sequence[Mapping[str, Any]]) -> str:
-    """A table with an empty line behind it; nothing if there are no bars."""
+    """A table, followed by an empty line; empty if there are no bars."""
     if not judged:
         return ""
-    lines = ["| should be | median, the worst | |", "|---|---|---|"]
+    lines = ["| target | worst median | result |", "|---|---|---|"]
     causes = []
     for bar in judged:
         sign = "≥" if bar["at_least"] else "≤"
@@ -111,19 +110,19 @@ def _sizes(name: str) -> Callable[[Part], Values]:
 
 _BOTH = ("gloo", "shared_memory")
 _TWO_COPIES = (
-    "two copies of every row, by the fetch and by the load, and some 6 ms of messages and of "
+    "two copies of every row, by the fetch and by the load, and about 6 ms of messages and of "
     "vLLM's own steps ([where the time goes](performance.md#where-the-time-of-a-remote-hit-goes))"
 )
 _STEPS = (
-    "what vLLM calls a connector for in each step, and by what storing takes from the processors "
-    "that compute: with the connector taken out of a running engine, a step that answers four "
-    "requests takes 0.3 to 0.45 ms of 15.5 less (a quarter of the Python that runs in it is ours; "
-    "[table](performance.md#what-a-step-pays-for-the-connector)); to store and publish a prompt of "
-    "500 tokens takes 6 ms of the engine's processors and 2 of the tracker's"
+    "vLLM's calls of a connector in each step, and by the processor time that storing takes from "
+    "computing: with the connector taken out of a running engine, a step that answers four "
+    "requests takes 0.3 to 0.45 ms of 15.5 less (a quarter of the Python code that runs in it is "
+    "ours; [table](performance.md#what-a-step-pays-for-the-connector)); storing and publishing a "
+    "prompt of 500 tokens takes 6 ms of the engine's processors and 2 of the tracker's"
 )
 _UNSTEADY = (
-    "the machine: which of two engines is quicker, by a hundredth or two, is drawn when they "
-    "start, so that many have to be started"
+    "the machine: chance decides at their start which of two engines is faster by a hundredth or "
+    "two, so many have to be started"
 )
 BARS: Mapping[str, tuple[Bar, ...]] = {
     "transport": (
@@ -160,7 +159,7 @@ BARS: Mapping[str, tuple[Bar, ...]] = {
             at_least=True,
             limited_by=_STEPS,
         ),
-        Bar("between tokens, 99 of 100, ÷ that of vLLM alone", 1.02, _compared("gap_p99_s")),
+        Bar("p99 time between tokens ÷ that of vLLM alone", 1.02, _compared("gap_p99_s")),
         Bar("half of the confidence interval", 0.01, _half_width, limited_by=_UNSTEADY),
     ),
     "scheduler": (
@@ -172,17 +171,17 @@ BARS: Mapping[str, tuple[Bar, ...]] = {
         Bar("keys published per second, one process", 200_000, _median("publishes_per_s"), True),
         Bar("lookups per second, one process", 1_000_000, _median("lookups_per_s"), True),
         Bar(
-            "ms until 99 of 100 news are at all watchers",
+            "p99 ms until an update reaches a watcher",
             20.0,
             _watchers,
-            limited_by="1,600 answers a second, which with tracker, publisher and watchers on one "
-            "machine take most of its processors; the same calls with nothing in them are beside "
-            "it in the table",
+            limited_by="1,600 answers a second, which take most of the processors if tracker, "
+            "publisher and watchers share one machine; the table also has the same calls without "
+            "content",
         ),
         Bar("bytes per key of a mirror", 200.0, lambda part: {"": part["mirror_bytes_per_key"]}),
     ),
     "stampede": (
         Bar("tokens computed ÷ tokens of the prompt", 1.2, _sizes("computed")),
-        Bar("last of them ÷ alone", 1.2, _sizes("slowest/alone")),
+        Bar("last answer ÷ alone", 1.2, _sizes("slowest/alone")),
     ),
 }

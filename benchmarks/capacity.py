@@ -1,11 +1,11 @@
 """Part `capacity`: what the pools of several replicas hold together.
 
-Real managers, pools, mirrors and an index, with vLLM's scheduler and the transport played; no bytes
-are moved. Each document of the working set, 1.5 times as large as one pool, is a head that all have
-in common and chunks of its own. Requests for documents, chosen uniformly or by Zipf's law, come to
-the replicas at random; mirrors hear of everything some requests later. After as many requests as
-fill the pools several times over, the same number is measured. The reference is the same run
-with plain least-recently-used eviction.
+Managers, pools, mirrors and the index are real; vLLM's scheduler and the transport are simulated,
+and no bytes move. The working set is 1.5 times as large as one pool. Each of its documents consists
+of a head that all documents have in common and of chunks of its own. Requests for documents, chosen
+uniformly or by Zipf's law, arrive at the replicas at random; mirrors learn of changes a few
+requests later. After enough requests to fill the pools several times over, the same number is
+measured. The reference is the same run with plain least-recently-used eviction.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from xinference_xavier.tracker.index import Index
 TITLE = "Capacity"
 REPLICAS = (2, 3)
 CHOICES = {"uniform": 0.0, "Zipf": 1.0}
-"""Exponents: the n-th most popular document is asked for by 1 / n ** exponent."""
+"""Exponents: the n-th most popular document is requested in proportion to 1 / n ** exponent."""
 SLOTS = 512
 WORKING_SET = 1.5
 HEAD_CHUNKS = 2
@@ -41,7 +41,7 @@ POLICIES = ("spares copies", "least recently used")
 
 
 class _Replica(Scheduling):
-    """One engine whose news reaches the index at once and whose fetches succeed where the donor
+    """One engine. Its publications reach the index at once, and its fetches succeed if the donor
     holds the rows."""
 
     def __init__(self, name: str, index: Index, lru: bool) -> None:
@@ -58,7 +58,7 @@ class _Replica(Scheduling):
         mirror.apply(self._index.changes_since(mirror.epoch, mirror.revision, self.name))
 
     def serve(self, number: int, keys: Sequence[OffloadKey], peers: dict[str, _Replica]) -> _Served:
-        """One request from its arrival to its end."""
+        """Serve one request from its arrival to its end."""
         request = self.arrive(str(number), keys)
         while (hits := self.attempt(request)) is None:
             for fetch in self.replica.fetches:
@@ -96,7 +96,7 @@ class _Replica(Scheduling):
 
 
 _Served = tuple[int, int]
-"""Chunks that were hits, and those of them that were fetched."""
+"""Chunks that were hits, and how many of them were fetched."""
 
 
 def measure() -> dict[str, Any]:
@@ -123,8 +123,8 @@ def _compared(count: int, choice: str) -> dict[str, Any]:
 
 
 def _run(count: int, choice: str, lru: bool, seed: int) -> dict[str, float]:
-    """Shares: of the working set that is in the cluster at the end, of the chunks asked for that
-    were hits, and that were fetched."""
+    """Shares: of the working set, what is in the cluster at the end; of the requested chunks, what
+    were hits, and what was fetched."""
     source = random.Random(seed)
     index = Index()
     names = [f"replica {number}" for number in range(count)]
@@ -160,12 +160,11 @@ def _documents() -> list[list[OffloadKey]]:
 
 def markdown(part: dict[str, Any]) -> str:
     lines = [
-        f"Pools of {SLOTS} chunks, a working set of {WORKING_SET:g} pools: documents of "
-        f"{OWN_CHUNKS} chunks and {HEAD_CHUNKS} before them that all have in common. "
-        f"{REQUESTS:,} requests to fill the pools, then as many that are measured, {RUNS} times. "
-        "In percent: of the working set, what is in any pool at the end; of the chunks asked for, "
-        "those that were hits, and those of them that were fetched. In brackets the least and the "
-        "most.",
+        f"Pools of {SLOTS} chunks and a working set of {WORKING_SET:g} pools: documents of "
+        f"{OWN_CHUNKS} chunks, preceded by {HEAD_CHUNKS} that all have in common. {REQUESTS:,} "
+        f"requests fill the pools, then as many are measured, {RUNS} times. In percent: of the "
+        "working set, the part that is in any pool at the end; of the requested chunks, those that "
+        "were hits and those that were fetched. Medians, with minimum and maximum in brackets.",
         "",
         "| replicas | choice | eviction | held | hits | fetched |",
         "|---|---|---|---|---|---|",

@@ -1,9 +1,9 @@
-"""Part `donors`: a prefix from one donor, and from two that share its rows between them.
+"""Part `donors`: a prefix from one donor, and from two that divide its rows between them.
 
-Three replicas of one model behind xinference, each on a host of its own: network namespaces of this
-machine, whose links are slowed down until they are what a fetch waits for. Each round one document
-is fetched from the only replica that has it, and another one from the two that have it. The time is
-that of a one-token answer, at the consumer's actor.
+Three replicas of one model run behind xinference, each on a host of its own: a network namespace of
+this machine, whose link is slowed down until it is the bottleneck of a fetch. In each round one
+document is fetched from the only replica that has it, and another from the two that have it. The
+time is that of a one-token answer at the consumer's actor.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TITLE = "Two donors"
 ROUNDS = 10
 QUICK = {"ROUNDS": 5}
 MEGABITS = 200
-"""Per second, out of each host."""
+"""Mbit/s out of each host."""
 _ROWS = 80  # of a document, each about 50 tokens
 _DONORS = ("first", "second")
 _CONSUMER = "third"
@@ -41,7 +41,7 @@ class Sample(NamedTuple):
 
 
 def measure() -> dict[str, Any]:
-    """Says `why_not` where there can be no such hosts."""
+    """The result has `why_not` if such hosts cannot be made here."""
     with ExitStack() as stack:
         try:
             hosts = stack.enter_context(Hosts(SUPERVISOR, *_DONORS, _CONSUMER))
@@ -71,7 +71,7 @@ def _in_turns(asking: _Asking) -> tuple[list[Sample], list[Sample]]:
     for turn in range(-2 * len(_DONORS), ROUNDS):
         donors = _DONORS[turn % 2 :] + _DONORS[: turn % 2]
         alone = asking.fetched(donors[:1])
-        if turn >= 0:  # before, links are made and their rates learnt
+        if turn >= 0:  # earlier turns make the links and learn their rates
             one.append(alone)
             two.append(asking.fetched(donors))
     return one, two
@@ -84,7 +84,7 @@ class _Asking:
         self._documents = 0
 
     def fetched(self, donors: Sequence[str]) -> Sample:
-        """A new document that the first of these computed, and that the others fetched."""
+        """Fetch a new document that the first of `donors` computed and the others fetched."""
         self._documents += 1
         text = document(self._documents, _ROWS)
         for donor in donors:
@@ -134,9 +134,9 @@ def markdown(part: dict[str, Any]) -> str:
     tokens, share = part["tokens"]["median"], part["lesser_share"]
     lines = [
         f"Time of a one-token answer, ms: {tokens:.0f} tokens ({DTYPE}) that one replica holds, or "
-        f"two, each on a host whose link carries {part['megabits']} Mbit/s. Of the bytes from two, "
-        f"{shown(share)} came from the one that sent less. Medians, in brackets the least and the "
-        "most.",
+        f"two, each on a host whose link carries {part['megabits']} Mbit/s. With two donors, "
+        f"{shown(share)} of the bytes came from the one that sent less. Medians, with minimum and "
+        "maximum in brackets.",
         "",
         "| from one donor | from two | two ÷ one |",
         "|---|---|---|",

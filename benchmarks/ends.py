@@ -1,8 +1,8 @@
-"""Both ends of links, each in a process of its own, without engines: what moves rows, alone.
+"""Both ends of links, each in a process of its own, without engines.
 
-A pair is a donor and a consumer with a region each; rows go from the one's slots to the same slots
-of the other. Besides our transports, an end can do what these are measured against: send the same
-messages over a plain TCP connection, and copy the same rows with one thread's memcpy.
+A pair is a donor and a consumer with a region each; rows go from the donor's slots to the same
+slots of the consumer. Besides our transports, an end implements the references: it sends the same
+messages over a plain TCP connection, and copies the same rows with one thread's memcpy.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ _memcpy.restype = ctypes.c_void_p
 
 
 class Span(NamedTuple):
-    """`time.monotonic()`, which all processes of a host share."""
+    """Values of `time.monotonic()`, which all processes of a host share."""
 
     began: float
     ended: float
 
 
 class _Inside:
-    """What runs in an end's process; each public method is a command."""
+    """Runs in the process of an end; each public method is a command."""
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(4)
@@ -55,7 +55,7 @@ class _Inside:
         self._socket: socket.socket
 
     def make_region(self, rows: int, row_bytes: int, seed: int) -> None:
-        """A new one, and none of the links of the last one."""
+        """Make a new region and close the links of the previous one."""
         for link in self._links.values():
             link.close()
         self._links.clear()
@@ -93,7 +93,7 @@ class _Inside:
         self._socket, _ = self._completing.pop(TCP).result()
 
     def give(self, name: str, slots: Sequence[int]) -> Span:
-        """As the donor."""
+        """Send rows as the donor."""
         began = time.monotonic()
         if name == TCP:
             for slot in slots:
@@ -103,7 +103,7 @@ class _Inside:
         return Span(began, time.monotonic())
 
     def take(self, name: str, slots: Sequence[int]) -> Span:
-        """As the consumer."""
+        """Receive rows as the consumer."""
         began = time.monotonic()
         if name == TCP:
             for slot in slots:
@@ -116,7 +116,7 @@ class _Inside:
         return Span(began, time.monotonic())
 
     def _copy(self, slots: Sequence[int]) -> None:
-        """The same rows, out of the donor's memory."""
+        """Copy the same rows out of the donor's memory."""
         link = self._links[SharedMemoryTransport.name]
         assert isinstance(link, ConsumerLink)
         assert link._theirs is not None
@@ -126,7 +126,7 @@ class _Inside:
             _memcpy(own + slot * size, theirs + slot * size, size)
 
     def same(self, seed: int) -> bool:
-        """Whether all rows are those that an end with this seed has made; they are wiped."""
+        """Whether all rows are those of an end with this seed; wipes them afterwards."""
         row = np.random.default_rng(seed).integers(0, 256, self._region.row_bytes, np.uint8)
         same = bool((self._region.array == row).all())
         self._region.array[:] = 0
@@ -134,7 +134,7 @@ class _Inside:
 
 
 def _unchecked(slot: int) -> None:
-    """Only what moves the bytes is measured."""
+    """No checksum: only moving the bytes is measured."""
 
 
 def _receive(source: socket.socket, row: memoryview) -> None:
@@ -157,7 +157,7 @@ def _run(pipe: Connection) -> None:
 
 
 class End:
-    """The handle of a process; its methods are those of `_Inside`."""
+    """The handle of an end's process; its commands are the methods of `_Inside`."""
 
     def __init__(self) -> None:
         context = multiprocessing.get_context("spawn")
@@ -183,7 +183,7 @@ class End:
 
 
 class Pair:
-    """A donor and a consumer, linked in all ways."""
+    """A donor and a consumer, linked by every transport and reference."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
@@ -205,12 +205,12 @@ class Pair:
         self.donor.begin("give", name, slots)
 
     def finish(self) -> Span:
-        """When the consumer had the rows."""
+        """The time in which the consumer received the rows."""
         self.donor.finish()
         return Span(*self.consumer.finish())
 
     def is_right(self) -> bool:
-        """Whether what has just arrived is what was to be sent."""
+        """Whether the right rows have just arrived."""
         return bool(self.consumer.do("same", self._seed))
 
     def close(self) -> None:

@@ -1,8 +1,8 @@
-"""vLLM engines that share, each in a process that is told through a pipe what to do.
+"""vLLM engines that share, each in a process that takes commands through a pipe.
 
-Times are taken beside the engine, from the call that gives it a request to its first output: no
-HTTP, no tokenizer, and not our pipe. One command of an engine at a time; `begin` on several engines
-and then `finish` has them do something at once.
+Times are taken beside the engine, from the call that gives it a request to its first output:
+without HTTP, tokenizer and our pipe. An engine runs one command at a time. To have several engines
+work at once, call `begin` on all of them and then `finish`.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ CHUNK = 128
 POOL_BYTES = 512 << 20
 DTYPE = "bfloat16"
 STEP_TOKENS = 2048
-"""That an engine computes at once, as a server of vLLM's does by default."""
+"""Tokens that an engine computes in one step, as vLLM's server does by default."""
 _MODEL = Path(__file__).resolve().parent.parent / "build" / "model"
-_KV_BLOCKS = 320  # two of the longest prompts, and what vLLM keeps for itself
+_KV_BLOCKS = 320  # two of the longest prompts, and vLLM's own reserve
 _BLOCK_BYTES = 1 << 20  # of the model in bfloat16
 _ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -53,14 +53,15 @@ _STOP_TIMEOUT = 20.0
 _PATIENCE = 300.0
 _INTERVAL = 0.02
 SETTLE = 0.2
-"""Seconds from the tracker's knowing to every mirror's, and more than is ever needed."""
+"""Seconds until an update has reached every mirror; more than is ever needed."""
 _REST = 0.5
-"""Seconds before a request. OpenMP's threads spin for 0.2 after they computed, and who is asked
-within that time is faster than who is asked after it: all requests start from the same state."""
+"""Seconds of rest before a request. OpenMP's threads spin for 0.2 s after they have computed, and a
+request within that time is faster than a later one. So all requests start from the same state."""
 
 
 class Asked(NamedTuple):
-    """One request. Seconds since it was given to the engine; `cached` are prompt tokens."""
+    """The times of one request, in seconds since it was given to the engine, and its reused prompt
+    tokens (`cached`)."""
 
     first: float
     times: tuple[float, ...]
@@ -72,7 +73,7 @@ class Asked(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What became of one request; `cached` are prompt tokens."""
+    """The result of one request; `cached` counts reused prompt tokens."""
 
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -80,18 +81,18 @@ class Answer(NamedTuple):
 
 
 class Load(NamedTuple):
-    """Requests that were served at once."""
+    """Requests that were served concurrently."""
 
     seconds: float
     asked: list[Asked]
 
 
 class EngineError(Exception):
-    """What an engine raised, as text."""
+    """An error that an engine raised, as text."""
 
 
 class Prompts:
-    """Random tokens, of which no two prompts share a chunk."""
+    """Prompts of random tokens; no two share a chunk."""
 
     def __init__(self, seed: int = 0) -> None:
         self._random = np.random.default_rng(seed)
@@ -102,37 +103,37 @@ class Prompts:
 
 
 def whole_chunks(tokens: int) -> int:
-    """Of a prompt, as many as can be reused: its last token is always computed."""
+    """The chunks of a prompt that can be reused: its last token is always computed."""
     return (tokens - 1) // CHUNK
 
 
 def own_model() -> Path:
-    """Where it is, after it was made."""
+    """Make the benchmarks' model and return its folder."""
     return make_model(_MODEL)
 
 
 def engine_environment() -> dict[str, str]:
-    """What engines find in their environment beside what is there."""
-    # What torch compiles for the first request takes 20 s and is worth keeping.
+    """Additions to the environment of engines."""
+    # torch compiles for 20 s at the first request: keep the result.
     compiled = Path(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")
     kept = os.environ.get("TORCHINDUCTOR_CACHE_DIR", str(compiled))
     return {**_ENVIRONMENT, "TORCHINDUCTOR_CACHE_DIR": kept}
 
 
 class Kind(NamedTuple):
-    """How an engine differs from the others: arguments of vLLM's, options of ours. One without a
+    """How an engine differs from others: vLLM's arguments and our options. An engine without a
     transport does not share."""
 
     transport: str | None = "auto"
     arguments: Mapping[str, Any] = {}
     options: Mapping[str, Any] = {}
     asynchronous: bool = False
-    """On the CPU platform: it schedules ahead of what a worker in a process of its own computes."""
+    """On the CPU platform: schedule ahead of a worker that computes in a process of its own."""
     environment: Mapping[str, str] = {}
 
 
 ALWAYS_FETCH = {"min_fetch_tokens": CHUNK}
-"""What a fetch takes is to be seen, not whether it pays."""
+"""Measure how long a fetch takes, not whether it pays."""
 
 
 class Engine:
@@ -145,14 +146,14 @@ class Engine:
         self._pipe, theirs = context.Pipe()
         self.process = context.Process(target=_run, args=(theirs, arguments, kind))
         self.process.start()
-        atexit.register(self.close)  # before multiprocessing waits for it, for ever
+        atexit.register(self.close)  # before multiprocessing waits for it for ever
         theirs.close()
 
     def begin(self, method: str, *arguments: Any) -> None:
         self._pipe.send((method, arguments))
 
     def finish(self, timeout: float = _PATIENCE) -> Any:
-        """The answer to `begin`; raises EngineError."""
+        """The answer to `begin`. Raises EngineError."""
         try:
             if not self._pipe.poll(timeout):
                 raise EngineError(f"{self.name} did not answer within {timeout:.0f} s")
@@ -174,12 +175,12 @@ class Engine:
         return asked
 
     def cpu_seconds(self) -> float:
-        """Of all of its processes."""
+        """CPU seconds of all of its processes."""
         own = psutil.Process(self.process.pid)
         return sum(_cpu_seconds(process) for process in (own, *own.children(recursive=True)))
 
     def close(self) -> None:
-        """Ends all of its processes; again does nothing. One that is only starting is killed."""
+        """End all of its processes; idempotent. An engine that is still starting is killed."""
         atexit.unregister(self.close)
         patience = _STOP_TIMEOUT if self._has_answered else 0.0
         try:
@@ -205,10 +206,10 @@ def _cpu_seconds(process: psutil.Process) -> float:
 
 
 class Fleet:
-    """A tracker and engines by their names, all ready when the `with` begins.
+    """A tracker and named engines, all ready when the `with` block begins.
 
-    An engine's name is its incarnation; one that does not start is missing from `engines`, and
-    `failed` says why, if it is among those that `may_fail`.
+    An engine's name is its incarnation. If an engine in `may_fail` does not start, it is missing
+    from `engines`, and `failed` says why.
     """
 
     def __init__(
@@ -262,7 +263,7 @@ class Fleet:
         return self.engines[name]
 
     def run(self, call: Any) -> Any:
-        """A call of the tracker's, always on the same loop."""
+        """Make a call to the tracker, always on the same loop."""
 
         async def called() -> Any:
             return await call
@@ -270,7 +271,7 @@ class Fleet:
         return self._loop.run(called())
 
     def replicas(self) -> dict[str, dict[str, Any]]:
-        """What the tracker knows of each, with figures of now."""
+        """The current status of each replica, from the tracker."""
         namespaces = self.run(self.actor.status())["namespaces"].values()
         return {
             replica["incarnation"]: replica for known in namespaces for replica in known["replicas"]
@@ -281,7 +282,7 @@ class Fleet:
         return str(found)
 
     def wait_published(self, name: str, chunks: int) -> None:
-        """Since the last `flush`; all others know of them, too."""
+        """Wait until `name` has published `chunks` since the last `flush`, and all others know."""
         self._wait(
             lambda: self.replicas()[name]["holdings"] >= chunks,
             f"{name} has published {chunks} chunks",
@@ -289,13 +290,13 @@ class Fleet:
         time.sleep(SETTLE)
 
     def flush(self, names: Sequence[str] = ()) -> None:
-        """These pools, or all, hold nothing any more; vLLM's own caches keep what they have."""
+        """Empty these pools, or all. vLLM's own prefix caches keep what they have."""
         names = names or [name for name in self.engines if self._kinds[name].transport is not None]
 
         def are_empty() -> bool:
             replicas = self.replicas()
             members = [Member(name, replicas[name]["address"]) for name in names]
-            self.run(flush_all(members))  # again: what was just computed is still being stored
+            self.run(flush_all(members))  # again: recent chunks are still being stored
             return not any(self.replicas()[name]["holdings"] for name in names)
 
         time.sleep(SETTLE)
@@ -348,7 +349,7 @@ class Fleet:
 
 
 class _Inside:
-    """Each public method is a command."""
+    """Runs in the engine's process; each public method is a command."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
@@ -370,7 +371,7 @@ class _Inside:
         return Asked(times[0], tuple(times), cached)
 
     async def answers(self, prompts: Sequence[Sequence[int]], tokens: int) -> list[Answer]:
-        """To all of them at once."""
+        """Answer all prompts at once."""
         return await asyncio.gather(*(self._answer(prompt, tokens) for prompt in prompts))
 
     async def _answer(self, prompt: Sequence[int], tokens: int) -> Answer:
@@ -390,8 +391,8 @@ class _Inside:
     async def serve(
         self, prompts: Sequence[Sequence[int]], tokens: Sequence[int], at_once: int
     ) -> Load:
-        """So many requests at a time, each next one when one is done, with as many tokens answered
-        as is said for it."""
+        """Serve `at_once` requests at a time, each with its number of output tokens; when one ends,
+        the next begins."""
         left = iter(zip(prompts, tokens, strict=True))
         asked: list[Asked] = []
 
@@ -404,7 +405,7 @@ class _Inside:
         return Load(time.perf_counter() - began, asked)
 
     async def forget(self) -> None:
-        """vLLM's own prefix cache, and not the pool."""
+        """Reset vLLM's own prefix cache, but not the pool."""
         until = time.monotonic() + _PATIENCE
         while not await self._engine.reset_prefix_cache():
             if time.monotonic() > until:
@@ -439,7 +440,7 @@ def _run(pipe: Connection, arguments: dict[str, Any], kind: Kind) -> None:
         while True:
             try:
                 order = await loop.run_in_executor(None, pipe.recv)
-            except EOFError:  # who started it is gone
+            except EOFError:  # the parent is gone
                 order = None
             if order is None:
                 break
@@ -447,7 +448,7 @@ def _run(pipe: Connection, arguments: dict[str, Any], kind: Kind) -> None:
             error, answer = None, None
             try:
                 answer = await getattr(inside, method)(*given)
-            except Exception as raised:  # it is the caller's
+            except Exception as raised:  # for the caller
                 error = repr(raised)
             pipe.send((error, answer))
         engine.shutdown()

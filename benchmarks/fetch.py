@@ -1,8 +1,9 @@
-"""Part `fetch`: a whole fetch, without an engine, beside what moving its bytes costs at least.
+"""Part `fetch`: a whole fetch without an engine, compared with the least that its bytes cost.
 
-From when the scheduler thread begins it until it sees the rows as hits: grant by the donor's
-engine, transfer, checksums, commit. The replicas are real but for vLLM. Its floor is one thread's
-memcpy of the same rows, or the same messages over a plain TCP connection, measured in turns.
+A fetch lasts from the moment the scheduler thread begins it until that thread sees the rows as
+hits: grant by the donor's engine, transfer, checksums, commit. The replicas are real except for
+vLLM. The floor is one thread's memcpy of the same rows, or the same messages over a plain TCP
+connection, measured in turns.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from tests.replica_process import ReplicaProcess, TrackerProcess, fresh_keys, re
 
 TITLE = "A fetch"
 SIZES = ((1, 8), (1, 32), (1, 117), (4, 8), (4, 29))
-"""MiB of a row, rows of a fetch."""
+"""MiB per row, rows per fetch."""
 ROUNDS = 21
 REFERENCES = {"gloo": TCP, "shared_memory": MEMCPY}
 ALLOWED_MS = 5.0
@@ -42,7 +43,7 @@ def _of_all_sizes(pair: Pair, tracker: str) -> Iterator[dict[str, Any]]:
         pair.make(rows, row_bytes)
         for name, reference in REFERENCES.items():
             ends = {f"{end}-{name}-{mib}-{rows}": name for end in ("donor", "consumer")}
-            # Room for what is evicted and for what is fetched.
+            # Room for the evicted rows and for the fetched ones.
             with replicas(
                 tracker, ends, rows=2 * rows, row_bytes=row_bytes, fetch_timeout=_TIMEOUT
             ) as (donor, consumer):
@@ -81,8 +82,8 @@ def markdown(part: dict[str, Any]) -> str:
     lines = [
         "A fetch without an engine, from its beginning until its rows are hits: grant, transfer, "
         "checksums, commit. The floor is one thread's memcpy of the same rows for shared memory, "
-        "the same messages over a plain TCP connection for Gloo. Medians of rounds in turn, in "
-        "brackets the least and the most.",
+        "and the same messages over a plain TCP connection for Gloo. Medians of rounds in turn, "
+        "with minimum and maximum in brackets.",
         "",
         f"| by | rows | a fetch, ms | floor, ms | fetch ÷ (floor + {ALLOWED_MS:g} ms) |",
         "|---|---|---|---|---|",

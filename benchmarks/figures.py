@@ -1,4 +1,4 @@
-"""Figures with their spread, and pairs of them that were measured in turns."""
+"""Figures with their spread, and ratios of figures that were measured in turns."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ MIN_SAMPLES = 5
 
 
 def figure(samples: Sequence[float]) -> dict[str, Any]:
-    """JSON-able: the median, the least, the most, and all of them."""
+    """The median, the least, the most, and all samples; JSON-able."""
     if len(samples) < MIN_SAMPLES:
         raise ValueError(f"{len(samples)} samples are fewer than {MIN_SAMPLES}")
     return {
@@ -22,8 +22,8 @@ def figure(samples: Sequence[float]) -> dict[str, Any]:
 
 
 def ratio(samples: Sequence[float], reference: Sequence[float]) -> dict[str, Any]:
-    """Of samples that were taken in turns with their reference, one by one: what slowed the machine
-    down for a while slowed both."""
+    """Ratios of samples and their reference, one by one. They were taken in turns, so whatever
+    slowed the machine down for a while slowed both."""
     return figure([one / other for one, other in zip(samples, reference, strict=True)])
 
 

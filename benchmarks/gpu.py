@@ -1,9 +1,10 @@
-"""`python -m benchmarks.gpu [PART …] [--graphs]`: what sharing gives on one NVIDIA card.
+"""`python -m benchmarks.gpu [PART …] [--graphs]`: what sharing gains on one NVIDIA card.
 
-Two engines of Qwen2.5-7B's shape share the card; vLLM makes the same random weights for both. Parts
-are `copies` (between the card and a pool), `hits` (time to the first token) and `no_hits` (what
-sharing costs where nothing hits). With `--graphs` engines use CUDA graphs; without, they are eager.
-Writes `build/gpu-report.json` and the end of `docs/gpu.md`; both keep what they had of others.
+Two engines with the shape of Qwen2.5-7B share the card; vLLM makes the same random weights for
+both. The parts are `copies` (between the card and a pool), `hits` (time to first token) and
+`no_hits` (what sharing costs if nothing hits). With `--graphs` the engines use CUDA graphs,
+otherwise they are eager. The program writes `build/gpu-report.json` and the end of `docs/gpu.md`;
+both keep the results of parts that are not measured.
 """
 
 from __future__ import annotations
@@ -53,16 +54,16 @@ POOL_BYTES = 8 << 30
 KV_BYTES = 12 << 30
 BLOCK = 16
 PAGE_BYTES = 32 << 10
-"""Of a block's keys and values in one of the layers."""
+"""The keys and values of a block in one layer."""
 COPIED_CHUNKS = 64
 COPIES = 7
 PINNED_BYTES = 16 << 30
 PROMPTS, PROMPT_TOKENS, ANSWER_TOKENS, AT_ONCE = 64, 1000, 128, 32
-"""Of a round without hits."""
+"""A round without hits."""
 
 
 class Sample(NamedTuple):
-    """Seconds to the first token, and how much of what could be reused the peer's hit reused."""
+    """Seconds to first token, and how much of the reusable prefix the remote hit reused."""
 
     cold: float
     remote: float
@@ -75,7 +76,7 @@ class Sample(NamedTuple):
 
 
 def copies() -> dict[str, Any]:
-    """vLLM's copies to and from a pool's rows, beside one plain copy of as much pinned memory."""
+    """vLLM's copies to and from a pool's rows, and one plain copy of as much pinned memory."""
     import torch
     from vllm.v1.kv_offload.base import (
         CanonicalKVCacheRef,
@@ -159,7 +160,7 @@ def copies() -> dict[str, Any]:
 def _copies_lines(part: dict[str, Any]) -> list[str]:
     lines = [
         f"{part['bytes'] / (1 << 20):.0f} MiB of a KV cache in {COPIED_CHUNKS} rows of a pool, and "
-        f"as much in one piece of plain pinned memory, {COPIES} times in turns.",
+        f"as much in one piece of plain pinned memory, {COPIES} times in turn.",
         "",
         "| | GB/s | plain copy, GB/s | pool ÷ plain |",
         "|---|---|---|---|",
@@ -180,7 +181,7 @@ def _copies_lines(part: dict[str, Any]) -> list[str]:
 
 
 def hits(graphs: bool) -> dict[str, Any]:
-    """Of prompts that nobody knows, one after the other, over each transport."""
+    """Unknown prompts, one after the other, over each transport."""
     return {"transports": {name: _hits_over(name, graphs) for name in TRANSPORTS}}
 
 
@@ -189,7 +190,7 @@ def _hits_over(transport: str, graphs: bool) -> dict[str, Any]:
     found: dict[int, list[Sample]] = {tokens: [] for tokens in LENGTHS}
     kinds = {name: _kind(transport, graphs) for name in ("donor", "consumer")}
     with _fleet(kinds) as fleet:
-        for tokens in LENGTHS:  # links, and what is made at first
+        for tokens in LENGTHS:  # make links, and whatever else is made once
             _ask_everybody(fleet, prompts.fresh(tokens))
         for _ in range(ROUNDS):
             for tokens in LENGTHS:
@@ -237,9 +238,9 @@ def _row(tokens: int, samples: Sequence[Sample]) -> dict[str, Any]:
 
 def _hits_lines(part: dict[str, Any]) -> list[str]:
     lines = [
-        f"Time to the first token at the engine, ms: medians, in brackets the least and the most, "
-        f"of {ROUNDS} prompts of each length. Reused is how much of what the donor held a remote "
-        "hit took from it, as the engine chose by what it had measured.",
+        f"Time to first token at the engine, ms: medians, with minimum and maximum in brackets, of "
+        f"{ROUNDS} prompts of each length. Reused is the part of the donor's chunks that a remote "
+        "hit took from it; the engine decided this by its own measurements.",
         "",
         "| tokens | transport | cold | local hit | pool hit | remote hit | cold ÷ remote "
         "| remote ÷ local | reused |",
@@ -255,16 +256,16 @@ def _hits_lines(part: dict[str, Any]) -> list[str]:
     for name, found in part["transports"].items():
         decided = {key: value for key, value in found["fetch_decisions"].items() if key != "rates"}
         lines.append(
-            f"- {TRANSPORTS[name]}: the donor believed that it computes "
-            f"{found['believed_tokens_per_s']:.0f} tokens a second; of the longest prompts it "
-            f"computed {shown(found['true_tokens_per_s'], 0)}. The consumer decided: {decided}; "
-            f"fetches: {found['used']}."
+            f"- {TRANSPORTS[name]}: the donor estimated that it computes "
+            f"{found['believed_tokens_per_s']:.0f} tokens per second; for the longest prompts it "
+            f"computed {shown(found['true_tokens_per_s'], 0)}. The consumer's decisions: "
+            f"{decided}; fetches: {found['used']}."
         )
     return lines
 
 
 def no_hits(graphs: bool) -> dict[str, Any]:
-    """Prompts that share nothing, to an engine that shares and to one that does not, in turns."""
+    """Prompts that share nothing, in turn for an engine that shares and for one that does not."""
     prompts = Prompts()
     kinds = {"sharing": _kind("auto", graphs), "alone": _kind(None, graphs)}
     rates: dict[str, list[float]] = {name: [] for name in kinds}
@@ -284,8 +285,8 @@ def no_hits(graphs: bool) -> dict[str, Any]:
 def _no_hits_lines(part: dict[str, Any]) -> list[str]:
     return [
         f"{PROMPTS} prompts of {PROMPT_TOKENS} tokens that share nothing, {AT_ONCE} at a time, "
-        f"{ANSWER_TOKENS} tokens answered to each, {ROUNDS} times in turns: "
-        f"{shown(part['sharing_tokens_per_s'], 0)} tokens a second with sharing, "
+        f"{ANSWER_TOKENS} output tokens each, {ROUNDS} times in turn: "
+        f"{shown(part['sharing_tokens_per_s'], 0)} tokens per second with sharing, "
         f"{shown(part['alone_tokens_per_s'], 0)} without; {shown(part['sharing/alone'], 3)} ×.",
     ]
 
@@ -392,5 +393,5 @@ if __name__ == "__main__":
     parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(PARTS))
     parser.add_argument("--graphs", action="store_true", help="CUDA graphs, not eager engines")
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # engines end, too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # end the engines too
     main(options.parts, graphs=options.graphs)

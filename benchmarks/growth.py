@@ -1,9 +1,9 @@
-"""Part `growth`: what a hit and the tracker cost when there is ten times as much.
+"""Part `growth`: what a hit and the tracker cost with ten times as much of everything.
 
-Two vLLM engines, for what a hit over shared memory costs beyond a local one: with a prompt ten
+Two vLLM engines show what a hit over shared memory costs beyond a local one: with a prompt ten
 times as long, with ten times as many keys in the index, and with ten times as many members, which
 hold keys and do nothing else. Small and large take turns. The tracker's own costs are those of part
-`tracker`, at ten times as many keys and replicas.
+`tracker`, with ten times as many keys and replicas.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _PATIENCE = 120.0
 
 
 class Setting(NamedTuple):
-    """The prompt, and the others' share in the index."""
+    """The length of the prompt, and what other members have in the index."""
 
     tokens: int
     keys: int
@@ -74,16 +74,16 @@ def measure() -> dict[str, Any]:
 
 
 def _hits(fleet: Fleet) -> dict[str, list[float]]:
-    """By setting, seconds that a remote hit took longer than a local one."""
+    """By setting, how many seconds longer a remote hit took than a local one."""
     prompts = Prompts()
     costs: dict[str, list[float]] = {name: [] for name in settings()}
-    _cost(fleet, prompts.fresh(TOKENS))  # makes links, and what is made at the first request
+    _cost(fleet, prompts.fresh(TOKENS))  # makes links, and whatever else is made once
     fleet.flush()
     for _ in range(ROUNDS):
         for name, setting in settings().items():
             with _others(fleet, setting.keys, setting.members):
                 costs[name].append(_cost(fleet, prompts.fresh(setting.tokens)))
-            fleet.flush()  # when the others are gone, who would not answer
+            fleet.flush()  # after the others have left: they would not answer
     return costs
 
 
@@ -99,7 +99,7 @@ def _cost(fleet: Fleet, prompt: list[int]) -> float:
 
 @contextmanager
 def _others(fleet: Fleet, keys: int, members: int) -> Iterator[None]:
-    """Members of the engines' namespace that hold so many keys together; mirrors know it."""
+    """Add members that hold `keys` together; wait until the mirrors know them."""
     namespace = fleet.namespace()
     names = [f"other-{number}" for number in range(members)]
     for name in names:
@@ -152,8 +152,8 @@ def of_hits(
 def of_keys(few: dict[str, Any], many: dict[str, Any]) -> list[dict[str, Any]]:
     sizes = (TRACKER_KEYS, TRACKER_KEYS * TIMES)
     names = {
-        "publishes_per_s": "publishing one, in process, µs",
-        "lookups_per_s": "looking one up in a mirror, µs",
+        "publishes_per_s": "publishing a key, in process, µs",
+        "lookups_per_s": "looking a key up in a mirror, µs",
     }
     return [
         row("keys in the index", sizes, words, *(_per_one(found[name]) for found in (few, many)))
@@ -168,8 +168,8 @@ def of_replicas(
     small, large = (_per_one(found["keys_per_s"]) for found in throughput)
     few, many = (found["p50_ms"]["samples"] for found in propagation)
     return [
-        row("replicas", sizes, "publishing one, all at once, µs", small, large),
-        row("replicas", sizes, "news until they are with all, median, ms", few, many),
+        row("replicas", sizes, "publishing a key, all at once, µs", small, large),
+        row("replicas", sizes, "an update until it is everywhere, median, ms", few, many),
     ]
 
 
@@ -191,16 +191,17 @@ def row(
 
 
 def _per_one(rate: dict[str, Any]) -> list[float]:
-    """µs, of a figure that is per second."""
+    """Convert a rate per second into µs each."""
     return [1e6 / per_second for per_second in rate["samples"]]
 
 
 def markdown(part: dict[str, Any]) -> str:
     lines = [
         f"What a remote hit costs beyond a local one, and what the tracker costs, with "
-        f"{TIMES} times as much of one thing and the same of everything else. A hit's base is a "
-        f"prompt of {TOKENS} tokens, {KEYS:,} keys and {MEMBERS} members beside the two engines. "
-        "Medians, in brackets the least and the most; the last column is the ratio of the medians.",
+        f"{TIMES} times as much of one thing and the same of everything else. The base of a hit is "
+        f"a prompt of {TOKENS} tokens, {KEYS:,} keys and {MEMBERS} members beside the two engines. "
+        "Medians, with minimum and maximum in brackets; the last column is the ratio of the "
+        "medians.",
         "",
         "| what grows | from | to | cost | small | large | times |",
         "|---|---|---|---|---|---|---|",

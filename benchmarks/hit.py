@@ -1,9 +1,10 @@
-"""Part `hit`: what a prefix costs that is computed, held here, or held by a peer.
+"""Part `hit`: what a prefix costs if it is computed, held locally, or held by a peer.
 
-Three vLLM engines: a donor and a consumer for each transport. The donor computes a prompt; then, in
-turns and several times, each consumer gets it from the donor, has it in vLLM's own cache and, when
-that has forgotten it, in its pool, and forgets it; each time as many rows are moved by memcpy or
-over raw TCP, which is the least that a fetch could take. A consumer is told to fetch in any case.
+There are three vLLM engines: a donor, and a consumer for each transport. The donor computes a
+prompt. Then the consumers take turns, several times. Each fetches the prompt from the donor, finds
+it in vLLM's own prefix cache, finds it in its pool after that cache was reset, and forgets it. Each
+time as many rows are moved by memcpy or over raw TCP, which is the least that a fetch could take.
+Consumers are told to fetch in any case.
 """
 
 from __future__ import annotations
@@ -33,17 +34,17 @@ LENGTHS = (1000, 4000, 8000, 15_000)
 ROUNDS = 5
 """Prompts of each length."""
 REPEATS = 6
-"""Hits by each transport of each prompt."""
+"""Hits for each prompt and transport."""
 QUICK = {"LENGTHS": (1000, 8000)}
 REFERENCES = {"shared_memory": MEMCPY, "gloo": TCP}
 ALLOWANCE = 0.005
-"""Seconds that a fetch may take beside moving its bytes."""
+"""Seconds that a fetch may take beyond moving its bytes."""
 _SHOWN = {"shared_memory": "shared memory", "gloo": "Gloo"}
 _DONOR = "donor"
 
 
 class Sample(NamedTuple):
-    """Seconds to the first token, and of moving the same rows otherwise."""
+    """Seconds to first token, and `floor`: seconds to move the same rows otherwise."""
 
     cold: float
     remote: float
@@ -53,11 +54,11 @@ class Sample(NamedTuple):
 
 
 class Round(NamedTuple):
-    """Of one prompt."""
+    """The samples of one prompt."""
 
     cold: float
     samples: dict[str, list[Sample]]
-    """By transport; without those for which not all whole chunks came from where they should."""
+    """By transport, except those whose whole chunks did not all come from the expected place."""
 
     @property
     def discarded(self) -> int:
@@ -71,7 +72,7 @@ def measure() -> dict[str, Any]:
 def measure_of(
     lengths: Sequence[int], rounds: int, *, asynchronous: bool = False
 ) -> dict[str, Any]:
-    """Engines that are asynchronous schedule ahead, see `Kind`."""
+    """`asynchronous` engines schedule ahead, see `Kind`."""
     kinds = {_DONOR: Kind(asynchronous=asynchronous)} | {
         name: Kind(name, options=ALWAYS_FETCH, asynchronous=asynchronous) for name in REFERENCES
     }
@@ -81,7 +82,7 @@ def measure_of(
             row_bytes = fleet.replicas()[_DONOR]["stats"]["pool"]["row_bytes"]
             pair.make(whole_chunks(max(lengths)), row_bytes)
             cycle = Cycle(fleet, pair, row_bytes)
-            cycle.run(lengths[0])  # makes links, and what is made at the first request
+            cycle.run(lengths[0])  # makes links, and whatever else is made once
             found: dict[int, list[Round]] = {tokens: [] for tokens in lengths}
             for _ in range(rounds):
                 for tokens in lengths:
@@ -99,7 +100,7 @@ def measure_of(
 
 
 class Cycle:
-    """One prompt's way, from cold to forgotten."""
+    """Takes a prompt from cold to forgotten."""
 
     def __init__(self, fleet: Fleet, pair: Pair, row_bytes: int) -> None:
         self._fleet = fleet
@@ -112,7 +113,7 @@ class Cycle:
         chunks = whole_chunks(tokens)
         cold = self._fleet[_DONOR].ask(prompt)
         if cold.cached:
-            raise RuntimeError("a prompt that nobody can know was known")
+            raise RuntimeError("a fresh prompt was known")
         self._fleet.wait_published(_DONOR, chunks)
         samples: dict[str, list[Sample]] = {name: [] for name in REFERENCES}
         for turn in range(REPEATS):
@@ -128,8 +129,8 @@ class Cycle:
         return Round(cold.first, samples)
 
     def _hits(self, name: str, prompt: list[int]) -> tuple[Asked, Asked, Asked]:
-        """One of the donor's, one of vLLM's own cache and one of the pool; then all is forgotten,
-        but by the donor."""
+        """One hit each from the donor, vLLM's own prefix cache and the pool; then the consumer
+        forgets the prompt."""
         consumer = self._fleet[name]
         remote, local = consumer.ask(prompt), consumer.ask(prompt)
         consumer.do("forget")
@@ -139,7 +140,7 @@ class Cycle:
         return remote, local, pool
 
     def check_transports(self) -> None:
-        """Raises RuntimeError if a consumer has fetched over another transport than its own."""
+        """Raise RuntimeError if a consumer has fetched over another transport than its own."""
         for name in REFERENCES:
             fetches = self._fleet.replicas()[name]["stats"]["fetches"]
             if set(fetches["by_transport"]) & (set(REFERENCES) - {name}):
@@ -147,7 +148,7 @@ class Cycle:
 
 
 def summary(tokens: int, row_bytes: int, rounds: Sequence[Round]) -> dict[str, Any]:
-    """A row of the report; times in ms."""
+    """A row of the report; times are in ms."""
     rows = whole_chunks(tokens)
     return {
         "tokens": tokens,
@@ -183,17 +184,17 @@ def _ms(seconds: Iterable[float]) -> dict[str, Any]:
 
 def markdown(part: dict[str, Any]) -> str:
     lines = [
-        f"Time to the first token at the engine, ms: three vLLM engines of one model ({DTYPE}, "
+        f"Time to first token at the engine, ms. Three vLLM engines of one model ({DTYPE}, "
         f"{CONTEXT} tokens at most, {STEP_TOKENS} computed at once), pools of "
         f"{POOL_BYTES >> 20} MiB, chunks of {CHUNK} tokens, which are rows of "
-        f"{part['row_bytes'] / (1 << 20):g} MiB. A local hit is one of vLLM's own prefix cache, a "
-        "pool hit one after that has forgotten, a remote hit one of what a peer holds; each comes "
-        "to an engine that has rested for half a second. Overhead is remote − local; the floor is "
-        "what as many rows took right after by one thread's memcpy or over one plain TCP "
-        "connection; the last column is overhead ÷ (floor + 5 ms). Medians, in brackets the least "
-        f"and the most, of {part['rounds']} prompts of each length, each hit {REPEATS} times by "
-        f"each transport; {part['discarded']} samples were left out because not all whole chunks "
-        "came from the peer.",
+        f"{part['row_bytes'] / (1 << 20):g} MiB. A local hit comes from vLLM's own prefix cache, a "
+        "pool hit from the local pool after that cache was reset, a remote hit from a peer. Before "
+        "each request the engine rests for half a second. Overhead is remote − local. The floor is "
+        "the time that as many rows took right afterwards by one thread's memcpy or over one plain "
+        "TCP connection. The last column is overhead ÷ (floor + 5 ms). Medians, with minimum and "
+        f"maximum in brackets, of {part['rounds']} prompts of each length, each hit {REPEATS} "
+        f"times by each transport; {part['discarded']} samples were left out because not all "
+        "whole chunks came from the peer.",
         "",
         "| tokens | MiB | transport | cold | local hit | pool hit | remote hit | overhead | floor "
         "| remote ÷ local | cold ÷ remote | overhead ÷ (floor + 5 ms) |",

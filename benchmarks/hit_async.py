@@ -1,7 +1,7 @@
-"""Part `hit_async`: part `hit` with engines that schedule as engines on GPUs do.
+"""Part `hit_async`: part `hit` with engines that schedule asynchronously, as on GPUs.
 
-Each schedules a step before it has the output of the one before, which a worker in a process of its
-own computes.
+Each engine schedules a step before it has the output of the previous one, which a worker computes
+in a process of its own.
 """
 
 from __future__ import annotations

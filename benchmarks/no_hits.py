@@ -2,13 +2,13 @@
 
 Two vLLM engines, one with Xavier and one without, serve the same kind of load in turns: prompts
 that share nothing, several at once, with answers of several lengths, so that some begin while
-others go on. The one with Xavier stores all that it computes, as it would in service, and drops the
-oldest for it.
+others go on. The engine with Xavier stores everything that it computes, as it would in service, and
+evicts the oldest chunks.
 
-Loads are short, since how fast this machine is changes by the minute. Two engines of the same kind
-differ by a hundredth or two for as long as they live, so both are started anew for each pair;
-pairs are made until throughput and the slowest gaps between tokens can be compared to a hundredth,
-or time is over.
+Loads are short because the machine's speed changes by the minute. Two engines of the same kind
+differ by a hundredth or two for as long as they live, so both are started anew for each pair. Pairs
+are made until throughput and the longest times between tokens are known to a hundredth, or until
+time is up.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ from benchmarks.figures import figure, shown
 TITLE = "Nothing to share"
 PROMPT_TOKENS = 500
 ANSWER_TOKENS = (20, 44, 28, 36)
-"""In turn."""
+"""Output tokens of the requests, in turn."""
 REQUESTS = 8
-"""Of a load."""
+"""Requests per load."""
 LOADS = 8
-"""Of each engine."""
+"""Loads per engine."""
 AT_ONCE = 4
 SECONDS = 1800.0
-"""For all pairs."""
+"""Seconds for all pairs."""
 WIDTH = 0.01
 QUICK = {"SECONDS": 0.0, "LOADS": 2}
 _ON, _OFF = "on", "off"
-_THREADS = "xavier-"  # what the names of ours begin with
+_THREADS = "xavier-"  # prefix of our threads' names
 
 
 class Served(NamedTuple):
-    """A load, and the processor seconds that it took: of the engine, its threads by their names,
-    and its transfer process."""
+    """A load and the processor seconds that it took: in the engine, in its threads by name, and in
+    its transfer process."""
 
     load: Load
     engine: float
@@ -64,7 +64,7 @@ def measure() -> dict[str, Any]:
 
 
 def _pair(number: int, prompts: Prompts) -> pairs.Pair:
-    """Of engines of their own."""
+    """A pair of new engines."""
     kinds = {_ON: Kind(), _OFF: Kind(None)}
     in_order = dict([*kinds.items()][:: -1 if number % 2 else 1])
     with Fleet(in_order) as fleet:
@@ -82,7 +82,7 @@ def _pair(number: int, prompts: Prompts) -> pairs.Pair:
             }
             return Served(load, after[0] - before[0], threads, after[2] - before[2])
 
-        for on in (True, False):  # what is made at the first request
+        for on in (True, False):  # whatever is made at the first request
             serve(on)
         turns = [pairs.in_turns(serve)(turn) for turn in range(LOADS)]
     shared, alone = [on for on, _ in turns], [off for _, off in turns]
@@ -90,10 +90,10 @@ def _pair(number: int, prompts: Prompts) -> pairs.Pair:
 
 
 def of_loads(served: Sequence[Served]) -> dict[str, float]:
-    """Raises RuntimeError if a prompt was not computed anew."""
+    """The figures of loads. Raises RuntimeError if a prompt was not computed anew."""
     asked = [one for load in served for one in load.load.asked]
     if any(one.cached for one in asked):
-        raise RuntimeError("a prompt that nobody can know was known")
+        raise RuntimeError("a fresh prompt was known")
     first = [one.first for one in asked]
     gaps = [gap for one in asked for gap in one.gaps]
     return {
@@ -118,7 +118,7 @@ def ours(served: Sequence[Served]) -> dict[str, float]:
 
 
 def per_thousand(seconds: float, requests: int) -> float:
-    """Prompt tokens."""
+    """Seconds per 1,000 prompt tokens."""
     return seconds / (requests * PROMPT_TOKENS) * 1000
 
 
@@ -142,10 +142,10 @@ def summary(found: Sequence[pairs.Pair]) -> dict[str, Any]:
 
 _LINES = {
     "requests_per_s": ("requests per second", 1.0, 2),
-    "first_p50_s": ("first token, median, ms", 1e3, 1),
-    "first_p99_s": ("first token, 99 of 100, ms", 1e3, 1),
-    "gap_p50_s": ("between tokens, median, ms", 1e3, 2),
-    "gap_p99_s": ("between tokens, 99 of 100, ms", 1e3, 2),
+    "first_p50_s": ("time to first token, median, ms", 1e3, 1),
+    "first_p99_s": ("time to first token, p99, ms", 1e3, 1),
+    "gap_p50_s": ("time between tokens, median, ms", 1e3, 2),
+    "gap_p99_s": ("time between tokens, p99, ms", 1e3, 2),
     "cpu_s": ("CPU ms per 1,000 prompt tokens, all processes", 1e3, 1),
 }
 
@@ -153,9 +153,10 @@ _LINES = {
 def markdown(part: dict[str, Any]) -> str:
     lines = [
         f"{LOADS} times {REQUESTS} requests of {PROMPT_TOKENS} tokens that share nothing, "
-        f"{AT_ONCE} at once, {', '.join(map(str, ANSWER_TOKENS))} tokens answered in turn, at the "
-        f"engine ({DTYPE}), in turns with Xavier and without; by {part['pairs']} pairs of engines. "
-        "Ratios are geometric means over the pairs, in brackets their 95 % confidence interval.",
+        f"{AT_ONCE} at once, with {', '.join(map(str, ANSWER_TOKENS))} output tokens in turn, at "
+        f"the engine ({DTYPE}), in turns with Xavier and without, by {part['pairs']} pairs of "
+        "engines. Ratios are geometric means over the pairs, with 95 % confidence intervals in "
+        "brackets.",
         "",
         "| | with Xavier | vLLM alone | ratio |",
         "|---|---|---|---|",
@@ -164,8 +165,8 @@ def markdown(part: dict[str, Any]) -> str:
         lines.append(pairs.line(title, part["compared"][name], scale, digits))
     lines += [
         "",
-        "Ours of that, CPU ms per 1,000 prompt tokens; part `scheduler` has what vLLM's own "
-        "thread spends on us:",
+        "Our share of the CPU time, in ms per 1,000 prompt tokens; part `scheduler` has what "
+        "vLLM's own thread spends on us:",
         "",
         "| thread or process | CPU ms |",
         "|---|---|",

@@ -1,4 +1,4 @@
-"""Two things measured in turns until their ratio is known well enough, or time is over."""
+"""Two things, measured in turns until their ratio is known well enough or time is up."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _T = TypeVar("_T")
 
 
 class Interval(NamedTuple):
-    """Where the mean of pairs' ratios lies."""
+    """The mean of the pairs' ratios, and its confidence interval."""
 
     ratio: float
     low: float
@@ -29,7 +29,7 @@ class Interval(NamedTuple):
 
 
 def interval(samples: Sequence[float], reference: Sequence[float]) -> Interval:
-    """Student's, of the logarithms of the pairs' ratios: their geometric mean and its bounds."""
+    """The geometric mean of the pairs' ratios, and Student's interval of their logarithms."""
     logs = [math.log(one / other) for one, other in zip(samples, reference, strict=True)]
     middle = mean(logs)
     reach = float(t.ppf((1 + CONFIDENCE) / 2, len(logs) - 1)) * stdev(logs) / math.sqrt(len(logs))
@@ -37,7 +37,7 @@ def interval(samples: Sequence[float], reference: Sequence[float]) -> Interval:
 
 
 Run = Mapping[str, float]
-"""Figures by their names."""
+"""Figures by name."""
 
 
 Pair = tuple[Run, Run]
@@ -47,8 +47,8 @@ Pair = tuple[Run, Run]
 def until_known(
     pair: Callable[[int], Pair], *, until: float, watched: Mapping[str, float]
 ) -> list[Pair]:
-    """Pairs, each made with its number: at least MIN_SAMPLES, and then until the ratio of each
-    figure that is watched is known to plus or minus so much, or `time.monotonic()` is `until`."""
+    """Make pairs, each with its number: at least MIN_SAMPLES, and then until the ratio of each
+    `watched` figure is known to plus or minus its value, or `time.monotonic()` reaches `until`."""
     pairs: list[Pair] = []
     while len(pairs) < MIN_SAMPLES or (
         time.monotonic() < until
@@ -59,7 +59,7 @@ def until_known(
 
 
 def in_turns(run: Callable[[bool], _T]) -> Callable[[int], tuple[_T, _T]]:
-    """`run(True)` and `run(False)`, which of the two first changing from pair to pair."""
+    """Make pairs of `run(True)` and `run(False)`; the order alternates from pair to pair."""
 
     def pair(number: int) -> tuple[_T, _T]:
         if number % 2:
@@ -76,7 +76,7 @@ def ratio_of(pairs: Sequence[Pair], name: str) -> Interval:
 
 
 def summary(pairs: Sequence[Pair]) -> dict[str, Any]:
-    """Of each figure that both have: both of its sides, and the ratio with its bounds."""
+    """Both sides of each figure that both runs have, and the ratio with its bounds."""
     names = [name for name in pairs[0][0] if name in pairs[0][1]]
     return {
         name: {
@@ -89,7 +89,7 @@ def summary(pairs: Sequence[Pair]) -> dict[str, Any]:
 
 
 def line(title: str, found: Mapping[str, Any], scale: float = 1.0, digits: int = 1) -> str:
-    """Of a table: with Xavier, without, and the ratio."""
+    """A line of a table: with Xavier, without, and the ratio."""
     on, off = (found[side]["median"] * scale for side in ("on", "off"))
     bounds = f"{found['ratio']:.3f} ({found['low']:.3f}–{found['high']:.3f})"
     return f"| {title} | {on:.{digits}f} | {off:.{digits}f} | {bounds} |"

@@ -1,10 +1,10 @@
-"""Part `peers`: others' ways to a prefix's KV cache, on the same prompts as part `hit`.
+"""Part `peers`: other ways to a prefix's KV cache, on the same kind of prompts as part `hit`.
 
-One vLLM engine without a connector computes each prompt and then has it in its own cache, which is
-the ideal; one with vLLM's example connector stores it in a folder and reads it from there, its own
-cache being off: another engine with that folder would do just the same; and one of ours gets it
-from another one. All compute a prompt in one step, since the example connector stores no more than
-the first one's.
+One vLLM engine without a connector computes each prompt and then has it in its own prefix cache,
+which is the ideal. One engine with vLLM's example connector stores the prompt in a folder and reads
+it back, with its own prefix cache switched off; another engine with that folder would do the same.
+One of our engines fetches the prompt from another. All compute a prompt in one step, because the
+example connector stores only the first step.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _MEMORY = Path("/dev/shm")
 
 
 class Sample(NamedTuple):
-    """Seconds to the first token; None where a peer did not run, or reused less than we."""
+    """Seconds to first token; None where the example did not run or reused less than we do."""
 
     computed: float
     local: float
@@ -68,7 +68,7 @@ def measure() -> dict[str, Any]:
 
 def _samples(fleet: Fleet) -> dict[int, list[Sample]]:
     prompts = Prompts()
-    for length in LENGTHS[:1] * 2:  # what is made at the first request, and the links
+    for length in LENGTHS[:1] * 2:  # whatever is made at the first request, and the links
         _sample(fleet, prompts.fresh(length))
     found: dict[int, list[Sample]] = {tokens: [] for tokens in LENGTHS}
     for _ in range(ROUNDS):
@@ -94,7 +94,7 @@ def _sample(fleet: Fleet, prompt: list[int]) -> Sample:
 def _of_the_example(
     fleet: Fleet, prompt: list[int], reused: int
 ) -> tuple[float | None, float | None]:
-    """Seconds; an example that fails is not asked again, and why is the fleet's to tell."""
+    """Seconds. An example that fails is not asked again; `fleet.failed` has the reason."""
     if _EXAMPLE in fleet.failed:
         return None, None
     engine = fleet[_EXAMPLE]
@@ -110,7 +110,7 @@ def _of_the_example(
 
 
 def summary(tokens: int, samples: Sequence[Sample]) -> dict[str, Any]:
-    """Times in ms; a way without all of its samples is left out."""
+    """Times in ms. A way that lacks samples is left out."""
     columns: Mapping[str, Sequence[float | None]] = {
         name: [getattr(sample, name) for sample in samples] for name in Sample._fields
     }
@@ -144,9 +144,9 @@ _WAYS = {
 
 def markdown(part: dict[str, Any]) -> str:
     lines = [
-        f"Time to the first token at the engine ({DTYPE}, {_STEP_TOKENS} tokens computed at once "
-        "by all of these), the same prompt by all ways in turn. Medians, in brackets the least "
-        "and the most.",
+        f"Time to first token at the engine ({DTYPE}; each engine computes {_STEP_TOKENS} tokens "
+        "at once), the same prompt by all ways in turn. Medians, with minimum and maximum in "
+        "brackets.",
         "",
         "| tokens | way | ms | ÷ computed by vLLM alone | ÷ the ideal |",
         "|---|---|---|---|---|",

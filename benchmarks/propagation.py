@@ -1,8 +1,8 @@
-"""How soon news of 10,000 keys per second reaches all that watch a tracker; of part `tracker`.
+"""How soon updates of 10,000 keys per second reach the watchers of a tracker; for part `tracker`.
 
-Tracker, watchers and publisher are in processes of their own, and each publication carries its
-time. All of them share one machine, which would not be so in a cluster. So the same is done in
-turns with a `Bell`: the same calls, to the same watchers, of an actor with nothing to say.
+Tracker, watchers and publisher run in processes of their own, and each publication carries its
+time. All of them share one machine, unlike in a cluster. So the same is measured in turns with a
+`Bell`: the same calls to the same watchers, from an actor whose answers have no content.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ KEYS_PER_SECOND = 10_000
 PAUSE = 0.01
 """Seconds between two publications."""
 PUBLICATIONS = 200
-"""Of each run."""
+"""Publications per run."""
 _KEYS = int(KEYS_PER_SECOND * PAUSE)
 _PUBLISHER = "publisher"
 
 
 class _Run(NamedTuple):
-    """Of both kinds of calls, in ms, then what was published per second, and the processor seconds
-    that this took per second."""
+    """Delays of updates and of the publisher's calls in ms, the published keys per second, and the
+    processor seconds per second."""
 
     p50_ms: float
     p99_ms: float
@@ -41,7 +41,7 @@ class _Run(NamedTuple):
 
 
 async def measure(counts: Sequence[int]) -> list[dict[str, Any]]:
-    """To so many watchers each."""
+    """Measure once for each number of watchers."""
     found = []
     for count in counts:
         with TrackerProcess() as tracker, Watchers(tracker.address, count) as watchers:
@@ -85,7 +85,7 @@ async def _run(actor: Any, first: int, watchers: Watchers, tracker: TrackerProce
 
 
 async def _publish(actor: Any, first: int) -> list[float]:
-    """What each call took, in ms. One that takes longer than the pause delays those after it."""
+    """The duration of each call in ms. A call longer than the pause delays those after it."""
     took = []
     start = time.monotonic()
     for number in range(PUBLICATIONS):
@@ -103,14 +103,15 @@ def _percentile(samples: list[float], percent: int) -> float:
 
 def markdown(rows: list[dict[str, Any]]) -> str:
     lines = [
-        f"News of {KEYS_PER_SECOND:,} keys per second on their way to watchers, ms from before the "
-        "publisher's call to after the mirror's update. Tracker, publisher and all watchers share "
-        "this machine's processors; so beside it, taken in turns, the same calls between the same "
-        "processes with nothing in the answers. Then the publisher's call alone, the keys that it "
-        "came to publish, and the processors that tracker and watchers took of the machine.",
+        f"Updates of {KEYS_PER_SECOND:,} keys per second on their way to watchers, in ms from "
+        "before the publisher's call until after the mirror's update. Tracker, publisher and all "
+        "watchers share this machine's processors. So the columns `empty` have the same calls "
+        "between the same processes, taken in turns, without content in the answers. The remaining "
+        "columns have the publisher's call alone, the keys that it managed to publish, and the "
+        "processors that tracker and watchers used.",
         "",
-        "| watchers | median | 99 of 100 | empty, median | empty, 99 of 100 | ratio of the 99s |"
-        " a call, median | a call, 99 of 100 | keys per s | tracker | watchers |",
+        "| watchers | median | p99 | empty, median | empty, p99 | ratio of the p99s |"
+        " a call, median | a call, p99 | keys per s | tracker | watchers |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:

@@ -1,6 +1,6 @@
-"""The report: `build/bench-report.json`, and of it `docs/benchmarks.md` with its plots.
+"""The report `build/bench-report.json`, and the page `docs/benchmarks.md` with its plots.
 
-A part that is measured anew replaces what the report and the page had of it; the others stay.
+A part that is measured again replaces its old results in report and page; the others stay.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ PAGE = ROOT / "docs" / "benchmarks.md"
 IMAGES = ROOT / "docs" / "images"
 _HEAD = """# Benchmarks
 
-Written by `make bench`; `make bench PART=<part>` measures one part anew, and with `QUICK=1` tries
-it on less without writing here. All samples are in `build/bench-report.json`. Take the ratios, not
-the figures: they are of one machine, and what is compared was measured in turns.
+`make bench` writes this page. `make bench PART=<part>` measures one part again; with `QUICK=1` it
+measures less and does not write here. All samples are in `build/bench-report.json`. Trust the
+ratios rather than the absolute figures: these come from one machine, and whatever is compared was
+measured in turns.
 """
 _SECTION = re.compile(r"^## .*\(`(\w+)`\)\n", re.MULTILINE)
 
@@ -47,7 +48,7 @@ def add(
     seconds: float,
     file: Path | None = None,
 ) -> None:
-    """To the report and its file."""
+    """Add a part to the report and write the report to its file."""
     file = file or REPORT
     report["parts"][name] = {
         "measured": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
@@ -80,8 +81,8 @@ def _processor() -> str:
 def write_page(
     report: Mapping[str, Any], measured: Mapping[str, ModuleType], parts: Mapping[str, str]
 ) -> None:
-    """Of all `parts`, which are names with a few words, in their order; of those that are not
-    `measured` in this report, what the page had of them, or that there is nothing yet."""
+    """Write the sections of all `parts` (names with a few words) in their order. Parts that are not
+    `measured` in this report keep their section; if they have none, the page says so."""
     sections = _sections(PAGE.read_text()) if PAGE.exists() else {}
     IMAGES.mkdir(exist_ok=True)
     for name, module in measured.items():
@@ -108,7 +109,7 @@ def write_page(
 
 
 def _sections(page: str) -> dict[str, str]:
-    """Of the parts that the page shows, by their names."""
+    """The sections of the page, by the names of their parts."""
     parts = re.split(r"^(?=## )", page, flags=re.MULTILINE)
     named = ((_SECTION.match(part), part) for part in parts)
     return {match[1]: part.rstrip() + "\n" for match, part in named if match}

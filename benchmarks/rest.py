@@ -1,8 +1,8 @@
-"""Part `rest`: part `hit` once more as a client sees it, through xinference's REST API.
+"""Part `rest`: part `hit` as a client of xinference's REST API sees it.
 
-Two replicas of one model behind `xinference-local`. Each sample is a document of its own: the one
-replica computes it, the other gets it from its peer, and then has it itself. The client asks for
-one token, so that its time is that to the first token.
+Two replicas of one model run behind `xinference-local`. Each sample is a document of its own: one
+replica computes it, the other fetches it and then has it itself. The client asks for one token, so
+that it measures the time to first token.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from examples.make_model import CONTEXT
 
 TITLE = "Hits through REST"
 ROWS = (80, 160)
-"""Of a document, each about 50 tokens."""
+"""Rows of a document, each about 50 tokens."""
 ROUNDS = 5
 QUICK = {"ROWS": (160,)}
 _UID = "benchmark"
@@ -53,7 +53,7 @@ def measure() -> dict[str, Any]:
             xavier_pool_bytes="1GiB",
         )
         seed = 0
-        for turn in range(-1, ROUNDS):  # in the first one links are made, and what is made once
+        for turn in range(-1, ROUNDS):  # the first turn makes the links, and whatever is made once
             for rows in ROWS:
                 seed += 1
                 sample = _sample(cluster, document(seed, rows))
@@ -63,7 +63,7 @@ def measure() -> dict[str, Any]:
 
 
 def _sample(cluster: LocalCluster, text: str) -> Sample:
-    """Requests go to the replicas in turn, so the second one is at the other replica."""
+    """Requests go to the replicas in turn, so the second one reaches the other replica."""
     _drop(cluster)
     cold = _ask(cluster, text)
     chunks = cold.prompt_tokens // CHUNK
@@ -121,9 +121,9 @@ def _ms(seconds: Iterable[float]) -> dict[str, Any]:
 
 def markdown(part: dict[str, Any]) -> str:
     lines = [
-        f"Time of a one-token answer at a client of xinference's REST API, ms; two replicas of "
-        f"one model ({DTYPE}), documents of invented people. Medians, in brackets the least and "
-        "the most.",
+        f"Time of a one-token answer at a client of xinference's REST API, ms: two replicas of "
+        f"one model ({DTYPE}), documents about invented people. Medians, with minimum and maximum "
+        "in brackets.",
         "",
         "| tokens | cold | local hit | remote hit | remote ÷ local | cold ÷ remote |",
         "|---|---|---|---|---|---|",

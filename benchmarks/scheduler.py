@@ -1,9 +1,9 @@
 """Part `scheduler`: what the engine's scheduler thread spends on us.
 
-The real manager, pool and mirror, called in the order in which vLLM's scheduler calls them, for a
-prompt of 15,000 tokens; what talks to other processes is a stand-in, since no call of the manager
-waits for it. The mirror knows of 400,000 chunks, and the pool is full, so that every chunk
-that comes in throws another one out. The reference is one look into a dictionary.
+The real manager, pool and mirror are called in the order in which vLLM's scheduler calls them, for
+a prompt of 15,000 tokens. Stand-ins replace what talks to other processes, because no call of the
+manager waits for it. The mirror knows 400,000 chunks, and the pool is full, so that every new chunk
+evicts another. The reference is one dictionary lookup.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _ANSWERS = {
 
 
 class _Timed:
-    """A manager whose calls are timed; lookups, of which there are many, one by one."""
+    """A manager whose calls are timed; the many lookups are timed one by one."""
 
     def __init__(self, manager: Any) -> None:
         self._manager = manager
@@ -125,9 +125,9 @@ def markdown(part: dict[str, Any]) -> str:
     lines = [
         f"A prompt of {part['chunks']} chunks of {CHUNK} tokens, {ROUNDS} times; the mirror knows "
         f"{KNOWN_KEYS:,} chunks, the pool of {SLOTS:,} rows is full. "
-        "Medians, in brackets the least and the most.",
+        "Medians, with minimum and maximum in brackets.",
         "",
-        "| looking a chunk up | µs |",
+        "| lookup of a chunk | µs |",
         "|---|---|",
         *(f"| {name} | {shown(part[f'{name}_us'])} |" for name in (*_ANSWERS, "dict")),
         "",

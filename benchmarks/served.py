@@ -1,8 +1,9 @@
-"""Part `served`: what sharing costs behind HTTP, as vLLM's own `vllm bench serve` sees it.
+"""Part `served`: what sharing costs behind HTTP, measured by vLLM's own `vllm bench serve`.
 
-Two servers of vLLM's, one with Xavier and one without, under the same load in turns: the data sets
+Two vLLM servers, one with Xavier and one without, get the same load in turns: the data set
 `random`, where nothing can be reused, and `prefix_repetition`, where vLLM's own prefix cache serves
-most of it. vLLM's benchmark is called as a function: its CPU build's program `vllm` does not start.
+most. The benchmark is called as a function, because the program `vllm` of vLLM's CPU build does not
+start.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ ANSWER_TOKENS = 32
 REQUESTS = 24
 AT_ONCE = 4
 SECONDS = 90.0
-"""For all pairs of a data set."""
+"""Seconds for all pairs of a data set."""
 WIDTH = 0.01
 QUICK = {"SECONDS": 0.0, "REQUESTS": 8}
 DATASETS = ("random", "prefix_repetition")
@@ -71,7 +72,7 @@ def measure() -> dict[str, Any]:
                 def run(sharing: bool, name: str = name) -> pairs.Run:
                     return bench(model, servers[sharing].port, name, next(seeds))
 
-                for sharing in servers:  # what is made at the first request
+                for sharing in servers:  # whatever is made at the first request
                     run(sharing)
                 until = time.monotonic() + SECONDS
                 watched = {"request_throughput": WIDTH, "p99_itl": WIDTH}
@@ -81,7 +82,7 @@ def measure() -> dict[str, Any]:
 
 
 class Server:
-    """One of vLLM's, from when it is started until the `with` ends."""
+    """A vLLM server that runs as long as its `with` block."""
 
     def __init__(self, model: Path, transfer: dict[str, Any] | None) -> None:
         self.port = free_port(_HOST)
@@ -137,7 +138,7 @@ class Server:
 
 
 def bench(model: Path, port: int, dataset: str, seed: int) -> dict[str, float]:
-    """One run of `vllm bench serve`."""
+    """Run `vllm bench serve` once."""
     from vllm.benchmarks import serve
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -179,20 +180,20 @@ def _lengths(dataset: str) -> Iterator[str]:
 
 _LINES = {
     "request_throughput": ("requests per second", 2),
-    "median_ttft": ("first token, median, ms", 1),
-    "p99_ttft": ("first token, 99 of 100, ms", 1),
-    "median_itl": ("between tokens, median, ms", 2),
-    "p99_itl": ("between tokens, 99 of 100, ms", 2),
+    "median_ttft": ("time to first token, median, ms", 1),
+    "p99_ttft": ("time to first token, p99, ms", 1),
+    "median_itl": ("time between tokens, median, ms", 2),
+    "p99_itl": ("time between tokens, p99, ms", 2),
 }
 
 
 def markdown(part: dict[str, Any]) -> str:
     lines = [
         f"`vllm bench serve` with {REQUESTS} requests of {PROMPT_TOKENS} tokens, {AT_ONCE} at "
-        f"once, {ANSWER_TOKENS} tokens answered ({DTYPE}), in turns to a server with Xavier and to "
-        f"one without. `random` shares nothing; of `prefix_repetition` {PREFIX_TOKENS} tokens are "
-        "those of seven other requests. Ratios are geometric means over the pairs, in brackets "
-        "their 95 % confidence interval.",
+        f"once, {ANSWER_TOKENS} output tokens ({DTYPE}), in turns for a server with Xavier and for "
+        f"one without. Requests of `random` share nothing; those of `prefix_repetition` share "
+        f"{PREFIX_TOKENS} tokens with seven others. Ratios are geometric means over the pairs, "
+        "with 95 % confidence intervals in brackets.",
         "",
         "| | with Xavier | vLLM alone | ratio |",
         "|---|---|---|---|",

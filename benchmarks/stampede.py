@@ -1,8 +1,8 @@
-"""Part `stampede`: one long prompt that nobody knows reaches several replicas at once.
+"""Part `stampede`: one long unknown prompt reaches several replicas at once.
 
-Three vLLM engines. In turns, a fresh prompt goes to one of them alone, to two and to all three at
-the same moment. The best would be that the cluster computes it once, and that nobody waits longer
-than computing alone takes, which on one machine is slower the more engines compute at once.
+There are three vLLM engines. In turns, a fresh prompt goes to one of them alone, to two, and to all
+three at the same moment. Ideally the cluster computes it once, and no request waits longer than
+computing alone takes. On one machine that gets slower the more engines compute at once.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _ALONE = 1
 
 
 class Rush(NamedTuple):
-    """One prompt, asked of several at once: what each was told and had to compute."""
+    """One prompt, sent to several engines at once: times to first token, and tokens computed."""
 
     first: tuple[float, ...]  # seconds
-    computed: int  # tokens of prompt, all together
+    computed: int  # prompt tokens, over all engines
 
     @classmethod
     def of(cls, asked: Sequence[Asked], tokens: int) -> Rush:
@@ -38,7 +38,7 @@ def measure() -> dict[str, Any]:
     names = [f"engine-{number}" for number in range(max(SIZES))]
     prompts = Prompts()
     with Fleet(dict.fromkeys(names, Kind())) as fleet:
-        for name in names:  # what is made at the first request, and the links
+        for name in names:  # whatever is made at the first request, and the links
             _rush(fleet, [name], prompts.fresh(TOKENS // 4))
             _rush(fleet, names, prompts.fresh(TOKENS // 4))
         rushes: dict[int, list[Rush]] = {size: [] for size in (_ALONE, *SIZES)}
@@ -78,14 +78,14 @@ def summary(tokens: int, rushes: Mapping[int, Sequence[Rush]]) -> dict[str, Any]
 
 def markdown(part: dict[str, Any]) -> str:
     lines = [
-        f"The same prompt of {part['tokens']} tokens, which nobody knows, given to several vLLM "
-        "engines at once; in turns with one that is alone, which takes "
-        f"{shown(part['alone_ms'], 0)} ms. They share this machine's cores: who computes "
-        "beside others takes longer than alone whether or not anything is shared. Computed: "
-        "tokens of prompt in the cluster ÷ tokens of the prompt. Medians, in brackets the least "
-        "and the most.",
+        f"The same unknown prompt of {part['tokens']} tokens, given to several vLLM engines at "
+        f"once, in turns with a single engine, which takes {shown(part['alone_ms'], 0)} ms. "
+        "The engines share this machine's cores, so an engine "
+        "that computes beside others takes longer than alone, whether or not anything is shared. "
+        "Computed: prompt tokens computed in the cluster ÷ tokens of the prompt. Medians, with "
+        "minimum and maximum in brackets.",
         "",
-        "| replicas | computed | first of them, ms | last of them, ms | last ÷ alone |",
+        "| replicas | computed | first answer, ms | last answer, ms | last ÷ alone |",
         "|---|---|---|---|---|",
     ]
     for row in part["sizes"]:

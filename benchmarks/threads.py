@@ -1,6 +1,8 @@
-"""What the threads of an engine's process have computed, by name: an extension of vLLM's worker,
-which is in that process here. The kernel does not know Python's names, so the process itself is
-asked."""
+"""CPU time of the threads of an engine's process, by name.
+
+This extends vLLM's worker, which runs in that process here. The kernel does not know Python's
+thread names, so the process itself is asked.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +14,14 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 
 
 class ThreadTimes:
-    """Mixed into the worker by vLLM's `worker_extension_cls`."""
+    """vLLM mixes this into the worker through `worker_extension_cls`."""
 
     def benchmark_threads(self) -> dict[str, float]:
         return seconds_by_name()
 
 
 def seconds_by_name() -> dict[str, float]:
-    """CPU seconds of this process's threads, those of one name together."""
+    """CPU seconds of this process's threads, summed by name."""
     found: dict[str, float] = {}
     for thread in threading.enumerate():
         stat = Path(f"/proc/self/task/{thread.native_id}/stat")

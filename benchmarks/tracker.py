@@ -1,8 +1,8 @@
-"""Part `tracker`: what an index of a million keys takes, and how soon news of it arrives.
+"""Part `tracker`: what an index of a million keys costs, and how soon its updates arrive.
 
-Publications and lookups are timed in one process, beside the least that they could cost: filling a
-set, looking into a dictionary. Throughput is that of one tracker process to which replicas publish
-as fast as it answers them. For the way to the watchers see `propagation`.
+Publications and lookups are timed in one process, compared with the least that they could cost:
+filling a set and looking into a dictionary. Throughput is that of one tracker process while
+replicas publish as fast as it answers. `propagation` measures the way to the watchers.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from xinference_xavier.tracker.index import Index
 TITLE = "Tracker"
 KEYS = 1_000_000
 MEMBERS = 5
-"""That hold them, in equal parts; each part is a sample."""
+"""Members that hold the keys in equal parts; each part is a sample."""
 BATCH = 1000
-"""Keys of a publication."""
+"""Keys per publication."""
 LOOKUPS = 200_000
 REPLICAS = (2, 16, 64)
 RUNS = 5
 SECONDS = 2.0
-"""Of each run."""
+"""Seconds per run."""
 
 
 def measure() -> dict[str, Any]:
@@ -95,7 +95,7 @@ def _fill(batches: list[bytes]) -> None:
 
 
 def _lookups(mirror: Mirror, keys: list[bytes]) -> tuple[list[float], list[float]]:
-    """Per second, in any order, half of them of keys that nobody holds."""
+    """Lookups per second in random order; no member holds half of the keys."""
     asked = random.Random(0).choices(keys, k=LOOKUPS // 2)
     asked += [os.urandom(KEY_BYTES) for _ in range(LOOKUPS // 2)]
     random.Random(1).shuffle(asked)
@@ -161,7 +161,7 @@ class _Publisher:
         await self._tracker.join(NAMESPACE, member, KEY_BYTES, Settings())
 
     async def publish_until(self, end: float) -> int:
-        """How many keys it published."""
+        """Publish until `end`; return the number of keys."""
         first = self._sequence
         while time.monotonic() < end:
             self._sequence += 1
@@ -177,10 +177,10 @@ class _Publisher:
 def markdown(part: dict[str, Any]) -> str:
     lines = [
         f"One process, {KEYS:,} keys of {KEY_BYTES} bytes, held by {MEMBERS} members, "
-        f"published {BATCH} at a time; half of the lookups are of keys that nobody holds. "
-        "Medians, in brackets the least and the most.",
+        f"published {BATCH} at a time; half of the lookups are of keys that no member holds. "
+        "Medians, with minimum and maximum in brackets.",
         "",
-        "| | per second | the least it could cost | ratio |",
+        "| | per second | lower bound of the cost | ratio |",
         "|---|---|---|---|",
         _line("keys published", part, "publishes", "set", "filling a set"),
         _line("keys looked up in a mirror", part, "lookups", "dict", "a dictionary's `get`"),
@@ -188,8 +188,8 @@ def markdown(part: dict[str, Any]) -> str:
         f"Memory: {part['index_bytes_per_key']:.0f} bytes per key in the tracker, "
         f"{part['mirror_bytes_per_key']:.0f} in a mirror.",
         "",
-        f"Replicas that publish to one tracker process as fast as it answers, {BATCH} keys at a "
-        "time and as many withdrawn:",
+        f"Replicas publish to one tracker process as fast as it answers, {BATCH} keys at a time, "
+        "and withdraw as many:",
         "",
         "| replicas | keys published per second |",
         "|---|---|",
@@ -217,7 +217,7 @@ def plot(part: dict[str, Any], axes: Any) -> None:
     news = axes.twinx()
     _curve(news, part["propagation"], "watchers", "p99_ms", "C1")
     news.set_ylabel(
-        f"ms until 99 of 100 news arrive, {propagation.KEYS_PER_SECOND:,} keys/s", color="C1"
+        f"p99 ms until an update arrives, {propagation.KEYS_PER_SECOND:,} keys/s", color="C1"
     )
     axes.set_xscale("log", base=2)
     replicas = [row["replicas"] for row in rows]

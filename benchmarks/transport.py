@@ -1,8 +1,8 @@
-"""Part `transport`: how fast rows move, beside a plain TCP connection and one thread's memcpy.
+"""Part `transport`: how fast rows move, compared with a plain TCP connection and with memcpy.
 
-GB/s are 10⁹ bytes of rows per second of all pairs together, from when the first consumer begins
-until the last one has its rows. Links are made before, regions are populated, and nothing is
-checked but afterwards. What is compared is measured in turns.
+GB/s are 10⁹ bytes of rows per second over all pairs, from the moment the first consumer begins
+until the last one has its rows. Links are made and regions are populated beforehand, and rows are
+checked only afterwards. Whatever is compared is measured in turns.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ROW_MIB = (1, 4, 16)
 PAIRS = (1, 2, 4)
 ROUNDS = 9
 BATCH_BYTES = 256 << 20
-"""Of each pair in each round."""
+"""Bytes per pair and round."""
 REFERENCES = {"gloo": TCP, "shared_memory": MEMCPY}
 _SHOWN = {"gloo": "Gloo", "shared_memory": "shared memory", TCP: "raw TCP", MEMCPY: "memcpy"}
 _MIB = 1 << 20
@@ -47,7 +47,7 @@ def _of(pairs: Sequence[Pair], row_bytes: int) -> dict[str, Any]:
     slots = list(range(BATCH_BYTES // row_bytes))
     names = [*REFERENCES, *REFERENCES.values()]
     rates: dict[str, list[float]] = {name: [] for name in names}
-    for name in names:  # warms it up, and shows that it does what it is measured for
+    for name in names:  # warm up, and show that the right rows arrive
         _rate(pairs, name, slots, row_bytes)
         if not all(pair.is_right() for pair in pairs):
             raise RuntimeError(f"{name} brought other rows than it was given")
@@ -72,10 +72,11 @@ def _rate(pairs: Sequence[Pair], name: str, slots: Sequence[int], row_bytes: int
 
 def markdown(part: dict[str, Any]) -> str:
     lines = [
-        "GB/s of all pairs together, each pair a donor and a consumer in a process of their own; "
+        "GB/s over all pairs. A pair is a donor and a consumer, each in a process of its own; "
         f"{part['batch_bytes'] // _MIB} MiB per pair and round. Raw TCP is one plain connection "
         "per pair with the same messages, memcpy one thread per pair that copies the same rows. "
-        "Medians, in brackets the least and the most; ratios are of rounds that were run in turn.",
+        "Medians, with minimum and maximum in brackets; ratios are of rounds that were run in "
+        "turn.",
         "",
         "| rows | pairs | Gloo | raw TCP | Gloo ÷ TCP | shared memory | memcpy | shared ÷ memcpy |",
         "|---|---|---|---|---|---|---|---|",

@@ -1,7 +1,7 @@
-"""A tracker, and replicas that do nothing but watch it, in processes of their own.
+"""A tracker, and replicas that only watch it, in processes of their own.
 
-In the tracker's process there is also a `Bell`, which the same replicas watch: what the calls cost
-without anything in them.
+The tracker's process also has a `Bell`, which the same replicas watch. It shows what the calls cost
+without content.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ BELL = "bell"
 KEY_BYTES = 36
 _STAMP = struct.Struct("!Q")
 _LEASE = 3600.0
-_PROCESSES = 2  # that all watchers share
+_PROCESSES = 2  # shared by all watchers
 
 
 def stamped(count: int) -> bytes:
-    """Packed keys that carry the time, the same in all of them."""
+    """Packed keys that all carry the same time."""
     stamp = _STAMP.pack(time.monotonic_ns())
     return b"".join(stamp + os.urandom(KEY_BYTES - len(stamp)) for _ in range(count))
 
 
 class _Process:
-    """Runs `main(pipe, …)`, a coroutine function; ends with the `with`."""
+    """Runs `main(pipe, …)`, a coroutine function, in a process."""
 
     def __init__(self, main: Any, *arguments: Any) -> None:
         context = multiprocessing.get_context("spawn")
@@ -49,7 +49,7 @@ class _Process:
         theirs.close()
 
     def seconds(self) -> float:
-        """Of processor time so far."""
+        """Processor time so far."""
         times = psutil.Process(self._process.pid).cpu_times()
         return float(times.user + times.system)
 
@@ -90,7 +90,7 @@ class TrackerProcess:
 
 
 class Bell(xoscar.StatelessActor):  # type: ignore[misc]  # xoscar has no types
-    """A tracker that knows nothing: each publication wakes all that watch, with its time only."""
+    """A tracker without an index: each publication wakes all watchers, with its time only."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ async def _track(pipe: Connection) -> None:
 
 
 class Watchers:
-    """`count` of them, all of which have seen what is there when the `with` begins."""
+    """`count` watchers, all up to date when the `with` block begins."""
 
     def __init__(self, tracker: str, count: int) -> None:
         self._tracker = tracker
@@ -149,14 +149,14 @@ class Watchers:
             process.close()
 
     def delays(self, uid: str, publications: int) -> list[float]:
-        """In ms, of all publications to the actor since the last call, when each watcher has had
-        this many."""
+        """Delays in ms of all publications to the actor since the last call, once each watcher has
+        received this many."""
         for process in self._processes:
             process.pipe.send((uid, publications))
         return [delay for process in self._processes for delay in process.pipe.recv()]
 
     def seconds(self) -> float:
-        """Of processor time so far, all of them together."""
+        """Processor time of all watchers so far."""
         return sum(process.seconds() for process in self._processes)
 
 
@@ -174,7 +174,7 @@ class _Watcher(ABC):
 
 
 class _TrackerWatcher(_Watcher):
-    """Only a mirror. It joins before anything is published."""
+    """Has only a mirror. It joins before anything is published."""
 
     async def run(self, actor: Any, joined: asyncio.Event) -> None:
         mirror, seen = Mirror(self._name), 0
@@ -199,7 +199,7 @@ class _BellWatcher(_Watcher):
 
 
 def _stamps(changes: Sequence[Change]) -> set[int]:
-    """A publication has one; all that is held, where a watcher is far behind, has many."""
+    """A publication has one stamp; a full snapshot, for a watcher that is far behind, has many."""
     once = {_stamp(change.added) for change in changes if change.added and not change.replaces}
     held = (unpack(change.added, KEY_BYTES) for change in changes if change.replaces)
     return once.union(*(map(_stamp, keys) for keys in held))
@@ -226,7 +226,7 @@ async def _watch_all(pipe: Connection, address: str, names: list[str]) -> None:
     pipe.send(None)
     answering = asyncio.ensure_future(_answer(pipe, watchers))
     await asyncio.wait([answering, *tasks], return_when=asyncio.FIRST_COMPLETED)
-    os._exit(0)  # not before all that wait for the tracker have been answered
+    os._exit(0)  # after all calls to the tracker have been answered
 
 
 async def _answer(pipe: Connection, watchers: dict[str, list[_Watcher]]) -> None:
@@ -238,7 +238,7 @@ async def _answer(pipe: Connection, watchers: dict[str, list[_Watcher]]) -> None
             return
         those = watchers[uid]
         while min(len(watcher.delays) for watcher in those) < publications:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)  # what is under way is not announced
+            await asyncio.sleep(0.01)  # nothing announces updates in transit
         pipe.send([delay for watcher in those for delay in watcher.delays[:publications]])
         for watcher in those:
             watcher.delays.clear()

@@ -1,7 +1,7 @@
-"""A question to a running model: how soon its first token came, and where its prompt came from.
+"""Ask a running model: the time to first token, and the sources of the prompt's tokens.
 
-Nobody else may ask the model meanwhile: what a question cost is what its replica's counters grew
-by.
+Nobody else may ask the model meanwhile: the sources are read from how much a replica's counters
+have grown.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Messages = Sequence[Mapping[str, str]]
 
 
 class Answer(NamedTuple):
-    """`first_token_s` as seen from here; `hits` are the prompt's tokens by where they came from."""
+    """`first_token_s` is measured at the client; `hits` are the prompt's tokens by source."""
 
     text: str
     first_token_s: float
@@ -36,23 +36,23 @@ class Answer(NamedTuple):
         hits = self.hits
         return (
             f"{self.first_token_s:6.3f} s to the first token, {hits.total:,} tokens: "
-            f"{hits.prefix_cache:,} own cache, {hits.local_pool:,} own pool, "
-            f"{hits.remote:,} peers, {hits.computed:,} computed ({self.replica})"
+            f"{hits.prefix_cache:,} prefix cache, {hits.local_pool:,} local pool, "
+            f"{hits.remote:,} remote, {hits.computed:,} computed ({self.replica})"
         )
 
 
 def arguments(description: str | None) -> argparse.ArgumentParser:
-    """What every example takes."""
+    """The options of every example."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--endpoint", required=True, help="xinference's, such as http://host:9997")
     parser.add_argument("--model", required=True, help="uid of a model launched with enable_xavier")
-    parser.add_argument("--api-key", help="where xinference asks for one")
-    parser.add_argument("--max-tokens", type=int, default=16, help="of each answer")
+    parser.add_argument("--api-key", help="if xinference requires one")
+    parser.add_argument("--max-tokens", type=int, default=16, help="length of each answer")
     return parser
 
 
 class Asker:
-    """`options` are those of `arguments`."""
+    """Asks a model; `options` come from `arguments`."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         headers = {"Authorization": f"Bearer {options.api_key}"} if options.api_key else {}
@@ -105,7 +105,7 @@ class Asker:
         return Answer("".join(pieces), whole if first is None else first, replica, hits)
 
     def _counted(self, before: ModelStatus) -> tuple[str, Hits]:
-        """The replica that has finished a request since, and what it reused for it."""
+        """The replica that has finished a request since `before`, and the sources of its tokens."""
         known = {replica.incarnation: replica for replica in before.replicas}
         deadline = time.monotonic() + COUNTERS_TIMEOUT
         while time.monotonic() < deadline:
@@ -118,7 +118,7 @@ class Asker:
 
 
 def streamed(lines: Iterator[str]) -> Iterator[str]:
-    """The parts of a streamed answer that have text."""
+    """Yield the texts of a streamed answer."""
     for line in lines:
         field, _, data = line.partition(":")
         if field != "data" or data.strip() == "[DONE]":

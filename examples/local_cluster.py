@@ -1,8 +1,8 @@
-"""An xinference of one's own on this machine, for the demo and for the end-to-end tests.
+"""A private xinference on this machine, for the demo and for the end-to-end tests.
 
-`LocalCluster` starts `xinference-local` of the environment it runs in, with our extension, in a
-session and a home folder of its own; launches models, asks them, and leaves nothing behind. One
-thread uses it at a time. Every wait has a deadline; what goes wrong is a `ClusterError`, which
+`LocalCluster` starts the `xinference-local` of its own Python environment, with our extension, in a
+session and a home folder of its own. It launches models, asks them, and leaves nothing behind. Only
+one thread may use it at a time. Every wait has a deadline. Failures raise `ClusterError`, which
 names the log.
 """
 
@@ -34,7 +34,7 @@ ENVIRONMENT = {
     "XINFERENCE_ENABLE_VIRTUAL_ENV": "0",
     "XINFERENCE_AUTH_ADVANCED": "false",
     "XINFERENCE_DISABLE_METRICS": "1",
-    "XINFERENCE_SUBPOOL_LAUNCH_TIMEOUT": "400",  # of a busy machine; 60 s by default
+    "XINFERENCE_SUBPOOL_LAUNCH_TIMEOUT": "400",  # for a busy machine; 60 s by default
     "XINFERENCE_MODEL_SRC": "huggingface",
     "HF_HUB_OFFLINE": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -47,11 +47,11 @@ STOP_TIMEOUT = 60.0
 
 
 class ClusterError(RuntimeError):
-    """The cluster did not do what was asked; the message says where its log is."""
+    """The cluster did not do what it was asked to; the message names its log."""
 
 
 class Completion(NamedTuple):
-    """An answer, its tokens as text, and the seconds that it took as seen from here."""
+    """An answer, its tokens as text, and the seconds that it took at the client."""
 
     text: str
     tokens: tuple[str, ...]
@@ -62,7 +62,7 @@ class Completion(NamedTuple):
 
     @classmethod
     def of(cls, answer: dict[str, Any], seconds: float) -> Completion:
-        """From xinference's answer, which has log-probabilities."""
+        """Read xinference's answer, which must have log-probabilities."""
         choice, usage = answer["choices"][0], answer["usage"]
         details = usage.get("prompt_tokens_details") or {}
         return cls(
@@ -76,16 +76,16 @@ class Completion(NamedTuple):
 
 
 class Leftovers(NamedTuple):
-    """What `stop` had to remove itself because it did not go by its own."""
+    """What `stop` had to remove by force."""
 
     processes: tuple[str, ...]
     segments: tuple[str, ...]
 
 
 class LocalCluster:
-    """`with LocalCluster(log) as cluster:` starts it and stops it.
+    """`with LocalCluster(log) as cluster:` starts the cluster and stops it.
 
-    `environment` is added to that of the servers and their engines. `port` 0: a free one.
+    `environment` is added to that of the servers and their engines. `port` 0 means any free port.
     """
 
     def __init__(
@@ -127,20 +127,20 @@ class LocalCluster:
 
     @property
     def endpoint(self) -> str:
-        """Where xinference answers REST calls."""
+        """The base URL of xinference's REST API."""
         return f"http://{self._host}:{self._port}"
 
     # Life
 
     def start(self) -> None:
-        """Return when the server answers."""
+        """Start the server and return when it answers."""
         self._port = self._port or free_port(self._host)
         self._home = tempfile.TemporaryDirectory(prefix="xavier-cluster-")
         self.log.parent.mkdir(parents=True, exist_ok=True)
         self._start_servers(Path(self._home.name))
 
     def stop(self) -> Leftovers:
-        """End the server and wait until nothing of it is left, by force where it must be."""
+        """Stop the server and wait until nothing of it is left; use force if necessary."""
         if self._server is None or self._home is None:
             return Leftovers((), ())
         segments = self._segments()
@@ -168,7 +168,7 @@ class LocalCluster:
         return Leftovers(tuple(names), kept)
 
     def processes(self) -> list[psutil.Process]:
-        """Everything that runs because of this cluster, also what has lost its parent."""
+        """All processes of this cluster, including those that have lost their parent."""
         for process in psutil.process_iter():
             try:
                 if self._is_ours(process):
@@ -181,7 +181,7 @@ class LocalCluster:
     # Models
 
     def register(self, folder: Path, name: str) -> None:
-        """Make the model in `folder` known as `name`."""
+        """Register the model in `folder` as `name`."""
         config = json.loads((folder / "config.json").read_text())
         definition = {
             "version": 2,
@@ -209,8 +209,8 @@ class LocalCluster:
         self._link(folder.resolve(), f"{name}-pytorch-1b-none")
 
     def _link(self, folder: Path, name: str) -> None:
-        """As xinference does when the model is first launched. Of two replicas that come to do so
-        at the same time, one would fail."""
+        """Link the model into the cache, as xinference does at its first launch. If two replicas
+        did so at the same time, one would fail."""
         assert self._home is not None
         link = Path(self._home.name) / "cache" / "v2" / name
         link.parent.mkdir(parents=True, exist_ok=True)
@@ -221,7 +221,7 @@ class LocalCluster:
         """Launch a registered model; return when every replica is ready.
 
         Raises:
-            ClusterError: with xinference's reason when the launch failed.
+            ClusterError: the launch failed; the message has xinference's reason.
         """
         body: dict[str, object] = {
             "model_name": name,
@@ -252,7 +252,7 @@ class LocalCluster:
         self.call("DELETE", f"/v1/models/{model_uid}")
 
     def replicas(self, model_uid: str) -> list[dict[str, Any]]:
-        """What xinference says of each replica: `replica_id`, `model_state`, `error_message` …"""
+        """What xinference reports of each replica: `replica_id`, `model_state` and so on."""
         found = self.call("GET", f"/v1/models/instances?model_uid={model_uid}")
         return [status for instance in found for status in instance["replica_statuses"]]
 
@@ -305,16 +305,16 @@ class LocalCluster:
         self.call("POST", f"/v1/xavier/{model_uid}", {"enabled": enabled})
 
     def supervisor_address(self) -> str:
-        """The control address, for talking to actors."""
+        """The supervisor's control address, at which its actors are."""
         return str(self.call("GET", "/v1/address"))
 
     def call(
         self, method: str, path: str, body: object = None, *, timeout: float = REQUEST_TIMEOUT
     ) -> Any:
-        """One REST call; returns the decoded answer.
+        """Make one REST call and return the decoded answer.
 
         Raises:
-            ClusterError: any answer but a success, with its text; or none at all.
+            ClusterError: the answer is an error, whose text the message has, or there is none.
         """
         try:
             url = f"{self.endpoint}{path}"
@@ -341,9 +341,9 @@ class LocalCluster:
         self._wait("the server answers", START_TIMEOUT, self._answers)
 
     def _environment(self, home: Path) -> dict[str, str]:
-        """What servers with this home, which they may fill, find in their environment."""
+        """The environment of servers with this home, which they may fill."""
         environment = {**os.environ, **ENVIRONMENT, **self._added_environment}
-        # Sockets and scratch files too: engines are killed in the end and leave them behind.
+        # Sockets and scratch files too: engines are killed at the end and leave them behind.
         scratch = home / "tmp"
         scratch.mkdir(parents=True)
         environment |= {
@@ -351,11 +351,11 @@ class LocalCluster:
             "TMPDIR": str(scratch),
             "VLLM_RPC_BASE_PATH": str(scratch),
         }
-        # What torch compiles for the first request takes 20 s and is worth keeping.
+        # torch compiles for 20 s at the first request: keep the result.
         compiled = Path(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")
         environment.setdefault("TORCHINDUCTOR_CACHE_DIR", str(compiled))
         environment.pop("PYTHONDONTWRITEBYTECODE", None)
-        environment.pop("PYTHONHASHSEED", None)  # replicas must find each other's chunks without
+        environment.pop("PYTHONHASHSEED", None)  # replicas must find each other's chunks without it
         return environment
 
     def _answers(self) -> bool:
@@ -372,7 +372,7 @@ class LocalCluster:
         return self._server.poll() is not None
 
     def _is_ours(self, process: psutil.Process) -> bool:
-        """Of our session, or started with our home: some leave the one, some rewrite the other."""
+        """Some processes leave our session, others rewrite their environment: either will do."""
         assert self._server is not None
         assert self._home is not None
         return (
@@ -381,7 +381,7 @@ class LocalCluster:
         )
 
     def _segments(self, name: re.Pattern[str] = PYTHON_SEGMENT) -> set[Path]:
-        """Shared-memory segments of Python's, or of that name, that our processes have mapped."""
+        """Shared-memory segments that our processes have mapped, with names that match `name`."""
         found = set()
         for process in self.processes():
             try:
@@ -421,7 +421,7 @@ def _until(timeout: float, condition: Callable[[], bool], interval: float = 0.25
 
 
 def free_port(host: str) -> int:
-    """One that nobody listens at just now."""
+    """A port on which nothing listens at this moment."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as probe:
         probe.bind((host, 0))

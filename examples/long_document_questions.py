@@ -1,7 +1,7 @@
-"""Several questions about the same long documents, as people ask them one after the other.
+"""Ask several questions about the same long documents, one after the other.
 
-The document comes first in every prompt, so all prompts about it begin alike. xinference gives them
-to the replicas in turn: the first one to see a document computes it, the others get it from there.
+The document comes first in every prompt, so all prompts about it begin alike. xinference sends them
+to the replicas in turn: the first replica to see a document computes it, the others fetch it.
 
     python -m examples.long_document_questions --endpoint http://127.0.0.1:9997 --model MODEL
 """
@@ -17,9 +17,9 @@ from examples.documents import document, prompt, questions
 def main(words: Sequence[str] | None = None) -> None:
     parser = arguments(__doc__)
     parser.add_argument("--documents", type=int, default=2)
-    parser.add_argument("--rows", type=int, default=100, help="of a document: 50 tokens each, say")
-    parser.add_argument("--questions", type=int, default=3, help="about each document, 6 at most")
-    parser.add_argument("--seed", type=int, default=1, help="another one makes other documents")
+    parser.add_argument("--rows", type=int, default=100, help="rows of a document, 50 tokens each")
+    parser.add_argument("--questions", type=int, default=3, help="about each document, at most 6")
+    parser.add_argument("--seed", type=int, default=1, help="another seed gives other documents")
     options = parser.parse_args(words)
     with Asker(options) as asker:
         for number in range(options.seed, options.seed + options.documents):

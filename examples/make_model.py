@@ -1,10 +1,9 @@
 """Write a small language model with random weights: `python examples/make_model.py DIR`.
 
 It has the Qwen2 architecture (26 M parameters, 16k tokens of context) and a tokenizer trained on
-text made here, so that nothing has to be downloaded to see replicas share a prefix. It knows
-nothing, but its answers depend on every word of a prompt, which is what a test of a shared prefix
-needs; see `_weights` for how. The same recipe gives the same bytes wherever the same versions are
-installed.
+generated text, so that nothing has to be downloaded to see replicas share a prefix. It knows
+nothing, but its answers depend on every word of a prompt, as a test of a shared prefix requires;
+`_weights` explains how. The same recipe gives the same bytes with the same versions installed.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from safetensors.numpy import save_file
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 RECIPE = 1
-"""Version of what follows; a folder made by another one is made again."""
+"""Version of this recipe; a folder that another version made is made again."""
 
 SEED = 20_25
 VOCABULARY = 8192
@@ -33,7 +32,7 @@ ROPE_THETA = 10_000.0
 
 
 class Shape(NamedTuple):
-    """Sizes of a model, by the names that its configuration has for them."""
+    """Sizes of a model, named as in its configuration."""
 
     hidden_size: int
     num_hidden_layers: int
@@ -44,7 +43,7 @@ class Shape(NamedTuple):
 
 SMALL = Shape(512, 8, 8, 4, 896)
 LARGE = Shape(2048, 24, 32, 4, 5632)
-"""1.1 billion parameters: on a GPU the small one computes a document before a peer is asked."""
+"""1.1 billion parameters: with the small one, a GPU computes a document before it asks a peer."""
 
 EMBEDDING = 0.5
 SHARPNESS = 2.0
@@ -56,7 +55,7 @@ WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-"""How a Qwen2 tokenizer splits text: transformers does so for this architecture in any case."""
+"""How a Qwen2 tokenizer splits text; transformers does so for this architecture anyway."""
 
 END, START_TURN, END_TURN = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 CHAT_TEMPLATE = (
@@ -68,13 +67,13 @@ CHAT_TEMPLATE = (
 
 
 def make_model(path: Path, shape: Shape = SMALL, *, tokenizer: bool = True) -> Path:
-    """Write the model to the folder `path` and return `path`; at once if it is there already.
+    """Write the model to the folder `path` and return `path`. If it is there, return at once.
 
-    The folder appears complete or not at all. A model that an older recipe made is replaced.
-    Without a `tokenizer`, it takes and gives numbers of tokens only.
+    The folder appears complete or not at all. A model of an older recipe is replaced. Without a
+    `tokenizer`, the model takes and returns token ids only.
 
     Raises:
-        FileExistsError: `path` holds something else.
+        FileExistsError: `path` contains something else.
     """
     recipe = {"recipe": RECIPE, "tokenizer": tokenizer, **shape._asdict()}
     if (path / "recipe.json").is_file():
@@ -82,7 +81,7 @@ def make_model(path: Path, shape: Shape = SMALL, *, tokenizer: bool = True) -> P
             return path
         shutil.rmtree(path)
     elif path.exists() and any(path.iterdir()):
-        raise FileExistsError(f"{path} holds something else than our model: name another folder")
+        raise FileExistsError(f"{path} contains something else: name another folder")
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}-") as scratch:
         folder = Path(scratch) / path.name
@@ -122,7 +121,7 @@ def _tokenizer() -> Tokenizer:
 
 
 def _training_text() -> Iterator[str]:
-    from faker import Faker  # here, since a model without a tokenizer is made without it
+    from faker import Faker  # here, because a model without a tokenizer does not need it
 
     fake = Faker("en_US")
     fake.seed_instance(SEED)
@@ -146,12 +145,12 @@ def _training_text() -> Iterator[str]:
 def _weights(shape: Shape) -> Iterator[tuple[str, NDArray[np.float32]]]:
     """The tensors by their names in a Qwen2 checkpoint.
 
-    Weights drawn as for training (a deviation of 0.02) give a model that hears little but the last
-    token. So every matrix keeps the size of its input, queries and keys are somewhat larger, which
-    makes attention choose a few places instead of averaging over thousands, and embeddings are
-    smaller than what attention adds to them. Such heads hardly ever meet a question of 20
-    tokens behind a document of 5,000: in a quarter of them a constant bias of queries and keys,
-    turned by the rotary embedding, favours the near past.
+    Weights drawn as for training (a deviation of 0.02) give a model that attends to little but the
+    last token. So every matrix keeps the size of its input. Queries and keys are somewhat larger,
+    so that attention chooses a few positions instead of averaging over thousands. Embeddings are
+    smaller than what attention adds to them. Such heads hardly ever attend to a question of 20
+    tokens behind a document of 5,000, so in a quarter of them a constant bias of queries and keys,
+    rotated by the rotary embedding, favours the near past.
     """
     random = np.random.default_rng(SEED)
     hidden, layers, heads, kv_heads, inner = shape
@@ -224,7 +223,7 @@ def _configuration(shape: Shape) -> dict[str, dict[str, object]]:
 
 
 def main() -> None:
-    """Make the model where the command line says."""
+    """Make the model in the folder that the command line names."""
     parser = argparse.ArgumentParser(description="write a small language model with random weights")
     parser.add_argument("dir", type=Path, help="the folder to make")
     print(make_model(parser.parse_args().dir.resolve()))

@@ -1,7 +1,7 @@
-"""A chat about a document: each turn repeats all that was said before.
+"""Chat about a document: each turn repeats everything that was said before.
 
-So a turn's prompt begins with the whole prompt of the turn before, and with its answer. Whichever
-replica gets the turn has the beginning from the one that answered last.
+So the prompt of a turn begins with the whole prompt of the previous turn and its answer. The
+replica that gets the turn fetches this beginning from the replica that answered last.
 
     python -m examples.multi_turn_chat --endpoint http://127.0.0.1:9997 --model MODEL
 """
@@ -17,10 +17,10 @@ from examples.documents import document, questions
 def main(words: Sequence[str] | None = None) -> None:
     parser = arguments(__doc__)
     parser.add_argument(
-        "--rows", type=int, default=100, help="of the document: 50 tokens each, say"
+        "--rows", type=int, default=100, help="rows of the document, 50 tokens each"
     )
-    parser.add_argument("--turns", type=int, default=4, help="6 at most")
-    parser.add_argument("--seed", type=int, default=11, help="another one makes another document")
+    parser.add_argument("--turns", type=int, default=4, help="at most 6")
+    parser.add_argument("--seed", type=int, default=11, help="another seed gives another document")
     options = parser.parse_args(words)
     messages = [
         {

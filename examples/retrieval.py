@@ -1,7 +1,7 @@
-"""Questions that are answered from passages: the same passages come up again and again.
+"""Answer questions from retrieved passages: the same passages come up again and again.
 
-Two things make them shareable: what was retrieved comes before the question, and always in the
-same order, whatever its rank. Then questions that need the same passages begin alike.
+Two things make them shareable: the passages come before the question, and always in the same order,
+whatever their rank. Then prompts that need the same passages begin alike.
 
     python -m examples.retrieval --endpoint http://127.0.0.1:9997 --model MODEL
 """
@@ -19,10 +19,10 @@ PASSAGES_PER_QUESTION = 2
 
 def main(words: Sequence[str] | None = None) -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--passages", type=int, default=4, help="in the library")
-    parser.add_argument("--rows", type=int, default=40, help="of a passage: 50 tokens each, say")
-    parser.add_argument("--questions", type=int, default=2, help="about each passage, 6 at most")
-    parser.add_argument("--seed", type=int, default=21, help="another one makes another library")
+    parser.add_argument("--passages", type=int, default=4, help="passages in the library")
+    parser.add_argument("--rows", type=int, default=40, help="rows of a passage, 50 tokens each")
+    parser.add_argument("--questions", type=int, default=2, help="about each passage, at most 6")
+    parser.add_argument("--seed", type=int, default=21, help="another seed gives another library")
     options = parser.parse_args(words)
     numbers = range(options.seed, options.seed + options.passages)
     library = [document(number, options.rows) for number in numbers]
@@ -38,9 +38,9 @@ def main(words: Sequence[str] | None = None) -> None:
 
 
 def retrieve(library: Sequence[str], question: str) -> list[int]:
-    """Places of the passages that have most of the question's words, in the library's order.
+    """Positions of the passages that share most words with the question, in the library's order.
 
-    Stands in for a search by embeddings; what matters here is the order of what it returns.
+    This stands in for a search by embeddings; what matters here is the order of the result.
     """
     wanted = words_of(question)
     ranked = sorted(

@@ -1,21 +1,21 @@
 #!/usr/bin/env bash
-# xinference over two machines: the supervisor and a worker on the first, a worker on the second.
+# xinference on two machines: the supervisor and a worker on the first, a worker on the second.
 #
 #   on the first:   examples/two_hosts.sh first  10.0.0.1
 #   on the second:  examples/two_hosts.sh second 10.0.0.2 10.0.0.1
 #
-# Needs on both: xinference, vLLM and xinference-xavier of the same versions in one Python
-# environment, whose programs are in PATH; each other's address; and, where there is a firewall:
+# Needs on both machines: the same versions of xinference, vLLM and xinference-xavier in one Python
+# environment, with its programs in PATH; the address of the other; and, if there is a firewall:
 #   into the first:   9997 (REST), 9998 (supervisor, trackers) and 9999 (worker) from the second
 #   into the second:  9999 (worker) and the ephemeral ports from the first
-#   both ways:        the ports of xavier_port_range, below 33000-33099
+#   both ways:        the ports of xavier_port_range, 33000-33099 below
 #
-# xinference 4.1 asks for an account: make the first one on its web page, with the setup token that the
-# first machine shows, and log in. Or, where nobody else reaches it, export XINFERENCE_AUTH_ADVANCED=false
-# on both machines before.
+# xinference 4.1 requires an account: create the first one on its web page, with the setup token that
+# the first machine shows, and log in. If nobody else can reach it, you can export
+# XINFERENCE_AUTH_ADVANCED=false on both machines beforehand instead.
 #
-# Ctrl-C ends what runs on a machine: on the second one first, whose worker would wait long for a
-# supervisor that is gone.
+# Ctrl-C ends what runs on a machine. Press it on the second machine first: its worker would wait
+# long for a supervisor that is gone.
 #
 # Then, from anywhere:
 #   xinference login --endpoint http://10.0.0.1:9997 --username NAME --password PASSWORD
@@ -27,7 +27,7 @@
 set -euo pipefail
 
 ROLE=${1:?first or second}
-# The machine's own address, not 0.0.0.0: xinference tells it to the others as it is.
+# The machine's own address, not 0.0.0.0: xinference passes it to the others unchanged.
 OWN=${2:?the address of this machine}
 FIRST=${3:-$OWN}
 ENDPOINT=http://$FIRST:9997
@@ -42,5 +42,5 @@ fi
 until curl --silent --fail --output /dev/null "$ENDPOINT/v1/cluster/auth"; do sleep 1; done
 xinference-worker -e "$ENDPOINT" -H "$OWN" --worker-port 9999 &
 wait -n || true
-echo "one of the processes has ended: the others of this machine are ended too" >&2
+echo "one of the processes has ended: stopping the others on this machine" >&2
 exit 1

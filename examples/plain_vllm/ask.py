@@ -1,4 +1,4 @@
-"""The same long prompt for one server after the other: what did each of them have to compute?
+"""Send the same long prompt to one server after the other and print what each one reused.
 
 python -m examples.plain_vllm.ask http://127.0.0.1:8001 http://127.0.0.1:8002
 """
@@ -19,8 +19,8 @@ TIMEOUT = 300.0
 def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("servers", nargs="+", metavar="URL")
-    parser.add_argument("--rows", type=int, default=60, help="of the document: 50 tokens each, say")
-    parser.add_argument("--seed", type=int, default=1, help="another one makes another document")
+    parser.add_argument("--rows", type=int, default=60, help="rows of the document, 50 tokens each")
+    parser.add_argument("--seed", type=int, default=1, help="another seed gives another document")
     options = parser.parse_args(words)
     text = prompt(document(options.seed, options.rows), questions(options.seed, options.rows)[0])
     for server in options.servers:

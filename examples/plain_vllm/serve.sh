@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Two vLLM servers that share what they have computed, and the tracker beside them; no xinference.
+# Two vLLM servers that share what they have computed, and their tracker; no xinference.
 #
 #   examples/plain_vllm/serve.sh MODEL [arguments of vllm serve]
 #
-# Needs vLLM and xinference-xavier in one Python environment, whose programs are in PATH. Where vLLM
-# is its CPU build, add: --block-size 128 --dtype float32
+# Needs vLLM and xinference-xavier in one Python environment, with its programs in PATH. With vLLM's
+# CPU build, add: --block-size 128 --dtype float32
 #
-# From the environment: HOST (127.0.0.1), TRACKER_PORT (9920), PORTS ("8001 8002"), one for each
-# server, and POOL (1GiB), the host memory of each server's pool. Ends all when it is interrupted.
+# Environment variables: HOST (127.0.0.1), TRACKER_PORT (9920), PORTS ("8001 8002", one for each
+# server) and POOL (1GiB, the host memory of each server's pool). An interrupt ends everything.
 set -euo pipefail
 
 MODEL=${1:?say which model: serve.sh MODEL [arguments of vllm serve]}
@@ -16,7 +16,7 @@ HOST=${HOST:-127.0.0.1}
 TRACKER=$HOST:${TRACKER_PORT:-9920}
 NAME=plain
 
-# Whatever was started ends with this script, however that ends.
+# Everything that was started ends with this script, however the script ends.
 trap 'trap - EXIT; kill $(jobs -p) 2>/dev/null || true; wait' EXIT
 trap 'exit 0' INT TERM
 
@@ -25,15 +25,15 @@ xinference-xavier tracker "$NAME" --address "$TRACKER" &
 CONFIG=$(xinference-xavier transfer-config "$NAME" --address "$TRACKER" --xavier_pool_bytes "${POOL:-1GiB}")
 SERVE=(vllm serve)
 if ! python -c 'import importlib.metadata as m; m.version("vllm")' 2>/dev/null; then
-    # The program of vLLM's CPU build looks for a package of the other name, and ends.
+    # The program of vLLM's CPU build looks for a package of the other name and fails.
     SERVE=(python -m vllm.entrypoints.openai.api_server --model)
 fi
 for PORT in ${PORTS:-8001 8002}; do
-    # All get the same configuration. Each prompt's usage tells how many tokens were not computed.
+    # All get the same configuration. The usage of each answer tells how many tokens were reused.
     "${SERVE[@]}" "$MODEL" --host "$HOST" --port "$PORT" --kv-transfer-config "$CONFIG" \
         --enable-prompt-tokens-details "$@" &
 done
 
-wait -n || true  # one of them has ended, which should not be
-echo "one of the processes has ended: the others are ended too" >&2
+wait -n || true  # one of them has ended, which should not happen
+echo "one of the processes has ended: stopping the others" >&2
 exit 1

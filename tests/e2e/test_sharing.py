@@ -278,7 +278,7 @@ def test_an_example_shows_what_came_from_a_peer(
 ) -> None:
     example(["--endpoint", model.endpoint, "--model", UID, "--max-tokens", "4", *words.split()])
     shown = capsys.readouterr().out
-    computed, copied = re.findall(r" s to the first token, .* ([\d,]+) peers, ", shown)
+    computed, copied = re.findall(r" s to the first token, .* ([\d,]+) remote, ", shown)
     assert computed == "0"
     assert int(copied.replace(",", "")) > 1000
 

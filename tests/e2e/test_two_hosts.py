@@ -84,7 +84,7 @@ def test_a_document_that_one_has_read_the_other_copies(
     assert found == {hosts.address(FIRST), hosts.address(SECOND)}
     words = f"--endpoint {cluster.endpoint} --model {UID} --max-tokens 4"
     long_document_questions.main(f"{words} --documents 1 --rows 40 --questions 2".split())
-    shown = re.findall(r" s to the first token, .* ([\d,]+) peers, ", capsys.readouterr().out)
+    shown = re.findall(r" s to the first token, .* ([\d,]+) remote, ", capsys.readouterr().out)
     computed, copied = (int(tokens.replace(",", "")) for tokens in shown)
     assert computed == 0
     assert copied > 1000
