@@ -1,21 +1,18 @@
-"""The installed vLLM offers what we use, in the shape in which we use it.
+"""The installed vLLM has everything that we use, in the form in which we use it.
 
-A new version that moves or renames something of this fails here, and not in somebody's engine.
-What differs among the supported versions is in `engine/compat.py`.
+A new version that moves or renames any of it fails here, and not in a user's engine. Differences
+among the supported versions are in `engine/compat.py`.
 """
 
 from __future__ import annotations
 
 import inspect
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import fields
-from types import SimpleNamespace
 
 import pytest
-from vllm.config import CacheConfig, VllmConfig
+from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading import scheduler, worker
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
@@ -28,7 +25,6 @@ from vllm.v1.kv_offload import config as offload_config
 from vllm.v1.kv_offload.cpu import gpu_worker
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
-from xinference_xavier.engine import compat
 from xinference_xavier.engine.connector import XavierConnector
 from xinference_xavier.engine.manager import XavierManager
 from xinference_xavier.engine.spec import XavierSpec
@@ -55,12 +51,12 @@ def field_names(kind: type) -> set[str]:
 
 
 @pytest.mark.parametrize(("own", "base_class"), OURS, ids=lambda kind: kind.__name__)
-def test_nothing_abstract_is_left_open(own: type, base_class: type) -> None:
+def test_all_abstract_methods_are_implemented(own: type, base_class: type) -> None:
     assert not getattr(own, "__abstractmethods__", frozenset())
 
 
 @pytest.mark.parametrize(("own", "base_class"), OURS, ids=lambda kind: kind.__name__)
-def test_what_we_override_is_called_with_the_parameters_that_we_take(
+def test_our_methods_have_the_parameters_of_those_they_override(
     own: type, base_class: type
 ) -> None:
     for name, method in vars(own).items():
@@ -80,13 +76,13 @@ CALLS = {
     "has_pending_work": 0, "reset_cache": 0, "get_stats": 0, "shutdown": 0,
     "touch": 2, "get_load_source": 2, "on_reset_flushed": 0,
 }  # fmt: skip
-"""Manager methods of ours that some version of vLLM calls, and with how many arguments."""
+"""Our manager methods that some version of vLLM calls, and the number of their arguments."""
 
 INHERITED = {"lock", "take_events", "config_info"}
-"""What vLLM uses of a manager and we leave as it is."""
+"""Attributes of a manager that vLLM uses and we inherit."""
 
 
-def test_vllm_calls_no_method_that_we_do_not_know() -> None:
+def test_we_know_every_method_that_vllm_calls() -> None:
     source = inspect.getsource(scheduler)
     called = set(re.findall(r"self\.manager\.(\w+)", source))
     assert called <= CALLS.keys() | INHERITED
@@ -94,7 +90,7 @@ def test_vllm_calls_no_method_that_we_do_not_know() -> None:
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_each_takes_what_it_is_called_with(name: str) -> None:
+def test_each_method_takes_the_arguments_it_gets(name: str) -> None:
     method = inspect.signature(getattr(XavierManager, name))
     required = [p for p in method.parameters.values() if p.default is inspect.Parameter.empty]
     assert len(required) == 1 + CALLS[name]
@@ -104,7 +100,7 @@ def test_a_request_has_the_headers_of_its_trace() -> None:
     assert "trace_headers" in parameters(vllm_request.Request.__init__)
 
 
-def test_the_connector_is_made_of_what_vllm_passes() -> None:
+def test_the_connector_takes_the_arguments_that_vllm_passes() -> None:
     assert parameters(XavierConnector.__init__) == parameters(OffloadingConnector.__init__)
     assert parameters(XavierConnector.__init__)[1:] == ["vllm_config", "role", "kv_cache_config"]
     assert parameters(build_offloading_config) == ["vllm_config", "kv_cache_config"]
@@ -112,7 +108,7 @@ def test_the_connector_is_made_of_what_vllm_passes() -> None:
     assert "self.manager" in inspect.getsource(scheduler.OffloadingConnectorScheduler.__init__)
 
 
-def test_the_configuration_of_a_spec_has_the_fields_that_ours_reads() -> None:
+def test_the_configuration_of_a_spec_has_the_fields_we_read() -> None:
     assert field_names(offload_config.OffloadingConfig) >= {
         "groups", "worker_kv_bytes_per_block", "extra_config", "engine_id", "parallel", "cache",
         "replicated_layout",
@@ -126,12 +122,12 @@ def test_the_configuration_of_a_spec_has_the_fields_that_ours_reads() -> None:
     }  # fmt: skip
 
 
-def test_the_chunk_size_is_taken_from_the_entry_that_our_connector_writes() -> None:
+def test_vllm_reads_the_chunk_size_that_our_connector_writes() -> None:
     assert '.get("blocks_per_chunk")' in inspect.getsource(build_offloading_config)
 
 
-def test_the_configuration_of_an_engine_has_what_the_namespace_reads() -> None:
-    """Values are in the tests of `identity`; this names what is gone."""
+def test_the_configuration_of_an_engine_has_the_fields_we_read() -> None:
+    """`test_namespace.py` checks their values; this test names a field that is gone."""
     assert field_names(VllmConfig) >= {
         "model_config", "cache_config", "parallel_config", "speculative_config",
         "kv_transfer_config",
@@ -139,7 +135,7 @@ def test_the_configuration_of_an_engine_has_what_the_namespace_reads() -> None:
     assert field_names(KVCacheConfig) >= {"kv_cache_groups"}
 
 
-def test_caches_and_jobs_have_the_fields_that_our_worker_reads() -> None:
+def test_caches_and_jobs_have_the_fields_we_read() -> None:
     assert field_names(base.CanonicalKVCaches) >= {"tensors", "group_data_refs"}
     assert field_names(base.CanonicalKVCacheTensor) >= {"tensor", "page_size_bytes"}
     assert field_names(base.CanonicalKVCacheRef) >= {"tensor_idx", "page_size_bytes"}
@@ -152,37 +148,20 @@ def test_caches_and_jobs_have_the_fields_that_our_worker_reads() -> None:
 
 
 def test_a_failed_job_ends_the_engine() -> None:
-    """Our worker counts on it: see `HostWorker`."""
+    """`HostWorker` relies on it."""
     source = inspect.getsource(worker.OffloadingConnectorWorker.get_finished)
     assert "assert transfer_result.success" in source
 
 
 def test_vllm_flushes_old_jobs_at_a_reset() -> None:
-    """The manager counts on it: once a later job is complete, those from before are."""
+    """`Jobs` relies on it: once a later job has ended, those from before have."""
     reset = inspect.getsource(scheduler.OffloadingConnectorScheduler)
     assert "self._current_batch_jobs_to_flush.update(self._jobs.keys())" in reset
     flush = inspect.getsource(worker.OffloadingConnectorWorker.handle_preemptions)
     assert "self.worker.wait(kv_connector_metadata.jobs_to_flush)" in flush
 
 
-def test_the_keys_of_a_request_are_known_before_its_first_lookup() -> None:
-    """If they were kept elsewhere, requests would ask for one chunk at a time."""
-    context = base.ReqContext(req_id="r")
-    groups = [[base.make_offload_key(bytes(32), group)] for group in range(2)]
-    status = SimpleNamespace(
-        req_context=context, group_states=[SimpleNamespace(offload_keys=keys) for keys in groups]
-    )
-    compat.record_keys(SimpleNamespace(_req_status={"r": status}), "r")  # type: ignore[arg-type]
-    record = getattr(context, "set_offload_key_position", None)
-    if record is not None:  # from 0.31 on by vLLM itself
-        assert compat.known_keys(context) == []
-        for (key,) in groups:
-            record(key, 128)
-    assert compat.known_keys(context) == [key for (key,) in groups]
-    assert base.make_offload_key(b"hash", 7)[-4:] == (7).to_bytes(4, "big")
-
-
-def test_where_the_keys_of_a_request_are_kept() -> None:
+def test_a_request_s_keys_are_where_we_look_for_them() -> None:
     made = inspect.getsource(scheduler.RequestOffloadState)
     assert {"req_context", "group_states"} <= set(re.findall(r"(?:self\.)?(\w+)[:=]? ", made))
     assert "offload_keys" in inspect.getsource(scheduler.RequestGroupState)
@@ -190,8 +169,8 @@ def test_where_the_keys_of_a_request_are_kept() -> None:
     assert "self._req_status[request.request_id]" in source
 
 
-def test_vllm_asks_for_events_once_for_each_step() -> None:
-    """That ends the step: see `XavierConnector.take_events`."""
+def test_vllm_takes_events_once_per_step() -> None:
+    """`XavierConnector.take_events` ends the step."""
     update = inspect.getsource(Scheduler.update_from_output)
     (asks,) = re.findall(
         r"\n(\s+)if self\.connector is not None:\n\s+\w+ = self\.connector\.take_events\(\)", update
@@ -200,56 +179,19 @@ def test_vllm_asks_for_events_once_for_each_step() -> None:
     assert "self.connector.take_events()" not in inspect.getsource(Scheduler.schedule)
 
 
-def test_the_first_hash_of_a_chain_is_the_same_in_every_process() -> None:
-    program = (
-        "import os\n"
-        "os.environ.pop('PYTHONHASHSEED', None)\n"
-        "from vllm.utils.hashing import get_hash_fn_by_name\n"
-        "from vllm.v1.core import kv_cache_utils\n"
-        "from xinference_xavier.engine import compat\n"
-        "compat.hash_seed('sha256')\n"
-        "kv_cache_utils.init_none_hash(get_hash_fn_by_name('sha256'))\n"
-        "print('first', kv_cache_utils.NONE_HASH.hex())\n"
-    )
-    firsts = set()
-    for _ in range(2):
-        told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-        assert told.returncode == 0, told.stderr
-        firsts.update(re.findall(r"^first (\w+)$", told.stdout, re.MULTILINE))
-    assert len(firsts) == 1
-
-
-@pytest.mark.parametrize("algorithm", ["xxhash", "xxhash_cbor"])
-def test_a_hash_that_can_collide_keeps_its_secret_beginning(
-    monkeypatch: pytest.MonkeyPatch, algorithm: str
-) -> None:
-    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
-    assert compat.hash_seed(algorithm) is None
-
-
-def test_what_a_version_lacks_is_told_apart() -> None:
-    cache = KVCacheConfig(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=[])
-    assert not compat.keeps_cache_in_host_memory(cache)
-    assert compat.cache_layout(CacheConfig()) is None
-    group = SimpleNamespace(tokens_per_block=16)
-    assert compat.group_number(group, 3) == 3  # type: ignore[arg-type]
-    group.group_id = 5
-    assert compat.group_number(group, 3) == 5  # type: ignore[arg-type]
-
-
-def test_statistics_count_up() -> None:
+def test_vllm_s_counters_can_be_increased() -> None:
     stats = OffloadingConnectorStats()
     assert stats.is_empty()
     stats.increase_counter("vllm:xavier_remote_tokens", 3)
     assert not stats.is_empty()
 
 
-def test_the_worker_for_devices_takes_our_region_and_reads_nothing_that_it_lacks() -> None:
+def test_our_region_has_every_attribute_that_vllm_s_worker_reads() -> None:
     taken = parameters(gpu_worker.CPUOffloadingWorker.__init__)
     assert {"kv_caches", "blocks_per_chunk", "mmap_region"} <= set(taken)
     assert len({"num_cpu_chunks", "num_cpu_blocks"} & set(taken)) == 1
     read = set(re.findall(r"region\.(\w+)", inspect.getsource(gpu_worker)))
-    read.discard("create_next_canonical_view")  # of a layout that our spec never asks for
+    read.discard("create_next_canonical_view")  # for a layout that our spec never uses
     region = DeviceRegion(Region.create(1, 4096), 0, 4096)
     assert read >= {"is_pinned", "cleanup", "rank"}
     assert read & {"create_next_worker_view", "create_next_view"}
