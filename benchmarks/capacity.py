@@ -54,17 +54,17 @@ class _Replica(Scheduling):
         index.join(Member(name, "127.0.0.1:1"), KEY_BYTES, 0.0)
 
     def hear(self) -> None:
-        mirror = self.replica.mirror
+        mirror = self.tier.mirror
         mirror.apply(self._index.changes_since(mirror.epoch, mirror.revision, self.name))
 
     def serve(self, number: int, keys: Sequence[OffloadKey], peers: dict[str, _Replica]) -> _Served:
         """Serve one request from its arrival to its end."""
         request = self.arrive(str(number), keys)
         while (hits := self.attempt(request)) is None:
-            for fetch in self.replica.fetches:
+            for fetch in self.tier.fetches:
                 if fetch.state is FetchState.PENDING:
                     self._bring(fetch, peers[fetch.source].pool)
-        fetched = sum(len(fetch.committed) for fetch in self.replica.fetches)
+        fetched = sum(len(fetch.committed) for fetch in self.tier.fetches)
         self.schedule(request, hits)
         if hits:
             self.loaded(request, hits)
@@ -78,16 +78,16 @@ class _Replica(Scheduling):
 
     def _bring(self, fetch: Fetch, donor: Pool) -> None:
         granted = donor.pin_shared([row.key for row in fetch.rows])
-        self.replica.end(fetch, len(granted))
+        self.tier.end(fetch, len(granted))
         donor.unpin(granted)
 
     def _publish(self) -> None:
-        told: ScriptedTier = self.replica
-        stored = [row for row in told.stored_rows if self.pool.set_checksum(row, 1)]
-        fetched = [row for fetch in told.fetches for row in fetch.committed]
+        tier: ScriptedTier = self.tier
+        stored = [row for row in tier.stored_rows if self.pool.set_checksum(row, 1)]
+        fetched = [row for fetch in tier.fetches for row in fetch.committed]
         added = pack(row.key for row in (*stored, *fetched) if self._holds(row))
-        removed = pack(key for key in told.evicted_keys if self.pool.lookup(key) is None)
-        told.stored_rows, told.evicted_keys, told.fetches = [], [], []
+        removed = pack(key for key in tier.evicted_keys if self.pool.lookup(key) is None)
+        tier.stored_rows, tier.evicted_keys, tier.fetches = [], [], []
         self._sequence += 1
         self._index.publish(self.name, self._sequence, added, removed)
 

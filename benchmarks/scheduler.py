@@ -63,13 +63,13 @@ def measure() -> dict[str, Any]:
         prompt, cold = chunks(f"prompt {number}", CHUNKS), chunks(f"cold {number}", CHUNKS)
         if number % 10 == 0:
             elsewhere = [chunks(f"prompt {n}", CHUNKS) for n in range(number, number + 10)]
-            vllm.replica.peers_hold(a=known, b=[key for keys in elsewhere for key in keys])
+            vllm.tier.peers_hold(a=known, b=[key for keys in elsewhere for key in keys])
         with _timed(vllm) as timed:
             costs["miss"].append(_lookups(vllm, vllm.arrive(f"cold {number}", cold), "miss"))
             request = vllm.arrive(f"warm {number}", prompt)
             costs["pending"].append(_lookups(vllm, request, "pending"))
             vllm.end_step()
-            vllm.replica.end(vllm.replica.fetches[-1])
+            vllm.tier.end(vllm.tier.fetches[-1])
             costs["hit"].append(_lookups(vllm, request, "hit"))
             vllm.schedule(request, CHUNKS)
             vllm.end_step()

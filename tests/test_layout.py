@@ -8,10 +8,8 @@ TESTS = Path(__file__).parent
 PACKAGE = TESTS.parent / "xinference_xavier"
 
 ELSEWHERE = {
-    "engine/request.py": "the manager's: engine/test_manager_fetch.py",
     "replica/actor.py": "forwards to Replica: replica/test_replica.py",
-    "replica/event_reporter.py": "seen at its hook: test_hooks.py, replica/test_tracker_client.py",
-    "replica/stats.py": "sums up its parts: replica/test_replica.py",
+    "tiers/base.py": "abstract",
     "tracker/fanout.py": "the tracker's: tracker/test_actor.py",
     "tracker/threads.py": "the tracker's: tracker/test_actor.py",
     "transfer/__main__.py": "run as a process: replica/test_transfer_process.py",

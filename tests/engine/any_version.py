@@ -1,4 +1,4 @@
-"""vLLM's dataclasses, which have more fields with every version."""
+"""Makes vLLM's dataclasses, whose fields differ between versions."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ T = TypeVar("T")
 
 
 def made(kind: type[T], **values: Any) -> T:
-    """One of `kind`, of those `values` for which this version has a field."""
+    """A `kind` with those of the `values` that are fields in the installed version."""
     known = {field.name for field in fields(kind)}  # type: ignore[arg-type]  # a dataclass
     return kind(**{name: value for name, value in values.items() if name in known})

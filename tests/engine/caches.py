@@ -1,4 +1,4 @@
-"""KV caches in the shape in which vLLM hands them to an offloading worker."""
+"""KV caches in the form in which vLLM hands them to an offloading worker."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ BLOCKS = 24
 def kv_caches(
     groups: Sequence[Sequence[int]], seed: int = 0, padding: int = 0, device: str = "cpu"
 ) -> CanonicalKVCaches:
-    """One tensor of `BLOCKS` random blocks for each page size (bytes) of each group.
+    """`groups` has the page sizes (bytes) of each group; each page has a tensor of random blocks.
 
-    `padding`: bytes at the end of each block that belong to no page.
+    `padding` bytes at the end of each block belong to no page.
     """
     random = torch.Generator().manual_seed(seed)
     tensors: list[CanonicalKVCacheTensor] = []
@@ -35,7 +35,7 @@ def cell_bytes(caches: CanonicalKVCaches, blocks_per_chunk: int) -> int:
 
 
 def pages_of(caches: CanonicalKVCaches, group: int, block: int) -> list[bytes]:
-    """The bytes of one block, page after page, without padding."""
+    """The bytes of one block, page by page, without padding."""
     return [
         caches.tensors[ref.tensor_idx].tensor[block, : ref.page_size_bytes].cpu().numpy().tobytes()
         for ref in caches.group_data_refs[group]

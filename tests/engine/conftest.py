@@ -1,4 +1,4 @@
-"""What the tests of the manager share."""
+"""Fixtures for tests of the manager and its parts."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Both sides of a manager without an engine: vLLM's scheduler above it, a scripted replica below.
+"""Both sides of a manager without an engine: vLLM's scheduler above it, a scripted tier below.
 
-`Scheduling` calls the manager in the order in which vLLM's offloading scheduler does. The pool and
-the mirror are the real ones; `ScriptedTier` stands in for what talks to other processes, so that
-a test decides when and how a fetch ends.
+`Scheduling` calls the manager in the order in which vLLM's offloading scheduler does. Pool and
+mirror are real. `ScriptedTier` replaces what talks to other processes, so that a test decides when
+and how a fetch ends.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ class Clock:
 
 
 class ScriptedTier(Tier):
-    """Records what it is asked for; its fetches end as the test says, as a `Fetcher` ends them."""
+    """Records what it is asked for. The test ends its fetches, in the ways in which a `Fetcher`
+    does."""
 
     def __init__(self, pool: Pool, name: str) -> None:
         self.pool = pool
@@ -62,7 +63,6 @@ class ScriptedTier(Tier):
         self.fetches: list[Fetch] = []
         self.claims: list[Claim] = []
         self.released: list[Claim] = []
-        self._holdings: dict[str, set[bytes]] = {}
 
     @property
     def ready(self) -> bool:
@@ -107,10 +107,10 @@ class ScriptedTier(Tier):
     def close(self) -> None:
         self.listening = False
 
-    # -- what happens elsewhere ---------------------------------------------------------------
+    # -- what peers do ------------------------------------------------------------------------
 
     def peers_hold(self, **holdings: Iterable[bytes]) -> None:
-        """These incarnations hold these chunks and no others hold any."""
+        """These incarnations hold these chunks, and no others hold any."""
         self.mirror.apply(
             Update(
                 revision=self.mirror.revision + 1,
@@ -126,10 +126,10 @@ class ScriptedTier(Tier):
             )
         )
 
-    def end(self, fetch: Fetch, whole: int | None = None, seconds: float = 0.01) -> None:
-        """The first `whole` rows arrived (default: all) and the rest will not."""
+    def end(self, fetch: Fetch, arrived: int | None = None, seconds: float = 0.01) -> None:
+        """The first `arrived` rows arrived (default: all), and the rest will not."""
         fetch.seconds = seconds
-        rows = fetch.rows if whole is None else fetch.rows[:whole]
+        rows = fetch.rows if arrived is None else fetch.rows[:arrived]
         fetch.committed = [row for row in rows if self.pool.commit(row, checksum=1, pins=1)]
         complete = len(fetch.committed) == len(fetch.rows)
         fetch.state = FetchState.COMMITTED if complete else FetchState.ROLLED_BACK
@@ -138,7 +138,7 @@ class ScriptedTier(Tier):
             self.pool.abort(row)
 
     def abandon(self, fetch: Fetch) -> None:
-        """The fetch ends by its deadline while its rows may still be written; see `drain`."""
+        """The fetch ends by its deadline, but its rows may still be written until `drain`."""
         for row in fetch.rows:
             self.pool.quarantine(row)
         fetch.state = FetchState.ROLLED_BACK
@@ -151,7 +151,7 @@ class ScriptedTier(Tier):
 
 
 def record_keys(context: ReqContext, groups: Sequence[Sequence[OffloadKey]]) -> None:
-    """As vLLM does before a request's first lookup, or our connector up to vLLM 0.30."""
+    """Done by vLLM before a request's first lookup, and up to 0.30 by our connector."""
     record = getattr(context, "set_offload_key_position", None)
     if record is None:
         context.set_state(RecordedKeys([list(keys) for keys in groups]))
@@ -162,7 +162,7 @@ def record_keys(context: ReqContext, groups: Sequence[Sequence[OffloadKey]]) -> 
 
 
 class Request:
-    """One request of vLLM's, waiting until `loads` tells what it was scheduled with."""
+    """A request of vLLM's, as its keys by KV-cache group."""
 
     def __init__(self, req_id: str, *groups: Sequence[OffloadKey], recorded: bool = True) -> None:
         self.groups = groups
@@ -180,7 +180,7 @@ class Request:
 
 
 class Scheduling:
-    """A manager over a pool of `slots` rows, and what vLLM's scheduler does to it."""
+    """A manager over a pool of `slots` rows, and vLLM's scheduler above it."""
 
     def __init__(
         self,
@@ -190,11 +190,11 @@ class Scheduling:
         name: str = "own",
     ) -> None:
         self.pool = Pool(slots)
-        self.replica = ScriptedTier(self.pool, name)
+        self.tier = ScriptedTier(self.pool, name)
         self.clock = Clock()
         self.manager = XavierManager(
             self.pool,
-            self.replica,
+            self.tier,
             chunk_tokens=CHUNK,
             row_bytes=ROW_BYTES,
             min_fetch_tokens=min_fetch_chunks * CHUNK,
@@ -212,20 +212,20 @@ class Scheduling:
         self.manager.on_schedule_end(ScheduleEndContext([], []))
 
     def scan(self, request: Request, own_prefix: int = 0) -> int | None:
-        """One scheduling attempt, full attention: chunks at hand beyond `own_prefix` chunks.
+        """One scheduling attempt with full attention: the number of hits after `own_prefix` chunks.
 
-        None defers the request. All of the scan belongs to one step; `end_step` ends it.
+        None defers the request. The caller ends the step with `end_step`.
         """
         return prefix_scan(self.manager.lookup, request.keys[own_prefix:], request.context)
 
     def attempt(self, request: Request, own_prefix: int = 0) -> int | None:
-        """`scan` in a step of its own."""
+        """`scan`, in a step of its own."""
         hits = self.scan(request, own_prefix)
         self.end_step()
         return hits
 
     def schedule(self, request: Request, hits: int, own_prefix: int = 0) -> list[int]:
-        """Blocks were found for the request; the slots that it loads from."""
+        """vLLM has blocks for the request. Returns the slots that it loads from."""
         slots = []
         if hits:
             keys = request.keys[own_prefix : own_prefix + hits]
@@ -255,7 +255,7 @@ class Scheduling:
         self.manager.on_request_finished(request.context)
 
     def fill(self, keys: Sequence[OffloadKey]) -> None:
-        """A request that computes these chunks comes and goes."""
+        """A request arrives, computes and stores these chunks, and ends."""
         request = self.arrive(f"fill-{keys[0].hex()}", keys)
         self.stored(request, self.begin_store(request, keys))
         self.finish(request)
@@ -266,7 +266,7 @@ def prefix_scan(
     keys: Iterable[OffloadKey],
     context: ReqContext,
 ) -> int | None:
-    """How vLLM asks for a full-attention group: how many chunks from the first on are at hand."""
+    """vLLM's lookups for a full-attention group: the number of leading hits."""
     hits, deferred = 0, False
     for key in keys:
         answer = lookup(key, context)
@@ -285,7 +285,7 @@ def window_scan(
     window: int,
     context: ReqContext,
 ) -> int | None:
-    """How vLLM asks for a sliding-window group: where the last run of `window` chunks ends."""
+    """vLLM's lookups for a sliding-window group: where the last run of `window` hits ends."""
     run, deferred = 0, False
     for start in reversed(range(len(keys))):
         answer = lookup(keys[start], context)
@@ -297,12 +297,30 @@ def window_scan(
 
 
 def waiting(vllm: Scheduling, count: int = 6, req_id: str = "r") -> Request:
-    """A request that waits for the fetch of all its chunks from the peer `a`."""
+    """A request that waits while all its chunks are fetched from the peer `a`."""
     keys = chunks("prompt", count)
-    vllm.replica.peers_hold(a=keys)
+    vllm.tier.peers_hold(a=keys)
     request = vllm.arrive(req_id, keys)
     assert vllm.attempt(request) is None
-    assert len(vllm.replica.fetches) == 1
+    assert len(vllm.tier.fetches) == 1
+    return request
+
+
+def slow_engine() -> Scheduling:
+    """Computes one chunk per second and two per step. Its only peer holds nothing."""
+    vllm = Scheduling()
+    vllm.tier.peers_hold(a=[])
+    vllm.manager.prefill_rate.add(1000, 1000 / CHUNK)
+    vllm.manager.tier_lookup.step_tokens = 2 * CHUNK
+    return vllm
+
+
+def waiting_for_prefill(vllm: Scheduling, keys: Sequence[OffloadKey]) -> Request:
+    """A request that waits because a peer is computing `keys`."""
+    request = vllm.arrive("r", keys)
+    assert vllm.attempt(request) is None
+    vllm.tier.claims[0].held_by_peer = len(keys)
+    assert vllm.attempt(request) is None
     return request
 
 

@@ -1,4 +1,4 @@
-"""What the connector decides before vLLM's own takes over."""
+"""What our connector adds to vLLM's."""
 
 from __future__ import annotations
 
@@ -62,12 +62,12 @@ def worker(config: VllmConfig, cache_config: KVCacheConfig) -> XavierConnector:
 
 
 @pytest.mark.parametrize(("chunk_tokens", "blocks"), [(None, 4), (256, 8)])
-def test_vllm_and_the_spec_are_told_the_chunk_size(
+def test_vllm_and_the_spec_get_the_chunk_size(
     model_folder: Path, cache_config: KVCacheConfig, chunk_tokens: int | None, blocks: int
 ) -> None:
-    """From 0.33 on vLLM derives sliding windows from it, before there is a spec."""
+    """vLLM 0.33 and later also derive sliding windows from it, before there is a spec."""
     config = engine_config(model_folder, chunk_tokens)
-    for _ in range(2):  # in one process there may be a worker's connector and a scheduler's
+    for _ in range(2):  # one process may make a worker's connector and a scheduler's
         connector = worker(config, cache_config)
         assert connector.connector_worker is not None
         assert connector.connector_worker.spec.blocks_per_chunk == blocks
@@ -90,9 +90,9 @@ def test_one_replica_over_several_hosts_is_refused(
         worker(config, cache_config)
 
 
-if "hisparse_host_num_blocks" in {field.name for field in fields(KVCacheConfig)}:  # from 0.30 on
+if "hisparse_host_num_blocks" in {field.name for field in fields(KVCacheConfig)}:  # since 0.30
 
-    def test_a_cache_that_loads_later_than_it_hits_is_refused(
+    def test_a_cache_that_loads_in_a_later_step_is_refused(
         model_folder: Path, cache_config: KVCacheConfig
     ) -> None:
         config = engine_config(model_folder)
@@ -100,7 +100,7 @@ if "hisparse_host_num_blocks" in {field.name for field in fields(KVCacheConfig)}
             worker(config, replace(cache_config, hisparse_host_num_blocks=4))
 
 
-def test_how_many_tokens_of_prompts_a_step_computes_and_how_many_are_before_them() -> None:
+def test_prompt_tokens_of_a_step_and_their_mean_depth() -> None:
     step = SchedulerOutput.make_empty()
     assert prefill_of(step) == (0, 0.0)
     step.scheduled_new_reqs = [
@@ -122,8 +122,8 @@ def test_how_many_tokens_of_prompts_a_step_computes_and_how_many_are_before_them
     assert prefill_of(step) == (400, (100 * 1050 + 300 * 4150) / 400)
 
 
-def test_a_step_that_only_decodes_computes_no_prompt_however_many_requests_it_serves() -> None:
-    """Also if they speculate; else what it takes would pass for how fast prompts are computed."""
+def test_a_step_that_only_decodes_has_no_prompt_tokens() -> None:
+    """Even with many requests that speculate. Otherwise it would distort the prefill rate."""
     step = SchedulerOutput.make_empty()
     step.num_scheduled_tokens = {f"request-{number}": 1 + 5 for number in range(300)}
     step.total_num_scheduled_tokens = 1800

@@ -1,4 +1,4 @@
-"""vLLM finds what it loads by name, in any version that was tried and in no other."""
+"""vLLM finds our classes by name, and untested versions are refused."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def test_connector_and_spec_are_found() -> None:
 
 
 @pytest.mark.parametrize("version", ["0.27.0", "0.27.1", "0.33.0", "0.33.1rc2", "0.32.0+cu130"])
-def test_what_was_tried_is_taken(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+def test_tested_versions_are_accepted(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
     monkeypatch.setattr(vllm, "__version__", version)
     entry.check_version()
 
 
 @pytest.mark.parametrize("version", ["0.21.0", "0.26.1", "0.34.0", "1.0.0"])
-def test_others_are_refused_by_name(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+def test_other_versions_are_refused(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
     monkeypatch.setattr(vllm, "__version__", version)
     for name in ("XavierConnector", "XavierSpec"):
         with pytest.raises(ConfigError) as refused:
@@ -41,14 +41,14 @@ def test_others_are_refused_by_name(monkeypatch: pytest.MonkeyPatch, version: st
 
 
 @pytest.mark.parametrize("version", ["dev", "0.34.1.dev7+g1234", ""])
-def test_one_of_a_working_tree_is_taken_as_it_is(
+def test_builds_from_a_working_tree_are_accepted(
     monkeypatch: pytest.MonkeyPatch, version: str
 ) -> None:
     monkeypatch.setattr(vllm, "__version__", version)
     entry.check_version()
 
 
-def test_the_refusal_comes_before_anything_that_a_vllm_may_lack() -> None:
+def test_an_old_version_is_refused_before_we_import_what_it_lacks() -> None:
     program = (
         "import sys, types\n"
         "sys.modules['vllm'] = types.ModuleType('vllm')\n"

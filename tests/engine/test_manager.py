@@ -1,4 +1,4 @@
-"""What vLLM's scheduler may rely on: an answer at once, HITs that hold, each token counted once."""
+"""vLLM's scheduler gets an answer at once, its HITs hold, and each token is counted once."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ class TestLookup:
     def test_a_cold_request_gets_a_miss_at_once(self, vllm: Scheduling) -> None:
         request = vllm.arrive("r", chunks("prompt", 6))
         assert vllm.attempt(request) == 0
-        assert vllm.replica.fetches == []
+        assert vllm.tier.fetches == []
         assert not vllm.manager.has_pending_work()
 
-    def test_chunks_in_the_own_pool_are_hits_up_to_the_first_gap(self, vllm: Scheduling) -> None:
+    def test_chunks_in_the_pool_are_hits_up_to_the_first_gap(self, vllm: Scheduling) -> None:
         keys = chunks("prompt", 6)
         vllm.fill(keys[:3])
         vllm.fill(keys[4:])
         assert vllm.attempt(vllm.arrive("r", keys)) == 3
 
-    def test_chunks_being_stored_are_no_hits_yet(self, vllm: Scheduling) -> None:
+    def test_chunks_being_stored_are_not_hits_yet(self, vllm: Scheduling) -> None:
         keys = chunks("prompt", 4)
         storing = vllm.arrive("s", keys)
         begun = vllm.begin_store(storing, keys)
@@ -39,43 +39,43 @@ class TestLookup:
         vllm.stored(storing, begun)
         assert vllm.attempt(request) == 4
 
-    def test_too_short_a_run_is_not_worth_a_retry(self) -> None:
+    def test_a_run_that_is_too_short_gets_no_retry(self) -> None:
         vllm = Scheduling(min_fetch_chunks=4)
         keys = chunks("prompt", 6)
-        vllm.replica.peers_hold(a=keys[:3])
+        vllm.tier.peers_hold(a=keys[:3])
         assert vllm.attempt(vllm.arrive("r", keys)) == 0
-        vllm.replica.peers_hold(a=keys[:4])
+        vllm.tier.peers_hold(a=keys[:4])
         assert vllm.attempt(vllm.arrive("s", keys)) is None
 
-    def test_the_end_of_a_prompt_is_too_short_a_run_as_well(self) -> None:
+    def test_the_rest_of_a_prompt_can_be_too_short_as_well(self) -> None:
         vllm = Scheduling(min_fetch_chunks=4)
         keys = chunks("prompt", 6)
-        vllm.replica.peers_hold(a=keys)
+        vllm.tier.peers_hold(a=keys)
         vllm.fill(keys[:3])
         assert vllm.attempt(vllm.arrive("r", keys)) == 3
 
-    def test_a_run_spread_over_two_peers_is_no_run(self) -> None:
+    def test_a_run_must_be_held_by_one_peer(self) -> None:
         vllm = Scheduling(min_fetch_chunks=4)
         keys = chunks("prompt", 6)
-        vllm.replica.peers_hold(a=keys[:2], b=keys[2:])
+        vllm.tier.peers_hold(a=keys[:2], b=keys[2:])
         assert vllm.attempt(vllm.arrive("r", keys)) == 0
 
-    def test_chunks_being_stored_are_not_fetched_as_well(self, vllm: Scheduling) -> None:
+    def test_chunks_being_stored_are_not_fetched(self, vllm: Scheduling) -> None:
         keys = chunks("prompt", 6)
         vllm.begin_store(vllm.arrive("s", keys), keys)
-        vllm.replica.peers_hold(a=keys)
+        vllm.tier.peers_hold(a=keys)
         assert vllm.attempt(vllm.arrive("r", keys)) == 0
-        assert vllm.replica.fetches == []
+        assert vllm.tier.fetches == []
 
-    def test_nobody_is_asked_while_sharing_pauses(self, vllm: Scheduling) -> None:
+    def test_nothing_is_fetched_while_the_tier_is_not_ready(self, vllm: Scheduling) -> None:
         keys = chunks("prompt", 6)
-        vllm.replica.peers_hold(a=keys)
-        vllm.replica.is_ready = False
+        vllm.tier.peers_hold(a=keys)
+        vllm.tier.is_ready = False
         assert vllm.attempt(vllm.arrive("r", keys)) == 0
 
 
 class TestHit:
-    def test_that_finds_no_room_in_the_engine_leaves_nothing(self, vllm: Scheduling) -> None:
+    def test_leaves_nothing_if_vllm_has_no_blocks_for_it(self, vllm: Scheduling) -> None:
         keys = chunks("prompt", 6)
         vllm.fill(keys)
         request = vllm.arrive("r", keys)
@@ -83,7 +83,7 @@ class TestHit:
         vllm.finish(request)
         assert_nothing_left(vllm)
 
-    def test_holds_until_its_load_is_complete(self) -> None:
+    def test_holds_until_it_is_loaded(self) -> None:
         vllm = Scheduling(slots=6)
         keys = chunks("prompt", 6)
         vllm.fill(keys)
@@ -95,7 +95,7 @@ class TestHit:
         vllm.loaded(request, 6)
         assert vllm.begin_store(other, other.keys) == other.keys
 
-    def test_s_load_may_be_complete_after_its_request(self, vllm: Scheduling) -> None:
+    def test_may_be_loaded_after_its_request_has_ended(self, vllm: Scheduling) -> None:
         keys = chunks("prompt", 6)
         vllm.fill(keys)
         request = vllm.arrive("r", keys)
@@ -120,25 +120,27 @@ class TestTwoGroups:
     @pytest.fixture
     def request_of_two(self, vllm: Scheduling) -> Request:
         groups = chunks("prompt", 6, group=0), chunks("prompt", 6, group=1)
-        vllm.replica.peers_hold(a=groups[0] + groups[1])
+        vllm.tier.peers_hold(a=groups[0] + groups[1])
         return vllm.arrive("r", *groups)
 
-    def test_each_group_gets_a_retry_while_the_fetch_is_under_way(
+    def test_each_group_gets_a_retry_while_the_fetch_is_pending(
         self, vllm: Scheduling, request_of_two: Request
     ) -> None:
-        """A group without one would be taken for a miss, and the request would run cold."""
+        """vLLM would take a group without a RETRY for a miss, and compute the request."""
         assert self.scan(vllm, request_of_two) == (None, None)
         vllm.end_step()
-        assert len(vllm.replica.fetches) == 1
+        assert len(vllm.tier.fetches) == 1
         assert self.scan(vllm, request_of_two) == (None, None)
 
-    def test_what_arrived_is_a_hit_in_both(self, vllm: Scheduling, request_of_two: Request) -> None:
+    def test_chunks_that_arrived_are_hits_in_both(
+        self, vllm: Scheduling, request_of_two: Request
+    ) -> None:
         self.scan(vllm, request_of_two)
         vllm.end_step()
-        assert {row.key for row in vllm.replica.fetches[0].rows} == {
+        assert {row.key for row in vllm.tier.fetches[0].rows} == {
             key for group in request_of_two.groups for key in group
         }
-        vllm.replica.end(vllm.replica.fetches[0])
+        vllm.tier.end(vllm.tier.fetches[0])
         assert self.scan(vllm, request_of_two) == (6, 6)
 
     def test_equal_hashes_of_two_groups_are_two_chunks(self, vllm: Scheduling) -> None:
@@ -147,7 +149,7 @@ class TestTwoGroups:
 
 
 class TestAccounting:
-    """Each prompt token is counted under where its KV came from."""
+    """Each prompt token is counted by the source of its KV."""
 
     def counts(self, vllm: Scheduling) -> dict[str, int]:
         hits: dict[str, int] = vllm.manager.stats()["hits"]
@@ -161,22 +163,22 @@ class TestAccounting:
             "prefix_cache": 1, "local_pool": 0, "remote": 0, "computed": 5,
         }  # fmt: skip
 
-    def test_of_a_request_with_something_from_everywhere(self, vllm: Scheduling) -> None:
+    def test_of_a_request_with_tokens_from_every_source(self, vllm: Scheduling) -> None:
         keys = chunks("prompt", 8)
         vllm.fill(keys[:3])
-        vllm.replica.peers_hold(a=keys[:7])
+        vllm.tier.peers_hold(a=keys[:7])
         request = vllm.arrive("r", keys)
         assert vllm.attempt(request, own_prefix=1) is None
-        vllm.replica.end(vllm.replica.fetches[0])
+        vllm.tier.end(vllm.tier.fetches[0])
         assert vllm.scan(request, own_prefix=1) == 6
         vllm.schedule(request, 6, own_prefix=1)
         assert self.counts(vllm) == {
             "prefix_cache": 1, "local_pool": 2, "remote": 4, "computed": 1,
         }  # fmt: skip
 
-    def test_of_chunks_that_a_peer_supplied_to_an_earlier_request(self, vllm: Scheduling) -> None:
+    def test_of_chunks_that_an_earlier_request_fetched(self, vllm: Scheduling) -> None:
         first = waiting(vllm)
-        vllm.replica.end(vllm.replica.fetches[0])
+        vllm.tier.end(vllm.tier.fetches[0])
         vllm.schedule(first, vllm.scan(first) or 0)
         second = vllm.arrive("s", first.keys)
         vllm.schedule(second, vllm.scan(second) or 0)
@@ -189,14 +191,14 @@ class TestAccounting:
 
     if find_spec("vllm.v1.metrics.cache_hit_source"):  # from 0.32 on
 
-        def test_vllm_is_told_which_chunks_a_peer_supplied(self, vllm: Scheduling) -> None:
-            """It asks only for chunks that it loads."""
+        def test_vllm_learns_which_chunks_a_peer_supplied(self, vllm: Scheduling) -> None:
+            """vLLM asks only for chunks that it loads."""
             keys = chunks("prompt", 6)
             vllm.fill(keys[:2])
-            vllm.replica.peers_hold(a=keys)
+            vllm.tier.peers_hold(a=keys)
             request = vllm.arrive("r", keys)
             vllm.attempt(request)
-            vllm.replica.end(vllm.replica.fetches[0])
+            vllm.tier.end(vllm.tier.fetches[0])
             vllm.schedule(request, vllm.scan(request) or 0)
             sources = [vllm.manager.get_load_source(key, request.context).value for key in keys]
             assert sources == 2 * ["host"] + 4 * ["p2p"]

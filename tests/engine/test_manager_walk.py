@@ -1,5 +1,5 @@
-"""Whatever order events come in: no slot is used twice at a time, no lookup waits beyond its
-deadline, and in the end nothing is pinned, reserved or pending."""
+"""In whatever order events come, no slot has two users, no lookup waits beyond its deadline, and in
+the end nothing is pinned, reserved or pending."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LENGTH = 6
 
 
 class Job(NamedTuple):
-    """A worker's copying from or to slots, until `complete_load` or `complete_store`."""
+    """A worker's copy from or to slots, until `complete_load` or `complete_store`."""
 
     request: Request
     is_store: bool
@@ -35,7 +35,7 @@ class Walk(RuleBasedStateMachine):
         self.vllm = Scheduling(SLOTS, min_fetch_chunks=2)
         self.arrived = 0
         self.jobs: list[Job] = []
-        self.stale: list[Job] = []  # of before a reset: under way, but not reported
+        self.stale: list[Job] = []  # from before a reset: under way, but not reported
         self.waiting_since: dict[str, float] = {}
         self.unfinished: list[Request] = []
         self.abandoned: list[Fetch] = []
@@ -60,7 +60,7 @@ class Walk(RuleBasedStateMachine):
 
     @rule(request=requests, own_prefix=st.integers(0, 3), room=st.booleans())
     def attempt(self, request: Request, own_prefix: int, room: bool) -> None:
-        """A pass over one request; with `room`, blocks are found for it."""
+        """Look up one request. With `room`, vLLM has blocks for it."""
         if self.is_over(request):
             return
         now = self.vllm.clock.now
@@ -102,7 +102,7 @@ class Walk(RuleBasedStateMachine):
         if not self.jobs:
             return
         job = self.jobs.pop(which % len(self.jobs))
-        self.stale.clear()  # workers are through with these before they begin what came later
+        self.stale.clear()  # workers finish these before they begin a later job
         if job.is_store:
             self.vllm.manager.complete_store(set(job.keys), job.request.context, success)
         else:
@@ -119,27 +119,27 @@ class Walk(RuleBasedStateMachine):
     @rule(a=st.integers(0, LENGTH), b=st.integers(0, LENGTH), c=st.integers(0, LENGTH))
     def publish(self, a: int, b: int, c: int) -> None:
         one, two = PROMPTS
-        self.vllm.replica.peers_hold(a=chunks(one, a) + chunks(two, c), b=chunks(one, b))
+        self.vllm.tier.peers_hold(a=chunks(one, a) + chunks(two, c), b=chunks(one, b))
 
     def pending(self) -> list[Fetch]:
-        return [f for f in self.vllm.replica.fetches if f.state is FetchState.PENDING]
+        return [f for f in self.vllm.tier.fetches if f.state is FetchState.PENDING]
 
     @rule(which=st.integers(0, 100), whole=st.integers(0, LENGTH))
     def end_fetch(self, which: int, whole: int) -> None:
         if pending := self.pending():
-            self.vllm.replica.end(pending[which % len(pending)], whole)
+            self.vllm.tier.end(pending[which % len(pending)], whole)
 
     @rule(which=st.integers(0, 100))
     def abandon_fetch(self, which: int) -> None:
         if pending := self.pending():
             fetch = pending[which % len(pending)]
-            self.vllm.replica.abandon(fetch)
+            self.vllm.tier.abandon(fetch)
             self.abandoned.append(fetch)
 
     @rule()
     def drain_fetches(self) -> None:
         for fetch in self.abandoned:
-            self.vllm.replica.drain(fetch)
+            self.vllm.tier.drain(fetch)
         self.abandoned.clear()
 
     @rule(seconds=st.sampled_from([0.1, FETCH_TIMEOUT, 3 * FETCH_TIMEOUT]))
@@ -150,7 +150,7 @@ class Walk(RuleBasedStateMachine):
     # -- what must hold -----------------------------------------------------------------------
 
     def written(self) -> set[int]:
-        """Slots that somebody may be writing."""
+        """Slots that may still be written."""
         by_workers = {s for job in self.jobs + self.stale if job.is_store for s in job.slots}
         return by_workers | {row.slot for f in self.pending() + self.abandoned for row in f.rows}
 
@@ -158,14 +158,14 @@ class Walk(RuleBasedStateMachine):
         return self.written() | {s for job in self.jobs + self.stale for s in job.slots}
 
     @invariant()
-    def every_chunk_at_hand_has_a_slot_of_its_own_that_nobody_writes(self) -> None:
+    def every_hit_has_its_own_slot_that_nobody_writes(self) -> None:
         rows = [self.vllm.pool.lookup(key) for prompt in PROMPTS for key in chunks(prompt, LENGTH)]
         slots = [row.slot for row in rows if row is not None]
         assert len(set(slots)) == len(slots)
         assert self.written().isdisjoint(slots)
 
     @invariant()
-    def what_a_worker_reads_stays_what_it_is(self) -> None:
+    def rows_being_loaded_do_not_change(self) -> None:
         for job in self.jobs:
             if not job.is_store:
                 rows = [self.vllm.pool.lookup(key) for key in job.keys]
@@ -175,12 +175,12 @@ class Walk(RuleBasedStateMachine):
         while self.jobs:
             self.complete(0, True)
         for fetch in self.pending():
-            self.vllm.replica.end(fetch, 1)
+            self.vllm.tier.end(fetch, 1)
         self.drain_fetches()
         while self.unfinished:
             self.finish(self.unfinished[0])
         last = chunks("last", 1)
-        self.vllm.fill(last)  # a job that began after any reset
+        self.vllm.fill(last)  # a job that begins after every reset
         self.vllm.end_step()
         counts = self.vllm.pool.counts()
         assert (counts.pinned, counts.filling, counts.quarantined) == (0, 0, 0)

@@ -1,4 +1,4 @@
-"""Totals of the manager reach vLLM's metrics as what was added since the last look."""
+"""The manager's totals reach vLLM's metrics as increments."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def counters(reporter: HitReporter) -> dict[str, int | float]:
     return {} if stats is None else stats.reduce()
 
 
-def test_nothing_new_is_nothing(reporter: HitReporter) -> None:
+def test_without_new_tokens_there_are_no_stats(reporter: HitReporter) -> None:
     assert reporter.delta() is None
 
 
@@ -39,9 +39,7 @@ def test_each_token_is_reported_once(hits: Hits, reporter: HitReporter) -> None:
     assert reporter.delta() is None
 
 
-def test_every_source_has_a_counter_that_vllm_is_told_about(
-    hits: Hits, reporter: HitReporter
-) -> None:
+def test_every_source_has_a_counter_that_vllm_knows(hits: Hits, reporter: HitReporter) -> None:
     for source in HIT_SOURCES:
         setattr(hits, source, 1)
     defined = XavierSpec.build_metric_definitions({})

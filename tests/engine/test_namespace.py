@@ -1,5 +1,4 @@
-"""Two engines share a namespace if and only if one may use the other's bytes: it must tell apart
-whatever makes bytes differ."""
+"""Two engines share a namespace if and only if they may exchange bytes."""
 
 from __future__ import annotations
 
@@ -69,11 +68,11 @@ def test_it_is_the_same_at_the_next_start(
 def test_it_does_not_depend_on_where_the_model_is(
     own: str, model_folder: Path, cache_config: KVCacheConfig, tmp_path: Path
 ) -> None:
-    folder = shutil.copytree(model_folder, tmp_path / "elsewhere")
+    folder = shutil.copytree(model_folder, tmp_path / "copy")
     assert namespace(engine_config(folder), cache_config) == own
 
 
-def test_what_changes_no_byte_does_not_matter(
+def test_arguments_that_change_no_byte_do_not_matter(
     own: str, model_folder: Path, cache_config: KVCacheConfig
 ) -> None:
     config = engine_config(model_folder, max_model_len=1024, max_num_seqs=3)
@@ -107,10 +106,10 @@ def test_a_fine_tune_of_one_tensor(
     assert namespace(engine_config(folder), cache_config) != own
 
 
-def test_long_rope_depends_on_how_long_a_prompt_may_be(
+def test_long_rope_depends_on_the_longest_possible_prompt(
     model_folder: Path, cache_config: KVCacheConfig
 ) -> None:
-    """It chooses its factors by that, for all prompts."""
+    """It chooses its factors by that limit, for all prompts."""
     rope = {
         "rope_type": "longrope",
         "rope_theta": 10000.0,
@@ -126,7 +125,7 @@ def test_long_rope_depends_on_how_long_a_prompt_may_be(
     assert namespace(short, cache_config) != namespace(long, cache_config)
 
 
-def test_another_version_of_what_replicas_say_to_each_other(
+def test_another_protocol_version(
     own: str, config: VllmConfig, cache_config: KVCacheConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "PROTOCOL_VERSION", 99)
@@ -172,7 +171,7 @@ def test_another_engine_argument(
         ("parallel_config", "world_size", 2),
     ],
 )
-def test_what_this_machine_cannot_be_configured_for(
+def test_arguments_that_this_machine_does_not_support(
     own: str,
     config: VllmConfig,
     cache_config: KVCacheConfig,
@@ -204,7 +203,7 @@ def test_other_layers_in_a_group(
 
 
 def test_another_chunk_size(own: str, config: VllmConfig, cache_config: KVCacheConfig) -> None:
-    """The same key stands for other chunks then."""
+    """Equal keys would stand for different chunks."""
     assert module.digest(module.fingerprint_fields(config, cache_config, 2 * CHUNK_TOKENS)) != own
 
 
@@ -237,10 +236,10 @@ def test_another_model_runner(
     assert namespace(config, cache_config) != own
 
 
-def test_another_beginning_of_the_chains_of_hashes(
+def test_another_hash_seed(
     own: str, config: VllmConfig, cache_config: KVCacheConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No key of the one would ever be found in the other."""
+    """No key would ever match."""
     monkeypatch.setenv("PYTHONHASHSEED", "12345")
     assert namespace(config, cache_config) != own
 
@@ -254,14 +253,14 @@ def test_speculation(
 
 
 @pytest.mark.parametrize(("algorithm", "length"), [("sha256", 36), ("xxhash", 20)])
-def test_the_length_of_a_key_follows_from_the_hash(
+def test_the_length_of_a_key_depends_on_the_hash(
     model_folder: Path, algorithm: str, length: int
 ) -> None:
     config = engine_config(model_folder, prefix_caching_hash_algo=algorithm)
     assert module.key_bytes(config) == length
 
 
-INGREDIENTS = {"dtype": torch.float32, "layers": ["a", "b"], "chunk_tokens": 128, "none": None}
+FIELDS = {"dtype": torch.float32, "layers": ["a", "b"], "chunk_tokens": 128, "none": None}
 ROWS, COLUMNS = 300, 1000
 
 
@@ -273,7 +272,7 @@ def test_a_digest_is_the_same_in_every_process_and_order() -> None:
         " 'dtype': torch.float32}))"
     )
     printed = subprocess.check_output([sys.executable, "-c", code], text=True)
-    assert printed.strip() == digest(INGREDIENTS)
+    assert printed.strip() == digest(FIELDS)
 
 
 @pytest.mark.parametrize(
@@ -286,8 +285,8 @@ def test_a_digest_is_the_same_in_every_process_and_order() -> None:
         {"another": 1},
     ],
 )
-def test_every_ingredient_counts(other: dict[str, object]) -> None:
-    assert digest(INGREDIENTS | other) != digest(INGREDIENTS)
+def test_every_field_counts(other: dict[str, object]) -> None:
+    assert digest(FIELDS | other) != digest(FIELDS)
 
 
 def save(folder: Path, suffix: str, tensors: dict[str, torch.Tensor]) -> Path:
@@ -314,9 +313,9 @@ both_formats = pytest.mark.parametrize("suffix", [".safetensors", ".bin"])
 @both_formats
 def test_a_copy_in_another_folder_is_the_same_model(tmp_path: Path, suffix: str) -> None:
     original = save(tmp_path / "a", suffix, weights(0))
-    shutil.copytree(original, tmp_path / "elsewhere")
-    (tmp_path / "elsewhere" / "README.md").write_text("not weights")
-    assert weights_fingerprint(original) == weights_fingerprint(tmp_path / "elsewhere")
+    shutil.copytree(original, tmp_path / "copy")
+    (tmp_path / "copy" / "README.md").write_text("not weights")
+    assert weights_fingerprint(original) == weights_fingerprint(tmp_path / "copy")
 
 
 @pytest.mark.parametrize(
@@ -326,11 +325,11 @@ def test_a_copy_in_another_folder_is_the_same_model(tmp_path: Path, suffix: str)
         (".safetensors", "norm"),
         (".safetensors", "small"),
         (".bin", "embedding"),
-        (".bin", "norm"),  # what is smaller than the steps through such a file may be missed
+        (".bin", "norm"),  # tensors smaller than the sampling step may be missed
     ],
 )
 def test_fine_tunes_of_equal_size_differ(tmp_path: Path, suffix: str, tensor: str) -> None:
-    """A fine-tune changes a tensor everywhere, if only a little."""
+    """A fine-tune changes every number of a tensor, if only a little."""
     tuned = weights(0)
     tuned[tensor] *= 1 + 2**-20
     one, other = save(tmp_path / "a", suffix, weights(0)), save(tmp_path / "b", suffix, tuned)
@@ -358,11 +357,11 @@ def test_a_model_may_be_one_file(tmp_path: Path) -> None:
     assert weights_fingerprint(one) != weights_fingerprint(other)
 
 
-def test_models_on_a_hub_are_told_apart_by_their_names() -> None:
+def test_models_on_a_hub_differ_by_name() -> None:
     assert weights_fingerprint(Path("org/one")) != weights_fingerprint(Path("org/other"))
 
 
-def test_tensors_of_no_bytes_are_no_obstacle(tmp_path: Path) -> None:
+def test_empty_tensors_are_allowed(tmp_path: Path) -> None:
     save(tmp_path / "a", ".safetensors", {"empty": torch.zeros(0), "one": torch.ones(1)})
     save(tmp_path / "b", ".safetensors", {"empty": torch.zeros(0), "one": torch.zeros(1)})
     assert weights_fingerprint(tmp_path / "a") != weights_fingerprint(tmp_path / "b")

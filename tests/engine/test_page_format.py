@@ -1,4 +1,4 @@
-"""Engines share only pages that their kernels read and write in one format."""
+"""Engines share only pages of equal formats."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BLOCKS = 24
 LAYERS = [["full.0", "full.1"], ["window.0"]]
 
 
-def test_it_does_not_depend_on_how_many_blocks_there_are() -> None:
+def test_the_number_of_blocks_does_not_matter() -> None:
     formats = {
         tensor_format(torch.empty(blocks, 2, 128, 4, 64), blocks) for blocks in (BLOCKS, 1000, 64)
     }
@@ -26,7 +26,7 @@ def test_it_does_not_depend_on_how_many_blocks_there_are() -> None:
 @pytest.mark.parametrize(
     "other",
     [
-        torch.empty(2 * BLOCKS, 2, 64, 4, 64),  # a kernel with smaller blocks than vLLM's
+        torch.empty(2 * BLOCKS, 2, 64, 4, 64),  # a kernel with smaller blocks than vLLM
         torch.empty(BLOCKS, 2, 4, 128, 64),
         torch.empty(BLOCKS, 2, 4, 128, 64).transpose(2, 3),  # the same shape in another order
         torch.empty(2, BLOCKS, 128, 4, 64),
@@ -34,11 +34,11 @@ def test_it_does_not_depend_on_how_many_blocks_there_are() -> None:
     ],
     ids=["kernel blocks", "shape", "order", "keys and values apart", "type"],
 )
-def test_another_format_of_as_many_bytes(other: torch.Tensor) -> None:
+def test_other_formats_of_equal_size_differ(other: torch.Tensor) -> None:
     assert tensor_format(other, BLOCKS) != tensor_format(torch.empty(BLOCKS, 2, 128, 4, 64), BLOCKS)
 
 
-def test_each_group_has_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_group_has_its_own_format(monkeypatch: pytest.MonkeyPatch) -> None:
     backends = {"full": "FLASH_ATTN", "window": "TRITON_ATTN"}
 
     def of_layers(_config: object, layers: list[str]) -> list[Any]:
@@ -52,10 +52,10 @@ def test_each_group_has_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     caches: dict[str, Any] = {
         "full.0": torch.empty(BLOCKS, 2, 16, 8),
         "full.1": torch.empty(BLOCKS, 2, 16, 8),
-        "window.0": [torch.empty(BLOCKS, 3), torch.empty(BLOCKS, 5)],  # a state of two parts
+        "window.0": [torch.empty(BLOCKS, 3), torch.empty(BLOCKS, 5)],  # a state in two tensors
     }
-    told = page_format(SimpleNamespace(), config, caches)  # type: ignore[arg-type]
-    assert [group["backends"] for group in told] == [["FLASH_ATTN"], ["TRITON_ATTN"]]
-    assert [len(group["tensors"]) for group in told] == [1, 2]
-    del caches["full.1"], caches["window.0"]  # of another pipeline stage
+    formats = page_format(SimpleNamespace(), config, caches)  # type: ignore[arg-type]
+    assert [group["backends"] for group in formats] == [["FLASH_ATTN"], ["TRITON_ATTN"]]
+    assert [len(group["tensors"]) for group in formats] == [1, 2]
+    del caches["full.1"], caches["window.0"]  # another pipeline stage has them
     assert [len(g["tensors"]) for g in page_format(SimpleNamespace(), config, caches)] == [1, 0]  # type: ignore[arg-type]

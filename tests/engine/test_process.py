@@ -1,4 +1,4 @@
-"""An engine does not outlive its parent, and our log lines are seen in its process."""
+"""An engine does not outlive its parent, and its process shows our log lines."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def engine(pipe: Connection) -> None:
     threading.Event().wait()
 
 
-def engine_that_comes_late(pipe: Connection) -> None:
+def engine_that_starts_late(pipe: Connection) -> None:
     pipe.send(os.getpid())
     while os.getppid() == multiprocessing.parent_process().pid:  # type: ignore[union-attr]
         threading.Event().wait(0.01)
@@ -32,7 +32,7 @@ def engine_that_comes_late(pipe: Connection) -> None:
 
 
 def parent(pipe: Connection, method: str, late: bool) -> None:
-    target = engine_that_comes_late if late else engine
+    target = engine_that_starts_late if late else engine
     multiprocessing.get_context(method).Process(target=target, args=(pipe,)).start()
     threading.Event().wait()
 
@@ -52,7 +52,7 @@ def test_it_ends_when_its_parent_is_killed(method: str, late: bool) -> None:
     child.wait(PATIENCE)
 
 
-def test_an_engine_in_the_process_of_its_user_is_left_alone() -> None:
+def test_an_engine_in_its_user_s_process_is_left_alone() -> None:
     before = threading.active_count()
     end_with_parent()
     assert threading.active_count() == before
@@ -69,7 +69,7 @@ class Lines(logging.Handler):
 
 @pytest.fixture
 def ours() -> logging.Logger:
-    """Not in pytest's reach, as nothing is in an engine's process."""
+    """Detached from the root logger, where pytest listens."""
     return logging.Logger("ours")
 
 
@@ -85,7 +85,7 @@ def vllms(lines: Lines) -> logging.Logger:
     return logger
 
 
-def test_they_go_where_vllms_go_once(
+def test_our_lines_go_where_vllm_s_go_once(
     ours: logging.Logger, vllms: logging.Logger, lines: Lines
 ) -> None:
     follow(ours, vllms)
@@ -95,7 +95,7 @@ def test_they_go_where_vllms_go_once(
     assert lines.seen == ["sharing works"]
 
 
-def test_whoever_said_where_they_go_is_obeyed(
+def test_a_logger_that_is_configured_is_left_alone(
     ours: logging.Logger, vllms: logging.Logger, lines: Lines
 ) -> None:
     mine = Lines()
@@ -105,7 +105,7 @@ def test_whoever_said_where_they_go_is_obeyed(
     assert (mine.seen, lines.seen) == (["sharing stopped"], [])
 
 
-def test_where_vllm_sets_up_nothing_nothing_changes(ours: logging.Logger) -> None:
+def test_without_vllm_s_handlers_nothing_changes(ours: logging.Logger) -> None:
     """`VLLM_CONFIGURE_LOGGING=0`."""
     follow(ours, logging.Logger("vllms"))
     assert (ours.handlers, ours.level) == ([], logging.NOTSET)

@@ -1,4 +1,4 @@
-"""A prompt that somebody asks about has the keys that a request with it would have."""
+"""The keys of a prompt are those that a request with it would have."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def engine_config(folder: Path, **arguments: Any) -> VllmConfig:
 
 @pytest.fixture(scope="module")
 def vllm_config(model_folder: Path) -> VllmConfig:
-    init_none_hash(get_hash_fn_by_name(HASH))  # as an engine does when it starts
+    init_none_hash(get_hash_fn_by_name(HASH))  # an engine does so when it starts
     return engine_config(model_folder)
 
 
@@ -71,7 +71,7 @@ def chunker_of(config: VllmConfig, **arguments: Any) -> PromptChunker:
 
 
 def hashes_of_a_request(tokens: list[int]) -> list[bytes]:
-    """What vLLM's scheduler makes keys of."""
+    """From which vLLM's scheduler makes keys."""
     hasher = get_request_block_hasher(BLOCK, get_hash_fn_by_name(HASH))
     request = Request("r", tokens, SamplingParams(max_tokens=1), None, block_hasher=hasher)
     return list(request.block_hashes)
@@ -81,23 +81,23 @@ def hashes_of_a_request(tokens: list[int]) -> list[bytes]:
 def test_keys_are_those_of_a_request(vllm_config: VllmConfig, sliding: bool) -> None:
     chunker = chunker_of(vllm_config, sliding=sliding)
     tokens = chunker._loaded_tokenizer().encode(PROMPT["prompt"])
-    last_of_each = hashes_of_a_request(tokens)[CHUNK // BLOCK - 1 :: CHUNK // BLOCK]
+    last_hashes = hashes_of_a_request(tokens)[CHUNK // BLOCK - 1 :: CHUNK // BLOCK]
     chunked = chunker(PROMPT)
     assert (chunked.prompt_tokens, chunked.chunk_tokens) == (len(tokens), CHUNK)
     assert len(chunked.chunks) == len(tokens) // CHUNK >= 2
     groups = range(1 + sliding)
     assert chunked.chunks == [
-        tuple(make_offload_key(each, group) for group in groups) for each in last_of_each
+        tuple(make_offload_key(last, group) for group in groups) for last in last_hashes
     ]
 
 
-def test_a_prompt_shorter_than_a_chunk_has_none(vllm_config: VllmConfig) -> None:
+def test_a_prompt_shorter_than_a_chunk_has_no_keys(vllm_config: VllmConfig) -> None:
     chunked = chunker_of(vllm_config)({"prompt": "short"})
     assert chunked.prompt_tokens > 0
     assert chunked.chunks == []
 
 
-def test_messages_are_what_the_models_template_makes_of_them(vllm_config: VllmConfig) -> None:
+def test_messages_go_through_the_model_s_template(vllm_config: VllmConfig) -> None:
     chunker = chunker_of(vllm_config)
     content = "one two three four " * 50
     asked = chunker({"messages": [{"role": "user", "content": content}]})
@@ -105,7 +105,7 @@ def test_messages_are_what_the_models_template_makes_of_them(vllm_config: VllmCo
     assert asked == chunker({"prompt": written})
 
 
-def test_a_template_that_fails_is_the_answer(
+def test_a_template_that_fails_is_an_error(
     vllm_config: VllmConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chunker = chunker_of(vllm_config)
@@ -114,7 +114,7 @@ def test_a_template_that_fails_is_the_answer(
         chunker({"messages": [{"role": "user", "content": "?"}]})
 
 
-def test_a_model_without_a_tokenizer_says_so(model_folder: Path) -> None:
+def test_a_model_without_a_tokenizer_is_an_error(model_folder: Path) -> None:
     config = engine_config(model_folder, skip_tokenizer_init=True)
     with pytest.raises(ExplainError, match="launched without a tokenizer"):
         chunker_of(config)(PROMPT)

@@ -1,4 +1,4 @@
-"""Sizes that all processes of one engine come to alike, and refusals that say what to do."""
+"""All processes of one engine compute the same sizes, and errors name the remedy."""
 
 from __future__ import annotations
 
@@ -79,10 +79,10 @@ class TestChunkTokens:
     ) -> None:
         assert chunk_tokens_for(options(), blocks) == tokens
 
-    def test_what_is_asked_for_is_taken(self) -> None:
+    def test_a_configured_size_is_used(self) -> None:
         assert chunk_tokens_for(options(chunk_tokens=512), [16, 128]) == 512
 
-    def test_what_is_no_multiple_of_the_block_is_refused_with_the_next_that_is(self) -> None:
+    def test_a_size_that_is_not_a_multiple_is_refused_with_the_next_one(self) -> None:
         with pytest.raises(ConfigError) as refused:
             chunk_tokens_for(options(chunk_tokens=200), [16, 128])
         assert str(refused.value) == (
@@ -92,16 +92,16 @@ class TestChunkTokens:
 
 
 class TestPool:
-    def test_a_pool_for_too_few_chunks_is_refused_with_the_least_that_is_enough(self) -> None:
+    def test_a_pool_for_too_few_chunks_is_refused_with_the_minimum(self) -> None:
         with pytest.raises(ConfigError, match="xavier_pool_bytes=100000 holds") as refused:
             XavierSpec(offloading_config(options(pool_bytes=100_000)))
-        least = int(re.findall(r"use at least (\d+)", str(refused.value))[0])
-        XavierSpec(offloading_config(options(pool_bytes=least)))
+        minimum = int(re.findall(r"use at least (\d+)", str(refused.value))[0])
+        XavierSpec(offloading_config(options(pool_bytes=minimum)))
         with pytest.raises(ConfigError):
-            XavierSpec(offloading_config(options(pool_bytes=least - 1)))
-        assert least % MIN_ROWS == 0
+            XavierSpec(offloading_config(options(pool_bytes=minimum - 1)))
+        assert minimum % MIN_ROWS == 0
 
-    def test_a_pool_larger_than_memory_is_refused_before_it_is_touched(self) -> None:
+    def test_a_pool_larger_than_memory_is_refused(self) -> None:
         spec = XavierSpec(offloading_config(options(pool_bytes=1 << 60)))
         with pytest.raises(ConfigError) as refused:
             spec.get_worker(kv_caches([PAGES]))
@@ -132,7 +132,7 @@ class TestWorkers:
                 made.append(worker)
             yield made
 
-    def test_their_rows_are_whole_pages_that_hold_all_cells(
+    def test_a_row_holds_all_cells_in_whole_pages(
         self, workers: list[HostWorker], caches: list[CanonicalKVCaches]
     ) -> None:
         rows, row_bytes = workers[0]._rows.shape
@@ -140,7 +140,7 @@ class TestWorkers:
         assert 0 <= row_bytes - 2 * cell_bytes(caches[0], BLOCKS_PER_CHUNK) < ROW_ALIGNMENT
         assert rows == (1 << 20) // row_bytes
 
-    def test_what_both_stored_in_one_row_both_load(
+    def test_both_load_what_they_stored_in_one_row(
         self, workers: list[HostWorker], caches: list[CanonicalKVCaches]
     ) -> None:
         for worker in workers:
@@ -154,7 +154,7 @@ class TestWorkers:
             for source, copy in zip(range(4), range(8, 12), strict=True):
                 assert pages_of(cache, 0, copy) == pages_of(cache, 0, source)
 
-    def test_processes_that_disagree_on_the_layout_do_not_start(self) -> None:
+    def test_workers_that_disagree_on_the_layout_do_not_start(self) -> None:
         first = offloading_config(options(), workers=2)
         worker = XavierSpec(first).get_worker(kv_caches([PAGES]))
         other = replace(

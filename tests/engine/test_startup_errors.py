@@ -1,4 +1,4 @@
-"""What vLLM logs when an engine does not start reaches the model's tracker."""
+"""The error that ends an engine's start reaches the model's tracker."""
 
 from __future__ import annotations
 
@@ -21,20 +21,22 @@ ENGINE, WORKER = startup_errors._LOGGERS
 
 @pytest.fixture
 def reported(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[XavierConfig, str]]]:
-    """What the tracker is told, as (whose, text)."""
-    told: list[tuple[XavierConfig, str]] = []
+    """What the tracker gets, as (configuration, text)."""
+    errors: list[tuple[XavierConfig, str]] = []
     monkeypatch.setattr(
         startup_errors,
         "report_startup_error",
-        lambda config, error: told.append((config, str(error))),
+        lambda config, error: errors.append((config, str(error))),
     )
     startup_errors.install()
     startup_errors.install()  # vLLM may do so more than once
-    yield told
+    yield errors
     for name in startup_errors._LOGGERS:
         logger = logging.getLogger(name)
         logger.handlers = [
-            each for each in logger.handlers if not isinstance(each, startup_errors._Listener)
+            handler
+            for handler in logger.handlers
+            if not isinstance(handler, startup_errors._Listener)
         ]
 
 
@@ -51,15 +53,19 @@ def fail(logger: str, message: str, extra: dict[str, Any] | None) -> None:
         logging.getLogger(logger).exception(message)
 
 
-def test_vllm_finds_it() -> None:
-    (ours,) = (each for each in entry_points(group="vllm.general_plugins") if each.name == "xavier")
+def test_vllm_finds_the_plugin() -> None:
+    (ours,) = (
+        handler
+        for handler in entry_points(group="vllm.general_plugins")
+        if handler.name == "xavier"
+    )
     assert ours.load() is startup_errors.install
 
 
-def test_a_vllm_that_was_not_tried_ends_where_it_should_share(
+def test_an_untested_vllm_ends_where_it_should_share(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Before it fails in words of its own; where it need not share it is left alone."""
+    """Elsewhere it is left alone."""
     monkeypatch.setattr(vllm, "__version__", "0.21.0")
     startup_errors.install()
     monkeypatch.setenv(SHARES, "1")
@@ -71,7 +77,7 @@ def test_a_vllm_that_was_not_tried_ends_where_it_should_share(
     ("logger", "message"),
     [(ENGINE, "EngineCore failed to start."), (WORKER, "WorkerProc failed to start.")],
 )
-def test_what_ends_a_start_is_told_once(
+def test_the_error_that_ends_a_start_is_reported_once(
     reported: list[tuple[XavierConfig, str]], logger: str, message: str
 ) -> None:
     fail(logger, message, {XAVIER: CONFIG.to_dict()})
@@ -86,9 +92,9 @@ def test_engines_that_share_nothing_are_left_alone(
     assert reported == []
 
 
-def test_what_ends_an_engine_later_is_not_a_failed_start(
+def test_an_error_after_the_start_is_not_reported(
     reported: list[tuple[XavierConfig, str]],
 ) -> None:
     fail(ENGINE, "EngineCore encountered a fatal error.", {XAVIER: CONFIG.to_dict()})
-    logging.getLogger(ENGINE).error("EngineCore failed to start.")  # and says not why
+    logging.getLogger(ENGINE).error("EngineCore failed to start.")  # without an exception
     assert reported == []

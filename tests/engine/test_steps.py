@@ -1,5 +1,5 @@
-"""Steps take what they take, however many of them vLLM has begun; and a request's wait for a
-decision counts what it lost to us, not what it would have waited for the engine anyway."""
+"""Steps are timed correctly even if vLLM begins several at once, and a request's wait counts only
+while the engine is idle."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from xinference_xavier.engine.policy.prefill_rate import PrefillRate
 from xinference_xavier.engine.steps import Step, Steps
 
 
-def test_what_was_not_begun_does_not_end() -> None:
+def test_without_a_step_there_is_nothing_to_end() -> None:
     assert Steps().end(1.0) is None
 
 
-def test_a_step_lasts_from_its_beginning_to_its_end() -> None:
+def test_a_step_is_timed_from_its_beginning() -> None:
     steps = Steps()
     for began in (10.0, 20.0):
         step = Step(began, tokens=2000)
@@ -25,7 +25,7 @@ def test_a_step_lasts_from_its_beginning_to_its_end() -> None:
         assert steps.end(began + 2.0) == (step, 2.0)
 
 
-def test_one_that_is_begun_early_lasts_from_the_end_of_the_one_before() -> None:
+def test_an_overlapping_step_is_timed_from_the_end_of_the_one_before() -> None:
     steps = Steps()
     first, second = Step(10.0, tokens=2000), Step(10.5, tokens=1)
     steps.begin(first)
@@ -34,8 +34,8 @@ def test_one_that_is_begun_early_lasts_from_the_end_of_the_one_before() -> None:
     assert steps.end(12.25) == (second, 0.25)
 
 
-def test_a_step_of_nothing_is_not_taken_for_one_that_computes() -> None:
-    """vLLM begins such steps while it waits, and has their outputs in their turn."""
+def test_an_empty_step_does_not_count_as_computing() -> None:
+    """vLLM begins such steps while it waits, and ends them in turn."""
     steps = Steps()
     empty, prefill = Step(10.0, tokens=0), Step(10.5, tokens=2000)
     steps.begin(empty)
@@ -49,7 +49,7 @@ def test_a_step_of_nothing_is_not_taken_for_one_that_computes() -> None:
 
 
 class Device:
-    """vLLM above a device that computes one step after the other: `depth` steps are begun at once,
+    """vLLM over a device that computes one step at a time. Up to `depth` steps are begun at once,
     each `launch` seconds after the one before."""
 
     def __init__(self, depth: int, launch: float) -> None:
@@ -62,7 +62,7 @@ class Device:
         self._free = 0.0
 
     def compute(self, seconds: Sequence[tuple[int, float]]) -> None:
-        """Steps of so many prompt tokens that take so long."""
+        """Compute steps, given as (prompt tokens, seconds)."""
         for tokens, takes in seconds:
             self._steps.begin(Step(self.now, max(tokens, 1), tokens))
             self._free = max(self.now + self._launch, self._free) + takes
@@ -84,10 +84,10 @@ class Device:
 @pytest.mark.parametrize("launch", [0.010, 0.001], ids=["one process", "several"])
 @pytest.mark.parametrize("prefills", [1, 2, 4])
 @pytest.mark.parametrize("depth", [1, 2, 3])
-def test_the_prefill_rate_is_the_true_one_however_many_steps_are_begun(
+def test_the_prefill_rate_is_right_however_many_steps_overlap(
     depth: int, prefills: int, launch: float
 ) -> None:
-    """With the end of a step taken for the begin of the next, it was up to 250 times too high."""
+    """Timed from the end of the step before, it would be up to 250 times too high."""
     device = Device(depth, launch)
     for _ in range(10):
         device.compute([(8192, 0.25)] * prefills + [(0, 0.01)] * 5)
@@ -98,7 +98,7 @@ def test_the_prefill_rate_is_the_true_one_however_many_steps_are_begun(
 # -- a request's wait ------------------------------------------------------------------------
 
 
-def test_idle_passes_count() -> None:
+def test_idle_steps_count() -> None:
     steps = Steps()
     since = steps.idle_time(10.0)
     for now in (10.0, 10.1, 10.2):
@@ -106,7 +106,7 @@ def test_idle_passes_count() -> None:
     assert steps.idle_time(10.3) - since == pytest.approx(0.3)
 
 
-def test_steps_that_compute_do_not_count_however_they_overlap() -> None:
+def test_steps_that_compute_do_not_count() -> None:
     steps = Steps()
     since = steps.idle_time(10.0)
     steps.begin(Step(10.0, tokens=512))
@@ -119,18 +119,18 @@ def test_steps_that_compute_do_not_count_however_they_overlap() -> None:
     assert steps.idle_time(16.0) == since + 1.0
 
 
-def test_a_request_is_timed_from_its_first_pending_lookup_to_its_decision() -> None:
+def test_a_request_s_wait_lasts_from_its_first_retry_to_its_decision() -> None:
     vllm = Scheduling()
     keys = chunks("prompt", 6)
-    vllm.replica.peers_hold(a=keys)
+    vllm.tier.peers_hold(a=keys)
     request = vllm.arrive("r", keys)
-    vllm.clock.now += 3.0  # it arrived earlier than it was looked at
+    vllm.clock.now += 3.0  # between its arrival and its first lookup
     assert vllm.attempt(request) is None
     vllm.manager.step_begins(100, 0, 0.0)
-    vllm.clock.now += 1.0  # others are computed
+    vllm.clock.now += 1.0  # the engine computes for others
     vllm.manager.step_ends()
     vllm.clock.now += FETCH_TIMEOUT - 1.0
     assert vllm.attempt(request) == 0
-    vllm.clock.now += 3.0  # no room yet
+    vllm.clock.now += 3.0  # vLLM has no blocks for it yet
     assert vllm.attempt(request) == 0
     assert vllm.manager.stats()["longest_scheduling_wait_s"] == pytest.approx(FETCH_TIMEOUT - 1.0)

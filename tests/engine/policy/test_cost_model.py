@@ -1,4 +1,4 @@
-"""Fetching is preferred until it was seen to be slower, and again after a while."""
+"""Fetching is preferred until it was measured to be slower, and tried again after a while."""
 
 from __future__ import annotations
 
@@ -14,104 +14,104 @@ from xinference_xavier.tiers.base import Fetch
 
 PREFILL = 1000.0
 """Tokens per second."""
-EACH = CHUNK / PREFILL
-"""Seconds that a chunk takes: 0.128."""
+CHUNK_SECONDS = CHUNK / PREFILL
+"""0.128, to compute one."""
 
 
 class Peer:
-    """What there is to know of fetches from one peer, `a`; one begins every second."""
+    """Fetches from the peer `a`; one begins every second."""
 
     def __init__(self) -> None:
         self.cost_model = CostModel(row_bytes=ROW_BYTES)
         self.now = 1000.0
 
     def fetch(
-        self, rows: int, seconds: float, *, came: int | None = None, transport: str = "gloo"
+        self, rows: int, seconds: float, *, arrived: int | None = None, transport: str = "gloo"
     ) -> None:
         fetch = Fetch("a", [Row(b"", 0)] * rows, deadline=0.0)
         self.now += 1.0
-        self.cost_model.begun(fetch, rows * EACH, self.now)
-        fetch.committed = fetch.rows[: rows if came is None else came]
+        self.cost_model.begun(fetch, rows * CHUNK_SECONDS, self.now)
+        fetch.committed = fetch.rows[: rows if arrived is None else arrived]
         fetch.seconds, fetch.transport = seconds, transport
         self.cost_model.ended(fetch)
         self.cost_model.ended(fetch)
 
-    def learn(self, overhead: float, each: float) -> None:
+    def learn(self, overhead: float, per_row: float) -> None:
         for rows in (4, 4, 40, 10, 80, 4, 40):
-            self.fetch(rows, overhead + each * rows)
+            self.fetch(rows, overhead + per_row * rows)
 
-    def least(self) -> int:
-        return self.cost_model.min_chunks("a", 1, EACH, self.now)
+    def min_chunks(self) -> int:
+        return self.cost_model.min_chunks("a", 1, CHUNK_SECONDS, self.now)
 
 
-def test_nothing_known_speaks_for_fetching() -> None:
+def test_unknown_costs_favour_fetching() -> None:
     peer = Peer()
-    assert peer.least() == 1
+    assert peer.min_chunks() == 1
     assert peer.cost_model.rows_within("a", 0.001, peer.now) == INFINITE
     peer.learn(100.0, 1.0)
-    assert peer.cost_model.min_chunks("a", 1, None, peer.now) == 1, (
-        "nor does a prefill not yet measured"
+    assert peer.cost_model.min_chunks("a", 1, None, peer.now) == 1, "the prefill rate is unknown"
+    assert peer.cost_model.min_chunks("b", 1, CHUNK_SECONDS, peer.now) == 1, (
+        "nothing is known of the other peer"
     )
-    assert peer.cost_model.min_chunks("b", 1, EACH, peer.now) == 1, "nor one from another peer"
 
 
-def test_what_is_worth_a_fetch_follows_from_both_rates() -> None:
+def test_the_minimum_follows_from_both_rates() -> None:
     peer = Peer()
     peer.learn(0.55, 0.028)  # saves 0.1 s a chunk
-    assert peer.least() == 6
-    assert peer.cost_model.min_chunks("a", 1, EACH * 2, peer.now) == 3
-    assert peer.cost_model.min_chunks("a", 1, EACH / 10, peer.now) == INFINITE
+    assert peer.min_chunks() == 6
+    assert peer.cost_model.min_chunks("a", 1, CHUNK_SECONDS * 2, peer.now) == 3
+    assert peer.cost_model.min_chunks("a", 1, CHUNK_SECONDS / 10, peer.now) == INFINITE
 
 
-def test_the_first_fetch_which_opens_the_link_does_not_count() -> None:
+def test_the_first_fetch_opens_the_link_and_does_not_count() -> None:
     peer = Peer()
     peer.fetch(2, 60.0)
-    assert peer.least() == 1
+    assert peer.min_chunks() == 1
     peer.learn(0.55, 0.028)
-    assert peer.least() == 6
+    assert peer.min_chunks() == 6
 
 
-def test_each_transport_has_its_rate_and_the_last_one_counts() -> None:
+def test_each_transport_has_its_own_rate_and_the_latest_counts() -> None:
     peer = Peer()
     peer.learn(0.55, 0.028)
     peer.fetch(4, 60.0, transport="shared_memory")
-    assert peer.least() == 1
+    assert peer.min_chunks() == 1
     peer.fetch(4, 0.662)
-    assert peer.least() == 6
+    assert peer.min_chunks() == 6
 
 
-def test_what_brought_nothing_measures_nothing() -> None:
+def test_a_fetch_that_brought_nothing_measures_nothing() -> None:
     peer = Peer()
     peer.learn(0.55, 0.028)
-    peer.fetch(10, 5.0, came=0)
-    assert peer.least() == 6
+    peer.fetch(10, 5.0, arrived=0)
+    assert peer.min_chunks() == 6
 
 
-def test_what_was_slow_for_a_while_is_tried_again_and_then_forgotten() -> None:
+def test_a_slow_peer_is_tried_again_and_its_rate_replaced() -> None:
     peer = Peer()
     peer.learn(1.0, 1.0)
-    assert peer.least() == INFINITE
+    assert peer.min_chunks() == INFINITE
     peer.now += RETRY_AFTER
-    assert peer.least() == INFINITE
+    assert peer.min_chunks() == INFINITE
     peer.now += 1.0
-    assert peer.least() == 1, "one is made all the same"
+    assert peer.min_chunks() == 1, "one fetch is made anyway"
     fetch = Fetch("a", [Row(b"", 0)] * 10, deadline=0.0)
-    peer.cost_model.begun(fetch, 10 * EACH, peer.now)
-    assert peer.least() == INFINITE, "but no second one before it has ended"
+    peer.cost_model.begun(fetch, 10 * CHUNK_SECONDS, peer.now)
+    assert peer.min_chunks() == INFINITE, "but no second one before it ends"
     fetch.committed, fetch.seconds, fetch.transport = fetch.rows, 0.1, "gloo"
     peer.cost_model.ended(fetch)
-    assert peer.least() == 1
+    assert peer.min_chunks() == 1
     peer.now += RETRY_AFTER / 2
     assert peer.cost_model.rows_within("a", 0.05, peer.now) == 5
 
 
-def test_what_is_still_slow_is_computed_again() -> None:
+def test_a_peer_that_is_still_slow_is_avoided_again() -> None:
     peer = Peer()
     peer.learn(1.0, 1.0)
     peer.now += RETRY_AFTER + 1
-    assert peer.least() == 1
+    assert peer.min_chunks() == 1
     peer.fetch(10, 11.0)
-    assert peer.least() > 10
+    assert peer.min_chunks() > 10
 
 
 def test_predictions_are_compared_with_what_fetches_took() -> None:
@@ -120,7 +120,9 @@ def test_predictions_are_compared_with_what_fetches_took() -> None:
     decisions = peer.cost_model.decisions
     before = replace(decisions)
     peer.fetch(20, 3.0)
-    assert decisions.predictions == before.predictions + 1 == 6, "the first two had none"
+    assert decisions.predictions == before.predictions + 1 == 6, (
+        "the first two fetches had no prediction"
+    )
     assert decisions.error_s - before.error_s == pytest.approx(1.0)
     assert decisions.predicted_s - before.predicted_s == pytest.approx(2.0)
     assert decisions.actual_s - before.actual_s == pytest.approx(3.0)
@@ -133,11 +135,11 @@ def test_predictions_are_compared_with_what_fetches_took() -> None:
     assert report["rates"]["a"]["bytes_per_s"] > 0
 
 
-def test_not_more_peers_are_known_than_there_may_be() -> None:
+def test_the_number_of_known_peers_is_bounded() -> None:
     cost_model = CostModel(row_bytes=ROW_BYTES)
     for number in range(1000):
         fetch = Fetch(f"peer {number}", [Row(b"", 0)], deadline=0.0)
-        cost_model.begun(fetch, EACH, float(number))
+        cost_model.begun(fetch, CHUNK_SECONDS, float(number))
         cost_model.ended(fetch)
     assert len(cost_model._peers) <= 100
     assert not cost_model._pending

@@ -1,4 +1,4 @@
-"""A manager that chooses, asked for what peers hold."""
+"""A manager with the adaptive policy fetches only what pays, from the donors that are fastest."""
 
 from __future__ import annotations
 
@@ -11,39 +11,39 @@ from xinference_xavier.engine.policy.cost_model import RETRY_AFTER
 from xinference_xavier.engine.policy.donor_selection import FetchPolicy
 
 PREFILL = 1000.0
-"""Tokens per second: a chunk takes 0.128 s."""
+"""Tokens per second; a chunk takes 0.128 s."""
 
 
 class Engine(Scheduling):
-    """A manager that chooses, over a pool of 512 rows; computes a chunk in 0.128 s."""
+    """Has a pool of 512 rows and computes a chunk in 0.128 s."""
 
     def __init__(self) -> None:
         super().__init__(slots=512, policy=FetchPolicy.ADAPTIVE)
         self.manager.prefill_rate.tokens_per_second = PREFILL
         self._prompts = 0
 
-    def ask(self, count: int, peers: str = "a") -> Request:
-        """For chunks that these peers hold, each of them all."""
+    def request(self, count: int, peers: str = "a") -> Request:
+        """For `count` new chunks, all of which each of `peers` holds."""
         self._prompts += 1
         keys = chunks(f"prompt {self._prompts}", count)
-        self.replica.peers_hold(**dict.fromkeys(peers, keys))
+        self.tier.peers_hold(**dict.fromkeys(peers, keys))
         return self.arrive(f"request {self._prompts}", keys)
 
-    def learn(self, overhead: float, each: float, peer: str = "a") -> None:
+    def learn(self, overhead: float, per_row: float, peer: str = "a") -> None:
         self.manager.tier_lookup._selection.policy = FetchPolicy.FIXED_THRESHOLD
         for count in (4, 4, 40, 10, 40):
-            request = self.ask(count, peer)
+            request = self.request(count, peer)
             assert self.attempt(request) is None
-            fetch = self.replica.fetches[-1]
+            fetch = self.tier.fetches[-1]
             fetch.transport = "gloo"
-            self.replica.end(fetch, seconds=overhead + each * count)
+            self.tier.end(fetch, seconds=overhead + per_row * count)
             assert self.attempt(request) == count
             self.finish(request)
             self.end_step()
         self.manager.tier_lookup._selection.policy = FetchPolicy.ADAPTIVE
 
     def steps(self, seconds: dict[int, float]) -> None:
-        """Of 1,000 tokens each, that took so long with so many before them."""
+        """Compute 1,000 tokens per step; `seconds` is the duration by depth."""
         for depth, took in [*seconds.items()] * 5:
             self.manager.step_begins(1000, 1000, depth)
             self.clock.now += took
@@ -54,118 +54,118 @@ class Engine(Scheduling):
         return cast(dict[str, float], self.manager.stats()["fetch_decisions"])
 
 
-def test_it_computes_what_is_quicker_computed() -> None:
+def test_chunks_that_are_faster_to_compute_are_computed() -> None:
     vllm = Engine()
     vllm.learn(0.55, 0.028)
-    request = vllm.ask(5)
+    request = vllm.request(5)
     for _ in range(3):
         assert vllm.attempt(request) == 0, "at once"
     assert vllm.decisions["computed"] == 1
-    assert vllm.attempt(vllm.ask(6)) is None
+    assert vllm.attempt(vllm.request(6)) is None
     assert (vllm.decisions["computed"], vllm.decisions["fetched"]) == (1, 6)
 
 
-def test_it_fetches_what_arrives_in_time() -> None:
+def test_only_chunks_that_arrive_in_time_are_fetched() -> None:
     vllm = Engine()
     vllm.learn(0.0, 0.1)
-    assert vllm.attempt(vllm.ask(80)) is None
-    assert len(vllm.replica.fetches[-1].rows) == pytest.approx(50, abs=2)
+    assert vllm.attempt(vllm.request(80)) is None
+    assert len(vllm.tier.fetches[-1].rows) == pytest.approx(50, abs=2)
 
 
-def test_it_tries_again_after_a_while() -> None:
+def test_a_slow_peer_is_tried_again_after_a_while() -> None:
     vllm = Engine()
     vllm.learn(0.0, 1.0)
-    assert vllm.attempt(vllm.ask(20)) == 0
+    assert vllm.attempt(vllm.request(20)) == 0
     vllm.clock.now += RETRY_AFTER + 1
-    assert vllm.attempt(vllm.ask(20)) is None
-    assert vllm.attempt(vllm.ask(20)) == 0, "one at a time"
+    assert vllm.attempt(vllm.request(20)) is None
+    assert vllm.attempt(vllm.request(20)) == 0, "one at a time"
 
 
-def test_it_does_not_ask_where_the_user_has_said_it() -> None:
+def test_a_fixed_threshold_replaces_the_cost_model() -> None:
     vllm = Engine()
     vllm.learn(0.0, 1.0)
     vllm.manager.tier_lookup._selection.policy = FetchPolicy.FIXED_THRESHOLD
-    assert vllm.attempt(vllm.ask(2)) is None
-    assert vllm.attempt(vllm.ask(1)) == 0
+    assert vllm.attempt(vllm.request(2)) is None
+    assert vllm.attempt(vllm.request(1)) == 0
     assert vllm.decisions["computed"] == 0
 
 
-def test_it_fetches_deep_in_a_prompt_what_it_computes_at_its_start() -> None:
+def test_deep_chunks_are_fetched_where_shallow_ones_are_computed() -> None:
     vllm = Engine()
     vllm.learn(0.55, 0.1)
     vllm.steps({0: 1.0, 10_000: 2.0})
-    assert vllm.attempt(vllm.ask(10)) == 0
+    assert vllm.attempt(vllm.request(10)) == 0
     keys = chunks("long prompt", 60)
     vllm.fill(keys[:50])
-    vllm.replica.peers_hold(a=keys)
+    vllm.tier.peers_hold(a=keys)
     assert vllm.attempt(vllm.arrive("deep", keys)) is None
-    assert len(vllm.replica.fetches[-1].rows) == 10
+    assert len(vllm.tier.fetches[-1].rows) == 10
 
 
-def test_a_short_gap_before_what_is_here_is_worth_a_fetch() -> None:
-    """Its tail can have stayed where the head, a copy, was given up."""
+def test_a_short_gap_before_chunks_of_the_pool_is_worth_a_fetch() -> None:
+    """The head was a copy and evicted first; the tail stayed."""
     vllm = Engine()
     keys = chunks("prompt", 6)
     vllm.fill(keys[1:])
-    vllm.replica.peers_hold(a=keys[:1])
+    vllm.tier.peers_hold(a=keys[:1])
     request = vllm.arrive("r", keys)
     assert vllm.attempt(request) is None
-    vllm.replica.end(vllm.replica.fetches[-1])
+    vllm.tier.end(vllm.tier.fetches[-1])
     assert vllm.attempt(request) == 6
 
 
-def of_each_donor(vllm: Engine, request: Request) -> dict[str, int]:
-    """How many rows the request fetches from whom."""
-    before = len(vllm.replica.fetches)
+def rows_by_donor(vllm: Engine, request: Request) -> dict[str, int]:
+    """How many rows the request fetches from each donor."""
+    before = len(vllm.tier.fetches)
     assert vllm.attempt(request) is None
-    return {fetch.source: len(fetch.rows) for fetch in vllm.replica.fetches[before:]}
+    return {fetch.source: len(fetch.rows) for fetch in vllm.tier.fetches[before:]}
 
 
 class TestSeveralDonors:
-    def test_share_what_each_would_take_long_for(self) -> None:
+    def test_divide_a_long_fetch(self) -> None:
         vllm = Engine()
         for peer in "abc":
             vllm.learn(0.01, 0.01, peer)
         vllm.clock.now += RETRY_AFTER + 1
         before = vllm.decisions["fetched"]
-        assert of_each_donor(vllm, vllm.ask(40, "ab")) == {"a": 20, "b": 20}
+        assert rows_by_donor(vllm, vllm.request(40, "ab")) == {"a": 20, "b": 20}
         assert vllm.decisions["fetched"] == before + 1
-        for fetch in vllm.replica.fetches[-2:]:
+        for fetch in vllm.tier.fetches[-2:]:
             fetch.transport = "gloo"
-            vllm.replica.end(fetch, seconds=0.21)
+            vllm.tier.end(fetch, seconds=0.21)
         vllm.end_step()
-        assert sorted(of_each_donor(vllm, vllm.ask(40, "abc")).values()) == [13, 13, 14]
+        assert sorted(rows_by_donor(vllm, vllm.request(40, "abc")).values()) == [13, 13, 14]
 
-    def test_are_not_troubled_for_what_is_mostly_messages(self) -> None:
+    def test_do_not_divide_a_fetch_that_is_mostly_overhead(self) -> None:
         vllm = Engine()
         for peer in "ab":
             vllm.learn(1.0, 0.01, peer)
-        assert len(of_each_donor(vllm, vllm.ask(40, "ab"))) == 1
+        assert len(rows_by_donor(vllm, vllm.request(40, "ab"))) == 1
 
-    def test_one_that_is_slow_or_busy_is_left_out(self) -> None:
+    def test_do_without_a_slow_or_busy_one(self) -> None:
         vllm = Engine()
-        for peer, each in {"a": 0.01, "b": 0.02, "c": 0.01}.items():
-            vllm.learn(0.0, each, peer)
-        assert of_each_donor(vllm, vllm.ask(40, "ab")) == {"a": 40}
-        assert of_each_donor(vllm, vllm.ask(40, "ac")) == {"c": 40}, "a has the other fetch to do"
+        for peer, per_row in {"a": 0.01, "b": 0.02, "c": 0.01}.items():
+            vllm.learn(0.0, per_row, peer)
+        assert rows_by_donor(vllm, vllm.request(40, "ab")) == {"a": 40}
+        assert rows_by_donor(vllm, vllm.request(40, "ac")) == {"c": 40}, "a is busy"
 
-    def test_of_which_one_is_not_known_are_learnt_first(self) -> None:
+    def test_are_tried_alone_before_they_divide_a_fetch(self) -> None:
         vllm = Engine()
         vllm.learn(0.0, 0.01, "a")
-        assert of_each_donor(vllm, vllm.ask(40, "ab")) == {"b": 40}
+        assert rows_by_donor(vllm, vllm.request(40, "ab")) == {"b": 40}
 
-    def test_that_are_no_quicker_together_are_seldom_asked_together(self) -> None:
-        """The consumer's own link or memory is what limits them."""
+    def test_that_are_no_faster_together_seldom_divide_a_fetch(self) -> None:
+        """The consumer's own link or memory is the bottleneck."""
         vllm = Engine()
         for peer in "ab":
             vllm.learn(0.01, 0.01, peer)
         divided = []
         for _ in range(50):
-            request = vllm.ask(40, "ab")
-            divided.append(len(of_each_donor(vllm, request)) > 1)
-            for fetch in vllm.replica.fetches[-2:] if divided[-1] else vllm.replica.fetches[-1:]:
+            request = vllm.request(40, "ab")
+            divided.append(len(rows_by_donor(vllm, request)) > 1)
+            for fetch in vllm.tier.fetches[-2:] if divided[-1] else vllm.tier.fetches[-1:]:
                 fetch.transport = "gloo"
-                vllm.replica.end(fetch, seconds=0.41)
+                vllm.tier.end(fetch, seconds=0.41)
             assert vllm.attempt(request) == 40
             vllm.finish(request)
             vllm.end_step()

@@ -1,4 +1,4 @@
-"""The rate follows the steps that compute many tokens, and only these."""
+"""The rate follows the steps that compute many prompt tokens, and only those."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ def test_decoding_between_prefills_does_not_count() -> None:
     assert rate.tokens_per_second == pytest.approx(2000.0)
 
 
-def test_it_follows_a_change_within_some_steps() -> None:
+def test_a_change_is_learnt_within_a_few_steps() -> None:
     rate = PrefillRate()
     for number in range(40):
         rate.add(1000, 1.0 if number < 20 else 0.5)
     assert rate.tokens_per_second == pytest.approx(2000.0, rel=0.02)
 
 
-def test_an_output_that_was_looked_for_late_changes_little() -> None:
-    """As where the engine computes in the thread that schedules: one step seems to take twice as
-    long, and the last one of the prompt next to nothing."""
+def test_an_output_that_is_read_late_changes_little() -> None:
+    """If the engine computes in the scheduling thread, one step seems to take twice as long and the
+    last one of a prompt next to nothing."""
     rate = PrefillRate()
     for _ in range(10):
         for seconds in (2.0, 1.0, 1.0, 0.01):
@@ -39,7 +39,7 @@ def test_an_output_that_was_looked_for_late_changes_little() -> None:
 
 
 def prompt_computed(rate: PrefillRate, steps: int = 8, tokens: int = 1000) -> None:
-    """A token takes 1 ms, and a microsecond for each one before it."""
+    """A token takes 1 ms, plus 1 µs for each token before it."""
     for number in range(steps):
         depth = (number + 0.5) * tokens
         rate.add(tokens, tokens * (1e-3 + 1e-6 * depth), depth)
@@ -53,7 +53,7 @@ def test_deeper_tokens_take_longer() -> None:
     assert rate.seconds(4000, 8000) == pytest.approx(4 + 24)
 
 
-def test_while_all_steps_were_equally_deep_all_tokens_are_equal() -> None:
+def test_with_equally_deep_steps_depth_is_ignored() -> None:
     rate = PrefillRate()
     assert rate.seconds(0, 1000) is None
     for _ in range(5):
@@ -61,8 +61,8 @@ def test_while_all_steps_were_equally_deep_all_tokens_are_equal() -> None:
     assert rate.seconds(0, 1000) == rate.seconds(7000, 8000) == pytest.approx(1.5)
 
 
-def test_no_token_takes_less_than_nothing() -> None:
-    """Steps that others disturbed may lie on any line."""
+def test_predictions_are_positive() -> None:
+    """Noise can produce any line."""
     rate = PrefillRate()
     for depth, seconds in ((100.0, 0.1), (5000.0, 9.0), (9000.0, 30.0)):
         rate.add(1000, seconds, depth)

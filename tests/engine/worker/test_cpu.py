@@ -1,4 +1,4 @@
-"""What was stored from some blocks is in other blocks after a load, byte for byte."""
+"""Blocks that are stored and loaded elsewhere are equal byte for byte."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def run(
 
 @pytest.mark.parametrize("blocks_per_chunk", [1, 2, 4])
 @pytest.mark.parametrize("padding", [0, 24])
-def test_blocks_come_back_elsewhere(blocks_per_chunk: int, padding: int) -> None:
+def test_blocks_can_be_loaded_into_other_blocks(blocks_per_chunk: int, padding: int) -> None:
     caches = kv_caches([[64, 40]], padding=padding)
     stored = [5, 0, 7, 3, 11, 2, 6, 1]
     into = [12, 23, 15, 14, 13, 22, 21, 16]
@@ -65,7 +65,7 @@ def test_blocks_come_back_elsewhere(blocks_per_chunk: int, padding: int) -> None
     assert [pages_of(caches, 0, block) for block in into] == before
 
 
-def test_nothing_but_the_blocks_is_touched() -> None:
+def test_only_the_job_s_blocks_and_rows_change() -> None:
     caches = kv_caches([[64]])
     others = [block for block in range(24) if block not in (4, 5)]
     before = [pages_of(caches, 0, block) for block in others]
@@ -79,7 +79,7 @@ def test_nothing_but_the_blocks_is_touched() -> None:
 
 @pytest.mark.parametrize("blocks_per_chunk", [2, 4])
 def test_a_load_may_begin_inside_a_chunk_and_end_inside_another(blocks_per_chunk: int) -> None:
-    """vLLM's own prefix cache holds the first block; the prompt ends within the last chunk."""
+    """vLLM's own prefix cache holds the first block, and the prompt ends within the last chunk."""
     caches = kv_caches([[64, 40]])
     stored = [5, 0, 7, 3, 11, 2, 6, 1]
     before = [pages_of(caches, 0, block) for block in stored]
@@ -91,11 +91,11 @@ def test_a_load_may_begin_inside_a_chunk_and_end_inside_another(blocks_per_chunk
 
 
 @pytest.mark.parametrize("blocks_per_chunk", [1, 2, 4])
-def test_groups_have_blocks_and_rows_of_their_own(blocks_per_chunk: int) -> None:
-    """The middle group has nothing to move; the others differ in pages, blocks and alignment."""
+def test_each_group_has_its_own_blocks_and_rows(blocks_per_chunk: int) -> None:
+    """The middle group is empty; the others differ in pages, blocks and alignment."""
     caches = kv_caches([[64, 40], [32], [48]])
     stored = GPULoadStoreSpec(list(range(8)), group_sizes=[4, 0, 4], block_indices=[0, 0, 4])
-    # The first group's blocks 1 and 2, the last one's 5 to 7, and the rows that these are in.
+    # Blocks 1 and 2 of the first group, 5 to 7 of the last, and their rows.
     into = GPULoadStoreSpec([13, 14, 17, 18, 19], group_sizes=[2, 0, 3], block_indices=[1, 0, 5])
     slots = list(range(8 // blocks_per_chunk))
     loaded = {1: [1, 2, 5, 6, 7], 2: [0, 1, 2, 3], 4: [0, 1]}[blocks_per_chunk]
@@ -108,7 +108,7 @@ def test_groups_have_blocks_and_rows_of_their_own(blocks_per_chunk: int) -> None
         assert pages_of(caches, 2, block + 12) == pages_of(caches, 2, block)
 
 
-def test_two_workers_share_rows_side_by_side() -> None:
+def test_two_workers_use_the_same_rows_side_by_side() -> None:
     first, second = kv_caches([[64, 40]], seed=1), kv_caches([[64, 40]], seed=2)
     cell = cell_bytes(first, 2)
     region = Region.create(ROWS, 2 * cell)
@@ -124,8 +124,8 @@ def test_two_workers_share_rows_side_by_side() -> None:
         assert [pages_of(caches, 0, b) for b in (8, 9)] == [pages_of(caches, 0, b) for b in (0, 1)]
 
 
-def test_a_cell_holds_tensor_after_tensor_with_the_chunk_s_blocks_in_each() -> None:
-    """The layout of vLLM's own worker, which peers with a device have."""
+def test_a_cell_holds_tensor_after_tensor_block_by_block() -> None:
+    """As vLLM's own worker for devices lays it out."""
     caches = kv_caches([[64, 40]], padding=24)
     region = Region.create(ROWS, 16 + cell_bytes(caches, 2))
     with worker(caches, 2, region=region, cell_offset=16) as working:
@@ -135,8 +135,8 @@ def test_a_cell_holds_tensor_after_tensor_with_the_chunk_s_blocks_in_each() -> N
     assert region.row(2).tobytes() == bytes(16) + b"".join(in_order)
 
 
-def test_jobs_are_done_in_the_order_of_their_submission() -> None:
-    """Each reads what the one before has written."""
+def test_jobs_run_in_order_of_submission() -> None:
+    """Each one reads what the one before wrote."""
     caches = kv_caches([[64]])
     with worker(caches, 1) as working:
         working.submit_store(1, one_group([0]), CPULoadStoreSpec([4]))
@@ -152,7 +152,7 @@ def test_jobs_are_done_in_the_order_of_their_submission() -> None:
 
 
 class HeldWorker(HostWorker):
-    """Copies nothing before `gate` is open; notes when it did."""
+    """Copies only when `gate` is open, and records when it does."""
 
     gate = threading.Event()
     log: list[str]
@@ -163,8 +163,8 @@ class HeldWorker(HostWorker):
         return super()._copy(job)
 
 
-def test_wait_returns_when_its_jobs_are_done_and_not_before() -> None:
-    """Their blocks are used for something else at once."""
+def test_wait_returns_only_when_its_jobs_are_done() -> None:
+    """vLLM reuses their blocks at once."""
     caches = kv_caches([[64]])
     log: list[str] = []
     waits = threading.Event()
@@ -173,7 +173,7 @@ def test_wait_returns_when_its_jobs_are_done_and_not_before() -> None:
         working.log, working.gate = log, threading.Event()
 
         def wait() -> None:
-            working.wait({7})  # unknown or long done: nothing to wait for
+            working.wait({7})  # unknown, or done long ago
             log.append("nothing to wait for")
             waits.set()
             working.wait({2})
@@ -190,8 +190,8 @@ def test_wait_returns_when_its_jobs_are_done_and_not_before() -> None:
     assert log == ["nothing to wait for", "copied 1", "copied 2", "waited"]
 
 
-def test_whether_a_load_is_done_is_not_asked_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor is a store waited for, or a load by an engine that computes between two questions."""
+def test_an_idle_engine_that_polls_waits_for_its_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does not wait for stores, nor if it computed between two polls."""
     monkeypatch.setattr(cpu, "_MAX_WAIT", 3600.0)
     monkeypatch.setattr(cpu, "_IDLE_POLL", 0.0)
     caches = kv_caches([[64]])
@@ -211,8 +211,8 @@ def test_whether_a_load_is_done_is_not_asked_without_end(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("slots", [[0, ROWS], [ROWS, 0]])
-def test_a_failed_job_is_reported_and_hangs_nobody(slots: list[int]) -> None:
-    """vLLM ends an engine whose job failed: better than a request that waits for ever."""
+def test_a_failed_job_is_reported(slots: list[int]) -> None:
+    """vLLM then ends the engine, which is better than a request that hangs."""
     caches = kv_caches([[64]])
     with worker(caches, 1) as working:
         working.submit_store(1, one_group([0, 1]), CPULoadStoreSpec(slots))
@@ -222,7 +222,7 @@ def test_a_failed_job_is_reported_and_hangs_nobody(slots: list[int]) -> None:
 
 
 def test_an_expedited_load_is_a_load() -> None:
-    """vLLM asks for some from 0.33 on."""
+    """vLLM 0.33 and later submit them."""
     caches = kv_caches([[64]])
     with worker(caches, 1) as working:
         run(working, 1, store=True, gpu=one_group([0]), slots=[0])
@@ -231,7 +231,7 @@ def test_an_expedited_load_is_a_load() -> None:
     assert pages_of(caches, 0, 1) == pages_of(caches, 0, 0)
 
 
-def test_shutdown_ends_what_was_submitted() -> None:
+def test_shutdown_finishes_the_submitted_jobs() -> None:
     caches = kv_caches([[64]])
     with worker(caches, 1) as working:
         for job_id in range(4):

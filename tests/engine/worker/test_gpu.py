@@ -1,5 +1,4 @@
-"""The view that vLLM's worker for devices gets has the layout that `HostWorker` has: replicas of
-both kinds would find each other's bytes in the same places."""
+"""vLLM's worker for devices gets a view with the same layout as `HostWorker`'s rows."""
 
 from __future__ import annotations
 
@@ -30,14 +29,14 @@ def region(caches: CanonicalKVCaches) -> Region:
 
 
 def views(region: Region, rank: int, caches: CanonicalKVCaches) -> list[bytes]:
-    """What a device worker of this rank sees of the row, tensor after tensor."""
+    """The row as a device worker of this rank sees it, tensor by tensor."""
     device = DeviceRegion(region, rank, cell_bytes(caches, BLOCKS_PER_CHUNK))
     sizes = [tensor.page_size_bytes * BLOCKS_PER_CHUNK for tensor in caches.tensors]
     return [device.create_next_worker_view(size)[SLOT].numpy().tobytes() for size in sizes]
 
 
 @pytest.mark.parametrize("rank", range(WORKERS))
-def test_a_row_written_by_the_host_s_worker_is_read_through_the_view(
+def test_a_row_written_by_the_cpu_worker_is_read_through_the_view(
     rank: int, region: Region, caches: CanonicalKVCaches
 ) -> None:
     cell = cell_bytes(caches, BLOCKS_PER_CHUNK)
@@ -51,7 +50,7 @@ def test_a_row_written_by_the_host_s_worker_is_read_through_the_view(
 
 
 @pytest.mark.parametrize("rank", range(WORKERS))
-def test_a_row_written_through_the_view_is_loaded_by_the_host_s_worker(
+def test_a_row_written_through_the_view_is_loaded_by_the_cpu_worker(
     rank: int, region: Region, caches: CanonicalKVCaches
 ) -> None:
     cell = cell_bytes(caches, BLOCKS_PER_CHUNK)
@@ -84,7 +83,7 @@ def test_a_worker_gets_no_more_than_its_cell(region: Region) -> None:
 
 
 @pytest.mark.parametrize("rank", range(WORKERS))
-def test_what_is_registered_with_the_driver_is_whole_pages_around_the_cells(
+def test_the_ranges_to_register_are_whole_pages_around_the_cells(
     rank: int, region: Region, caches: CanonicalKVCaches
 ) -> None:
     cell = cell_bytes(caches, BLOCKS_PER_CHUNK)
@@ -98,7 +97,7 @@ def test_what_is_registered_with_the_driver_is_whole_pages_around_the_cells(
         assert offset + length <= region.size
 
 
-def test_cleaning_up_gives_the_descriptor_back_once(region: Region) -> None:
+def test_cleaning_up_twice_is_harmless(region: Region) -> None:
     device = DeviceRegion(region, 0, 1000)
     device.cleanup()
     device.cleanup()

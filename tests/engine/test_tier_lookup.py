@@ -1,4 +1,4 @@
-"""A request that peers can serve waits for fetches, and for each no longer than its deadline."""
+"""A request waits for fetches until they end or its deadline passes."""
 
 from __future__ import annotations
 
@@ -23,139 +23,140 @@ def every_prompts_chunks(prompts: int) -> list[OffloadKey]:
 
 def test_a_fetch_belongs_to_the_trace_of_the_request_that_began_it(vllm: Scheduling) -> None:
     keys, headers = chunks("prompt", 6), {"traceparent": "00-1-2-01"}
-    vllm.replica.peers_hold(a=keys)
+    vllm.tier.peers_hold(a=keys)
     request = vllm.arrive("r", keys)
     vllm.manager.trace(request.req_id, headers)
     vllm.attempt(request)
-    (fetch,) = vllm.replica.fetches
+    (fetch,) = vllm.tier.fetches
     assert fetch.trace_headers == headers
 
 
 class TestFetch:
-    def test_is_begun_once_at_the_end_of_the_step(self, vllm: Scheduling) -> None:
+    def test_begins_once_at_the_end_of_the_step(self, vllm: Scheduling) -> None:
         keys = chunks("prompt", 6)
-        vllm.replica.peers_hold(a=keys[:4])
+        vllm.tier.peers_hold(a=keys[:4])
         request = vllm.arrive("r", keys)
         assert vllm.scan(request) is None
-        assert vllm.replica.fetches == []
+        assert vllm.tier.fetches == []
         vllm.end_step()
         vllm.end_step()
-        (fetch,) = vllm.replica.fetches
+        (fetch,) = vllm.tier.fetches
         assert [row.key for row in fetch.rows] == keys[:4]
         assert fetch.deadline == vllm.clock.now + FETCH_TIMEOUT
 
     def test_goes_to_the_peer_with_the_longest_run(self, vllm: Scheduling) -> None:
         keys = chunks("prompt", 6)
-        vllm.replica.peers_hold(a=keys[:3], b=keys[:5], c=keys[:1] + keys[2:])
+        vllm.tier.peers_hold(a=keys[:3], b=keys[:5], c=keys[:1] + keys[2:])
         vllm.attempt(vllm.arrive("r", keys))
-        (fetch,) = vllm.replica.fetches
+        (fetch,) = vllm.tier.fetches
         assert (fetch.source, len(fetch.rows)) == ("b", 5)
 
-    def test_of_equal_peers_each_has_its_turn(self, vllm: Scheduling) -> None:
-        """Who is asked already is asked last."""
-        vllm.replica.peers_hold(**{name: every_prompts_chunks(3) for name in "abc"})
+    def test_goes_to_the_least_busy_of_equal_peers(self, vllm: Scheduling) -> None:
+        vllm.tier.peers_hold(**{name: every_prompts_chunks(3) for name in "abc"})
         for number in range(3):
             vllm.attempt(vllm.arrive(f"r{number}", chunks(f"prompt {number}", 4)))
-        assert {fetch.source for fetch in vllm.replica.fetches} == set("abc")
+        assert {fetch.source for fetch in vllm.tier.fetches} == set("abc")
 
-    def test_a_peer_that_was_quicker_is_preferred(self, vllm: Scheduling) -> None:
-        vllm.replica.peers_hold(a=every_prompts_chunks(9), b=every_prompts_chunks(9))
+    def test_goes_to_the_peer_that_was_faster(self, vllm: Scheduling) -> None:
+        vllm.tier.peers_hold(a=every_prompts_chunks(9), b=every_prompts_chunks(9))
         donors = []
         for number in range(9):
             request = vllm.arrive(f"r{number}", chunks(f"prompt {number}", 4))
             vllm.attempt(request)
-            fetch = vllm.replica.fetches[-1]
+            fetch = vllm.tier.fetches[-1]
             donors.append(fetch.source)
-            vllm.replica.end(fetch, seconds=0.1 if fetch.source == "a" else 0.01)
+            vllm.tier.end(fetch, seconds=0.1 if fetch.source == "a" else 0.01)
             vllm.attempt(request)
             vllm.finish(request)
             vllm.end_step()
-        assert set(donors[:4]) == {"a", "b"}, "both are tried, and a first fetch opens the link"
+        assert set(donors[:4]) == {"a", "b"}, (
+            "the first fetch from each opens a link, the second is measured"
+        )
         assert set(donors[4:]) == {"b"}
 
-    def test_begins_behind_what_is_at_hand(self, vllm: Scheduling) -> None:
+    def test_begins_behind_the_hits(self, vllm: Scheduling) -> None:
         keys = chunks("prompt", 8)
-        vllm.replica.peers_hold(a=keys)
+        vllm.tier.peers_hold(a=keys)
         vllm.fill(keys[:4])
         assert vllm.attempt(vllm.arrive("r", keys), own_prefix=2) is None
-        assert [row.key for row in vllm.replica.fetches[0].rows] == keys[4:]
+        assert [row.key for row in vllm.tier.fetches[0].rows] == keys[4:]
 
-    def test_while_it_is_under_way_one_retry_is_enough(self, vllm: Scheduling) -> None:
+    def test_defers_the_request_with_one_retry(self, vllm: Scheduling) -> None:
         request = waiting(vllm)
         answers = [vllm.manager.lookup(key, request.context) for key in request.keys]
         assert answers == [LookupResult.RETRY] + 5 * [LookupResult.MISS]
         assert vllm.manager.has_pending_work()
 
-    def test_what_arrived_is_a_hit(self, vllm: Scheduling) -> None:
+    def test_turns_chunks_that_arrived_into_hits(self, vllm: Scheduling) -> None:
         request = waiting(vllm)
-        vllm.replica.end(vllm.replica.fetches[0])
+        vllm.tier.end(vllm.tier.fetches[0])
         assert vllm.attempt(request) == 6
-        assert vllm.schedule(request, 6) == [row.slot for row in vllm.replica.fetches[0].rows]
+        assert vllm.schedule(request, 6) == [row.slot for row in vllm.tier.fetches[0].rows]
         vllm.end_step()
         vllm.loaded(request, 6)
         vllm.finish(request)
         assert_nothing_left(vllm)
 
     @pytest.mark.parametrize("whole", [0, 2])
-    def test_what_did_not_arrive_is_a_miss_and_is_not_fetched_again(
+    def test_chunks_that_did_not_arrive_are_misses_and_not_fetched_again(
         self, vllm: Scheduling, whole: int
     ) -> None:
         request = waiting(vllm)
-        vllm.replica.end(vllm.replica.fetches[0], whole)
+        vllm.tier.end(vllm.tier.fetches[0], whole)
         assert vllm.attempt(request) == whole
         assert vllm.attempt(request) == whole
-        assert len(vllm.replica.fetches) == 1
+        assert len(vllm.tier.fetches) == 1
 
-    def test_another_request_may_try_again(self, vllm: Scheduling) -> None:
+    def test_may_be_tried_again_for_another_request(self, vllm: Scheduling) -> None:
         request = waiting(vllm)
-        vllm.replica.end(vllm.replica.fetches[0], 0)
+        vllm.tier.end(vllm.tier.fetches[0], 0)
         vllm.attempt(request)
         assert vllm.attempt(vllm.arrive("s", request.keys)) is None
-        assert len(vllm.replica.fetches) == 2
+        assert len(vllm.tier.fetches) == 2
 
-    def test_no_request_waits_longer_than_its_deadline(self, vllm: Scheduling) -> None:
+    def test_is_waited_for_until_the_deadline(self, vllm: Scheduling) -> None:
         request = waiting(vllm)
         vllm.clock.now += FETCH_TIMEOUT - 0.01
         assert vllm.attempt(request) is None
         vllm.clock.now += 0.01
-        assert vllm.replica.fetches[0].state is FetchState.PENDING
+        assert vllm.tier.fetches[0].state is FetchState.PENDING
         assert vllm.attempt(request) == 0
 
-    def test_one_deadline_holds_for_all_fetches_of_a_request(self, vllm: Scheduling) -> None:
-        """All of the first fetch arrived and a peer came to hold more: once more, in what is left
-        of the time."""
+    def test_shares_one_deadline_with_the_request_s_other_fetches(self, vllm: Scheduling) -> None:
+        """All of the first fetch arrives, and the peer then holds more. The second fetch gets the
+        time that is left."""
         keys = chunks("prompt", 12)
-        vllm.replica.peers_hold(a=keys[:6])
+        vllm.tier.peers_hold(a=keys[:6])
         request = vllm.arrive("r", keys)
         assert vllm.attempt(request) is None
-        first_deadline = vllm.replica.fetches[0].deadline
+        first_deadline = vllm.tier.fetches[0].deadline
         vllm.clock.now += FETCH_TIMEOUT / 2
-        vllm.replica.end(vllm.replica.fetches[0])
-        vllm.replica.peers_hold(a=keys)
+        vllm.tier.end(vllm.tier.fetches[0])
+        vllm.tier.peers_hold(a=keys)
         assert vllm.attempt(request) is None
-        assert vllm.replica.fetches[1].deadline == first_deadline
+        assert vllm.tier.fetches[1].deadline == first_deadline
         vllm.clock.now = first_deadline
         assert vllm.attempt(request) == 6
-        assert len(vllm.replica.fetches) == 2
+        assert len(vllm.tier.fetches) == 2
 
-    def test_after_the_deadline_nothing_is_waited_for_any_more(self, vllm: Scheduling) -> None:
-        """Not even for a fetch that another request has begun meanwhile."""
+    def test_is_not_waited_for_after_the_deadline(self, vllm: Scheduling) -> None:
+        """Not even if another request began it."""
         keys = chunks("prompt", 12)
-        vllm.replica.peers_hold(a=keys[:6])
+        vllm.tier.peers_hold(a=keys[:6])
         request = vllm.arrive("r", keys)
         assert vllm.attempt(request) is None
-        vllm.replica.end(vllm.replica.fetches[0])
+        vllm.tier.end(vllm.tier.fetches[0])
         vllm.clock.now += FETCH_TIMEOUT
-        vllm.replica.peers_hold(a=keys)
+        vllm.tier.peers_hold(a=keys)
         assert vllm.attempt(vllm.arrive("other", keys)) is None
         assert vllm.attempt(request) == 6
 
-    def test_two_requests_for_the_same_chunks_share_one(self, vllm: Scheduling) -> None:
+    def test_serves_two_requests_for_the_same_chunks(self, vllm: Scheduling) -> None:
         first = waiting(vllm)
         second = vllm.arrive("s", first.keys)
         assert vllm.attempt(second) is None
-        assert len(vllm.replica.fetches) == 1
-        vllm.replica.end(vllm.replica.fetches[0])
+        assert len(vllm.tier.fetches) == 1
+        vllm.tier.end(vllm.tier.fetches[0])
         for request in (first, second):
             assert vllm.attempt(request) == 6
             vllm.schedule(request, 6)
@@ -165,90 +166,90 @@ class TestFetch:
             vllm.finish(request)
         assert_nothing_left(vllm)
 
-    def test_two_requests_of_one_step_share_one(self, vllm: Scheduling) -> None:
+    def test_serves_two_requests_of_one_step(self, vllm: Scheduling) -> None:
         keys = chunks("prompt", 6)
-        vllm.replica.peers_hold(a=keys)
+        vllm.tier.peers_hold(a=keys)
         requests = [vllm.arrive(name, keys) for name in "rs"]
         assert [vllm.scan(request) for request in requests] == [None, None]
         vllm.end_step()
-        assert len(vllm.replica.fetches) == 1
+        assert len(vllm.tier.fetches) == 1
 
-    def test_a_retried_chunk_is_known_to_be_under_way_after_an_older_fetch_settles(
+    def test_that_retries_chunks_is_found_after_the_older_fetch_settles(
         self, vllm: Scheduling
     ) -> None:
-        """Rows that one fetch rolled back are taken by the next one in the very step in which the
-        manager takes note of the first one's end."""
+        """The new fetch of rolled-back chunks begins in the very step in which the old one is
+        settled."""
         first = waiting(vllm)
-        vllm.replica.end(vllm.replica.fetches[0], 1)
+        vllm.tier.end(vllm.tier.fetches[0], 1)
         second = vllm.arrive("s", first.keys)
         assert vllm.attempt(second) is None
-        assert len(vllm.replica.fetches) == 2
+        assert len(vllm.tier.fetches) == 2
         third = vllm.arrive("t", first.keys)
         assert vllm.attempt(third) is None
-        assert len(vllm.replica.fetches) == 2
+        assert len(vllm.tier.fetches) == 2
 
-    def test_a_replica_that_has_stopped_costs_one_retry(self, vllm: Scheduling) -> None:
+    def test_from_a_closed_tier_costs_one_retry(self, vllm: Scheduling) -> None:
         keys = chunks("prompt", 6)
-        vllm.replica.peers_hold(a=keys)
-        vllm.replica.listening = False
+        vllm.tier.peers_hold(a=keys)
+        vllm.tier.listening = False
         request = vllm.arrive("r", keys)
         assert [vllm.attempt(request), vllm.attempt(request)] == [None, 0]
         assert_nothing_left(vllm)
 
-    def test_a_pool_without_room_costs_one_retry(self) -> None:
+    def test_into_a_full_pool_costs_one_retry(self) -> None:
         vllm = Scheduling(slots=4)
         keys = chunks("prompt", 4)
         storing = vllm.arrive("s", chunks("other", 4))
         vllm.begin_store(storing, storing.keys)
-        vllm.replica.peers_hold(a=keys)
+        vllm.tier.peers_hold(a=keys)
         request = vllm.arrive("r", keys)
         assert [vllm.attempt(request), vllm.attempt(request)] == [None, 0]
-        assert vllm.replica.fetches == []
+        assert vllm.tier.fetches == []
 
-    def test_without_keys_in_advance_the_run_is_measured_afterwards(self) -> None:
-        """Up to vLLM 0.30: too short a run costs one RETRY."""
+    def test_of_keys_unknown_in_advance_is_planned_afterwards(self) -> None:
+        """A run that is too short then costs one RETRY, as it may up to vLLM 0.30."""
         vllm = Scheduling(min_fetch_chunks=4)
         keys = chunks("prompt", 6)
-        vllm.replica.peers_hold(a=keys[:3])
+        vllm.tier.peers_hold(a=keys[:3])
         request = vllm.arrive("r", keys, recorded=False)
         assert [vllm.attempt(request), vllm.attempt(request)] == [None, 0]
-        vllm.replica.peers_hold(a=keys)
+        vllm.tier.peers_hold(a=keys)
         assert vllm.attempt(vllm.arrive("s", keys, recorded=False)) is None
-        assert len(vllm.replica.fetches[0].rows) == 6
+        assert len(vllm.tier.fetches[0].rows) == 6
 
 
 class TestSeveralDonors:
-    """One of them brings the first rows and another the rest."""
+    """One donor brings the first rows, another the rest."""
 
     @pytest.fixture
     def halves(self, vllm: Scheduling) -> tuple[Request, Fetch, Fetch]:
-        """Six chunks, of which either donor brings three."""
+        """A request for six chunks, and the fetches that bring three each."""
         for number in range(4):  # the first fetch from each opens a link
             other = chunks(f"other {number}", 6)
-            vllm.replica.peers_hold(**{"ab"[number % 2]: other})
+            vllm.tier.peers_hold(**{"ab"[number % 2]: other})
             earlier = vllm.arrive(f"earlier {number}", other)
             vllm.attempt(earlier)
-            vllm.replica.end(vllm.replica.fetches[-1])
+            vllm.tier.end(vllm.tier.fetches[-1])
             vllm.attempt(earlier)
             vllm.finish(earlier)
             vllm.end_step()
         keys = chunks("prompt", 6)
-        vllm.replica.peers_hold(a=keys, b=keys)
+        vllm.tier.peers_hold(a=keys, b=keys)
         request = vllm.arrive("r", keys)
         assert vllm.attempt(request) is None
-        first, second = vllm.replica.fetches[4:]
+        first, second = vllm.tier.fetches[4:]
         assert {first.source, second.source} == {"a", "b"}
         assert [row.key for row in first.rows + second.rows] == keys
         return request, first, second
 
     @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-    def test_all_are_waited_for(
+    def test_all_of_them_are_waited_for(
         self, vllm: Scheduling, halves: tuple[Request, Fetch, Fetch], order: tuple[int, int]
     ) -> None:
         request, *fetches = halves
-        vllm.replica.end(fetches[order[0]])
+        vllm.tier.end(fetches[order[0]])
         assert vllm.attempt(request) is None
-        vllm.replica.end(fetches[order[1]])
+        vllm.tier.end(fetches[order[1]])
         assert vllm.attempt(request) == 6
         vllm.schedule(request, 6)
         vllm.end_step()
@@ -257,40 +258,40 @@ class TestSeveralDonors:
         assert vllm.manager.stats()["hits"]["remote"] == 6 * CHUNK
         assert_nothing_left(vllm)
 
-    def test_what_came_before_a_gap_is_used(
+    def test_chunks_before_a_gap_are_used(
         self, vllm: Scheduling, halves: tuple[Request, Fetch, Fetch]
     ) -> None:
         request, first, second = halves
-        vllm.replica.end(first)
-        vllm.replica.end(second, 1)
+        vllm.tier.end(first)
+        vllm.tier.end(second, 1)
         assert [vllm.attempt(request), vllm.attempt(request)] == [4, 4]
 
-    def test_what_comes_behind_a_gap_is_not_waited_for(
+    def test_chunks_behind_a_gap_are_not_waited_for(
         self, vllm: Scheduling, halves: tuple[Request, Fetch, Fetch]
     ) -> None:
         request, first, second = halves
-        vllm.replica.end(first, 2)
+        vllm.tier.end(first, 2)
         assert vllm.attempt(request) == 2
         vllm.schedule(request, 2)
         vllm.loaded(request, 2)
-        vllm.replica.end(second)
+        vllm.tier.end(second)
         vllm.finish(request)
         vllm.end_step()
         assert_nothing_left(vllm)
 
-    def test_another_request_waits_for_all_of_them_too(
+    def test_another_request_waits_for_all_of_them(
         self, vllm: Scheduling, halves: tuple[Request, Fetch, Fetch]
     ) -> None:
         request, first, second = halves
         other = vllm.arrive("s", request.keys)
         assert vllm.attempt(other) is None
-        vllm.replica.end(first)
+        vllm.tier.end(first)
         assert vllm.attempt(other) is None
-        vllm.replica.end(second)
+        vllm.tier.end(second)
         assert vllm.attempt(other) == 6
-        assert len(vllm.replica.fetches) == 6
+        assert len(vllm.tier.fetches) == 6
 
-    def test_each_row_is_a_copy_of_its_own_donor_s(
+    def test_each_row_is_a_copy_of_its_donor_s(
         self, vllm: Scheduling, halves: tuple[Request, Fetch, Fetch]
     ) -> None:
         for fetch in halves[1:]:

@@ -1,4 +1,4 @@
-"""Fetched rows stay for the request that waits for them, and nothing of them is left behind."""
+"""Fetched rows stay pinned for the requests that wait for them, and for nobody else."""
 
 from __future__ import annotations
 
@@ -8,56 +8,54 @@ from tests.engine.scheduling import FETCH_TIMEOUT, Scheduling, assert_nothing_le
 
 
 class TestFetchedRows:
-    """They are held for the requests that wait for them, and for nobody else."""
-
-    def test_hold_while_their_request_finds_no_room(self) -> None:
+    def test_stay_while_vllm_has_no_blocks_for_their_request(self) -> None:
         vllm = Scheduling(slots=8)
         request = waiting(vllm)
-        vllm.replica.end(vllm.replica.fetches[0])
+        vllm.tier.end(vllm.tier.fetches[0])
         for number in range(4):
-            assert vllm.attempt(request) == 6  # a HIT, but no blocks for it
+            assert vllm.attempt(request) == 6  # a HIT that is not loaded
             vllm.fill(chunks(f"other {number}", 2))
         assert vllm.attempt(request) == 6
 
-    def test_hold_no_longer_than_a_time_limit(self, vllm: Scheduling) -> None:
+    def test_are_unpinned_after_a_time_limit(self, vllm: Scheduling) -> None:
         request = waiting(vllm)
-        vllm.replica.end(vllm.replica.fetches[0])
+        vllm.tier.end(vllm.tier.fetches[0])
         assert vllm.attempt(request) == 6
         vllm.clock.now += 2 * FETCH_TIMEOUT + 0.01
         assert vllm.attempt(request) == 6
         assert_nothing_left(vllm)
 
-    def test_of_a_request_that_never_found_room_are_not_fetched_again(self) -> None:
-        """They had to go in the end, for others; it computes them rather than start over."""
+    def test_are_not_fetched_again_after_the_time_limit(self) -> None:
+        """They were evicted in the end; the request computes them instead."""
         vllm = Scheduling(slots=6)
         request = waiting(vllm)
-        vllm.replica.end(vllm.replica.fetches[0])
+        vllm.tier.end(vllm.tier.fetches[0])
         assert vllm.attempt(request) == 6
         vllm.clock.now += 2 * FETCH_TIMEOUT + 0.01
         assert vllm.attempt(request) == 6
         vllm.fill(chunks("other", 6))
         assert [vllm.attempt(request), vllm.attempt(request)] == [0, 0]
-        assert len(vllm.replica.fetches) == 1
+        assert len(vllm.tier.fetches) == 1
         assert_nothing_left(vllm)
 
-    def test_that_one_request_waits_for_are_not_taken_from_it_by_another_s_fetch(self) -> None:
-        """A crowd that wants far more than the pool holds: each request fetches once at most, those
-        that find no room are computed, and all are served."""
+    def test_are_not_evicted_by_another_request_s_fetch(self) -> None:
+        """Many requests want far more than the pool holds. Each one fetches at most once; those
+        without room compute."""
         vllm = Scheduling(slots=8)
         prompts = [chunks(f"prompt {number}", 4) for number in range(6)]
-        vllm.replica.peers_hold(a=[key for keys in prompts for key in keys])
+        vllm.tier.peers_hold(a=[key for keys in prompts for key in keys])
         crowd = [vllm.arrive(f"r{number}", keys) for number, keys in enumerate(prompts)]
         assert [vllm.scan(request) for request in crowd] == 6 * [None]
         vllm.end_step()
-        assert [fetch.rows[0].key for fetch in vllm.replica.fetches] == [
+        assert [fetch.rows[0].key for fetch in vllm.tier.fetches] == [
             prompts[0][0], prompts[1][0],
         ]  # fmt: skip
         assert [vllm.scan(request) for request in crowd] == [None, None, 0, 0, 0, 0]
         vllm.end_step()
-        for fetch in vllm.replica.fetches:
-            vllm.replica.end(fetch)
+        for fetch in vllm.tier.fetches:
+            vllm.tier.end(fetch)
         vllm.end_step()
-        for request in crowd[2:]:  # computed meanwhile, and not to be stored: no room
+        for request in crowd[2:]:  # computed meanwhile; there is no room to store them
             vllm.schedule(request, 0)
             assert vllm.begin_store(request, request.keys) == []
             vllm.finish(request)
@@ -67,13 +65,13 @@ class TestFetchedRows:
             vllm.end_step()
             vllm.loaded(request, 4)
             vllm.finish(request)
-        assert len(vllm.replica.fetches) == 2
+        assert len(vllm.tier.fetches) == 2
         assert_nothing_left(vllm)
 
-    def test_are_pinned_until_they_are_loaded(self) -> None:
+    def test_stay_pinned_until_they_are_loaded(self) -> None:
         vllm = Scheduling(slots=6)
         request = waiting(vllm)
-        vllm.replica.end(vllm.replica.fetches[0])
+        vllm.tier.end(vllm.tier.fetches[0])
         assert vllm.scan(request) == 6
         vllm.schedule(request, 6)
         vllm.end_step()
@@ -82,62 +80,60 @@ class TestFetchedRows:
         vllm.loaded(request, 6)
         assert vllm.pool.counts().pinned == 0
 
-    def test_are_let_go_when_their_request_does_without(self, vllm: Scheduling) -> None:
-        """vLLM's own prefix cache came to hold all of it meanwhile."""
+    def test_are_unpinned_if_their_request_does_not_need_them(self, vllm: Scheduling) -> None:
+        """vLLM's own prefix cache holds all of it meanwhile."""
         request = waiting(vllm)
-        vllm.replica.end(vllm.replica.fetches[0])
+        vllm.tier.end(vllm.tier.fetches[0])
         assert vllm.scan(request, own_prefix=6) == 0
         vllm.schedule(request, 0, own_prefix=6)
         vllm.end_step()
         assert_nothing_left(vllm)
 
     @pytest.mark.parametrize("arrived", [False, True])
-    def test_are_let_go_when_their_request_is_aborted(
+    def test_are_unpinned_if_their_request_is_aborted(
         self, vllm: Scheduling, arrived: bool
     ) -> None:
         request = waiting(vllm)
         if arrived:
-            vllm.replica.end(vllm.replica.fetches[0])
+            vllm.tier.end(vllm.tier.fetches[0])
         vllm.finish(request)
         vllm.end_step()
         if not arrived:
             assert vllm.manager.has_pending_work()
-            vllm.replica.end(vllm.replica.fetches[0])
+            vllm.tier.end(vllm.tier.fetches[0])
             vllm.end_step()
         assert_nothing_left(vllm)
         assert vllm.pool.counts().ready == 6
 
-    def test_of_a_request_aborted_between_its_lookup_and_the_step_s_end(
-        self, vllm: Scheduling
-    ) -> None:
+    def test_are_not_fetched_for_a_request_aborted_in_the_same_step(self, vllm: Scheduling) -> None:
         keys = chunks("prompt", 6)
-        vllm.replica.peers_hold(a=keys)
+        vllm.tier.peers_hold(a=keys)
         request = vllm.arrive("r", keys)
         vllm.scan(request)
         vllm.finish(request)
         vllm.end_step()
-        assert vllm.replica.fetches == []
+        assert vllm.tier.fetches == []
 
-    def test_stay_in_quarantine_when_their_fetch_is_given_up(self, vllm: Scheduling) -> None:
+    def test_stay_in_quarantine_if_their_fetch_is_abandoned(self, vllm: Scheduling) -> None:
         request = waiting(vllm)
-        vllm.replica.abandon(vllm.replica.fetches[0])
+        vllm.tier.abandon(vllm.tier.fetches[0])
         assert vllm.scan(request) == 0
         vllm.schedule(request, 0)
         vllm.end_step()
         assert vllm.pool.counts().quarantined == 6
         assert not vllm.manager.has_pending_work()
-        vllm.replica.drain(vllm.replica.fetches[0])
+        vllm.tier.drain(vllm.tier.fetches[0])
         assert_nothing_left(vllm)
 
-    def test_do_not_drive_out_the_prefix_they_continue(self) -> None:
-        """The oldest chunks of the pool are those that the fetched ones continue."""
+    def test_do_not_evict_the_prefix_they_continue(self) -> None:
+        """That prefix is the oldest in the pool."""
         vllm = Scheduling(slots=8)
         keys = chunks("prompt", 8)
         vllm.fill(keys[:4])
         vllm.fill(chunks("other", 4))
-        vllm.replica.peers_hold(a=keys)
+        vllm.tier.peers_hold(a=keys)
         request = vllm.arrive("r", keys)
         assert vllm.attempt(request) is None
-        assert sorted(vllm.replica.evicted_keys) == sorted(chunks("other", 4))
-        vllm.replica.end(vllm.replica.fetches[0])
+        assert sorted(vllm.tier.evicted_keys) == sorted(chunks("other", 4))
+        vllm.tier.end(vllm.tier.fetches[0])
         assert vllm.attempt(request) == 8
