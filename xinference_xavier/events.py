@@ -5,7 +5,6 @@ That form is a JSON object: `event` is the name of the class, the other keys are
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Mapping
@@ -13,6 +12,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from xinference_xavier.errors import shown
+from xinference_xavier.runtime.validate import check_json_size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,9 +112,4 @@ def check_event(event: object) -> None:
         raise ValueError(f"event={shown(kind)} is not a known event")
     if not isinstance(when, float) or not abs(when) < math.inf:
         raise ValueError(f"time={shown(when)} is not a number of seconds")
-    try:
-        size = len(json.dumps(event, allow_nan=False))
-    except (TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"event={kind} cannot be written as JSON: {error}") from None
-    if size > MAX_EVENT_BYTES:
-        raise ValueError(f"event={kind} has {size} bytes of JSON, more than {MAX_EVENT_BYTES}")
+    check_json_size(f"event={kind}", event, MAX_EVENT_BYTES)

@@ -164,7 +164,7 @@ async def test_what_exceeds_a_limit_is_refused_and_counted(
     assert (await tracker.status())["watches"] == 0, "given back"
 
 
-async def test_a_replica_of_another_version_is_refused(tracker: Any) -> None:
+async def test_a_replica_of_another_version_is_told_so(tracker: Any) -> None:
     with pytest.raises(ValueError, match="run the same version of xinference-xavier everywhere"):
         await tracker.join(NS, A, 4, Settings(), version=99)
     assert (await tracker.status())["namespaces"] == {}

@@ -6,7 +6,6 @@ Every check raises a ValueError that names the value, and nothing else, whatever
 from __future__ import annotations
 
 import enum
-import json
 from collections.abc import Iterable
 from struct import iter_unpack
 from typing import NamedTuple
@@ -17,6 +16,7 @@ from xinference_xavier.runtime.validate import (
     check_address,
     check_count,
     check_identifier,
+    check_json_size,
 )
 
 PROTOCOL_VERSION = 1
@@ -167,11 +167,7 @@ def _check_change(change: object, key_bytes: int) -> None:
     check_identifier("incarnation", change.incarnation)
     check_count("sequence", change.sequence, 0)
     for name, keys in (("added", change.added), ("removed", change.removed)):
-        check_packed(name, keys)
-        if len(keys) % key_bytes:
-            raise ValueError(
-                f"{name} has {len(keys)} bytes, not a multiple of the key length {key_bytes}"
-            )
+        check_packed(name, keys, key_bytes)
 
 
 def check_weights_version(version: object) -> None:
@@ -194,12 +190,7 @@ def check_question(question: object) -> None:
                     raise ValueError(f"message={shown(message)} is not an object with a role")
         case _:
             raise ValueError('the question is neither {"prompt": "…"} nor {"messages": […]}')
-    try:
-        size = len(json.dumps(question, allow_nan=False))
-    except (TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"the question cannot be written as JSON: {error}") from None
-    if size > MAX_QUESTION_BYTES:
-        raise ValueError(f"the question has {size} bytes of JSON, more than {MAX_QUESTION_BYTES}")
+    check_json_size("the question", question, MAX_QUESTION_BYTES)
 
 
 def check_explanation(answer: object) -> None:
@@ -216,11 +207,14 @@ def check_explanation(answer: object) -> None:
     raise ValueError(f"explanation={shown(answer)} is not an explanation")
 
 
-def check_packed(name: str, value: object) -> None:
+def check_packed(name: str, value: object, key_bytes: int = 1) -> None:
+    """Packed keys, of `key_bytes` each if that is known."""
     if type(value) is not bytes:
         raise ValueError(f"{name} is {type(value).__name__}, not the bytes of packed keys")
     if len(value) > MAX_PACKED_BYTES:
         raise ValueError(f"{name} has {len(value)} bytes, more than {MAX_PACKED_BYTES}")
+    if len(value) % key_bytes:
+        raise ValueError(f"{name} has {len(value)} bytes, not a multiple of key length {key_bytes}")
 
 
 def check_switch(value: object) -> None:
@@ -231,12 +225,7 @@ def check_switch(value: object) -> None:
 def check_stats(stats: object) -> None:
     if not isinstance(stats, dict):
         raise ValueError(f"stats is {type(stats).__name__}, not a dictionary")
-    try:
-        size = len(json.dumps(stats, allow_nan=False))
-    except (TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"stats cannot be written as JSON: {error}") from None
-    if size > MAX_STATS_BYTES:
-        raise ValueError(f"stats has {size} bytes of JSON, more than {MAX_STATS_BYTES}")
+    check_json_size("stats", stats, MAX_STATS_BYTES)
 
 
 def pack(keys: Iterable[bytes]) -> bytes:
@@ -245,9 +234,6 @@ def pack(keys: Iterable[bytes]) -> bytes:
 
 def unpack(packed: bytes, key_bytes: int) -> list[bytes]:
     """The keys in `packed`. Raises ValueError unless they fill it exactly."""
-    if len(packed) % key_bytes:
-        raise ValueError(
-            f"packed keys have {len(packed)} bytes, not a multiple of the key length {key_bytes}"
-        )
+    check_packed("keys", packed, key_bytes)
     # Slicing takes twice as long.
     return [key for (key,) in iter_unpack(f"{key_bytes}s", packed)]

@@ -60,6 +60,16 @@ def check_seconds(name: str, value: object, most: float = math.inf) -> None:
         raise ValueError(f"{name}={shown(value)} is not a time above 0 and below {most:g} s")
 
 
+def check_json_size(name: str, value: object, most: int) -> None:
+    """Something that takes at most `most` bytes as JSON."""
+    try:
+        size = len(json.dumps(value, allow_nan=False))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"{name} cannot be written as JSON: {error}") from None
+    if size > most:
+        raise ValueError(f"{name} has {size} bytes of JSON, more than {most}")
+
+
 def parse_object(name: str, text: object, most: int) -> dict[str, Any]:
     """The JSON object in at most `most` bytes of `text`."""
     if not isinstance(text, bytes) or len(text) > most:
