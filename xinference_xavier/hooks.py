@@ -91,10 +91,8 @@ def load_hook(path: str) -> Hook:
 
 def hooks_of(path: str | None) -> Hooks:
     """Like `Hooks(load_hook(path))`, but log an import error and go on without hooks."""
-    if path is None:
-        return Hooks()
     try:
-        return Hooks(load_hook(path))
+        return Hooks(None if path is None else load_hook(path))
     except ConfigError as error:
         logger.error("%s", error)
         return Hooks()

@@ -19,7 +19,7 @@ def test_packed_keys_come_out_as_they_were_in_order() -> None:
     keys = [b"key2", b"key1", b"key3"]
     assert unpack(pack(keys), 4) == keys
     assert unpack(pack([]), 4) == []
-    with pytest.raises(ValueError, match="not a multiple of the key length 5"):
+    with pytest.raises(ValueError, match="not a multiple of key length 5"):
         unpack(pack(keys), 5)
 
 

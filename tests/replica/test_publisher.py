@@ -10,7 +10,7 @@ import pytest
 
 from xinference_xavier.protocol.tracker import Change, Member, NotMemberError
 from xinference_xavier.replica import publisher as publisher_module
-from xinference_xavier.replica.publisher import Publisher, PublisherCounters
+from xinference_xavier.replica.publisher import Counters, Publisher
 from xinference_xavier.tracker.index import Index
 
 K1, K2, K3 = b"key1", b"key2", b"key3"
@@ -25,7 +25,7 @@ class Side:
         self.index = Index()
         self.index.join(Member("a", "h:1"), len(K1), 0.0)
         self.pool: set[bytes] = set()
-        self.counters = PublisherCounters()
+        self.counters = Counters()
         self.publisher = Publisher("a", lambda: self.pool, self.counters)
         self._called = asyncio.Event()
 

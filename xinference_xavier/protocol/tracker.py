@@ -46,7 +46,6 @@ class TrackerFullError(RuntimeError):
 
 
 _T = TypeVar("_T")
-_Packed = Annotated[bytes, Field(max_length=MAX_PACKED_BYTES)]
 
 
 class JoinReply(NamedTuple):
@@ -85,8 +84,8 @@ class Change(NamedTuple):
 
     incarnation: Identifier
     sequence: Count
-    added: _Packed
-    removed: _Packed
+    added: bytes
+    removed: bytes
     replaces: bool
 
 
@@ -153,8 +152,8 @@ def check_update(update: object) -> Update:
     if good.changes and not good.key_bytes:
         raise ValueError("malformed update: its keys have no length")
     for change in good.changes:
-        _check_even(change.added, good.key_bytes)
-        _check_even(change.removed, good.key_bytes)
+        check_packed("added", change.added, good.key_bytes)
+        check_packed("removed", change.removed, good.key_bytes)
     return good
 
 
@@ -202,11 +201,14 @@ def check_explanation(answer: object) -> None:
     raise ValueError(f"explanation={shown(answer)} is not an explanation")
 
 
-def check_packed(name: str, value: object) -> None:
+def check_packed(name: str, value: object, key_bytes: int = 1) -> None:
+    """Packed keys, of `key_bytes` each if that is known."""
     if type(value) is not bytes:
         raise ValueError(f"{name} is {type(value).__name__}, not the bytes of packed keys")
     if len(value) > MAX_PACKED_BYTES:
         raise ValueError(f"{name} has {len(value)} bytes, more than {MAX_PACKED_BYTES}")
+    if len(value) % key_bytes:
+        raise ValueError(f"{name} has {len(value)} bytes, not a multiple of key length {key_bytes}")
 
 
 def check_switch(value: object) -> None:
@@ -226,13 +228,6 @@ def pack(keys: Iterable[bytes]) -> bytes:
 
 def unpack(packed: bytes, key_bytes: int) -> list[bytes]:
     """The keys in `packed`. Raises ValueError unless they fill it exactly."""
-    _check_even(packed, key_bytes)
+    check_packed("keys", packed, key_bytes)
     # Slicing takes twice as long.
     return [key for (key,) in iter_unpack(f"{key_bytes}s", packed)]
-
-
-def _check_even(packed: bytes, key_bytes: int) -> None:
-    if len(packed) % key_bytes:
-        raise ValueError(
-            f"packed keys have {len(packed)} bytes, not a multiple of the key length {key_bytes}"
-        )

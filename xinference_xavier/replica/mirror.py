@@ -38,17 +38,10 @@ class Mirror:
     def __init__(self, incarnation: str, *, max_keys: int = 500_000) -> None:
         self.enabled = True
         self.settings = INITIAL_SETTINGS
-        self.epoch = ""
-        self.revision = 0
         self.dropped = 0
         self._incarnation = incarnation
         self._max_keys = max_keys
-        self._holders: dict[bytes, tuple[str, ...]] = {}
-        self._groups: dict[tuple[str, ...], tuple[str, ...]] = {}
-        self._counts: Counter[str] = Counter()
-        self._members: dict[str, str] = {}
-        self._applied: dict[str, int] = {}
-        self._stale: dict[str, dict[bytes, int]] = {}
+        self.clear()
 
     def __len__(self) -> int:
         return len(self._holders)
@@ -73,12 +66,12 @@ class Mirror:
     def clear(self) -> None:
         """Forget everything but the operator's switch."""
         self.epoch, self.revision = "", 0
-        self._holders = {}
-        self._groups = {}
-        self._counts = Counter()
-        self._members = {}
-        self._applied = {}
-        self._stale = {}
+        self._holders: dict[bytes, tuple[str, ...]] = {}
+        self._groups: dict[tuple[str, ...], tuple[str, ...]] = {}
+        self._counts: Counter[str] = Counter()  # keys, by incarnation
+        self._members: dict[str, str] = {}  # addresses, by incarnation
+        self._applied: dict[str, int] = {}  # sequences, by incarnation
+        self._stale: dict[str, dict[bytes, int]] = {}  # sequences, by incarnation and key
 
     def apply(self, update: Update) -> None:
         """Apply `update`, or raise ValueError and change nothing."""

@@ -23,11 +23,18 @@ Call = Callable[..., Coroutine[Any, Any, Any]]
 
 
 @dataclass
-class PublisherCounters:
-    """Publications that were sent since the start; `replacements` are snapshots."""
+class Counters:
+    """Counts of a tracker client since its start.
+
+    `batches` and `replacements` (snapshots) are publications, `failures` sessions that failed.
+    """
 
     batches: int = 0
     replacements: int = 0
+    failures: int = 0
+    reconnects: int = 0
+    stats_failures: int = 0
+    claim_failures: int = 0
 
 
 class Publisher:
@@ -40,7 +47,7 @@ class Publisher:
         self,
         incarnation: str,
         holdings: Callable[[], Iterable[bytes]],
-        counters: PublisherCounters,
+        counters: Counters,
     ) -> None:
         self.last_sequence = 0
         self._incarnation = incarnation

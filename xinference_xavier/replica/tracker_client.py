@@ -20,7 +20,6 @@ import logging
 import random
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -39,7 +38,7 @@ from xinference_xavier.protocol.tracker import (
 )
 from xinference_xavier.replica.live_peers import LivePeers
 from xinference_xavier.replica.mirror import Mirror
-from xinference_xavier.replica.publisher import Publisher, PublisherCounters
+from xinference_xavier.replica.publisher import Counters, Publisher
 from xinference_xavier.runtime.deadline import within
 from xinference_xavier.runtime.validate import check_count
 from xinference_xavier.tiers.base import Claim
@@ -57,16 +56,6 @@ CLAIM_FACTOR = 4.0
 MIN_BACKOFF, MAX_BACKOFF = 0.1, 2.0
 """Seconds before the next session."""
 _HEARTBEATS_PER_LEASE = 5
-
-
-@dataclass
-class ClientCounters(PublisherCounters):
-    """Counts since the start. `failures` are sessions that failed."""
-
-    failures: int = 0
-    reconnects: int = 0
-    stats_failures: int = 0
-    claim_failures: int = 0
 
 
 class TrackerClient:
@@ -109,7 +98,7 @@ class TrackerClient:
         self.mirror = mirror
         self.secret: bytes | None = None
         self.connected = False
-        self.counters = ClientCounters()
+        self.counters = Counters()
         self._model_uid = model_uid
         self._member = Member(incarnation, address)
         self.namespace = namespace
@@ -233,17 +222,11 @@ class TrackerClient:
         address = await within(LOCATE_DEADLINE, self._locate())
         uid = tracker_uid(self._model_uid)
         self._tracker = await within(CALL_DEADLINE, xo.actor_ref(address=address, uid=uid))
-        reply: JoinReply = await within(
-            CALL_DEADLINE,
-            self._tracker.join(
-                namespace,
-                self._member,
-                self._key_bytes,
-                self.mirror.settings,
-                self._replica,
-                PROTOCOL_VERSION,
-            ),
+        settings = self.mirror.settings
+        call = self._tracker.join(
+            namespace, self._member, self._key_bytes, settings, self._replica, PROTOCOL_VERSION
         )
+        reply: JoinReply = await within(CALL_DEADLINE, call)
         self._live_peers.start(reply.epoch, reply.lease)
         self._publisher.last_sequence = max(self.last_sequence, reply.sequence)
         self._on_joined(reply.secret)

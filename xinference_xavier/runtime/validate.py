@@ -83,4 +83,4 @@ def check_json_size(name: str, value: object, most: int) -> None:
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{name} cannot be written as JSON: {error}") from None
     if size > most:
-        raise ValueError(f"{name} takes {size} bytes of JSON, more than {most}")
+        raise ValueError(f"{name} has {size} bytes of JSON, more than {most}")

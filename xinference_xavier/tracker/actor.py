@@ -78,13 +78,14 @@ class BlockTracker(OperatorCalls):
     async def __post_create__(self) -> None:
         mend_cancels()
         provide_threads()
-        self._last_tick = self._clock()
         self._expiry = asyncio.create_task(self._expire_forever())
 
     async def __pre_destroy__(self) -> None:
+        self._ended = True
         if self._expiry is not None:
             self._expiry.cancel()
-        self._end()
+        self._namespaces.end()
+        self._events.wake()
 
     # Membership
 
@@ -179,9 +180,7 @@ class BlockTracker(OperatorCalls):
         """
         check_count("revision", revision, 0)
         with self._watch_limit.admit(timeout) as seconds:
-            return await self._namespaces.wait_update(
-                namespace, incarnation, epoch, revision, seconds
-            )
+            return await self._namespaces.watch(namespace, incarnation, epoch, revision, seconds)
 
     async def claim(self, namespace: str, incarnation: str, keys: bytes, seconds: float) -> int:
         """Announce that `incarnation` is about to compute the packed `keys` of a prefix.

@@ -36,10 +36,10 @@ class Claims:
         A key stands for its whole prefix, so a peer that computes one also has those before it, or
         knows which peer does.
         """
-        first = next((key for key in keys if self._is_others(key, incarnation, now)), None)
-        if first is not None:
-            owner = self._claims[first].incarnation
-            return 1 + max(place for place, key in enumerate(keys) if self._is_of(key, owner))
+        claims = (claim for claim in map(self._claims.get, keys) if claim is not None)
+        for owner, until in claims:
+            if owner != incarnation and now < until:
+                return max(count for count, key in enumerate(keys, 1) if self._is_of(key, owner))
         if len(self._claims) + len(keys) > MAX_CLAIMED:
             self._expire(now)
         if len(self._claims) + len(keys) > MAX_CLAIMED:
@@ -66,7 +66,3 @@ class Claims:
     def _is_of(self, key: bytes, incarnation: str) -> bool:
         claim = self._claims.get(key)
         return claim is not None and claim.incarnation == incarnation
-
-    def _is_others(self, key: bytes, incarnation: str, now: float) -> bool:
-        claim = self._claims.get(key)
-        return claim is not None and claim.incarnation != incarnation and now < claim.until

@@ -27,6 +27,11 @@ WEIGHTS_DEADLINE = 5.0
 SELF_CHECK_DEADLINE = 20.0
 EXPLAIN_DEADLINE = 60.0
 """Seconds: the first question loads the tokenizer, and long prompts take their time."""
+_CHECKS: dict[str, Callable[[object], None]] = {
+    "stats": check_stats,
+    "self_check": check_stats,
+    "explain": check_explanation,
+}
 
 
 async def flush_all(members: Sequence[Member]) -> dict[str, list[str]]:
@@ -54,7 +59,7 @@ async def set_weights_version(members: Sequence[Member], version: str) -> dict[s
 
 async def self_check_all(members: Sequence[Member]) -> dict[str, dict[str, Any]]:
     """What each replica finds out about itself and its links to peers; `error` if it fails to."""
-    answers = await _call_all(members, "self_check", SELF_CHECK_DEADLINE, check=check_stats)
+    answers = await _call_all(members, "self_check", SELF_CHECK_DEADLINE)
     return {
         incarnation: {"error": str(answer) or type(answer).__name__}
         if isinstance(answer, Exception)
@@ -95,13 +100,12 @@ async def _explain(members: Sequence[Member], question: dict[str, Any]) -> dict[
     for member in members:
         try:
             answer: dict[str, Any] = await _call(member, "explain", EXPLAIN_DEADLINE, question)
-            check_explanation(answer)
-            return answer
         except ExplainError as error:
             return error.reason  # the others would say the same
         except Exception as error:
-            _log_failure(member, "explain", error)
             reason = f"replica {member.incarnation} does not answer ({type(error).__name__})"
+        else:
+            return answer
     return reason
 
 
@@ -120,8 +124,7 @@ async def _status(
 ) -> dict[str, Any]:
     states = namespace.index.replicas(now)
     keys, revision = namespace.index.distinct_keys(), namespace.index.revision
-    members = [state.member for state in states]
-    answers = await _call_all(members, "stats", STATS_DEADLINE, check=check_stats)
+    answers = await _call_all([state.member for state in states], "stats", STATS_DEADLINE)
     replicas = []
     for state in states:
         incarnation, address = state.member
@@ -143,44 +146,32 @@ async def _status(
 
 
 async def _call_all(
-    members: Sequence[Member],
-    method: str,
-    deadline: float,
-    *args: object,
-    check: Callable[[Any], None] = lambda answer: None,
+    members: Sequence[Member], method: str, deadline: float, *args: object
 ) -> dict[str, Any]:
-    """Answers by incarnation, an exception in place of a missing or malformed one."""
-
-    async def call(member: Member) -> Any:
-        try:
-            answer = await _call(member, method, deadline, *args)
-            check(answer)
-        except Exception as error:
-            _log_failure(member, method, error)
-            return error
-        return answer
-
-    answers = await asyncio.gather(*map(call, members))
+    """Answers by incarnation; an exception in place of a missing or malformed one."""
+    calls = (_call(member, method, deadline, *args) for member in members)
+    answers = await asyncio.gather(*calls, return_exceptions=True)
     return {member.incarnation: answer for member, answer in zip(members, answers, strict=True)}
 
 
 async def _call(member: Member, method: str, deadline: float, *args: object) -> Any:
-    """Raises whatever the replica raises, or TimeoutError."""
+    """Raises what the replica raises, ValueError for a malformed answer, TimeoutError."""
+    address, incarnation = member.address, member.incarnation
 
     async def call() -> Any:
-        ref = await xo.actor_ref(address=member.address, uid=replica_uid(member.incarnation))
+        ref = await xo.actor_ref(address=address, uid=replica_uid(incarnation))
         return await getattr(ref, method)(*args)
 
-    return await within(deadline, call())
-
-
-def _log_failure(member: Member, method: str, error: Exception) -> None:
-    # Anyone who watches the status page asks for stats every second.
-    level = logging.DEBUG if method == "stats" else logging.WARNING
-    logger.log(
-        level,
-        "call to replica failed: method=%s incarnation=%s error=%r",
-        method,
-        member.incarnation,
-        error,
-    )
+    try:
+        answer = await within(deadline, call())
+        if method in _CHECKS:
+            _CHECKS[method](answer)
+    except ExplainError:
+        raise  # an answer as well
+    except Exception as error:
+        # An open status page asks for stats every second.
+        level = logging.DEBUG if method == "stats" else logging.WARNING
+        text = "call to replica failed: method=%s incarnation=%s error=%r"
+        logger.log(level, text, method, incarnation, error)
+        raise
+    return answer

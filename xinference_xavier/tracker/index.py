@@ -22,6 +22,7 @@ import secrets
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import NamedTuple
 
 from xinference_xavier.protocol.tracker import (
@@ -107,14 +108,12 @@ class Index:
         if self._leases and key_bytes != self.key_bytes:
             raise ValueError(f"keys of {key_bytes} bytes among keys of {self.key_bytes} bytes")
         self.key_bytes = key_bytes
-        lease = self._leases.get(member.incarnation)
-        if lease is not None and lease.member == member:
-            lease.expires = now + self.lease
-            return
-        if lease is not None:
-            lease.member, lease.expires = member, now + self.lease
-        else:
+        if not self.renew(member.incarnation, now):
             self._leases[member.incarnation] = _Lease(member, now + self.lease)
+        elif self._leases[member.incarnation].member == member:
+            return
+        else:
+            self._leases[member.incarnation].member = member
         self._raise_revision(member.incarnation)
         self._members_revision = self.revision
 
@@ -237,39 +236,23 @@ class Index:
 
     def changes_since(self, epoch: str, revision: int, watcher: str = "") -> Update:
         """Return the changes since `revision` except the `watcher`'s own publications."""
-        if epoch != self.epoch or not self._log_start <= revision <= self.revision:
-            return self._snapshot(watcher)
-        changes: list[Change] = []
-        for at, change in reversed(self._log):
-            if at <= revision:
-                break
-            if change.incarnation != watcher:
-                changes.append(change)
-        changes.reverse()
-        members = self.members() if revision < self._members_revision else None
-        return self._update(False, members, changes)
-
-    def _snapshot(self, watcher: str) -> Update:
-        return self._update(
-            True,
-            self.members(),
-            [
+        is_behind = epoch != self.epoch or not self._log_start <= revision <= self.revision
+        if is_behind:
+            changes = [
                 Change(incarnation, lease.sequence, pack(lease.keys), b"", True)
                 for incarnation, lease in self._leases.items()
                 if incarnation != watcher
-            ],
-        )
-
-    def _update(
-        self, snapshot: bool, members: tuple[Member, ...] | None, changes: list[Change]
-    ) -> Update:
+            ]
+        else:
+            newer = takewhile(lambda entry: entry[0] > revision, reversed(self._log))
+            changes = [change for _, change in newer if change.incarnation != watcher][::-1]
         return Update(
             self.revision,
             self.epoch,
-            snapshot,
+            is_behind,
             self.settings,
             self.key_bytes,
-            members,
+            self.members() if is_behind or revision < self._members_revision else None,
             tuple(changes),
         )
 

@@ -5,9 +5,6 @@ Pure: no I/O, and no clock but the time stamps of events. Bounded: the oldest en
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
-from typing import TypeVar
-
 from xinference_xavier.errors import shown
 from xinference_xavier.events import Event, ReplicaJoined, ReplicaLost, ReplicaRecovered
 from xinference_xavier.protocol.tracker import Member
@@ -17,8 +14,6 @@ MAX_REMEMBERED = 10_000
 MAX_STARTUP_ERRORS = 1000
 MAX_STARTUP_ERROR = 2000
 """Characters kept of why a replica did not start."""
-
-_T = TypeVar("_T")
 
 
 class Membership:
@@ -30,7 +25,7 @@ class Membership:
     def __init__(self, model_uid: str) -> None:
         self._model_uid = model_uid
         self._names: dict[str, str] = {}  # by incarnation
-        self._lost: dict[str, None] = {}  # names, in order
+        self._lost: dict[str, str] = {}  # incarnations, by name
 
     def joined(self, name: str, member: Member) -> Event | None:
         """The event to report; None for a member that only renews or changes its namespace."""
@@ -54,11 +49,11 @@ class Membership:
 
     def lost(self, incarnation: str) -> Event:
         name = self.name_of(incarnation)
-        _remember(self._lost, name, None)
+        _remember(self._lost, name, incarnation)
         return ReplicaLost(model_uid=self._model_uid, replica=name, incarnation=incarnation)
 
 
-def _remember(entries: MutableMapping[str, _T], key: str, value: _T) -> None:
+def _remember(entries: dict[str, str], key: str, value: str) -> None:
     entries.pop(key, None)
     entries[key] = value
     if len(entries) > MAX_REMEMBERED:

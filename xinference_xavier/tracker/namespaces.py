@@ -1,7 +1,7 @@
 """The namespaces of one model, with their members and watchers.
 
 Runs on the tracker's event loop. A namespace exists as long as it has members. Time is passed in,
-in monotonic seconds; only `wait_update` uses the loop's clock.
+in monotonic seconds; only `watch` uses the loop's clock.
 """
 
 from __future__ import annotations
@@ -194,7 +194,7 @@ class Namespaces:
             namespace.index.configure(settings)
             namespace.wake()
 
-    async def wait_update(
+    async def watch(
         self, name: str, incarnation: str, epoch: str, revision: int, timeout: float
     ) -> Update:
         """Return what the others changed since `revision` of `epoch`, as soon as watchers are

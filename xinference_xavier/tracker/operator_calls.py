@@ -139,9 +139,3 @@ class OperatorCalls(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no t
     def _notify(self, event: Event) -> None:
         self._hooks.notify(event)
         self._events.add(event_dict(event))
-
-    def _end(self) -> None:
-        """Release everyone who waits."""
-        self._ended = True
-        self._namespaces.end()
-        self._events.wake()
