@@ -1,4 +1,4 @@
-"""The book of rows against a model that is too simple to be wrong."""
+"""The pool against a model that is too simple to be wrong, and its rules one by one."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ KEY_LISTS = st.lists(KEYS, max_size=8, unique=True)
 
 
 class PoolAgainstModel(RuleBasedStateMachine):
-    """The model: lists of rows per state; `idle` is ordered, least recently used first. That the
-    order of eviction may be another one is of `test_eviction.py`."""
+    """The model: a list of rows per state; `idle` has the least recently used first. No row here is
+    redundant or protected; see `test_eviction.py` for those."""
 
     writing = Bundle("writing")
     reading = Bundle("reading")
@@ -32,7 +32,7 @@ class PoolAgainstModel(RuleBasedStateMachine):
         return {row.key for row in (*self.filling, *self.idle, *self.live())}
 
     def live(self) -> list[Row]:
-        """Pinned rows that a reset has not taken away."""
+        """Pinned rows that no reset has voided."""
         return [row for row in dict.fromkeys(self.pinned) if row.state is RowState.READY]
 
     def in_use(self) -> set[int]:
@@ -65,7 +65,7 @@ class PoolAgainstModel(RuleBasedStateMachine):
         assert [row.key for row in rows] == expected, "in order, dropped from the tail"
         taken = {row.slot for row in rows}
         assert len(taken) == len(rows)
-        assert not taken & in_use, "a slot in two hands"
+        assert not taken & in_use, "a slot has two rows"
         self.filling += rows
         return multiple(*rows)
 
@@ -73,7 +73,7 @@ class PoolAgainstModel(RuleBasedStateMachine):
     def commit(self, row: Row, checksum: int | None, pins: int) -> None:
         live = row in self.filling
         assert self.pool.commit(row, checksum, pins) == live
-        if not live:  # a reset or the like came between
+        if not live:  # there was a reset or a quarantine
             self.abort(row)
             return
         self.filling.remove(row)
@@ -120,10 +120,10 @@ class PoolAgainstModel(RuleBasedStateMachine):
 
     @rule(target=reading, row=reading)
     def pin_row(self, row: Row):  # type: ignore[no-untyped-def]
-        """A handle of any age: only a row that is still there can be pinned."""
-        there = (row in self.idle or row in self.live()) and not row.flushed
-        assert self.pool.pin_row(row) == there
-        if not there:
+        """Any handle, old or new: only a READY row can be pinned."""
+        ready = (row in self.idle or row in self.live()) and not row.flushed
+        assert self.pool.pin_row(row) == ready
+        if not ready:
             return multiple()
         if row in self.idle:
             self.idle.remove(row)
@@ -155,7 +155,7 @@ class PoolAgainstModel(RuleBasedStateMachine):
             assert row.checksum == checksum
 
     @rule()
-    def drop(self) -> None:
+    def flush(self) -> None:
         rows = [row for row in (*self.idle, *self.live()) if not row.flushed]
         assert set(self.pool.flush()) == {row.key for row in rows}
         assert all(row.flushed for row in rows)
@@ -173,7 +173,7 @@ class PoolAgainstModel(RuleBasedStateMachine):
         assert not self.pool.shared_keys()
 
     @invariant()
-    def nothing_is_in_two_places(self) -> None:
+    def no_slot_has_two_rows(self) -> None:
         rows = {*self.filling, *self.idle, *self.pinned, *self.quarantined}
         assert len({row.slot for row in rows}) == len(rows)
         assert all(row.state is RowState.FILLING for row in self.filling)
@@ -220,8 +220,8 @@ def test_the_least_recently_used_row_goes_first() -> None:
     assert pool.lookup(b"a") is not None
 
 
-def test_what_does_not_fit_is_dropped_from_the_tail() -> None:
-    """A chunk is useless without those before it, so these are never evicted for it."""
+def test_the_tail_that_does_not_fit_is_dropped() -> None:
+    """A chunk is useless without its prefix, so the prefix is never evicted for it."""
     pool = Pool(3)
     prefix = [b"1", b"2", b"3", b"4", b"5"]
     ready(pool, b"1", b"2")
@@ -248,7 +248,7 @@ def test_a_run_is_pinned_up_to_the_first_gap() -> None:
     assert pool.counts().pinned == 2
 
 
-def test_a_prefix_that_was_read_is_evicted_from_its_end() -> None:
+def test_a_prefix_is_evicted_from_its_end() -> None:
     pool = Pool(4)
     ready(pool, b"1", b"2", b"3")
     ready(pool, b"other")
@@ -256,7 +256,7 @@ def test_a_prefix_that_was_read_is_evicted_from_its_end() -> None:
     assert pool.reserve([b"a", b"b", b"c"]).evicted == [b"other", b"3", b"2"]
 
 
-def test_spare_rows_of_the_older_half_go_first() -> None:
+def test_redundant_rows_of_the_older_half_go_first() -> None:
     pool = Pool(6)
     ready(pool, b"a", b"b", b"c", b"d", b"e", b"f")
     redundant = (b"b", b"f")
@@ -264,8 +264,8 @@ def test_spare_rows_of_the_older_half_go_first() -> None:
     assert evicted == [b"b", b"a"]
 
 
-def test_a_row_that_peers_copy_is_no_copy_any_more() -> None:
-    """Of two replicas, one at most may spare a row because the other has it."""
+def test_a_row_that_a_peer_copies_is_an_original() -> None:
+    """Of two replicas, at most one may evict a row because the other holds it."""
     pool = Pool(3)
     rows = ready(pool, b"a", b"b", b"c")
     for row in rows:
@@ -275,7 +275,7 @@ def test_a_row_that_peers_copy_is_no_copy_any_more() -> None:
     assert [row.replicated_from for row in rows] == ["peer", None, "peer"]
 
 
-def test_only_summed_rows_are_shared() -> None:
+def test_only_rows_with_a_checksum_are_shared() -> None:
     pool = Pool(2)
     ready(pool, b"a")
     (row,) = pool.reserve([b"b"]).rows
@@ -296,14 +296,14 @@ def test_a_slot_that_may_still_be_written_is_not_reused() -> None:
     assert len(pool.reserve([b"b"]).rows) == 1
 
 
-def test_after_a_reset_writers_and_readers_end_in_their_own_time() -> None:
+def test_after_a_reset_slots_wait_for_their_writers_and_readers() -> None:
     pool = Pool(3)
     ready(pool, b"read", b"idle")
     (read,) = pool.pin([b"read"])
     (written,) = pool.reserve([b"written"]).rows
     pool.reset()
     assert pool.counts() == (3, 0, 0, 1, 2)
-    assert not pool.commit(written), "computed before the reset"
+    assert not pool.commit(written), "written before the reset"
     assert not pool.set_checksum(read, 1)
     assert not pool.pin_row(read)
     assert len(pool.reserve([b"x", b"y", b"z"]).rows) == 1
@@ -313,7 +313,7 @@ def test_after_a_reset_writers_and_readers_end_in_their_own_time() -> None:
     assert pool.counts() == (3, 0, 3, 0, 0)
 
 
-def test_dropped_rows_are_found_no_more_and_free_after_a_sweep() -> None:
+def test_flushed_rows_are_misses_and_free_after_a_sweep() -> None:
     pool = Pool(4)
     rows = ready(pool, b"a", b"b")
     (filling,) = pool.reserve([b"c"]).rows
@@ -329,12 +329,12 @@ def test_dropped_rows_are_found_no_more_and_free_after_a_sweep() -> None:
     pool.sweep()
     assert not pool.holds(b"a")
     assert len(pool.reserve([b"a", b"b", b"d", b"e"]).rows) == 3
-    assert pool.commit(filling), "what is being written comes to stay"
+    assert pool.commit(filling), "a row that is being written is not flushed"
     assert pool.lookup(b"c") is filling
 
 
-def test_what_was_looked_up_before_a_drop_can_be_loaded_after_it() -> None:
-    """The scheduler pins by key what it found before, in the same step."""
+def test_a_row_looked_up_before_a_flush_can_still_be_loaded() -> None:
+    """The scheduler pins it by key, later in the same step."""
     pool = Pool(4)
     (row,) = ready(pool, b"a")
     assert pool.lookup(b"a") is row
@@ -344,13 +344,13 @@ def test_what_was_looked_up_before_a_drop_can_be_loaded_after_it() -> None:
     assert pool.counts().pinned == 1
     assert row.state is RowState.READY
     pool.unpin([row])
-    assert row.state is RowState.READY, "until the thread that evicts comes by"
+    assert row.state is RowState.READY, "until the evicting thread sweeps"
     pool.sweep()
     assert row.state is RowState.FREE
     assert pool.counts() == (4, 0, 0, 0, 0)
 
 
-def test_dropped_rows_may_be_evicted_or_reset_before_they_are_swept() -> None:
+def test_flushed_rows_can_be_evicted_or_reset_before_the_sweep() -> None:
     pool = Pool(2)
     first, second = ready(pool, b"a", b"b")
     pool.flush()
@@ -363,10 +363,10 @@ def test_dropped_rows_may_be_evicted_or_reset_before_they_are_swept() -> None:
     pool.unpin([pinned])
     pool.sweep()
     assert pool.counts()[1:4] == (0, 0, 0)
-    assert len(pool.reserve([b"d", b"e"]).rows) == 1, "the other is still to be written"
+    assert len(pool.reserve([b"d", b"e"]).rows) == 1, "the other row is being written"
 
 
-def test_a_handle_of_an_earlier_stay_harms_nobody() -> None:
+def test_a_stale_handle_does_no_harm() -> None:
     pool = Pool(1)
     (old,) = ready(pool, b"a")
     (new,) = pool.reserve([b"b"]).rows

@@ -1,4 +1,4 @@
-"""One memory for several processes, of a fixed size, gone with its last user."""
+"""Several processes share a region of fixed size, and it disappears with its last user."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def region() -> Iterator[Region]:
 
 
 def _use(pipe: Connection, incarnation: str) -> None:
-    """Another process of the engine: writes what it is told to, until it is killed."""
+    """Another process of the engine, which writes rows on demand."""
     region = receive_region(incarnation, 30)
     pipe.send((region.rows, region.row_bytes))
     while True:
@@ -46,7 +46,7 @@ def _use(pipe: Connection, incarnation: str) -> None:
         pipe.send(os.fstat(region.fd).st_size)
 
 
-def test_another_process_works_on_the_same_bytes(region: Region, incarnation: str) -> None:
+def test_processes_share_the_same_bytes(region: Region, incarnation: str) -> None:
     server = RegionServer(region, incarnation)
     context = multiprocessing.get_context("spawn")
     pipe, theirs = context.Pipe()
@@ -66,7 +66,7 @@ def test_another_process_works_on_the_same_bytes(region: Region, incarnation: st
 
 
 @pytest.mark.parametrize("note", [b"", b'[{"backends": ["FLASH_ATTN"]}]', b"x" * 200_000])
-def test_a_note_comes_with_it(region: Region, incarnation: str, note: bytes) -> None:
+def test_a_note_comes_with_the_region(region: Region, incarnation: str, note: bytes) -> None:
     server = RegionServer(region, incarnation, note)
     try:
         received = receive_region(incarnation, 30)
@@ -76,24 +76,24 @@ def test_a_note_comes_with_it(region: Region, incarnation: str, note: bytes) -> 
         server.close()
 
 
-def test_the_server_may_come_later_than_who_asks(region: Region, incarnation: str) -> None:
+def test_the_server_may_start_after_the_receiver(region: Region, incarnation: str) -> None:
     received: list[Region] = []
-    asking = threading.Thread(target=lambda: received.append(receive_region(incarnation, 30)))
-    asking.start()
+    receiving = threading.Thread(target=lambda: received.append(receive_region(incarnation, 30)))
+    receiving.start()
     server = RegionServer(region, incarnation)
-    asking.join()
+    receiving.join()
     server.close()
     region.row(0)[:] = 9
     assert (received[0].row(0) == 9).all()
     received[0].close()
 
 
-def test_nobody_serving_is_an_error_in_time(incarnation: str) -> None:
+def test_without_a_server_receiving_times_out(incarnation: str) -> None:
     with pytest.raises(RegionError, match=f"no worker offered the region of {incarnation}"):
         receive_region(incarnation, 0.05)
 
 
-def test_a_server_that_does_not_answer_is_an_error_in_time(incarnation: str) -> None:
+def test_a_server_that_does_not_answer_times_out(incarnation: str) -> None:
     with listener(incarnation), pytest.raises(RegionError, match="no worker offered"):
         receive_region(incarnation, 0.05)
 
@@ -114,7 +114,7 @@ def listener(incarnation: str) -> socket.socket:
         (b"XAVIER01", "sent no region"),
     ],
 )
-def test_what_is_not_our_region_is_refused_and_its_descriptor_closed(
+def test_another_answer_is_refused_and_its_descriptor_closed(
     region: Region, incarnation: str, header: bytes, error: str
 ) -> None:
     with listener(incarnation) as server:
@@ -123,12 +123,12 @@ def test_what_is_not_our_region_is_refused_and_its_descriptor_closed(
             with server.accept()[0] as peer:
                 socket.send_fds(peer, [header], [region.fd])
 
-        answering = threading.Thread(target=answer)
-        answering.start()
+        serving = threading.Thread(target=answer)
+        serving.start()
         before = descriptors_of(region.fd)
         with pytest.raises(RegionError, match=error):
             receive_region(incarnation, 30)
-        answering.join()
+        serving.join()
         assert descriptors_of(region.fd) == before
 
 
@@ -154,10 +154,10 @@ def plain_file() -> int:
     ],
     ids=["unsealed", "file", "folder", "device"],
 )
-def test_a_file_that_could_harm_its_users_is_refused_and_closed(
+def test_a_file_that_is_not_a_region_is_refused_and_closed(
     incarnation: str, make: Callable[[], int], error: str
 ) -> None:
-    """One that shrinks under who uses it would end the engine."""
+    """A file that shrinks would kill its users."""
     fd = make()
     before = descriptors_of(fd)
     with listener(incarnation) as server:
@@ -167,11 +167,11 @@ def test_a_file_that_could_harm_its_users_is_refused_and_closed(
             with server.accept()[0] as peer:
                 socket.send_fds(peer, [header], [fd])
 
-        answering = threading.Thread(target=answer)
-        answering.start()
+        serving = threading.Thread(target=answer)
+        serving.start()
         with pytest.raises(RegionError, match=error):
             receive_region(incarnation, 30)
-        answering.join()
+        serving.join()
     assert descriptors_of(fd) == before
     os.close(fd)
 
@@ -187,10 +187,10 @@ def _ask_as_nobody(pipe: Connection, incarnation: str) -> None:
         pipe.send((data, ancillary, str(error)))
 
 
-if os.getuid() == 0:  # nobody else can become somebody else
+if os.getuid() == 0:  # only root can become another user
 
     def test_a_process_of_another_user_gets_no_descriptor(region: Region, incarnation: str) -> None:
-        """And takes none from us."""
+        """Nor does it accept one."""
         server = RegionServer(region, incarnation)
         context = multiprocessing.get_context("spawn")
         pipe, theirs = context.Pipe()
@@ -209,7 +209,7 @@ if os.getuid() == 0:  # nobody else can become somebody else
 
 
 def descriptors_of(own: int) -> int:
-    """How many descriptors of this process are of the same file."""
+    """How many descriptors of this process refer to the same file."""
     inode = os.fstat(own).st_ino
     count = 0
     for fd in os.listdir("/proc/self/fd"):
@@ -221,7 +221,7 @@ def descriptors_of(own: int) -> int:
 def test_another_user_gets_no_descriptor(
     region: Region, incarnation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Seen from the server's side: the kernel says that the peer is of another user than we."""
+    """On the server's side: the kernel reports another user than ours."""
     server = RegionServer(region, incarnation)
     monkeypatch.setattr(os, "getuid", lambda: 12345)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as peer:
@@ -232,7 +232,7 @@ def test_another_user_gets_no_descriptor(
     assert server.refused == 1
 
 
-def test_a_server_of_another_user_is_not_believed(
+def test_a_server_of_another_user_is_refused(
     incarnation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "getuid", lambda: 12345)
@@ -243,7 +243,7 @@ def test_a_server_of_another_user_is_not_believed(
         receive_region(incarnation, 30)
 
 
-def test_two_engines_of_one_incarnation_cannot_be(region: Region, incarnation: str) -> None:
+def test_two_engines_cannot_have_one_incarnation(region: Region, incarnation: str) -> None:
     server = RegionServer(region, incarnation)
     with pytest.raises(OSError, match="in use"):
         RegionServer(region, incarnation)
@@ -252,7 +252,7 @@ def test_two_engines_of_one_incarnation_cannot_be(region: Region, incarnation: s
 
 
 def test_nobody_can_change_its_size(region: Region) -> None:
-    """Whoever shrank it would kill the others with SIGBUS."""
+    """Shrinking it would kill its users with SIGBUS."""
     for size in (0, region.size - 1, region.size + 1):
         with pytest.raises(PermissionError):
             os.ftruncate(region.fd, size)
@@ -261,12 +261,12 @@ def test_nobody_can_change_its_size(region: Region) -> None:
 
 
 @pytest.mark.parametrize(("rows", "row_bytes"), [(0, 4096), (4096, 0)])
-def test_a_region_without_rows_cannot_be(rows: int, row_bytes: int) -> None:
+def test_a_region_needs_rows(rows: int, row_bytes: int) -> None:
     with pytest.raises(RegionError):
         Region.create(rows, row_bytes)
 
 
-def test_populating_keeps_what_is_there(region: Region) -> None:
+def test_populating_keeps_the_bytes(region: Region) -> None:
     region.row(5)[:] = np.arange(ROW_BYTES) % 251
     region.populate()
     assert (region.row(5) == np.arange(ROW_BYTES) % 251).all()
@@ -283,9 +283,7 @@ def resident(region: Region) -> int:
 
 
 @pytest.mark.parametrize("mode", [os.O_RDONLY, os.O_RDWR])
-def test_what_another_process_has_made_is_mapped_without_a_change(
-    region: Region, mode: int
-) -> None:
+def test_populating_maps_another_process_s_pages(region: Region, mode: int) -> None:
     region.array[:] = 7
     other = Region(os.open(f"/proc/self/fd/{region.fd}", mode), ROWS, ROW_BYTES)
     assert resident(other) == 0
@@ -295,7 +293,7 @@ def test_what_another_process_has_made_is_mapped_without_a_change(
     other.close()
 
 
-def test_populating_ends_when_it_is_not_wanted_any_more(region: Region) -> None:
+def test_populating_stops_when_it_is_not_wanted(region: Region) -> None:
     region.populate(lambda: False)
     assert os.fstat(region.fd).st_blocks == 0
 
@@ -309,8 +307,8 @@ def test_populating_works_on_older_kernels(region: Region, monkeypatch: pytest.M
     assert os.fstat(region.fd).st_blocks * 512 >= region.size
 
 
-def test_a_checksum_is_of_the_bytes_and_of_the_key(region: Region) -> None:
-    """So a row of another chunk is noticed even if it is whole."""
+def test_a_checksum_covers_bytes_and_key(region: Region) -> None:
+    """So an intact row of another chunk does not pass."""
     region.row(0)[:] = 1
     region.row(1)[:] = 1
     checksum = region.checksum(0, b"key")
@@ -329,7 +327,7 @@ def _make_and_wait(pipe: Connection, incarnation: str) -> None:
 
 
 def test_nothing_is_left_of_a_killed_owner(incarnation: str) -> None:
-    """It has no file in /dev/shm, and its name goes with it. Who has the descriptor goes on."""
+    """No file in /dev/shm and no socket. Processes that hold the descriptor keep working."""
     context = multiprocessing.get_context("spawn")
     pipe, theirs = context.Pipe()
     process = context.Process(target=_make_and_wait, args=(theirs, incarnation), daemon=True)

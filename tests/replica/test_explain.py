@@ -1,4 +1,4 @@
-"""What a request would reuse, from what the replicas hold."""
+"""What a request would reuse follows from what the replicas hold."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def key(place: int, group: int = 0) -> bytes:
 def explain(
     own: str, *, min_fetch_tokens: int = 0, enabled: bool = True, groups: int = 1, **peers: str
 ) -> dict[str, Any]:
-    """Each text has an "x" for each of the 8 whole chunks that the replica holds."""
+    """Each text marks with an "x" which of 8 whole chunks a replica holds."""
     pool, mirror = Pool(20), Mirror("own")
     for row in pool.reserve([key(place) for place in places(own)]).rows:
         pool.commit(row)
@@ -53,14 +53,14 @@ def places(held: str) -> list[int]:
         ("xxx-----", "--------", "--------", 30, 0),
         ("--------", "xxxx----", "--------", 0, 40),
         ("xx------", "xxxx----", "--------", 20, 20),
-        ("--------", "xx------", "--xx----", 0, 40),  # first from the one, then from the other
+        ("--------", "xx------", "--xx----", 0, 40),  # from two peers in turn
         ("--x-----", "xx-x----", "--------", 10, 30),
         ("--x-----", "xxxx----", "--------", 10, 30),
-        ("--------", "-xxxxxxx", "--------", 0, 0),  # nothing without the first chunk
+        ("--------", "-xxxxxxx", "--------", 0, 0),  # useless without the first chunk
         ("xxxxxxxx", "xxxxxxxx", "xxxxxxxx", 80, 0),
     ],
 )
-def test_reuse_is_what_a_lookup_would_find(
+def test_reuse_is_what_lookups_would_find(
     own: str, peer: str, other: str, local_pool: int, remote: int
 ) -> None:
     answer = explain(own, peer=peer, other=other)
@@ -71,7 +71,7 @@ def test_reuse_is_what_a_lookup_would_find(
     }
 
 
-def test_the_peers_part_is_told_as_well() -> None:
+def test_the_peer_s_reuse_is_explained_as_well() -> None:
     answer = explain("xxxx----", peer="xx------")
     assert answer["reuse"]["peer"] == {"local_pool": 20, "remote": 20, "computed": 45}
 
@@ -87,7 +87,7 @@ def test_nothing_comes_from_peers_while_sharing_is_off() -> None:
     assert answer["reuse"]["peer"] == {"local_pool": 40, "remote": 0, "computed": 45}
 
 
-def test_each_chunk_says_who_holds_it() -> None:
+def test_each_chunk_names_its_holders() -> None:
     answer = explain("x-------", peer="xx------")
     assert (answer["prompt_tokens"], answer["chunk_tokens"]) == (PROMPT, CHUNK)
     assert answer["chunks"][:3] == [

@@ -1,5 +1,5 @@
-"""A fetch brings a donor's rows byte for byte, or leaves no trace; seen from outside, in both
-replicas' regions and counters."""
+"""A fetch brings a donor's rows byte for byte, or leaves no trace in both replicas' regions and
+counters."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from xinference_xavier.replica.fetcher import replica_uid
 
 pytestmark = pytest.mark.process
 
-TIMEOUT = 30.0  # not what is tested here
+TIMEOUT = 30.0  # that no test here reaches
 
 
 @pytest.fixture(scope="module", params=["gloo", "shared_memory"])
@@ -43,7 +43,7 @@ def all_replicas(
         "checked": f"tests.faults:{faulty}",
         "unchecked": f"tests.faults:Unchecked{faulty}",
     }
-    # Grants live long enough that their end in these tests is their release.
+    # Grants live so long that only a release ends them here.
     with replicas(tracker_process.address, transports, fetch_timeout=10 * TIMEOUT) as started:
         yield {replica.name: replica for replica in started}
 
@@ -59,7 +59,7 @@ def bob(all_replicas: dict[str, ReplicaProcess]) -> ReplicaProcess:
 
 
 def stored(donor: ReplicaProcess, consumer: ReplicaProcess, count: int) -> list[bytes]:
-    """Fresh chunks that `donor` holds, and `consumer` knows it."""
+    """Fresh chunks that `donor` holds, as `consumer` knows."""
     keys = fresh_keys(count)
     donor.store(keys)
     wait_until_known(consumer, donor, keys)
@@ -67,7 +67,9 @@ def stored(donor: ReplicaProcess, consumer: ReplicaProcess, count: int) -> list[
 
 
 def wait_until_known(consumer: ReplicaProcess, donor: ReplicaProcess, keys: list[bytes]) -> None:
-    wait_until(lambda: all(donor.name in consumer.holders(key) for key in keys), "the index says")
+    wait_until(
+        lambda: all(donor.name in consumer.holders(key) for key in keys), "the index lists them"
+    )
 
 
 def assert_clean(consumer: ReplicaProcess, donor: ReplicaProcess) -> None:
@@ -77,10 +79,10 @@ def assert_clean(consumer: ReplicaProcess, donor: ReplicaProcess) -> None:
     assert donor.counts().pinned == 0
 
 
-def came_by(replica: ReplicaProcess, transport: str) -> int:
-    """Bytes."""
-    figures = replica.stats()["fetches"]["by_transport"].get(transport)
-    return 0 if figures is None else figures["bytes"]["sum"]
+def bytes_by(replica: ReplicaProcess, transport: str) -> int:
+    """Received over this transport."""
+    stats = replica.stats()["fetches"]["by_transport"].get(transport)
+    return 0 if stats is None else stats["bytes"]["sum"]
 
 
 def test_rows_arrive_byte_for_byte(
@@ -88,19 +90,19 @@ def test_rows_arrive_byte_for_byte(
 ) -> None:
     keys = stored(alice, bob, 5)
     fetches, moved = bob.stats()["fetches"], bob.transfer_stats()["bytes_received"]
-    before = came_by(bob, transport)
+    before = bytes_by(bob, transport)
     outcome = bob.fetch("alice", keys, TIMEOUT)
     assert (outcome.state, outcome.reason, outcome.committed) == ("COMMITTED", None, 5)
     assert [bob.raw_row(key) for key in keys] == [alice.raw_row(key) for key in keys]
     assert bob.wrong_rows() == []
     assert bob.transfer_stats()["bytes_received"] - moved == 5 * ROW_BYTES
     assert bob.stats()["fetches"]["committed"] == fetches["committed"] + 1
-    assert came_by(bob, transport) - before == 5 * ROW_BYTES
+    assert bytes_by(bob, transport) - before == 5 * ROW_BYTES
     assert bob.transfer_stats()["linked_to"]["alice"] == transport
     assert_clean(bob, alice)
 
 
-def test_fetched_rows_are_offered_to_others(
+def test_fetched_rows_are_published(
     all_replicas: dict[str, ReplicaProcess], alice: ReplicaProcess, bob: ReplicaProcess
 ) -> None:
     third = all_replicas["checked"]
@@ -124,10 +126,10 @@ def test_two_replicas_fetch_from_each_other_at_the_same_time(
 
 
 @pytest.mark.parametrize("check", ["checked", "unchecked"])
-def test_a_row_damaged_on_its_way_never_becomes_a_hit(
+def test_a_row_damaged_in_transit_never_becomes_a_hit(
     all_replicas: dict[str, ReplicaProcess], alice: ReplicaProcess, check: str
 ) -> None:
-    """The same damage with the check switched off shows that it is the check that prevents it."""
+    """With the check switched off, the same damage becomes a hit."""
     consumer = all_replicas[check]
     keys = stored(alice, consumer, 5)
     outcome = consumer.fetch("alice", keys, TIMEOUT)
@@ -136,7 +138,7 @@ def test_a_row_damaged_on_its_way_never_becomes_a_hit(
         assert consumer.wrong_rows() == [keys[CORRUPT_ROW]]
         return
     assert (outcome.state, outcome.reason) == ("ROLLED_BACK", "checksum")
-    assert outcome.committed == CORRUPT_ROW, "the run that is whole from its start counts"
+    assert outcome.committed == CORRUPT_ROW, "the rows before it are intact"
     assert consumer.wrong_rows() == []
     assert not set(keys[CORRUPT_ROW:]) & set(consumer.held())
     assert consumer.stats()["fetches"]["rolled_back"] == {"checksum": 1}
@@ -150,7 +152,7 @@ def test_a_stale_entry_is_a_miss_until_the_donor_publishes_again(
     alice.forget(keys)
     outcome = bob.fetch("alice", keys, TIMEOUT)
     assert (outcome.state, outcome.reason, outcome.committed) == ("ROLLED_BACK", "not held", 0)
-    assert bob.holders(keys[0]) == (), "not asked for again"
+    assert bob.holders(keys[0]) == (), "it is not fetched again"
     assert_clean(bob, alice)
     alice.store(keys)
     wait_until_known(bob, alice, keys)
@@ -158,7 +160,7 @@ def test_a_stale_entry_is_a_miss_until_the_donor_publishes_again(
     assert bob.wrong_rows() == []
 
 
-def test_what_the_donor_still_holds_from_the_start_is_fetched(
+def test_the_leading_rows_that_the_donor_still_holds_are_fetched(
     alice: ReplicaProcess, bob: ReplicaProcess
 ) -> None:
     keys = stored(alice, bob, 4)
@@ -181,7 +183,7 @@ def test_a_donor_grants_at_most_half_of_its_pool_and_the_rest_is_not_stale(
     assert_clean(bob, alice)
 
 
-def test_nobody_is_asked_while_sharing_is_switched_off(
+def test_nothing_is_fetched_while_sharing_is_switched_off(
     tracker_process: TrackerProcess, alice: ReplicaProcess, bob: ReplicaProcess
 ) -> None:
     keys = stored(alice, bob, 2)
@@ -196,20 +198,20 @@ def test_nobody_is_asked_while_sharing_is_switched_off(
     assert bob.fetch("alice", keys, TIMEOUT).committed == 2
 
 
-def test_a_donor_that_left_is_a_rolled_back_fetch(bob: ReplicaProcess) -> None:
+def test_a_fetch_from_a_donor_that_left_is_rolled_back(bob: ReplicaProcess) -> None:
     outcome = bob.fetch("nobody", fresh_keys(2), TIMEOUT)
     assert (outcome.state, outcome.reason) == ("ROLLED_BACK", "donor gone")
     assert bob.counts().filling == 0
 
 
-async def test_a_donor_checks_what_it_is_asked(alice: ReplicaProcess, bob: ReplicaProcess) -> None:
+async def test_a_donor_checks_requests(alice: ReplicaProcess, bob: ReplicaProcess) -> None:
     (key,) = stored(alice, bob, 1)
     donor = await xoscar.actor_ref(bob.address("alice"), replica_uid("alice"))
     good = GrantRequest(PROTOCOL_VERSION, "namespace", "bob", (key,))
     refused = alice.stats()["grants"]["refused"]
     with pytest.raises(GrantRefusedError) as error:
         await donor.grant(good._replace(namespace="another"))
-    assert error.value.reason == "other namespace", "as counted, without an address"
+    assert error.value.reason == "other namespace", "the counted reason, without an address"
     with pytest.raises(GrantRefusedError) as error:
         await donor.grant(good._replace(keys=(key,) * (MAX_ROWS_PER_FETCH + 1)))
     assert error.value.reason == "too many rows"

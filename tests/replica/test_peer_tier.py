@@ -1,4 +1,4 @@
-"""What the scheduler thread leaves to a background loop, and what becomes of it."""
+"""The scheduler thread posts work to the background loop, within a limit."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ NEVER = math.inf
 ROWS = 8
 
 
-def test_a_background_loop_that_stands_still_is_not_buried(
+def test_work_for_a_suspended_background_loop_is_bounded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What it cannot take is refused and counted, and the scheduler thread goes on."""
+    """Further work is refused and counted, and the scheduler thread goes on."""
     monkeypatch.setattr(module, "MAX_BACKLOG", 3)
-    pool, taken = Pool(ROWS), []
-    inside: Any = SimpleNamespace(add=taken.append, withdraw=taken.append, start=taken.append)
-    tier = PeerTier(pool, Mirror("still"), SharedNamespace("namespace", lambda _: inside))
+    pool, calls = Pool(ROWS), []
+    replica: Any = SimpleNamespace(add=calls.append, withdraw=calls.append, start=calls.append)
+    tier = PeerTier(pool, Mirror("still"), SharedNamespace("namespace", lambda _: replica))
     loop = asyncio.new_event_loop()
 
     async def open_tier() -> None:
-        tier.open(inside, inside, inside, inside)
+        tier.open(replica, replica, replica, replica)
 
-    loop.run_until_complete(open_tier())  # and now it stands still
+    loop.run_until_complete(open_tier())  # and now it is suspended
     tier.on_stored([])
     tier.on_evicted([b"gone"])
     tier.on_stored([])
@@ -44,7 +44,7 @@ def test_a_background_loop_that_stands_still_is_not_buried(
     assert tier.refused == 2
     loop.call_soon(loop.stop)
     loop.run_forever()
-    assert taken == [[b"gone"], [], [], []], "what is gone is told before what may bring it back"
+    assert calls == [[b"gone"], [], [], []], "a withdrawal comes before what may publish it again"
     tier.on_stored([])
     assert tier.refused == 2, "there is room again"
     loop.close()

@@ -1,5 +1,5 @@
-"""Whatever dies or hangs: a fetch is decided by its deadline, no wrong row becomes a hit, every row
-and every grant is free again, and the next fetch works."""
+"""Whatever dies or hangs, a fetch ends by its deadline, no wrong row becomes a hit, every row and
+grant is freed, and the next fetch works."""
 
 from __future__ import annotations
 
@@ -37,21 +37,21 @@ STALLABLE = {
     "gloo": "gloo",
     "shared_memory": "tests.faults:StallableSharedMemory",
 }
-ROWS = 8  # of each fetch here
-NEVER = 30.0  # the deadline of a fetch that is to end before it
-SHORT = 1.0  # the deadline of a fetch that is to end by it
-GRACE = 1.0  # how much later its end may be noticed
+ROWS = 8  # per fetch
+NEVER = 30.0  # deadline of a fetch that should end earlier
+SHORT = 1.0  # deadline of a fetch that should end by it
+GRACE = 1.0  # until its end is noticed
 
 
 class Scene(NamedTuple):
-    stalling: ReplicaProcess  # as a donor, it sends a few rows and hangs
+    stalling: ReplicaProcess  # as a donor it sends a few rows and hangs
     plain: ReplicaProcess
     consumer: ReplicaProcess
 
 
 @pytest.fixture(scope="module", params=STALLING)
 def transport(request: pytest.FixtureRequest) -> str:
-    """Each of them keeps all promises."""
+    """Every test holds for each transport."""
     name: str = request.param
     return name
 
@@ -68,26 +68,28 @@ def scene(tracker_process: TrackerProcess, transport: str) -> Iterator[Scene]:
 
 
 @contextmanager
-def one_more(tracker: TrackerProcess, name: str, transport: str) -> Iterator[ReplicaProcess]:
-    """A replica for a test that does not leave it as it was."""
+def extra_replica(tracker: TrackerProcess, name: str, transport: str) -> Iterator[ReplicaProcess]:
+    """A replica for a test that changes it for good."""
     with replicas(tracker.address, {name: transport}, fetch_timeout=SHORT) as (replica,):
         yield replica
 
 
 def stored(consumer: ReplicaProcess, *donors: ReplicaProcess) -> list[bytes]:
-    """Fresh chunks that all of `donors` hold, and `consumer` knows it."""
+    """Fresh chunks that all `donors` hold, as `consumer` knows."""
     keys = fresh_keys(ROWS)
     for donor in donors:
         donor.store(keys)
     names = {donor.name for donor in donors}
-    wait_until(lambda: all(names <= set(consumer.holders(key)) for key in keys), "the index says")
+    wait_until(
+        lambda: all(names <= set(consumer.holders(key)) for key in keys), "the index lists them"
+    )
     return keys
 
 
 def begin_stalled_fetch(
     consumer: ReplicaProcess, donor: ReplicaProcess, keys: list[bytes], timeout: float
 ) -> None:
-    """On return some rows have arrived and the others will not."""
+    """Returns when some rows have arrived; the others never will."""
     consumer.begin_fetch(donor.name, keys, timeout)
     wait_until(lambda: consumer.arrived() == ROWS_BEFORE_STALL, "some rows arrived")
 
@@ -99,7 +101,7 @@ def all_is_free(replica: ReplicaProcess) -> bool:
 
 
 def assert_recovers(scene: Scene, outcome: Outcome, keys: list[bytes]) -> None:
-    """After a fetch that went wrong: the rows come from another donor."""
+    """After a failed fetch, another donor brings the rows."""
     assert outcome.state == "ROLLED_BACK"
     wait_until(lambda: all_is_free(scene.consumer), "the rows are free again")
     wait_until(scene.consumer.is_up, "the consumer can fetch")
@@ -118,7 +120,7 @@ def test_a_stalled_donor(scene: Scene) -> None:
     wait_until(lambda: all_is_free(scene.stalling), "the grant is released")
 
 
-def test_figures_tell_what_is_under_way_and_what_came_from_whom(scene: Scene) -> None:
+def test_stats_show_rows_in_flight_and_bytes_by_donor(scene: Scene) -> None:
     keys = stored(scene.consumer, scene.stalling, scene.plain)
     received = scene.consumer.stats()["received_from"].get("plain", 0)
     begin_stalled_fetch(scene.consumer, scene.stalling, keys, SHORT)
@@ -132,7 +134,7 @@ def test_figures_tell_what_is_under_way_and_what_came_from_whom(scene: Scene) ->
 
 
 def test_a_donor_without_its_transfer_process(scene: Scene) -> None:
-    """What had arrived whole from the start is kept."""
+    """The leading rows that arrived are kept."""
     keys = stored(scene.consumer, scene.stalling, scene.plain)
     begin_stalled_fetch(scene.consumer, scene.stalling, keys, NEVER)
     scene.stalling.send_signal(signal.SIGKILL, "transfer")
@@ -146,7 +148,7 @@ def test_a_donor_without_its_transfer_process(scene: Scene) -> None:
     assert scene.consumer.fetch("stalling", few, NEVER).committed == len(few)
 
 
-def test_the_own_transfer_process_is_killed(scene: Scene) -> None:
+def test_the_consumer_s_transfer_process_is_killed(scene: Scene) -> None:
     keys = stored(scene.consumer, scene.stalling, scene.plain)
     begin_stalled_fetch(scene.consumer, scene.stalling, keys, NEVER)
     restarts = scene.consumer.stats()["transfer_restarts"]
@@ -158,8 +160,8 @@ def test_the_own_transfer_process_is_killed(scene: Scene) -> None:
     assert scene.consumer.stats()["transfer_restarts"] == restarts + 1
 
 
-def test_the_own_transfer_process_hangs(scene: Scene) -> None:
-    """The request does not wait for it, but its rows do: it might still write them."""
+def test_the_consumer_s_transfer_process_hangs(scene: Scene) -> None:
+    """The request does not wait for it. The rows do, because it may still write them."""
     keys = stored(scene.consumer, scene.plain)
     scene.consumer.send_signal(signal.SIGSTOP, "transfer")
     outcome = scene.consumer.fetch("plain", keys, SHORT)
@@ -170,8 +172,8 @@ def test_the_own_transfer_process_hangs(scene: Scene) -> None:
 
 
 @pytest.mark.parametrize("process", ["engine", "transfer"])
-def test_a_donor_stands_still(scene: Scene, process: str) -> None:
-    """After it served well, so that the consumer is connected to it already."""
+def test_a_donor_is_suspended(scene: Scene, process: str) -> None:
+    """After it has served a fetch, so that a link to it is open."""
     few = stored(scene.consumer, scene.stalling)[:ROWS_BEFORE_STALL]
     assert scene.consumer.fetch("stalling", few, NEVER).committed == len(few)
     keys = stored(scene.consumer, scene.stalling, scene.plain)
@@ -203,21 +205,21 @@ def wait_until_gone(processes: list[psutil.Process]) -> None:
 
 
 def assert_no_files_in_shared_memory(processes: list[psutil.Process]) -> None:
-    """Its rows are in nobody's name, so nothing of them can be left."""
+    """The region has no name, so nothing of it can be left."""
     for process in processes:
         assert "/dev/shm" not in Path(f"/proc/{process.pid}/maps").read_text()
 
 
 def holds_memory_of_its_donors_only(replica: ReplicaProcess) -> bool:
-    """The transfer process has mapped its own region and those that it has links to."""
+    """Its transfer process maps its own region and those of its links."""
     maps = Path(f"/proc/{replica.stats()['transfer_pid']}/maps").read_text()
     links = list(replica.transfer_stats()["linked_to"].values())
     return maps.count("memfd:xavier-region") == 1 + links.count("shared_memory")
 
 
 def test_a_donor_is_killed(scene: Scene, tracker_process: TrackerProcess, transport: str) -> None:
-    """The consumer recovers, and nothing is left of the donor: no process, and no memory."""
-    with one_more(tracker_process, "victim", STALLING[transport]) as victim:
+    """The consumer recovers, and no process or memory of the donor is left."""
+    with extra_replica(tracker_process, "victim", STALLING[transport]) as victim:
         keys = stored(scene.consumer, victim, scene.plain)
         processes = family(victim)
         assert len(processes) >= 2
@@ -229,14 +231,14 @@ def test_a_donor_is_killed(scene: Scene, tracker_process: TrackerProcess, transp
         assert outcome.committed == ROWS_BEFORE_STALL
         assert_recovers(scene, outcome, keys)
         wait_until_gone(processes)
-    wait_until(lambda: holds_memory_of_its_donors_only(scene.consumer), "its memory is let go")
+    wait_until(lambda: holds_memory_of_its_donors_only(scene.consumer), "its memory is unmapped")
     assert "victim" not in scene.consumer.transfer_stats()["linked_to"]
 
 
 def test_a_killed_consumers_grants_end_with_its_lease(
     tracker_process: TrackerProcess, transport: str
 ) -> None:
-    """Long before they would expire."""
+    """Long before the grants expire."""
     transports = {
         "patient donor": STALLING[transport],
         "victim consumer": STALLABLE[transport],
@@ -254,27 +256,27 @@ def test_a_killed_consumers_grants_end_with_its_lease(
 
 
 async def test_a_grant_that_nobody_releases_ends_by_its_expiry(scene: Scene) -> None:
-    """Also if its consumer is well: a release may be lost."""
+    """Even if its consumer is well, as a release can be lost."""
     keys = stored(scene.consumer, scene.plain)
     donor = await xoscar.actor_ref(scene.consumer.address("plain"), replica_uid("plain"))
     request = GrantRequest(PROTOCOL_VERSION, "namespace", "consumer", tuple(keys))
     grant = await donor.grant(request)
     assert scene.plain.counts().pinned == ROWS
     wait_until(lambda: all_is_free(scene.plain), "the grant has expired")
-    assert scene.plain.address("consumer") is not None, "so it was not its lease"
-    await donor.release(grant.grant_id)  # too late, and no harm
+    assert scene.plain.address("consumer") is not None, "its lease has not expired"
+    await donor.release(grant.grant_id)  # too late, which does no harm
     assert all_is_free(scene.plain)
 
 
 async def test_replicas_of_two_namespaces_exchange_nothing(
     scene: Scene, tracker_process: TrackerProcess, transport: str
 ) -> None:
-    """Also if they know each other's address and namespace, and ask."""
+    """Even if they know each other's address and namespace, and ask."""
     foreigner = {"foreign": transport}
     with replicas(tracker_process.address, foreigner, namespace="another") as (foreign,):
         keys = stored(scene.consumer, scene.plain)
         foreign.store(keys[:1])
-        wait_until(lambda: foreign.held() == keys[:1], "it is summed up")
+        wait_until(lambda: foreign.held() == keys[:1], "it has a checksum")
         sent = scene.plain.transfer_stats()["bytes_sent"]
         assert all(foreign.holders(key) == () for key in keys)
         assert "foreign" not in scene.consumer.holders(keys[0])
@@ -290,26 +292,26 @@ async def test_replicas_of_two_namespaces_exchange_nothing(
         assert foreign.held() == keys[:1]
 
 
-def test_one_replica_computes_what_two_want(scene: Scene) -> None:
+def test_of_two_replicas_one_gets_the_claim(scene: Scene) -> None:
     keys = fresh_keys(ROWS)
     assert scene.plain.claim(keys) == 0
     assert scene.consumer.claim(keys) == ROWS
     scene.plain.release_claims()
-    wait_until(lambda: scene.consumer.claim(keys) == 0, "nobody computes it any more")
+    wait_until(lambda: scene.consumer.claim(keys) == 0, "the claim is released")
     scene.consumer.store(keys)
-    wait_until(lambda: scene.plain.claim(keys) == 0, "it is computed")
+    wait_until(lambda: scene.plain.claim(keys) == 0, "the chunks are published")
     scene.plain.release_claims()
 
 
 def test_a_reset_while_rows_arrive(
     scene: Scene, tracker_process: TrackerProcess, transport: str
 ) -> None:
-    """Nothing of before becomes a hit, and from then on the replica is among its own."""
-    with one_more(tracker_process, "reset consumer", STALLABLE[transport]) as consumer:
+    """No row from before becomes a hit, and the replica then has its own namespace."""
+    with extra_replica(tracker_process, "reset consumer", STALLABLE[transport]) as consumer:
         own = fresh_keys(2)
         consumer.store(own)
         keys = stored(consumer, scene.stalling, scene.plain)
-        wait_until(lambda: scene.plain.holders(own[0]) == (consumer.name,), "the index says")
+        wait_until(lambda: scene.plain.holders(own[0]) == (consumer.name,), "the index lists them")
         before = consumer.namespace()
         begin_stalled_fetch(consumer, scene.stalling, keys, SHORT)
         consumer.reset()
@@ -319,7 +321,7 @@ def test_a_reset_while_rows_arrive(
         wait_until(lambda: all_is_free(consumer), "the rows are free again")
         assert consumer.held() == []
         wait_until(lambda: consumer.namespace() not in ("", before), "it has another namespace")
-        wait_until(lambda: scene.plain.holders(own[0]) == (), "it is gone from the old one")
+        wait_until(lambda: scene.plain.holders(own[0]) == (), "it left the old one")
         wait_until(consumer.is_up, "it is a member of the new one")
         consumer.store(own)
         assert consumer.holders(keys[0]) == ()
@@ -330,7 +332,7 @@ def test_a_reset_while_rows_arrive(
 def test_an_orderly_stop_leaves_nothing(
     scene: Scene, tracker_process: TrackerProcess, transport: str
 ) -> None:
-    with one_more(tracker_process, "leaving", transport) as leaving:
+    with extra_replica(tracker_process, "leaving", transport) as leaving:
         keys = stored(scene.consumer, leaving)
         processes = family(leaving)
     wait_until(lambda: all(scene.consumer.holders(key) == () for key in keys), "it has left")

@@ -1,5 +1,5 @@
-"""A replica that looks for the reason why it does not share, where its peers or its ports are the
-reason; healthy ones, and links that cannot be opened, are in `tests/client/test_doctor.py`."""
+"""A replica's self-check finds problems with peers and ports. `test_doctor.py` covers healthy
+replicas and links that do not open."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ HOST = "127.0.0.1"
 
 
 class Process:
-    """A transfer process that has not come up."""
+    """A transfer process that did not start."""
 
     endpoint = None
     starts = 3
     error = "it was killed"
 
-    async def reach(self, *peer: object) -> str | None:
-        raise AssertionError("no peer here has a transfer process to reach")
+    async def probe_link(self, *peer: object) -> str | None:
+        raise AssertionError("no peer here has a transfer process")
 
 
 class Peer(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no types
@@ -47,21 +47,21 @@ async def address() -> AsyncIterator[str]:
         yield pool.external_address
 
 
-async def examined(*peers: Member, **config: Any) -> dict[str, Any]:
+async def check(*peers: Member, **config: Any) -> dict[str, Any]:
     mirror = Mirror("own")
     members = (Member("own", f"{HOST}:1"), *peers)
     mirror.apply(Update(1, "epoch", True, Settings(), 4, members, ()))
     process: Any = Process()
-    check = SelfCheck(_config(**config), HOST, mirror, process, {"dtype": "float32"})
-    return await check.run()
+    self_check = SelfCheck(_config(**config), HOST, mirror, process, {"dtype": "float32"})
+    return await self_check.run()
 
 
 def _config(**options: Any) -> XavierConfig:
     return XavierConfig(model_uid="m", tracker_address=f"{HOST}:1", pool_bytes=1 << 20, **options)
 
 
-async def test_what_it_tells_travels_as_json() -> None:
-    checked = await examined()
+async def test_the_result_is_json() -> None:
+    checked = await check()
     assert json.loads(json.dumps(checked)) == checked
     assert checked["fingerprint_fields"] == {"dtype": "float32"}
     assert checked["config"]["model_uid"] == "m"
@@ -72,7 +72,7 @@ async def test_what_it_tells_travels_as_json() -> None:
 async def test_each_peer_has_its_own_reason(address: str) -> None:
     await xo.create_actor(Peer, None, address=address, uid=replica_uid("starting"))
     await xo.create_actor(Peer, ("nonsense",), address=address, uid=replica_uid("odd"))
-    checked = await examined(
+    checked = await check(
         Member("starting", address), Member("odd", address), Member("gone", f"{HOST}:1")
     )
     assert checked["peers"]["starting"] == "it has no transfer process"
@@ -81,24 +81,24 @@ async def test_each_peer_has_its_own_reason(address: str) -> None:
     assert "own" not in checked["peers"]
 
 
-async def test_of_very_many_peers_some_are_tried(address: str) -> None:
+async def test_the_number_of_probed_peers_is_bounded(address: str) -> None:
     many = [Member(f"{number:03}", address) for number in range(MAX_PEERS + 9)]
-    assert len((await examined(*many))["peers"]) == MAX_PEERS
+    assert len((await check(*many))["peers"]) == MAX_PEERS
 
 
-async def test_ports_are_counted_where_a_range_confines_them() -> None:
-    checked = await examined()
+async def test_free_ports_of_a_range_are_counted() -> None:
+    checked = await check()
     assert (checked["free_ports"], checked["port_range_error"]) == (None, None)
     with socket.create_server((HOST, 0)) as taken:
         port = taken.getsockname()[1]
         low = min(port, 65535 - 2)
-        checked = await examined(port_range=(low, low + 2))
-    assert checked["free_ports"] in range(3), "one of three is taken"
+        checked = await check(port_range=(low, low + 2))
+    assert checked["free_ports"] in range(3), "at least one of three is taken"
     assert checked["port_range_error"] is None
 
 
-async def test_a_range_that_gloo_cannot_use_says_why() -> None:
-    """It leaves the ports that the kernel chooses among."""
-    checked = await examined(port_range=(1024, 1030))
+async def test_a_range_that_gloo_cannot_use_is_an_error() -> None:
+    """It lies outside the kernel's ephemeral ports."""
+    checked = await check(port_range=(1024, 1030))
     assert "1024-1030" in checked["port_range_error"]
     assert checked["free_ports"] in range(8)

@@ -1,4 +1,4 @@
-"""A fetch is a span of the trace that its request belongs to, where there is tracing."""
+"""With tracing, a fetch is a span in the trace of its request."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HEADERS = {"traceparent": f"00-{TRACE}-{PARENT}-01"}
 
 @pytest.fixture
 def exported(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemorySpanExporter]:
-    """What an operator's tracing would get."""
+    """The spans that an operator would get."""
     exporter, provider = InMemorySpanExporter(), TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     monkeypatch.setattr(tracing, "_TRACER", provider.get_tracer("test"))
@@ -32,22 +32,22 @@ def only(exported: InMemorySpanExporter) -> ReadableSpan:
     return span
 
 
-def test_it_tells_what_became_of_the_fetch(exported: InMemorySpanExporter) -> None:
+def test_a_span_has_the_fetch_s_attributes_and_events(exported: InMemorySpanExporter) -> None:
     span = FetchSpan(None)
     span.start()
     span.add_event("granted", chunks=5)
     span.end(None, donor="a", bytes=100)
-    told = only(exported)
-    assert (told.name, told.kind) == ("xavier.fetch", trace.SpanKind.CLIENT)
-    assert dict(told.attributes or {}) == {"xavier.donor": "a", "xavier.bytes": 100}
-    assert [(e.name, dict(e.attributes or {})) for e in told.events] == [
+    exported_span = only(exported)
+    assert (exported_span.name, exported_span.kind) == ("xavier.fetch", trace.SpanKind.CLIENT)
+    assert dict(exported_span.attributes or {}) == {"xavier.donor": "a", "xavier.bytes": 100}
+    assert [(e.name, dict(e.attributes or {})) for e in exported_span.events] == [
         ("xavier.granted", {"xavier.chunks": 5})
     ]
-    assert told.parent is None
-    assert told.status.is_unset
+    assert exported_span.parent is None
+    assert exported_span.status.is_unset
 
 
-def test_one_that_was_rolled_back_is_an_error_with_its_reason(
+def test_a_rollback_is_an_error_with_its_reason(
     exported: InMemorySpanExporter,
 ) -> None:
     span = FetchSpan(None)
@@ -57,7 +57,7 @@ def test_one_that_was_rolled_back_is_an_error_with_its_reason(
     assert (status.status_code, status.description) == (trace.StatusCode.ERROR, "timeout")
 
 
-def test_it_belongs_to_its_requests_trace(exported: InMemorySpanExporter) -> None:
+def test_a_span_belongs_to_its_request_s_trace(exported: InMemorySpanExporter) -> None:
     span = FetchSpan(HEADERS)
     span.start()
     span.end(None)
@@ -66,7 +66,7 @@ def test_it_belongs_to_its_requests_trace(exported: InMemorySpanExporter) -> Non
     assert (f"{parent.trace_id:032x}", f"{parent.span_id:016x}") == (TRACE, PARENT)
 
 
-def test_headers_that_are_none_begin_a_trace_of_their_own(
+def test_malformed_headers_begin_a_new_trace(
     exported: InMemorySpanExporter,
 ) -> None:
     span = FetchSpan({"traceparent": "rubbish"})
@@ -75,10 +75,10 @@ def test_headers_that_are_none_begin_a_trace_of_their_own(
     assert only(exported).parent is None
 
 
-def test_without_tracing_nothing_is_recorded_and_no_attribute_made(
+def test_without_tracing_no_attributes_are_made(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As everywhere where nobody has set up a provider."""
+    """As without a tracer provider."""
     monkeypatch.setattr(tracing, "_prefixed", lambda attributes: pytest.fail("made"))
     monkeypatch.setattr(tracing, "_TRACER", trace.NoOpTracer())
     span = FetchSpan(HEADERS)

@@ -1,4 +1,4 @@
-"""A tier in memory gives back what the pool evicted: the smallest case of the contract."""
+"""The memory tier loads evicted chunks, and a manager needs no more than the tier's contract."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def store(pool: Pool, region: Region, tier: MemoryTier, keys: list[bytes]) -> No
         tier.on_stored([row])
 
 
-def test_evicted_chunks_come_back_byte_for_byte(
+def test_evicted_chunks_are_loaded_byte_for_byte(
     pool: Pool, region: Region, tier: MemoryTier
 ) -> None:
     store(pool, region, tier, [b"a", b"b"])
@@ -53,7 +53,9 @@ def test_evicted_chunks_come_back_byte_for_byte(
     assert fetch.ended.is_set()
 
 
-def test_what_is_not_held_ends_the_run(pool: Pool, region: Region, tier: MemoryTier) -> None:
+def test_a_chunk_that_is_not_held_ends_the_run(
+    pool: Pool, region: Region, tier: MemoryTier
+) -> None:
     store(pool, region, tier, [b"a", b"c"])
     pool.reset()
     assert [tier.holders(key) for key in (b"a", b"b")] == [(SOURCE,), ()]
@@ -64,13 +66,13 @@ def test_what_is_not_held_ends_the_run(pool: Pool, region: Region, tier: MemoryT
     assert pool.counts().filling == 0, "the other rows are free again"
 
 
-def test_the_chunks_stored_last_are_kept(pool: Pool, region: Region) -> None:
+def test_the_latest_stored_chunks_are_kept(pool: Pool, region: Region) -> None:
     tier = MemoryTier(pool, region, max_chunks=2)
     store(pool, region, tier, [b"a", b"b", b"c"])
     assert [key for key in (b"a", b"b", b"c") if tier.holders(key)] == [b"b", b"c"]
 
 
-def test_a_closed_tier_takes_no_work(pool: Pool, region: Region, tier: MemoryTier) -> None:
+def test_a_closed_tier_loads_nothing(pool: Pool, region: Region, tier: MemoryTier) -> None:
     store(pool, region, tier, [b"a"])
     tier.close()
     assert not tier.ready
@@ -79,7 +81,7 @@ def test_a_closed_tier_takes_no_work(pool: Pool, region: Region, tier: MemoryTie
     assert pool.counts().filling == 0
 
 
-def test_a_reset_forgets_all(pool: Pool, region: Region, tier: MemoryTier) -> None:
+def test_a_reset_forgets_all_chunks(pool: Pool, region: Region, tier: MemoryTier) -> None:
     store(pool, region, tier, [b"a"])
     tier.reset()
     assert tier.holders(b"a") == ()
@@ -105,7 +107,7 @@ class _OnMemory(Scheduling):
         )
 
     def hits(self, keys: list[OffloadKey]) -> int | None:
-        """Of a request for these chunks, as soon as vLLM can schedule it."""
+        """The hits of a request for these chunks."""
         request = self.arrive("again", keys)
         while (hits := self.attempt(request)) is None:
             pass
