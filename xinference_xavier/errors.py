@@ -101,6 +101,13 @@ class ApiError(XavierError):
         super().__init__(message)
 
 
+class ModelNotFoundError(ApiError):
+    """No model of that uid shares its cache at that xinference."""
+
+
+NOT_FOUND_HEADER = "x-xavier-model-not-found"
+"""By this the REST interface marks its own 404s; xinference answers unknown paths with 404, too."""
+
 REFUSALS = (
     "busy",
     "donor gone",

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import click
 
 from xinference_xavier.client import XavierClient
-from xinference_xavier.errors import ApiError
+from xinference_xavier.errors import ApiError, ModelNotFoundError
 
 NO_SUCH_MODEL, NO_ANSWER = 4, 3
 """Exit codes."""
@@ -34,7 +34,7 @@ class Endpoint(NamedTuple):
                 yield client
         except ApiError as error:
             click.echo(f"Error: {error}", err=True)
-            sys.exit(NO_SUCH_MODEL if "does not share its cache" in str(error) else NO_ANSWER)
+            sys.exit(NO_SUCH_MODEL if isinstance(error, ModelNotFoundError) else NO_ANSWER)
 
 
 def endpoint_options(command: Callable[..., Any]) -> Callable[..., Any]:

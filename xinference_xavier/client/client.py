@@ -1,24 +1,23 @@
-"""How models share, asked over xinference's REST interface from Python.
+"""Watch and steer the sharing of models over xinference's REST interface.
 
     client = XavierClient("http://127.0.0.1:9997")
     print(client.status("my-model").totals.hits.ratio)
 
-`AsyncXavierClient` is the same with `await`. Both raise `ApiError` for whatever goes wrong. They
-need neither torch nor vLLM. A client may be used by one thread at a time.
+`AsyncXavierClient` is the same with `await`. Both raise `ApiError` for every failure, and need
+neither torch nor vLLM. A client may be used by one thread at a time.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AbstractContextManager
-from types import TracebackType
-from typing import Any, NamedTuple, Self
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 from urllib.parse import quote
 
 import httpx
+from httpx_sse import EventSource, aconnect_sse, connect_sse
 
-from xinference_xavier.errors import ApiError
+from xinference_xavier.errors import NOT_FOUND_HEADER, ApiError, ModelNotFoundError
 from xinference_xavier.stats.answers import EventRecord, Explanation
 from xinference_xavier.stats.reading import read
 from xinference_xavier.stats.schema import ModelStatus
@@ -26,232 +25,180 @@ from xinference_xavier.stats.schema import ModelStatus
 __all__ = ["AsyncXavierClient", "XavierClient"]
 
 _TIMEOUT = 30.0
-_EXPLAIN_TIMEOUT = 90.0
+_LONG_TIMEOUT = 90.0
 _SILENCE = 60.0
-"""Seconds after which a stream that says nothing is given up: it says something every second."""
+"""Seconds after which a silent stream is given up; it sends a message every second."""
 
 Messages = Sequence[Mapping[str, Any]]
+_T = TypeVar("_T")
+_P = ParamSpec("_P")
 
 
 class XavierClient:
-    """`endpoint` is xinference's, `api_key` what it asks for where authentication is on."""
+    """`endpoint` is xinference's; `api_key` is needed where authentication is on."""
 
     def __init__(self, endpoint: str, api_key: str | None = None) -> None:
-        self._endpoint = endpoint.rstrip("/")
-        self._http = httpx.Client(base_url=self._endpoint, headers=_headers(api_key))
+        self._http = httpx.Client(base_url=endpoint, headers=_headers(api_key))
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:
         self._http.close()
 
     def models(self) -> list[ModelStatus]:
-        """All models that share, and whose tracker answers."""
-        return [read(ModelStatus, each) for each in self.call("GET", "/v1/xavier")["models"]]
+        """All models that share and whose trackers answer."""
+        return self._send("GET", "/v1/xavier", lambda answer: list(map(_model, answer["models"])))
 
     def status(self, model_uid: str) -> ModelStatus:
-        """How one model shares, at this moment."""
-        return read(ModelStatus, self.call("GET", _path(model_uid)))
+        """How one model shares now."""
+        return self._send("GET", _path(model_uid), _model)
 
     def switch(self, model_uid: str, enabled: bool) -> ModelStatus:
         """Switch sharing on or off while the model runs."""
-        return read(ModelStatus, self.call("POST", _path(model_uid), {"enabled": enabled}))
+        return self._send("POST", _path(model_uid), _model, {"enabled": enabled})
 
     def flush(self, model_uid: str) -> ModelStatus:
-        """Have all replicas forget what they hold."""
-        return read(ModelStatus, self.call("POST", _path(model_uid, "flush")))
+        """Empty the pools of all replicas."""
+        return self._send("POST", _path(model_uid, "/flush"), _model)
 
     def explain(
         self, model_uid: str, prompt: str | None = None, *, messages: Messages | None = None
     ) -> Explanation:
-        """Where the chunks of a prompt, or of a chat's messages, are, and what would be reused."""
-        body = _question(prompt, messages)
-        return Explanation.of(
-            self.call("POST", _path(model_uid, "explain"), body, timeout=_EXPLAIN_TIMEOUT)
-        )
-
-    def events(self, model_uid: str) -> Iterator[EventRecord]:
-        """What happened of late, then what happens, until the model ends."""
-        for name, data in self._listen(model_uid):
-            if name == "event":
-                yield EventRecord.of(data)
-
-    def watch(self, model_uid: str) -> Iterator[ModelStatus]:
-        """The status, every second, until the model ends."""
-        for name, data in self._listen(model_uid):
-            if name == "status":
-                yield read(ModelStatus, data)
+        """Where the chunks of a prompt or a chat are, and what a request for it would reuse."""
+        if (prompt is None) == (messages is None):
+            raise ValueError("give either a prompt or messages")
+        question = {"prompt": prompt} if messages is None else {"messages": list(messages)}
+        path = _path(model_uid, "/explain")
+        return self._send("POST", path, Explanation.of, question, _LONG_TIMEOUT)
 
     def cluster(self) -> dict[str, Any]:
-        """What `doctor` looks at."""
-        facts: dict[str, Any] = self.call("GET", "/v1/xavier_cluster", timeout=_EXPLAIN_TIMEOUT)
-        return facts
+        """What `doctor` examines."""
+        return self._send("GET", "/v1/xavier_cluster", dict[str, Any], timeout=_LONG_TIMEOUT)
 
-    def call(
-        self, method: str, path: str, body: object = None, *, timeout: float = _TIMEOUT
-    ) -> Any:
-        """One request; returns the decoded answer."""
-        try:
+    def events(self, model_uid: str) -> Iterator[EventRecord]:
+        """Recent events, then new ones as they happen, until the model ends."""
+        return self._listen(model_uid, "event", EventRecord.of)
+
+    def watch(self, model_uid: str) -> Iterator[ModelStatus]:
+        """The status every second, until the model ends."""
+        return self._listen(model_uid, "status", _model)
+
+    def _send(
+        self,
+        method: str,
+        path: str,
+        read_answer: Callable[[Any], _T],
+        body: object = None,
+        timeout: float = _TIMEOUT,
+    ) -> _T:
+        with _failures(self._http.base_url):
             answer = self._http.request(method, path, json=body, timeout=timeout)
-        except httpx.HTTPError as error:
-            raise _unreachable(self._endpoint, error) from error
-        return _decoded(answer)
+        return read_answer(_decoded(answer))
 
-    def _listen(self, model_uid: str) -> Iterator[_Message]:
-        stream: AbstractContextManager[httpx.Response] = self._http.stream(
-            "GET", _path(model_uid, "events"), timeout=_SILENCE
-        )
-        try:
-            with stream as answer:
-                if answer.is_error:
-                    answer.read()
-                    _decoded(answer)
-                parser = _Parser()
-                for line in answer.iter_lines():
-                    if (message := parser.feed(line)) is not None:
-                        yield message
-        except httpx.HTTPError as error:
-            raise _unreachable(self._endpoint, error) from error
+    def _listen(self, model_uid: str, event: str, read_data: Callable[[Any], _T]) -> Iterator[_T]:
+        connecting = connect_sse(self._http, "GET", _path(model_uid, "/events"), timeout=_SILENCE)
+        with _failures(self._http.base_url), connecting as source:
+            if not _is_stream(source):
+                source.response.read()
+                _decoded(source.response)
+            for message in source.iter_sse():
+                if message.event == event:
+                    yield read_data(message.json())
+
+
+def _awaited(
+    method: Callable[Concatenate[XavierClient, _P], _T],
+) -> Callable[Concatenate[AsyncXavierClient, _P], Coroutine[Any, Any, _T]]:
+    """`method` returns what `_send` does, which is to be awaited there."""
+    return method  # type: ignore[return-value]
+
+
+def _streamed(
+    method: Callable[Concatenate[XavierClient, _P], Iterator[_T]],
+) -> Callable[Concatenate[AsyncXavierClient, _P], AsyncIterator[_T]]:
+    return method  # type: ignore[return-value]  # likewise, with `_listen`
 
 
 class AsyncXavierClient:
     """`XavierClient` for an event loop; see there."""
 
     def __init__(self, endpoint: str, api_key: str | None = None) -> None:
-        self._endpoint = endpoint.rstrip("/")
-        self._http = httpx.AsyncClient(base_url=self._endpoint, headers=_headers(api_key))
+        self._http = httpx.AsyncClient(base_url=endpoint, headers=_headers(api_key))
 
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self.close()
 
     async def close(self) -> None:
         await self._http.aclose()
 
-    async def models(self) -> list[ModelStatus]:
-        return [
-            read(ModelStatus, each) for each in (await self.call("GET", "/v1/xavier"))["models"]
-        ]
+    models = _awaited(XavierClient.models)
+    status = _awaited(XavierClient.status)
+    switch = _awaited(XavierClient.switch)
+    flush = _awaited(XavierClient.flush)
+    explain = _awaited(XavierClient.explain)
+    cluster = _awaited(XavierClient.cluster)
+    events = _streamed(XavierClient.events)
+    watch = _streamed(XavierClient.watch)
 
-    async def status(self, model_uid: str) -> ModelStatus:
-        return read(ModelStatus, await self.call("GET", _path(model_uid)))
-
-    async def switch(self, model_uid: str, enabled: bool) -> ModelStatus:
-        return read(ModelStatus, await self.call("POST", _path(model_uid), {"enabled": enabled}))
-
-    async def flush(self, model_uid: str) -> ModelStatus:
-        return read(ModelStatus, await self.call("POST", _path(model_uid, "flush")))
-
-    async def explain(
-        self, model_uid: str, prompt: str | None = None, *, messages: Messages | None = None
-    ) -> Explanation:
-        body = _question(prompt, messages)
-        return Explanation.of(
-            await self.call("POST", _path(model_uid, "explain"), body, timeout=_EXPLAIN_TIMEOUT)
-        )
-
-    async def events(self, model_uid: str) -> AsyncIterator[EventRecord]:
-        async for name, data in self._listen(model_uid):
-            if name == "event":
-                yield EventRecord.of(data)
-
-    async def watch(self, model_uid: str) -> AsyncIterator[ModelStatus]:
-        async for name, data in self._listen(model_uid):
-            if name == "status":
-                yield read(ModelStatus, data)
-
-    async def cluster(self) -> dict[str, Any]:
-        facts: dict[str, Any] = await self.call(
-            "GET", "/v1/xavier_cluster", timeout=_EXPLAIN_TIMEOUT
-        )
-        return facts
-
-    async def call(
-        self, method: str, path: str, body: object = None, *, timeout: float = _TIMEOUT
-    ) -> Any:
-        try:
+    async def _send(
+        self,
+        method: str,
+        path: str,
+        read_answer: Callable[[Any], _T],
+        body: object = None,
+        timeout: float = _TIMEOUT,
+    ) -> _T:
+        with _failures(self._http.base_url):
             answer = await self._http.request(method, path, json=body, timeout=timeout)
-        except httpx.HTTPError as error:
-            raise _unreachable(self._endpoint, error) from error
-        return _decoded(answer)
+        return read_answer(_decoded(answer))
 
-    async def _listen(self, model_uid: str) -> AsyncIterator[_Message]:
-        stream: AbstractAsyncContextManager[httpx.Response] = self._http.stream(
-            "GET", _path(model_uid, "events"), timeout=_SILENCE
-        )
-        try:
-            async with stream as answer:
-                if answer.is_error:
-                    await answer.aread()
-                    _decoded(answer)
-                parser = _Parser()
-                async for line in answer.aiter_lines():
-                    if (message := parser.feed(line)) is not None:
-                        yield message
-        except httpx.HTTPError as error:
-            raise _unreachable(self._endpoint, error) from error
+    async def _listen(
+        self, model_uid: str, event: str, read_data: Callable[[Any], _T]
+    ) -> AsyncIterator[_T]:
+        connecting = aconnect_sse(self._http, "GET", _path(model_uid, "/events"), timeout=_SILENCE)
+        with _failures(self._http.base_url):
+            async with connecting as source:
+                if not _is_stream(source):
+                    await source.response.aread()
+                    _decoded(source.response)
+                async for message in source.aiter_sse():
+                    if message.event == event:
+                        yield read_data(message.json())
 
 
-class _Message(NamedTuple):
-    name: str
-    data: dict[str, Any]
+def _model(answer: Any) -> ModelStatus:
+    return read(ModelStatus, answer)
 
 
-class _Parser:
-    """Server-sent events, line by line; of a message we need its name and its one line of data."""
-
-    def __init__(self) -> None:
-        self._name = self._data = ""
-
-    def feed(self, line: str) -> _Message | None:
-        field, _, value = line.partition(":")
-        if field == "event":
-            self._name = value.strip()
-        elif field == "data":
-            self._data = value.strip()
-        elif not line and self._data:
-            message = _Message(self._name, json.loads(self._data))
-            self._name = self._data = ""
-            return message
-        return None
+def _path(model_uid: str, action: str = "") -> str:
+    return f"/v1/xavier/{quote(model_uid, safe='')}{action}"
 
 
 def _headers(api_key: str | None) -> dict[str, str]:
     return {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
 
 
-def _path(model_uid: str, action: str = "") -> str:
-    path = f"/v1/xavier/{quote(model_uid, safe='')}"
-    return f"{path}/{action}" if action else path
+@contextmanager
+def _failures(endpoint: httpx.URL) -> Iterator[None]:
+    """Raises ApiError where nothing answers."""
+    try:
+        yield
+    except httpx.HTTPError as error:
+        raise ApiError(
+            f"{str(endpoint).rstrip('/')} does not answer ({type(error).__name__}: {error}); is "
+            "xinference running there, and is this its endpoint?"
+        ) from error
 
 
-def _question(prompt: str | None, messages: Messages | None) -> dict[str, object]:
-    if (prompt is None) == (messages is None):
-        raise ValueError("give either a prompt or messages")
-    return {"messages": list(messages)} if messages is not None else {"prompt": prompt}
-
-
-def _unreachable(endpoint: str, error: httpx.HTTPError) -> ApiError:
-    return ApiError(
-        f"{endpoint} does not answer ({type(error).__name__}: {error}); is xinference running "
-        "there, and is this its endpoint?"
-    )
+def _is_stream(source: EventSource) -> bool:
+    return "text/event-stream" in source.response.headers.get("content-type", "")
 
 
 def _decoded(answer: httpx.Response) -> Any:
@@ -260,12 +207,14 @@ def _decoded(answer: httpx.Response) -> Any:
         body = answer.json()
     except ValueError:
         body = None
-    if answer.is_success and body is not None:
-        return body
     status = answer.status_code
     detail = body.get("detail") if isinstance(body, dict) else None
-    # Without our routes, xinference answers these paths with its web page or a bare "Not Found".
-    if (answer.is_success or status == 404) and detail in (None, "Not Found"):
+    if answer.is_success and body is not None:
+        return body
+    if NOT_FOUND_HEADER in answer.headers:
+        raise ModelNotFoundError(str(detail), status)
+    # Without our routes, xinference answers these paths with its web page or a 404 of its own.
+    if answer.is_success or status == 404:
         raise ApiError(
             f"xinference at {answer.url.host} runs without this extension; start it with "
             "XINFERENCE_EXTENSIONS=xinference_xavier:extension",

@@ -27,7 +27,7 @@ from fastapi.responses import JSONResponse
 from sse_starlette.sse import EventSourceResponse
 from starlette.responses import Response
 
-from xinference_xavier.errors import ExplainError, NotFoundError
+from xinference_xavier.errors import NOT_FOUND_HEADER, ExplainError, NotFoundError
 from xinference_xavier.protocol.tracker import (
     MAX_QUESTION_BYTES,
     MAX_WEIGHTS_VERSION,
@@ -201,7 +201,9 @@ async def _answered(who: str, work: Awaitable[_T]) -> _T:
         return await work
     except NotFoundError as error:
         # Not str(error): xoscar puts the address of the process in front.
-        raise HTTPException(404, f"model {error.model_uid!r} {error.reason}") from error
+        raise HTTPException(
+            404, f"model {error.model_uid!r} {error.reason}", {NOT_FOUND_HEADER: "1"}
+        ) from error
     except ExplainError as error:
         raise HTTPException(503, error.reason) from error
     except UNREACHABLE as error:
