@@ -24,7 +24,7 @@ from xinference_xavier.protocol.tracker import (
 
 _NO_HOLDERS: tuple[str, ...] = ()
 MAX_STALE = 10_000
-"""Entries last as stale for each peer; the oldest go first."""
+"""Stale entries remembered for each peer; the oldest go first."""
 MAX_GROUPS = 10_000
 """Groups of holders whose keys share one tuple; beyond them each key has its own."""
 
