@@ -83,7 +83,7 @@ def test_what_failed_with_a_donor_is_not_tried_with_that_process_of_it_again(
     assert names(both, HERE) == ["far"]
     assert names(both, HERE, donor="another") == ["near", "far"]
     assert names(both, HERE, at="host:2") == ["near", "far"], "it was started again"
-    both.keep(frozenset({"another"}))
+    both.close_links_except(frozenset({"another"}))
     assert names(both, HERE) == ["near", "far"]
 
 
