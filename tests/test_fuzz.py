@@ -58,7 +58,7 @@ from xinference_xavier.protocol.transfer import (
 from xinference_xavier.replica.mirror import Mirror
 from xinference_xavier.runtime.addresses import split_address
 from xinference_xavier.tracker.actor import BlockTracker
-from xinference_xavier.transfer.transports import gloo
+from xinference_xavier.transfer.transports import auth, gloo
 
 Check = Callable[[Any], None]
 
@@ -179,7 +179,7 @@ def a_rendezvous(example: bytes) -> None:
 
 def a_sealed_rendezvous(example: Any) -> None:
     with pytest.raises(LinkError):
-        gloo._unseal(KEY, 0, example)
+        auth.unseal(KEY, "rendezvous 0", example, 100)
 
 
 def an_update(example: Any) -> None:

@@ -16,7 +16,7 @@ import xoscar
 from xinference_xavier.config import XavierConfig
 from xinference_xavier.errors import XavierError
 from xinference_xavier.protocol.tracker import tracker_uid
-from xinference_xavier.runtime.deadline import within
+from xinference_xavier.runtime.deadline import UNREACHABLE, within
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +55,6 @@ async def failure_of(config: XavierConfig, replica: str) -> str | None:
         uid = tracker_uid(config.model_uid)
         tracker = await within(_TIMEOUT, xoscar.actor_ref(config.tracker_address, uid))
         cause: str | None = await within(_TIMEOUT, tracker.pop_startup_error(replica))
-    except (OSError, TimeoutError, xoscar.ActorNotExist, xoscar.ServerClosed):
+    except UNREACHABLE:
         return None
     return cause

@@ -28,7 +28,7 @@ from xinference_xavier.protocol.transfer import (
     Ticket,
     parse_started,
 )
-from xinference_xavier.runtime.deadline import within
+from xinference_xavier.runtime.deadline import UNREACHABLE, within
 from xinference_xavier.runtime.rate_limited_log import RateLimitedLog
 from xinference_xavier.runtime.rollback import Rollback
 
@@ -40,7 +40,6 @@ _CONFIGURE_TIMEOUT = 20.0
 _GRACE = 2.0  # a pull that is not over this long after its deadline never will be
 _RESTART_PAUSES = (0.1, 0.5, 2.0, 10.0)
 _LIVED_WELL = 60.0
-_UNREACHABLE = (OSError, TimeoutError, xoscar.ActorNotExist, xoscar.ServerClosed)
 
 
 class _Child(NamedTuple):
@@ -113,7 +112,7 @@ class TransferProcess:
             began = time.monotonic()
             try:
                 child = await self._start()
-            except (XavierError, *_UNREACHABLE) as error:
+            except (XavierError, *UNREACHABLE) as error:
                 self._conditions.warn(
                     "start", "the transfer process did not start: %s", error, level=logging.ERROR
                 )
@@ -175,10 +174,8 @@ class TransferProcess:
         """Whether it knows the secret now; without it, it is of no use and is to be replaced."""
         secret = self._secret
         try:
-            await within(_CONFIGURE_TIMEOUT, child.actor.configure(secret))
-        except _UNREACHABLE as error:
-            self.failed_calls += 1
-            self._conditions.warn("call", "transfer process: configure failed: %r", error)
+            await self._call(child, _CONFIGURE_TIMEOUT, "configure", secret)
+        except UNREACHABLE:
             return False
         self._told = secret
         return True
@@ -186,37 +183,37 @@ class TransferProcess:
     async def close_links_except(self, members: frozenset[str]) -> None:
         """Close the links with all other replicas."""
         if self._child is not None:
-            await self._call(self._child, "close_links_except", members)
+            with suppress(*UNREACHABLE):
+                await self._call(self._child, _CALL_TIMEOUT, "close_links_except", members)
 
     async def probe_link(self, donor: str, endpoint: Endpoint, timeout: float) -> str | None:
         """Why no link to the donor's transfer process can be opened; None if one can."""
-        child = self._child
-        if child is None:
+        if self._child is None:
             return "this replica has no transfer process"
         try:
-            reason: str | None = await within(
-                timeout + _GRACE, child.actor.probe_link(donor, endpoint, timeout)
+            arguments = (donor, endpoint, timeout)
+            reason: str | None = await self._call(
+                self._child, timeout + _GRACE, "probe_link", *arguments
             )
-        except _UNREACHABLE as error:
-            self.failed_calls += 1
+        except UNREACHABLE as error:
             return f"this replica's transfer process does not answer: {error!r}"
         return reason
 
     async def stats(self) -> dict[str, Any]:
-        if self._child is None:
-            return {}
-        return await self._call(self._child, "stats") or {}
+        stats: dict[str, Any] = {}
+        if self._child is not None:
+            with suppress(*UNREACHABLE):
+                stats = await self._call(self._child, _CALL_TIMEOUT, "stats")
+        return stats
 
-    async def _call(self, child: _Child, method: str, *args: object) -> dict[str, Any] | None:
+    async def _call(self, child: _Child, timeout: float, method: str, *arguments: object) -> Any:
+        """Raises one of UNREACHABLE."""
         try:
-            answer: dict[str, Any] | None = await within(
-                _CALL_TIMEOUT, getattr(child.actor, method)(*args)
-            )
-            return answer
-        except _UNREACHABLE as error:
+            return await within(timeout, getattr(child.actor, method)(*arguments))
+        except UNREACHABLE as error:
             self.failed_calls += 1
             self._conditions.warn("call", "transfer process: %s failed: %r", method, error)
-            return None
+            raise
 
     async def pull(self, order: PullOrder) -> PullResult:
         """Fetch rows. Never raises, and never returns before nothing writes to them any more:

@@ -11,10 +11,12 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from types import TracebackType
 from typing import Self
+
+from xinference_xavier.runtime.deadline import within
 
 logger = logging.getLogger(__name__)
 
@@ -76,18 +78,8 @@ class Rollback:
         try:
             outcome = action(*args)
             if inspect.isawaitable(outcome):
-                await _within(outcome, deadline)
+                await within(deadline, outcome)
         # Whatever an undo raises must neither stop the others nor hide the first error.
         except (Exception, asyncio.CancelledError) as error:
             self.failed_undos += 1
             logger.warning("undo %s failed: %r", getattr(action, "__qualname__", action), error)
-
-
-async def _within(work: Awaitable[object], deadline: float) -> None:
-    """Wait for ``work``, but never longer than ``deadline``, even if it resists cancellation."""
-    task = asyncio.ensure_future(work)
-    done, _ = await asyncio.wait({task}, timeout=deadline)
-    if not done:
-        task.cancel()
-        raise TimeoutError(f"still running after {deadline:g} s")
-    task.result()

@@ -13,6 +13,7 @@ from xinference_xavier.errors import NotFoundError
 from xinference_xavier.protocol.tracker import tracker_uid
 from xinference_xavier.runtime.addresses import reachable_address
 from xinference_xavier.runtime.deadline import within
+from xinference_xavier.runtime.tasks import retrieve
 from xinference_xavier.stats.report import report
 
 DEADLINE = 10.0
@@ -87,7 +88,7 @@ class TrackerGateway:
         read = self._reads.get(model_uid)
         if read is None:
             read = _Read(now, asyncio.ensure_future(self.report(model_uid)))
-            read.reading.add_done_callback(_retrieve)
+            read.reading.add_done_callback(retrieve)  # perhaps nobody waits for it any more
             self._reads[model_uid] = read
         # Shielded: who asks first may leave first.
         return await asyncio.shield(read.reading)
@@ -98,8 +99,3 @@ async def _found(model_uid: str, call: Awaitable[Any]) -> Any:
         return await call
     except xo.ActorNotExist as error:
         raise NotFoundError(model_uid, "does not share its cache here") from error
-
-
-def _retrieve(task: asyncio.Task[Any]) -> None:
-    if not task.cancelled():
-        task.exception()  # whoever waits for it gets it; perhaps nobody does any more

@@ -5,20 +5,15 @@ blocks.
 """
 
 import asyncio
-import time
-from collections.abc import Awaitable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TypeVar
 
 from xinference_xavier.pool.region import Region
-from xinference_xavier.runtime.deadline import within
 from xinference_xavier.runtime.rate_limited_log import RateLimitedLog
 from xinference_xavier.transfer.transports.base import Link
 from xinference_xavier.transfer.transports.selection import TransportSelector
 
 MAX_LINKS = 256  # per direction
-_T = TypeVar("_T")
 
 
 @dataclass
@@ -46,7 +41,3 @@ class LinkContext:
 async def close_link(link: Link, thread: ThreadPoolExecutor) -> None:
     await asyncio.get_running_loop().run_in_executor(None, link.close)
     thread.shutdown(wait=False)
-
-
-async def before(deadline: float, call: Awaitable[_T]) -> _T:
-    return await within(max(0.001, deadline - time.monotonic()), call)

@@ -23,8 +23,10 @@ from xinference_xavier.protocol.transfer import (
     PullResult,
     check_order,
 )
+from xinference_xavier.runtime.deadline import remaining, within
 from xinference_xavier.runtime.rollback import Rollback
-from xinference_xavier.transfer.links import MAX_LINKS, LinkContext, before, close_link
+from xinference_xavier.runtime.tasks import spawn
+from xinference_xavier.transfer.links import MAX_LINKS, LinkContext, close_link
 from xinference_xavier.transfer.transports.base import Link, Transport
 from xinference_xavier.transfer.transports.selection import OutOfReachError
 
@@ -62,7 +64,6 @@ class Receiver:
         self._context = home
         self._pulling: dict[str, _Receiving] = {}  # by donor
         self._turns: dict[str, asyncio.Lock] = {}  # by donor: a link carries one batch at a time
-        self._ending: set[asyncio.Task[None]] = set()
 
     def linked_to(self) -> dict[str, str]:
         """Transports, by donor."""
@@ -115,9 +116,7 @@ class Receiver:
             if serving is None:
                 turn.release()
             else:
-                ending = asyncio.ensure_future(self._end_turn(order.donor, turn, serving))
-                self._ending.add(ending)
-                ending.add_done_callback(self._ending.discard)
+                spawn(self._end_turn(order.donor, turn, serving))
         if progress.verified and progress.transport is not None:
             moved = self._context.moved[progress.transport]
             moved.fetches += 1
@@ -192,7 +191,7 @@ class Receiver:
             self._context.region.row_bytes,
             deadline - time.monotonic(),
         )
-        serving = asyncio.ensure_future(before(deadline, served))
+        serving = asyncio.ensure_future(within(remaining(deadline), served))
         try:
             await asyncio.wait({receiving, serving}, return_when=asyncio.FIRST_COMPLETED)
             if serving.done():
@@ -216,7 +215,7 @@ class Receiver:
     ) -> _Receiving:
         if len(self._pulling) >= MAX_LINKS:
             raise LinkError(f"{MAX_LINKS} links are open already")
-        peer = await before(deadline, xoscar.actor_ref(address, TRANSFER_UID))
+        peer = await within(remaining(deadline), xoscar.actor_ref(address, TRANSFER_UID))
         best, *others = candidates
         if not others:
             return await self._link(best, donor, address, peer, deadline)
@@ -251,7 +250,7 @@ class Receiver:
             opening = peer.open_link(
                 PROTOCOL_VERSION, link_id, self._context.incarnation, transport.name, hello, timeout
             )
-            answer = await before(deadline, opening)
+            answer = await within(remaining(deadline), opening)
             link = await loop.run_in_executor(thread, offer.complete, answer, deadline)
             scope.commit()
         self._pulling[donor] = _Receiving(link_id, address, peer, transport.name, link, thread)

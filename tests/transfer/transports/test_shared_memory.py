@@ -163,10 +163,10 @@ def test_noise_gets_no_memory(
 
 @pytest.mark.parametrize("what", [b"", b"x" * 15, b"x" * 47, b"x" * 49, "x" * 48, None, 7])
 def test_a_malformed_hello_or_answer_is_refused(here: Replica, there: Replica, what: Any) -> None:
-    with pytest.raises(LinkError, match="expected a hello"):
+    with pytest.raises(LinkError, match=r"malformed hello|does not know"):
         there.transport.accept(what, SECRET, later())
     offer = here.transport.offer(SECRET, later())
-    with pytest.raises(LinkError, match="expected an answer"):
+    with pytest.raises(LinkError, match="malformed answer"):
         offer.complete(what, later())
     offer.withdraw()
 

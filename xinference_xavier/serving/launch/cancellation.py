@@ -21,14 +21,13 @@ from typing import Any
 import xoscar as xo
 
 from xinference_xavier.protocol.tracker import tracker_uid
+from xinference_xavier.runtime.tasks import spawn
 from xinference_xavier.serving.launch import Method
 
 logger = logging.getLogger(__name__)
 
 _PATIENCE = 30.0
 """Seconds that a cancel waits for replicas to end. An engine that loads ends when it has loaded."""
-
-_ending: set[asyncio.Future[None]] = set()  # asyncio itself keeps no task alive
 
 
 def thorough_cancel(original: Method) -> Method:
@@ -69,10 +68,7 @@ def release_uid(supervisor: Any, model_uid: str) -> None:
 
 async def _end_all(endings: Iterable[Awaitable[Any]]) -> None:
     """What takes longer than the patience goes on by itself."""
-    tasks = [asyncio.ensure_future(_end(ending)) for ending in endings]
-    _ending.update(tasks)
-    for task in tasks:
-        task.add_done_callback(_ending.discard)
+    tasks = [spawn(_end(ending)) for ending in endings]
     if tasks:
         await asyncio.wait(tasks, timeout=_PATIENCE)
 

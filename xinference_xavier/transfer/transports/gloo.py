@@ -9,10 +9,8 @@ The rendezvous needs no port: what Gloo puts into each side's store travels in t
 answer. All groups of a device share one listening port.
 """
 
-import hmac
 import logging
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
@@ -27,6 +25,8 @@ from torch.distributed.distributed_c10d import Store, Work
 from xinference_xavier.errors import LinkError, TransportError
 from xinference_xavier.pool.region import Region
 from xinference_xavier.protocol.transfer import checking
+from xinference_xavier.runtime.deadline import remaining
+from xinference_xavier.transfer.transports.auth import PROOF_BYTES, prove, seal, unseal, verify
 from xinference_xavier.transfer.transports.base import Check, Link, Transport
 from xinference_xavier.transfer.transports.gloo_ports import only_free_ports
 
@@ -37,7 +37,6 @@ MAX_GIVEN_UP = 8
 made by a new device. The old one goes with the last of its links."""
 _CONSUMER, _DONOR = 0, 1
 _PROOF_TAG, _CLOSE_TAG = 0, 1
-_PROOF_BYTES = 32
 _MAX_RENDEZVOUS_BYTES = 64 << 10
 _IN_FLIGHT_BYTES = 64 << 20  # above the bandwidth-delay product of any LAN
 _MIN_IN_FLIGHT = 4
@@ -103,24 +102,6 @@ class _ExchangedStore(Store):
             self._changed.notify_all()
 
 
-def _seal(secret: bytes, rank: int, part: bytes) -> bytes:
-    return hmac.digest(secret, b"rendezvous %d" % rank + part, "sha256") + part
-
-
-def _unseal(secret: bytes, rank: int, sealed: bytes) -> bytes:
-    """What Gloo may read: a part that is not Gloo's own can end the process (probed).
-
-    Raises:
-        LinkError: it is not from a replica of this model.
-    """
-    if type(sealed) is not bytes or len(sealed) > _MAX_RENDEZVOUS_BYTES:
-        raise LinkError(f"a rendezvous has at most {_MAX_RENDEZVOUS_BYTES} bytes")
-    part = sealed[_PROOF_BYTES:]
-    if not hmac.compare_digest(_seal(secret, rank, part), sealed):
-        raise LinkError("the rendezvous is of a peer that does not know this model's secret")
-    return part
-
-
 class _HalfLink:
     """A group under construction on a thread; an `Offer` or an `Acceptance`."""
 
@@ -136,7 +117,7 @@ class _HalfLink:
         self._transport = transport
         self._rank = rank
         self._secret = secret
-        seconds = max(0.001, deadline - time.monotonic())
+        seconds = remaining(deadline)
         self._store = _ExchangedStore(seconds)
         if hello is not None:
             self.meet(hello)
@@ -150,20 +131,24 @@ class _HalfLink:
 
     @property
     def hello(self) -> bytes:
-        return _seal(self._secret, self._rank, self._store.own_part())
+        return seal(self._secret, f"rendezvous {self._rank}", self._store.own_part())
 
     answer = hello
 
     def meet(self, sealed: bytes) -> None:
-        self._store.add_peers_part(_unseal(self._secret, 1 - self._rank, sealed))
+        """Sealed, because a part that is not Gloo's own can end the process (probed)."""
+        role = f"rendezvous {1 - self._rank}"
+        part = unseal(self._secret, role, sealed, _MAX_RENDEZVOUS_BYTES)
+        self._store.add_peers_part(part)
 
     def finish(self, deadline: float) -> "GlooLink":
         building, self._group = self._group, None
         if building is None:
             raise LinkError("the link was withdrawn")
-        seconds = max(0.001, deadline - time.monotonic())
         try:
-            self._link = GlooLink(building.result(seconds), self._rank, self._transport.region)
+            self._link = GlooLink(
+                building.result(remaining(deadline)), self._rank, self._transport.region
+            )
         except (RuntimeError, ValueError, MemoryError, TimeoutError) as error:  # Gloo's errors
             raise LinkError(f"no connection: {error}") from None
         finally:
@@ -268,15 +253,14 @@ class GlooLink(Link):
 
     def prove(self, secret: bytes, transcript: bytes, deadline: float) -> None:
         """Both sides show that they know the model's secret, before any row moves."""
-        proofs = [hmac.digest(secret, b"%d" % rank + transcript, "sha256") for rank in (0, 1)]
-        own = torch.frombuffer(bytearray(proofs[self._rank]), dtype=torch.uint8)
-        theirs = torch.zeros(_PROOF_BYTES, dtype=torch.uint8)
+        own_proof = prove(secret, f"{self._rank}", transcript)
+        own = torch.frombuffer(bytearray(own_proof), dtype=torch.uint8)
+        theirs = torch.zeros(PROOF_BYTES, dtype=torch.uint8)
         receiving = self._post("recv", theirs, _PROOF_TAG)
         sending = self._post("send", own, _PROOF_TAG)
         self._wait(sending, deadline)
         self._wait(receiving, deadline)
-        if not hmac.compare_digest(theirs.numpy().tobytes(), proofs[self._peer]):
-            raise LinkError("the peer does not know this model's secret")
+        verify(secret, f"{self._peer}", transcript, theirs.numpy().tobytes())
 
     def receive(
         self, slots: Sequence[int], granted: Sequence[int], check: Check, deadline: float
@@ -330,8 +314,7 @@ class GlooLink(Link):
         return work
 
     def _wait(self, work: Work, deadline: float) -> None:
-        seconds = deadline - time.monotonic()
         try:
-            work.wait(timedelta(seconds=max(0.001, seconds)))
+            work.wait(timedelta(seconds=remaining(deadline)))
         except RuntimeError as error:
             raise LinkError(str(error)) from None

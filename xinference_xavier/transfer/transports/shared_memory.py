@@ -13,7 +13,6 @@ Copying rows that lie side by side together was measured: up to a tenth faster f
 checksum that follows no longer finds its row in the processor's caches and loses more.
 """
 
-import hmac
 import os
 import socket
 import threading
@@ -28,16 +27,15 @@ import numpy as np
 from xinference_xavier.errors import LinkError, RegionError
 from xinference_xavier.pool.copy_threads import COPY_THREADS, copy_threads
 from xinference_xavier.pool.region import Region, check_same_user, offer_to_read, take_region
+from xinference_xavier.runtime.deadline import remaining
+from xinference_xavier.transfer.transports.auth import PROOF_BYTES, prove, seal, unseal, verify
 from xinference_xavier.transfer.transports.base import Check, Link, Transport
 from xinference_xavier.transfer.transports.selection import host_identity
 
-_HELLO_BYTES = 16 + 32
 _NAME_BYTES = 16
 _NONCE_BYTES = 16
-_PROOF_BYTES = 32
-_CONSUMER, _DONOR = b"consumer", b"donor"
+_HELLO, _CONSUMER, _DONOR = "hello", "consumer", "donor"
 _CLOSED = "the link was closed"
-_STRANGER = "the peer does not know this model's secret"
 
 
 class SharedMemoryTransport(Transport):
@@ -52,10 +50,7 @@ class SharedMemoryTransport(Transport):
         return _Offer(self._region, secret)
 
     def accept(self, hello: bytes, secret: bytes, deadline: float) -> "_Acceptance":
-        if type(hello) is not bytes or len(hello) != _HELLO_BYTES:
-            raise LinkError("expected a hello, got something else")
-        if not hmac.compare_digest(hello, _hello(secret, hello[:_NONCE_BYTES])):
-            raise LinkError(_STRANGER)
+        unseal(secret, _HELLO, hello, PROOF_BYTES + _NONCE_BYTES)
         return _Acceptance(self._region, secret, hello)
 
 
@@ -65,17 +60,18 @@ class _Offer:
     def __init__(self, region: Region, secret: bytes) -> None:
         self._region = region
         self._secret = secret
-        self.hello = _hello(secret, os.urandom(_NONCE_BYTES))
+        # Before a donor opens anything, it knows that a consumer of this model asks.
+        self.hello = seal(secret, _HELLO, os.urandom(_NONCE_BYTES))
         self._peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
 
     def complete(self, answer: bytes, deadline: float) -> "ConsumerLink":
         if type(answer) is not bytes or len(answer) != _NAME_BYTES:
-            raise LinkError("expected an answer, got something else")
+            raise LinkError(f"malformed answer: it is not {_NAME_BYTES} bytes")
         try:
             _set_timeout(self._peer, deadline)
             self._peer.connect(_socket_name(answer))
             check_same_user(self._peer)
-            _prove(self._peer, self._secret, self.hello + answer, _CONSUMER, _DONOR)
+            _exchange_proofs(self._peer, self._secret, self.hello + answer, _CONSUMER, _DONOR)
             theirs = take_region(self._peer)
         except (OSError, RegionError) as error:
             raise LinkError(f"the donor's memory cannot be had: {error}") from None
@@ -111,7 +107,8 @@ class _Acceptance:
             self._listener.close()
             _set_timeout(self._peer, deadline)
             check_same_user(self._peer)
-            _prove(self._peer, self._secret, self._hello + self.answer, _DONOR, _CONSUMER)
+            transcript = self._hello + self.answer
+            _exchange_proofs(self._peer, self._secret, transcript, _DONOR, _CONSUMER)
             offer_to_read(self._peer, self._region)
         except (OSError, RegionError) as error:
             raise LinkError(f"the consumer did not come for our memory: {error}") from None
@@ -208,34 +205,26 @@ class DonorLink(Link):
         """What the consumer has mapped is its own."""
 
 
-def _hello(secret: bytes, nonce: bytes) -> bytes:
-    """Before a donor opens anything, it knows that the model's consumer is asking."""
-    return nonce + hmac.digest(secret, b"hello" + nonce, "sha256")
-
-
 def _socket_name(name: bytes) -> str:
     return f"\0xinference-xavier-link-{name.hex()}"
 
 
 def _set_timeout(peer: socket.socket, deadline: float) -> None:
-    peer.settimeout(max(0.001, deadline - time.monotonic()))
+    peer.settimeout(remaining(deadline))
 
 
-def _prove(
-    peer: socket.socket, secret: bytes, transcript: bytes, own_role: bytes, other_role: bytes
+def _exchange_proofs(
+    peer: socket.socket, secret: bytes, transcript: bytes, own_role: str, other_role: str
 ) -> None:
-    """Both sides show that they know the model's secret."""
-    peer.sendall(hmac.digest(secret, own_role + transcript, "sha256"))
-    theirs = _receive_exactly(peer, _PROOF_BYTES)
-    if not hmac.compare_digest(theirs, hmac.digest(secret, other_role + transcript, "sha256")):
-        raise LinkError(_STRANGER)
+    peer.sendall(prove(secret, own_role, transcript))
+    verify(secret, other_role, transcript, _receive_exactly(peer, PROOF_BYTES))
 
 
 def _receive_exactly(peer: socket.socket, count: int) -> bytes:
-    received = bytearray()
+    received = b""
     while len(received) < count:
         part = peer.recv(count - len(received))
         if not part:
             raise OSError("the other side closed")
         received += part
-    return bytes(received)
+    return received
