@@ -17,7 +17,6 @@ from tests.pair import Pair
 from tests.replica_process import TrackerProcess, replicas
 from tests.tracker_pools import MODEL, TRACKER_PROCESS, create_tracker
 
-
 E2E = Path(__file__).parent / "e2e"
 
 
