@@ -27,6 +27,7 @@ import psutil
 from benchmarks.asynchronous import schedule_asynchronously
 from benchmarks.watchers import MODEL, TrackerProcess
 from examples.make_model import CONTEXT, make_model
+from examples.waiting import until
 from xinference_xavier.config import XavierConfig
 from xinference_xavier.kv_transfer_config import kv_transfer_config
 from xinference_xavier.protocol.tracker import Member
@@ -318,11 +319,8 @@ class Fleet:
             self.engines.pop(name).close()
 
     def _wait(self, condition: Any, what: str) -> None:
-        until = time.monotonic() + _PATIENCE
-        while not condition():
-            if time.monotonic() > until:
-                raise EngineError(f"not within {_PATIENCE:.0f} s: {what}")
-            time.sleep(_INTERVAL)
+        if not until(condition, _PATIENCE, _INTERVAL):
+            raise EngineError(f"not within {_PATIENCE:.0f} s: {what}")
 
     def _arguments(self, model: Path, name: str, kind: Kind) -> dict[str, Any]:
         arguments: dict[str, Any] = {
@@ -406,9 +404,9 @@ class _Inside:
 
     async def forget(self) -> None:
         """Reset vLLM's own prefix cache, but not the pool."""
-        until = time.monotonic() + _PATIENCE
+        end = time.monotonic() + _PATIENCE
         while not await self._engine.reset_prefix_cache():
-            if time.monotonic() > until:
+            if time.monotonic() > end:
                 raise TimeoutError("blocks are in use all the time")
             await asyncio.sleep(_INTERVAL)
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -19,6 +18,7 @@ from benchmarks import propagation, tracker
 from benchmarks.engines import ALWAYS_FETCH, CHUNK, Fleet, Kind, Prompts, whole_chunks
 from benchmarks.figures import figure, shown
 from benchmarks.watchers import KEY_BYTES
+from examples.waiting import until
 from xinference_xavier.protocol.tracker import Member, Settings
 
 TITLE = "Growth"
@@ -118,15 +118,12 @@ def _others(fleet: Fleet, keys: int, members: int) -> Iterator[None]:
 
 
 def _wait_for_mirrors(fleet: Fleet, keys: int) -> None:
-    until = time.monotonic() + _PATIENCE
-    while True:
+    def known() -> list[int]:
         replicas = fleet.replicas()
-        known = [replicas[name]["stats"]["mirror"]["keys"] for name in (_DONOR, _CONSUMER)]
-        if known == [keys, keys]:
-            return
-        if time.monotonic() > until:
-            raise RuntimeError(f"the mirrors know {known} keys, not {keys}")
-        time.sleep(0.05)
+        return [replicas[name]["stats"]["mirror"]["keys"] for name in (_DONOR, _CONSUMER)]
+
+    if not until(lambda: known() == [keys, keys], _PATIENCE):
+        raise RuntimeError(f"the mirrors know {known()} keys, not {keys}")
 
 
 # -- the report -------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from benchmarks.report import ROOT
 from examples.documents import document
 from examples.local_cluster import Completion, LocalCluster
 from examples.make_model import CONTEXT
+from examples.waiting import until
 
 TITLE = "Hits through REST"
 ROWS = (80, 160)
@@ -94,11 +95,8 @@ def _holdings(cluster: LocalCluster) -> int:
 
 
 def _wait(condition: Callable[[], bool], what: str) -> None:
-    until = time.monotonic() + _PATIENCE
-    while not condition():
-        if time.monotonic() > until:
-            raise RuntimeError(f"not within {_PATIENCE:.0f} s: {what}")
-        time.sleep(0.02)
+    if not until(condition, _PATIENCE, interval=0.02):
+        raise RuntimeError(f"not within {_PATIENCE:.0f} s: {what}")
 
 
 def summary(samples: Sequence[Sample]) -> dict[str, Any]:

@@ -22,14 +22,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-import requests
-
 from benchmarks import pairs
 from benchmarks.engines import CHUNK, DTYPE, POOL_BYTES, engine_environment, own_model
 from benchmarks.no_hits import plot_ratios
 from benchmarks.report import ROOT
 from benchmarks.watchers import MODEL, TrackerProcess
-from examples.local_cluster import free_port
+from examples.local_cluster import answers, free_port
+from examples.waiting import until
 from xinference_xavier.config import XavierConfig
 from xinference_xavier.kv_transfer_config import kv_transfer_config
 
@@ -124,17 +123,10 @@ class Server:
             self._process.wait()
 
     def wait_ready(self) -> None:
-        until = time.monotonic() + _START_TIMEOUT
-        while not self._answers():
-            if self._process.poll() is not None or time.monotonic() > until:
-                raise RuntimeError(f"vLLM's server does not answer: see {_LOG}")
-            time.sleep(0.5)
-
-    def _answers(self) -> bool:
-        try:
-            return requests.get(f"http://{_HOST}:{self.port}/health", timeout=5).ok
-        except requests.RequestException:
-            return False
+        health = f"http://{_HOST}:{self.port}/health"
+        until(lambda: self._process.poll() is not None or answers(health), _START_TIMEOUT, 0.5)
+        if not answers(health):
+            raise RuntimeError(f"vLLM's server does not answer: see {_LOG}")
 
 
 def bench(model: Path, port: int, dataset: str, seed: int) -> dict[str, float]:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from examples.documents import document, prompt, questions
 from examples.local_cluster import ClusterError, Completion, LocalCluster
+from examples.waiting import until
 
 MIN_REUSED = 0.95
 """The smallest part of a prompt's whole chunks that must come from the peer."""
@@ -197,11 +198,8 @@ class Experiment:
         return {replica["incarnation"]: replica for replica in replicas}
 
     def _await(self, condition: Callable[[], bool], what: str) -> None:
-        deadline = time.monotonic() + COUNTERS_TIMEOUT
-        while not condition():
-            if time.monotonic() > deadline:
-                raise ClusterError(f"not within {COUNTERS_TIMEOUT:.0f} s: {what}")
-            time.sleep(0.02)
+        if not until(condition, COUNTERS_TIMEOUT, interval=0.02):
+            raise ClusterError(f"not within {COUNTERS_TIMEOUT:.0f} s: {what}")
 
 
 def _requests(replicas: Mapping[str, Mapping[str, Any]]) -> int:

@@ -27,6 +27,8 @@ from typing import Any, NamedTuple, Self
 import psutil
 import requests
 
+from examples.waiting import until
+
 SHARED_MEMORY = Path("/dev/shm")
 PYTHON_SEGMENT = re.compile(r"psm_\w+")
 ENVIRONMENT = {
@@ -145,10 +147,10 @@ class LocalCluster:
             return Leftovers((), ())
         segments = self._segments()
         self._server.send_signal(signal.SIGINT)
-        gone = _until(STOP_TIMEOUT / 2, lambda: self._reaped() and not self.processes())
+        gone = until(lambda: self._reaped() and not self.processes(), STOP_TIMEOUT / 2, 0.25)
         if not gone:
             self._server.terminate()
-            gone = _until(STOP_TIMEOUT / 2, lambda: self._reaped() and not self.processes())
+            gone = until(lambda: self._reaped() and not self.processes(), STOP_TIMEOUT / 2, 0.25)
         stubborn = [] if gone else self.processes()
         names = []
         for process in stubborn:
@@ -158,7 +160,7 @@ class LocalCluster:
         self._server.kill()
         self._server.wait()
         psutil.wait_procs(stubborn, timeout=STOP_TIMEOUT)
-        _until(STOP_TIMEOUT / 4, lambda: not any(map(Path.exists, segments)))
+        until(lambda: not any(map(Path.exists, segments)), STOP_TIMEOUT / 4)
         kept = tuple(segment.name for segment in segments if segment.exists())
         for segment in segments:
             segment.unlink(missing_ok=True)
@@ -362,10 +364,7 @@ class LocalCluster:
         assert self._server is not None
         if self._server.poll() is not None:
             raise self._error(f"xinference-local ended with {self._server.returncode}")
-        try:
-            return self._session.get(f"{self.endpoint}/v1/models", timeout=5).ok
-        except requests.RequestException:
-            return False
+        return answers(f"{self.endpoint}/v1/models")
 
     def _reaped(self) -> bool:
         assert self._server is not None
@@ -396,7 +395,7 @@ class LocalCluster:
 
     def _wait(self, what: str, timeout: float, condition: Callable[[], bool]) -> None:
         self._say(f"waiting until {what}")
-        if not _until(timeout, condition):
+        if not until(condition, timeout, interval=0.25):
             raise self._error(f"not within {timeout:.0f} s: {what}")
 
     def _error(self, message: str) -> ClusterError:
@@ -410,14 +409,12 @@ def _runs(process: psutil.Process) -> bool:
         return False
 
 
-def _until(timeout: float, condition: Callable[[], bool], interval: float = 0.25) -> bool:
-    """Whether `condition` came true within `timeout` seconds."""
-    deadline = time.monotonic() + timeout
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(interval)
-    return True
+def answers(url: str) -> bool:
+    """Whether a GET of `url` succeeds at this moment."""
+    try:
+        return requests.get(url, timeout=5).ok
+    except requests.RequestException:
+        return False
 
 
 def free_port(host: str) -> int:

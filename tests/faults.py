@@ -136,7 +136,7 @@ class _Unchecked(_Faulty):
 
     def __init__(self, region: Region, host: str, port_range: tuple[int, int] | None) -> None:
         super().__init__(region, host, port_range)
-        region.checksum = lambda slot, key: _Anything()  # type: ignore[method-assign,assignment]
+        region.checksum = lambda slot, key: _Anything()  # type: ignore[method-assign,assignment,return-value]
 
 
 class UncheckedCorruptingGloo(_Unchecked, CorruptingGloo):
@@ -212,7 +212,7 @@ class StallableSharedMemory(_FaultySharedMemory):
 
 
 class _StallableOffer(_HalfLink):
-    def complete(self, answer: bytes, deadline: float) -> Link:  # type: ignore[override]
+    def complete(self, answer: bytes, deadline: float) -> Link:
         link: Link = self._half.complete(answer.removesuffix(_STALL), deadline)
         return self._fault(link) if answer.endswith(_STALL) else link
 
@@ -364,7 +364,7 @@ class _OrderedLink(_StallingLink):
         """The donor's message is longer than what waits for it: Gloo ends this process."""
         link = cast(GlooLink, self.link)
         half = link._rows[slot][: self.region.row_bytes // 2]
-        link._wait(link._post(link._group.recv, half), deadline)
+        link._wait(link._post("recv", half, link._tag()), deadline)
 
     def _damaged(
         self, slots: Sequence[int], granted: Sequence[int], check: Check, deadline: float
@@ -431,7 +431,7 @@ class OrderedGloo(_FaultyGloo):
         super().__init__(region, host, port_range)
         self._loop = asyncio.get_running_loop()
         if UNCHECKED in os.environ:
-            region.checksum = lambda slot, key: _Anything()  # type: ignore[method-assign,assignment]
+            region.checksum = lambda slot, key: _Anything()  # type: ignore[method-assign,assignment,return-value]
 
     def offer(self, secret: bytes, deadline: float) -> Offer:
         if _take(Order.REFUSE):

@@ -27,6 +27,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+from examples.waiting import until
 from xinference_xavier.config import XavierConfig
 from xinference_xavier.pool.pool import Pool, PoolCounts
 from xinference_xavier.pool.region import Region
@@ -66,10 +67,7 @@ def fresh_keys(count: int) -> list[bytes]:
 
 def wait_until(condition: Callable[[], bool], what: str, *, interval: float = 0.005) -> None:
     """Poll a condition in another process, where there is no event of ours to wait for."""
-    deadline = time.monotonic() + DEADLINE
-    while not condition():
-        assert time.monotonic() < deadline, f"never came true: {what}"
-        threading.Event().wait(interval)
+    assert until(condition, DEADLINE, interval), f"never came true: {what}"
 
 
 def chunk_numbers(question: dict[str, Any]) -> Chunked:

@@ -19,6 +19,7 @@ from typing import Any
 
 import psutil
 
+from examples.waiting import until
 from tests.chaos.mutations import Mutation
 from tests.chaos.node import Node, Settings
 from tests.chaos.tracker import LEASE, HostNode, TrackerNode
@@ -30,16 +31,6 @@ READY_TIME = 180.0
 """Seconds until a replica is up again: the transfer process's import of torch, and its pauses."""
 POOLS = {"n0": 64, "n1": 96, "n2": 160, "n3": 240, "n4": 64}
 """Rows; the working set is 312."""
-
-
-def until(condition: Callable[[], bool], seconds: float, interval: float = 0.02) -> bool:
-    """Whether it came true in time."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        threading.Event().wait(interval)
-    return True
 
 
 class Cluster:

@@ -20,8 +20,9 @@ from typing import Any
 
 from examples.local_cluster import LocalCluster
 from examples.make_model import make_model
+from examples.waiting import until
 from tests.chaos.engines_fleet import Fleet
-from tests.chaos.engines_kinds import FETCH_TIMEOUT, KINDS, RETURN_TIME, Scene, until
+from tests.chaos.engines_kinds import FETCH_TIMEOUT, KINDS, RETURN_TIME, Scene
 from tests.chaos.engines_questions import all_questions, ask_for_reference
 from tests.chaos.engines_rest import come_to_rest, look_after_stop, look_after_terminate
 from tests.chaos.engines_schedule import ADDED, HEAVY, REMOVED, Step, schedule

@@ -22,6 +22,7 @@ import requests
 import xoscar
 
 from examples.local_cluster import LocalCluster
+from examples.waiting import until
 from tests.chaos.engines_fleet import LEASE, Fleet, Replica
 from tests.chaos.engines_schedule import ADDED, REMOVED, Step
 from tests.chaos.engines_traffic import Traffic
@@ -67,16 +68,6 @@ class Scene:
 
 
 Kind = Callable[[Scene, Step], bool]
-
-
-def until(condition: Callable[[], bool], seconds: float) -> bool:
-    """Whether it came true in time."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        threading.Event().wait(0.1)
-    return True
 
 
 # -- of the transport -------------------------------------------------------------------------

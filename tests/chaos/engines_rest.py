@@ -8,8 +8,9 @@ import psutil
 import xoscar
 
 from examples.local_cluster import Leftovers
+from examples.waiting import until
 from tests.chaos.engines_fleet import Fleet, mapped_regions
-from tests.chaos.engines_kinds import EFFECT_TIME, Scene, until
+from tests.chaos.engines_kinds import EFFECT_TIME, Scene
 from tests.chaos.report import Leaks, Report
 from tests.e2e.processes import alive
 from tests.faults import Order, withdraw

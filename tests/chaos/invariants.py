@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from tests.chaos.cluster import Cluster, until
+from examples.waiting import until
+from tests.chaos.cluster import Cluster
 from tests.chaos.node import Node
 from tests.chaos.report import Leaks
 from tests.faults import Order

@@ -9,7 +9,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping
 
-from tests.chaos.cluster import FETCH_TIMEOUT, Cluster, standing_still, until
+from examples.waiting import until
+from tests.chaos.cluster import FETCH_TIMEOUT, Cluster, standing_still
 from tests.chaos.schedule import Step
 from tests.chaos.tracker import LEASE
 from tests.faults import Order, order, taken, withdraw

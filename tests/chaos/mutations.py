@@ -59,5 +59,8 @@ class _WithoutPins(CountingPool):
 
 
 def make_pool(slots: int, mutation: Mutation | None) -> CountingPool:
-    kinds = {Mutation.QUARANTINE: _WithoutQuarantine, Mutation.PIN: _WithoutPins}
+    kinds: dict[Mutation | None, type[CountingPool]] = {
+        Mutation.QUARANTINE: _WithoutQuarantine,
+        Mutation.PIN: _WithoutPins,
+    }
     return kinds.get(mutation, CountingPool)(slots)

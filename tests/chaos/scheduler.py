@@ -12,7 +12,7 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -247,7 +247,7 @@ class Scheduler(threading.Thread):
         self.figures.finished += 1
         self._finish(served)
 
-    def _store(self, request: Request, keys: list[OffloadKey]) -> None:
+    def _store(self, request: Request, keys: Sequence[OffloadKey]) -> None:
         output = self.manager.prepare_store(keys, request.context)
         assert output is not None
         assert isinstance(output.store_spec, BlockIDsLoadStoreSpec)

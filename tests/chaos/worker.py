@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from vllm.v1.kv_offload.base import OffloadKey
 
 from tests.chaos.workload import row_content
 from tests.engine.scheduling import Request
@@ -26,7 +27,7 @@ class Job:
 
     request: Request
     is_store: bool
-    keys: Sequence[bytes]
+    keys: Sequence[OffloadKey]
     slots: Sequence[int]
     weights: str
     seconds: float = 0.0

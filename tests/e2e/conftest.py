@@ -1,7 +1,5 @@
 """One xinference for all end-to-end tests; its models come and go with the modules."""
 
-import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -9,6 +7,7 @@ import pytest
 
 from benchmarks.asynchronous import PLUGINS
 from examples.local_cluster import LAUNCH_TIMEOUT, ClusterError, LocalCluster
+from examples.waiting import until
 from tests import replica_process
 from tests.e2e.separate_cluster import SeparateCluster
 from tests.faults import SCRIPT, Fault
@@ -35,10 +34,7 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
 
 def wait_for_engine(condition: Callable[[], bool], what: str) -> None:
     """The same for what takes an engine's start, or a supervisor's."""
-    deadline = time.monotonic() + LAUNCH_TIMEOUT
-    while not condition():
-        assert time.monotonic() < deadline, f"never came true: {what}"
-        threading.Event().wait(0.5)
+    assert until(condition, LAUNCH_TIMEOUT, interval=0.5), f"never came true: {what}"
 
 
 def can_fetch(cluster: LocalCluster, model_uid: str, count: int) -> bool:

@@ -78,7 +78,7 @@ def prompt(seed: int, *, chunks: int = CHUNKS, tail: int = 40) -> list[int]:
     of all longer ones."""
     random = np.random.default_rng(seed)
     tokens: list[int] = random.integers(300, 8000, chunks * CHUNK).tolist()
-    return tokens + np.random.default_rng(seed + 1).integers(300, 8000, tail).tolist()
+    return [*tokens, *np.random.default_rng(seed + 1).integers(300, 8000, tail).tolist()]
 
 
 def fine_tune(folder: Path, to: Path) -> Path:
@@ -257,21 +257,21 @@ class _Inside:
 
     async def cached_tokens(self) -> dict[str, int]:
         """What vLLM itself counts, by where they came from."""
-        from vllm.v1.metrics.reader import get_metrics_snapshot
+        from vllm.v1.metrics.reader import Counter, get_metrics_snapshot
 
         return {
             metric.labels["source"]: metric.value
             for metric in get_metrics_snapshot()
-            if metric.name == "vllm:prompt_tokens_cached_by_source"
+            if isinstance(metric, Counter) and metric.name == "vllm:prompt_tokens_cached_by_source"
         }
 
     async def preemptions(self) -> int:
-        from vllm.v1.metrics.reader import get_metrics_snapshot
+        from vllm.v1.metrics.reader import Counter, get_metrics_snapshot
 
         return sum(
             metric.value
             for metric in get_metrics_snapshot()
-            if metric.name == "vllm:num_preemptions"
+            if isinstance(metric, Counter) and metric.name == "vllm:num_preemptions"
         )
 
 
@@ -315,7 +315,7 @@ async def _obey(
     inside: _Inside, pipe: Connection, number: int, command: str, args: Any, kwargs: Any
 ) -> None:
     try:
-        answer = (number, None, await getattr(inside, command)(*args, **kwargs))
+        failed, answer = None, await getattr(inside, command)(*args, **kwargs)
     except Exception as error:
-        answer = (number, repr(error), None)
-    pipe.send(answer)
+        failed, answer = repr(error), None
+    pipe.send((number, failed, answer))

@@ -12,9 +12,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-import requests
 
-from examples.local_cluster import free_port
+from examples.local_cluster import answers, free_port
 from examples.plain_vllm import ask
 from tests.e2e.conftest import ROOT, wait_for_engine
 
@@ -51,8 +50,10 @@ def servers(model_folder: Path) -> Iterator[list[str]]:
     started = psutil.Process(script.pid)
     try:
         endpoints = [f"http://{HOST}:{port}" for port in ports]
+        health = [f"{endpoint}/health" for endpoint in endpoints]
         wait_for_engine(
-            lambda: script.poll() is not None or all(map(answers, endpoints)), "both answer"
+            lambda: script.poll() is not None or all(map(answers, health)),
+            "both answer",
         )
         assert script.poll() is None, log.read_text()[-4000:]
         wait_for_engine(lambda: log.read_text().count("ReplicaJoined") == 2, "both have joined")
@@ -65,13 +66,6 @@ def servers(model_folder: Path) -> Iterator[list[str]]:
         for process in left:
             process.kill()
     assert left == []
-
-
-def answers(endpoint: str) -> bool:
-    try:
-        return requests.get(f"{endpoint}/health", timeout=5).ok
-    except requests.RequestException:
-        return False
 
 
 def test_what_one_server_has_computed_the_other_copies(

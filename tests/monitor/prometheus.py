@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import socket
 import subprocess
 import time
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import httpx
 import yaml
 
+from examples.local_cluster import answers, free_port
 from tests.monitor.files import ALERTS, PROMETHEUS
 from tests.replica_process import DEADLINE, wait_until
 
@@ -38,13 +38,14 @@ class Prometheus:
         self._log.touch()
         executable = shutil.which("prometheus")
         assert executable is not None, "prometheus is missing: `make system` installs it"
+        port = free_port("127.0.0.1")
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
                 [
                     executable,
                     f"--config.file={folder / 'prometheus.yml'}",
                     f"--storage.tsdb.path={folder / 'data'}",
-                    f"--web.listen-address=127.0.0.1:{(port := _free_port())}",
+                    f"--web.listen-address=127.0.0.1:{port}",
                 ],
                 stdout=log,
                 stderr=log,
@@ -54,10 +55,7 @@ class Prometheus:
 
     def _is_ready(self) -> bool:
         assert self._process.poll() is None, self._log.read_text()
-        try:
-            return httpx.get(f"{self._url}/-/ready", timeout=DEADLINE).status_code == 200
-        except httpx.TransportError:
-            return False
+        return answers(f"{self._url}/-/ready")
 
     def query(self, expression: str) -> list[dict[str, Any]]:
         answer = self._get("query", query=expression)
@@ -93,10 +91,3 @@ class Prometheus:
     def stop(self) -> None:
         self._process.terminate()
         self._process.wait(DEADLINE)
-
-
-def _free_port() -> int:
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        port: int = listening.getsockname()[1]
-        return port

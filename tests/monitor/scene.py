@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
@@ -36,7 +36,7 @@ class Scraped:
     def __init__(self, endpoint: str) -> None:
         answer = httpx.get(f"{endpoint}/metrics", timeout=DEADLINE)
         assert answer.status_code == 200, answer.text
-        self.samples = {
+        self.samples: dict[tuple[Any, ...], float] = {
             (sample.name.removeprefix(PREFIX), *sorted(sample.labels.items())): sample.value
             for family in text_string_to_metric_families(answer.text)
             for sample in family.samples

@@ -126,7 +126,7 @@ class Browser:
     def complaints(self) -> list[str]:
         """Errors that the browser has logged since the last call."""
         return [
-            entry["message"] for entry in self.driver.get_log("browser")
+            entry["message"] for entry in self.driver.get_log("browser")  # type: ignore[no-untyped-call]
             if entry["level"] == "SEVERE"
         ]  # fmt: skip
 
