@@ -172,7 +172,7 @@ class Inside:
             "peers": set(self.replica.mirror.peers),
             "namespace": self.replica._client.namespace,
             "connected": self.replica._client.connected,
-            "tasks": len(self.replica._fetcher._tasks),
+            "tasks": len(self.replica.tier._tasks),
             "links": self._links(),
             "threads": sorted(thread.name for thread in threading.enumerate()),
             "descriptors": process.num_fds(),
