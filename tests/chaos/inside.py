@@ -21,6 +21,7 @@ from tests.replica_process import KEY_BYTES
 from xinference_xavier.config import XavierConfig
 from xinference_xavier.pool.region import Region
 from xinference_xavier.replica.replica import Replica
+from xinference_xavier.runtime import tasks
 
 
 class Inside:
@@ -172,7 +173,7 @@ class Inside:
             "peers": set(self.replica.mirror.peers),
             "namespace": self.replica._client.namespace,
             "connected": self.replica._client.connected,
-            "tasks": len(self.replica.tier._tasks),
+            "tasks": len(tasks._running),
             "links": self._links(),
             "threads": sorted(thread.name for thread in threading.enumerate()),
             "descriptors": process.num_fds(),

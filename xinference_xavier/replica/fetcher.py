@@ -13,7 +13,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import xoscar
@@ -34,6 +34,7 @@ from xinference_xavier.runtime.addresses import replica_uid
 from xinference_xavier.runtime.deadline import within
 from xinference_xavier.runtime.rate_limited_log import RateLimitedLog
 from xinference_xavier.runtime.rollback import Rollback
+from xinference_xavier.runtime.tasks import spawn
 from xinference_xavier.stats.schema import COMMITTED, ROLLED_BACK, FetchStats
 from xinference_xavier.tiers.base import Fetch, FetchState
 
@@ -78,14 +79,12 @@ class Fetcher:
         record_stale: Callable[[bytes, str, int], None],
         arrived: Callable[[list[Row]], None],
         rolled_back: Callable[[PeerFetch, str], None],
-        spawn: Callable[[Coroutine[None, None, None]], None],
     ) -> None:
         """The callbacks run on the background loop.
 
         `record_stale(key, donor, sequence)`: as of `sequence`, the donor does not hold the key.
         `arrived(rows)`: rows were committed and may be offered to peers.
         `rolled_back(fetch, reason)`: not all of the fetch's rows were committed.
-        `spawn(work)` runs work in the background.
         """
         self._incarnation = incarnation
         self._pool = pool
@@ -96,7 +95,6 @@ class Fetcher:
         self._record_stale = record_stale
         self._arrived = arrived
         self._rolled_back = rolled_back
-        self._spawn = spawn
         self._donors: dict[str, xoscar.ActorRefType] = {}
         self._transports: dict[str, str] = {}  # of the latest fetch from each
         self._conditions = RateLimitedLog(logger)
@@ -106,7 +104,7 @@ class Fetcher:
         self.counts.started += 1
         self.counts.in_flight[fetch.source] += len(fetch.rows)
         fetch.span.start()
-        self._spawn(self._run(fetch))
+        spawn(self._run(fetch))
 
     def forget(self, incarnation: str) -> None:
         self._donors.pop(incarnation, None)
@@ -259,7 +257,7 @@ class Fetcher:
 
     def _release(self, donor: str, grant_id: int) -> None:
         """In the background: nothing here depends on it, and grants expire anyway."""
-        self._spawn(self._send_release(donor, grant_id))
+        spawn(self._send_release(donor, grant_id))
 
     async def _send_release(self, donor: str, grant_id: int) -> None:
         actor = self._donors.get(donor)

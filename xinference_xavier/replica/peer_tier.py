@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from xinference_xavier.pool.pool import Pool, Row
@@ -19,6 +19,7 @@ from xinference_xavier.replica.namespace import SharedNamespace
 from xinference_xavier.replica.publisher import MAX_QUEUED
 from xinference_xavier.replica.tracker_client import TrackerClient
 from xinference_xavier.replica.transfer_process import TransferProcess
+from xinference_xavier.runtime.tasks import spawn
 from xinference_xavier.tiers.base import Claim, Fetch, Tier
 
 MAX_BACKLOG = 10_000
@@ -39,7 +40,6 @@ class PeerTier(Tier):
         self._posted = 0  # by the scheduler thread
         self._handled = 0  # by the background loop
         self._open = False
-        self._tasks: set[asyncio.Task[None]] = set()
         self._loop: asyncio.AbstractEventLoop
         self._client: TrackerClient
         self._process: TransferProcess
@@ -63,12 +63,6 @@ class PeerTier(Tier):
 
     def close(self) -> None:
         self._open = False
-
-    def spawn(self, work: Coroutine[None, None, None]) -> None:
-        """Run `work` on the loop, which holds only weak references to its tasks."""
-        task = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
     def withdraw_evicted(self) -> None:
         """Tell the tracker which chunks were evicted."""
@@ -121,11 +115,11 @@ class PeerTier(Tier):
         if not (self._mirror.enabled and self._mirror.peers):
             return None
         claim = Claim(keys, seconds)
-        asked = self._post_if_room(lambda: self.spawn(self._client.claim(claim)))
+        asked = self._post_if_room(lambda: spawn(self._client.claim(claim)))
         return claim if asked else None
 
     def release_claim(self, claim: Claim) -> None:
-        self._post_if_room(lambda: self.spawn(self._client.release(claim)))
+        self._post_if_room(lambda: spawn(self._client.release(claim)))
 
     def reset(self) -> None:
         """Void all chunks, and isolate the replica until it is told its weights' version.
@@ -134,7 +128,7 @@ class PeerTier(Tier):
         """
         self._namespace.announce_reset()
         self._pool.reset()
-        self._post(lambda: self.spawn(self._namespace.isolate()))
+        self._post(lambda: spawn(self._namespace.isolate()))
 
     def _post(self, action: Callable[..., object], *args: object) -> bool:
         """Run `action` on the background loop; False if the loop has ended."""

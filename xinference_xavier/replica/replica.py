@@ -51,6 +51,7 @@ from xinference_xavier.runtime.addresses import replica_uid, split_address
 from xinference_xavier.runtime.loop_thread import LoopThread
 from xinference_xavier.runtime.net import check_range, listen, local_host_towards
 from xinference_xavier.runtime.rollback import Rollback
+from xinference_xavier.runtime.tasks import spawn
 
 logger = logging.getLogger(__name__)
 
@@ -171,7 +172,6 @@ class Replica:
             record_stale=self.mirror.record_stale,
             arrived=lambda rows: self._client.publish([row.key for row in rows]),
             rolled_back=self._events.rolled_back,
-            spawn=self.tier.spawn,
         )
         # A grant outlives the fetch that asked for it.
         self._donor = Donor(self._pool, self._process, 2 * config.fetch_timeout)
@@ -201,7 +201,7 @@ class Replica:
                 )
 
     def _joined(self, secret: bytes) -> None:
-        self.tier.spawn(self._process.configure(secret))
+        spawn(self._process.configure(secret))
 
     def _members_changed(self, members: frozenset[str]) -> None:
         gone = self._known_members - members
@@ -209,7 +209,7 @@ class Replica:
         for incarnation in gone:
             self._fetcher.forget(incarnation)
         if gone:
-            self.tier.spawn(self._forget_members(gone))
+            spawn(self._forget_members(gone))
 
     async def _forget_members(self, gone: frozenset[str]) -> None:
         # Links first: while a link is open, granted rows may be in flight.
