@@ -156,7 +156,7 @@ class Replica:
             holdings=self._pool.shared_keys,
             stats=self.stats,
             on_members=self._members_changed,
-            on_joined=self._joined,
+            on_joined=lambda secret: spawn(self._process.configure(secret)),
             on_session=self._events.tracker_session,
             events=self._events.pending,
             replica=replica_name(),
@@ -196,12 +196,7 @@ class Replica:
             task.cancel()
         for result in await asyncio.gather(*background, return_exceptions=True):
             if isinstance(result, Exception):
-                logger.error(
-                    "replica stopped sharing: incarnation=%s", self._incarnation, exc_info=result
-                )
-
-    def _joined(self, secret: bytes) -> None:
-        spawn(self._process.configure(secret))
+                logger.error("sharing ended: incarnation=%s", self._incarnation, exc_info=result)
 
     def _members_changed(self, members: frozenset[str]) -> None:
         gone = self._known_members - members

@@ -88,7 +88,7 @@ class TrackerClient:
         holdings: Callable[[], Iterable[bytes]],
         stats: Callable[[], dict[str, object]],
         on_members: Callable[[frozenset[str]], None],
-        on_joined: Callable[[bytes], None],
+        on_joined: Callable[[bytes], object],
         on_session: Callable[[Exception | None], None] = lambda error: None,
         events: deque[dict[str, Any]] | None = None,
         replica: str = "",
