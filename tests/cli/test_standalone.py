@@ -13,13 +13,13 @@ from click.testing import CliRunner, Result
 from examples.local_cluster import free_port
 from tests.replica_process import MODEL, ReplicaProcess
 from xinference_xavier.cli.commands import main
-from xinference_xavier.cli.standalone import options
 from xinference_xavier.config import XavierConfig
-from xinference_xavier.errors import ConfigError
 from xinference_xavier.kv_transfer_config import own_transfer_config
+from xinference_xavier.options import PARSERS
 
 pytestmark = pytest.mark.process
 
+ADDRESS = ["--address", "10.0.0.1:9920"]
 PROGRAM = Path(sys.executable).parent / "xinference-xavier"
 
 
@@ -69,8 +69,14 @@ def test_what_vllm_is_told_is_our_configuration() -> None:
         (["--address", "10.0.0.1:0"], "has no port"),
         (["--address", "10.0.0.1"], "is not of the form host:port"),
         (["--address", "10.0.0.1:9920", "--xavier_pool_bytes", "4QiB"], "is not a size"),
-        (["--address", "10.0.0.1:9920", "--xavier_pool", "4GiB"], "did you mean xavier_pool_bytes"),
-        (["--address", "10.0.0.1:9920", "--xavier_pool_bytes"], "is no option with its value"),
+        (
+            ["--address", "10.0.0.1:9920", "--xavier_pool", "4GiB"],
+            "(Did you mean one of: '--xavier_hooks', '--xavier_host', '--xavier_pool_bytes'?)",
+        ),
+        (
+            ["--address", "10.0.0.1:9920", "--xavier_pool_bytes"],
+            "'--xavier_pool_bytes' requires an argument",
+        ),
     ],
 )
 def test_what_cannot_be_right_is_refused(words: list[str], sentence: str) -> None:
@@ -79,7 +85,21 @@ def test_what_cannot_be_right_is_refused(words: list[str], sentence: str) -> Non
     assert sentence in result.output
 
 
+def test_every_launch_option_is_taken_with_either_dash() -> None:
+    plain = [*ADDRESS, "--xavier_pool_bytes", "1GiB", "--xavier_hooks", "ops:page"]
+    dashed = [word.replace("xavier_", "xavier-").replace("_", "-") for word in plain]
+    assert configure("m", *plain).stdout == configure("m", *dashed).stdout != ""
+    known = {option.name for option in main.commands["transfer-config"].params}
+    assert known >= set(PARSERS)
+
+
 @pytest.mark.parametrize("words", [["x"], ["--x"], ["--xavier_pool_bytes", "1GiB", "x"]])
 def test_words_that_are_no_options(words: list[str]) -> None:
-    with pytest.raises(ConfigError, match="use --name value"):
-        options(words)
+    assert configure("m", *ADDRESS, *words).exit_code == 2
+
+
+def test_a_tracker_takes_its_hooks_and_nothing_else() -> None:
+    words = ["tracker", "m", "--address", "127.0.0.1:0"]
+    refused = CliRunner().invoke(main, [*words, "--xavier-hooks", "nonsense"])
+    assert "xavier_hooks='nonsense' does not name a function" in refused.output
+    assert CliRunner().invoke(main, [*words, "--xavier_pool_bytes", "1GiB"]).exit_code == 2

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import click
 
 from xinference_xavier._version import __version__
 from xinference_xavier.cli.endpoint import Endpoint, endpoint_options
+from xinference_xavier.config import ENABLE, take_launch_options
 from xinference_xavier.errors import ConfigError
 from xinference_xavier.stats.answers import EventRecord
 
@@ -32,6 +34,17 @@ Shell completion:
 """
 _CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 _UNKNOWN_OPTIONS = {"ignore_unknown_options": True, **_CONTEXT}
+_EITHER_DASH = {"token_normalize_func": lambda name: name.replace("-", "_"), **_CONTEXT}
+_LAUNCH_OPTIONS = {
+    "xavier_pool_bytes": "SIZE",
+    "xavier_chunk_tokens": "TOKENS",
+    "xavier_transport": "NAME",
+    "xavier_host": "HOST",
+    "xavier_port_range": "LOW-HIGH",
+    "xavier_fetch_timeout": "SECONDS",
+    "xavier_min_fetch_tokens": "TOKENS",
+    "xavier_hooks": "MODULE:FUNCTION",
+}
 
 
 @click.group(context_settings=_CONTEXT, epilog=_EPILOG)
@@ -219,15 +232,14 @@ def _in_a_clone(file: str, module: str, arguments: tuple[str, ...]) -> None:
     sys.exit(1 if done.returncode else 0)
 
 
-@main.command(context_settings=_UNKNOWN_OPTIONS)
+@main.command(context_settings=_EITHER_DASH)
 @click.argument("model")
 @click.option("--address", required=True, metavar="HOST:PORT", help="Where the tracker listens.")
-@click.argument("options", nargs=-1, type=click.UNPROCESSED)
-def tracker(model: str, address: str, options: tuple[str, ...]) -> None:
-    """The tracker of MODEL for vLLM servers without xinference, until interrupted.
+@click.option("--xavier_hooks", metavar="MODULE:FUNCTION", help="Called with each event.")
+def tracker(model: str, address: str, xavier_hooks: str | None) -> None:
+    """Serve the tracker of MODEL for vLLM servers without xinference, until interrupted.
 
-    MODEL is any name; those that share it share their caches. Prints what happens. OPTIONS:
-    --xavier_hooks module:function. Needs no vLLM.
+    Servers that use the same name as MODEL share their caches. Prints events. Needs no vLLM.
     """
     import asyncio
     import signal
@@ -241,7 +253,7 @@ def tracker(model: str, address: str, options: tuple[str, ...]) -> None:
         await standalone.serve(
             model,
             address,
-            hooks=standalone.options(options).hooks,
+            hooks=take_launch_options({ENABLE: True, "xavier_hooks": xavier_hooks}).hooks,
             listening=lambda where: click.echo(f"the tracker of {model} listens at {where}"),
             on_event=lambda event: click.echo(_line(EventRecord.of(event))),
             until=until,
@@ -253,19 +265,26 @@ def tracker(model: str, address: str, options: tuple[str, ...]) -> None:
         raise click.ClickException(str(error)) from None
 
 
-@main.command("transfer-config", context_settings=_UNKNOWN_OPTIONS)
+def _launch_options(command: Callable[..., None]) -> Callable[..., None]:
+    for name, metavar in reversed(_LAUNCH_OPTIONS.items()):
+        command = click.option(f"--{name}", metavar=metavar)(command)
+    return command
+
+
+@main.command("transfer-config", context_settings=_EITHER_DASH)
 @click.argument("model")
 @click.option("--address", required=True, metavar="HOST:PORT", help="Where the tracker listens.")
-@click.argument("options", nargs=-1, type=click.UNPROCESSED)
-def transfer_config(model: str, address: str, options: tuple[str, ...]) -> None:
-    """What `vllm serve --kv-transfer-config` takes for servers that share MODEL's caches.
+@_launch_options
+def transfer_config(model: str, address: str, **options: str | None) -> None:
+    """Print the `vllm serve --kv-transfer-config` of servers that share MODEL's caches.
 
-    OPTIONS: --xavier_pool_bytes SIZE, and any of the other launch options.
+    The options are those of `xinference launch`; --xavier_pool_bytes is required.
     """
     from xinference_xavier.cli import standalone
 
     try:
-        config = standalone.transfer_config(model, address, standalone.options(options))
+        given = take_launch_options({ENABLE: True, **options})
+        config = standalone.transfer_config(model, address, given)
     except ConfigError as error:
         raise click.UsageError(str(error)) from None
     click.echo(json.dumps(config, separators=(",", ":")))

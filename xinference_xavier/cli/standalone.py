@@ -8,13 +8,13 @@ anew that was lost, so it must be started again at the same address; replicas fi
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
 import xoscar
 
-from xinference_xavier.config import ENABLE, LaunchOptions, take_launch_options
+from xinference_xavier.config import LaunchOptions
 from xinference_xavier.errors import ConfigError
 from xinference_xavier.kv_transfer_config import kv_transfer_config
 from xinference_xavier.protocol.tracker import tracker_uid
@@ -24,18 +24,6 @@ from xinference_xavier.tracker.actor import BlockTracker
 _WATCH = 30.0  # seconds
 
 Tell = Callable[[Mapping[str, Any]], object]
-
-
-def options(words: Sequence[str]) -> LaunchOptions:
-    """The launch options in `--name value --name=value …`; raises ConfigError."""
-    given: dict[str, Any] = {ENABLE: True}
-    rest = list(words)
-    while rest:
-        name, equals, value = rest.pop(0).partition("=")
-        if not name.startswith("--") or not (equals or rest):
-            raise ConfigError("option", name, "is no option with its value", "use --name value")
-        given[name.removeprefix("--")] = value if equals else rest.pop(0)
-    return take_launch_options(given)
 
 
 def transfer_config(model_uid: str, address: str, given: LaunchOptions) -> dict[str, Any]:
