@@ -19,7 +19,7 @@ from typing import Any, cast
 
 import psutil
 
-from xinference_xavier.errors import LinkError
+from xinference_xavier.errors import LinkError, LinkTimeoutError
 from xinference_xavier.pool.region import Region
 from xinference_xavier.transfer.transports.base import Acceptance, Check, Link, Offer, Transport
 from xinference_xavier.transfer.transports.gloo import GlooLink, GlooTransport
@@ -199,7 +199,7 @@ class _StalledLink(_StallingLink):
         yield from self.link.receive(*some, check, deadline)
         if len(slots) > ROWS_BEFORE_STALL:
             closed = self._closed.wait(max(0.0, deadline - time.monotonic()))
-            raise LinkError("closed" if closed else "timed out")
+            raise LinkError("closed") if closed else LinkTimeoutError("not all rows were sent")
 
 
 class StallableSharedMemory(_FaultySharedMemory):
@@ -395,7 +395,7 @@ class _OrderedLink(_StallingLink):
         threading.Event().wait(max(0.0, deadline - time.monotonic()) + LATE)
         for slot, row in rows:
             self.region.row(slot)[:] = row
-        raise LinkError("timed out, and written nevertheless")
+        raise LinkTimeoutError("written nevertheless")
         yield  # an iterator, like the others
 
     def send(self, slots: Sequence[int], deadline: float) -> None:

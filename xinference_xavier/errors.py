@@ -76,7 +76,11 @@ class TransportError(XavierError):
 
 
 class LinkError(XavierError):
-    """A link to a peer failed, was refused, or moved nothing until its deadline."""
+    """A link to a peer failed or was refused."""
+
+
+class LinkTimeoutError(LinkError, TimeoutError):
+    """A link did not make progress before its deadline."""
 
 
 class ExplainError(XavierError):

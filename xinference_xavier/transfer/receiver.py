@@ -269,6 +269,6 @@ def _reason(error: BaseException) -> str:
     # A peer's own words would make our figures as large as it likes.
     if isinstance(error, OutOfReachError) and error.reason in OUT_OF_REACH:
         return error.reason
-    if isinstance(error, TimeoutError) or "timed out" in str(error).lower():
+    if isinstance(error, TimeoutError):
         return "timeout"
     return "link"

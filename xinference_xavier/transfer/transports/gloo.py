@@ -11,6 +11,7 @@ answer. All groups of a device share one listening port.
 
 import logging
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
@@ -22,7 +23,7 @@ from pydantic import ConfigDict, TypeAdapter
 from torch.distributed import ProcessGroupGloo
 from torch.distributed.distributed_c10d import Store, Work
 
-from xinference_xavier.errors import LinkError, TransportError
+from xinference_xavier.errors import LinkError, LinkTimeoutError, TransportError
 from xinference_xavier.pool.region import Region
 from xinference_xavier.protocol.transfer import checking
 from xinference_xavier.runtime.deadline import remaining
@@ -78,7 +79,7 @@ class _ExchangedStore(Store):
         seconds = self._timeout if timeout is None else timeout.total_seconds()
         with self._changed:
             if not self._changed.wait_for(lambda: self.check(keys), seconds):
-                raise LinkError("the peer's part of the rendezvous did not come in time")
+                raise LinkTimeoutError("the peer's part of the rendezvous did not arrive in time")
 
     def set_timeout(self, timeout: timedelta) -> None:
         self._timeout = timeout.total_seconds()
@@ -86,7 +87,7 @@ class _ExchangedStore(Store):
     def own_part(self) -> bytes:
         with self._changed:
             if not self._changed.wait_for(lambda: bool(self._own), self._timeout):
-                raise LinkError("Gloo did not begin its rendezvous")
+                raise LinkTimeoutError("Gloo did not start its rendezvous in time")
             return _PART.dump_json(self._own)
 
     def transcript(self) -> bytes:
@@ -150,6 +151,8 @@ class _HalfLink:
                 building.result(remaining(deadline)), self._rank, self._transport.region
             )
         except (RuntimeError, ValueError, MemoryError, TimeoutError) as error:  # Gloo's errors
+            if _is_past(deadline):
+                raise LinkTimeoutError("no connection was made in time") from None
             raise LinkError(f"no connection: {error}") from None
         finally:
             del building
@@ -310,11 +313,18 @@ class GlooLink(Link):
         try:
             work: Work = getattr(self._open, operation)([memory], self._peer, tag)
         except RuntimeError as error:
-            raise LinkError(str(error)) from None
+            raise LinkError(f"Gloo failed: {error}") from None
         return work
 
     def _wait(self, work: Work, deadline: float) -> None:
         try:
             work.wait(timedelta(seconds=remaining(deadline)))
         except RuntimeError as error:
-            raise LinkError(str(error)) from None
+            if _is_past(deadline):
+                raise LinkTimeoutError("not all rows were moved in time") from None
+            raise LinkError(f"Gloo failed: {error}") from None
+
+
+def _is_past(deadline: float) -> bool:
+    """Gloo has no type of error for timeouts, and waits for whole milliseconds only."""
+    return time.monotonic() > deadline - 0.001

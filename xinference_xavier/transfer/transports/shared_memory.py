@@ -24,7 +24,7 @@ from itertools import takewhile
 
 import numpy as np
 
-from xinference_xavier.errors import LinkError, RegionError
+from xinference_xavier.errors import LinkError, LinkTimeoutError, RegionError
 from xinference_xavier.pool.copy_threads import COPY_THREADS, copy_threads
 from xinference_xavier.pool.region import Region, check_same_user, offer_to_read, take_region
 from xinference_xavier.runtime.deadline import remaining
@@ -73,8 +73,10 @@ class _Offer:
             check_same_user(self._peer)
             _exchange_proofs(self._peer, self._secret, self.hello + answer, _CONSUMER, _DONOR)
             theirs = take_region(self._peer)
+        except TimeoutError:
+            raise LinkTimeoutError("the donor did not offer its memory in time") from None
         except (OSError, RegionError) as error:
-            raise LinkError(f"the donor's memory cannot be had: {error}") from None
+            raise LinkError(f"cannot map the donor's memory: {error}") from None
         row_bytes = theirs.row_bytes
         if row_bytes != self._region.row_bytes:
             theirs.close()
@@ -110,8 +112,10 @@ class _Acceptance:
             transcript = self._hello + self.answer
             _exchange_proofs(self._peer, self._secret, transcript, _DONOR, _CONSUMER)
             offer_to_read(self._peer, self._region)
+        except TimeoutError:
+            raise LinkTimeoutError("the consumer did not map our memory in time") from None
         except (OSError, RegionError) as error:
-            raise LinkError(f"the consumer did not come for our memory: {error}") from None
+            raise LinkError(f"the consumer did not map our memory: {error}") from None
         self._peer.close()
         return DonorLink()
 
@@ -156,7 +160,7 @@ class ConsumerLink(Link):
         def take() -> None:
             for slot, source in rows:
                 if time.monotonic() > deadline:
-                    raise LinkError("timed out while copying")
+                    raise LinkTimeoutError("not all rows were moved in time")
                 if not self._is_open():
                     raise LinkError(_CLOSED)
                 assert self._theirs is not None, "it is unmapped when the last copy has ended"
