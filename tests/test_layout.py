@@ -1,11 +1,15 @@
-"""A module has tests under its own name: `pool/region.py` in `tests/pool/test_region.py`."""
+"""Small modules, each with tests under its own name: `pool/region.py` in `pool/test_region.py`."""
 
 from __future__ import annotations
 
+import ast
 from pathlib import Path
 
 TESTS = Path(__file__).parent
 PACKAGE = TESTS.parent / "xinference_xavier"
+MAX_MODULE_LINES = 350
+MAX_CLASS_LINES = 250
+MAX_ROOT_MODULES = 8
 
 ELSEWHERE = {
     "replica/actor.py": "forwards to Replica: replica/test_replica.py",
@@ -28,3 +32,22 @@ def test_every_module_has_its_test_file() -> None:
         and not (TESTS / module.with_name(f"test_{module.name}")).is_file()
     }
     assert untested == ELSEWHERE.keys()
+
+
+def test_no_module_and_no_class_is_large() -> None:
+    large = set()
+    for file in PACKAGE.rglob("*.py"):
+        text, name = file.read_text(), file.relative_to(PACKAGE)
+        if text.count("\n") > MAX_MODULE_LINES:
+            large.add(str(name))
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.ClassDef):
+                lines = (node.end_lineno or 0) - node.lineno + 1
+                if lines > MAX_CLASS_LINES:
+                    large.add(f"{name}: {node.name}")
+    assert large == set()
+
+
+def test_few_modules_are_outside_the_folders() -> None:
+    modules = {file.stem for file in PACKAGE.glob("*.py")}
+    assert len(modules) <= MAX_ROOT_MODULES
