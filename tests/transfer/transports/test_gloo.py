@@ -19,7 +19,7 @@ from tests.replica_process import wait_until
 from xinference_xavier.errors import LinkError, LinkTimeoutError, TransportError
 from xinference_xavier.pool.region import Region
 from xinference_xavier.transfer.transports.auth import seal
-from xinference_xavier.transfer.transports.gloo import MAX_GIVEN_UP, GlooLink, GlooTransport
+from xinference_xavier.transfer.transports.gloo import MAX_WITHDRAWN, GlooLink, GlooTransport
 
 HOST = "127.0.0.1"
 ROWS, ROW_BYTES = 64, 64 << 10
@@ -171,7 +171,7 @@ class TestThreads:
         before = gloo_threads()
         offer = here.offer(SECRET, later())
         acceptance = there.accept(offer.hello, SECRET, later())
-        offer.meet(acceptance.answer)
+        offer.set_peer_part(acceptance.answer)
         wait_until(lambda: gloo_threads() == before + 4, "Gloo has connected both")
         offer.withdraw()
         acceptance.withdraw()
@@ -186,7 +186,7 @@ class TestThreads:
         with pytest.raises(LinkError) as failure:
             acceptance.complete(soon())
         acceptance.withdraw()
-        offer.meet(acceptance.answer)
+        offer.set_peer_part(acceptance.answer)
         offer.withdraw()
         wait_until(lambda: gloo_threads() == before, "its threads have ended")
         assert failure.value.__traceback__ is not None
@@ -232,7 +232,7 @@ def test_a_stranger_who_gets_as_far_as_the_connection_gets_no_link(
     acceptance = there.accept(offer.hello, SECRET, later())
     answer = acceptance.answer
     (offer if stranger == "consumer" else acceptance)._secret = b"wrong"
-    offer.meet = lambda sealed: offer._store.add_peers_part(sealed[32:])  # type: ignore[method-assign]
+    offer.set_peer_part = lambda sealed: offer._store.set_peer_part(sealed[32:])  # type: ignore[method-assign]
     for end in (
         threads.submit(offer.complete, answer, later()),
         threads.submit(acceptance.complete, later()),
@@ -396,9 +396,9 @@ def test_half_links_that_come_to_nothing_leave_few_sockets(
 
     before = sockets()
     for consumer, donor in ((here, there), (there, here)):
-        for _ in range(3 * MAX_GIVEN_UP):
+        for _ in range(3 * MAX_WITHDRAWN):
             come_to_nothing(consumer, donor)
-    wait_until(lambda: sockets() <= before + 2 * MAX_GIVEN_UP, "the old devices are gone")
+    wait_until(lambda: sockets() <= before + 2 * MAX_WITHDRAWN, "the old devices are gone")
     link = connect(here, there, threads)
     sending = threads.submit(link.donor.send, [0], later())
     assert receive(link, [0]) == [0]

@@ -58,5 +58,5 @@ def test_who_says_nothing_does_not_share_its_memory() -> None:
 
 def test_a_system_that_does_not_tell_is_an_error_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selection, "_BOOT_ID", Path("/nowhere/boot_id"))
-    with pytest.raises(TransportError, match="cannot be told from others"):
+    with pytest.raises(TransportError, match="cannot identify this host"):
         selection.host_identity()
