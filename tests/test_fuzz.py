@@ -173,7 +173,7 @@ def a_started(example: bytes) -> None:
 def a_rendezvous(example: bytes) -> None:
     store = gloo._ExchangedStore(0.0)
     with suppress(LinkError):
-        store.add_peers_part(example)
+        store.set_peer_part(example)
         assert isinstance(store.transcript(), bytes)
 
 

@@ -128,8 +128,8 @@ def test_a_bracketed_host_loses_its_brackets() -> None:
     ("wrong", "reason"),
     [
         ("10.0.0.1:80", "carries a port"),
-        ("0.0.0.0", "no address a peer can reach"),
-        ("::", "no address a peer can reach"),
+        ("0.0.0.0", "not an address a peer can reach"),
+        ("::", "not an address a peer can reach"),
         ("a b", "is not a host"),
         (7, "is not a host"),
     ],

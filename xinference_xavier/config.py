@@ -1,9 +1,9 @@
-"""The launch options: what a user may write, what it means, and what a replica is told.
+"""The launch options, and the configuration of a replica that they become.
 
-``take_launch_options`` runs in the supervisor, before any actor or process exists; it refuses what
-is wrong with a sentence that names the value, the reason and the remedy. ``XavierConfig`` is what
-it becomes: plain data that travels in vLLM's ``kv_transfer_config`` and is logged by xinference, so
-it never holds a secret. Sizes are bytes, times are seconds.
+``take_launch_options`` runs in the supervisor, before any actor or process exists, so a wrong
+option is refused at once. ``XavierConfig`` is plain data: it travels in vLLM's
+``kv_transfer_config``, which xinference logs, so it holds no secret. Sizes are bytes, times are
+seconds.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ MAX_DEFAULT_POOL_BYTES = 16 << 30
 
 ENABLE = "enable_xavier"
 SHARES = "XAVIER_SHARES"
-"""The environment variable by which the processes of a replica know that it is to share."""
+"""The environment variable that tells a replica's processes to share."""
 XAVIER = "xavier"
-"""Our entry in the extra configuration of vLLM's connector."""
+"""Our key in the extra configuration of vLLM's connector."""
 _PREFIX = "xavier_"
 
-# The built-in Xavier of xinference has options of its own under the same prefix.
+# The Xavier built into xinference has options with the same prefix.
 UPSTREAM_OPTIONS = frozenset(
     {
         "xavier_cache_bytes",
@@ -48,12 +48,12 @@ UPSTREAM_OPTIONS = frozenset(
     frozen=True, config=pydantic.ConfigDict(extra="forbid", strict=True)
 )
 class XavierConfig:
-    """Everything one replica is told about sharing.
+    """The configuration of one replica.
 
-    ``pool_bytes`` is the total of one replica over all its workers; None is replaced by
-    ``default_pool_bytes`` on the worker that launches it. ``chunk_tokens`` None means 128, rounded
-    up to the model's block size, which only the engine knows. ``min_fetch_tokens`` None leaves it
-    to the engine's measurements what is fetched, from ``least_fetch_tokens`` on.
+    ``pool_bytes`` is the total over the replica's vLLM workers. None stands for
+    ``default_pool_bytes`` of the host. ``chunk_tokens`` None stands for 128, rounded up to the
+    model's block size, which only the engine knows. With ``min_fetch_tokens`` None the engine
+    measures whether a run of ``least_fetch_tokens`` or more is worth a fetch.
     """
 
     model_uid: str
@@ -71,7 +71,7 @@ class XavierConfig:
 
     @property
     def least_fetch_tokens(self) -> int:
-        """Shorter runs are computed in any case."""
+        """Shorter runs are always computed."""
         given = self.min_fetch_tokens
         return LEAST_FETCH_TOKENS if given is None else given
 
@@ -82,7 +82,7 @@ class XavierConfig:
 
     @classmethod
     def from_dict(cls, plain: Mapping[str, Any]) -> XavierConfig:
-        """Raises ConfigError for a key this version does not know or a wrong value."""
+        """Raises ConfigError for an unknown key or a wrong value."""
         try:
             return cls(**plain)
         except pydantic.ValidationError as error:
@@ -102,7 +102,7 @@ class XavierConfig:
 
 @dataclass(frozen=True)
 class LaunchOptions:
-    """What the user asked for in one launch: ``values`` are fields of XavierConfig, parsed."""
+    """The options of one launch; ``values`` are parsed fields of XavierConfig."""
 
     enabled: bool = False
     values: Mapping[str, Any] = field(default_factory=dict)
@@ -124,21 +124,22 @@ class LaunchOptions:
 
 
 def take_launch_options(kwargs: MutableMapping[str, Any]) -> LaunchOptions:
-    """Take our options out of a launch's keyword arguments; raises ConfigError.
+    """Remove our options, with ``-`` or ``_``, from a launch's keyword arguments and parse them.
 
-    Afterwards ``kwargs`` holds none of ours in any spelling. Switched off, or not asked for,
-    upstream's own options stay untouched and stray ones of ours are dropped with a warning, since
-    vLLM would refuse to start with them; an ``enable_xavier`` given stays, as a real False.
+    Without ``enable_xavier=true``, the options of xinference's own Xavier stay. Ours are dropped
+    with a warning, because vLLM would refuse to start with them; ``enable_xavier`` becomes False.
+
+    Raises:
+        ConfigError: an option is wrong; ``kwargs`` are unchanged.
     """
     names = {name: name.replace("-", "_") for name in kwargs}
-    asked = [name for name, plain in names.items() if plain == ENABLE]
-    if len({parse_bool(ENABLE, kwargs[name]) for name in asked}) > 1:
+    switches = [name for name, plain in names.items() if plain == ENABLE]
+    if len({parse_bool(ENABLE, kwargs[name]) for name in switches}) > 1:
         raise ConfigError(
             ENABLE, "true and false", "is given twice and contradicts itself", "give it once"
         )
-    enabled = bool(asked) and parse_bool(ENABLE, kwargs[asked[0]])
-    if not enabled:
-        _drop_stray_options(kwargs, names, asked)
+    if not switches or not parse_bool(ENABLE, kwargs[switches[0]]):
+        _drop_stray_options(kwargs, names, switches)
         return LaunchOptions()
 
     given: dict[str, Any] = {}
@@ -161,9 +162,9 @@ def take_launch_options(kwargs: MutableMapping[str, Any]) -> LaunchOptions:
 
 
 def default_pool_bytes(replicas_per_host: int, free: int | None = None) -> int:
-    """A tenth of the host's free memory, shared by its replicas, at most 16 GiB each.
+    """A tenth of the host's ``free`` bytes, shared by its replicas, at most 16 GiB each.
 
-    ``free`` is what the host or its cgroup can still give, measured now if not passed.
+    ``free`` defaults to what the host or its cgroup can still give.
     """
     if free is None:
         free = free_memory_bytes()
@@ -171,14 +172,14 @@ def default_pool_bytes(replicas_per_host: int, free: int | None = None) -> int:
 
 
 def _drop_stray_options(
-    kwargs: MutableMapping[str, Any], names: Mapping[str, str], asked: list[str]
+    kwargs: MutableMapping[str, Any], names: Mapping[str, str], switches: list[str]
 ) -> None:
     stray = sorted(name for name, plain in names.items() if plain in PARSERS)
-    for name in [*stray, *asked]:
+    for name in [*stray, *switches]:
         del kwargs[name]
     if stray:
         logger.warning("%s ignored, because enable_xavier is not true", ", ".join(stray))
-    if asked:
+    if switches:
         # Upstream takes bool("false") for True.
         kwargs[ENABLE] = False
 

@@ -1,7 +1,7 @@
 """The package's own errors.
 
-All of them cross process borders: xoscar pickles what an actor raises, and xinference turns the
-text into a REST answer. So each survives a pickle round trip and says everything in ``str()``.
+They cross process borders: xoscar pickles what an actor raises, and xinference puts the text into a
+REST answer. So each survives pickling, and ``str()`` says everything.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ import reprlib
 
 
 def shown(value: object) -> str:
-    """Of any value, enough to recognise it."""
+    """A short form of any value."""
     try:
         return reprlib.repr(value)
-    except Exception:  # such as a number of too many digits
+    except Exception:  # for example an integer of too many digits
         return f"<{type(value).__name__}>"
 
 
@@ -22,14 +22,14 @@ class XavierError(Exception):
 
 
 class ConfigError(XavierError, ValueError):
-    """An option was refused: which, what it was, why, and what to do instead.
+    """An option was refused. The text names option, value, reason and remedy.
 
-    A ``ValueError`` as well, because xinference answers those with status 400.
+    Also a ``ValueError``, because xinference answers those with status 400.
     """
 
     def __init__(self, option: str, value: object, reason: str, remedy: str) -> None:
         self.option = option
-        # Anything beyond plain data may not survive the pickling.
+        # Other values may not survive pickling.
         plain = value is None or isinstance(value, (str, int, float, bool))
         self.value = value if plain else shown(value)
         self.reason = reason
@@ -41,7 +41,7 @@ class ConfigError(XavierError, ValueError):
 
 
 class NotFoundError(XavierError, LookupError):
-    """No model of that uid shares its cache here."""
+    """No model with that uid shares its cache here."""
 
     def __init__(self, model_uid: str, reason: str) -> None:
         self.model_uid = model_uid
@@ -53,7 +53,7 @@ class NotFoundError(XavierError, LookupError):
 
 
 class ReplicaStartError(XavierError):
-    """An engine refused to start with what only it could know; the text is its own."""
+    """An engine refused to start; the text is the engine's."""
 
 
 class LaunchCancelledError(XavierError):
@@ -68,11 +68,11 @@ class LaunchCancelledError(XavierError):
 
 
 class RegionError(XavierError):
-    """A pool's memory could not be made, offered or mapped."""
+    """A pool's memory could not be allocated, shared or mapped."""
 
 
 class TransportError(XavierError):
-    """A transport cannot work on this machine as configured."""
+    """A transport cannot work on this host as configured."""
 
 
 class LinkError(XavierError):
@@ -84,9 +84,9 @@ class LinkTimeoutError(LinkError, TimeoutError):
 
 
 class ExplainError(XavierError):
-    """Nobody can say at the moment which chunks of a prompt are where.
+    """No replica can say now where the chunks of a prompt are.
 
-    `reason` stays what it was where the text does not: xoscar puts an address before it.
+    `reason` is the plain text: xoscar puts an address before ``str()``.
     """
 
     def __init__(self, reason: str) -> None:
@@ -97,7 +97,7 @@ class ExplainError(XavierError):
 class ApiError(XavierError):
     """A request to xinference failed; the text says why and what to do.
 
-    `status` is HTTP's, None if nothing answered.
+    `status` is the HTTP status, None without an answer.
     """
 
     def __init__(self, message: str, status: int | None = None) -> None:
@@ -121,9 +121,9 @@ REFUSALS = (
     "sharing is off",
     "too many rows",
 )
-"""Why rows are not granted."""
+"""Reasons why a donor grants no rows."""
 OUT_OF_REACH = ("memory not shared", "other machine", "other network namespace", "other user")
-"""Why a replica that shares within its host only cannot fetch from a donor."""
+"""Reasons why a replica that shares only within its host cannot fetch from a donor."""
 ROLLBACKS = (
     *REFUSALS,
     *OUT_OF_REACH,
@@ -138,15 +138,11 @@ ROLLBACKS = (
     "timeout",
     "transfer process died",
 )
-"""Why fetches are rolled back."""
+"""Reasons why a fetch is rolled back."""
 
 
 class GrantRefusedError(XavierError):
-    """A donor did not grant rows.
-
-    `reason` is what it is counted as. It stays what it was where the text does not: xoscar puts an
-    address before the text of what comes from another process.
-    """
+    """A donor did not grant rows. `reason` is one of `REFUSALS`: the text may have a prefix."""
 
     def __init__(self, reason: str) -> None:
         self.reason = reason
@@ -154,22 +150,10 @@ class GrantRefusedError(XavierError):
 
 
 SWITCHED_OFF = "switched off"
-
-
 NOT_JOINED = "not joined"
-
-
 RESETTING = "resetting"
-
-
 NO_TRANSFER_PROCESS = "no transfer process"
-
-
 ALONE = "alone since a reset"
-
-
 NO_PEERS = "no peers"
-
-
 NOT_SHARING = (SWITCHED_OFF, NOT_JOINED, RESETTING, NO_TRANSFER_PROCESS, ALONE, NO_PEERS)
-"""Why a replica can fetch from nobody; the first that applies is the one that is told."""
+"""Reasons why a replica cannot fetch; the first that applies is reported."""

@@ -1,8 +1,8 @@
-"""The one thing serving hands to the engine: vLLM's ``kv_transfer_config`` dictionary.
+"""vLLM's ``kv_transfer_config`` dictionary, all that serving hands to the engine.
 
-xinference logs it, keeps it with the launch arguments and replays it, to the same worker or
-another, for crash recovery, restarts and added replicas. So it holds no secret, and what depends on
-the worker is decided anew at every launch, always from what the supervisor wrote.
+xinference logs it and keeps it with the launch arguments. It launches from it again, on the same
+worker or another, after a crash, for a restart or for another replica. So it holds no secret, and
+each launch derives the values that depend on the worker from those that the supervisor wrote.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _AS_LAUNCHED = "xavier_as_launched"
 
 
 def kv_transfer_config(config: XavierConfig) -> dict[str, Any]:
-    """What makes vLLM load our connector and offloading spec with this configuration."""
+    """The dictionary with which vLLM loads our connector and offloading spec."""
     return {
         "kv_connector": CONNECTOR,
         "kv_connector_module_path": _MODULE,
@@ -37,7 +37,7 @@ def kv_transfer_config(config: XavierConfig) -> dict[str, Any]:
 
 
 def own_transfer_config(value: object) -> dict[str, Any] | None:
-    """``value``, also as JSON text, if ``kv_transfer_config`` made it; else None."""
+    """``value`` as a dictionary if it is ours, perhaps as JSON text; else None."""
     if isinstance(value, str):
         try:
             value = json.loads(value)
@@ -49,16 +49,16 @@ def own_transfer_config(value: object) -> dict[str, Any] | None:
 
 
 def configuration(transfer: Mapping[str, Any]) -> XavierConfig:
-    """What the replica launched with ``transfer`` is told."""
+    """The configuration in ``transfer``. Raises ConfigError."""
     return XavierConfig.from_dict(transfer[_EXTRA][XAVIER])
 
 
 def for_worker(
     transfer: Mapping[str, Any], *, worker_address: str, supervisor_address: str | None
 ) -> dict[str, Any]:
-    """A copy for one replica launched on the worker at ``worker_address``.
+    """A copy for one replica on the worker at ``worker_address``.
 
-    ``supervisor_address`` is where that worker reaches the supervisor.
+    ``supervisor_address`` is the supervisor's address as that worker reaches it.
     """
     extra: dict[str, Any] = dict(transfer[_EXTRA])
     extra.setdefault(_AS_LAUNCHED, extra[XAVIER])
@@ -66,11 +66,11 @@ def for_worker(
     pool_bytes = config.pool_bytes
     if pool_bytes is None:
         pool_bytes = default_pool_bytes(config.replicas_per_host)
-    here = replace(
+    local = replace(
         config,
         pool_bytes=pool_bytes,
         tracker_address=reachable_address(config.tracker_address, via=supervisor_address),
         worker_address=reachable_address(worker_address),
     )
-    extra[XAVIER] = here.to_dict()
+    extra[XAVIER] = local.to_dict()
     return {**transfer, _EXTRA: extra}

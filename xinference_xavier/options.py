@@ -1,7 +1,7 @@
-"""What a user may write for each launch option, and the values it becomes.
+"""Parsers of the launch options.
 
-Options arrive from Python, JSON and the command line, so numbers may be text. Every parser takes
-the option's name and the raw value, and raises ConfigError with value, reason and remedy.
+Options come from Python, JSON and the command line, so numbers may be text. Each parser takes the
+option's name and its raw value, and raises ConfigError with a reason and a remedy of its own.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ TRANSPORTS = {
     "gloo": (_GLOO,),
     "shared_memory": (_SHARED_MEMORY,),
 }
-"""Every transport that has a name: the classes that a link may use, best first. They are imported
-by transfer processes only."""
+"""The transport classes that each name stands for, best first. Only transfer processes import
+them."""
 DEFAULT_FETCH_TIMEOUT = 5.0
 LEAST_FETCH_TOKENS = 256
-"""Where nothing else is given: a fetch can cost its request a whole step of the engine."""
+"""The default: a fetch can delay its request by a whole step of the engine."""
 MAX_FETCH_TIMEOUT = 3600.0
-"""Seconds; no peer takes a longer one."""
+"""Seconds. Peers refuse a longer one."""
 
 _LOWEST_PORT, _HIGHEST_PORT = 1024, 65535
 _UNITS = {
@@ -37,6 +37,7 @@ _UNITS = {
     **{f"{letter}b": 1000**power for power, letter in enumerate("kmgt", start=1)},
 }
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)", re.ASCII)
+_PATH = re.compile(r"[\w.]+:\w+", re.ASCII)  # module:name
 _TRUE = frozenset({"true", "1", "yes", "on"})
 _FALSE = frozenset({"false", "0", "no", "off"})
 
@@ -63,7 +64,7 @@ def _parse_size(option: str, value: object) -> int:
         if match is None or match[2] not in _UNITS:
             raise ConfigError(option, value, "is not a size", remedy)
         whole, _, fraction = match[1].partition(".")
-        # Whole numbers only: a float cannot hold every byte count.
+        # In integers, because a float cannot hold every byte count.
         unit = _UNITS[match[2]]
         size = int(whole) * unit + int(fraction or 0) * unit // 10 ** len(fraction)
     if size <= 0:
@@ -99,7 +100,7 @@ def _parse_transport(option: str, value: object) -> str:
     name = value.strip() if isinstance(value, str) else ""
     if name.lower() in TRANSPORTS:
         return name.lower()
-    if re.fullmatch(r"[\w.]+:\w+", name, re.ASCII):
+    if _PATH.fullmatch(name):
         return name
     raise ConfigError(
         option,
@@ -117,7 +118,10 @@ def _parse_host(option: str, value: object) -> str:
         )
     if is_wildcard(host):
         raise ConfigError(
-            option, value, "is no address a peer can reach", "leave it out: replicas find their own"
+            option,
+            value,
+            "is not an address a peer can reach",
+            "leave it out: replicas find their own",
         )
     if host.count(":") == 1:
         raise ConfigError(
@@ -137,13 +141,9 @@ def _parse_port_range(option: str, value: object) -> tuple[int, int]:
     if isinstance(value, str):
         match = re.fullmatch(r"(\d+)\s*-\s*(\d+)", value.strip(), re.ASCII)
         ports = [int(match[1]), int(match[2])] if match else []
-    elif isinstance(value, (list, tuple)):
-        ports = [port for port in value if type(port) is int]
-        if len(ports) != len(value):
-            ports = []
     else:
-        ports = []
-    if len(ports) != 2:
+        ports = list(value) if isinstance(value, (list, tuple)) else []
+    if [type(port) for port in ports] != [int, int]:
         raise ConfigError(option, value, "is not a range of ports", remedy)
     low, high = ports
     if low > high:
@@ -173,7 +173,7 @@ def _parse_fetch_timeout(option: str, value: object) -> float:
 
 def _parse_hooks(option: str, value: object) -> str:
     path = value.strip() if isinstance(value, str) else ""
-    if re.fullmatch(r"[\w.]+:\w+", path, re.ASCII):
+    if _PATH.fullmatch(path):
         return path
     raise ConfigError(option, value, "does not name a function", "name one as module:function")
 

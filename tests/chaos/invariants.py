@@ -16,14 +16,14 @@ from tests.chaos.cluster import Cluster
 from tests.chaos.node import Node
 from tests.chaos.report import Leaks
 from tests.faults import Order
-from xinference_xavier.transfer.transports.gloo import MAX_GIVEN_UP
+from xinference_xavier.transfer.transports.gloo import MAX_WITHDRAWN
 
 REST_TIME = 20.0
 """Seconds: grants expire after two fetch timeouts, leases after one lease."""
 DEFAULT_EXECUTOR = min(32, (os.cpu_count() or 1) + 4)
 """Threads of an event loop's default executor. It starts them as it needs them and keeps them, so
 that a process may have so many more than it had after its warm-up, and no others."""
-LOST_SOCKETS = 2 * MAX_GIVEN_UP
+LOST_SOCKETS = 2 * MAX_WITHDRAWN
 """That two of Gloo's devices may keep of links which came to nothing."""
 SECOND_DEVICE = 5
 """Descriptors of one more of Gloo's devices, whose thread is one more too."""

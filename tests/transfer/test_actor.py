@@ -159,7 +159,7 @@ async def test_a_transport_that_the_donor_has_not_is_refused(sides: Sides) -> No
         await sides.start("donor", SharedMemoryTransport),
     )
     assert await consumer.pull(donor, [1]) == PullResult(0, "link")
-    with pytest.raises(LinkError, match="links by shared_memory, not by 'gloo'"):
+    with pytest.raises(LinkError, match="offers shared_memory, not 'gloo'"):
         await donor.actor.open_link(PROTOCOL_VERSION, "id", "us", "gloo", b"", 1.0)
 
 

@@ -1,1 +1,1 @@
-"""The transfer process: moves rows between the pools of two replicas."""
+"""The transfer process, which moves rows between the pools of two replicas."""

@@ -1,7 +1,7 @@
 """The transfer process: `python -m xinference_xavier.transfer FD`, started by the engine.
 
-FD is one end of a socket pair. Over it the process gets its `Startup` and answers with its address
-as a line of JSON. It ends when the other end closes, however the engine ended.
+FD is one end of a socket pair. The process reads its `Startup` from it and answers with its
+`Endpoint`, each a line of JSON. It ends when the other end closes, however the engine ended.
 """
 
 import asyncio
@@ -34,13 +34,13 @@ async def _serve(engine: socket.socket, startup: Startup) -> None:
     except XavierError as error:
         _give_up(engine, error)
         return
-    # What was imported stays; to look through all of it for garbage would hold up fetches by 0.1 s.
+    # Modules stay loaded: searching them for garbage would delay fetches by 0.1 s.
     gc.freeze()
-    choice = TransportSelector(transports)
+    selector = TransportSelector(transports)
     await xoscar.create_actor(
-        TransferActor, startup, region, choice, address=pool.external_address, uid=TRANSFER_UID
+        TransferActor, startup, region, selector, address=pool.external_address, uid=TRANSFER_UID
     )
-    endpoint = Endpoint(pool.external_address, choice.host)
+    endpoint = Endpoint(pool.external_address, selector.host)
     engine.sendall(json.dumps(endpoint._asdict()).encode() + b"\n")
     threading.Thread(target=region.populate, name="xavier-populate", daemon=True).start()
     await asyncio.Event().wait()
@@ -53,7 +53,7 @@ def _give_up(engine: socket.socket, error: XavierError) -> None:
 def _end_with(engine: socket.socket) -> None:
     try:
         engine.recv(1)
-    finally:  # an engine that ended without reading our answer is an error here
+    finally:  # recv raises if the engine ended without reading our answer
         os._exit(0)
 
 

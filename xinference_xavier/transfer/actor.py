@@ -1,11 +1,10 @@
-"""The actor of the transfer process: moves rows so that the engine need not.
+"""The actor of the transfer process: moves rows, so that the engine does not have to.
 
-Life cycle: created by `__main__.py` in a child process of the engine, and gone with it. It can die
-by itself too: Gloo ends a process that is sent more than it asked for. Then its fetches roll back
-and the engine starts another.
+Life cycle: `__main__.py` creates it in a child process of the engine; both end together. The
+process can also die alone: Gloo aborts it when a peer sends more than was asked for. Then its
+fetches roll back and the engine starts another.
 
-Threading: the actor runs on the process's event loop; each link has a thread of its own for what
-blocks.
+Threading: the process's event loop. Each link has a thread of its own for blocking calls.
 """
 
 import importlib
@@ -28,48 +27,48 @@ logger = logging.getLogger(__name__)
 
 
 class TransferActor(xoscar.StatelessActor):  # type: ignore[misc]  # xoscar has no types
-    """Pulls rows for its own engine and serves those that engine granted to peers."""
+    """Pulls rows for its own engine, and sends rows that the engine granted to peers."""
 
-    def __init__(self, startup: Startup, region: Region, choice: TransportSelector) -> None:
+    def __init__(self, startup: Startup, region: Region, selector: TransportSelector) -> None:
         super().__init__()
         self._context = LinkContext(
             startup.incarnation,
             region,
-            choice,
-            {name: LinkStats() for name in choice.names},
+            selector,
+            {name: LinkStats() for name in selector.names},
             RateLimitedLog(logger),
         )
         self._receiver = Receiver(self._context)
-        self._server = Sender(self._context, bytes.fromhex(startup.key))
+        self._sender = Sender(self._context, bytes.fromhex(startup.key))
 
-    # -- asked by the own engine ------------------------------------------------------------
+    # -- called by our engine ----------------------------------------------------------------
 
     async def configure(self, secret: bytes) -> None:
-        """The model's secret, new with every tracker."""
+        """Set the model's secret, which is new with every tracker."""
         self._context.secret = secret
 
     async def stats(self) -> dict[str, Any]:
-        """`transport` names those that have links, or all that might if there is no link yet."""
+        """`transport` names the transports with open links; all transports if there is no link."""
         linked_to = self._receiver.linked_to()
-        links = [*linked_to.values(), *self._server.transports()]
-        moved = self._context.moved
-        for name, of_transport in moved.items():
+        links = [*linked_to.values(), *self._sender.transports()]
+        stats = self._context.stats
+        for name, of_transport in stats.items():
             of_transport.links = links.count(name)
-        used = [name for name, of_transport in moved.items() if of_transport.links]
+        used = [name for name, of_transport in stats.items() if of_transport.links]
         return {
-            "transport": ", ".join(used or moved),
-            "bytes_received": sum(of_one.bytes_received for of_one in moved.values()),
-            "bytes_sent": sum(of_one.bytes_sent for of_one in moved.values()),
+            "transport": ", ".join(used or stats),
+            "bytes_received": sum(of_transport.bytes_received for of_transport in stats.values()),
+            "bytes_sent": sum(of_transport.bytes_sent for of_transport in stats.values()),
             "links": len(links),
-            "transports": {name: asdict(of_transport) for name, of_transport in moved.items()},
+            "transports": {name: asdict(of_transport) for name, of_transport in stats.items()},
             "linked_to": linked_to,
-            "fallbacks": self._context.choice.fallbacks,
+            "fallbacks": self._context.selector.fallbacks,
         }
 
     async def close_links_except(self, members: frozenset[str]) -> None:
-        """All other replicas are gone: close their links."""
+        """Close the links with replicas that are not members."""
         await self._receiver.close_links_except(members)
-        await self._server.close_links_except(members)
+        await self._sender.close_links_except(members)
 
     async def pull(self, order: PullOrder) -> PullResult:
         """See `Receiver.pull`."""
@@ -79,7 +78,7 @@ class TransferActor(xoscar.StatelessActor):  # type: ignore[misc]  # xoscar has 
         """See `Receiver.probe_link`."""
         return await self._receiver.probe_link(donor, endpoint, timeout)
 
-    # -- asked by a peer's transfer process --------------------------------------------------
+    # -- called by a peer's transfer process -------------------------------------------------
 
     async def open_link(
         self,
@@ -91,17 +90,17 @@ class TransferActor(xoscar.StatelessActor):  # type: ignore[misc]  # xoscar has 
         timeout: float,
     ) -> bytes:
         """See `Sender.open_link`."""
-        return await self._server.open_link(version, link_id, consumer, transport, hello, timeout)
+        return await self._sender.open_link(version, link_id, consumer, transport, hello, timeout)
 
     async def serve(
         self, version: int, link_id: str, ticket: Ticket, row_bytes: int, timeout: float
     ) -> None:
         """See `Sender.serve`."""
-        await self._server.serve(version, link_id, ticket, row_bytes, timeout)
+        await self._sender.serve(version, link_id, ticket, row_bytes, timeout)
 
 
 def load_transport(path: str) -> type[Transport]:
-    """The class behind "module:Class"."""
+    """The class at "module:Class". Raises TypeError if it is not a Transport."""
     module, _, name = path.partition(":")
     loaded = getattr(importlib.import_module(module), name)
     if not (isinstance(loaded, type) and issubclass(loaded, Transport)):

@@ -1,7 +1,6 @@
-"""What both directions of a transfer process's links have in common.
+"""What both directions of a transfer process's links share.
 
-Threading: all of it belongs to the process's event loop; each link has a thread of its own for what
-blocks.
+Threading: the process's event loop. Each link has a thread of its own for blocking calls.
 """
 
 import asyncio
@@ -18,23 +17,23 @@ MAX_LINKS = 256  # per direction
 
 @dataclass
 class LinkStats:
-    """By one transport."""
+    """Totals of one transport."""
 
-    links: int = 0  # at the moment
-    fetches: int = 0  # of ours that moved rows
+    links: int = 0  # open now
+    fetches: int = 0  # as the consumer, that received rows
     bytes_received: int = 0
     bytes_sent: int = 0
 
 
 @dataclass
 class LinkContext:
-    """The replica whose rows the links move. `secret` is None before it joined a tracker."""
+    """The replica that the links belong to. `secret` is None until it has joined a tracker."""
 
     incarnation: str
     region: Region
-    choice: TransportSelector
-    moved: dict[str, LinkStats]  # by transport
-    conditions: RateLimitedLog
+    selector: TransportSelector
+    stats: dict[str, LinkStats]  # by transport
+    log: RateLimitedLog
     secret: bytes | None = None
 
 

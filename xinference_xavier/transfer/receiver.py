@@ -1,6 +1,6 @@
-"""The links on which we are the consumer: rows of donors, received and verified.
+"""Links on which this replica is the consumer: it receives and verifies rows of donors.
 
-Threading: belongs to the transfer process's event loop; what blocks runs on the link's thread.
+Threading: the process's event loop. Blocking calls run on the link's thread.
 """
 
 import asyncio
@@ -32,18 +32,18 @@ from xinference_xavier.transfer.transports.selection import OutOfReachError
 
 logger = logging.getLogger(__name__)
 
-_HAND_OVER_TIME = 1.0
-"""Seconds, and at most half of those that are left, for a link that can be made otherwise."""
+_FIRST_TRY_SECONDS = 1.0
+"""For the best transport if there is another; at most half of the time left."""
 
 
 class ChecksumError(LinkError):
-    """A row arrived whole in length but not in content."""
+    """A complete row has the wrong content."""
 
 
-class _Receiving(NamedTuple):
+class _OpenLink(NamedTuple):
     link_id: str
     address: str  # of the donor's transfer process
-    peer: xoscar.ActorRefType  # its actor: a reference to it costs a round trip
+    peer: xoscar.ActorRefType  # its actor; kept, because finding it costs a round trip
     transport: str
     link: Link
     thread: ThreadPoolExecutor
@@ -58,117 +58,115 @@ class _Progress:
 
 
 class Receiver:
-    """At most one link from each donor, which carries one batch at a time."""
+    """At most one link from each donor. A link carries one batch at a time."""
 
-    def __init__(self, home: LinkContext) -> None:
-        self._context = home
-        self._pulling: dict[str, _Receiving] = {}  # by donor
-        self._turns: dict[str, asyncio.Lock] = {}  # by donor: a link carries one batch at a time
+    def __init__(self, context: LinkContext) -> None:
+        self._context = context
+        self._links: dict[str, _OpenLink] = {}  # by donor
+        self._locks: dict[str, asyncio.Lock] = {}  # by donor, held while its link carries a batch
 
     def linked_to(self) -> dict[str, str]:
-        """Transports, by donor."""
-        return {donor: pulling.transport for donor, pulling in self._pulling.items()}
+        """The transport of each donor's link."""
+        return {donor: opened.transport for donor, opened in self._links.items()}
 
     async def close_links_except(self, members: frozenset[str]) -> None:
-        """All other replicas are gone: close their links."""
-        self._turns = {
-            donor: turn for donor, turn in self._turns.items() if donor in members or turn.locked()
+        """Close the links from replicas that are not members."""
+        self._locks = {
+            donor: lock for donor, lock in self._locks.items() if donor in members or lock.locked()
         }
-        self._context.choice.close_links_except(members)
-        for donor in self._pulling.keys() - members:
-            await self._drop(donor)
+        self._context.selector.forget_except(members)
+        for donor in self._links.keys() - members:
+            await self._close(donor)
 
     async def pull(self, order: PullOrder) -> PullResult:
-        """Fetch the rows of `order`; never raises, and never returns before they are at rest."""
+        """Fetch the rows of `order`. Never raises; when it returns, nothing writes to its rows."""
         try:
             order = check_order(order, self._context.region.rows)
         except LinkError as error:
-            self._context.conditions.warn("order", "pull refused: %s", error)
+            self._context.log.warn("order", "pull refused: error=%s", error)
             return PullResult(0, "malformed")
         deadline = time.monotonic() + order.timeout
         progress = _Progress()
         reason: str | None = None
         serving: asyncio.Future[None] | None = None
-        if len(self._turns) > MAX_LINKS:
-            self._turns = {donor: turn for donor, turn in self._turns.items() if turn.locked()}
-        turn = self._turns.setdefault(order.donor, asyncio.Lock())
+        if len(self._locks) > MAX_LINKS:
+            self._locks = {donor: lock for donor, lock in self._locks.items() if lock.locked()}
+        lock = self._locks.setdefault(order.donor, asyncio.Lock())
         try:
-            await asyncio.wait_for(turn.acquire(), order.timeout)
+            await asyncio.wait_for(lock.acquire(), order.timeout)
         except TimeoutError:
             return PullResult(0, "timeout")
-        reused = order.donor in self._pulling
+        reused = order.donor in self._links
         try:
             try:
                 serving = await self._pull(order, deadline, progress)
             except LinkError as error:
-                # An idle link may have died unseen: a new one tells whether the donor did too.
+                # An idle link can break unnoticed. A new one shows whether the donor is alive.
                 if not reused or progress.verified or isinstance(error, ChecksumError):
                     raise
-                logger.debug("the link to %s was dead: %s", order.donor, error)
-                await self._drop(order.donor)
+                logger.debug("idle link broke: donor=%s error=%s", order.donor, error)
+                await self._close(order.donor)
                 serving = await self._pull(order, deadline, progress)
-        # Anything: what a peer raises arrives as whatever it is.
-        except Exception as error:
+        except Exception as error:  # a peer's exception can have any type
             reason = _reason(error) if progress.verified < len(order.slots) else None
-            self._warn(order.donor, error)
-            await self._drop(order.donor)
+            await self._fail(order.donor, error)
         finally:
             if serving is None:
-                turn.release()
+                lock.release()
             else:
-                spawn(self._end_turn(order.donor, turn, serving))
+                spawn(self._end_batch(order.donor, lock, serving))
         if progress.verified and progress.transport is not None:
-            moved = self._context.moved[progress.transport]
-            moved.fetches += 1
-            moved.bytes_received += progress.verified * self._context.region.row_bytes
+            stats = self._context.stats[progress.transport]
+            stats.fetches += 1
+            stats.bytes_received += progress.verified * self._context.region.row_bytes
         return PullResult(progress.verified, reason, progress.transport)
 
     async def probe_link(self, donor: str, endpoint: Endpoint, timeout: float) -> str | None:
-        """Open a link to `donor`, unless there is one; why that fails, None if it does not."""
+        """Open a link to `donor` unless there is one. Returns why it failed, or None."""
         deadline = time.monotonic() + timeout
-        turn = self._turns.setdefault(donor, asyncio.Lock())
-        if turn.locked():
-            return None  # rows are on their way
-        async with turn:
-            pulling = self._pulling.get(donor)
-            if pulling is not None and pulling.address == endpoint.address:
+        lock = self._locks.setdefault(donor, asyncio.Lock())
+        if lock.locked():
+            return None  # the link is in use
+        async with lock:
+            opened = self._links.get(donor)
+            if opened is not None and opened.address == endpoint.address:
                 return None
             try:
-                await self._drop(donor)
-                candidates = self._context.choice.candidates(donor, *endpoint)
+                await self._close(donor)
+                candidates = self._context.selector.candidates(donor, *endpoint)
                 await self._connect(donor, endpoint.address, candidates, deadline)
             except OutOfReachError as error:
                 return str(error)
-            except Exception as error:  # what a peer raises arrives as whatever it is
+            except Exception as error:  # a peer's exception can have any type
                 return f"no link to {endpoint.address}: {str(error) or type(error).__name__}"
         return None
 
-    async def _end_turn(
-        self, donor: str, turn: asyncio.Lock, serving: asyncio.Future[None]
+    async def _end_batch(
+        self, donor: str, lock: asyncio.Lock, serving: asyncio.Future[None]
     ) -> None:
-        """Nobody waits for the donor's word on rows that are whole but the link's next batch."""
+        """Complete rows count at once; only the link's next batch waits for the donor to finish."""
         try:
             await serving
-        except Exception as error:  # what a peer raises arrives as whatever it is
-            self._warn(donor, error)
-            await self._drop(donor)
+        except Exception as error:  # a peer's exception can have any type
+            await self._fail(donor, error)
         finally:
-            turn.release()
+            lock.release()
 
-    def _warn(self, donor: str, error: Exception) -> None:
-        self._context.conditions.warn(f"pull from {donor}", "pull from %s failed: %s", donor, error)
+    async def _fail(self, donor: str, error: Exception) -> None:
+        self._context.log.warn(f"pull from {donor}", "pull from %s failed: error=%s", donor, error)
+        await self._close(donor)
 
     async def _pull(
         self, order: PullOrder, deadline: float, progress: _Progress
     ) -> asyncio.Future[None]:
-        """Done when the donor is through with the batch too."""
-        pulling = self._pulling.get(order.donor)
-        if pulling is None or pulling.address != order.address:
-            await self._drop(order.donor)
-            candidates = self._context.choice.candidates(order.donor, order.address, order.host)
+        """Receive all rows. The future is done when the donor has finished the batch too."""
+        opened = self._links.get(order.donor)
+        if opened is None or opened.address != order.address:
+            await self._close(order.donor)
+            candidates = self._context.selector.candidates(order.donor, order.address, order.host)
             progress.transport = candidates[-1].name  # if none of them makes a link
-            pulling = await self._connect(order.donor, order.address, candidates, deadline)
-        progress.transport = pulling.transport
+            opened = await self._connect(order.donor, order.address, candidates, deadline)
+        progress.transport = opened.transport
 
         wanted = dict(zip(order.slots, zip(order.keys, order.checksums, strict=True), strict=True))
 
@@ -179,14 +177,14 @@ class Receiver:
 
         def receive() -> None:
             granted = order.ticket.slots
-            for _ in pulling.link.receive(order.slots, granted, check, deadline):
+            for _ in opened.link.receive(order.slots, granted, check, deadline):
                 progress.verified += 1
 
         loop = asyncio.get_running_loop()
-        receiving = loop.run_in_executor(pulling.thread, receive)
-        served = pulling.peer.serve(
+        receiving = loop.run_in_executor(opened.thread, receive)
+        served = opened.peer.serve(
             PROTOCOL_VERSION,
-            pulling.link_id,
+            opened.link_id,
             order.ticket,
             self._context.region.row_bytes,
             deadline - time.monotonic(),
@@ -200,44 +198,40 @@ class Receiver:
         except BaseException:
             serving.cancel()
             if not receiving.done():
-                await loop.run_in_executor(None, pulling.link.close)
+                await loop.run_in_executor(None, opened.link.close)
                 await asyncio.wait({receiving})
-                receiving.exception()  # the first error is the one that is reported
+                receiving.exception()  # retrieved, but only the first error is reported
             raise
         return serving
 
     async def _connect(
-        self,
-        donor: str,
-        address: str,
-        candidates: Sequence[Transport],
-        deadline: float,
-    ) -> _Receiving:
-        if len(self._pulling) >= MAX_LINKS:
+        self, donor: str, address: str, candidates: Sequence[Transport], deadline: float
+    ) -> _OpenLink:
+        if len(self._links) >= MAX_LINKS:
             raise LinkError(f"{MAX_LINKS} links are open already")
         peer = await within(remaining(deadline), xoscar.actor_ref(address, TRANSFER_UID))
         best, *others = candidates
         if not others:
-            return await self._link(best, donor, address, peer, deadline)
+            return await self._open(best, donor, address, peer, deadline)
         now = time.monotonic()
-        soon = now + min(_HAND_OVER_TIME, (deadline - now) / 2)
+        first_deadline = now + min(_FIRST_TRY_SECONDS, (deadline - now) / 2)
         try:
-            return await self._link(best, donor, address, peer, soon)
-        except Exception as error:  # what a peer raises arrives as whatever it is
-            pulling = await self._link(others[0], donor, address, peer, deadline)
-            self._context.choice.record_fallback(donor, address, error)
-            return pulling
+            return await self._open(best, donor, address, peer, first_deadline)
+        except Exception as error:  # a peer's exception can have any type
+            opened = await self._open(others[0], donor, address, peer, deadline)
+            self._context.selector.record_fallback(donor, address, error)
+            return opened
 
-    async def _link(
+    async def _open(
         self,
         transport: Transport,
         donor: str,
         address: str,
         peer: xoscar.ActorRefType,
         deadline: float,
-    ) -> _Receiving:
+    ) -> _OpenLink:
         if self._context.secret is None:
-            raise LinkError("not joined to a tracker yet")
+            raise LinkError("this replica has not joined a tracker yet")
         loop = asyncio.get_running_loop()
         thread = ThreadPoolExecutor(1, "xavier-pull")
         async with Rollback() as scope:
@@ -253,22 +247,20 @@ class Receiver:
             answer = await within(remaining(deadline), opening)
             link = await loop.run_in_executor(thread, offer.complete, answer, deadline)
             scope.commit()
-        self._pulling[donor] = _Receiving(link_id, address, peer, transport.name, link, thread)
-        return self._pulling[donor]
+        self._links[donor] = _OpenLink(link_id, address, peer, transport.name, link, thread)
+        return self._links[donor]
 
-    async def _drop(self, donor: str) -> None:
-        pulling = self._pulling.pop(donor, None)
-        if pulling is not None:
-            await close_link(pulling.link, pulling.thread)
+    async def _close(self, donor: str) -> None:
+        opened = self._links.pop(donor, None)
+        if opened is not None:
+            await close_link(opened.link, opened.thread)
 
 
-def _reason(error: BaseException) -> str:
-    """What a failed pull is counted as."""
+def _reason(error: Exception) -> str:
+    """The reason that a failed pull is counted under."""
     if isinstance(error, ChecksumError):
         return "checksum"
-    # A peer's own words would make our figures as large as it likes.
+    # A peer's own words must not become labels of our metrics.
     if isinstance(error, OutOfReachError) and error.reason in OUT_OF_REACH:
         return error.reason
-    if isinstance(error, TimeoutError):
-        return "timeout"
-    return "link"
+    return "timeout" if isinstance(error, TimeoutError) else "link"

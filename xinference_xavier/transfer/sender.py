@@ -1,6 +1,6 @@
-"""The links on which we are the donor: rows that our engine granted, sent.
+"""Links on which this replica is the donor: it sends rows that its engine granted.
 
-Threading: belongs to the transfer process's event loop; what blocks runs on the link's thread.
+Threading: the process's event loop. Blocking calls run on the link's thread.
 """
 
 import asyncio
@@ -22,30 +22,30 @@ from xinference_xavier.transfer.links import MAX_LINKS, LinkContext, close_link
 from xinference_xavier.transfer.transports.base import Acceptance, Link
 
 
-class _Sending(NamedTuple):
+class _AcceptedLink(NamedTuple):
     consumer: str
     transport: str
-    link: asyncio.Task[Link | None]
+    link: asyncio.Task[Link | None]  # None: the consumer did not complete it
     thread: ThreadPoolExecutor
 
 
 class Sender:
-    """At most one whole link to each consumer. `key` is what our engine signs its tickets with."""
+    """At most one complete link to each consumer. Our engine signs its tickets with `key`."""
 
-    def __init__(self, home: LinkContext, key: bytes) -> None:
-        self._context = home
+    def __init__(self, context: LinkContext, key: bytes) -> None:
+        self._context = context
         self._key = key
-        self._serving: dict[str, _Sending] = {}  # by link id
-        self._sending: set[str] = set()  # ids of links that carry a batch at the moment
+        self._links: dict[str, _AcceptedLink] = {}  # by id
+        self._busy: set[str] = set()  # ids of links that carry a batch
 
     def transports(self) -> list[str]:
-        """Of each link."""
-        return [serving.transport for serving in self._serving.values()]
+        """The transport of each link."""
+        return [accepted.transport for accepted in self._links.values()]
 
     async def close_links_except(self, members: frozenset[str]) -> None:
-        """All other replicas are gone: close their links."""
-        for consumer in {serving.consumer for serving in self._serving.values()} - members:
-            await self._drop_to(consumer)
+        """Close the links to replicas that are not members."""
+        for consumer in {accepted.consumer for accepted in self._links.values()} - members:
+            await self._close_all_to(consumer)
 
     async def open_link(
         self,
@@ -56,7 +56,7 @@ class Sender:
         hello: bytes,
         timeout: float,
     ) -> bytes:
-        """Begin a link to `consumer`; the answer completes the consumer's side."""
+        """Accept a link from `consumer`; returns the answer that completes its side."""
         check_version(version)
         with checking("request for a link"):
             check_identifier("link_id", link_id)
@@ -65,12 +65,12 @@ class Sender:
             check_seconds("timeout", timeout, MAX_TIMEOUT)
         if self._context.secret is None:
             raise LinkError("the donor has not joined a tracker yet")
-        own = self._context.choice.named(transport)
-        # A consumer has one link to us; it makes another when it has given up the one before.
-        await self._drop_to(consumer)
-        if link_id in self._serving:
+        own = self._context.selector.named(transport)
+        # A consumer has one link to us, and asks for another only after it has closed that one.
+        await self._close_all_to(consumer)
+        if link_id in self._links:
             raise LinkError(f"there is a link {link_id} already")
-        if len(self._serving) >= MAX_LINKS:
+        if len(self._links) >= MAX_LINKS:
             raise LinkError(f"the donor serves {MAX_LINKS} links already")
         deadline = time.monotonic() + timeout
         loop = asyncio.get_running_loop()
@@ -79,73 +79,74 @@ class Sender:
             scope.undo(thread.shutdown, False)
             half = own.accept(hello, self._context.secret, deadline)
             answering = loop.run_in_executor(thread, lambda: half.answer)
-            link = asyncio.ensure_future(self._accept(link_id, half, thread, deadline))
-            # Before anything is waited for: those that come meanwhile count it.
-            self._serving[link_id] = _Sending(consumer, own.name, link, thread)
+            link = asyncio.ensure_future(self._complete(link_id, half, thread, deadline))
+            # Before the first await, so that concurrent calls count it.
+            self._links[link_id] = _AcceptedLink(consumer, own.name, link, thread)
             scope.commit()
         return await answering
 
-    async def _accept(
+    async def _complete(
         self, link_id: str, half: Acceptance, thread: ThreadPoolExecutor, deadline: float
     ) -> Link | None:
-        """The whole link; None for a consumer that did not come back for it."""
+        """The complete link; None if the consumer did not complete its side."""
         loop = asyncio.get_running_loop()
         try:
             async with Rollback() as scope:
                 scope.undo(thread.shutdown, False)
-                scope.undo(self._serving.pop, link_id, None)
+                scope.undo(self._links.pop, link_id, None)
                 scope.undo(loop.run_in_executor, None, half.withdraw)
                 link = await loop.run_in_executor(thread, half.complete, deadline)
                 scope.commit()
             return link
         except XavierError as error:
-            self._context.conditions.warn("link", "link %s was not completed: %s", link_id, error)
+            self._context.log.warn("link", "link not completed: id=%s error=%s", link_id, error)
             return None
 
     async def serve(
         self, version: int, link_id: str, ticket: Ticket, row_bytes: int, timeout: float
     ) -> None:
-        """Send the rows of `ticket` over the link; returns when they have left."""
+        """Send the rows of `ticket` over the link; returns once they have left our memory."""
         check_version(version)
         with checking("request for rows"):
             check_identifier("link_id", link_id)
             check_seconds("timeout", timeout, MAX_TIMEOUT)
         ticket = check_ticket(ticket, self._context.region.rows)
-        serving = self._serving.get(link_id)
-        if serving is None:
+        accepted = self._links.get(link_id)
+        if accepted is None:
             raise LinkError("no such link")
-        if link_id in self._sending:
+        if link_id in self._busy:
             raise LinkError("the link carries a batch already")
         if row_bytes != self._context.region.row_bytes:
             raise LinkError(
-                f"rows of {row_bytes} bytes wanted, ours have {self._context.region.row_bytes}"
+                f"the consumer's rows have {row_bytes} bytes, the donor's "
+                f"{self._context.region.row_bytes}"
             )
-        if serving.consumer != ticket.consumer or not ticket.is_valid(self._key, time.monotonic()):
-            raise LinkError("the ticket is another's or has expired")
+        if accepted.consumer != ticket.consumer or not ticket.is_valid(self._key, time.monotonic()):
+            raise LinkError("the ticket is not valid for this link or has expired")
         deadline = time.monotonic() + timeout
         loop = asyncio.get_running_loop()
-        self._sending.add(link_id)
+        self._busy.add(link_id)
         try:
-            link = await asyncio.shield(serving.link)
+            link = await asyncio.shield(accepted.link)
             if link is None:
                 raise LinkError("the link was not completed")
-            await loop.run_in_executor(serving.thread, link.send, ticket.slots, deadline)
+            await loop.run_in_executor(accepted.thread, link.send, ticket.slots, deadline)
         except BaseException:
-            await self._drop(link_id)
+            await self._close(link_id)
             raise
         finally:
-            self._sending.discard(link_id)
-        self._context.moved[serving.transport].bytes_sent += len(ticket.slots) * row_bytes
+            self._busy.discard(link_id)
+        self._context.stats[accepted.transport].bytes_sent += len(ticket.slots) * row_bytes
 
-    async def _drop_to(self, consumer: str) -> None:
-        for link_id, serving in list(self._serving.items()):
-            # One that is not complete yet ends by its own deadline, if nobody comes for it.
-            if serving.consumer == consumer and serving.link.done():
-                await self._drop(link_id)
+    async def _close_all_to(self, consumer: str) -> None:
+        for link_id, accepted in list(self._links.items()):
+            # An incomplete link ends at its own deadline.
+            if accepted.consumer == consumer and accepted.link.done():
+                await self._close(link_id)
 
-    async def _drop(self, link_id: str) -> None:
-        serving = self._serving.pop(link_id, None)
-        if serving is not None and serving.link.done():
-            link = serving.link.result()
+    async def _close(self, link_id: str) -> None:
+        accepted = self._links.pop(link_id, None)
+        if accepted is not None and accepted.link.done():
+            link = accepted.link.result()
             if link is not None:
-                await close_link(link, serving.thread)
+                await close_link(link, accepted.thread)

@@ -172,7 +172,7 @@ class TestThreads:
         before = gloo_threads()
         offer = here.offer(SECRET, later())
         acceptance = there.accept(offer.hello, SECRET, later())
-        offer.meet(acceptance.answer)
+        offer.set_peer_part(acceptance.answer)
         wait_until(lambda: gloo_threads() == before + 4, "Gloo has connected both")
         offer.withdraw()
         acceptance.withdraw()
@@ -187,7 +187,7 @@ class TestThreads:
         with pytest.raises(LinkError) as failure:
             acceptance.complete(soon())
         acceptance.withdraw()
-        offer.meet(acceptance.answer)
+        offer.set_peer_part(acceptance.answer)
         offer.withdraw()
         wait_until(lambda: gloo_threads() == before, "its threads have ended")
         assert failure.value.__traceback__ is not None
@@ -233,7 +233,7 @@ def test_a_stranger_who_gets_as_far_as_the_connection_gets_no_link(
     acceptance = there.accept(offer.hello, SECRET, later())
     answer = acceptance.answer
     (offer if stranger == "consumer" else acceptance)._secret = b"wrong"
-    offer.meet = lambda sealed: offer._store.add_peers_part(sealed[32:])  # type: ignore[method-assign]
+    offer.set_peer_part = lambda sealed: offer._store.set_peer_part(sealed[32:])  # type: ignore[method-assign]
     for end in (
         threads.submit(offer.complete, answer, later()),
         threads.submit(acceptance.complete, later()),
@@ -389,7 +389,7 @@ def test_half_links_that_come_to_nothing_leave_few_sockets(
     """Which side connects depends on their ports, so each is the donor for a while. What connected
     for a consumer that has given up stays in its device."""
     most = 2
-    monkeypatch.setattr(gloo, "MAX_GIVEN_UP", most)
+    monkeypatch.setattr(gloo, "MAX_WITHDRAWN", most)
 
     def come_to_nothing(consumer: GlooTransport, donor: GlooTransport) -> None:
         offer = consumer.offer(SECRET, soon())

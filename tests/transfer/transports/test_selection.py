@@ -90,12 +90,12 @@ def test_what_failed_with_a_donor_is_not_tried_with_that_process_of_it_again(
         for _ in range(3):
             both.record_fallback("donor", ADDRESS, LinkError("no such socket"))
     assert (both.fallbacks, len(caplog.messages)) == (1, 1)
-    assert "no near with donor" in caplog.messages[0]
+    assert "near failed with donor donor on this host; falling back" in caplog.messages[0]
     assert "no such socket" in caplog.messages[0]
     assert names(both, HERE) == ["far"]
     assert names(both, HERE, donor="another") == ["near", "far"]
     assert names(both, HERE, at="host:2") == ["near", "far"], "it was started again"
-    both.close_links_except(frozenset({"another"}))
+    both.forget_except(frozenset({"another"}))
     assert names(both, HERE) == ["near", "far"]
 
 
@@ -103,7 +103,7 @@ def test_a_consumer_asks_for_a_transport_by_its_name(region: Region) -> None:
     both = choice(region, Near, Far)
     assert (both.names, both.host) == (["near", "far"], HERE)
     assert both.named("far").name == "far"
-    with pytest.raises(LinkError, match="links by near or far, not by 'gloo'"):
+    with pytest.raises(LinkError, match="offers near or far, not 'gloo'"):
         both.named("gloo")
     assert choice(region, Far).host is None
 
@@ -149,5 +149,5 @@ def test_who_says_nothing_does_not_share_its_memory() -> None:
 
 def test_a_system_that_does_not_tell_is_an_error_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selection, "_BOOT_ID", Path("/nowhere/boot_id"))
-    with pytest.raises(TransportError, match="cannot be told from others"):
+    with pytest.raises(TransportError, match="cannot identify this host"):
         selection.host_identity()

@@ -215,7 +215,7 @@ def test_rows_before_one_that_is_wrong_count(pair: Pair) -> None:
 
 def test_a_row_outside_of_the_donors_memory_is_refused(pair: Pair, here: Replica) -> None:
     before = here.region.array.copy()
-    with pytest.raises(LinkError, match=f"row {ROWS} lies outside"):
+    with pytest.raises(LinkError, match=f"row {ROWS} is outside the donor"):
         receive(pair, [0, 1], [0, ROWS])
     assert np.array_equal(here.region.array, before)
 

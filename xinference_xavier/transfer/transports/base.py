@@ -1,14 +1,14 @@
-"""What it takes to move rows between two replicas; one implementation per kind of network.
+"""The interface of a transport, which moves rows between two replicas.
 
-Memory model: rows go from the donor's region row to the consumer's region row. Both sides know the
-size (`Region.row_bytes`) and the order of the rows beforehand; nothing on the wire says so.
+Memory model: bytes go from the donor's region directly to the consumer's. Both sides know the size
+(`Region.row_bytes`) and the order of the rows beforehand; the wire does not carry them.
 
-Life cycle: a consumer `offer`s a link, the donor `accept`s it, both get a `Link` for rows of that
-donor to that consumer. A link carries one batch at a time. After the first failure it is closed and
-a new one is made for the next fetch.
+Life cycle: the consumer makes an `offer`, the donor `accept`s it, and both get a `Link` for rows of
+that donor to that consumer. A link carries one batch at a time. It is closed after its first
+failure; the next fetch makes a new one.
 
-Threading: everything here blocks and is called from a thread of the link's own, except `close`,
-which any thread may call at any time and which ends what blocks.
+Threading: everything here blocks and runs on the link's own thread. `close` is the exception: any
+thread may call it at any time, and it interrupts blocked calls.
 """
 
 from abc import ABC, abstractmethod
@@ -18,26 +18,26 @@ from typing import ClassVar, Protocol
 from xinference_xavier.pool.region import Region
 
 Check = Callable[[int], None]
-"""Raises LinkError if the row in this slot is not the one that it is to be."""
+"""Raises LinkError if the slot does not hold the expected row."""
 
 
 class Link(ABC):
-    """One donor's rows to one consumer. Deadlines are `time.monotonic()` seconds."""
+    """Carries rows of one donor to one consumer. Deadlines are `time.monotonic()` seconds."""
 
     @abstractmethod
     def receive(
         self, slots: Sequence[int], granted: Sequence[int], check: Check, deadline: float
     ) -> Iterator[int]:
-        """Take the donor's next rows, those in its slots `granted`, into `slots`, yielding each
-        slot when its row is whole and has passed `check`, on whatever thread had it last.
+        """Receive the rows in the donor's slots `granted` into our `slots`. Yields each slot, in
+        order, once its row is complete and has passed `check`, which runs on any thread.
 
         Raises:
-            LinkError: the peer failed, or the deadline passed; or what `check` raises.
+            LinkError: the peer failed, the deadline passed, or `check` raised it.
         """
 
     @abstractmethod
     def send(self, slots: Sequence[int], deadline: float) -> None:
-        """Send the rows in `slots`, in order; return when they have left our memory.
+        """Send the rows in `slots`, in order. Returns once they have left our memory.
 
         Raises:
             LinkError: the peer failed, or the deadline passed.
@@ -45,43 +45,42 @@ class Link(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """End the link. When this returns, nothing late is written to our region any more."""
+        """End the link. After this, nothing writes to our region any more."""
 
 
 class Offer(Protocol):
-    """A consumer's half-open link."""
+    """The consumer's half of a link that is being made."""
 
     @property
     def hello(self) -> bytes:
-        """To be handed to the donor's `accept`."""
+        """The argument of the donor's `accept`."""
 
     def complete(self, answer: bytes, deadline: float) -> Link:
         """Make the link with the donor's answer."""
 
     def withdraw(self) -> None:
-        """Give the link up, complete or not."""
+        """Abandon the link, complete or not."""
 
 
 class Acceptance(Protocol):
-    """A donor's half-open link."""
+    """The donor's half of a link that is being made."""
 
     @property
     def answer(self) -> bytes:
-        """To be handed to the consumer's `complete`."""
+        """The argument of the consumer's `complete`."""
 
     def complete(self, deadline: float) -> Link:
-        """Make the link; blocks until the consumer completed its side."""
+        """Make the link; blocks until the consumer has completed its half."""
 
     def withdraw(self) -> None:
-        """Give the link up, complete or not."""
+        """Abandon the link, complete or not."""
 
 
 class Transport(ABC):
     """Makes links for one region.
 
-    `name` says what is spoken on them: both ends of a link have a transport of the same name. It
-    appears in status and metrics. `host` is the `host_identity` of the only host whose processes
-    can be linked; None where links reach any host.
+    Both ends of a link use transports of the same `name`, which appears in status and metrics.
+    `host` is the `host_identity` of the only host that links can reach; None if they reach any.
     """
 
     name: ClassVar[str]
@@ -89,16 +88,16 @@ class Transport(ABC):
 
     @abstractmethod
     def __init__(self, region: Region, host: str, port_range: tuple[int, int] | None) -> None:
-        """Listen on `host`, within `port_range` (both ends included) if there is one.
+        """Listen on `host`, on a port in `port_range` (inclusive) if given.
 
         Raises:
-            TransportError: `host` or the range cannot be used on this machine.
+            TransportError: `host` or the range cannot be used on this host.
         """
 
     @abstractmethod
     def offer(self, secret: bytes, deadline: float) -> Offer:
-        """Begin a link as its consumer."""
+        """Start to make a link as its consumer."""
 
     @abstractmethod
     def accept(self, hello: bytes, secret: bytes, deadline: float) -> Acceptance:
-        """Begin a link as its donor, with the consumer's hello."""
+        """Start to make a link as its donor. Raises LinkError for a bad `hello`."""

@@ -1,12 +1,16 @@
-"""Rows over Gloo: one private two-member process group per link, for any two hosts.
+"""Rows over Gloo, for any two hosts: each link is a process group of two.
 
-How Gloo fails shapes this module (torch 2.13, probed): a wait that times out closes the pair, and
-after that nothing late arrives; `abort()` does not stop a late message; a message longer than the
-posted receive ends the receiving process, which is why this runs in a process of its own; the
-socket of a peer that connected for a group which we had given up stays as long as the device.
+Gloo's failures shape this module (probed with torch 2.13):
 
-The rendezvous needs no port: what Gloo puts into each side's store travels in the link's hello and
-answer. All groups of a device share one listening port.
+- A wait that times out closes the pair. After that, no late message arrives.
+- `abort()` does not stop a late message.
+- A message longer than the posted receive aborts the receiving process. So this runs in a process
+  of its own.
+- If a peer connects for a group that we have abandoned, its socket stays open as long as the
+  device.
+
+The rendezvous needs no port: the keys that Gloo sets in each side's store travel in the link's
+hello and answer. All groups of a device share one listening port.
 """
 
 import logging
@@ -14,6 +18,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from datetime import timedelta
 from typing import Literal, Protocol, cast
 
@@ -33,9 +38,9 @@ from xinference_xavier.transfer.transports.gloo_ports import only_free_ports
 
 logger = logging.getLogger(__name__)
 
-MAX_GIVEN_UP = 8
-"""Half links that came to nothing, each of which may have left a socket, before the next link is
-made by a new device. The old one goes with the last of its links."""
+MAX_WITHDRAWN = 8
+"""Abandoned links, each of which may have left a socket, before a new device replaces the old one,
+which ends with the last of its links."""
 _CONSUMER, _DONOR = 0, 1
 _PROOF_TAG, _CLOSE_TAG = 0, 1
 _MAX_RENDEZVOUS_BYTES = 64 << 10
@@ -43,18 +48,18 @@ _IN_FLIGHT_BYTES = 64 << 20  # above the bandwidth-delay product of any LAN
 _MIN_IN_FLIGHT = 4
 _PORT_ATTEMPTS = 10
 _PART = TypeAdapter(dict[str, bytes], config=ConfigDict(ser_json_bytes="hex", val_json_bytes="hex"))
-"""What Gloo put into one side's store."""
+"""The JSON form of the keys that Gloo sets in one side's store."""
 
 
 class _Group(Protocol):
-    """What we use of a ProcessGroupGloo; torch's stubs lack it."""
+    """The methods of a ProcessGroupGloo that torch's stubs lack."""
 
     def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Work: ...
     def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Work: ...
 
 
 class _ExchangedStore(Store):
-    """A rendezvous store for two, each side of which carries its part to the other itself."""
+    """A rendezvous store of two sides; the caller sends each side's part to the other."""
 
     def __init__(self, timeout: float) -> None:
         super().__init__()
@@ -91,11 +96,11 @@ class _ExchangedStore(Store):
             return _PART.dump_json(self._own)
 
     def transcript(self) -> bytes:
-        """Both parts, the same on both sides."""
+        """Both parts, equal on both sides."""
         both = sorted((self._own | self._peers).items())
         return b"".join(key.encode() + value for key, value in both)
 
-    def add_peers_part(self, part: bytes) -> None:
+    def set_peer_part(self, part: bytes) -> None:
         with checking("rendezvous"):
             fields = _PART.validate_json(part, strict=True)
         with self._changed:
@@ -104,7 +109,7 @@ class _ExchangedStore(Store):
 
 
 class _HalfLink:
-    """A group under construction on a thread; an `Offer` or an `Acceptance`."""
+    """A group that a thread builds; an `Offer` or an `Acceptance`."""
 
     def __init__(
         self,
@@ -114,16 +119,16 @@ class _HalfLink:
         deadline: float,
         hello: bytes | None = None,
     ) -> None:
-        """Raises LinkError, before anything is begun, for a `hello` that is none."""
+        """Raises LinkError for a bad `hello`, before anything starts."""
         self._transport = transport
         self._rank = rank
         self._secret = secret
         seconds = remaining(deadline)
         self._store = _ExchangedStore(seconds)
         if hello is not None:
-            self.meet(hello)
+            self.set_peer_part(hello)
         self._link: GlooLink | None = None
-        # The thread ends when the group is built, or by its own time limit: Gloo offers no other.
+        # The thread ends when the group is built or times out: Gloo cannot cancel it.
         thread = ThreadPoolExecutor(1, "xavier-link")
         self._group: Future[_Group] | None = thread.submit(
             transport.build_group, self._store, rank, seconds
@@ -136,11 +141,11 @@ class _HalfLink:
 
     answer = hello
 
-    def meet(self, sealed: bytes) -> None:
-        """Sealed, because a part that is not Gloo's own can end the process (probed)."""
+    def set_peer_part(self, sealed: bytes) -> None:
+        """It must be sealed, because a forged part can abort the process (probed)."""
         role = f"rendezvous {1 - self._rank}"
         part = unseal(self._secret, role, sealed, _MAX_RENDEZVOUS_BYTES)
-        self._store.add_peers_part(part)
+        self._store.set_peer_part(part)
 
     def finish(self, deadline: float) -> "GlooLink":
         building, self._group = self._group, None
@@ -161,14 +166,14 @@ class _HalfLink:
 
     def withdraw(self) -> None:
         self._group = None
-        self._transport.given_up()
+        self._transport.record_withdrawn()
         if self._link is not None:
             self._link.close()
 
 
 class _Offer(_HalfLink):
     def complete(self, answer: bytes, deadline: float) -> "GlooLink":
-        self.meet(answer)
+        self.set_peer_part(answer)
         return self.finish(deadline)
 
 
@@ -184,8 +189,8 @@ class GlooTransport(Transport):
         self.region = region
         self._where = host, port_range
         self._device = _listen(host, port_range)
-        self._given_up = 0
-        self._renewing = threading.Lock()
+        self._withdrawn = 0
+        self._replacing = threading.Lock()
 
     def offer(self, secret: bytes, deadline: float) -> _Offer:
         return _Offer(self, _CONSUMER, secret, deadline)
@@ -195,23 +200,22 @@ class GlooTransport(Transport):
 
     def build_group(self, store: Store, rank: int, seconds: float) -> _Group:
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # not in the stubs
-        options._devices = [self._sound_device()]
+        options._devices = [self._current_device()]
         options._timeout = timedelta(seconds=seconds)
         return cast(_Group, ProcessGroupGloo(store, rank, 2, options))
 
-    def given_up(self) -> None:
-        """One more half link came to nothing."""
-        with self._renewing:
-            self._given_up += 1
+    def record_withdrawn(self) -> None:
+        with self._replacing:
+            self._withdrawn += 1
 
-    def _sound_device(self) -> ProcessGroupGloo.Device:
-        with self._renewing:
-            if self._given_up >= MAX_GIVEN_UP:
-                self._given_up = 0
+    def _current_device(self) -> ProcessGroupGloo.Device:
+        with self._replacing:
+            if self._withdrawn >= MAX_WITHDRAWN:
+                self._withdrawn = 0
                 try:
                     self._device = _listen(*self._where)
-                except TransportError as error:  # no port is free: what leaks meanwhile is little
-                    logger.warning("Gloo goes on with the device that it has: %s", error)
+                except TransportError as error:  # no free port; a few sockets may leak
+                    logger.warning("keeping the old Gloo device: error=%s", error)
             return self._device
 
 
@@ -220,7 +224,7 @@ def _listen(host: str, port_range: tuple[int, int] | None) -> ProcessGroupGloo.D
         if port_range is None:
             return ProcessGroupGloo.create_device(hostname=host)
         low, high = port_range
-        misfits = []  # kept meanwhile, so that their ports are not given again
+        misfits = []  # kept until the end, so that the kernel does not give their ports again
         with only_free_ports(host, low, high):
             for _ in range(_PORT_ATTEMPTS):
                 before = _listening_ports()
@@ -241,21 +245,21 @@ def _listening_ports() -> set[int]:
 
 
 class GlooLink(Link):
-    """Nobody else refers to `group`, not even for a moment in a local variable: an error keeps the
-    frames that it passed until the garbage collector comes, and with the group two threads."""
+    """Holds the only reference to `group`. A local variable would keep the group, and its two
+    threads, alive with the frames of an exception until the next garbage collection."""
 
     def __init__(self, group: _Group, rank: int, region: Region) -> None:
         self._group: _Group | None = group
         self._peer = 1 - rank
         self._rank = rank
         self._next_tag = _CLOSE_TAG
-        # Views of the region itself: Gloo reads from and writes to the rows, nothing is copied.
+        # Views of the region: Gloo reads and writes the rows in place.
         self._rows = torch.from_numpy(region.array)
         self._in_flight = max(_MIN_IN_FLIGHT, _IN_FLIGHT_BYTES // region.row_bytes)
         self._closing = threading.Lock()
 
     def prove(self, secret: bytes, transcript: bytes, deadline: float) -> None:
-        """Both sides show that they know the model's secret, before any row moves."""
+        """Both sides prove that they know the model's secret, before any row moves."""
         own_proof = prove(secret, f"{self._rank}", transcript)
         own = torch.frombuffer(bytearray(own_proof), dtype=torch.uint8)
         theirs = torch.zeros(PROOF_BYTES, dtype=torch.uint8)
@@ -289,12 +293,10 @@ class GlooLink(Link):
         with self._closing:
             if self._group is None:
                 return
-            try:  # A wait that times out is Gloo's only way to close a pair.
-                unsent = torch.empty(1, dtype=torch.uint8)
-                unsent_work = self._group.recv([unsent], self._peer, _CLOSE_TAG)
-                unsent_work.wait(timedelta(milliseconds=1))
-            except RuntimeError:
-                pass  # what we wanted, or the peer closed first
+            with suppress(RuntimeError):  # only a wait that times out makes Gloo close a pair
+                never_sent = torch.empty(1, dtype=torch.uint8)
+                receiving = self._group.recv([never_sent], self._peer, _CLOSE_TAG)
+                receiving.wait(timedelta(milliseconds=1))
             self._group = None
 
     @property
@@ -305,7 +307,7 @@ class GlooLink(Link):
         return group
 
     def _tag(self) -> int:
-        """Of the next row."""
+        """The tag of the next row."""
         self._next_tag += 1
         return self._next_tag
 
@@ -326,5 +328,5 @@ class GlooLink(Link):
 
 
 def _is_past(deadline: float) -> bool:
-    """Gloo has no type of error for timeouts, and waits for whole milliseconds only."""
+    """Whether Gloo timed out: its errors have no type, and it waits for whole milliseconds."""
     return time.monotonic() > deadline - 0.001

@@ -1,9 +1,8 @@
-"""Makes the kernel choose a port within a range, for who cannot be told one.
+"""Makes the kernel give Gloo a port within a range: Gloo cannot be told which port to use.
 
-Gloo listens on whatever port the kernel gives it. The kernel takes it from the ephemeral ports,
-those of the lower half first and among them the odd ones first (`inet_csk_find_open_port`, for
-sockets with SO_REUSEADDR). So we occupy, for the milliseconds that it takes, those outside the
-range that would be preferred to one inside.
+The kernel chooses among the ephemeral ports: the lower half first, and in each half odd ports first
+(`inet_csk_find_open_port`, for sockets with SO_REUSEADDR). So for some milliseconds we bind the
+ports outside the range that the kernel would prefer.
 """
 
 import errno
@@ -18,23 +17,23 @@ from xinference_xavier.runtime.net import check_range
 
 @contextmanager
 def only_free_ports(host: str, low: int, high: int) -> Iterator[None]:
-    """While entered, the port that the kernel chooses on `host` is one of `low` to `high`.
+    """Within this context, the kernel chooses a port between `low` and `high` on `host`.
 
-    Or one that somebody gives up at that very moment: look, and if need be, try again.
+    Unless another process frees a port outside at that moment: check, and try again if needed.
 
     Raises:
-        TransportError: there is none that the kernel would choose.
+        TransportError: the kernel would choose none of them.
     """
     first, last = check_range(low, high)
-    with _many_open_files(), ExitStack() as occupied:
+    with _raised_file_limit(), ExitStack() as bound:
         try:
             found = any(
-                _occupy_all_but(host, ports, range(low, high + 1), occupied)
-                for ports in _in_order_of_preference(first, last)
+                _bind_all_except(host, ports, range(low, high + 1), bound)
+                for ports in _in_kernel_order(first, last)
             )
         except OSError as error:
             raise TransportError(
-                f"xavier_port_range={low}-{high} cannot be forced upon Gloo on host {host!r} "
+                f"xavier_port_range={low}-{high} cannot be used for Gloo on host {host!r} "
                 f"({error}); raise the limit of open files, or choose a range close to {first}"
             ) from None
         if not found:
@@ -45,7 +44,7 @@ def only_free_ports(host: str, low: int, high: int) -> Iterator[None]:
 
 
 @contextmanager
-def _many_open_files() -> Iterator[None]:
+def _raised_file_limit() -> Iterator[None]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     try:
@@ -54,7 +53,7 @@ def _many_open_files() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def _in_order_of_preference(first: int, last: int) -> list[range]:
+def _in_kernel_order(first: int, last: int) -> list[range]:
     half = first + (last + 1 - first) // 4 * 2
     return [
         range(start + parity, stop, 2)
@@ -63,13 +62,13 @@ def _in_order_of_preference(first: int, last: int) -> list[range]:
     ]
 
 
-def _occupy_all_but(host: str, ports: range, wanted: range, occupied: ExitStack) -> bool:
-    """Whether one of `ports` is wanted and free; the others of them are occupied now."""
+def _bind_all_except(host: str, ports: range, wanted: range, bound: ExitStack) -> bool:
+    """Bind those of `ports` that are not wanted. Returns whether a wanted one is free."""
     found = False
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     for port in ports:
         with ExitStack() as brief:
-            holder = occupied if port not in wanted else brief
+            holder = bound if port not in wanted else brief
             blocker = holder.enter_context(socket.socket(family, socket.SOCK_STREAM))
             try:
                 blocker.bind((host, port))

@@ -1,7 +1,8 @@
-"""Which transports a link to a donor may use, best first, and which host a process is on.
+"""Selects the transports to try with a donor, best first.
 
-A transport within one host is for donors that say they are on ours. That is a hint; the proof is
-that handing the memory over works. One that failed is not tried again with that transfer process.
+A transport within one host is tried with donors whose `host_identity` equals ours. That is a hint;
+only opening a link shows that it works. After a failure it is not tried again with the same
+transfer process.
 
 Threading: the transfer process's event loop.
 """
@@ -18,9 +19,9 @@ logger = logging.getLogger(__name__)
 
 
 class OutOfReachError(LinkError):
-    """All transports of ours stay within this host, and the donor is not on it.
+    """Our transports stay within this host and cannot reach the donor.
 
-    `reason` is what it is counted as.
+    `reason` is one of `OUT_OF_REACH`.
     """
 
     def __init__(self, transport: str, reason: str) -> None:
@@ -31,7 +32,7 @@ class OutOfReachError(LinkError):
 class TransportSelector:
     def __init__(self, transports: Sequence[Transport]) -> None:
         self._transports = {transport.name: transport for transport in transports}
-        self._failed: dict[str, str] = {}  # address of the donor's transfer process, by donor
+        self._failed: dict[str, str] = {}  # by donor: the address of its transfer process
         self.fallbacks = 0
 
     @property
@@ -41,24 +42,22 @@ class TransportSelector:
 
     @property
     def host(self) -> str | None:
-        """What donors of ours say of where they are; None if no transport stays within a host."""
+        """The host to name in our `Endpoint`; None if no transport stays within a host."""
         hosts = (transport.host for transport in self._transports.values())
         return next(filter(None, hosts), None)
 
     def named(self, name: str) -> Transport:
-        """For a link that a consumer asks for."""
+        """The transport that a consumer asks for. Raises LinkError."""
         try:
             return self._transports[name]
         except KeyError:
-            raise LinkError(
-                f"the donor links by {' or '.join(self.names)}, not by {name!r}"
-            ) from None
+            raise LinkError(f"the donor offers {' or '.join(self.names)}, not {name!r}") from None
 
     def candidates(self, donor: str, address: str, host: str | None) -> list[Transport]:
-        """At least one; `host` is what the donor says of where it is.
+        """The transports to try, best first; `address` and `host` are the donor's `Endpoint`.
 
         Raises:
-            OutOfReachError: there is none.
+            OutOfReachError: none can reach the donor.
         """
         possible = [
             transport
@@ -72,19 +71,19 @@ class TransportSelector:
         return possible
 
     def record_fallback(self, donor: str, address: str, error: BaseException) -> None:
-        """The first candidate failed, and the next one works."""
+        """The first candidate failed; the next one worked."""
         if self._failed.get(donor) != address:
             self._failed[donor] = address
             self.fallbacks += 1
             logger.warning(
-                "no %s with %s, although it says that it is on this host: %s",
+                "%s failed with donor %s on this host; falling back: error=%s",
                 self.names[0],
                 donor,
                 error,
             )
 
-    def close_links_except(self, members: frozenset[str]) -> None:
-        """All other donors are gone."""
+    def forget_except(self, members: frozenset[str]) -> None:
+        """Forget the failures with donors that are not members."""
         self._failed = {donor: at for donor, at in self._failed.items() if donor in members}
 
 
@@ -93,24 +92,25 @@ _NETWORK = Path("/proc/self/ns/net")
 
 
 def host_identity() -> str:
-    """The kernel's boot, the network namespace, within which abstract sockets are found, and the
-    user, to whom alone memory is handed over.
+    """Equal for two processes that can share memory: boot id, network namespace and user id.
+
+    Abstract sockets are visible within a network namespace only; memory is shared within a user.
 
     Raises:
-        TransportError: this system does not tell.
+        TransportError: /proc cannot be read.
     """
     try:
         return f"{_BOOT_ID.read_text().strip()} {_NETWORK.stat().st_ino} {os.getuid()}"
     except OSError as error:
-        raise TransportError(f"this host cannot be told from others: {error}") from None
+        raise TransportError(f"cannot identify this host: {error}") from None
 
 
 MEMORY_NOT_SHARED, DIFFERENCES = OUT_OF_REACH[0], OUT_OF_REACH[1:]
-"""The latter in the order of an identity's parts."""
+"""`DIFFERENCES` are in the order of the parts of a `host_identity`."""
 
 
 def difference(own: str, theirs: str | None) -> str | None:
-    """Why a process there cannot hand its memory to us; None if it says that it can."""
+    """Why a process on that host cannot share its memory with us; None if it can."""
     if theirs is None:
         return MEMORY_NOT_SHARED
     parts = zip(DIFFERENCES, own.split(" "), theirs.split(" "), strict=False)

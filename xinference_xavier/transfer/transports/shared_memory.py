@@ -1,16 +1,15 @@
-"""Rows between replicas of one host: the consumer copies them out of the donor's memory itself.
+"""Rows between replicas of one host: the consumer copies them from the donor's memory.
 
-The donor's transfer process hands its region over, read-only, to a process of the same user that
-proves the model's secret. From then on nothing travels between the two: the consumer copies the
-rows that it was granted, and their checksums tell whether they are still those.
+The donor's transfer process shares its region, read-only, with a process of the same user that
+knows the model's secret. After that the two exchange nothing: the consumer copies the rows that it
+was granted, and their checksums show whether they are still the same.
 
-The socket is abstract: it leaves no file, and it is found only in its own network namespace.
+The socket is abstract: it leaves no file and is visible only in its network namespace.
 
-Rows are copied one by one with numpy, which lets go of Python's lock and is as fast as memcpy, by
-two threads, of which each takes the next row as soon as it has checked its last one; who waits for
-them is woken once.
-Copying rows that lie side by side together was measured: up to a tenth faster for the copy, but the
-checksum that follows no longer finds its row in the processor's caches and loses more.
+Two threads copy row by row with numpy, which releases the GIL and is as fast as memcpy. Each takes
+the next row once it has checked its last one; the caller is woken once, at the end. Copying
+adjacent rows together is up to a tenth faster (measured), but then the checksum finds its row no
+longer in the CPU's caches and loses more.
 """
 
 import os
@@ -42,7 +41,7 @@ class SharedMemoryTransport(Transport):
     name = "shared_memory"
 
     def __init__(self, region: Region, host: str, port_range: tuple[int, int] | None) -> None:
-        """`host` and `port_range` do not matter: nothing is sent over the network."""
+        """Ignores `host` and `port_range`: it does not use the network."""
         self._region = region
         self.host = host_identity()
 
@@ -55,12 +54,12 @@ class SharedMemoryTransport(Transport):
 
 
 class _Offer:
-    """The consumer's half: connects to the socket that the donor names."""
+    """Connects to the socket that the donor names."""
 
     def __init__(self, region: Region, secret: bytes) -> None:
         self._region = region
         self._secret = secret
-        # Before a donor opens anything, it knows that a consumer of this model asks.
+        # Sealed, so that a donor opens no socket for a stranger.
         self.hello = seal(secret, _HELLO, os.urandom(_NONCE_BYTES))
         self._peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
 
@@ -81,7 +80,9 @@ class _Offer:
         if row_bytes != self._region.row_bytes:
             theirs.close()
             del theirs
-            raise LinkError(f"the donor's rows have {row_bytes} bytes")
+            raise LinkError(
+                f"the donor's rows have {row_bytes} bytes, the consumer's {self._region.row_bytes}"
+            )
         self._peer.close()
         return ConsumerLink(self._region, theirs)
 
@@ -90,7 +91,7 @@ class _Offer:
 
 
 class _Acceptance:
-    """The donor's half: waits for the one consumer that knows the socket's name."""
+    """Waits for the one consumer that knows the socket's name."""
 
     def __init__(self, region: Region, secret: bytes, hello: bytes) -> None:
         self._region = region
@@ -128,9 +129,9 @@ class _Acceptance:
 class ConsumerLink(Link):
     """`theirs` is the donor's region, mapped read-only.
 
-    Nobody else refers to it, not even for a moment in a local variable: an error keeps the frames
-    that it passed until the garbage collector comes, and with the mapping all memory of a donor
-    that may be gone.
+    The link holds the only reference to it. A local variable would keep the mapping, and with it
+    all memory of a donor that may be gone, alive with the frames of an exception until the next
+    garbage collection.
     """
 
     def __init__(self, ours: Region, theirs: Region) -> None:
@@ -139,7 +140,7 @@ class ConsumerLink(Link):
         self._closing = False
         self._their_rows = theirs.rows
         self._copy_threads = copy_threads()
-        # In the background: rows that are fetched before it is done cost a few page faults.
+        # In the background: rows that are fetched before it ends cost a few page faults.
         self._mapping = threading.Thread(
             target=theirs.populate, args=(self._is_open,), name="xavier-map", daemon=True
         )
@@ -153,7 +154,7 @@ class ConsumerLink(Link):
     ) -> Iterator[int]:
         outside = [slot for slot in granted if slot >= self._their_rows]
         if outside:
-            raise LinkError(f"row {outside[0]} lies outside of the donor's memory")
+            raise LinkError(f"row {outside[0]} is outside the donor's memory")
         rows = iter([*zip(slots, granted, strict=True)])
         taken: set[int] = set()
 
@@ -163,7 +164,7 @@ class ConsumerLink(Link):
                     raise LinkTimeoutError("not all rows were moved in time")
                 if not self._is_open():
                     raise LinkError(_CLOSED)
-                assert self._theirs is not None, "it is unmapped when the last copy has ended"
+                assert self._theirs is not None, "it is unmapped after the last copy"
                 np.copyto(self._ours.row(slot), self._theirs.row(source))
                 check(slot)
                 taken.add(slot)
@@ -172,7 +173,7 @@ class ConsumerLink(Link):
             copying = [self._copy_threads.submit(take) for _ in range(COPY_THREADS)]
         except RuntimeError:
             raise LinkError(_CLOSED) from None
-        for copied in copying:  # not `wait`, which does not see those that a close gives up
+        for copied in copying:  # `wait` would not notice futures that `close` cancels
             with suppress(CancelledError):
                 copied.exception()
         yield from takewhile(taken.__contains__, slots)
@@ -183,7 +184,7 @@ class ConsumerLink(Link):
                 raise LinkError(_CLOSED) from None
 
     def send(self, slots: Sequence[int], deadline: float) -> None:
-        raise LinkError("a consumer's link does not send")
+        raise LinkError("a consumer cannot send")
 
     def close(self) -> None:
         self._closing = True
@@ -195,18 +196,18 @@ class ConsumerLink(Link):
 
 
 class DonorLink(Link):
-    """Has no part in what the consumer does."""
+    """Has nothing to do: the consumer copies the rows itself."""
 
     def receive(
         self, slots: Sequence[int], granted: Sequence[int], check: Check, deadline: float
     ) -> Iterator[int]:
-        raise LinkError("a donor's link does not receive")
+        raise LinkError("a donor cannot receive")
 
     def send(self, slots: Sequence[int], deadline: float) -> None:
-        """The consumer takes them."""
+        """The consumer copies them."""
 
     def close(self) -> None:
-        """What the consumer has mapped is its own."""
+        """The consumer unmaps the region itself."""
 
 
 def _socket_name(name: bytes) -> str:
