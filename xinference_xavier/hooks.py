@@ -47,7 +47,7 @@ class Hooks:
         except queue.Full:
             self.dropped += 1
             if self.dropped == 1:
-                logger.error("%s does not return, dropping events", OPTION)
+                logger.error("%s does not return, dropping events", OPTION)  # noqa: TRY400  # the queue is full: no trace tells more
             return
         if self._thread is None:
             self._thread = threading.Thread(
@@ -94,5 +94,5 @@ def hooks_of(path: str | None) -> Hooks:
     try:
         return Hooks(None if path is None else load_hook(path))
     except ConfigError as error:
-        logger.error("%s", error)
+        logger.error("%s", error)  # noqa: TRY400  # it says all
         return Hooks()

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-import xinference_xavier.serving.ui.routes as routes
 from xinference_xavier.events import Event
+from xinference_xavier.serving.ui import routes
 
 WORDS = Path(routes.__file__).parent / "page" / "words.js"
 
