@@ -27,6 +27,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.process)
 
 
+def pytest_sessionfinish() -> None:
+    """A worker of pytest-xdist may end before coverage writes what it measured."""
+    if "coverage" in sys.modules and (measuring := sys.modules["coverage"].Coverage.current()):
+        measuring.save()
+
+
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The small model, made once a session."""
