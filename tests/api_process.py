@@ -25,7 +25,7 @@ from xoscar.backends.message import MessageType
 
 from tests.replica_process import DEADLINE, MODEL
 from xinference_xavier.protocol.tracker import tracker_uid
-from xinference_xavier.runtime.cancels import mend_cancels
+from xinference_xavier.runtime.cancels import patch_cancels
 from xinference_xavier.serving.api import add_routes
 from xinference_xavier.serving.diagnostics import supervisor_facts, worker_facts
 from xinference_xavier.serving.launch.supervisor import xavier_models, xavier_tracker_address
@@ -63,7 +63,7 @@ class Supervisor(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no type
         self._cancel = asyncio.ensure_future(IndigenActorContext().cancel(reached, os.urandom(32)))
 
     async def end_the_cancel(self) -> None:
-        mend_cancels()
+        patch_cancels()
         self._cancel.cancel()  # its answer may have been lost on the way
         await asyncio.gather(self._cancel, return_exceptions=True)
         await self._pool.stop()

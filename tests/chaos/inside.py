@@ -107,7 +107,7 @@ class Inside:
         async def take() -> list[int]:
             taken = []
             for key in self.pool.shared_keys():
-                if grants.promised_rows >= grants._max_rows:
+                if grants.granted_rows >= grants._max_rows:
                     break
                 taken.append(grants.grant("nobody", [key], time.monotonic()).grant_id)
             return taken

@@ -9,7 +9,7 @@ import pytest
 from tests.tracker_pools import MODEL
 from xinference_xavier.config import XavierConfig
 from xinference_xavier.errors import ConfigError
-from xinference_xavier.protocol.startup_errors import failure_of, report_startup_error
+from xinference_xavier.protocol.startup_errors import pop_startup_error, report_startup_error
 
 ERROR = ConfigError("xavier_pool_bytes", 1, "is too little", "use more")
 
@@ -22,14 +22,16 @@ async def test_the_cause_is_taken_once(
     config = XavierConfig(MODEL, address)
     report_startup_error(config, ERROR)
     report_startup_error(config, RuntimeError("a worker failed"))  # which follows from it
-    assert await failure_of(config, "model-rep0") is None, "another replica's"
-    assert await failure_of(config, "model-rep1") == str(ERROR)
-    assert await failure_of(config, "model-rep1") is None
+    assert await pop_startup_error(config, "model-rep0") is None, "another replica's"
+    assert await pop_startup_error(config, "model-rep1") == str(ERROR)
+    assert await pop_startup_error(config, "model-rep1") is None
     report_startup_error(config, ModuleNotFoundError("No module named 'x'"))
-    assert await failure_of(config, "model-rep1") == "ModuleNotFoundError: No module named 'x'"
+    assert (
+        await pop_startup_error(config, "model-rep1") == "ModuleNotFoundError: No module named 'x'"
+    )
 
 
 async def test_without_a_tracker_nothing_is_learnt_and_nothing_raised() -> None:
     config = XavierConfig(MODEL, "127.0.0.1:1")
     report_startup_error(config, ERROR)
-    assert await failure_of(config, "model-rep0") is None
+    assert await pop_startup_error(config, "model-rep0") is None

@@ -168,7 +168,7 @@ def test_a_grant_of_other_rows_than_were_asked_for_is_refused(grant: Any) -> Non
 
 
 def test_a_grant_of_more_rows_than_were_asked_for_is_refused() -> None:
-    with pytest.raises(LinkError, match="it is of 2 rows, and 1 were asked for"):
+    with pytest.raises(LinkError, match="it has 2 rows, and 1 were asked for"):
         check_grant(GRANT, asked=1)
 
 
@@ -233,7 +233,7 @@ def test_a_transfer_process_says_where_it_is_or_why_it_is_not() -> None:
     assert parse_started(b'{"address": "host:1", "host": null}\n') == Endpoint("host:1", None)
     for line, error in [
         (b'{"error": "no such host"}\n', "no such host"),
-        (b"", "ended without a word"),
+        (b"", "ended without an answer"),
         (b'{"address": 7}', "address=7"),
         (b'{"address": "host", "host": null}', "not of the form host:port"),
         (b'{"address": "host:1", "host": 7}', "host=7"),

@@ -29,13 +29,13 @@ def pinned(pool: Pool) -> int:
     return pool.counts().pinned
 
 
-def test_promised_rows_stay_until_released(pool: Pool, grants: Grants) -> None:
+def test_granted_rows_stay_until_released(pool: Pool, grants: Grants) -> None:
     promise = grants.grant("consumer", [A, B], now=0)
     assert [row.key for row in promise.rows] == [A, B]
     assert promise.expires == LIFETIME
     assert pool.reserve([b"new1", b"new2", b"new3"]).evicted == [C, D]
     grants.release(promise.grant_id)
-    assert (pinned(pool), len(grants), grants.promised_rows) == (0, 0, 0)
+    assert (pinned(pool), len(grants), grants.granted_rows) == (0, 0, 0)
 
 
 def test_only_the_leading_run_is_promised(pool: Pool, grants: Grants) -> None:
@@ -52,7 +52,7 @@ def test_promises_are_bounded_over_all_consumers(pool: Pool, grants: Grants) -> 
     assert [row.key for row in grants.grant("two", [C, D], 0).rows] == [C]
     with pytest.raises(GrantRefusedError, match="busy"):
         grants.grant("three", [D], 0)
-    assert grants.promised_rows == pinned(pool) == 3
+    assert grants.granted_rows == pinned(pool) == 3
     grants.release(first.grant_id)
     assert grants.grant("three", [D], 0).grant_id
 
@@ -78,7 +78,7 @@ def test_promises_to_the_dead_end_at_once(pool: Pool, grants: Grants) -> None:
     grants.grant("dead", [A], 0)
     grants.grant("alive", [B], 0)
     grants.forget("dead")
-    assert len(grants) == pinned(pool) == grants.promised_rows == 1
+    assert len(grants) == pinned(pool) == grants.granted_rows == 1
 
 
 def test_two_promises_of_one_row_both_count(pool: Pool, grants: Grants) -> None:

@@ -21,7 +21,7 @@ from xoscar.backends.indigen.pool import MainActorPool
 from xoscar.backends.message import MessageType
 
 from xinference_xavier.runtime import cancels
-from xinference_xavier.runtime.cancels import cancel_circles, mend_cancels
+from xinference_xavier.runtime.cancels import cancel_circles, patch_cancels
 from xinference_xavier.tracker.actor import BlockTracker
 
 pytestmark = pytest.mark.process
@@ -47,7 +47,7 @@ class Subject(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no types
         return await cancel_circles()
 
     async def mend(self) -> None:
-        mend_cancels()
+        patch_cancels()
 
     async def hold_a_tracker(self) -> None:
         await xo.create_actor(BlockTracker, "m", address=self.address, uid="tracker")
@@ -88,7 +88,7 @@ def _run(pipe: Connection, host: str, mended: bool) -> None:
 
 async def _serve(pipe: Connection, host: str, mended: bool) -> None:
     if mended:
-        mend_cancels()
+        patch_cancels()
     pool = await xo.create_actor_pool(f"{host}:0", n_process=0, use_uvloop=False)
     await xo.create_actor(Subject, address=pool.external_address, uid="subject")
     pipe.send(pool.external_address)
@@ -134,7 +134,7 @@ async def test_what_circles_already_is_seen_and_ended(mend: str) -> None:
 
 
 async def test_a_call_of_a_sub_pools_actor_is_cancelled_there() -> None:
-    mend_cancels()
+    patch_cancels()
     pool = await xo.create_actor_pool("127.0.0.1:0", n_process=1, use_uvloop=False)
     async with pool:
         main, sub = pool.external_address, next(iter(pool.sub_processes))
@@ -146,9 +146,9 @@ async def test_a_call_of_a_sub_pools_actor_is_cancelled_there() -> None:
 
 
 def test_mending_again_changes_nothing() -> None:
-    mend_cancels()
+    patch_cancels()
     mended = MainActorPool._message_handler[MessageType.cancel]
-    mend_cancels()
+    patch_cancels()
     assert MainActorPool._message_handler[MessageType.cancel] is mended
 
 
@@ -156,5 +156,5 @@ def test_an_xoscar_of_another_build_is_left_alone_and_said_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(MainActorPool, "_message_handler", {})
-    cancels.mend_cancels()
+    cancels.patch_cancels()
     assert "start xinference with -H and the host's own address" in caplog.text

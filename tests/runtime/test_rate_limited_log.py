@@ -50,7 +50,7 @@ def test_one_that_lasts_is_told_again_with_how_often(
     conditions.warn("a", "a failed: %s", "why")
     assert [record.getMessage() for record in caplog.records] == [
         "a failed: why",
-        "a failed: why (and 4 times since it was logged last)",
+        "a failed: why repeated=4",
         "a failed: why",
     ]
 

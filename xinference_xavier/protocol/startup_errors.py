@@ -1,7 +1,7 @@
-"""How the cause of a failed start gets from an engine to whoever launches it.
+"""Carries the cause of a failed start from an engine to the worker that launches it.
 
-An engine's process that cannot start logs why and dies; its parent learns only that it died. So
-the engine leaves the cause with the model's tracker, where the worker that launched it asks.
+An engine that cannot start logs the cause and exits; its parent learns only that it exited. So the
+engine reports the cause to the model's tracker, and the worker asks there.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _TIMEOUT = 3.0
 
 
 def replica_name() -> str:
-    """xinference's name for the replica that this process belongs to."""
+    """xinference's name for the replica of this process."""
     return os.environ.get("XINFERENCE_MODEL_UID", "")
 
 
 def report_startup_error(config: XavierConfig, error: BaseException) -> None:
-    """Leave `error` with the tracker; blocks for a few seconds at most and never raises."""
+    """Report `error` to the tracker. Blocks for a few seconds at most, and never raises."""
 
     async def report() -> None:
         try:
@@ -37,9 +37,9 @@ def report_startup_error(config: XavierConfig, error: BaseException) -> None:
             tracker = await within(_TIMEOUT, xoscar.actor_ref(config.tracker_address, uid))
             await within(_TIMEOUT, tracker.report_startup_error(replica_name(), _text(error)))
         except Exception:
-            logger.exception("the cause of the failed start could not be reported")
+            logger.exception("cannot report the cause of the failed start")
 
-    # On a thread of its own: the caller's may run an event loop already.
+    # On a thread of its own, because the caller's may run an event loop already.
     thread = threading.Thread(target=lambda: asyncio.run(report()))
     thread.start()
     thread.join()
@@ -49,8 +49,8 @@ def _text(error: BaseException) -> str:
     return str(error) if isinstance(error, XavierError) else f"{type(error).__name__}: {error}"
 
 
-async def failure_of(config: XavierConfig, replica: str) -> str | None:
-    """What the engine of `replica` left with the tracker; None if nothing can be learnt."""
+async def pop_startup_error(config: XavierConfig, replica: str) -> str | None:
+    """The cause that the engine of `replica` reported; None if the tracker has none."""
     try:
         uid = tracker_uid(config.model_uid)
         tracker = await within(_TIMEOUT, xoscar.actor_ref(config.tracker_address, uid))

@@ -1,7 +1,7 @@
-"""What engines and transfer processes say to each other.
+"""The messages between engines and transfer processes, and their checks.
 
-Each message has a check, which its receiver calls before anything else. It raises LinkError for
-what cannot be right, and nothing else, whatever it is given.
+A receiver checks each message before it does anything else, and uses what the check returns. A
+check raises LinkError, and nothing else unless it says so, whatever it is given.
 """
 
 import hmac
@@ -34,11 +34,11 @@ from xinference_xavier.runtime.validate import (
 
 PROTOCOL_VERSION = 3
 TRANSFER_UID = "xavier-transfer"
-"""Of the actor in every transfer process."""
+"""The uid of the actor in each transfer process."""
 MAX_ROWS_PER_FETCH = 1 << 16
 MAX_TIMEOUT = 3600.0
 MAX_LINE = 1 << 16
-"""Bytes of a line between an engine and its transfer process."""
+"""Bytes of a line between an engine and its transfer process, at start."""
 _SIGNATURE_BYTES = 32
 _MAX_ROWS = (1 << 31) - 1
 _MAX_CHECKSUM = (1 << 64) - 1
@@ -57,7 +57,7 @@ def check_version(version: object) -> int:
 
 @contextmanager
 def checking(what: str) -> Iterator[None]:
-    """Turns ValueError into LinkError, which names the message that was wrong."""
+    """Turns ValueError into a LinkError that names the message."""
     try:
         yield
     except ValueError as error:
@@ -77,7 +77,7 @@ def _check_not_too_many(keys: object) -> object:
     return keys
 
 
-# The first bad item ends the check, so that a long tuple does not become a long list of errors.
+# Fail fast, so that a long tuple does not become a long list of errors.
 _Rows = Field(max_length=MAX_ROWS_PER_FETCH, fail_fast=True)
 _Slots = Annotated[tuple[int, ...], _Rows, up_to(_MAX_ROWS)]
 _Checksums = Annotated[tuple[int, ...], _Rows, up_to(_MAX_CHECKSUM)]
@@ -85,13 +85,13 @@ _Keys = Annotated[
     tuple[Annotated[bytes, Field(min_length=1, max_length=MAX_KEY_BYTES)], ...], _Rows
 ]
 _Port = Annotated[int, Field(ge=0, le=MAX_PORT)]
-# Not a ValueError: pydantic lets LinkError through, so another version is named before all else.
+# pydantic passes on LinkError, so a wrong version is reported before anything else.
 _Version = Annotated[int, PlainValidator(check_version)]
 
 
 @dataclass(frozen=True)
 class Startup:
-    """What an engine tells its transfer process. `key` (hex) signs the engine's tickets."""
+    """The first message to a transfer process. `key` (hex) signs the engine's tickets."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
@@ -111,16 +111,16 @@ class Startup:
 
     @classmethod
     def from_json(cls, line: bytes) -> "Startup":
-        """Raises LinkError; also if the engine still runs what was installed here before."""
+        """Raises LinkError, also after an upgrade under a running engine."""
         with checking("start-up message"):
             return _STARTUP.validate_json(line, strict=True)
 
 
 class Endpoint(NamedTuple):
-    """Where a transfer process is."""
+    """Where a transfer process is. `host` is its `host_identity`; None if it shares no memory."""
 
     address: Address
-    host: Identifier | None  # its `host_identity`, for who might have its memory; None: nobody may
+    host: Identifier | None
 
 
 def check_endpoint(endpoint: object) -> Endpoint:
@@ -128,13 +128,13 @@ def check_endpoint(endpoint: object) -> Endpoint:
 
 
 def parse_started(line: bytes) -> Endpoint:
-    """Where a transfer process listens, from the line that it answers with.
+    """The endpoint of a transfer process, from its answer to `Startup`.
 
     Raises:
-        TransportError: it does not listen, with its own words for why.
+        TransportError: it could not start; the text is its own.
     """
     if not line:
-        raise TransportError("it ended without a word")
+        raise TransportError("it ended without an answer")
     try:
         answer = from_json(line)
         if isinstance(answer, dict) and "error" in answer:
@@ -145,7 +145,7 @@ def parse_started(line: bytes) -> Endpoint:
 
 
 class Ticket(NamedTuple):
-    """A donor engine's word to its own transfer process that rows are granted to a consumer."""
+    """Proves to a donor's transfer process that its engine granted rows to a consumer."""
 
     consumer: Identifier
     slots: _Slots
@@ -162,7 +162,7 @@ class Ticket(NamedTuple):
 
 
 def check_ticket(ticket: object, rows: int) -> Ticket:
-    """`rows` is how many the donor has."""
+    """`rows` is the number of rows in the donor's pool."""
     good = _checked(_TICKET, "ticket", ticket)
     _check_slots("ticket", good.slots, rows)
     return good
@@ -178,7 +178,7 @@ def _signature(key: bytes, consumer: str, slots: Sequence[int], expires: float) 
 
 
 class GrantRequest(NamedTuple):
-    """A consumer asks a donor to keep the rows of these chunks for it."""
+    """Asks a donor to keep the rows of these chunks for a consumer."""
 
     version: _Version
     namespace: Identifier
@@ -187,39 +187,41 @@ class GrantRequest(NamedTuple):
 
 
 def check_request(request: object) -> GrantRequest:
-    """Also raises GrantRefusedError, for more than is granted at a time."""
+    """Also raises GrantRefusedError, for too many rows."""
     return _checked(_REQUEST, "request for a grant", request)
 
 
 class Grant(NamedTuple):
-    """The donor keeps the rows of the leading `len(checksums)` keys until released or expired."""
+    """The donor keeps the rows of the first `len(checksums)` keys until release or expiry.
 
-    grant_id: Count  # 0: it holds not even the first
+    `more_is_held` says that the donor holds the next key too. If not, it does not hold that key as
+    of its publication `sequence`.
+    """
+
+    grant_id: Count  # 0: without rows
     checksums: _Checksums
     ticket: Ticket
     address: Address  # of the donor's transfer process
     host: Identifier | None  # as in its Endpoint
-    more_is_held: bool  # it holds the next key too, but grants no more at a time
-    sequence: (
-        Count  # the donor's last publication when it looked: what it lacks, it lacks as of then
-    )
+    more_is_held: bool
+    sequence: Count
 
 
 def check_grant(grant: object, asked: int) -> Grant:
-    """`asked` is how many rows it was asked for."""
+    """`asked` is the number of rows in the request."""
     good = _checked(_GRANT, "grant", grant)
     rows = len(good.checksums)
     if rows > asked:
-        raise LinkError(f"malformed grant: it is of {rows} rows, and {asked} were asked for")
+        raise LinkError(f"malformed grant: it has {rows} rows, and {asked} were asked for")
     if rows != len(good.ticket.slots):
-        raise LinkError("malformed grant: it has a checksum more or less than it has rows")
+        raise LinkError("malformed grant: the numbers of rows and checksums differ")
     if bool(good.grant_id) != bool(rows):
         raise LinkError("malformed grant: it has an id without rows, or rows without an id")
     return good
 
 
 class PullOrder(NamedTuple):
-    """An engine orders its own transfer process to fetch rows."""
+    """Tells an engine's own transfer process to fetch rows."""
 
     donor: Identifier  # incarnation
     address: Address  # of the donor's transfer process
@@ -232,21 +234,21 @@ class PullOrder(NamedTuple):
 
 
 def check_order(order: object, rows: int) -> PullOrder:
-    """`rows` is how many we have."""
+    """`rows` is the number of rows in our pool."""
     good = _checked(_ORDER, "order", order)
     _check_slots("order", good.slots, rows)
     parts = (good.ticket.slots, good.keys, good.checksums, good.slots)
     if len({*map(len, parts), len(set(good.slots))}) != 1:
-        raise LinkError("malformed order: its rows do not match one to one")
+        raise LinkError("malformed order: its rows do not correspond one to one")
     return good
 
 
 class PullResult(NamedTuple):
-    """`verified` rows from the start are whole; nothing writes to any row of the order any more."""
+    """The first `verified` rows are complete. Nothing writes to the rows of the order any more."""
 
     verified: int
-    reason: str | None  # why not all of them
-    transport: str | None = None  # by which they came; None: there was no link
+    reason: str | None  # why not all rows are verified
+    transport: str | None = None  # None: there was no link
 
 
 _STARTUP = TypeAdapter(Startup)

@@ -1,7 +1,7 @@
-"""Sums up the rows that workers have stored, off the scheduler thread.
+"""Checksums of the rows that vLLM's workers have stored, computed off the scheduler thread.
 
-Threading: belongs to one event loop; the summing itself runs on a thread of its own and lets go of
-Python's lock. A row is pinned while it is summed up.
+Threading: belongs to one event loop. The computation runs on a thread of its own and releases the
+GIL. A row is pinned meanwhile.
 """
 
 import asyncio
@@ -12,24 +12,23 @@ from itertools import islice
 from xinference_xavier.pool.pool import Pool, Row
 from xinference_xavier.pool.region import Region
 
-_BATCH = 16  # rows between two offers
+_BATCH = 16  # rows
 
 
 class Checksums:
-    """`offer(keys)` is called with chunks that may be shared from now on."""
+    """Calls `offer(keys)` with chunks that may be shared from now on."""
 
     def __init__(self, region: Region, pool: Pool, offer: Callable[[list[bytes]], None]) -> None:
         self._region = region
         self._pool = pool
         self._offer = offer
-        # By slot: who waits for a stay that is over gives way to the next one, so that there are
-        # never more than slots.
+        # By slot: a new row replaces an evicted one, so there are never more than slots.
         self._waiting: dict[int, Row] = {}
         self._work = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, "xavier-checksum")
 
     def __len__(self) -> int:
-        """Rows that wait."""
+        """The number of waiting rows."""
         return len(self._waiting)
 
     def add(self, rows: Sequence[Row]) -> None:
@@ -46,12 +45,12 @@ class Checksums:
                 self._work.clear()
             pinned = [row for row in batch if self._pool.pin_row(row)]
             try:
-                sums = await loop.run_in_executor(self._thread, self._sum, pinned)
-                # Both in one go of the loop: an eviction's withdrawal can only come after.
-                summed = zip(pinned, sums, strict=True)
-                self._offer([row.key for row, s in summed if self._pool.set_checksum(row, s)])
+                checksums = await loop.run_in_executor(self._thread, self._checksum, pinned)
+                # Without an await between the two, so that a withdrawal can only follow the offer.
+                pairs = zip(pinned, checksums, strict=True)
+                self._offer([row.key for row, c in pairs if self._pool.set_checksum(row, c)])
             finally:
                 self._pool.unpin(pinned)
 
-    def _sum(self, rows: Sequence[Row]) -> list[int]:
+    def _checksum(self, rows: Sequence[Row]) -> list[int]:
         return [self._region.checksum(row.slot, row.key) for row in rows]

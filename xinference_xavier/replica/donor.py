@@ -1,8 +1,7 @@
-"""The donor's part in a fetch, up to its transfer process: grants, which keep rows in place until a
-consumer has them.
+"""The donor's side of a fetch in the engine: grants, which keep rows in place for a consumer.
 
-Threading: the replica's background loop, so that an answer does not wait for the engine. `Grants`
-is pure bookkeeping over the pool's pins, with the time passed in.
+Threading: the replica's background loop, so that answers do not wait for the engine. `Grants` is
+pure bookkeeping over the pool's pins; time is passed in.
 """
 
 import itertools
@@ -17,7 +16,7 @@ from xinference_xavier.replica.transfer_process import TransferProcess
 
 
 class Donor:
-    """Grants rows of `pool`, at most half of it at a time, each grant for `lifetime` seconds."""
+    """Grants at most half of `pool` at a time, each grant for `lifetime` seconds."""
 
     def __init__(self, pool: Pool, process: TransferProcess, lifetime: float) -> None:
         self._pool = pool
@@ -26,14 +25,14 @@ class Donor:
         self.refused = 0
 
     def grant(self, request: GrantRequest, *, namespace: str | None, sequence: int) -> Grant:
-        """Promise the leading run of the chunks that we hold.
+        """Grant the leading chunks of the request that we hold.
 
-        `namespace` is the one in which we share now, None for none; `sequence` that of our last
+        `namespace` is the one in which we share, None if we do not; `sequence` is that of our last
         publication.
 
         Raises:
-            GrantRefusedError: not ours to give, or not now.
-            LinkError: the request is malformed, or of another version.
+            GrantRefusedError: we cannot grant these rows, or not now.
+            LinkError: the request is malformed, or from another version.
         """
         try:
             request = check_request(request)
@@ -47,25 +46,25 @@ class Donor:
             raise GrantRefusedError("sharing is off")
         if request.namespace != namespace:
             raise GrantRefusedError("other namespace")
-        promise = self.grants.grant(request.consumer, request.keys, time.monotonic())
-        slots = [row.slot for row in promise.rows]
+        record = self.grants.grant(request.consumer, request.keys, time.monotonic())
+        slots = [row.slot for row in record.rows]
         try:
-            ticket = self._process.sign(request.consumer, slots, promise.expires)
+            ticket = self._process.sign(request.consumer, slots, record.expires)
         except GrantRefusedError:
-            self.grants.release(promise.grant_id)
+            self.grants.release(record.grant_id)
             raise
         endpoint = self._process.endpoint
-        assert endpoint is not None, "it signs only while it is there"
-        held = len(promise.rows)
-        more = held < len(request.keys) and self._pool.lookup(request.keys[held]) is not None
+        assert endpoint is not None, "a process that signs has an endpoint"
+        held = len(record.rows)
         return Grant(
-            promise.grant_id,
-            tuple(row.checksum for row in promise.rows if row.checksum is not None),
-            ticket,
-            endpoint.address,
-            endpoint.host,
-            more,
-            sequence,
+            record.grant_id,
+            checksums=tuple(row.checksum for row in record.rows if row.checksum is not None),
+            ticket=ticket,
+            address=endpoint.address,
+            host=endpoint.host,
+            more_is_held=held < len(request.keys)
+            and self._pool.lookup(request.keys[held]) is not None,
+            sequence=sequence,
         )
 
 
@@ -77,50 +76,50 @@ class GrantRecord(NamedTuple):
 
 
 class Grants:
-    """At most `max_rows` rows are promised at a time; a promise lives `lifetime` seconds."""
+    """Grants of at most `max_rows` rows at a time; each expires after `lifetime` seconds."""
 
     def __init__(self, pool: Pool, max_rows: int, lifetime: float) -> None:
         self._pool = pool
         self._max_rows = max_rows
         self._lifetime = lifetime
-        self._promises: dict[int, GrantRecord] = {}
+        self._records: dict[int, GrantRecord] = {}
         self._ids = itertools.count(1)
-        self.promised_rows = 0
+        self.granted_rows = 0
 
     def __len__(self) -> int:
-        return len(self._promises)
+        return len(self._records)
 
     def grant(self, consumer: str, keys: Sequence[bytes], now: float) -> GrantRecord:
-        """Pin the leading run of `keys` that we hold; none of them is no promise (id 0).
+        """Pin the leading keys that we hold. Without any, returns a record with id 0.
 
         Raises:
-            GrantRefusedError: we have promised too much already.
+            GrantRefusedError: too many rows are granted already.
         """
         self.expire(now)
-        room = self._max_rows - self.promised_rows
+        room = self._max_rows - self.granted_rows
         if room <= 0:
             raise GrantRefusedError("busy")
         rows = self._pool.pin_shared(keys[:room])
-        promise = GrantRecord(next(self._ids) if rows else 0, consumer, rows, now + self._lifetime)
+        record = GrantRecord(next(self._ids) if rows else 0, consumer, rows, now + self._lifetime)
         if rows:
-            self._promises[promise.grant_id] = promise
-            self.promised_rows += len(rows)
-        return promise
+            self._records[record.grant_id] = record
+            self.granted_rows += len(rows)
+        return record
 
     def release(self, grant_id: int) -> None:
-        """Does nothing for a promise that ended already."""
-        promise = self._promises.pop(grant_id, None)
-        if promise is not None:
-            self.promised_rows -= len(promise.rows)
-            self._pool.unpin(promise.rows)
+        """Does nothing if the grant has ended already."""
+        record = self._records.pop(grant_id, None)
+        if record is not None:
+            self.granted_rows -= len(record.rows)
+            self._pool.unpin(record.rows)
 
     def expire(self, now: float) -> None:
-        self._release_where(lambda promise: promise.expires <= now)
+        self._release_where(lambda record: record.expires <= now)
 
     def forget(self, consumer: str) -> None:
-        """That replica is gone and will not fetch any more."""
-        self._release_where(lambda promise: promise.consumer == consumer)
+        """Release the grants of a replica that is gone."""
+        self._release_where(lambda record: record.consumer == consumer)
 
     def _release_where(self, ended: Callable[[GrantRecord], bool]) -> None:
-        for promise in [p for p in self._promises.values() if ended(p)]:
-            self.release(promise.grant_id)
+        for record in [record for record in self._records.values() if ended(record)]:
+            self.release(record.grant_id)

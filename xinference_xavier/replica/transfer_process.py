@@ -1,7 +1,8 @@
-"""The engine's handle on its transfer process: starts it, gives it orders, starts it again.
+"""The engine's handle on its transfer process: starts it, calls it, restarts it.
 
-Life cycle: `run` keeps one process alive until it is cancelled. Threading: all of it belongs to the
-replica's background event loop.
+Life cycle: `run` keeps one process alive until it is cancelled.
+
+Threading: the replica's background event loop.
 """
 
 import asyncio
@@ -37,9 +38,9 @@ logger = logging.getLogger(__name__)
 _START_TIMEOUT = 60.0  # importing torch on a busy machine
 _CALL_TIMEOUT = 2.0
 _CONFIGURE_TIMEOUT = 20.0
-_GRACE = 2.0  # a pull that is not over this long after its deadline never will be
+_GRACE = 2.0  # after its deadline, before a call counts as stuck
 _RESTART_PAUSES = (0.1, 0.5, 2.0, 10.0)
-_LIVED_WELL = 60.0
+_STABLE_AFTER = 60.0
 
 
 class _Child(NamedTuple):
@@ -51,7 +52,7 @@ class _Child(NamedTuple):
 
 
 class TransferProcess:
-    """`endpoint` is how peers' transfer processes find ours; None while there is none."""
+    """`endpoint` is where peers' transfer processes find ours; None while it is down."""
 
     def __init__(
         self,
@@ -75,12 +76,12 @@ class TransferProcess:
             key=self._key.hex(),
         )
         self._secret: bytes | None = None
-        self._told: bytes | None = None  # the secret that the child knows
+        self._configured: bytes | None = None  # the secret that the child has
         self._child: _Child | None = None
         self.starts = 0
-        self.error: str | None = None  # why it did not start the last time that it did not
+        self.error: str | None = None  # of the last failed start
         self.failed_calls = 0
-        self._conditions = RateLimitedLog(logger)
+        self._log = RateLimitedLog(logger)
 
     @property
     def endpoint(self) -> Endpoint | None:
@@ -88,45 +89,45 @@ class TransferProcess:
 
     @property
     def ready(self) -> bool:
-        """There is a child, and it knows the model's secret."""
-        return self._child is not None and self._told is not None and self._told == self._secret
+        """The process runs and has the model's current secret."""
+        configured = self._configured is not None and self._configured == self._secret
+        return self._child is not None and configured
 
     @property
     def pid(self) -> int | None:
         return self._child.process.pid if self._child is not None else None
 
     def sign(self, consumer: str, slots: Sequence[int], expires: float) -> Ticket:
-        """A ticket that our transfer process honours.
+        """A ticket that our transfer process accepts.
 
         Raises:
-            GrantRefusedError: there is no transfer process that could honour it at the moment.
+            GrantRefusedError: there is no transfer process now.
         """
         if not self.ready:
             raise GrantRefusedError("no transfer process")
         return Ticket.sign(self._key, consumer, slots, expires)
 
     async def run(self) -> None:
-        """Keep a process alive; when cancelled, end it."""
+        """Keep a process alive until cancelled; then end it."""
         failures = 0
         while True:
             began = time.monotonic()
             try:
                 child = await self._start()
             except (XavierError, *UNREACHABLE) as error:
-                self._conditions.warn(
-                    "start", "the transfer process did not start: %s", error, level=logging.ERROR
+                self._log.warn(
+                    "start", "transfer process did not start: error=%s", error, level=logging.ERROR
                 )
                 self.error = str(error) or type(error).__name__
             else:
                 try:
-                    await self._attend(child)
+                    await self._supervise(child)
                 finally:
-                    self._child = self._told = None
+                    self._child = self._configured = None
                     await _end(child.process, child.control)
-                self._conditions.warn(
-                    "end", "the transfer process ended with %s", child.process.returncode
-                )
-            failures = 1 if time.monotonic() - began > _LIVED_WELL else failures + 1
+                code = child.process.returncode
+                self._log.warn("end", "transfer process ended: exit_code=%s", code)
+            failures = 1 if time.monotonic() - began > _STABLE_AFTER else failures + 1
             await asyncio.sleep(_RESTART_PAUSES[min(failures, len(_RESTART_PAUSES)) - 1])
 
     async def _start(self) -> _Child:
@@ -156,38 +157,38 @@ class TransferProcess:
         exited = asyncio.ensure_future(process.wait())
         return _Child(process, ours, endpoint, actor, exited)
 
-    async def _attend(self, child: _Child) -> None:
-        while self._told != self._secret:  # another one may come meanwhile
+    async def _supervise(self, child: _Child) -> None:
+        while self._configured != self._secret:  # which may change meanwhile
             if not await self._configure(child):
                 return
         self._child = child
         await asyncio.shield(child.exited)
 
     async def configure(self, secret: bytes) -> None:
-        """The model's secret; a later process gets it too."""
+        """Set the model's secret, also for later processes."""
         self._secret = secret
         child = self._child
         if child is not None and not await self._configure(child):
             _kill(child.process)
 
     async def _configure(self, child: _Child) -> bool:
-        """Whether it knows the secret now; without it, it is of no use and is to be replaced."""
+        """Whether the child has the secret now; if not, it must be replaced."""
         secret = self._secret
         try:
             await self._call(child, _CONFIGURE_TIMEOUT, "configure", secret)
         except UNREACHABLE:
             return False
-        self._told = secret
+        self._configured = secret
         return True
 
     async def close_links_except(self, members: frozenset[str]) -> None:
-        """Close the links with all other replicas."""
+        """Close the links with replicas that are not members."""
         if self._child is not None:
             with suppress(*UNREACHABLE):
                 await self._call(self._child, _CALL_TIMEOUT, "close_links_except", members)
 
     async def probe_link(self, donor: str, endpoint: Endpoint, timeout: float) -> str | None:
-        """Why no link to the donor's transfer process can be opened; None if one can."""
+        """Why no link to the donor's transfer process can be opened, or None."""
         if self._child is None:
             return "this replica has no transfer process"
         try:
@@ -212,12 +213,12 @@ class TransferProcess:
             return await within(timeout, getattr(child.actor, method)(*arguments))
         except UNREACHABLE as error:
             self.failed_calls += 1
-            self._conditions.warn("call", "transfer process: %s failed: %r", method, error)
+            self._log.warn("call", "call failed: method=%s error=%r", method, error)
             raise
 
     async def pull(self, order: PullOrder) -> PullResult:
-        """Fetch rows. Never raises, and never returns before nothing writes to them any more:
-        a process that does not answer in time is killed for it."""
+        """Fetch rows. Never raises; when it returns, nothing writes to the rows any more: a process
+        that does not answer in time is killed."""
         child = self._child
         if child is None or not self.ready:
             return PullResult(0, "no transfer process")
@@ -236,7 +237,7 @@ class TransferProcess:
 
 
 async def _read_line(control: socket.socket) -> bytes:
-    """Up to a line's end, the end of all, or more than a line may have."""
+    """Up to the end of the line or of the stream, or a little more than `MAX_LINE` bytes."""
     loop = asyncio.get_running_loop()
     line = b""
     while not line.endswith(b"\n") and len(line) <= MAX_LINE:
@@ -248,7 +249,7 @@ async def _read_line(control: socket.socket) -> bytes:
 
 
 async def _end(process: asyncio.subprocess.Process, control: socket.socket) -> None:
-    control.close()  # the process ends by itself at this
+    control.close()  # which ends the process, unless it hangs
     _kill(process)
     await process.wait()
 

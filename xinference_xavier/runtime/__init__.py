@@ -1,1 +1,1 @@
-"""Helpers for asyncio and the operating system that know nothing of sharing."""
+"""Helpers for asyncio and the operating system, without domain knowledge."""

@@ -1,11 +1,11 @@
-"""Addresses of actors: `host:port`, IPv6 hosts in brackets, and a uid."""
+"""Addresses of actors: `host:port` with IPv6 hosts in brackets, and a uid."""
 
 from __future__ import annotations
 
 import ipaddress
 
 PORTS_PER_REPLICA = 3
-"""Engine, transfer process, Gloo."""
+"""Of the engine, its transfer process and Gloo."""
 
 
 def split_address(address: str) -> tuple[str, int]:
@@ -22,7 +22,7 @@ def join_address(host: str, port: int) -> str:
 
 
 def is_wildcard(host: str) -> bool:
-    """True for an address that means "every interface" and that nobody can connect to elsewhere."""
+    """Whether the address stands for all interfaces, so that other hosts cannot connect to it."""
     try:
         return ipaddress.ip_address(host).is_unspecified
     except ValueError:
@@ -30,7 +30,7 @@ def is_wildcard(host: str) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """True for an address that is of this host only, wherever it is used."""
+    """Whether the address always refers to the host that uses it."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -38,10 +38,10 @@ def is_loopback(host: str) -> bool:
 
 
 def reachable_address(address: str, via: str | None = None) -> str:
-    """``address`` with a wildcard host replaced by one that can be connected to.
+    """``address`` with a wildcard host replaced by one to connect to.
 
-    ``via`` is an address at which the same host is known to be reached. Where that is a wildcard
-    too, or missing, both ends are on this host: the loopback of the wildcard's family is taken.
+    ``via`` is another address of the same host. If that is a wildcard too, or missing, both ends
+    are on this host, and the loopback address of the same family replaces the wildcard.
     """
     host, port = split_address(address)
     if not is_wildcard(host):

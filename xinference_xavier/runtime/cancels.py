@@ -1,11 +1,11 @@
-"""Cancels that end at the pool they reach.
+"""A patch for xoscar: a cancel message ends at the pool that it reaches.
 
-Whoever gives up a call of an xoscar actor sends a cancel to the pool that runs it. The main pool of
-xoscar 0.12 takes a cancel under any address but the one it was made with for a sub-pool's and sends
-it on: to itself where it listens on 0.0.0.0 and was reached by 127.0.0.1 or by the host's address.
-There it arrives again, and so on for ever, at up to a whole core.
+A caller that abandons an xoscar call sends a cancel message to the actor's pool. The main pool of
+xoscar 0.12 forwards a cancel for any address but its own to a sub-pool. If it listens on 0.0.0.0
+and was reached at 127.0.0.1 or the host's address, it forwards the message to itself, forever, and
+occupies up to a whole core.
 
-Every deadline and every long poll of ours cancels calls, so the pools we run in are mended.
+All our deadlines and long polls cancel calls, so we patch the pools that we run in.
 """
 
 from __future__ import annotations
@@ -17,31 +17,31 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 
-_MENDED = "_xavier_mended"
-_WATCHED = 0.1  # seconds
-_LOOKS = 5
+_PATCHED = "_xavier_patched"
+_OBSERVED = 0.1  # seconds
+_SAMPLES = 5
 
 
-def mend_cancels() -> None:
-    """A main pool of this process sends a cancel on to its own sub-pools only. Idempotent; ends
-    what circles already."""
+def patch_cancels() -> None:
+    """Make main pools of this process forward a cancel to their own sub-pools only. Idempotent;
+    also ends loops that run already."""
     try:
         from xoscar.backends.indigen.pool import MainActorPool
         from xoscar.backends.message import MessageType
 
-        _mend(MainActorPool, MessageType.cancel)
+        _patch(MainActorPool, MessageType.cancel)
     except (ImportError, AttributeError, KeyError) as error:
         logger.warning(
-            "this xoscar is built differently (%r): where it listens on 0.0.0.0, a cancelled call "
-            "may take a core; start xinference with -H and the host's own address",
+            "cannot patch this xoscar: cancelled calls to a pool on 0.0.0.0 may occupy a core; "
+            "start xinference with -H and the host's own address: error=%r",
             error,
         )
 
 
-def _mend(pool_type: Any, kind: Any) -> None:
+def _patch(pool_type: Any, kind: Any) -> None:
     handlers = pool_type._message_handler
     original = handlers[kind]
-    if hasattr(original, _MENDED):
+    if hasattr(original, _PATCHED):
         return
 
     @functools.wraps(original)
@@ -50,24 +50,24 @@ def _mend(pool_type: Any, kind: Any) -> None:
             message.address = pool.external_address
         return await original(pool, message)
 
-    setattr(cancel, _MENDED, True)
+    setattr(cancel, _PATCHED, True)
     handlers[kind] = cancel
 
 
 async def cancel_circles() -> bool:
-    """Whether a pool of the running loop sends a cancel to itself again and again: it does so some
-    thousand times a second, and is watched for a tenth of one."""
-    before = _cancels_on_their_way()
-    for _ in range(_LOOKS):
-        await asyncio.sleep(_WATCHED / _LOOKS)
-        if not _cancels_on_their_way() <= before:
+    """Whether a pool of the running loop sends itself a cancel in a loop, which it would do some
+    thousand times a second. Observes it for 0.1 s."""
+    before = _pending_cancels()
+    for _ in range(_SAMPLES):
+        await asyncio.sleep(_OBSERVED / _SAMPLES)
+        if not _pending_cancels() <= before:
             return True
     return False
 
 
-def _cancels_on_their_way() -> set[str]:
-    """The names of the tasks in which a main pool waits for the answer to a cancel. A cancel that
-    arrives where it belongs is answered at once."""
+def _pending_cancels() -> set[str]:
+    """The names of the tasks in which a main pool waits for the answer to a cancel that it has
+    forwarded. A cancel that reaches the right pool is answered at once."""
     from xoscar.backends.message import CancelMessage
 
     def waits(task: asyncio.Task[Any]) -> bool:

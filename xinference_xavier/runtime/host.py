@@ -1,6 +1,4 @@
-"""What a process knows of its host: free memory, here or in its cgroup, and the versions and limits
-that decide whether sharing can work. Linux.
-"""
+"""Facts about a process and its host: free memory, versions and limits. Linux only."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ from xinference_xavier._version import __version__
 
 
 class _Controller(NamedTuple):
-    """Where one cgroup version keeps its numbers, relative to the mount."""
+    """The files of one cgroup version, relative to its mount."""
 
     folder: str
     limit: str
@@ -34,7 +32,7 @@ _V1 = _Controller("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "t
 def free_memory_bytes(
     cgroup_root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")
 ) -> int:
-    """Bytes that may be taken before the host swaps or a cgroup limit kills."""
+    """The bytes that can be allocated before the host swaps or a cgroup limit kills."""
     free: int = psutil.virtual_memory().available
     for group, controller in _groups(cgroup_root, membership):
         left = _left_in(group, controller)
@@ -44,7 +42,7 @@ def free_memory_bytes(
 
 
 def _groups(root: Path, membership: Path) -> Iterator[tuple[Path, _Controller]]:
-    """Our cgroup and all above it, up to the mount: each may have a limit of its own."""
+    """Our cgroup and its ancestors up to the mount: each can have its own limit."""
     try:
         lines = membership.read_text().splitlines()
     except OSError:
@@ -59,7 +57,7 @@ def _groups(root: Path, membership: Path) -> Iterator[tuple[Path, _Controller]]:
             continue
         mount = root / controller.folder
         relative = Path(path.lstrip("/"))
-        # In a container the path may be the host's and not exist below our mount: its end does.
+        # In a container the path can be the host's and not exist below our mount.
         yield mount, controller
         while relative != Path("."):
             yield mount / relative, controller
@@ -67,7 +65,7 @@ def _groups(root: Path, membership: Path) -> Iterator[tuple[Path, _Controller]]:
 
 
 def _left_in(group: Path, controller: _Controller) -> int | None:
-    """Bytes below the group's limit; None where it has none. Cache that can be dropped is free."""
+    """The bytes left below the group's limit, None without one. Reclaimable cache is free."""
     try:
         limit = (group / controller.limit).read_text().strip()
         used = int((group / controller.used).read_text())
@@ -90,8 +88,7 @@ _VARIABLES = ("PYTHONDONTWRITEBYTECODE", "PYTHONHASHSEED", "XINFERENCE_EXTENSION
 
 
 def process_info() -> dict[str, Any]:
-    """JSON-able. Versions are those that this process runs, or those installed beside it; None for
-    what is not."""
+    """JSON-able. Versions are of the loaded or else the installed packages; None if missing."""
     versions = {name: _version(name) for name in _PACKAGES}
     versions["vllm"] = _running_vllm() or next(filter(None, map(_version, _VLLM)), None)
     return {
@@ -106,7 +103,7 @@ def process_info() -> dict[str, Any]:
 
 
 def _running_vllm() -> str | None:
-    """In a model's own environment another one may be installed than beside xinference, or both."""
+    """A model's environment can hold another vLLM than xinference's, or both."""
     return getattr(sys.modules.get("vllm"), "__version__", None)
 
 

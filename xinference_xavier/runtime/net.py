@@ -1,4 +1,4 @@
-"""What a replica listens on, and what it tells its peers."""
+"""Hosts and ports to listen on."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ import xoscar
 
 from xinference_xavier.errors import TransportError
 from xinference_xavier.runtime.addresses import join_address, split_address
-from xinference_xavier.runtime.cancels import mend_cancels
+from xinference_xavier.runtime.cancels import patch_cancels
 
 
 def local_host_towards(address: str) -> str:
-    """The own host as seen on the way to `address`: what peers on that network can reach."""
+    """Our own address on the route to `address`, which peers on that network can reach."""
     host, port = split_address(address)
     family, kind, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as probe:  # connecting a datagram socket sends nothing
+    with socket.socket(family, kind) as probe:  # `connect` sends nothing over UDP
         probe.connect(target)
         return str(probe.getsockname()[0])
 
 
 def free_ports(host: str, port_range: tuple[int, int], most: int = 100) -> int:
-    """How many ports of the range could be listened on now; counts up to `most`."""
+    """The number of free ports in the range, counted up to `most`."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     free = 0
     for port in range(port_range[0], port_range[1] + 1):
@@ -41,9 +41,9 @@ async def listen(host: str, port_range: tuple[int, int] | None) -> xoscar.MainAc
     """An xoscar pool without sub-processes, on a free port of `host` within the range.
 
     Raises:
-        TransportError: no port of the range is free, or `host` is not this machine's.
+        TransportError: no port of the range is free, or `host` is not on this machine.
     """
-    mend_cancels()
+    patch_cancels()
     ports = range(port_range[0], port_range[1] + 1) if port_range else (0,)
     error: OSError | None = None
     for port in ports:
@@ -64,7 +64,7 @@ def check_range(low: int, high: int) -> tuple[int, int]:
     """The kernel's first and last ephemeral port.
 
     Raises:
-        TransportError: none of them is within the range.
+        TransportError: they do not overlap the range.
     """
     first, last = _ephemeral_ports()
     if high < first or last < low:

@@ -1,6 +1,6 @@
-"""Warnings about what may go wrong with every request: once a condition, not once a request.
+"""Warnings about conditions that can occur with every request, logged once each.
 
-Threading: a logger's lock apart, nothing is guarded; each `RateLimitedLog` belongs to one thread.
+Threading: each `RateLimitedLog` belongs to one thread.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ MAX_CONDITIONS = 1000
 
 
 class RateLimitedLog:
-    """Logs a condition when it is met first, and again only after `REMINDER_INTERVAL`, then with
-    how often it was met meanwhile. Of more than `MAX_CONDITIONS`, the oldest are forgotten."""
+    """Logs a condition when it first occurs, then once per `REMINDER_INTERVAL` with the number of
+    repetitions. Keeps the newest `MAX_CONDITIONS`."""
 
     def __init__(self, logger: logging.Logger, clock: Callable[[], float] = time.monotonic) -> None:
         self._logger = logger
@@ -40,7 +40,7 @@ class RateLimitedLog:
             return
         repeated = self._repeated.pop(condition, 0)
         if repeated:
-            message += " (and %d times since it was logged last)"
+            message += " repeated=%d"
             args = (*args, repeated)
         self._logger.log(level, message, *args, exc_info=exc_info)
         self._logged.pop(condition, None)

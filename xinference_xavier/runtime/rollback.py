@@ -1,9 +1,11 @@
-"""Undo what was acquired, unless the whole succeeds.
+"""Undo a transaction's steps unless all of them succeed.
 
-Threading model: a scope belongs to one asyncio task. Life cycle: enter, acquire, register the undo
-at once, ``commit()`` as the last step. Left without a commit, by an exception or a cancellation,
-the scope runs its undos in reverse. Each has a deadline of its own (seconds); none stops the others
-or replaces the error that caused the rollback: failures are logged and counted.
+Life cycle: enter the scope, acquire, register the undo at once, and ``commit()`` last. A scope that
+ends without a commit, by an exception or a cancellation, runs its undos in reverse order. Each undo
+has its own deadline in seconds. A failed undo is logged and counted; it neither stops the others
+nor replaces the original error.
+
+Threading: a scope belongs to one asyncio task.
 """
 
 from __future__ import annotations
@@ -40,14 +42,14 @@ class Rollback:
     def undo(
         self, action: Callable[..., object], *args: object, deadline: float = _DEFAULT_DEADLINE
     ) -> None:
-        """Register ``action(*args)``; what it returns is awaited if it is awaitable.
+        """Register ``action(*args)``, which may return an awaitable.
 
-        A synchronous action runs in the event loop and must not block: no deadline can stop it.
+        A synchronous action runs on the event loop and must not block: no deadline can stop it.
         """
         self._stack.push_async_callback(self._run, action, args, deadline)
 
     def commit(self) -> None:
-        """Keep everything acquired so far. Undos registered later still count."""
+        """Drop the undos registered so far."""
         self._stack.pop_all()
 
     async def __aenter__(self) -> Self:
@@ -59,7 +61,7 @@ class Rollback:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        # A task of its own: a cancellation of ours, even a second one, must not reach the undos.
+        # In a task of its own: our cancellation, even a second one, must not reach the undos.
         unwinding = asyncio.ensure_future(self._stack.aclose())
         cancelled: asyncio.CancelledError | None = None
         while not unwinding.done():
@@ -68,7 +70,7 @@ class Rollback:
             except asyncio.CancelledError as late:
                 cancelled = late
         unwinding.result()
-        # The first error is already on its way up; only without one is the late cancellation news.
+        # With an error, that one propagates already.
         if cancelled is not None and error is None:
             raise cancelled
 
@@ -79,7 +81,8 @@ class Rollback:
             outcome = action(*args)
             if inspect.isawaitable(outcome):
                 await within(deadline, outcome)
-        # Whatever an undo raises must neither stop the others nor hide the first error.
+        # A failed undo must neither stop the others nor hide the original error.
         except (Exception, asyncio.CancelledError) as error:
             self.failed_undos += 1
-            logger.warning("undo %s failed: %r", getattr(action, "__qualname__", action), error)
+            name = getattr(action, "__qualname__", action)
+            logger.warning("undo failed: action=%s error=%r", name, error)

@@ -35,7 +35,7 @@ from xinference_xavier.protocol.tracker import (
     check_stats,
     check_version,
 )
-from xinference_xavier.runtime.cancels import mend_cancels
+from xinference_xavier.runtime.cancels import patch_cancels
 from xinference_xavier.runtime.validate import (
     MAX_KEY_BYTES,
     check_count,
@@ -76,7 +76,7 @@ class BlockTracker(OperatorCalls):
         self._expiry: asyncio.Task[None] | None = None
 
     async def __post_create__(self) -> None:
-        mend_cancels()
+        patch_cancels()
         provide_threads()
         self._expiry = asyncio.create_task(self._expire_forever())
 

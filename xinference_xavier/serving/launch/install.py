@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from xinference_xavier.runtime.cancels import mend_cancels
+from xinference_xavier.runtime.cancels import patch_cancels
 from xinference_xavier.serving.diagnostics import supervisor_facts, worker_facts
 from xinference_xavier.serving.launch import Method
 from xinference_xavier.serving.launch.cancellation import thorough_cancel
@@ -32,7 +32,7 @@ def install() -> None:
     from xinference.core.supervisor import SupervisorActor
     from xinference.core.worker import WorkerActor
 
-    mend_cancels()
+    patch_cancels()
     wrap_supervisor(SupervisorActor)
     wrap_worker(WorkerActor)
 

@@ -8,7 +8,7 @@ from typing import Any
 from xinference_xavier.config import SHARES
 from xinference_xavier.errors import ReplicaStartError
 from xinference_xavier.kv_transfer_config import configuration, for_worker, own_transfer_config
-from xinference_xavier.protocol.startup_errors import failure_of
+from xinference_xavier.protocol.startup_errors import pop_startup_error
 from xinference_xavier.serving.launch import Method
 
 
@@ -39,7 +39,7 @@ def explaining_load(original: Method) -> Method:
             if transfer is None:
                 raise
             # All that vLLM says is that its engine did not start.
-            cause = await failure_of(configuration(transfer), model_uid)
+            cause = await pop_startup_error(configuration(transfer), model_uid)
             if cause is None:
                 raise
             raise ReplicaStartError(cause) from error
