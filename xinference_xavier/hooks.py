@@ -1,12 +1,12 @@
-"""What happens to a model's sharing, told to a function of the operator's: `xavier_hooks`.
+"""Calls a function of the operator, `xavier_hooks`, with each event.
 
     def page_somebody(event: Event) -> None: ...
 
-Threading: the function is called on a thread of its own, one event after the other, in whichever
-process the event happens: launches at the supervisor, members where the tracker is, fetches and the
-tracker's absence at a replica. `Hooks.tell` returns at once. A function that raises is logged once
-and counted; one that hangs lets `MAX_WAITING` events wait and costs the later ones, which are
-counted too.
+Threading: the function runs on a thread of its own, one event after the other, in the process in
+which the event happens: launches in the supervisor, membership in the tracker's process, fetches
+and loss of the tracker in the replica. `Hooks.notify` returns at once. An exception is logged once
+and counted. If the function hangs, `MAX_WAITING` events wait, and later ones are dropped and
+counted.
 """
 
 from __future__ import annotations
@@ -25,12 +25,11 @@ logger = logging.getLogger(__name__)
 MAX_WAITING = 1000
 OPTION = "xavier_hooks"
 
-
 Hook = Callable[[Event], object]
 
 
 class Hooks:
-    """Tells `hook` of events; nobody, if there is none."""
+    """`failed` counts the events at which `hook` raised, `dropped` those it was too slow for."""
 
     def __init__(self, hook: Hook | None = None) -> None:
         self._hook = hook
@@ -48,7 +47,7 @@ class Hooks:
         except queue.Full:
             self.dropped += 1
             if self.dropped == 1:
-                logger.error("%s does not return: events are dropped from now on", OPTION)
+                logger.error("%s is too slow; events are dropped and counted from now on", OPTION)
             return
         if self._thread is None:
             self._thread = threading.Thread(
@@ -69,10 +68,10 @@ class Hooks:
 
 
 def load_hook(path: str) -> Hook:
-    """The function behind "module:function".
+    """The function that "module:function" names.
 
     Raises:
-        ConfigError: there is none in this process.
+        ConfigError: this process cannot import it.
     """
     module, _, name = path.partition(":")
     try:
@@ -86,12 +85,12 @@ def load_hook(path: str) -> Hook:
         ) from None
     if not callable(hook):
         raise ConfigError(OPTION, path, "is not a function", "name one as module:function")
-    found: Hook = hook
-    return found
+    function: Hook = hook
+    return function
 
 
 def hooks_of(path: str | None) -> Hooks:
-    """For a process that goes on without them where they cannot be imported."""
+    """For a process that goes on without hooks if they cannot be imported."""
     if path is None:
         return Hooks()
     try:
