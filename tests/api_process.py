@@ -27,7 +27,7 @@ from tests.replica_process import DEADLINE, MODEL
 from xinference_xavier.protocol.tracker import tracker_uid
 from xinference_xavier.runtime.cancels import patch_cancels
 from xinference_xavier.serving.api import add_routes
-from xinference_xavier.serving.diagnostics import supervisor_facts, worker_facts
+from xinference_xavier.serving.diagnostics import supervisor_process_info, worker_process_info
 from xinference_xavier.serving.launch.supervisor import xavier_models, xavier_tracker_address
 from xinference_xavier.serving.prometheus.exporter import add_metrics
 from xinference_xavier.tracker.actor import BlockTracker
@@ -80,11 +80,11 @@ class Supervisor(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no type
 
 
 class OurSupervisor(Supervisor):
-    xavier_facts = supervisor_facts
+    xavier_process_info = supervisor_process_info
 
 
 class Worker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no types
-    xavier_facts = worker_facts
+    xavier_process_info = worker_process_info
 
 
 class BareWorker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no types

@@ -22,7 +22,7 @@ FINDING = "Finding"
 ECHO = "echo"  # what a command says to standard error
 FOREIGN = {"HTTPException", "UsageError", "ClickException"}
 PLAIN = {"ValueError", "TypeError", "RuntimeError", "TimeoutError", "OSError", "KeyError"}
-POSITION = {"HTTPException": 1, FINDING: 2}
+POSITION = {"HTTPException": 1, FINDING: 1}
 """Of the text among the arguments, where it is not the first."""
 
 _Tree = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef

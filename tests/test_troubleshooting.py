@@ -105,7 +105,7 @@ def test_every_reason_of_a_rollback_is_explained() -> None:
         ('raise ConfigError(option, value, "is", remedy)', "…=… is; …"),
         ('raise NotFoundError(uid, "is gone")', "model … is gone"),
         ('raise HTTPException(404, f"no {name}")', "no …"),
-        ('yield Finding(True, "here", "wrong", "mend it")', "wrong"),
+        ('yield Finding("here", "wrong", "mend it")', "wrong"),
         ("raise LinkError(str(error))", None),
         ('class OwnError(Exception): ...\nraise OwnError("it is " "broken")', "it is broken"),
         (

@@ -29,7 +29,7 @@ Hook = Callable[[Event], object]
 
 
 class Hooks:
-    """Calls `hook` with events; does nothing without one."""
+    """`failed` counts the events at which `hook` raised, `dropped` those it was too slow for."""
 
     def __init__(self, hook: Hook | None = None) -> None:
         self._hook = hook
@@ -47,7 +47,9 @@ class Hooks:
         except queue.Full:
             self.dropped += 1
             if self.dropped == 1:
-                logger.error("%s does not return, dropping events", OPTION)  # noqa: TRY400  # the queue is full: no trace tells more
+                logger.error(  # noqa: TRY400  # the queue is full: a trace tells nothing
+                    "%s is too slow; events are dropped and counted from now on", OPTION
+                )
             return
         if self._thread is None:
             self._thread = threading.Thread(
@@ -85,8 +87,8 @@ def load_hook(path: str) -> Hook:
         ) from None
     if not callable(hook):
         raise ConfigError(OPTION, path, "is not a function", "name one as module:function")
-    found: Hook = hook
-    return found
+    function: Hook = hook
+    return function
 
 
 def hooks_of(path: str | None) -> Hooks:

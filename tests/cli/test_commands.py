@@ -141,7 +141,7 @@ def test_explaining_a_chat(pair: Pair) -> None:
 
 def test_flush_and_switch(pair: Pair) -> None:
     pair.first.store([make_key(number) for number in fresh_numbers(2)])
-    assert "2 replicas forgot" in done(pair.api.endpoint, "flush", MODEL)
+    assert "pools of 2 replicas are empty" in done(pair.api.endpoint, "flush", MODEL)
     assert pair.first.held() == []
     assert "sharing of model is off" in done(pair.api.endpoint, "switch", MODEL, "off")
     assert "sharing off" in done(pair.api.endpoint, "status", MODEL)

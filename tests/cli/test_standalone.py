@@ -42,7 +42,7 @@ def test_a_tracker_in_a_process_of_its_own() -> None:
                 replica.kill()
             second = CliRunner().invoke(main, ["tracker", "m", "--address", address])
             assert second.exit_code == 1
-            assert f"address='{address}' cannot be listened on" in second.output
+            assert f"address='{address}' cannot be used" in second.output
             process.send_signal(signal.SIGINT)
             assert process.wait() == 0
         finally:
@@ -64,8 +64,8 @@ def test_what_vllm_is_told_is_our_configuration() -> None:
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["--address", "10.0.0.1:9920"], "xavier_pool_bytes=None is needed"),
-        (["--address", "0.0.0.0:9920"], "is no address a replica can reach"),
+        (["--address", "10.0.0.1:9920"], "xavier_pool_bytes=None is required without xinference"),
+        (["--address", "0.0.0.0:9920"], "is not an address that replicas can reach"),
         (["--address", "10.0.0.1:0"], "has no port"),
         (["--address", "10.0.0.1"], "is not of the form host:port"),
         (["--address", "10.0.0.1:9920", "--xavier_pool_bytes", "4QiB"], "is not a size"),

@@ -86,7 +86,7 @@ def test_before_the_first_request_there_is_no_share() -> None:
     ("status", "remark"),
     [
         (model(), "No replica has joined yet."),
-        (model(replica("a")), "One replica: nothing to share until another is added."),
+        (model(replica("a")), "One replica: nothing is shared until another is added."),
         (model(replica("a"), replica("b", "other")), "in 2 namespaces and share only within each"),
         (model(replica("a"), replica("b"), seconds_saved=12.34), "saved about 12.3 s"),
         (model(replica("a"), replica("b"), enabled=False), "sharing off"),
@@ -109,7 +109,7 @@ def test_what_is_to_be_known_beyond_the_figures(status: ModelStatus, remark: str
 
 
 def test_no_model_is_said_with_what_to_do() -> None:
-    assert "Launch one with --enable_xavier true" in shown(models_table([]))
+    assert "Launch one with two replicas and --enable_xavier true" in shown(models_table([]))
 
 
 def explanation(held: list[bool], tokens: int) -> Explanation:
@@ -146,10 +146,10 @@ def test_what_is_grave_looks_so() -> None:
     facts = {"models": models, "workers": {"w": {}, "x": {}}}
     versions = ["m: m-0 runs vLLM 0.32.0", "m: b runs vLLM unknown"]
     healthy = [line.rstrip() for line in shown(findings_list([], facts)).splitlines()]
-    assert healthy == ["Nothing is wrong with 2 models on 2 workers.", *versions]
+    assert healthy == ["No problems found (models: 2, workers: 2).", *versions]
     findings = [
-        Finding(True, "model m", "is broken", "mend it"),
-        Finding(False, "replica a", "is small", "make it larger"),
+        Finding("model m", "is broken", "mend it"),
+        Finding("replica a", "is small", "make it larger", grave=False),
     ]
     assert [line.rstrip() for line in shown(findings_list(findings, facts)).splitlines()] == [
         "✗ model m: is broken",

@@ -8,8 +8,9 @@ import random
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 from click.testing import CliRunner
@@ -22,6 +23,13 @@ from xinference_xavier.cli.commands import main
 from xinference_xavier.client import XavierClient, doctor
 from xinference_xavier.client.doctor import Finding
 from xinference_xavier.runtime.net import local_host_towards
+from xinference_xavier.stats.schema import (
+    HookStats,
+    ModelStatus,
+    ReplicaStatus,
+    Totals,
+    TrackerStats,
+)
 
 pytestmark = pytest.mark.process
 
@@ -129,7 +137,7 @@ def test_a_cancelled_call_that_takes_a_core(pair: Pair) -> None:
     finally:
         pair.api.end_the_cancel()
     for where in ("supervisor", f"tracker of {MODEL}", "worker"):
-        result.finds(where, "sends itself a cancelled call", "start it again with -H", grave=False)
+        result.finds(where, "sends a cancelled call to itself", "restart it with -H", grave=False)
     assert "cancelled call" not in diagnose(pair.api.endpoint).output
 
 
@@ -211,7 +219,7 @@ def taken(ports: tuple[int, int]) -> ExitStack:
 
 def test_one_version_differs(planted: Planted) -> None:
     planted.result.finds(
-        "replica foreign", "has xoscar 0.0.1, where others have", "pip install 'xoscar=="
+        "replica foreign", "has xoscar 0.0.1, but others have", "pip install 'xoscar=="
     )
 
 
@@ -227,7 +235,7 @@ def test_byte_code_is_switched_off(planted: Planted) -> None:
 def test_an_address_that_others_cannot_reach(planted: Planted) -> None:
     for name in ("mute", "crippled", "foreign"):
         planted.result.finds(
-            f"replica {name}", "cannot be reached from other hosts", "xinference-worker -H"
+            f"replica {name}", "other hosts cannot reach its address", "xinference-worker -H"
         )
 
 
@@ -237,7 +245,7 @@ def test_a_link_that_cannot_be_opened(planted: Planted) -> None:
 
 
 def test_a_peer_without_a_transfer_process(planted: Planted) -> None:
-    planted.result.finds("replica crippled", "has no transfer process, after", "--xavier_transport")
+    planted.result.finds("replica crippled", "has no transfer process after", "--xavier_transport")
     planted.result.finds("replica well", "cannot fetch from crippled: it has no transfer", "")
 
 
@@ -245,7 +253,7 @@ def test_ports_that_are_used_up(planted: Planted) -> None:
     low, high = planted.ports
     planted.result.finds(
         "replica foreign",
-        f"of xavier_port_range={low}-{high} only 0 ports are free",
+        f"xavier_port_range={low}-{high} has only 0 free ports",
         f"ss -ltnp 'sport >= {low}",
         grave=False,
     )
@@ -260,7 +268,7 @@ def test_another_namespace_and_by_which_ingredient(planted: Planted) -> None:
 
 def test_a_pool_of_a_few_chunks(planted: Planted) -> None:
     planted.result.finds(
-        "replica well", "its pool holds 16 chunks only", "--xavier_pool_bytes", grave=False
+        "replica well", "its pool holds only 16 chunks", "--xavier_pool_bytes", grave=False
     )
 
 
@@ -269,24 +277,38 @@ def test_shared_memory_is_demanded_where_it_cannot_be() -> None:
         "config": {"transport": "shared_memory"},
         "peers": {"b": "no link by shared_memory: other machine", "c": None},
     }
-    (finding,) = doctor._links(doctor._Replica("a", MODEL, {}, examined), {"b": "second"})
+    replica = ReplicaStatus(incarnation="a", address="h:1", namespace="n")
+    (finding,) = doctor._links(doctor._Replica(MODEL, replica, examined), {"b": "second"})
     assert finding.problem == "cannot fetch from second: no link by shared_memory: other machine"
     assert finding.remedy == "launch with --xavier_transport auto"
 
 
 def test_a_tracker_that_is_full_and_hooks_that_fail() -> None:
-    facts: dict[str, Any] = {
-        "replicas": [],
-        "tracker": {"dropped": 9, "hooks": {"failed": 1, "dropped": 2}},
-    }
-    (full,) = doctor._tracker_is_full(MODEL, facts)
-    assert full.problem == "its tracker has no room to list 9 chunks, so no peer can fetch them"
-    (lost,) = doctor._hooks("replica a", {"failed": 1, "dropped": 2})
-    assert (lost.where, lost.grave) == ("replica a", False)
-    assert lost.problem == "xavier_hooks raised at 1 events and was too slow for 2"
-    assert list(doctor._hooks("replica a", {"failed": 0, "dropped": 0})) == []
-    facts["tracker"]["dropped"] = 0
-    assert list(doctor._tracker_is_full(MODEL, facts)) == []
+    def found(tracker: TrackerStats, hooks: HookStats) -> list[tuple[str, str, bool]]:
+        replicas = [
+            ReplicaStatus(incarnation=name, address="h:1", namespace="n", hooks=hooks)
+            for name in "ab"
+        ]
+        totals = Totals()
+        status = ModelStatus(
+            model_uid=MODEL, enabled=True, replicas=tuple(replicas), totals=totals, tracker=tracker
+        )
+        model = {"report": asdict(status), "self_checks": {}}
+        findings = doctor._model_findings(MODEL, model)
+        return [
+            (each.where, each.problem, each.grave)
+            for each in findings
+            if "does not answer" not in each.problem
+        ]
+
+    full = "its tracker has no room to list 9 chunks for peers to fetch"
+    assert found(TrackerStats(dropped=9, hooks=HookStats(failed=3)), HookStats(1, 2)) == [
+        (f"model {MODEL}", full, False),
+        (f"tracker of {MODEL}", "xavier_hooks raised at 3 events and was too slow for 0", False),
+        ("replica a", "xavier_hooks raised at 1 events and was too slow for 2", False),
+        ("replica b", "xavier_hooks raised at 1 events and was too slow for 2", False),
+    ]
+    assert found(TrackerStats(), HookStats()) == []
 
 
 # -- models ----------------------------------------------------------------------------------
@@ -296,15 +318,15 @@ def test_replicas_that_are_too_few_or_gone_and_a_lost_tracker() -> None:
     api = ApiProcess()
     try:
         diagnose(api.endpoint).finds(
-            f"model {MODEL}", "no replica is there", f"/v1/models/{MODEL}/replicas"
+            f"model {MODEL}", "it has no replica", f"/v1/models/{MODEL}/replicas"
         )
         lone = ReplicaProcess("lone", api.address, transport=REFUSING, rows=64)
         try:
             wait_until(lone.is_up, "it is up")
             result = diagnose(api.endpoint)
-            result.finds(f"model {MODEL}", "one replica is there", f"/v1/models/{MODEL}/replicas")
+            result.finds(f"model {MODEL}", "it has one replica", f"/v1/models/{MODEL}/replicas")
             assert [each.problem for each in result.findings if each.grave] == [
-                "one replica is there, and sharing takes two"
+                "it has one replica, and sharing takes two"
             ]
             lone.reset()
             second = ReplicaProcess("second", api.address, transport=REFUSING, rows=64)

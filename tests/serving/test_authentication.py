@@ -142,7 +142,7 @@ def test_a_key_for_another_model_cannot_find_out_what_this_one_was_asked(guarded
     headers = bearer(guarded.elsewhere)
     answer = ask(guarded, "POST /v1/xavier/{model_uid}/explain", headers)
     assert answer.status_code == 403
-    assert answer.json()["detail"] == f"the API key is for other models than {MODEL!r}"
+    assert answer.json()["detail"] == f"the API key is not valid for model {MODEL!r}"
     assert ask(guarded, "GET /v1/xavier/{model_uid}", headers).status_code == 200
 
 

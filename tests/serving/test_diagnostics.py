@@ -13,7 +13,11 @@ import xoscar as xo
 from xinference_xavier import __version__
 from xinference_xavier.protocol.tracker import Member, Settings, tracker_uid
 from xinference_xavier.serving import diagnostics
-from xinference_xavier.serving.diagnostics import cluster_facts, supervisor_facts, worker_facts
+from xinference_xavier.serving.diagnostics import (
+    cluster_info,
+    supervisor_process_info,
+    worker_process_info,
+)
 from xinference_xavier.serving.tracker_gateway import TrackerGateway
 from xinference_xavier.tracker.actor import BlockTracker
 
@@ -21,16 +25,16 @@ KEY_BYTES = 36
 
 
 class Worker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no types
-    xavier_facts = worker_facts
+    xavier_process_info = worker_process_info
 
 
 class Silent(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no types
-    async def xavier_facts(self) -> None:
+    async def xavier_process_info(self) -> None:
         await asyncio.Event().wait()
 
 
 class Broken(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no types
-    async def xavier_facts(self) -> None:
+    async def xavier_process_info(self) -> None:
         raise RuntimeError("no idea")
 
 
@@ -41,7 +45,7 @@ class Bare(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no types
 class Supervisor(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no types
     """Two models share, of which "lost" has no tracker any more."""
 
-    xavier_facts = supervisor_facts
+    xavier_process_info = supervisor_process_info
 
     def __init__(self, workers: dict[str, Any]) -> None:
         super().__init__()
@@ -71,7 +75,7 @@ async def gathered(address: str, **workers: type[xo.Actor]) -> dict[str, Any]:
     async def get_supervisor_ref() -> Any:
         return supervisor
 
-    return await cluster_facts(TrackerGateway(get_supervisor_ref))
+    return await cluster_info(TrackerGateway(get_supervisor_ref))
 
 
 async def test_every_process_tells_of_itself(address: str) -> None:
@@ -92,7 +96,7 @@ async def test_each_worker_that_says_nothing_of_use_is_an_error_of_its_own(
     assert "error" not in workers["good"]
     assert "no answer within 0.2 s" in workers["silent"]["error"]
     assert "no idea" in workers["broken"]["error"]
-    assert "xavier_facts" in workers["bare"]["error"]
+    assert "xavier_process_info" in workers["bare"]["error"]
 
 
 async def test_a_model_without_a_tracker_keeps_none_of_the_others_away(address: str) -> None:
@@ -112,7 +116,7 @@ async def test_a_supervisor_without_the_extension_is_an_error_and_the_rest_is_em
     async def get_supervisor_ref() -> Any:
         return bare
 
-    facts = await cluster_facts(TrackerGateway(get_supervisor_ref))
-    assert "xavier_facts" in facts["supervisor"]["error"]
+    facts = await cluster_info(TrackerGateway(get_supervisor_ref))
+    assert "xavier_process_info" in facts["supervisor"]["error"]
     assert (facts["workers"], facts["models"]) == ({}, {})
     assert facts["api"]["versions"]["xinference-xavier"] == __version__

@@ -118,7 +118,7 @@ async def test_events_come_as_they_happen(
 async def test_only_the_latest_events_at_first(
     trackers: TrackerGateway, tracker: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "MAX_FIRST", 2)
+    monkeypatch.setattr(module, "MAX_RECENT", 2)
     for name in ("m-0", "m-1", "m-2"):
         await join(tracker, name, name)
     messages = live(trackers, "m")

@@ -1,4 +1,4 @@
-"""The commands. What takes long to import is imported where it is used."""
+"""The commands. Modules that take long to import are imported where they are used."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from xinference_xavier._version import __version__
 from xinference_xavier.cli.endpoint import Endpoint, endpoint_options
 from xinference_xavier.config import ENABLE, take_launch_options
 from xinference_xavier.errors import ConfigError
+from xinference_xavier.options import PARSERS
 from xinference_xavier.stats.answers import EventRecord
 
 _EPILOG = """\b
 Exit codes:
-  0  done, and nothing is wrong
-  1  doctor found something wrong, demo or bench failed, or the tracker cannot listen
+  0  success, and doctor found nothing
+  1  doctor found something, demo or bench failed, or the tracker cannot listen
   2  wrong usage
   3  xinference does not answer, refuses, or lacks the extension
   4  no such model shares its cache
@@ -35,31 +36,21 @@ Shell completion:
 _CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 _UNKNOWN_OPTIONS = {"ignore_unknown_options": True, **_CONTEXT}
 _EITHER_DASH = {"token_normalize_func": lambda name: name.replace("-", "_"), **_CONTEXT}
-_LAUNCH_OPTIONS = {
-    "xavier_pool_bytes": "SIZE",
-    "xavier_chunk_tokens": "TOKENS",
-    "xavier_transport": "NAME",
-    "xavier_host": "HOST",
-    "xavier_port_range": "LOW-HIGH",
-    "xavier_fetch_timeout": "SECONDS",
-    "xavier_min_fetch_tokens": "TOKENS",
-    "xavier_hooks": "MODULE:FUNCTION",
-}
 
 
 @click.group(context_settings=_CONTEXT, epilog=_EPILOG)
 @click.version_option(__version__, prog_name="xinference-xavier")
 def main() -> None:
-    """See and steer how vLLM replicas of xinference models share their KV cache."""
+    """Watch and steer how vLLM replicas of xinference models share their KV cache."""
 
 
 @main.command()
 @click.argument("model", required=False)
-@click.option("--json", "as_json", is_flag=True, help="The server's answer as it is.")
-@click.option("--watch", is_flag=True, help="Live, until interrupted or the model ends.")
+@click.option("--json", "as_json", is_flag=True, help="Print the server's answer.")
+@click.option("--watch", is_flag=True, help="Update every second until the model ends.")
 @endpoint_options
 def status(endpoint: Endpoint, model: str | None, as_json: bool, watch: bool) -> None:
-    """How a MODEL shares, or all of them: where prompts' tokens came from, fetches, pools."""
+    """Show how MODEL, or every model, shares: prompt tokens by source, fetches, pools."""
     if watch and model is None:
         raise click.UsageError("--watch needs a MODEL")
     with endpoint.client() as client:
@@ -68,7 +59,7 @@ def status(endpoint: Endpoint, model: str | None, as_json: bool, watch: bool) ->
             return
         models = client.models() if model is None else [client.status(model)]
     if as_json:
-        raw = [each.raw for each in models]
+        raw = [status.raw for status in models]
         click.echo(json.dumps({"models": raw} if model is None else raw[0], indent=2))
         return
     from xinference_xavier.cli.tables import models_table
@@ -92,23 +83,23 @@ def _watch(client: Any, model: str, as_json: bool) -> None:
 
 @main.command()
 @click.argument("model")
-@click.option("--json", "as_json", is_flag=True, help="One event a line.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per line.")
 @endpoint_options
 def events(endpoint: Endpoint, model: str, as_json: bool) -> None:
-    """What happened to MODEL's sharing of late, and then what happens, until interrupted."""
+    """Print MODEL's recent events, then new ones until interrupted."""
     with endpoint.client() as client:
-        for happened in client.events(model):
+        for record in client.events(model):
             if as_json:
-                plain = {"event": happened.event, "time": happened.time, **happened.fields}
+                plain = {"event": record.event, "time": record.time, **record.fields}
                 click.echo(json.dumps(plain))
             else:
-                click.echo(_line(happened))
+                click.echo(_line(record))
 
 
-def _line(happened: EventRecord) -> str:
-    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(happened.time))
-    fields = (f"{name}={value}" for name, value in happened.fields.items())
-    return f"{when}  {happened.event}  {'  '.join(fields)}"
+def _line(record: EventRecord) -> str:
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.time))
+    fields = (f"{name}={value}" for name, value in record.fields.items())
+    return f"{when}  {record.event}  {'  '.join(fields)}"
 
 
 @main.command()
@@ -117,15 +108,15 @@ def _line(happened: EventRecord) -> str:
     "--prompt-file",
     type=click.File("r", encoding="utf-8"),
     required=True,
-    help="The prompt; with --chat, a request's messages as JSON. '-' reads standard input.",
+    help="The prompt, or with --chat the messages as JSON. '-' reads standard input.",
 )
-@click.option("--chat", is_flag=True, help="The file holds messages, not text.")
-@click.option("--json", "as_json", is_flag=True, help="The server's answer as it is.")
+@click.option("--chat", is_flag=True, help="The file holds messages.")
+@click.option("--json", "as_json", is_flag=True, help="Print the server's answer.")
 @endpoint_options
 def explain(endpoint: Endpoint, model: str, prompt_file: Any, chat: bool, as_json: bool) -> None:
-    """Which chunks of a prompt are where, and what a request to MODEL would reuse now.
+    """Show which replicas hold a prompt's chunks, and what a request to MODEL would reuse now.
 
-    What vLLM's own prefix cache holds is not known here, and comes on top.
+    vLLM's own prefix cache may add to that; its content is not known here.
     """
     question = _question(prompt_file.read(), chat)
     with endpoint.client() as client:
@@ -154,14 +145,14 @@ def _question(text: str, chat: bool) -> dict[str, Any]:
 @click.argument("model")
 @endpoint_options
 def flush(endpoint: Endpoint, model: str) -> None:
-    """Have all replicas of MODEL forget the chunks in their pools.
+    """Empty the pools of all replicas of MODEL.
 
-    What vLLM's own prefix cache holds stays, and no request fails for it.
+    vLLM's own prefix caches keep their content, and no request fails.
     """
     with endpoint.client() as client:
-        told = client.flush(model).raw.get("answers", {})
-    flushed, unreachable = told.get("flushed", []), told.get("unreachable", [])
-    click.echo(f"{len(flushed)} replicas forgot what they held")
+        answers = client.flush(model).raw.get("answers", {})
+    flushed, unreachable = answers.get("flushed", []), answers.get("unreachable", [])
+    click.echo(f"pools of {len(flushed)} replicas are empty")
     if unreachable:
         click.echo(f"no answer from {', '.join(unreachable)}", err=True)
         sys.exit(3)
@@ -179,32 +170,32 @@ def switch(endpoint: Endpoint, model: str, state: str) -> None:
 
 
 @main.command()
-@click.option("--json", "as_json", is_flag=True, help="The findings as JSON.")
+@click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON.")
 @endpoint_options
 def doctor(endpoint: Endpoint, as_json: bool) -> None:
-    """Why replicas do not share, or might not soon, and the command that mends it.
+    """Find out why replicas do not share, or might not soon, and print the remedy.
 
-    Looks at versions, the extension, addresses, ports, links between replicas, namespaces, pools
-    and the tracker, in every process of the cluster.
+    Examines versions, the extension, addresses, ports, links between replicas, namespaces, pools,
+    hooks and the tracker, in every process of the cluster.
     """
     from xinference_xavier.client.doctor import diagnose
 
     with endpoint.client() as client:
-        facts = client.cluster()
-    findings = diagnose(facts)
+        cluster = client.cluster()
+    findings = diagnose(cluster)
     if as_json:
         click.echo(json.dumps([finding._asdict() for finding in findings], indent=2))
     else:
         from xinference_xavier.cli.tables import findings_list
 
-        _console().print(findings_list(findings, facts), soft_wrap=True)
+        _console().print(findings_list(findings, cluster), soft_wrap=True)
     sys.exit(1 if findings else 0)
 
 
 @main.command(context_settings=_UNKNOWN_OPTIONS)
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def demo(arguments: tuple[str, ...]) -> None:
-    """Two replicas on this machine share long prefixes, measured. Needs a clone of the project.
+    """Launch two replicas on this machine and measure a remote hit. Needs a clone of the project.
 
     ARGUMENTS: --model FOLDER, and any of the model's launch arguments.
     """
@@ -213,18 +204,18 @@ def demo(arguments: tuple[str, ...]) -> None:
 
 @main.command()
 @click.argument("parts", nargs=-1, metavar="[PART]...")
-@click.option("--quick", is_flag=True, help="Less of each, to see whether it works.")
+@click.option("--quick", is_flag=True, help="Measure little, to see whether it works.")
 def bench(parts: tuple[str, ...], quick: bool) -> None:
-    """What sharing costs, beside what this machine can do. Needs a clone of the project.
+    """Measure what sharing costs on this machine. Needs a clone of the project.
 
-    All PARTS of docs/benchmarks.md, or those named, such as transport or hit, are measured, and
-    that page is written anew.
+    Measures all PARTs of docs/benchmarks.md, or the named ones, such as transport or hit, and
+    updates that page.
     """
     _in_a_clone("benchmarks/__main__.py", "benchmarks", (*parts, *(["--quick"] if quick else [])))
 
 
 def _in_a_clone(file: str, module: str, arguments: tuple[str, ...]) -> None:
-    """Runs a program of the project's that is not installed, and ends as it does."""
+    """Run a program of the project that is not installed, and exit with its status."""
     root = Path(__file__).parents[2]
     if not (root / file).is_file():
         raise click.UsageError(f"{file} is part of the project's repository: run it in a clone")
@@ -266,8 +257,8 @@ def tracker(model: str, address: str, xavier_hooks: str | None) -> None:
 
 
 def _launch_options(command: Callable[..., None]) -> Callable[..., None]:
-    for name, metavar in reversed(_LAUNCH_OPTIONS.items()):
-        command = click.option(f"--{name}", metavar=metavar)(command)
+    for name in reversed(PARSERS):
+        command = click.option(f"--{name}", metavar="VALUE")(command)
     return command
 
 
@@ -295,5 +286,5 @@ def _console() -> Any:
 
     console = Console()
     if not console.is_terminal:
-        console.width = 200  # a table in a pipe is for another program, or a file
+        console.width = 200  # wide tables for pipes and files
     return console

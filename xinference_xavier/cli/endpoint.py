@@ -1,4 +1,4 @@
-"""Which xinference a command talks to, and as whom."""
+"""The xinference endpoint that a command talks to, and its credentials."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Endpoint(NamedTuple):
 
     @contextmanager
     def client(self) -> Iterator[XavierClient]:
-        """What fails inside ends the command, with its reason and its exit code."""
+        """A failure inside ends the command with its reason and exit code."""
         try:
             with XavierClient(self.url, self.api_key) as client:
                 yield client
@@ -38,7 +38,7 @@ class Endpoint(NamedTuple):
 
 
 def endpoint_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Adds the options, and passes the command an `Endpoint` first."""
+    """Add the options; the command gets an `Endpoint` as its first argument."""
 
     @click.option(
         *("--endpoint", "-e"),
@@ -46,13 +46,13 @@ def endpoint_options(command: Callable[..., Any]) -> Callable[..., Any]:
         default=_DEFAULT,
         show_default=True,
         show_envvar=True,
-        help="Where xinference answers.",
+        help="Address of xinference.",
     )
     @click.option(
         *("--api-key", "-k"),
         envvar="XINFERENCE_API_KEY",
         show_envvar=True,
-        help="Where authentication is on; without it, what `xinference login` left is used.",
+        help="For authentication; by default, the token of `xinference login`.",
     )
     @functools.wraps(command)
     def with_endpoint(*args: Any, endpoint: str, api_key: str | None, **kwargs: Any) -> Any:
@@ -62,7 +62,7 @@ def endpoint_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def stored_token(endpoint: str) -> str | None:
-    """What `xinference login` keeps for this endpoint."""
+    """The token that `xinference login` has stored for this endpoint."""
     home = Path(os.environ.get("XINFERENCE_HOME") or Path.home() / ".xinference")
     file = home / "auth" / hashlib.sha256(endpoint.encode()).hexdigest()
     try:

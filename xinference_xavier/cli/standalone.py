@@ -1,8 +1,8 @@
-"""Sharing between vLLM servers that no xinference has launched.
+"""Sharing between vLLM servers without xinference.
 
-`serve` is the tracker that xinference's supervisor would hold, in a process of its own; what
-`transfer_config` returns is what every `vllm serve` of the model is told. Nobody makes a tracker
-anew that was lost, so it must be started again at the same address; replicas fill it again.
+`serve` runs the tracker, which otherwise lives in xinference's supervisor, in a process of its own.
+`transfer_config` is for every `vllm serve` of the model. No one replaces a lost tracker: restart it
+at the same address, and the replicas fill it again.
 """
 
 from __future__ import annotations
@@ -23,15 +23,13 @@ from xinference_xavier.tracker.actor import BlockTracker
 
 _WATCH = 30.0  # seconds
 
-Tell = Callable[[Mapping[str, Any]], object]
-
 
 def transfer_config(model_uid: str, address: str, given: LaunchOptions) -> dict[str, Any]:
     """vLLM's `kv_transfer_config` for a model whose tracker is at `address`; raises ConfigError."""
     host, port = _endpoint(address)
     if is_wildcard(host):
         raise ConfigError(
-            "address", address, "is no address a replica can reach", "use the tracker's own"
+            "address", address, "is not an address that replicas can reach", "use the tracker's own"
         )
     if not port:
         raise ConfigError("address", address, "has no port", "use the one the tracker listens on")
@@ -39,8 +37,8 @@ def transfer_config(model_uid: str, address: str, given: LaunchOptions) -> dict[
         raise ConfigError(
             "xavier_pool_bytes",
             None,
-            "is needed where no xinference decides on it",
-            "use 4GiB, say",
+            "is required without xinference",
+            "use a size such as 4GiB",
         )
     return kv_transfer_config(
         given.config(model_uid=model_uid, tracker_address=address, replicas_per_host=1)
@@ -53,12 +51,12 @@ async def serve(
     *,
     hooks: str | None,
     listening: Callable[[str], object],
-    on_event: Tell,
+    on_event: Callable[[Mapping[str, Any]], object],
     until: asyncio.Event,
 ) -> None:
     """Serve the model's tracker until `until` is set.
 
-    `listening` is told the address, once; `on_event` of each event, as `hooks.event_dict` has it.
+    `listening` is called once with the address, `on_event` with each event as `event_dict` has it.
 
     Raises:
         ConfigError: it cannot listen at `address`.
@@ -70,7 +68,7 @@ async def serve(
         )
     except OSError as error:
         raise ConfigError(
-            "address", address, f"cannot be listened on ({error})", "use a free port of this host"
+            "address", address, f"cannot be used ({error})", "use a free port of this host"
         ) from None
     async with pool:
         tracker = await xoscar.create_actor(
@@ -81,14 +79,14 @@ async def serve(
             uid=tracker_uid(model_uid),
         )
         listening(pool.external_address)
-        telling = asyncio.ensure_future(_forward_events(tracker, on_event))
+        forwarding = asyncio.ensure_future(_forward_events(tracker, on_event))
         await until.wait()
-        telling.cancel()
+        forwarding.cancel()
         with suppress(asyncio.CancelledError):
-            await telling
+            await forwarding
 
 
-async def _forward_events(tracker: Any, on_event: Tell) -> None:
+async def _forward_events(tracker: Any, on_event: Callable[[Mapping[str, Any]], object]) -> None:
     last = 0
     while True:
         for number, event in await tracker.wait_events(last, _WATCH):
@@ -101,5 +99,8 @@ def _endpoint(address: str) -> tuple[str, int]:
         return split_address(address)
     except ValueError:
         raise ConfigError(
-            "address", address, "is not of the form host:port", "use such as 10.0.0.1:9920"
+            "address",
+            address,
+            "is not of the form host:port",
+            "use an address such as 10.0.0.1:9920",
         ) from None

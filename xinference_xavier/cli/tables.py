@@ -1,4 +1,4 @@
-"""What the commands show to people."""
+"""The commands' output for people."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from xinference_xavier.stats.answers import Explanation
 from xinference_xavier.stats.schema import HIT_SOURCES, Counters, ModelStatus, PoolStats
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
-_WIDTH = 64  # of a prompt's picture: one character for a chunk, or for some
+_WIDTH = 64  # of a prompt's picture; a character stands for one chunk or several
 
 
 def size(count: float) -> str:
@@ -30,7 +30,7 @@ def models_table(models: Iterable[ModelStatus]) -> RenderableType:
     shown = [model_table(model) for model in models]
     if not shown:
         return Text(
-            "No model shares its cache. Launch one with --enable_xavier true and two replicas."
+            "No model shares its cache. Launch one with two replicas and --enable_xavier true."
         )
     return Group(*shown)
 
@@ -38,18 +38,9 @@ def models_table(models: Iterable[ModelStatus]) -> RenderableType:
 def model_table(model: ModelStatus) -> RenderableType:
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("replica")
-    sources = (source.replace("_", " ") for source in HIT_SOURCES)
-    for name in (
-        "requests",
-        *sources,
-        "reused",
-        "received",
-        "fetches",
-        "rolled back",
-        "pool",
-        "chunks",
-    ):
-        table.add_column(name, justify="right")
+    columns = ("requests", *HIT_SOURCES, "reused", "received", "fetches", "rolled back", "pool")
+    for name in (*columns, "chunks"):
+        table.add_column(name.replace("_", " "), justify="right")
     for replica in model.replicas:
         name = replica.replica + (" (no answer)" if replica.stale else "")
         table.add_row(name, *_counters(replica), _pool(replica.pool), str(replica.holdings))
@@ -82,14 +73,14 @@ def _pool(pool: PoolStats) -> str:
 
 
 def _remarks(model: ModelStatus) -> list[str]:
-    """What is to be known beyond the figures."""
+    """Hints below the table."""
     remarks = []
     if model.totals.seconds_saved:
-        remarks.append(f"Reuse saved about {model.totals.seconds_saved:.1f} s of computing.")
+        remarks.append(f"Reuse saved about {model.totals.seconds_saved:.1f} s of prefill.")
     if not model.replicas:
         remarks.append("No replica has joined yet.")
     elif len(model.replicas) == 1:
-        remarks.append("One replica: nothing to share until another is added.")
+        remarks.append("One replica: nothing is shared until another is added.")
     namespaces = {replica.namespace for replica in model.replicas}
     if len(namespaces) > 1:
         remarks.append(
@@ -105,7 +96,7 @@ def _remarks(model: ModelStatus) -> list[str]:
 
 
 def explanation_table(answer: Explanation, names: dict[str, str]) -> RenderableType:
-    """`names` are xinference's, by incarnation."""
+    """`names` are xinference's names by incarnation."""
     per_character = max(1, -(-len(answer.chunks) // _WIDTH))
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("replica", "holds (■ all, ▪ part, · none)"):
@@ -121,25 +112,23 @@ def explanation_table(answer: Explanation, names: dict[str, str]) -> RenderableT
         table.add_row(names.get(incarnation, incarnation), picture or "-", *tokens)
     title = (
         f"{answer.prompt_tokens:,} tokens: {len(answer.chunks)} whole chunks of "
-        f"{answer.chunk_tokens}. What a request would reuse, if this replica got it:"
+        f"{answer.chunk_tokens}. What a request to each replica would reuse:"
     )
     return Group(Text(title), table)
 
 
-def findings_list(findings: list[Finding], facts: Mapping[str, Any]) -> RenderableType:
-    models, workers = len(facts["models"]), len(facts["workers"])
+def findings_list(findings: list[Finding], cluster: Mapping[str, Any]) -> RenderableType:
+    models, workers = len(cluster["models"]), len(cluster["workers"])
     lines = Text()
     if not findings:
-        lines.append(
-            f"Nothing is wrong with {models} models on {workers} workers.\n", style="green"
-        )
+        lines.append(f"No problems found (models: {models}, workers: {workers}).\n", style="green")
     for finding in findings:
         lines.append("✗ " if finding.grave else "! ", style="red" if finding.grave else "yellow")
         lines.append(f"{finding.where}: ", style="bold")
         lines.append(f"{finding.problem}\n")
         lines.append("  remedy: ", style="dim")
         lines.append(f"{finding.remedy}\n")
-    for uid, model in facts["models"].items():
+    for uid, model in cluster["models"].items():
         for replica in model.get("report", {}).get("replicas", ()):
             name = replica.get("replica", replica["incarnation"])
             lines.append(f"{uid}: {name} runs vLLM {replica['vllm'] or 'unknown'}\n", style="dim")

@@ -1,4 +1,4 @@
-"""What other programs use to watch and steer sharing over xinference's REST API."""
+"""Clients for the REST interface, for programs that watch and steer sharing."""
 
 from xinference_xavier.client.client import AsyncXavierClient, XavierClient
 

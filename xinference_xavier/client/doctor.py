@@ -1,7 +1,7 @@
-"""Why replicas do not share, or might not after the next restart, and the command that mends it.
+"""Finds out why replicas do not share, or might not after their next restart, and the remedy.
 
-Pure: `diagnose` looks at what `serving.cluster` gathered. Each check below knows one way in which a
-cluster can be wrong.
+Pure: `diagnose` examines what `serving.diagnostics` gathered. Each check below knows one way in
+which a cluster can be wrong.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from xinference_xavier.runtime.addresses import PORTS_PER_REPLICA, is_loopback, split_address
+from xinference_xavier.stats.reading import read
+from xinference_xavier.stats.schema import HookStats, ModelStatus, ReplicaStatus
 
 _EXTENSION = "XINFERENCE_EXTENSIONS=xinference_xavier:extension"
 _COMMON = ("xinference-xavier", "xinference", "xoscar")
@@ -23,157 +25,154 @@ _OPEN_PORTS = (
     "LOW:HIGH -s <peer> -j ACCEPT"
 )
 
-Facts = Mapping[str, Any]
+Info = Mapping[str, Any]
 
 
 class Finding(NamedTuple):
     """`grave`: it keeps replicas from sharing now."""
 
-    grave: bool
     where: str
     problem: str
     remedy: str
+    grave: bool = True
 
 
 class _Replica(NamedTuple):
-    name: str
     model_uid: str
-    report: Facts
-    self_check: Facts
+    status: ReplicaStatus
+    self_check: Info
+
+    @property
+    def where(self) -> str:
+        return f"replica {self.status.replica}"
 
 
-def diagnose(facts: Facts) -> list[Finding]:
-    """What is wrong, the gravest first; empty if nothing is."""
-    found = [*_of_the_cluster(facts)]
-    for model_uid, model in facts["models"].items():
-        found += _of_a_model(model_uid, model)
-    return sorted(found, key=lambda finding: not finding.grave)
+def diagnose(cluster: Info) -> list[Finding]:
+    """All findings, the grave ones first."""
+    findings = [*_cluster_findings(cluster)]
+    for model_uid, model in cluster["models"].items():
+        findings += _model_findings(model_uid, model)
+    return sorted(findings, key=lambda finding: not finding.grave)
 
 
-def _of_the_cluster(facts: Facts) -> Iterator[Finding]:
-    yield from _extensions(facts)
-    yield from _versions(facts)
-    yield from _byte_code(facts)
-    yield from _cancel_circles(facts)
+def _cluster_findings(cluster: Info) -> Iterator[Finding]:
+    yield from _extensions(cluster)
+    yield from _versions(cluster)
+    yield from _byte_code(cluster)
+    yield from _cancel_circles(cluster)
 
 
-def _of_a_model(model_uid: str, model: Facts) -> Iterator[Finding]:
+def _model_findings(model_uid: str, model: Info) -> Iterator[Finding]:
     if "error" in model:
         yield _no_tracker(model_uid, model["error"])
         return
+    status = read(ModelStatus, model["report"])
+    unknown = {"error": "it has just joined"}
     replicas = [
-        _Replica(
-            each.get("replica", each["incarnation"]),
-            model_uid,
-            each,
-            model["self_checks"].get(each["incarnation"], {"error": "it has just joined"}),
-        )
-        for each in model["report"]["replicas"]
+        _Replica(model_uid, replica, model["self_checks"].get(replica.incarnation, unknown))
+        for replica in status.replicas
     ]
-    yield from _switch(model_uid, model["report"])
+    yield from _switch(status)
     yield from _too_few(model_uid, replicas)
     yield from _namespaces(model_uid, replicas)
     yield from _addresses(replicas)
-    yield from _tracker_is_full(model_uid, model["report"])
-    yield from _hooks(f"tracker of {model_uid}", model["report"]["tracker"]["hooks"])
+    yield from _tracker_is_full(status)
+    yield from _hooks(f"tracker of {model_uid}", status.tracker.hooks)
+    names = {replica.incarnation: replica.replica for replica in status.replicas}
     for replica in replicas:
-        yield from _hooks(f"replica {replica.name}", replica.report["hooks"])
+        yield from _hooks(replica.where, replica.status.hooks)
+        yield from _pool(replica)
         if "error" in replica.self_check:
             yield _silent(replica)
             continue
         yield from _transfer(replica)
         yield from _ports(replica)
-        yield from _links(replica, {other.report["incarnation"]: other.name for other in replicas})
-        yield from _pool(replica)
+        yield from _links(replica, names)
 
 
 # -- of the cluster --------------------------------------------------------------------------
 
 
-def _extensions(facts: Facts) -> Iterator[Finding]:
-    if "error" in facts["supervisor"]:
-        yield Finding(
-            True,
-            "supervisor",
-            f"it runs without this extension, or another version ({facts['supervisor']['error']})",
-            f"stop it and start it with {_EXTENSION} xinference-supervisor …",
-        )
-    elif not facts["workers"]:
-        yield Finding(
-            True,
-            "workers",
-            "none is registered; one whose extensions are not the supervisor's is refused",
-            f"start it with {_EXTENSION} xinference-worker …, and look at its log",
-        )
-    for address, worker in facts["workers"].items():
-        if "error" in worker:
+def _extensions(cluster: Info) -> Iterator[Finding]:
+    workers = cluster["workers"]
+    processes = [("supervisor", cluster["supervisor"], "xinference-supervisor")]
+    processes += [(f"worker {host}", info, "xinference-worker") for host, info in workers.items()]
+    for where, info, program in processes:
+        if "error" in info:
             yield Finding(
-                True,
-                f"worker {address}",
-                f"it runs without this extension, or another version ({worker['error']})",
-                f"stop it and start it with {_EXTENSION} xinference-worker …",
+                where,
+                f"runs without this extension, or another version ({info['error']})",
+                f"stop it and start it with {_EXTENSION} {program} …",
             )
-
-
-def _versions(facts: Facts) -> Iterator[Finding]:
-    """All others are compared with the supervisor, engines with the first one."""
-    wanted = facts["supervisor"].get("versions", facts["api"]["versions"])
-    for where, process in _processes(facts):
-        for package in _COMMON:
-            yield from _version(where, package, process["versions"].get(package), wanted[package])
-    engines = [each for each in _processes(facts) if each[0].startswith("replica")]
-    for package in _ENGINES:
-        for where, process in engines[1:]:
-            first = engines[0][1]["versions"].get(package)
-            yield from _version(where, package, process["versions"].get(package), first)
-
-
-def _version(where: str, package: str, found: str | None, wanted: str | None) -> Iterator[Finding]:
-    if found != wanted and wanted is not None:
+    if not workers and "error" not in cluster["supervisor"]:
         yield Finding(
-            True,
-            where,
-            f"has {package} {found}, where others have {wanted}",
-            f"pip install '{package}=={wanted}' there, and start it again",
+            "workers",
+            "none is registered; the supervisor refuses workers with other extensions than its own",
+            f"start one with {_EXTENSION} xinference-worker …, and look at its log",
         )
 
 
-def _byte_code(facts: Facts) -> Iterator[Finding]:
-    for where, process in _processes(facts):
+def _versions(cluster: Info) -> Iterator[Finding]:
+    """Processes are compared with the supervisor, engines with the first engine."""
+    expected = cluster["supervisor"].get("versions", cluster["api"]["versions"])
+    engines = []
+    for where, process in _processes(cluster):
+        versions = process["versions"]
+        for package in _COMMON:
+            yield from _version(where, package, versions.get(package), expected[package])
+        if where.startswith("replica"):
+            engines.append((where, versions))
+    for where, versions in engines[1:]:
+        for package in _ENGINES:
+            first = engines[0][1].get(package)
+            yield from _version(where, package, versions.get(package), first)
+
+
+def _version(
+    where: str, package: str, found: str | None, expected: str | None
+) -> Iterator[Finding]:
+    if found != expected and expected is not None:
+        yield Finding(
+            where,
+            f"has {package} {found}, but others have {expected}",
+            f"pip install '{package}=={expected}' there, and restart it",
+        )
+
+
+def _byte_code(cluster: Info) -> Iterator[Finding]:
+    for where, process in _processes(cluster):
         if process["environment"].get(_BYTE_CODE):
             yield Finding(
-                False,
                 where,
                 f"{_BYTE_CODE} is set: an engine takes three times as long to start",
-                f"unset {_BYTE_CODE} before xinference is started there",
+                f"unset {_BYTE_CODE} before starting xinference there",
+                grave=False,
             )
 
 
-def _cancel_circles(facts: Facts) -> Iterator[Finding]:
-    for where, process in _processes(facts):
+def _cancel_circles(cluster: Info) -> Iterator[Finding]:
+    for where, process in _processes(cluster):
         if process.get("cancel_circles"):
             yield Finding(
-                False,
                 where,
-                f"its xoscar {process['versions'].get('xoscar')} sends itself a cancelled call "
-                "again and again, which takes up to a core",
-                "start it again with -H and the host's own address in place of 0.0.0.0",
+                f"its xoscar {process['versions'].get('xoscar')} sends a cancelled call to itself "
+                "again and again, which takes up to one core",
+                "restart it with -H and the host's own address instead of 0.0.0.0",
+                grave=False,
             )
 
 
-def _processes(facts: Facts) -> Iterator[tuple[str, Facts]]:
-    """Where, and what it told of itself; those that told nothing are left out."""
-    parts = [("supervisor", facts["supervisor"]), ("API", facts["api"])]
-    parts += [(f"worker {address}", each) for address, each in facts["workers"].items()]
-    for model_uid, model in facts["models"].items():
-        parts.append((f"tracker of {model_uid}", model.get("tracker", {})))
+def _processes(cluster: Info) -> Iterator[tuple[str, Info]]:
+    """Name and info of every process that answered."""
+    processes = [("supervisor", cluster["supervisor"]), ("API", cluster["api"])]
+    processes += [(f"worker {address}", info) for address, info in cluster["workers"].items()]
+    for model_uid, model in cluster["models"].items():
+        processes.append((f"tracker of {model_uid}", model.get("tracker", {})))
         self_checks = model.get("self_checks", {})
-        for each in model.get("report", {}).get("replicas", ()):
-            name = each.get("replica", each["incarnation"])
-            parts.append((f"replica {name}", self_checks.get(each["incarnation"], {})))
-    for where, each in parts:
-        if "versions" in each:
-            yield where, each
+        for replica in model.get("report", {}).get("replicas", ()):
+            name = replica.get("replica", replica["incarnation"])
+            processes.append((f"replica {name}", self_checks.get(replica["incarnation"], {})))
+    return ((where, info) for where, info in processes if "versions" in info)
 
 
 # -- of a model ------------------------------------------------------------------------------
@@ -181,61 +180,59 @@ def _processes(facts: Facts) -> Iterator[tuple[str, Facts]]:
 
 def _no_tracker(model_uid: str, error: str) -> Finding:
     return Finding(
-        True,
         f"model {model_uid}",
-        f"its tracker is missing ({error}); replicas make it anew within 15 s of losing it",
+        f"its tracker is missing ({error}); replicas make a new one within 15 s",
         f"xinference terminate --model-uid {model_uid}, and launch it again",
     )
 
 
-def _switch(model_uid: str, report: Facts) -> Iterator[Finding]:
-    if not report["enabled"]:
+def _switch(status: ModelStatus) -> Iterator[Finding]:
+    if not status.enabled:
         yield Finding(
-            True,
-            f"model {model_uid}",
+            f"model {status.model_uid}",
             "sharing is switched off",
-            f"xinference-xavier switch {model_uid} on",
+            f"xinference-xavier switch {status.model_uid} on",
         )
 
 
 def _too_few(model_uid: str, replicas: list[_Replica]) -> Iterator[Finding]:
     if len(replicas) < 2:
         yield Finding(
-            True,
             f"model {model_uid}",
-            f"{'one replica' if replicas else 'no replica'} is there, and sharing takes two",
+            f"it has {'one replica' if replicas else 'no replica'}, and sharing takes two",
             f"curl -X POST ENDPOINT/v1/models/{model_uid}/replicas -H 'content-type: "
             """application/json' -d '{"replica": 1}'""",
         )
 
 
 def _namespaces(model_uid: str, replicas: list[_Replica]) -> Iterator[Finding]:
-    """Those that differ from the first, and in what."""
+    """Replicas in another namespace than the first, and the fields that differ."""
     for replica in replicas[1:]:
         first = replicas[0]
-        ours, theirs = first.report["namespace"], replica.report["namespace"]
-        if ours == theirs:
+        if first.status.namespace == replica.status.namespace:
             continue
-        fingerprint_fields = first.self_check.get("fingerprint_fields", {})
-        others = replica.self_check.get("fingerprint_fields", {})
+        theirs = first.self_check.get("fingerprint_fields", {})
+        ours = replica.self_check.get("fingerprint_fields", {})
         differing = [
-            f"{name} ({fingerprint_fields.get(name)} there, {others.get(name)} here)"
-            for name in sorted({*fingerprint_fields, *others})
-            if fingerprint_fields.get(name) != others.get(name)
+            f"{name} ({theirs.get(name)} there, {ours.get(name)} here)"
+            for name in sorted({*theirs, *ours})
+            if theirs.get(name) != ours.get(name)
         ]
         if differing:
-            problem = f"cannot share with {first.name}: they differ in {', '.join(differing)}"
+            problem = (
+                f"cannot share with {first.status.replica}: they differ in {', '.join(differing)}"
+            )
             remedy = (
                 f"xinference terminate --model-uid {model_uid}, and launch all replicas with the "
-                "same arguments, of the same files and versions"
+                "same arguments, files and versions"
             )
         else:
-            problem = f"does not share with {first.name} since one of them was reset"
+            problem = f"has not shared with {first.status.replica} since one of them was reset"
             remedy = (
                 f"if their weights are the same: curl -X POST ENDPOINT/v1/xavier/{model_uid} "
                 """-H 'content-type: application/json' -d '{"weights_version": "1"}'"""
             )
-        yield Finding(True, f"replica {replica.name}", problem, remedy)
+        yield Finding(replica.where, problem, remedy)
 
 
 def _addresses(replicas: list[_Replica]) -> Iterator[Finding]:
@@ -244,103 +241,98 @@ def _addresses(replicas: list[_Replica]) -> Iterator[Finding]:
     for replica in replicas:
         if several and _is_local(replica):
             yield Finding(
-                True,
-                f"replica {replica.name}",
-                f"its address {replica.report['address']} cannot be reached from other hosts",
+                replica.where,
+                f"other hosts cannot reach its address {replica.status.address}",
                 "launch without xavier_host, and start supervisor and worker with -H and the "
                 "host's own address: xinference-worker -H <address> …",
             )
 
 
-def _tracker_is_full(model_uid: str, report: Facts) -> Iterator[Finding]:
-    if dropped := report["tracker"]["dropped"]:
-        yield Finding(
-            False,
-            f"model {model_uid}",
-            f"its tracker has no room to list {dropped} chunks, so no peer can fetch them",
-            "launch with a larger --xavier_chunk_tokens, or a smaller --xavier_pool_bytes",
-        )
-
-
-def _hooks(where: str, hooks: Facts) -> Iterator[Finding]:
-    if hooks["failed"] or hooks["dropped"]:
-        yield Finding(
-            False,
-            where,
-            f"xavier_hooks raised at {hooks['failed']} events and was too slow for "
-            f"{hooks['dropped']}",
-            "look for the first error in the log there, and make the function return quickly",
-        )
-
-
 def _is_local(replica: _Replica) -> bool:
-    return is_loopback(split_address(replica.report["address"])[0])
+    return is_loopback(split_address(replica.status.address)[0])
+
+
+def _tracker_is_full(status: ModelStatus) -> Iterator[Finding]:
+    if status.tracker.dropped:
+        yield Finding(
+            f"model {status.model_uid}",
+            f"its tracker has no room to list {status.tracker.dropped} chunks for peers to fetch",
+            "launch with a larger --xavier_chunk_tokens, or a smaller --xavier_pool_bytes",
+            grave=False,
+        )
 
 
 # -- of a replica ----------------------------------------------------------------------------
 
 
+def _hooks(where: str, hooks: HookStats) -> Iterator[Finding]:
+    if hooks.lost:
+        yield Finding(
+            where,
+            f"xavier_hooks raised at {hooks.failed} events and was too slow for {hooks.dropped}",
+            "look for the first error in the log there, and make the function return quickly",
+            grave=False,
+        )
+
+
+def _pool(replica: _Replica) -> Iterator[Finding]:
+    pool = replica.status.pool
+    if 0 < pool.rows < _FEW_ROWS:
+        yield Finding(
+            replica.where,
+            f"its pool holds only {pool.rows} chunks: one long prompt evicts all others",
+            f"launch with --xavier_pool_bytes {_FEW_ROWS * 4 * pool.row_bytes} or more",
+            grave=False,
+        )
+
+
 def _silent(replica: _Replica) -> Finding:
     return Finding(
-        True,
-        f"replica {replica.name}",
-        f"does not answer at {replica.report['address']} ({replica.self_check['error']})",
-        f"look at its worker's log; if it stays so: xinference terminate --model-uid "
+        replica.where,
+        f"does not answer at {replica.status.address} ({replica.self_check['error']})",
+        "look at its worker's log; if it stays silent: xinference terminate --model-uid "
         f"{replica.model_uid}, and launch it again",
     )
 
 
 def _transfer(replica: _Replica) -> Iterator[Finding]:
-    if replica.self_check["transfer_address"] is None:
-        why = replica.self_check["transfer_error"] or "it is being started, or has just ended"
+    check = replica.self_check
+    if check["transfer_address"] is None:
+        reason = check["transfer_error"] or "it is being started, or has just ended"
         yield Finding(
-            True,
-            f"replica {replica.name}",
-            f"has no transfer process, after {replica.self_check['transfer_starts']} starts: {why}",
-            "launch with --xavier_transport auto; if that is not it, see why it fails there: "
+            replica.where,
+            f"has no transfer process after {check['transfer_starts']} starts: {reason}",
+            "launch with --xavier_transport auto; if that does not help, see why it fails there: "
             "python -c 'import xinference_xavier.transfer.transports.gloo'",
         )
 
 
 def _ports(replica: _Replica) -> Iterator[Finding]:
-    ports, free = replica.self_check["config"]["port_range"], replica.self_check["free_ports"]
-    if replica.self_check["port_range_error"] is not None:
+    check = replica.self_check
+    ports, free = check["config"]["port_range"], check["free_ports"]
+    if check["port_range_error"] is not None:
         yield Finding(
-            True,
-            f"replica {replica.name}",
-            replica.self_check["port_range_error"],
+            replica.where,
+            check["port_range_error"],
             "launch with another --xavier_port_range LOW-HIGH",
         )
     elif free is not None and free < PORTS_PER_REPLICA:
         yield Finding(
-            False,
-            f"replica {replica.name}",
-            f"of xavier_port_range={ports[0]}-{ports[1]} only {free} ports are free on its host, "
-            f"and a replica that is started again needs {PORTS_PER_REPLICA}",
+            replica.where,
+            f"xavier_port_range={ports[0]}-{ports[1]} has only {free} free ports on its host; a "
+            f"replica needs {PORTS_PER_REPLICA} to restart",
             f"ss -ltnp 'sport >= {ports[0]} and sport <= {ports[1]}' there, or launch with a wider "
             "--xavier_port_range LOW-HIGH",
+            grave=False,
         )
 
 
 def _links(replica: _Replica, names: Mapping[str, str]) -> Iterator[Finding]:
     for peer, reason in replica.self_check["peers"].items():
         if reason is not None:
-            demanded = replica.self_check["config"]["transport"] == "shared_memory"
+            needs_memory = replica.self_check["config"]["transport"] == "shared_memory"
             yield Finding(
-                True,
-                f"replica {replica.name}",
+                replica.where,
                 f"cannot fetch from {names.get(peer, peer)}: {reason}",
-                "launch with --xavier_transport auto" if demanded else _OPEN_PORTS,
+                "launch with --xavier_transport auto" if needs_memory else _OPEN_PORTS,
             )
-
-
-def _pool(replica: _Replica) -> Iterator[Finding]:
-    pool = replica.report.get("pool", {})
-    rows, row_bytes = pool.get("rows", 0), pool.get("row_bytes", 0)
-    if 0 < rows < _FEW_ROWS:
-        yield Finding(
-            False,
-            f"replica {replica.name}",
-            f"its pool holds {rows} chunks only: one long prompt pushes out all others",
-            f"launch with --xavier_pool_bytes {_FEW_ROWS * 4 * row_bytes} or more",
-        )

@@ -10,14 +10,7 @@ from xinference_xavier.replica.donor import Donor
 from xinference_xavier.replica.fetcher import FetchCounts
 from xinference_xavier.replica.mirror import Mirror
 from xinference_xavier.replica.transfer_process import TransferProcess
-from xinference_xavier.stats.schema import (
-    GrantStats,
-    HookStats,
-    MirrorStats,
-    PoolStats,
-    ReplicaFetches,
-    ReplicaStats,
-)
+from xinference_xavier.stats import schema
 
 _MAX_DONORS = 100  # reported by name
 
@@ -34,26 +27,26 @@ def replica_stats(
     hooks: Hooks,
     not_sharing: str | None,
     refused_posts: int,
-) -> ReplicaStats:
+) -> schema.ReplicaStats:
     """`engine` are the fields that the engine counts."""
-    return ReplicaStats(
+    return schema.ReplicaStats(
         **engine,
         bytes_received=fetches.rows * row_bytes,
         received_from={
             name: rows * row_bytes for name, rows in fetches.received.most_common(_MAX_DONORS)
         },
         fetching=dict(fetches.in_flight.most_common(_MAX_DONORS)),
-        fetches=ReplicaFetches(
+        fetches=schema.ReplicaFetches(
             started=fetches.started,
             committed=fetches.committed,
             rolled_back=dict(fetches.rolled_back),
             by_transport=dict(fetches.by_transport),
             unreleased_grants=fetches.unreleased_grants,
         ),
-        pool=PoolStats(**pool.counts()._asdict(), row_bytes=row_bytes),
-        grants=GrantStats(live=len(donor.grants), refused=donor.refused),
-        mirror=MirrorStats(keys=len(mirror), dropped=mirror.dropped),
-        hooks=HookStats(failed=hooks.failed, dropped=hooks.dropped),
+        pool=schema.PoolStats(**pool.counts()._asdict(), row_bytes=row_bytes),
+        grants=schema.GrantStats(live=len(donor.grants), refused=donor.refused),
+        mirror=schema.MirrorStats(keys=len(mirror), dropped=mirror.dropped),
+        hooks=schema.HookStats(failed=hooks.failed, dropped=hooks.dropped),
         not_sharing=not_sharing,
         refused_posts=refused_posts,
         transfer_pid=process.pid,

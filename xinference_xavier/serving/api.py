@@ -1,18 +1,18 @@
-"""REST routes: how models share, what happens to it, and the switch.
+"""The REST routes.
 
-    GET  /v1/xavier                     {"models": [report, …], "unavailable": {model_uid: why}}
-    GET  /v1/xavier_cluster             what `xinference-xavier doctor` reads, see ``diagnostics``
-    GET  /v1/xavier/{model_uid}         its report, see ``report``
-    GET  /v1/xavier/{model_uid}/events  server-sent events, see ``sse``
-    POST /v1/xavier/{model_uid}         {"enabled": bool} switches sharing; {"weights_version": str}
-                                        tells the replicas that were reset since which weights they
-                                        have; a report, with ``answers``
+    GET  /v1/xavier                     {"models": [report, …], "unavailable": {model_uid: reason}}
+    GET  /v1/xavier_cluster             what `xinference-xavier doctor` examines, see `diagnostics`
+    GET  /v1/xavier/{model_uid}         the model's report, see `stats.report`
+    GET  /v1/xavier/{model_uid}/events  server-sent events, see `sse`
+    POST /v1/xavier/{model_uid}         {"enabled": bool} switches sharing on or off;
+                                        {"weights_version": str} tells replicas that were reset
+                                        which weights they have; a report, with `answers`
     POST /v1/xavier/{model_uid}/explain {"prompt": str} or {"messages": […]}: where its chunks are
-    POST /v1/xavier/{model_uid}/flush   all replicas empty their pools; a report with ``answers``
+    POST /v1/xavier/{model_uid}/flush   all replicas empty their pools; a report with `answers`
 
-Where authentication is on, reading needs the scope ``models:list``, changing ``models:write``, and
-explaining, like asking the model, ``models:read`` and a key that is for this model. 404: no such
-model shares; 400: another body; 503: nobody answers, or can; then the detail says why.
+With authentication, reading needs the scope `models:list` and changing `models:write`. Explaining
+needs `models:read` and a key for this model, as asking the model does. 404: no such model shares;
+400: malformed body; 503: no answer, or none that helps. `detail` has the reason.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from xinference_xavier.protocol.tracker import (
     check_switch,
     check_weights_version,
 )
-from xinference_xavier.serving.diagnostics import cluster_facts
+from xinference_xavier.serving.diagnostics import cluster_info
 from xinference_xavier.serving.sse import live
 from xinference_xavier.serving.tracker_gateway import UNREACHABLE, TrackerGateway
 from xinference_xavier.tracker.fanout import EXPLAIN_DEADLINE
@@ -52,7 +52,7 @@ _T = TypeVar("_T")
 
 
 def add_routes(context: Any) -> None:
-    """``context`` is xinference's APIExtensionContext."""
+    """`context` is xinference's APIExtensionContext."""
 
     def add(
         method: str, path: str, scope: str, endpoint: Callable[..., Awaitable[Response]]
@@ -73,7 +73,7 @@ def add_routes(context: Any) -> None:
 
 class _Routes:
     def __init__(self, trackers: TrackerGateway, auth_service: Any) -> None:
-        """`auth_service` is xinference's; None where it asks for no account."""
+        """`auth_service` is xinference's; None without authentication."""
         self._trackers = trackers
         self._auth_service = auth_service
         self._listeners = 0
@@ -96,15 +96,15 @@ class _Routes:
             return str(error.detail)
 
     async def cluster(self) -> JSONResponse:
-        return JSONResponse(await _answered("the supervisor", cluster_facts(self._trackers)))
+        return JSONResponse(await _answered("the supervisor", cluster_info(self._trackers)))
 
     async def one_model(self, model_uid: str) -> JSONResponse:
         return JSONResponse(await _answered_for(model_uid, self._trackers.report(model_uid)))
 
     async def events(self, model_uid: str) -> EventSourceResponse:
         if self._listeners >= _MAX_LISTENERS:
-            raise HTTPException(503, f"{_MAX_LISTENERS} listen already; close another page first")
-        # Errors from here on would be part of the stream.
+            raise HTTPException(503, f"{_MAX_LISTENERS} streams are open; close another page first")
+        # A later error would be part of the stream.
         await _answered_for(model_uid, self._trackers.find(model_uid))
         return EventSourceResponse(self._counted(model_uid))
 
@@ -117,33 +117,33 @@ class _Routes:
             self._listeners -= 1
 
     async def change(self, model_uid: str, request: Request) -> JSONResponse:
-        wanted = _wanted(await request.body())
-        return JSONResponse(await _answered_for(model_uid, self._change(model_uid, wanted)))
+        change = _checked_change(await request.body())
+        return JSONResponse(await _answered_for(model_uid, self._change(model_uid, change)))
 
-    async def _change(self, model_uid: str, wanted: Mapping[str, Any]) -> dict[str, Any]:
-        if "enabled" in wanted:
-            await self._trackers.call(model_uid, "set_enabled", wanted["enabled"])
+    async def _change(self, model_uid: str, change: Mapping[str, Any]) -> dict[str, Any]:
+        if "enabled" in change:
+            await self._trackers.call(model_uid, "set_enabled", change["enabled"])
             return await self._trackers.report(model_uid)
-        return await self._tell(model_uid, "set_weights_version", wanted["weights_version"])
+        return await self._ask_all(model_uid, "set_weights_version", change["weights_version"])
 
     async def flush(self, model_uid: str) -> JSONResponse:
-        return JSONResponse(await _answered_for(model_uid, self._tell(model_uid, "flush")))
+        return JSONResponse(await _answered_for(model_uid, self._ask_all(model_uid, "flush")))
 
-    async def _tell(self, model_uid: str, method: str, *args: object) -> dict[str, Any]:
-        told = await self._trackers.call(model_uid, method, *args)
-        return {**await self._trackers.report(model_uid), "answers": told}
+    async def _ask_all(self, model_uid: str, method: str, *args: object) -> dict[str, Any]:
+        answers = await self._trackers.call(model_uid, method, *args)
+        return {**await self._trackers.report(model_uid), "answers": answers}
 
     async def explain(self, model_uid: str, request: Request) -> JSONResponse:
         self._check_model_access(request, model_uid)
-        question = _question(await request.body())
+        question = _checked_question(await request.body())
         explaining = self._trackers.call(
             model_uid, "explain", question, deadline=EXPLAIN_DEADLINE + 1
         )
         return JSONResponse(await _answered_for(model_uid, explaining))
 
     def _check_model_access(self, request: Request, model_uid: str) -> None:
-        """Whether a text was computed is for those to know who may have the model compute it."""
-        # From 4.1 on xinference leaves the key there that let the request in; 4.0 looks again.
+        """Only those who may ask the model may learn whether it has computed a text."""
+        # From 4.1 on, xinference keeps the request's key there; with 4.0, look it up again.
         key = getattr(request.state, "authenticated_api_key", None)
         validate = getattr(self._auth_service, "validate_model_access", None)
         if key is not None:
@@ -151,26 +151,26 @@ class _Routes:
         else:
             allowed = validate is None or validate(_credential(request), model_uid, "LLM")
         if not allowed:
-            raise HTTPException(403, f"the API key is for other models than {model_uid!r}")
+            raise HTTPException(403, f"the API key is not valid for model {model_uid!r}")
 
 
 def _credential(request: Request) -> str:
-    """What xinference's authentication has let in."""
+    """The token that xinference's authentication has accepted."""
     return request.headers.get("authorization", "").partition(" ")[2].strip()
 
 
-def _wanted(body: bytes) -> dict[str, Any]:
+def _checked_change(body: bytes) -> dict[str, Any]:
     try:
-        wanted = json.loads(body)
-        match wanted:
-            case {"enabled": enabled} if len(wanted) == 1:
+        change: dict[str, Any] = json.loads(body)
+        match change:
+            case {"enabled": enabled} if len(change) == 1:
                 check_switch(enabled)
-                return {"enabled": enabled}
-            case {"weights_version": version} if len(wanted) == 1:
+                return change
+            case {"weights_version": version} if len(change) == 1:
                 check_weights_version(version)
-                return {"weights_version": version}
+                return change
     except ValueError:
-        pass  # no JSON, or a value that is none: refused below like all else
+        pass  # refused below
     raise HTTPException(
         400,
         'the body must be {"enabled": true}, {"enabled": false} or {"weights_version": "<text of 1 '
@@ -178,7 +178,7 @@ def _wanted(body: bytes) -> dict[str, Any]:
     )
 
 
-def _question(body: bytes) -> dict[str, Any]:
+def _checked_question(body: bytes) -> dict[str, Any]:
     try:
         question: dict[str, Any] = json.loads(body)
         check_question(question)
@@ -196,11 +196,11 @@ async def _answered_for(model_uid: str, work: Awaitable[_T]) -> _T:
 
 
 async def _answered(who: str, work: Awaitable[_T]) -> _T:
-    """``work``, its failures turned into the HTTP answers they mean."""
+    """Await `work` and turn its failures into HTTP answers."""
     try:
         return await work
     except NotFoundError as error:
-        # Not str(error): xoscar puts the address of the process in front.
+        # Not str(error), which begins with the address that xoscar adds.
         raise HTTPException(
             404, f"model {error.model_uid!r} {error.reason}", {NOT_FOUND_HEADER: "1"}
         ) from error

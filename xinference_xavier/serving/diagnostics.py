@@ -1,11 +1,11 @@
-"""What every process of a cluster knows of itself, gathered for ``doctor``.
+"""Gathers for `doctor` what every process of a cluster knows of itself.
 
-    {"api": facts, "supervisor": facts, "workers": {address: facts},
-     "models": {model_uid: {"report": …, "tracker": facts, "self_checks": {incarnation: …}}}}
+    {"api": info, "supervisor": info, "workers": {address: info},
+     "models": {model_uid: {"report": …, "tracker": info, "self_checks": {incarnation: …}}}}
 
-``facts`` are ``process_info``, with ``address`` and ``cancel_circles`` where there is an actor
-pool; whatever could not be learnt is an ``error`` instead. Runs on the event loops of API,
-supervisor and workers; every question has a deadline.
+`info` is that of `process_info`, with `address` and `cancel_circles` where there is an actor pool.
+An `error` takes the place of what is missing. Runs on the event loops of API, supervisor and
+workers; every call has a deadline.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ _WORKER_DEADLINE = 5.0
 _SUPERVISOR_DEADLINE = 10.0
 
 
-async def worker_facts(worker: Any) -> dict[str, Any]:
-    """Becomes a WorkerActor's method ``xavier_facts``."""
-    return await _facts_at(worker.address)
+async def worker_process_info(worker: Any) -> dict[str, Any]:
+    """Becomes WorkerActor's method `xavier_process_info`."""
+    return await _info_at(worker.address)
 
 
-async def supervisor_facts(supervisor: Any) -> dict[str, Any]:
-    """Becomes a SupervisorActor's method ``xavier_facts``."""
+async def supervisor_process_info(supervisor: Any) -> dict[str, Any]:
+    """Becomes SupervisorActor's method `xavier_process_info`; has that of all its `workers`."""
     workers = dict(supervisor._worker_address_to_worker)
     answers = await asyncio.gather(*map(_ask_worker, workers.values()))
     return {
-        **await _facts_at(supervisor.address),
+        **await _info_at(supervisor.address),
         "workers": dict(zip(workers, answers, strict=True)),
     }
 
 
-async def _facts_at(address: str) -> dict[str, Any]:
+async def _info_at(address: str) -> dict[str, Any]:
     return {**process_info(), "address": address, "cancel_circles": await cancel_circles()}
 
 
-async def cluster_facts(trackers: TrackerGateway) -> dict[str, Any]:
-    supervisor = await _or_error(trackers.supervisor_facts(_SUPERVISOR_DEADLINE))
+async def cluster_info(trackers: TrackerGateway) -> dict[str, Any]:
+    supervisor = await _or_error(trackers.supervisor_process_info(_SUPERVISOR_DEADLINE))
     models: dict[str, Any] = {}
     if "error" not in supervisor:
         uids = await trackers.models()
@@ -61,9 +61,9 @@ async def cluster_facts(trackers: TrackerGateway) -> dict[str, Any]:
 
 
 async def _ask_worker(worker: Any) -> dict[str, Any]:
-    async def ask() -> dict[str, Any]:  # a missing method is noticed at once where it is near
-        facts: dict[str, Any] = await worker.xavier_facts()
-        return facts
+    async def ask() -> dict[str, Any]:  # a worker in this process lacks the method at once
+        info: dict[str, Any] = await worker.xavier_process_info()
+        return info
 
     return await _or_error(within(_WORKER_DEADLINE, ask()))
 
@@ -85,5 +85,5 @@ async def _model(trackers: TrackerGateway, model_uid: str) -> dict[str, Any]:
 async def _or_error(asking: Awaitable[dict[str, Any]]) -> dict[str, Any]:
     try:
         return await asking
-    except Exception as error:  # a process without this extension answers with whatever it likes
+    except Exception as error:  # a process without this extension may raise anything
         return {"error": str(error) or type(error).__name__}

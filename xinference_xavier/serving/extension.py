@@ -1,7 +1,7 @@
-"""What ``XINFERENCE_EXTENSIONS=xinference_xavier:extension`` loads.
+"""What `XINFERENCE_EXTENSIONS=xinference_xavier:extension` loads.
 
-xinference calls the factory once in the API process, the supervisor and every worker, before
-they serve anything, and then the hooks, which must be synchronous and quick.
+xinference calls the factory once in the API process, in the supervisor and in every worker, before
+they serve anything. Then it calls the hooks, which must be synchronous and fast.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class XavierExtension:
     api_version = 1
 
     def configure_api(self, context: Any) -> None:
-        """Add our routes, metrics and pages; ``context`` is xinference's APIExtensionContext."""
+        """Add our routes, metrics and pages; `context` is xinference's APIExtensionContext."""
         from xinference_xavier.serving.api import add_routes
         from xinference_xavier.serving.prometheus.exporter import add_metrics
         from xinference_xavier.serving.ui.routes import add_pages
@@ -34,7 +34,7 @@ class XavierExtension:
     def filter_worker_resources(
         self, worker: dict[str, Any], workers: list[dict[str, Any]]
     ) -> list[int]:
-        """Sharing needs no say in placement: every device stays visible."""
+        """Every device stays visible: sharing does not depend on placement."""
         return list(worker["gpu_devices"])
 
 

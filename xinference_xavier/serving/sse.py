@@ -1,12 +1,12 @@
-"""One model's sharing as server-sent events, for as long as somebody listens.
+"""One model's sharing as server-sent events.
 
-    history      {"interval_s", "samples": […]}: the last hour, to begin with
-    event        one event: the recent ones at first, then each as it happens
+    history      {"interval_s", "samples": […]}: the last hour, once
+    event        one event: recent ones first, then each as it happens
     status       what `GET /v1/xavier/{model_uid}` answers, every second
-    unavailable  {"detail"}: the tracker does not answer; once it does, all begins anew
-    gone         {"detail"}: the model does not share any more; the stream ends
+    unavailable  {"detail"}: the tracker does not answer; once it does, the stream starts over
+    gone         {"detail"}: the model no longer shares; the stream ends
 
-Threading: a stream is one generator on the API's event loop; it has no task of its own.
+Threading: a stream is one generator on the API's event loop and has no task of its own.
 """
 
 from __future__ import annotations
@@ -24,37 +24,37 @@ from xinference_xavier.serving.tracker_gateway import DEADLINE, UNREACHABLE, Tra
 
 STATUS_INTERVAL = 1.0
 RETRY_PAUSE = 1.0
-MAX_FIRST = 100
-"""Events told at the start."""
+MAX_RECENT = 100
+"""Events sent at the start."""
 
 Message = dict[str, str]
-"""What `sse_starlette` sends: `event`, `data` and perhaps `id`."""
+"""For `sse_starlette`: `event`, `data` and, for events, `id`."""
 
 
 async def live(trackers: TrackerGateway, model_uid: str) -> AsyncIterator[Message]:
-    told_unavailable = False
+    available = True
     while True:
         try:
             async for message in _session(trackers, model_uid):
-                told_unavailable = False
+                available = True
                 yield message
         except NotFoundError as error:
             yield _message("gone", {"detail": f"model {error.model_uid!r} {error.reason}"})
             return
-        # One that has ended may have a successor already; if not, the next session finds out.
+        # A tracker that has ended may have a successor; if not, the next session finds out.
         except (*UNREACHABLE, xo.ActorNotExist):
-            if not told_unavailable:
-                told_unavailable = True
+            if available:
+                available = False
                 detail = f"the tracker of {model_uid!r} does not answer"
                 yield _message("unavailable", {"detail": detail})
             await asyncio.sleep(RETRY_PAUSE)
 
 
 async def _session(trackers: TrackerGateway, model_uid: str) -> AsyncIterator[Message]:
-    """Until the tracker does not answer."""
+    """Ends with an error when the tracker stops answering."""
     tracker = await trackers.find(model_uid)
     yield _message("history", await within(DEADLINE, tracker.history()))
-    recent = (await within(DEADLINE, tracker.wait_events(0, 0.0)))[-MAX_FIRST:]
+    recent = (await within(DEADLINE, tracker.wait_events(0, 0.0)))[-MAX_RECENT:]
     last = 0
     loop = asyncio.get_running_loop()
     due = loop.time()
@@ -66,7 +66,7 @@ async def _session(trackers: TrackerGateway, model_uid: str) -> AsyncIterator[Me
         if left <= 0:
             due = loop.time() + STATUS_INTERVAL
             left = STATUS_INTERVAL
-            # Half as old as the interval at most, so that two who listen do not hear old news.
+            # At most half an interval old, so that streams which share a report stay current.
             report = await trackers.shared_report(model_uid, STATUS_INTERVAL / 2)
             yield _message("status", report)
         recent = await within(left + DEADLINE, tracker.wait_events(last, left))

@@ -1,4 +1,4 @@
-"""How the API process reaches the models' trackers, through xinference's supervisor."""
+"""The API process's way to the models' trackers, through xinference's supervisor."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from xinference_xavier.runtime.tasks import retrieve
 from xinference_xavier.stats.report import report
 
 DEADLINE = 10.0
-"""Seconds for any answer but an explanation."""
+"""Seconds for any answer except an explanation."""
 UNREACHABLE = (OSError, TimeoutError, xo.ServerClosed)
 
 
-class _Read(NamedTuple):
+class _Reading(NamedTuple):
     began: float  # monotonic seconds
-    reading: asyncio.Task[dict[str, Any]]
+    report: asyncio.Task[dict[str, Any]]
 
 
 class TrackerGateway:
     """`get_supervisor_ref` is xinference's. For one event loop.
 
-    Every method raises NotFoundError for a model that does not share, and one of `UNREACHABLE` when
-    supervisor or tracker do not answer.
+    Every method raises NotFoundError for a model that does not share, and one of `UNREACHABLE` if
+    the supervisor or the tracker does not answer.
     """
 
     def __init__(self, get_supervisor_ref: Callable[[], Awaitable[Any]]) -> None:
         self._get_supervisor_ref = get_supervisor_ref
-        self._reads: dict[str, _Read] = {}
+        self._readings: dict[str, _Reading] = {}
 
     async def models(self) -> list[str]:
         """The uids of all models that share."""
@@ -47,13 +47,13 @@ class TrackerGateway:
 
         return await within(DEADLINE, ask())
 
-    async def supervisor_facts(self, deadline: float) -> dict[str, Any]:
-        """See ``cluster``; raises whatever a supervisor without this extension does."""
+    async def supervisor_process_info(self, deadline: float) -> dict[str, Any]:
+        """See `diagnostics`; raises whatever a supervisor without this extension raises."""
 
         async def ask() -> dict[str, Any]:
             supervisor = await self._get_supervisor_ref()
-            facts: dict[str, Any] = await supervisor.xavier_facts()
-            return facts
+            info: dict[str, Any] = await supervisor.xavier_process_info()
+            return info
 
         return await within(deadline, ask())
 
@@ -80,18 +80,18 @@ class TrackerGateway:
         return report(await self.call(model_uid, "status"))
 
     async def shared_report(self, model_uid: str, max_age: float) -> dict[str, Any]:
-        """A report begun at most `max_age` seconds ago: all who look at a model share one."""
+        """A report begun at most `max_age` seconds ago, shared by all callers."""
         now = time.monotonic()
-        for uid, known in list(self._reads.items()):
-            if now - known.began > max_age and known.reading.done():
-                del self._reads[uid]
-        read = self._reads.get(model_uid)
-        if read is None:
-            read = _Read(now, asyncio.ensure_future(self.report(model_uid)))
-            read.reading.add_done_callback(retrieve)  # perhaps nobody waits for it any more
-            self._reads[model_uid] = read
-        # Shielded: who asks first may leave first.
-        return await asyncio.shield(read.reading)
+        for uid, reading in list(self._readings.items()):
+            if now - reading.began > max_age and reading.report.done():
+                del self._readings[uid]
+        current = self._readings.get(model_uid)
+        if current is None:
+            current = _Reading(now, asyncio.ensure_future(self.report(model_uid)))
+            current.report.add_done_callback(retrieve)
+            self._readings[model_uid] = current
+        # Shielded: the caller that began the reading may be cancelled while others wait for it.
+        return await asyncio.shield(current.report)
 
 
 async def _found(model_uid: str, call: Awaitable[Any]) -> Any:

@@ -1,1 +1,1 @@
-"""What is reported of sharing: its types, its shape, its last hour. Pure."""
+"""Stats of sharing: their schema, and how they are read, reported and kept. Pure."""

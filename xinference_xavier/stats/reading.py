@@ -22,8 +22,8 @@ def read(kind: type[_T], raw: object) -> _T:
     Raises:
         KeyError: a field without default is missing.
     """
-    found = raw if isinstance(raw, Mapping) else {}
-    values = {**found, "raw": found}
+    sent = raw if isinstance(raw, Mapping) else {}
+    values = {**sent, "raw": sent}
     return kind(
         **{
             name: _value(hint, values[name])

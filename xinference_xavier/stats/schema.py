@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass, field, fields
-from typing import Any, NamedTuple
+from typing import Any
 
 SECONDS_BOUNDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 """Buckets of a fetch's duration; `xavier_fetch_timeout` is 5 s by default."""
@@ -21,25 +21,18 @@ BYTES_BOUNDS = tuple(float(1 << power) for power in range(16, 34, 2))
 COMMITTED, ROLLED_BACK = OUTCOMES = ("committed", "rolled_back")
 
 
-class Metric(NamedTuple):
-    """What Prometheus gets of a field.
+def _shown_as(name: str, text: str, label: str = "") -> dict[str, str]:
+    """A field's metadata: its metric, without prefix.
 
     A dictionary is shown as the sum of its values. With `label`, an object is shown as one series
     per field, and the field's name is the label's value.
     """
-
-    name: str  # without prefix
-    help: str
-    label: str = ""
-
-
-def _metadata(name: str, text: str, label: str = "") -> dict[str, Metric]:
-    return {"metric": Metric(name, text, label)}
+    return {"metric": name, "help": text, "label": label}
 
 
 def metric(name: str, text: str, default: float | None = 0) -> Any:
     """A dataclass field with a metric."""
-    return field(default=default, metadata=_metadata(name, text))
+    return field(default=default, metadata=_shown_as(name, text))
 
 
 @dataclass
@@ -213,7 +206,7 @@ class Counters:
 
     hits: Hits = field(
         default_factory=Hits,
-        metadata=_metadata(
+        metadata=_shown_as(
             "prompt_tokens_total", "Prompt tokens by the source of their KV cache.", label="source"
         ),
     )
@@ -260,7 +253,7 @@ class ReplicaStats(Counters):
     received_from: dict[str, int] = field(default_factory=dict)
     fetching: dict[str, int] = field(
         default_factory=dict,
-        metadata=_metadata("fetching_chunks", "Chunks under way to the replica."),
+        metadata=_shown_as("fetching_chunks", "Chunks under way to the replica."),
     )
     fetch_decisions: Decisions = field(default_factory=Decisions)
     waits: WaitCounts = field(default_factory=WaitCounts)
@@ -269,7 +262,7 @@ class ReplicaStats(Counters):
     mirror: MirrorStats = field(default_factory=MirrorStats)
     hooks: HookStats = field(
         default_factory=HookStats,
-        metadata=_metadata(
+        metadata=_shown_as(
             "lost_hook_events_total",
             "Events of the replica at which xavier_hooks raised, or that it was too slow for.",
             label="reason",
@@ -319,7 +312,7 @@ class TrackerStats:
     watches: int = 0
     hooks: HookStats = field(
         default_factory=HookStats,
-        metadata=_metadata(
+        metadata=_shown_as(
             "tracker_lost_hook_events_total",
             "Events of the tracker at which xavier_hooks raised, or that it was too slow for.",
             label="reason",

@@ -58,9 +58,9 @@ parameters = inspect.signature(inner).parameters
 needed = {"model_uid", "model_name", "model_engine", "model_type", "replica", "n_worker",
           "worker_ip", "replica_config", "kwargs"}
 assert needed <= parameters.keys(), needed - parameters.keys()
-for name in ("xavier_tracker_address", "xavier_models", "xavier_facts"):
+for name in ("xavier_tracker_address", "xavier_models", "xavier_process_info"):
     assert hasattr(SupervisorActor, name), name
-assert hasattr(WorkerActor, "xavier_facts")
+assert hasattr(WorkerActor, "xavier_process_info")
 for name in ("_gen_model_uid", "is_local_deployment"):
     assert hasattr(SupervisorActor, name), name
 print("fits")

@@ -15,7 +15,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"model_type": "embedding"}, "model_type='embedding' has no prefixes"),
     ({"n_worker": 2}, "n_worker=2 spreads one replica over several workers"),
     ({"n_worker": "2"}, "n_worker='2' spreads"),
-    ({"kv_transfer_config": {"kv_connector": "Other"}}, "is what enable_xavier sets itself"),
+    ({"kv_transfer_config": {"kv_connector": "Other"}}, "is set by enable_xavier"),
     ({"replica_config": [Placement(role="prefill")]}, "role='prefill' splits prefill"),
     ({"replica_config": [Placement(model_engine="mlx")]}, "model_engine='mlx' cannot share"),
     ({"xavier_cache_bytes": 1}, "built into xinference"),
@@ -39,7 +39,7 @@ async def test_one_replica_is_allowed_with_a_warning(
     supervisor: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     await start(supervisor, replica=1)
-    assert "nothing to share until one is added" in caplog.text
+    assert "nothing is shared until another is added" in caplog.text
     assert await has_tracker(supervisor)
 
 
@@ -48,7 +48,7 @@ async def test_memory_that_hosts_cannot_share_is_not_demanded(address: str) -> N
     spread = [Placement([Device(worker)]) for worker in ("10.0.0.2", "10.0.0.1", "10.0.0.2")]
     supervisor = supervisor_class()(address, 2, False)
     with pytest.raises(
-        ConfigError, match=r"one host, and replica_config names 10\.0\.0\.1, 10\.0\.0\.2"
+        ConfigError, match=r"one host, but replica_config names 10\.0\.0\.1, 10\.0\.0\.2"
     ):
         await start(supervisor, replica_config=spread, xavier_transport="shared_memory")
     assert supervisor.calls == []

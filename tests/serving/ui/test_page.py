@@ -70,9 +70,9 @@ def test_the_figures_of_a_model(page: Any, stage: Stage) -> None:
     assert "about 23.4 s of computing" in everything or "about 23 s of computing" in everything
     assert "4 rolled back" in everything
     assert browser.text("#sources .legend").splitlines() == [
-        "Own cache 15% (24,000)",
-        "Own pool 10% (16,000)",
-        "Peers 25% (40,000)",
+        "Prefix cache 15% (24,000)",
+        "Local pool 10% (16,000)",
+        "Remote 25% (40,000)",
         "Computed 50% (80,000)",
     ]
     assert rows(browser, "links") == ["m-1 m-0 300 MiB 0 B/s 0", "m-0 m-1 900 MiB 0 B/s 0"]
@@ -151,7 +151,7 @@ def test_plots_of_the_last_hour_by_mouse_and_by_keyboard(page: Any, stage: Stage
         lambda: browser.find("#plot-tokens").get_attribute("aria-label") != first,
         "the next sample is read out",
     )
-    assert "Peers" in first
+    assert "Remote" in first
     plot.send_keys(Keys.ESCAPE)
     browser.wait(lambda: not browser.has("#plot-tokens .cursor"), "the cursor is gone")
 
@@ -164,7 +164,7 @@ def test_several_models(page: Any, stage: Stage) -> None:
     browser.wait_text(".head h2", "m")
     browser.find(f"//nav//a[.='{other}']").click()
     browser.wait_text(".head h2", other)
-    browser.wait_text("#links, main", "Nothing has moved yet.")
+    browser.wait_text("#links, main", "Nothing has been transferred yet.")
     assert browser.find("nav a[aria-current=page]").text == other
     # A link to a model can be kept.
     page("a%20model%3A%20mine")
@@ -174,20 +174,20 @@ def test_several_models(page: Any, stage: Stage) -> None:
 @pytest.mark.parametrize(
     ("report", "sentence"),
     [
-        (model(replica(0)), "There is one replica, with nobody to share with."),
+        (model(replica(0)), "There is only one replica, so nothing is shared."),
         (model(), "No replica has joined yet"),
         (two() | {"enabled": False}, "Sharing is switched off"),
-        (model(replica(0), replica(1), apart=True), "2 groups that cannot share"),
+        (model(replica(0), replica(1), apart=True), "in 2 namespaces and share only within each"),
         (
             model(*(replica(n, hits=dict.fromkeys(HITS, 0) | {"computed": 9}) for n in (0, 1))),
-            "Nothing was reused yet.",
+            "Nothing has been reused yet.",
         ),
         (model(replica(0) | {"stats": {}}, replica(1) | {"stats": {}}), "No prompts yet."),
         (two() | {"tracker": tracker(dropped=1234)}, "no room to list 1,234 chunks"),
         (two(hooks={"failed": 1, "dropped": 2}), "xavier_hooks missed 3 events"),
         (two() | {"tracker": tracker(hooks={"failed": 0, "dropped": 4})}, "missed 4 events"),
         (model(*map(replica, range(20))), "20 replicas are too many to draw"),
-        (model(replica(0, stale=True), replica(1)), "does not answer: figures of its last"),
+        (model(replica(0, stale=True), replica(1)), "no answer: data of its last heartbeat"),
     ],
 )
 def test_states_that_need_a_word(
@@ -220,7 +220,7 @@ def test_it_survives_a_restart_of_the_server(page: Any, stage: Stage) -> None:
     try:
         browser.wait_text("#live", "Next try in")
         browser.wait_text("#away", "xinference does not answer")
-        assert "These are the figures of" in browser.text("#aged")
+        assert "Data as of" in browser.text("#aged")
         assert browser.text("#from-remote") == "40,000"
     finally:
         stage.restart()
@@ -235,7 +235,7 @@ def test_a_model_that_is_terminated(page: Any, stage: Stage) -> None:
     browser = page()
     browser.wait_text("#live", "Live")
     stage.change(stage.reports.clear)
-    browser.wait_text("#lost", "m does not share here any more")
+    browser.wait_text("#lost", "m no longer shares here")
     browser.wait_text("#empty", "No model shares its cache yet")
 
 
@@ -283,7 +283,7 @@ def test_a_token_that_is_refused_is_shown_once(page: Any, stage: Stage) -> None:
 
 def test_without_the_right_to_read(page: Any, stage: Stage) -> None:
     stage.may_read = False
-    page().wait_text("#trouble", "It needs the permission models:list")
+    page().wait_text("#trouble", "lacks the permission models:list")
 
 
 def test_a_server_without_the_interface(page: Any, stage: Stage) -> None:
@@ -332,7 +332,7 @@ def test_where_a_prompt_is_by_keyboard_alone(page: Any, stage: Stage) -> None:
     browser.run("arguments[0].focus()", browser.find("#explain-text"))
     keys = ActionChains(browser.driver)
     keys.send_keys("What is", Keys.ENTER, "this?", Keys.TAB, Keys.TAB, Keys.ENTER).perform()
-    sentence = "2 of 3 whole chunks of 128 tokens are held by at least one replica."
+    sentence = "At least one replica holds 2 of its 3 whole chunks of 128 tokens."
     browser.wait_text("#explained", sentence)
     message = {"role": "user", "content": "What is\nthis?"}
     assert stage.posted == [("/v1/xavier/m/explain", {"messages": [message]})]
@@ -357,7 +357,7 @@ def test_a_plain_prompt(page: Any, stage: Stage) -> None:
     assert stage.posted == [("/v1/xavier/m/explain", {"prompt": "Once upon"})]
     stage.explanation = explained("", "", "")
     browser.find("#explain-ask").click()
-    browser.wait_text("#explained", "None of its chunks (3) is held by a replica")
+    browser.wait_text("#explained", "No replica holds any of its 3 chunks")
 
 
 def test_questions_about_a_prompt_that_have_no_answer(page: Any, stage: Stage) -> None:
@@ -365,12 +365,12 @@ def test_questions_about_a_prompt_that_have_no_answer(page: Any, stage: Stage) -
     stage.explanation = "no tokenizer here"
     browser = page()
     browser.find("#explain-ask").click()
-    browser.wait_text("#explained", "Type or paste a prompt first.")
+    browser.wait_text("#explained", "Enter a prompt first.")
     assert stage.posted == []
     assert browser.run("return document.activeElement.id") == "explain-text"
     browser.find("#explain-text").send_keys("What?")
     browser.find("#explain-ask").click()
-    browser.wait_text("#explained", "That did not work: no tokenizer here")
+    browser.wait_text("#explained", "Failed: no tokenizer here")
     browser.find("#language").click()
     browser.wait_text("#explained", "操作失败：no tokenizer here")
     stage.may_change = False
@@ -404,15 +404,15 @@ def test_what_was_typed_survives_all_that_comes_and_goes(page: Any, stage: Stage
     assert not browser.has("#reuse"), "that was of the other model"
 
 
-def test_dropping_asks_first(page: Any, stage: Stage) -> None:
+def test_flushing_asks_first(page: Any, stage: Stage) -> None:
     stage.share(two())
     browser = page()
-    browser.find("#drop").click()
+    browser.find("#flush").click()
     browser.driver.switch_to.alert.dismiss()
     assert stage.posted == []
-    browser.find("#drop").click()
+    browser.find("#flush").click()
     browser.driver.switch_to.alert.accept()
-    browser.wait_text("#notice", "told to forget")
+    browser.wait_text("#notice", "told to empty their pools")
     assert stage.posted == [("/v1/xavier/m/flush", {})]
 
 
@@ -484,7 +484,7 @@ def test_by_keyboard_alone(page: Any, stage: Stage) -> None:
         reached.append(
             browser.run("return document.activeElement.id || document.activeElement.className")
         )
-    order = ["skip", "home", "theme", "language", "enabled", "drop"]
+    order = ["skip", "home", "theme", "language", "enabled", "flush"]
     assert [name for name in reached if name in order] == order
     focused = browser.driver.switch_to.active_element
     stage.share(two(to_b=950 * MIB))
@@ -499,7 +499,7 @@ def test_every_sentence_exists_in_both_languages(page: Any, stage: Stage) -> Non
         """
         const text = document.querySelector("script[type=module]").textContent;
         const words = new Function(
-          text.slice(0, text.indexOf("// Kept where xinference")) + "return WORDS;")();
+          text.slice(0, text.indexOf("const LANGUAGE_KEY")) + "return WORDS;")();
         const kinds = (language) => Object.entries(words[language])
           .map(([name, word]) => `${name} ${typeof word}`);
         return [...kinds("en").filter((name) => !kinds("zh").includes(name)),

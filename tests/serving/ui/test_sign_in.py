@@ -57,7 +57,7 @@ def test_who_may_everything_asks_and_changes(window: Browser, api: GuardedApi, p
     window.find("#explain-text").send_keys(str(number))
     window.find("#explain-chat").click()
     window.find("#explain-ask").click()
-    window.wait_text("#explained", f"1 of 1 whole chunks of {CHUNK_TOKENS}")
+    window.wait_text("#explained", f"holds 1 of its 1 whole chunks of {CHUNK_TOKENS}")
     window.find("#enabled").click()
     window.wait_text("#hint", "Sharing is switched off")
     window.find("#enabled").click()

@@ -118,7 +118,7 @@ def test_launch_history_and_autostart_keep_it(browser: Browser, stage: Stage) ->
 
 @pytest.mark.parametrize(
     ("replicas", "sentence"),
-    [(0, "Say first how many replicas"), (1, "copies a prefix"), (2, "copies a prefix")],
+    [(0, "First enter the number of replicas"), (1, "copies a prefix"), (2, "copies a prefix")],
 )
 def test_it_needs_a_number_of_replicas(
     browser: Browser, stage: Stage, replicas: int, sentence: str
@@ -132,7 +132,7 @@ def test_it_needs_a_number_of_replicas(
 def test_with_one_replica_it_says_that_nobody_is_there(browser: Browser, stage: Stage) -> None:
     dialog = open_dialog(browser, stage)
     dialog.switch.click()
-    assert "nobody to share with" in dialog.note
+    assert "shares nothing until" in dialog.note
     dialog.set_replicas(2)
     browser.wait(lambda: "nobody" not in dialog.note, "two are enough")
 
@@ -144,7 +144,7 @@ def test_other_engines_have_no_switch(browser: Browser, stage: Stage) -> None:
     dialog.switch.click()
     dialog.choose("Model Engine", "Transformers")
     # It would be refused: say so, and let it be switched off.
-    browser.wait(lambda: "Only the engine vLLM can share" in dialog.note, "it says why not")
+    browser.wait(lambda: "Only the vLLM engine can share" in dialog.note, "it says why not")
     dialog.switch.click()
     browser.wait(lambda: not dialog.has_switch, "off, it is gone")
 
@@ -220,7 +220,7 @@ def test_a_page_that_is_built_otherwise_goes_on_without_it(browser: Browser, sta
         "the script has noticed",
     )
     browser.open(f"{stage.address}/xavier/")
-    assert "enable_xavier as key and true as value" in browser.text("#no-switch")
+    assert "the key enable_xavier and the value true" in browser.text("#no-switch")
 
 
 def test_the_menu_leads_to_the_page(browser: Browser, stage: Stage) -> None:

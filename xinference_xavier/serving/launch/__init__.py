@@ -1,7 +1,7 @@
-"""What is added to xinference's launch, cancel and terminate."""
+"""Additions to xinference's launch, cancel and terminate."""
 
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 Method = Callable[..., Awaitable[Any]]
-"""Of xinference's supervisor or worker."""
+"""A method of xinference's supervisor or worker."""

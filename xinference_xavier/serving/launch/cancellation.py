@@ -1,10 +1,10 @@
-"""Cancelling a launch whose engines are loading already.
+"""Cancels launches whose engines are already loading.
 
-xinference 4.1 stops what its workers count as being launched. A vLLM engine loads on a thread of
-its own, and after one second its worker counts the replica as launched: the cancel leaves it be,
-and the launch ends well, with replicas that no list shows and that keep their uid taken. So those
-are terminated here; that the model is listed no more tells the launch wrapper what became of it.
-Nor does xinference forget which worker has them, and takes that for a uid in use.
+xinference 4.1 stops the replicas that its workers count as being launched. A vLLM engine loads on a
+thread of its own, and after one second its worker counts the replica as launched. The cancel then
+ignores it, and the launch succeeds with replicas that no list shows and whose uid stays taken. So
+they are terminated here. The model is no longer listed, which tells the launch wrapper that it was
+cancelled. xinference also keeps the replicas' workers on record, which blocks the uid.
 
 Runs on the supervisor's event loop.
 """
@@ -27,11 +27,11 @@ from xinference_xavier.serving.launch import Method
 logger = logging.getLogger(__name__)
 
 _PATIENCE = 30.0
-"""Seconds that a cancel waits for replicas to end. An engine that loads ends when it has loaded."""
+"""Seconds that a cancel waits for replicas to end. A loading engine ends when it has loaded."""
 
 
 def thorough_cancel(original: Method) -> Method:
-    """Wraps SupervisorActor.cancel_launch_builtin_model, for models of ours alone."""
+    """Wraps SupervisorActor.cancel_launch_builtin_model, for models with our tracker only."""
 
     @functools.wraps(original)
     async def cancel(supervisor: Any, model_uid: str) -> Any:
@@ -45,7 +45,7 @@ def thorough_cancel(original: Method) -> Method:
                 for replica_id in info.active_replica_ids
                 for worker in info.replica_to_worker_refs[replica_id]
             ]
-            # A launch in the background finds no model to clean up after any more.
+            # A launch in the background no longer finds the model, and so does not clean up.
             if supervisor._xavier_cache_mapping.pop(model_uid, None) is not None:
                 endings.append(xo.destroy_actor(tracker))
             await _end_all(endings)
@@ -56,7 +56,7 @@ def thorough_cancel(original: Method) -> Method:
 
 
 def release_uid(supervisor: Any, model_uid: str) -> None:
-    """Let a model that is not listed be launched again, whatever a cancelled launch left behind."""
+    """Remove what a cancelled launch left on record, so that the uid can be launched again."""
     replica_uid = re.compile(re.escape(model_uid) + r"-rep\d+")
     for book in (
         supervisor._replica_model_uid_to_worker,
@@ -67,19 +67,19 @@ def release_uid(supervisor: Any, model_uid: str) -> None:
 
 
 async def _end_all(endings: Iterable[Awaitable[Any]]) -> None:
-    """What takes longer than the patience goes on by itself."""
+    """Replicas that take longer than `_PATIENCE` go on ending in the background."""
     tasks = [spawn(_end(ending)) for ending in endings]
     if tasks:
         await asyncio.wait(tasks, timeout=_PATIENCE)
 
 
 async def _end(ending: Awaitable[Any]) -> None:
-    """One that fails keeps no other from ending: what is gone already, a lost worker, or a replica
-    whose launch still unwinds, because xinference's own cancel was in time for it."""
+    """Log a failure instead of raising, so that the others end too. It may be gone already, its
+    worker may be lost, or xinference's own cancel may be unwinding its launch."""
     try:
         await ending
     except Exception as error:
-        logger.warning("a cancelled launch was not cleaned up everywhere: %r", error)
+        logger.warning("cleanup after a cancelled launch is incomplete: error=%r", error)
 
 
 def _uid(ref: Any) -> str:

@@ -1,6 +1,6 @@
-"""Puts sharing into xinference's launch: wraps methods of its supervisor and worker, and adds some.
+"""Adds sharing to xinference's launch: wraps methods of its supervisor and worker, and adds some.
 
-Runs in the processes that hold a supervisor or a worker actor, on their event loop.
+Runs in the processes of supervisor and workers, on the event loops of their actors.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from xinference_xavier.runtime.cancels import patch_cancels
-from xinference_xavier.serving.diagnostics import supervisor_facts, worker_facts
+from xinference_xavier.serving.diagnostics import supervisor_process_info, worker_process_info
 from xinference_xavier.serving.launch import Method
 from xinference_xavier.serving.launch.cancellation import thorough_cancel
 from xinference_xavier.serving.launch.supervisor import (
@@ -24,10 +24,10 @@ _WRAPPED = "_xavier_wrapped"
 
 
 def install() -> None:
-    """Wrap xinference's supervisor and worker in this process, and mend the pool they are in; a
-    second call changes nothing.
+    """Wrap xinference's supervisor and worker in this process, and mend the actor pool they are in.
 
-    Imports them here: the extension is loaded by these modules themselves, and only by them.
+    A second call changes nothing. The imports are here because these very modules load the
+    extension.
     """
     from xinference.core.supervisor import SupervisorActor
     from xinference.core.worker import WorkerActor
@@ -38,7 +38,7 @@ def install() -> None:
 
 
 def wrap_supervisor(supervisor: type[Any]) -> None:
-    # 4.1 has an inner method that REST, versioned launch and autostart share; 4.0 only the outer.
+    # 4.1 has an inner method for REST, versioned launch and autostart; 4.0 has only the outer one.
     inner = "_launch_builtin_model"
     name = inner if hasattr(supervisor, inner) else "launch_builtin_model"
     _wrap_once(supervisor, name, sharing_launch)
@@ -47,13 +47,13 @@ def wrap_supervisor(supervisor: type[Any]) -> None:
         _wrap_once(supervisor, "cancel_launch_builtin_model", thorough_cancel)
     supervisor.xavier_tracker_address = xavier_tracker_address
     supervisor.xavier_models = xavier_models
-    supervisor.xavier_facts = supervisor_facts
+    supervisor.xavier_process_info = supervisor_process_info
 
 
 def wrap_worker(worker: type[Any]) -> None:
     _wrap_once(worker, "launch_builtin_model", localizing_launch)
     _wrap_once(worker, "wait_for_load", explaining_load)
-    worker.xavier_facts = worker_facts
+    worker.xavier_process_info = worker_process_info
 
 
 def _wrap_once(owner: type[Any], name: str, wrap: Callable[[Method], Method]) -> None:

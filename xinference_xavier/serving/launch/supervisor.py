@@ -1,9 +1,9 @@
-"""The supervisor's part of a launch: a transaction that makes the model's tracker.
+"""The supervisor's part of a launch: a transaction that creates the model's tracker.
 
-A launch with `enable_xavier` makes the tracker before the first replica and destroys it if the
-launch fails. Once the launch goes on in the background (`wait_ready=False`), xinference cleans up:
-it destroys what is in its `_xavier_cache_mapping` when the launch fails, when the model is
-terminated and when its last replica is gone.
+A launch with `enable_xavier` creates the tracker before the first replica and destroys it if the
+launch fails. Once the launch continues in the background (`wait_ready=False`), xinference cleans
+up: it destroys the actors in its `_xavier_cache_mapping` when the launch fails, when the model is
+terminated, and when its last replica is gone.
 """
 
 from __future__ import annotations
@@ -32,19 +32,21 @@ from xinference_xavier.tracker.actor import BlockTracker
 
 logger = logging.getLogger(__name__)
 
-# Of the models launched through this process, by control address and uid.
+# Of models launched through this process, by control address and uid.
 _hooks: dict[tuple[str, str], Hooks] = {}
 
 
 async def xavier_tracker_address(
     supervisor: Any, model_uid: str, create: bool = False, hooks: str | None = None
 ) -> str:
-    """Address of the pool that holds the model's tracker; becomes a SupervisorActor's method.
+    """Address of the actor pool with the model's tracker; becomes a SupervisorActor's method.
 
-    With ``create``, which only replicas pass, a running model's missing tracker is made, with
-    their ``hooks``: a new supervisor begins with none. Two replicas that ask at once get the same
-    one. The host may be a wildcard: the caller knows where it reached the supervisor. Raises
-    NotFoundError.
+    The host may be a wildcard: the caller knows at which address it reached the supervisor. Only
+    replicas pass `create`, which creates a running model's missing tracker with their `hooks`,
+    because a new supervisor has none. Replicas that ask at the same time get the same tracker.
+
+    Raises:
+        NotFoundError: the model does not run or does not share here.
     """
     address = _control_address(supervisor)
     if not create:
@@ -61,15 +63,15 @@ async def xavier_tracker_address(
     if model_uid not in running:
         await _destroy_tracker(address, model_uid)
         raise NotFoundError(model_uid, "was terminated meanwhile")
-    # Here xinference finds it when the model ends.
+    # xinference destroys it from there when the model ends.
     supervisor._xavier_cache_mapping.setdefault(model_uid, tracker)
     return address
 
 
 async def xavier_models(supervisor: Any) -> list[str]:
-    """The uids of all models that share; becomes a SupervisorActor's method too."""
+    """The uids of all models that share; becomes a SupervisorActor's method."""
     trackers = supervisor._xavier_cache_mapping
-    # The built-in Xavier keeps its own there.
+    # The built-in Xavier keeps its trackers there, too.
     return sorted(uid for uid, ref in trackers.items() if ref.uid == tracker_uid(uid).encode())
 
 
@@ -94,7 +96,7 @@ def sharing_launch(original: Method) -> Method:
             model_uid = supervisor._gen_model_uid(call.arguments["model_name"])
             call.arguments["model_uid"] = model_uid
         address = _control_address(supervisor)
-        # No await between check and claim: a second launch must not touch this one's tracker.
+        # No await between check and claim, so that two launches never share a tracker.
         claim = (address, model_uid)
         if claim in launching or model_uid in supervisor._model_uid_to_replica_info:
             raise ConfigError(
@@ -116,7 +118,7 @@ def sharing_launch(original: Method) -> Method:
             if hooks is not None:
                 _hooks[claim] = hooks
             async with Rollback() as scope:
-                # Registered first, because a cancelled creation may still come about.
+                # Registered first, because a cancelled creation may still succeed.
                 scope.undo(_destroy_tracker, address, model_uid)
                 tracker = await _ensure_tracker(address, model_uid, config.hooks)
                 trackers = supervisor._xavier_cache_mapping
@@ -128,7 +130,7 @@ def sharing_launch(original: Method) -> Method:
                 scope.commit()
             return result
         except BaseException as error:
-            _tell_rolled_back(claim, error)
+            _notify_rolled_back(claim, error)
             raise
         finally:
             launching.discard(claim)
@@ -139,21 +141,21 @@ def sharing_launch(original: Method) -> Method:
 def notifying_terminate(original: Method) -> Method:
     @functools.wraps(original)
     async def terminate(supervisor: Any, model_uid: str, *args: Any, **kwargs: Any) -> Any:
-        # xinference undoes a failed launch, also one in the background, in its error's handler.
+        # xinference terminates a failed launch within the handler of its error.
         error = sys.exc_info()[1]
         claim = (_control_address(supervisor), model_uid)
         try:
             return await original(supervisor, model_uid, *args, **kwargs)
         finally:
             if error is not None:
-                _tell_rolled_back(claim, error)
+                _notify_rolled_back(claim, error)
             _hooks.pop(claim, None)
 
     return terminate
 
 
-def _tell_rolled_back(claim: tuple[str, str], error: BaseException) -> None:
-    """Once: whoever is first knows best."""
+def _notify_rolled_back(claim: tuple[str, str], error: BaseException) -> None:
+    """Only once per launch: the first error is the cause."""
     hooks = _hooks.pop(claim, None)
     if hooks is not None:
         reason = str(error) or type(error).__name__
@@ -161,7 +163,7 @@ def _tell_rolled_back(claim: tuple[str, str], error: BaseException) -> None:
 
 
 def _replicas_per_host(supervisor: Any, arguments: Mapping[str, Any]) -> int:
-    """How many replicas of this launch one worker may have to house."""
+    """The most replicas of this launch that one worker may get."""
     placements = arguments.get("replica_config") or ()
     if placements:
         hosts = Counter(device.worker_ip for item in placements for device in item.devices)
@@ -176,7 +178,7 @@ def _replicas_per_host(supervisor: Any, arguments: Mapping[str, Any]) -> int:
 
 
 def _control_address(supervisor: Any) -> str:
-    # 4.0 has no address apart from the actor's own.
+    # 4.0 has only the actor's own address.
     address: str = getattr(supervisor, "control_address", supervisor.address)
     return address
 
@@ -194,8 +196,8 @@ async def _destroy_tracker(address: str, model_uid: str) -> None:
         tracker = await xo.actor_ref(address=address, uid=tracker_uid(model_uid))
         await xo.destroy_actor(tracker)
     except xo.ActorNotExist:
-        # xinference was there first: it cleans up after a launch that failed.
-        logger.debug("tracker of %s is gone already", model_uid)
+        # xinference has already cleaned up after the failed launch.
+        logger.debug("tracker already destroyed: model=%s", model_uid)
 
 
 def _forget(trackers: dict[str, Any], model_uid: str, tracker: Any) -> None:

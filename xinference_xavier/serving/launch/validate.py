@@ -1,4 +1,4 @@
-"""Launches that could never share, refused before anything exists."""
+"""Refuses launches that could never share, before anything is created."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ENGINE = "vllm"
 
 
 def refuse_unshareable(arguments: Mapping[str, Any], extra: Mapping[str, Any]) -> None:
-    """Raises ConfigError for what no engine could ever make work, and warns of what is idle."""
+    """Raises ConfigError for a launch that cannot share; warns of a single replica."""
     without = f"launch without {ENABLE}=true"
     placements = arguments.get("replica_config") or ()
     engines = [arguments.get("model_engine")]
@@ -39,23 +39,26 @@ def refuse_unshareable(arguments: Mapping[str, Any], extra: Mapping[str, Any]) -
     for item in placements:
         if item.role != "hybrid":
             raise ConfigError(
-                "role", item.role, "splits prefill from decoding, which sharing excludes", without
+                "role",
+                item.role,
+                "splits prefill from decoding, which sharing does not support",
+                without,
             )
     if extra.get("kv_transfer_config") is not None:
         raise ConfigError(
             "kv_transfer_config",
             extra["kv_transfer_config"],
-            f"is what {ENABLE} sets itself",
+            f"is set by {ENABLE}",
             f"leave it out, or {without}",
         )
     if arguments.get("replica") == 1:
-        logger.warning("%s with one replica: nothing to share until one is added", ENABLE)
+        logger.warning("%s with one replica: nothing is shared until another is added", ENABLE)
 
 
 def refuse_several_hosts(supervisor: Any, arguments: Mapping[str, Any]) -> None:
-    """Raises ConfigError for replicas that are placed where they can never share their memory.
+    """Raises ConfigError if `replica_config` places replicas on hosts that cannot share memory.
 
-    Where xinference places them itself, their fetches will tell.
+    If xinference places the replicas itself, only their fetches show where they are.
     """
     placements = arguments.get("replica_config") or ()
     hosts = {device.worker_ip for item in placements for device in item.devices}
@@ -63,6 +66,6 @@ def refuse_several_hosts(supervisor: Any, arguments: Mapping[str, Any]) -> None:
         raise ConfigError(
             "xavier_transport",
             "shared_memory",
-            f"demands one host, and replica_config names {', '.join(sorted(map(str, hosts)))}",
+            f"needs one host, but replica_config names {', '.join(sorted(map(str, hosts)))}",
             "place all replicas on one host, or use auto",
         )

@@ -1,4 +1,4 @@
-"""The worker's part of a launch: what depends on its host, and why an engine did not start."""
+"""The worker's part of a launch: options that depend on its host, and why an engine failed."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def explaining_load(original: Method) -> Method:
         except Exception as error:
             if transfer is None:
                 raise
-            # All that vLLM says is that its engine did not start.
+            # vLLM only says that its engine did not start.
             cause = await pop_startup_error(configuration(transfer), model_uid)
             if cause is None:
                 raise

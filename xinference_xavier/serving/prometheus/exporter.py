@@ -1,10 +1,10 @@
-"""Our metrics on xinference's own `/metrics`, as of the moment of each scrape.
+"""Our metrics on xinference's own `/metrics`, current at each scrape.
 
-xinference renders a registry of aioprometheus, synchronously, while the values are with replicas in
-other processes. So a scrape first passes `FreshMetrics`, which asks for them and puts what it got
-by a deadline where the registry's collectors find it.
+xinference renders an aioprometheus registry synchronously, but replicas in other processes have the
+values. So a scrape first passes `FreshMetrics`, which asks for reports. The registry's collectors
+then read the samples of those that arrived by the deadline.
 
-Threading: all on the API's event loop.
+Threading: everything runs on the API's event loop.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Callable
 from typing import Any
 
 from aioprometheus.collectors import REGISTRY, Counter, Gauge, Histogram
 from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from xinference_xavier.errors import NotFoundError
 from xinference_xavier.runtime.deadline import within
@@ -34,19 +35,17 @@ from xinference_xavier.serving.tracker_gateway import TrackerGateway
 logger = logging.getLogger(__name__)
 
 MAX_SECONDS = 3.0
-"""For all answers together; less if the scrape itself may not take twice as long."""
+"""For all answers together; at most half of the scrape's own time limit."""
 MAX_AGE = 1.0
-"""Seconds: two who scrape share one report."""
+"""Seconds: scrapes that are closer together share a report."""
 _PATH = "/metrics"
 _SCRAPE_TIMEOUT = "x-prometheus-scrape-timeout-seconds"
 
-_Asgi = Callable[[MutableMapping[str, Any], Any, Any], Awaitable[None]]
-
 
 def add_metrics(context: Any) -> None:
-    """``context`` is xinference's APIExtensionContext."""
+    """`context` is xinference's APIExtensionContext."""
     exporter = Exporter(TrackerGateway(context.get_supervisor_ref))
-    # Where xinference's own endpoint looks, too.
+    # The registry of xinference's own endpoint.
     exporter.register(getattr(context.app.state, "registry", REGISTRY))
     context.app.add_middleware(FreshMetrics, exporter=exporter)
 
@@ -54,11 +53,11 @@ def add_metrics(context: Any) -> None:
 class FreshMetrics:
     """ASGI middleware."""
 
-    def __init__(self, app: _Asgi, exporter: Exporter) -> None:
+    def __init__(self, app: ASGIApp, exporter: Exporter) -> None:
         self._app = app
         self._exporter = exporter
 
-    async def __call__(self, scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if (
             scope["type"] == "http"
             and scope["path"].removeprefix(scope.get("root_path", "")) == _PATH
@@ -70,21 +69,21 @@ class FreshMetrics:
 def _deadline(scrape_timeout: str) -> float:
     try:
         return max(0.0, min(MAX_SECONDS, float(scrape_timeout) / 2))
-    except ValueError:  # no scraper of ours says it
+    except ValueError:  # only Prometheus sends the header
         return MAX_SECONDS
 
 
 class Exporter:
-    """What the last scrape found."""
+    """Holds the samples of the last scrape."""
 
     def __init__(self, trackers: TrackerGateway) -> None:
         self._trackers = trackers
-        self._conditions = RateLimitedLog(logger)
+        self._log = RateLimitedLog(logger)
         self._failures = 0
         self._samples = samples({}, up=False, failures=0)
 
     def register(self, registry: Any) -> None:
-        """Once more does no harm: an API that is started anew in its process has a new exporter."""
+        """Replaces collectors of an earlier exporter: an API may restart within its process."""
         for family in FAMILIES:
             if f"{PREFIX}{family.name}" in registry.collectors:
                 registry.deregister(f"{PREFIX}{family.name}")
@@ -94,12 +93,12 @@ class Exporter:
         return [(_escaped(labels), value) for labels, value in self._samples[name]]
 
     async def refresh(self, seconds: float) -> None:
-        """Takes no longer than that, and never raises: what does not answer is not there."""
+        """Wait for reports for at most `seconds`; never raises. Missing ones are left out."""
         deadline = time.monotonic() + seconds
         try:
             models = await within(seconds, self._trackers.models())
-        except Exception as error:  # a supervisor without our part raises whatever it likes
-            self._fail("the supervisor", error)
+        except Exception as error:  # a supervisor without this extension may raise anything
+            self._fail("supervisor", error)
             self._samples = samples({}, up=False, failures=self._failures)
             return
         answers = await asyncio.gather(*(self._report(model, deadline) for model in models))
@@ -108,23 +107,23 @@ class Exporter:
     async def _report(
         self, model: str, deadline: float
     ) -> tuple[str, dict[str, Any] | None] | None:
-        """The model with its report; None if it has gone meanwhile."""
+        """The model with its report; None if it has ended meanwhile."""
         reading = self._trackers.shared_report(model, MAX_AGE)
         try:
             return model, await within(deadline - time.monotonic(), reading)
         except NotFoundError:
             return None
         except Exception as error:
-            self._fail(f"the tracker of {model!r}", error)
+            self._fail(f"tracker of {model}", error)
             return model, None
 
-    def _fail(self, who: str, error: Exception) -> None:
+    def _fail(self, process: str, error: Exception) -> None:
         self._failures += 1
-        self._conditions.warn(who, "%s did not answer at a scrape: %r", who, error)
+        self._log.warn(process, "no answer to a scrape: process=%s error=%r", process, error)
 
 
 def _escaped(labels: Labels) -> Labels:
-    """aioprometheus writes label values as they are."""
+    """aioprometheus does not escape label values."""
     return {
         name: value.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
         for name, value in labels.items()
@@ -132,12 +131,12 @@ def _escaped(labels: Labels) -> Labels:
 
 
 class _Live:
-    """A collector that has no values of its own."""
+    """A collector without values of its own."""
 
     def __init__(self, family: Family, read: Callable[[str], list[Sample]], registry: Any) -> None:
         self._family = family
         self._read = read
-        super().__init__(f"{PREFIX}{family.name}", family.help, registry=registry)  # type: ignore[call-arg]  # of the collector beside it
+        super().__init__(f"{PREFIX}{family.name}", family.help, registry=registry)  # type: ignore[call-arg]  # the other base class takes them
 
     def get_all(self) -> Any:
         return self._read(self._family.name)

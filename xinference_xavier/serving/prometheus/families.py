@@ -98,7 +98,7 @@ def _decisions(replica: ReplicaStatus) -> _ByLabels:
 
 
 def _fetches(replica: ReplicaStatus) -> _ByLabels:
-    found: dict[tuple[str, ...], float] = {
+    fetches: dict[tuple[str, ...], float] = {
         (transport, outcome, ""): seconds["count"]
         for (transport, outcome), seconds in _durations(replica).items()
         if outcome == COMMITTED
@@ -106,8 +106,8 @@ def _fetches(replica: ReplicaStatus) -> _ByLabels:
     for transport, stats in _transports(replica):
         for reason, count in stats.reasons.items():
             labels = (transport, ROLLED_BACK, _known(reason, ROLLBACKS))
-            found[labels] = found.get(labels, 0) + count
-    return found
+            fetches[labels] = fetches.get(labels, 0) + count
+    return fetches
 
 
 def _durations(replica: ReplicaStatus) -> dict[tuple[str, ...], HistogramValue]:
@@ -150,10 +150,10 @@ def _declared(kind: type[Any], labels: tuple[str, ...], *path: str) -> Iterator[
     """What the schema declares for the fields of `kind`, an object of which is at `path`."""
     hints = get_type_hints(kind)
     for field in fields(kind):
-        metric, where = field.metadata.get("metric"), (*path, field.name)
-        if metric is not None:
-            own = (metric.label,) if metric.label else ()
-            yield Family(metric.name, metric.help, (*labels, *own), _reader(".".join(where)))
+        shown, where = field.metadata, (*path, field.name)
+        if "metric" in shown:
+            own = (shown["label"],) if shown["label"] else ()
+            yield Family(shown["metric"], shown["help"], (*labels, *own), _reader(".".join(where)))
         elif is_dataclass(hints[field.name]):
             yield from _declared(hints[field.name], labels, *where)
 
@@ -272,16 +272,16 @@ FAMILIES = (_UP, _FAILURES, _TRACKER_UP, *_OF_MODEL, _REPLICA_UP, *_OF_REPLICA)
 
 def samples(reports: Mapping[str, Mapping[str, Any] | None], *, up: bool, failures: int) -> Samples:
     """`reports` are by model, None for a model whose tracker did not answer."""
-    found: Samples = {family.name: [] for family in FAMILIES}
+    shown: Samples = {family.name: [] for family in FAMILIES}
 
     def show(families: Iterable[Family], source: object, **labels: str) -> None:
         for family in families:
-            found[family.name] += family.samples(source, labels)
+            shown[family.name] += family.samples(source, labels)
 
-    found[_UP.name] = [({}, int(up))]
-    found[_FAILURES.name] = [({}, failures)]
+    shown[_UP.name] = [({}, int(up))]
+    shown[_FAILURES.name] = [({}, failures)]
     for uid, report in reports.items():
-        found[_TRACKER_UP.name].append(({"model": uid}, int(report is not None)))
+        shown[_TRACKER_UP.name].append(({"model": uid}, int(report is not None)))
         if report is None:
             continue
         model = read(ModelStatus, report)
@@ -290,7 +290,7 @@ def samples(reports: Mapping[str, Mapping[str, Any] | None], *, up: bool, failur
             show([_REPLICA_UP], replica, model=uid, replica=name)
             if replica.pool.rows:  # zeros of one that has not reported would look like a restart
                 show(_OF_REPLICA, replica, model=uid, replica=name)
-    return found
+    return shown
 
 
 def _named(replicas: Sequence[ReplicaStatus]) -> Iterator[tuple[str, ReplicaStatus]]:

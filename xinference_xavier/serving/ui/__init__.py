@@ -1,1 +1,1 @@
-"""What people see: the switch in xinference's launch dialog, and the page `/xavier/`."""
+"""The web interface: the switch in xinference's launch dialog, and the page `/xavier/`."""

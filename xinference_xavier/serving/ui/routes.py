@@ -1,7 +1,7 @@
-"""Where the browser finds the page and the script.
+"""Serves the page and the dialog's script.
 
-Neither holds data: like xinference's own pages they are for everybody, and what they show comes
-from `serving/api.py`, which asks for rights.
+Neither holds data, so both are public, like xinference's own pages: what they show comes from
+`serving/api.py`, which checks rights.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from xinference_xavier.stats.schema import HIT_SOURCES
 PAGE_PATH = "/xavier/"
 _SCRIPT_PATH = "/xavier/launch.js"
 _FOLDER = Path(__file__).parent
-# In this order: later ones use what earlier ones define.
+# In this order: later files use what earlier ones define.
 _PAGE_SCRIPTS = (
-    *("words", "figures", "dom", "server", "graph", "plots", "views", "feed", "explain", "page"),
+    *("words", "numbers", "dom", "api", "graph", "plots", "views", "state", "explain", "page"),
 )
 _DIALOG_SCRIPTS = ("words", "form", "switch", "menu")
 
 
 def add_pages(context: Any) -> None:
-    """``context`` is xinference's APIExtensionContext."""
+    """`context` is xinference's APIExtensionContext."""
 
     async def get_page() -> HTMLResponse:
         return HTMLResponse(page(), headers={"cache-control": "no-cache"})
@@ -43,7 +43,7 @@ def add_pages(context: Any) -> None:
             headers={"cache-control": "max-age=31536000, immutable"},
         )
 
-    # xinference's own catch-all would answer the one without the slash.
+    # xinference's catch-all route would answer the path without the slash.
     for path in (PAGE_PATH, PAGE_PATH.rstrip("/")):
         context.router.add_api_route(path, get_page, include_in_schema=False)
     context.router.add_api_route(_SCRIPT_PATH, get_script, include_in_schema=False)
@@ -55,7 +55,7 @@ def add_pages(context: Any) -> None:
 
 @functools.cache
 def page() -> str:
-    """The whole page in one document, so that it needs nothing else from anywhere."""
+    """The page as one document that loads nothing else."""
     parts = {
         "/*style*/": _text("page/style.css"),
         "/*script*/": _scripts("page", _PAGE_SCRIPTS, HIT_SOURCES=HIT_SOURCES),
@@ -69,7 +69,7 @@ def page() -> str:
 
 @functools.cache
 def dialog_script() -> str:
-    """The switch and the menu entry, in a scope of their own: the page around is not ours."""
+    """The switch and the menu entry, in a scope of their own within xinference's page."""
     scripts = _scripts(
         "dialog",
         _DIALOG_SCRIPTS,
@@ -81,7 +81,7 @@ def dialog_script() -> str:
 
 
 def _scripts(folder: str, names: tuple[str, ...], **constants: object) -> str:
-    """`constants` come first, under their names."""
+    """The files' text after definitions of `constants`."""
     lines = [f"const {name} = {json.dumps(value)};" for name, value in constants.items()]
     return "\n".join([*lines, *(_text(f"{folder}/{name}.js") for name in names)])
 

@@ -1,31 +1,23 @@
 """Adds our script to xinference's own pages.
 
-They are a finished export, so there is no place to register a switch or a menu entry: the script
-adds both in the browser. Only whole, unencoded answers of type text/html that end a body are
-changed; everything else, streams above all, passes through untouched and unbuffered.
+The pages are a finished export without an extension point, so the script adds the switch and the
+menu entry in the browser. Only complete, unencoded HTML answers are changed. Everything else, above
+all streams, passes through unchanged and unbuffered.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any
-
 from starlette.datastructures import Headers, MutableHeaders
-
-Scope = MutableMapping[str, Any]
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 _END = b"</body>"
 _CONDITIONS = (b"if-none-match", b"if-modified-since", b"range", b"if-range")
 
 
 class ScriptInPages:
-    """ASGI middleware: `source` is loaded by every HTML page but those below `except_below`."""
+    """ASGI middleware: every HTML page loads `source`, except those below `except_below`."""
 
-    def __init__(self, app: App, source: str, except_below: str) -> None:
+    def __init__(self, app: ASGIApp, source: str, except_below: str) -> None:
         self._app = app
         self._tag = f'<script src="{source}" defer></script>'.encode()
         self._except_below = except_below
@@ -39,9 +31,9 @@ class ScriptInPages:
         ):
             await self._app(scope, receive, send)
             return
-        # A browser that knows the page from before would be told that it has not changed.
+        # A browser that cached the page without the script must not get "not modified".
         headers = [header for header in scope["headers"] if header[0] not in _CONDITIONS]
-        # Nor may the server be handed a file's path in place of its bytes.
+        # The server must send bytes, not a file by its path.
         extensions = {**scope.get("extensions", {})}
         extensions.pop("http.response.pathsend", None)
         page = _Page(send, self._tag)
@@ -49,7 +41,7 @@ class ScriptInPages:
 
 
 class _Page:
-    """Holds an HTML answer back until it is whole, and sends it with the tag."""
+    """Buffers an HTML answer until it is complete, and sends it with the tag."""
 
     def __init__(self, send: Send, tag: bytes) -> None:
         self._send = send
@@ -73,7 +65,7 @@ class _Page:
             self._body[position:position] = self._tag
             headers = MutableHeaders(raw=list(start["headers"]))
             headers["content-length"] = str(len(self._body))
-            # They stand for the page without the tag.
+            # These describe the page without the tag.
             for name in ("etag", "last-modified", "accept-ranges"):
                 if name in headers:
                     del headers[name]

@@ -1,15 +1,15 @@
-// The entry in xinference's menu, made like its neighbour; then the watch over the page.
+// The entry in xinference's menu, a copy of its neighbour, and the observer of the page.
 
 const NEIGHBOUR = 'nav a[href="/running-model"]';
 const ICON = '<path d="M4 6h6v12H4z"/><path d="M14 6h6v12h-6z"/><path d="M10 9h4"/>'
   + '<path d="M10 15h4"/>';
-const CALM = 50; // milliseconds from a change until we look
+const DELAY = 50; // milliseconds from a change of the page to our look at it
 
 function keepMenuEntry() {
   const neighbour = document.querySelector(NEIGHBOUR);
   if (neighbour === null || !isAlive(neighbour)) return;
   const old = document.querySelector(`nav a[href="${PAGE_PATH}"]`);
-  // Any entry of the same section that is not the current page has the plain look.
+  // Entries of the same section other than the current page are plain.
   const plain = [...neighbour.parentNode.querySelectorAll("a")]
     .find((entry) => entry !== old && !entry.className.includes("text-primary")) ?? neighbour;
   const text = words().menu;
@@ -29,7 +29,7 @@ function keepMenuEntry() {
   neighbour.after(entry);
 }
 
-// What the server sent must stay as it is until React has taken it over, or React draws it anew.
+// If the server's HTML changes before React takes it over, React draws all of it again.
 function isAlive(element) {
   return document.readyState === "complete"
     && Object.keys(element).some((key) => key.startsWith("__reactProps$"));
@@ -40,7 +40,7 @@ function look() {
     try {
       part();
     } catch (error) {
-      // The page belongs to xinference and goes on without us.
+      // xinference's page must work without us.
       localStorage.setItem(SEEN, "failed");
       console.warn("xinference-xavier:", error);
     }
@@ -48,11 +48,11 @@ function look() {
   noteMissing();
 }
 
-// A launch dialog whose form we do not know is noted, for our page to say so.
+// Records that a launch dialog has a form we do not know; our page mentions it.
 function noteMissing() {
   const dialog = document.querySelector("[role=dialog] form");
-  const known = dialog === null || switches.size > 0 || localStorage.getItem(SEEN) === "failed";
-  if (!known && location.pathname.startsWith("/launch-model")
+  const isHandled = dialog === null || switches.size > 0 || localStorage.getItem(SEEN) === "failed";
+  if (!isHandled && location.pathname.startsWith("/launch-model")
       && dialog.querySelector("[name=replica], #replica, input[type=number]") !== null) {
     localStorage.setItem(SEEN, "missing");
   }
@@ -63,7 +63,7 @@ new MutationObserver(() => {
   waiting ??= setTimeout(() => {
     waiting = null;
     look();
-  }, CALM);
+  }, DELAY);
 }).observe(document.documentElement, {
   childList: true, subtree: true, attributes: true, attributeFilter: ["lang", "class"],
 });

@@ -1,7 +1,7 @@
-// The switch in the launch dialog, its hint and its folded options.
+// The switch in the launch dialog, with its hint and folded options.
 //
-// React may redraw the dialog at any time and take our element out: it is put back, and all that
-// it shows is read from the form again.
+// React may redraw the dialog at any time and remove our element. We then put it back and read what
+// it shows from the form.
 
 const ENABLE = "enable_xavier";
 const POOL = "xavier_pool_bytes";
@@ -9,7 +9,7 @@ const TRANSPORT = "xavier_transport";
 const TRUE = new Set(["true", "1", "yes", "on"]);
 const SIZE = /^\d+(\.\d+)?\s*([kmgt]i?b|b)?$/i;
 
-// What our page reads to know whether this version of xinference's page takes the switch.
+// By this our page knows whether xinference's launch dialog shows the switch.
 const SEEN = "xavier.switch";
 
 const STYLE = `
@@ -52,7 +52,7 @@ class ShareSwitch {
     this.element = element;
     this.form = form;
     this.edited = edited;
-    this.before = {}; // options as they were when sharing was switched off
+    this.before = {}; // the options when sharing was last switched off
     this.build();
     this.unsubscribe = form.subscribe(() => this.show());
     this.show();
@@ -70,7 +70,7 @@ class ShareSwitch {
     this.poolLabel = make("span", {});
     this.pool = make("input", { type: "text", autocomplete: "off" });
     this.pool.addEventListener("input", () => this.change(POOL, this.pool.value.trim() || null));
-    // The form would be submitted.
+    // Enter would submit the form.
     this.pool.addEventListener("keydown", (event) => {
       if (event.key === "Enter") event.preventDefault();
     });
@@ -97,7 +97,7 @@ class ShareSwitch {
     ]);
   }
 
-  // Below what chooses replicas and engine, and above the context length, or else at the end.
+  // Below the choice of replicas and engine, above the context length, or at the end.
   place() {
     const fields = [...this.element.children].filter((child) => child !== this.section);
     const next = fields.find((field) => field.querySelector("input[type=range]")) ?? fields.at(-1);
@@ -125,7 +125,7 @@ class ShareSwitch {
     set(this.poolLabel, text.pool);
     this.pool.placeholder = text.poolDefault;
     const pool = parameters.get(POOL) ?? "";
-    // What is being typed stays as it is.
+    // Do not disturb typing.
     if (this.pool.value.trim() !== pool) this.pool.value = pool;
     const wrong = pool !== "" && !(SIZE.test(pool) && parseFloat(pool) > 0);
     this.pool.setAttribute("aria-invalid", String(wrong));
@@ -174,7 +174,7 @@ function isVllm(values) {
   return String(values.model_engine ?? "").toLowerCase() === "vllm";
 }
 
-// Why this launch cannot share, as a sentence, or null.
+// Why this launch cannot share, or null.
 function obstacleTo(values, parameters, text) {
   if (!isVllm(values)) return text.needsVllm;
   if (!/^[1-9]\d*$/.test(String(values.replica ?? "").trim())) return text.needsReplica;
@@ -208,11 +208,11 @@ function keepSwitches() {
   }
   const dialogs = [...document.querySelectorAll("[role=dialog] form")];
   for (const element of dialogs) {
-    const known = switches.get(element);
+    const shown = switches.get(element);
     const found = launchFormOf(element);
     if (found === null) continue;
-    if (known !== undefined && known.form !== found.form) known.end();
-    if (known === undefined || known.form !== found.form) {
+    if (shown !== undefined && shown.form !== found.form) shown.end();
+    if (shown === undefined || shown.form !== found.form) {
       addStyle();
       switches.set(element, new ShareSwitch(element, found));
       localStorage.setItem(SEEN, "shown");

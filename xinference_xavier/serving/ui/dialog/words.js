@@ -1,19 +1,19 @@
-// Our words in the language that the page has.
+// Our texts in the language of the page.
 
 const WORDS = {
   en: {
     title: "Share KV cache between replicas (Xavier)",
-    hint: "A replica copies a prefix that another one has computed instead of computing it again.",
-    alone: "One replica has nobody to share with: it begins as soon as another one is added.",
+    hint: "A replica copies a prefix that another one has computed, instead of computing it again.",
+    alone: "A single replica shares nothing until another one is added.",
     options: "Sharing options",
     pool: "Pool size of one replica",
     poolDefault: "a tenth of the free memory",
-    poolWrong: "Write a number of bytes, or a size like 4GiB or 512MiB.",
+    poolWrong: "Enter a number of bytes, or a size like 4GiB or 512MiB.",
     transport: "Transport",
-    needsVllm: "Only the engine vLLM can share: choose it, or switch sharing off.",
-    needsReplica: "Say first how many replicas to launch: a whole number, 1 or more.",
+    needsVllm: "Only the vLLM engine can share: select it, or switch sharing off.",
+    needsReplica: "First enter the number of replicas: a whole number, 1 or more.",
     needsOneWorker: "A replica on several workers cannot share: set the worker count to 1.",
-    excluded: (names) => `Not together with ${names}: take it out of the additional parameters.`,
+    excluded: (names) => `Cannot be combined with ${names}: remove it from the additional parameters.`,
     menu: "KV Cache Sharing",
   },
   zh: {

@@ -1,11 +1,11 @@
 // Draws a tree of plain nodes into the document and changes only what differs, so that focus,
-// scrolling and selections stay while figures change every second.
+// scrolling and selections survive updates every second.
 
 const SVG_SPACE = "http://www.w3.org/2000/svg";
 const SVG_TAGS = new Set(["svg", "g", "path", "line", "rect", "text"]);
 const drawn = Symbol("drawn");
 
-// `properties` are attributes, but those that begin with "on" are listeners; null and false: none.
+// `properties` are attributes; those that begin with "on" are listeners, null and false mean none.
 function h(tag, properties, ...children) {
   const flat = children.flat(Infinity).filter((child) => child !== null && child !== undefined
     && child !== false);

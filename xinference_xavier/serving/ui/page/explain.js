@@ -1,7 +1,7 @@
-// A prompt's chunks: which replica holds which, and what a request for it would reuse.
+// A prompt's chunks: which replicas hold them, and what a request would reuse.
 
-const EXPLAIN_TIMEOUT = 90_000; // milliseconds: the first question loads a tokenizer
-// `answer` and `problem` are of the model `uid`; `problem` is an entry of the words, and its reason.
+const EXPLAIN_TIMEOUT = 90_000; // milliseconds; the first request loads a tokenizer
+// `answer` and `problem` belong to model `uid`; `problem` is a key of the words and a reason.
 const question = { uid: null, busy: false, answer: null, problem: null };
 
 async function explain(form) {
@@ -16,8 +16,8 @@ async function explain(form) {
       question.answer = await askJson(pathOf(question.uid, "/explain"),
         { method: "POST", body, signal: AbortSignal.timeout(EXPLAIN_TIMEOUT) });
     } catch (error) {
-      const known = { forbidden: "mayNotAsk", signIn: "signIn" }[error.kind];
-      question.problem = [known ?? "failed", error.message];
+      const message = { forbidden: "mayNotAsk", signIn: "signIn" }[error.kind];
+      question.problem = [message ?? "failed", error.message];
     }
     question.busy = false;
   } else {
@@ -74,7 +74,7 @@ function answerView(report, answer) {
     h("p", { class: "muted small" }, text.reuseHelp)];
 }
 
-// The prompt from left to right, with what the replica holds of it.
+// The prompt from left to right, with the parts that the replica holds.
 function chunksView({ prompt_tokens: tokens, chunks }, incarnation) {
   const runs = [];
   let held = 0;

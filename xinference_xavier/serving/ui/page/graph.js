@@ -1,14 +1,14 @@
-// Replicas as boxes, links between them as arrows that move while bytes do.
+// Replicas as boxes, links as arrows that move during transfers.
 
-const MOST_DRAWN = 12;
+const MAX_DRAWN = 12;
 const NODE = { width: 156, height: 74 };
-const NARROW = 560; // pixels, below which two replicas stand one above the other
+const NARROW = 560; // pixels; below, two replicas are stacked
 
 function graphView(report, links, width) {
   const text = language.words;
   const { replicas } = report;
   if (replicas.length === 0) return h("p", { class: "muted" }, text.none);
-  if (replicas.length > MOST_DRAWN) return h("p", { class: "muted" }, text.tooMany(replicas.length));
+  if (replicas.length > MAX_DRAWN) return h("p", { class: "muted" }, text.tooMany(replicas.length));
   const { places, size } = placesFor(replicas.length, width);
   const placeOf = new Map(replicas.map((replica, index) => [replica.incarnation, places[index]]));
   const drawnLinks = links.filter((link) => placeOf.has(link.from) && placeOf.has(link.to));
@@ -19,7 +19,7 @@ function graphView(report, links, width) {
   replicas.map((replica, index) => nodeView(report, replica, places[index])));
 }
 
-// Two side by side, or one above the other where it is narrow; more on an ellipse.
+// Two side by side, or stacked where space is narrow; more on an ellipse.
 function placesFor(number, width) {
   const across = Math.max(300, Math.min(width, 760));
   const middle = across / 2;
@@ -62,7 +62,7 @@ function nodeView(report, replica, { x, y }) {
     h("text", { class: "faint", x: left + 10, y: top + 67 }, text.pinned(count(pool.pinned ?? 0))));
 }
 
-// A curve that leaves room for the one in the other direction.
+// A curve that leaves room for the opposite direction.
 function linkView(link, from, to) {
   const [dx, dy] = [to.x - from.x, to.y - from.y];
   const length = Math.hypot(dx, dy) || 1;
@@ -85,7 +85,7 @@ function linkView(link, from, to) {
       live && link.rate > 0 ? bytesPerSecond(link.rate) : bytes(link.bytes)));
 }
 
-// Where the line from a box's middle towards a point leaves the box, and a little further.
+// Just outside the box, on the line from its middle to a point.
 function edgeOf(box, towards) {
   const [dx, dy] = [towards.x - box.x, towards.y - box.y];
   const scale = Math.min((NODE.width / 2 + 4) / Math.abs(dx || 1e-9),

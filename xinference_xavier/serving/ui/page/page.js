@@ -1,8 +1,8 @@
-// The page as a whole: which parts it has in which state, and when it is drawn.
+// The page as a whole: its parts in each state, and when it is drawn.
 
 const COMMAND = `xinference launch --model-name qwen2.5-instruct --model-engine vLLM \\
     --size-in-billions 7 --model-format pytorch --replica 2 --enable_xavier true`;
-// Left by our script in xinference's launch dialog.
+// Set by our script in xinference's launch dialog.
 const SWITCH_SEEN = "xavier.switch";
 const cursors = {};
 const widths = { graph: 640, plots: 400 };
@@ -15,7 +15,7 @@ function topView() {
       state.retryIn > 0 && state.trouble !== null ? text.away(state.retryIn) : text.connecting];
   return h("header", { class: "top" },
     h("a", { class: "skip", href: "#main", onclick: (event) => {
-      event.preventDefault(); // the address says which model is shown
+      event.preventDefault(); // the fragment names the model
       document.getElementById("main").focus();
     } }, text.skip),
     h("a", { class: "home", href: "/" }, "‹ Xinference"),
@@ -67,7 +67,7 @@ function emptyView() {
       h("li", null, h("p", null, text.emptySwitch), h("p", null,
         h("a", { class: "button primary", href: "/launch-model/llm" }, text.launch))),
       h("li", null, h("p", null, text.emptyCommand), h("pre", null, h("code", null, COMMAND)),
-        // Without a secure address browsers have no clipboard.
+        // Without HTTPS, browsers have no clipboard.
         navigator.clipboard && h("button", { type: "button", onclick: copy },
           copied ? text.copied : text.copy))));
 }
@@ -87,9 +87,9 @@ function headView(report) {
         "aria-checked": String(report.enabled),
         onclick: () => change("", { enabled: !report.enabled }, null) },
       h("i", null), text.sharing),
-      h("button", { type: "button", id: "drop", onclick: () => {
-        if (confirm(text.dropAsk(report.model_uid))) change("/flush", {}, text.dropped);
-      } }, text.drop)));
+      h("button", { type: "button", id: "flush", onclick: () => {
+        if (confirm(text.flushAsk(report.model_uid))) change("/flush", {}, text.flushed);
+      } }, text.flush)));
 }
 
 function hints(report) {
@@ -107,8 +107,8 @@ function hints(report) {
   return hits.computed > 0 && hits.local_pool + hits.remote === 0 ? text.quiet : null;
 }
 
-// What comes and goes, without moving what stands below it to another place of the tree: that would
-// be made anew, and lose what somebody has typed into it.
+// Keeps optional parts in one node: otherwise everything below would move in the tree, be made anew
+// and lose typed text.
 function group(...children) {
   return h("div", { class: "group" }, children);
 }
@@ -123,7 +123,7 @@ function modelView(report) {
       hint !== null && h("p", { class: "notice", id: "hint" }, hint),
       !state.live && state.recent.time !== null
         && h("p", { class: "notice", id: "aged" }, language.words.asOf(clock(state.recent.time)))),
-    h("div", { class: state.live ? null : "aged", style: "display: grid; gap: 1rem", id: "figures" },
+    h("div", { class: state.live ? null : "aged", style: "display: grid; gap: 1rem", id: "stats" },
       tilesView(report, links),
       sourcesView(report),
       h("div", { class: "columns" }, graphCard(report, links, widths.graph),
@@ -142,7 +142,7 @@ function mainView() {
   const passing = models !== null && ["away", "tracker"].includes(trouble?.kind);
   if (trouble !== null && !passing) return troubleView(trouble);
   if (models === null) return h("p", { class: "muted" }, text.loading);
-  const report = state.recent.report ?? models.find((known) => known.model_uid === chosen());
+  const report = state.recent.report ?? models.find((model) => model.model_uid === chosen());
   return [
     group(
       passing && h("p", { class: "notice", role: "alert", id: "away" },
@@ -170,7 +170,7 @@ function show() {
   });
 }
 
-// Drawings are made for the room they have, so that their letters keep their size.
+// Drawings are made for their actual width, so that text keeps its size.
 function measure() {
   let changed = false;
   for (const element of document.querySelectorAll("[data-measure]")) {

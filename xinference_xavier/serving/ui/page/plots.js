@@ -1,11 +1,11 @@
-// Areas over the last hour, stacked, with a cursor for mouse, finger and arrow keys.
+// Stacked areas over the last hour, with a cursor for mouse, touch and arrow keys.
 
 const HOUR = 3600;
-const TICK = 600; // seconds between two times on the axis
+const TICK = 600; // seconds between labels of the time axis
 const PLOT_HEIGHT = 170;
 const MARGIN = { left: 64, right: 8, top: 8, bottom: 22 };
 
-// `cursors` remembers by plot name which time is looked at; `changed()` asks for a new drawing.
+// `cursors` holds each plot's selected time by name; `changed()` requests a new drawing.
 function plotView({ name, title, series, format, nice, rates, until, width, cursors, changed }) {
   const text = language.words;
   const from = until - HOUR;
@@ -59,7 +59,7 @@ function valuesOf(rate, series, format) {
   return [clock(rate.time), ...series.map((key) => `${text[key]} ${format(rate[key])}`)].join(", ");
 }
 
-// From the bottom up, each on top of those before.
+// Stacked from the bottom up.
 function areas(rates, series, x, y) {
   let base = rates.map(() => 0);
   return series.toReversed().map((key) => {
@@ -67,7 +67,7 @@ function areas(rates, series, x, y) {
     const upper = rates.map((rate, index) => `${x(rate.time).toFixed(1)} ${y(top[index]).toFixed(1)}`);
     const lower = rates.map((rate, index) => `${x(rate.time).toFixed(1)} ${y(base[index]).toFixed(1)}`);
     base = top;
-    // One sample alone would be invisible.
+    // Without a stroke, a single sample would be invisible.
     return h("path", { d: `M${upper.join("L")}L${lower.toReversed().join("L")}Z`, key,
       fill: `var(--${key})`, stroke: `var(--${key})`, "stroke-width": 1, "stroke-linejoin": "round" });
   });
@@ -96,7 +96,7 @@ function nearest(rates, time) {
     (Math.abs(rate.time - time) < Math.abs(best.time - time) ? rate : best));
 }
 
-// 1, 2 or 5 times a power of ten; not less than what can be told from nothing.
+// The next 1, 2 or 5 times a power of ten.
 function niceCeiling(value) {
   if (!(value > 0)) return 1;
   const power = 10 ** Math.floor(Math.log10(value));

@@ -1,4 +1,4 @@
-// The parts of the page, each from the state alone.
+// The parts of the page, each drawn from the state alone.
 
 function legend(keys) {
   const text = language.words;
@@ -87,7 +87,7 @@ function replicasView(report) {
       const pool = replica.pool ?? {};
       return h("tr", null,
         h("th", { scope: "row" }, nameOf(report, replica.incarnation),
-          groups.length > 1 && ` · ${text.group(groups.indexOf(replica.namespace) + 1)}`,
+          groups.length > 1 && ` · ${text.namespace(groups.indexOf(replica.namespace) + 1)}`,
           h("div", { class: "muted small", title: text.address }, replica.address),
           replica.vllm && h("div", { class: "muted small" }, `vLLM ${replica.vllm}`),
           replica.stale && h("div", { class: "muted small" }, text.stale)),
@@ -141,8 +141,8 @@ function sentenceOf(report, event) {
   const text = language.words;
   const named = { ...event };
   for (const key of ["incarnation", "donor", "replica"]) {
-    const known = report?.replicas.some((replica) => replica.incarnation === named[key]);
-    if (known) named[key] = nameOf(report, named[key]);
+    const isReplica = report?.replicas.some((replica) => replica.incarnation === named[key]);
+    if (isReplica) named[key] = nameOf(report, named[key]);
   }
   const sentence = Object.hasOwn(text, event.event) ? text[event.event] : null;
   return sentence === null ? event.event : sentence(named);

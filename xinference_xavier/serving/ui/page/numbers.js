@@ -1,6 +1,6 @@
-// Numbers as people read them, and what follows from the reports.
+// Numbers as people read them, and rates from successive reports.
 
-const REMEMBERED = 6; // reports, from which current rates are taken
+const RECENT_REPORTS = 6; // current rates are measured over these
 const BYTE_UNITS = ["B", "KiB", "MiB", "GiB", "TiB"];
 
 function count(value) {
@@ -58,19 +58,19 @@ function rolledBack(fetches) {
 }
 
 function nameOf(report, incarnation) {
-  const replica = report.replicas.find((known) => known.incarnation === incarnation);
+  const replica = report.replicas.find((each) => each.incarnation === incarnation);
   if (replica === undefined) return language.words.someoneGone(incarnation.slice(0, 8));
   return replica.replica || incarnation.slice(0, 8);
 }
 
-// The last reports with the times they came at, in seconds.
+// The latest reports with their times of arrival, in seconds.
 class Recent {
   constructor() {
     this.kept = [];
   }
 
   add(report, time) {
-    this.kept = [...this.kept, { report, time }].slice(-REMEMBERED);
+    this.kept = [...this.kept, { report, time }].slice(-RECENT_REPORTS);
   }
 
   get report() {
@@ -81,19 +81,19 @@ class Recent {
     return this.kept.at(-1)?.time ?? null;
   }
 
-  // Every pair of replicas over which bytes came, with the bytes per second of late.
+  // Every pair of replicas with transfers, and its recent bytes per second.
   links() {
     if (this.kept.length === 0) return [];
     const [first, last] = [this.kept[0], this.kept.at(-1)];
     const seconds = last.time - first.time;
     return last.report.replicas.flatMap((consumer) => {
       const before = first.report.replicas
-        .find((known) => known.incarnation === consumer.incarnation)?.received_from;
+        .find((each) => each.incarnation === consumer.incarnation)?.received_from;
       const received = consumer.received_from ?? {};
       const fetching = consumer.fetching ?? {};
       return [...new Set([...Object.keys(received), ...Object.keys(fetching)])].map((donor) => {
         const all = received[donor] ?? 0;
-        // A replica that came meanwhile has no "before": its rate begins with the next report.
+        // A replica that has just joined has no rate until the next report.
         const moved = before === undefined ? 0 : Math.max(0, all - (before[donor] ?? 0));
         const rate = seconds > 0 ? moved / seconds : 0;
         return { from: donor, to: consumer.incarnation, bytes: all, rate, rows: fetching[donor] ?? 0 };
@@ -102,7 +102,7 @@ class Recent {
   }
 }
 
-// Per second between two samples, oldest first. Counts that fell began anew: nothing is known then.
+// Rates per second between samples, oldest first. Counters that fell were restarted: rate 0.
 function ratesOf(samples) {
   return samples.slice(1).map((sample, index) => {
     const before = samples[index];
@@ -119,7 +119,7 @@ function ratesOf(samples) {
   });
 }
 
-// Fetches are too few for rates of 10 s each.
+// Fetches are too rare for rates over 10 s.
 function perMinute(samples) {
   const minutes = new Map(samples.map((sample) => [Math.floor(sample.time / 60), sample]));
   return ratesOf([...minutes.values()]).map((rate) => ({ time: rate.time,

@@ -1,16 +1,16 @@
-// Talks to the server: with the rights of the one who signed in on xinference's pages, and with an
-// end to every wait. What goes wrong is a Trouble, whose kind says which words and remedy fit.
+// Requests to the server, with the token from xinference's sign-in page and a time limit each.
+// A failure is a Trouble; its kind selects the message.
 
-const TIMEOUT = 20_000; // milliseconds; of a stream: without a word from it
+const TIMEOUT = 20_000; // milliseconds; for a stream, without any message
 const NO_TOKEN = new Set([null, "", "no_auth"]);
-// A token that was refused is not shown again: xinference shuts an address out, with all behind it,
-// that shows wrong ones a few times.
+// A refused token is not sent again: after a few wrong ones, xinference blocks the address, with
+// everyone behind it.
 let refused = null;
 let renewing = null;
 
 class Trouble extends Error {
-  // "signIn", "forbidden", "absent" (no such thing there), "away" (no sensible answer) or "tracker"
-  // (the server answers, but not what knows of the model).
+  // "signIn", "forbidden", "absent" (404), "away" (no valid answer) or "tracker" (the server
+  // answers, but the model's tracker does not).
   constructor(kind, message) {
     super(message);
     this.kind = kind;
@@ -49,14 +49,14 @@ async function askJson(path, options = {}) {
   }
 }
 
-// One renewal serves all who were refused the same token: a refresh token is good for one.
+// All requests with the same expired token share one renewal: a refresh token is valid once.
 function renewed(token) {
   if (sessionStorage.getItem("token") !== token) return true;
   renewing ??= renewToken().finally(() => { renewing = null; });
   return renewing;
 }
 
-// As xinference's own pages do when an access token has run out.
+// As xinference's own pages do when an access token has expired.
 async function renewToken() {
   const refresh = sessionStorage.getItem("refresh_token");
   if (NO_TOKEN.has(refresh)) return false;
@@ -71,7 +71,7 @@ async function renewToken() {
     if (next) sessionStorage.setItem("refresh_token", next);
     return true;
   } catch (error) {
-    throw new Trouble("away", error.message); // it may be good for a token yet
+    throw new Trouble("away", error.message); // the refresh token may still be valid
   }
 }
 
@@ -85,12 +85,12 @@ async function reasonOf(answer) {
   }
 }
 
-// Calls `heard(event, data)` for each event of a stream of server-sent events; returns at its end.
-// EventSource cannot send the token.
-async function listen(path, heard, signal) {
-  const quiet = new AbortController();
-  const either = AbortSignal.any([signal, quiet.signal]);
-  let timer = setTimeout(() => quiet.abort(), TIMEOUT);
+// Calls `receive(event, data)` for each server-sent event; returns at the stream's end. EventSource
+// cannot send the token.
+async function listen(path, receive, signal) {
+  const silent = new AbortController();
+  const either = AbortSignal.any([signal, silent.signal]);
+  let timer = setTimeout(() => silent.abort(), TIMEOUT);
   try {
     const answer = await ask(path, { signal: either });
     const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
@@ -99,20 +99,20 @@ async function listen(path, heard, signal) {
       const { done, value } = await reader.read();
       if (done) return;
       clearTimeout(timer);
-      timer = setTimeout(() => quiet.abort(), TIMEOUT);
+      timer = setTimeout(() => silent.abort(), TIMEOUT);
       const blocks = (rest + value).replaceAll("\r\n", "\n").split("\n\n");
       rest = blocks.pop();
-      blocks.forEach((block) => hearBlock(block, heard));
+      blocks.forEach((block) => receiveBlock(block, receive));
     }
   } catch (error) {
     throw error instanceof Trouble ? error : new Trouble("away", error.message);
   } finally {
     clearTimeout(timer);
-    quiet.abort();
+    silent.abort();
   }
 }
 
-function hearBlock(block, heard) {
+function receiveBlock(block, receive) {
   let event = "message";
   const data = [];
   for (const line of block.split("\n")) {
@@ -120,5 +120,5 @@ function hearBlock(block, heard) {
     if (name === "event") event = value;
     else if (name === "data") data.push(value);
   }
-  if (data.length > 0) heard(event, JSON.parse(data.join("\n")));
+  if (data.length > 0) receive(event, JSON.parse(data.join("\n")));
 }

@@ -1,28 +1,28 @@
-// What the page knows, and what keeps it up to date.
+// The page's state, and the loop that keeps it up to date.
 //
-// One loop runs for ever: it asks which models share, then listens to the chosen one until that
-// ends, however it ends. What was shown last stays, marked as old, until there is something newer.
+// The loop asks which models share, then follows the selected one until its stream ends, for
+// whatever reason. The last data stay visible, marked as old, until newer data arrive.
 
 const API = "/v1/xavier";
-const WAITS = [1, 2, 5]; // seconds before the next try; the last one for all later ones
-const LIST_AGAIN = 10; // seconds
-const MOST_SAMPLES = 360;
-const MOST_EVENTS = 100;
+const PAUSES = [1, 2, 5]; // seconds before the next try; the last one repeats
+const LIST_INTERVAL = 10; // seconds
+const MAX_SAMPLES = 360;
+const MAX_EVENTS = 100;
 
 const state = {
-  models: null, // reports of all models that share; null while nobody has answered
+  models: null, // reports of all models that share; null before the first answer
   recent: new Recent(),
   samples: [],
   events: [],
   live: false,
   trouble: null,
   retryIn: 0, // seconds
-  lost: null, // the model that was shown and is not there any more
+  lost: null, // the model that was shown and has ended
   notice: null,
 };
 let interval = 10; // seconds between two samples
-let ahead = 0; // seconds by which the server's clock is ahead of ours
-let told = false; // whether what happens now is news
+let ahead = 0; // seconds by which the server's clock is ahead
+let caughtUp = false; // whether further events are new
 let stream = new AbortController();
 let wake = () => {};
 
@@ -41,7 +41,7 @@ function chosen() {
 }
 
 function isHere(uid) {
-  return state.models.some((known) => uidOf(known) === uid);
+  return state.models.some((report) => uidOf(report) === uid);
 }
 
 function pathOf(uid, what = "") {
@@ -55,40 +55,40 @@ async function refreshModels() {
   if (models.length === 0 && reason !== undefined) throw new Trouble("tracker", reason);
 }
 
-function hear(event, data) {
-  if (event === "status") hearStatus(data);
-  else if (event === "history") hearHistory(data);
-  else if (event === "event") hearEvent(data);
+function receive(event, data) {
+  if (event === "status") receiveStatus(data);
+  else if (event === "history") receiveHistory(data);
+  else if (event === "event") receiveEvent(data);
   else if (event === "unavailable") {
     Object.assign(state, { live: false, trouble: new Trouble("tracker", data.detail) });
   }
   show();
 }
 
-function hearStatus(report) {
+function receiveStatus(report) {
   Object.assign(state, { live: true, trouble: null });
-  told = true;
+  caughtUp = true;
   state.recent.add(report, now());
-  state.models = state.models.map((known) => (uidOf(known) === uidOf(report) ? report : known));
-  // The server sends its samples once; from then on we take them ourselves.
+  state.models = state.models.map((old) => (uidOf(old) === uidOf(report) ? report : old));
+  // The server sends its samples once; the page takes later ones itself.
   if (now() - (state.samples.at(-1)?.time ?? -Infinity) >= interval) {
-    state.samples = [...state.samples, { time: now(), ...report.totals }].slice(-MOST_SAMPLES);
+    state.samples = [...state.samples, { time: now(), ...report.totals }].slice(-MAX_SAMPLES);
   }
 }
 
-function hearHistory(history) {
+function receiveHistory(history) {
   interval = history.interval_s;
   const newest = history.samples.at(-1)?.time;
   const drift = newest === undefined ? 0 : newest - Date.now() / 1000;
-  // A sample may be one interval old; only what is more than that is a difference of clocks.
+  // A sample may be one interval old; more than that is a difference between clocks.
   ahead = drift > 0 || drift < -2 * interval ? drift : 0;
   Object.assign(state, { samples: history.samples, events: [], recent: new Recent() });
-  told = false;
+  caughtUp = false;
 }
 
-function hearEvent(event) {
-  state.events = [...state.events, event].slice(-MOST_EVENTS);
-  if (told) say(sentenceOf(state.recent.report, event));
+function receiveEvent(event) {
+  state.events = [...state.events, event].slice(-MAX_EVENTS);
+  if (caughtUp) say(sentenceOf(state.recent.report, event));
 }
 
 async function feed() {
@@ -109,9 +109,9 @@ async function feed() {
       if (uid !== null) {
         await listen(pathOf(uid, "/events"), (event, data) => {
           failures = 0;
-          hear(event, data);
+          receive(event, data);
         }, stream.signal).catch((error) => {
-          // It went between the two questions: the next list will not have it.
+          // The model has just ended; the next list will not have it.
           if (error.kind !== "absent") throw error;
         });
       }
@@ -120,15 +120,15 @@ async function feed() {
     }
     state.live = false;
     if (stream.signal.aborted) {
-      state.trouble = null; // it was we who ended it, for another model
+      state.trouble = null; // another model was selected
       continue;
     }
     failures += 1;
-    await rest(state.models?.length === 0 ? WAITS.at(-1) : WAITS[Math.min(failures, WAITS.length) - 1]);
+    await rest(state.models?.length === 0 ? PAUSES.at(-1) : PAUSES[Math.min(failures, PAUSES.length) - 1]);
   }
 }
 
-// Counts down for all to see; `wake` ends it.
+// Pauses with a visible countdown; `wake` ends it.
 async function rest(seconds) {
   for (state.retryIn = seconds; state.retryIn > 0; state.retryIn -= 1) {
     show();
@@ -160,6 +160,6 @@ async function change(what, body, done) {
 }
 
 setInterval(() => {
-  // A failure shows where it matters, in the stream.
+  // Failures show in the stream.
   if (state.live) refreshModels().then(show, () => {});
-}, LIST_AGAIN * 1000);
+}, LIST_INTERVAL * 1000);
