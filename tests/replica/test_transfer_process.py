@@ -123,7 +123,7 @@ async def test_after_a_long_life_the_next_comes_soon(
     region: Region, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The pauses grow only for what dies again and again."""
-    monkeypatch.setattr(process_module, "_LIVED_WELL", 0.0)
+    monkeypatch.setattr(process_module, "_STABLE_AFTER", 0.0)
     monkeypatch.setattr(process_module, "_RESTART_PAUSES", (0.0, 10 * PATIENCE))
     async with running(region) as process:
         for starts in (1, 2):
