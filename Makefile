@@ -35,7 +35,7 @@ STEPS ?=
 # Of `make test-matrix` (default: all).
 VERSIONS ?=
 
-# Of `make unit` and `make test-e2e`: 1 to measure which lines of the package they run, for `make coverage`.
+# Of `make unit` and `make test-e2e`: 1 measures which lines of the package they run.
 COVERAGE ?=
 PYTEST = $(BIN)/python $(if $(COVERAGE),-m coverage run) -m pytest
 
@@ -43,10 +43,10 @@ PYTEST = $(BIN)/python $(if $(COVERAGE),-m coverage run) -m pytest
 
 help:
 	@echo "make demo    two replicas share long prefixes, measured (MODEL=<folder> ARGS='--dtype bfloat16 …' DEVICE=cpu|cuda)"
-	@echo "make test    lint, types, documentation, unit tests, and models that share through xinference"
-	@echo "make unit    the tests of modules, in one process for each processor"
-	@echo "make test-e2e  the tests that start replicas, servers, vLLM's engines and xinference"
-	@echo "make coverage  how much of the package was run since its last call by the last two with COVERAGE=1"
+	@echo "make test    lint, types, documentation, unit tests, and end-to-end tests of sharing"
+	@echo "make unit    tests of modules, in parallel: about a minute"
+	@echo "make test-e2e  tests that start replicas, servers, vLLM engines and xinference"
+	@echo "make coverage  how much of the package make unit test-e2e COVERAGE=1 ran; fails below 90 %"
 	@echo "make chaos   faults by the thousand, 20 minutes (PART=replicas|engines SECONDS=… SEED=…)"
 	@echo "make test-long  browsers, Prometheus, and clusters, hosts and engines that are broken on purpose: takes long"
 	@echo "make test-gpu  the tests that need an NVIDIA card, with the CUDA build of vLLM"

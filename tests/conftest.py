@@ -28,7 +28,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_sessionfinish() -> None:
-    """A worker of pytest-xdist may end before coverage writes what it measured."""
+    """Save coverage data now: a pytest-xdist worker may be killed before its exit handlers run."""
     if "coverage" in sys.modules and (measuring := sys.modules["coverage"].Coverage.current()):
         measuring.save()
 
