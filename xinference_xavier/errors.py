@@ -83,15 +83,16 @@ class LinkTimeoutError(LinkError, TimeoutError):
     """A link did not make progress before its deadline."""
 
 
-class ExplainError(XavierError):
-    """No replica can say now where the chunks of a prompt are.
-
-    `reason` is the plain text: xoscar puts an address before ``str()``.
-    """
+class ReasonError(XavierError):
+    """`reason` is the text without the address that xoscar puts before a remote error's."""
 
     def __init__(self, reason: str) -> None:
         self.reason = reason
         super().__init__(reason)
+
+
+class ExplainError(ReasonError):
+    """No replica can say now where the chunks of a prompt are."""
 
 
 class ApiError(XavierError):
@@ -141,12 +142,8 @@ ROLLBACKS = (
 """Reasons why a fetch is rolled back."""
 
 
-class GrantRefusedError(XavierError):
-    """A donor did not grant rows. `reason` is one of `REFUSALS`: the text may have a prefix."""
-
-    def __init__(self, reason: str) -> None:
-        self.reason = reason
-        super().__init__(reason)
+class GrantRefusedError(ReasonError):
+    """A donor did not grant rows, for one of `REFUSALS`."""
 
 
 SWITCHED_OFF = "switched off"
