@@ -12,7 +12,6 @@ from xinference_xavier.config import (
     ENABLE,
     MAX_DEFAULT_POOL_BYTES,
     UPSTREAM_OPTIONS,
-    LaunchOptions,
     XavierConfig,
     default_pool_bytes,
     take_launch_options,
@@ -25,14 +24,14 @@ GiB = 1 << 30
 @pytest.mark.parametrize("yes", [True, 1, "1", "true", "True", " TRUE ", "yes", "on"])
 @pytest.mark.parametrize("name", ["enable_xavier", "enable-xavier"])
 def test_enabled(name: str, yes: object) -> None:
-    assert take_launch_options({name: yes}).enabled
+    assert take_launch_options({name: yes}) == {}
 
 
 @pytest.mark.parametrize("no", [False, 0, "0", "false", "False", "no", "off", None])
 def test_text_that_says_no_means_no(no: object) -> None:
     """Upstream takes bool("false") for True, so it must be handed a real False."""
     kwargs = {"enable-xavier": no}
-    assert not take_launch_options(kwargs).enabled
+    assert take_launch_options(kwargs) is None
     assert kwargs == {ENABLE: False}
 
 
@@ -49,7 +48,7 @@ def test_options_are_taken_out_in_both_spellings_and_others_stay() -> None:
         "max_model_len": 16384,
     }
     options = take_launch_options(kwargs)
-    assert options == LaunchOptions(True, {"pool_bytes": 4 * GiB, "chunk_tokens": 256})
+    assert options == {"pool_bytes": 4 * GiB, "chunk_tokens": 256}
     assert kwargs == {"max_model_len": 16384}
 
 
@@ -94,7 +93,7 @@ def test_our_options_without_enable_are_dropped_with_a_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     kwargs: dict[str, Any] = {"xavier-pool-bytes": "nonsense", "dtype": "float32"}
-    assert not take_launch_options(kwargs).enabled
+    assert take_launch_options(kwargs) is None
     assert kwargs == {"dtype": "float32"}
     assert "xavier-pool-bytes ignored" in caplog.text
 
@@ -108,9 +107,7 @@ def test_a_refusal_leaves_the_arguments_as_they_were() -> None:
 
 
 def test_config_survives_json() -> None:
-    config = LaunchOptions(True, parsed(xavier_port_range="40000-40100")).config(
-        model_uid="m", tracker_address="10.0.0.1:9999", replicas_per_host=2
-    )
+    config = XavierConfig("m", "10.0.0.1:9999", **parsed(xavier_port_range="40000-40100"))
     assert config.port_range == (40000, 40100)
     assert XavierConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
 

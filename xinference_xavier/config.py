@@ -11,7 +11,6 @@ from __future__ import annotations
 import difflib
 import logging
 from collections.abc import Mapping, MutableMapping
-from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 import pydantic.dataclasses
@@ -100,65 +99,54 @@ class XavierConfig:
         )
 
 
-@dataclass(frozen=True)
-class LaunchOptions:
-    """The options of one launch; ``values`` are parsed fields of XavierConfig."""
+def take_launch_options(kwargs: MutableMapping[str, Any]) -> dict[str, Any] | None:
+    """Remove our options from a launch's keyword arguments; returns what `parse_options` does.
 
-    enabled: bool = False
-    values: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def hooks(self) -> str | None:
-        path: str | None = self.values.get("hooks")
-        return path
-
-    def config(
-        self, *, model_uid: str, tracker_address: str, replicas_per_host: int
-    ) -> XavierConfig:
-        return XavierConfig(
-            model_uid=model_uid,
-            tracker_address=tracker_address,
-            replicas_per_host=replicas_per_host,
-            **self.values,
-        )
-
-
-def take_launch_options(kwargs: MutableMapping[str, Any]) -> LaunchOptions:
-    """Remove our options, with ``-`` or ``_``, from a launch's keyword arguments and parse them.
-
-    Without ``enable_xavier=true``, the options of xinference's own Xavier stay. Ours are dropped
-    with a warning, because vLLM would refuse to start with them; ``enable_xavier`` becomes False.
+    None without ``enable_xavier=true``: the options of xinference's own Xavier stay, and ours are
+    dropped with a warning, because vLLM would refuse to start with them; ``enable_xavier`` becomes
+    False.
 
     Raises:
         ConfigError: an option is wrong; ``kwargs`` are unchanged.
     """
-    names = {name: name.replace("-", "_") for name in kwargs}
-    switches = [name for name, plain in names.items() if plain == ENABLE]
+    switches = [name for name in kwargs if _plain(name) == ENABLE]
     if len({parse_bool(ENABLE, kwargs[name]) for name in switches}) > 1:
         raise ConfigError(
             ENABLE, "true and false", "is given twice and contradicts itself", "give it once"
         )
     if not switches or not parse_bool(ENABLE, kwargs[switches[0]]):
-        _drop_stray_options(kwargs, names, switches)
-        return LaunchOptions()
+        _drop_stray_options(kwargs, switches)
+        return None
+    options = parse_options(kwargs)
+    for name in list(kwargs):
+        if name in switches or _plain(name).startswith(_PREFIX):
+            del kwargs[name]
+    return options
 
-    given: dict[str, Any] = {}
-    for name, plain in names.items():
+
+def parse_options(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of XavierConfig, from our options among those ``given``, with ``-`` or ``_``.
+
+    Raises ConfigError.
+    """
+    ours: dict[str, Any] = {}
+    for name, value in given.items():
+        plain = _plain(name)
         if not plain.startswith(_PREFIX):
             continue
-        _refuse_foreign_name(name, plain, kwargs[name])
-        if plain in given:
-            raise ConfigError(name, kwargs[name], "is given twice", f"give {plain} once")
-        given[plain] = kwargs[name]
-    parsed = {
+        _refuse_foreign_name(name, plain, value)
+        if plain in ours:
+            raise ConfigError(name, value, "is given twice", f"give {plain} once")
+        ours[plain] = value
+    return {
         plain.removeprefix(_PREFIX): PARSERS[plain](plain, value)
-        for plain, value in given.items()
+        for plain, value in ours.items()
         if value is not None
     }
-    for name, plain in names.items():
-        if plain in given or plain == ENABLE:
-            del kwargs[name]
-    return LaunchOptions(enabled=True, values=parsed)
+
+
+def _plain(name: str) -> str:
+    return name.replace("-", "_")
 
 
 def default_pool_bytes(replicas_per_host: int, free: int | None = None) -> int:
@@ -171,10 +159,8 @@ def default_pool_bytes(replicas_per_host: int, free: int | None = None) -> int:
     return min(free // 10 // max(1, replicas_per_host), MAX_DEFAULT_POOL_BYTES)
 
 
-def _drop_stray_options(
-    kwargs: MutableMapping[str, Any], names: Mapping[str, str], switches: list[str]
-) -> None:
-    stray = sorted(name for name, plain in names.items() if plain in PARSERS)
+def _drop_stray_options(kwargs: MutableMapping[str, Any], switches: list[str]) -> None:
+    stray = sorted(name for name in kwargs if _plain(name) in PARSERS)
     for name in [*stray, *switches]:
         del kwargs[name]
     if stray:

@@ -7,6 +7,7 @@ REST answer. So each survives pickling, and ``str()`` says everything.
 from __future__ import annotations
 
 import reprlib
+from enum import StrEnum
 
 
 def shown(value: object) -> str:
@@ -146,11 +147,12 @@ class GrantRefusedError(ReasonError):
     """A donor did not grant rows, for one of `REFUSALS`."""
 
 
-SWITCHED_OFF = "switched off"
-NOT_JOINED = "not joined"
-RESETTING = "resetting"
-NO_TRANSFER_PROCESS = "no transfer process"
-ALONE = "alone since a reset"
-NO_PEERS = "no peers"
-NOT_SHARING = (SWITCHED_OFF, NOT_JOINED, RESETTING, NO_TRANSFER_PROCESS, ALONE, NO_PEERS)
-"""Reasons why a replica cannot fetch; the first that applies is reported."""
+class NotSharing(StrEnum):
+    """Reasons why a replica cannot fetch; the first that applies is reported."""
+
+    SWITCHED_OFF = "switched off"
+    NOT_JOINED = "not joined"
+    RESETTING = "resetting"
+    NO_TRANSFER_PROCESS = "no transfer process"
+    ALONE = "alone since a reset"
+    NO_PEERS = "no peers"

@@ -11,8 +11,8 @@ wait, and later ones are dropped and counted.
 
 from __future__ import annotations
 
-import importlib
 import logging
+import pkgutil
 import queue
 import threading
 from collections.abc import Callable
@@ -75,9 +75,8 @@ def load_hook(path: str) -> Hook:
     Raises:
         ConfigError: this process cannot import it, or it is not a function.
     """
-    module, _, name = path.partition(":")
     try:
-        hook = getattr(importlib.import_module(module), name)
+        hook = pkgutil.resolve_name(path)
     except Exception as error:  # importing a module may raise anything
         raise ConfigError(
             OPTION,

@@ -63,12 +63,9 @@ def for_worker(
     extra: dict[str, Any] = dict(transfer[_EXTRA])
     extra.setdefault(_AS_LAUNCHED, extra[XAVIER])
     config = XavierConfig.from_dict(extra[_AS_LAUNCHED])
-    pool_bytes = config.pool_bytes
-    if pool_bytes is None:
-        pool_bytes = default_pool_bytes(config.replicas_per_host)
     local = replace(
         config,
-        pool_bytes=pool_bytes,
+        pool_bytes=config.pool_bytes or default_pool_bytes(config.replicas_per_host),
         tracker_address=reachable_address(config.tracker_address, via=supervisor_address),
         worker_address=reachable_address(worker_address),
     )

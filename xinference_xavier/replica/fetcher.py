@@ -31,11 +31,11 @@ from xinference_xavier.protocol.transfer import (
 from xinference_xavier.replica.tracing import FetchSpan
 from xinference_xavier.replica.transfer_process import TransferProcess
 from xinference_xavier.runtime.addresses import replica_uid
-from xinference_xavier.runtime.deadline import within
+from xinference_xavier.runtime.deadline import UNREACHABLE, within
 from xinference_xavier.runtime.rate_limited_log import RateLimitedLog
 from xinference_xavier.runtime.rollback import Rollback
 from xinference_xavier.runtime.tasks import spawn
-from xinference_xavier.stats.schema import COMMITTED, ROLLED_BACK, FetchStats
+from xinference_xavier.stats.schema import COMMITTED, ROLLED_BACK, FetchStats, ReplicaFetches
 from xinference_xavier.tiers.base import Fetch, FetchState
 
 logger = logging.getLogger(__name__)
@@ -54,14 +54,10 @@ class PeerFetch(Fetch):
 
 @dataclass
 class FetchCounts:
-    started: int = 0
-    committed: int = 0
-    rolled_back: Counter[str] = field(default_factory=Counter)
+    fetches: ReplicaFetches = field(default_factory=ReplicaFetches)
     rows: int = 0
-    unreleased_grants: int = 0
     in_flight: Counter[str] = field(default_factory=Counter)  # rows by donor
     received: Counter[str] = field(default_factory=Counter)  # rows by donor that is still a member
-    by_transport: dict[str, FetchStats] = field(default_factory=dict)
 
 
 class Fetcher:
@@ -101,7 +97,7 @@ class Fetcher:
         self.counts = FetchCounts()
 
     def start(self, fetch: PeerFetch) -> None:
-        self.counts.started += 1
+        self.counts.fetches.started += 1
         self.counts.in_flight[fetch.source] += len(fetch.rows)
         fetch.span.start()
         spawn(self._run(fetch))
@@ -131,7 +127,7 @@ class Fetcher:
         except TimeoutError:
             self._donors.pop(fetch.source, None)
             reason = "timeout"
-        except (XavierError, xoscar.ActorNotExist, xoscar.ServerClosed, OSError) as error:
+        except (XavierError, *UNREACHABLE) as error:
             self._donors.pop(fetch.source, None)
             self._conditions.warn(
                 fetch.source, "fetch failed: donor=%s error=%r", fetch.source, error
@@ -231,18 +227,19 @@ class Fetcher:
         fetch.reason = reason
         fetch.seconds = time.monotonic() - fetch.began
         self._measure(fetch)
+        fetches = self.counts.fetches
         if reason is None:
-            self.counts.committed += 1
+            fetches.committed += 1
             fetch.state = FetchState.COMMITTED
         else:
-            self.counts.rolled_back[reason] += 1
+            fetches.rolled_back[reason] = fetches.rolled_back.get(reason, 0) + 1
             fetch.state = FetchState.ROLLED_BACK
             self._rolled_back(fetch, reason)
         fetch.ended.set()
 
     def _measure(self, fetch: PeerFetch) -> None:
         size = len(fetch.committed) * self._row_bytes
-        stats = self.counts.by_transport.setdefault(fetch.transport, FetchStats())
+        stats = self.counts.fetches.by_transport.setdefault(fetch.transport, FetchStats())
         stats.ended(fetch.reason, fetch.seconds, size)
         fetch.span.end(
             fetch.reason,
@@ -264,5 +261,5 @@ class Fetcher:
         try:
             if actor is not None:
                 await within(_RELEASE_TIMEOUT, actor.release(grant_id))
-        except (OSError, xoscar.ServerClosed, xoscar.ActorNotExist, TimeoutError):
-            self.counts.unreleased_grants += 1
+        except UNREACHABLE:
+            self.counts.fetches.unreleased_grants += 1

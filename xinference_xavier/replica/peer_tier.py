@@ -66,11 +66,10 @@ class PeerTier(Tier):
 
     def withdraw_evicted(self) -> None:
         """Tell the tracker which chunks were evicted."""
-        evicted = [
-            self._evicted.popleft() for _ in range(len(self._evicted))
-        ]  # it may grow meanwhile
+        # It may grow meanwhile.
+        evicted = [self._evicted.popleft() for _ in range(len(self._evicted))]
         if evicted:
-            self._client.withdraw(evicted)
+            self._client.publisher.enqueue(evicted, held=False)
 
     # -- called by the scheduler thread ---------------------------------------------------------
 

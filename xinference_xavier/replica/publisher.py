@@ -57,9 +57,9 @@ class Publisher:
         self._replace_all = False
         self._work = asyncio.Event()
 
-    def enqueue(self, keys: Iterable[bytes], held: bool) -> None:
-        """Queue `keys` as held, or as no longer held. The latter wait for the next held ones or for
-        `flush`, because publications take processor time from the engine and the tracker."""
+    def enqueue(self, keys: Iterable[bytes], *, held: bool) -> None:
+        """Queue `keys` as held from now on, or as no longer held. The latter wait for the next held
+        ones or for `flush`: a publication takes processor time from the engine and the tracker."""
         if not self._replace_all:
             self._queue.update(dict.fromkeys(keys, held))
             if len(self._queue) > MAX_QUEUED:

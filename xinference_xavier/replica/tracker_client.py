@@ -71,8 +71,8 @@ class TrackerClient:
     - `heartbeat`, at most a fifth of the tracker's lease, and `watch_timeout` are in seconds.
 
     `secret` is the model's; None before the first join, a new one after the tracker was lost.
-    `namespace` is the one to be in. `connected`: the replica is a member and has published its
-    holdings.
+    `namespace` is the one to be in. `joined` is set while the replica is a member that has
+    published its holdings.
     """
 
     def __init__(
@@ -97,8 +97,9 @@ class TrackerClient:
     ) -> None:
         self.mirror = mirror
         self.secret: bytes | None = None
-        self.connected = False
+        self.joined = asyncio.Event()
         self.counters = Counters()
+        self.publisher = Publisher(incarnation, holdings, self.counters)
         self._model_uid = model_uid
         self._member = Member(incarnation, address)
         self.namespace = namespace
@@ -107,22 +108,15 @@ class TrackerClient:
         self._stats = stats
         self._heartbeat = heartbeat
         self._watch_timeout = watch_timeout
-        self._publisher = Publisher(incarnation, holdings, self.counters)
         self._live_peers = LivePeers(on_members)
         self._on_joined = on_joined
         self._on_session = on_session
         self._events = deque() if events is None else events
         self._replica = replica
-        self._joined = asyncio.Event()
         self._retry_now = asyncio.Event()
         self._session: asyncio.Task[None] | None = None
         self._tracker: Any = None
         self._leaving = False
-
-    @property
-    def last_sequence(self) -> int:
-        """The number of the last publication that was sent."""
-        return self._publisher.last_sequence
 
     # What the replica calls
 
@@ -143,23 +137,11 @@ class TrackerClient:
             await self._pause(backoff * random.uniform(0.5, 1.0))
             backoff = min(MAX_BACKOFF, 2 * backoff)
 
-    def publish(self, keys: Iterable[bytes]) -> None:
-        """Queue `keys` as held from now on."""
-        self._publisher.enqueue(keys, True)
-
-    def withdraw(self, keys: Iterable[bytes]) -> None:
-        """Queue `keys` as no longer held, for the next publication or `flush`."""
-        self._publisher.enqueue(keys, False)
-
-    def flush(self) -> None:
-        """Publish what is queued."""
-        self._publisher.flush()
-
     async def claim(self, claim: Claim) -> None:
         """Ask the tracker who computes `claim`. Without an answer in time, it is ours."""
         held_by_peer = 0
         try:
-            if self.connected:
+            if self.joined.is_set():
                 seconds = min(CLAIM_FACTOR * claim.seconds, MAX_CLAIM_SECONDS)
                 answer = await within(
                     CLAIM_DEADLINE, self._call(self.namespace, "claim", pack(claim.keys), seconds)
@@ -174,20 +156,15 @@ class TrackerClient:
     async def release(self, claim: Claim) -> None:
         """End our claim: the keys are computed, or will not be."""
         try:
-            if self.connected:
+            if self.joined.is_set():
                 await self._call(self.namespace, "release", pack(claim.keys))
         except Exception:  # the tracker will end it
             self.counters.claim_failures += 1
 
-    async def joined(self) -> None:
-        """Wait until the replica is a member and its holdings are published."""
-        await self._joined.wait()
-
     async def change_namespace(self, namespace: str) -> None:
         """Leave the current namespace and join another as soon as the tracker answers.
 
-        On return the mirror holds nothing of the old namespace and will not again. `joined` waits
-        until the replica is a member of the new one.
+        On return the mirror holds nothing of the old namespace and will not again.
         """
         old, self.namespace = self.namespace, namespace
         await self._end_session()
@@ -211,7 +188,7 @@ class TrackerClient:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._watch(namespace))
                 tasks.create_task(self._send_heartbeats(namespace, lease))
-                tasks.create_task(self._publisher.run(partial(self._call, namespace)))
+                tasks.create_task(self.publisher.run(partial(self._call, namespace)))
         except Exception as error:
             self.counters.failures += 1
             cause = error.exceptions[0] if isinstance(error, ExceptionGroup) else error
@@ -228,14 +205,13 @@ class TrackerClient:
         )
         reply: JoinReply = await within(CALL_DEADLINE, call)
         self._live_peers.start(reply.epoch, reply.lease)
-        self._publisher.last_sequence = max(self.last_sequence, reply.sequence)
+        self.publisher.last_sequence = max(self.publisher.last_sequence, reply.sequence)
         self._on_joined(reply.secret)
-        await self._publisher.send_holdings(partial(self._call, namespace))
+        await self.publisher.send_holdings(partial(self._call, namespace))
         if self.secret is not None:
             self.counters.reconnects += 1
         self.secret = reply.secret
-        self.connected = True
-        self._joined.set()
+        self.joined.set()
         self._on_session(None)
         return reply.lease
 
@@ -277,8 +253,7 @@ class TrackerClient:
             return {}
 
     async def _end_session(self) -> None:
-        self.connected = False
-        self._joined.clear()
+        self.joined.clear()
         if self._session is not None and not self._session.done():
             self._session.cancel()
             await asyncio.wait({self._session})

@@ -18,7 +18,7 @@ from typing import Any
 
 import xoscar as xo
 
-from xinference_xavier.config import take_launch_options
+from xinference_xavier.config import XavierConfig, take_launch_options
 from xinference_xavier.errors import ConfigError, LaunchCancelledError, NotFoundError
 from xinference_xavier.events import LaunchRolledBack
 from xinference_xavier.hooks import Hooks, load_hook
@@ -85,11 +85,11 @@ def sharing_launch(original: Method) -> Method:
         call.apply_defaults()
         extra = call.arguments["kwargs"] = dict(call.arguments["kwargs"])
         options = take_launch_options(extra)
-        if not options.enabled:
+        if options is None:
             return await original(*call.args, **call.kwargs)
 
         refuse_unshareable(call.arguments, extra)
-        if options.values.get("transport") == "shared_memory":
+        if options.get("transport") == "shared_memory":
             refuse_several_hosts(supervisor, call.arguments)
         model_uid = call.arguments["model_uid"]
         if model_uid is None:
@@ -108,12 +108,13 @@ def sharing_launch(original: Method) -> Method:
         launching.add(claim)
         release_uid(supervisor, model_uid)  # a replica may have begun to load after the cancel
         try:
-            hooks = None if options.hooks is None else Hooks(load_hook(options.hooks))
-            config = options.config(
+            config = XavierConfig(
                 model_uid=model_uid,
                 tracker_address=address,
                 replicas_per_host=_replicas_per_host(supervisor, call.arguments),
+                **options,
             )
+            hooks = None if config.hooks is None else Hooks(load_hook(config.hooks))
             extra["kv_transfer_config"] = kv_transfer_config(config)
             if hooks is not None:
                 _hooks[claim] = hooks
