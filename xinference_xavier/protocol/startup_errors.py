@@ -33,8 +33,7 @@ def report_startup_error(config: XavierConfig, error: BaseException) -> None:
 
     async def report() -> None:
         try:
-            uid = tracker_uid(config.model_uid)
-            tracker = await within(_TIMEOUT, xoscar.actor_ref(config.tracker_address, uid))
+            tracker = await _tracker(config)
             await within(_TIMEOUT, tracker.report_startup_error(replica_name(), _text(error)))
         except Exception:
             logger.exception("cannot report the cause of the failed start")
@@ -52,9 +51,13 @@ def _text(error: BaseException) -> str:
 async def pop_startup_error(config: XavierConfig, replica: str) -> str | None:
     """The cause that the engine of `replica` reported; None if the tracker has none."""
     try:
-        uid = tracker_uid(config.model_uid)
-        tracker = await within(_TIMEOUT, xoscar.actor_ref(config.tracker_address, uid))
+        tracker = await _tracker(config)
         cause: str | None = await within(_TIMEOUT, tracker.pop_startup_error(replica))
     except UNREACHABLE:
         return None
     return cause
+
+
+async def _tracker(config: XavierConfig) -> xoscar.ActorRefType:
+    finding = xoscar.actor_ref(config.tracker_address, tracker_uid(config.model_uid))
+    return await within(_TIMEOUT, finding)

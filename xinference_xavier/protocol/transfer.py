@@ -11,14 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, NamedTuple, TypeVar
 
-from pydantic import (
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    PlainValidator,
-    TypeAdapter,
-    ValidationError,
-)
+from pydantic import BeforeValidator, ConfigDict, Field, PlainValidator, TypeAdapter
 from pydantic_core import from_json
 
 from xinference_xavier.errors import GrantRefusedError, LinkError, TransportError, shown
@@ -65,10 +58,8 @@ def checking(what: str) -> Iterator[None]:
 
 
 def _checked(adapter: TypeAdapter[_T], what: str, message: object) -> _T:
-    try:
+    with checking(what):
         return adapter.validate_python(message, strict=True)
-    except ValidationError as error:
-        raise LinkError(f"malformed {what}: {first_reason(error)}") from None
 
 
 def _check_not_too_many(keys: object) -> object:

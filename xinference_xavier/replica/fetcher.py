@@ -28,6 +28,8 @@ from xinference_xavier.protocol.transfer import (
     PullResult,
     check_grant,
 )
+from xinference_xavier.replica.mirror import Mirror
+from xinference_xavier.replica.namespace import SharedNamespace
 from xinference_xavier.replica.tracing import FetchSpan
 from xinference_xavier.replica.transfer_process import TransferProcess
 from xinference_xavier.runtime.addresses import replica_uid
@@ -46,10 +48,10 @@ _REPORT_TIME = 0.1  # seconds before the deadline, left for the report of the ro
 
 @dataclass(eq=False)
 class PeerFetch(Fetch):
-    """A fetch from a peer's pool; `source` is the donor's incarnation."""
+    """A fetch from a peer's pool; `source` is the donor's incarnation. It has a span once it has
+    been started."""
 
-    def __post_init__(self) -> None:
-        self.span = FetchSpan(self.trace_headers)
+    span: FetchSpan = field(init=False)
 
 
 @dataclass
@@ -70,15 +72,13 @@ class Fetcher:
         pool: Pool,
         row_bytes: int,
         process: TransferProcess,
-        namespace: Callable[[], str],
-        address_of: Callable[[str], str | None],
-        record_stale: Callable[[bytes, str, int], None],
+        namespace: SharedNamespace,
+        mirror: Mirror,
         arrived: Callable[[list[Row]], None],
         rolled_back: Callable[[PeerFetch, str], None],
     ) -> None:
         """The callbacks run on the background loop.
 
-        `record_stale(key, donor, sequence)`: as of `sequence`, the donor does not hold the key.
         `arrived(rows)`: rows were committed and may be offered to peers.
         `rolled_back(fetch, reason)`: not all of the fetch's rows were committed.
         """
@@ -87,8 +87,7 @@ class Fetcher:
         self._row_bytes = row_bytes
         self._process = process
         self._namespace = namespace
-        self._address_of = address_of
-        self._record_stale = record_stale
+        self._mirror = mirror
         self._arrived = arrived
         self._rolled_back = rolled_back
         self._donors: dict[str, xoscar.ActorRefType] = {}
@@ -99,7 +98,7 @@ class Fetcher:
     def start(self, fetch: PeerFetch) -> None:
         self.counts.fetches.started += 1
         self.counts.in_flight[fetch.source] += len(fetch.rows)
-        fetch.span.start()
+        fetch.span = FetchSpan(fetch.trace_headers)
         spawn(self._run(fetch))
 
     def forget(self, incarnation: str) -> None:
@@ -148,7 +147,7 @@ class Fetcher:
     async def _grant(self, fetch: PeerFetch) -> Grant:
         request = GrantRequest(
             PROTOCOL_VERSION,
-            self._namespace(),
+            self._namespace.current,
             self._incarnation,
             tuple(row.key for row in fetch.rows),
         )
@@ -159,7 +158,7 @@ class Fetcher:
     async def _donor(self, fetch: PeerFetch) -> xoscar.ActorRefType:
         donor = self._donors.get(fetch.source)
         if donor is None:
-            address = self._address_of(fetch.source)
+            address = self._mirror.address(fetch.source)
             if address is None:
                 raise GrantRefusedError("donor gone")
             finding = xoscar.actor_ref(address, replica_uid(fetch.source))
@@ -170,7 +169,7 @@ class Fetcher:
     def _record_missing(self, fetch: PeerFetch, grant: Grant) -> None:
         held = len(grant.checksums)
         if held < len(fetch.rows) and not grant.more_is_held:
-            self._record_stale(fetch.rows[held].key, fetch.source, grant.sequence)
+            self._mirror.record_stale(fetch.rows[held].key, fetch.source, grant.sequence)
 
     async def _pull(self, fetch: PeerFetch, grant: Grant) -> str | None:
         """Returns why not all granted rows were committed; None if they were."""

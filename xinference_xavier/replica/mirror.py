@@ -16,7 +16,6 @@ from collections.abc import Iterable
 from xinference_xavier.protocol.tracker import (
     INITIAL_SETTINGS,
     Change,
-    Member,
     Update,
     check_update,
     unpack,
@@ -80,7 +79,9 @@ class Mirror:
             self.settings = update.settings
             self.enabled = update.settings.enabled
         if update.members is not None:
-            self._members = _others(update.members, self._incarnation)
+            members = {member.incarnation: member.address for member in update.members}
+            members.pop(self._incarnation, None)
+            self._members = members
         # Build a snapshot aside, so that readers never find it half empty.
         holders: dict[bytes, tuple[str, ...]] = {} if update.snapshot else self._holders
         if update.snapshot:
@@ -179,7 +180,3 @@ class Mirror:
         if len(self._groups) >= MAX_GROUPS:
             return self._groups.get(group, group)
         return self._groups.setdefault(group, group)
-
-
-def _others(members: Iterable[Member], own: str) -> dict[str, str]:
-    return {member.incarnation: member.address for member in members if member.incarnation != own}

@@ -174,9 +174,8 @@ class Replica:
             pool=self._pool,
             row_bytes=self._region.row_bytes,
             process=self._process,
-            namespace=lambda: self._namespace.current,
-            address_of=self.mirror.address,
-            record_stale=self.mirror.record_stale,
+            namespace=self._namespace,
+            mirror=self.mirror,
             arrived=lambda rows: publish([row.key for row in rows]),
             rolled_back=self._events.rolled_back,
         )

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import xoscar
 
-from xinference_xavier.errors import GrantRefusedError, XavierError
+from xinference_xavier.errors import XavierError
 from xinference_xavier.pool.region import Region
 from xinference_xavier.protocol.transfer import (
     MAX_LINE,
@@ -98,13 +98,7 @@ class TransferProcess:
         return self._child.process.pid if self._child is not None else None
 
     def sign(self, consumer: str, slots: Sequence[int], expires: float) -> Ticket:
-        """A ticket that our transfer process accepts.
-
-        Raises:
-            GrantRefusedError: there is no transfer process now.
-        """
-        if not self.ready:
-            raise GrantRefusedError("no transfer process")
+        """A ticket that our transfer process accepts."""
         return Ticket.sign(self._key, consumer, slots, expires)
 
     async def run(self) -> None:
@@ -193,9 +187,8 @@ class TransferProcess:
         if self._child is None:
             return "this replica has no transfer process"
         try:
-            arguments = (donor, endpoint, timeout)
             reason: str | None = await self._call(
-                self._child, timeout + _GRACE, "probe_link", *arguments
+                self._child, timeout + _GRACE, "probe_link", donor, endpoint, timeout
             )
         except UNREACHABLE as error:
             return f"this replica's transfer process does not answer: {error!r}"

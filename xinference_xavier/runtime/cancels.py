@@ -29,18 +29,15 @@ def patch_cancels() -> None:
         from xoscar.backends.indigen.pool import MainActorPool
         from xoscar.backends.message import MessageType
 
-        _patch(MainActorPool, MessageType.cancel)
+        handlers = MainActorPool._message_handler
+        original = handlers[MessageType.cancel]
     except (ImportError, AttributeError, KeyError) as error:
         logger.warning(
             "cannot patch this xoscar: cancelled calls to a pool on 0.0.0.0 may occupy a core; "
             "start xinference with -H and the host's own address: error=%r",
             error,
         )
-
-
-def _patch(pool_type: Any, kind: Any) -> None:
-    handlers = pool_type._message_handler
-    original = handlers[kind]
+        return
     if hasattr(original, _PATCHED):
         return
 
@@ -51,7 +48,7 @@ def _patch(pool_type: Any, kind: Any) -> None:
         return await original(pool, message)
 
     setattr(cancel, _PATCHED, True)
-    handlers[kind] = cancel
+    handlers[MessageType.cancel] = cancel
 
 
 async def cancel_circles() -> bool:

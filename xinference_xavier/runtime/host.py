@@ -90,7 +90,9 @@ _VARIABLES = ("PYTHONDONTWRITEBYTECODE", "PYTHONHASHSEED", "XINFERENCE_EXTENSION
 def process_info() -> dict[str, Any]:
     """JSON-able. Versions are of the loaded or else the installed packages; None if missing."""
     versions = {name: _version(name) for name in _PACKAGES}
-    versions["vllm"] = _running_vllm() or next(filter(None, map(_version, _VLLM)), None)
+    # A model's environment can hold another vLLM than xinference's, or both.
+    running = getattr(sys.modules.get("vllm"), "__version__", None)
+    versions["vllm"] = running or next(filter(None, map(_version, _VLLM)), None)
     return {
         "host": socket.gethostname(),
         "pid": os.getpid(),
@@ -100,11 +102,6 @@ def process_info() -> dict[str, Any]:
         "free_memory_bytes": free_memory_bytes(),
         "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
     }
-
-
-def _running_vllm() -> str | None:
-    """A model's environment can hold another vLLM than xinference's, or both."""
-    return getattr(sys.modules.get("vllm"), "__version__", None)
 
 
 def _version(package: str) -> str | None:

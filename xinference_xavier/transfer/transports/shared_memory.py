@@ -67,7 +67,7 @@ class _Offer:
         if type(answer) is not bytes or len(answer) != _NAME_BYTES:
             raise LinkError(f"malformed answer: it is not {_NAME_BYTES} bytes")
         try:
-            _set_timeout(self._peer, deadline)
+            self._peer.settimeout(remaining(deadline))
             self._peer.connect(_socket_name(answer))
             check_same_user(self._peer)
             _exchange_proofs(self._peer, self._secret, self.hello + answer, _CONSUMER, _DONOR)
@@ -105,10 +105,10 @@ class _Acceptance:
 
     def complete(self, deadline: float) -> "DonorLink":
         try:
-            _set_timeout(self._listener, deadline)
+            self._listener.settimeout(remaining(deadline))
             self._peer, _ = self._listener.accept()
             self._listener.close()
-            _set_timeout(self._peer, deadline)
+            self._peer.settimeout(remaining(deadline))
             check_same_user(self._peer)
             transcript = self._hello + self.answer
             _exchange_proofs(self._peer, self._secret, transcript, _DONOR, _CONSUMER)
@@ -212,10 +212,6 @@ class DonorLink(Link):
 
 def _socket_name(name: bytes) -> str:
     return f"\0xinference-xavier-link-{name.hex()}"
-
-
-def _set_timeout(peer: socket.socket, deadline: float) -> None:
-    peer.settimeout(remaining(deadline))
 
 
 def _exchange_proofs(
