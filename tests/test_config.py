@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.launch_options import parsed, refusal
+from xinference_xavier import config as config_module
 from xinference_xavier.config import (
     ENABLE,
     MAX_DEFAULT_POOL_BYTES,
@@ -121,8 +122,12 @@ def test_config_refuses_what_it_does_not_know() -> None:
         XavierConfig.from_dict(plain)
 
 
-def test_default_pool_is_a_tenth_of_free_memory_shared_by_the_replicas() -> None:
-    assert default_pool_bytes(1, free=100 * GiB) == 10 * GiB
-    assert default_pool_bytes(4, free=100 * GiB) == 10 * GiB // 4
-    assert default_pool_bytes(1, free=1000 * GiB) == MAX_DEFAULT_POOL_BYTES
+def test_default_pool_is_a_tenth_of_free_memory_shared_by_the_replicas(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert 0 < default_pool_bytes(2) <= MAX_DEFAULT_POOL_BYTES
+    monkeypatch.setattr(config_module, "free_memory_bytes", lambda: 100 * GiB)
+    assert default_pool_bytes(1) == 10 * GiB
+    assert default_pool_bytes(4) == 10 * GiB // 4
+    monkeypatch.setattr(config_module, "free_memory_bytes", lambda: 1000 * GiB)
+    assert default_pool_bytes(1) == MAX_DEFAULT_POOL_BYTES

@@ -103,7 +103,7 @@ def test_every_reason_of_a_rollback_is_explained() -> None:
     [
         ('raise ConfigError("a", value, f"is {x}", "use b")', "a=… is …; use b"),
         ('raise ConfigError(option, value, "is", remedy)', "…=… is; …"),
-        ('raise NotFoundError(uid, "is gone")', "model … is gone"),
+        ('raise NotFoundError(f"model {uid} is gone")', "model … is gone"),
         ('raise HTTPException(404, f"no {name}")', "no …"),
         ('yield Finding("here", "wrong", "mend it")', "wrong"),
         ("raise LinkError(str(error))", None),

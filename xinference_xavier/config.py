@@ -1,9 +1,6 @@
 """The launch options, and the configuration of a replica that they become.
 
-``take_launch_options`` runs in the supervisor, before any actor or process exists, so a wrong
-option is refused at once. ``XavierConfig`` is plain data: it travels in vLLM's
-``kv_transfer_config``, which xinference logs, so it holds no secret. Sizes are bytes, times are
-seconds.
+Sizes are in bytes, times in seconds.
 """
 
 from __future__ import annotations
@@ -25,10 +22,8 @@ logger = logging.getLogger(__name__)
 MAX_DEFAULT_POOL_BYTES = 16 << 30
 
 ENABLE = "enable_xavier"
-SHARES = "XAVIER_SHARES"
-"""The environment variable that tells a replica's processes to share."""
-XAVIER = "xavier"
-"""Our key in the extra configuration of vLLM's connector."""
+SHARES = "XAVIER_SHARES"  # the environment variable that tells a replica's processes to share
+XAVIER = "xavier"  # our key in the extra configuration of vLLM's connector
 _PREFIX = "xavier_"
 
 # The Xavier built into xinference has options with the same prefix.
@@ -149,14 +144,10 @@ def _plain(name: str) -> str:
     return name.replace("-", "_")
 
 
-def default_pool_bytes(replicas_per_host: int, free: int | None = None) -> int:
-    """A tenth of the host's ``free`` bytes, shared by its replicas, at most 16 GiB each.
-
-    ``free`` defaults to what the host or its cgroup can still give.
-    """
-    if free is None:
-        free = free_memory_bytes()
-    return min(free // 10 // max(1, replicas_per_host), MAX_DEFAULT_POOL_BYTES)
+def default_pool_bytes(replicas_per_host: int) -> int:
+    """A tenth of what the host or its cgroup can still give, shared by the host's replicas, at most
+    16 GiB each."""
+    return min(free_memory_bytes() // 10 // max(1, replicas_per_host), MAX_DEFAULT_POOL_BYTES)
 
 
 def _drop_stray_options(kwargs: MutableMapping[str, Any], switches: list[str]) -> None:

@@ -41,16 +41,16 @@ class ConfigError(XavierError, ValueError):
         return type(self), (self.option, self.value, self.reason, self.remedy)
 
 
-class NotFoundError(XavierError, LookupError):
-    """No model with that uid shares its cache here."""
+class ReasonError(XavierError):
+    """`reason` is the text without the address that xoscar puts before a remote error's."""
 
-    def __init__(self, model_uid: str, reason: str) -> None:
-        self.model_uid = model_uid
+    def __init__(self, reason: str) -> None:
         self.reason = reason
-        super().__init__(f"model {model_uid!r} {reason}")
+        super().__init__(reason)
 
-    def __reduce__(self) -> tuple[type[NotFoundError], tuple[str, str]]:
-        return type(self), (self.model_uid, self.reason)
+
+class NotFoundError(ReasonError, LookupError):
+    """No model with that uid shares its cache here."""
 
 
 class ReplicaStartError(XavierError):
@@ -59,13 +59,6 @@ class ReplicaStartError(XavierError):
 
 class LaunchCancelledError(XavierError):
     """The model's launch was cancelled while its engines were loading."""
-
-    def __init__(self, model_uid: str) -> None:
-        super().__init__(model_uid)
-        self.model_uid = model_uid
-
-    def __str__(self) -> str:
-        return f"the launch of model {self.model_uid!r} was cancelled"
 
 
 class RegionError(XavierError):
@@ -82,14 +75,6 @@ class LinkError(XavierError):
 
 class LinkTimeoutError(LinkError, TimeoutError):
     """A link did not make progress before its deadline."""
-
-
-class ReasonError(XavierError):
-    """`reason` is the text without the address that xoscar puts before a remote error's."""
-
-    def __init__(self, reason: str) -> None:
-        self.reason = reason
-        super().__init__(reason)
 
 
 class ExplainError(ReasonError):

@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from xinference_xavier.runtime import rollback
 from xinference_xavier.runtime.rollback import Rollback
 
 
@@ -69,7 +70,10 @@ async def test_a_failing_undo_neither_stops_the_others_nor_hides_the_error() -> 
     assert scope.failed_undos == 2
 
 
-async def test_a_hanging_undo_ends_at_its_own_deadline_even_if_it_resists() -> None:
+async def test_a_hanging_undo_ends_at_its_own_deadline_even_if_it_resists(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rollback, "UNDO_DEADLINE", 0.01)
     undone: list[str] = []
     released = asyncio.Event()
 
@@ -82,7 +86,7 @@ async def test_a_hanging_undo_ends_at_its_own_deadline_even_if_it_resists() -> N
 
     scope = Rollback()
     scope.undo(undone.append, "reached")
-    scope.undo(hang, deadline=0.01)
+    scope.undo(hang)
     with pytest.raises(FirstError):
         await fail_inside(scope)
     released.set()

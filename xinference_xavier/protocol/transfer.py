@@ -26,12 +26,10 @@ from xinference_xavier.runtime.validate import (
 )
 
 PROTOCOL_VERSION = 3
-TRANSFER_UID = "xavier-transfer"
-"""The uid of the actor in each transfer process."""
+TRANSFER_UID = "xavier-transfer"  # the uid of the actor in each transfer process
 MAX_ROWS_PER_FETCH = 1 << 16
 MAX_TIMEOUT = 3600.0
-MAX_LINE = 1 << 16
-"""Bytes of a line between an engine and its transfer process, at start."""
+MAX_LINE = 1 << 16  # bytes of a line between an engine and its transfer process, at start
 _SIGNATURE_BYTES = 32
 _MAX_ROWS = (1 << 31) - 1
 _MAX_CHECKSUM = (1 << 64) - 1

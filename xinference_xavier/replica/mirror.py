@@ -22,8 +22,7 @@ from xinference_xavier.protocol.tracker import (
 )
 
 _NO_HOLDERS: tuple[str, ...] = ()
-MAX_STALE = 10_000
-"""Stale entries remembered for each peer; the oldest go first."""
+MAX_STALE = 10_000  # stale entries remembered for each peer; the oldest go first
 MAX_GROUPS = 10_000
 """Groups of holders whose keys share one tuple; beyond them each key has its own."""
 

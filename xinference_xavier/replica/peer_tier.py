@@ -22,8 +22,7 @@ from xinference_xavier.replica.transfer_process import TransferProcess
 from xinference_xavier.runtime.tasks import spawn
 from xinference_xavier.tiers.base import Claim, Fetch, Tier
 
-MAX_BACKLOG = 10_000
-"""Posted actions that may wait for the background loop."""
+MAX_BACKLOG = 10_000  # posted actions that may wait for the background loop
 
 
 class PeerTier(Tier):

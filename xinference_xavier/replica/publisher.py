@@ -13,10 +13,8 @@ from typing import Any
 
 from xinference_xavier.protocol.tracker import NotMemberError, Outcome, pack
 
-FLUSH_DELAY = 0.002
-"""Seconds that the first queued key waits for further ones."""
-MAX_QUEUED = 100_000
-"""Keys. Beyond them it is cheaper to publish all holdings."""
+FLUSH_DELAY = 0.002  # seconds that the first queued key waits for further ones
+MAX_QUEUED = 100_000  # keys; beyond them it is cheaper to publish all holdings
 
 Call = Callable[..., Coroutine[Any, Any, Any]]
 """Calls a method of the tracker by name, for the replica in its namespace, with a deadline."""

@@ -71,8 +71,7 @@ class ReplicaActor(xoscar.StatelessActor):  # type: ignore[misc]  # xoscar has n
 class Engine(Protocol):
     """What a replica asks of its engine, on the background thread."""
 
-    chunker: Chunker | None
-    """None until the engine is ready."""
+    chunker: Chunker | None  # None until the engine is ready
 
     def stats(self) -> dict[str, Any]:
         """JSON-able."""
@@ -320,7 +319,5 @@ class Replica:
         )
 
     async def full_stats(self) -> dict[str, Any]:
-        """The same with what the transfer process knows. `bytes_received` stays the replica's
-        count: a transfer process that was restarted has begun at zero."""
-        stats = self.stats()
-        return {**stats, **await self._process.stats(), "bytes_received": stats["bytes_received"]}
+        """The same with what the transfer process knows."""
+        return {**self.stats(), **await self._process.stats()}

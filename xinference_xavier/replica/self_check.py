@@ -20,10 +20,8 @@ from xinference_xavier.runtime.deadline import within
 from xinference_xavier.runtime.host import process_info
 from xinference_xavier.runtime.net import check_range, free_ports
 
-PROBE_DEADLINE = 5.0
-"""Seconds for a peer's answer, and again for its link to open."""
-MAX_PEERS = 64
-"""That are probed."""
+PROBE_DEADLINE = 5.0  # seconds for a peer's answer, and again for its link to open
+MAX_PEERS = 64  # that are probed
 
 
 async def self_check(

@@ -45,16 +45,13 @@ from xinference_xavier.tiers.base import Claim
 
 logger = logging.getLogger(__name__)
 
-CALL_DEADLINE = 5.0
-"""Seconds for a call to the tracker; a watch gets its waiting time on top."""
+CALL_DEADLINE = 5.0  # seconds for a call to the tracker; a watch gets its waiting time on top
 LOCATE_DEADLINE = 15.0
 """Seconds to find the tracker: it may take calls to the worker and to the supervisor."""
 LEAVE_DEADLINE = 1.0
 CLAIM_DEADLINE = 0.5
-CLAIM_FACTOR = 4.0
-"""A claim lasts this many times as long as computing is expected to take."""
-MIN_BACKOFF, MAX_BACKOFF = 0.1, 2.0
-"""Seconds before the next session."""
+CLAIM_FACTOR = 4.0  # a claim lasts this many times as long as computing is expected to take
+MIN_BACKOFF, MAX_BACKOFF = 0.1, 2.0  # seconds before the next session
 _HEARTBEATS_PER_LEASE = 5
 
 

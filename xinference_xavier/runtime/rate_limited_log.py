@@ -10,8 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-REMINDER_INTERVAL = 600.0
-"""Seconds."""
+REMINDER_INTERVAL = 600.0  # seconds
 MAX_CONDITIONS = 1000
 
 

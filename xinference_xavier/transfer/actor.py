@@ -61,7 +61,6 @@ class TransferActor(xoscar.StatelessActor):  # type: ignore[misc]  # xoscar has 
         used = [name for name, of_transport in stats.items() if of_transport.links]
         return {
             "transport": ", ".join(used or stats),
-            "bytes_received": sum(of_transport.bytes_received for of_transport in stats.values()),
             "bytes_sent": sum(of_transport.bytes_sent for of_transport in stats.values()),
             "links": len(links),
             "transports": {name: asdict(of_transport) for name, of_transport in stats.items()},

@@ -53,16 +53,16 @@ async def xavier_tracker_address(
         try:
             await xo.actor_ref(address=address, uid=tracker_uid(model_uid))
         except xo.ActorNotExist:
-            raise NotFoundError(model_uid, "does not share its cache here") from None
+            raise NotFoundError(f"model {model_uid!r} does not share its cache here") from None
         return address
 
     running = supervisor._model_uid_to_replica_info
     if model_uid not in running:
-        raise NotFoundError(model_uid, "is not running here")
+        raise NotFoundError(f"model {model_uid!r} is not running here")
     tracker = await _ensure_tracker(address, model_uid, hooks)
     if model_uid not in running:
         await _destroy_tracker(address, model_uid)
-        raise NotFoundError(model_uid, "was terminated meanwhile")
+        raise NotFoundError(f"model {model_uid!r} was terminated meanwhile")
     # xinference destroys it from there when the model ends.
     supervisor._xavier_cache_mapping.setdefault(model_uid, tracker)
     return address
@@ -127,7 +127,7 @@ def sharing_launch(original: Method) -> Method:
                 scope.undo(_forget, trackers, model_uid, tracker)
                 result = await original(*call.args, **call.kwargs)
                 if model_uid not in supervisor._model_uid_to_replica_info:
-                    raise LaunchCancelledError(model_uid)
+                    raise LaunchCancelledError(f"the launch of model {model_uid!r} was cancelled")
                 scope.commit()
             return result
         except BaseException as error:

@@ -17,8 +17,7 @@ from typing import ClassVar, Protocol
 
 from xinference_xavier.pool.region import Region
 
-Check = Callable[[int], None]
-"""Raises LinkError if the slot does not hold the expected row."""
+Check = Callable[[int], None]  # raises LinkError if the slot does not hold the expected row
 
 
 class Link(ABC):
