@@ -1,12 +1,8 @@
 """Calls a function of the operator's, the option `xavier_hooks`, with the events of a model.
 
-    def page_somebody(event: Event) -> None: ...
-
-Threading: the function is called on a thread of its own, one event after the other, in the process
-where the event happens: launches in the supervisor, joins and losses where the tracker runs,
-fetches and outages of the tracker in a replica. `Hooks.notify` returns at once. If the function
-raises, the first error is logged and further ones are counted. If it hangs, `MAX_WAITING` events
-wait, and later ones are dropped and counted.
+Threading: on a thread of its own, one event after the other, in the process where the event
+happens. If the function raises, the first error is logged and further ones are counted. If it
+hangs, `MAX_WAITING` events wait, and later ones are dropped and counted.
 """
 
 from __future__ import annotations

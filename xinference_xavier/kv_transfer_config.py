@@ -1,8 +1,7 @@
 """vLLM's ``kv_transfer_config`` dictionary, all that serving hands to the engine.
 
-xinference logs it and keeps it with the launch arguments. It launches from it again, on the same
-worker or another, after a crash, for a restart or for another replica. So it holds no secret, and
-each launch derives the values that depend on the worker from those that the supervisor wrote.
+xinference logs it, so it holds no secret. xinference also launches from it again, perhaps on another
+worker, so each launch derives what depends on the worker from what the supervisor wrote.
 """
 
 from __future__ import annotations

@@ -1,12 +1,8 @@
 """A fetch: a transaction that copies rows from a donor's pool into ours, or leaves no trace.
 
-    reserve rows → grant by the donor's engine → pull by our transfer process, which verifies each
-    row's checksum → commit the leading rows that arrived intact; roll back the rest
-
-The scheduler thread makes a `Fetch` of rows that it reserved and reads its `state`. Everything else
-happens on the replica's background loop. Once `state` is not PENDING, the committed rows are READY
-and pinned once. A fetch ends by its deadline even if its rows may still be written: those stay in
-quarantine until the transfer process is done with them.
+Threading: the scheduler thread makes a `Fetch` and reads its `state`; everything else happens on
+the replica's background loop. A fetch ends by its deadline even if its rows may still be written:
+those stay in quarantine until the transfer process is done with them.
 """
 
 import asyncio

@@ -33,8 +33,7 @@ class PeerTier(Tier):
         self.refused = 0
         self._pool = pool
         self._namespace = namespace
-        # Not withdrawn yet. The deque overflows only if the loop hangs. Then our lease expires, and
-        # the tracker forgets all our chunks anyway.
+        # Not withdrawn yet. It overflows only if the loop hangs: then our lease expires anyway.
         self._evicted: deque[bytes] = deque(maxlen=MAX_QUEUED)
         self._posted = 0  # by the scheduler thread
         self._handled = 0  # by the background loop
@@ -120,10 +119,7 @@ class PeerTier(Tier):
         self._post_if_room(lambda: spawn(self._client.release(claim)))
 
     def reset(self) -> None:
-        """Void all chunks, and isolate the replica until it is told its weights' version.
-
-        Peers may hold copies of the void chunks, so its new namespace is its own.
-        """
+        """Void all chunks, and isolate the replica until it is told its weights' version."""
         self._namespace.announce_reset()
         self._pool.reset()
         self._post(lambda: spawn(self._namespace.isolate()))

@@ -22,10 +22,8 @@ Call = Callable[..., Coroutine[Any, Any, Any]]
 
 @dataclass
 class Counters:
-    """Counts of a tracker client since its start.
-
-    `batches` and `replacements` (snapshots) are publications, `failures` sessions that failed.
-    """
+    """Of a tracker client. `batches` and `replacements` (snapshots) are publications, `failures`
+    sessions that failed."""
 
     batches: int = 0
     replacements: int = 0
@@ -36,10 +34,8 @@ class Counters:
 
 
 class Publisher:
-    """Publishes for `incarnation`. `holdings` returns all keys to publish.
-
-    `last_sequence` is the number of the last publication that was sent.
-    """
+    """`holdings` returns all keys that `incarnation` publishes; `last_sequence` is the number of the
+    last publication that was sent."""
 
     def __init__(
         self,

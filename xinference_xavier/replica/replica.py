@@ -3,9 +3,8 @@
 Threading: `Replica` owns a background thread with an event loop for all I/O: tracker client,
 grants, fetches, checksums. The scheduler thread calls `start`, `stop` and `tier`.
 
-Life cycle: `start` returns when the replica listens. Joining the tracker and starting the transfer
-process follow in the background, and the engine waits for neither. `stop` ends the thread. Without
-it (SIGKILL), peers notice the expired lease and the closed sockets.
+Life cycle: `start` returns when the replica listens. It joins the tracker and starts the transfer
+process in the background, and the engine waits for neither. `stop` ends the thread.
 """
 
 import asyncio

@@ -1,9 +1,6 @@
 """A span for each fetch, where the engine traces with OpenTelemetry.
 
-vLLM sets up a tracer provider in its engine's processes if it is given an OTLP endpoint. Without
-one, OpenTelemetry's own span records nothing, and no attributes are made.
-
-Threading: the replica's background loop. OpenTelemetry exports on its own threads.
+Without a tracer provider of vLLM's, a span records nothing, and no attributes are made.
 """
 
 from __future__ import annotations

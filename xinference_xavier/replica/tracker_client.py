@@ -1,15 +1,13 @@
 """A replica's side of the tracker: keeps its mirror current and its holdings published.
 
-Threading: a `TrackerClient` lives on one event loop, the replica's background loop, and all its
-methods are called there. The `Mirror` it feeds may be read by any thread (see `mirror`).
+Threading: the replica's background loop. Any thread may read the mirror.
 
 Life cycle: `run` serves one session after the other until it is cancelled or the replica leaves.
 
     locate → join → publish all holdings → { watch, heartbeat, publish }
        ↑______________ wait a little ← any failure ______________|
 
-The tracker may be away, hang, lose its memory or come back elsewhere. Meanwhile the mirror stays as
-it is, because the peers are still there; the next session starts from the pool's holdings.
+The tracker may be away, hang, lose its memory or come back elsewhere; meanwhile the mirror stays.
 """
 
 from __future__ import annotations
@@ -159,10 +157,8 @@ class TrackerClient:
             self.counters.claim_failures += 1
 
     async def change_namespace(self, namespace: str) -> None:
-        """Leave the current namespace and join another as soon as the tracker answers.
-
-        On return the mirror holds nothing of the old namespace and will not again.
-        """
+        """Leave the current namespace and join another as soon as the tracker answers. On return
+        the mirror holds nothing of the old namespace and will not again."""
         old, self.namespace = self.namespace, namespace
         await self._end_session()
         self.mirror.clear()

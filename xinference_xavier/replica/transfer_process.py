@@ -177,7 +177,6 @@ class TransferProcess:
         return True
 
     async def close_links_except(self, members: frozenset[str]) -> None:
-        """Close the links with replicas that are not members."""
         if self._child is not None:
             with suppress(*UNREACHABLE):
                 await self._call(self._child, _CALL_TIMEOUT, "close_links_except", members)

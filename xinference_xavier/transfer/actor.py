@@ -1,9 +1,5 @@
 """The actor of the transfer process: moves rows, so that the engine does not have to.
 
-Life cycle: `__main__.py` creates it in a child process of the engine; both end together. The
-process can also die alone: Gloo aborts it when a peer sends more than was asked for. Then its
-fetches roll back and the engine starts another.
-
 Threading: the process's event loop. Each link has a thread of its own for blocking calls.
 """
 

@@ -1,7 +1,4 @@
-"""Links on which this replica is the donor: it sends rows that its engine granted.
-
-Threading: the process's event loop. Blocking calls run on the link's thread.
-"""
+"""Links on which this replica is the donor: it sends rows that its engine granted."""
 
 import asyncio
 import time
@@ -43,7 +40,6 @@ class Sender:
         return [accepted.transport for accepted in self._links.values()]
 
     async def close_links_except(self, members: frozenset[str]) -> None:
-        """Close the links to replicas that are not members."""
         for consumer in {accepted.consumer for accepted in self._links.values()} - members:
             await self._close_all_to(consumer)
 

@@ -1,10 +1,7 @@
 """Selects the transports to try with a donor, best first.
 
-A transport within one host is tried with donors whose `host_identity` equals ours. That is a hint;
-only opening a link shows that it works. After a failure it is not tried again with the same
-transfer process.
-
-Threading: the transfer process's event loop.
+A transport within one host is tried with donors whose `host_identity` equals ours, until it fails
+with their transfer process.
 """
 
 import logging

@@ -1,13 +1,9 @@
 """Rows between replicas of one host: the consumer copies them from the donor's memory.
 
 The donor's transfer process shares its region, read-only, with a process of the same user that
-knows the model's secret. After that the two exchange nothing: the consumer copies the rows that it
-was granted, and their checksums show whether they are still the same.
+knows the model's secret. The socket is abstract: it leaves no file.
 
-The socket is abstract: it leaves no file and is visible only in its network namespace.
-
-Two threads copy row by row with numpy, which releases the GIL and is as fast as memcpy. Each takes
-the next row once it has checked its last one; the caller is woken once, at the end. Copying
+Two threads copy row by row with numpy, which releases the GIL and is as fast as memcpy. Copying
 adjacent rows together is up to a tenth faster (measured), but then the checksum finds its row no
 longer in the CPU's caches and loses more.
 """
