@@ -1,7 +1,7 @@
 """vLLM's ``kv_transfer_config`` dictionary, all that serving hands to the engine.
 
-xinference logs it, so it holds no secret. xinference also launches from it again, perhaps on another
-worker, so each launch derives what depends on the worker from what the supervisor wrote.
+xinference logs it, so it holds no secret. It may launch from it again, on another worker, so each
+launch derives what depends on the worker from what the supervisor wrote.
 """
 
 from __future__ import annotations

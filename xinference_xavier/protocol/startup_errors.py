@@ -32,9 +32,11 @@ def report_startup_error(config: XavierConfig, error: BaseException) -> None:
     """Report `error` to the tracker. Blocks for a few seconds at most, and never raises."""
 
     async def report() -> None:
+        known = isinstance(error, XavierError)
         try:
+            cause = str(error) if known else f"{type(error).__name__}: {error}"
             tracker = await _tracker(config)
-            await within(_TIMEOUT, tracker.report_startup_error(replica_name(), _text(error)))
+            await within(_TIMEOUT, tracker.report_startup_error(replica_name(), cause))
         except Exception:
             logger.exception("cannot report the cause of the failed start")
 
@@ -42,10 +44,6 @@ def report_startup_error(config: XavierConfig, error: BaseException) -> None:
     thread = threading.Thread(target=lambda: asyncio.run(report()))
     thread.start()
     thread.join()
-
-
-def _text(error: BaseException) -> str:
-    return str(error) if isinstance(error, XavierError) else f"{type(error).__name__}: {error}"
 
 
 async def pop_startup_error(config: XavierConfig, replica: str) -> str | None:

@@ -15,6 +15,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, PlainValidator, TypeAda
 from pydantic_core import from_json
 
 from xinference_xavier.errors import GrantRefusedError, LinkError, TransportError, shown
+from xinference_xavier.options import MAX_FETCH_TIMEOUT
 from xinference_xavier.runtime.validate import (
     MAX_KEY_BYTES,
     MAX_PORT,
@@ -28,7 +29,6 @@ from xinference_xavier.runtime.validate import (
 PROTOCOL_VERSION = 3
 TRANSFER_UID = "xavier-transfer"  # the uid of the actor in each transfer process
 MAX_ROWS_PER_FETCH = 1 << 16
-MAX_TIMEOUT = 3600.0
 MAX_LINE = 1 << 16  # bytes of a line between an engine and its transfer process, at start
 _SIGNATURE_BYTES = 32
 _MAX_ROWS = (1 << 31) - 1
@@ -219,7 +219,7 @@ class PullOrder(NamedTuple):
     keys: _Keys
     checksums: _Checksums
     slots: _Slots  # ours, one for each of the ticket's
-    timeout: Annotated[float, Field(gt=0, lt=MAX_TIMEOUT)]  # seconds
+    timeout: Annotated[float, Field(gt=0, lt=MAX_FETCH_TIMEOUT)]  # seconds
 
 
 def check_order(order: object, rows: int) -> PullOrder:

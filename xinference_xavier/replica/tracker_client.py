@@ -13,11 +13,11 @@ The tracker may be away, hang, lose its memory or come back elsewhere; meanwhile
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import random
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -129,7 +129,8 @@ class TrackerClient:
                 await self._end_session()
             if loop.time() - started > MAX_BACKOFF:
                 backoff = MIN_BACKOFF
-            await self._pause(backoff * random.uniform(0.5, 1.0))
+            with suppress(TimeoutError):
+                await within(backoff * random.uniform(0.5, 1.0), self._retry_now.wait())
             backoff = min(MAX_BACKOFF, 2 * backoff)
 
     async def claim(self, claim: Claim) -> None:
@@ -264,9 +265,3 @@ class TrackerClient:
                 self._member.incarnation,
                 error,
             )
-
-    async def _pause(self, seconds: float) -> None:
-        # Not `wait_for`: Python 3.11's loses a cancellation that coincides with the event.
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await self._retry_now.wait()

@@ -55,13 +55,10 @@ def _groups(root: Path, membership: Path) -> Iterator[tuple[Path, _Controller]]:
             controller = _V1
         else:
             continue
-        mount = root / controller.folder
-        relative = Path(path.lstrip("/"))
         # In a container the path can be the host's and not exist below our mount.
-        yield mount, controller
-        while relative != Path("."):
-            yield mount / relative, controller
-            relative = relative.parent
+        relative = Path(path.lstrip("/"))
+        for group in (relative, *relative.parents):
+            yield root / controller.folder / group, controller
 
 
 def _left_in(group: Path, controller: _Controller) -> int | None:
