@@ -95,11 +95,10 @@ class XavierConfig:
 
 
 def take_launch_options(kwargs: MutableMapping[str, Any]) -> dict[str, Any] | None:
-    """Remove our options from a launch's keyword arguments; returns what `parse_options` does.
+    """Remove our options, with ``-`` or ``_``, from a launch's keyword arguments and parse them.
 
     None without ``enable_xavier=true``: the options of xinference's own Xavier stay, and ours are
-    dropped with a warning, because vLLM would refuse to start with them; ``enable_xavier`` becomes
-    False.
+    dropped with a warning, because vLLM would refuse to start with them.
 
     Raises:
         ConfigError: an option is wrong; ``kwargs`` are unchanged.
@@ -120,10 +119,7 @@ def take_launch_options(kwargs: MutableMapping[str, Any]) -> dict[str, Any] | No
 
 
 def parse_options(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of XavierConfig, from our options among those ``given``, with ``-`` or ``_``.
-
-    Raises ConfigError.
-    """
+    """Fields of XavierConfig, from our options among those ``given``. Raises ConfigError."""
     ours: dict[str, Any] = {}
     for name, value in given.items():
         plain = _plain(name)

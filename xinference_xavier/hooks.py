@@ -66,11 +66,7 @@ class Hooks:
 
 
 def load_hook(path: str) -> Hook:
-    """Import the function named "module:function".
-
-    Raises:
-        ConfigError: this process cannot import it, or it is not a function.
-    """
+    """Import the function named "module:function". Raises ConfigError."""
     try:
         hook = pkgutil.resolve_name(path)
     except Exception as error:  # importing a module may raise anything

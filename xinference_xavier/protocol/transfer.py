@@ -117,11 +117,8 @@ def check_endpoint(endpoint: object) -> Endpoint:
 
 
 def parse_started(line: bytes) -> Endpoint:
-    """The endpoint of a transfer process, from its answer to `Startup`.
-
-    Raises:
-        TransportError: it could not start; the text is its own.
-    """
+    """The endpoint of a transfer process, from its answer to `Startup`. Raises TransportError, with
+    the process's own words, if it could not start."""
     if not line:
         raise TransportError("it ended without an answer")
     try:

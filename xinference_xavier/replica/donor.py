@@ -28,11 +28,7 @@ class Donor:
         """Grant the leading chunks of the request that we hold.
 
         `namespace` is the one in which we share, None if we do not; `sequence` is that of our last
-        publication.
-
-        Raises:
-            GrantRefusedError: we cannot grant these rows, or not now.
-            LinkError: the request is malformed, or from another version.
+        publication. Raises GrantRefusedError; LinkError for a malformed request.
         """
         endpoint = self._process.endpoint
         try:
@@ -83,11 +79,8 @@ class Grants:
         return len(self._records)
 
     def grant(self, consumer: str, keys: Sequence[bytes], now: float) -> GrantRecord:
-        """Pin the leading keys that we hold. Without any, returns a record with id 0.
-
-        Raises:
-            GrantRefusedError: too many rows are granted already.
-        """
+        """Pin the leading keys that we hold. Without any, returns a record with id 0. Raises
+        GrantRefusedError if too many rows are granted already."""
         self.expire(now)
         room = self._max_rows - self.granted_rows
         if room <= 0:

@@ -34,8 +34,8 @@ class Counters:
 
 
 class Publisher:
-    """`holdings` returns all keys that `incarnation` publishes. `last_sequence` is the number of its
-    last publication."""
+    """`holdings` returns all keys that `incarnation` publishes. `last_sequence` is the number of
+    the last publication."""
 
     def __init__(
         self,

@@ -117,11 +117,7 @@ class Replica:
     # -- called by the scheduler thread ------------------------------------------------------
 
     def start(self, engine: Engine) -> None:
-        """Listen, and join the tracker in the background.
-
-        Raises:
-            TransportError: the configured host or ports cannot be used here.
-        """
+        """Raises TransportError if the configured host or ports cannot be used here."""
         self._engine = engine
         self._thread.start(_START_TIMEOUT)
 
@@ -264,21 +260,15 @@ class Replica:
         return await self._namespace.rejoin(version)
 
     def flush(self) -> int:
-        """Forget all READY chunks; returns how many.
-
-        Chunks that are being written stay, and vLLM's prefix cache keeps what it has.
-        """
+        """Forget all READY chunks; returns how many. vLLM's prefix cache keeps what it has."""
         keys = self._pool.flush()
         self._client.publisher.enqueue(keys, held=False)
         self._client.publisher.flush()
         return len(keys)
 
     async def explain(self, question: dict[str, Any]) -> dict[str, Any]:
-        """Answer `{"prompt": text}` or `{"messages": [...]}` with an `explanation`.
-
-        Raises:
-            ExplainError: the engine has no tokenizer, or the tokenizer rejects the question.
-        """
+        """Answer `{"prompt": text}` or `{"messages": [...]}` with an `explanation`. Raises
+        ExplainError if there is no tokenizer yet, or it rejects the question."""
         chunker = self._engine.chunker
         if chunker is None:
             raise ExplainError(f"replica {self._incarnation} is still starting; ask again")

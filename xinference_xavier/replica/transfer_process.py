@@ -1,7 +1,5 @@
 """The engine's handle on its transfer process: starts it, calls it, restarts it.
 
-Life cycle: `run` keeps one process alive until it is cancelled.
-
 Threading: the replica's background event loop.
 """
 

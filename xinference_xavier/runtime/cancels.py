@@ -1,11 +1,9 @@
 """A patch for xoscar: a cancel message ends at the pool that it reaches.
 
-A caller that abandons an xoscar call sends a cancel message to the actor's pool. The main pool of
-xoscar 0.12 forwards a cancel for any address but its own to a sub-pool. If it listens on 0.0.0.0
-and was reached at 127.0.0.1 or the host's address, it forwards the message to itself, forever, and
-occupies up to a whole core.
-
-All our deadlines and long polls cancel calls, so we patch the pools that we run in.
+A caller that abandons an xoscar call, as at our deadlines, sends a cancel message to the actor's
+pool. The main pool of xoscar 0.12 forwards a cancel for any address but its own to a sub-pool. If
+it listens on 0.0.0.0 and was reached at 127.0.0.1 or the host's address, it forwards the message to
+itself, forever, and occupies up to a whole core.
 """
 
 from __future__ import annotations

@@ -40,10 +40,8 @@ class Rollback:
         self._stack = AsyncExitStack()
 
     def undo(self, action: Callable[..., object], *args: object) -> None:
-        """Register ``action(*args)``, which may return an awaitable.
-
-        A synchronous action runs on the event loop and must not block: no deadline can stop it.
-        """
+        """Register ``action(*args)``, which may return an awaitable. A synchronous action must not
+        block: it runs on the event loop."""
         self._stack.push_async_callback(self._run, action, args)
 
     def commit(self) -> None:

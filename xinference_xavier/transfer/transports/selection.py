@@ -51,11 +51,8 @@ class TransportSelector:
             raise LinkError(f"the donor offers {' or '.join(self.names)}, not {name!r}") from None
 
     def candidates(self, donor: str, address: str, host: str | None) -> list[Transport]:
-        """The transports to try, best first; `address` and `host` are the donor's `Endpoint`.
-
-        Raises:
-            OutOfReachError: none can reach the donor.
-        """
+        """The transports to try, best first; `address` and `host` are the donor's `Endpoint`. Raises
+        OutOfReachError if none can reach it."""
         possible = [
             transport
             for transport in self._transports.values()
@@ -92,9 +89,6 @@ def host_identity() -> str:
     """Equal for two processes that can share memory: boot id, network namespace and user id.
 
     Abstract sockets are visible within a network namespace only; memory is shared within a user.
-
-    Raises:
-        TransportError: /proc cannot be read.
     """
     try:
         return f"{_BOOT_ID.read_text().strip()} {_NETWORK.stat().st_ino} {os.getuid()}"

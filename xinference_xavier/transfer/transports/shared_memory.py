@@ -123,12 +123,9 @@ class _Acceptance:
 
 
 class ConsumerLink(Link):
-    """`theirs` is the donor's region, mapped read-only.
-
-    The link holds the only reference to it. A local variable would keep the mapping, and with it
-    all memory of a donor that may be gone, alive with the frames of an exception until the next
-    garbage collection.
-    """
+    """Holds the only reference to `theirs`, the donor's region. A local variable would keep all
+    memory of a donor that may be gone alive with the frames of an exception until the next garbage
+    collection."""
 
     def __init__(self, ours: Region, theirs: Region) -> None:
         self._ours = ours
