@@ -31,8 +31,8 @@ async def self_check(
     process: TransferProcess,
     fingerprint_fields: Mapping[str, str],
 ) -> dict[str, Any]:
-    """JSON-able. `host` is this replica's address, `fingerprint_fields` are its namespace's. `peers`
-    maps each peer to why no link to it opens; None if one does."""
+    """JSON-able. `host` is this replica's address, `fingerprint_fields` are its namespace's.
+    `peers` maps each peer to why no link to it opens; None if one does."""
     peers = sorted(mirror.peers)[:MAX_PEERS]
     probed = await asyncio.gather(*(_probe(peer, mirror, process) for peer in peers))
     return {

@@ -51,8 +51,8 @@ class TransportSelector:
             raise LinkError(f"the donor offers {' or '.join(self.names)}, not {name!r}") from None
 
     def candidates(self, donor: str, address: str, host: str | None) -> list[Transport]:
-        """The transports to try, best first; `address` and `host` are the donor's `Endpoint`. Raises
-        OutOfReachError if none can reach it."""
+        """The transports to try, best first; `address` and `host` are the donor's `Endpoint`.
+        Raises OutOfReachError if none can reach it."""
         possible = [
             transport
             for transport in self._transports.values()
