@@ -47,7 +47,7 @@ class PeerFetch(Fetch):
     """A fetch from a peer's pool; `source` is the donor's incarnation. It has a span once it has
     been started."""
 
-    span: FetchSpan = field(init=False)
+    span: FetchSpan = field(init=False, repr=False)
 
 
 @dataclass

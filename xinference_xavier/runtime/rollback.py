@@ -2,8 +2,8 @@
 
 Life cycle: enter the scope, acquire, register the undo at once, and ``commit()`` last. A scope that
 ends without a commit, by an exception or a cancellation, runs its undos in reverse order, each
-within `UNDO_DEADLINE`. A failed undo is logged and counted; it neither stops the others nor
-replaces the original error.
+within `UNDO_DEADLINE`. A failed undo is logged; it neither stops the others nor replaces the
+original error.
 
 Threading: a scope belongs to one asyncio task.
 """
@@ -36,7 +36,6 @@ class Rollback:
     """
 
     def __init__(self) -> None:
-        self.failed_undos = 0
         self._stack = AsyncExitStack()
 
     def undo(self, action: Callable[..., object], *args: object) -> None:
@@ -77,6 +76,5 @@ class Rollback:
                 await within(UNDO_DEADLINE, outcome)
         # A failed undo must neither stop the others nor hide the original error.
         except (Exception, asyncio.CancelledError) as error:
-            self.failed_undos += 1
             name = getattr(action, "__qualname__", action)
             logger.warning("undo failed: action=%s error=%r", name, error)
