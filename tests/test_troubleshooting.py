@@ -17,7 +17,7 @@ from xinference_xavier.replica import fetcher
 from xinference_xavier.transfer import receiver
 
 PAGE = Path(__file__).parents[1] / "docs" / "troubleshooting.md"
-PASSED_ON = {"Error: …", "model …"}
+PASSED_ON = {"Error: …"}
 """Messages that only frame another one."""
 ENTRY = re.compile(r"- (?P<ticks>`+) ?(?P<message>.+?) ?(?P=ticks)(?P<own>\\?)")
 REMEDY = "**Remedy:** "
