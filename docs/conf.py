@@ -23,7 +23,7 @@ autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
 add_module_names = False
 # What belongs to Python is not on this site; all else that is named must be.
-nitpick_ignore_regex = [("py:class", r"collections\.abc\..*|enum\..*|'?dict\[str")]
+nitpick_ignore_regex = [("py:class", r"collections\.abc\..*|'?dict\[str")]
 
 highlight_language = "text"
 smartquotes = False  # commands are copied from here
