@@ -15,7 +15,6 @@ ELSEWHERE = {
     "replica/actor.py": "forwards to Replica: replica/test_replica.py",
     "tiers/base.py": "abstract",
     "tracker/fanout.py": "the tracker's: tracker/test_actor.py",
-    "tracker/threads.py": "the tracker's: tracker/test_actor.py",
     "transfer/__main__.py": "run as a process: replica/test_transfer_process.py",
     "transfer/links.py": "common to transfer/test_receiver.py and transfer/test_sender.py",
     "transfer/transports/base.py": "abstract",

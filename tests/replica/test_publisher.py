@@ -114,6 +114,6 @@ async def test_an_unknown_replica_must_join_again() -> None:
 async def test_a_snapshot_that_comes_too_late_is_an_error() -> None:
     """Another replica publishes under this name."""
     side = Side()
-    side.index.replace("a", 7, K1)
+    side.index.publish("a", 7, K1, b"", replaces=True)
     with pytest.raises(RuntimeError, match="another replica must not use this incarnation"):
         await side.publisher.send_holdings(side.call)
