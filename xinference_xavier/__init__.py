@@ -19,6 +19,8 @@ def extension() -> XavierExtension:
     The serving side is imported only here: replicas import this package too, and need none of
     it.
     """
-    from xinference_xavier.serving.extension import make_extension
+    from xinference_xavier.serving.extension import XavierExtension
+    from xinference_xavier.serving.launch.install import install
 
-    return make_extension()
+    install()
+    return XavierExtension()
