@@ -222,7 +222,10 @@ class BlockTracker(OperatorCalls):
         if delay > self._tick:
             self._namespaces.extend_leases(delay)
         for incarnation in self._namespaces.expire(now):
-            logger.warning(
-                "replica left, lease expired: model=%s incarnation=%s", self._model_uid, incarnation
-            )
-            self._notify(self._membership.lost(incarnation))
+            self._lost(incarnation)
+
+    def _lost(self, incarnation: str) -> None:
+        logger.warning(
+            "replica left, lease expired: model=%s incarnation=%s", self._model_uid, incarnation
+        )
+        self._notify(self._membership.lost(incarnation))

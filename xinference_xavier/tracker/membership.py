@@ -1,7 +1,5 @@
-"""Which replicas of a model joined, were lost and came back, and why some never started.
-
-Pure: no I/O, and no clock but the time stamps of events. Bounded: the oldest entries are forgotten.
-"""
+"""Which replicas of a model joined, were lost and came back, and why some never started. Pure: no
+I/O, and no clock but the time stamps of events. Bounded: the oldest entries are forgotten."""
 
 from xinference_xavier.errors import shown
 from xinference_xavier.events import Event, ReplicaJoined, ReplicaLost, ReplicaRecovered

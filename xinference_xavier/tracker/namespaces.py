@@ -109,8 +109,13 @@ class Namespaces:
     def join(self, name: str, member: Member, key_bytes: int, now: float) -> Index:
         """Like `Index.join`; also raises TrackerFullError beyond the limits."""
         namespace = self._all.get(name) or self._create(name)
-        if member.incarnation not in namespace.index:
-            self._check_room_for(member.incarnation)
+        is_new = member.incarnation not in namespace.index
+        if is_new and sum(len(each.index) for each in self._all.values()) >= MAX_MEMBERS:
+            self._refused += 1
+            raise TrackerFullError(
+                f"replica {member.incarnation!r} exceeds the {MAX_MEMBERS} of model "
+                f"{self._model_uid!r}; launch a second model uid"
+            )
         namespace.index.join(member, key_bytes, now)
         self._all[name] = namespace
         namespace.wake()
@@ -155,14 +160,6 @@ class Namespaces:
             )
         index = Index(lease=self._lease, max_keys=self._max_keys, settings=self.settings)
         return Namespace(index)
-
-    def _check_room_for(self, incarnation: str) -> None:
-        if sum(len(namespace.index) for namespace in self._all.values()) >= MAX_MEMBERS:
-            self._refused += 1
-            raise TrackerFullError(
-                f"replica {incarnation!r} exceeds the {MAX_MEMBERS} of model {self._model_uid!r}; "
-                "launch a second model uid"
-            )
 
     def _departed(self, name: str, incarnations: list[str]) -> None:
         namespace = self._all[name]

@@ -1,7 +1,6 @@
 """Sharing as Prometheus sees it: the metrics, and their values from reports. Pure.
 
 `stats.schema` declares the metrics that are one field of a report; the others are declared here.
-
 Replicas count since their start, so every process that answers a scrape shows the same values.
 
 Models and replicas bound the number of series: every other label has few values, and a value that
