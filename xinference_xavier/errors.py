@@ -149,11 +149,20 @@ class GrantRefusedError(XavierError):
         super().__init__(reason)
 
 
+NO_PREFIX_CACHING = "prefix caching is off"
 SWITCHED_OFF = "switched off"
 NOT_JOINED = "not joined"
 RESETTING = "resetting"
 NO_TRANSFER_PROCESS = "no transfer process"
 ALONE = "alone since a reset"
 NO_PEERS = "no peers"
-NOT_SHARING = (SWITCHED_OFF, NOT_JOINED, RESETTING, NO_TRANSFER_PROCESS, ALONE, NO_PEERS)
+NOT_SHARING = (
+    NO_PREFIX_CACHING,
+    SWITCHED_OFF,
+    NOT_JOINED,
+    RESETTING,
+    NO_TRANSFER_PROCESS,
+    ALONE,
+    NO_PEERS,
+)
 """Reasons why a replica cannot fetch; the first that applies is reported."""

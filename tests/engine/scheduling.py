@@ -188,6 +188,7 @@ class Scheduling:
         min_fetch_chunks: int = 2,
         policy: FetchPolicy = FetchPolicy.FIXED_THRESHOLD,
         name: str = "own",
+        shares: bool = True,
     ) -> None:
         self.pool = Pool(slots)
         self.tier = ScriptedTier(self.pool, name)
@@ -200,6 +201,7 @@ class Scheduling:
             min_fetch_tokens=min_fetch_chunks * CHUNK,
             fetch_policy=policy,
             fetch_timeout=FETCH_TIMEOUT,
+            shares=shares,
             clock=self.clock,
         )
 

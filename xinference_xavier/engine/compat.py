@@ -12,9 +12,9 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
-from vllm.config import CacheConfig
+from vllm.config import CacheConfig, VllmConfig
 from vllm.v1.core import kv_cache_utils
-from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig
 from vllm.v1.kv_offload.base import CanonicalKVCaches, ReqContext
 from vllm.v1.kv_offload.config import OffloadingGroupConfig
 from vllm.v1.kv_offload.cpu.gpu_worker import CPUOffloadingWorker
@@ -91,6 +91,24 @@ def group_number(group: OffloadingGroupConfig, place: int) -> int:
 def cache_layout(cache: CacheConfig) -> str | None:
     """vLLM's layout of its KV cache. None up to 0.28, where the offloading connector chooses it."""
     return getattr(cache, "kv_cache_layout", None)
+
+
+def cpu_kernel(vllm_config: VllmConfig, spec: AttentionSpec) -> str:
+    """The CPU backend's attention kernel for a layer, for example "amx".
+
+    It depends on the processor, the types and the sizes, and has no public name.
+    """
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    cache_dtype = vllm_config.cache_config.cache_dtype
+    return _get_attn_isa(
+        vllm_config.model_config.dtype, spec.block_size, spec.head_size, cache_dtype
+    )
+
+
+def calculates_scales(cache: CacheConfig) -> bool:
+    """Whether an engine takes the scales of an fp8 cache from its first request: up to 0.27."""
+    return bool(getattr(cache, "calculate_kv_scales", False))
 
 
 def keeps_cache_in_host_memory(kv_cache: KVCacheConfig) -> bool:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+from vllm.lora.request import LoRARequest
 from vllm.v1.kv_offload.base import (
     LoadStoreSpec,
     LookupResult,
@@ -26,7 +27,8 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
-from xinference_xavier.engine.compat import known_keys, load_source
+from xinference_xavier.engine.adapters import Adapters
+from xinference_xavier.engine.compat import load_source
 from xinference_xavier.engine.jobs import Jobs
 from xinference_xavier.engine.metrics import HitReporter
 from xinference_xavier.engine.policy.cost_model import CostModel
@@ -45,7 +47,7 @@ if TYPE_CHECKING:
 
 
 class XavierManager(OffloadingManager):
-    """`on_shutdown` ends the owner of `tier`."""
+    """`on_shutdown` ends the owner of `tier`. Unless it `shares`, it stores and loads nothing."""
 
     def __init__(
         self,
@@ -57,6 +59,7 @@ class XavierManager(OffloadingManager):
         min_fetch_tokens: int,
         fetch_policy: FetchPolicy,
         fetch_timeout: float,
+        shares: bool = True,
         on_shutdown: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -66,6 +69,10 @@ class XavierManager(OffloadingManager):
         self._on_shutdown = on_shutdown
         self._clock = clock
         self._requests: dict[str, Request] = {}
+        self._adapters = Adapters()
+        self._shares = shares
+        self._all_share = shares
+        """All requests, so far."""
         self._finished_requests = 0
         self._jobs = Jobs(pool)
         self._hits = Hits()
@@ -113,17 +120,31 @@ class XavierManager(OffloadingManager):
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         self._pool.sweep()  # between two steps no HIT waits for its pin
-        self._requests[req_context.req_id] = Request(req_context)
+        request = self._requests[req_context.req_id] = Request(
+            req_context, excluded=not self._shares
+        )
+        req_context.set_state(request)
         return RequestOffloadingContext()
 
     def trace(self, req_id: str, headers: Mapping[str, str]) -> None:
         """Attach the request's fetches to the trace that `headers` name."""
         self._requests[req_id].trace_headers = headers
 
+    def set_adapter(self, req_id: str, lora_request: LoRARequest) -> None:
+        """Call it before the request's first lookup."""
+        self._all_share = False
+        self._requests[req_id].adapter = self._adapters.find(lora_request)
+
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        if self._pool.lookup(key) is not None:
+        row_key: bytes = key
+        if not self._all_share:
+            request = _of(req_context)
+            if not request.shares:
+                return LookupResult.MISS
+            row_key = request.row_key(key)
+        if self._pool.lookup(row_key) is not None:
             return LookupResult.HIT
-        return self.tier_lookup.lookup(key, self._requests[req_context.req_id])
+        return self.tier_lookup.lookup(row_key, self._requests[req_context.req_id])
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         self.tier_lookup.end_pass()
@@ -144,8 +165,9 @@ class XavierManager(OffloadingManager):
         self._finished_requests += 1
         # vLLM's own prefix cache does not report its hits, and they keep chunks in use as well.
         # In reverse, so that a prefix is evicted from its end.
-        self._pool.touch(reversed(known_keys(req_context)))
-        self.tier_lookup.finished(self._requests.pop(req_context.req_id))
+        request = self._requests.pop(req_context.req_id)
+        self._pool.touch(reversed(request.row_keys()))
+        self.tier_lookup.finished(request)
 
     # -- steps --------------------------------------------------------------------------------
 
@@ -169,7 +191,8 @@ class XavierManager(OffloadingManager):
     # -- loading ------------------------------------------------------------------------------
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
-        rows = self._pool.pin(keys)
+        request = _of(req_context)
+        rows = self._pool.pin([request.row_key(key) for key in keys])
         # Every key was a HIT in this step, and nothing was evicted since. Loading anything else
         # would produce wrong tokens, which is worse than a dead engine.
         assert len(rows) == len(keys), "a chunk was lost between its lookup and its load"
@@ -181,17 +204,23 @@ class XavierManager(OffloadingManager):
 
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> "CacheHitSource":
         """Called by vLLM 0.32 and later, after `count_prompt`."""
-        return load_source(key in self._requests[req_context.req_id].fetched)
+        request = _of(req_context)
+        return load_source(request.row_key(key) in request.fetched)
 
     # -- storing ------------------------------------------------------------------------------
 
     def prepare_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext
     ) -> PrepareStoreOutput | None:
-        rows, evicted = self._reserve(keys, known_keys(req_context) or list(keys))
-        self._jobs.begin_store(rows)
+        request = _of(req_context)
+        if not request.shares:
+            return PrepareStoreOutput([], CPULoadStoreSpec([]), [])
+        offered = {request.row_key(key): key for key in keys}
+        rows, evicted = self._reserve(offered, request.row_keys() or list(offered))
+        stored = {offered[row.key]: row for row in rows}
+        self._jobs.begin_store(request.req_id, stored)
         return PrepareStoreOutput(
-            keys_to_store=[OffloadKey(row.key) for row in rows],
+            keys_to_store=list(stored),
             store_spec=CPULoadStoreSpec([row.slot for row in rows]),
             evicted_keys=[OffloadKey(key) for key in evicted],
         )
@@ -208,16 +237,22 @@ class XavierManager(OffloadingManager):
         donor = row.replicated_from
         return donor is not None and donor in self._tier.holders(row.key)
 
+    def void_store(self, req_id: str, keys: Iterable[OffloadKey]) -> None:
+        """vLLM's workers do not get all blocks of these chunks."""
+        self._jobs.void_store(req_id, keys)
+
     def complete_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True
     ) -> None:
-        rows = self._jobs.end_store(keys, success)
+        rows = self._jobs.end_store(req_context.req_id, keys, success)
         if rows:
             self._tier.on_stored(rows)
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         """Called by vLLM up to 0.30."""
-        self._pool.touch(reversed(list(keys)))
+        request = _of(req_context)
+        if request.shares:
+            self._pool.touch([request.row_key(key) for key in reversed(list(keys))])
 
     # -- the whole cache ----------------------------------------------------------------------
 
@@ -235,3 +270,10 @@ class XavierManager(OffloadingManager):
 
     def shutdown(self) -> None:
         self._on_shutdown()
+
+
+def _of(context: ReqContext) -> Request:
+    """The request, even after its end: vLLM stores its last chunks then."""
+    request: Request | None = context.get_state(Request)
+    assert request is not None, "vLLM announces each request"
+    return request

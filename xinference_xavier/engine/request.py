@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from vllm.v1.kv_offload.base import ReqContext
 
+from xinference_xavier.engine.adapters import Adapter, salted
 from xinference_xavier.engine.compat import known_keys
 from xinference_xavier.engine.policy.cost_model import CostModel
 from xinference_xavier.engine.policy.prefill_wait import Wait
@@ -33,6 +34,8 @@ class Request:
     computes: bool = False  # chunks that it could have fetched
     fetched: set[bytes] = field(default_factory=set)  # keys that arrived from a peer for it
     trace_headers: Mapping[str, str] | None = None
+    excluded: bool = False  # neither stores nor loads anything
+    adapter: Adapter | None = None
     asked: bool = False  # the tracker, whether a peer computes its prefix
     wait: Wait | None = None  # for that peer, even if it is over
 
@@ -41,9 +44,25 @@ class Request:
         req_id: str = self.context.req_id
         return req_id
 
+    @property
+    def shares(self) -> bool:
+        """Whether its rows may be stored and loaded: not while its adapter's content is unknown."""
+        known = self.adapter is None or self.adapter.digest is not None
+        return known and not self.excluded
+
+    def row_key(self, key: bytes) -> bytes:
+        """The pool's key for vLLM's `key`. Call it only if the request `shares`."""
+        digest = self.adapter and self.adapter.digest
+        return key if digest is None else salted(key, digest)
+
+    def row_keys(self) -> list[bytes]:
+        """The pool's keys of the request's chunks, group by group; empty before its lookups."""
+        keys = known_keys(self.context) if self.shares else []
+        return keys if self.adapter is None else [self.row_key(key) for key in keys]
+
     def group_of(self, key: bytes) -> list[bytes]:
         """The request's keys in the KV-cache group of `key`, in order."""
-        return [other for other in known_keys(self.context) if other[GROUP] == key[GROUP]]
+        return [other for other in self.row_keys() if other[GROUP] == key[GROUP]]
 
     @property
     def pending(self) -> Fetch | None:

@@ -11,9 +11,7 @@ effects, because vLLM imports it in its API process too.
 
 import json
 import logging
-import math
 import threading
-from collections.abc import Iterable
 from typing import Any
 
 from vllm.platforms import current_platform
@@ -34,7 +32,7 @@ from xinference_xavier.engine.policy.donor_selection import FetchPolicy
 from xinference_xavier.engine.process import end_with_parent
 from xinference_xavier.engine.worker.cpu import HostWorker
 from xinference_xavier.engine.worker.gpu import DeviceRegion
-from xinference_xavier.errors import ConfigError, RegionError
+from xinference_xavier.errors import NO_PREFIX_CACHING, ConfigError, RegionError
 from xinference_xavier.pool.pool import Pool
 from xinference_xavier.pool.region import ROW_ALIGNMENT, Region, RegionServer, receive_region
 from xinference_xavier.replica.replica import Replica
@@ -43,29 +41,9 @@ from xinference_xavier.runtime.host import free_memory_bytes
 logger = logging.getLogger(__name__)
 
 IDENTITY = "xavier_identity"  # our second entry in the connector's extra configuration
-DEFAULT_CHUNK_TOKENS = 128
 MIN_ROWS = 16
 _REGION_TIMEOUT = 60.0  # seconds to wait for the first worker
 _POPULATE_AT_ONCE = 1 << 30  # bytes; a larger region is populated in the background
-
-
-def chunk_tokens_for(config: XavierConfig, block_tokens: Iterable[int]) -> int:
-    """Tokens per chunk: the configured number, or the default rounded up to whole blocks.
-
-    Raises:
-        ConfigError: the configured number is not a multiple of every block size.
-    """
-    block = math.lcm(*block_tokens)
-    tokens = config.chunk_tokens or DEFAULT_CHUNK_TOKENS
-    whole = -(-tokens // block) * block
-    if config.chunk_tokens is not None and tokens != whole:
-        raise ConfigError(
-            "xavier_chunk_tokens",
-            tokens,
-            f"is not a multiple of the model's block size, {block} tokens",
-            f"use {whole}",
-        )
-    return whole
 
 
 class XavierSpec(OffloadingSpec):
@@ -86,6 +64,8 @@ class XavierSpec(OffloadingSpec):
         self._rows = self._count_rows()
         self.pages: list[dict[str, Any]] = []
         """This worker's `page_format`; set it before `get_worker`."""
+        self.prefix_caching = True
+        """Whether it is on in this worker; set it before `get_worker`."""
         self._region_server: RegionServer | None = None
         self._worker: OffloadingWorker | None = None
         self._manager: XavierManager | None = None
@@ -133,7 +113,7 @@ class XavierSpec(OffloadingSpec):
                 "use less, or leave it out for a tenth of what is free",
             )
         region = Region.create(self._rows, self._row_bytes)
-        note = json.dumps(self.pages).encode()
+        note = json.dumps({"pages": self.pages, "prefix_caching": self.prefix_caching}).encode()
         self._region_server = RegionServer(region, self.config.engine_id, note)
         if size <= _POPULATE_AT_ONCE:
             region.populate()
@@ -158,10 +138,13 @@ class XavierSpec(OffloadingSpec):
         if self._manager is None:
             region = self._receive()
             identity = self.extra_config[IDENTITY]
-            fingerprint_fields = {
-                **identity["fingerprint_fields"],
-                "pages": json.loads(region.note),
-            }
+            note = json.loads(region.note)
+            # vLLM also switches it off itself, perhaps in its workers only. Then it computes
+            # prompts with loaded rows wrongly.
+            shares = identity["prefix_caching"] and note["prefix_caching"]
+            if not shares:
+                logger.warning("nothing is shared because prefix caching is off")
+            fingerprint_fields = {**identity["fingerprint_fields"], "pages": note["pages"]}
             pool = Pool(self._rows)
             replica = Replica(
                 self._xavier,
@@ -171,6 +154,7 @@ class XavierSpec(OffloadingSpec):
                 region=region,
                 pool=pool,
                 fingerprint_fields=readable(fingerprint_fields),
+                not_sharing=None if shares else NO_PREFIX_CACHING,
             )
             adaptive = self._xavier.min_fetch_tokens is None
             self._manager = XavierManager(
@@ -181,6 +165,7 @@ class XavierSpec(OffloadingSpec):
                 min_fetch_tokens=self._xavier.least_fetch_tokens,
                 fetch_policy=FetchPolicy.ADAPTIVE if adaptive else FetchPolicy.FIXED_THRESHOLD,
                 fetch_timeout=self._xavier.fetch_timeout,
+                shares=shares,
                 on_shutdown=replica.stop,
             )
             replica.start(self._manager)

@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterable
 
 from vllm.v1.kv_offload.base import LookupResult
 
-from xinference_xavier.engine.compat import known_keys
 from xinference_xavier.engine.idle import IdleWait
 from xinference_xavier.engine.policy.cost_model import CostModel
 from xinference_xavier.engine.policy.donor_selection import DonorSelection
@@ -181,7 +180,7 @@ class TierLookup:
         plan = self._selection.plan(request, deadline, self.fetches.by_source(), now)
         if plan is None:
             return []
-        rows = self._reserve(plan.keys, known_keys(request.context) or request.wanted).rows
+        rows = self._reserve(plan.keys, request.row_keys() or request.wanted).rows
         parts = min(len(plan.donors), len(rows))
         fetches = []
         for part, donor in enumerate(plan.donors[:parts]):

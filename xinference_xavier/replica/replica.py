@@ -84,10 +84,12 @@ class Replica:
         region: Region,
         pool: Pool,
         fingerprint_fields: Mapping[str, str] | None = None,
+        not_sharing: str | None = None,
     ) -> None:
-        """`fingerprint_fields` explain the namespace to people."""
+        """`fingerprint_fields` are for people; `not_sharing` is why the engine takes no part."""
         self._config = config
         self._fingerprint_fields = fingerprint_fields or {}
+        self._never_sharing = not_sharing
         self._address = ""  # of the replica's actor, once it listens
         self._incarnation = incarnation
         self._namespace = SharedNamespace(
@@ -159,7 +161,7 @@ class Replica:
             on_joined=lambda secret: spawn(self._process.configure(secret)),
             on_session=self._events.tracker_session,
             events=self._events.pending,
-            replica=replica_name(),
+            replica=replica_name(self._incarnation),
         )
         scope.undo(self._client.leave)
         self._fetcher = Fetcher(
@@ -229,8 +231,8 @@ class Replica:
 
     def _not_sharing(self) -> str | None:
         """Why no peer can be fetched from; None if one can."""
-        if not self.mirror.enabled:
-            return SWITCHED_OFF
+        if self._never_sharing or not self.mirror.enabled:
+            return self._never_sharing or SWITCHED_OFF
         if self._client.secret is None:
             return NOT_JOINED
         if not self.tier.sharing:

@@ -7,6 +7,7 @@ import logging
 from xinference_xavier.errors import (
     ALONE,
     NO_PEERS,
+    NO_PREFIX_CACHING,
     NO_TRANSFER_PROCESS,
     NOT_JOINED,
     RESETTING,
@@ -16,6 +17,7 @@ from xinference_xavier.errors import (
 logger = logging.getLogger(__name__)
 
 _EXPLAINED = {
+    NO_PREFIX_CACHING: "prefix caching is off",
     SWITCHED_OFF: "switched off by an operator",
     NOT_JOINED: "no tracker found yet",
     RESETTING: "the prefix cache is being reset",

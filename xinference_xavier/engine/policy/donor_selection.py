@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from enum import Enum, auto
 from typing import NamedTuple
 
-from xinference_xavier.engine.compat import known_keys
 from xinference_xavier.engine.policy.cost_model import CostModel
 from xinference_xavier.engine.policy.prefill_rate import PrefillRate
 from xinference_xavier.engine.request import GROUP, Request
@@ -168,7 +167,7 @@ class DonorSelection:
         `chunks` from `place` on."""
         if self.policy is FetchPolicy.FIXED_THRESHOLD:
             return self.min_chunks
-        groups = len({key[GROUP] for key in known_keys(request.context)}) or 1
+        groups = len({key[GROUP] for key in request.row_keys()}) or 1
         seconds = self.prefill_seconds(place, chunks)
         per_chunk = None if seconds is None else seconds / chunks
         return max(self.min_chunks, self._cost_model.min_chunks(peer, groups, per_chunk, now))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 from xinference_xavier.config import SHARES
@@ -21,11 +22,17 @@ def localizing_launch(original: Method) -> Method:
                 transfer,
                 worker_address=worker.address,
                 supervisor_address=worker._supervisor_address,
+                engines=_engines(kwargs),
             )
             kwargs["envs"] = {**(kwargs.get("envs") or {}), SHARES: "1"}
         return await original(worker, *args, **kwargs)
 
     return launch
+
+
+def _engines(launch: Mapping[str, Any]) -> int:
+    """How many engines vLLM starts here for one replica."""
+    return int(launch.get("data_parallel_size_local") or launch.get("data_parallel_size") or 1)
 
 
 def explaining_load(original: Method) -> Method:
