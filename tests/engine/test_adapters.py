@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from vllm.lora.request import LoRARequest
 
-from tests.engine.scheduling import Scheduling, chunks
+from tests.engine.scheduling import Scheduling, chunks, prefix_scan
 from xinference_xavier.engine.adapters import Adapter, Adapters, salted
 
 
@@ -121,9 +121,9 @@ class TestRequests:
         """The hits of a request for one prompt, which then stores what is missing."""
         keys = chunks("prompt", 4)
         request = vllm.arrive(req_id, keys)
-        if lora is not None:
-            vllm.manager.set_adapter(req_id, lora)
-        hits = vllm.attempt(request)
+        vllm.manager.begin_lookups(req_id, 0, lora_request=lora)
+        hits = prefix_scan(vllm.manager.lookup, keys, request.context)
+        vllm.end_step()
         vllm.schedule(request, hits or 0)
         if hits:
             vllm.loaded(request, hits)
@@ -154,7 +154,8 @@ class TestRequests:
         for number in (1, 2):
             request_ = vllm.arrive(str(number), keys)
             folder = adapter(tmp_path / str(number), str(number))
-            vllm.manager.set_adapter(str(number), request(folder, number))
+            lora = request(folder, number)
+            vllm.manager.begin_lookups(str(number), 0, lora_request=lora)
             stores.append((request_, vllm.begin_store(request_, keys)))
         for request_, stored in stores:
             assert stored == keys

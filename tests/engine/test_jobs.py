@@ -38,7 +38,7 @@ def test_rows_of_old_jobs_are_free_when_vllm_reports_their_end(vllm: Scheduling)
 def test_a_store_that_a_reset_overtook_brings_no_row() -> None:
     pool = Pool(2)
     jobs = Jobs(pool)
-    jobs.begin_store("r", {row.key: row for row in pool.reserve([b"a", b"b"]).rows})
+    jobs.begin_store("r", [(row.key, row) for row in pool.reserve([b"a", b"b"]).rows])
     assert jobs
     pool.reset()
     assert jobs.end_store("r", [b"a", b"b"], success=True) == []

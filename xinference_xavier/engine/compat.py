@@ -7,7 +7,7 @@ since 0.32, `on_reset_flushed` since 0.33.
 
 import inspect
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -61,6 +61,13 @@ def known_keys(context: ReqContext) -> list[bytes]:
     return [] if recorded is None else list(chain.from_iterable(recorded.groups))
 
 
+def key_positions(context: ReqContext) -> Iterable[tuple[bytes, int | None]]:
+    """Each known key with the tokens up to its end; None up to 0.30, which has no other keys than
+    those of whole chunks."""
+    positions: dict[bytes, int] | None = getattr(context, "_offload_key_positions", None)
+    return ((key, None) for key in known_keys(context)) if positions is None else positions.items()
+
+
 def load_source(from_peer: bool) -> "CacheHitSource":
     """The source under which vLLM 0.32 and later count loaded tokens."""
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -101,9 +108,8 @@ def cpu_kernel(vllm_config: VllmConfig, spec: AttentionSpec) -> str:
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
     cache_dtype = vllm_config.cache_config.cache_dtype
-    return _get_attn_isa(
-        vllm_config.model_config.dtype, spec.block_size, spec.head_size, cache_dtype
-    )
+    dtype = vllm_config.model_config.dtype
+    return _get_attn_isa(dtype, spec.block_size, spec.head_size, cache_dtype)  # type: ignore[arg-type]  # no text at run time
 
 
 def calculates_scales(cache: CacheConfig) -> bool:

@@ -17,6 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
     TransferJob,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import GroupOffloadConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -31,6 +32,7 @@ from xinference_xavier.engine import compat, namespace
 from xinference_xavier.engine.chunks import chunk_tokens_for, stores_whole_chunks, window_tokens
 from xinference_xavier.engine.manager import XavierManager
 from xinference_xavier.engine.page_format import page_format
+from xinference_xavier.engine.policy.donor_selection import Group
 from xinference_xavier.engine.process import log_like_vllm
 from xinference_xavier.engine.prompt_keys import PromptChunker
 from xinference_xavier.engine.spec import IDENTITY, XavierSpec
@@ -49,7 +51,6 @@ class XavierConnector(OffloadingConnector):
         assert transfer is not None, "vLLM makes a connector from a transfer configuration"
         extra = transfer.kv_connector_extra_config
         self._config = XavierConfig.from_dict(extra[XAVIER])
-        self._prefix_tokens: dict[str, int] = {}  # by request that is not scheduled yet
         _refuse_unsupported(vllm_config, kv_cache_config)
         offloading = _offloading_config(vllm_config, kv_cache_config)
         block_tokens = [group.tokens_per_block for group in offloading.groups]
@@ -77,6 +78,10 @@ class XavierConnector(OffloadingConnector):
             manager = self.connector_scheduler.manager
             assert isinstance(manager, XavierManager)
             manager.chunker = PromptChunker(vllm_config, offloading, chunk_tokens)
+            manager.selection.groups = {
+                group.group_idx.to_bytes(4): lookup_group(group)
+                for group in self.connector_scheduler.config.kv_group_configs
+            }
             manager.tier_lookup.step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
             self._manager = manager
 
@@ -105,23 +110,18 @@ class XavierConnector(OffloadingConnector):
     ) -> tuple[int | None, bool]:
         assert self.connector_scheduler is not None
         compat.record_keys(self.connector_scheduler, request.request_id)
-        self._prefix_tokens[request.request_id] = num_computed_tokens
-        if request.trace_headers:  # vLLM traces
-            self._manager.trace(request.request_id, request.trace_headers)
-        if request.lora_request is not None:
-            self._manager.set_adapter(request.request_id, request.lora_request)
+        self._manager.begin_lookups(
+            request.request_id, num_computed_tokens, request.trace_headers, request.lora_request
+        )
         return super().get_num_new_matched_tokens(request, num_computed_tokens)
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
         super().update_state_after_alloc(request, blocks, num_external_tokens)
-        # vLLM calls this again, with nothing new, after an asynchronous load.
-        prefix = self._prefix_tokens.pop(request.request_id, None)
-        if prefix is not None:
-            self._manager.count_prompt(
-                request.request_id, request.num_prompt_tokens, prefix, num_external_tokens
-            )
+        self._manager.count_prompt(
+            request.request_id, request.num_prompt_tokens, num_external_tokens
+        )
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         metadata = super().build_connector_meta(scheduler_output)
@@ -149,17 +149,13 @@ class XavierConnector(OffloadingConnector):
         self._manager.step_ends()
         return super().take_events()
 
-    def request_finished(
-        self, request: Request, block_ids: list[int]
-    ) -> tuple[bool, dict[str, object] | None]:
-        self._prefix_tokens.pop(request.request_id, None)
-        return super().request_finished(request, block_ids)
 
-    def request_finished_all_groups(
-        self, request: Request, block_ids: tuple[list[int], ...]
-    ) -> tuple[bool, dict[str, object] | None]:
-        self._prefix_tokens.pop(request.request_id, None)
-        return super().request_finished_all_groups(request, block_ids)
+def lookup_group(group: GroupOffloadConfig) -> Group:
+    """As vLLM looks it up: for a drafter's group, one more chunk than it loads."""
+    window = group.sliding_window_size_in_chunks
+    if window is not None:
+        window += group.is_eagle_group
+    return Group(group.tokens_per_chunk, window)
 
 
 def prefill_of(step: SchedulerOutput) -> tuple[int, float]:

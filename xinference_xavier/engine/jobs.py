@@ -6,7 +6,7 @@ rows stay in quarantine until a later job ends: jobs of one direction end in ord
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from xinference_xavier.pool.pool import Pool, Row
 
@@ -23,9 +23,9 @@ class Jobs:
     def __bool__(self) -> bool:
         return bool(self._stores or self._loads)
 
-    def begin_store(self, req_id: str, rows: Mapping[bytes, Row]) -> None:
-        """`rows` are by vLLM's keys."""
-        self._stores.update(((req_id, key), row) for key, row in rows.items())
+    def begin_store(self, req_id: str, rows: Iterable[tuple[bytes, Row]]) -> None:
+        """`rows` come with vLLM's keys."""
+        self._stores.update(((req_id, key), row) for key, row in rows)
 
     def void_store(self, req_id: str, keys: Iterable[bytes]) -> None:
         """What these rows get is not their chunks."""

@@ -65,7 +65,6 @@ class XavierManager(OffloadingManager):
     ) -> None:
         self._pool = pool
         self._tier = tier
-        self._chunk_tokens = chunk_tokens
         self._on_shutdown = on_shutdown
         self._clock = clock
         self._requests: dict[str, Request] = {}
@@ -81,18 +80,19 @@ class XavierManager(OffloadingManager):
         self.chunker: Chunker | None = None  # set by the connector
         self.prefill_rate = PrefillRate()
         self.cost_model = CostModel(row_bytes=row_bytes)
+        self.selection = DonorSelection(
+            pool,
+            tier,
+            self.prefill_rate,
+            self.cost_model,
+            chunk_tokens=chunk_tokens,
+            min_fetch_tokens=min_fetch_tokens,
+            policy=fetch_policy,
+        )
         self.tier_lookup = TierLookup(
             pool,
             tier,
-            selection=DonorSelection(
-                pool,
-                tier,
-                self.prefill_rate,
-                self.cost_model,
-                chunk_tokens=chunk_tokens,
-                min_fetch_tokens=min_fetch_tokens,
-                policy=fetch_policy,
-            ),
+            selection=self.selection,
             cost_model=self.cost_model,
             steps=self._steps,
             reserve=self._reserve,
@@ -126,14 +126,23 @@ class XavierManager(OffloadingManager):
         req_context.set_state(request)
         return RequestOffloadingContext()
 
-    def trace(self, req_id: str, headers: Mapping[str, str]) -> None:
-        """Attach the request's fetches to the trace that `headers` name."""
-        self._requests[req_id].trace_headers = headers
+    def begin_lookups(
+        self,
+        req_id: str,
+        prefix_tokens: int,
+        trace_headers: Mapping[str, str] | None = None,
+        lora_request: LoRARequest | None = None,
+    ) -> None:
+        """vLLM, which has `prefix_tokens` of the request in its own cache, looks up the rest.
 
-    def set_adapter(self, req_id: str, lora_request: LoRARequest) -> None:
-        """Call it before the request's first lookup."""
-        self._all_share = False
-        self._requests[req_id].adapter = self._adapters.find(lora_request)
+        The request's fetches belong to the trace that `trace_headers` name.
+        """
+        request = self._requests[req_id]
+        request.looked_up(prefix_tokens)
+        request.trace_headers = trace_headers
+        if lora_request is not None:
+            self._all_share = False
+            request.adapter = self._adapters.find(lora_request)
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         row_key: bytes = key
@@ -150,16 +159,23 @@ class XavierManager(OffloadingManager):
         self.tier_lookup.end_pass()
         self._pool.sweep()
 
-    def count_prompt(self, req_id: str, prompt: int, prefix_cache: int, loaded: int) -> None:
-        """The request was scheduled: its prompt, vLLM's own hit and our load, in tokens."""
+    def count_prompt(self, req_id: str, prompt: int, loaded: int) -> None:
+        """The request was scheduled, with a prompt of so many tokens and so many loaded.
+
+        After an asynchronous load vLLM says so again; that does not count.
+        """
         request = self._requests[req_id]
+        if request.counted:
+            return
+        request.counted = True
         self.tier_lookup.scheduled(request)
-        fetched = sum(row.key in request.fetched for row in self._jobs.loading(req_id))
-        remote = min(loaded, fetched * self._chunk_tokens)
-        self._hits.prefix_cache += prefix_cache
+        rows = self._jobs.loading(req_id)
+        fetched = sum(row.key in request.fetched for row in rows)
+        remote = loaded * fetched // max(1, len(rows))
+        self._hits.prefix_cache += request.prefix_tokens
         self._hits.local_pool += loaded - remote
         self._hits.remote += remote
-        self._hits.computed += max(0, prompt - prefix_cache - loaded)
+        self._hits.computed += max(0, prompt - request.prefix_tokens - loaded)
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         self._finished_requests += 1
@@ -217,10 +233,10 @@ class XavierManager(OffloadingManager):
             return PrepareStoreOutput([], CPULoadStoreSpec([]), [])
         offered = {request.row_key(key): key for key in keys}
         rows, evicted = self._reserve(offered, request.row_keys() or list(offered))
-        stored = {offered[row.key]: row for row in rows}
-        self._jobs.begin_store(request.req_id, stored)
+        stored = [offered[row.key] for row in rows]
+        self._jobs.begin_store(request.req_id, zip(stored, rows, strict=True))
         return PrepareStoreOutput(
-            keys_to_store=list(stored),
+            keys_to_store=stored,
             store_spec=CPULoadStoreSpec([row.slot for row in rows]),
             evicted_keys=[OffloadKey(key) for key in evicted],
         )
