@@ -364,7 +364,7 @@ class _OrderedLink(_StallingLink):
         """The donor's message is longer than what waits for it: Gloo ends this process."""
         link = cast(GlooLink, self.link)
         half = link._rows[slot][: self.region.row_bytes // 2]
-        link._wait(link._post("recv", half, link._tag()), deadline)
+        link._wait(link._post("recv", half, next(link._tags)), deadline)
 
     def _damaged(
         self, slots: Sequence[int], granted: Sequence[int], check: Check, deadline: float

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from xinference_xavier.config import ENABLE, take_launch_options
+from xinference_xavier.config import ENABLE, parse_options, take_launch_options
 from xinference_xavier.errors import ConfigError
 
 
 def parsed(**options: Any) -> dict[str, Any]:
-    return dict(take_launch_options({ENABLE: True, **options}).values)
+    return parse_options(options)
 
 
 def refusal(**options: Any) -> str:

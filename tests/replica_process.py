@@ -269,7 +269,7 @@ class _Inside:
 
     def is_up(self) -> bool:
         """Joined, with a transfer process that knows the secret."""
-        return self.replica._client.connected and self.replica._process.ready
+        return self.replica._client.joined.is_set() and self.replica._process.ready
 
     def reset(self) -> None:
         self.replica.tier.reset()

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from tests.launch_options import parsed, refusal
+from xinference_xavier import config as config_module
 from xinference_xavier.config import (
     ENABLE,
     MAX_DEFAULT_POOL_BYTES,
     UPSTREAM_OPTIONS,
-    LaunchOptions,
     XavierConfig,
     default_pool_bytes,
     take_launch_options,
@@ -25,14 +25,14 @@ GiB = 1 << 30
 @pytest.mark.parametrize("yes", [True, 1, "1", "true", "True", " TRUE ", "yes", "on"])
 @pytest.mark.parametrize("name", ["enable_xavier", "enable-xavier"])
 def test_enabled(name: str, yes: object) -> None:
-    assert take_launch_options({name: yes}).enabled
+    assert take_launch_options({name: yes}) == {}
 
 
 @pytest.mark.parametrize("no", [False, 0, "0", "false", "False", "no", "off", None])
 def test_text_that_says_no_means_no(no: object) -> None:
     """Upstream takes bool("false") for True, so it must be handed a real False."""
     kwargs = {"enable-xavier": no}
-    assert not take_launch_options(kwargs).enabled
+    assert take_launch_options(kwargs) is None
     assert kwargs == {ENABLE: False}
 
 
@@ -49,7 +49,7 @@ def test_options_are_taken_out_in_both_spellings_and_others_stay() -> None:
         "max_model_len": 16384,
     }
     options = take_launch_options(kwargs)
-    assert options == LaunchOptions(True, {"pool_bytes": 4 * GiB, "chunk_tokens": 256})
+    assert options == {"pool_bytes": 4 * GiB, "chunk_tokens": 256}
     assert kwargs == {"max_model_len": 16384}
 
 
@@ -94,7 +94,7 @@ def test_our_options_without_enable_are_dropped_with_a_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     kwargs: dict[str, Any] = {"xavier-pool-bytes": "nonsense", "dtype": "float32"}
-    assert not take_launch_options(kwargs).enabled
+    assert take_launch_options(kwargs) is None
     assert kwargs == {"dtype": "float32"}
     assert "xavier-pool-bytes ignored" in caplog.text
 
@@ -108,9 +108,7 @@ def test_a_refusal_leaves_the_arguments_as_they_were() -> None:
 
 
 def test_config_survives_json() -> None:
-    config = LaunchOptions(True, parsed(xavier_port_range="40000-40100")).config(
-        model_uid="m", tracker_address="10.0.0.1:9999", replicas_per_host=2
-    )
+    config = XavierConfig("m", "10.0.0.1:9999", **parsed(xavier_port_range="40000-40100"))
     assert config.port_range == (40000, 40100)
     assert XavierConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
@@ -124,8 +122,12 @@ def test_config_refuses_what_it_does_not_know() -> None:
         XavierConfig.from_dict(plain)
 
 
-def test_default_pool_is_a_tenth_of_free_memory_shared_by_the_replicas() -> None:
-    assert default_pool_bytes(1, free=100 * GiB) == 10 * GiB
-    assert default_pool_bytes(4, free=100 * GiB) == 10 * GiB // 4
-    assert default_pool_bytes(1, free=1000 * GiB) == MAX_DEFAULT_POOL_BYTES
+def test_default_pool_is_a_tenth_of_free_memory_shared_by_the_replicas(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert 0 < default_pool_bytes(2) <= MAX_DEFAULT_POOL_BYTES
+    monkeypatch.setattr(config_module, "free_memory_bytes", lambda: 100 * GiB)
+    assert default_pool_bytes(1) == 10 * GiB
+    assert default_pool_bytes(4) == 10 * GiB // 4
+    monkeypatch.setattr(config_module, "free_memory_bytes", lambda: 1000 * GiB)
+    assert default_pool_bytes(1) == MAX_DEFAULT_POOL_BYTES

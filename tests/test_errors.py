@@ -16,7 +16,7 @@ from xinference_xavier.errors import ConfigError, NotFoundError, XavierError
         ConfigError("xavier_host", None, "is not a host", "name one"),
         ConfigError("xavier_host", object(), "is not a host", "name one"),
         ConfigError("xavier_host", lambda: None, "is not a host", "name one"),
-        NotFoundError("m", "is not running here"),
+        NotFoundError("model 'm' is not running here"),
     ],
 )
 def test_errors_survive_pickling(error: XavierError) -> None:

@@ -23,7 +23,7 @@ import pytest
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
-from xinference_xavier.config import take_launch_options
+from xinference_xavier.config import XavierConfig, take_launch_options
 from xinference_xavier.errors import (
     ConfigError,
     GrantRefusedError,
@@ -272,7 +272,7 @@ def options(example: dict[str, Any]) -> None:
     """From the user, by way of JSON."""
     with suppress(ConfigError):
         taken = take_launch_options({"enable_xavier": True, **example})
-        config = taken.config(model_uid="m", tracker_address="h:1", replicas_per_host=1)
+        config = XavierConfig("m", "h:1", **(taken or {}))
         json.dumps(config.to_dict())
 
 

@@ -12,7 +12,6 @@ MAX_CLASS_LINES = 250
 MAX_ROOT_MODULES = 8
 
 ELSEWHERE = {
-    "replica/actor.py": "forwards to Replica: replica/test_replica.py",
     "tiers/base.py": "abstract",
     "tracker/fanout.py": "the tracker's: tracker/test_actor.py",
     "tracker/threads.py": "the tracker's: tracker/test_actor.py",

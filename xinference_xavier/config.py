@@ -1,9 +1,6 @@
 """The launch options, and the configuration of a replica that they become.
 
-``take_launch_options`` runs in the supervisor, before any actor or process exists, so a wrong
-option is refused at once. ``XavierConfig`` is plain data: it travels in vLLM's
-``kv_transfer_config``, which xinference logs, so it holds no secret. Sizes are bytes, times are
-seconds.
+Sizes are in bytes, times in seconds.
 """
 
 from __future__ import annotations
@@ -11,7 +8,6 @@ from __future__ import annotations
 import difflib
 import logging
 from collections.abc import Mapping, MutableMapping
-from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 import pydantic.dataclasses
@@ -26,10 +22,8 @@ logger = logging.getLogger(__name__)
 MAX_DEFAULT_POOL_BYTES = 16 << 30
 
 ENABLE = "enable_xavier"
-SHARES = "XAVIER_SHARES"
-"""The environment variable that tells a replica's processes to share."""
-XAVIER = "xavier"
-"""Our key in the extra configuration of vLLM's connector."""
+SHARES = "XAVIER_SHARES"  # the environment variable that tells a replica's processes to share
+XAVIER = "xavier"  # our key in the extra configuration of vLLM's connector
 _PREFIX = "xavier_"
 
 # The Xavier built into xinference has options with the same prefix.
@@ -100,81 +94,60 @@ class XavierConfig:
         )
 
 
-@dataclass(frozen=True)
-class LaunchOptions:
-    """The options of one launch; ``values`` are parsed fields of XavierConfig."""
-
-    enabled: bool = False
-    values: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def hooks(self) -> str | None:
-        path: str | None = self.values.get("hooks")
-        return path
-
-    def config(
-        self, *, model_uid: str, tracker_address: str, replicas_per_host: int
-    ) -> XavierConfig:
-        return XavierConfig(
-            model_uid=model_uid,
-            tracker_address=tracker_address,
-            replicas_per_host=replicas_per_host,
-            **self.values,
-        )
-
-
-def take_launch_options(kwargs: MutableMapping[str, Any]) -> LaunchOptions:
+def take_launch_options(kwargs: MutableMapping[str, Any]) -> dict[str, Any] | None:
     """Remove our options, with ``-`` or ``_``, from a launch's keyword arguments and parse them.
 
-    Without ``enable_xavier=true``, the options of xinference's own Xavier stay. Ours are dropped
-    with a warning, because vLLM would refuse to start with them; ``enable_xavier`` becomes False.
+    None without ``enable_xavier=true``: the options of xinference's own Xavier stay, and ours are
+    dropped with a warning, because vLLM would refuse to start with them.
 
     Raises:
         ConfigError: an option is wrong; ``kwargs`` are unchanged.
     """
-    names = {name: name.replace("-", "_") for name in kwargs}
-    switches = [name for name, plain in names.items() if plain == ENABLE]
+    switches = [name for name in kwargs if _plain(name) == ENABLE]
     if len({parse_bool(ENABLE, kwargs[name]) for name in switches}) > 1:
         raise ConfigError(
             ENABLE, "true and false", "is given twice and contradicts itself", "give it once"
         )
     if not switches or not parse_bool(ENABLE, kwargs[switches[0]]):
-        _drop_stray_options(kwargs, names, switches)
-        return LaunchOptions()
+        _drop_stray_options(kwargs, switches)
+        return None
+    options = parse_options(kwargs)
+    for name in list(kwargs):
+        if name in switches or _plain(name).startswith(_PREFIX):
+            del kwargs[name]
+    return options
 
-    given: dict[str, Any] = {}
-    for name, plain in names.items():
+
+def parse_options(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of XavierConfig, from our options among those ``given``. Raises ConfigError."""
+    ours: dict[str, Any] = {}
+    for name, value in given.items():
+        plain = _plain(name)
         if not plain.startswith(_PREFIX):
             continue
-        _refuse_foreign_name(name, plain, kwargs[name])
-        if plain in given:
-            raise ConfigError(name, kwargs[name], "is given twice", f"give {plain} once")
-        given[plain] = kwargs[name]
-    parsed = {
+        _refuse_foreign_name(name, plain, value)
+        if plain in ours:
+            raise ConfigError(name, value, "is given twice", f"give {plain} once")
+        ours[plain] = value
+    return {
         plain.removeprefix(_PREFIX): PARSERS[plain](plain, value)
-        for plain, value in given.items()
+        for plain, value in ours.items()
         if value is not None
     }
-    for name, plain in names.items():
-        if plain in given or plain == ENABLE:
-            del kwargs[name]
-    return LaunchOptions(enabled=True, values=parsed)
 
 
-def default_pool_bytes(replicas_per_host: int, free: int | None = None) -> int:
-    """A tenth of the host's ``free`` bytes, shared by its replicas, at most 16 GiB each.
-
-    ``free`` defaults to what the host or its cgroup can still give.
-    """
-    if free is None:
-        free = free_memory_bytes()
-    return min(free // 10 // max(1, replicas_per_host), MAX_DEFAULT_POOL_BYTES)
+def _plain(name: str) -> str:
+    return name.replace("-", "_")
 
 
-def _drop_stray_options(
-    kwargs: MutableMapping[str, Any], names: Mapping[str, str], switches: list[str]
-) -> None:
-    stray = sorted(name for name, plain in names.items() if plain in PARSERS)
+def default_pool_bytes(replicas_per_host: int) -> int:
+    """A tenth of what the host or its cgroup can still give, shared by the host's replicas, at most
+    16 GiB each."""
+    return min(free_memory_bytes() // 10 // max(1, replicas_per_host), MAX_DEFAULT_POOL_BYTES)
+
+
+def _drop_stray_options(kwargs: MutableMapping[str, Any], switches: list[str]) -> None:
+    stray = sorted(name for name in kwargs if _plain(name) in PARSERS)
     for name in [*stray, *switches]:
         del kwargs[name]
     if stray:

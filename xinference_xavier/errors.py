@@ -7,6 +7,7 @@ REST answer. So each survives pickling, and ``str()`` says everything.
 from __future__ import annotations
 
 import reprlib
+from enum import StrEnum
 
 
 def shown(value: object) -> str:
@@ -40,16 +41,16 @@ class ConfigError(XavierError, ValueError):
         return type(self), (self.option, self.value, self.reason, self.remedy)
 
 
-class NotFoundError(XavierError, LookupError):
-    """No model with that uid shares its cache here."""
+class ReasonError(XavierError):
+    """`reason` is the text without the address that xoscar puts before a remote error's."""
 
-    def __init__(self, model_uid: str, reason: str) -> None:
-        self.model_uid = model_uid
+    def __init__(self, reason: str) -> None:
         self.reason = reason
-        super().__init__(f"model {model_uid!r} {reason}")
+        super().__init__(reason)
 
-    def __reduce__(self) -> tuple[type[NotFoundError], tuple[str, str]]:
-        return type(self), (self.model_uid, self.reason)
+
+class NotFoundError(ReasonError, LookupError):
+    """No model with that uid shares its cache here."""
 
 
 class ReplicaStartError(XavierError):
@@ -58,13 +59,6 @@ class ReplicaStartError(XavierError):
 
 class LaunchCancelledError(XavierError):
     """The model's launch was cancelled while its engines were loading."""
-
-    def __init__(self, model_uid: str) -> None:
-        super().__init__(model_uid)
-        self.model_uid = model_uid
-
-    def __str__(self) -> str:
-        return f"the launch of model {self.model_uid!r} was cancelled"
 
 
 class RegionError(XavierError):
@@ -83,15 +77,8 @@ class LinkTimeoutError(LinkError, TimeoutError):
     """A link did not make progress before its deadline."""
 
 
-class ExplainError(XavierError):
-    """No replica can say now where the chunks of a prompt are.
-
-    `reason` is the plain text: xoscar puts an address before ``str()``.
-    """
-
-    def __init__(self, reason: str) -> None:
-        self.reason = reason
-        super().__init__(reason)
+class ExplainError(ReasonError):
+    """No replica can say now where the chunks of a prompt are."""
 
 
 class ApiError(XavierError):
@@ -141,28 +128,17 @@ ROLLBACKS = (
 """Reasons why a fetch is rolled back."""
 
 
-class GrantRefusedError(XavierError):
-    """A donor did not grant rows. `reason` is one of `REFUSALS`: the text may have a prefix."""
-
-    def __init__(self, reason: str) -> None:
-        self.reason = reason
-        super().__init__(reason)
+class GrantRefusedError(ReasonError):
+    """A donor did not grant rows, for one of `REFUSALS`."""
 
 
-NO_PREFIX_CACHING = "prefix caching is off"
-SWITCHED_OFF = "switched off"
-NOT_JOINED = "not joined"
-RESETTING = "resetting"
-NO_TRANSFER_PROCESS = "no transfer process"
-ALONE = "alone since a reset"
-NO_PEERS = "no peers"
-NOT_SHARING = (
-    NO_PREFIX_CACHING,
-    SWITCHED_OFF,
-    NOT_JOINED,
-    RESETTING,
-    NO_TRANSFER_PROCESS,
-    ALONE,
-    NO_PEERS,
-)
-"""Reasons why a replica cannot fetch; the first that applies is reported."""
+class NotSharing(StrEnum):
+    """Reasons why a replica cannot fetch; the first that applies is reported."""
+
+    NO_PREFIX_CACHING = "prefix caching is off"
+    SWITCHED_OFF = "switched off"
+    NOT_JOINED = "not joined"
+    RESETTING = "resetting"
+    NO_TRANSFER_PROCESS = "no transfer process"
+    ALONE = "alone since a reset"
+    NO_PEERS = "no peers"

@@ -92,8 +92,7 @@ class CacheFlushed(Event):
     replicas: int
 
 
-MAX_EVENT_BYTES = 4096
-"""As JSON."""
+MAX_EVENT_BYTES = 4096  # as JSON
 
 
 def event_dict(event: Event) -> dict[str, Any]:

@@ -1,18 +1,14 @@
 """Calls a function of the operator's, the option `xavier_hooks`, with the events of a model.
 
-    def page_somebody(event: Event) -> None: ...
-
-Threading: the function is called on a thread of its own, one event after the other, in the process
-where the event happens: launches in the supervisor, joins and losses where the tracker runs,
-fetches and outages of the tracker in a replica. `Hooks.notify` returns at once. If the function
-raises, the first error is logged and further ones are counted. If it hangs, `MAX_WAITING` events
-wait, and later ones are dropped and counted.
+Threading: on a thread of its own, one event after the other, in the process where the event
+happens. If the function raises, the first error is logged and further ones are counted. If it
+hangs, `MAX_WAITING` events wait, and later ones are dropped and counted.
 """
 
 from __future__ import annotations
 
-import importlib
 import logging
+import pkgutil
 import queue
 import threading
 from collections.abc import Callable
@@ -70,14 +66,9 @@ class Hooks:
 
 
 def load_hook(path: str) -> Hook:
-    """Import the function named "module:function".
-
-    Raises:
-        ConfigError: this process cannot import it, or it is not a function.
-    """
-    module, _, name = path.partition(":")
+    """Import the function named "module:function". Raises ConfigError."""
     try:
-        hook = getattr(importlib.import_module(module), name)
+        hook = pkgutil.resolve_name(path)
     except Exception as error:  # importing a module may raise anything
         raise ConfigError(
             OPTION,

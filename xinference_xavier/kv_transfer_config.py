@@ -1,8 +1,7 @@
 """vLLM's ``kv_transfer_config`` dictionary, all that serving hands to the engine.
 
-xinference logs it and keeps it with the launch arguments. It launches from it again, on the same
-worker or another, after a crash, for a restart or for another replica. So it holds no secret, and
-each launch derives the values that depend on the worker from those that the supervisor wrote.
+xinference logs it, so it holds no secret. It may launch from it again, on another worker, so each
+launch derives what depends on the worker from what the supervisor wrote.
 """
 
 from __future__ import annotations
@@ -68,12 +67,9 @@ def for_worker(
     extra: dict[str, Any] = dict(transfer[_EXTRA])
     extra.setdefault(_AS_LAUNCHED, extra[XAVIER])
     config = XavierConfig.from_dict(extra[_AS_LAUNCHED])
-    pool_bytes = config.pool_bytes
-    if pool_bytes is None:
-        pool_bytes = default_pool_bytes(config.replicas_per_host)
     local = replace(
         config,
-        pool_bytes=pool_bytes // engines,
+        pool_bytes=(config.pool_bytes or default_pool_bytes(config.replicas_per_host)) // engines,
         tracker_address=reachable_address(config.tracker_address, via=supervisor_address),
         worker_address=reachable_address(worker_address),
     )

@@ -24,10 +24,8 @@ TRANSPORTS = {
 """The transport classes that each name stands for, best first. Only transfer processes import
 them."""
 DEFAULT_FETCH_TIMEOUT = 5.0
-LEAST_FETCH_TOKENS = 256
-"""The default: a fetch can delay its request by a whole step of the engine."""
-MAX_FETCH_TIMEOUT = 3600.0
-"""Seconds. Peers refuse a longer one."""
+LEAST_FETCH_TOKENS = 256  # the default: a fetch can delay its request by a whole step of the engine
+MAX_FETCH_TIMEOUT = 3600.0  # seconds; peers refuse a longer one
 
 _LOWEST_PORT, _HIGHEST_PORT = 1024, 65535
 _UNITS = {

@@ -66,7 +66,7 @@ class Inside:
             "enabled": self.replica.mirror.enabled,
             "replacements": self.replica._client.counters.replacements,
             "failures": self.replica._client.counters.failures,
-            "is_up": self.replica._client.connected and self.replica._process.ready,
+            "is_up": self.replica._client.joined.is_set() and self.replica._process.ready,
             "namespace": self.replica._client.namespace if self.replica.tier.sharing else "",
             "replica": self.replica.stats(),
         }
@@ -172,7 +172,7 @@ class Inside:
             "mirror": dict(self.replica.mirror._holders),
             "peers": set(self.replica.mirror.peers),
             "namespace": self.replica._client.namespace,
-            "connected": self.replica._client.connected,
+            "connected": self.replica._client.joined.is_set(),
             "tasks": len(tasks._running),
             "links": self._links(),
             "threads": sorted(thread.name for thread in threading.enumerate()),

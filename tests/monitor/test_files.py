@@ -8,7 +8,7 @@ from itertools import combinations
 import yaml
 
 from tests.monitor.files import DASHBOARD, DOCUMENT, alerts, dashboard, panels, queries
-from xinference_xavier.errors import NOT_SHARING, ROLLBACKS
+from xinference_xavier.errors import ROLLBACKS, NotSharing
 from xinference_xavier.serving.prometheus.families import FAMILIES, PREFIX
 from xinference_xavier.stats.schema import HIT_SOURCES
 
@@ -62,7 +62,7 @@ def test_units_are_those_of_the_names() -> None:
 
 def test_the_document_explains_every_reason() -> None:
     text = DOCUMENT.read_text()
-    for reason in (*ROLLBACKS, *NOT_SHARING):
+    for reason in (*ROLLBACKS, *NotSharing):
         assert f"| `{reason}` |" in text, reason
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests.monitor.scene import HITS, ROW_BYTES, Scene, Scraped
 from tests.replica_process import DEADLINE, ReplicaProcess, fresh_keys, replicas, wait_until
-from xinference_xavier.errors import SWITCHED_OFF
+from xinference_xavier.errors import NotSharing
 from xinference_xavier.stats.schema import SECONDS_BOUNDS
 
 pytestmark = pytest.mark.process
@@ -91,7 +91,7 @@ def test_one_line_when_sharing_works_and_one_when_it_stops(scene: Scene) -> None
 
 
 def _off(replica: str) -> tuple[tuple[str, str], ...]:
-    return (("model", "model"), ("reason", SWITCHED_OFF), ("replica", replica))
+    return (("model", "model"), ("reason", NotSharing.SWITCHED_OFF), ("replica", replica))
 
 
 def test_requests_leave_no_lines_and_what_repeats_is_said_once(scene: Scene) -> None:

@@ -113,8 +113,8 @@ async def test_rows_that_wait_are_never_more_than_slots(
     await asyncio.to_thread(at_work.wait, PATIENCE)
     for number in range(100):
         checksums.add(store(pool, b"%d" % number))
-    assert len(checksums) <= SLOTS
+    assert len(checksums._waiting) <= SLOTS
     proceed.set()
     await offers.until(SLOTS)
     assert set(offers.keys) == {b"first", b"97", b"98", b"99"}
-    assert (pool.counts().pinned, len(checksums)) == (0, 0)
+    assert (pool.counts().pinned, len(checksums._waiting)) == (0, 0)

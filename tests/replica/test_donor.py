@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from xinference_xavier.errors import GrantRefusedError
 from xinference_xavier.pool.pool import Pool
-from xinference_xavier.replica.donor import Grants
+from xinference_xavier.protocol.transfer import PROTOCOL_VERSION, GrantRequest
+from xinference_xavier.replica.donor import Donor, Grants
 
 A, B, C, D = (bytes([n]) for n in range(4))
 LIFETIME = 10.0
@@ -79,6 +83,15 @@ def test_promises_to_the_dead_end_at_once(pool: Pool, grants: Grants) -> None:
     grants.grant("alive", [B], 0)
     grants.forget("dead")
     assert len(grants) == pinned(pool) == grants.granted_rows == 1
+
+
+def test_without_a_transfer_process_nothing_is_granted(pool: Pool) -> None:
+    down: Any = SimpleNamespace(endpoint=None, ready=False)
+    donor = Donor(pool, down, LIFETIME)
+    request = GrantRequest(PROTOCOL_VERSION, "namespace", "consumer", (A,))
+    with pytest.raises(GrantRefusedError, match="no transfer process"):
+        donor.grant(request, namespace="namespace", sequence=1)
+    assert (pinned(pool), donor.refused) == (0, 1)
 
 
 def test_two_promises_of_one_row_both_count(pool: Pool, grants: Grants) -> None:

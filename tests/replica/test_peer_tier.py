@@ -25,7 +25,8 @@ def test_work_for_a_suspended_background_loop_is_bounded(
     """Further work is refused and counted, and the scheduler thread goes on."""
     monkeypatch.setattr(module, "MAX_BACKLOG", 3)
     pool, calls = Pool(ROWS), []
-    replica: Any = SimpleNamespace(add=calls.append, withdraw=calls.append, start=calls.append)
+    publisher = SimpleNamespace(enqueue=lambda keys, held: calls.append(keys))
+    replica: Any = SimpleNamespace(publisher=publisher, add=calls.append, start=calls.append)
     tier = PeerTier(pool, Mirror("still"), SharedNamespace("namespace", lambda _: replica))
     loop = asyncio.new_event_loop()
 

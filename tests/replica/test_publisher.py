@@ -54,8 +54,8 @@ async def side() -> AsyncIterator[Side]:
 
 
 async def test_queued_keys_travel_together_with_their_last_state(side: Side) -> None:
-    side.publisher.enqueue([K1, K2], True)
-    side.publisher.enqueue([K1, K3], False)
+    side.publisher.enqueue([K1, K2], held=True)
+    side.publisher.enqueue([K1, K3], held=False)
     await side.until(lambda: side.counters.batches == 1)
     assert side.changes(1) == (Change("a", 1, K2, K1 + K3, False),)
 
@@ -64,16 +64,16 @@ async def test_withdrawn_keys_wait_for_the_next_held_ones(
     side: Side, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(publisher_module, "FLUSH_DELAY", 0.0)
-    side.publisher.enqueue([K1], False)
+    side.publisher.enqueue([K1], held=False)
     for _ in range(10):  # longer than a publication takes
         await asyncio.sleep(0)
-    side.publisher.enqueue([K2], True)
+    side.publisher.enqueue([K2], held=True)
     await side.until(lambda: side.counters.batches == 1)
     assert side.changes(1) == (Change("a", 1, K2, K1, False),)
 
 
 async def test_withdrawn_keys_are_published_on_demand(side: Side) -> None:
-    side.publisher.enqueue([K1], False)
+    side.publisher.enqueue([K1], held=False)
     side.publisher.flush()
     await side.until(lambda: side.counters.batches == 1)
     assert side.changes(1) == (Change("a", 1, b"", K1, False),)
@@ -83,10 +83,10 @@ async def test_a_snapshot_follows_a_refused_batch(side: Side) -> None:
     """The one before it was lost."""
     side.pool = {K1}
     side.publisher.last_sequence = 1
-    side.publisher.enqueue([K1], True)
+    side.publisher.enqueue([K1], held=True)
     await side.until(lambda: side.counters.replacements == 1)
     assert side.changes(1) == (Change("a", 3, K1, b"", True),)
-    side.publisher.enqueue([K2], True)
+    side.publisher.enqueue([K2], held=True)
     await side.until(lambda: side.counters.batches == 2)
     assert side.index.distinct_keys() == 2
 
@@ -96,8 +96,8 @@ async def test_a_snapshot_replaces_a_queue_that_is_too_long(
 ) -> None:
     monkeypatch.setattr(publisher_module, "MAX_QUEUED", 2)
     side.pool = {K1}
-    side.publisher.enqueue([K1, K2, K3], True)
-    side.publisher.enqueue([K2, K3], False)
+    side.publisher.enqueue([K1, K2, K3], held=True)
+    side.publisher.enqueue([K2, K3], held=False)
     await side.until(lambda: side.counters.replacements == 1)
     assert side.changes(1) == (Change("a", 1, K1, b"", True),)
     assert side.counters.batches == 0
@@ -106,7 +106,7 @@ async def test_a_snapshot_replaces_a_queue_that_is_too_long(
 async def test_an_unknown_replica_must_join_again() -> None:
     side = Side()
     side.index.leave("a")
-    side.publisher.enqueue([K1], True)
+    side.publisher.enqueue([K1], held=True)
     with pytest.raises(NotMemberError, match="does not know 'a'; join again"):
         await side.publisher.run(side.call)
 

@@ -14,7 +14,7 @@ import xoscar as xo
 from xinference_xavier.config import XavierConfig
 from xinference_xavier.protocol.tracker import Member, Settings, Update
 from xinference_xavier.replica.mirror import Mirror
-from xinference_xavier.replica.self_check import MAX_PEERS, SelfCheck
+from xinference_xavier.replica.self_check import MAX_PEERS, self_check
 from xinference_xavier.runtime.addresses import replica_uid
 
 HOST = "127.0.0.1"
@@ -52,8 +52,7 @@ async def check(*peers: Member, **config: Any) -> dict[str, Any]:
     members = (Member("own", f"{HOST}:1"), *peers)
     mirror.apply(Update(1, "epoch", True, Settings(), 4, members, ()))
     process: Any = Process()
-    self_check = SelfCheck(_config(**config), HOST, mirror, process, {"dtype": "float32"})
-    return await self_check.run()
+    return await self_check(_config(**config), HOST, mirror, process, {"dtype": "float32"})
 
 
 def _config(**options: Any) -> XavierConfig:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from xinference_xavier.errors import NO_PEERS, NOT_JOINED, NOT_SHARING
+from xinference_xavier.errors import NotSharing
 from xinference_xavier.replica.sharing_log import SharingLog
 
 
@@ -25,7 +25,7 @@ def all_levels(caplog: pytest.LogCaptureFixture) -> None:
 def test_sharing_that_never_worked_does_not_stop(
     log: SharingLog, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for reason in NOT_SHARING:
+    for reason in NotSharing:
         log.update(reason, 0)
     assert lines(caplog) == []
 
@@ -33,7 +33,13 @@ def test_sharing_that_never_worked_does_not_stop(
 def test_one_line_each_however_often_it_is_looked_at(
     log: SharingLog, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for reason, peers in ((NOT_JOINED, 0), (None, 1), (None, 2), (NO_PEERS, 0), (None, 3)):
+    for reason, peers in (
+        (NotSharing.NOT_JOINED, 0),
+        (None, 1),
+        (None, 2),
+        (NotSharing.NO_PEERS, 0),
+        (None, 3),
+    ):
         for _ in range(3):
             log.update(reason, peers)
     assert lines(caplog) == [
@@ -43,9 +49,9 @@ def test_one_line_each_however_often_it_is_looked_at(
     ]
 
 
-@pytest.mark.parametrize("reason", NOT_SHARING)
+@pytest.mark.parametrize("reason", NotSharing)
 def test_every_reason_is_explained(
-    reason: str, log: SharingLog, caplog: pytest.LogCaptureFixture
+    reason: NotSharing, log: SharingLog, caplog: pytest.LogCaptureFixture
 ) -> None:
     log.update(None, 1)
     log.update(reason, 0)
@@ -55,6 +61,6 @@ def test_every_reason_is_explained(
 def test_another_reason_is_not_another_stop(
     log: SharingLog, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for reason in (None, *NOT_SHARING):
+    for reason in (None, *NotSharing):
         log.update(reason, 0)
     assert len(lines(caplog)) == 2

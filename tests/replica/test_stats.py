@@ -29,10 +29,10 @@ class Mirror:
         return 8
 
 
-def stats(fetches: FetchCounts) -> ReplicaStats:
+def stats(counts: FetchCounts) -> ReplicaStats:
     return replica_stats(
         {"hits": HITS, "requests": 2},
-        fetches,
+        counts,
         row_bytes=64,
         pool=SimpleNamespace(counts=lambda: PoolCounts(16, 5, 4, 3, 2)),  # type: ignore[arg-type]
         donor=SimpleNamespace(grants=[1, 2], refused=7),  # type: ignore[arg-type]
@@ -45,24 +45,19 @@ def stats(fetches: FetchCounts) -> ReplicaStats:
 
 
 def test_every_count_is_reported() -> None:
-    transport = FetchStats()
-    fetches = FetchCounts(
-        started=4,
-        committed=3,
-        rolled_back=Counter(timeout=1),
+    counts = FetchCounts(
+        fetches=ReplicaFetches(4, 3, {"timeout": 1}, {"gloo": FetchStats()}, 5),
         rows=10,
-        unreleased_grants=5,
         in_flight=Counter(a=6),
         received=Counter(a=2, b=8),
-        by_transport={"gloo": transport},
     )
-    assert stats(fetches) == ReplicaStats(
+    assert stats(counts) == ReplicaStats(
         hits=HITS,
         requests=2,
         bytes_received=640,
         received_from={"b": 512, "a": 128},
         fetching={"a": 6},
-        fetches=ReplicaFetches(4, 3, {"timeout": 1}, {"gloo": transport}, 5),
+        fetches=ReplicaFetches(4, 3, {"timeout": 1}, {"gloo": FetchStats()}, 5),
         pool=PoolStats(16, 5, 4, 3, 2, 64),
         grants=GrantStats(2, 7),
         mirror=MirrorStats(8, 9),
@@ -76,7 +71,7 @@ def test_every_count_is_reported() -> None:
 
 
 def test_the_donors_of_the_most_bytes_have_names() -> None:
-    fetches = FetchCounts(received=Counter({str(number): number for number in range(200)}))
-    reported = stats(fetches)
+    counts = FetchCounts(received=Counter({str(number): number for number in range(200)}))
+    reported = stats(counts)
     assert len(reported.received_from) == 100
     assert reported.received_from["199"] == 199 * 64

@@ -34,7 +34,6 @@ def only(exported: InMemorySpanExporter) -> ReadableSpan:
 
 def test_a_span_has_the_fetch_s_attributes_and_events(exported: InMemorySpanExporter) -> None:
     span = FetchSpan(None)
-    span.start()
     span.add_event("granted", chunks=5)
     span.end(None, donor="a", bytes=100)
     exported_span = only(exported)
@@ -51,7 +50,6 @@ def test_a_rollback_is_an_error_with_its_reason(
     exported: InMemorySpanExporter,
 ) -> None:
     span = FetchSpan(None)
-    span.start()
     span.end("timeout")
     status = only(exported).status
     assert (status.status_code, status.description) == (trace.StatusCode.ERROR, "timeout")
@@ -59,7 +57,6 @@ def test_a_rollback_is_an_error_with_its_reason(
 
 def test_a_span_belongs_to_its_request_s_trace(exported: InMemorySpanExporter) -> None:
     span = FetchSpan(HEADERS)
-    span.start()
     span.end(None)
     parent = only(exported).parent
     assert parent is not None
@@ -70,7 +67,6 @@ def test_malformed_headers_begin_a_new_trace(
     exported: InMemorySpanExporter,
 ) -> None:
     span = FetchSpan({"traceparent": "rubbish"})
-    span.start()
     span.end(None)
     assert only(exported).parent is None
 
@@ -82,7 +78,6 @@ def test_without_tracing_no_attributes_are_made(
     monkeypatch.setattr(tracing, "_prefixed", lambda attributes: pytest.fail("made"))
     monkeypatch.setattr(tracing, "_TRACER", trace.NoOpTracer())
     span = FetchSpan(HEADERS)
-    span.start()
     span.add_event("granted", chunks=5)
     span.end("timeout", donor="a")
     assert not span._span.is_recording()

@@ -79,7 +79,7 @@ class Peer:
     async def start(self) -> None:
         self.task = asyncio.create_task(self.client.run())
         async with asyncio.timeout(PATIENCE):
-            await self.client.joined()
+            await self.client.joined.wait()
         self.searching.clear()
 
     async def crash(self) -> None:
@@ -90,12 +90,12 @@ class Peer:
 
     def store(self, *keys: bytes) -> None:
         self.pool.update(keys)
-        self.client.publish(keys)
+        self.client.publisher.enqueue(keys, held=True)
 
     def evict(self, *keys: bytes) -> None:
         self.pool.difference_update(keys)
-        self.client.withdraw(keys)
-        self.client.flush()
+        self.client.publisher.enqueue(keys, held=False)
+        self.client.publisher.flush()
 
     async def sees(self, key: bytes, *holders: str) -> None:
         await self.mirror.until(lambda mirror: mirror.holders(key) == holders)
@@ -166,14 +166,14 @@ async def test_keys_queued_together_travel_as_one_publication_with_their_net_eff
     await b.sees(K2, "a")
     assert (b.mirror.holders(K1), b.mirror.holders(K3)) == ((), ("a",))
     assert a.client.counters.batches == 1
-    assert a.client.last_sequence == 2
+    assert a.client.publisher.last_sequence == 2
 
 
 async def test_a_replica_knows_the_secret_when_it_has_joined(peers: Peers, tracker: Any) -> None:
     a, b = await peers.start("a"), await peers.start("b")
     assert a.client.secret is not None
     assert a.secrets == b.secrets == [a.client.secret]
-    assert a.client.connected
+    assert a.client.joined.is_set()
 
 
 async def test_heartbeats_carry_events(peers: Peers, tracker: Any) -> None:
@@ -223,7 +223,7 @@ async def test_failing_stats_do_not_end_the_membership(peers: Peers, tracker: An
     a = peers.make("a", stats=stats)
     await a.start()
     await asyncio.wait_for(failed.wait(), PATIENCE)
-    assert (a.client.connected, a.client.counters.failures) == (True, 0)
+    assert (a.client.joined.is_set(), a.client.counters.failures) == (True, 0)
 
 
 async def test_a_lost_tracker_is_filled_again_by_its_replicas(
@@ -236,8 +236,8 @@ async def test_a_lost_tracker_is_filled_again_by_its_replicas(
     a.store(K2)
     assert b.mirror.holders(K1) == ("a",), "the peer is still there, the tracker alone is not"
     await create_tracker(pool.external_address)
-    await a.client.joined()
-    await b.client.joined()
+    await a.client.joined.wait()
+    await b.client.joined.wait()
     await b.sees(K2, "a")
     await b.sees(K1, "a")
     b.store(K3)
@@ -319,7 +319,7 @@ async def test_a_replica_that_leaves_is_gone_at_once_and_stays_away(
     await b.sees(K1)
     assert a.task is not None
     await asyncio.wait_for(a.task, PATIENCE)
-    assert not a.client.connected
+    assert not a.client.joined.is_set()
 
 
 async def test_a_replica_that_was_removed_by_mistake_joins_again(
@@ -362,7 +362,7 @@ async def test_lost_and_repeated_publications_leave_no_trace(pool: Any, peers: P
     )
     a, b = await peers.start("a"), await peers.start("b")
     keys = (b"%04d" % number for number in range(1000))
-    while a.client.last_sequence < 12:
+    while a.client.publisher.last_sequence < 12:
         a.store(next(keys), next(keys))
         a.evict(min(a.pool))
         async with asyncio.timeout(PATIENCE):
@@ -398,7 +398,7 @@ async def test_a_new_tracker_keeps_sharing_switched_off(
     await xo.destroy_actor(tracker)
     await until_lost(a)
     tracker = await create_tracker(pool.external_address)
-    await a.client.joined()
+    await a.client.joined.wait()
     assert not (await tracker.status())["enabled"]
     assert not a.mirror.enabled
 
@@ -408,7 +408,7 @@ async def test_a_stale_entry_comes_back_with_the_donors_next_publication_of_it(
 ) -> None:
     a, b = await peers.start("a", K1), await peers.start("b")
     await b.sees(K1, "a")
-    b.mirror.record_stale(K1, "a", a.client.last_sequence)
+    b.mirror.record_stale(K1, "a", a.client.publisher.last_sequence)
     assert b.mirror.holders(K1) == ()
     a.store(K1)
     await b.sees(K1, "a")
@@ -431,7 +431,7 @@ async def test_changing_the_namespace_leaves_the_old_one_behind(peers: Peers, tr
     a.pool.clear()
     await a.client.change_namespace("other")
     assert (len(a.mirror), a.peers[-1], a.client.namespace) == (0, frozenset(), "other")
-    await a.client.joined()
+    await a.client.joined.wait()
     await b.sees(K1)
     await a.sees(K3, "c")
     a.store(K1)
@@ -468,9 +468,13 @@ async def test_a_replica_far_behind_gets_a_snapshot(pool: Any, peers: Peers, tra
     before = b.mirror.snapshots
     many = [b"%04d" % number for number in range(9000)]
     for _ in range(70):
-        await tracker.publish("namespace", "a", a.client.last_sequence + 1, b"".join(many), b"")
-        await tracker.publish("namespace", "a", a.client.last_sequence + 2, b"", b"".join(many))
-        a.client._publisher.last_sequence += 2
+        await tracker.publish(
+            "namespace", "a", a.client.publisher.last_sequence + 1, b"".join(many), b""
+        )
+        await tracker.publish(
+            "namespace", "a", a.client.publisher.last_sequence + 2, b"", b"".join(many)
+        )
+        a.client.publisher.last_sequence += 2
     a.store(K2)
     await b.start()
     await b.sees(K2, "a")

@@ -26,7 +26,7 @@ class Supervisor(xo.StatelessActor):
         assert create
         assert hooks == "a:hook"
         if model_uid not in self._known:
-            raise NotFoundError(model_uid, "is not running here")
+            raise NotFoundError(f"model {model_uid!r} is not running here")
         return "0.0.0.0:7777"
 
     async def add_worker(self, model_uid: str) -> None:

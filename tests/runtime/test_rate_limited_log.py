@@ -63,7 +63,6 @@ def test_memory_is_bounded_and_the_oldest_are_told_anew(
         conditions.warn(name, name)
     assert [record.getMessage() for record in caplog.records] == ["a", "b", "c", "a"]
     assert len(conditions._logged) == 2
-    assert conditions._repeated == {}
 
 
 def test_an_exception_comes_with_its_trace(

@@ -43,7 +43,7 @@ class Supervisor(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no type
     async def xavier_tracker_address(self, model_uid: str, create: bool = False) -> str:
         assert not create
         if model_uid != self._known:
-            raise NotFoundError(model_uid, "does not share its cache here")
+            raise NotFoundError(f"model {model_uid!r} does not share its cache here")
         return str(self.address)
 
     async def xavier_models(self) -> list[str]:

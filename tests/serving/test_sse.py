@@ -31,7 +31,7 @@ class Supervisor(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no type
         if self.away:
             raise ConnectionRefusedError
         if not self.knows_it:
-            raise NotFoundError(model_uid, "does not share its cache here")
+            raise NotFoundError(f"model {model_uid!r} does not share its cache here")
         return str(self.address)
 
 

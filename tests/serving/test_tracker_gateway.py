@@ -24,7 +24,7 @@ class Counting(TrackerGateway):
         number = self.begun
         await self.may_end.wait()
         if model_uid == "lost":
-            raise NotFoundError(model_uid, "does not share its cache here")
+            raise NotFoundError(f"model {model_uid!r} does not share its cache here")
         return {"number": number}
 
 

@@ -120,7 +120,7 @@ class _WrongLink(Link):
 
     def _post(self, message: torch.Tensor, deadline: float) -> None:
         link = self._link
-        link._wait(link._post("send", message, link._tag()), deadline)
+        link._wait(link._post("send", message, next(link._tags)), deadline)
 
 
 def _take() -> Wrong | None:

@@ -14,7 +14,7 @@ import click
 
 from xinference_xavier._version import __version__
 from xinference_xavier.cli.endpoint import Endpoint, endpoint_options
-from xinference_xavier.config import ENABLE, take_launch_options
+from xinference_xavier.config import parse_options
 from xinference_xavier.errors import ConfigError
 from xinference_xavier.options import PARSERS
 from xinference_xavier.stats.answers import EventRecord
@@ -244,7 +244,7 @@ def tracker(model: str, address: str, xavier_hooks: str | None) -> None:
         await standalone.serve(
             model,
             address,
-            hooks=take_launch_options({ENABLE: True, "xavier_hooks": xavier_hooks}).hooks,
+            hooks=parse_options({"xavier_hooks": xavier_hooks}).get("hooks"),
             listening=lambda where: click.echo(f"the tracker of {model} listens at {where}"),
             on_event=lambda event: click.echo(_line(EventRecord.of(event))),
             until=until,
@@ -274,8 +274,7 @@ def transfer_config(model: str, address: str, **options: str | None) -> None:
     from xinference_xavier.cli import standalone
 
     try:
-        given = take_launch_options({ENABLE: True, **options})
-        config = standalone.transfer_config(model, address, given)
+        config = standalone.transfer_config(model, address, parse_options(options))
     except ConfigError as error:
         raise click.UsageError(str(error)) from None
     click.echo(json.dumps(config, separators=(",", ":")))

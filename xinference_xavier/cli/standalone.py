@@ -14,7 +14,7 @@ from typing import Any
 
 import xoscar
 
-from xinference_xavier.config import LaunchOptions
+from xinference_xavier.config import XavierConfig
 from xinference_xavier.errors import ConfigError
 from xinference_xavier.kv_transfer_config import kv_transfer_config
 from xinference_xavier.protocol.tracker import tracker_uid
@@ -24,7 +24,7 @@ from xinference_xavier.tracker.actor import BlockTracker
 _WATCH = 30.0  # seconds
 
 
-def transfer_config(model_uid: str, address: str, given: LaunchOptions) -> dict[str, Any]:
+def transfer_config(model_uid: str, address: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """vLLM's `kv_transfer_config` for a model whose tracker is at `address`; raises ConfigError."""
     host, port = _endpoint(address)
     if is_wildcard(host):
@@ -33,16 +33,14 @@ def transfer_config(model_uid: str, address: str, given: LaunchOptions) -> dict[
         )
     if not port:
         raise ConfigError("address", address, "has no port", "use the one the tracker listens on")
-    if "pool_bytes" not in given.values:
+    if "pool_bytes" not in options:
         raise ConfigError(
             "xavier_pool_bytes",
             None,
             "is required without xinference",
             "use a size such as 4GiB",
         )
-    return kv_transfer_config(
-        given.config(model_uid=model_uid, tracker_address=address, replicas_per_host=1)
-    )
+    return kv_transfer_config(XavierConfig(model_uid=model_uid, tracker_address=address, **options))
 
 
 async def serve(

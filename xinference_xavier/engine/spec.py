@@ -32,7 +32,7 @@ from xinference_xavier.engine.policy.donor_selection import FetchPolicy
 from xinference_xavier.engine.process import end_with_parent
 from xinference_xavier.engine.worker.cpu import HostWorker
 from xinference_xavier.engine.worker.gpu import DeviceRegion
-from xinference_xavier.errors import NO_PREFIX_CACHING, ConfigError, RegionError
+from xinference_xavier.errors import ConfigError, NotSharing, RegionError
 from xinference_xavier.pool.pool import Pool
 from xinference_xavier.pool.region import ROW_ALIGNMENT, Region, RegionServer, receive_region
 from xinference_xavier.replica.replica import Replica
@@ -154,7 +154,7 @@ class XavierSpec(OffloadingSpec):
                 region=region,
                 pool=pool,
                 fingerprint_fields=readable(fingerprint_fields),
-                not_sharing=None if shares else NO_PREFIX_CACHING,
+                not_sharing=None if shares else NotSharing.NO_PREFIX_CACHING,
             )
             adaptive = self._xavier.min_fetch_tokens is None
             self._manager = XavierManager(

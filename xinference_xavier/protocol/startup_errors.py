@@ -39,10 +39,11 @@ def report_startup_error(config: XavierConfig, error: BaseException) -> None:
     """Report `error` to the tracker. Blocks for a few seconds at most, and never raises."""
 
     async def report() -> None:
+        known = isinstance(error, XavierError)
         try:
-            uid = tracker_uid(config.model_uid)
-            tracker = await within(_TIMEOUT, xoscar.actor_ref(config.tracker_address, uid))
-            await within(_TIMEOUT, tracker.report_startup_error(replica_name(), _text(error)))
+            cause = str(error) if known else f"{type(error).__name__}: {error}"
+            tracker = await _tracker(config)
+            await within(_TIMEOUT, tracker.report_startup_error(replica_name(), cause))
         except Exception:
             logger.exception("cannot report the cause of the failed start")
 
@@ -52,16 +53,16 @@ def report_startup_error(config: XavierConfig, error: BaseException) -> None:
     thread.join()
 
 
-def _text(error: BaseException) -> str:
-    return str(error) if isinstance(error, XavierError) else f"{type(error).__name__}: {error}"
-
-
 async def pop_startup_error(config: XavierConfig, replica: str) -> str | None:
     """The cause that the engine of `replica` reported; None if the tracker has none."""
     try:
-        uid = tracker_uid(config.model_uid)
-        tracker = await within(_TIMEOUT, xoscar.actor_ref(config.tracker_address, uid))
+        tracker = await _tracker(config)
         cause: str | None = await within(_TIMEOUT, tracker.pop_startup_error(replica))
     except UNREACHABLE:
         return None
     return cause
+
+
+async def _tracker(config: XavierConfig) -> xoscar.ActorRefType:
+    finding = xoscar.actor_ref(config.tracker_address, tracker_uid(config.model_uid))
+    return await within(_TIMEOUT, finding)

@@ -22,18 +22,12 @@ from xinference_xavier.runtime.validate import (
     first_reason,
 )
 
-PROTOCOL_VERSION = 1
-"""Raised with every change of the messages."""
-MAX_WEIGHTS_VERSION = 64
-"""Characters. It becomes part of a namespace."""
-MAX_STATS_BYTES = 1 << 16
-"""A replica's stats as JSON."""
-MAX_QUESTION_BYTES = 8 << 20
-"""A prompt or messages to explain, as JSON."""
-MAX_PACKED_BYTES = 64 << 20
-"""Keys of one publication: 1.8 million keys of 36 bytes."""
-MAX_REPORTED = 100
-"""Events in one heartbeat."""
+PROTOCOL_VERSION = 1  # raised with every change of the messages
+MAX_WEIGHTS_VERSION = 64  # characters; it becomes part of a namespace
+MAX_STATS_BYTES = 1 << 16  # a replica's stats as JSON
+MAX_QUESTION_BYTES = 8 << 20  # a prompt or messages to explain, as JSON
+MAX_PACKED_BYTES = 64 << 20  # keys of one publication: 1.8 million keys of 36 bytes
+MAX_REPORTED = 100  # events in one heartbeat
 MAX_CLAIM_SECONDS = 600.0
 
 
@@ -115,12 +109,9 @@ class Outcome(enum.Enum):
     """The tracker's answer to a publication."""
 
     APPLIED = "applied"
-    STALE = "stale"
-    """Ignored: its sequence is not above the last."""
-    GAP = "gap"
-    """Ignored: one before it is missing; the publisher must send a snapshot."""
-    UNKNOWN = "unknown"
-    """Ignored: the publisher is not a member and must join."""
+    STALE = "stale"  # ignored: its sequence is not above the last
+    GAP = "gap"  # ignored: one before it is missing; the publisher must send a snapshot
+    UNKNOWN = "unknown"  # ignored: the publisher is not a member and must join
 
 
 def tracker_uid(model_uid: str) -> str:

@@ -11,17 +11,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, NamedTuple, TypeVar
 
-from pydantic import (
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    PlainValidator,
-    TypeAdapter,
-    ValidationError,
-)
+from pydantic import BeforeValidator, ConfigDict, Field, PlainValidator, TypeAdapter
 from pydantic_core import from_json
 
 from xinference_xavier.errors import GrantRefusedError, LinkError, TransportError, shown
+from xinference_xavier.options import MAX_FETCH_TIMEOUT
 from xinference_xavier.runtime.validate import (
     MAX_KEY_BYTES,
     MAX_PORT,
@@ -33,12 +27,9 @@ from xinference_xavier.runtime.validate import (
 )
 
 PROTOCOL_VERSION = 3
-TRANSFER_UID = "xavier-transfer"
-"""The uid of the actor in each transfer process."""
+TRANSFER_UID = "xavier-transfer"  # the uid of the actor in each transfer process
 MAX_ROWS_PER_FETCH = 1 << 16
-MAX_TIMEOUT = 3600.0
-MAX_LINE = 1 << 16
-"""Bytes of a line between an engine and its transfer process, at start."""
+MAX_LINE = 1 << 16  # bytes of a line between an engine and its transfer process, at start
 _SIGNATURE_BYTES = 32
 _MAX_ROWS = (1 << 31) - 1
 _MAX_CHECKSUM = (1 << 64) - 1
@@ -65,10 +56,8 @@ def checking(what: str) -> Iterator[None]:
 
 
 def _checked(adapter: TypeAdapter[_T], what: str, message: object) -> _T:
-    try:
+    with checking(what):
         return adapter.validate_python(message, strict=True)
-    except ValidationError as error:
-        raise LinkError(f"malformed {what}: {first_reason(error)}") from None
 
 
 def _check_not_too_many(keys: object) -> object:
@@ -128,11 +117,8 @@ def check_endpoint(endpoint: object) -> Endpoint:
 
 
 def parse_started(line: bytes) -> Endpoint:
-    """The endpoint of a transfer process, from its answer to `Startup`.
-
-    Raises:
-        TransportError: it could not start; the text is its own.
-    """
+    """The endpoint of a transfer process, from its answer to `Startup`. Raises TransportError, with
+    the process's own words, if it could not start."""
     if not line:
         raise TransportError("it ended without an answer")
     try:
@@ -230,7 +216,7 @@ class PullOrder(NamedTuple):
     keys: _Keys
     checksums: _Checksums
     slots: _Slots  # ours, one for each of the ticket's
-    timeout: Annotated[float, Field(gt=0, lt=MAX_TIMEOUT)]  # seconds
+    timeout: Annotated[float, Field(gt=0, lt=MAX_FETCH_TIMEOUT)]  # seconds
 
 
 def check_order(order: object, rows: int) -> PullOrder:

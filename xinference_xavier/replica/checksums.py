@@ -27,10 +27,6 @@ class Checksums:
         self._work = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, "xavier-checksum")
 
-    def __len__(self) -> int:
-        """The number of waiting rows."""
-        return len(self._waiting)
-
     def add(self, rows: Sequence[Row]) -> None:
         self._waiting.update((row.slot, row) for row in rows)
         self._work.set()

@@ -28,38 +28,27 @@ class Donor:
         """Grant the leading chunks of the request that we hold.
 
         `namespace` is the one in which we share, None if we do not; `sequence` is that of our last
-        publication.
-
-        Raises:
-            GrantRefusedError: we cannot grant these rows, or not now.
-            LinkError: the request is malformed, or from another version.
+        publication. Raises GrantRefusedError; LinkError for a malformed request.
         """
+        endpoint = self._process.endpoint
         try:
             request = check_request(request)
-            return self._grant(request, namespace, sequence)
+            if namespace is None:
+                raise GrantRefusedError("sharing is off")
+            if request.namespace != namespace:
+                raise GrantRefusedError("other namespace")
+            if endpoint is None or not self._process.ready:
+                raise GrantRefusedError("no transfer process")
+            record = self.grants.grant(request.consumer, request.keys, time.monotonic())
         except (GrantRefusedError, LinkError):
             self.refused += 1
             raise
-
-    def _grant(self, request: GrantRequest, namespace: str | None, sequence: int) -> Grant:
-        if namespace is None:
-            raise GrantRefusedError("sharing is off")
-        if request.namespace != namespace:
-            raise GrantRefusedError("other namespace")
-        record = self.grants.grant(request.consumer, request.keys, time.monotonic())
         slots = [row.slot for row in record.rows]
-        try:
-            ticket = self._process.sign(request.consumer, slots, record.expires)
-        except GrantRefusedError:
-            self.grants.release(record.grant_id)
-            raise
-        endpoint = self._process.endpoint
-        assert endpoint is not None, "a process that signs has an endpoint"
         held = len(record.rows)
         return Grant(
             record.grant_id,
             checksums=tuple(row.checksum for row in record.rows if row.checksum is not None),
-            ticket=ticket,
+            ticket=self._process.sign(request.consumer, slots, record.expires),
             address=endpoint.address,
             host=endpoint.host,
             more_is_held=held < len(request.keys)
@@ -90,11 +79,8 @@ class Grants:
         return len(self._records)
 
     def grant(self, consumer: str, keys: Sequence[bytes], now: float) -> GrantRecord:
-        """Pin the leading keys that we hold. Without any, returns a record with id 0.
-
-        Raises:
-            GrantRefusedError: too many rows are granted already.
-        """
+        """Pin the leading keys that we hold. Without any, returns a record with id 0. Raises
+        GrantRefusedError if too many rows are granted already."""
         self.expire(now)
         room = self._max_rows - self.granted_rows
         if room <= 0:

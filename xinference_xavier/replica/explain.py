@@ -28,10 +28,7 @@ Chunker = Callable[[dict[str, Any]], Chunked]
 def explanation(
     chunked: Chunked, *, incarnation: str, pool: Pool, mirror: Mirror, min_fetch_tokens: int
 ) -> dict[str, Any]:
-    """What the replica `incarnation` knows from its `pool` and `mirror`; JSON-able.
-
-    `reuse` counts tokens per replica: in its own pool, fetched from peers, computed.
-    """
+    """JSON-able. `reuse` has each replica's tokens: in its pool, fetched from peers, computed."""
     held = {incarnation: [all(map(pool.lookup, keys)) for keys in chunked.chunks]}
     for peer in sorted(mirror.peers):
         held[peer] = [

@@ -1,12 +1,8 @@
 """A fetch: a transaction that copies rows from a donor's pool into ours, or leaves no trace.
 
-    reserve rows → grant by the donor's engine → pull by our transfer process, which verifies each
-    row's checksum → commit the leading rows that arrived intact; roll back the rest
-
-The scheduler thread makes a `Fetch` of rows that it reserved and reads its `state`. Everything else
-happens on the replica's background loop. Once `state` is not PENDING, the committed rows are READY
-and pinned once. A fetch ends by its deadline even if its rows may still be written: those stay in
-quarantine until the transfer process is done with them.
+Threading: the scheduler thread makes a `Fetch` and reads its `state`; everything else happens on
+the replica's background loop. A fetch ends by its deadline even if its rows may still be written:
+those stay in quarantine until the transfer process is done with them.
 """
 
 import asyncio
@@ -28,14 +24,16 @@ from xinference_xavier.protocol.transfer import (
     PullResult,
     check_grant,
 )
+from xinference_xavier.replica.mirror import Mirror
+from xinference_xavier.replica.namespace import SharedNamespace
 from xinference_xavier.replica.tracing import FetchSpan
 from xinference_xavier.replica.transfer_process import TransferProcess
 from xinference_xavier.runtime.addresses import replica_uid
-from xinference_xavier.runtime.deadline import within
+from xinference_xavier.runtime.deadline import UNREACHABLE, within
 from xinference_xavier.runtime.rate_limited_log import RateLimitedLog
 from xinference_xavier.runtime.rollback import Rollback
 from xinference_xavier.runtime.tasks import spawn
-from xinference_xavier.stats.schema import COMMITTED, ROLLED_BACK, FetchStats
+from xinference_xavier.stats.schema import COMMITTED, ROLLED_BACK, FetchStats, ReplicaFetches
 from xinference_xavier.tiers.base import Fetch, FetchState
 
 logger = logging.getLogger(__name__)
@@ -46,22 +44,18 @@ _REPORT_TIME = 0.1  # seconds before the deadline, left for the report of the ro
 
 @dataclass(eq=False)
 class PeerFetch(Fetch):
-    """A fetch from a peer's pool; `source` is the donor's incarnation."""
+    """A fetch from a peer's pool; `source` is the donor's incarnation. It has a span once it has
+    been started."""
 
-    def __post_init__(self) -> None:
-        self.span = FetchSpan(self.trace_headers)
+    span: FetchSpan = field(init=False, repr=False)
 
 
 @dataclass
 class FetchCounts:
-    started: int = 0
-    committed: int = 0
-    rolled_back: Counter[str] = field(default_factory=Counter)
+    fetches: ReplicaFetches = field(default_factory=ReplicaFetches)
     rows: int = 0
-    unreleased_grants: int = 0
     in_flight: Counter[str] = field(default_factory=Counter)  # rows by donor
     received: Counter[str] = field(default_factory=Counter)  # rows by donor that is still a member
-    by_transport: dict[str, FetchStats] = field(default_factory=dict)
 
 
 class Fetcher:
@@ -74,15 +68,13 @@ class Fetcher:
         pool: Pool,
         row_bytes: int,
         process: TransferProcess,
-        namespace: Callable[[], str],
-        address_of: Callable[[str], str | None],
-        record_stale: Callable[[bytes, str, int], None],
+        namespace: SharedNamespace,
+        mirror: Mirror,
         arrived: Callable[[list[Row]], None],
         rolled_back: Callable[[PeerFetch, str], None],
     ) -> None:
         """The callbacks run on the background loop.
 
-        `record_stale(key, donor, sequence)`: as of `sequence`, the donor does not hold the key.
         `arrived(rows)`: rows were committed and may be offered to peers.
         `rolled_back(fetch, reason)`: not all of the fetch's rows were committed.
         """
@@ -91,8 +83,7 @@ class Fetcher:
         self._row_bytes = row_bytes
         self._process = process
         self._namespace = namespace
-        self._address_of = address_of
-        self._record_stale = record_stale
+        self._mirror = mirror
         self._arrived = arrived
         self._rolled_back = rolled_back
         self._donors: dict[str, xoscar.ActorRefType] = {}
@@ -101,9 +92,9 @@ class Fetcher:
         self.counts = FetchCounts()
 
     def start(self, fetch: PeerFetch) -> None:
-        self.counts.started += 1
+        self.counts.fetches.started += 1
         self.counts.in_flight[fetch.source] += len(fetch.rows)
-        fetch.span.start()
+        fetch.span = FetchSpan(fetch.trace_headers)
         spawn(self._run(fetch))
 
     def forget(self, incarnation: str) -> None:
@@ -131,7 +122,7 @@ class Fetcher:
         except TimeoutError:
             self._donors.pop(fetch.source, None)
             reason = "timeout"
-        except (XavierError, xoscar.ActorNotExist, xoscar.ServerClosed, OSError) as error:
+        except (XavierError, *UNREACHABLE) as error:
             self._donors.pop(fetch.source, None)
             self._conditions.warn(
                 fetch.source, "fetch failed: donor=%s error=%r", fetch.source, error
@@ -152,7 +143,7 @@ class Fetcher:
     async def _grant(self, fetch: PeerFetch) -> Grant:
         request = GrantRequest(
             PROTOCOL_VERSION,
-            self._namespace(),
+            self._namespace.current,
             self._incarnation,
             tuple(row.key for row in fetch.rows),
         )
@@ -163,7 +154,7 @@ class Fetcher:
     async def _donor(self, fetch: PeerFetch) -> xoscar.ActorRefType:
         donor = self._donors.get(fetch.source)
         if donor is None:
-            address = self._address_of(fetch.source)
+            address = self._mirror.address(fetch.source)
             if address is None:
                 raise GrantRefusedError("donor gone")
             finding = xoscar.actor_ref(address, replica_uid(fetch.source))
@@ -174,7 +165,7 @@ class Fetcher:
     def _record_missing(self, fetch: PeerFetch, grant: Grant) -> None:
         held = len(grant.checksums)
         if held < len(fetch.rows) and not grant.more_is_held:
-            self._record_stale(fetch.rows[held].key, fetch.source, grant.sequence)
+            self._mirror.record_stale(fetch.rows[held].key, fetch.source, grant.sequence)
 
     async def _pull(self, fetch: PeerFetch, grant: Grant) -> str | None:
         """Returns why not all granted rows were committed; None if they were."""
@@ -231,18 +222,19 @@ class Fetcher:
         fetch.reason = reason
         fetch.seconds = time.monotonic() - fetch.began
         self._measure(fetch)
+        fetches = self.counts.fetches
         if reason is None:
-            self.counts.committed += 1
+            fetches.committed += 1
             fetch.state = FetchState.COMMITTED
         else:
-            self.counts.rolled_back[reason] += 1
+            fetches.rolled_back[reason] = fetches.rolled_back.get(reason, 0) + 1
             fetch.state = FetchState.ROLLED_BACK
             self._rolled_back(fetch, reason)
         fetch.ended.set()
 
     def _measure(self, fetch: PeerFetch) -> None:
         size = len(fetch.committed) * self._row_bytes
-        stats = self.counts.by_transport.setdefault(fetch.transport, FetchStats())
+        stats = self.counts.fetches.by_transport.setdefault(fetch.transport, FetchStats())
         stats.ended(fetch.reason, fetch.seconds, size)
         fetch.span.end(
             fetch.reason,
@@ -264,5 +256,5 @@ class Fetcher:
         try:
             if actor is not None:
                 await within(_RELEASE_TIMEOUT, actor.release(grant_id))
-        except (OSError, xoscar.ServerClosed, xoscar.ActorNotExist, TimeoutError):
-            self.counts.unreleased_grants += 1
+        except UNREACHABLE:
+            self.counts.fetches.unreleased_grants += 1

@@ -16,15 +16,13 @@ from collections.abc import Iterable
 from xinference_xavier.protocol.tracker import (
     INITIAL_SETTINGS,
     Change,
-    Member,
     Update,
     check_update,
     unpack,
 )
 
 _NO_HOLDERS: tuple[str, ...] = ()
-MAX_STALE = 10_000
-"""Stale entries remembered for each peer; the oldest go first."""
+MAX_STALE = 10_000  # stale entries remembered for each peer; the oldest go first
 MAX_GROUPS = 10_000
 """Groups of holders whose keys share one tuple; beyond them each key has its own."""
 
@@ -80,7 +78,9 @@ class Mirror:
             self.settings = update.settings
             self.enabled = update.settings.enabled
         if update.members is not None:
-            self._members = _others(update.members, self._incarnation)
+            members = {member.incarnation: member.address for member in update.members}
+            members.pop(self._incarnation, None)
+            self._members = members
         # Build a snapshot aside, so that readers never find it half empty.
         holders: dict[bytes, tuple[str, ...]] = {} if update.snapshot else self._holders
         if update.snapshot:
@@ -179,7 +179,3 @@ class Mirror:
         if len(self._groups) >= MAX_GROUPS:
             return self._groups.get(group, group)
         return self._groups.setdefault(group, group)
-
-
-def _others(members: Iterable[Member], own: str) -> dict[str, str]:
-    return {member.incarnation: member.address for member in members if member.incarnation != own}

@@ -14,8 +14,7 @@ class SharedNamespace:
 
     def __init__(self, own: str, move: Callable[[str], Awaitable[None]]) -> None:
         self.current = own
-        self.is_isolated = False
-        """Since a reset, until an operator sets the weights version."""
+        self.is_isolated = False  # since a reset, until an operator sets the weights version
         self._own = own
         self._move = move
         self._moving = asyncio.Lock()

@@ -22,8 +22,7 @@ from xinference_xavier.replica.transfer_process import TransferProcess
 from xinference_xavier.runtime.tasks import spawn
 from xinference_xavier.tiers.base import Claim, Fetch, Tier
 
-MAX_BACKLOG = 10_000
-"""Posted actions that may wait for the background loop."""
+MAX_BACKLOG = 10_000  # posted actions that may wait for the background loop
 
 
 class PeerTier(Tier):
@@ -34,8 +33,7 @@ class PeerTier(Tier):
         self.refused = 0
         self._pool = pool
         self._namespace = namespace
-        # Not withdrawn yet. The deque overflows only if the loop hangs. Then our lease expires, and
-        # the tracker forgets all our chunks anyway.
+        # Not withdrawn yet. It overflows only if the loop hangs: then our lease expires anyway.
         self._evicted: deque[bytes] = deque(maxlen=MAX_QUEUED)
         self._posted = 0  # by the scheduler thread
         self._handled = 0  # by the background loop
@@ -66,11 +64,10 @@ class PeerTier(Tier):
 
     def withdraw_evicted(self) -> None:
         """Tell the tracker which chunks were evicted."""
-        evicted = [
-            self._evicted.popleft() for _ in range(len(self._evicted))
-        ]  # it may grow meanwhile
+        # It may grow meanwhile.
+        evicted = [self._evicted.popleft() for _ in range(len(self._evicted))]
         if evicted:
-            self._client.withdraw(evicted)
+            self._client.publisher.enqueue(evicted, held=False)
 
     # -- called by the scheduler thread ---------------------------------------------------------
 
@@ -122,10 +119,7 @@ class PeerTier(Tier):
         self._post_if_room(lambda: spawn(self._client.release(claim)))
 
     def reset(self) -> None:
-        """Void all chunks, and isolate the replica until it is told its weights' version.
-
-        Peers may hold copies of the void chunks, so its new namespace is its own.
-        """
+        """Void all chunks, and isolate the replica until it is told its weights' version."""
         self._namespace.announce_reset()
         self._pool.reset()
         self._post(lambda: spawn(self._namespace.isolate()))

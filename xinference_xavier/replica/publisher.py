@@ -13,10 +13,8 @@ from typing import Any
 
 from xinference_xavier.protocol.tracker import NotMemberError, Outcome, pack
 
-FLUSH_DELAY = 0.002
-"""Seconds that the first queued key waits for further ones."""
-MAX_QUEUED = 100_000
-"""Keys. Beyond them it is cheaper to publish all holdings."""
+FLUSH_DELAY = 0.002  # seconds that the first queued key waits for further ones
+MAX_QUEUED = 100_000  # keys; beyond them it is cheaper to publish all holdings
 
 Call = Callable[..., Coroutine[Any, Any, Any]]
 """Calls a method of the tracker by name, for the replica in its namespace, with a deadline."""
@@ -24,10 +22,8 @@ Call = Callable[..., Coroutine[Any, Any, Any]]
 
 @dataclass
 class Counters:
-    """Counts of a tracker client since its start.
-
-    `batches` and `replacements` (snapshots) are publications, `failures` sessions that failed.
-    """
+    """Of a tracker client. `batches` and `replacements` (snapshots) are publications, `failures`
+    sessions that failed."""
 
     batches: int = 0
     replacements: int = 0
@@ -38,10 +34,8 @@ class Counters:
 
 
 class Publisher:
-    """Publishes for `incarnation`. `holdings` returns all keys to publish.
-
-    `last_sequence` is the number of the last publication that was sent.
-    """
+    """`holdings` returns all keys that `incarnation` publishes. `last_sequence` is the number of
+    the last publication."""
 
     def __init__(
         self,
@@ -57,9 +51,9 @@ class Publisher:
         self._replace_all = False
         self._work = asyncio.Event()
 
-    def enqueue(self, keys: Iterable[bytes], held: bool) -> None:
-        """Queue `keys` as held, or as no longer held. The latter wait for the next held ones or for
-        `flush`, because publications take processor time from the engine and the tracker."""
+    def enqueue(self, keys: Iterable[bytes], *, held: bool) -> None:
+        """Queue `keys` as held from now on, or as no longer held. The latter wait for the next held
+        ones or for `flush`: a publication takes processor time from the engine and the tracker."""
         if not self._replace_all:
             self._queue.update(dict.fromkeys(keys, held))
             if len(self._queue) > MAX_QUEUED:

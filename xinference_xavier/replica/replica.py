@@ -3,9 +3,8 @@
 Threading: `Replica` owns a background thread with an event loop for all I/O: tracker client,
 grants, fetches, checksums. The scheduler thread calls `start`, `stop` and `tier`.
 
-Life cycle: `start` returns when the replica listens. Joining the tracker and starting the transfer
-process follow in the background, and the engine waits for neither. `stop` ends the thread. Without
-it (SIGKILL), peers notice the expired lease and the closed sockets.
+Life cycle: `start` returns when the replica listens. It joins the tracker and starts the transfer
+process in the background, and the engine waits for neither. `stop` ends the thread.
 """
 
 import asyncio
@@ -13,26 +12,18 @@ import logging
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
+from functools import partial
 from typing import Any, Protocol
 
 import xoscar
 
 from xinference_xavier.config import XavierConfig
-from xinference_xavier.errors import (
-    ALONE,
-    NO_PEERS,
-    NO_TRANSFER_PROCESS,
-    NOT_JOINED,
-    RESETTING,
-    SWITCHED_OFF,
-    ExplainError,
-)
+from xinference_xavier.errors import ExplainError, NotSharing
 from xinference_xavier.options import TRANSPORTS
 from xinference_xavier.pool.pool import Pool
 from xinference_xavier.pool.region import Region
 from xinference_xavier.protocol.startup_errors import replica_name
 from xinference_xavier.protocol.transfer import Endpoint, Grant, GrantRequest
-from xinference_xavier.replica.actor import ReplicaActor
 from xinference_xavier.replica.checksums import Checksums
 from xinference_xavier.replica.donor import Donor
 from xinference_xavier.replica.event_reporter import EventReporter
@@ -41,13 +32,13 @@ from xinference_xavier.replica.fetcher import Fetcher
 from xinference_xavier.replica.mirror import Mirror
 from xinference_xavier.replica.namespace import SharedNamespace
 from xinference_xavier.replica.peer_tier import PeerTier
-from xinference_xavier.replica.self_check import SelfCheck
+from xinference_xavier.replica.self_check import self_check
 from xinference_xavier.replica.sharing_log import SharingLog
 from xinference_xavier.replica.stats import replica_stats
 from xinference_xavier.replica.tracker_client import TrackerClient
 from xinference_xavier.replica.tracker_location import TrackerLocation
 from xinference_xavier.replica.transfer_process import TransferProcess
-from xinference_xavier.runtime.addresses import replica_uid, split_address
+from xinference_xavier.runtime.addresses import replica_uid
 from xinference_xavier.runtime.loop_thread import LoopThread
 from xinference_xavier.runtime.net import check_range, listen, local_host_towards
 from xinference_xavier.runtime.rollback import Rollback
@@ -61,11 +52,25 @@ _START_TIMEOUT = 60.0
 _STOP_TIMEOUT = 3.0
 
 
+class ReplicaActor(xoscar.StatelessActor):  # type: ignore[misc]  # xoscar has no types
+    """The calls that peers and the tracker make."""
+
+    def __init__(self, replica: "Replica") -> None:
+        super().__init__()
+        self.grant = replica.grant
+        self.release = replica.release
+        self.set_weights_version = replica.set_weights_version
+        self.stats = replica.full_stats
+        self.flush = replica.flush
+        self.transfer_endpoint = replica.transfer_endpoint
+        self.self_check = replica.self_check
+        self.explain = replica.explain
+
+
 class Engine(Protocol):
     """What a replica asks of its engine, on the background thread."""
 
-    chunker: Chunker | None
-    """None until the engine is ready."""
+    chunker: Chunker | None  # None until the engine is ready
 
     def stats(self) -> dict[str, Any]:
         """JSON-able."""
@@ -84,13 +89,13 @@ class Replica:
         region: Region,
         pool: Pool,
         fingerprint_fields: Mapping[str, str] | None = None,
-        not_sharing: str | None = None,
+        not_sharing: NotSharing | None = None,
     ) -> None:
         """`fingerprint_fields` are for people; `not_sharing` is why the engine takes no part."""
         self._config = config
         self._fingerprint_fields = fingerprint_fields or {}
         self._never_sharing = not_sharing
-        self._address = ""  # of the replica's actor, once it listens
+        self._host: str
         self._incarnation = incarnation
         self._namespace = SharedNamespace(
             namespace, lambda namespace: self._client.change_namespace(namespace)
@@ -114,11 +119,7 @@ class Replica:
     # -- called by the scheduler thread ------------------------------------------------------
 
     def start(self, engine: Engine) -> None:
-        """Listen, and join the tracker in the background.
-
-        Raises:
-            TransportError: the configured host or ports cannot be used here.
-        """
+        """Raises TransportError if the configured host or ports cannot be used here."""
         self._engine = engine
         self._thread.start(_START_TIMEOUT)
 
@@ -133,17 +134,16 @@ class Replica:
         config = self._config
         if config.port_range is not None:
             check_range(*config.port_range)  # fail now, not when the transfer process starts
-        host = config.host or local_host_towards(config.tracker_address)
-        server = await listen(host, config.port_range)
+        self._host = config.host or local_host_towards(config.tracker_address)
+        server = await listen(self._host, config.port_range)
         scope.undo(server.stop)
-        self._address = server.external_address
         await xoscar.create_actor(
             ReplicaActor, self, address=server.external_address, uid=replica_uid(self._incarnation)
         )
         self._process = TransferProcess(
             self._region,
             incarnation=self._incarnation,
-            host=host,
+            host=self._host,
             port_range=config.port_range,
             transports=TRANSPORTS.get(config.transport, (config.transport,)),
         )
@@ -164,20 +164,20 @@ class Replica:
             replica=replica_name(self._incarnation),
         )
         scope.undo(self._client.leave)
+        publish = partial(self._client.publisher.enqueue, held=True)
         self._fetcher = Fetcher(
             incarnation=self._incarnation,
             pool=self._pool,
             row_bytes=self._region.row_bytes,
             process=self._process,
-            namespace=lambda: self._namespace.current,
-            address_of=self.mirror.address,
-            record_stale=self.mirror.record_stale,
-            arrived=lambda rows: self._client.publish([row.key for row in rows]),
+            namespace=self._namespace,
+            mirror=self.mirror,
+            arrived=lambda rows: publish([row.key for row in rows]),
             rolled_back=self._events.rolled_back,
         )
         # A grant outlives the fetch that asked for it.
         self._donor = Donor(self._pool, self._process, 2 * config.fetch_timeout)
-        self._checksums = Checksums(self._region, self._pool, self._client.publish)
+        self._checksums = Checksums(self._region, self._pool, publish)
         background = [
             asyncio.ensure_future(work)
             for work in (
@@ -225,22 +225,24 @@ class Replica:
         while True:
             await asyncio.sleep(_HOUSEKEEPING_INTERVAL)
             self.tier.withdraw_evicted()
-            self._client.flush()
+            self._client.publisher.flush()
             self._donor.grants.expire(time.monotonic())
             sharing_log.update(self._not_sharing(), len(self.mirror.peers))
 
-    def _not_sharing(self) -> str | None:
+    def _not_sharing(self) -> NotSharing | None:
         """Why no peer can be fetched from; None if one can."""
-        if self._never_sharing or not self.mirror.enabled:
-            return self._never_sharing or SWITCHED_OFF
+        if self._never_sharing:
+            return self._never_sharing
+        if not self.mirror.enabled:
+            return NotSharing.SWITCHED_OFF
         if self._client.secret is None:
-            return NOT_JOINED
+            return NotSharing.NOT_JOINED
         if not self.tier.sharing:
-            return RESETTING
+            return NotSharing.RESETTING
         if not self._process.ready:
-            return NO_TRANSFER_PROCESS
+            return NotSharing.NO_TRANSFER_PROCESS
         if not self.mirror.peers:
-            return ALONE if self._namespace.is_isolated else NO_PEERS
+            return NotSharing.ALONE if self._namespace.is_isolated else NotSharing.NO_PEERS
         return None
 
     # -- asked by peers and the tracker -------------------------------------------------------
@@ -251,7 +253,7 @@ class Replica:
         return self._donor.grant(
             request,
             namespace=self._namespace.current if shares else None,
-            sequence=self._client.last_sequence,
+            sequence=self._client.publisher.last_sequence,
         )
 
     def release(self, grant_id: int) -> None:
@@ -262,21 +264,15 @@ class Replica:
         return await self._namespace.rejoin(version)
 
     def flush(self) -> int:
-        """Forget all READY chunks; returns how many.
-
-        Chunks that are being written stay, and vLLM's prefix cache keeps what it has.
-        """
+        """Forget all READY chunks; returns how many. vLLM's prefix cache keeps what it has."""
         keys = self._pool.flush()
-        self._client.withdraw(keys)
-        self._client.flush()
+        self._client.publisher.enqueue(keys, held=False)
+        self._client.publisher.flush()
         return len(keys)
 
     async def explain(self, question: dict[str, Any]) -> dict[str, Any]:
-        """Answer `{"prompt": text}` or `{"messages": [...]}` with an `explanation`.
-
-        Raises:
-            ExplainError: the engine has no tokenizer, or the tokenizer rejects the question.
-        """
+        """Answer `{"prompt": text}` or `{"messages": [...]}` with an `explanation`. Raises
+        ExplainError if there is no tokenizer yet, or it rejects the question."""
         chunker = self._engine.chunker
         if chunker is None:
             raise ExplainError(f"replica {self._incarnation} is still starting; ask again")
@@ -290,15 +286,13 @@ class Replica:
             min_fetch_tokens=self._config.least_fetch_tokens,
         )
 
-    @property
     def transfer_endpoint(self) -> Endpoint | None:
         return self._process.endpoint
 
     async def self_check(self) -> dict[str, Any]:
-        host, _ = split_address(self._address)
-        return await SelfCheck(
-            self._config, host, self.mirror, self._process, self._fingerprint_fields
-        ).run()
+        return await self_check(
+            self._config, self._host, self.mirror, self._process, self._fingerprint_fields
+        )
 
     def stats(self) -> dict[str, Any]:
         """`ReplicaStats` as JSON, without a call to another process."""
@@ -318,7 +312,5 @@ class Replica:
         )
 
     async def full_stats(self) -> dict[str, Any]:
-        """The same with what the transfer process knows. `bytes_received` stays the replica's
-        count: a transfer process that was restarted has begun at zero."""
-        stats = self.stats()
-        return {**stats, **await self._process.stats(), "bytes_received": stats["bytes_received"]}
+        """The same with what the transfer process knows."""
+        return {**self.stats(), **await self._process.stats()}

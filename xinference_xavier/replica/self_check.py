@@ -20,67 +20,56 @@ from xinference_xavier.runtime.deadline import within
 from xinference_xavier.runtime.host import process_info
 from xinference_xavier.runtime.net import check_range, free_ports
 
-PROBE_DEADLINE = 5.0
-"""Seconds for a peer's answer, and again for its link to open."""
-MAX_PEERS = 64
-"""That are probed."""
+PROBE_DEADLINE = 5.0  # seconds for a peer's answer, and again for its link to open
+MAX_PEERS = 64  # that are probed
 
 
-class SelfCheck:
-    """`host` is this replica's address; `fingerprint_fields` are those of its namespace."""
+async def self_check(
+    config: XavierConfig,
+    host: str,
+    mirror: Mirror,
+    process: TransferProcess,
+    fingerprint_fields: Mapping[str, str],
+) -> dict[str, Any]:
+    """JSON-able. `host` is this replica's address, `fingerprint_fields` are its namespace's.
+    `peers` maps each peer to why no link to it opens; None if one does."""
+    peers = sorted(mirror.peers)[:MAX_PEERS]
+    probed = await asyncio.gather(*(_probe(peer, mirror, process) for peer in peers))
+    return {
+        **process_info(),
+        "cancel_circles": await cancel_circles(),
+        "config": config.to_dict(),
+        "fingerprint_fields": dict(fingerprint_fields),
+        "transfer_address": process.endpoint and process.endpoint.address,
+        "transfer_starts": process.starts,
+        "transfer_error": process.error,
+        **await asyncio.to_thread(_ports, host, config.port_range),
+        "peers": dict(zip(peers, probed, strict=True)),
+    }
 
-    def __init__(
-        self,
-        config: XavierConfig,
-        host: str,
-        mirror: Mirror,
-        process: TransferProcess,
-        fingerprint_fields: Mapping[str, str],
-    ) -> None:
-        self._config = config
-        self._host = host
-        self._mirror = mirror
-        self._process = process
-        self._fingerprint_fields = fingerprint_fields
 
-    async def run(self) -> dict[str, Any]:
-        """JSON-able. `peers` maps each peer to why no link to it opens; None if one does."""
-        process = self._process
-        peers = sorted(self._mirror.peers)[:MAX_PEERS]
-        probed = await asyncio.gather(*(self._probe(peer) for peer in peers))
-        return {
-            **process_info(),
-            "cancel_circles": await cancel_circles(),
-            "config": self._config.to_dict(),
-            "fingerprint_fields": dict(self._fingerprint_fields),
-            "transfer_address": process.endpoint and process.endpoint.address,
-            "transfer_starts": process.starts,
-            "transfer_error": process.error,
-            **await asyncio.to_thread(self._ports),
-            "peers": dict(zip(peers, probed, strict=True)),
-        }
+def _ports(host: str, port_range: tuple[int, int] | None) -> dict[str, Any]:
+    if port_range is None:
+        return {"free_ports": None, "port_range_error": None}
+    error = None
+    try:
+        check_range(*port_range)
+    except TransportError as failure:
+        error = str(failure)
+    return {"free_ports": free_ports(host, port_range), "port_range_error": error}
 
-    def _ports(self) -> dict[str, Any]:
-        ports, error = self._config.port_range, None
-        if ports is None:
-            return {"free_ports": None, "port_range_error": None}
-        try:
-            check_range(*ports)
-        except TransportError as failure:
-            error = str(failure)
-        return {"free_ports": free_ports(self._host, ports), "port_range_error": error}
 
-    async def _probe(self, peer: str) -> str | None:
-        address = self._mirror.address(peer)
-        if address is None:
-            return None  # it just left
-        try:
-            actor = await within(PROBE_DEADLINE, xoscar.actor_ref(address, replica_uid(peer)))
-            endpoint: Endpoint | None = await within(PROBE_DEADLINE, actor.transfer_endpoint())
-            if endpoint is not None:
-                endpoint = check_endpoint(endpoint)
-        except Exception as error:  # xoscar raises whatever the peer raised
-            return f"its engine at {address} does not answer: {str(error) or type(error).__name__}"
-        if endpoint is None:
-            return "it has no transfer process"
-        return await self._process.probe_link(peer, endpoint, PROBE_DEADLINE)
+async def _probe(peer: str, mirror: Mirror, process: TransferProcess) -> str | None:
+    address = mirror.address(peer)
+    if address is None:
+        return None  # it just left
+    try:
+        actor = await within(PROBE_DEADLINE, xoscar.actor_ref(address, replica_uid(peer)))
+        endpoint: Endpoint | None = await within(PROBE_DEADLINE, actor.transfer_endpoint())
+        if endpoint is not None:
+            endpoint = check_endpoint(endpoint)
+    except Exception as error:  # xoscar raises whatever the peer raised
+        return f"its engine at {address} does not answer: {str(error) or type(error).__name__}"
+    if endpoint is None:
+        return "it has no transfer process"
+    return await process.probe_link(peer, endpoint, PROBE_DEADLINE)

@@ -4,26 +4,18 @@ from __future__ import annotations
 
 import logging
 
-from xinference_xavier.errors import (
-    ALONE,
-    NO_PEERS,
-    NO_PREFIX_CACHING,
-    NO_TRANSFER_PROCESS,
-    NOT_JOINED,
-    RESETTING,
-    SWITCHED_OFF,
-)
+from xinference_xavier.errors import NotSharing
 
 logger = logging.getLogger(__name__)
 
 _EXPLAINED = {
-    NO_PREFIX_CACHING: "prefix caching is off",
-    SWITCHED_OFF: "switched off by an operator",
-    NOT_JOINED: "no tracker found yet",
-    RESETTING: "the prefix cache is being reset",
-    NO_TRANSFER_PROCESS: "the transfer process ended and is being restarted",
-    ALONE: "the prefix cache was reset and the weights version is not set",
-    NO_PEERS: "no other replica in this namespace",
+    NotSharing.NO_PREFIX_CACHING: "prefix caching is off",
+    NotSharing.SWITCHED_OFF: "switched off by an operator",
+    NotSharing.NOT_JOINED: "no tracker found yet",
+    NotSharing.RESETTING: "the prefix cache is being reset",
+    NotSharing.NO_TRANSFER_PROCESS: "the transfer process ended and is being restarted",
+    NotSharing.ALONE: "the prefix cache was reset and the weights version is not set",
+    NotSharing.NO_PEERS: "no other replica in this namespace",
 }
 
 
@@ -34,7 +26,7 @@ class SharingLog:
         self._incarnation = incarnation
         self._works = False
 
-    def update(self, reason: str | None, peers: int) -> None:
+    def update(self, reason: NotSharing | None, peers: int) -> None:
         """`reason` is why the replica does not share, None if it does, with `peers` peers."""
         if self._works == (reason is None):
             return

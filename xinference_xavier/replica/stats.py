@@ -17,7 +17,7 @@ _MAX_DONORS = 100  # reported by name
 
 def replica_stats(
     engine: dict[str, Any],
-    fetches: FetchCounts,
+    counts: FetchCounts,
     *,
     row_bytes: int,
     pool: Pool,
@@ -31,18 +31,12 @@ def replica_stats(
     """`engine` are the fields that the engine counts."""
     return schema.ReplicaStats(
         **engine,
-        bytes_received=fetches.rows * row_bytes,
+        bytes_received=counts.rows * row_bytes,
         received_from={
-            name: rows * row_bytes for name, rows in fetches.received.most_common(_MAX_DONORS)
+            name: rows * row_bytes for name, rows in counts.received.most_common(_MAX_DONORS)
         },
-        fetching=dict(fetches.in_flight.most_common(_MAX_DONORS)),
-        fetches=schema.ReplicaFetches(
-            started=fetches.started,
-            committed=fetches.committed,
-            rolled_back=dict(fetches.rolled_back),
-            by_transport=dict(fetches.by_transport),
-            unreleased_grants=fetches.unreleased_grants,
-        ),
+        fetching=dict(counts.in_flight.most_common(_MAX_DONORS)),
+        fetches=counts.fetches,
         pool=schema.PoolStats(**pool.counts()._asdict(), row_bytes=row_bytes),
         grants=schema.GrantStats(live=len(donor.grants), refused=donor.refused),
         mirror=schema.MirrorStats(keys=len(mirror), dropped=mirror.dropped),

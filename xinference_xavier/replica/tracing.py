@@ -1,10 +1,6 @@
 """A span for each fetch, where the engine traces with OpenTelemetry.
 
-vLLM sets up a tracer provider in its engine's processes if it is given an OTLP endpoint. Without
-one, OpenTelemetry's own span records nothing, and no attributes are made.
-
-Threading: the scheduler thread makes a span, which costs nothing; the replica's background loop
-does the rest. OpenTelemetry exports on its own threads.
+Without a tracer provider of vLLM's, a span records nothing, and no attributes are made.
 """
 
 from __future__ import annotations
@@ -24,11 +20,7 @@ class FetchSpan:
     """Belongs to the trace that `headers` name, those of the request that began the fetch."""
 
     def __init__(self, headers: Mapping[str, str] | None) -> None:
-        self._headers = headers
-        self._span: trace.Span = trace.INVALID_SPAN
-
-    def start(self) -> None:
-        context = _PROPAGATOR.extract(self._headers) if self._headers else None
+        context = _PROPAGATOR.extract(headers) if headers else None
         self._span = _TRACER.start_span(SPAN_NAME, context=context, kind=trace.SpanKind.CLIENT)
 
     def add_event(self, name: str, **attributes: str | int) -> None:

@@ -1,25 +1,23 @@
 """A replica's side of the tracker: keeps its mirror current and its holdings published.
 
-Threading: a `TrackerClient` lives on one event loop, the replica's background loop, and all its
-methods are called there. The `Mirror` it feeds may be read by any thread (see `mirror`).
+Threading: the replica's background loop. Any thread may read the mirror.
 
 Life cycle: `run` serves one session after the other until it is cancelled or the replica leaves.
 
     locate → join → publish all holdings → { watch, heartbeat, publish }
        ↑______________ wait a little ← any failure ______________|
 
-The tracker may be away, hang, lose its memory or come back elsewhere. Meanwhile the mirror stays as
-it is, because the peers are still there; the next session starts from the pool's holdings.
+The tracker may be away, hang, lose its memory or come back elsewhere; meanwhile the mirror stays.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import random
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -45,16 +43,13 @@ from xinference_xavier.tiers.base import Claim
 
 logger = logging.getLogger(__name__)
 
-CALL_DEADLINE = 5.0
-"""Seconds for a call to the tracker; a watch gets its waiting time on top."""
+CALL_DEADLINE = 5.0  # seconds for a call to the tracker; a watch gets its waiting time on top
 LOCATE_DEADLINE = 15.0
 """Seconds to find the tracker: it may take calls to the worker and to the supervisor."""
 LEAVE_DEADLINE = 1.0
 CLAIM_DEADLINE = 0.5
-CLAIM_FACTOR = 4.0
-"""A claim lasts this many times as long as computing is expected to take."""
-MIN_BACKOFF, MAX_BACKOFF = 0.1, 2.0
-"""Seconds before the next session."""
+CLAIM_FACTOR = 4.0  # a claim lasts this many times as long as computing is expected to take
+MIN_BACKOFF, MAX_BACKOFF = 0.1, 2.0  # seconds before the next session
 _HEARTBEATS_PER_LEASE = 5
 
 
@@ -71,8 +66,8 @@ class TrackerClient:
     - `heartbeat`, at most a fifth of the tracker's lease, and `watch_timeout` are in seconds.
 
     `secret` is the model's; None before the first join, a new one after the tracker was lost.
-    `namespace` is the one to be in. `connected`: the replica is a member and has published its
-    holdings.
+    `namespace` is the one to be in. `joined` is set while the replica is a member that has
+    published its holdings.
     """
 
     def __init__(
@@ -97,8 +92,9 @@ class TrackerClient:
     ) -> None:
         self.mirror = mirror
         self.secret: bytes | None = None
-        self.connected = False
+        self.joined = asyncio.Event()
         self.counters = Counters()
+        self.publisher = Publisher(incarnation, holdings, self.counters)
         self._model_uid = model_uid
         self._member = Member(incarnation, address)
         self.namespace = namespace
@@ -107,22 +103,15 @@ class TrackerClient:
         self._stats = stats
         self._heartbeat = heartbeat
         self._watch_timeout = watch_timeout
-        self._publisher = Publisher(incarnation, holdings, self.counters)
         self._live_peers = LivePeers(on_members)
         self._on_joined = on_joined
         self._on_session = on_session
         self._events = deque() if events is None else events
         self._replica = replica
-        self._joined = asyncio.Event()
         self._retry_now = asyncio.Event()
         self._session: asyncio.Task[None] | None = None
         self._tracker: Any = None
         self._leaving = False
-
-    @property
-    def last_sequence(self) -> int:
-        """The number of the last publication that was sent."""
-        return self._publisher.last_sequence
 
     # What the replica calls
 
@@ -140,26 +129,15 @@ class TrackerClient:
                 await self._end_session()
             if loop.time() - started > MAX_BACKOFF:
                 backoff = MIN_BACKOFF
-            await self._pause(backoff * random.uniform(0.5, 1.0))
+            with suppress(TimeoutError):
+                await within(backoff * random.uniform(0.5, 1.0), self._retry_now.wait())
             backoff = min(MAX_BACKOFF, 2 * backoff)
-
-    def publish(self, keys: Iterable[bytes]) -> None:
-        """Queue `keys` as held from now on."""
-        self._publisher.enqueue(keys, True)
-
-    def withdraw(self, keys: Iterable[bytes]) -> None:
-        """Queue `keys` as no longer held, for the next publication or `flush`."""
-        self._publisher.enqueue(keys, False)
-
-    def flush(self) -> None:
-        """Publish what is queued."""
-        self._publisher.flush()
 
     async def claim(self, claim: Claim) -> None:
         """Ask the tracker who computes `claim`. Without an answer in time, it is ours."""
         held_by_peer = 0
         try:
-            if self.connected:
+            if self.joined.is_set():
                 seconds = min(CLAIM_FACTOR * claim.seconds, MAX_CLAIM_SECONDS)
                 answer = await within(
                     CLAIM_DEADLINE, self._call(self.namespace, "claim", pack(claim.keys), seconds)
@@ -174,21 +152,14 @@ class TrackerClient:
     async def release(self, claim: Claim) -> None:
         """End our claim: the keys are computed, or will not be."""
         try:
-            if self.connected:
+            if self.joined.is_set():
                 await self._call(self.namespace, "release", pack(claim.keys))
         except Exception:  # the tracker will end it
             self.counters.claim_failures += 1
 
-    async def joined(self) -> None:
-        """Wait until the replica is a member and its holdings are published."""
-        await self._joined.wait()
-
     async def change_namespace(self, namespace: str) -> None:
-        """Leave the current namespace and join another as soon as the tracker answers.
-
-        On return the mirror holds nothing of the old namespace and will not again. `joined` waits
-        until the replica is a member of the new one.
-        """
+        """Leave the current namespace and join another as soon as the tracker answers. On return
+        the mirror holds nothing of the old namespace and will not again."""
         old, self.namespace = self.namespace, namespace
         await self._end_session()
         self.mirror.clear()
@@ -211,7 +182,7 @@ class TrackerClient:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._watch(namespace))
                 tasks.create_task(self._send_heartbeats(namespace, lease))
-                tasks.create_task(self._publisher.run(partial(self._call, namespace)))
+                tasks.create_task(self.publisher.run(partial(self._call, namespace)))
         except Exception as error:
             self.counters.failures += 1
             cause = error.exceptions[0] if isinstance(error, ExceptionGroup) else error
@@ -228,14 +199,13 @@ class TrackerClient:
         )
         reply: JoinReply = await within(CALL_DEADLINE, call)
         self._live_peers.start(reply.epoch, reply.lease)
-        self._publisher.last_sequence = max(self.last_sequence, reply.sequence)
+        self.publisher.last_sequence = max(self.publisher.last_sequence, reply.sequence)
         self._on_joined(reply.secret)
-        await self._publisher.send_holdings(partial(self._call, namespace))
+        await self.publisher.send_holdings(partial(self._call, namespace))
         if self.secret is not None:
             self.counters.reconnects += 1
         self.secret = reply.secret
-        self.connected = True
-        self._joined.set()
+        self.joined.set()
         self._on_session(None)
         return reply.lease
 
@@ -277,8 +247,7 @@ class TrackerClient:
             return {}
 
     async def _end_session(self) -> None:
-        self.connected = False
-        self._joined.clear()
+        self.joined.clear()
         if self._session is not None and not self._session.done():
             self._session.cancel()
             await asyncio.wait({self._session})
@@ -296,9 +265,3 @@ class TrackerClient:
                 self._member.incarnation,
                 error,
             )
-
-    async def _pause(self, seconds: float) -> None:
-        # Not `wait_for`: Python 3.11's loses a cancellation that coincides with the event.
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await self._retry_now.wait()

@@ -1,7 +1,5 @@
 """The engine's handle on its transfer process: starts it, calls it, restarts it.
 
-Life cycle: `run` keeps one process alive until it is cancelled.
-
 Threading: the replica's background event loop.
 """
 
@@ -17,7 +15,7 @@ from typing import Any, NamedTuple
 
 import xoscar
 
-from xinference_xavier.errors import GrantRefusedError, XavierError
+from xinference_xavier.errors import XavierError
 from xinference_xavier.pool.region import Region
 from xinference_xavier.protocol.transfer import (
     MAX_LINE,
@@ -45,7 +43,7 @@ _STABLE_AFTER = 60.0
 
 class _Child(NamedTuple):
     process: asyncio.subprocess.Process
-    control: socket.socket
+    control: asyncio.StreamWriter
     endpoint: Endpoint
     actor: xoscar.ActorRefType
     exited: asyncio.Future[int]
@@ -98,13 +96,7 @@ class TransferProcess:
         return self._child.process.pid if self._child is not None else None
 
     def sign(self, consumer: str, slots: Sequence[int], expires: float) -> Ticket:
-        """A ticket that our transfer process accepts.
-
-        Raises:
-            GrantRefusedError: there is no transfer process now.
-        """
-        if not self.ready:
-            raise GrantRefusedError("no transfer process")
+        """A ticket that our transfer process accepts."""
         return Ticket.sign(self._key, consumer, slots, expires)
 
     async def run(self) -> None:
@@ -114,7 +106,7 @@ class TransferProcess:
             began = time.monotonic()
             try:
                 child = await self._start()
-            except (XavierError, *UNREACHABLE) as error:
+            except (XavierError, ValueError, *UNREACHABLE) as error:  # ValueError: a long line
                 self._log.warn(
                     "start", "transfer process did not start: error=%s", error, level=logging.ERROR
                 )
@@ -124,7 +116,8 @@ class TransferProcess:
                     await self._supervise(child)
                 finally:
                     self._child = self._configured = None
-                    await _end(child.process, child.control)
+                    child.control.close()
+                    await _end(child.process)
                 code = child.process.returncode
                 self._log.warn("end", "transfer process ended: exit_code=%s", code)
             failures = 1 if time.monotonic() - began > _STABLE_AFTER else failures + 1
@@ -145,17 +138,17 @@ class TransferProcess:
             )
         self.starts += 1
         async with Rollback() as scope:
-            scope.undo(_end, process, ours)
-            ours.setblocking(False)
-            loop = asyncio.get_running_loop()
-            await loop.sock_sendall(ours, self._startup.to_json())
+            scope.undo(_end, process)
+            answer, control = await asyncio.open_unix_connection(sock=ours, limit=MAX_LINE)
+            scope.undo(control.close)
+            control.write(self._startup.to_json())
             async with asyncio.timeout(_START_TIMEOUT):
-                endpoint = parse_started(await _read_line(ours))
+                endpoint = parse_started(await answer.readline())
             finding = xoscar.actor_ref(endpoint.address, TRANSFER_UID)
             actor = await within(_START_TIMEOUT, finding)
             scope.commit()
         exited = asyncio.ensure_future(process.wait())
-        return _Child(process, ours, endpoint, actor, exited)
+        return _Child(process, control, endpoint, actor, exited)
 
     async def _supervise(self, child: _Child) -> None:
         while self._configured != self._secret:  # which may change meanwhile
@@ -182,7 +175,6 @@ class TransferProcess:
         return True
 
     async def close_links_except(self, members: frozenset[str]) -> None:
-        """Close the links with replicas that are not members."""
         if self._child is not None:
             with suppress(*UNREACHABLE):
                 await self._call(self._child, _CALL_TIMEOUT, "close_links_except", members)
@@ -192,9 +184,8 @@ class TransferProcess:
         if self._child is None:
             return "this replica has no transfer process"
         try:
-            arguments = (donor, endpoint, timeout)
             reason: str | None = await self._call(
-                self._child, timeout + _GRACE, "probe_link", *arguments
+                self._child, timeout + _GRACE, "probe_link", donor, endpoint, timeout
             )
         except UNREACHABLE as error:
             return f"this replica's transfer process does not answer: {error!r}"
@@ -236,20 +227,7 @@ class TransferProcess:
         return PullResult(0, "transfer process died")
 
 
-async def _read_line(control: socket.socket) -> bytes:
-    """Up to the end of the line or of the stream, or a little more than `MAX_LINE` bytes."""
-    loop = asyncio.get_running_loop()
-    line = b""
-    while not line.endswith(b"\n") and len(line) <= MAX_LINE:
-        part = await loop.sock_recv(control, 4096)
-        if not part:
-            break
-        line += part
-    return line
-
-
-async def _end(process: asyncio.subprocess.Process, control: socket.socket) -> None:
-    control.close()  # which ends the process, unless it hangs
+async def _end(process: asyncio.subprocess.Process) -> None:
     _kill(process)
     await process.wait()
 

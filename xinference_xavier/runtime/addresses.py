@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 
-PORTS_PER_REPLICA = 3
-"""Of the engine, its transfer process and Gloo."""
+PORTS_PER_REPLICA = 3  # of the engine, its transfer process and Gloo
 
 
 def split_address(address: str) -> tuple[str, int]:

@@ -1,11 +1,9 @@
 """A patch for xoscar: a cancel message ends at the pool that it reaches.
 
-A caller that abandons an xoscar call sends a cancel message to the actor's pool. The main pool of
-xoscar 0.12 forwards a cancel for any address but its own to a sub-pool. If it listens on 0.0.0.0
-and was reached at 127.0.0.1 or the host's address, it forwards the message to itself, forever, and
-occupies up to a whole core.
-
-All our deadlines and long polls cancel calls, so we patch the pools that we run in.
+A caller that abandons an xoscar call, as at our deadlines, sends a cancel message to the actor's
+pool. The main pool of xoscar 0.12 forwards a cancel for any address but its own to a sub-pool. If
+it listens on 0.0.0.0 and was reached at 127.0.0.1 or the host's address, it forwards the message to
+itself, forever, and occupies up to a whole core.
 """
 
 from __future__ import annotations
@@ -29,18 +27,15 @@ def patch_cancels() -> None:
         from xoscar.backends.indigen.pool import MainActorPool
         from xoscar.backends.message import MessageType
 
-        _patch(MainActorPool, MessageType.cancel)
+        handlers = MainActorPool._message_handler
+        original = handlers[MessageType.cancel]
     except (ImportError, AttributeError, KeyError) as error:
         logger.warning(
             "cannot patch this xoscar: cancelled calls to a pool on 0.0.0.0 may occupy a core; "
             "start xinference with -H and the host's own address: error=%r",
             error,
         )
-
-
-def _patch(pool_type: Any, kind: Any) -> None:
-    handlers = pool_type._message_handler
-    original = handlers[kind]
+        return
     if hasattr(original, _PATCHED):
         return
 
@@ -51,7 +46,7 @@ def _patch(pool_type: Any, kind: Any) -> None:
         return await original(pool, message)
 
     setattr(cancel, _PATCHED, True)
-    handlers[kind] = cancel
+    handlers[MessageType.cancel] = cancel
 
 
 async def cancel_circles() -> bool:

@@ -28,9 +28,9 @@ async def within(seconds: float, call: Awaitable[T]) -> T:
     """Await `call` for at most `seconds`; then raise TimeoutError.
 
     `asyncio.wait_for` is not enough: it waits for the cancelled call to end, and a cancelled
-    xoscar call first asks the peer to cancel, without a deadline. A stopped or unreachable peer
-    never answers. Here the call is abandoned: it is cancelled in the background, twice, because the
-    second time also ends that question. Cancelling the caller abandons the call in the same way.
+    xoscar call first asks the peer to cancel, without a deadline. Here the call is cancelled in the
+    background, twice, because the second time also ends that question. Cancelling the caller
+    abandons the call in the same way.
     """
     task = asyncio.ensure_future(call)
     try:

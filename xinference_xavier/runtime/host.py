@@ -55,13 +55,10 @@ def _groups(root: Path, membership: Path) -> Iterator[tuple[Path, _Controller]]:
             controller = _V1
         else:
             continue
-        mount = root / controller.folder
-        relative = Path(path.lstrip("/"))
         # In a container the path can be the host's and not exist below our mount.
-        yield mount, controller
-        while relative != Path("."):
-            yield mount / relative, controller
-            relative = relative.parent
+        relative = Path(path.lstrip("/"))
+        for group in (relative, *relative.parents):
+            yield root / controller.folder / group, controller
 
 
 def _left_in(group: Path, controller: _Controller) -> int | None:
@@ -90,7 +87,9 @@ _VARIABLES = ("PYTHONDONTWRITEBYTECODE", "PYTHONHASHSEED", "XINFERENCE_EXTENSION
 def process_info() -> dict[str, Any]:
     """JSON-able. Versions are of the loaded or else the installed packages; None if missing."""
     versions = {name: _version(name) for name in _PACKAGES}
-    versions["vllm"] = _running_vllm() or next(filter(None, map(_version, _VLLM)), None)
+    # A model's environment can hold another vLLM than xinference's, or both.
+    running = getattr(sys.modules.get("vllm"), "__version__", None)
+    versions["vllm"] = running or next(filter(None, map(_version, _VLLM)), None)
     return {
         "host": socket.gethostname(),
         "pid": os.getpid(),
@@ -100,11 +99,6 @@ def process_info() -> dict[str, Any]:
         "free_memory_bytes": free_memory_bytes(),
         "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
     }
-
-
-def _running_vllm() -> str | None:
-    """A model's environment can hold another vLLM than xinference's, or both."""
-    return getattr(sys.modules.get("vllm"), "__version__", None)
 
 
 def _version(package: str) -> str | None:

@@ -38,11 +38,8 @@ def free_ports(host: str, port_range: tuple[int, int], most: int = 100) -> int:
 
 
 async def listen(host: str, port_range: tuple[int, int] | None) -> xoscar.MainActorPoolType:
-    """An xoscar pool without sub-processes, on a free port of `host` within the range.
-
-    Raises:
-        TransportError: no port of the range is free, or `host` is not on this machine.
-    """
+    """An xoscar pool without sub-processes, on a free port of `host` within the range. Raises
+    TransportError if there is none, or `host` is not on this machine."""
     patch_cancels()
     ports = range(port_range[0], port_range[1] + 1) if port_range else (0,)
     error: OSError | None = None
@@ -61,11 +58,8 @@ async def listen(host: str, port_range: tuple[int, int] | None) -> xoscar.MainAc
 
 
 def check_range(low: int, high: int) -> tuple[int, int]:
-    """The kernel's first and last ephemeral port.
-
-    Raises:
-        TransportError: they do not overlap the range.
-    """
+    """The kernel's first and last ephemeral port. Raises TransportError unless they overlap the
+    range."""
     first, last = _ephemeral_ports()
     if high < first or last < low:
         raise TransportError(

@@ -8,10 +8,16 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
-REMINDER_INTERVAL = 600.0
-"""Seconds."""
+REMINDER_INTERVAL = 600.0  # seconds
 MAX_CONDITIONS = 1000
+
+
+@dataclass
+class _Logged:
+    time: float
+    repeated: int = 0
 
 
 class RateLimitedLog:
@@ -21,8 +27,7 @@ class RateLimitedLog:
     def __init__(self, logger: logging.Logger, clock: Callable[[], float] = time.monotonic) -> None:
         self._logger = logger
         self._clock = clock
-        self._logged: dict[str, float] = {}  # when
-        self._repeated: dict[str, int] = {}  # how often since
+        self._logged: dict[str, _Logged] = {}  # by condition, the newest last
 
     def warn(
         self,
@@ -35,17 +40,14 @@ class RateLimitedLog:
         """`message` and `args` as for a logger."""
         now = self._clock()
         last = self._logged.get(condition)
-        if last is not None and now - last < REMINDER_INTERVAL:
-            self._repeated[condition] = self._repeated.get(condition, 0) + 1
+        if last is not None and now - last.time < REMINDER_INTERVAL:
+            last.repeated += 1
             return
-        repeated = self._repeated.pop(condition, 0)
-        if repeated:
+        if last is not None and last.repeated:
             message += " repeated=%d"
-            args = (*args, repeated)
+            args = (*args, last.repeated)
         self._logger.log(level, message, *args, exc_info=exc_info)
         self._logged.pop(condition, None)
-        self._logged[condition] = now
+        self._logged[condition] = _Logged(now)
         if len(self._logged) > MAX_CONDITIONS:
-            oldest = next(iter(self._logged))
-            del self._logged[oldest]
-            self._repeated.pop(oldest, None)
+            del self._logged[next(iter(self._logged))]

@@ -1,9 +1,9 @@
 """Undo a transaction's steps unless all of them succeed.
 
 Life cycle: enter the scope, acquire, register the undo at once, and ``commit()`` last. A scope that
-ends without a commit, by an exception or a cancellation, runs its undos in reverse order. Each undo
-has its own deadline in seconds. A failed undo is logged and counted; it neither stops the others
-nor replaces the original error.
+ends without a commit, by an exception or a cancellation, runs its undos in reverse order, each
+within `UNDO_DEADLINE`. A failed undo is logged; it neither stops the others nor replaces the
+original error.
 
 Threading: a scope belongs to one asyncio task.
 """
@@ -22,7 +22,7 @@ from xinference_xavier.runtime.deadline import within
 
 logger = logging.getLogger(__name__)
 
-_DEFAULT_DEADLINE = 5.0
+UNDO_DEADLINE = 5.0  # seconds
 
 
 class Rollback:
@@ -36,17 +36,12 @@ class Rollback:
     """
 
     def __init__(self) -> None:
-        self.failed_undos = 0
         self._stack = AsyncExitStack()
 
-    def undo(
-        self, action: Callable[..., object], *args: object, deadline: float = _DEFAULT_DEADLINE
-    ) -> None:
-        """Register ``action(*args)``, which may return an awaitable.
-
-        A synchronous action runs on the event loop and must not block: no deadline can stop it.
-        """
-        self._stack.push_async_callback(self._run, action, args, deadline)
+    def undo(self, action: Callable[..., object], *args: object) -> None:
+        """Register ``action(*args)``, which may return an awaitable. A synchronous action must not
+        block: it runs on the event loop."""
+        self._stack.push_async_callback(self._run, action, args)
 
     def commit(self) -> None:
         """Drop the undos registered so far."""
@@ -74,15 +69,12 @@ class Rollback:
         if cancelled is not None and error is None:
             raise cancelled
 
-    async def _run(
-        self, action: Callable[..., object], args: tuple[object, ...], deadline: float
-    ) -> None:
+    async def _run(self, action: Callable[..., object], args: tuple[object, ...]) -> None:
         try:
             outcome = action(*args)
             if inspect.isawaitable(outcome):
-                await within(deadline, outcome)
+                await within(UNDO_DEADLINE, outcome)
         # A failed undo must neither stop the others nor hide the original error.
         except (Exception, asyncio.CancelledError) as error:
-            self.failed_undos += 1
             name = getattr(action, "__qualname__", action)
             logger.warning("undo failed: action=%s error=%r", name, error)

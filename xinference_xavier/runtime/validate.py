@@ -17,8 +17,7 @@ from pydantic import AfterValidator, Field, ValidationError
 from xinference_xavier.errors import shown
 from xinference_xavier.runtime.addresses import split_address
 
-MAX_IDENTIFIER = 256
-"""Characters of a namespace, an incarnation or an address."""
+MAX_IDENTIFIER = 256  # characters of a namespace, an incarnation or an address
 MAX_KEY_BYTES = 1024
 MAX_PORT = 65535
 MAX_COUNT = (1 << 63) - 1
@@ -31,8 +30,7 @@ def _check_port(address: str) -> str:
 
 
 Identifier = Annotated[str, Field(min_length=1, max_length=MAX_IDENTIFIER)]
-Address = Annotated[Identifier, AfterValidator(_check_port)]
-"""An actor's address, `host:port`."""
+Address = Annotated[Identifier, AfterValidator(_check_port)]  # an actor's address, `host:port`
 Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 
 

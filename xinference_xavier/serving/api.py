@@ -201,9 +201,7 @@ async def _answered(who: str, work: Awaitable[_T]) -> _T:
         return await work
     except NotFoundError as error:
         # Not str(error), which begins with the address that xoscar adds.
-        raise HTTPException(
-            404, f"model {error.model_uid!r} {error.reason}", {NOT_FOUND_HEADER: "1"}
-        ) from error
+        raise HTTPException(404, error.reason, {NOT_FOUND_HEADER: "1"}) from error
     except ExplainError as error:
         raise HTTPException(503, error.reason) from error
     except UNREACHABLE as error:

@@ -39,7 +39,7 @@ async def live(trackers: TrackerGateway, model_uid: str) -> AsyncIterator[Messag
                 available = True
                 yield message
         except NotFoundError as error:
-            yield _message("gone", {"detail": f"model {error.model_uid!r} {error.reason}"})
+            yield _message("gone", {"detail": error.reason})
             return
         # A tracker that has ended may have a successor; if not, the next session finds out.
         except (*UNREACHABLE, xo.ActorNotExist):

@@ -98,4 +98,4 @@ async def _found(model_uid: str, call: Awaitable[Any]) -> Any:
     try:
         return await call
     except xo.ActorNotExist as error:
-        raise NotFoundError(model_uid, "does not share its cache here") from error
+        raise NotFoundError(f"model {model_uid!r} does not share its cache here") from error

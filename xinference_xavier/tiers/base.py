@@ -84,10 +84,8 @@ class Tier(ABC):
         deadline: float,
         trace_headers: Mapping[str, str] | None = None,
     ) -> Fetch | None:
-        """Begin to fill the reserved rows from `source`.
-
-        Returns None, with the rows aborted, if the tier is closed or overloaded.
-        """
+        """Begin to fill the reserved rows from `source`. Returns None, with the rows aborted, if
+        the tier is closed or overloaded."""
 
     def claim(self, keys: Sequence[bytes], seconds: float) -> Claim | None:
         """Ask whether somebody else is computing the chunks; None if there is nobody to ask."""

@@ -1,21 +1,17 @@
 """The actor of the transfer process: moves rows, so that the engine does not have to.
 
-Life cycle: `__main__.py` creates it in a child process of the engine; both end together. The
-process can also die alone: Gloo aborts it when a peer sends more than was asked for. Then its
-fetches roll back and the engine starts another.
-
 Threading: the process's event loop. Each link has a thread of its own for blocking calls.
 """
 
-import importlib
 import logging
+import pkgutil
 from dataclasses import asdict
 from typing import Any
 
 import xoscar
 
 from xinference_xavier.pool.region import Region
-from xinference_xavier.protocol.transfer import Endpoint, PullOrder, PullResult, Startup, Ticket
+from xinference_xavier.protocol.transfer import Startup
 from xinference_xavier.runtime.rate_limited_log import RateLimitedLog
 from xinference_xavier.transfer.links import LinkContext, LinkStats
 from xinference_xavier.transfer.receiver import Receiver
@@ -40,8 +36,12 @@ class TransferActor(xoscar.StatelessActor):  # type: ignore[misc]  # xoscar has 
         )
         self._receiver = Receiver(self._context)
         self._sender = Sender(self._context, bytes.fromhex(startup.key))
-
-    # -- called by our engine ----------------------------------------------------------------
+        # Called by our engine:
+        self.pull = self._receiver.pull
+        self.probe_link = self._receiver.probe_link
+        # Called by a peer's transfer process:
+        self.open_link = self._sender.open_link
+        self.serve = self._sender.serve
 
     async def configure(self, secret: bytes) -> None:
         """Set the model's secret, which is new with every tracker."""
@@ -57,7 +57,6 @@ class TransferActor(xoscar.StatelessActor):  # type: ignore[misc]  # xoscar has 
         used = [name for name, of_transport in stats.items() if of_transport.links]
         return {
             "transport": ", ".join(used or stats),
-            "bytes_received": sum(of_transport.bytes_received for of_transport in stats.values()),
             "bytes_sent": sum(of_transport.bytes_sent for of_transport in stats.values()),
             "links": len(links),
             "transports": {name: asdict(of_transport) for name, of_transport in stats.items()},
@@ -70,39 +69,10 @@ class TransferActor(xoscar.StatelessActor):  # type: ignore[misc]  # xoscar has 
         await self._receiver.close_links_except(members)
         await self._sender.close_links_except(members)
 
-    async def pull(self, order: PullOrder) -> PullResult:
-        """See `Receiver.pull`."""
-        return await self._receiver.pull(order)
-
-    async def probe_link(self, donor: str, endpoint: Endpoint, timeout: float) -> str | None:
-        """See `Receiver.probe_link`."""
-        return await self._receiver.probe_link(donor, endpoint, timeout)
-
-    # -- called by a peer's transfer process -------------------------------------------------
-
-    async def open_link(
-        self,
-        version: int,
-        link_id: str,
-        consumer: str,
-        transport: str,
-        hello: bytes,
-        timeout: float,
-    ) -> bytes:
-        """See `Sender.open_link`."""
-        return await self._sender.open_link(version, link_id, consumer, transport, hello, timeout)
-
-    async def serve(
-        self, version: int, link_id: str, ticket: Ticket, row_bytes: int, timeout: float
-    ) -> None:
-        """See `Sender.serve`."""
-        await self._sender.serve(version, link_id, ticket, row_bytes, timeout)
-
 
 def load_transport(path: str) -> type[Transport]:
     """The class at "module:Class". Raises TypeError if it is not a Transport."""
-    module, _, name = path.partition(":")
-    loaded = getattr(importlib.import_module(module), name)
+    loaded = pkgutil.resolve_name(path)
     if not (isinstance(loaded, type) and issubclass(loaded, Transport)):
         raise TypeError(f"{path} is not a Transport")
     return loaded

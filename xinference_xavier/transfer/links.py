@@ -1,7 +1,4 @@
-"""What both directions of a transfer process's links share.
-
-Threading: the process's event loop. Each link has a thread of its own for blocking calls.
-"""
+"""What both directions of a transfer process's links share."""
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor

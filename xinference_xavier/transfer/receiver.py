@@ -1,7 +1,4 @@
-"""Links on which this replica is the consumer: it receives and verifies rows of donors.
-
-Threading: the process's event loop. Blocking calls run on the link's thread.
-"""
+"""Links on which this replica is the consumer: it receives and verifies rows of donors."""
 
 import asyncio
 import logging
@@ -70,7 +67,6 @@ class Receiver:
         return {donor: opened.transport for donor, opened in self._links.items()}
 
     async def close_links_except(self, members: frozenset[str]) -> None:
-        """Close the links from replicas that are not members."""
         self._locks = {
             donor: lock for donor, lock in self._locks.items() if donor in members or lock.locked()
         }

@@ -1,7 +1,4 @@
-"""Links on which this replica is the donor: it sends rows that its engine granted.
-
-Threading: the process's event loop. Blocking calls run on the link's thread.
-"""
+"""Links on which this replica is the donor: it sends rows that its engine granted."""
 
 import asyncio
 import time
@@ -9,13 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 from xinference_xavier.errors import LinkError, XavierError
-from xinference_xavier.protocol.transfer import (
-    MAX_TIMEOUT,
-    Ticket,
-    check_ticket,
-    check_version,
-    checking,
-)
+from xinference_xavier.options import MAX_FETCH_TIMEOUT
+from xinference_xavier.protocol.transfer import Ticket, check_ticket, check_version, checking
 from xinference_xavier.runtime.rollback import Rollback
 from xinference_xavier.runtime.validate import check_identifier, check_seconds
 from xinference_xavier.transfer.links import MAX_LINKS, LinkContext, close_link
@@ -43,7 +35,6 @@ class Sender:
         return [accepted.transport for accepted in self._links.values()]
 
     async def close_links_except(self, members: frozenset[str]) -> None:
-        """Close the links to replicas that are not members."""
         for consumer in {accepted.consumer for accepted in self._links.values()} - members:
             await self._close_all_to(consumer)
 
@@ -62,7 +53,7 @@ class Sender:
             check_identifier("link_id", link_id)
             check_identifier("consumer", consumer)
             check_identifier("transport", transport)
-            check_seconds("timeout", timeout, MAX_TIMEOUT)
+            check_seconds("timeout", timeout, MAX_FETCH_TIMEOUT)
         if self._context.secret is None:
             raise LinkError("the donor has not joined a tracker yet")
         own = self._context.selector.named(transport)
@@ -109,7 +100,7 @@ class Sender:
         check_version(version)
         with checking("request for rows"):
             check_identifier("link_id", link_id)
-            check_seconds("timeout", timeout, MAX_TIMEOUT)
+            check_seconds("timeout", timeout, MAX_FETCH_TIMEOUT)
         ticket = check_ticket(ticket, self._context.region.rows)
         accepted = self._links.get(link_id)
         if accepted is None:

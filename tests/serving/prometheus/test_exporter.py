@@ -73,7 +73,7 @@ class Supervisor(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no type
 
     async def xavier_tracker_address(self, model_uid: str) -> str:
         if self._addresses[model_uid] == "gone":
-            raise NotFoundError(model_uid, "does not share its cache here")
+            raise NotFoundError(f"model {model_uid!r} does not share its cache here")
         return self._addresses[model_uid]
 
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xinference_xavier.errors import NOT_SHARING, ROLLBACKS
+from xinference_xavier.errors import ROLLBACKS, NotSharing
 from xinference_xavier.serving.prometheus.families import FAMILIES, Labels, Samples, samples
 from xinference_xavier.stats.report import report
 from xinference_xavier.stats.schema import BYTES_BOUNDS, SECONDS_BOUNDS, FetchStats
@@ -159,7 +159,7 @@ def test_buckets_that_are_not_ours_are_left_out() -> None:
     assert len(found["fetch_duration_seconds"]) == 2
 
 
-@pytest.mark.parametrize("reason", NOT_SHARING)
+@pytest.mark.parametrize("reason", NotSharing)
 def test_why_a_replica_does_not_share(reason: str) -> None:
     found = scraped([member("m-0", stats(not_sharing=reason)), member("m-1", stats())])
     assert value(found, "sharing", replica="m-0", reason=reason) == 0

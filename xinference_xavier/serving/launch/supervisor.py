@@ -18,7 +18,7 @@ from typing import Any
 
 import xoscar as xo
 
-from xinference_xavier.config import take_launch_options
+from xinference_xavier.config import XavierConfig, take_launch_options
 from xinference_xavier.errors import ConfigError, LaunchCancelledError, NotFoundError
 from xinference_xavier.events import LaunchRolledBack
 from xinference_xavier.hooks import Hooks, load_hook
@@ -53,16 +53,16 @@ async def xavier_tracker_address(
         try:
             await xo.actor_ref(address=address, uid=tracker_uid(model_uid))
         except xo.ActorNotExist:
-            raise NotFoundError(model_uid, "does not share its cache here") from None
+            raise NotFoundError(f"model {model_uid!r} does not share its cache here") from None
         return address
 
     running = supervisor._model_uid_to_replica_info
     if model_uid not in running:
-        raise NotFoundError(model_uid, "is not running here")
+        raise NotFoundError(f"model {model_uid!r} is not running here")
     tracker = await _ensure_tracker(address, model_uid, hooks)
     if model_uid not in running:
         await _destroy_tracker(address, model_uid)
-        raise NotFoundError(model_uid, "was terminated meanwhile")
+        raise NotFoundError(f"model {model_uid!r} was terminated meanwhile")
     # xinference destroys it from there when the model ends.
     supervisor._xavier_cache_mapping.setdefault(model_uid, tracker)
     return address
@@ -85,11 +85,11 @@ def sharing_launch(original: Method) -> Method:
         call.apply_defaults()
         extra = call.arguments["kwargs"] = dict(call.arguments["kwargs"])
         options = take_launch_options(extra)
-        if not options.enabled:
+        if options is None:
             return await original(*call.args, **call.kwargs)
 
         refuse_unshareable(call.arguments, extra)
-        if options.values.get("transport") == "shared_memory":
+        if options.get("transport") == "shared_memory":
             refuse_several_hosts(supervisor, call.arguments)
         model_uid = call.arguments["model_uid"]
         if model_uid is None:
@@ -108,12 +108,13 @@ def sharing_launch(original: Method) -> Method:
         launching.add(claim)
         release_uid(supervisor, model_uid)  # a replica may have begun to load after the cancel
         try:
-            hooks = None if options.hooks is None else Hooks(load_hook(options.hooks))
-            config = options.config(
+            config = XavierConfig(
                 model_uid=model_uid,
                 tracker_address=address,
                 replicas_per_host=_replicas_per_host(supervisor, call.arguments),
+                **options,
             )
+            hooks = None if config.hooks is None else Hooks(load_hook(config.hooks))
             extra["kv_transfer_config"] = kv_transfer_config(config)
             if hooks is not None:
                 _hooks[claim] = hooks
@@ -126,7 +127,7 @@ def sharing_launch(original: Method) -> Method:
                 scope.undo(_forget, trackers, model_uid, tracker)
                 result = await original(*call.args, **call.kwargs)
                 if model_uid not in supervisor._model_uid_to_replica_info:
-                    raise LaunchCancelledError(model_uid)
+                    raise LaunchCancelledError(f"the launch of model {model_uid!r} was cancelled")
                 scope.commit()
             return result
         except BaseException as error:

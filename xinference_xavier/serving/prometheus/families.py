@@ -19,7 +19,7 @@ from dataclasses import fields, is_dataclass
 from operator import attrgetter
 from typing import Any, NamedTuple, get_type_hints
 
-from xinference_xavier.errors import NOT_SHARING, ROLLBACKS
+from xinference_xavier.errors import ROLLBACKS, NotSharing
 from xinference_xavier.stats.reading import read
 from xinference_xavier.stats.schema import (
     BYTES_BOUNDS,
@@ -77,7 +77,7 @@ class Family(NamedTuple):
 
 def _sharing(replica: ReplicaStatus) -> _ByLabels:
     reason = replica.not_sharing
-    return {(_known(reason, NOT_SHARING) if reason else "",): int(not reason)}
+    return {(_known(reason, tuple(NotSharing)) if reason else "",): int(not reason)}
 
 
 def _pool_bytes(replica: ReplicaStatus) -> _ByLabels:

@@ -26,11 +26,8 @@ def seal(secret: bytes, role: str, message: bytes) -> bytes:
 
 
 def unseal(secret: bytes, role: str, sealed: object, most: int) -> bytes:
-    """The message in `sealed`, which has at most `most` bytes.
-
-    Raises:
-        LinkError: it is malformed, or not from a replica of this model.
-    """
+    """The message in `sealed`, which has at most `most` bytes. Raises LinkError if it is malformed,
+    or not from a replica of this model."""
     if type(sealed) is not bytes or not PROOF_BYTES < len(sealed) <= most:
         raise LinkError(f"malformed {role}: it is not {PROOF_BYTES + 1} to {most} bytes")
     proof, message = sealed[:PROOF_BYTES], sealed[PROOF_BYTES:]

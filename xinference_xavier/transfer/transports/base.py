@@ -1,7 +1,7 @@
 """The interface of a transport, which moves rows between two replicas.
 
-Memory model: bytes go from the donor's region directly to the consumer's. Both sides know the size
-(`Region.row_bytes`) and the order of the rows beforehand; the wire does not carry them.
+Memory: bytes go from the donor's region directly to the consumer's. Both sides know the size
+(`Region.row_bytes`) and the order of the rows beforehand.
 
 Life cycle: the consumer makes an `offer`, the donor `accept`s it, and both get a `Link` for rows of
 that donor to that consumer. A link carries one batch at a time. It is closed after its first
@@ -17,8 +17,7 @@ from typing import ClassVar, Protocol
 
 from xinference_xavier.pool.region import Region
 
-Check = Callable[[int], None]
-"""Raises LinkError if the slot does not hold the expected row."""
+Check = Callable[[int], None]  # raises LinkError if the slot does not hold the expected row
 
 
 class Link(ABC):
@@ -37,11 +36,8 @@ class Link(ABC):
 
     @abstractmethod
     def send(self, slots: Sequence[int], deadline: float) -> None:
-        """Send the rows in `slots`, in order. Returns once they have left our memory.
-
-        Raises:
-            LinkError: the peer failed, or the deadline passed.
-        """
+        """Send the rows in `slots`, in order; returns once they have left our memory. Raises
+        LinkError: the peer failed, or the deadline passed."""
 
     @abstractmethod
     def close(self) -> None:

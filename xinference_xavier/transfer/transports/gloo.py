@@ -13,6 +13,7 @@ The rendezvous needs no port: the keys that Gloo sets in each side's store trave
 hello and answer. All groups of a device share one listening port.
 """
 
+import itertools
 import logging
 import threading
 import time
@@ -47,6 +48,7 @@ _MAX_RENDEZVOUS_BYTES = 64 << 10
 _IN_FLIGHT_BYTES = 64 << 20  # above the bandwidth-delay product of any LAN
 _MIN_IN_FLIGHT = 4
 _PORT_ATTEMPTS = 10
+_Operation = Literal["recv", "send"]
 _PART = TypeAdapter(dict[str, bytes], config=ConfigDict(ser_json_bytes="hex", val_json_bytes="hex"))
 """The JSON form of the keys that Gloo sets in one side's store."""
 
@@ -252,7 +254,7 @@ class GlooLink(Link):
         self._group: _Group | None = group
         self._peer = 1 - rank
         self._rank = rank
-        self._next_tag = _CLOSE_TAG
+        self._tags = itertools.count(_CLOSE_TAG + 1)  # one for each row
         # Views of the region: Gloo reads and writes the rows in place.
         self._rows = torch.from_numpy(region.array)
         self._in_flight = max(_MIN_IN_FLIGHT, _IN_FLIGHT_BYTES // region.row_bytes)
@@ -272,22 +274,22 @@ class GlooLink(Link):
     def receive(
         self, slots: Sequence[int], granted: Sequence[int], check: Check, deadline: float
     ) -> Iterator[int]:
-        posted: list[Work] = []
-        for position in range(len(slots)):
-            while len(posted) < min(len(slots), position + self._in_flight):
-                row = self._rows[slots[len(posted)]]
-                posted.append(self._post("recv", row, self._tag()))
-            self._wait(posted[position], deadline)
-            check(slots[position])
-            yield slots[position]
+        for slot in self._move("recv", slots, deadline):
+            check(slot)
+            yield slot
 
     def send(self, slots: Sequence[int], deadline: float) -> None:
+        for _ in self._move("send", slots, deadline):
+            pass
+
+    def _move(self, operation: _Operation, slots: Sequence[int], deadline: float) -> Iterator[int]:
         posted: list[Work] = []
-        for position in range(len(slots)):
+        for position, slot in enumerate(slots):
             while len(posted) < min(len(slots), position + self._in_flight):
                 row = self._rows[slots[len(posted)]]
-                posted.append(self._post("send", row, self._tag()))
+                posted.append(self._post(operation, row, next(self._tags)))
             self._wait(posted[position], deadline)
+            yield slot
 
     def close(self) -> None:
         with self._closing:
@@ -306,12 +308,7 @@ class GlooLink(Link):
             raise LinkError("the link is closed")
         return group
 
-    def _tag(self) -> int:
-        """The tag of the next row."""
-        self._next_tag += 1
-        return self._next_tag
-
-    def _post(self, operation: Literal["recv", "send"], memory: torch.Tensor, tag: int) -> Work:
+    def _post(self, operation: _Operation, memory: torch.Tensor, tag: int) -> Work:
         try:
             work: Work = getattr(self._open, operation)([memory], self._peer, tag)
         except RuntimeError as error:

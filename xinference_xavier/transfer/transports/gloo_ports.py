@@ -20,9 +20,7 @@ def only_free_ports(host: str, low: int, high: int) -> Iterator[None]:
     """Within this context, the kernel chooses a port between `low` and `high` on `host`.
 
     Unless another process frees a port outside at that moment: check, and try again if needed.
-
-    Raises:
-        TransportError: the kernel would choose none of them.
+    Raises TransportError if the kernel would choose none of them.
     """
     first, last = check_range(low, high)
     with _raised_file_limit(), ExitStack() as bound:

@@ -1,10 +1,7 @@
 """Selects the transports to try with a donor, best first.
 
-A transport within one host is tried with donors whose `host_identity` equals ours. That is a hint;
-only opening a link shows that it works. After a failure it is not tried again with the same
-transfer process.
-
-Threading: the transfer process's event loop.
+A transport within one host is tried with donors whose `host_identity` equals ours, until it fails
+with their transfer process.
 """
 
 import logging
@@ -55,10 +52,7 @@ class TransportSelector:
 
     def candidates(self, donor: str, address: str, host: str | None) -> list[Transport]:
         """The transports to try, best first; `address` and `host` are the donor's `Endpoint`.
-
-        Raises:
-            OutOfReachError: none can reach the donor.
-        """
+        Raises OutOfReachError if none can reach it."""
         possible = [
             transport
             for transport in self._transports.values()
@@ -95,9 +89,6 @@ def host_identity() -> str:
     """Equal for two processes that can share memory: boot id, network namespace and user id.
 
     Abstract sockets are visible within a network namespace only; memory is shared within a user.
-
-    Raises:
-        TransportError: /proc cannot be read.
     """
     try:
         return f"{_BOOT_ID.read_text().strip()} {_NETWORK.stat().st_ino} {os.getuid()}"

@@ -1,13 +1,9 @@
 """Rows between replicas of one host: the consumer copies them from the donor's memory.
 
 The donor's transfer process shares its region, read-only, with a process of the same user that
-knows the model's secret. After that the two exchange nothing: the consumer copies the rows that it
-was granted, and their checksums show whether they are still the same.
+knows the model's secret. The socket is abstract: it leaves no file.
 
-The socket is abstract: it leaves no file and is visible only in its network namespace.
-
-Two threads copy row by row with numpy, which releases the GIL and is as fast as memcpy. Each takes
-the next row once it has checked its last one; the caller is woken once, at the end. Copying
+Two threads copy row by row with numpy, which releases the GIL and is as fast as memcpy. Copying
 adjacent rows together is up to a tenth faster (measured), but then the checksum finds its row no
 longer in the CPU's caches and loses more.
 """
@@ -67,7 +63,7 @@ class _Offer:
         if type(answer) is not bytes or len(answer) != _NAME_BYTES:
             raise LinkError(f"malformed answer: it is not {_NAME_BYTES} bytes")
         try:
-            _set_timeout(self._peer, deadline)
+            self._peer.settimeout(remaining(deadline))
             self._peer.connect(_socket_name(answer))
             check_same_user(self._peer)
             _exchange_proofs(self._peer, self._secret, self.hello + answer, _CONSUMER, _DONOR)
@@ -105,10 +101,10 @@ class _Acceptance:
 
     def complete(self, deadline: float) -> "DonorLink":
         try:
-            _set_timeout(self._listener, deadline)
+            self._listener.settimeout(remaining(deadline))
             self._peer, _ = self._listener.accept()
             self._listener.close()
-            _set_timeout(self._peer, deadline)
+            self._peer.settimeout(remaining(deadline))
             check_same_user(self._peer)
             transcript = self._hello + self.answer
             _exchange_proofs(self._peer, self._secret, transcript, _DONOR, _CONSUMER)
@@ -127,12 +123,9 @@ class _Acceptance:
 
 
 class ConsumerLink(Link):
-    """`theirs` is the donor's region, mapped read-only.
-
-    The link holds the only reference to it. A local variable would keep the mapping, and with it
-    all memory of a donor that may be gone, alive with the frames of an exception until the next
-    garbage collection.
-    """
+    """Holds the only reference to `theirs`, the donor's region. A local variable would keep all
+    memory of a donor that may be gone alive with the frames of an exception until the next garbage
+    collection."""
 
     def __init__(self, ours: Region, theirs: Region) -> None:
         self._ours = ours
@@ -212,10 +205,6 @@ class DonorLink(Link):
 
 def _socket_name(name: bytes) -> str:
     return f"\0xinference-xavier-link-{name.hex()}"
-
-
-def _set_timeout(peer: socket.socket, deadline: float) -> None:
-    peer.settimeout(remaining(deadline))
 
 
 def _exchange_proofs(
