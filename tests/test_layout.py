@@ -14,7 +14,6 @@ MAX_ROOT_MODULES = 8
 ELSEWHERE = {
     "tiers/base.py": "abstract",
     "tracker/fanout.py": "the tracker's: tracker/test_actor.py",
-    "tracker/threads.py": "the tracker's: tracker/test_actor.py",
     "transfer/__main__.py": "run as a process: replica/test_transfer_process.py",
     "transfer/links.py": "common to transfer/test_receiver.py and transfer/test_sender.py",
     "transfer/transports/base.py": "abstract",

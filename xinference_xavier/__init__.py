@@ -16,9 +16,10 @@ __all__ = ["__version__", "extension"]
 def extension() -> XavierExtension:
     """Factory for ``XINFERENCE_EXTENSIONS=xinference_xavier:extension``.
 
-    The serving side is imported only here: replicas import this package too, and need none of
-    it.
+    The serving side is imported only here: replicas import this package and need none of it.
     """
-    from xinference_xavier.serving.extension import make_extension
+    from xinference_xavier.serving.extension import XavierExtension
+    from xinference_xavier.serving.launch.install import install
 
-    return make_extension()
+    install()
+    return XavierExtension()

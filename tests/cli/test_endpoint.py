@@ -4,18 +4,34 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
+from typing import NamedTuple, Self
 
 import click
 import pytest
 from click.testing import CliRunner
 
-from xinference_xavier.cli.endpoint import Endpoint, endpoint_options, stored_token
+from xinference_xavier.cli import endpoint as module
+from xinference_xavier.cli.endpoint import stored_token, with_client
 
 HERE = "http://here:9997"
 
 
+class Client(NamedTuple):
+    """Stands for a client; what a command makes it with."""
+
+    endpoint: str
+    api_key: str | None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(module, "XavierClient", Client)
     monkeypatch.setenv("XINFERENCE_HOME", str(tmp_path))
     for name in ("XINFERENCE_ENDPOINT", "XINFERENCE_API_KEY"):
         monkeypatch.delenv(name, raising=False)
@@ -30,13 +46,13 @@ def log_in(home: Path, endpoint: str, token: str) -> Path:
     return file
 
 
-def used(*words: str) -> Endpoint:
-    seen: list[Endpoint] = []
+def used(*words: str) -> Client:
+    seen: list[Client] = []
 
     @click.command()
-    @endpoint_options
-    def command(endpoint: Endpoint) -> None:
-        seen.append(endpoint)
+    @with_client
+    def command(client: Client) -> None:
+        seen.append(client)
 
     result = CliRunner().invoke(command, words)
     assert result.exit_code == 0, result.output
@@ -44,19 +60,19 @@ def used(*words: str) -> Endpoint:
 
 
 def test_by_default_it_is_xinferences_own_port_and_nobody() -> None:
-    assert used() == Endpoint("http://127.0.0.1:9997", None)
+    assert used() == Client("http://127.0.0.1:9997", None)
 
 
 def test_an_option_wins_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XINFERENCE_ENDPOINT", HERE)
     monkeypatch.setenv("XINFERENCE_API_KEY", "of-environment")
-    assert used() == Endpoint(HERE, "of-environment")
-    assert used("-e", "http://there", "-k", "given") == Endpoint("http://there", "given")
+    assert used() == Client(HERE, "of-environment")
+    assert used("-e", "http://there", "-k", "given") == Client("http://there", "given")
 
 
 def test_a_key_wins_over_a_login(home: Path) -> None:
     log_in(home, HERE, "of-login\n")
-    assert used("-e", HERE) == Endpoint(HERE, "of-login")
+    assert used("-e", HERE) == Client(HERE, "of-login")
     assert used("-e", HERE, "-k", "given").api_key == "given"
 
 

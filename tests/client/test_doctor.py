@@ -278,7 +278,7 @@ def test_shared_memory_is_demanded_where_it_cannot_be() -> None:
         "peers": {"b": "no link by shared_memory: other machine", "c": None},
     }
     replica = ReplicaStatus(incarnation="a", address="h:1", namespace="n")
-    (finding,) = doctor._links(doctor._Replica(MODEL, replica, examined), {"b": "second"})
+    (finding,) = doctor._links(doctor._Replica(replica, examined), {"b": "second"})
     assert finding.problem == "cannot fetch from second: no link by shared_memory: other machine"
     assert finding.remedy == "launch with --xavier_transport auto"
 

@@ -31,7 +31,10 @@ class Side:
 
     async def call(self, method: str, *arguments: Any) -> Any:
         self._called.set()
-        return getattr(self.index, method)("a", *arguments)
+        if method == "publish":
+            return self.index.publish("a", *arguments)
+        sequence, keys = arguments
+        return self.index.publish("a", sequence, keys, b"", replaces=True)
 
     async def until(self, true: Callable[[], bool]) -> None:
         async with asyncio.timeout(PATIENCE):
@@ -114,6 +117,6 @@ async def test_an_unknown_replica_must_join_again() -> None:
 async def test_a_snapshot_that_comes_too_late_is_an_error() -> None:
     """Another replica publishes under this name."""
     side = Side()
-    side.index.replace("a", 7, K1)
+    side.index.publish("a", 7, K1, b"", replaces=True)
     with pytest.raises(RuntimeError, match="another replica must not use this incarnation"):
         await side.publisher.send_holdings(side.call)

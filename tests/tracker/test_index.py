@@ -39,8 +39,8 @@ def index_of(*members: Member, **arguments: int) -> Index:
 
 
 def holdings(index: Index, incarnation: str) -> int:
-    states = {state.member.incarnation: state for state in index.replicas(0.0)}
-    return states[incarnation].holdings
+    leases = {lease.member.incarnation: lease for lease in index.leases()}
+    return len(leases[incarnation].keys)
 
 
 def seen_by(watcher: str, index: Index) -> Update:
@@ -74,23 +74,23 @@ def test_a_missing_publication_is_noticed_and_a_snapshot_sets_it_right() -> None
     index.publish("a", 1, keys(1), b"")
     assert index.publish("a", 3, keys(3), b"") is Outcome.GAP
     assert holdings(index, "a") == 1
-    assert index.replace("a", 4, keys(2, 3)) is Outcome.APPLIED
+    assert index.publish("a", 4, keys(2, 3), b"", replaces=True) is Outcome.APPLIED
     assert index.publish("a", 5, keys(5), b"") is Outcome.APPLIED
     assert holdings(index, "a") == 3
 
 
 def test_an_older_snapshot_is_ignored() -> None:
     index = index_of(A)
-    index.replace("a", 5, keys(1))
-    assert index.replace("a", 5, keys(2)) is Outcome.STALE
-    assert index.replace("a", 4, keys(2)) is Outcome.STALE
+    index.publish("a", 5, keys(1), b"", replaces=True)
+    assert index.publish("a", 5, keys(2), b"", replaces=True) is Outcome.STALE
+    assert index.publish("a", 4, keys(2), b"", replaces=True) is Outcome.STALE
     assert seen_by("b", index).changes == (Change("a", 5, keys(1), b"", True),)
 
 
 def test_only_members_publish() -> None:
     index = index_of(A)
     assert index.publish("b", 1, keys(1), b"") is Outcome.UNKNOWN
-    assert index.replace("b", 1, keys(1)) is Outcome.UNKNOWN
+    assert index.publish("b", 1, keys(1), b"", replaces=True) is Outcome.UNKNOWN
     assert not index.renew("b", 1.0)
 
 
@@ -244,7 +244,7 @@ def test_keys_beyond_the_bound_are_dropped_and_counted() -> None:
     index.publish("a", 1, keys(1, 2), b"")
     index.publish("a", 2, keys(2, 3, 4, 5), b"")
     assert (holdings(index, "a"), index.dropped) == (3, 2)
-    index.replace("a", 3, keys(1, 2, 3, 4, 5))
+    index.publish("a", 3, keys(1, 2, 3, 4, 5), b"", replaces=True)
     assert (holdings(index, "a"), index.dropped) == (3, 4)
     mirror = Mirror("b")
     mirror.apply(seen_by("b", index))
@@ -299,7 +299,7 @@ def test_any_prefix_matches_as_in_the_model(
 ) -> None:
     index = index_of(*(Member(name, "h:1") for name in held))
     for name, own in held.items():
-        index.replace(name, 1, pack(own))
+        index.publish(name, 1, pack(own), b"", replaces=True)
     assert index.match_prefix(prompt) == prefix_matches(held, prompt)
 
 
@@ -323,7 +323,8 @@ class Sharing(RuleBasedStateMachine):
 
     def snapshot(self, name: str) -> None:
         self.sequence[name] += 1
-        outcome = self.index.replace(name, self.sequence[name], pack(self.held[name]))
+        held = pack(self.held[name])
+        outcome = self.index.publish(name, self.sequence[name], held, b"", replaces=True)
         assert outcome is Outcome.APPLIED
         self.known[name] = set(self.held[name])
         self.in_step.add(name)

@@ -1,8 +1,8 @@
-"""The commands. Modules that take long to import are imported where they are used."""
+"""The commands. xoscar, which takes long to import, is imported where it is used."""
 
-from __future__ import annotations
-
+import asyncio
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -11,9 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import click
+from rich.live import Live
 
 from xinference_xavier._version import __version__
-from xinference_xavier.cli.endpoint import Endpoint, endpoint_options
+from xinference_xavier.cli import tables
+from xinference_xavier.cli.endpoint import with_client
+from xinference_xavier.client import XavierClient
+from xinference_xavier.client.doctor import diagnose
 from xinference_xavier.config import parse_options
 from xinference_xavier.errors import ConfigError
 from xinference_xavier.options import PARSERS
@@ -34,7 +38,6 @@ Shell completion:
   fish  _XINFERENCE_XAVIER_COMPLETE=fish_source xinference-xavier | source
 """
 _CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
-_UNKNOWN_OPTIONS = {"ignore_unknown_options": True, **_CONTEXT}
 _EITHER_DASH = {"token_normalize_func": lambda name: name.replace("-", "_"), **_CONTEXT}
 
 
@@ -48,52 +51,44 @@ def main() -> None:
 @click.argument("model", required=False)
 @click.option("--json", "as_json", is_flag=True, help="Print the server's answer.")
 @click.option("--watch", is_flag=True, help="Update every second until the model ends.")
-@endpoint_options
-def status(endpoint: Endpoint, model: str | None, as_json: bool, watch: bool) -> None:
+@with_client
+def status(client: XavierClient, model: str | None, as_json: bool, watch: bool) -> None:
     """Show how MODEL, or every model, shares: prompt tokens by source, fetches, pools."""
-    if watch and model is None:
-        raise click.UsageError("--watch needs a MODEL")
-    with endpoint.client() as client:
-        if watch and model is not None:
-            _watch(client, model, as_json)
-            return
-        models = client.models() if model is None else [client.status(model)]
+    if watch:
+        if model is None:
+            raise click.UsageError("--watch needs a MODEL")
+        _watch(client, model, as_json)
+        return
+    models = client.models() if model is None else [client.status(model)]
     if as_json:
         raw = [status.raw for status in models]
         click.echo(json.dumps({"models": raw} if model is None else raw[0], indent=2))
-        return
-    from xinference_xavier.cli.tables import models_table
-
-    _console().print(models_table(models))
+    else:
+        tables.console().print(tables.models_table(models))
 
 
-def _watch(client: Any, model: str, as_json: bool) -> None:
+def _watch(client: XavierClient, model: str, as_json: bool) -> None:
     if as_json:
         for report in client.watch(model):
             click.echo(json.dumps(report.raw))
         return
-    from rich.live import Live
-
-    from xinference_xavier.cli.tables import model_table
-
-    with Live(console=_console(), auto_refresh=False) as live:
+    with Live(console=tables.console(), auto_refresh=False) as live:
         for report in client.watch(model):
-            live.update(model_table(report), refresh=True)
+            live.update(tables.model_table(report), refresh=True)
 
 
 @main.command()
 @click.argument("model")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per line.")
-@endpoint_options
-def events(endpoint: Endpoint, model: str, as_json: bool) -> None:
+@with_client
+def events(client: XavierClient, model: str, as_json: bool) -> None:
     """Print MODEL's recent events, then new ones until interrupted."""
-    with endpoint.client() as client:
-        for record in client.events(model):
-            if as_json:
-                plain = {"event": record.event, "time": record.time, **record.fields}
-                click.echo(json.dumps(plain))
-            else:
-                click.echo(_line(record))
+    for record in client.events(model):
+        if as_json:
+            plain = {"event": record.event, "time": record.time, **record.fields}
+            click.echo(json.dumps(plain))
+        else:
+            click.echo(_line(record))
 
 
 def _line(record: EventRecord) -> str:
@@ -112,23 +107,18 @@ def _line(record: EventRecord) -> str:
 )
 @click.option("--chat", is_flag=True, help="The file holds messages.")
 @click.option("--json", "as_json", is_flag=True, help="Print the server's answer.")
-@endpoint_options
-def explain(endpoint: Endpoint, model: str, prompt_file: Any, chat: bool, as_json: bool) -> None:
+@with_client
+def explain(client: XavierClient, model: str, prompt_file: Any, chat: bool, as_json: bool) -> None:
     """Show which replicas hold a prompt's chunks, and what a request to MODEL would reuse now.
 
     vLLM's own prefix cache may add to that; its content is not known here.
     """
-    question = _question(prompt_file.read(), chat)
-    with endpoint.client() as client:
-        answer = client.explain(model, **question)
-        if as_json:
-            click.echo(json.dumps(answer.raw, indent=2))
-            return
-        replicas = client.status(model).replicas
-    from xinference_xavier.cli.tables import explanation_table
-
-    names = {replica.incarnation: replica.replica for replica in replicas}
-    _console().print(explanation_table(answer, names))
+    answer = client.explain(model, **_question(prompt_file.read(), chat))
+    if as_json:
+        click.echo(json.dumps(answer.raw, indent=2))
+        return
+    names = {replica.incarnation: replica.replica for replica in client.status(model).replicas}
+    tables.console().print(tables.explanation_table(answer, names))
 
 
 def _question(text: str, chat: bool) -> dict[str, Any]:
@@ -143,14 +133,13 @@ def _question(text: str, chat: bool) -> dict[str, Any]:
 
 @main.command()
 @click.argument("model")
-@endpoint_options
-def flush(endpoint: Endpoint, model: str) -> None:
+@with_client
+def flush(client: XavierClient, model: str) -> None:
     """Empty the pools of all replicas of MODEL.
 
     vLLM's own prefix caches keep their content, and no request fails.
     """
-    with endpoint.client() as client:
-        answers = client.flush(model).raw.get("answers", {})
+    answers = client.flush(model).raw.get("answers", {})
     flushed, unreachable = answers.get("flushed", []), answers.get("unreachable", [])
     click.echo(f"pools of {len(flushed)} replicas are empty")
     if unreachable:
@@ -161,38 +150,32 @@ def flush(endpoint: Endpoint, model: str) -> None:
 @main.command()
 @click.argument("model")
 @click.argument("state", type=click.Choice(["on", "off"]))
-@endpoint_options
-def switch(endpoint: Endpoint, model: str, state: str) -> None:
+@with_client
+def switch(client: XavierClient, model: str, state: str) -> None:
     """Switch sharing of MODEL on or off while it runs."""
-    with endpoint.client() as client:
-        enabled = client.switch(model, state == "on").enabled
+    enabled = client.switch(model, state == "on").enabled
     click.echo(f"sharing of {model} is {'on' if enabled else 'off'}")
 
 
 @main.command()
 @click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON.")
-@endpoint_options
-def doctor(endpoint: Endpoint, as_json: bool) -> None:
+@with_client
+def doctor(client: XavierClient, as_json: bool) -> None:
     """Find out why replicas do not share, or might not soon, and print the remedy.
 
     Examines versions, the extension, addresses, ports, links between replicas, namespaces, pools,
     hooks and the tracker, in every process of the cluster.
     """
-    from xinference_xavier.client.doctor import diagnose
-
-    with endpoint.client() as client:
-        cluster = client.cluster()
+    cluster = client.cluster()
     findings = diagnose(cluster)
     if as_json:
         click.echo(json.dumps([finding._asdict() for finding in findings], indent=2))
     else:
-        from xinference_xavier.cli.tables import findings_list
-
-        _console().print(findings_list(findings, cluster), soft_wrap=True)
+        tables.console().print(tables.findings_list(findings, cluster), soft_wrap=True)
     sys.exit(1 if findings else 0)
 
 
-@main.command(context_settings=_UNKNOWN_OPTIONS)
+@main.command(context_settings={"ignore_unknown_options": True, **_CONTEXT})
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def demo(arguments: tuple[str, ...]) -> None:
     """Launch two replicas on this machine and measure a remote hit. Needs a clone of the project.
@@ -232,9 +215,6 @@ def tracker(model: str, address: str, xavier_hooks: str | None) -> None:
 
     Servers that use the same name as MODEL share their caches. Prints events. Needs no vLLM.
     """
-    import asyncio
-    import signal
-
     from xinference_xavier.cli import standalone
 
     async def serve() -> None:
@@ -278,12 +258,3 @@ def transfer_config(model: str, address: str, **options: str | None) -> None:
     except ConfigError as error:
         raise click.UsageError(str(error)) from None
     click.echo(json.dumps(config, separators=(",", ":")))
-
-
-def _console() -> Any:
-    from rich.console import Console
-
-    console = Console()
-    if not console.is_terminal:
-        console.width = 200  # wide tables for pipes and files
-    return console

@@ -1,15 +1,12 @@
 """The xinference endpoint that a command talks to, and its credentials."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import click
 
@@ -19,31 +16,15 @@ from xinference_xavier.errors import ApiError, ModelNotFoundError
 NO_SUCH_MODEL, NO_ANSWER = 4, 3
 """Exit codes."""
 
-_DEFAULT = "http://127.0.0.1:9997"
 
-
-class Endpoint(NamedTuple):
-    url: str
-    api_key: str | None
-
-    @contextmanager
-    def client(self) -> Iterator[XavierClient]:
-        """A failure inside ends the command with its reason and exit code."""
-        try:
-            with XavierClient(self.url, self.api_key) as client:
-                yield client
-        except ApiError as error:
-            click.echo(f"Error: {error}", err=True)
-            sys.exit(NO_SUCH_MODEL if isinstance(error, ModelNotFoundError) else NO_ANSWER)
-
-
-def endpoint_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options; the command gets an `Endpoint` as its first argument."""
+def with_client(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options; the command gets an `XavierClient` as its first argument. A failed request
+    ends the command with its reason and exit code."""
 
     @click.option(
         *("--endpoint", "-e"),
         envvar="XINFERENCE_ENDPOINT",
-        default=_DEFAULT,
+        default="http://127.0.0.1:9997",
         show_default=True,
         show_envvar=True,
         help="Address of xinference.",
@@ -55,10 +36,15 @@ def endpoint_options(command: Callable[..., Any]) -> Callable[..., Any]:
         help="For authentication; by default, the token of `xinference login`.",
     )
     @functools.wraps(command)
-    def with_endpoint(*args: Any, endpoint: str, api_key: str | None, **kwargs: Any) -> Any:
-        return command(Endpoint(endpoint, api_key or stored_token(endpoint)), *args, **kwargs)
+    def connected(*args: Any, endpoint: str, api_key: str | None, **kwargs: Any) -> Any:
+        try:
+            with XavierClient(endpoint, api_key or stored_token(endpoint)) as client:
+                return command(client, *args, **kwargs)
+        except ApiError as error:
+            click.echo(f"Error: {error}", err=True)
+            sys.exit(NO_SUCH_MODEL if isinstance(error, ModelNotFoundError) else NO_ANSWER)
 
-    return with_endpoint
+    return connected
 
 
 def stored_token(endpoint: str) -> str | None:

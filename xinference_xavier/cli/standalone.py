@@ -1,11 +1,7 @@
-"""Sharing between vLLM servers without xinference.
+"""Sharing between vLLM servers without xinference: the tracker in a process of its own.
 
-`serve` runs the tracker, which otherwise lives in xinference's supervisor, in a process of its own.
-`transfer_config` is for every `vllm serve` of the model. No one replaces a lost tracker: restart it
-at the same address, and the replicas fill it again.
+No one replaces a lost tracker: restart it at the same address, and the replicas fill it again.
 """
-
-from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
@@ -55,9 +51,7 @@ async def serve(
     """Serve the model's tracker until `until` is set.
 
     `listening` is called once with the address, `on_event` with each event as `event_dict` has it.
-
-    Raises:
-        ConfigError: it cannot listen at `address`.
+    Raises ConfigError if it cannot listen at `address`.
     """
     host, port = _endpoint(address)
     try:

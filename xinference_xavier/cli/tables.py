@@ -1,12 +1,11 @@
 """The commands' output for people."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import astuple
 from typing import Any
 
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
+from rich.filesize import pick_unit_and_suffix
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
@@ -15,15 +14,20 @@ from xinference_xavier.client.doctor import Finding
 from xinference_xavier.stats.answers import Explanation
 from xinference_xavier.stats.schema import HIT_SOURCES, Counters, ModelStatus, PoolStats
 
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+_UNITS = ["B", "KiB", "MiB", "GiB", "TiB"]
 _WIDTH = 64  # of a prompt's picture; a character stands for one chunk or several
 
 
+def console() -> Console:
+    out = Console()
+    if not out.is_terminal:
+        out.width = 200  # wide tables for pipes and files
+    return out
+
+
 def size(count: float) -> str:
-    unit = 0
-    while count >= 1024 and unit < len(_UNITS) - 1:
-        count, unit = count / 1024, unit + 1
-    return f"{count:.0f} {_UNITS[unit]}" if unit == 0 else f"{count:.1f} {_UNITS[unit]}"
+    unit, name = pick_unit_and_suffix(int(count), _UNITS, 1024)
+    return f"{count:.0f} B" if unit == 1 else f"{count / unit:.1f} {name}"
 
 
 def models_table(models: Iterable[ModelStatus]) -> RenderableType:
@@ -47,11 +51,10 @@ def model_table(model: ModelStatus) -> RenderableType:
     if len(model.replicas) > 1:
         totals = model.totals
         table.add_row("all", *_counters(totals), "", str(totals.holdings), style="bold")
-    parts: list[RenderableType] = [table]
-    parts += [Text(line, style="yellow") for line in _remarks(model)]
+    remarks = (Text(line, style="yellow") for line in _remarks(model))
     state = "[green]on[/]" if model.enabled else "[red]off[/]"
     title = f"[bold]{model.model_uid}[/], sharing {state}"
-    return Panel(Group(*parts), title=title, title_align="left", expand=False)
+    return Panel(Group(table, *remarks), title=title, title_align="left", expand=False)
 
 
 def _counters(counters: Counters) -> list[str]:

@@ -7,8 +7,6 @@
 neither torch nor vLLM. A client may be used by one thread at a time.
 """
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
@@ -21,8 +19,6 @@ from xinference_xavier.errors import NOT_FOUND_HEADER, ApiError, ModelNotFoundEr
 from xinference_xavier.stats.answers import EventRecord, Explanation
 from xinference_xavier.stats.reading import read
 from xinference_xavier.stats.schema import ModelStatus
-
-__all__ = ["AsyncXavierClient", "XavierClient"]
 
 _TIMEOUT = 30.0
 _LONG_TIMEOUT = 90.0
@@ -112,14 +108,14 @@ class XavierClient:
 
 def _awaited(
     method: Callable[Concatenate[XavierClient, _P], _T],
-) -> Callable[Concatenate[AsyncXavierClient, _P], Coroutine[Any, Any, _T]]:
+) -> Callable[Concatenate["AsyncXavierClient", _P], Coroutine[Any, Any, _T]]:
     """`method` returns what `_send` does, which is to be awaited there."""
     return method  # type: ignore[return-value]
 
 
 def _streamed(
     method: Callable[Concatenate[XavierClient, _P], Iterator[_T]],
-) -> Callable[Concatenate[AsyncXavierClient, _P], AsyncIterator[_T]]:
+) -> Callable[Concatenate["AsyncXavierClient", _P], AsyncIterator[_T]]:
     return method  # type: ignore[return-value]  # likewise, with `_listen`
 
 

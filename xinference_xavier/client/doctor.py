@@ -1,10 +1,7 @@
 """Finds out why replicas do not share, or might not after their next restart, and the remedy.
 
-Pure: `diagnose` examines what `serving.diagnostics` gathered. Each check below knows one way in
-which a cluster can be wrong.
+Pure: `diagnose` examines what `serving.diagnostics` gathered.
 """
-
-from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
@@ -38,7 +35,6 @@ class Finding(NamedTuple):
 
 
 class _Replica(NamedTuple):
-    model_uid: str
     status: ReplicaStatus
     self_check: Info
 
@@ -49,27 +45,29 @@ class _Replica(NamedTuple):
 
 def diagnose(cluster: Info) -> list[Finding]:
     """All findings, the grave ones first."""
-    findings = [*_cluster_findings(cluster)]
+    findings = [
+        *_extensions(cluster),
+        *_versions(cluster),
+        *_byte_code(cluster),
+        *_cancel_circles(cluster),
+    ]
     for model_uid, model in cluster["models"].items():
         findings += _model_findings(model_uid, model)
     return sorted(findings, key=lambda finding: not finding.grave)
 
 
-def _cluster_findings(cluster: Info) -> Iterator[Finding]:
-    yield from _extensions(cluster)
-    yield from _versions(cluster)
-    yield from _byte_code(cluster)
-    yield from _cancel_circles(cluster)
-
-
 def _model_findings(model_uid: str, model: Info) -> Iterator[Finding]:
     if "error" in model:
-        yield _no_tracker(model_uid, model["error"])
+        yield Finding(
+            f"model {model_uid}",
+            f"its tracker is missing ({model['error']}); replicas make a new one within 15 s",
+            f"xinference terminate --model-uid {model_uid}, and launch it again",
+        )
         return
     status = read(ModelStatus, model["report"])
     unknown = {"error": "it has just joined"}
     replicas = [
-        _Replica(model_uid, replica, model["self_checks"].get(replica.incarnation, unknown))
+        _Replica(replica, model["self_checks"].get(replica.incarnation, unknown))
         for replica in status.replicas
     ]
     yield from _switch(status)
@@ -83,14 +81,16 @@ def _model_findings(model_uid: str, model: Info) -> Iterator[Finding]:
         yield from _hooks(replica.where, replica.status.hooks)
         yield from _pool(replica)
         if "error" in replica.self_check:
-            yield _silent(replica)
+            yield Finding(
+                replica.where,
+                f"does not answer at {replica.status.address} ({replica.self_check['error']})",
+                "look at its worker's log; if it stays silent: xinference terminate --model-uid "
+                f"{model_uid}, and launch it again",
+            )
             continue
         yield from _transfer(replica)
         yield from _ports(replica)
         yield from _links(replica, names)
-
-
-# -- of the cluster --------------------------------------------------------------------------
 
 
 def _extensions(cluster: Info) -> Iterator[Finding]:
@@ -175,17 +175,6 @@ def _processes(cluster: Info) -> Iterator[tuple[str, Info]]:
     return ((where, info) for where, info in processes if "versions" in info)
 
 
-# -- of a model ------------------------------------------------------------------------------
-
-
-def _no_tracker(model_uid: str, error: str) -> Finding:
-    return Finding(
-        f"model {model_uid}",
-        f"its tracker is missing ({error}); replicas make a new one within 15 s",
-        f"xinference terminate --model-uid {model_uid}, and launch it again",
-    )
-
-
 def _switch(status: ModelStatus) -> Iterator[Finding]:
     if not status.enabled:
         yield Finding(
@@ -262,9 +251,6 @@ def _tracker_is_full(status: ModelStatus) -> Iterator[Finding]:
         )
 
 
-# -- of a replica ----------------------------------------------------------------------------
-
-
 def _hooks(where: str, hooks: HookStats) -> Iterator[Finding]:
     if hooks.lost:
         yield Finding(
@@ -284,15 +270,6 @@ def _pool(replica: _Replica) -> Iterator[Finding]:
             f"launch with --xavier_pool_bytes {_FEW_ROWS * 4 * pool.row_bytes} or more",
             grave=False,
         )
-
-
-def _silent(replica: _Replica) -> Finding:
-    return Finding(
-        replica.where,
-        f"does not answer at {replica.status.address} ({replica.self_check['error']})",
-        "look at its worker's log; if it stays silent: xinference terminate --model-uid "
-        f"{replica.model_uid}, and launch it again",
-    )
 
 
 def _transfer(replica: _Replica) -> Iterator[Finding]:

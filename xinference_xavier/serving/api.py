@@ -1,25 +1,9 @@
-"""The REST routes.
-
-    GET  /v1/xavier                     {"models": [report, …], "unavailable": {model_uid: reason}}
-    GET  /v1/xavier_cluster             what `xinference-xavier doctor` examines, see `diagnostics`
-    GET  /v1/xavier/{model_uid}         the model's report, see `stats.report`
-    GET  /v1/xavier/{model_uid}/events  server-sent events, see `sse`
-    POST /v1/xavier/{model_uid}         {"enabled": bool} switches sharing on or off;
-                                        {"weights_version": str} tells replicas that were reset
-                                        which weights they have; a report, with `answers`
-    POST /v1/xavier/{model_uid}/explain {"prompt": str} or {"messages": […]}: where its chunks are
-    POST /v1/xavier/{model_uid}/flush   all replicas empty their pools; a report with `answers`
-
-With authentication, reading needs the scope `models:list` and changing `models:write`. Explaining
-needs `models:read` and a key for this model, as asking the model does. 404: no such model shares;
-400: malformed body; 503: no answer, or none that helps. `detail` has the reason.
-"""
-
-from __future__ import annotations
+"""The REST routes; docs/api.md has their answers, scopes and status codes."""
 
 import asyncio
 import json
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from fastapi import HTTPException, Request, Security
@@ -40,8 +24,6 @@ from xinference_xavier.serving.sse import live
 from xinference_xavier.serving.tracker_gateway import UNREACHABLE, TrackerGateway
 from xinference_xavier.tracker.fanout import EXPLAIN_DEADLINE
 
-_ALL = "/v1/xavier"
-_CLUSTER = "/v1/xavier_cluster"
 _MODEL = "/v1/xavier/{model_uid}"
 _READ_SCOPE = "models:list"
 _ASK_SCOPE = "models:read"
@@ -62,8 +44,8 @@ def add_routes(context: Any) -> None:
 
     auth = context.auth_service if context.auth_enabled else None
     routes = _Routes(TrackerGateway(context.get_supervisor_ref), auth)
-    add("GET", _ALL, _READ_SCOPE, routes.all_models)
-    add("GET", _CLUSTER, _READ_SCOPE, routes.cluster)
+    add("GET", "/v1/xavier", _READ_SCOPE, routes.all_models)
+    add("GET", "/v1/xavier_cluster", _READ_SCOPE, routes.cluster)
     add("GET", _MODEL, _READ_SCOPE, routes.one_model)
     add("GET", f"{_MODEL}/events", _READ_SCOPE, routes.events)
     add("POST", _MODEL, _WRITE_SCOPE, routes.change)
@@ -136,9 +118,8 @@ class _Routes:
     async def explain(self, model_uid: str, request: Request) -> JSONResponse:
         self._check_model_access(request, model_uid)
         question = _checked_question(await request.body())
-        explaining = self._trackers.call(
-            model_uid, "explain", question, deadline=EXPLAIN_DEADLINE + 1
-        )
+        deadline = EXPLAIN_DEADLINE + 1
+        explaining = self._trackers.call(model_uid, "explain", question, deadline=deadline)
         return JSONResponse(await _answered_for(model_uid, explaining))
 
     def _check_model_access(self, request: Request, model_uid: str) -> None:
@@ -149,18 +130,14 @@ class _Routes:
         if key is not None:
             allowed = key.has_model_access(model_uid, "LLM")
         else:
-            allowed = validate is None or validate(_credential(request), model_uid, "LLM")
+            token = request.headers.get("authorization", "").partition(" ")[2].strip()
+            allowed = validate is None or validate(token, model_uid, "LLM")
         if not allowed:
             raise HTTPException(403, f"the API key is not valid for model {model_uid!r}")
 
 
-def _credential(request: Request) -> str:
-    """The token that xinference's authentication has accepted."""
-    return request.headers.get("authorization", "").partition(" ")[2].strip()
-
-
 def _checked_change(body: bytes) -> dict[str, Any]:
-    try:
+    with suppress(ValueError):  # refused below
         change: dict[str, Any] = json.loads(body)
         match change:
             case {"enabled": enabled} if len(change) == 1:
@@ -169,8 +146,6 @@ def _checked_change(body: bytes) -> dict[str, Any]:
             case {"weights_version": version} if len(change) == 1:
                 check_weights_version(version)
                 return change
-    except ValueError:
-        pass  # refused below
     raise HTTPException(
         400,
         'the body must be {"enabled": true}, {"enabled": false} or {"weights_version": "<text of 1 '

@@ -8,10 +8,8 @@ An `error` takes the place of what is missing. Runs on the event loops of API, s
 workers; every call has a deadline.
 """
 
-from __future__ import annotations
-
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from xinference_xavier.errors import NotFoundError
@@ -22,7 +20,6 @@ from xinference_xavier.serving.tracker_gateway import UNREACHABLE, TrackerGatewa
 from xinference_xavier.tracker.fanout import SELF_CHECK_DEADLINE
 
 _WORKER_DEADLINE = 5.0
-_SUPERVISOR_DEADLINE = 10.0
 
 
 async def worker_process_info(worker: Any) -> dict[str, Any]:
@@ -45,7 +42,7 @@ async def _info_at(address: str) -> dict[str, Any]:
 
 
 async def cluster_info(trackers: TrackerGateway) -> dict[str, Any]:
-    supervisor = await _or_error(trackers.supervisor_process_info(_SUPERVISOR_DEADLINE))
+    supervisor = await _or_error(lambda: trackers.ask_supervisor("xavier_process_info"))
     models: dict[str, Any] = {}
     if "error" not in supervisor:
         uids = await trackers.models()
@@ -61,11 +58,8 @@ async def cluster_info(trackers: TrackerGateway) -> dict[str, Any]:
 
 
 async def _ask_worker(worker: Any) -> dict[str, Any]:
-    async def ask() -> dict[str, Any]:  # a worker in this process lacks the method at once
-        info: dict[str, Any] = await worker.xavier_process_info()
-        return info
-
-    return await _or_error(within(_WORKER_DEADLINE, ask()))
+    # Within `_or_error`: a worker in this process lacks the method at once.
+    return await _or_error(lambda: within(_WORKER_DEADLINE, worker.xavier_process_info()))
 
 
 async def _model(trackers: TrackerGateway, model_uid: str) -> dict[str, Any]:
@@ -82,8 +76,8 @@ async def _model(trackers: TrackerGateway, model_uid: str) -> dict[str, Any]:
         return {"error": f"the tracker does not answer: {error!r}"}
 
 
-async def _or_error(asking: Awaitable[dict[str, Any]]) -> dict[str, Any]:
+async def _or_error(ask: Callable[[], Awaitable[dict[str, Any]]]) -> dict[str, Any]:
     try:
-        return await asking
+        return await ask()
     except Exception as error:  # a process without this extension may raise anything
         return {"error": str(error) or type(error).__name__}

@@ -4,12 +4,9 @@ xinference calls the factory once in the API process, in the supervisor and in e
 they serve anything. Then it calls the hooks, which must be synchronous and fast.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from xinference_xavier._version import __version__
-from xinference_xavier.serving.launch import install
 
 
 class XavierExtension:
@@ -36,8 +33,3 @@ class XavierExtension:
     ) -> list[int]:
         """Every device stays visible: sharing does not depend on placement."""
         return list(worker["gpu_devices"])
-
-
-def make_extension() -> XavierExtension:
-    install.install()
-    return XavierExtension()

@@ -1,15 +1,7 @@
-"""One model's sharing as server-sent events.
-
-    history      {"interval_s", "samples": […]}: the last hour, once
-    event        one event: recent ones first, then each as it happens
-    status       what `GET /v1/xavier/{model_uid}` answers, every second
-    unavailable  {"detail"}: the tracker does not answer; once it does, the stream starts over
-    gone         {"detail"}: the model no longer shares; the stream ends
+"""One model's sharing as server-sent events, which docs/api.md lists.
 
 Threading: a stream is one generator on the API's event loop and has no task of its own.
 """
-
-from __future__ import annotations
 
 import asyncio
 import json

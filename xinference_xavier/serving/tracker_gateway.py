@@ -1,7 +1,5 @@
 """The API process's way to the models' trackers, through xinference's supervisor."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
@@ -39,23 +37,16 @@ class TrackerGateway:
 
     async def models(self) -> list[str]:
         """The uids of all models that share."""
+        return list(await self.ask_supervisor("xavier_models"))
 
-        async def ask() -> list[str]:
+    async def ask_supervisor(self, method: str) -> Any:
+        """Raises whatever a supervisor without this extension raises."""
+
+        async def ask() -> Any:
             supervisor = await self._get_supervisor_ref()
-            uids: list[str] = await supervisor.xavier_models()
-            return uids
+            return await getattr(supervisor, method)()
 
         return await within(DEADLINE, ask())
-
-    async def supervisor_process_info(self, deadline: float) -> dict[str, Any]:
-        """See `diagnostics`; raises whatever a supervisor without this extension raises."""
-
-        async def ask() -> dict[str, Any]:
-            supervisor = await self._get_supervisor_ref()
-            info: dict[str, Any] = await supervisor.xavier_process_info()
-            return info
-
-        return await within(deadline, ask())
 
     async def find(self, model_uid: str) -> Any:
         """A reference to the model's tracker."""

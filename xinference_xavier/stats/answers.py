@@ -1,10 +1,8 @@
 """What the REST interface answers besides stats, typed."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 from xinference_xavier.stats.reading import read
 
@@ -19,7 +17,7 @@ class EventRecord:
     fields: Mapping[str, Any]
 
     @classmethod
-    def of(cls, raw: Mapping[str, Any]) -> EventRecord:
+    def of(cls, raw: Mapping[str, Any]) -> Self:
         rest = {name: value for name, value in raw.items() if name not in ("event", "time")}
         return cls(raw["event"], raw["time"], rest)
 
@@ -53,7 +51,7 @@ class Explanation:
     raw: Mapping[str, Any] = field(repr=False)
 
     @classmethod
-    def of(cls, raw: Mapping[str, Any]) -> Explanation:
+    def of(cls, raw: Mapping[str, Any]) -> Self:
         chunks = (
             Chunk(
                 chunk["from"],

@@ -4,8 +4,6 @@ A sample sums up what all replicas counted since their start, those that left in
 fall while one tracker lives, so the difference of two samples is a rate.
 """
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Dataclasses from JSON that is not trusted, and their sums. Pure."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Mapping
 from dataclasses import MISSING, fields, is_dataclass
@@ -17,10 +15,8 @@ def read(kind: type[_T], raw: object) -> _T:
     """Make a dataclass of the dictionary of its fields.
 
     A missing value gets the field's default, a malformed one becomes zero or empty. Unknown keys
-    are ignored; a field named `raw` gets the whole dictionary.
-
-    Raises:
-        KeyError: a field without default is missing.
+    are ignored; a field named `raw` gets the whole dictionary. Raises KeyError if a field without
+    default is missing.
     """
     sent = raw if isinstance(raw, Mapping) else {}
     values = {**sent, "raw": sent}

@@ -1,7 +1,5 @@
 """A model's status as people and programs get it: the tracker's, flattened and summed up."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any

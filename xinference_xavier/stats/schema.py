@@ -1,18 +1,15 @@
 """What is reported of sharing, declared once, with the metric that each field becomes.
 
-Replicas fill `ReplicaStats`. Tracker, history, REST interface, metrics, page, client and command
-line show it. As JSON, an object is a dictionary of its fields; `stats.reading` reads it back
-without trust, because it comes from peers and perhaps from another version.
+As JSON, an object is a dictionary of its fields; `stats.reading` reads it back without trust,
+because it comes from peers and perhaps from another version.
 
 Times are in seconds, sizes in bytes, and rows are chunks. Counters begin at zero when a replica is
 started.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, Self
 
 SECONDS_BOUNDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 """Buckets of a fetch's duration; `xavier_fetch_timeout` is 5 s by default."""
@@ -65,7 +62,7 @@ class Histogram:
     sum: float = 0.0
 
     @classmethod
-    def over(cls, bounds: tuple[float, ...]) -> Histogram:
+    def over(cls, bounds: tuple[float, ...]) -> Self:
         return cls([0] * (len(bounds) + 1))
 
     def observe(self, value: float, bounds: tuple[float, ...]) -> None:
@@ -283,8 +280,7 @@ class ReplicaStats(Counters):
 class ReplicaStatus(ReplicaStats):
     """A replica's stats and what the tracker knows of it.
 
-    `replica` is xinference's name for it. `stale`: it did not answer, and its stats are those of
-    its last heartbeat. `raw` is the server's answer.
+    `replica` is xinference's name for it. `stale`: its stats are those of its last heartbeat.
     """
 
     incarnation: str

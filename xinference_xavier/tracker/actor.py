@@ -1,8 +1,5 @@
-"""The tracker of one model: the supervisor side of sharing, as replicas call it.
-
-Life cycle: the supervisor makes one `BlockTracker` per model uid, at its control address, when the
-model is launched. A replica that finds none has it made again. Its state is soft: replicas fill a
-new tracker. It ends with the model.
+"""The tracker of one model: the supervisor side of sharing, as replicas call it. Its state is soft:
+replicas fill a new one.
 
 Threading: everything runs on the event loop of the actor's pool, and calls interleave only where
 they await: in `watch`, in `wait_events` and in calls to replicas. Input is checked before use.
@@ -11,13 +8,12 @@ Errors: ValueError for malformed input, TrackerFullError beyond the limits, NotM
 replica that has to join first.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from xinference_xavier.hooks import hooks_of
@@ -44,9 +40,11 @@ from xinference_xavier.runtime.validate import (
 )
 from xinference_xavier.tracker.namespaces import Namespaces
 from xinference_xavier.tracker.operator_calls import OperatorCalls
-from xinference_xavier.tracker.threads import provide_threads
 
 logger = logging.getLogger(__name__)
+
+_MAX_THREADS = 32
+"""Made when needed. A child process that is restarted occupies three of them."""
 
 
 class BlockTracker(OperatorCalls):
@@ -77,7 +75,11 @@ class BlockTracker(OperatorCalls):
 
     async def __post_create__(self) -> None:
         patch_cancels()
-        provide_threads()
+        # xoscar serializes a message of more than a hundred parts on default threads of the loop.
+        # Python allows four more than there are processors, and xinference 4.1's
+        # `xinference-supervisor` occupies six, so a call with a long answer could wait forever.
+        threads = ThreadPoolExecutor(_MAX_THREADS, "xavier-messages")
+        asyncio.get_running_loop().set_default_executor(threads)
         self._expiry = asyncio.create_task(self._expire_forever())
 
     async def __pre_destroy__(self) -> None:
@@ -167,16 +169,17 @@ class BlockTracker(OperatorCalls):
         check_count("sequence", sequence, 1)
         check_packed("keys", keys)
         found = self._namespaces.find(namespace, incarnation)
-        return Outcome.UNKNOWN if found is None else found.replace(incarnation, sequence, keys)
+        if found is None:
+            return Outcome.UNKNOWN
+        return found.publish(incarnation, sequence, keys, b"", replaces=True)
 
     async def watch(
         self, namespace: str, incarnation: str, epoch: str, revision: int, timeout: float
     ) -> Update:
-        """Return what other members changed since `revision` of `epoch`.
+        """Return what other members changed since `revision` of `epoch`, as soon as watchers are
+        notified of it, at the latest after `timeout` seconds.
 
-        Returns at once if there is something, else as soon as there is, or after `timeout` seconds.
-        `WatcherBatcher` may hold back changes in quick succession and send them together. Raises
-        NotMemberError, also if the lease ends meanwhile.
+        Raises NotMemberError, also if the lease ends meanwhile.
         """
         check_count("revision", revision, 0)
         with self._watch_limit.admit(timeout) as seconds:
@@ -194,7 +197,7 @@ class BlockTracker(OperatorCalls):
         return found.claim(incarnation, keys, self._clock(), seconds)
 
     async def release(self, namespace: str, incarnation: str, keys: bytes) -> None:
-        """End the claim of `incarnation` on the packed `keys`: computed, or given up."""
+        """End the claim of `incarnation` on the packed `keys`."""
         check_packed("keys", keys)
         found = self._namespaces.find(namespace, incarnation)
         if found is not None:

@@ -5,8 +5,6 @@ hint, like everything the tracker knows. It ends when its chunks are published, 
 that made it ends, when its replica is lost, and when its time is up.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -36,8 +34,7 @@ class Claims:
         A key stands for its whole prefix, so a peer that computes one also has those before it, or
         knows which peer does.
         """
-        claims = (claim for claim in map(self._claims.get, keys) if claim is not None)
-        for owner, until in claims:
+        for owner, until in filter(None, map(self._claims.get, keys)):
             if owner != incarnation and now < until:
                 return max(count for count, key in enumerate(keys, 1) if self._is_of(key, owner))
         if len(self._claims) + len(keys) > MAX_CLAIMED:

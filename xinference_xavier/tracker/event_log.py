@@ -3,8 +3,6 @@
 Events are dictionaries as `xinference_xavier.events` makes them. Runs on the tracker's event loop.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import itertools

@@ -4,8 +4,6 @@ Threading: on the tracker's event loop. Every call has a deadline, and a replica
 only its own answer.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Callable, Iterable, Sequence
@@ -46,8 +44,8 @@ async def set_weights_version(members: Sequence[Member], version: str) -> dict[s
     """Tell the replicas which version their weights are. Returns incarnations as
 
     - "joined": reset since the last version; they share with one another from now on,
-    - "not_reset": they still hold what the old weights computed, and stay where they are,
-    - "unreachable": they did not answer, and stay where they are.
+    - "not_reset": they still hold what the old weights computed,
+    - "unreachable": they did not answer.
     """
     outcomes: dict[str, list[str]] = {"joined": [], "not_reset": [], "unreachable": []}
     answers = await _call_all(members, "set_weights_version", WEIGHTS_DEADLINE, version)
@@ -76,9 +74,7 @@ async def explain(groups: Iterable[Sequence[Member]], question: dict[str, Any]) 
          "reuse": {incarnation: {"local_pool": tokens, "remote": tokens, "computed": tokens}}}
 
     If namespaces cut a prompt into different chunks, `chunks` are those of the first that answered.
-
-    Raises:
-        ExplainError: no replica can answer, for the given reason.
+    Raises ExplainError if no replica can answer.
     """
     answers = await asyncio.gather(*(_explain(members, question) for members in groups))
     good = [answer for answer in answers if isinstance(answer, dict)]
@@ -122,26 +118,25 @@ async def namespaces_status(
 async def _status(
     namespace: Namespace, name_of: Callable[[str], str], now: float
 ) -> dict[str, Any]:
-    states = namespace.index.replicas(now)
-    keys, revision = namespace.index.distinct_keys(), namespace.index.revision
-    answers = await _call_all([state.member for state in states], "stats", STATS_DEADLINE)
-    replicas = []
-    for state in states:
-        incarnation, address = state.member
+    index = namespace.index
+    keys, revision = index.distinct_keys(), index.revision
+    replicas: list[dict[str, Any]] = [
+        {
+            **lease.member._asdict(),
+            "replica": name_of(lease.member.incarnation),
+            "holdings": len(lease.keys),
+            "sequence": lease.sequence,
+            "lease_left_s": round(lease.expires - now, 3),
+        }
+        for lease in index.leases()
+    ]
+    answers = await _call_all(index.members(), "stats", STATS_DEADLINE)
+    for replica in replicas:
+        incarnation = replica["incarnation"]
         stats = answers[incarnation]
         if isinstance(stats, Exception):
             stats = {**namespace.stats.get(incarnation, {}), "stale": True}
-        replicas.append(
-            {
-                "incarnation": incarnation,
-                "address": address,
-                "replica": name_of(incarnation),
-                "holdings": state.holdings,
-                "sequence": state.sequence,
-                "lease_left_s": round(state.lease_left, 3),
-                "stats": stats,
-            }
-        )
+        replica["stats"] = stats
     return {"revision": revision, "keys": keys, "replicas": replicas}
 
 

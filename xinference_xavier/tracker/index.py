@@ -1,29 +1,25 @@
 """Which replica of one namespace holds which chunks, with a version that watchers can follow.
 
 A pure data structure: no I/O, no clock, no lock. Its owner calls it from one thread and passes the
-time in, in monotonic seconds. It is soft state: its members can fill a new one.
+time in, in monotonic seconds.
 
 Keys are `bytes` of one length per namespace and are never interpreted. On the wire and in the log
-they are *packed*, concatenated into one `bytes`: a list of 10,000 keys costs four times as much to
-send.
+they are *packed*, concatenated into one `bytes`: sending a list costs four times as much.
 
 **Sequences.** Each incarnation numbers its publications 1, 2, 3, … A repeated number is ignored, a
-number that skips one is refused, and a snapshot (`replace`) may have any number above the last. So
-a lost or repeated publication neither loses a key nor revives one.
+number that skips one is refused, and a snapshot may have any number above the last. So a lost or
+repeated publication neither loses a key nor revives one.
 
 **Revisions.** Every change that a watcher could see raises the revision. Changes are kept in a log
 that is bounded in bytes. A watcher that is further behind than the log reaches, or that followed
 another index (another epoch), gets a snapshot.
 """
 
-from __future__ import annotations
-
 import secrets
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import NamedTuple
 
 from xinference_xavier.protocol.tracker import (
     INITIAL_SETTINGS,
@@ -43,17 +39,10 @@ CHANGE_OVERHEAD = 256
 """Bytes that a logged change counts for, in addition to its keys."""
 
 
-class ReplicaState(NamedTuple):
-    """One member now. `holdings` counts its keys; `lease_left` is in seconds."""
-
-    member: Member
-    holdings: int
-    sequence: int
-    lease_left: float
-
-
 @dataclass
-class _Lease:
+class Lease:
+    """A membership until `expires`, its keys, and the number of its last applied publication."""
+
     member: Member
     expires: float
     sequence: int = 0
@@ -84,7 +73,7 @@ class Index:
         self.dropped = 0
         self._max_keys = max_keys
         self._log_bytes = log_bytes
-        self._leases: dict[str, _Lease] = {}
+        self._leases: dict[str, Lease] = {}
         self._log: deque[tuple[int, Change]] = deque()
         self._log_size = 0
         self._log_start = 0
@@ -101,15 +90,13 @@ class Index:
     # Membership
 
     def join(self, member: Member, key_bytes: int, now: float) -> None:
-        """Add `member`, or renew its lease; a member that joins again keeps its holdings.
-
-        Raises ValueError if its keys have another length than the other members'.
-        """
+        """Add `member`, or renew its lease; a member that joins again keeps its holdings. Raises
+        ValueError if its keys have another length than the other members'."""
         if self._leases and key_bytes != self.key_bytes:
             raise ValueError(f"keys of {key_bytes} bytes among keys of {self.key_bytes} bytes")
         self.key_bytes = key_bytes
         if not self.renew(member.incarnation, now):
-            self._leases[member.incarnation] = _Lease(member, now + self.lease)
+            self._leases[member.incarnation] = Lease(member, now + self.lease)
         elif self._leases[member.incarnation].member == member:
             return
         else:
@@ -153,41 +140,30 @@ class Index:
 
     # Holdings
 
-    def publish(self, incarnation: str, sequence: int, added: bytes, removed: bytes) -> Outcome:
-        """Apply the next publication. Raises ValueError for keys of another length."""
+    def publish(
+        self, incarnation: str, sequence: int, added: bytes, removed: bytes, replaces: bool = False
+    ) -> Outcome:
+        """Apply the next publication, or, with `replaces`, a snapshot: `added` is everything that
+        the member holds. Raises ValueError for keys of another length."""
         lease = self._leases.get(incarnation)
         if lease is None:
             return Outcome.UNKNOWN
         if sequence <= lease.sequence:
             return Outcome.STALE
-        if sequence > lease.sequence + 1:
+        if sequence > lease.sequence + 1 and not replaces:
             return Outcome.GAP
         gained, lost = unpack(added, self.key_bytes), unpack(removed, self.key_bytes)
         lease.sequence = sequence
+        if replaces:
+            lease.keys.clear()
         lease.keys.difference_update(lost)
         if len(lease.keys) + len(gained) > self._max_keys:
             gained = self._fitting(lease.keys, gained)
             added = pack(gained)
         lease.keys.update(gained)
-        if added or removed:
+        if added or removed or replaces:
             # Also keys that were listed already: they revive entries that a watcher noted as stale.
-            self._record(Change(incarnation, sequence, added, removed, False))
-        return Outcome.APPLIED
-
-    def replace(self, incarnation: str, sequence: int, keys: bytes) -> Outcome:
-        """Replace all holdings by `keys`. Raises ValueError for keys of another length."""
-        lease = self._leases.get(incarnation)
-        if lease is None:
-            return Outcome.UNKNOWN
-        if sequence <= lease.sequence:
-            return Outcome.STALE
-        held = unpack(keys, self.key_bytes)
-        if len(held) > self._max_keys:
-            held = self._fitting(set(), held)
-            keys = pack(held)
-        lease.sequence = sequence
-        lease.keys = set(held)
-        self._record(Change(incarnation, sequence, keys, b"", True))
+            self._record(Change(incarnation, sequence, added, removed, replaces))
         return Outcome.APPLIED
 
     def sequence(self, incarnation: str) -> int:
@@ -198,20 +174,14 @@ class Index:
     def distinct_keys(self) -> int:
         return len(set[bytes]().union(*(lease.keys for lease in self._leases.values())))
 
-    def replicas(self, now: float) -> list[ReplicaState]:
-        return [
-            ReplicaState(lease.member, len(lease.keys), lease.sequence, lease.expires - now)
-            for lease in self._leases.values()
-        ]
+    def leases(self) -> list[Lease]:
+        return list(self._leases.values())
 
     def match_prefix(self, keys: Iterable[bytes]) -> dict[str, int]:
         """Return {incarnation: count}: how many leading `keys` each member holds without a gap.
 
         `keys` are chunk keys in the order of a prompt. Members without the first one are left out.
-        As for watchers, a member counts until it leaves or `expire` removes it.
-
-        One pass over `keys`, which ends where no member holds the next. O(members + sum of the
-        counts) set lookups; no holdings are copied.
+        O(members + sum of the counts) set lookups; no holdings are copied.
         """
         counts: dict[str, int] = {}
         holders = list(self._leases.items())

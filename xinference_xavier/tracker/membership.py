@@ -1,9 +1,5 @@
-"""Which replicas of a model joined, were lost and came back, and why some never started.
-
-Pure: no I/O, and no clock but the time stamps of events. Bounded: the oldest entries are forgotten.
-"""
-
-from __future__ import annotations
+"""Which replicas of a model joined, were lost and came back, and why some never started. Pure: no
+I/O, and no clock but the time stamps of events. Bounded: the oldest entries are forgotten."""
 
 from xinference_xavier.errors import shown
 from xinference_xavier.events import Event, ReplicaJoined, ReplicaLost, ReplicaRecovered
@@ -17,10 +13,8 @@ MAX_STARTUP_ERROR = 2000
 
 
 class Membership:
-    """Turns joins and losses into events.
-
-    A replica keeps its name over its incarnations. Without a name it goes by its incarnation.
-    """
+    """Turns joins and losses into events. A replica keeps its name over its incarnations; without a
+    name it goes by its incarnation."""
 
     def __init__(self, model_uid: str) -> None:
         self._model_uid = model_uid
@@ -33,8 +27,7 @@ class Membership:
         name = name or incarnation
         has_joined = self._names.get(incarnation) == name
         _remember(self._names, incarnation, name)
-        if name in self._lost:
-            del self._lost[name]
+        if self._lost.pop(name, None) is not None:
             event: type[ReplicaJoined | ReplicaRecovered] = ReplicaRecovered
         elif has_joined:
             return None

@@ -4,8 +4,6 @@ Runs on the tracker's event loop. A namespace exists as long as it has members. 
 in monotonic seconds; only `watch` uses the loop's clock.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import ItemsView
 from typing import Any
@@ -36,18 +34,13 @@ class Namespace:
         self.stats: dict[str, dict[str, Any]] = {}
         self.watchers = WatcherBatcher()
 
-    def publish(self, incarnation: str, sequence: int, added: bytes, removed: bytes) -> Outcome:
+    def publish(
+        self, incarnation: str, sequence: int, added: bytes, removed: bytes, replaces: bool = False
+    ) -> Outcome:
         """Like `Index.publish`; also ends the claims on what was added."""
-        outcome = self.index.publish(incarnation, sequence, added, removed)
-        return self._published(incarnation, added, outcome)
-
-    def replace(self, incarnation: str, sequence: int, keys: bytes) -> Outcome:
-        """Like `Index.replace`; also ends the claims on `keys`."""
-        return self._published(incarnation, keys, self.index.replace(incarnation, sequence, keys))
-
-    def _published(self, incarnation: str, packed: bytes, outcome: Outcome) -> Outcome:
+        outcome = self.index.publish(incarnation, sequence, added, removed, replaces)
         if self.claims and outcome is Outcome.APPLIED:
-            self.release(incarnation, packed)
+            self.release(incarnation, added)
         self.wake()
         return outcome
 
@@ -81,7 +74,7 @@ class Namespaces:
 
     @property
     def refused(self) -> int:
-        """How many members, namespaces and claimed chunks exceeded a limit."""
+        """How many members, namespaces and claimed keys exceeded a limit."""
         return self._refused + sum(namespace.claims.refused for namespace in self._all.values())
 
     def items(self) -> ItemsView[str, Namespace]:
@@ -110,20 +103,19 @@ class Namespaces:
         return [member for members in self.members() for member in members]
 
     def members_and_moving(self) -> list[Member]:
-        """All members, and the replicas that have left one namespace to join another."""
+        """`all_members`, and the replicas that have left one namespace to join another."""
         return list(dict.fromkeys([*self.all_members(), *self._moving]))
 
-    # Membership
-
     def join(self, name: str, member: Member, key_bytes: int, now: float) -> Index:
-        """Add `member` to a namespace, or renew its lease.
-
-        Raises ValueError if its keys have another length than the other members', TrackerFullError
-        beyond the limits.
-        """
+        """Like `Index.join`; also raises TrackerFullError beyond the limits."""
         namespace = self._all.get(name) or self._create(name)
-        if member.incarnation not in namespace.index:
-            self._check_room_for(member.incarnation)
+        is_new = member.incarnation not in namespace.index
+        if is_new and sum(len(each.index) for each in self._all.values()) >= MAX_MEMBERS:
+            self._refused += 1
+            raise TrackerFullError(
+                f"replica {member.incarnation!r} exceeds the {MAX_MEMBERS} of model "
+                f"{self._model_uid!r}; launch a second model uid"
+            )
         namespace.index.join(member, key_bytes, now)
         self._all[name] = namespace
         namespace.wake()
@@ -169,14 +161,6 @@ class Namespaces:
         index = Index(lease=self._lease, max_keys=self._max_keys, settings=self.settings)
         return Namespace(index)
 
-    def _check_room_for(self, incarnation: str) -> None:
-        if sum(len(namespace.index) for namespace in self._all.values()) >= MAX_MEMBERS:
-            self._refused += 1
-            raise TrackerFullError(
-                f"replica {incarnation!r} exceeds the {MAX_MEMBERS} of model {self._model_uid!r}; "
-                "launch a second model uid"
-            )
-
     def _departed(self, name: str, incarnations: list[str]) -> None:
         namespace = self._all[name]
         for incarnation in incarnations:
@@ -184,8 +168,6 @@ class Namespaces:
         if not len(namespace.index):
             del self._all[name]
         namespace.wake()
-
-    # Watching
 
     def configure(self, settings: Settings) -> None:
         """Send `settings` to all members."""
@@ -197,11 +179,7 @@ class Namespaces:
     async def watch(
         self, name: str, incarnation: str, epoch: str, revision: int, timeout: float
     ) -> Update:
-        """Return what the others changed since `revision` of `epoch`, as soon as watchers are
-        notified of it, at the latest after `timeout` seconds.
-
-        Raises NotMemberError, also if the lease ends meanwhile.
-        """
+        """See `BlockTracker.watch`."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout
         while True:

@@ -1,9 +1,5 @@
-"""The calls of a tracker that serve xinference and its operators, not replicas.
-
-Threading and errors: see `tracker.actor`.
-"""
-
-from __future__ import annotations
+"""The calls of a tracker that serve xinference and its operators, not replicas. For threading and
+errors, see `tracker.actor`."""
 
 import time
 from collections.abc import Callable
@@ -48,8 +44,6 @@ class OperatorCalls(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no t
         self._events = EventLog()
         self._ended = False
 
-    # Looking
-
     async def status(self) -> dict[str, Any]:
         """Everything the tracker knows, JSON-able, with the replicas' current stats.
 
@@ -79,9 +73,7 @@ class OperatorCalls(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no t
 
     async def wait_events(self, after: int, timeout: float) -> list[EventRecord]:
         """Return the events with numbers above `after`, or wait up to `timeout` seconds for one.
-
-        Raises ActorNotExist if this tracker ends meanwhile: another may have taken its place.
-        """
+        Raises ActorNotExist if this tracker ends meanwhile: another may have taken its place."""
         check_count("after", after, 0)
         with self._watch_limit.admit(timeout) as seconds:
             events = await self._events.wait_since(after, seconds)
@@ -105,8 +97,6 @@ class OperatorCalls(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no t
             "address": self.address,
             "cancel_circles": await cancel_circles(),
         }
-
-    # Changing
 
     async def set_enabled(self, enabled: bool) -> Settings:
         """Switch sharing on or off for all replicas of the model."""

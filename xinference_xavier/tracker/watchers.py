@@ -1,11 +1,8 @@
 """When watching replicas get their updates, and how many may watch. Runs on one event loop.
 
 A change after a quiet time is sent at once. Changes soon after it wait for the rest of that time
-and are sent together. So a single change travels as fast as it can, and under load each update
-carries more of them: sending an update costs the tracker far more than the keys in it.
+and are sent together: sending an update costs the tracker far more than the keys in it.
 """
-
-from __future__ import annotations
 
 import asyncio
 import contextlib
@@ -69,10 +66,8 @@ class WatchLimit:
 
     @contextlib.contextmanager
     def admit(self, timeout: float) -> Iterator[float]:
-        """Count one more watch, and yield the seconds that it may wait.
-
-        Raises ValueError for an invalid `timeout`, TrackerFullError beyond the limit.
-        """
+        """Count one more watch, and yield the seconds that it may wait. Raises ValueError for an
+        invalid `timeout`, TrackerFullError beyond the limit."""
         if not isinstance(timeout, (int, float)) or not abs(timeout) < math.inf:
             raise ValueError(f"timeout={shown(timeout)} is not a number of seconds")
         if self.count >= MAX_WATCHES:

@@ -5,17 +5,13 @@ thread of its own, and after one second its worker counts the replica as launche
 ignores it, and the launch succeeds with replicas that no list shows and whose uid stays taken. So
 they are terminated here. The model is no longer listed, which tells the launch wrapper that it was
 cancelled. xinference also keeps the replicas' workers on record, which blocks the uid.
-
-Runs on the supervisor's event loop.
 """
-
-from __future__ import annotations
 
 import asyncio
 import functools
 import logging
 import re
-from collections.abc import Awaitable, Iterable
+from collections.abc import Awaitable
 from typing import Any
 
 import xoscar as xo
@@ -36,7 +32,7 @@ def thorough_cancel(original: Method) -> Method:
     @functools.wraps(original)
     async def cancel(supervisor: Any, model_uid: str) -> Any:
         tracker = supervisor._xavier_cache_mapping.get(model_uid)
-        ours = tracker is not None and _uid(tracker) == tracker_uid(model_uid)
+        ours = tracker is not None and tracker.uid == tracker_uid(model_uid).encode()
         info = supervisor._model_uid_to_replica_info.get(model_uid)
         result = await original(supervisor, model_uid)
         if ours and info is not None:
@@ -48,7 +44,9 @@ def thorough_cancel(original: Method) -> Method:
             # A launch in the background no longer finds the model, and so does not clean up.
             if supervisor._xavier_cache_mapping.pop(model_uid, None) is not None:
                 endings.append(xo.destroy_actor(tracker))
-            await _end_all(endings)
+            if endings:
+                # Replicas that take longer than this go on ending in the background.
+                await asyncio.wait([spawn(_end(each)) for each in endings], timeout=_PATIENCE)
             release_uid(supervisor, model_uid)
         return result
 
@@ -66,13 +64,6 @@ def release_uid(supervisor: Any, model_uid: str) -> None:
             del book[uid]
 
 
-async def _end_all(endings: Iterable[Awaitable[Any]]) -> None:
-    """Replicas that take longer than `_PATIENCE` go on ending in the background."""
-    tasks = [spawn(_end(ending)) for ending in endings]
-    if tasks:
-        await asyncio.wait(tasks, timeout=_PATIENCE)
-
-
 async def _end(ending: Awaitable[Any]) -> None:
     """Log a failure instead of raising, so that the others end too. It may be gone already, its
     worker may be lost, or xinference's own cancel may be unwinding its launch."""
@@ -80,8 +71,3 @@ async def _end(ending: Awaitable[Any]) -> None:
         await ending
     except Exception as error:
         logger.warning("cleanup after a cancelled launch is incomplete: error=%r", error)
-
-
-def _uid(ref: Any) -> str:
-    uid = ref.uid
-    return uid.decode() if isinstance(uid, bytes) else str(uid)

@@ -1,9 +1,4 @@
-"""Adds sharing to xinference's launch: wraps methods of its supervisor and worker, and adds some.
-
-Runs in the processes of supervisor and workers, on the event loops of their actors.
-"""
-
-from __future__ import annotations
+"""Adds sharing to xinference's launch: wraps and adds methods of its supervisor and worker."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,12 +1,8 @@
 """The supervisor's part of a launch: a transaction that creates the model's tracker.
 
-A launch with `enable_xavier` creates the tracker before the first replica and destroys it if the
-launch fails. Once the launch continues in the background (`wait_ready=False`), xinference cleans
-up: it destroys the actors in its `_xavier_cache_mapping` when the launch fails, when the model is
-terminated, and when its last replica is gone.
+It destroys the tracker if the launch fails. A launch in the background (`wait_ready=False`) is
+cleaned up by xinference, which destroys the actors in its `_xavier_cache_mapping`.
 """
-
-from __future__ import annotations
 
 import functools
 import inspect
@@ -114,10 +110,9 @@ def sharing_launch(original: Method) -> Method:
                 replicas_per_host=_replicas_per_host(supervisor, call.arguments),
                 **options,
             )
-            hooks = None if config.hooks is None else Hooks(load_hook(config.hooks))
             extra["kv_transfer_config"] = kv_transfer_config(config)
-            if hooks is not None:
-                _hooks[claim] = hooks
+            if config.hooks is not None:
+                _hooks[claim] = Hooks(load_hook(config.hooks))
             async with Rollback() as scope:
                 # Registered first, because a cancelled creation may still succeed.
                 scope.undo(_destroy_tracker, address, model_uid)
@@ -167,15 +162,14 @@ def _replicas_per_host(supervisor: Any, arguments: Mapping[str, Any]) -> int:
     """The most replicas of this launch that one worker may get."""
     placements = arguments.get("replica_config") or ()
     if placements:
-        hosts = Counter(device.worker_ip for item in placements for device in item.devices)
-        return max(hosts.values(), default=1)
+        per_host = Counter(device.worker_ip for item in placements for device in item.devices)
+        return max(per_host.values(), default=1)
     replica = arguments.get("replica")
     if not isinstance(replica, int):
         return 1
-    if arguments.get("worker_ip") is not None or supervisor.is_local_deployment():
-        return max(1, replica)
-    workers = max(1, len(supervisor._worker_address_to_worker))
-    return max(1, -(-replica // workers))
+    one_host = arguments.get("worker_ip") is not None or supervisor.is_local_deployment()
+    hosts = 1 if one_host else max(1, len(supervisor._worker_address_to_worker))
+    return max(1, -(-replica // hosts))
 
 
 def _control_address(supervisor: Any) -> str:

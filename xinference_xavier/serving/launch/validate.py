@@ -1,7 +1,5 @@
 """Refuses launches that could never share, before anything is created."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping
 from typing import Any
@@ -11,8 +9,6 @@ from xinference_xavier.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-_ENGINE = "vllm"
-
 
 def refuse_unshareable(arguments: Mapping[str, Any], extra: Mapping[str, Any]) -> None:
     """Raises ConfigError for a launch that cannot share; warns of a single replica."""
@@ -21,7 +17,7 @@ def refuse_unshareable(arguments: Mapping[str, Any], extra: Mapping[str, Any]) -
     engines = [arguments.get("model_engine")]
     engines += [item.model_engine for item in placements if item.model_engine is not None]
     for engine in engines:
-        if str(engine).lower() != _ENGINE:
+        if str(engine).lower() != "vllm":
             raise ConfigError(
                 "model_engine", engine, "cannot share its cache", f"use vLLM, or {without}"
             )
@@ -56,10 +52,8 @@ def refuse_unshareable(arguments: Mapping[str, Any], extra: Mapping[str, Any]) -
 
 
 def refuse_several_hosts(supervisor: Any, arguments: Mapping[str, Any]) -> None:
-    """Raises ConfigError if `replica_config` places replicas on hosts that cannot share memory.
-
-    If xinference places the replicas itself, only their fetches show where they are.
-    """
+    """Raises ConfigError if `replica_config` places replicas on hosts that cannot share memory. If
+    xinference places the replicas itself, only their fetches show where they are."""
     placements = arguments.get("replica_config") or ()
     hosts = {device.worker_ip for item in placements for device in item.devices}
     if len(hosts) > 1 and not supervisor.is_local_deployment():

@@ -1,7 +1,5 @@
 """The worker's part of a launch: options that depend on its host, and why an engine failed."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Mapping
 from typing import Any

@@ -3,16 +3,12 @@
 xinference renders an aioprometheus registry synchronously, but replicas in other processes have the
 values. So a scrape first passes `FreshMetrics`, which asks for reports. The registry's collectors
 then read the samples of those that arrived by the deadline.
-
-Threading: everything runs on the API's event loop.
 """
-
-from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from aioprometheus.collectors import REGISTRY, Counter, Gauge, Histogram
@@ -25,7 +21,6 @@ from xinference_xavier.runtime.rate_limited_log import RateLimitedLog
 from xinference_xavier.serving.prometheus.families import (
     FAMILIES,
     PREFIX,
-    Family,
     Labels,
     Sample,
     samples,
@@ -40,6 +35,7 @@ MAX_AGE = 1.0
 """Seconds: scrapes that are closer together share a report."""
 _PATH = "/metrics"
 _SCRAPE_TIMEOUT = "x-prometheus-scrape-timeout-seconds"
+_KINDS = {"counter": Counter, "gauge": Gauge, "histogram": Histogram}
 
 
 def add_metrics(context: Any) -> None:
@@ -53,7 +49,7 @@ def add_metrics(context: Any) -> None:
 class FreshMetrics:
     """ASGI middleware."""
 
-    def __init__(self, app: ASGIApp, exporter: Exporter) -> None:
+    def __init__(self, app: ASGIApp, exporter: "Exporter") -> None:
         self._app = app
         self._exporter = exporter
 
@@ -85,9 +81,11 @@ class Exporter:
     def register(self, registry: Any) -> None:
         """Replaces collectors of an earlier exporter: an API may restart within its process."""
         for family in FAMILIES:
-            if f"{PREFIX}{family.name}" in registry.collectors:
-                registry.deregister(f"{PREFIX}{family.name}")
-            _KINDS[family.kind](family, self.read, registry)
+            name = f"{PREFIX}{family.name}"
+            if name in registry.collectors:
+                registry.deregister(name)
+            collector: Any = _KINDS[family.kind](name, family.help, registry=registry)
+            collector.get_all = partial(self.read, family.name)  # it has no values of its own
 
     def read(self, name: str) -> list[Sample]:
         return [(_escaped(labels), value) for labels, value in self._samples[name]]
@@ -128,30 +126,3 @@ def _escaped(labels: Labels) -> Labels:
         name: value.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
         for name, value in labels.items()
     }
-
-
-class _Live:
-    """A collector without values of its own."""
-
-    def __init__(self, family: Family, read: Callable[[str], list[Sample]], registry: Any) -> None:
-        self._family = family
-        self._read = read
-        super().__init__(f"{PREFIX}{family.name}", family.help, registry=registry)  # type: ignore[call-arg]  # the other base class takes them
-
-    def get_all(self) -> Any:
-        return self._read(self._family.name)
-
-
-class _Counter(_Live, Counter):
-    pass
-
-
-class _Gauge(_Live, Gauge):
-    pass
-
-
-class _Histogram(_Live, Histogram):
-    pass
-
-
-_KINDS = {"counter": _Counter, "gauge": _Gauge, "histogram": _Histogram}

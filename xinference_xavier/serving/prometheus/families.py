@@ -1,21 +1,17 @@
 """Sharing as Prometheus sees it: the metrics, and their values from reports. Pure.
 
 `stats.schema` declares the metrics that are one field of a report; the others are declared here.
-
-Replicas count since their start, so every process that answers a scrape shows the same values, and
-a restart of that process changes none. A replica that is restarted begins at zero, which Prometheus
-takes into account.
+Replicas count since their start, so every process that answers a scrape shows the same values.
 
 Models and replicas bound the number of series: every other label has few values, and a value that
 a peer makes up becomes "other".
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
+from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple, get_type_hints
 
@@ -92,11 +88,6 @@ def _waits(replica: ReplicaStatus) -> _ByLabels:
     return {("arrived",): max(0, waits.waited - waits.given_up), ("given_up",): waits.given_up}
 
 
-def _decisions(replica: ReplicaStatus) -> _ByLabels:
-    decisions = replica.fetch_decisions
-    return {("fetched",): decisions.fetched, ("computed",): decisions.computed}
-
-
 def _fetches(replica: ReplicaStatus) -> _ByLabels:
     fetches: dict[tuple[str, ...], float] = {
         (transport, outcome, ""): seconds["count"]
@@ -153,21 +144,17 @@ def _declared(kind: type[Any], labels: tuple[str, ...], *path: str) -> Iterator[
         shown, where = field.metadata, (*path, field.name)
         if "metric" in shown:
             own = (shown["label"],) if shown["label"] else ()
-            yield Family(shown["metric"], shown["help"], (*labels, *own), _reader(".".join(where)))
+            read_field = partial(_read_field, ".".join(where))
+            yield Family(shown["metric"], shown["help"], (*labels, *own), read_field)
         elif is_dataclass(hints[field.name]):
             yield from _declared(hints[field.name], labels, *where)
 
 
-def _reader(path: str) -> Callable[[object], float | _ByLabels | None]:
-    find = attrgetter(path)
-
-    def read_field(source: object) -> float | _ByLabels | None:
-        value = find(source)
-        if is_dataclass(value):
-            return {(name,): part for name, part in vars(value).items()}
-        return sum(value.values()) if isinstance(value, dict) else value
-
-    return read_field
+def _read_field(path: str, source: object) -> float | _ByLabels | None:
+    value = attrgetter(path)(source)
+    if is_dataclass(value):
+        return {(name,): part for name, part in vars(value).items()}
+    return sum(value.values()) if isinstance(value, dict) else value
 
 
 _MODEL = ("model",)
@@ -245,7 +232,10 @@ _OF_REPLICA = (
         "fetch_decisions_total",
         "Prefixes that peers held, by whether they were fetched or computed as the faster way.",
         (*_REPLICA, "way"),
-        _decisions,
+        lambda replica: {
+            ("fetched",): replica.fetch_decisions.fetched,
+            ("computed",): replica.fetch_decisions.computed,
+        },
     ),
     Family(
         "waits_total",

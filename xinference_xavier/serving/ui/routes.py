@@ -1,10 +1,7 @@
 """Serves the page and the dialog's script.
 
-Neither holds data, so both are public, like xinference's own pages: what they show comes from
-`serving/api.py`, which checks rights.
+Neither holds data, so both are public, like xinference's own pages.
 """
-
-from __future__ import annotations
 
 import functools
 import hashlib
@@ -56,15 +53,9 @@ def add_pages(context: Any) -> None:
 @functools.cache
 def page() -> str:
     """The page as one document that loads nothing else."""
-    parts = {
-        "/*style*/": _text("page/style.css"),
-        "/*script*/": _scripts("page", _PAGE_SCRIPTS, HIT_SOURCES=HIT_SOURCES),
-        "/*version*/": __version__,
-    }
-    text = _text("page/page.html")
-    for mark, part in parts.items():
-        text = text.replace(mark, part)
-    return text
+    scripts = _scripts("page", _PAGE_SCRIPTS, HIT_SOURCES=HIT_SOURCES)
+    document = _text("page/page.html").replace("/*version*/", __version__)
+    return document.replace("/*style*/", _text("page/style.css")).replace("/*script*/", scripts)
 
 
 @functools.cache

@@ -5,8 +5,6 @@ menu entry in the browser. Only complete, unencoded HTML answers are changed. Ev
 all streams, passes through unchanged and unbuffered.
 """
 
-from __future__ import annotations
-
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -33,11 +31,8 @@ class ScriptInPages:
             return
         # A browser that cached the page without the script must not get "not modified".
         headers = [header for header in scope["headers"] if header[0] not in _CONDITIONS]
-        # The server must send bytes, not a file by its path.
-        extensions = {**scope.get("extensions", {})}
-        extensions.pop("http.response.pathsend", None)
         page = _Page(send, self._tag)
-        await self._app({**scope, "headers": headers, "extensions": extensions}, receive, page.send)
+        await self._app({**scope, "headers": headers}, receive, page.send)
 
 
 class _Page:
@@ -67,8 +62,7 @@ class _Page:
             headers["content-length"] = str(len(self._body))
             # These describe the page without the tag.
             for name in ("etag", "last-modified", "accept-ranges"):
-                if name in headers:
-                    del headers[name]
+                del headers[name]
             start = {**start, "headers": headers.raw}
         await self._send(start)
         await self._send({"type": "http.response.body", "body": bytes(self._body)})
