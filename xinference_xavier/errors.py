@@ -103,6 +103,7 @@ REFUSALS = (
     "busy",
     "donor gone",
     "no transfer process",
+    "not compared",
     "not held",
     "other namespace",
     "sharing is off",
@@ -141,4 +142,5 @@ class NotSharing(StrEnum):
     RESETTING = "resetting"
     NO_TRANSFER_PROCESS = "no transfer process"
     ALONE = "alone since a reset"
+    NOT_COMPARED = "not compared with a peer yet"
     NO_PEERS = "no peers"

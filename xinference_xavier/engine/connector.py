@@ -35,7 +35,8 @@ from xinference_xavier.engine.page_format import page_format
 from xinference_xavier.engine.policy.donor_selection import Group
 from xinference_xavier.engine.process import log_like_vllm
 from xinference_xavier.engine.prompt_keys import PromptChunker
-from xinference_xavier.engine.spec import IDENTITY, XavierSpec
+from xinference_xavier.engine.sketches import describe_pages
+from xinference_xavier.engine.spec import IDENTITY, WorkerNote, XavierSpec
 from xinference_xavier.errors import ConfigError
 
 _MAX_DECODE_TOKENS = 16
@@ -60,7 +61,7 @@ class XavierConnector(OffloadingConnector):
         groups = {number: kv_cache_config.kv_cache_groups[number] for number in numbers}
         windows = [window_tokens(group) for group in groups.values()]
         chunk_tokens = chunk_tokens_for(self._config, block_tokens, windows)
-        self._group_specs = {number: group.kv_cache_spec for number, group in groups.items()}
+        self._groups = groups
         self._blocks_per_chunk = chunk_tokens // max(block_tokens)
         # vLLM's own entry. Since 0.33, not only the spec reads it.
         extra["blocks_per_chunk"] = self._blocks_per_chunk
@@ -86,7 +87,7 @@ class XavierConnector(OffloadingConnector):
             self._manager = manager
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        self._set_page_format(kv_caches)
+        self._describe_caches(kv_caches)
         super().register_kv_caches(kv_caches)
 
     def register_cross_layers_kv_cache(
@@ -94,16 +95,22 @@ class XavierConnector(OffloadingConnector):
     ) -> None:
         """Called by vLLM up to 0.28, which can keep all layers in one tensor."""
         groups = self._kv_cache_config.kv_cache_groups
-        self._set_page_format({group.layer_names[0]: kv_cache for group in groups})
+        self._describe_caches({group.layer_names[0]: kv_cache for group in groups})
         assert self.connector_worker is not None
         self.connector_worker.register_cross_layers_kv_cache(kv_cache, attn_backend)  # type: ignore[attr-defined]
 
-    def _set_page_format(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+    def _describe_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         assert self.connector_worker is not None
         spec = self.connector_worker.spec
         assert isinstance(spec, XavierSpec)
-        spec.pages = page_format(self._vllm_config, self._kv_cache_config, kv_caches)
-        spec.prefix_caching = bool(self._vllm_config.cache_config.enable_prefix_caching)
+        cache = self._vllm_config.cache_config
+        spec.describe = lambda pages: WorkerNote(
+            page_format(self._vllm_config, self._kv_cache_config, kv_caches),
+            bool(cache.enable_prefix_caching),
+            describe_pages(
+                self._groups, kv_caches, pages, self._blocks_per_chunk, cache.cache_dtype
+            ),
+        )
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
@@ -140,8 +147,8 @@ class XavierConnector(OffloadingConnector):
         assert self.connector_scheduler is not None
         assert isinstance(job.src_spec, GPULoadStoreSpec)
         keys = self.connector_scheduler._jobs[job_id].keys
-        groups, size = self._group_specs, self._blocks_per_chunk
-        if not stores_whole_chunks(job.src_spec, keys, groups, size):
+        specs = {number: group.kv_cache_spec for number, group in self._groups.items()}
+        if not stores_whole_chunks(job.src_spec, keys, specs, self._blocks_per_chunk):
             self._manager.void_store(job.req_id, keys)
 
     def take_events(self) -> Iterable[KVCacheEvent]:

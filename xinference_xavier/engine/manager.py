@@ -38,6 +38,7 @@ from xinference_xavier.engine.request import Request
 from xinference_xavier.engine.steps import Step, Steps
 from xinference_xavier.engine.tier_lookup import TierLookup
 from xinference_xavier.pool.pool import Pool, Reservation, Row
+from xinference_xavier.replica.canary import Sketch
 from xinference_xavier.replica.explain import Chunker
 from xinference_xavier.stats.schema import Hits
 from xinference_xavier.tiers.base import Tier
@@ -78,6 +79,7 @@ class XavierManager(OffloadingManager):
         self._hit_reporter = HitReporter(self._hits)
         self._steps = Steps()
         self.chunker: Chunker | None = None  # set by the connector
+        self.sketch: Callable[[bytes], Sketch | None] | None = None  # set by the spec
         self.prefill_rate = PrefillRate()
         self.cost_model = CostModel(row_bytes=row_bytes)
         self.selection = DonorSelection(

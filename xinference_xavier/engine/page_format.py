@@ -36,7 +36,7 @@ def page_format(
                 {
                     tensor_format(tensor, kv_cache_config.num_blocks)
                     for layer in group.layer_names
-                    for tensor in _tensors(kv_caches.get(layer))
+                    for tensor in tensors_of(kv_caches.get(layer))
                 }
             ),
         }
@@ -77,7 +77,7 @@ def _cpu_kernels(vllm_config: VllmConfig, spec: KVCacheSpec) -> list[str]:
     )
 
 
-def _tensors(cache: torch.Tensor | list[torch.Tensor] | None) -> Iterable[torch.Tensor]:
+def tensors_of(cache: torch.Tensor | list[torch.Tensor] | None) -> Iterable[torch.Tensor]:
     if cache is None:  # another worker's layer
         return ()
     return (cache,) if isinstance(cache, torch.Tensor) else cache

@@ -188,7 +188,7 @@ class TierLookup:
         for part, donor in enumerate(plan.donors[:parts]):
             share = rows[len(rows) * part // parts : len(rows) * (part + 1) // parts]
             for row in share:
-                row.replicated_from = donor
+                row.origin = row.replicated_from = donor
             fetch = self._tier.submit_load(donor, share, request.deadline, request.trace_headers)
             if fetch is not None:
                 self.fetches.add(fetch)

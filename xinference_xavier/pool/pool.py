@@ -44,6 +44,7 @@ class Row:
     checksum: int | None = None  # not shared until it is computed
     flushed: bool = False  # a hit only for lookups before the flush
     replicated_from: str | None = None  # the donor, until this row is copied itself
+    origin: str | None = None  # the donor; None: computed here
 
     def __repr__(self) -> str:
         return f"Row(slot={self.slot}, {self.state.name}, pins={self.pins})"

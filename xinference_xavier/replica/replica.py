@@ -10,7 +10,7 @@ process in the background, and the engine waits for neither. `stop` ends the thr
 import asyncio
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
 from typing import Any, Protocol
@@ -24,7 +24,9 @@ from xinference_xavier.pool.pool import Pool
 from xinference_xavier.pool.region import Region
 from xinference_xavier.protocol.startup_errors import replica_name
 from xinference_xavier.protocol.transfer import Endpoint, Grant, GrantRequest
+from xinference_xavier.replica.canary import Canary, Sketch
 from xinference_xavier.replica.checksums import Checksums
+from xinference_xavier.replica.departures import Departures
 from xinference_xavier.replica.donor import Donor
 from xinference_xavier.replica.event_reporter import EventReporter
 from xinference_xavier.replica.explain import Chunker, explanation
@@ -47,7 +49,6 @@ from xinference_xavier.runtime.tasks import spawn
 logger = logging.getLogger(__name__)
 
 _HOUSEKEEPING_INTERVAL = 1.0
-_LINKS_INTERVAL = 10.0
 _START_TIMEOUT = 60.0
 _STOP_TIMEOUT = 3.0
 
@@ -65,12 +66,15 @@ class ReplicaActor(xoscar.StatelessActor):  # type: ignore[misc]  # xoscar has n
         self.transfer_endpoint = replica.transfer_endpoint
         self.self_check = replica.self_check
         self.explain = replica.explain
+        self.sketch = replica.canary.answer
 
 
 class Engine(Protocol):
     """What a replica asks of its engine, on the background thread."""
 
     chunker: Chunker | None  # None until the engine is ready
+    sketch: Callable[[bytes], Sketch | None] | None
+    """Samples of a chunk that it computed; None: its rows are not comparable, as in tests."""
 
     def stats(self) -> dict[str, Any]:
         """JSON-able."""
@@ -109,12 +113,13 @@ class Replica:
         self.tier = PeerTier(pool, self.mirror, self._namespace)
         self._explaining = asyncio.Lock()
         self._thread = LoopThread("xavier-replica", self._begin)
-        self._known_members: frozenset[str] = frozenset()
         self._client: TrackerClient
         self._process: TransferProcess
         self._fetcher: Fetcher
         self._donor: Donor
         self._checksums: Checksums
+        self._departures: Departures
+        self.canary: Canary
 
     # -- called by the scheduler thread ------------------------------------------------------
 
@@ -135,6 +140,13 @@ class Replica:
         if config.port_range is not None:
             check_range(*config.port_range)  # fail now, not when the transfer process starts
         self._host = config.host or local_host_towards(config.tracker_address)
+        self.canary = Canary(
+            self._incarnation,
+            self._engine.sketch,
+            self.mirror,
+            self._namespace,
+            self._events.differs,
+        )
         server = await listen(self._host, config.port_range)
         scope.undo(server.stop)
         await xoscar.create_actor(
@@ -157,7 +169,7 @@ class Replica:
             mirror=self.mirror,
             holdings=self._pool.shared_keys,
             stats=self.stats,
-            on_members=self._members_changed,
+            on_members=lambda members: self._departures.members_changed(members),
             on_joined=lambda secret: spawn(self._process.configure(secret)),
             on_session=self._events.tracker_session,
             events=self._events.pending,
@@ -172,24 +184,27 @@ class Replica:
             process=self._process,
             namespace=self._namespace,
             mirror=self.mirror,
+            canary=self.canary,
             arrived=lambda rows: publish([row.key for row in rows]),
             rolled_back=self._events.rolled_back,
         )
         # A grant outlives the fetch that asked for it.
         self._donor = Donor(self._pool, self._process, 2 * config.fetch_timeout)
-        self._checksums = Checksums(self._region, self._pool, publish)
+        self._checksums = Checksums(self._region, self._pool, self._offer)
+        self._departures = Departures(self._process, self._fetcher, self._donor, self.canary)
         background = [
             asyncio.ensure_future(work)
             for work in (
                 self._process.run(),
                 self._client.run(),
                 self._checksums.run(),
+                self.canary.run(),
                 self._housekeep(),
-                self._close_late_links(),
+                self._departures.close_late_links(),
             )
         ]
         scope.undo(self._end, background)
-        self.tier.open(self._client, self._process, self._fetcher, self._checksums)
+        self.tier.open(self._client, self._process, self._fetcher, self._checksums, self.canary)
         return background
 
     async def _end(self, background: list[asyncio.Task[None]]) -> None:
@@ -200,25 +215,10 @@ class Replica:
             if isinstance(result, Exception):
                 logger.error("sharing ended: incarnation=%s", self._incarnation, exc_info=result)
 
-    def _members_changed(self, members: frozenset[str]) -> None:
-        gone = self._known_members - members
-        self._known_members = members
-        for incarnation in gone:
-            self._fetcher.forget(incarnation)
-        if gone:
-            spawn(self._forget_members(gone))
-
-    async def _forget_members(self, gone: frozenset[str]) -> None:
-        # Links first: while a link is open, granted rows may be in flight.
-        await self._process.close_links_except(self._known_members)
-        for incarnation in gone:
-            self._donor.grants.forget(incarnation)
-
-    async def _close_late_links(self) -> None:
-        """Close links that a replica opened after its lease expired, before it knew."""
-        while True:
-            await asyncio.sleep(_LINKS_INTERVAL)
-            await self._process.close_links_except(self._known_members)
+    def _offer(self, keys: list[bytes]) -> None:
+        """The engine computed these chunks, and they may be shared from now on."""
+        self._client.publisher.enqueue(keys, held=True)
+        self.canary.computed(keys)
 
     async def _housekeep(self) -> None:
         sharing_log = SharingLog(self._incarnation)
@@ -243,6 +243,8 @@ class Replica:
             return NotSharing.NO_TRANSFER_PROCESS
         if not self.mirror.peers:
             return NotSharing.ALONE if self._namespace.is_isolated else NotSharing.NO_PEERS
+        if not self.canary.trusted_among(tuple(self.mirror.peers)):
+            return NotSharing.NOT_COMPARED
         return None
 
     # -- asked by peers and the tracker -------------------------------------------------------
@@ -304,6 +306,7 @@ class Replica:
                 pool=self._pool,
                 donor=self._donor,
                 mirror=self.mirror,
+                canary=self.canary,
                 process=self._process,
                 hooks=self._events.hooks,
                 not_sharing=self._not_sharing(),
