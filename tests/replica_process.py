@@ -32,7 +32,7 @@ from xinference_xavier.config import XavierConfig
 from xinference_xavier.pool.pool import Pool, PoolCounts
 from xinference_xavier.pool.region import Region
 from xinference_xavier.protocol.tracker import tracker_uid
-from xinference_xavier.replica.canary import Sketch
+from xinference_xavier.replica.canary import Probe, ProbeResult, Sketch
 from xinference_xavier.replica.explain import Chunked, Chunker
 from xinference_xavier.replica.replica import Replica
 from xinference_xavier.tiers.base import Claim, Fetch, FetchState
@@ -100,11 +100,22 @@ class _Engine:
 
     def __init__(self) -> None:
         self.chunker: Chunker | None = chunk_numbers
-        self.sketch: Callable[[bytes], Sketch | None] | None = None
+        self.comparable = False
+        self.sketch: Callable[[bytes], Sketch | None] = lambda key: None
         self.counted: dict[str, Any] = {}
+        self.probe: Probe | None = None
+        self.results: list[ProbeResult] = []
 
-    def stats(self) -> dict[str, Any]:
-        return self.counted
+    @property
+    def stats(self) -> Callable[[], dict[str, Any]]:
+        return lambda: self.counted
+
+    def next_probe(self) -> Probe | None:
+        return self.probe
+
+    def take_probe_results(self) -> list[ProbeResult]:
+        results, self.results = self.results, []
+        return results
 
 
 class _Inside:
@@ -115,6 +126,7 @@ class _Inside:
         self.engine = _Engine()
         self.factor = options.pop("factor", None)
         if self.factor is not None:
+            self.engine.comparable = True
             self.engine.sketch = self.sketch
         self.spans = InMemorySpanExporter()
         self.lines = _Lines()

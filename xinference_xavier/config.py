@@ -60,6 +60,7 @@ class XavierConfig:
     fetch_timeout: float = DEFAULT_FETCH_TIMEOUT
     min_fetch_tokens: int | None = None
     hooks: str | None = None
+    audit: bool = True
     worker_address: str | None = None
     replicas_per_host: int = 1
 

@@ -81,6 +81,17 @@ class ReplicasDiffer(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class AuditFailed(Event):
+    """A chunk that came from `donor`, empty if the replica's own, differs from what the replica
+    computes. Everything from there was dropped."""
+
+    incarnation: str
+    donor: str
+    layer: str
+    amount: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrackerLost(Event):
     incarnation: str
     reason: str

@@ -185,4 +185,5 @@ PARSERS: dict[str, Callable[[str, object], Any]] = {
     "xavier_fetch_timeout": _parse_fetch_timeout,
     "xavier_min_fetch_tokens": _parse_min_fetch_tokens,
     "xavier_hooks": _parse_hooks,
+    "xavier_audit": parse_bool,
 }

@@ -33,6 +33,7 @@ from xinference_xavier.engine.chunks import chunk_tokens_for, stores_whole_chunk
 from xinference_xavier.engine.manager import XavierManager
 from xinference_xavier.engine.page_format import page_format
 from xinference_xavier.engine.policy.donor_selection import Group
+from xinference_xavier.engine.probes import Probes
 from xinference_xavier.engine.process import log_like_vllm
 from xinference_xavier.engine.prompt_keys import PromptChunker
 from xinference_xavier.engine.sketches import describe_pages
@@ -78,7 +79,15 @@ class XavierConnector(OffloadingConnector):
             assert self.connector_scheduler is not None
             manager = self.connector_scheduler.manager
             assert isinstance(manager, XavierManager)
-            manager.chunker = PromptChunker(vllm_config, offloading, chunk_tokens)
+            assert manager.view.sketcher is not None
+            manager.view.probes = Probes(
+                manager.view.sketcher,
+                chunk_tokens=chunk_tokens,
+                vocabulary=vllm_config.model_config.get_vocab_size(),
+                audits=self._config.audit,
+                can_audit=manager.view.can_audit,
+            )
+            manager.view.chunker = PromptChunker(vllm_config, offloading, chunk_tokens)
             manager.selection.groups = {
                 group.group_idx.to_bytes(4): lookup_group(group)
                 for group in self.connector_scheduler.config.kv_group_configs
@@ -118,7 +127,11 @@ class XavierConnector(OffloadingConnector):
         assert self.connector_scheduler is not None
         compat.record_keys(self.connector_scheduler, request.request_id)
         self._manager.begin_lookups(
-            request.request_id, num_computed_tokens, request.trace_headers, request.lora_request
+            request.request_id,
+            num_computed_tokens,
+            request.trace_headers,
+            request.lora_request,
+            request.cache_salt,
         )
         return super().get_num_new_matched_tokens(request, num_computed_tokens)
 
@@ -126,8 +139,12 @@ class XavierConnector(OffloadingConnector):
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
         super().update_state_after_alloc(request, blocks, num_external_tokens)
+        only_tokens = not (request.lora_request or request.mm_features or request.prompt_embeds)
         self._manager.count_prompt(
-            request.request_id, request.num_prompt_tokens, num_external_tokens
+            request.request_id,
+            request.num_prompt_tokens,
+            num_external_tokens,
+            request.prompt_token_ids if only_tokens else None,
         )
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:

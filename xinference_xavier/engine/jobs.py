@@ -27,6 +27,11 @@ class Jobs:
         """`rows` come with vLLM's keys."""
         self._stores.update(((req_id, key), row) for key, row in rows)
 
+    def storing(self, req_id: str, keys: Iterable[bytes]) -> list[Row]:
+        """The rows that vLLM's workers still are to store, except void ones."""
+        jobs = ((req_id, key) for key in keys)
+        return [self._stores[job] for job in jobs if job not in self._void]
+
     def void_store(self, req_id: str, keys: Iterable[bytes]) -> None:
         """What these rows get is not their chunks."""
         self._void.update((req_id, key) for key in keys)

@@ -34,12 +34,12 @@ from xinference_xavier.engine.metrics import HitReporter
 from xinference_xavier.engine.policy.cost_model import CostModel
 from xinference_xavier.engine.policy.donor_selection import DonorSelection, FetchPolicy
 from xinference_xavier.engine.policy.prefill_rate import PrefillRate
+from xinference_xavier.engine.probes import SALT
 from xinference_xavier.engine.request import Request
 from xinference_xavier.engine.steps import Step, Steps
 from xinference_xavier.engine.tier_lookup import TierLookup
+from xinference_xavier.engine.view import EngineView
 from xinference_xavier.pool.pool import Pool, Reservation, Row
-from xinference_xavier.replica.canary import Sketch
-from xinference_xavier.replica.explain import Chunker
 from xinference_xavier.stats.schema import Hits
 from xinference_xavier.tiers.base import Tier
 
@@ -71,15 +71,13 @@ class XavierManager(OffloadingManager):
         self._requests: dict[str, Request] = {}
         self._adapters = Adapters()
         self._shares = shares
-        self._all_share = shares
-        """All requests, so far."""
+        self._all_share = shares  # all requests, so far
         self._finished_requests = 0
         self._jobs = Jobs(pool)
         self._hits = Hits()
         self._hit_reporter = HitReporter(self._hits)
         self._steps = Steps()
-        self.chunker: Chunker | None = None  # set by the connector
-        self.sketch: Callable[[bytes], Sketch | None] | None = None  # set by the spec
+        self.view = EngineView(self.stats, self._requests, self._hits)
         self.prefill_rate = PrefillRate()
         self.cost_model = CostModel(row_bytes=row_bytes)
         self.selection = DonorSelection(
@@ -122,9 +120,8 @@ class XavierManager(OffloadingManager):
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         self._pool.sweep()  # between two steps no HIT waits for its pin
-        request = self._requests[req_context.req_id] = Request(
-            req_context, excluded=not self._shares
-        )
+        request = Request(req_context, excluded=not self._shares)
+        self._requests[req_context.req_id] = request
         req_context.set_state(request)
         return RequestOffloadingContext()
 
@@ -134,6 +131,7 @@ class XavierManager(OffloadingManager):
         prefix_tokens: int,
         trace_headers: Mapping[str, str] | None = None,
         lora_request: LoRARequest | None = None,
+        salt: str | None = None,
     ) -> None:
         """vLLM, which has `prefix_tokens` of the request in its own cache, looks up the rest.
 
@@ -141,6 +139,8 @@ class XavierManager(OffloadingManager):
         """
         request = self._requests[req_id]
         request.looked_up(prefix_tokens)
+        if salt is not None and salt.startswith(SALT):
+            request.probe, request.given_up, request.counted = salt, True, True
         request.trace_headers = trace_headers
         if lora_request is not None:
             self._all_share = False
@@ -161,10 +161,13 @@ class XavierManager(OffloadingManager):
         self.tier_lookup.end_pass()
         self._pool.sweep()
 
-    def count_prompt(self, req_id: str, prompt: int, loaded: int) -> None:
+    def count_prompt(
+        self, req_id: str, prompt: int, loaded: int, tokens: Sequence[int] | None = None
+    ) -> None:
         """The request was scheduled, with a prompt of so many tokens and so many loaded.
 
-        After an asynchronous load vLLM says so again; that does not count.
+        Its `tokens` are known if nothing else has an influence on its rows, such as images. After
+        an asynchronous load vLLM says so again; that does not count.
         """
         request = self._requests[req_id]
         if request.counted:
@@ -174,13 +177,15 @@ class XavierManager(OffloadingManager):
         rows = self._jobs.loading(req_id)
         fetched = sum(row.key in request.fetched for row in rows)
         remote = loaded * fetched // max(1, len(rows))
+        if rows and tokens is not None and rows[0].key == self.selection.first_key(request):
+            self.view.loaded(tokens, rows[0])
         self._hits.prefix_cache += request.prefix_tokens
         self._hits.local_pool += loaded - remote
         self._hits.remote += remote
         self._hits.computed += max(0, prompt - request.prefix_tokens - loaded)
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        self._finished_requests += 1
+        self._finished_requests += _of(req_context).probe is None
         # vLLM's own prefix cache does not report its hits, and they keep chunks in use as well.
         # In reverse, so that a prefix is evicted from its end.
         request = self._requests.pop(req_context.req_id)
@@ -262,7 +267,11 @@ class XavierManager(OffloadingManager):
     def complete_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True
     ) -> None:
-        rows = self._jobs.end_store(req_context.req_id, keys, success)
+        req_id, probe = req_context.req_id, _of(req_context).probe
+        if probe is not None:
+            self.view.stored(probe, self._jobs.storing(req_id, keys) if success else [])
+            success = False  # nobody shall find the rows
+        rows = self._jobs.end_store(req_id, keys, success)
         if rows:
             self._tier.on_stored(rows)
 

@@ -37,6 +37,7 @@ class Request:
     trace_headers: Mapping[str, str] | None = None
     excluded: bool = False  # neither stores nor loads anything
     adapter: Adapter | None = None
+    probe: str | None = None  # the salt of a probe
     asked: bool = False  # the tracker, whether a peer computes its prefix
     wait: Wait | None = None  # for that peer, even if it is over
     groups: dict[bytes, list[bytes]] | None = None  # see `DonorSelection.groups_of`

@@ -11,7 +11,7 @@ samples rows (`Sketcher`).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +20,7 @@ from vllm.v1.kv_offload.base import CanonicalKVCaches
 
 from xinference_xavier.engine.page_format import tensors_of
 from xinference_xavier.engine.request import GROUP
-from xinference_xavier.pool.pool import Pool
+from xinference_xavier.pool.pool import Pool, Row
 from xinference_xavier.pool.region import Region
 from xinference_xavier.replica.canary import Sketch
 
@@ -103,18 +103,25 @@ class Sketcher:
     def sketch(self, key: bytes) -> Sketch | None:
         """Samples of the chunk's rows in all groups, by layer. None unless this engine computed
         them and still has them."""
-        sketch: dict[str, tuple[str, list[float]]] = {}
-        for number, parts in self._places.items():
-            for row in self._pool.pin_shared([key[: GROUP.start] + number]):
-                try:
-                    if row.origin is None:
-                        for name, part, places in parts:
-                            sketch[name] = (part.dtype, self._sample(row.slot, part, places))
-                finally:
-                    self._pool.unpin([row])
-        return sketch or None
+        rows = [
+            row
+            for number in self._places
+            for row in self._pool.pin_shared([key[: GROUP.start] + number])
+        ]
+        try:
+            return self.sample([row for row in rows if row.origin is None]) or None
+        finally:
+            self._pool.unpin(rows)
 
-    def _sample(self, slot: int, part: _Part, places: torch.Tensor) -> list[float]:
+    def sample(self, rows: Iterable[Row]) -> Sketch:
+        """`rows` may not change meanwhile."""
+        return {
+            name: (part.dtype, self._read(row.slot, part, places))
+            for row in rows
+            for name, part, places in self._places.get(row.key[GROUP], ())
+        }
+
+    def _read(self, slot: int, part: _Part, places: torch.Tensor) -> list[float]:
         numbers = torch.from_numpy(self._rows[slot])[places].view(getattr(torch, part.dtype))
         samples: list[float] = numbers.flatten().float().tolist()
         return [number if math.isfinite(number) else 0.0 for number in samples]

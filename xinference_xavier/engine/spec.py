@@ -183,14 +183,14 @@ class XavierSpec(OffloadingSpec):
             comparable = (
                 1 if self.replicated_layout or parallel.pp_size > 1 else parallel.world_size
             )
-            self._manager.sketch = Sketcher(
+            self._manager.view.sketcher = Sketcher(
                 region,
                 pool,
                 note.parts,
                 cells=comparable,
                 cell_bytes=self._cell_bytes,
                 blocks_per_chunk=self.blocks_per_chunk,
-            ).sketch
-            replica.start(self._manager)
+            )
+            replica.start(self._manager.view)
             end_with_parent()
         return self._manager

@@ -262,8 +262,8 @@ class Pool:
 
     # -- flushing --------------------------------------------------------------------------
 
-    def flush(self) -> list[bytes]:
-        """Make lookups miss every READY row from now on; returns their keys.
+    def flush(self, origin: str | None = None) -> list[bytes]:
+        """Make lookups miss every READY row, or those from `origin`; returns their keys.
 
         Any thread may call it: a row that was just looked up can still be pinned until `sweep`.
         """
@@ -271,7 +271,7 @@ class Pool:
             rows = [
                 row
                 for row in self._held.values()
-                if row.state is RowState.READY and not row.flushed
+                if row.state is RowState.READY and not row.flushed and origin in (None, row.origin)
             ]
             for row in rows:
                 row.flushed = True

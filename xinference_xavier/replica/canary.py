@@ -13,6 +13,7 @@ Threading: the replica's background loop. The scheduler thread may call `trusted
 """
 
 import asyncio
+import itertools
 import logging
 import math
 from collections import OrderedDict
@@ -29,6 +30,7 @@ from xinference_xavier.replica.namespace import SharedNamespace
 from xinference_xavier.runtime.addresses import replica_uid
 from xinference_xavier.runtime.deadline import UNREACHABLE, within
 from xinference_xavier.runtime.rate_limited_log import RateLimitedLog
+from xinference_xavier.runtime.tasks import spawn
 from xinference_xavier.stats.schema import ComparisonStats
 
 logger = logging.getLogger(__name__)
@@ -49,6 +51,23 @@ _DEADLINE = 5.0
 class Difference(NamedTuple):
     layer: str
     amount: float  # relative; infinite if the layers cannot be compared
+
+
+class Probe(NamedTuple):
+    """A prompt that an engine shall compute, in tokens."""
+
+    tokens: list[int]
+    salt: str
+
+
+class ProbeResult(NamedTuple):
+    """The `sketch` of the canary with its `key`; or, without a key, of an audit: the rows came from
+    `donor`, None if from our own engine, and what it computes now has a `difference` from them."""
+
+    key: bytes | None
+    sketch: Sketch
+    donor: str | None = None
+    difference: Difference | None = None
 
 
 def difference(own: Sketch, other: Sketch) -> Difference | None:
@@ -92,11 +111,26 @@ class Canary:
         self._trusted: frozenset[str] = frozenset()
         self._differing: set[str] = set()
         self._own: OrderedDict[bytes, None] = OrderedDict()  # the latest last
+        self._probes: dict[bytes, Sketch] = {}
         self._tried: set[tuple[str, bytes]] = set()
         self._news = asyncio.Event()
         self.trusts_all = sketch is None
         self._log = RateLimitedLog(logger)
         self.stats = ComparisonStats()
+
+    def probed(self, key: bytes, sketch: Sketch) -> None:
+        """The engine has computed the canary. Peers do the same, so it is not published."""
+        self._probes[key] = sketch
+        self._news.set()
+
+    def distrust(self, peer: str, found: Difference) -> None:
+        """What `peer` sent differs from what we compute."""
+        self._set_trusted(self._trusted - {peer})
+        self._differing.add(peer)
+        self.stats.differing += 1
+        self.stats.peer, self.stats.layer = peer, found.layer
+        self.stats.amount = min(found.amount, 1e9)  # JSON has no infinity
+        self._differs(peer, found)
 
     def trusts(self, peer: str) -> bool:
         return self._sketch is None or peer in self._trusted
@@ -122,12 +156,24 @@ class Canary:
                 self._own.popitem(last=False)
         self._news.set()
 
-    def answer(self, version: object, namespace: str, key: bytes) -> Sketch | None:
-        """For a peer; None if we have not computed the chunk. Raises LinkError."""
+    def answer(
+        self, version: object, namespace: str, peer: str, key: bytes, sketch: Sketch
+    ) -> Sketch | None:
+        """Our sketch for `peer`, which sends its own; None if we have not computed the chunk.
+
+        Raises LinkError.
+        """
         check_version(version)
-        if self._sketch is None or namespace != self._namespace.current:
+        other = _checked(sketch)
+        if namespace != self._namespace.current or peer not in self._mirror.peers:
             return None
-        return self._sketch(key)
+        own = self._own_sketch(key)
+        if own is not None and other is not None and peer not in self._trusted | self._differing:
+            spawn(self._judge(peer, own, other))
+        return own
+
+    def _own_sketch(self, key: bytes) -> Sketch | None:
+        return self._probes.get(key) or (self._sketch(key) if self._sketch is not None else None)
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -137,30 +183,23 @@ class Canary:
             self._news.clear()
             for peer in self._mirror.peers - self._trusted - self._differing:
                 key = self._common_chunk(peer)
-                if key is not None and self._sketch is not None:
-                    await self._compare(peer, key, self._sketch)
+                if key is not None:
+                    await self._compare(peer, key)
             await asyncio.sleep(_MIN_PAUSE)
 
     def _common_chunk(self, peer: str) -> bytes | None:
         holders = self._mirror.all_holders
-        return next(
-            (
-                key
-                for key in reversed(self._own)
-                if peer in holders(key) and (peer, key) not in self._tried
-            ),
-            None,
-        )
+        published = (key for key in reversed(self._own) if peer in holders(key))
+        keys = itertools.chain(self._probes, published)
+        return next((key for key in keys if (peer, key) not in self._tried), None)
 
-    async def _compare(
-        self, peer: str, key: bytes, sketch: Callable[[bytes], Sketch | None]
-    ) -> None:
-        own = sketch(key)
+    async def _compare(self, peer: str, key: bytes) -> None:
+        own = self._own_sketch(key)
         if own is None:  # it was evicted
-            del self._own[key]
+            self._own.pop(key, None)
             return
         try:
-            other = await self._ask(peer, key)
+            other = await self._ask(peer, key, own)
         except (LinkError, *UNREACHABLE) as error:
             self._log.warn(peer, "cannot compare: peer=%s error=%r", peer, error)
             return
@@ -168,26 +207,25 @@ class Canary:
             if len(self._tried) >= _MAX_TRIED:
                 self._tried.clear()
             self._tried.add((peer, key))
-            return
+        elif peer in self._mirror.peers - self._trusted - self._differing:
+            await self._judge(peer, own, other)
+
+    async def _judge(self, peer: str, own: Sketch, other: Sketch) -> None:
         found = difference(own, other)
         if found is None:
             self._set_trusted(self._trusted | {peer})
             logger.info("peer computes alike: incarnation=%s peer=%s", self._incarnation, peer)
             return
-        self._differing.add(peer)
-        self.stats.differing += 1
-        self.stats.peer, self.stats.layer = peer, found.layer
-        self.stats.amount = min(found.amount, 1e9)  # JSON has no infinity
-        self._differs(peer, found)
+        self.distrust(peer, found)
         if peer == self._mirror.eldest:
             await self._namespace.part()
 
-    async def _ask(self, peer: str, key: bytes) -> Sketch | None:
+    async def _ask(self, peer: str, key: bytes, own: Sketch) -> Sketch | None:
         address = self._mirror.address(peer)
         if address is None:
             raise LinkError("it has left")
         actor = await within(_DEADLINE, xoscar.actor_ref(address, replica_uid(peer)))
-        call = actor.sketch(PROTOCOL_VERSION, self._namespace.current, key)
+        call = actor.sketch(PROTOCOL_VERSION, self._namespace.current, self._incarnation, key, own)
         return _checked(await within(_DEADLINE, call))
 
     def _set_trusted(self, trusted: frozenset[str]) -> None:

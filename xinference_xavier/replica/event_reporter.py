@@ -9,6 +9,7 @@ from typing import Any
 
 from xinference_xavier.config import XavierConfig
 from xinference_xavier.events import (
+    AuditFailed,
     Event,
     FetchRolledBack,
     ReplicasDiffer,
@@ -75,6 +76,23 @@ class EventReporter:
                 model_uid=self._model_uid,
                 incarnation=self._incarnation,
                 peer=peer,
+                layer=difference.layer,
+                amount=min(difference.amount, 1e9),
+            )
+        )
+
+    def audit_failed(self, donor: str | None, difference: Difference) -> None:
+        logger.error(
+            "audit failed, rows are dropped: incarnation=%s donor=%s layer=%s difference=%.3g",
+            self._incarnation,
+            donor,
+            *difference,
+        )
+        self._notify(
+            AuditFailed(
+                model_uid=self._model_uid,
+                incarnation=self._incarnation,
+                donor=donor or "",
                 layer=difference.layer,
                 amount=min(difference.amount, 1e9),
             )

@@ -24,7 +24,8 @@ from xinference_xavier.pool.pool import Pool
 from xinference_xavier.pool.region import Region
 from xinference_xavier.protocol.startup_errors import replica_name
 from xinference_xavier.protocol.transfer import Endpoint, Grant, GrantRequest
-from xinference_xavier.replica.canary import Canary, Sketch
+from xinference_xavier.replica.audits import take_result
+from xinference_xavier.replica.canary import Canary, Probe, ProbeResult, Sketch
 from xinference_xavier.replica.checksums import Checksums
 from xinference_xavier.replica.departures import Departures
 from xinference_xavier.replica.donor import Donor
@@ -67,17 +68,30 @@ class ReplicaActor(xoscar.StatelessActor):  # type: ignore[misc]  # xoscar has n
         self.self_check = replica.self_check
         self.explain = replica.explain
         self.sketch = replica.canary.answer
+        self.next_probe = replica.engine.next_probe
 
 
 class Engine(Protocol):
     """What a replica asks of its engine, on the background thread."""
 
     chunker: Chunker | None  # None until the engine is ready
-    sketch: Callable[[bytes], Sketch | None] | None
-    """Samples of a chunk that it computed; None: its rows are not comparable, as in tests."""
 
-    def stats(self) -> dict[str, Any]:
+    @property
+    def comparable(self) -> bool:
+        """Whether it can `sketch`. Without, as in tests, all peers are trusted."""
+
+    @property
+    def stats(self) -> Callable[[], dict[str, Any]]:
         """JSON-able."""
+
+    def sketch(self, key: bytes) -> Sketch | None:
+        """Samples of a chunk that it computed and still has."""
+
+    def next_probe(self) -> Probe | None:
+        """A prompt to compute now for the sake of a comparison."""
+
+    def take_probe_results(self) -> list[ProbeResult]:
+        """Those since the last call."""
 
 
 class Replica:
@@ -107,7 +121,7 @@ class Replica:
         self._key_bytes = key_bytes
         self._region = region
         self._pool = pool
-        self._engine: Engine
+        self.engine: Engine
         self._events = EventReporter(config, incarnation)
         self.mirror = Mirror(incarnation)
         self.tier = PeerTier(pool, self.mirror, self._namespace)
@@ -125,7 +139,7 @@ class Replica:
 
     def start(self, engine: Engine) -> None:
         """Raises TransportError if the configured host or ports cannot be used here."""
-        self._engine = engine
+        self.engine = engine
         self._thread.start(_START_TIMEOUT)
 
     def stop(self) -> None:
@@ -142,7 +156,7 @@ class Replica:
         self._host = config.host or local_host_towards(config.tracker_address)
         self.canary = Canary(
             self._incarnation,
-            self._engine.sketch,
+            self.engine.sketch if self.engine.comparable else None,
             self.mirror,
             self._namespace,
             self._events.differs,
@@ -227,6 +241,8 @@ class Replica:
             self.tier.withdraw_evicted()
             self._client.publisher.flush()
             self._donor.grants.expire(time.monotonic())
+            for result in self.engine.take_probe_results():
+                take_result(result, self.canary, self._events, self.flush)
             sharing_log.update(self._not_sharing(), len(self.mirror.peers))
 
     def _not_sharing(self) -> NotSharing | None:
@@ -265,9 +281,10 @@ class Replica:
         """Share again with replicas of the same version; False if there was no reset."""
         return await self._namespace.rejoin(version)
 
-    def flush(self) -> int:
-        """Forget all READY chunks; returns how many. vLLM's prefix cache keeps what it has."""
-        keys = self._pool.flush()
+    def flush(self, donor: str | None = None) -> int:
+        """Forget all READY chunks, or those from `donor`; returns how many. vLLM's prefix cache
+        keeps what it has."""
+        keys = self._pool.flush(donor)
         self._client.publisher.enqueue(keys, held=False)
         self._client.publisher.flush()
         return len(keys)
@@ -275,7 +292,7 @@ class Replica:
     async def explain(self, question: dict[str, Any]) -> dict[str, Any]:
         """Answer `{"prompt": text}` or `{"messages": [...]}` with an `explanation`. Raises
         ExplainError if there is no tokenizer yet, or it rejects the question."""
-        chunker = self._engine.chunker
+        chunker = self.engine.chunker
         if chunker is None:
             raise ExplainError(f"replica {self._incarnation} is still starting; ask again")
         async with self._explaining:
@@ -300,7 +317,7 @@ class Replica:
         """`ReplicaStats` as JSON, without a call to another process."""
         return asdict(
             replica_stats(
-                self._engine.stats(),
+                self.engine.stats(),
                 self._fetcher.counts,
                 row_bytes=self._region.row_bytes,
                 pool=self._pool,

@@ -194,6 +194,10 @@ class ComparisonStats:
     differing: int = metric(
         "differing_peers_total", "Peers that computed other rows than the replica of the same text."
     )
+    audits: int = metric("audits_total", "Chunks computed again and compared.")
+    failed_audits: int = metric(
+        "failed_audits_total", "Audits in which the rows differed from what the replica computes."
+    )
     peer: str | None = None
     layer: str | None = None
     amount: float | None = None

@@ -188,6 +188,11 @@ class DonorSelection:
                     keys.append(request.row_key(key))
         return request.groups
 
+    def first_key(self, request: Request) -> bytes | None:
+        """That of the first chunk in the first group."""
+        keys = next(iter(self.groups_of(request).values()), [])
+        return keys[0] if keys else None
+
     def _sorted_groups(self, request: Request) -> _Groups:
         """Those with windows last."""
         pairs = [(self.group(keys[0]), keys) for keys in self.groups_of(request).values() if keys]

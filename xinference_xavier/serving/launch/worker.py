@@ -8,7 +8,9 @@ from xinference_xavier.config import SHARES
 from xinference_xavier.errors import ReplicaStartError
 from xinference_xavier.kv_transfer_config import configuration, for_worker, own_transfer_config
 from xinference_xavier.protocol.startup_errors import pop_startup_error
+from xinference_xavier.runtime.tasks import spawn
 from xinference_xavier.serving.launch import Method
+from xinference_xavier.serving.launch.probing import keep_probing
 
 
 def localizing_launch(original: Method) -> Method:
@@ -39,7 +41,7 @@ def explaining_load(original: Method) -> Method:
         arguments = worker._model_uid_to_launch_args.get(model_uid) or {}
         transfer = own_transfer_config(arguments.get("kv_transfer_config"))
         try:
-            return await original(worker, model_uid)
+            result = await original(worker, model_uid)
         except Exception as error:
             if transfer is None:
                 raise
@@ -48,5 +50,8 @@ def explaining_load(original: Method) -> Method:
             if cause is None:
                 raise
             raise ReplicaStartError(cause) from error
+        if transfer is not None:
+            spawn(keep_probing(worker, model_uid, configuration(transfer)))
+        return result
 
     return wait_for_load
