@@ -12,7 +12,9 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
+FOLDER = "THE MODEL'S FOLDER"
 VOCABULARY = 512
 CONTEXT = 4096
 _SIZES: dict[str, Any] = {
@@ -36,6 +38,25 @@ class Architecture(NamedTuple):
     config: Callable[..., Any]
     sizes: Mapping[str, Any] = {}
     arguments: Mapping[str, Any] = {}
+    finish: Callable[[Path], None] | None = None
+    """Changes the model's folder after all else."""
+    shares: bool = True
+    whole_hits: bool = True
+    """Another engine reuses every whole chunk of 128 tokens."""
+    least_hit: int = 0
+    """Tokens of the largest prompt that hits nothing, without `whole_hits`."""
+    pool_bytes: int = 7 << 20
+    """Fewer rows than the longest prompt has chunks, and enough for the others."""
+    tolerance: float = 1e-4
+    """Of log-probabilities."""
+    rare: bool = False
+
+    def arguments_for(self, folder: Path) -> dict[str, Any]:
+        """`arguments` of the model in `folder`, which may draft for itself."""
+        filled: dict[str, Any] = json.loads(
+            json.dumps(dict(self.arguments)).replace(FOLDER, str(folder))
+        )
+        return filled
 
 
 def make(name: str, folder: Path) -> Path:
@@ -51,7 +72,48 @@ def make(name: str, folder: Path) -> Path:
     model.save_pretrained(folder)
     description = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(description | {"dtype": "float32"}))
+    if architecture.finish is not None:
+        architecture.finish(folder)
     return folder
+
+
+def _quantise(folder: Path) -> None:
+    """Four bits per weight and a scale for every 64 of a row, as GPTQ writes them."""
+    group, zero = 64, 8
+    weights: dict[str, torch.Tensor] = {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        layer = name.removesuffix(".weight")
+        if not layer.endswith("_proj"):
+            weights[name] = tensor
+            continue
+        outputs, inputs = tensor.shape
+        grouped = tensor.reshape(outputs, inputs // group, group)
+        scales = grouped.abs().amax(-1) / (zero - 1)
+        numbers = (grouped / scales[..., None]).round().clamp(1 - zero, zero - 1).int() + zero
+        eights = numbers.reshape(outputs, inputs // 8, 8).permute(1, 0, 2).contiguous()
+        weights[f"{layer}.qweight"] = _packed(eights)
+        zeros = torch.full((inputs // group, outputs // 8, 8), zero - 1, dtype=torch.int32)
+        weights[f"{layer}.qzeros"] = _packed(zeros)
+        weights[f"{layer}.scales"] = scales.T.contiguous()
+        weights[f"{layer}.g_idx"] = torch.arange(inputs, dtype=torch.int32) // group
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    description = json.loads((folder / "config.json").read_text())
+    description["quantization_config"] = {
+        "quant_method": "gptq", "bits": 4, "group_size": group, "desc_act": False, "sym": True,
+        "lm_head": False,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(description))
+
+
+def _packed(numbers: torch.Tensor) -> torch.Tensor:
+    """The last axis, eight numbers of four bits, as one of 32."""
+    shifted = numbers.long() << (4 * torch.arange(8))
+    packed = shifted.sum(-1)
+    return torch.where(packed >= 1 << 31, packed - (1 << 32), packed).int()
+
+
+_NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
+_DRAFT = {"method": "draft_model", "num_speculative_tokens": 3, "model": FOLDER}
 
 
 ARCHITECTURES = {
@@ -81,6 +143,7 @@ ARCHITECTURES = {
             "qk_rope_head_dim": 16, "v_head_dim": 32, "n_routed_experts": None,
             "first_k_dense_replace": 4, "num_key_value_heads": 4, "head_dim": 16,
         },
+        shares=False,
     ),
     "qwen3_next": Architecture(
         transformers.Qwen3NextConfig,
@@ -104,5 +167,13 @@ ARCHITECTURES = {
             "mamba_d_ssm": 128, "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_n_groups": 1,
             "mamba_d_state": 16, "mamba_chunk_size": 64,
         },
+    ),
+    "fp8_cache": Architecture(transformers.LlamaConfig, arguments={"kv_cache_dtype": "fp8"}),
+    "quantised": Architecture(transformers.LlamaConfig, finish=_quantise),
+    "ngram": Architecture(transformers.LlamaConfig, arguments={"speculative_config": _NGRAM}),
+    "draft": Architecture(transformers.LlamaConfig, arguments={"speculative_config": _DRAFT}),
+    "unchunked": Architecture(
+        transformers.LlamaConfig,
+        arguments={"enable_chunked_prefill": False, "max_num_batched_tokens": CONTEXT},
     ),
 }  # fmt: skip
