@@ -402,20 +402,25 @@ class _Inside:
 
     async def generate(
         self,
-        prompt: Any,
+        prompt: Mapping[str, Any],
         sampling: Mapping[str, Any],
         lora: Mapping[str, Any] | None = None,
         rank: int | None = None,
     ) -> list[Completion]:
-        """Answer a prompt of any kind that vLLM takes.
+        """Answer a prompt of any kind that vLLM takes, with arrays for its tensors.
 
         `lora` are a LoRARequest's fields; `rank` is the one to ask of several data-parallel ones.
         """
+        import torch
         from vllm.lora.request import LoRARequest
 
+        given = {
+            name: torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+            for name, value in prompt.items()
+        }
         self._asked += 1
         outputs = self._engine.generate(
-            prompt,
+            given,
             _sampling(**sampling),
             f"request-{self._asked}",
             lora_request=None if lora is None else LoRARequest(**lora),

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-import torch
 
 from examples.make_model import VOCABULARY
 from tests.models import architectures
@@ -173,9 +173,9 @@ def test_requests_that_push_each_other_out(engines: Engines) -> None:
 def test_embeddings_instead_of_tokens(engines: Engines) -> None:
     """The keys cover the embeddings: the same ones share, other ones do not."""
     width = 512
-    random = torch.Generator().manual_seed(0)
-    values = torch.randn(PROMPT, width, generator=random) * 0.5
-    changed = values.clone()
+    random = np.random.default_rng(0)
+    values = (random.standard_normal((PROMPT, width)) * 0.5).astype(np.float32)
+    changed = values.copy()
     changed[3, 5] += 1.0
     shared = engines.share({"prompt_embeds": values})
     assert shared.remote == whole_chunks(PROMPT)

@@ -84,12 +84,12 @@ class Ranks(Fleet):
 
 def test_data_parallel_ranks_share_with_each_other(llama: Path) -> None:
     options = {"pool_bytes": 16 << 20}
-    like = kind({"data_parallel_size": 2, "max_num_seqs": 4}, options)
+    like = kind({"data_parallel_size": 2}, options, environment={"XINFERENCE_MODEL_UID": "rep0"})
     with Ranks({"engine": like}, model=llama) as fleet:
         engines = Engines(fleet, VOCABULARY)
         assert set(fleet.replicas()) == {"engine_dp0", "engine_dp1"}
         names = {replica["replica"] for replica in fleet.replicas().values()}
-        assert len(names) == 2
+        assert names == {"rep0_dp0", "rep0_dp1"}
         for name in fleet.replicas():
             pool = engines.stats(name)["pool"]
             assert pool["rows"] * pool["row_bytes"] <= options["pool_bytes"]
