@@ -15,6 +15,7 @@ import os
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -269,8 +270,8 @@ class Fleet:
         self.close()
 
     def close(self) -> None:
-        for engine in self.engines.values():
-            engine.close()
+        with ThreadPoolExecutor() as threads:
+            list(threads.map(Engine.close, self.engines.values()))
         self._loop.close()
         self._tracker.close()
 

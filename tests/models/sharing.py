@@ -21,7 +21,7 @@ CONTEXT = 4096
 TOLERANCE = 1e-4
 """Of log-probabilities in float32. Another prefix changes them a thousand times as much."""
 GREEDY: Mapping[str, Any] = {
-    "temperature": 0, "max_tokens": 8, "ignore_eos": True, "logprobs": 0, "detokenize": False,
+    "temperature": 0, "max_tokens": 8, "ignore_eos": True, "logprobs": 20, "detokenize": False,
 }  # fmt: skip
 _PATIENCE = 60.0
 
@@ -42,22 +42,25 @@ class Shared(NamedTuple):
 
 
 def difference(one: Sequence[Completion], other: Sequence[Completion]) -> float:
-    """The largest difference of log-probabilities; infinite if tokens differ."""
+    """The largest difference of log-probabilities; infinite if tokens differ.
+
+    Of the tokens that both list: the least likely may change places.
+    """
     if [each.tokens for each in one] != [each.tokens for each in other]:
         return math.inf
     pairs = [
-        (position[token], against.get(token, math.inf))
+        (position[token], against[token])
         for a, b in zip(one, other, strict=True)
         for at, to in ((a.logprobs, b.logprobs), (a.prompt_logprobs, b.prompt_logprobs))
         for position, against in zip(at, to, strict=True)
-        for token in position
+        for token in position.keys() & against.keys()
     ]
     return max(abs(a - b) for a, b in pairs)
 
 
-def whole_chunks(tokens: int, chunk: int = CHUNK) -> int:
-    """Tokens of a prompt that can be reused: its last token is always computed."""
-    return (tokens - 1) // chunk * chunk
+def whole_chunks(tokens: int) -> int:
+    """Tokens that can be copied. If they are the whole prompt, vLLM computes the last one again."""
+    return tokens // CHUNK * CHUNK
 
 
 class Prompts:

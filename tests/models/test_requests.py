@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,8 +11,6 @@ import numpy as np
 import pytest
 
 from examples.make_model import VOCABULARY
-from tests.models import architectures
-from tests.models.adapters import write_adapter
 from tests.models.sharing import (
     BLOCK,
     CHUNK,
@@ -27,7 +24,6 @@ from tests.models.sharing import (
     three,
     whole_chunks,
 )
-from tests.models.vision import IMAGE, IMAGE_TOKENS, make_vision_model, picture
 
 pytestmark = pytest.mark.process
 
@@ -185,112 +181,3 @@ def test_embeddings_instead_of_tokens(engines: Engines) -> None:
     assert (other[0].cached, engines.hits(SECOND)["remote"]) == (0, before)
     assert difference(other, engines.ask(PLAIN, {"prompt_embeds": changed})) < TOLERANCE
     assert difference(other, shared.cold) > 10 * TOLERANCE
-
-
-# -- adapters ---------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def adapting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
-    folder = architectures.make("llama", tmp_path_factory.mktemp("base"))
-    arguments = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
-    with three(folder, kind(arguments), architectures.VOCABULARY) as engines:
-        yield engines
-
-
-@pytest.fixture(scope="module")
-def base(adapting: Engines) -> Path:
-    model = adapting.fleet.model
-    assert model is not None
-    return model
-
-
-def load(engines: Engines, lora: dict[str, Any]) -> None:
-    """Have all engines load the adapter and read its files, by a prompt too short to share."""
-    for name in (FIRST, SECOND, PLAIN):
-        for _ in range(2):
-            engines.ask(name, engines.prompts.fresh(20), lora=lora)
-
-
-def test_each_adapter_shares_with_itself_only(
-    adapting: Engines, base: Path, tmp_path: Path
-) -> None:
-    prompt = adapting.prompts.fresh(PROMPT)
-    answers = [adapting.share(prompt)]
-    for number in (1, 2):
-        folder = write_adapter(tmp_path / str(number), base, seed=number)
-        lora = {"lora_name": f"adapter{number}", "lora_int_id": number, "lora_path": str(folder)}
-        load(adapting, lora)
-        answers.append(adapting.share(prompt, lora=lora))
-        assert answers[-1].first[0].cached == 0
-    assert [each.remote for each in answers] == [whole_chunks(PROMPT)] * 3
-    assert max(each.error for each in answers) < TOLERANCE
-    for one, other in itertools.pairwise(answers):
-        assert difference(one.cold, other.cold) > 100 * TOLERANCE
-
-
-def test_an_adapter_replaced_in_place_shares_nothing_with_the_old_one(
-    adapting: Engines, base: Path, tmp_path: Path
-) -> None:
-    prompt = adapting.prompts.fresh(PROMPT)
-    folder = write_adapter(tmp_path / "replaced", base, seed=3)
-    lora = {"lora_name": "replaced", "lora_int_id": 3, "lora_path": str(folder)}
-    load(adapting, lora)
-    old = adapting.ask(FIRST, prompt, lora=lora)
-    adapting.settle()
-    write_adapter(folder, base, seed=4)
-    lora["load_inplace"] = True
-    load(adapting, lora)
-    del lora["load_inplace"]
-    for name in (FIRST, SECOND, PLAIN):
-        adapting.forget(name)  # vLLM's own cache knows the adapter's name only
-    before = adapting.hits(SECOND)["remote"]
-    new = adapting.ask(SECOND, prompt, lora=lora)
-    assert (new[0].cached, adapting.hits(SECOND)["remote"]) == (0, before)
-    cold = adapting.ask(PLAIN, prompt, lora=lora)
-    assert difference(new, cold) < TOLERANCE
-    assert difference(new, old) > 100 * TOLERANCE
-    adapting.settle()
-    again = adapting.ask(FIRST, prompt, lora=lora)
-    assert again[0].cached == whole_chunks(PROMPT)
-    assert difference(again, cold) < TOLERANCE
-
-
-# -- images -----------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def seeing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
-    folder = make_vision_model(tmp_path_factory.mktemp("vision") / "model")
-    arguments = {"skip_tokenizer_init": False, "limit_mm_per_prompt": {"image": 2}}
-    with three(folder, kind(arguments), VOCABULARY) as engines:
-        yield engines
-
-
-def test_prompts_with_the_same_image_share_and_others_do_not(seeing: Engines) -> None:
-    text = seeing.prompts.fresh(300)
-
-    def about(seed: int) -> dict[str, Any]:
-        return {"prompt_token_ids": [IMAGE, *text], "multi_modal_data": {"image": picture(seed)}}
-
-    tokens = IMAGE_TOKENS + len(text)
-    shared = seeing.share(about(1))
-    assert shared.remote == whole_chunks(tokens)
-    assert shared.error < TOLERANCE
-    other = seeing.share(about(2))
-    assert (other.first[0].cached, other.remote) == (0, whole_chunks(tokens))
-    assert other.error < TOLERANCE
-    assert difference(shared.cold, other.cold) > 10 * TOLERANCE
-
-
-def test_only_what_stands_before_another_image_is_shared(seeing: Engines) -> None:
-    text = seeing.prompts.fresh(300)
-
-    def about(seed: int) -> dict[str, Any]:
-        return {"prompt_token_ids": [*text, IMAGE], "multi_modal_data": {"image": picture(seed)}}
-
-    seeing.ask(FIRST, about(3))
-    seeing.settle()
-    answer = seeing.ask(SECOND, about(4))
-    assert answer[0].cached == len(text) // CHUNK * CHUNK
-    assert difference(answer, seeing.ask(PLAIN, about(4))) < TOLERANCE
