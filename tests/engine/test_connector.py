@@ -103,6 +103,16 @@ def test_keys_that_no_other_process_computes_are_refused(
     worker(config, cache_config)
 
 
+def test_scales_of_its_own_are_refused(
+    model_folder: Path, cache_config: KVCacheConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = engine_config(model_folder)
+    # vLLM from 0.28 on has no such setting any more.
+    monkeypatch.setattr(config.cache_config, "calculate_kv_scales", True, raising=False)
+    with pytest.raises(ConfigError, match=r"calculate_kv_scales=True gives each replica its own"):
+        worker(config, cache_config)
+
+
 def test_a_chunk_is_not_longer_than_the_sliding_window(
     model_folder: Path, cache_config: KVCacheConfig
 ) -> None:

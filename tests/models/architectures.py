@@ -12,7 +12,9 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
+FOLDER = "THE MODEL'S FOLDER"
 VOCABULARY = 512
 CONTEXT = 4096
 _SIZES: dict[str, Any] = {
@@ -36,6 +38,25 @@ class Architecture(NamedTuple):
     config: Callable[..., Any]
     sizes: Mapping[str, Any] = {}
     arguments: Mapping[str, Any] = {}
+    finish: Callable[[Path], None] | None = None
+    """Changes the model's folder after all else."""
+    shares: bool = True
+    chunk: int = 128
+    """Tokens; more where vLLM makes blocks larger, for recurrent states to fit in one."""
+    loads_all: bool = True
+    """vLLM may load all of a prompt. With windows or states, it leaves the last token's chunk."""
+    pool_bytes: int = 7 << 20
+    """Fewer rows than the longest prompt has chunks, and enough for the others."""
+    tolerance: float = 1e-4
+    """Of log-probabilities."""
+    rare: bool = False
+
+    def arguments_for(self, folder: Path) -> dict[str, Any]:
+        """`arguments` of the model in `folder`, which may draft for itself."""
+        filled: dict[str, Any] = json.loads(
+            json.dumps(dict(self.arguments)).replace(FOLDER, str(folder))
+        )
+        return filled
 
 
 def make(name: str, folder: Path) -> Path:
@@ -51,24 +72,64 @@ def make(name: str, folder: Path) -> Path:
     model.save_pretrained(folder)
     description = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(description | {"dtype": "float32"}))
+    if architecture.finish is not None:
+        architecture.finish(folder)
     return folder
+
+
+def _quantise(folder: Path) -> None:
+    """Eight bits per weight and a scale for each row, as llm-compressor writes them."""
+    weights: dict[str, torch.Tensor] = {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        weights[name] = tensor
+        if name.endswith("_proj.weight"):
+            scale = tensor.abs().amax(-1, keepdim=True) / 127
+            weights[name] = (tensor / scale).round().to(torch.int8)
+            weights[f"{name}_scale"] = scale
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    eight = {"num_bits": 8, "type": "int", "symmetric": True}
+    scheme = {
+        "targets": ["Linear"],
+        "weights": eight | {"strategy": "channel", "dynamic": False},
+        "input_activations": eight | {"strategy": "token", "dynamic": True},
+    }
+    description = json.loads((folder / "config.json").read_text())
+    description["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "config_groups": {"group_0": scheme},
+        "ignore": ["lm_head"],
+    }
+    (folder / "config.json").write_text(json.dumps(description))
+
+
+_NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
+_DRAFT = {"method": "draft_model", "num_speculative_tokens": 3, "model": FOLDER}
 
 
 ARCHITECTURES = {
     "llama": Architecture(transformers.LlamaConfig),
     "tied": Architecture(transformers.Qwen2Config, {"tie_word_embeddings": True}),
-    "mistral": Architecture(transformers.MistralConfig, {"sliding_window": 512}),
+    "mistral": Architecture(
+        transformers.MistralConfig, {"sliding_window": 512}, loads_all=False
+    ),
     "gemma2": Architecture(
         transformers.Gemma2Config,
         {"sliding_window": 256, "query_pre_attn_scalar": 32},
+        loads_all=False,
+        pool_bytes=7 << 19,
     ),
     "gemma3": Architecture(
         transformers.Gemma3TextConfig,
         {"sliding_window": 256, "query_pre_attn_scalar": 32, "sliding_window_pattern": 2},
+        loads_all=False,
+        pool_bytes=7 << 19,
     ),
     "gpt_oss": Architecture(
         transformers.GptOssConfig,
         {"sliding_window": 128, "num_local_experts": 4, "num_experts_per_tok": 2},
+        loads_all=False,
+        pool_bytes=7 << 19,
     ),
     "qwen3_moe": Architecture(
         transformers.Qwen3MoeConfig,
@@ -77,26 +138,24 @@ ARCHITECTURES = {
     "deepseek_v2": Architecture(
         transformers.DeepseekV2Config,
         {
-            "kv_lora_rank": 64, "q_lora_rank": None, "qk_nope_head_dim": 32,
-            "qk_rope_head_dim": 16, "v_head_dim": 32, "n_routed_experts": None,
-            "first_k_dense_replace": 4, "num_key_value_heads": 4, "head_dim": 16,
+            "kv_lora_rank": 512, "q_lora_rank": None, "qk_nope_head_dim": 32,
+            "qk_rope_head_dim": 64, "v_head_dim": 32, "n_routed_experts": 4,
+            "first_k_dense_replace": 4, "num_key_value_heads": 4, "head_dim": 64,
         },
+        {"num_gpu_blocks_override": 512},  # vLLM has blocks of 16 tokens here
+        shares=False,
     ),
     "qwen3_next": Architecture(
         transformers.Qwen3NextConfig,
         {
             "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
-            "shared_expert_intermediate_size": 64, "linear_key_head_dim": 32,
-            "linear_value_head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+            "shared_expert_intermediate_size": 64, "linear_key_head_dim": 64,
+            "linear_value_head_dim": 64, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
         },
         {"dtype": "bfloat16"},
-    ),
-    "bamba": Architecture(
-        transformers.BambaConfig,
-        {
-            "attn_layer_indices": [1, 3], "mamba_n_heads": 8, "mamba_d_head": 32,
-            "mamba_n_groups": 1, "mamba_d_state": 16, "mamba_chunk_size": 64,
-        },
+        chunk=288,
+        loads_all=False,
+        pool_bytes=2 << 20,
     ),
     "falcon_h1": Architecture(
         transformers.FalconH1Config,
@@ -104,5 +163,20 @@ ARCHITECTURES = {
             "mamba_d_ssm": 128, "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_n_groups": 1,
             "mamba_d_state": 16, "mamba_chunk_size": 64,
         },
+        # A step that ends between two blocks fails in vLLM itself on the CPU platform.
+        {"block_size": 128, "max_num_batched_tokens": 128, "num_gpu_blocks_override": 64},
+        loads_all=False,
+    ),
+    "fp8_cache": Architecture(
+        transformers.LlamaConfig, arguments={"kv_cache_dtype": "fp8"}, pool_bytes=7 << 18
+    ),
+    "quantised": Architecture(transformers.LlamaConfig, finish=_quantise),
+    "ngram": Architecture(transformers.LlamaConfig, arguments={"speculative_config": _NGRAM}),
+    "draft": Architecture(
+        transformers.LlamaConfig, arguments={"speculative_config": _DRAFT}, pool_bytes=14 << 20
+    ),
+    "unchunked": Architecture(
+        transformers.LlamaConfig,
+        arguments={"enable_chunked_prefill": False, "max_num_batched_tokens": CONTEXT},
     ),
 }  # fmt: skip

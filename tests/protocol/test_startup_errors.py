@@ -35,7 +35,20 @@ async def test_the_cause_is_taken_once(
     )
 
 
-async def test_without_a_tracker_nothing_is_learnt_and_nothing_raised() -> None:
+async def test_without_xinference_nobody_asks_and_nothing_is_sent(
+    stoppable_tracker: tuple[asyncio.subprocess.Process, str],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.delenv("XINFERENCE_MODEL_UID", raising=False)
+    report_startup_error(XavierConfig(MODEL, stoppable_tracker[1]), ERROR)
+    assert caplog.records == []
+
+
+async def test_without_a_tracker_nothing_is_learnt_and_nothing_raised(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("XINFERENCE_MODEL_UID", "model-rep0")
     config = XavierConfig(MODEL, "127.0.0.1:1")
     report_startup_error(config, ERROR)
     assert await pop_startup_error(config, "model-rep0") is None

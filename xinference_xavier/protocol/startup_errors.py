@@ -36,14 +36,20 @@ def replica_name(engine_id: str = "") -> str:
 
 
 def report_startup_error(config: XavierConfig, error: BaseException) -> None:
-    """Report `error` to the tracker. Blocks for a few seconds at most, and never raises."""
+    """Report `error` to the tracker. Blocks for a few seconds at most, and never raises.
+
+    Without xinference, nobody asks the tracker for it.
+    """
+    replica = replica_name()
+    if not replica:
+        return
 
     async def report() -> None:
         known = isinstance(error, XavierError)
         try:
             cause = str(error) if known else f"{type(error).__name__}: {error}"
             tracker = await _tracker(config)
-            await within(_TIMEOUT, tracker.report_startup_error(replica_name(), cause))
+            await within(_TIMEOUT, tracker.report_startup_error(replica, cause))
         except Exception:
             logger.exception("cannot report the cause of the failed start")
 

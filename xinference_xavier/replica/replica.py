@@ -43,7 +43,7 @@ from xinference_xavier.replica.tracker_location import TrackerLocation
 from xinference_xavier.replica.transfer_process import TransferProcess
 from xinference_xavier.runtime.addresses import replica_uid
 from xinference_xavier.runtime.loop_thread import LoopThread
-from xinference_xavier.runtime.net import check_range, listen, local_host_towards
+from xinference_xavier.runtime.net import check_range, listen, own_host
 from xinference_xavier.runtime.rollback import Rollback
 from xinference_xavier.runtime.tasks import spawn
 
@@ -153,7 +153,7 @@ class Replica:
         config = self._config
         if config.port_range is not None:
             check_range(*config.port_range)  # fail now, not when the transfer process starts
-        self._host = config.host or local_host_towards(config.tracker_address)
+        self._host = own_host(config.host, config.tracker_address)
         self.canary = Canary(
             self._incarnation,
             self.engine.sketch if self.engine.comparable else None,
