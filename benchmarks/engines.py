@@ -24,14 +24,17 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 import psutil
+import xoscar
 
 from benchmarks.asynchronous import schedule_asynchronously
 from benchmarks.watchers import MODEL, TrackerProcess
 from examples.make_model import CONTEXT, make_model
 from examples.waiting import until
 from xinference_xavier.config import XavierConfig
+from xinference_xavier.errors import NotSharing
 from xinference_xavier.kv_transfer_config import kv_transfer_config
 from xinference_xavier.protocol.tracker import Member
+from xinference_xavier.runtime.addresses import replica_uid
 from xinference_xavier.tracker.fanout import flush_all
 
 CHUNK = 128
@@ -256,6 +259,7 @@ class Fleet:
             for name in self._kinds:
                 self._wait_ready(name)
             self._wait(self._have_joined, "all have joined")
+            self._compare()
         except BaseException:
             self.close()
             raise
@@ -323,6 +327,32 @@ class Fleet:
         replicas = self.replicas()
         names = [name for name in self.engines if self._kinds[name].transport is not None]
         return all(replicas.get(name, {}).get("stats", {}).get("transfer_pid") for name in names)
+
+    def _compare(self) -> None:
+        """Have each engine compute the canary, as xinference's worker does."""
+        sharing = {
+            name: replica
+            for name, replica in self.replicas().items()
+            if replica["stats"]["not_sharing"] != NotSharing.NO_PREFIX_CACHING
+        }
+        for name, replica in sharing.items():
+            engine, _, rank = name.partition("_dp")
+            actor = self.run(xoscar.actor_ref(replica["address"], replica_uid(name)))
+            tokens, salt = self.run(actor.next_probe())
+            prompt = {"prompt_token_ids": tokens, "cache_salt": salt}
+            settings = {"max_tokens": 1, "detokenize": False}
+            self[engine].do("generate", prompt, settings, None, int(rank) if rank else None)
+
+        def have_compared() -> bool:
+            groups = self.run(self.actor.status())["namespaces"].values()
+            return all(
+                replica["stats"]["comparison"]["compared"] == len(group["replicas"]) - 1
+                for group in groups
+                for replica in group["replicas"]
+                if replica["incarnation"] in sharing
+            )
+
+        self._wait(have_compared, "all have compared themselves")
 
     def _wait_ready(self, name: str) -> None:
         try:
