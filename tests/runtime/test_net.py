@@ -31,11 +31,12 @@ def two_ports() -> Iterator[tuple[int, int]]:
     raise AssertionError("no two free ports in a row")
 
 
-async def test_without_a_range_any_port_will_do() -> None:
-    pool = await listen("127.0.0.1", None)
+@pytest.mark.parametrize("own", ["127.0.0.1", "::1"])
+async def test_without_a_range_any_port_will_do(own: str) -> None:
+    pool = await listen(own, None)
     try:
         host, port = split_address(pool.external_address)
-        assert host == "127.0.0.1"
+        assert host == own
         assert port > 0
         with pytest.raises(xoscar.ActorNotExist):  # it answers
             await xoscar.actor_ref(pool.external_address, "nobody")
