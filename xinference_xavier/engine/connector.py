@@ -139,7 +139,11 @@ class XavierConnector(OffloadingConnector):
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
         super().update_state_after_alloc(request, blocks, num_external_tokens)
-        only_tokens = not (request.lora_request or request.mm_features or request.prompt_embeds)
+        only_tokens = (
+            request.lora_request is None
+            and request.prompt_embeds is None
+            and not request.mm_features
+        )
         self._manager.count_prompt(
             request.request_id,
             request.num_prompt_tokens,

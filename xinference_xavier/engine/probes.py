@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from xinference_xavier.engine.request import GROUP
 from xinference_xavier.engine.sketches import Sketcher
 from xinference_xavier.pool.pool import Row
 from xinference_xavier.replica.canary import Probe, ProbeResult, Sketch, difference
@@ -91,16 +92,17 @@ class Probes:
             self._candidate = _Audit(list(tokens[: self._chunk_tokens]), row.origin, sketch)
 
     def stored(self, salt: str, rows: Sequence[Row]) -> None:
-        """The rows of a probe are complete."""
+        """Rows of a probe are complete: all, or those of some groups."""
         sketch = self._sketcher.sample(rows)
+        if not sketch:
+            return
         audit = self._running.pop(salt, None)
         if audit is None:
             self._canary = None
-            self._results.append(ProbeResult(rows[0].key, sketch))
+            self._results.append(ProbeResult(rows[0].key[: GROUP.start], sketch))
             return
-        common = {layer: sketch[layer] for layer in audit.sketch if layer in sketch}
-        before = {layer: audit.sketch[layer] for layer in common}
-        self._results.append(ProbeResult(None, sketch, audit.donor, difference(before, common)))
+        found = difference(audit.sketch, sketch)
+        self._results.append(ProbeResult(None, sketch, audit.donor, found))
 
 
 def _canary(chunk_tokens: int, vocabulary: int) -> list[int]:

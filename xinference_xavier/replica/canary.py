@@ -61,8 +61,11 @@ class Probe(NamedTuple):
 
 
 class ProbeResult(NamedTuple):
-    """The `sketch` of the canary with its `key`; or, without a key, of an audit: the rows came from
-    `donor`, None if from our own engine, and what it computes now has a `difference` from them."""
+    """The `sketch` of the canary with its `key`, without the group's number.
+
+    Or, without a key, of an audit: the rows came from `donor`, None if from our own engine, and
+    what it computes now has a `difference` from them.
+    """
 
     key: bytes | None
     sketch: Sketch
@@ -71,10 +74,11 @@ class ProbeResult(NamedTuple):
 
 
 def difference(own: Sketch, other: Sketch) -> Difference | None:
-    """The first layer that differs by more than its tolerance."""
-    for layer in sorted(own.keys() ^ other.keys()):
-        return Difference(layer, math.inf)
+    """The first layer that differs by more than its tolerance, among those of which both have
+    samples: one may lack a KV-cache group."""
     for layer, (dtype, samples) in own.items():
+        if layer not in other:
+            continue
         other_dtype, other_samples = other[layer]
         if (dtype, len(samples)) != (other_dtype, len(other_samples)):
             return Difference(layer, math.inf)
@@ -119,8 +123,9 @@ class Canary:
         self.stats = ComparisonStats()
 
     def probed(self, key: bytes, sketch: Sketch) -> None:
-        """The engine has computed the canary. Peers do the same, so it is not published."""
-        self._probes[key] = sketch
+        """The engine has computed the canary, or some groups of it. Peers do the same, so it is
+        not published."""
+        self._probes[key] = {**self._probes.get(key, {}), **sketch}
         self._news.set()
 
     def distrust(self, peer: str, found: Difference) -> None:
@@ -168,7 +173,7 @@ class Canary:
         if namespace != self._namespace.current or peer not in self._mirror.peers:
             return None
         own = self._own_sketch(key)
-        if own is not None and other is not None and peer not in self._trusted | self._differing:
+        if own and other and own.keys() & other.keys():
             spawn(self._judge(peer, own, other))
         return own
 
@@ -203,14 +208,16 @@ class Canary:
         except (LinkError, *UNREACHABLE) as error:
             self._log.warn(peer, "cannot compare: peer=%s error=%r", peer, error)
             return
-        if other is None:
+        if other is None or not own.keys() & other.keys():
             if len(self._tried) >= _MAX_TRIED:
                 self._tried.clear()
             self._tried.add((peer, key))
-        elif peer in self._mirror.peers - self._trusted - self._differing:
+        else:
             await self._judge(peer, own, other)
 
     async def _judge(self, peer: str, own: Sketch, other: Sketch) -> None:
+        if peer not in self._mirror.peers - self._trusted - self._differing:
+            return  # it has left, or was faster
         found = difference(own, other)
         if found is None:
             self._set_trusted(self._trusted | {peer})
