@@ -55,7 +55,7 @@ def difference(one: Sequence[Completion], other: Sequence[Completion]) -> float:
         for position, against in zip(at, to, strict=True)
         for token in position.keys() & against.keys()
     ]
-    return max(abs(a - b) for a, b in pairs)
+    return max(0.0 if a == b else abs(a - b) for a, b in pairs)  # tokens may be forbidden: -inf
 
 
 def whole_chunks(tokens: int) -> int:
