@@ -47,6 +47,8 @@ class Architecture(NamedTuple):
     """vLLM may load all of a prompt. With windows or states, it leaves the last token's chunk."""
     pool_bytes: int = 7 << 20
     """Fewer rows than the longest prompt has chunks, and enough for the others."""
+    fills_pool: bool = True
+    """With the longest prompt. Of windows and states, vLLM stores a few chunks only."""
     tolerance: float = 1e-4
     """Of log-probabilities; larger where numbers are rounded to few values."""
     common: bool = False
@@ -112,7 +114,7 @@ ARCHITECTURES = {
     "llama": Architecture(transformers.LlamaConfig, common=True),
     "tied": Architecture(transformers.Qwen2Config, {"tie_word_embeddings": True}),
     "mistral": Architecture(
-        transformers.MistralConfig, {"sliding_window": 512}, loads_all=False, common=True
+        transformers.MistralConfig, {"sliding_window": 512}, loads_all=False, fills_pool=False, common=True
     ),
     "gemma2": Architecture(
         transformers.Gemma2Config,
@@ -146,6 +148,7 @@ ARCHITECTURES = {
         },
         {"num_gpu_blocks_override": 512},  # vLLM has blocks of 16 tokens here
         shares=False,
+        fills_pool=False,
         common=True,
         pool_bytes=32 << 20,
     ),
@@ -158,6 +161,7 @@ ARCHITECTURES = {
         },
         {"dtype": "bfloat16"},
         chunk=288,
+        fills_pool=False,
         common=True,
         loads_all=False,
         pool_bytes=2 << 20,

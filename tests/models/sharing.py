@@ -19,7 +19,7 @@ CHUNK = 128
 """Tokens, unless the model demands more."""
 CONTEXT = 4096
 TOLERANCE = 1e-4
-"""Of log-probabilities in float32. Another prefix changes them a thousand times as much."""
+"""Of log-probabilities in float32. Another prefix changes them at least a hundred times as much."""
 GREEDY: Mapping[str, Any] = {
     "temperature": 0, "max_tokens": 8, "ignore_eos": True, "logprobs": 20, "detokenize": False,
 }  # fmt: skip
@@ -55,7 +55,7 @@ def difference(one: Sequence[Completion], other: Sequence[Completion]) -> float:
         for position, against in zip(at, to, strict=True)
         for token in position.keys() & against.keys()
     ]
-    return max(abs(a - b) for a, b in pairs)
+    return max(0.0 if a == b else abs(a - b) for a, b in pairs)  # tokens may be forbidden: -inf
 
 
 def whole_chunks(tokens: int) -> int:

@@ -78,7 +78,7 @@ def test_a_prompt_longer_than_the_pool(model: Model) -> None:
     engines.fleet.flush([FIRST, SECOND])
     shared = engines.share(engines.prompts.fresh(3900))
     assert shared.error < model.architecture.tolerance
-    if model.architecture.shares:
+    if model.architecture.fills_pool:
         pool = engines.stats(FIRST)["pool"]
         assert pool["ready"] == pool["rows"]
 
