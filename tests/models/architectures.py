@@ -114,7 +114,11 @@ ARCHITECTURES = {
     "llama": Architecture(transformers.LlamaConfig, common=True),
     "tied": Architecture(transformers.Qwen2Config, {"tie_word_embeddings": True}),
     "mistral": Architecture(
-        transformers.MistralConfig, {"sliding_window": 512}, loads_all=False, fills_pool=False, common=True
+        transformers.MistralConfig,
+        {"sliding_window": 512},
+        loads_all=False,
+        fills_pool=False,
+        common=True,
     ),
     "gemma2": Architecture(
         transformers.Gemma2Config,
