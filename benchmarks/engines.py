@@ -15,6 +15,7 @@ import os
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -23,14 +24,17 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 import psutil
+import xoscar
 
 from benchmarks.asynchronous import schedule_asynchronously
 from benchmarks.watchers import MODEL, TrackerProcess
 from examples.make_model import CONTEXT, make_model
 from examples.waiting import until
 from xinference_xavier.config import XavierConfig
+from xinference_xavier.errors import NotSharing
 from xinference_xavier.kv_transfer_config import kv_transfer_config
 from xinference_xavier.protocol.tracker import Member
+from xinference_xavier.runtime.addresses import replica_uid
 from xinference_xavier.tracker.fanout import flush_all
 
 CHUNK = 128
@@ -78,6 +82,18 @@ class Answer(NamedTuple):
 
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
+    cached: int
+
+
+class Completion(NamedTuple):
+    """One sequence of a request's result. Log-probabilities are by token, position after position.
+
+    `prompt_logprobs` are empty unless asked for."""
+
+    tokens: tuple[int, ...]
+    text: str
+    logprobs: tuple[dict[int, float], ...]
+    prompt_logprobs: tuple[dict[int, float], ...]
     cached: int
 
 
@@ -220,9 +236,11 @@ class Fleet:
         model: Path | None = None,
         may_fail: Sequence[str] = (),
         step_tokens: int = STEP_TOKENS,
+        host: str = "127.0.0.1",
     ) -> None:
         self._kinds = kinds
-        self._model = model
+        self._host = host
+        self.model = model
         self._may_fail = may_fail
         self._step_tokens = step_tokens
         self.engines: dict[str, Engine] = {}
@@ -230,8 +248,8 @@ class Fleet:
         self._loop = asyncio.Runner()
 
     def __enter__(self) -> Self:
-        model = self._model or own_model()
-        self._tracker = TrackerProcess()
+        model = self.model or own_model()
+        self._tracker = TrackerProcess(self._host)
         self._tracker.__enter__()
         try:
             self.actor = self.run(self._tracker.actor())
@@ -241,6 +259,7 @@ class Fleet:
             for name in self._kinds:
                 self._wait_ready(name)
             self._wait(self._have_joined, "all have joined")
+            self._compare()
         except BaseException:
             self.close()
             raise
@@ -255,8 +274,8 @@ class Fleet:
         self.close()
 
     def close(self) -> None:
-        for engine in self.engines.values():
-            engine.close()
+        with ThreadPoolExecutor() as threads:
+            list(threads.map(Engine.close, self.engines.values()))
         self._loop.close()
         self._tracker.close()
 
@@ -308,6 +327,32 @@ class Fleet:
         replicas = self.replicas()
         names = [name for name in self.engines if self._kinds[name].transport is not None]
         return all(replicas.get(name, {}).get("stats", {}).get("transfer_pid") for name in names)
+
+    def _compare(self) -> None:
+        """Have each engine compute the canary, as xinference's worker does."""
+        sharing = {
+            name: replica
+            for name, replica in self.replicas().items()
+            if replica["stats"]["not_sharing"] != NotSharing.NO_PREFIX_CACHING
+        }
+        for name, replica in sharing.items():
+            engine, _, rank = name.partition("_dp")
+            actor = self.run(xoscar.actor_ref(replica["address"], replica_uid(name)))
+            tokens, salt = self.run(actor.next_probe())
+            prompt = {"prompt_token_ids": tokens, "cache_salt": salt}
+            settings = {"max_tokens": 1, "detokenize": False}
+            self[engine].do("generate", prompt, settings, None, int(rank) if rank else None)
+
+        def have_compared() -> bool:
+            groups = self.run(self.actor.status())["namespaces"].values()
+            return all(
+                replica["stats"]["comparison"]["compared"] == len(group["replicas"]) - 1
+                for group in groups
+                for replica in group["replicas"]
+                if replica["incarnation"] in sharing
+            )
+
+        self._wait(have_compared, "all have compared themselves")
 
     def _wait_ready(self, name: str) -> None:
         try:
@@ -386,6 +431,56 @@ class _Inside:
         ]
         return Answer(tuple(said.token_ids), tuple(logprobs), output.num_cached_tokens or 0)
 
+    async def generate(
+        self,
+        prompt: Mapping[str, Any],
+        sampling: Mapping[str, Any],
+        lora: Mapping[str, Any] | None = None,
+        rank: int | None = None,
+    ) -> list[Completion]:
+        """Answer a prompt of any kind that vLLM takes, with arrays for its tensors.
+
+        `lora` are a LoRARequest's fields; `rank` is the one to ask of several data-parallel ones.
+        """
+        import torch
+        from vllm.lora.request import LoRARequest
+
+        given = {
+            name: torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+            for name, value in prompt.items()
+        }
+        self._asked += 1
+        outputs = self._engine.generate(
+            given,
+            _sampling(**sampling),
+            f"request-{self._asked}",
+            lora_request=None if lora is None else LoRARequest(**lora),
+            data_parallel_rank=rank,
+        )
+        parts: dict[int, list[Any]] = {}
+        prompt_logprobs: tuple[dict[int, float], ...] = ()
+        async for output in outputs:
+            prompt_logprobs = _by_token(output.prompt_logprobs) or prompt_logprobs
+            for part in output.outputs:
+                parts.setdefault(part.index, []).append(part)
+        return [
+            Completion(
+                tuple(token for part in parts[index] for token in part.token_ids),
+                "".join(part.text for part in parts[index]),
+                tuple(each for part in parts[index] for each in _by_token(part.logprobs)),
+                prompt_logprobs,
+                output.num_cached_tokens or 0,
+            )
+            for index in sorted(parts)
+        ]
+
+    async def counted(self, metric: str) -> int:
+        """The value of one of vLLM's own counters."""
+        from vllm.v1.metrics.reader import Counter, get_metrics_snapshot
+
+        found = (each for each in get_metrics_snapshot() if isinstance(each, Counter))
+        return sum(each.value for each in found if each.name == metric)
+
     async def serve(
         self, prompts: Sequence[Sequence[int]], tokens: Sequence[int], at_once: int
     ) -> Load:
@@ -420,6 +515,25 @@ def _greedy(tokens: int, **more: Any) -> Any:
 
     return SamplingParams(
         temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False, **more
+    )
+
+
+def _sampling(*, structured: Mapping[str, Any] | None = None, **fields: Any) -> Any:
+    """vLLM's parameters; all parts of an answer come one after the other."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+
+    return SamplingParams(
+        output_kind=RequestOutputKind.DELTA,
+        structured_outputs=None if structured is None else StructuredOutputsParams(**structured),
+        **fields,
+    )
+
+
+def _by_token(logprobs: Any) -> tuple[dict[int, float], ...]:
+    return tuple(
+        {token: each.logprob for token, each in (position or {}).items()}
+        for position in logprobs or ()
     )
 
 

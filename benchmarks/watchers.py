@@ -22,6 +22,7 @@ import xoscar
 
 from xinference_xavier.protocol.tracker import Change, Member, Settings, tracker_uid, unpack
 from xinference_xavier.replica.mirror import Mirror
+from xinference_xavier.runtime.addresses import join_address
 from xinference_xavier.tracker.actor import BlockTracker
 
 MODEL, NAMESPACE = "benchmark", "namespace"
@@ -63,8 +64,11 @@ def _run(main: Any, pipe: Connection, *arguments: Any) -> None:
 
 
 class TrackerProcess:
+    def __init__(self, host: str = "127.0.0.1") -> None:
+        self._host = host
+
     def __enter__(self) -> Self:
-        self._process = _Process(_track)
+        self._process = _Process(_track, self._host)
         self.address: str = self._process.pipe.recv()
         return self
 
@@ -112,8 +116,9 @@ class Bell(xoscar.StatelessActor):  # type: ignore[misc]  # xoscar has no types
         return self._stamps[revision:]
 
 
-async def _track(pipe: Connection) -> None:
-    pool = await xoscar.create_actor_pool("127.0.0.1:0", n_process=0, use_uvloop=False)
+async def _track(pipe: Connection, host: str) -> None:
+    address = join_address(host, 0)
+    pool = await xoscar.create_actor_pool(address, n_process=0, use_uvloop=False)
     address = pool.external_address
     uid = tracker_uid(MODEL)
     await xoscar.create_actor(BlockTracker, MODEL, lease=_LEASE, address=address, uid=uid)

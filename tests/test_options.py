@@ -125,8 +125,24 @@ def test_a_bracketed_host_loses_its_brackets() -> None:
 
 
 @pytest.mark.parametrize(
+    ("given", "network"),
+    [
+        ("10.0.0.0/8", "10.0.0.0/8"),
+        (" 10.1.2.3/8 ", "10.0.0.0/8"),
+        ("fd00::7/64", "fd00::/64"),
+    ],
+)
+def test_a_host_may_be_a_network(given: str, network: str) -> None:
+    assert parsed(xavier_host=given) == {"host": network}
+
+
+@pytest.mark.parametrize(
     ("wrong", "reason"),
     [
+        ("10.0.0.0/33", "is not a network"),
+        ("gpu-7/8", "is not a network"),
+        ("0.0.0.0/0", "contains every address"),
+        ("::/0", "contains every address"),
         ("10.0.0.1:80", "carries a port"),
         ("0.0.0.0", "not an address a peer can reach"),
         ("::", "not an address a peer can reach"),

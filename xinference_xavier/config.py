@@ -15,6 +15,7 @@ from pydantic_core import to_jsonable_python
 
 from xinference_xavier.errors import ConfigError
 from xinference_xavier.options import DEFAULT_FETCH_TIMEOUT, LEAST_FETCH_TOKENS, PARSERS, parse_bool
+from xinference_xavier.runtime.addresses import without_brackets
 from xinference_xavier.runtime.host import free_memory_bytes
 
 logger = logging.getLogger(__name__)
@@ -51,7 +52,7 @@ class XavierConfig:
     """
 
     model_uid: str
-    tracker_address: str
+    tracker_address: Annotated[str, pydantic.AfterValidator(without_brackets)]
     pool_bytes: int | None = None
     chunk_tokens: int | None = None
     transport: str = "auto"
@@ -60,6 +61,7 @@ class XavierConfig:
     fetch_timeout: float = DEFAULT_FETCH_TIMEOUT
     min_fetch_tokens: int | None = None
     hooks: str | None = None
+    audit: bool = True
     worker_address: str | None = None
     replicas_per_host: int = 1
 

@@ -103,6 +103,7 @@ REFUSALS = (
     "busy",
     "donor gone",
     "no transfer process",
+    "not compared",
     "not held",
     "other namespace",
     "sharing is off",
@@ -135,9 +136,11 @@ class GrantRefusedError(ReasonError):
 class NotSharing(StrEnum):
     """Reasons why a replica cannot fetch; the first that applies is reported."""
 
+    NO_PREFIX_CACHING = "prefix caching is off"
     SWITCHED_OFF = "switched off"
     NOT_JOINED = "not joined"
     RESETTING = "resetting"
     NO_TRANSFER_PROCESS = "no transfer process"
     ALONE = "alone since a reset"
+    NOT_COMPARED = "not compared with a peer yet"
     NO_PEERS = "no peers"

@@ -68,6 +68,30 @@ class FetchRolledBack(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ReplicasDiffer(Event):
+    """Two replicas computed different rows of the same text, so they share nothing.
+
+    `layer` is the first one that differs, by `amount` relative to the size of its numbers.
+    """
+
+    incarnation: str
+    peer: str
+    layer: str
+    amount: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class AuditFailed(Event):
+    """A chunk that came from `donor`, empty if the replica's own, differs from what the replica
+    computes. Everything from there was dropped."""
+
+    incarnation: str
+    donor: str
+    layer: str
+    amount: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrackerLost(Event):
     incarnation: str
     reason: str

@@ -53,18 +53,23 @@ def configuration(transfer: Mapping[str, Any]) -> XavierConfig:
 
 
 def for_worker(
-    transfer: Mapping[str, Any], *, worker_address: str, supervisor_address: str | None
+    transfer: Mapping[str, Any],
+    *,
+    worker_address: str,
+    supervisor_address: str | None,
+    engines: int = 1,
 ) -> dict[str, Any]:
     """A copy for one replica on the worker at ``worker_address``.
 
-    ``supervisor_address`` is the supervisor's address as that worker reaches it.
+    ``supervisor_address`` is the supervisor's address as that worker reaches it. With data
+    parallelism the replica has several ``engines`` there, which divide its pool's memory.
     """
     extra: dict[str, Any] = dict(transfer[_EXTRA])
     extra.setdefault(_AS_LAUNCHED, extra[XAVIER])
     config = XavierConfig.from_dict(extra[_AS_LAUNCHED])
     local = replace(
         config,
-        pool_bytes=config.pool_bytes or default_pool_bytes(config.replicas_per_host),
+        pool_bytes=(config.pool_bytes or default_pool_bytes(config.replicas_per_host)) // engines,
         tracker_address=reachable_address(config.tracker_address, via=supervisor_address),
         worker_address=reachable_address(worker_address),
     )

@@ -6,6 +6,7 @@ option's name and its raw value, and raises ConfigError with a reason and a reme
 
 from __future__ import annotations
 
+import ipaddress
 import math
 import re
 from collections.abc import Callable
@@ -110,6 +111,8 @@ def _parse_transport(option: str, value: object) -> str:
 
 def _parse_host(option: str, value: object) -> str:
     host = value.strip().removeprefix("[").removesuffix("]") if isinstance(value, str) else ""
+    if "/" in host:
+        return _parse_network(option, host)
     if not re.fullmatch(r"[\w.:%-]+", host, re.ASCII):
         raise ConfigError(
             option, value, "is not a host", "use a host name or an IP address without a port"
@@ -129,6 +132,20 @@ def _parse_host(option: str, value: object) -> str:
             "give the host alone and the ports in xavier_port_range",
         )
     return host
+
+
+def _parse_network(option: str, value: str) -> str:
+    try:
+        network = ipaddress.ip_network(value, strict=False)
+    except ValueError:
+        raise ConfigError(
+            option, value, "is not a network", "use an address and a length, such as 10.0.0.0/8"
+        ) from None
+    if not network.prefixlen:
+        raise ConfigError(
+            option, value, "contains every address", "leave it out: replicas find their own"
+        )
+    return str(network)
 
 
 def _parse_port_range(option: str, value: object) -> tuple[int, int]:
@@ -185,4 +202,5 @@ PARSERS: dict[str, Callable[[str, object], Any]] = {
     "xavier_fetch_timeout": _parse_fetch_timeout,
     "xavier_min_fetch_tokens": _parse_min_fetch_tokens,
     "xavier_hooks": _parse_hooks,
+    "xavier_audit": parse_bool,
 }

@@ -52,7 +52,7 @@ class Inside:
             log=self._folder / "died",
             report=self._report,
         )
-        self.replica.start(self.scheduler.manager)
+        self.replica.start(self.scheduler.manager.view)
         self.scheduler.start()
 
     def _report(self) -> None:

@@ -15,6 +15,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
@@ -140,3 +141,16 @@ def _runs(process: psutil.Process) -> bool:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+@contextlib.contextmanager
+def vllms_own_segments_removed() -> Iterator[None]:
+    """Now and then vLLM 0.32 leaves those by which two CPU workers talk to each other."""
+
+    def segments() -> set[Path]:
+        return set(Path("/dev/shm").glob("vllm_dist_*-cpushm_*"))
+
+    before = segments()
+    yield
+    for segment in segments() - before:
+        segment.unlink()

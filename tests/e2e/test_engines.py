@@ -4,14 +4,13 @@ import asyncio
 import json
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import xoscar
 
 from examples.documents import document
+from tests.e2e.processes import vllms_own_segments_removed
 from xinference_xavier.config import XavierConfig
 from xinference_xavier.kv_transfer_config import kv_transfer_config
 from xinference_xavier.protocol.tracker import tracker_uid
@@ -39,19 +38,6 @@ if __name__ == "__main__":
     answers.append(ask())  # from nothing
     print("ANSWERS " + json.dumps(answers))
 """
-
-
-@contextmanager
-def vllms_own_segments_removed() -> Iterator[None]:
-    """Now and then vLLM 0.32 leaves those by which two CPU workers talk to each other."""
-
-    def segments() -> set[Path]:
-        return set(Path("/dev/shm").glob("vllm_dist_*-cpushm_*"))
-
-    before = segments()
-    yield
-    for segment in segments() - before:
-        segment.unlink()
 
 
 @pytest.mark.parametrize(

@@ -68,8 +68,11 @@ def cluster(hosts: Hosts, model_folder: Path) -> Iterator[HostCluster]:
     workers = (FIRST, SECOND)
     with ScriptCluster(log, hosts, workers=workers, environment=environment) as cluster:
         cluster.register(model_folder, "small")
-        ports = {"xavier_port_range": f"{PORTS[0]}-{PORTS[1]}"}
-        cluster.launch("small", UID, replica=2, **ARGUMENTS | ports)
+        options = {
+            "xavier_port_range": f"{PORTS[0]}-{PORTS[1]}",
+            "xavier_host": f"{hosts.address(FIRST)}/24",  # the network of both
+        }
+        cluster.launch("small", UID, replica=2, **ARGUMENTS | options)
         yield cluster
 
 

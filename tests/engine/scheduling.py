@@ -164,11 +164,10 @@ def record_keys(context: ReqContext, groups: Sequence[Sequence[OffloadKey]]) -> 
 class Request:
     """A request of vLLM's, as its keys by KV-cache group."""
 
-    def __init__(self, req_id: str, *groups: Sequence[OffloadKey], recorded: bool = True) -> None:
+    def __init__(self, req_id: str, *groups: Sequence[OffloadKey]) -> None:
         self.groups = groups
         self.context = ReqContext(req_id=req_id)
-        if recorded:
-            record_keys(self.context, groups)
+        record_keys(self.context, groups)
 
     @property
     def req_id(self) -> str:
@@ -188,6 +187,7 @@ class Scheduling:
         min_fetch_chunks: int = 2,
         policy: FetchPolicy = FetchPolicy.FIXED_THRESHOLD,
         name: str = "own",
+        shares: bool = True,
     ) -> None:
         self.pool = Pool(slots)
         self.tier = ScriptedTier(self.pool, name)
@@ -200,11 +200,12 @@ class Scheduling:
             min_fetch_tokens=min_fetch_chunks * CHUNK,
             fetch_policy=policy,
             fetch_timeout=FETCH_TIMEOUT,
+            shares=shares,
             clock=self.clock,
         )
 
-    def arrive(self, req_id: str, *groups: Sequence[OffloadKey], recorded: bool = True) -> Request:
-        request = Request(req_id, *groups, recorded=recorded)
+    def arrive(self, req_id: str, *groups: Sequence[OffloadKey]) -> Request:
+        request = Request(req_id, *groups)
         self.manager.on_new_request(request.context)
         return request
 
@@ -216,6 +217,7 @@ class Scheduling:
 
         None defers the request. The caller ends the step with `end_step`.
         """
+        self.manager.begin_lookups(request.req_id, own_prefix * CHUNK)
         return prefix_scan(self.manager.lookup, request.keys[own_prefix:], request.context)
 
     def attempt(self, request: Request, own_prefix: int = 0) -> int | None:
@@ -232,9 +234,7 @@ class Scheduling:
             spec = self.manager.prepare_load(keys, request.context)
             assert isinstance(spec, BlockIDsLoadStoreSpec)
             slots = spec.block_ids.tolist()
-        self.manager.count_prompt(
-            request.req_id, len(request.keys) * CHUNK, own_prefix * CHUNK, hits * CHUNK
-        )
+        self.manager.count_prompt(request.req_id, len(request.keys) * CHUNK, hits * CHUNK)
         return slots
 
     def loaded(self, request: Request, hits: int, own_prefix: int = 0) -> None:

@@ -16,6 +16,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheTensor,
+    SlidingWindowSpec,
 )
 
 from tests.engine.any_version import made
@@ -88,6 +89,46 @@ def test_one_replica_over_several_hosts_is_refused(
     config.parallel_config.nnodes = 2
     with pytest.raises(ConfigError, match=r"nnodes=2 .* use one host per replica"):
         worker(config, cache_config)
+
+
+def test_keys_that_no_other_process_computes_are_refused(
+    model_folder: Path, cache_config: KVCacheConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    config = engine_config(model_folder)
+    config.cache_config.prefix_caching_hash_algo = "xxhash"
+    with pytest.raises(ConfigError, match=r"'xxhash' has a random seed .* use sha256, or set"):
+        worker(config, cache_config)
+    monkeypatch.setenv("PYTHONHASHSEED", "7")
+    worker(config, cache_config)
+
+
+def test_scales_of_its_own_are_refused(
+    model_folder: Path, cache_config: KVCacheConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = engine_config(model_folder)
+    # vLLM from 0.28 on has no such setting any more.
+    monkeypatch.setattr(config.cache_config, "calculate_kv_scales", True, raising=False)
+    with pytest.raises(ConfigError, match=r"calculate_kv_scales=True gives each replica its own"):
+        worker(config, cache_config)
+
+
+def test_a_chunk_is_not_longer_than_the_sliding_window(
+    model_folder: Path, cache_config: KVCacheConfig
+) -> None:
+    (group,) = cache_config.kv_cache_groups
+    full = group.kv_cache_spec
+    assert isinstance(full, FullAttentionSpec)
+    group.kv_cache_spec = SlidingWindowSpec(
+        block_size=BLOCK_TOKENS,
+        num_kv_heads=full.num_kv_heads,
+        head_size=full.head_size,
+        dtype=full.dtype,
+        sliding_window=100,
+    )
+    connector = worker(engine_config(model_folder), cache_config)
+    assert connector.connector_worker is not None
+    assert connector.connector_worker.spec.blocks_per_chunk == 3
 
 
 if "hisparse_host_num_blocks" in {field.name for field in fields(KVCacheConfig)}:  # since 0.30

@@ -38,9 +38,21 @@ def test_rows_of_old_jobs_are_free_when_vllm_reports_their_end(vllm: Scheduling)
 def test_a_store_that_a_reset_overtook_brings_no_row() -> None:
     pool = Pool(2)
     jobs = Jobs(pool)
-    jobs.begin_store(pool.reserve([b"a", b"b"]).rows)
+    jobs.begin_store("r", [(row.key, row) for row in pool.reserve([b"a", b"b"]).rows])
     assert jobs
     pool.reset()
-    assert jobs.end_store([b"a", b"b"], success=True) == []
+    assert jobs.end_store("r", [b"a", b"b"], success=True) == []
     assert not jobs
     assert pool.lookup(b"a") is None
+
+
+def test_a_void_store_frees_its_rows(vllm: Scheduling) -> None:
+    """vLLM's workers write something else into them."""
+    storing = vllm.arrive("s", chunks("stored", 3))
+    begun = vllm.begin_store(storing, storing.keys)
+    vllm.manager.void_store(storing.req_id, begun)
+    vllm.stored(storing, begun)
+    assert vllm.tier.stored_rows == []
+    assert_nothing_left(vllm)
+    vllm.stored(storing, vllm.begin_store(storing, storing.keys))
+    assert len(vllm.tier.stored_rows) == 3

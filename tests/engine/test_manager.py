@@ -74,6 +74,15 @@ class TestLookup:
         assert vllm.attempt(vllm.arrive("r", keys)) == 0
 
 
+def test_an_engine_that_does_not_share_stores_and_loads_nothing() -> None:
+    keys = chunks("prompt", 4)
+    vllm = Scheduling(shares=False)
+    vllm.tier.peers_hold(a=keys)
+    vllm.fill(keys)
+    assert vllm.attempt(vllm.arrive("r", keys)) == 0
+    assert (vllm.tier.fetches, vllm.tier.stored_rows) == ([], [])
+
+
 class TestHit:
     def test_leaves_nothing_if_vllm_has_no_blocks_for_it(self, vllm: Scheduling) -> None:
         keys = chunks("prompt", 6)

@@ -86,7 +86,7 @@ class TestRecency:
         hot, cold = chunks("hot", 3), chunks("cold", 3)
         vllm.fill(hot)
         vllm.fill(cold)
-        request = vllm.arrive("r", hot, recorded=False)
+        request = vllm.arrive("r", hot)
         vllm.manager.touch(hot, request.context)
         vllm.fill(chunks("another", 3))
         assert sorted(vllm.tier.evicted_keys) == sorted(cold)

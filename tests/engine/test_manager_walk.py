@@ -46,12 +46,11 @@ class Walk(RuleBasedStateMachine):
         target=requests,
         prompt=st.sampled_from(PROMPTS),
         length=st.integers(1, LENGTH),
-        recorded=st.booleans(),
     )
-    def arrive(self, prompt: str, length: int, recorded: bool) -> Request:
+    def arrive(self, prompt: str, length: int) -> Request:
         self.arrived += 1
         keys = chunks(prompt, length)
-        request = self.vllm.arrive(f"r{self.arrived}", keys, recorded=recorded)
+        request = self.vllm.arrive(f"r{self.arrived}", keys)
         self.unfinished.append(request)
         return request
 

@@ -244,6 +244,26 @@ def test_another_hash_seed(
     assert namespace(config, cache_config) != own
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("VLLM_KV_CACHE_LAYOUT", "HND"),
+        ("VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT", "1"),
+        ("VLLM_SSM_CONV_STATE_LAYOUT", "DS"),
+    ],
+)
+def test_a_variable_that_changes_the_layout(
+    own: str,
+    config: VllmConfig,
+    cache_config: KVCacheConfig,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    value: str,
+) -> None:
+    monkeypatch.setenv(name, value)
+    assert namespace(config, cache_config) != own
+
+
 def test_speculation(
     own: str, config: VllmConfig, cache_config: KVCacheConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -365,3 +385,21 @@ def test_empty_tensors_are_allowed(tmp_path: Path) -> None:
     save(tmp_path / "a", ".safetensors", {"empty": torch.zeros(0), "one": torch.ones(1)})
     save(tmp_path / "b", ".safetensors", {"empty": torch.zeros(0), "one": torch.zeros(1)})
     assert weights_fingerprint(tmp_path / "a") != weights_fingerprint(tmp_path / "b")
+
+
+def bytes_read_by_this_process() -> int:
+    (line,) = (line for line in Path("/proc/self/io").read_text().split("\n") if "rchar" in line)
+    return int(line.split()[1])
+
+
+def test_only_the_samples_are_read(tmp_path: Path) -> None:
+    """A buffer would read a whole block of a network file system, 1 MiB or more, for each."""
+    tensors = {f"layer.{number}": torch.rand(1 << 16) for number in range(100)}
+    folder = save(tmp_path / "model", ".safetensors", tensors)
+    before = bytes_read_by_this_process()
+    weights_fingerprint(folder)
+    read = bytes_read_by_this_process() - before
+    with (folder / "model.safetensors").open("rb") as file:
+        header = int.from_bytes(file.read(8), "little")
+    samples = 100 * (module._SAMPLES // 100 + 1)
+    assert header < read <= header + 64 * samples + 4096

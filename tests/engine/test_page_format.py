@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.platforms import current_platform
+from vllm.platforms.interface import CpuArchEnum
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
 from xinference_xavier.engine import page_format as module
@@ -38,6 +40,30 @@ def test_other_formats_of_equal_size_differ(other: torch.Tensor) -> None:
     assert tensor_format(other, BLOCKS) != tensor_format(torch.empty(BLOCKS, 2, 128, 4, 64), BLOCKS)
 
 
+@pytest.mark.parametrize(
+    ("processor", "kernel"),
+    [("AMX", "amx"), ("AVX-512", "vec"), ("ARM", "neon")],
+)
+def test_processors_lay_out_pages_of_equal_size_differently(
+    monkeypatch: pytest.MonkeyPatch, processor: str, kernel: str
+) -> None:
+    """vLLM's kernels for AMX pack K and V, those for AVX keep K by column."""
+    arm, x86 = CpuArchEnum.ARM, CpuArchEnum.X86
+    architecture = arm if processor == "ARM" else x86
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: processor == "AMX")
+    monkeypatch.setattr(current_platform, "get_cpu_architecture", lambda: architecture)
+    monkeypatch.setattr(module, "get_current_attn_backends", lambda _config, _layers: [])
+    spec = FullAttentionSpec(block_size=32, num_kv_heads=1, head_size=64, dtype=torch.bfloat16)
+    groups = [KVCacheGroupSpec(["layer"], spec)]
+    cache = KVCacheConfig(num_blocks=BLOCKS, kv_cache_tensors=[], kv_cache_groups=groups)
+    config: Any = SimpleNamespace(
+        model_config=SimpleNamespace(dtype=torch.bfloat16),
+        cache_config=SimpleNamespace(cache_dtype="auto"),
+    )
+    (group,) = page_format(config, cache, {"layer": torch.empty(BLOCKS, 2, 32, 64)})
+    assert group["kernels"] == [kernel]
+
+
 def test_each_group_has_its_own_format(monkeypatch: pytest.MonkeyPatch) -> None:
     backends = {"full": "FLASH_ATTN", "window": "TRITON_ATTN"}
 
@@ -54,8 +80,12 @@ def test_each_group_has_its_own_format(monkeypatch: pytest.MonkeyPatch) -> None:
         "full.1": torch.empty(BLOCKS, 2, 16, 8),
         "window.0": [torch.empty(BLOCKS, 3), torch.empty(BLOCKS, 5)],  # a state in two tensors
     }
-    formats = page_format(SimpleNamespace(), config, caches)  # type: ignore[arg-type]
+    engine: Any = SimpleNamespace(
+        model_config=SimpleNamespace(dtype=torch.float32),
+        cache_config=SimpleNamespace(cache_dtype="auto"),
+    )
+    formats = page_format(engine, config, caches)
     assert [group["backends"] for group in formats] == [["FLASH_ATTN"], ["TRITON_ATTN"]]
     assert [len(group["tensors"]) for group in formats] == [1, 2]
     del caches["full.1"], caches["window.0"]  # another pipeline stage has them
-    assert [len(g["tensors"]) for g in page_format(SimpleNamespace(), config, caches)] == [1, 0]  # type: ignore[arg-type]
+    assert [len(g["tensors"]) for g in page_format(engine, config, caches)] == [1, 0]

@@ -22,7 +22,7 @@ from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from tests.engine.any_version import made
 from tests.engine.caches import cell_bytes, kv_caches, pages_of
 from xinference_xavier.config import XAVIER, XavierConfig
-from xinference_xavier.engine.spec import MIN_ROWS, XavierSpec, chunk_tokens_for
+from xinference_xavier.engine.spec import MIN_ROWS, XavierSpec
 from xinference_xavier.engine.worker.cpu import HostWorker
 from xinference_xavier.errors import ConfigError, RegionError
 from xinference_xavier.pool.region import ROW_ALIGNMENT
@@ -67,28 +67,6 @@ def offloading_config(xavier: XavierConfig, *, rank: int = 0, workers: int = 1) 
             is_parallelism_agnostic=True,
         ),
     )
-
-
-class TestChunkTokens:
-    @pytest.mark.parametrize(
-        ("blocks", "tokens"),
-        [([16], 128), ([128], 128), ([48], 144), ([256], 256), ([16, 24], 144), ([32, 64], 128)],
-    )
-    def test_the_default_is_rounded_up_to_whole_blocks(
-        self, blocks: list[int], tokens: int
-    ) -> None:
-        assert chunk_tokens_for(options(), blocks) == tokens
-
-    def test_a_configured_size_is_used(self) -> None:
-        assert chunk_tokens_for(options(chunk_tokens=512), [16, 128]) == 512
-
-    def test_a_size_that_is_not_a_multiple_is_refused_with_the_next_one(self) -> None:
-        with pytest.raises(ConfigError) as refused:
-            chunk_tokens_for(options(chunk_tokens=200), [16, 128])
-        assert str(refused.value) == (
-            "xavier_chunk_tokens=200 is not a multiple of the model's block size, 128 tokens; "
-            "use 256"
-        )
 
 
 class TestPool:

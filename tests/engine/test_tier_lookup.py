@@ -12,6 +12,7 @@ from tests.engine.scheduling import (
     Scheduling,
     assert_nothing_left,
     chunks,
+    prefix_scan,
     waiting,
 )
 from xinference_xavier.tiers.base import Fetch, FetchState
@@ -25,8 +26,9 @@ def test_a_fetch_belongs_to_the_trace_of_the_request_that_began_it(vllm: Schedul
     keys, headers = chunks("prompt", 6), {"traceparent": "00-1-2-01"}
     vllm.tier.peers_hold(a=keys)
     request = vllm.arrive("r", keys)
-    vllm.manager.trace(request.req_id, headers)
-    vllm.attempt(request)
+    vllm.manager.begin_lookups(request.req_id, 0, headers)
+    prefix_scan(vllm.manager.lookup, keys, request.context)
+    vllm.end_step()
     (fetch,) = vllm.tier.fetches
     assert fetch.trace_headers == headers
 
@@ -205,17 +207,6 @@ class TestFetch:
         request = vllm.arrive("r", keys)
         assert [vllm.attempt(request), vllm.attempt(request)] == [None, 0]
         assert vllm.tier.fetches == []
-
-    def test_of_keys_unknown_in_advance_is_planned_afterwards(self) -> None:
-        """A run that is too short then costs one RETRY, as it may up to vLLM 0.30."""
-        vllm = Scheduling(min_fetch_chunks=4)
-        keys = chunks("prompt", 6)
-        vllm.tier.peers_hold(a=keys[:3])
-        request = vllm.arrive("r", keys, recorded=False)
-        assert [vllm.attempt(request), vllm.attempt(request)] == [None, 0]
-        vllm.tier.peers_hold(a=keys)
-        assert vllm.attempt(vllm.arrive("s", keys, recorded=False)) is None
-        assert len(vllm.tier.fetches[0].rows) == 6
 
 
 class TestSeveralDonors:

@@ -158,7 +158,7 @@ class TestOnePrefillPerCluster:
         if why == "short":
             vllm.manager.prefill_rate.tokens_per_second = 10 * CHUNK + 1
         elif why == "too short to fetch":
-            vllm.manager.tier_lookup._selection.min_chunks = 11
+            vllm.manager.tier_lookup._selection.min_tokens = 11 * CHUNK
         elif why == "alone":
             vllm.tier.peers_hold()
         elif why == "paused":

@@ -9,7 +9,11 @@ import pytest
 from tests.tracker_pools import MODEL
 from xinference_xavier.config import XavierConfig
 from xinference_xavier.errors import ConfigError
-from xinference_xavier.protocol.startup_errors import pop_startup_error, report_startup_error
+from xinference_xavier.protocol.startup_errors import (
+    pop_startup_error,
+    replica_name,
+    report_startup_error,
+)
 
 ERROR = ConfigError("xavier_pool_bytes", 1, "is too little", "use more")
 
@@ -31,7 +35,36 @@ async def test_the_cause_is_taken_once(
     )
 
 
-async def test_without_a_tracker_nothing_is_learnt_and_nothing_raised() -> None:
+async def test_without_xinference_nobody_asks_and_nothing_is_sent(
+    stoppable_tracker: tuple[asyncio.subprocess.Process, str],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.delenv("XINFERENCE_MODEL_UID", raising=False)
+    report_startup_error(XavierConfig(MODEL, stoppable_tracker[1]), ERROR)
+    assert caplog.records == []
+
+
+async def test_without_a_tracker_nothing_is_learnt_and_nothing_raised(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("XINFERENCE_MODEL_UID", "model-rep0")
     config = XavierConfig(MODEL, "127.0.0.1:1")
     report_startup_error(config, ERROR)
     assert await pop_startup_error(config, "model-rep0") is None
+
+
+@pytest.mark.parametrize(
+    ("replica", "engine_id", "name"),
+    [
+        ("model-rep1", "2f6a_dp0", "model-rep1_dp0"),
+        ("model-rep1", "2f6a_dp11", "model-rep1_dp11"),
+        ("model-rep1", "2f6a", "model-rep1"),
+        ("", "2f6a_dp0", ""),
+    ],
+)
+def test_each_engine_of_a_replica_has_a_name(
+    monkeypatch: pytest.MonkeyPatch, replica: str, engine_id: str, name: str
+) -> None:
+    monkeypatch.setenv("XINFERENCE_MODEL_UID", replica)
+    assert replica_name(engine_id) == name

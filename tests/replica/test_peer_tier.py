@@ -31,7 +31,7 @@ def test_work_for_a_suspended_background_loop_is_bounded(
     loop = asyncio.new_event_loop()
 
     async def open_tier() -> None:
-        tier.open(replica, replica, replica, replica)
+        tier.open(replica, replica, replica, replica, replica)
 
     loop.run_until_complete(open_tier())  # and now it is suspended
     tier.on_stored([])

@@ -9,6 +9,7 @@ from xinference_xavier.pool.pool import PoolCounts
 from xinference_xavier.replica.fetcher import FetchCounts
 from xinference_xavier.replica.stats import replica_stats
 from xinference_xavier.stats.schema import (
+    ComparisonStats,
     FetchStats,
     GrantStats,
     Hits,
@@ -37,6 +38,7 @@ def stats(counts: FetchCounts) -> ReplicaStats:
         pool=SimpleNamespace(counts=lambda: PoolCounts(16, 5, 4, 3, 2)),  # type: ignore[arg-type]
         donor=SimpleNamespace(grants=[1, 2], refused=7),  # type: ignore[arg-type]
         mirror=Mirror(),  # type: ignore[arg-type]
+        canary=SimpleNamespace(stats=ComparisonStats(16, 17, 18, 19)),  # type: ignore[arg-type]
         process=SimpleNamespace(pid=11, starts=3, failed_calls=12),  # type: ignore[arg-type]
         hooks=SimpleNamespace(failed=13, dropped=14),  # type: ignore[arg-type]
         not_sharing="no peers",
@@ -61,6 +63,7 @@ def test_every_count_is_reported() -> None:
         pool=PoolStats(16, 5, 4, 3, 2, 64),
         grants=GrantStats(2, 7),
         mirror=MirrorStats(8, 9),
+        comparison=ComparisonStats(16, 17, 18, 19),
         hooks=HookStats(13, 14),
         not_sharing="no peers",
         refused_posts=15,

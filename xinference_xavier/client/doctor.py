@@ -80,6 +80,7 @@ def _model_findings(model_uid: str, model: Info) -> Iterator[Finding]:
     for replica in replicas:
         yield from _hooks(replica.where, replica.status.hooks)
         yield from _pool(replica)
+        yield from _comparison(replica, names)
         if "error" in replica.self_check:
             yield Finding(
                 replica.where,
@@ -258,6 +259,24 @@ def _hooks(where: str, hooks: HookStats) -> Iterator[Finding]:
             f"xavier_hooks raised at {hooks.failed} events and was too slow for {hooks.dropped}",
             "look for the first error in the log there, and make the function return quickly",
             grave=False,
+        )
+
+
+def _comparison(replica: _Replica, names: Mapping[str, str]) -> Iterator[Finding]:
+    found = replica.status.comparison
+    peer = names.get(found.peer or "", found.peer)
+    amount = f"{found.layer} by {found.amount:.0%}" if found.amount is not None else found.layer
+    if found.failed_audits:
+        yield Finding(
+            replica.where,
+            f"computed other rows than it had fetched or loaded, {found.failed_audits} times",
+            "restart it and the peer that its event AuditFailed names; check the memory of both",
+        )
+    elif found.differing:
+        yield Finding(
+            replica.where,
+            f"computes other rows than {peer} of the same text: {amount}",
+            "give both the same weights, processors and vLLM; until then each shares with its like",
         )
 
 

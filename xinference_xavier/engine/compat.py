@@ -7,14 +7,14 @@ since 0.32, `on_reset_flushed` since 0.33.
 
 import inspect
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
-from vllm.config import CacheConfig
+from vllm.config import CacheConfig, VllmConfig
 from vllm.v1.core import kv_cache_utils
-from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig
 from vllm.v1.kv_offload.base import CanonicalKVCaches, ReqContext
 from vllm.v1.kv_offload.config import OffloadingGroupConfig
 from vllm.v1.kv_offload.cpu.gpu_worker import CPUOffloadingWorker
@@ -61,6 +61,13 @@ def known_keys(context: ReqContext) -> list[bytes]:
     return [] if recorded is None else list(chain.from_iterable(recorded.groups))
 
 
+def key_positions(context: ReqContext) -> Iterable[tuple[bytes, int | None]]:
+    """Each known key with the tokens up to its end; None up to 0.30, which has no other keys than
+    those of whole chunks."""
+    positions: dict[bytes, int] | None = getattr(context, "_offload_key_positions", None)
+    return ((key, None) for key in known_keys(context)) if positions is None else positions.items()
+
+
 def load_source(from_peer: bool) -> "CacheHitSource":
     """The source under which vLLM 0.32 and later count loaded tokens."""
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -91,6 +98,23 @@ def group_number(group: OffloadingGroupConfig, place: int) -> int:
 def cache_layout(cache: CacheConfig) -> str | None:
     """vLLM's layout of its KV cache. None up to 0.28, where the offloading connector chooses it."""
     return getattr(cache, "kv_cache_layout", None)
+
+
+def cpu_kernel(vllm_config: VllmConfig, spec: AttentionSpec) -> str:
+    """The CPU backend's attention kernel for a layer, for example "amx".
+
+    It depends on the processor, the types and the sizes, and has no public name.
+    """
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    cache_dtype = vllm_config.cache_config.cache_dtype
+    dtype = vllm_config.model_config.dtype
+    return _get_attn_isa(dtype, spec.block_size, spec.head_size, cache_dtype)  # type: ignore[arg-type]  # no text at run time
+
+
+def calculates_scales(cache: CacheConfig) -> bool:
+    """Whether an engine takes the scales of an fp8 cache from its first request: up to 0.27."""
+    return bool(getattr(cache, "calculate_kv_scales", False))
 
 
 def keeps_cache_in_host_memory(kv_cache: KVCacheConfig) -> bool:

@@ -4,6 +4,7 @@ A spec gets no `VllmConfig`, which the namespace depends on, and is made too lat
 chunk size. A manager does not see how many of a request's tokens vLLM's own prefix cache served.
 """
 
+import os
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -11,21 +12,32 @@ from vllm.config import VllmConfig
 from vllm.distributed.kv_events import KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
+    OffloadingConnectorMetadata,
+    TransferJob,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import GroupOffloadConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.kv_offload.base import GPULoadStoreSpec
+from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm.v1.request import Request
 
 from xinference_xavier.config import XAVIER, XavierConfig
 from xinference_xavier.engine import compat, namespace
+from xinference_xavier.engine.chunks import chunk_tokens_for, stores_whole_chunks, window_tokens
 from xinference_xavier.engine.manager import XavierManager
 from xinference_xavier.engine.page_format import page_format
+from xinference_xavier.engine.policy.donor_selection import Group
+from xinference_xavier.engine.probes import Probes
 from xinference_xavier.engine.process import log_like_vllm
 from xinference_xavier.engine.prompt_keys import PromptChunker
-from xinference_xavier.engine.spec import IDENTITY, XavierSpec, chunk_tokens_for
+from xinference_xavier.engine.sketches import describe_pages
+from xinference_xavier.engine.spec import IDENTITY, WorkerNote, XavierSpec
 from xinference_xavier.errors import ConfigError
 
 _MAX_DECODE_TOKENS = 16
@@ -41,15 +53,22 @@ class XavierConnector(OffloadingConnector):
         assert transfer is not None, "vLLM makes a connector from a transfer configuration"
         extra = transfer.kv_connector_extra_config
         self._config = XavierConfig.from_dict(extra[XAVIER])
-        self._prefix_tokens: dict[str, int] = {}  # by request that is not scheduled yet
         _refuse_unsupported(vllm_config, kv_cache_config)
-        offloading = build_offloading_config(vllm_config, kv_cache_config)
+        offloading = _offloading_config(vllm_config, kv_cache_config)
         block_tokens = [group.tokens_per_block for group in offloading.groups]
-        chunk_tokens = chunk_tokens_for(self._config, block_tokens)
+        numbers = [
+            compat.group_number(group, place) for place, group in enumerate(offloading.groups)
+        ]
+        groups = {number: kv_cache_config.kv_cache_groups[number] for number in numbers}
+        windows = [window_tokens(group) for group in groups.values()]
+        chunk_tokens = chunk_tokens_for(self._config, block_tokens, windows)
+        self._groups = groups
+        self._blocks_per_chunk = chunk_tokens // max(block_tokens)
         # vLLM's own entry. Since 0.33, not only the spec reads it.
-        extra["blocks_per_chunk"] = chunk_tokens // max(block_tokens)
+        extra["blocks_per_chunk"] = self._blocks_per_chunk
         if role is KVConnectorRole.SCHEDULER:
             extra[IDENTITY] = {
+                "prefix_caching": bool(vllm_config.cache_config.enable_prefix_caching),
                 "key_bytes": namespace.key_bytes(vllm_config),
                 "fingerprint_fields": namespace.fingerprint_fields(
                     vllm_config, kv_cache_config, chunk_tokens
@@ -60,12 +79,24 @@ class XavierConnector(OffloadingConnector):
             assert self.connector_scheduler is not None
             manager = self.connector_scheduler.manager
             assert isinstance(manager, XavierManager)
-            manager.chunker = PromptChunker(vllm_config, offloading, chunk_tokens)
+            assert manager.view.sketcher is not None
+            manager.view.probes = Probes(
+                manager.view.sketcher,
+                chunk_tokens=chunk_tokens,
+                vocabulary=vllm_config.model_config.get_vocab_size(),
+                audits=self._config.audit,
+                can_audit=manager.view.can_audit,
+            )
+            manager.view.chunker = PromptChunker(vllm_config, offloading, chunk_tokens)
+            manager.selection.groups = {
+                group.group_idx.to_bytes(4): lookup_group(group)
+                for group in self.connector_scheduler.config.kv_group_configs
+            }
             manager.tier_lookup.step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
             self._manager = manager
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        self._set_page_format(kv_caches)
+        self._describe_caches(kv_caches)
         super().register_kv_caches(kv_caches)
 
     def register_cross_layers_kv_cache(
@@ -73,59 +104,86 @@ class XavierConnector(OffloadingConnector):
     ) -> None:
         """Called by vLLM up to 0.28, which can keep all layers in one tensor."""
         groups = self._kv_cache_config.kv_cache_groups
-        self._set_page_format({group.layer_names[0]: kv_cache for group in groups})
+        self._describe_caches({group.layer_names[0]: kv_cache for group in groups})
         assert self.connector_worker is not None
         self.connector_worker.register_cross_layers_kv_cache(kv_cache, attn_backend)  # type: ignore[attr-defined]
 
-    def _set_page_format(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+    def _describe_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         assert self.connector_worker is not None
         spec = self.connector_worker.spec
         assert isinstance(spec, XavierSpec)
-        spec.pages = page_format(self._vllm_config, self._kv_cache_config, kv_caches)
+        cache = self._vllm_config.cache_config
+        spec.describe = lambda pages: WorkerNote(
+            page_format(self._vllm_config, self._kv_cache_config, kv_caches),
+            bool(cache.enable_prefix_caching),
+            describe_pages(
+                self._groups, kv_caches, pages, self._blocks_per_chunk, cache.cache_dtype
+            ),
+        )
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         assert self.connector_scheduler is not None
         compat.record_keys(self.connector_scheduler, request.request_id)
-        self._prefix_tokens[request.request_id] = num_computed_tokens
-        if request.trace_headers:  # vLLM traces
-            self._manager.trace(request.request_id, request.trace_headers)
+        self._manager.begin_lookups(
+            request.request_id,
+            num_computed_tokens,
+            request.trace_headers,
+            request.lora_request,
+            request.cache_salt,
+        )
         return super().get_num_new_matched_tokens(request, num_computed_tokens)
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
         super().update_state_after_alloc(request, blocks, num_external_tokens)
-        # vLLM calls this again, with nothing new, after an asynchronous load.
-        prefix = self._prefix_tokens.pop(request.request_id, None)
-        if prefix is not None:
-            self._manager.count_prompt(
-                request.request_id, request.num_prompt_tokens, prefix, num_external_tokens
-            )
+        only_tokens = (
+            request.lora_request is None
+            and request.prompt_embeds is None
+            and not request.mm_features
+        )
+        self._manager.count_prompt(
+            request.request_id,
+            request.num_prompt_tokens,
+            num_external_tokens,
+            request.prompt_token_ids if only_tokens else None,
+        )
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         metadata = super().build_connector_meta(scheduler_output)
+        assert isinstance(metadata, OffloadingConnectorMetadata)
+        for job_id, job in metadata.store_jobs.items():
+            self._check_store(job_id, job)
         tokens = scheduler_output.total_num_scheduled_tokens
         self._manager.step_begins(tokens, *prefill_of(scheduler_output))
         return metadata
+
+    def _check_store(self, job_id: int, job: TransferJob) -> None:
+        """Void a store of chunks that miss blocks, in which the blocks behind them move up.
+
+        vLLM leaves out blocks behind a sliding window that it has given to other requests.
+        """
+        assert self.connector_scheduler is not None
+        assert isinstance(job.src_spec, GPULoadStoreSpec)
+        keys = self.connector_scheduler._jobs[job_id].keys
+        specs = {number: group.kv_cache_spec for number, group in self._groups.items()}
+        if not stores_whole_chunks(job.src_spec, keys, specs, self._blocks_per_chunk):
+            self._manager.void_store(job.req_id, keys)
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         """vLLM calls this once per step, when it has the step's output."""
         self._manager.step_ends()
         return super().take_events()
 
-    def request_finished(
-        self, request: Request, block_ids: list[int]
-    ) -> tuple[bool, dict[str, object] | None]:
-        self._prefix_tokens.pop(request.request_id, None)
-        return super().request_finished(request, block_ids)
 
-    def request_finished_all_groups(
-        self, request: Request, block_ids: tuple[list[int], ...]
-    ) -> tuple[bool, dict[str, object] | None]:
-        self._prefix_tokens.pop(request.request_id, None)
-        return super().request_finished_all_groups(request, block_ids)
+def lookup_group(group: GroupOffloadConfig) -> Group:
+    """As vLLM looks it up: for a drafter's group, one more chunk than it loads."""
+    window = group.sliding_window_size_in_chunks
+    if window is not None:
+        window += group.is_eagle_group
+    return Group(group.tokens_per_chunk, window)
 
 
 def prefill_of(step: SchedulerOutput) -> tuple[int, float]:
@@ -148,6 +206,18 @@ def prefill_of(step: SchedulerOutput) -> tuple[int, float]:
     return tokens, depths / tokens
 
 
+def _offloading_config(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> OffloadingConfig:
+    try:
+        return build_offloading_config(vllm_config, kv_cache_config)
+    except AssertionError as error:  # the groups' block sizes have no common hash size
+        raise ConfigError(
+            "enable_prefix_caching",
+            vllm_config.cache_config.enable_prefix_caching,
+            f"does not suit this model's KV cache: {error}",
+            "launch with enable_prefix_caching=True, or without enable_xavier",
+        ) from error
+
+
 def _refuse_unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
     """Raises ConfigError for what would fail later, and worse."""
     nodes = vllm_config.parallel_config.nnodes
@@ -157,6 +227,21 @@ def _refuse_unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig)
             nodes,
             "spreads one replica over several hosts, which sharing does not support",
             "use one host per replica, or launch without enable_xavier",
+        )
+    algorithm = vllm_config.cache_config.prefix_caching_hash_algo
+    if not algorithm.startswith("sha256") and "PYTHONHASHSEED" not in os.environ:
+        raise ConfigError(
+            "prefix_caching_hash_algo",
+            algorithm,
+            "has a random seed in each process, so no two replicas would find the same chunk",
+            "use sha256, or set PYTHONHASHSEED to the same number for all replicas",
+        )
+    if compat.calculates_scales(vllm_config.cache_config):
+        raise ConfigError(
+            "calculate_kv_scales",
+            True,
+            "gives each replica its own scales, so that one cannot read another's cache",
+            "leave it out, or launch without enable_xavier",
         )
     # With it, vLLM 0.33 prepares loads in a later step than the HIT, which protects no row so long.
     if compat.keeps_cache_in_host_memory(kv_cache_config):

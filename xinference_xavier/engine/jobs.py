@@ -14,7 +14,8 @@ from xinference_xavier.pool.pool import Pool, Row
 class Jobs:
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
-        self._stores: dict[bytes, Row] = {}
+        self._stores: dict[tuple[str, bytes], Row] = {}  # by request and vLLM's key
+        self._void: set[tuple[str, bytes]] = set()  # of the stores
         self._loads: dict[str, list[Row]] = {}  # by request, pinned
         self._stale_stores: list[Row] = []
         self._stale_loads: list[Row] = []
@@ -22,18 +23,31 @@ class Jobs:
     def __bool__(self) -> bool:
         return bool(self._stores or self._loads)
 
-    def begin_store(self, rows: Sequence[Row]) -> None:
-        self._stores.update((row.key, row) for row in rows)
+    def begin_store(self, req_id: str, rows: Iterable[tuple[bytes, Row]]) -> None:
+        """`rows` come with vLLM's keys."""
+        self._stores.update(((req_id, key), row) for key, row in rows)
 
-    def end_store(self, keys: Iterable[bytes], success: bool) -> list[Row]:
+    def storing(self, req_id: str, keys: Iterable[bytes]) -> list[Row]:
+        """The rows that vLLM's workers still are to store, except void ones."""
+        jobs = ((req_id, key) for key in keys)
+        return [self._stores[job] for job in jobs if job not in self._void]
+
+    def void_store(self, req_id: str, keys: Iterable[bytes]) -> None:
+        """What these rows get is not their chunks."""
+        self._void.update((req_id, key) for key in keys)
+
+    def end_store(self, req_id: str, keys: Iterable[bytes], success: bool) -> list[Row]:
         """Returns the rows that became READY."""
         self.free_stale()
-        rows = [self._stores.pop(key) for key in keys]
-        if success:
-            return [row for row in rows if self._pool.commit(row)]
-        for row in rows:
-            self._pool.abort(row)
-        return []
+        ready = []
+        for key in keys:
+            row = self._stores.pop((req_id, key))
+            if not success or (req_id, key) in self._void:
+                self._void.discard((req_id, key))
+                self._pool.abort(row)
+            elif self._pool.commit(row):
+                ready.append(row)
+        return ready
 
     def begin_load(self, req_id: str, rows: list[Row]) -> None:
         """`rows` must be pinned."""
@@ -50,6 +64,7 @@ class Jobs:
         """vLLM will not report the jobs under way."""
         self._stale_stores += self._stores.values()
         self._stores.clear()
+        self._void.clear()
         for rows in self._loads.values():
             self._stale_loads += rows
         self._loads.clear()

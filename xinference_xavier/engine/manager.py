@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+from vllm.lora.request import LoRARequest
 from vllm.v1.kv_offload.base import (
     LoadStoreSpec,
     LookupResult,
@@ -26,17 +27,19 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
-from xinference_xavier.engine.compat import known_keys, load_source
+from xinference_xavier.engine.adapters import Adapters
+from xinference_xavier.engine.compat import load_source
 from xinference_xavier.engine.jobs import Jobs
 from xinference_xavier.engine.metrics import HitReporter
 from xinference_xavier.engine.policy.cost_model import CostModel
 from xinference_xavier.engine.policy.donor_selection import DonorSelection, FetchPolicy
 from xinference_xavier.engine.policy.prefill_rate import PrefillRate
+from xinference_xavier.engine.probes import SALT
 from xinference_xavier.engine.request import Request
 from xinference_xavier.engine.steps import Step, Steps
 from xinference_xavier.engine.tier_lookup import TierLookup
+from xinference_xavier.engine.view import EngineView
 from xinference_xavier.pool.pool import Pool, Reservation, Row
-from xinference_xavier.replica.explain import Chunker
 from xinference_xavier.stats.schema import Hits
 from xinference_xavier.tiers.base import Tier
 
@@ -45,7 +48,7 @@ if TYPE_CHECKING:
 
 
 class XavierManager(OffloadingManager):
-    """`on_shutdown` ends the owner of `tier`."""
+    """`on_shutdown` ends the owner of `tier`. Unless it `shares`, it stores and loads nothing."""
 
     def __init__(
         self,
@@ -57,35 +60,39 @@ class XavierManager(OffloadingManager):
         min_fetch_tokens: int,
         fetch_policy: FetchPolicy,
         fetch_timeout: float,
+        shares: bool = True,
         on_shutdown: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._pool = pool
         self._tier = tier
-        self._chunk_tokens = chunk_tokens
         self._on_shutdown = on_shutdown
         self._clock = clock
         self._requests: dict[str, Request] = {}
+        self._adapters = Adapters()
+        self._shares = shares
+        self._all_share = shares  # all requests, so far
         self._finished_requests = 0
         self._jobs = Jobs(pool)
         self._hits = Hits()
         self._hit_reporter = HitReporter(self._hits)
         self._steps = Steps()
-        self.chunker: Chunker | None = None  # set by the connector
+        self.view = EngineView(self.stats, self._requests, self._hits)
         self.prefill_rate = PrefillRate()
         self.cost_model = CostModel(row_bytes=row_bytes)
+        self.selection = DonorSelection(
+            pool,
+            tier,
+            self.prefill_rate,
+            self.cost_model,
+            chunk_tokens=chunk_tokens,
+            min_fetch_tokens=min_fetch_tokens,
+            policy=fetch_policy,
+        )
         self.tier_lookup = TierLookup(
             pool,
             tier,
-            selection=DonorSelection(
-                pool,
-                tier,
-                self.prefill_rate,
-                self.cost_model,
-                chunk_tokens=chunk_tokens,
-                min_fetch_tokens=min_fetch_tokens,
-                policy=fetch_policy,
-            ),
+            selection=self.selection,
             cost_model=self.cost_model,
             steps=self._steps,
             reserve=self._reserve,
@@ -113,39 +120,77 @@ class XavierManager(OffloadingManager):
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         self._pool.sweep()  # between two steps no HIT waits for its pin
-        self._requests[req_context.req_id] = Request(req_context)
+        request = Request(req_context, excluded=not self._shares)
+        self._requests[req_context.req_id] = request
+        req_context.set_state(request)
         return RequestOffloadingContext()
 
-    def trace(self, req_id: str, headers: Mapping[str, str]) -> None:
-        """Attach the request's fetches to the trace that `headers` name."""
-        self._requests[req_id].trace_headers = headers
+    def begin_lookups(
+        self,
+        req_id: str,
+        prefix_tokens: int,
+        trace_headers: Mapping[str, str] | None = None,
+        lora_request: LoRARequest | None = None,
+        salt: str | None = None,
+    ) -> None:
+        """vLLM, which has `prefix_tokens` of the request in its own cache, looks up the rest.
+
+        The request's fetches belong to the trace that `trace_headers` name.
+        """
+        request = self._requests[req_id]
+        request.looked_up(prefix_tokens)
+        if salt is not None and salt.startswith(SALT):
+            request.probe, request.given_up, request.counted = salt, True, True
+        request.trace_headers = trace_headers
+        if lora_request is not None:
+            self._all_share = False
+            request.adapter = self._adapters.find(lora_request)
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        if self._pool.lookup(key) is not None:
+        row_key: bytes = key
+        if not self._all_share:
+            request = _of(req_context)
+            if not request.shares:
+                return LookupResult.MISS
+            row_key = request.row_key(key)
+        if self._pool.lookup(row_key) is not None:
             return LookupResult.HIT
-        return self.tier_lookup.lookup(key, self._requests[req_context.req_id])
+        return self.tier_lookup.lookup(row_key, self._requests[req_context.req_id])
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         self.tier_lookup.end_pass()
         self._pool.sweep()
 
-    def count_prompt(self, req_id: str, prompt: int, prefix_cache: int, loaded: int) -> None:
-        """The request was scheduled: its prompt, vLLM's own hit and our load, in tokens."""
+    def count_prompt(
+        self, req_id: str, prompt: int, loaded: int, tokens: Sequence[int] | None = None
+    ) -> None:
+        """The request was scheduled, with a prompt of so many tokens and so many loaded.
+
+        Its `tokens` are known if nothing else has an influence on its rows, such as images. After
+        an asynchronous load vLLM says so again; that does not count.
+        """
         request = self._requests[req_id]
+        if request.counted:
+            return
+        request.counted = True
         self.tier_lookup.scheduled(request)
-        fetched = sum(row.key in request.fetched for row in self._jobs.loading(req_id))
-        remote = min(loaded, fetched * self._chunk_tokens)
-        self._hits.prefix_cache += prefix_cache
+        rows = self._jobs.loading(req_id)
+        fetched = sum(row.key in request.fetched for row in rows)
+        remote = loaded * fetched // max(1, len(rows))
+        if rows and tokens is not None and rows[0].key == self.selection.first_key(request):
+            self.view.loaded(tokens, rows[0])
+        self._hits.prefix_cache += request.prefix_tokens
         self._hits.local_pool += loaded - remote
         self._hits.remote += remote
-        self._hits.computed += max(0, prompt - prefix_cache - loaded)
+        self._hits.computed += max(0, prompt - request.prefix_tokens - loaded)
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        self._finished_requests += 1
+        self._finished_requests += _of(req_context).probe is None
         # vLLM's own prefix cache does not report its hits, and they keep chunks in use as well.
         # In reverse, so that a prefix is evicted from its end.
-        self._pool.touch(reversed(known_keys(req_context)))
-        self.tier_lookup.finished(self._requests.pop(req_context.req_id))
+        request = self._requests.pop(req_context.req_id)
+        self._pool.touch(reversed(request.row_keys()))
+        self.tier_lookup.finished(request)
 
     # -- steps --------------------------------------------------------------------------------
 
@@ -169,7 +214,8 @@ class XavierManager(OffloadingManager):
     # -- loading ------------------------------------------------------------------------------
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
-        rows = self._pool.pin(keys)
+        request = _of(req_context)
+        rows = self._pool.pin([request.row_key(key) for key in keys])
         # Every key was a HIT in this step, and nothing was evicted since. Loading anything else
         # would produce wrong tokens, which is worse than a dead engine.
         assert len(rows) == len(keys), "a chunk was lost between its lookup and its load"
@@ -181,17 +227,23 @@ class XavierManager(OffloadingManager):
 
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> "CacheHitSource":
         """Called by vLLM 0.32 and later, after `count_prompt`."""
-        return load_source(key in self._requests[req_context.req_id].fetched)
+        request = _of(req_context)
+        return load_source(request.row_key(key) in request.fetched)
 
     # -- storing ------------------------------------------------------------------------------
 
     def prepare_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext
     ) -> PrepareStoreOutput | None:
-        rows, evicted = self._reserve(keys, known_keys(req_context) or list(keys))
-        self._jobs.begin_store(rows)
+        request = _of(req_context)
+        if not request.shares:
+            return PrepareStoreOutput([], CPULoadStoreSpec([]), [])
+        offered = {request.row_key(key): key for key in keys}
+        rows, evicted = self._reserve(offered, request.row_keys() or list(offered))
+        stored = [offered[row.key] for row in rows]
+        self._jobs.begin_store(request.req_id, zip(stored, rows, strict=True))
         return PrepareStoreOutput(
-            keys_to_store=[OffloadKey(row.key) for row in rows],
+            keys_to_store=stored,
             store_spec=CPULoadStoreSpec([row.slot for row in rows]),
             evicted_keys=[OffloadKey(key) for key in evicted],
         )
@@ -208,16 +260,26 @@ class XavierManager(OffloadingManager):
         donor = row.replicated_from
         return donor is not None and donor in self._tier.holders(row.key)
 
+    def void_store(self, req_id: str, keys: Iterable[OffloadKey]) -> None:
+        """vLLM's workers do not get all blocks of these chunks."""
+        self._jobs.void_store(req_id, keys)
+
     def complete_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True
     ) -> None:
-        rows = self._jobs.end_store(keys, success)
+        req_id, probe = req_context.req_id, _of(req_context).probe
+        if probe is not None:
+            self.view.stored(probe, self._jobs.storing(req_id, keys) if success else [])
+            success = False  # nobody shall find the rows
+        rows = self._jobs.end_store(req_id, keys, success)
         if rows:
             self._tier.on_stored(rows)
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         """Called by vLLM up to 0.30."""
-        self._pool.touch(reversed(list(keys)))
+        request = _of(req_context)
+        if request.shares:
+            self._pool.touch([request.row_key(key) for key in reversed(list(keys))])
 
     # -- the whole cache ----------------------------------------------------------------------
 
@@ -235,3 +297,10 @@ class XavierManager(OffloadingManager):
 
     def shutdown(self) -> None:
         self._on_shutdown()
+
+
+def _of(context: ReqContext) -> Request:
+    """The request, even after its end: vLLM stores its last chunks then."""
+    request: Request | None = context.get_state(Request)
+    assert request is not None, "vLLM announces each request"
+    return request

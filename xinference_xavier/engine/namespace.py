@@ -6,11 +6,13 @@ of its cache. The digest is computed over canonical JSON, so it is the same on e
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping
+from io import FileIO
 from pathlib import Path
-from typing import BinaryIO
 
 import vllm
+from vllm import envs
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 from vllm.utils.hashing import get_hash_fn_by_name
@@ -63,6 +65,9 @@ def fingerprint_fields(
         "quantization": model.quantization,
         "cache_dtype": cache.cache_dtype,
         "layout": compat.cache_layout(cache),
+        "layout_environment": {
+            name: value() for name, value in envs.environment_variables.items() if "LAYOUT" in name
+        },
         "hash": cache.prefix_caching_hash_algo,
         "hash_seed": compat.hash_seed(cache.prefix_caching_hash_algo),
         "block_tokens": cache.block_size,
@@ -105,7 +110,10 @@ def weights_fingerprint(path: Path) -> str:
     fingerprint = hashlib.sha256(b"" if files else str(path).encode())
     for file in files:
         fingerprint.update(f"{file.name}:{file.stat().st_size};".encode())
-        with file.open("rb") as weights:
+        # Without a buffer and read-ahead. On a network file system each of thousands of samples
+        # would read a whole block of it, 1 MiB or more.
+        with file.open("rb", buffering=0) as weights:
+            os.posix_fadvise(weights.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
             if file.suffix == ".safetensors":
                 header, spans = _safetensors_header(weights)
                 fingerprint.update(header)
@@ -118,7 +126,7 @@ def weights_fingerprint(path: Path) -> str:
     return fingerprint.hexdigest()[:32]
 
 
-def _safetensors_header(weights: BinaryIO) -> tuple[bytes, list[tuple[int, int]]]:
+def _safetensors_header(weights: FileIO) -> tuple[bytes, list[tuple[int, int]]]:
     """The header's bytes, and the (start, end) of each tensor's bytes in the file."""
     length = int.from_bytes(weights.read(8), "little")
     header = weights.read(length)

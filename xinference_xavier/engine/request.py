@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from vllm.v1.kv_offload.base import ReqContext
 
+from xinference_xavier.engine.adapters import Adapter, salted
 from xinference_xavier.engine.compat import known_keys
 from xinference_xavier.engine.policy.cost_model import CostModel
 from xinference_xavier.engine.policy.prefill_wait import Wait
@@ -24,26 +25,49 @@ GROUP = slice(-4, None)
 @dataclass(eq=False, slots=True)
 class Request:
     context: ReqContext
-    wanted: list[bytes] = field(default_factory=list)  # RETRYs of this pass, to be fetched
+    prefix_tokens: int = 0  # at its start that vLLM has in its own cache
     fetches: list[Fetch] = field(default_factory=list)  # that it waits for, in order of their rows
-    first: set[bytes] = field(default_factory=set)  # keys of each group's first chunk in each fetch
+    first: set[bytes] = field(default_factory=set)  # keys that get a RETRY: see `waits_for`
+    counted: bool = True  # its prompt tokens, since it was last looked up
     deadline: float | None = None  # of all its fetches
     pending_since: float = 0.0  # on the clock of `Steps.idle_time`
     given_up: bool = False  # no further fetches
     computes: bool = False  # chunks that it could have fetched
     fetched: set[bytes] = field(default_factory=set)  # keys that arrived from a peer for it
     trace_headers: Mapping[str, str] | None = None
+    excluded: bool = False  # neither stores nor loads anything
+    adapter: Adapter | None = None
+    probe: str | None = None  # the salt of a probe
     asked: bool = False  # the tracker, whether a peer computes its prefix
     wait: Wait | None = None  # for that peer, even if it is over
+    groups: dict[bytes, list[bytes]] | None = None  # see `DonorSelection.groups_of`
 
     @property
     def req_id(self) -> str:
         req_id: str = self.context.req_id
         return req_id
 
-    def group_of(self, key: bytes) -> list[bytes]:
-        """The request's keys in the KV-cache group of `key`, in order."""
-        return [other for other in known_keys(self.context) if other[GROUP] == key[GROUP]]
+    @property
+    def shares(self) -> bool:
+        """Whether its rows may be stored and loaded: not while its adapter's content is unknown."""
+        known = self.adapter is None or self.adapter.digest is not None
+        return known and not self.excluded
+
+    def row_key(self, key: bytes) -> bytes:
+        """The pool's key for vLLM's `key`. Call it only if the request `shares`."""
+        digest = None if self.adapter is None else self.adapter.digest
+        return key if digest is None else salted(key, digest)
+
+    def row_keys(self) -> list[bytes]:
+        """The pool's keys of the request's chunks, group by group; empty before its lookups."""
+        keys = known_keys(self.context) if self.shares else []
+        return keys if self.adapter is None else [self.row_key(key) for key in keys]
+
+    def looked_up(self, prefix_tokens: int) -> None:
+        """vLLM is about to look the request up: in its own cache it has `prefix_tokens` of it."""
+        self.prefix_tokens = prefix_tokens
+        self.counted = False
+        self.groups = None  # it may have more keys than at the last time
 
     @property
     def pending(self) -> Fetch | None:
@@ -54,12 +78,11 @@ class Request:
         return fetch if fetch is not None and fetch.state is FetchState.PENDING else None
 
     def waits_for(self, fetches: list[Fetch]) -> None:
-        """Wait for `fetches`, in the order of their rows. Until they end, only the keys in `first`
-        get a RETRY."""
+        """Wait for `fetches`, in the order of their rows. Until they end, the first chunk of each
+        group in each of them gets a RETRY."""
         self.fetches = fetches
-        self.first = _first_of_each_group(self.wanted).union(
-            *(_first_of_each_group(row.key for row in fetch.rows) for fetch in fetches)
-        )
+        for fetch in fetches:
+            self.first |= first_of_each_group(row.key for row in fetch.rows)
 
     def conclude(self) -> None:
         """Stop waiting: chunks that arrived are HITs, all others are MISSes."""
@@ -69,7 +92,7 @@ class Request:
         self.fetches = []
 
 
-def _first_of_each_group(keys: Iterable[bytes]) -> set[bytes]:
+def first_of_each_group(keys: Iterable[bytes]) -> set[bytes]:
     first: dict[bytes, bytes] = {}
     for key in keys:
         first.setdefault(key[GROUP], key)

@@ -11,10 +11,9 @@ effects, because vLLM imports it in its API process too.
 
 import json
 import logging
-import math
 import threading
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from vllm.platforms import current_platform
 from vllm.v1.kv_offload.base import (
@@ -32,9 +31,10 @@ from xinference_xavier.engine.manager import XavierManager
 from xinference_xavier.engine.namespace import digest, readable
 from xinference_xavier.engine.policy.donor_selection import FetchPolicy
 from xinference_xavier.engine.process import end_with_parent
+from xinference_xavier.engine.sketches import Sketcher
 from xinference_xavier.engine.worker.cpu import HostWorker
 from xinference_xavier.engine.worker.gpu import DeviceRegion
-from xinference_xavier.errors import ConfigError, RegionError
+from xinference_xavier.errors import ConfigError, NotSharing, RegionError
 from xinference_xavier.pool.pool import Pool
 from xinference_xavier.pool.region import ROW_ALIGNMENT, Region, RegionServer, receive_region
 from xinference_xavier.replica.replica import Replica
@@ -43,29 +43,17 @@ from xinference_xavier.runtime.host import free_memory_bytes
 logger = logging.getLogger(__name__)
 
 IDENTITY = "xavier_identity"  # our second entry in the connector's extra configuration
-DEFAULT_CHUNK_TOKENS = 128
 MIN_ROWS = 16
 _REGION_TIMEOUT = 60.0  # seconds to wait for the first worker
 _POPULATE_AT_ONCE = 1 << 30  # bytes; a larger region is populated in the background
 
 
-def chunk_tokens_for(config: XavierConfig, block_tokens: Iterable[int]) -> int:
-    """Tokens per chunk: the configured number, or the default rounded up to whole blocks.
+class WorkerNote(NamedTuple):
+    """What the first worker tells the scheduler's side; JSON-able."""
 
-    Raises:
-        ConfigError: the configured number is not a multiple of every block size.
-    """
-    block = math.lcm(*block_tokens)
-    tokens = config.chunk_tokens or DEFAULT_CHUNK_TOKENS
-    whole = -(-tokens // block) * block
-    if config.chunk_tokens is not None and tokens != whole:
-        raise ConfigError(
-            "xavier_chunk_tokens",
-            tokens,
-            f"is not a multiple of the model's block size, {block} tokens",
-            f"use {whole}",
-        )
-    return whole
+    pages: list[dict[str, Any]]  # its `page_format`
+    prefix_caching: bool  # whether it is on there
+    parts: dict[str, list[Any]]  # from `describe_pages`
 
 
 class XavierSpec(OffloadingSpec):
@@ -84,8 +72,10 @@ class XavierSpec(OffloadingSpec):
         cells = 1 if self.replicated_layout else config.parallel.world_size
         self._row_bytes = -(-self._cell_bytes * cells // ROW_ALIGNMENT) * ROW_ALIGNMENT
         self._rows = self._count_rows()
-        self.pages: list[dict[str, Any]] = []
-        """This worker's `page_format`; set it before `get_worker`."""
+        self.describe: Callable[[CanonicalKVCaches], WorkerNote] = lambda _: WorkerNote(
+            [], True, {}
+        )
+        """What only a worker knows; set it before `get_worker`."""
         self._region_server: RegionServer | None = None
         self._worker: OffloadingWorker | None = None
         self._manager: XavierManager | None = None
@@ -108,7 +98,8 @@ class XavierSpec(OffloadingSpec):
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         if self._worker is None:
             rank = 0 if self.replicated_layout else self.config.parallel.rank
-            region = self._create_region() if self.config.parallel.rank == 0 else self._receive()
+            first = self.config.parallel.rank == 0
+            region = self._create_region(kv_caches) if first else self._receive()
             if current_platform.is_cpu():
                 self._worker = HostWorker(
                     kv_caches, region, self.blocks_per_chunk, rank * self._cell_bytes
@@ -122,7 +113,7 @@ class XavierSpec(OffloadingSpec):
                 )
         return self._worker
 
-    def _create_region(self) -> Region:
+    def _create_region(self, kv_caches: CanonicalKVCaches) -> Region:
         size = self._rows * self._row_bytes
         free = free_memory_bytes()
         if size > free:
@@ -133,7 +124,7 @@ class XavierSpec(OffloadingSpec):
                 "use less, or leave it out for a tenth of what is free",
             )
         region = Region.create(self._rows, self._row_bytes)
-        note = json.dumps(self.pages).encode()
+        note = json.dumps(self.describe(kv_caches)).encode()
         self._region_server = RegionServer(region, self.config.engine_id, note)
         if size <= _POPULATE_AT_ONCE:
             region.populate()
@@ -158,10 +149,13 @@ class XavierSpec(OffloadingSpec):
         if self._manager is None:
             region = self._receive()
             identity = self.extra_config[IDENTITY]
-            fingerprint_fields = {
-                **identity["fingerprint_fields"],
-                "pages": json.loads(region.note),
-            }
+            note = WorkerNote(*json.loads(region.note))
+            # vLLM also switches it off itself, perhaps in its workers only. Then it computes
+            # prompts with loaded rows wrongly.
+            shares = identity["prefix_caching"] and note.prefix_caching
+            if not shares:
+                logger.warning("nothing is shared because prefix caching is off")
+            fingerprint_fields = {**identity["fingerprint_fields"], "pages": note.pages}
             pool = Pool(self._rows)
             replica = Replica(
                 self._xavier,
@@ -171,6 +165,7 @@ class XavierSpec(OffloadingSpec):
                 region=region,
                 pool=pool,
                 fingerprint_fields=readable(fingerprint_fields),
+                not_sharing=None if shares else NotSharing.NO_PREFIX_CACHING,
             )
             adaptive = self._xavier.min_fetch_tokens is None
             self._manager = XavierManager(
@@ -181,8 +176,21 @@ class XavierSpec(OffloadingSpec):
                 min_fetch_tokens=self._xavier.least_fetch_tokens,
                 fetch_policy=FetchPolicy.ADAPTIVE if adaptive else FetchPolicy.FIXED_THRESHOLD,
                 fetch_timeout=self._xavier.fetch_timeout,
+                shares=shares,
                 on_shutdown=replica.stop,
             )
-            replica.start(self._manager)
+            parallel = self.config.parallel
+            comparable = (
+                1 if self.replicated_layout or parallel.pp_size > 1 else parallel.world_size
+            )
+            self._manager.view.sketcher = Sketcher(
+                region,
+                pool,
+                note.parts,
+                cells=comparable,
+                cell_bytes=self._cell_bytes,
+                blocks_per_chunk=self.blocks_per_chunk,
+            )
+            replica.start(self._manager.view)
             end_with_parent()
         return self._manager

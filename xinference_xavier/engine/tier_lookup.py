@@ -16,17 +16,15 @@ few milliseconds (`IdleWait`).
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable
 
 from vllm.v1.kv_offload.base import LookupResult
 
-from xinference_xavier.engine.compat import known_keys
 from xinference_xavier.engine.idle import IdleWait
 from xinference_xavier.engine.policy.cost_model import CostModel
-from xinference_xavier.engine.policy.donor_selection import DonorSelection
+from xinference_xavier.engine.policy.donor_selection import DonorSelection, FetchPlan
 from xinference_xavier.engine.policy.prefill_wait import MIN_PREFILL_SECONDS, Wait
-from xinference_xavier.engine.request import GROUP, Fetches, Request
+from xinference_xavier.engine.request import GROUP, Fetches, Request, first_of_each_group
 from xinference_xavier.engine.steps import Steps
 from xinference_xavier.pool.pool import Pool, Reservation
 from xinference_xavier.stats.schema import WaitCounts
@@ -57,7 +55,6 @@ class TierLookup:
         self._cost_model = cost_model
         self._steps = steps
         self._reserve = reserve
-        self._chunk_tokens = chunk_tokens
         self._fetch_timeout = fetch_timeout
         self._clock = clock
         self.fetches = Fetches(pool, cost_model, fetch_timeout)
@@ -65,7 +62,7 @@ class TierLookup:
         self.wait_counts = WaitCounts()
         self.longest_scheduling_wait = 0.0  # seconds that a request waited because of us
         self.step_tokens = chunk_tokens  # that the engine computes in one step at most
-        self._to_fetch: dict[str, Request] = {}  # requests that got a RETRY in this pass
+        self._plans: dict[Request, FetchPlan | None] = {}  # made in this pass
         # Requests deferred in this pass, by group, with the seconds that the engine may sleep.
         self._deferred: dict[tuple[str, bytes], float] = {}
 
@@ -86,21 +83,17 @@ class TierLookup:
                 return LookupResult.HIT
         if request.given_up or not (self._has_time(request) or self._is_waiting(request)):
             return LookupResult.MISS
-        if self._can_fetch(key, request):
-            request.wanted.append(key)
-            self._to_fetch[request.req_id] = request
-            return LookupResult.RETRY
-        if not request.wanted and self._waits_for_peer(key, request):
-            return LookupResult.RETRY
-        return LookupResult.MISS
+        if self._plan(key, request) is not None:
+            return LookupResult.RETRY if key in request.first else LookupResult.MISS
+        return LookupResult.RETRY if self._waits_for_peer(key, request) else LookupResult.MISS
 
     def end_pass(self) -> None:
         """The scheduler has made all lookups of this step."""
         begun: list[Fetch] = []
-        for request in self._to_fetch.values():
-            begun += self._begin_fetches(request)
-            request.wanted = []
-        self._to_fetch.clear()
+        for request, plan in self._plans.items():
+            if plan is not None:
+                begun += self._begin_fetches(request, plan)
+        self._plans.clear()
         if self.fetches:
             self.fetches.settle(self._clock())
         pause = min(self._deferred.values(), default=0.0)
@@ -116,7 +109,7 @@ class TierLookup:
 
     def finished(self, request: Request) -> None:
         self.fetches.stop_waiting(request.req_id)
-        self._to_fetch.pop(request.req_id, None)
+        self._plans.pop(request, None)
         if request.wait is not None:
             request.wait.count(self.wait_counts, self._clock())
             if not request.wait.claim.held_by_peer:
@@ -127,8 +120,7 @@ class TierLookup:
         for request in requests:
             request.given_up |= bool(request.fetches) or request.wait is not None
             request.fetches = []
-            request.wanted = []
-        self._to_fetch.clear()
+        self._plans.clear()
         self.fetches.reset()
         self._tier.reset()
 
@@ -144,31 +136,42 @@ class TierLookup:
     def _has_time(self, request: Request) -> bool:
         return request.deadline is None or self._clock() < request.deadline
 
-    def _can_fetch(self, key: bytes, request: Request) -> bool:
-        if self.fetches.bringing(key) is not None:
-            return True
-        if not self._tier.ready:
-            return False
-        holders = self._tier.holders(key)
-        if not holders or self._pool.holds(key):
-            return False
-        if request.wanted:
-            return True
-        return self._selection.is_worth_fetching(key, holders, request, self._clock())
+    def _plan(self, key: bytes, request: Request) -> FetchPlan | None:
+        """The request's plan in this pass, made when a chunk turns up that can be fetched."""
+        if request in self._plans:
+            return self._plans[request]
+        if self.fetches.bringing(key) is None and not (
+            self._tier.ready and self._tier.holders(key)
+        ):
+            return None
+        now = self._clock()
+        deadline = request.deadline
+        if deadline is None or now >= deadline:
+            deadline = now + self._fetch_timeout
+        plan = self._selection.plan(
+            request,
+            deadline,
+            self.fetches.by_source(),
+            lambda other: self.fetches.bringing(other) is not None,
+            now,
+        )
+        if plan is not None:
+            request.first = first_of_each_group(plan.keys)
+            if deadline != request.deadline:
+                request.deadline = deadline
+                request.pending_since = self._steps.idle_time(now)
+        self._plans[request] = plan
+        return plan
 
-    def _begin_fetches(self, request: Request) -> list[Fetch]:
-        """Make the request wait for fetches of the chunks it wants.
+    def _begin_fetches(self, request: Request, plan: FetchPlan) -> list[Fetch]:
+        """Make the request wait for fetches of the plan's chunks.
 
         Returns those that are new, as another request may have begun them already.
         """
-        now = self._clock()
-        if request.deadline is None or now >= request.deadline:
-            request.deadline = now + self._fetch_timeout
-            request.pending_since = self._steps.idle_time(now)
         begun: list[Fetch] = []
-        fetches = self.fetches.bringing_run(request.wanted)
+        fetches = self.fetches.bringing_run(plan.keys)
         if not fetches:
-            fetches = begun = self._new_fetches(request, request.deadline, now)
+            fetches = begun = self._new_fetches(request, plan)
         if not fetches:
             request.given_up = True
             return []
@@ -177,21 +180,19 @@ class TierLookup:
             self.fetches.wait(request.req_id, fetch)
         return begun
 
-    def _new_fetches(self, request: Request, deadline: float, now: float) -> list[Fetch]:
-        plan = self._selection.plan(request, deadline, self.fetches.by_source(), now)
-        if plan is None:
-            return []
-        rows = self._reserve(plan.keys, known_keys(request.context) or request.wanted).rows
+    def _new_fetches(self, request: Request, plan: FetchPlan) -> list[Fetch]:
+        assert request.deadline is not None, "a plan has one"
+        rows = self._reserve(plan.keys, request.row_keys()).rows
         parts = min(len(plan.donors), len(rows))
         fetches = []
         for part, donor in enumerate(plan.donors[:parts]):
             share = rows[len(rows) * part // parts : len(rows) * (part + 1) // parts]
             for row in share:
-                row.replicated_from = donor
-            fetch = self._tier.submit_load(donor, share, deadline, request.trace_headers)
+                row.origin = row.replicated_from = donor
+            fetch = self._tier.submit_load(donor, share, request.deadline, request.trace_headers)
             if fetch is not None:
                 self.fetches.add(fetch)
-                self._cost_model.begun(fetch, plan.prefill_seconds, now)
+                self._cost_model.begun(fetch, plan.prefill_seconds, self._clock())
                 fetches.append(fetch)
         self._cost_model.decisions.fetched += bool(fetches)
         return fetches
@@ -219,24 +220,32 @@ class TierLookup:
         return wait is not None and ready and wait.goes_on(self._is_computed, self._clock())
 
     def _ask(self, key: bytes, request: Request) -> Wait | None:
-        """Ask whether a peer is computing the chunks from `key` on, if that takes long enough."""
-        if not self._tier.ready or self._tier.holders(key):  # held but not worth fetching
+        """Ask whether a peer is computing the chunks from the first missing one on, if that takes
+        long enough."""
+        group = self._selection.group(key)
+        keys = self._selection.groups_of(request).get(key[GROUP], [])
+        if key not in keys:  # of a part of a chunk
             return None
-        group = request.group_of(key)
-        rest = list(itertools.dropwhile(lambda other: other != key, group))
-        place = len(group) - len(rest)
+        # vLLM looks windows up from the end.
+        place = (
+            keys.index(key) if group.window is None else request.prefix_tokens // group.chunk_tokens
+        )
+        rest = keys[place:]
+        if not self._tier.ready or self._tier.holders(rest[0]):  # held but not worth fetching
+            return None
+        size = group.chunk_tokens
+        start = place * size
 
         def local_seconds(chunks: int) -> float:
-            return self._selection.prefill_seconds(place, chunks) or 0.0
+            return self._selection.prefill_seconds(start, start + chunks * size) or 0.0
 
         seconds = local_seconds(len(rest))
-        if seconds < MIN_PREFILL_SECONDS or len(rest) < self._selection.min_chunks:
+        if seconds < MIN_PREFILL_SECONDS or len(rest) * size < self._selection.min_tokens:
             return None
         claim = self._tier.claim(rest, seconds)
         if claim is None:
             return None
-        step = -(-self.step_tokens // self._chunk_tokens)
-        return Wait(claim, local_seconds, step, self._clock())
+        return Wait(claim, local_seconds, -(-self.step_tokens // size), self._clock())
 
     def _is_computed(self, key: bytes) -> bool:
         return bool(self._tier.holders(key)) or self._pool.lookup(key) is not None

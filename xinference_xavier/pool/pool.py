@@ -44,6 +44,7 @@ class Row:
     checksum: int | None = None  # not shared until it is computed
     flushed: bool = False  # a hit only for lookups before the flush
     replicated_from: str | None = None  # the donor, until this row is copied itself
+    origin: str | None = None  # the donor; None: computed here
 
     def __repr__(self) -> str:
         return f"Row(slot={self.slot}, {self.state.name}, pins={self.pins})"
@@ -261,8 +262,8 @@ class Pool:
 
     # -- flushing --------------------------------------------------------------------------
 
-    def flush(self) -> list[bytes]:
-        """Make lookups miss every READY row from now on; returns their keys.
+    def flush(self, origin: str | None = None) -> list[bytes]:
+        """Make lookups miss every READY row, or those from `origin`; returns their keys.
 
         Any thread may call it: a row that was just looked up can still be pinned until `sweep`.
         """
@@ -270,7 +271,7 @@ class Pool:
             rows = [
                 row
                 for row in self._held.values()
-                if row.state is RowState.READY and not row.flushed
+                if row.state is RowState.READY and not row.flushed and origin in (None, row.origin)
             ]
             for row in rows:
                 row.flushed = True

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 import threading
 
 import xoscar
@@ -23,20 +24,32 @@ logger = logging.getLogger(__name__)
 _TIMEOUT = 3.0
 
 
-def replica_name() -> str:
-    """xinference's name for the replica of this process."""
-    return os.environ.get("XINFERENCE_MODEL_UID", "")
+def replica_name(engine_id: str = "") -> str:
+    """xinference's name for the replica of this process; empty without xinference.
+
+    With data parallelism a replica has several engines, and vLLM's ids of them end in `_dp0` etc.
+    The name of each ends likewise.
+    """
+    name = os.environ.get("XINFERENCE_MODEL_UID", "")
+    rank = re.search(r"_dp\d+$", engine_id)
+    return name + rank[0] if name and rank else name
 
 
 def report_startup_error(config: XavierConfig, error: BaseException) -> None:
-    """Report `error` to the tracker. Blocks for a few seconds at most, and never raises."""
+    """Report `error` to the tracker. Blocks for a few seconds at most, and never raises.
+
+    Without xinference, nobody asks the tracker for it.
+    """
+    replica = replica_name()
+    if not replica:
+        return
 
     async def report() -> None:
         known = isinstance(error, XavierError)
         try:
             cause = str(error) if known else f"{type(error).__name__}: {error}"
             tracker = await _tracker(config)
-            await within(_TIMEOUT, tracker.report_startup_error(replica_name(), cause))
+            await within(_TIMEOUT, tracker.report_startup_error(replica, cause))
         except Exception:
             logger.exception("cannot report the cause of the failed start")
 

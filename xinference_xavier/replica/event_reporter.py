@@ -9,14 +9,17 @@ from typing import Any
 
 from xinference_xavier.config import XavierConfig
 from xinference_xavier.events import (
+    AuditFailed,
     Event,
     FetchRolledBack,
+    ReplicasDiffer,
     TrackerLost,
     TrackerRegained,
     event_dict,
 )
 from xinference_xavier.hooks import hooks_of
 from xinference_xavier.protocol.tracker import MAX_REPORTED
+from xinference_xavier.replica.canary import Difference
 from xinference_xavier.tiers.base import Fetch
 
 logger = logging.getLogger(__name__)
@@ -57,6 +60,41 @@ class EventReporter:
                 reason=reason,
                 rows=len(fetch.rows),
                 committed=len(fetch.committed),
+            )
+        )
+
+    def differs(self, peer: str, difference: Difference) -> None:
+        logger.error(
+            "peer computes other rows, nothing is shared with it: incarnation=%s peer=%s layer=%s "
+            "difference=%.3g",
+            self._incarnation,
+            peer,
+            *difference,
+        )
+        self._notify(
+            ReplicasDiffer(
+                model_uid=self._model_uid,
+                incarnation=self._incarnation,
+                peer=peer,
+                layer=difference.layer,
+                amount=min(difference.amount, 1e9),
+            )
+        )
+
+    def audit_failed(self, donor: str | None, difference: Difference) -> None:
+        logger.error(
+            "audit failed, rows are dropped: incarnation=%s donor=%s layer=%s difference=%.3g",
+            self._incarnation,
+            donor,
+            *difference,
+        )
+        self._notify(
+            AuditFailed(
+                model_uid=self._model_uid,
+                incarnation=self._incarnation,
+                donor=donor or "",
+                layer=difference.layer,
+                amount=min(difference.amount, 1e9),
             )
         )
 

@@ -24,6 +24,7 @@ from xinference_xavier.protocol.transfer import (
     PullResult,
     check_grant,
 )
+from xinference_xavier.replica.canary import Canary
 from xinference_xavier.replica.mirror import Mirror
 from xinference_xavier.replica.namespace import SharedNamespace
 from xinference_xavier.replica.tracing import FetchSpan
@@ -70,6 +71,7 @@ class Fetcher:
         process: TransferProcess,
         namespace: SharedNamespace,
         mirror: Mirror,
+        canary: Canary,
         arrived: Callable[[list[Row]], None],
         rolled_back: Callable[[PeerFetch, str], None],
     ) -> None:
@@ -84,6 +86,7 @@ class Fetcher:
         self._process = process
         self._namespace = namespace
         self._mirror = mirror
+        self._canary = canary
         self._arrived = arrived
         self._rolled_back = rolled_back
         self._donors: dict[str, xoscar.ActorRefType] = {}
@@ -141,6 +144,8 @@ class Fetcher:
             self._finish(fetch, reason)
 
     async def _grant(self, fetch: PeerFetch) -> Grant:
+        if not self._canary.trusts(fetch.source):
+            raise GrantRefusedError("not compared")
         request = GrantRequest(
             PROTOCOL_VERSION,
             self._namespace.current,

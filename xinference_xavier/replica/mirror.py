@@ -68,6 +68,7 @@ class Mirror:
         self._groups: dict[tuple[str, ...], tuple[str, ...]] = {}
         self._counts: Counter[str] = Counter()  # keys, by incarnation
         self._members: dict[str, str] = {}  # addresses, by incarnation
+        self.eldest = ""  # the incarnation of the member that joined first
         self._applied: dict[str, int] = {}  # sequences, by incarnation
         self._stale: dict[str, dict[bytes, int]] = {}  # sequences, by incarnation and key
 
@@ -81,6 +82,7 @@ class Mirror:
             members = {member.incarnation: member.address for member in update.members}
             members.pop(self._incarnation, None)
             self._members = members
+            self.eldest = next((member.incarnation for member in update.members), "")
         # Build a snapshot aside, so that readers never find it half empty.
         holders: dict[bytes, tuple[str, ...]] = {} if update.snapshot else self._holders
         if update.snapshot:

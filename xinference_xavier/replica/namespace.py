@@ -15,7 +15,8 @@ class SharedNamespace:
     def __init__(self, own: str, move: Callable[[str], Awaitable[None]]) -> None:
         self.current = own
         self.is_isolated = False  # since a reset, until an operator sets the weights version
-        self._own = own
+        self._own = self._base = own
+        self._parts = 0
         self._move = move
         self._moving = asyncio.Lock()
         self._announced = 0  # resets
@@ -36,7 +37,7 @@ class SharedNamespace:
         Peers may hold bytes that our former weights computed, and nothing tells these apart.
         """
         async with self._moving:
-            await self._change(f"{self._own}+{secrets.token_hex(8)}")
+            await self._begin(f"{self._own}+{secrets.token_hex(8)}")
             self.is_isolated = True
             self._done += 1
 
@@ -47,8 +48,18 @@ class SharedNamespace:
             if not self.is_isolated:
                 return False
             self.is_isolated = False
-            await self._change(f"{self._own}@{version}")
+            await self._begin(f"{self._own}@{version}")
             return True
+
+    async def part(self) -> None:
+        """Leave peers that compute otherwise: move to the next of a row of namespaces."""
+        async with self._moving:
+            self._parts += 1
+            await self._change(f"{self._base}~{self._parts}")
+
+    async def _begin(self, namespace: str) -> None:
+        self._base, self._parts = namespace, 0
+        await self._change(namespace)
 
     async def _change(self, namespace: str) -> None:
         self.current = namespace

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from xinference_xavier.pool.pool import Pool, Row
+from xinference_xavier.replica.canary import Canary
 from xinference_xavier.replica.checksums import Checksums
 from xinference_xavier.replica.fetcher import Fetcher, PeerFetch
 from xinference_xavier.replica.mirror import Mirror
@@ -43,6 +44,7 @@ class PeerTier(Tier):
         self._process: TransferProcess
         self._fetcher: Fetcher
         self._checksums: Checksums
+        self._canary: Canary
 
     # -- called by the background loop ----------------------------------------------------------
 
@@ -52,11 +54,12 @@ class PeerTier(Tier):
         process: TransferProcess,
         fetcher: Fetcher,
         checksums: Checksums,
+        canary: Canary,
     ) -> None:
         """Accept work for the running loop from now on."""
         self._loop = asyncio.get_running_loop()
         self._client, self._process = client, process
-        self._fetcher, self._checksums = fetcher, checksums
+        self._fetcher, self._checksums, self._canary = fetcher, checksums, canary
         self._open = True
 
     def close(self) -> None:
@@ -81,7 +84,8 @@ class PeerTier(Tier):
         return self.sharing and self._process.ready
 
     def holders(self, key: bytes) -> Sequence[str]:
-        return self._mirror.holders(key)
+        holders = self._mirror.holders(key)
+        return self._canary.trusted_among(holders) if holders else holders
 
     def on_stored(self, rows: Sequence[Row]) -> None:
         """Compute the rows' checksums and publish them."""
@@ -109,7 +113,7 @@ class PeerTier(Tier):
         return None
 
     def claim(self, keys: Sequence[bytes], seconds: float) -> Claim | None:
-        if not (self._mirror.enabled and self._mirror.peers):
+        if not (self._mirror.enabled and self._mirror.peers and self._canary.trusts_all):
             return None
         claim = Claim(keys, seconds)
         asked = self._post_if_room(lambda: spawn(self._client.claim(claim)))

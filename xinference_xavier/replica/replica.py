@@ -10,7 +10,7 @@ process in the background, and the engine waits for neither. `stop` ends the thr
 import asyncio
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
 from typing import Any, Protocol
@@ -24,7 +24,10 @@ from xinference_xavier.pool.pool import Pool
 from xinference_xavier.pool.region import Region
 from xinference_xavier.protocol.startup_errors import replica_name
 from xinference_xavier.protocol.transfer import Endpoint, Grant, GrantRequest
+from xinference_xavier.replica.audits import take_result
+from xinference_xavier.replica.canary import Canary, Probe, ProbeResult, Sketch
 from xinference_xavier.replica.checksums import Checksums
+from xinference_xavier.replica.departures import Departures
 from xinference_xavier.replica.donor import Donor
 from xinference_xavier.replica.event_reporter import EventReporter
 from xinference_xavier.replica.explain import Chunker, explanation
@@ -40,14 +43,13 @@ from xinference_xavier.replica.tracker_location import TrackerLocation
 from xinference_xavier.replica.transfer_process import TransferProcess
 from xinference_xavier.runtime.addresses import replica_uid
 from xinference_xavier.runtime.loop_thread import LoopThread
-from xinference_xavier.runtime.net import check_range, listen, local_host_towards
+from xinference_xavier.runtime.net import check_range, listen, own_host
 from xinference_xavier.runtime.rollback import Rollback
 from xinference_xavier.runtime.tasks import spawn
 
 logger = logging.getLogger(__name__)
 
 _HOUSEKEEPING_INTERVAL = 1.0
-_LINKS_INTERVAL = 10.0
 _START_TIMEOUT = 60.0
 _STOP_TIMEOUT = 3.0
 
@@ -65,6 +67,8 @@ class ReplicaActor(xoscar.StatelessActor):  # type: ignore[misc]  # xoscar has n
         self.transfer_endpoint = replica.transfer_endpoint
         self.self_check = replica.self_check
         self.explain = replica.explain
+        self.sketch = replica.canary.answer
+        self.next_probe = replica.engine.next_probe
 
 
 class Engine(Protocol):
@@ -72,8 +76,22 @@ class Engine(Protocol):
 
     chunker: Chunker | None  # None until the engine is ready
 
-    def stats(self) -> dict[str, Any]:
+    @property
+    def comparable(self) -> bool:
+        """Whether it can `sketch`. Without, as in tests, all peers are trusted."""
+
+    @property
+    def stats(self) -> Callable[[], dict[str, Any]]:
         """JSON-able."""
+
+    def sketch(self, key: bytes) -> Sketch | None:
+        """Samples of a chunk that it computed and still has."""
+
+    def next_probe(self) -> Probe | None:
+        """A prompt to compute now for the sake of a comparison."""
+
+    def take_probe_results(self) -> list[ProbeResult]:
+        """Those since the last call."""
 
 
 class Replica:
@@ -89,10 +107,12 @@ class Replica:
         region: Region,
         pool: Pool,
         fingerprint_fields: Mapping[str, str] | None = None,
+        not_sharing: NotSharing | None = None,
     ) -> None:
-        """`fingerprint_fields` explain the namespace to people."""
+        """`fingerprint_fields` are for people; `not_sharing` is why the engine takes no part."""
         self._config = config
         self._fingerprint_fields = fingerprint_fields or {}
+        self._never_sharing = not_sharing
         self._host: str
         self._incarnation = incarnation
         self._namespace = SharedNamespace(
@@ -101,24 +121,25 @@ class Replica:
         self._key_bytes = key_bytes
         self._region = region
         self._pool = pool
-        self._engine: Engine
+        self.engine: Engine
         self._events = EventReporter(config, incarnation)
         self.mirror = Mirror(incarnation)
         self.tier = PeerTier(pool, self.mirror, self._namespace)
         self._explaining = asyncio.Lock()
         self._thread = LoopThread("xavier-replica", self._begin)
-        self._known_members: frozenset[str] = frozenset()
         self._client: TrackerClient
         self._process: TransferProcess
         self._fetcher: Fetcher
         self._donor: Donor
         self._checksums: Checksums
+        self._departures: Departures
+        self.canary: Canary
 
     # -- called by the scheduler thread ------------------------------------------------------
 
     def start(self, engine: Engine) -> None:
         """Raises TransportError if the configured host or ports cannot be used here."""
-        self._engine = engine
+        self.engine = engine
         self._thread.start(_START_TIMEOUT)
 
     def stop(self) -> None:
@@ -132,7 +153,14 @@ class Replica:
         config = self._config
         if config.port_range is not None:
             check_range(*config.port_range)  # fail now, not when the transfer process starts
-        self._host = config.host or local_host_towards(config.tracker_address)
+        self._host = own_host(config.host, config.tracker_address)
+        self.canary = Canary(
+            self._incarnation,
+            self.engine.sketch if self.engine.comparable else None,
+            self.mirror,
+            self._namespace,
+            self._events.differs,
+        )
         server = await listen(self._host, config.port_range)
         scope.undo(server.stop)
         await xoscar.create_actor(
@@ -155,11 +183,11 @@ class Replica:
             mirror=self.mirror,
             holdings=self._pool.shared_keys,
             stats=self.stats,
-            on_members=self._members_changed,
+            on_members=lambda members: self._departures.members_changed(members),
             on_joined=lambda secret: spawn(self._process.configure(secret)),
             on_session=self._events.tracker_session,
             events=self._events.pending,
-            replica=replica_name(),
+            replica=replica_name(self._incarnation),
         )
         scope.undo(self._client.leave)
         publish = partial(self._client.publisher.enqueue, held=True)
@@ -170,24 +198,27 @@ class Replica:
             process=self._process,
             namespace=self._namespace,
             mirror=self.mirror,
+            canary=self.canary,
             arrived=lambda rows: publish([row.key for row in rows]),
             rolled_back=self._events.rolled_back,
         )
         # A grant outlives the fetch that asked for it.
         self._donor = Donor(self._pool, self._process, 2 * config.fetch_timeout)
-        self._checksums = Checksums(self._region, self._pool, publish)
+        self._checksums = Checksums(self._region, self._pool, self._offer)
+        self._departures = Departures(self._process, self._fetcher, self._donor, self.canary)
         background = [
             asyncio.ensure_future(work)
             for work in (
                 self._process.run(),
                 self._client.run(),
                 self._checksums.run(),
+                self.canary.run(),
                 self._housekeep(),
-                self._close_late_links(),
+                self._departures.close_late_links(),
             )
         ]
         scope.undo(self._end, background)
-        self.tier.open(self._client, self._process, self._fetcher, self._checksums)
+        self.tier.open(self._client, self._process, self._fetcher, self._checksums, self.canary)
         return background
 
     async def _end(self, background: list[asyncio.Task[None]]) -> None:
@@ -198,25 +229,10 @@ class Replica:
             if isinstance(result, Exception):
                 logger.error("sharing ended: incarnation=%s", self._incarnation, exc_info=result)
 
-    def _members_changed(self, members: frozenset[str]) -> None:
-        gone = self._known_members - members
-        self._known_members = members
-        for incarnation in gone:
-            self._fetcher.forget(incarnation)
-        if gone:
-            spawn(self._forget_members(gone))
-
-    async def _forget_members(self, gone: frozenset[str]) -> None:
-        # Links first: while a link is open, granted rows may be in flight.
-        await self._process.close_links_except(self._known_members)
-        for incarnation in gone:
-            self._donor.grants.forget(incarnation)
-
-    async def _close_late_links(self) -> None:
-        """Close links that a replica opened after its lease expired, before it knew."""
-        while True:
-            await asyncio.sleep(_LINKS_INTERVAL)
-            await self._process.close_links_except(self._known_members)
+    def _offer(self, keys: list[bytes]) -> None:
+        """The engine computed these chunks, and they may be shared from now on."""
+        self._client.publisher.enqueue(keys, held=True)
+        self.canary.computed(keys)
 
     async def _housekeep(self) -> None:
         sharing_log = SharingLog(self._incarnation)
@@ -225,10 +241,14 @@ class Replica:
             self.tier.withdraw_evicted()
             self._client.publisher.flush()
             self._donor.grants.expire(time.monotonic())
+            for result in self.engine.take_probe_results():
+                take_result(result, self.canary, self._events, self.flush)
             sharing_log.update(self._not_sharing(), len(self.mirror.peers))
 
     def _not_sharing(self) -> NotSharing | None:
         """Why no peer can be fetched from; None if one can."""
+        if self._never_sharing:
+            return self._never_sharing
         if not self.mirror.enabled:
             return NotSharing.SWITCHED_OFF
         if self._client.secret is None:
@@ -239,6 +259,8 @@ class Replica:
             return NotSharing.NO_TRANSFER_PROCESS
         if not self.mirror.peers:
             return NotSharing.ALONE if self._namespace.is_isolated else NotSharing.NO_PEERS
+        if not self.canary.trusted_among(tuple(self.mirror.peers)):
+            return NotSharing.NOT_COMPARED
         return None
 
     # -- asked by peers and the tracker -------------------------------------------------------
@@ -259,9 +281,10 @@ class Replica:
         """Share again with replicas of the same version; False if there was no reset."""
         return await self._namespace.rejoin(version)
 
-    def flush(self) -> int:
-        """Forget all READY chunks; returns how many. vLLM's prefix cache keeps what it has."""
-        keys = self._pool.flush()
+    def flush(self, donor: str | None = None) -> int:
+        """Forget all READY chunks, or those from `donor`; returns how many. vLLM's prefix cache
+        keeps what it has."""
+        keys = self._pool.flush(donor)
         self._client.publisher.enqueue(keys, held=False)
         self._client.publisher.flush()
         return len(keys)
@@ -269,7 +292,7 @@ class Replica:
     async def explain(self, question: dict[str, Any]) -> dict[str, Any]:
         """Answer `{"prompt": text}` or `{"messages": [...]}` with an `explanation`. Raises
         ExplainError if there is no tokenizer yet, or it rejects the question."""
-        chunker = self._engine.chunker
+        chunker = self.engine.chunker
         if chunker is None:
             raise ExplainError(f"replica {self._incarnation} is still starting; ask again")
         async with self._explaining:
@@ -294,12 +317,13 @@ class Replica:
         """`ReplicaStats` as JSON, without a call to another process."""
         return asdict(
             replica_stats(
-                self._engine.stats(),
+                self.engine.stats(),
                 self._fetcher.counts,
                 row_bytes=self._region.row_bytes,
                 pool=self._pool,
                 donor=self._donor,
                 mirror=self.mirror,
+                canary=self.canary,
                 process=self._process,
                 hooks=self._events.hooks,
                 not_sharing=self._not_sharing(),

@@ -9,11 +9,13 @@ from xinference_xavier.errors import NotSharing
 logger = logging.getLogger(__name__)
 
 _EXPLAINED = {
+    NotSharing.NO_PREFIX_CACHING: "prefix caching is off",
     NotSharing.SWITCHED_OFF: "switched off by an operator",
     NotSharing.NOT_JOINED: "no tracker found yet",
     NotSharing.RESETTING: "the prefix cache is being reset",
     NotSharing.NO_TRANSFER_PROCESS: "the transfer process ended and is being restarted",
     NotSharing.ALONE: "the prefix cache was reset and the weights version is not set",
+    NotSharing.NOT_COMPARED: "no peer has computed the same chunk yet, or all computed other rows",
     NotSharing.NO_PEERS: "no other replica in this namespace",
 }
 

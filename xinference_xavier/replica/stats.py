@@ -6,6 +6,7 @@ from typing import Any
 
 from xinference_xavier.hooks import Hooks
 from xinference_xavier.pool.pool import Pool
+from xinference_xavier.replica.canary import Canary
 from xinference_xavier.replica.donor import Donor
 from xinference_xavier.replica.fetcher import FetchCounts
 from xinference_xavier.replica.mirror import Mirror
@@ -23,6 +24,7 @@ def replica_stats(
     pool: Pool,
     donor: Donor,
     mirror: Mirror,
+    canary: Canary,
     process: TransferProcess,
     hooks: Hooks,
     not_sharing: str | None,
@@ -40,6 +42,7 @@ def replica_stats(
         pool=schema.PoolStats(**pool.counts()._asdict(), row_bytes=row_bytes),
         grants=schema.GrantStats(live=len(donor.grants), refused=donor.refused),
         mirror=schema.MirrorStats(keys=len(mirror), dropped=mirror.dropped),
+        comparison=canary.stats,
         hooks=schema.HookStats(failed=hooks.failed, dropped=hooks.dropped),
         not_sharing=not_sharing,
         refused_posts=refused_posts,

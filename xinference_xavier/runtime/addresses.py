@@ -1,4 +1,7 @@
-"""Addresses of actors: `host:port` with IPv6 hosts in brackets, and a uid."""
+"""Addresses of actors: `host:port`, and a uid.
+
+xoscar has no brackets around IPv6 hosts; people may write them.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +12,29 @@ PORTS_PER_REPLICA = 3  # of the engine, its transfer process and Gloo
 
 def split_address(address: str) -> tuple[str, int]:
     """Host without brackets, and port. Raises ValueError for anything else."""
-    host, colon, port = address.rpartition(":")
-    bracketed = host.startswith("[") and host.endswith("]")
-    if not colon or not host or not port.isdecimal() or (":" in host and not bracketed):
+    host, _, port = address.rpartition(":")
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    if not host or not port.isdecimal() or (":" in host and not _is_ipv6(host)):
         raise ValueError(f"address {address!r} is not of the form host:port")
-    return host.removeprefix("[").removesuffix("]"), int(port)
+    return host, int(port)
 
 
 def join_address(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return f"{host}:{port}"
+
+
+def without_brackets(address: str) -> str:
+    """As xoscar takes it."""
+    return address.replace("[", "").replace("]", "")
+
+
+def _is_ipv6(host: str) -> bool:
+    try:
+        ipaddress.IPv6Address(host)
+    except ValueError:
+        return False
+    return True
 
 
 def is_wildcard(host: str) -> bool:
@@ -44,7 +61,7 @@ def reachable_address(address: str, via: str | None = None) -> str:
     """
     host, port = split_address(address)
     if not is_wildcard(host):
-        return address
+        return without_brackets(address)
     if via is not None:
         via_host, _ = split_address(via)
         if not is_wildcard(via_host):

@@ -3,13 +3,43 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import socket
 
+import psutil
 import xoscar
 
 from xinference_xavier.errors import TransportError
 from xinference_xavier.runtime.addresses import join_address, split_address
 from xinference_xavier.runtime.cancels import patch_cancels
+
+
+def own_host(host: str | None, tracker_address: str) -> str:
+    """The address to listen on: `host`, or our own in the network `host`, such as 10.0.0.0/8, or
+    our own on the route to the tracker. Raises TransportError without an address in the network."""
+    if host is None:
+        return local_host_towards(tracker_address)
+    return _address_in(host) if "/" in host else host
+
+
+def _address_in(network: str) -> str:
+    """The lowest of our addresses in `network`, so that a restart finds the same one."""
+    wanted = ipaddress.ip_network(network)
+    interfaces = psutil.net_if_addrs().values()
+    own = [
+        ipaddress.ip_address(address.address)
+        for interface in interfaces
+        for address in interface
+        if address.family in (socket.AF_INET, socket.AF_INET6)
+    ]
+    found = [address for address in own if address.version == wanted.version and address in wanted]
+    if not found:
+        known = ", ".join(map(str, own))
+        raise TransportError(
+            f"xavier_host={network!r} contains no address of this host ({known}); "
+            "name a network that all hosts of the replicas are on"
+        )
+    return str(min(found))
 
 
 def local_host_towards(address: str) -> str:

@@ -186,6 +186,24 @@ class MirrorStats:
 
 
 @dataclass
+class ComparisonStats:
+    """Peers whose rows of the same text were equal to the replica's, and peers whose were not. Of
+    the latest of those: its incarnation, the first layer that differed, and by which share."""
+
+    compared: int = metric("compared_peers", "Peers that compute the same rows as the replica.")
+    differing: int = metric(
+        "differing_peers_total", "Peers that computed other rows than the replica of the same text."
+    )
+    audits: int = metric("audits_total", "Chunks computed again and compared.")
+    failed_audits: int = metric(
+        "failed_audits_total", "Audits in which the rows differed from what the replica computes."
+    )
+    peer: str | None = None
+    layer: str | None = None
+    amount: float | None = None
+
+
+@dataclass
 class HookStats:
     """Events at which `xavier_hooks` raised, and those that it was too slow for."""
 
@@ -257,6 +275,7 @@ class ReplicaStats(Counters):
     pool: PoolStats = field(default_factory=PoolStats)
     grants: GrantStats = field(default_factory=GrantStats)
     mirror: MirrorStats = field(default_factory=MirrorStats)
+    comparison: ComparisonStats = field(default_factory=ComparisonStats)
     hooks: HookStats = field(
         default_factory=HookStats,
         metadata=_shown_as(

@@ -1,6 +1,7 @@
 """The calls of a tracker that serve xinference and its operators, not replicas. For threading and
 errors, see `tracker.actor`."""
 
+import re
 import time
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +11,7 @@ import xoscar as xo
 from xinference_xavier.events import CacheFlushed, Event, SharingSwitched, event_dict
 from xinference_xavier.hooks import Hooks
 from xinference_xavier.protocol.tracker import (
+    Member,
     Settings,
     check_question,
     check_switch,
@@ -80,6 +82,18 @@ class OperatorCalls(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no t
         if self._ended:
             raise xo.ActorNotExist(f"the tracker of {self._model_uid} has ended")
         return events
+
+    async def members_of(self, replica: str) -> list[Member]:
+        """The members that belong to xinference's replica of this name: with data parallelism,
+        several engines."""
+        check_identifier("replica", replica)
+        return [
+            member
+            for member in self._namespaces.all_members()
+            if re.fullmatch(
+                re.escape(replica) + r"(_dp\d+)?", self._membership.name_of(member.incarnation)
+            )
+        ]
 
     async def explain(self, question: dict[str, Any]) -> dict[str, Any]:
         """Where a prompt's chunks are and what a request would reuse; see `fanout.explain`."""

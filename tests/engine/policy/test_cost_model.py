@@ -16,6 +16,7 @@ PREFILL = 1000.0
 """Tokens per second."""
 CHUNK_SECONDS = CHUNK / PREFILL
 """0.128, to compute one."""
+NEVER = 1 << 30
 
 
 class Peer:
@@ -40,8 +41,13 @@ class Peer:
         for rows in (4, 4, 40, 10, 80, 4, 40):
             self.fetch(rows, overhead + per_row * rows)
 
-    def min_chunks(self) -> int:
-        return self.cost_model.min_chunks("a", 1, CHUNK_SECONDS, self.now)
+    def min_chunks(self, chunk_seconds: float = CHUNK_SECONDS, peer: str = "a") -> int:
+        """The smallest number of chunks that are predicted to be faster to fetch than to compute,
+        in `chunk_seconds` each; NEVER if there is none."""
+        for count in range(1, 1000):
+            if self.cost_model.seconds(peer, count, self.now) < count * chunk_seconds:
+                return count
+        return NEVER
 
 
 def test_unknown_costs_favour_fetching() -> None:
@@ -49,18 +55,15 @@ def test_unknown_costs_favour_fetching() -> None:
     assert peer.min_chunks() == 1
     assert peer.cost_model.rows_within("a", 0.001, peer.now) == INFINITE
     peer.learn(100.0, 1.0)
-    assert peer.cost_model.min_chunks("a", 1, None, peer.now) == 1, "the prefill rate is unknown"
-    assert peer.cost_model.min_chunks("b", 1, CHUNK_SECONDS, peer.now) == 1, (
-        "nothing is known of the other peer"
-    )
+    assert peer.min_chunks(peer="b") == 1, "nothing is known of the other peer"
 
 
 def test_the_minimum_follows_from_both_rates() -> None:
     peer = Peer()
     peer.learn(0.55, 0.028)  # saves 0.1 s a chunk
     assert peer.min_chunks() == 6
-    assert peer.cost_model.min_chunks("a", 1, CHUNK_SECONDS * 2, peer.now) == 3
-    assert peer.cost_model.min_chunks("a", 1, CHUNK_SECONDS / 10, peer.now) == INFINITE
+    assert peer.min_chunks(CHUNK_SECONDS * 2) == 3
+    assert peer.min_chunks(CHUNK_SECONDS / 10) == NEVER
 
 
 def test_the_first_fetch_opens_the_link_and_does_not_count() -> None:
@@ -90,14 +93,14 @@ def test_a_fetch_that_brought_nothing_measures_nothing() -> None:
 def test_a_slow_peer_is_tried_again_and_its_rate_replaced() -> None:
     peer = Peer()
     peer.learn(1.0, 1.0)
-    assert peer.min_chunks() == INFINITE
+    assert peer.min_chunks() == NEVER
     peer.now += RETRY_AFTER
-    assert peer.min_chunks() == INFINITE
+    assert peer.min_chunks() == NEVER
     peer.now += 1.0
     assert peer.min_chunks() == 1, "one fetch is made anyway"
     fetch = Fetch("a", [Row(b"", 0)] * 10, deadline=0.0)
     peer.cost_model.begun(fetch, 10 * CHUNK_SECONDS, peer.now)
-    assert peer.min_chunks() == INFINITE, "but no second one before it ends"
+    assert peer.min_chunks() == NEVER, "but no second one before it ends"
     fetch.committed, fetch.seconds, fetch.transport = fetch.rows, 0.1, "gloo"
     peer.cost_model.ended(fetch)
     assert peer.min_chunks() == 1

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import cast
 
 import pytest
+from vllm.v1.kv_offload.base import OffloadKey
 
-from tests.engine.scheduling import Request, Scheduling, chunks
+from tests.engine.scheduling import (
+    CHUNK,
+    Request,
+    Scheduling,
+    chunks,
+    prefix_scan,
+    window_scan,
+)
 from xinference_xavier.engine.policy.cost_model import RETRY_AFTER
-from xinference_xavier.engine.policy.donor_selection import FetchPolicy
+from xinference_xavier.engine.policy.donor_selection import FetchPolicy, Group
 
 PREFILL = 1000.0
 """Tokens per second; a chunk takes 0.128 s."""
@@ -17,8 +26,8 @@ PREFILL = 1000.0
 class Engine(Scheduling):
     """Has a pool of 512 rows and computes a chunk in 0.128 s."""
 
-    def __init__(self) -> None:
-        super().__init__(slots=512, policy=FetchPolicy.ADAPTIVE)
+    def __init__(self, slots: int = 512) -> None:
+        super().__init__(slots=slots, policy=FetchPolicy.ADAPTIVE)
         self.manager.prefill_rate.tokens_per_second = PREFILL
         self._prompts = 0
 
@@ -171,3 +180,127 @@ class TestSeveralDonors:
             vllm.end_step()
         assert divided[0]
         assert sum(divided[20:]) < 10
+
+
+WINDOW = 8
+FULL, *SLIDING = range(6)
+
+
+class Hybrid(Engine):
+    """One group with full attention and five with windows of eight chunks, like Gemma 3."""
+
+    def __init__(self, groups: Sequence[int] = (FULL, *SLIDING), window: int = WINDOW) -> None:
+        super().__init__(slots=4000)
+        self.window = window
+        self.numbers = groups
+        self.manager.selection.groups = {
+            number.to_bytes(4): Group(CHUNK, None if number == FULL else window)
+            for number in groups
+        }
+
+    def prompt(self, count: int, name: str = "prompt") -> list[list[OffloadKey]]:
+        return [chunks(name, count, number) for number in self.numbers]
+
+    def look_up(self, request: Request) -> bool:
+        """Whether vLLM defers the request: none of its groups may miss."""
+        self.manager.begin_lookups(request.req_id, 0)
+        lookup = self.manager.lookup
+        deferred = False
+        for number, keys in zip(self.numbers, request.groups, strict=True):
+            if number == FULL:
+                hits = prefix_scan(lookup, keys, request.context)
+            else:
+                hits = window_scan(lookup, keys, self.window, request.context)
+            if hits == 0:
+                self.end_step()
+                return False
+            deferred |= hits is None
+        self.end_step()
+        return deferred
+
+    def fetched(self) -> list[list[int]]:
+        """The places of the chunks of the latest fetch, by group."""
+        keys = {row.key for row in self.tier.fetches[-1].rows}
+        return [
+            [place for place, key in enumerate(group) if key in keys] for group in self.prompt(200)
+        ]
+
+
+class TestWindows:
+    def test_only_what_vllm_loads_is_fetched(self) -> None:
+        vllm = Hybrid()
+        groups = vllm.prompt(100)
+        vllm.tier.peers_hold(a=[key for keys in groups for key in keys])
+        assert vllm.look_up(vllm.arrive("r", *groups))
+        full, *sliding = vllm.fetched()
+        assert full == list(range(100))
+        assert sliding == 5 * [list(range(92, 100))]
+
+    def test_rows_come_in_the_order_of_their_tokens(self) -> None:
+        """So that what has arrived of a fetch that is cut short belongs to one prefix."""
+        vllm = Hybrid()
+        groups = vllm.prompt(10)
+        vllm.tier.peers_hold(a=[key for keys in groups for key in keys])
+        vllm.look_up(vllm.arrive("r", *groups))
+        place = {key: number for keys in groups for number, key in enumerate(keys)}
+        places = [place[row.key] for row in vllm.tier.fetches[0].rows]  # type: ignore[index]
+        assert places == sorted(places)
+
+    def test_few_chunks_can_save_a_whole_prompt(self) -> None:
+        """All layers slide, as in Mistral 0.1: four chunks spare eighty."""
+        vllm = Hybrid(SLIDING[:1], window=4)
+        vllm.learn(3.0, 0.01)
+        (keys,) = vllm.prompt(80)
+        vllm.tier.peers_hold(a=keys)
+        assert vllm.look_up(vllm.arrive("r", keys))
+        assert vllm.fetched() == [[76, 77, 78, 79]]
+
+    def test_a_window_in_the_pool_is_not_fetched(self) -> None:
+        vllm = Hybrid()
+        groups = vllm.prompt(20)
+        for keys in groups[1:]:
+            vllm.fill(keys[12:])
+        vllm.tier.peers_hold(a=groups[0])
+        assert vllm.look_up(vllm.arrive("r", *groups))
+        full, *sliding = vllm.fetched()
+        assert (full, sliding) == (list(range(20)), 5 * [[]])
+
+    def test_a_hit_ends_where_somebody_has_all_windows(self) -> None:
+        vllm = Hybrid()
+        groups = vllm.prompt(40)
+        vllm.tier.peers_hold(a=groups[0] + [key for keys in groups[1:] for key in keys[:30]])
+        assert vllm.look_up(vllm.arrive("r", *groups))
+        full, *sliding = vllm.fetched()
+        assert (full, sliding) == (list(range(30)), 5 * [list(range(22, 30))])
+
+    def test_a_recurrent_state_is_stored_here_and_there(self) -> None:
+        vllm = Hybrid((FULL, SLIDING[0]), window=1)
+        full, recurrent = vllm.prompt(200)
+        vllm.tier.peers_hold(a=[*full, recurrent[50], recurrent[120]])
+        assert vllm.look_up(vllm.arrive("r", full, recurrent))
+        assert vllm.fetched() == [list(range(121)), [120]]
+
+    def test_one_donor_has_all_groups(self) -> None:
+        vllm = Hybrid((FULL, SLIDING[0]))
+        full, sliding = vllm.prompt(20)
+        vllm.tier.peers_hold(a=full, b=full[:15] + sliding[:15], c=sliding)
+        assert vllm.look_up(vllm.arrive("r", full, sliding))
+        assert vllm.tier.fetches[-1].source == "b"
+        assert vllm.fetched() == [list(range(15)), list(range(7, 15))]
+
+    def test_the_hit_is_shorter_if_not_all_can_arrive_in_time(self) -> None:
+        vllm = Hybrid()
+        vllm.learn(0.0, 0.05)
+        groups = vllm.prompt(200)
+        vllm.tier.peers_hold(a=[key for keys in groups for key in keys])
+        assert vllm.look_up(vllm.arrive("r", *groups))
+        full, *sliding = vllm.fetched()
+        assert len(full) == pytest.approx(60, abs=2)
+        assert sliding == 5 * [full[-WINDOW:]]
+
+    def test_nothing_is_fetched_if_no_window_can_arrive_in_time(self) -> None:
+        vllm = Hybrid()
+        vllm.learn(0.0, 0.14)
+        groups = vllm.prompt(200)
+        vllm.tier.peers_hold(a=[key for keys in groups for key in keys])
+        assert not vllm.look_up(vllm.arrive("r", *groups))

@@ -44,14 +44,6 @@ def test_predictions_are_never_negative() -> None:
     assert min(rate.seconds(rows) for rows in (0, 1, 10, 1000)) >= 0
 
 
-def test_enough_chunks_make_up_for_the_overhead() -> None:
-    rate = rate_of(*((rows, 0.1 + 0.01 * rows) for rows in (1, 20, 40) * 10))
-    assert rate.min_chunks(1, chunk_seconds=0.03) == 6  # saves 0.02 s each
-    assert rate.min_chunks(2, chunk_seconds=0.03) == 11
-    assert rate.min_chunks(1, chunk_seconds=0.005) == INFINITE
-    assert rate_of((10, 0.1)).min_chunks(1, chunk_seconds=0.005) == 21, "all of it may be overhead"
-
-
 def test_rows_that_arrive_in_time() -> None:
     rate = rate_of(*((rows, 0.1 + 0.01 * rows) for rows in (1, 20, 40) * 10))
     assert rate.rows_within(0.505) == 40

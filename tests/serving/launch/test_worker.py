@@ -49,6 +49,24 @@ async def test_a_worker_puts_itself_into_our_configuration() -> None:
     assert again["envs"] == {"A": "b", SHARES: "1"}
 
 
+@pytest.mark.parametrize(
+    ("arguments", "engines"),
+    [
+        ({"data_parallel_size": 4}, 4),
+        ({"data_parallel_size": 8, "data_parallel_size_local": 2}, 2),
+        ({"data_parallel_size": None}, 1),
+    ],
+)
+async def test_the_engines_of_a_replica_divide_its_memory(
+    arguments: dict[str, Any], engines: int
+) -> None:
+    transfer = kv_transfer_config(XavierConfig("m", "0.0.0.0:9999", pool_bytes=1 << 30))
+    kept = await Worker().launch_builtin_model("m-rep0", kv_transfer_config=transfer, **arguments)
+    assert config_of(kept).pool_bytes == (1 << 30) // engines
+    again = await Worker().launch_builtin_model("m-rep0", **kept)
+    assert config_of(again).pool_bytes == (1 << 30) // engines
+
+
 async def test_a_worker_leaves_other_launches_alone() -> None:
     other: dict[str, Any] = {"kv_transfer_config": {"kv_connector": "Other"}, "xavier_config": None}
     assert await Worker().launch_builtin_model("m-rep0", **other) == other

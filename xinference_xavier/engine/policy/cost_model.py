@@ -50,18 +50,6 @@ class CostModel:
         self._peers: OrderedDict[str, _Peer] = OrderedDict()  # the latest tried is last
         self._pending: dict[Fetch, _Prediction] = {}
 
-    def min_chunks(
-        self, donor: str, rows_per_chunk: int, chunk_seconds: float | None, now: float
-    ) -> int:
-        """The smallest number of chunks that are worth a fetch from `donor`; INFINITE if none.
-
-        Computing one takes `chunk_seconds`; None if that is unknown.
-        """
-        rate = self._rate(donor, now)
-        if rate is None or chunk_seconds is None:
-            return 1
-        return rate.min_chunks(rows_per_chunk, chunk_seconds)
-
     def rows_within(self, donor: str, seconds: float, now: float) -> int:
         """How many rows `donor` sends in `seconds`; INFINITE if unknown."""
         rate = self._rate(donor, now)

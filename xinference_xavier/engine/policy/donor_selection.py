@@ -1,18 +1,19 @@
 """From which peers a request fetches its missing chunks, and whether that pays.
 
-Belongs to the scheduler thread. Peers hold whole prefixes, so only the end of a run is looked up.
-Chunks are counted in one KV-cache group; the other groups' chunks come with them.
+Belongs to the scheduler thread. A hit needs, up to its end, all chunks of the groups with full
+attention and the last few of each group with a sliding window or a recurrent state. What counts is
+what it saves: with windows, a few chunks can save a whole prompt.
 """
 
 from __future__ import annotations
 
-import itertools
+import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from enum import Enum, auto
 from typing import NamedTuple
 
-from xinference_xavier.engine.compat import known_keys
+from xinference_xavier.engine.compat import key_positions
 from xinference_xavier.engine.policy.cost_model import CostModel
 from xinference_xavier.engine.policy.prefill_rate import PrefillRate
 from xinference_xavier.engine.request import GROUP, Request
@@ -20,6 +21,7 @@ from xinference_xavier.pool.pool import Pool
 from xinference_xavier.tiers.base import Tier
 
 _SHORTER = 0.8  # time with one more donor, relative to without
+_MAX_ATTEMPTS = 16  # to find a hit's end, each as long as the prompt
 
 
 class FetchPolicy(Enum):
@@ -27,15 +29,46 @@ class FetchPolicy(Enum):
     FIXED_THRESHOLD = auto()  # fetch every run of at least `min_fetch_tokens`
 
 
+class Group(NamedTuple):
+    """A KV-cache group. A hit needs the last `window` of its chunks; None: all."""
+
+    chunk_tokens: int
+    window: int | None = None
+
+
 class FetchPlan(NamedTuple):
-    """`keys` to be divided equally among `donors`, the best first."""
+    """`keys` in the order of their tokens, to be divided equally among `donors`, the best first.
+
+    Without donors, other fetches bring all of them.
+    """
 
     donors: list[str]
     keys: list[bytes]
     prefill_seconds: float | None  # that the fetch saves; None if unknown
 
 
+class _Chunk(NamedTuple):
+    end: int  # in tokens of the prompt
+    key: bytes
+
+
+class _Reach(NamedTuple):
+    """A hit up to `end`, once the `missing` chunks are here. Each of `holders` has all of them."""
+
+    start: int
+    end: int
+    missing: list[_Chunk]
+    holders: Collection[str]
+
+
+_Groups = list[tuple[Group, list[bytes]]]
+"""A request's groups with their keys."""
+
+
 class DonorSelection:
+    """`groups` are by the number at the end of their keys. A group without an entry has chunks of
+    `chunk_tokens` tokens and no window."""
+
     def __init__(
         self,
         pool: Pool,
@@ -47,77 +80,85 @@ class DonorSelection:
         min_fetch_tokens: int,
         policy: FetchPolicy,
     ) -> None:
-        """Runs shorter than `min_fetch_tokens` are never fetched."""
-        self.min_chunks = max(1, -(-min_fetch_tokens // chunk_tokens))
+        """Hits that save fewer than `min_fetch_tokens` are not worth a fetch."""
+        self.groups: Mapping[bytes, Group] = {}
         self.policy = policy
+        self.min_tokens = max(chunk_tokens, min_fetch_tokens)
         self._pool = pool
         self._tier = tier
         self._prefill_rate = prefill_rate
         self._cost_model = cost_model
-        self._chunk_tokens = chunk_tokens
+        self._default_group = Group(chunk_tokens)
 
-    def prefill_seconds(self, place: int, chunks: int) -> float | None:
-        """Predict how long it takes to compute `chunks` chunks from `place` on; None if unknown."""
-        first = place * self._chunk_tokens
-        return self._prefill_rate.seconds(first, first + chunks * self._chunk_tokens)
+    def group(self, key: bytes) -> Group:
+        return self.groups.get(key[GROUP], self._default_group)
 
-    def is_worth_fetching(
-        self, key: bytes, holders: Sequence[str], request: Request, now: float
-    ) -> bool:
-        """Whether one peer and the pool together hold enough chunks from `key` on.
-
-        Asked before a RETRY, which can cost the request a whole step of the engine.
-        """
-        group = request.group_of(key)
-        if key not in group:
-            return True
-        place = group.index(key)
-        rest = len(group) - place
-        needed = ((peer, self._min_chunks(peer, request, place, rest, now)) for peer in holders)
-        if any(self._reaches(peer, group, place + chunks) for peer, chunks in needed):
-            return True
-        enough = place + self.min_chunks
-        if not request.computes and any(self._reaches(peer, group, enough) for peer in holders):
-            request.computes = True
-            self._cost_model.decisions.computed += 1
-        return False
-
-    def may_become_worth_fetching(self, key: bytes, request: Request, now: float) -> bool:
-        """False if even all chunks from `key` on are predicted to be computed faster."""
-        holders = self._tier.holders(key)
-        if not holders:
-            return True
-        group = request.group_of(key)
-        place = group.index(key)
-        rest = len(group) - place
-        return any(self._min_chunks(peer, request, place, rest, now) <= rest for peer in holders)
+    def prefill_seconds(self, start: int, end: int) -> float | None:
+        """Predict how long it takes to compute a prompt's tokens from `start` up to `end`."""
+        return self._prefill_rate.seconds(start, end)
 
     def plan(
-        self, request: Request, deadline: float, busy: Mapping[str, int], now: float
+        self,
+        request: Request,
+        deadline: float,
+        busy: Mapping[str, int],
+        is_coming: Callable[[bytes], bool],
+        now: float,
     ) -> FetchPlan | None:
-        """Choose donors and keys among the chunks that the request wants.
+        """Choose donors and keys for the longest hit that can be complete by `deadline`.
 
-        `busy` counts the pending fetches by donor. None if what can arrive by `deadline` is not
-        worth a fetch.
+        `busy` counts the pending fetches by donor, and `is_coming` tells which chunks they bring.
+        None if the missing chunks are nowhere, or not worth a fetch.
         """
-        donors, keys = self._longest_run(request.wanted)
-        if not donors:
+        groups = self._sorted_groups(request)
+        reach = self._reach(request, groups, is_coming)
+        if reach is None:
             return None
+        rows = len(reach.missing)
 
         def rank(donor: str) -> tuple[float, int, float]:
             """The fastest first; among equals the least busy, then any, to spread the load."""
-            seconds, pending = self._cost_model.seconds(donor, len(keys), now), busy.get(donor, 0)
+            seconds, pending = self._cost_model.seconds(donor, rows, now), busy.get(donor, 0)
             return seconds * (1 + pending), pending, random.random()
 
-        donors.sort(key=rank)
-        best = donors[0]
-        if self.policy is FetchPolicy.ADAPTIVE and len({key[GROUP] for key in keys}) == 1:
-            keys = keys[: self._cost_model.rows_within(best, deadline - now, now)]
-        place, chunks = self._saved(keys, request)
-        if not chunks or chunks < self._min_chunks(best, request, place, chunks, now):
+        donors = sorted(reach.holders, key=rank)
+        if self.policy is FetchPolicy.ADAPTIVE and donors:
+            in_time = self._cost_model.rows_within(donors[0], deadline - now, now)
+            while reach is not None and len(reach.missing) > in_time:
+                reach = self._reach(request, groups, is_coming, reach.missing[in_time].end - 1)
+            if reach is None:
+                return None
+            donors = [donor for donor in donors if donor in reach.holders]
+        keys = [chunk.key for chunk in reach.missing]
+        if reach.end - reach.start < self.min_tokens:
             return None
-        count = self._count_donors(donors, len(keys), busy)
-        return FetchPlan(donors[:count], keys, self.prefill_seconds(place, chunks))
+        if donors and not self._is_faster(donors[0], len(keys), reach.start, reach.end, now):
+            self._cost_model.decisions.computed += not request.computes
+            request.computes = True
+            return None
+        donors = donors[: self._count_donors(donors, len(keys), busy)]
+        return FetchPlan(donors, keys, self.prefill_seconds(reach.start, reach.end))
+
+    def may_become_worth_fetching(self, key: bytes, request: Request, now: float) -> bool:
+        """False if even all chunks of the prompt are predicted to be computed faster."""
+        holders = self._tier.holders(key)
+        if not holders:
+            return True
+        groups = self._sorted_groups(request)
+        start, end = request.prefix_tokens, _end(groups)
+        rows = sum(len(_needed(group, start, end)) for group, _ in groups)
+        return end - start >= self.min_tokens and any(
+            self._is_faster(peer, rows, start, end, now) for peer in holders
+        )
+
+    def _is_faster(self, donor: str, rows: int, start: int, end: int, now: float) -> bool:
+        """Whether a fetch is predicted to take less time than to compute from `start` to `end`."""
+        prefill = self.prefill_seconds(start, end)
+        return (
+            self.policy is FetchPolicy.FIXED_THRESHOLD
+            or prefill is None
+            or self._cost_model.seconds(donor, rows, now) < prefill
+        )
 
     def _count_donors(self, donors: Sequence[str], rows: int, busy: Mapping[str, int]) -> int:
         """Among how many of the donors to divide a fetch.
@@ -137,45 +178,109 @@ class DonorSelection:
             count += 1
         return count
 
-    def _longest_run(self, keys: Sequence[bytes]) -> tuple[list[str], list[bytes]]:
-        """The longest leading run of `keys` that one peer holds, and all peers that hold it."""
-        holders = self._tier.holders
+    def groups_of(self, request: Request) -> dict[bytes, list[bytes]]:
+        """The keys of the request's whole chunks in order, by the number of their group."""
+        if request.groups is None:
+            request.groups = {}
+            for key, end in key_positions(request.context):
+                keys = request.groups.setdefault(key[GROUP], [])
+                if end in (None, (len(keys) + 1) * self.group(key).chunk_tokens):
+                    keys.append(request.row_key(key))
+        return request.groups
 
-        def run(donor: str) -> int:
-            return sum(1 for _ in itertools.takewhile(lambda key: donor in holders(key), keys))
+    def first_key(self, request: Request) -> bytes | None:
+        """That of the first chunk in the first group."""
+        keys = next(iter(self.groups_of(request).values()), [])
+        return keys[0] if keys else None
 
-        runs = {donor: run(donor) for donor in holders(keys[0])}
-        longest = max(runs.values(), default=0)
-        return [donor for donor in runs if runs[donor] == longest], list(keys[:longest])
+    def _sorted_groups(self, request: Request) -> _Groups:
+        """Those with windows last."""
+        pairs = [(self.group(keys[0]), keys) for keys in self.groups_of(request).values() if keys]
+        return sorted(pairs, key=lambda pair: pair[0].window is not None)
 
-    def _saved(self, keys: Sequence[bytes], request: Request) -> tuple[int, int]:
-        """Return (start, count) of the chunks of one group that `keys` would save.
+    def _reach(
+        self,
+        request: Request,
+        groups: _Groups,
+        is_coming: Callable[[bytes], bool],
+        limit: float = math.inf,
+    ) -> _Reach | None:
+        """The longest hit up to `limit` tokens; None if nothing is missing, or too much."""
+        step = math.lcm(*(group.chunk_tokens for group, _ in groups))
+        start, end = request.prefix_tokens, int(min(limit, _end(groups)))
+        windows = [pair for pair in groups if pair[0].window is not None]
+        for _ in range(_MAX_ATTEMPTS):
+            end = end // step * step
+            while (gap := self._gap(windows, is_coming, start, end)) is not None:
+                end = gap // step * step
+            reach = self._try_reach(groups, is_coming, start, end)
+            if isinstance(reach, _Reach):
+                return reach if reach.missing else None
+            end = reach
+        return None
 
-        That includes the chunks behind them that the pool already has.
-        """
-        if not keys:
-            return 0, 0
-        group = request.group_of(keys[0])
-        fetched = set(keys)
-        rest = list(itertools.dropwhile(lambda key: key not in fetched, group))
-        if not rest:  # up to vLLM 0.30 keys may be unknown in advance
-            return 0, len(keys)
-        saved = itertools.takewhile(lambda key: key in fetched or self._pool.lookup(key), rest)
-        return len(group) - len(rest), sum(1 for _ in saved)
+    def _gap(
+        self, windows: _Groups, is_coming: Callable[[bytes], bool], start: int, end: int
+    ) -> int | None:
+        """Where a chunk begins that nobody has, but a hit up to `end` needs. Recurrent states are
+        stored here and there only, so there may be many."""
+        for group, keys in windows:
+            for place in _needed(group, start, end):
+                key = keys[place]
+                held = self._pool.holds(key) or self._tier.holders(key) or is_coming(key)
+                if not held:
+                    return place * group.chunk_tokens
+        return None
 
-    def _min_chunks(self, peer: str, request: Request, place: int, chunks: int, now: float) -> int:
-        """How many chunks are worth a fetch from `peer`, by the mean time to compute one of the
-        `chunks` from `place` on."""
-        if self.policy is FetchPolicy.FIXED_THRESHOLD:
-            return self.min_chunks
-        groups = len({key[GROUP] for key in known_keys(request.context)}) or 1
-        seconds = self.prefill_seconds(place, chunks)
-        per_chunk = None if seconds is None else seconds / chunks
-        return max(self.min_chunks, self._cost_model.min_chunks(peer, groups, per_chunk, now))
+    def _try_reach(
+        self, groups: _Groups, is_coming: Callable[[bytes], bool], start: int, end: int
+    ) -> _Reach | int:
+        """A hit up to `end`, or where a chunk begins that it needs and cannot get."""
+        missing: list[_Chunk] = []
+        holders = _Holders()
+        saved_from = end
+        for group, keys in groups:
+            for place in _needed(group, start, end):
+                key, begin = keys[place], place * group.chunk_tokens
+                if self._pool.lookup(key) is not None:
+                    continue
+                if not is_coming(key) and (
+                    self._pool.holds(key) or not holders.narrow(self._tier.holders(key))
+                ):
+                    return begin
+                missing.append(_Chunk(begin + group.chunk_tokens, key))
+                # Without its window, the whole prefix would be computed.
+                saved_from = min(saved_from, begin if group.window is None else start)
+        missing.sort(key=lambda chunk: chunk.end)
+        return _Reach(saved_from, end, missing, holders.common or ())
 
-    def _reaches(self, peer: str, group: Sequence[bytes], count: int) -> bool:
-        """Whether the peer or the pool holds the last of the group's first `count` chunks."""
-        if count > len(group):
-            return False
-        last = group[count - 1]
-        return peer in self._tier.holders(last) or self._pool.lookup(last) is not None
+
+def _end(groups: _Groups) -> int:
+    """The tokens that all groups have keys for."""
+    return min((group.chunk_tokens * len(keys) for group, keys in groups), default=0)
+
+
+def _needed(group: Group, start: int, end: int) -> Sequence[int]:
+    """The places of the chunks that a hit from `start` to `end` needs, those with a window from
+    the end."""
+    first, last = start // group.chunk_tokens, end // group.chunk_tokens
+    if group.window is None:
+        return range(first, last)
+    return range(max(first, last - group.window), last)[::-1]
+
+
+class _Holders:
+    """Who holds all of several chunks. Most chunks share one tuple of holders."""
+
+    def __init__(self) -> None:
+        self.common: set[str] | None = None
+        self._latest: Sequence[str] = ()
+
+    def narrow(self, holders: Sequence[str]) -> bool:
+        """False, and no change, if nobody would be left."""
+        if holders is self._latest and self.common:
+            return True
+        common = set(holders) if self.common is None else self.common.intersection(holders)
+        if common:
+            self.common, self._latest = common, holders
+        return bool(common)

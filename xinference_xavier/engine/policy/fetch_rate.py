@@ -13,7 +13,7 @@ from typing import NamedTuple
 from xinference_xavier.engine.policy.linear_fit import LinearFit
 
 INFINITE = 1 << 62
-"""More rows or chunks than exist."""
+"""More rows than exist."""
 
 
 class Line(NamedTuple):
@@ -41,18 +41,6 @@ class FetchRate:
 
     def seconds(self, rows: int) -> float:
         return min(line.overhead + line.per_row * rows for line in self.lines)
-
-    def min_chunks(self, rows_per_chunk: int, chunk_seconds: float) -> int:
-        """The smallest number of chunks that are faster to fetch than to compute.
-
-        Computing one takes `chunk_seconds`. INFINITE if no number is.
-        """
-        found = INFINITE
-        for overhead, per_row in self.lines:
-            saved = chunk_seconds - per_row * rows_per_chunk
-            if saved > 0:
-                found = min(found, math.floor(overhead / saved) + 1)
-        return found
 
     def rows_within(self, seconds: float) -> int:
         """How many rows a fetch brings in `seconds`; INFINITE if no time per row is known."""

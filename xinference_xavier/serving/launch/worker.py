@@ -1,13 +1,16 @@
 """The worker's part of a launch: options that depend on its host, and why an engine failed."""
 
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 from xinference_xavier.config import SHARES
 from xinference_xavier.errors import ReplicaStartError
 from xinference_xavier.kv_transfer_config import configuration, for_worker, own_transfer_config
 from xinference_xavier.protocol.startup_errors import pop_startup_error
+from xinference_xavier.runtime.tasks import spawn
 from xinference_xavier.serving.launch import Method
+from xinference_xavier.serving.launch.probing import keep_probing
 
 
 def localizing_launch(original: Method) -> Method:
@@ -19,11 +22,17 @@ def localizing_launch(original: Method) -> Method:
                 transfer,
                 worker_address=worker.address,
                 supervisor_address=worker._supervisor_address,
+                engines=_engines(kwargs),
             )
             kwargs["envs"] = {**(kwargs.get("envs") or {}), SHARES: "1"}
         return await original(worker, *args, **kwargs)
 
     return launch
+
+
+def _engines(launch: Mapping[str, Any]) -> int:
+    """How many engines vLLM starts here for one replica."""
+    return int(launch.get("data_parallel_size_local") or launch.get("data_parallel_size") or 1)
 
 
 def explaining_load(original: Method) -> Method:
@@ -32,7 +41,7 @@ def explaining_load(original: Method) -> Method:
         arguments = worker._model_uid_to_launch_args.get(model_uid) or {}
         transfer = own_transfer_config(arguments.get("kv_transfer_config"))
         try:
-            return await original(worker, model_uid)
+            result = await original(worker, model_uid)
         except Exception as error:
             if transfer is None:
                 raise
@@ -41,5 +50,8 @@ def explaining_load(original: Method) -> Method:
             if cause is None:
                 raise
             raise ReplicaStartError(cause) from error
+        if transfer is not None:
+            spawn(keep_probing(worker, model_uid, configuration(transfer)))
+        return result
 
     return wait_for_load

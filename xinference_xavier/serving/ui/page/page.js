@@ -98,6 +98,12 @@ function hints(report) {
   const { hits } = report.totals;
   if (!report.enabled) return text.sharingOff;
   if (report.replicas.length === 1) return text.alone;
+  const differing = report.replicas.find((replica) => replica.comparison?.differing > 0);
+  if (differing !== undefined) {
+    const { peer, layer, amount } = differing.comparison;
+    return text.differ(nameOf(report, differing.incarnation), nameOf(report, peer), layer,
+      percent(amount, 1));
+  }
   if (groups > 1) return text.apart(groups);
   const { dropped, hooks } = report.tracker;
   if (dropped > 0) return text.trackerFull(count(dropped));
@@ -116,10 +122,13 @@ function group(...children) {
 function modelView(report) {
   const links = state.recent.links();
   const hint = hints(report);
+  const failed = report.replicas.find((replica) => replica.comparison?.failed_audits > 0);
   return [
     headView(report),
     group(
       state.notice !== null && h("p", { class: "notice", id: "notice" }, state.notice),
+      failed !== undefined && h("p", { class: "notice grave", role: "alert", id: "audit" },
+        language.words.auditFailed(nameOf(report, failed.incarnation))),
       hint !== null && h("p", { class: "notice", id: "hint" }, hint),
       !state.live && state.recent.time !== null
         && h("p", { class: "notice", id: "aged" }, language.words.asOf(clock(state.recent.time)))),

@@ -1,0 +1,129 @@
+"""No chunk is shared that vLLM did not store whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
+from vllm.v1.kv_offload.base import GPULoadStoreSpec
+
+from tests.engine.scheduling import chunks
+from xinference_xavier.config import XavierConfig
+from xinference_xavier.engine.chunks import chunk_tokens_for, stores_whole_chunks, window_tokens
+from xinference_xavier.errors import ConfigError
+
+BLOCKS_PER_CHUNK = 4
+SIZES: dict[str, Any] = {
+    "block_size": 16,
+    "num_kv_heads": 1,
+    "head_size": 16,
+    "dtype": torch.float32,
+}
+FULL = FullAttentionSpec(**SIZES)
+SLIDING = SlidingWindowSpec(**SIZES, sliding_window=512)
+RECURRENT = MambaSpec(block_size=16, shapes=((4, 4),), dtypes=(torch.float32,))
+
+
+def options(chunk_tokens: int | None = None) -> XavierConfig:
+    return XavierConfig("model", "127.0.0.1:1", chunk_tokens=chunk_tokens)
+
+
+class TestChunkTokens:
+    @pytest.mark.parametrize(
+        ("blocks", "tokens"),
+        [([16], 128), ([128], 128), ([48], 144), ([256], 256), ([16, 24], 144), ([32, 64], 128)],
+    )
+    def test_the_default_is_rounded_up_to_whole_blocks(
+        self, blocks: list[int], tokens: int
+    ) -> None:
+        assert chunk_tokens_for(options(), blocks, [None] * len(blocks)) == tokens
+
+    def test_a_configured_size_is_used(self) -> None:
+        assert chunk_tokens_for(options(512), [16, 128], [None, None]) == 512
+
+    def test_a_size_that_is_not_a_multiple_is_refused_with_the_next_one(self) -> None:
+        with pytest.raises(ConfigError) as refused:
+            chunk_tokens_for(options(200), [16, 128], [None, None])
+        assert str(refused.value) == (
+            "xavier_chunk_tokens=200 is not a multiple of the model's block size, 128 tokens; "
+            "use 256"
+        )
+
+    @pytest.mark.parametrize(
+        ("blocks", "windows", "tokens"),
+        [
+            ([16], [512], 128),
+            ([16], [100], 96),
+            ([16], [8], 16),  # a chunk of one block has no hole
+            ([32, 16], [None, 64], 128),  # 4 blocks of 16 of the second group
+            ([32, 16], [None, 32], 64),
+        ],
+    )
+    def test_the_default_is_at_most_the_smallest_window(
+        self, blocks: list[int], windows: list[int | None], tokens: int
+    ) -> None:
+        assert chunk_tokens_for(options(), blocks, windows) == tokens
+
+    def test_a_chunk_longer_than_a_window_is_refused_with_the_longest(self) -> None:
+        with pytest.raises(ConfigError) as refused:
+            chunk_tokens_for(options(1024), [16, 16], [None, 520])
+        assert str(refused.value) == (
+            "xavier_chunk_tokens=1024 is longer than the model's sliding window; use at most 512"
+        )
+
+
+class TestWindow:
+    @pytest.mark.parametrize(
+        ("spec", "window"),
+        [
+            (FULL, None),
+            (RECURRENT, None),
+            (SLIDING, 512),
+            (ChunkedLocalAttentionSpec(**SIZES, attention_chunk_size=256), 256),
+        ],
+    )
+    def test_how_far_back_vllm_keeps_blocks(self, spec: KVCacheSpec, window: int | None) -> None:
+        assert window_tokens(KVCacheGroupSpec(["layer"], spec)) == window
+
+    def test_a_drafter_stores_one_chunk_late(self) -> None:
+        group = KVCacheGroupSpec(["layer"], SLIDING)
+        group.is_eagle_group = True
+        assert window_tokens(group) == 256
+
+
+class TestWholeChunks:
+    """The store of three chunks of one group and one of another."""
+
+    @staticmethod
+    def stored(spec: KVCacheSpec, size: int, start: int = 8, count: int = 3) -> bool:
+        keys = [*chunks("prompt", 1, group=0), *chunks("prompt", count, group=2)]
+        blocks = GPULoadStoreSpec(
+            range(BLOCKS_PER_CHUNK + size),
+            group_sizes=[BLOCKS_PER_CHUNK, size],
+            block_indices=[0, start],
+        )
+        return stores_whole_chunks(blocks, keys, {0: FULL, 2: spec}, BLOCKS_PER_CHUNK)
+
+    def test_all_blocks_are_there(self) -> None:
+        assert self.stored(SLIDING, 12)
+
+    def test_a_block_is_missing_in_the_middle(self) -> None:
+        assert not self.stored(SLIDING, 11)
+
+    def test_the_first_block_is_missing(self) -> None:
+        assert not self.stored(SLIDING, 11, start=9)
+
+    def test_a_recurrent_state_is_in_the_last_block(self) -> None:
+        assert self.stored(RECURRENT, 1, start=3, count=1)
+
+    def test_two_recurrent_states_would_move_together(self) -> None:
+        assert not self.stored(RECURRENT, 2, start=3, count=2)

@@ -1,0 +1,195 @@
+"""Small models with random weights, one for each kind of KV cache.
+
+Weights are large enough for the answer to depend on the whole prompt.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+FOLDER = "THE MODEL'S FOLDER"
+VOCABULARY = 512
+CONTEXT = 4096
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": CONTEXT,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+
+
+class Architecture(NamedTuple):
+    """`arguments` are vLLM's."""
+
+    config: Callable[..., Any]
+    sizes: Mapping[str, Any] = {}
+    arguments: Mapping[str, Any] = {}
+    finish: Callable[[Path], None] | None = None
+    """Changes the model's folder after all else."""
+    shares: bool = True
+    chunk: int = 128
+    """Tokens; more where vLLM makes blocks larger, for recurrent states to fit in one."""
+    loads_all: bool = True
+    """vLLM may load all of a prompt. With windows or states, it leaves the last token's chunk."""
+    pool_bytes: int = 7 << 20
+    """Fewer rows than the longest prompt has chunks, and enough for the others."""
+    fills_pool: bool = True
+    """With the longest prompt. Of windows and states, vLLM stores a few chunks only."""
+    tolerance: float = 1e-4
+    """Of log-probabilities; larger where numbers are rounded to few values."""
+    common: bool = False
+    """Tested always; the others take part in `make test-long`."""
+
+    def arguments_for(self, folder: Path) -> dict[str, Any]:
+        """`arguments` of the model in `folder`, which may draft for itself."""
+        filled: dict[str, Any] = json.loads(
+            json.dumps(dict(self.arguments)).replace(FOLDER, str(folder))
+        )
+        return filled
+
+
+def make(name: str, folder: Path) -> Path:
+    """Write the model `name` to `folder` and return the folder."""
+    architecture = ARCHITECTURES[name]
+    config = architecture.config(**{**_SIZES, **architecture.sizes})
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if parameter.ndim >= 2 and "conv" not in parameter_name:
+                parameter.normal_(0.0, 2.0 * parameter.shape[-1] ** -0.5)
+    model.save_pretrained(folder)
+    description = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(description | {"dtype": "float32"}))
+    if architecture.finish is not None:
+        architecture.finish(folder)
+    return folder
+
+
+def _quantise(folder: Path) -> None:
+    """Eight bits per weight and a scale for each row, as llm-compressor writes them."""
+    weights: dict[str, torch.Tensor] = {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        weights[name] = tensor
+        if name.endswith("_proj.weight"):
+            scale = tensor.abs().amax(-1, keepdim=True) / 127
+            weights[name] = (tensor / scale).round().to(torch.int8)
+            weights[f"{name}_scale"] = scale
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    eight = {"num_bits": 8, "type": "int", "symmetric": True}
+    scheme = {
+        "targets": ["Linear"],
+        "weights": eight | {"strategy": "channel", "dynamic": False},
+        "input_activations": eight | {"strategy": "token", "dynamic": True},
+    }
+    description = json.loads((folder / "config.json").read_text())
+    description["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "config_groups": {"group_0": scheme},
+        "ignore": ["lm_head"],
+    }
+    (folder / "config.json").write_text(json.dumps(description))
+
+
+_NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
+_DRAFT = {"method": "draft_model", "num_speculative_tokens": 3, "model": FOLDER}
+
+
+ARCHITECTURES = {
+    "llama": Architecture(transformers.LlamaConfig, common=True),
+    "tied": Architecture(transformers.Qwen2Config, {"tie_word_embeddings": True}),
+    "mistral": Architecture(
+        transformers.MistralConfig,
+        {"sliding_window": 512},
+        loads_all=False,
+        fills_pool=False,
+        common=True,
+    ),
+    "gemma2": Architecture(
+        transformers.Gemma2Config,
+        {"sliding_window": 256, "query_pre_attn_scalar": 32},
+        loads_all=False,
+        pool_bytes=7 << 19,
+    ),
+    "gemma3": Architecture(
+        transformers.Gemma3TextConfig,
+        {"sliding_window": 256, "query_pre_attn_scalar": 32, "sliding_window_pattern": 2},
+        loads_all=False,
+        common=True,
+        pool_bytes=7 << 19,
+    ),
+    "gpt_oss": Architecture(
+        transformers.GptOssConfig,
+        {"sliding_window": 128, "num_local_experts": 4, "num_experts_per_tok": 2},
+        loads_all=False,
+        pool_bytes=7 << 19,
+    ),
+    "qwen3_moe": Architecture(
+        transformers.Qwen3MoeConfig,
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
+    ),
+    "deepseek_v2": Architecture(
+        transformers.DeepseekV2Config,
+        {
+            "kv_lora_rank": 512, "q_lora_rank": None, "qk_nope_head_dim": 32,
+            "qk_rope_head_dim": 64, "v_head_dim": 32, "n_routed_experts": 4,
+            "first_k_dense_replace": 4, "num_key_value_heads": 4, "head_dim": 64,
+        },
+        {"num_gpu_blocks_override": 512},  # vLLM has blocks of 16 tokens here
+        shares=False,
+        fills_pool=False,
+        common=True,
+        pool_bytes=32 << 20,
+    ),
+    "qwen3_next": Architecture(
+        transformers.Qwen3NextConfig,
+        {
+            "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
+            "shared_expert_intermediate_size": 64, "linear_key_head_dim": 64,
+            "linear_value_head_dim": 64, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+        },
+        {"dtype": "bfloat16"},
+        chunk=288,
+        fills_pool=False,
+        common=True,
+        loads_all=False,
+        pool_bytes=2 << 20,
+    ),
+    "falcon_h1": Architecture(
+        transformers.FalconH1Config,
+        {
+            "mamba_d_ssm": 128, "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_n_groups": 1,
+            "mamba_d_state": 16, "mamba_chunk_size": 64,
+        },
+        # A step that ends between two blocks fails in vLLM itself on the CPU platform.
+        {"block_size": 128, "max_num_batched_tokens": 128, "num_gpu_blocks_override": 64},
+        loads_all=False,
+    ),
+    "fp8_cache": Architecture(
+        transformers.LlamaConfig, arguments={"kv_cache_dtype": "fp8"}, pool_bytes=7 << 18
+    ),
+    "quantised": Architecture(transformers.LlamaConfig, finish=_quantise, tolerance=0.1),
+    "ngram": Architecture(transformers.LlamaConfig, arguments={"speculative_config": _NGRAM}),
+    "draft": Architecture(
+        transformers.LlamaConfig, arguments={"speculative_config": _DRAFT}, pool_bytes=14 << 20
+    ),
+    "unchunked": Architecture(
+        transformers.LlamaConfig,
+        arguments={"enable_chunked_prefill": False, "max_num_batched_tokens": CONTEXT},
+    ),
+}  # fmt: skip

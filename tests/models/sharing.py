@@ -1,0 +1,159 @@
+"""Two engines that share and one that does not, and the same question to each of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from benchmarks.engines import SETTLE, Completion, Fleet, Kind
+from examples.waiting import until
+
+FIRST, SECOND, PLAIN = "first", "second", "plain"
+BLOCK = 32
+CHUNK = 128
+"""Tokens, unless the model demands more."""
+CONTEXT = 4096
+TOLERANCE = 1e-4
+"""Of log-probabilities in float32. Another prefix changes them at least a hundred times as much."""
+GREEDY: Mapping[str, Any] = {
+    "temperature": 0, "max_tokens": 8, "ignore_eos": True, "logprobs": 20, "detokenize": False,
+}  # fmt: skip
+_PATIENCE = 60.0
+
+
+class Shared(NamedTuple):
+    """The answers to one question. `remote` counts the tokens that the second copied."""
+
+    cold: list[Completion]
+    """Of the engine that does not share."""
+    first: list[Completion]
+    second: list[Completion]
+    remote: int
+
+    @property
+    def error(self) -> float:
+        """How far the answers of the engines that share are from the cold one."""
+        return max(difference(self.cold, self.first), difference(self.cold, self.second))
+
+
+def difference(one: Sequence[Completion], other: Sequence[Completion]) -> float:
+    """The largest difference of log-probabilities; infinite if tokens differ.
+
+    Of the tokens that both list: the least likely may change places.
+    """
+    if [each.tokens for each in one] != [each.tokens for each in other]:
+        return math.inf
+    pairs = [
+        (position[token], against[token])
+        for a, b in zip(one, other, strict=True)
+        for at, to in ((a.logprobs, b.logprobs), (a.prompt_logprobs, b.prompt_logprobs))
+        for position, against in zip(at, to, strict=True)
+        for token in position.keys() & against.keys()
+    ]
+    return max(0.0 if a == b else abs(a - b) for a, b in pairs)  # tokens may be forbidden: -inf
+
+
+def whole_chunks(tokens: int) -> int:
+    """Tokens that can be copied. If they are the whole prompt, vLLM computes the last one again."""
+    return tokens // CHUNK * CHUNK
+
+
+class Prompts:
+    """Prompts of random tokens; no two share a chunk."""
+
+    def __init__(self, vocabulary: int) -> None:
+        self._random = np.random.default_rng(0)
+        self._vocabulary = vocabulary
+
+    def fresh(self, tokens: int) -> list[int]:
+        prompt: list[int] = self._random.integers(10, self._vocabulary, tokens).tolist()
+        return prompt
+
+
+class Engines:
+    """Of a fleet with `FIRST`, `SECOND` and `PLAIN`."""
+
+    def __init__(self, fleet: Fleet, vocabulary: int) -> None:
+        self.fleet = fleet
+        self.prompts = Prompts(vocabulary)
+
+    def ask(
+        self,
+        name: str,
+        prompt: Any,
+        *,
+        sampling: Mapping[str, Any] = {},
+        lora: Mapping[str, Any] | None = None,
+        rank: int | None = None,
+    ) -> list[Completion]:
+        """`prompt` is token ids, or what else vLLM takes."""
+        given = {"prompt_token_ids": prompt} if isinstance(prompt, list) else prompt
+        how = {**GREEDY, **sampling}
+        answer: list[Completion] = self.fleet[name].do("generate", given, how, lora, rank)
+        return answer
+
+    def share(self, prompt: Any, **how: Any) -> Shared:
+        """Ask the plain engine, the first, and when all know what it has stored, the second."""
+        cold = self.ask(PLAIN, prompt, **how)
+        first = self.ask(FIRST, prompt, **how)
+        self.settle()
+        before = self.hits(SECOND)["remote"]
+        second = self.ask(SECOND, prompt, **how)
+        return Shared(cold, first, second, self.hits(SECOND)["remote"] - before)
+
+    def settle(self) -> None:
+        """Wait until all that has been stored is published, and all engines know it."""
+        seen: list[Any] = []
+
+        def at_rest() -> bool:
+            replicas = self.fleet.replicas()
+            stats = {name: replica["stats"] for name, replica in replicas.items()}
+            held = {name: replica["holdings"] for name, replica in replicas.items()}
+            seen.append(held)
+            return (
+                len(seen) > 1
+                and seen[-1] == seen[-2]
+                and all(
+                    each["pool"]["filling"] == 0 and each["pool"]["ready"] == held[name]
+                    for name, each in stats.items()
+                )
+            )
+
+        assert until(at_rest, _PATIENCE, SETTLE), f"chunks are published all the time: {seen[-2:]}"
+
+    def hits(self, name: str) -> dict[str, int]:
+        found: dict[str, int] = self.stats(name)["hits"]
+        return found
+
+    def stats(self, name: str) -> dict[str, Any]:
+        stats: dict[str, Any] = self.fleet.replicas()[name]["stats"]
+        return stats
+
+    def forget(self, name: str) -> None:
+        """The engine's own prefix cache is empty, its pool is not."""
+        self.fleet[name].do("forget")
+
+
+def kind(arguments: Mapping[str, Any] = {}, options: Mapping[str, Any] = {}, **more: Any) -> Kind:
+    """An engine that shares, for a small model in float32."""
+    small = {
+        "dtype": "float32",
+        "block_size": BLOCK,
+        "max_model_len": CONTEXT,
+        "num_gpu_blocks_override": 2 * CONTEXT // BLOCK,
+        "kv_cache_memory_bytes": 256 << 20,
+    }
+    always = {"chunk_tokens": None, "min_fetch_tokens": 1, "pool_bytes": 64 << 20}
+    return Kind(arguments=small | dict(arguments), options=always | dict(options), **more)
+
+
+@contextmanager
+def three(model: Path, like: Kind, vocabulary: int) -> Iterator[Engines]:
+    kinds = {FIRST: like, SECOND: like, PLAIN: like._replace(transport=None)}
+    with Fleet(kinds, model=model) as fleet:
+        yield Engines(fleet, vocabulary)

@@ -1,0 +1,183 @@
+"""Every kind of request: what may be shared is shared, and the answer stays the same."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from examples.make_model import VOCABULARY
+from tests.models.sharing import (
+    BLOCK,
+    CHUNK,
+    FIRST,
+    PLAIN,
+    SECOND,
+    TOLERANCE,
+    Engines,
+    difference,
+    kind,
+    three,
+    whole_chunks,
+)
+
+pytestmark = pytest.mark.process
+
+PROMPT = 700
+ANSWER = 200
+CONTEXT = 2048
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer"}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def engines(model_folder: Path) -> Iterator[Engines]:
+    """With a tokenizer, and room for hardly more than the longest prompt."""
+    arguments = {
+        "skip_tokenizer_init": False,
+        "enable_prompt_embeds": True,
+        "max_model_len": CONTEXT,
+        "num_gpu_blocks_override": CONTEXT // BLOCK + 2,
+    }
+    with three(model_folder, kind(arguments, {"pool_bytes": 256 << 20}), VOCABULARY) as engines:
+        yield engines
+
+
+def test_only_requests_with_the_same_salt_share(engines: Engines) -> None:
+    tokens = engines.prompts.fresh(PROMPT)
+
+    def salted(salt: str) -> dict[str, Any]:
+        return {"prompt_token_ids": tokens, "cache_salt": salt}
+
+    mine = engines.share(salted("mine"))
+    assert mine.remote == whole_chunks(PROMPT)
+    assert mine.error < TOLERANCE
+    before = engines.hits(SECOND)["remote"]
+    other = engines.ask(SECOND, salted("other"))
+    assert other[0].cached == 0
+    assert engines.ask(SECOND, tokens)[0].cached == 0
+    assert engines.hits(SECOND)["remote"] == before
+    assert difference(other, mine.cold) < TOLERANCE
+
+
+def test_several_answers_to_one_prompt(engines: Engines) -> None:
+    sampling = {"n": 3, "temperature": 0.8, "seed": 7}
+    shared = engines.share(engines.prompts.fresh(PROMPT), sampling=sampling)
+    assert len({each.tokens for each in shared.cold}) == 3
+    assert shared.remote >= whole_chunks(PROMPT)
+    assert shared.error < TOLERANCE
+
+
+def test_log_probabilities_of_several_tokens(engines: Engines) -> None:
+    shared = engines.share(engines.prompts.fresh(PROMPT), sampling={"logprobs": 5})
+    assert all(len(position) >= 5 for position in shared.second[0].logprobs)
+    assert shared.remote == whole_chunks(PROMPT)
+    assert shared.error < TOLERANCE
+
+
+def test_log_probabilities_of_the_prompt_are_computed(engines: Engines) -> None:
+    """vLLM reads no cache for such a request: it needs the whole prompt's logits."""
+    shared = engines.share(engines.prompts.fresh(PROMPT), sampling={"prompt_logprobs": 0})
+    assert len(shared.second[0].prompt_logprobs) == PROMPT
+    assert (shared.remote, shared.second[0].cached) == (0, 0)
+    assert shared.error < TOLERANCE
+
+
+def test_an_answer_in_a_given_form(engines: Engines) -> None:
+    sampling = {
+        "structured": {"json": SCHEMA},
+        "ignore_eos": False,
+        "detokenize": True,
+        "max_tokens": 120,
+    }
+    shared = engines.share(engines.prompts.fresh(PROMPT), sampling=sampling)
+    assert set(json.loads(shared.second[0].text)) == {"name", "age"}
+    assert shared.remote == whole_chunks(PROMPT)
+    assert shared.error < TOLERANCE
+
+
+def test_a_streamed_answer(engines: Engines) -> None:
+    """All answers here are streamed; this one is seen to come token by token."""
+    prompt = engines.prompts.fresh(PROMPT)
+    engines.ask(FIRST, prompt)
+    engines.settle()
+    asked = engines.fleet[SECOND].ask(prompt, 8)
+    assert len(asked.times) == 8
+    assert asked.cached == whole_chunks(PROMPT)
+
+
+def test_a_chat_whose_history_has_what_another_engine_generated(engines: Engines) -> None:
+    question = engines.prompts.fresh(PROMPT)
+    (said,) = engines.ask(FIRST, question, sampling={"max_tokens": ANSWER})
+    history = question + list(said.tokens)
+    second_turn = history + engines.prompts.fresh(50)
+    shared = engines.share(second_turn)
+    assert shared.first[0].cached >= len(history) // BLOCK * BLOCK - BLOCK
+    assert shared.remote == whole_chunks(len(second_turn))
+    assert shared.error < TOLERANCE
+
+
+def test_a_second_turn_copies_generated_chunks_that_nobody_asked_for_again(
+    engines: Engines,
+) -> None:
+    question = engines.prompts.fresh(PROMPT)
+    (said,) = engines.ask(FIRST, question, sampling={"max_tokens": ANSWER})
+    engines.settle()
+    history = question + list(said.tokens)
+    second_turn = history + engines.prompts.fresh(50)
+    cold = engines.ask(PLAIN, second_turn)
+    answer = engines.ask(SECOND, second_turn)
+    assert answer[0].cached == (len(history) - 1) // CHUNK * CHUNK > PROMPT
+    assert difference(cold, answer) < TOLERANCE
+
+
+def test_a_chat_whose_history_drops_the_thoughts(engines: Engines) -> None:
+    """The chunks behind what is dropped are no longer those that the engine has computed."""
+    question = engines.prompts.fresh(PROMPT)
+    (said,) = engines.ask(FIRST, question, sampling={"max_tokens": ANSWER})
+    engines.settle()
+    thoughts = ANSWER // 2
+    second_turn = question + list(said.tokens[thoughts:]) + engines.prompts.fresh(50)
+    cold = engines.ask(PLAIN, second_turn)
+    answer = engines.ask(SECOND, second_turn)
+    assert answer[0].cached == PROMPT // CHUNK * CHUNK
+    assert difference(cold, answer) < TOLERANCE
+
+
+def test_requests_that_push_each_other_out(engines: Engines) -> None:
+    """Blocks for three prompts and four requests: vLLM preempts and computes or loads again."""
+    prompts = [engines.prompts.fresh(600) for _ in range(4)]
+    cold = [engines.ask(PLAIN, prompt, sampling={"max_tokens": ANSWER})[0] for prompt in prompts]
+    metric = "vllm:num_preemptions"
+    for name in (FIRST, SECOND):
+        before = engines.fleet[name].do("counted", metric)
+        answers = engines.fleet[name].do("answers", prompts, ANSWER)
+        assert engines.fleet[name].do("counted", metric) > before
+        assert [each.tokens for each in answers] == [each.tokens for each in cold]
+        engines.settle()
+    assert engines.hits(SECOND)["remote"] > 0
+
+
+def test_embeddings_instead_of_tokens(engines: Engines) -> None:
+    """The keys cover the embeddings: the same ones share, other ones do not."""
+    width = 512
+    random = np.random.default_rng(0)
+    values = (random.standard_normal((PROMPT, width)) * 0.5).astype(np.float32)
+    changed = values.copy()
+    changed[3, 5] += 1.0
+    shared = engines.share({"prompt_embeds": values})
+    assert shared.remote == whole_chunks(PROMPT)
+    assert shared.error < TOLERANCE
+    before = engines.hits(SECOND)["remote"]
+    other = engines.ask(SECOND, {"prompt_embeds": changed})
+    assert (other[0].cached, engines.hits(SECOND)["remote"]) == (0, before)
+    assert difference(other, engines.ask(PLAIN, {"prompt_embeds": changed})) < TOLERANCE
+    assert difference(other, shared.cold) > 10 * TOLERANCE

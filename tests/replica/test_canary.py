@@ -1,0 +1,168 @@
+"""Replicas compare what they have computed before they share it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from tests.replica_process import (
+    DEADLINE,
+    ReplicaProcess,
+    TrackerProcess,
+    fresh_keys,
+    replicas,
+    wait_until,
+)
+from xinference_xavier.replica.canary import Difference, difference
+
+SAMPLES = [1.0, -2.0, 3.0]
+SKETCH = {"layer 0": ("float32", SAMPLES), "layer 1": ("bfloat16", SAMPLES)}
+
+
+def scaled(factor: float, layer: str = "layer 1") -> dict[str, tuple[str, list[float]]]:
+    dtype, samples = SKETCH[layer]
+    return {**SKETCH, layer: (dtype, [factor * sample for sample in samples])}
+
+
+class TestDifference:
+    @pytest.mark.parametrize("other", [SKETCH, scaled(1.05), scaled(1.005, "layer 0")])
+    def test_rounding_is_none(self, other: dict[str, tuple[str, list[float]]]) -> None:
+        assert difference(SKETCH, other) is None
+
+    @pytest.mark.parametrize(
+        ("layer", "factor", "amount"),
+        [("layer 1", 1.5, 1 / 3), ("layer 0", 1.02, 0.02 / 1.02), ("layer 1", -1.0, 2.0)],
+    )
+    def test_of_numbers_is_relative_to_their_size(
+        self, layer: str, factor: float, amount: float
+    ) -> None:
+        found = difference(SKETCH, scaled(factor, layer))
+        assert found == (layer, pytest.approx(amount))
+
+    def test_the_first_layer_is_named(self) -> None:
+        other = {layer: (dtype, SAMPLES[::-1]) for layer, (dtype, _) in SKETCH.items()}
+        found = difference(SKETCH, other)
+        assert found is not None
+        assert found.layer == "layer 0"
+
+    @pytest.mark.parametrize(
+        "other",
+        [
+            {**SKETCH, "layer 1": ("float16", SAMPLES)},
+            {**SKETCH, "layer 1": ("bfloat16", SAMPLES[:2])},
+        ],
+        ids=["type", "number"],
+    )
+    def test_of_shape_is_infinite(self, other: dict[str, tuple[str, list[float]]]) -> None:
+        assert difference(SKETCH, other) == Difference("layer 1", math.inf)
+
+    def test_what_one_of_them_lacks_is_not_compared(self) -> None:
+        """The rows of one KV-cache group may be evicted, or not be stored yet."""
+        one = {"layer 0": SKETCH["layer 0"]}
+        assert difference(one, SKETCH) is None
+        assert difference(SKETCH, one) is None
+
+    def test_nothing_equals_nothing(self) -> None:
+        zero = {"layer 0": ("float32", [0.0, 0.0])}
+        assert difference(zero, zero) is None
+
+
+@contextmanager
+def computing(tracker: TrackerProcess, **factors: float) -> Iterator[list[ReplicaProcess]]:
+    """Replicas by name, whose second layers are so many times what others compute."""
+    started: list[ReplicaProcess] = []
+    try:
+        for name, factor in factors.items():
+            started.append(
+                ReplicaProcess(name, tracker.address, transport="shared_memory", factor=factor)
+            )
+        for replica in started:
+            wait_until(replica.is_up, f"{replica.name} is up")
+        yield started
+    finally:
+        for replica in started:
+            replica.stop()
+            replica.kill()
+
+
+def compared(replica: ReplicaProcess) -> int:
+    return int(replica.stats()["comparison"]["compared"])
+
+
+def are_parted(*groups: tuple[ReplicaProcess, ...]) -> bool:
+    """Whether the replicas of each group trust each other, in a namespace of their own."""
+    namespaces = [{replica.namespace() for replica in group} for group in groups]
+    return (
+        all(len(names) == 1 and "" not in names for names in namespaces)
+        and len(set.union(*namespaces)) == len(groups)
+        and all(compared(one) == len(group) - 1 for group in groups for one in group)
+    )
+
+
+@pytest.mark.process
+class TestReplicas:
+    def test_share_nothing_before_they_have_compared_a_chunk(
+        self, tracker_process: TrackerProcess
+    ) -> None:
+        one, two, common = fresh_keys(3)
+        with computing(tracker_process, a=1.0, b=1.0) as (a, b):
+            a.store([one])
+            wait_until(lambda: b.all_holders(one) == ("a",), "b knows of the chunk")
+            assert b.holders(one) == ()
+            assert b.stats()["not_sharing"] == "not compared with a peer yet"
+            assert b.fetch("a", [one], DEADLINE).reason == "not compared"
+            b.store([two])
+            a.store([common])
+            b.store([common])
+            wait_until(lambda: b.holders(one) == ("a",), "b trusts a")
+            wait_until(lambda: a.holders(two) == ("b",), "a trusts b")
+            assert b.fetch("a", [one], DEADLINE).state == "COMMITTED"
+            assert b.stats()["not_sharing"] is None
+            assert (compared(a), compared(b)) == (1, 1)
+
+    def test_that_compute_otherwise_run_beside_each_other(
+        self, tracker_process: TrackerProcess
+    ) -> None:
+        common, own = fresh_keys(2)
+        with computing(tracker_process, a=1.0, b=1.0, c=1.5, d=1.5) as (a, b, c, d):
+            for replica in (a, b, c, d):
+                replica.store([common])
+            wait_until(lambda: are_parted((a, b), (c, d)), "each has met its like, and no other")
+            a.store([own])
+            wait_until(lambda: b.holders(own) == ("a",), "b knows of the chunk")
+            assert c.all_holders(own) == ()
+            assert b.fetch("a", [own], DEADLINE).state == "COMMITTED"
+            told = [replica.stats()["comparison"] for replica in (a, b, c, d)]
+            assert all(each["layer"] == "layer 1" for each in told if each["differing"])
+            assert sum(each["differing"] for each in told) >= 2
+            assert any(
+                "peer computes other rows" in text
+                for replica in (a, b, c, d)
+                for _, text in replica.logged()
+            )
+
+    def test_do_not_compare_what_they_have_copied(self, tracker_process: TrackerProcess) -> None:
+        """It would say that a peer of a peer computes alike."""
+        common, copied = fresh_keys(2)
+        with computing(tracker_process, a=1.0, b=1.0, c=1.0) as (a, b, c):
+            for replica in (a, b):
+                replica.store([common])
+            a.store([copied])
+            wait_until(lambda: b.holders(copied) == ("a",), "b trusts a")
+            assert b.fetch("a", [copied], DEADLINE).state == "COMMITTED"
+            c.store([copied])
+            wait_until(lambda: compared(c) == 1, "c trusts a")
+            assert c.holders(common) == ("a",)
+            assert b.holders(copied) == ("a",)
+
+
+@pytest.mark.process
+def test_replicas_that_cannot_sketch_trust_each_other(tracker_process: TrackerProcess) -> None:
+    (key,) = fresh_keys(1)
+    transports = dict.fromkeys("ab", "shared_memory")
+    with replicas(tracker_process.address, transports) as (a, b):
+        a.store([key])
+        wait_until(lambda: b.holders(key) == ("a",), "b knows of the chunk")

@@ -1,0 +1,111 @@
+"""Prompts that this engine is asked to compute for the sake of a comparison.
+
+The first is the canary, equal in all engines of a model: see `replica.canary`. The others are
+audits: the first chunk of a prompt, whose rows were fetched or loaded, computed again. xinference's
+worker takes them from `next` and gives them to the model as requests of their own, which have our
+salt. Their rows are sampled and dropped.
+
+Threading: `next` and `take_results` are for the replica's background thread, everything else is
+for the scheduler thread.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from xinference_xavier.engine.request import GROUP
+from xinference_xavier.engine.sketches import Sketcher
+from xinference_xavier.pool.pool import Row
+from xinference_xavier.replica.canary import Probe, ProbeResult, Sketch, difference
+
+SALT = "xavier-probe"
+"""How the salts of probes begin; no other prompt has their keys."""
+AUDIT_INTERVAL = 60.0
+AUDIT_SHARE = 1000
+"""One token is audited for so many computed ones at most."""
+_EXCLUSIVE = 3  # special tokens are at the ends of most vocabularies
+
+
+class _Audit:
+    def __init__(self, tokens: Sequence[int], donor: str | None, sketch: Sketch) -> None:
+        self.tokens = tokens
+        self.donor = donor
+        self.sketch = sketch
+
+
+class Probes:
+    """`sketcher` samples rows; a chunk has `chunk_tokens`. Without `audits` there is only the
+    canary. `can_audit(tokens)` tells whether the engine has nothing else to do and has computed
+    enough."""
+
+    def __init__(
+        self,
+        sketcher: Sketcher,
+        *,
+        chunk_tokens: int,
+        vocabulary: int,
+        audits: bool,
+        can_audit: Callable[[int], bool],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._sketcher = sketcher
+        self._chunk_tokens = chunk_tokens
+        self._audits = audits
+        self._can_audit = can_audit
+        self._clock = clock
+        self._canary: Probe | None = Probe(_canary(chunk_tokens, vocabulary), f"{SALT}-canary")
+        self._candidate: _Audit | None = None
+        self._running: dict[str, _Audit] = {}  # by salt
+        self._next_audit = clock() + AUDIT_INTERVAL
+        self._audited = 0  # tokens
+        self._results: deque[ProbeResult] = deque(maxlen=100)
+
+    # -- called by the background thread ------------------------------------------------------
+
+    def next(self) -> Probe | None:
+        """What to compute now. The canary is repeated until it was computed."""
+        if self._canary is not None:
+            return self._canary
+        candidate, now = self._candidate, self._clock()
+        tokens = self._audited + self._chunk_tokens
+        if candidate is None or now < self._next_audit or not self._can_audit(tokens * AUDIT_SHARE):
+            return None
+        self._candidate, self._audited = None, tokens
+        self._next_audit = now + AUDIT_INTERVAL
+        salt = f"{SALT}-{self._audited}"
+        self._running = {salt: candidate}
+        return Probe([*candidate.tokens, candidate.tokens[0]], salt)
+
+    def take_results(self) -> list[ProbeResult]:
+        return [self._results.popleft() for _ in range(len(self._results))]
+
+    # -- called by the scheduler thread -------------------------------------------------------
+
+    def loaded(self, tokens: Sequence[int], row: Row) -> None:
+        """A request loads `row`, the first chunk of its `tokens`."""
+        if not self._audits or self._candidate is not None or self._clock() < self._next_audit:
+            return
+        sketch = self._sketcher.sample([row])
+        if sketch:
+            self._candidate = _Audit(list(tokens[: self._chunk_tokens]), row.origin, sketch)
+
+    def stored(self, salt: str, rows: Sequence[Row]) -> None:
+        """Rows of a probe are complete: all, or those of some groups."""
+        sketch = self._sketcher.sample(rows)
+        if not sketch:
+            return
+        audit = self._running.pop(salt, None)
+        if audit is None:
+            self._canary = None
+            self._results.append(ProbeResult(rows[0].key[: GROUP.start], sketch))
+            return
+        found = difference(audit.sketch, sketch)
+        self._results.append(ProbeResult(None, sketch, audit.donor, found))
+
+
+def _canary(chunk_tokens: int, vocabulary: int) -> list[int]:
+    """One chunk, and one token more, because vLLM stores what it has computed a step before."""
+    first = vocabulary // _EXCLUSIVE
+    return [first + place * 31 % max(1, first) for place in range(chunk_tokens + 1)]

@@ -1,0 +1,52 @@
+"""What the replica asks of its engine, on its background thread. See `replica.Engine`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence, Sized
+from typing import Any
+
+from xinference_xavier.engine.probes import Probes
+from xinference_xavier.engine.sketches import Sketcher
+from xinference_xavier.pool.pool import Row
+from xinference_xavier.replica.canary import Probe, ProbeResult, Sketch
+from xinference_xavier.replica.explain import Chunker
+from xinference_xavier.stats.schema import Hits
+
+
+class EngineView:
+    """Spec and connector fill in what the manager does not know."""
+
+    def __init__(self, stats: Callable[[], dict[str, Any]], requests: Sized, hits: Hits) -> None:
+        self.stats = stats
+        self._requests = requests
+        self._hits = hits
+        self.chunker: Chunker | None = None
+        self.sketcher: Sketcher | None = None
+        self.probes: Probes | None = None
+
+    def can_audit(self, tokens: int) -> bool:
+        """Whether the engine is idle and has computed so many prompt tokens."""
+        return not self._requests and self._hits.computed >= tokens
+
+    @property
+    def comparable(self) -> bool:
+        return self.sketcher is not None
+
+    def sketch(self, key: bytes) -> Sketch | None:
+        return None if self.sketcher is None else self.sketcher.sketch(key)
+
+    def next_probe(self) -> Probe | None:
+        return None if self.probes is None else self.probes.next()
+
+    def loaded(self, tokens: Sequence[int], row: Row) -> None:
+        """Called by the scheduler thread: see `Probes`."""
+        if self.probes is not None:
+            self.probes.loaded(tokens, row)
+
+    def stored(self, salt: str, rows: Sequence[Row]) -> None:
+        """Called by the scheduler thread: see `Probes`."""
+        if rows and self.probes is not None:
+            self.probes.stored(salt, rows)
+
+    def take_probe_results(self) -> list[ProbeResult]:
+        return [] if self.probes is None else self.probes.take_results()

@@ -1,0 +1,255 @@
+"""Compares this replica with its peers before it fetches from them.
+
+The namespace lists what two replicas must have in common. In case the list has a hole, a replica
+fetches only from peers that computed the same rows: both sketch a chunk that both have computed.
+Under xinference each replica computes such a chunk at launch; otherwise it is the first that two
+replicas happen to have in common.
+
+A replica whose sketch differs from that of the namespace's eldest member moves to the next
+namespace, where it compares itself with whoever is there. So replicas that compute alike find each
+other.
+
+Threading: the replica's background loop. The scheduler thread may call `trusted_among`.
+"""
+
+import asyncio
+import itertools
+import logging
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import xoscar
+
+from xinference_xavier.errors import LinkError, shown
+from xinference_xavier.protocol.transfer import PROTOCOL_VERSION, check_version
+from xinference_xavier.replica.mirror import Mirror
+from xinference_xavier.replica.namespace import SharedNamespace
+from xinference_xavier.runtime.addresses import replica_uid
+from xinference_xavier.runtime.deadline import UNREACHABLE, within
+from xinference_xavier.runtime.rate_limited_log import RateLimitedLog
+from xinference_xavier.runtime.tasks import spawn
+from xinference_xavier.stats.schema import ComparisonStats
+
+logger = logging.getLogger(__name__)
+
+Sketch = Mapping[str, tuple[str, Sequence[float]]]
+"""By layer: the type of its numbers, and samples of them."""
+
+TOLERANCES = {"float32": 0.01, "bfloat16": 0.1, "float16": 0.1}
+"""How far samples may be apart, relative to their size: far above what rounding does to deep
+layers, far below what another layout does, which is more than 1."""
+_COARSE = 0.3  # for types of 8 bits
+_MAX_OWN = 1000  # chunks that may serve for a comparison
+_MAX_TRIED = 100_000  # chunks that peers have not computed themselves
+_MIN_PAUSE, _MAX_PAUSE = 0.05, 1.0  # seconds between two rounds
+_DEADLINE = 5.0
+
+
+class Difference(NamedTuple):
+    layer: str
+    amount: float  # relative; infinite if the layers cannot be compared
+
+
+class Probe(NamedTuple):
+    """A prompt that an engine shall compute, in tokens."""
+
+    tokens: list[int]
+    salt: str
+
+
+class ProbeResult(NamedTuple):
+    """The `sketch` of the canary with its `key`, without the group's number.
+
+    Or, without a key, of an audit: the rows came from `donor`, None if from our own engine, and
+    what it computes now has a `difference` from them.
+    """
+
+    key: bytes | None
+    sketch: Sketch
+    donor: str | None = None
+    difference: Difference | None = None
+
+
+def difference(own: Sketch, other: Sketch) -> Difference | None:
+    """The first layer that differs by more than its tolerance, among those of which both have
+    samples: one may lack a KV-cache group."""
+    for layer, (dtype, samples) in own.items():
+        if layer not in other:
+            continue
+        other_dtype, other_samples = other[layer]
+        if (dtype, len(samples)) != (other_dtype, len(other_samples)):
+            return Difference(layer, math.inf)
+        amount = _distance(samples, other_samples)
+        if amount > TOLERANCES.get(dtype, _COARSE):
+            return Difference(layer, amount)
+    return None
+
+
+def _distance(one: Sequence[float], other: Sequence[float]) -> float:
+    size = max(math.hypot(*one), math.hypot(*other))
+    return math.dist(one, other) / size if size else 0.0
+
+
+class Canary:
+    """`sketch(key)` samples a chunk that this engine computed; without it, all peers are trusted.
+
+    `differs(peer, difference)` is called once for each peer that computes differently.
+    """
+
+    def __init__(
+        self,
+        incarnation: str,
+        sketch: Callable[[bytes], Sketch | None] | None,
+        mirror: Mirror,
+        namespace: SharedNamespace,
+        differs: Callable[[str, Difference], None],
+    ) -> None:
+        self._incarnation = incarnation
+        self._sketch = sketch
+        self._mirror = mirror
+        self._namespace = namespace
+        self._differs = differs
+        self._trusted: frozenset[str] = frozenset()
+        self._differing: set[str] = set()
+        self._own: OrderedDict[bytes, None] = OrderedDict()  # the latest last
+        self._probes: dict[bytes, Sketch] = {}
+        self._tried: set[tuple[str, bytes]] = set()
+        self._news = asyncio.Event()
+        self.trusts_all = sketch is None
+        self._log = RateLimitedLog(logger)
+        self.stats = ComparisonStats()
+
+    def probed(self, key: bytes, sketch: Sketch) -> None:
+        """The engine has computed the canary, or some groups of it. Peers do the same, so it is
+        not published."""
+        self._probes[key] = {**self._probes.get(key, {}), **sketch}
+        self._news.set()
+
+    def distrust(self, peer: str, found: Difference) -> None:
+        """What `peer` sent differs from what we compute."""
+        self._set_trusted(self._trusted - {peer})
+        self._differing.add(peer)
+        self.stats.differing += 1
+        self.stats.peer, self.stats.layer = peer, found.layer
+        self.stats.amount = min(found.amount, 1e9)  # JSON has no infinity
+        self._differs(peer, found)
+
+    def trusts(self, peer: str) -> bool:
+        return self._sketch is None or peer in self._trusted
+
+    def trusted_among(self, peers: Sequence[str]) -> Sequence[str]:
+        """Called by the scheduler thread for each chunk that it looks up."""
+        if self.trusts_all:
+            return peers
+        trusted = self._trusted
+        return [peer for peer in peers if peer in trusted]
+
+    def members_changed(self, members: frozenset[str]) -> None:
+        self._set_trusted(self._trusted & members)
+        self._differing &= members
+        self._tried = {(peer, key) for peer, key in self._tried if peer in members}
+        self._news.set()
+
+    def computed(self, keys: Iterable[bytes]) -> None:
+        """This engine computed these chunks, and peers may copy them."""
+        for key in keys:
+            self._own[key] = None
+            if len(self._own) > _MAX_OWN:
+                self._own.popitem(last=False)
+        self._news.set()
+
+    def answer(
+        self, version: object, namespace: str, peer: str, key: bytes, sketch: Sketch
+    ) -> Sketch | None:
+        """Our sketch for `peer`, which sends its own; None if we have not computed the chunk.
+
+        Raises LinkError.
+        """
+        check_version(version)
+        other = _checked(sketch)
+        if namespace != self._namespace.current or peer not in self._mirror.peers:
+            return None
+        own = self._own_sketch(key)
+        if own and other and own.keys() & other.keys():
+            spawn(self._judge(peer, own, other))
+        return own
+
+    def _own_sketch(self, key: bytes) -> Sketch | None:
+        return self._probes.get(key) or (self._sketch(key) if self._sketch is not None else None)
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            with suppress(TimeoutError):  # peers may have published something
+                await within(_MAX_PAUSE, self._news.wait())
+            self._news.clear()
+            for peer in self._mirror.peers - self._trusted - self._differing:
+                key = self._common_chunk(peer)
+                if key is not None:
+                    await self._compare(peer, key)
+            await asyncio.sleep(_MIN_PAUSE)
+
+    def _common_chunk(self, peer: str) -> bytes | None:
+        holders = self._mirror.all_holders
+        published = (key for key in reversed(self._own) if peer in holders(key))
+        keys = itertools.chain(self._probes, published)
+        return next((key for key in keys if (peer, key) not in self._tried), None)
+
+    async def _compare(self, peer: str, key: bytes) -> None:
+        own = self._own_sketch(key)
+        if own is None:  # it was evicted
+            self._own.pop(key, None)
+            return
+        try:
+            other = await self._ask(peer, key, own)
+        except (LinkError, *UNREACHABLE) as error:
+            self._log.warn(peer, "cannot compare: peer=%s error=%r", peer, error)
+            return
+        if other is None or not own.keys() & other.keys():
+            if len(self._tried) >= _MAX_TRIED:
+                self._tried.clear()
+            self._tried.add((peer, key))
+        else:
+            await self._judge(peer, own, other)
+
+    async def _judge(self, peer: str, own: Sketch, other: Sketch) -> None:
+        if peer not in self._mirror.peers - self._trusted - self._differing:
+            return  # it has left, or was faster
+        found = difference(own, other)
+        if found is None:
+            self._set_trusted(self._trusted | {peer})
+            logger.info("peer computes alike: incarnation=%s peer=%s", self._incarnation, peer)
+            return
+        self.distrust(peer, found)
+        if peer == self._mirror.eldest:
+            await self._namespace.part()
+
+    async def _ask(self, peer: str, key: bytes, own: Sketch) -> Sketch | None:
+        address = self._mirror.address(peer)
+        if address is None:
+            raise LinkError("it has left")
+        actor = await within(_DEADLINE, xoscar.actor_ref(address, replica_uid(peer)))
+        call = actor.sketch(PROTOCOL_VERSION, self._namespace.current, self._incarnation, key, own)
+        return _checked(await within(_DEADLINE, call))
+
+    def _set_trusted(self, trusted: frozenset[str]) -> None:
+        self._trusted = trusted
+        self.trusts_all = self._sketch is None or trusted >= self._mirror.peers
+        self.stats.compared = len(trusted)
+
+
+def _checked(sketch: Any) -> Sketch | None:
+    """Raises LinkError."""
+    if sketch is None or (isinstance(sketch, dict) and all(map(_is_layer, sketch.items()))):
+        return sketch
+    raise LinkError(f"malformed sketch: {shown(sketch)}")
+
+
+def _is_layer(item: tuple[object, object]) -> bool:
+    match item:
+        case (str(), (str(), [*samples])):
+            return all(isinstance(each, float) and math.isfinite(each) for each in samples)
+    return False
