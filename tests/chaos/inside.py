@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 
-from tests.chaos.mutations import make_pool
+from tests.chaos.mutations import Mutation, make_pool
 from tests.chaos.node import ANSWER_TIME, Settings
 from tests.chaos.scheduler import Scheduler
 from tests.chaos.worker import Worker
@@ -22,6 +22,15 @@ from xinference_xavier.config import XavierConfig
 from xinference_xavier.pool.region import Region
 from xinference_xavier.replica.replica import Replica
 from xinference_xavier.runtime import tasks
+
+CANARY = b"canary"
+
+
+class Unsketched:
+    """Takes part in comparisons, by canaries alone."""
+
+    def sketch(self, key: bytes) -> None:
+        return None
 
 
 class Inside:
@@ -52,7 +61,11 @@ class Inside:
             log=self._folder / "died",
             report=self._report,
         )
-        self.replica.start(self.scheduler.manager.view)
+        view = self.scheduler.manager.view
+        if settings.mutation is not Mutation.CANARY:
+            view.sketcher = Unsketched()  # type: ignore[assignment]
+        self.replica.start(view)
+        self._show(settings.weights)
         self.scheduler.start()
 
     def _report(self) -> None:
@@ -87,8 +100,19 @@ class Inside:
     def ask_for(self, order: str, times: int) -> None:
         self.scheduler.orders[order] += times
 
-    def reset(self, weights: str) -> None:
+    def reset(self, weights: str, shown: str = "") -> None:
+        """From now on it computes with `weights`; its canary is that of weights `shown`."""
         self.scheduler.call(lambda: self.scheduler.reset(weights))
+        self._show(shown or weights)
+
+    def _show(self, weights: str) -> None:
+        """What xinference's worker has the engine compute after a start or a reset."""
+        samples = row_content(CANARY, weights)[:32].astype(float).tolist()
+
+        async def show() -> None:
+            self.replica.canary.probed(CANARY, {"layer": ("float32", samples)})
+
+        self._in_background(show)
 
     def reset_while(self, serving: bool, weights: str, timeout: float) -> bool:
         """False if there was no such moment, and there has been no reset."""
@@ -98,7 +122,10 @@ class Inside:
             self.scheduler.reset(weights)
             return True
 
-        return bool(self.scheduler.call_when(moment, reset, timeout))
+        happened = bool(self.scheduler.call_when(moment, reset, timeout))
+        if happened:
+            self._show(weights)
+        return happened
 
     def is_busy(self, seconds: float) -> None:
         """All that may be granted is granted to somebody who does not take it."""

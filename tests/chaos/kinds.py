@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 
 from examples.waiting import until
 from tests.chaos.cluster import FETCH_TIMEOUT, Cluster, standing_still
@@ -151,6 +152,31 @@ def _reset(serving: bool) -> Kind:
     return bring_about
 
 
+def _computes_otherwise(wrong_rows: bool) -> Kind:
+    """A replica says that it has the weights that all have. It computes other rows, or sketches
+    what it computes wrongly: the others must part from it."""
+
+    def bring_about(cluster: Cluster, step: Step) -> bool:
+        node, other = cluster.nodes[step.target], f"other {step.number}"
+        with cluster.resets:
+            cluster.partings += 2
+            node.command("reset", other if wrong_rows else cluster.weights, other)
+
+            def has_parted() -> bool:
+                if "+" in str(node.figures().get("namespace")):  # alone, since the reset
+                    with suppress(OSError, EOFError):  # the tracker is just being killed
+                        cluster.tracker.command("set_weights_version", cluster.weights)
+                return str(node.figures().get("namespace")).startswith(
+                    f"namespace@{cluster.weights}~"
+                )
+
+            happened = until(has_parted, TAKEN_TIME, 0.1)
+            cluster.share(step.target)
+        return happened
+
+    return bring_about
+
+
 # -- of the tracker ---------------------------------------------------------------------------
 
 
@@ -245,6 +271,8 @@ KINDS: Mapping[str, Kind] = {
     "store fails": _of_scheduler,
     "reset while fetching": _reset(serving=False),
     "reset while serving": _reset(serving=True),
+    "rows of other weights": _computes_otherwise(wrong_rows=True),
+    "wrong sketch": _computes_otherwise(wrong_rows=False),
     "publication lost": _publication,
     "publication repeated": _publication,
     "publication delayed": _publication,

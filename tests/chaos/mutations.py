@@ -16,6 +16,8 @@ class Mutation(StrEnum):
     """Slots are used again at once when a fetch is given up."""
     PIN = "pin"
     """Rows that are read may be evicted."""
+    CANARY = "canary"
+    """Replicas share without a comparison."""
     SEQUENCE = "sequence"
     """The tracker takes any publication for the next one."""
 

@@ -40,6 +40,8 @@ REPLICA_KINDS: Mapping[str, int] = {
     "store fails": 50,
     "reset while fetching": 30,
     "reset while serving": 30,
+    "rows of other weights": 15,
+    "wrong sketch": 15,
 }
 """Kinds of faults of one replica, and how often each comes up in comparison."""
 

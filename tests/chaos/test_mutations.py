@@ -22,6 +22,7 @@ CASES = {
     Mutation.CHECKSUM: (["damaged row", "swapped rows"], "wrong bytes"),
     Mutation.QUARANTINE: (["late bytes"], "wrong bytes"),
     Mutation.PIN: (["donor is slow"], "rows arrived damaged"),
+    Mutation.CANARY: (["rows of other weights"], "wrong"),
     Mutation.SEQUENCE: (["publication lost", "publication repeated"], "the mirror of"),
 }
 

@@ -168,3 +168,22 @@ class TestRequest:
         probe = scene.probes.next()
         assert probe is not None
         assert probe.tokens[:CHUNK] == tokens[:CHUNK]
+
+
+class TestReset:
+    """The engine's weights may have changed."""
+
+    def test_the_canary_is_computed_again(self) -> None:
+        scene = Scene().after_canary()
+        assert scene.probes.next() is None
+        scene.probes.reset()
+        assert scene.probes.next() == Scene().probes.next()
+
+    def test_rows_from_before_are_not_audited(self) -> None:
+        scene = Scene().after_canary()
+        scene.probes.loaded(range(500), Row(b"key", 0))
+        scene.probes.reset()
+        canary = scene.probes.next()
+        assert canary is not None
+        scene.probes.stored(canary.salt, [Row(b"key", 0)])
+        assert scene.probes.next() is None

@@ -166,3 +166,23 @@ def test_replicas_that_cannot_sketch_trust_each_other(tracker_process: TrackerPr
     with replicas(tracker_process.address, transports) as (a, b):
         a.store([key])
         wait_until(lambda: b.holders(key) == ("a",), "b knows of the chunk")
+
+
+@pytest.mark.process
+def test_after_a_reset_a_replica_is_compared_again(tracker_process: TrackerProcess) -> None:
+    """Its weights may be others than those that were compared."""
+    before, after = fresh_keys(2)
+    with computing(tracker_process, a=1.0, b=1.0) as (a, b):
+        for replica in (a, b):
+            replica.store([before])
+        wait_until(lambda: compared(a) == compared(b) == 1, "they have compared themselves")
+        for replica in (a, b):
+            replica.reset()
+        wait_until(lambda: "+" in a.namespace() and "+" in b.namespace(), "they are alone")
+        tracker_process.set_weights_version("v2")
+        wait_until(lambda: a.namespace() == b.namespace() != "", "they are together again")
+        a.store([after])
+        wait_until(lambda: b.all_holders(after) == ("a",), "b knows of the chunk")
+        assert b.holders(after) == ()
+        b.store([after])
+        wait_until(lambda: compared(a) == compared(b) == 1, "they have compared themselves")

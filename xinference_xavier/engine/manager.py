@@ -277,8 +277,7 @@ class XavierManager(OffloadingManager):
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         """Called by vLLM up to 0.30."""
-        request = _of(req_context)
-        if request.shares:
+        if (request := _of(req_context)).shares:
             self._pool.touch([request.row_key(key) for key in reversed(list(keys))])
 
     # -- the whole cache ----------------------------------------------------------------------
@@ -286,6 +285,7 @@ class XavierManager(OffloadingManager):
     def reset_cache(self) -> None:
         """vLLM forgot all blocks and will not report the jobs under way."""
         self._jobs.reset()
+        self.view.reset()
         self.tier_lookup.reset(self._requests.values())
 
     def on_reset_flushed(self) -> None:

@@ -55,7 +55,8 @@ class Probes:
         self._audits = audits
         self._can_audit = can_audit
         self._clock = clock
-        self._canary: Probe | None = Probe(_canary(chunk_tokens, vocabulary), f"{SALT}-canary")
+        self._first = Probe(_canary(chunk_tokens, vocabulary), f"{SALT}-canary")
+        self._canary: Probe | None = self._first  # None once it was computed
         self._candidate: _Audit | None = None
         self._running: dict[str, _Audit] = {}  # by salt
         self._next_audit = clock() + AUDIT_INTERVAL
@@ -82,6 +83,13 @@ class Probes:
         return [self._results.popleft() for _ in range(len(self._results))]
 
     # -- called by the scheduler thread -------------------------------------------------------
+
+    def reset(self) -> None:
+        """The engine's weights may have changed: compute the canary again, and audit nothing from
+        before."""
+        self._canary = self._first
+        self._candidate = None
+        self._running = {}
 
     def loaded(self, tokens: Sequence[int], row: Row) -> None:
         """A request loads `row`, the first chunk of its `tokens`."""

@@ -38,6 +38,11 @@ class EngineView:
     def next_probe(self) -> Probe | None:
         return None if self.probes is None else self.probes.next()
 
+    def reset(self) -> None:
+        """Called by the scheduler thread."""
+        if self.probes is not None:
+            self.probes.reset()
+
     def loaded(self, tokens: Sequence[int], row: Row) -> None:
         """Called by the scheduler thread: see `Probes`."""
         if self.probes is not None:

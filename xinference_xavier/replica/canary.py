@@ -128,6 +128,14 @@ class Canary:
         self._probes[key] = {**self._probes.get(key, {}), **sketch}
         self._news.set()
 
+    def reset(self) -> None:
+        """The engine's weights may have changed: forget what it computed, and all comparisons."""
+        self._probes.clear()
+        self._own.clear()
+        self._tried.clear()
+        self._differing.clear()
+        self._set_trusted(frozenset())
+
     def distrust(self, peer: str, found: Difference) -> None:
         """What `peer` sent differs from what we compute."""
         self._set_trusted(self._trusted - {peer})

@@ -126,6 +126,7 @@ class PeerTier(Tier):
         """Void all chunks, and isolate the replica until it is told its weights' version."""
         self._namespace.announce_reset()
         self._pool.reset()
+        self._post(self._canary.reset)
         self._post(lambda: spawn(self._namespace.isolate()))
 
     def _post(self, action: Callable[..., object], *args: object) -> bool:
