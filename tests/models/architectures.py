@@ -65,9 +65,9 @@ class Architecture(NamedTuple):
 def make(name: str, folder: Path) -> Path:
     """Write the model `name` to `folder` and return the folder."""
     architecture = ARCHITECTURES[name]
-    config = architecture.config(**_SIZES | architecture.sizes)
+    config = architecture.config(**{**_SIZES, **architecture.sizes})
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if parameter.ndim >= 2 and "conv" not in parameter_name:

@@ -51,7 +51,7 @@ def make_vision_model(folder: Path) -> Path:
         image_token_index=_IMAGE,
     )
     torch.manual_seed(0)
-    model = transformers.Blip2ForConditionalGeneration(config).float()
+    model = transformers.Blip2ForConditionalGeneration(config).float()  # type: ignore[no-untyped-call]
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim >= 2:
@@ -60,7 +60,7 @@ def make_vision_model(folder: Path) -> Path:
     description = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(description | {"dtype": "float32"}))
     words = make_model(folder.parent / f"{folder.name}-words")
-    tokenizer = transformers.PreTrainedTokenizerFast(
+    tokenizer = transformers.PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_file=str(words / "tokenizer.json"),
         bos_token="<|endoftext|>",
         eos_token="<|im_end|>",
@@ -68,7 +68,8 @@ def make_vision_model(folder: Path) -> Path:
         additional_special_tokens=["<image>"],
     )
     images = transformers.BlipImageProcessorPil(size={"height": _PIXELS, "width": _PIXELS})
-    transformers.Blip2Processor(images, tokenizer, IMAGE_TOKENS).save_pretrained(folder)
+    processor = transformers.Blip2Processor(images, tokenizer, IMAGE_TOKENS)  # type: ignore[no-untyped-call]
+    processor.save_pretrained(folder)
     return folder
 
 
