@@ -68,7 +68,8 @@ def make_vision_model(folder: Path) -> Path:
         additional_special_tokens=["<image>"],
     )
     images = transformers.BlipImageProcessorPil(size={"height": _PIXELS, "width": _PIXELS})
-    transformers.Blip2Processor(images, tokenizer, IMAGE_TOKENS).save_pretrained(folder)  # type: ignore[no-untyped-call]
+    processor = transformers.Blip2Processor(images, tokenizer, IMAGE_TOKENS)  # type: ignore[no-untyped-call]
+    processor.save_pretrained(folder)
     return folder
 
 

@@ -1,0 +1,47 @@
+"""Engines with equal namespaces that compute otherwise share nothing, and say why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from benchmarks.engines import Fleet
+from tests.models.architectures import VOCABULARY, make
+from tests.models.planted import tune_between_samples
+from tests.models.sharing import FIRST, PLAIN, SECOND, TOLERANCE, Engines, difference, kind
+from xinference_xavier.engine.namespace import weights_fingerprint
+
+pytestmark = pytest.mark.process
+
+PROMPT = 700
+
+
+@pytest.fixture(params=["weights", "layout"])
+def engines(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Engines]:
+    """The second computes otherwise; the plain one computes like it."""
+    folder = make("llama", tmp_path / "model")
+    if request.param == "weights":
+        other = tune_between_samples(folder, tmp_path / "tuned")
+        assert weights_fingerprint(other) == weights_fingerprint(folder)
+        arguments = {"model": str(other)}
+    else:
+        arguments = {"worker_extension_cls": "tests.models.planted.ReversedPages"}
+    kinds = {FIRST: kind(), SECOND: kind(arguments), PLAIN: kind(arguments, transport=None)}
+    with Fleet(kinds, model=folder) as fleet:
+        yield Engines(fleet, VOCABULARY)
+
+
+def test_they_share_nothing_and_say_why(engines: Engines) -> None:
+    first, second = sorted(engines.fleet.run(engines.fleet.actor.status())["namespaces"])
+    assert second == f"{first}~1", "all that their namespaces list is equal"
+    found = [engines.stats(name)["comparison"] for name in (FIRST, SECOND)]
+    assert [each["differing"] for each in found] == [1, 1]
+    assert {each["peer"] for each in found} == {FIRST, SECOND}
+    assert all("layers.0" in each["layer"] for each in found)
+    assert all(each["amount"] > 0.1 for each in found)
+    shared = engines.share(engines.prompts.fresh(PROMPT))
+    assert shared.remote == 0
+    assert shared.second[0].cached == 0
+    assert difference(shared.cold, shared.second) < TOLERANCE
