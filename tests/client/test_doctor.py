@@ -24,6 +24,7 @@ from xinference_xavier.client import XavierClient, doctor
 from xinference_xavier.client.doctor import Finding
 from xinference_xavier.runtime.net import local_host_towards
 from xinference_xavier.stats.schema import (
+    ComparisonStats,
     HookStats,
     ModelStatus,
     ReplicaStatus,
@@ -312,6 +313,38 @@ def test_a_tracker_that_is_full_and_hooks_that_fail() -> None:
 
 
 # -- models ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("comparison", "problem"),
+    [
+        (
+            ComparisonStats(differing=1, peer="b", layer="layers.3", amount=0.5),
+            "computes other rows than b of the same text: layers.3 by 50%",
+        ),
+        (
+            ComparisonStats(audits=9, failed_audits=2, peer="b", layer="layers.0", amount=1.0),
+            "computed other rows than it had fetched or loaded, 2 times",
+        ),
+    ],
+)
+def test_a_replica_that_computes_otherwise(comparison: ComparisonStats, problem: str) -> None:
+    replicas = tuple(
+        ReplicaStatus(
+            incarnation=name,
+            address="h:1",
+            namespace="n",
+            comparison=comparison if name == "a" else ComparisonStats(),
+        )
+        for name in "ab"
+    )
+    status = ModelStatus(
+        model_uid=MODEL, enabled=True, replicas=replicas, totals=Totals(), tracker=TrackerStats()
+    )
+    findings = doctor._model_findings(MODEL, {"report": asdict(status), "self_checks": {}})
+    assert [(each.problem, each.grave) for each in findings if each.where == "replica a"][:1] == [
+        (problem, True)
+    ]
 
 
 def test_replicas_that_are_too_few_or_gone_and_a_lost_tracker() -> None:

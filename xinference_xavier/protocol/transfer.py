@@ -26,7 +26,7 @@ from xinference_xavier.runtime.validate import (
     up_to,
 )
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 TRANSFER_UID = "xavier-transfer"  # the uid of the actor in each transfer process
 MAX_ROWS_PER_FETCH = 1 << 16
 MAX_LINE = 1 << 16  # bytes of a line between an engine and its transfer process, at start

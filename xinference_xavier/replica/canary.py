@@ -28,7 +28,7 @@ from xinference_xavier.protocol.transfer import PROTOCOL_VERSION, check_version
 from xinference_xavier.replica.mirror import Mirror
 from xinference_xavier.replica.namespace import SharedNamespace
 from xinference_xavier.runtime.addresses import replica_uid
-from xinference_xavier.runtime.deadline import UNREACHABLE, within
+from xinference_xavier.runtime.deadline import within
 from xinference_xavier.runtime.rate_limited_log import RateLimitedLog
 from xinference_xavier.runtime.tasks import spawn
 from xinference_xavier.stats.schema import ComparisonStats
@@ -213,8 +213,10 @@ class Canary:
             return
         try:
             other = await self._ask(peer, key, own)
-        except (LinkError, *UNREACHABLE) as error:
+        except Exception as error:  # whatever it is, the peer is not trusted
             self._log.warn(peer, "cannot compare: peer=%s error=%r", peer, error)
+            return
+        if self._own_sketch(key) != own:  # a reset came in between
             return
         if other is None or not own.keys() & other.keys():
             if len(self._tried) >= _MAX_TRIED:
