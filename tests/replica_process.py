@@ -259,10 +259,12 @@ class _Inside:
         return self.region.row(row.slot).tobytes()
 
     def holders(self, key: bytes) -> tuple[str, ...]:
-        return tuple(self.replica.tier.holders(key))
+        return self.replica.mirror.holders(key)
 
     def all_holders(self, key: bytes) -> tuple[str, ...]:
-        return self.replica.mirror.holders(key)
+        """Also those that nothing is fetched from."""
+        mirror = self.replica.mirror
+        return tuple(sorted(mirror.members_of(mirror.full_set(key))))
 
     def counts(self) -> PoolCounts:
         return self.pool.counts()

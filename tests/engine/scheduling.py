@@ -68,8 +68,14 @@ class ScriptedTier(Tier):
     def ready(self) -> bool:
         return self.is_ready
 
-    def holders(self, key: bytes) -> Sequence[str]:
-        return self.mirror.holders(key)
+    def holders(self, key: bytes) -> int:
+        return self.mirror.usable_set(key)
+
+    def sources(self, holders: int) -> list[str]:
+        return self.mirror.members_of(holders)
+
+    def set_of(self, sources: Iterable[str]) -> int:
+        return self.mirror.set_of(sources)
 
     def on_stored(self, rows: Sequence[Row]) -> None:
         self.stored_rows += rows

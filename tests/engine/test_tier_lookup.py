@@ -209,6 +209,90 @@ class TestFetch:
         assert vllm.tier.fetches == []
 
 
+def test_three_donors_may_fail_a_request(vllm: Scheduling) -> None:
+    keys = chunks("prompt", 6)
+    vllm.tier.peers_hold(**dict.fromkeys("abcd", keys))
+    request = vllm.arrive("r", keys)
+    for _ in range(3):
+        assert vllm.attempt(request) is None
+        vllm.tier.end(vllm.tier.fetches[-1], 0)
+    assert vllm.attempt(request) == 0
+    assert len({fetch.source for fetch in vllm.tier.fetches}) == 3
+
+
+class TestPeerThatFails:
+    """The peer `a` holds everything and never delivers."""
+
+    def ask(self, vllm: Scheduling, name: str) -> str | None:
+        """One request; the donor that it waited for, if any."""
+        keys = chunks(name, 6)
+        request = vllm.arrive(name, keys)
+        waited = vllm.attempt(request) is None
+        fetch = vllm.tier.fetches[-1] if vllm.tier.fetches else None
+        if waited and fetch is not None:
+            vllm.clock.now += 5.0 if fetch.source == "a" else 0.01
+        for pending in vllm.tier.fetches:
+            if pending.state is FetchState.PENDING:
+                failing = pending.source == "a" and self.is_broken
+                vllm.tier.end(pending, 0 if failing else None, seconds=5.0 if failing else 0.01)
+        vllm.attempt(request)
+        vllm.finish(request)
+        vllm.end_step()
+        return fetch.source if waited and fetch is not None else None
+
+    @pytest.fixture
+    def vllm(self) -> Scheduling:
+        self.is_broken = True
+        vllm = Scheduling(slots=512)
+        self.holders = ["a"]
+        return vllm
+
+    def hold(self, vllm: Scheduling, peers: str) -> None:
+        keys = [key for number in range(100) for key in chunks(f"{number}", 6)]
+        vllm.tier.peers_hold(**dict.fromkeys(peers, keys))
+
+    def test_costs_two_requests_their_time(self, vllm: Scheduling) -> None:
+        self.hold(vllm, "a")
+        assert [self.ask(vllm, f"{number}") for number in range(20)] == 2 * ["a"] + 18 * [None]
+
+    def test_is_not_preferred_to_a_healthy_one(self, vllm: Scheduling) -> None:
+        self.hold(vllm, "ab")
+        donors = [self.ask(vllm, f"{number}") for number in range(20)]
+        assert donors.count("a") <= 2
+        assert donors[4:] == 16 * ["b"]
+
+    def test_is_probed_by_a_request_that_computes(self, vllm: Scheduling) -> None:
+        self.hold(vllm, "a")
+        for number in range(2):
+            self.ask(vllm, f"{number}")
+        began = len(vllm.tier.fetches)
+        assert self.ask(vllm, "2") is None
+        assert len(vllm.tier.fetches) == began, "not at once"
+        vllm.clock.now += 1.0
+        assert self.ask(vllm, "3") is None, "it does not wait"
+        (probe,) = vllm.tier.fetches[began:]
+        assert [row.key for row in probe.rows] == chunks("3", 6)[-1:]
+        assert self.ask(vllm, "4") is None
+        assert len(vllm.tier.fetches) == began + 1, "one probe"
+
+    def test_is_used_again_after_a_probe(self, vllm: Scheduling) -> None:
+        self.hold(vllm, "a")
+        for number in range(2):
+            self.ask(vllm, f"{number}")
+        self.is_broken = False
+        vllm.clock.now += 1.0
+        assert [self.ask(vllm, f"{number}") for number in (2, 3, 4)] == [None, "a", "a"]
+        assert_nothing_left(vllm)
+
+    def test_gets_no_more_time_than_its_fetches_took_before(self, vllm: Scheduling) -> None:
+        self.is_broken = False
+        self.hold(vllm, "a")
+        for number in range(3):
+            self.ask(vllm, f"{number}")
+        assert vllm.attempt(vllm.arrive("r", chunks("9", 6))) is None
+        assert vllm.tier.fetches[-1].deadline == vllm.clock.now + 1.0
+
+
 class TestSeveralDonors:
     """One donor brings the first rows, another the rest."""
 
@@ -253,9 +337,23 @@ class TestSeveralDonors:
         self, vllm: Scheduling, halves: tuple[Request, Fetch, Fetch]
     ) -> None:
         request, first, second = halves
+        vllm.tier.peers_hold()
         vllm.tier.end(first)
         vllm.tier.end(second, 1)
         assert [vllm.attempt(request), vllm.attempt(request)] == [4, 4]
+
+    def test_another_donor_brings_what_one_did_not(
+        self, vllm: Scheduling, halves: tuple[Request, Fetch, Fetch]
+    ) -> None:
+        request, first, second = halves
+        vllm.tier.end(first)
+        vllm.tier.end(second, 1)
+        assert vllm.attempt(request) is None
+        again = vllm.tier.fetches[-1]
+        assert (again.source, [row.key for row in again.rows]) == (first.source, request.keys[4:])
+        assert again.deadline == first.deadline, "within the request's time"
+        vllm.tier.end(again)
+        assert vllm.attempt(request) == 6
 
     def test_chunks_behind_a_gap_are_not_waited_for(
         self, vllm: Scheduling, halves: tuple[Request, Fetch, Fetch]

@@ -258,7 +258,7 @@ class XavierManager(OffloadingManager):
     def _is_redundant(self, row: Row) -> bool:
         """Whether the donor of this copy still holds the chunk."""
         donor = row.replicated_from
-        return donor is not None and donor in self._tier.holders(row.key)
+        return donor is not None and bool(self._tier.holders(row.key) & self._tier.set_of((donor,)))
 
     def void_store(self, req_id: str, keys: Iterable[OffloadKey]) -> None:
         """vLLM's workers do not get all blocks of these chunks."""

@@ -20,6 +20,8 @@ from xinference_xavier.tiers.base import Fetch, FetchState
 
 GROUP = slice(-4, None)
 """The part of an offload key that is the number of its KV-cache group."""
+MAX_DONORS = 3
+"""That may fail a request before it is computed."""
 
 
 @dataclass(eq=False, slots=True)
@@ -33,6 +35,7 @@ class Request:
     pending_since: float = 0.0  # on the clock of `Steps.idle_time`
     given_up: bool = False  # no further fetches
     computes: bool = False  # chunks that it could have fetched
+    failed: set[str] = field(default_factory=set)  # donors that it is not fetched from again
     fetched: set[bytes] = field(default_factory=set)  # keys that arrived from a peer for it
     trace_headers: Mapping[str, str] | None = None
     excluded: bool = False  # neither stores nor loads anything
@@ -85,10 +88,13 @@ class Request:
             self.first |= first_of_each_group(row.key for row in fetch.rows)
 
     def conclude(self) -> None:
-        """Stop waiting: chunks that arrived are HITs, all others are MISSes."""
+        """Stop waiting: chunks that arrived are HITs. The others are MISSes unless another donor
+        has them."""
         for fetch in self.fetches:
             self.fetched.update(row.key for row in fetch.committed)
-            self.given_up |= fetch.state is not FetchState.COMMITTED
+            if fetch.state is not FetchState.COMMITTED:
+                self.failed.add(fetch.source)
+        self.given_up |= len(self.failed) >= MAX_DONORS
         self.fetches = []
 
 
@@ -161,7 +167,7 @@ class Fetches:
         for fetch, waiting in list(self._waiting.items()):
             if fetch.state is FetchState.PENDING:
                 continue
-            self._cost_model.ended(fetch)
+            self._cost_model.ended(fetch, now)
             for row in fetch.rows:
                 if self._by_chunk.get(row.key) is fetch:
                     del self._by_chunk[row.key]

@@ -5,7 +5,8 @@ What `lookup` answers a request, one scheduling attempt ("pass") after the other
     first pass     RETRY for each chunk that the tier holds, then MISS
     end_pass       begins one fetch per chosen donor for the chunks that got a RETRY
     further passes RETRY while the fetches are pending and the request has time left
-    then           HIT for the chunks that arrived, MISS for the rest; another fetch if all arrived
+    then           HIT for the chunks that arrived; another fetch if a peer holds more, or another
+                   donor has what did not arrive; else MISS
 
 Before a long MISS, the answer is RETRY until the tracker says whether a peer is computing the
 prefix, and then for as long as it pays to wait for that peer (`Wait`).
@@ -26,7 +27,7 @@ from xinference_xavier.engine.policy.donor_selection import DonorSelection, Fetc
 from xinference_xavier.engine.policy.prefill_wait import MIN_PREFILL_SECONDS, Wait
 from xinference_xavier.engine.request import GROUP, Fetches, Request, first_of_each_group
 from xinference_xavier.engine.steps import Steps
-from xinference_xavier.pool.pool import Pool, Reservation
+from xinference_xavier.pool.pool import Pool, Reservation, Row
 from xinference_xavier.stats.schema import WaitCounts
 from xinference_xavier.tiers.base import Fetch, Tier
 
@@ -63,6 +64,7 @@ class TierLookup:
         self.longest_scheduling_wait = 0.0  # seconds that a request waited because of us
         self.step_tokens = chunk_tokens  # that the engine computes in one step at most
         self._plans: dict[Request, FetchPlan | None] = {}  # made in this pass
+        self._probes: dict[Request, tuple[str, bytes]] = {}  # peers and chunks, in this pass
         # Requests deferred in this pass, by group, with the seconds that the engine may sleep.
         self._deferred: dict[tuple[str, bytes], float] = {}
 
@@ -94,6 +96,11 @@ class TierLookup:
             if plan is not None:
                 begun += self._begin_fetches(request, plan)
         self._plans.clear()
+        for request, (donor, key) in self._probes.items():
+            rows = self._reserve([key], request.row_keys()).rows
+            if rows:
+                self._begin_fetch(request, donor, rows, None, self._clock() + self._fetch_timeout)
+        self._probes.clear()
         if self.fetches:
             self.fetches.settle(self._clock())
         pause = min(self._deferred.values(), default=0.0)
@@ -110,6 +117,7 @@ class TierLookup:
     def finished(self, request: Request) -> None:
         self.fetches.stop_waiting(request.req_id)
         self._plans.pop(request, None)
+        self._probes.pop(request, None)
         if request.wait is not None:
             request.wait.count(self.wait_counts, self._clock())
             if not request.wait.claim.held_by_peer:
@@ -121,6 +129,7 @@ class TierLookup:
             request.given_up |= bool(request.fetches) or request.wait is not None
             request.fetches = []
         self._plans.clear()
+        self._probes.clear()
         self.fetches.reset()
         self._tier.reset()
 
@@ -152,10 +161,13 @@ class TierLookup:
             request,
             deadline,
             self.fetches.by_source(),
-            lambda other: self.fetches.bringing(other) is not None,
+            self.fetches.bringing,
             now,
         )
-        if plan is not None:
+        if plan is None:
+            if probe := self._selection.probe(request, now):
+                self._probes[request] = probe
+        else:
             request.first = first_of_each_group(plan.keys)
             if deadline != request.deadline:
                 request.deadline = deadline
@@ -182,20 +194,35 @@ class TierLookup:
 
     def _new_fetches(self, request: Request, plan: FetchPlan) -> list[Fetch]:
         assert request.deadline is not None, "a plan has one"
+        now = self._clock()
         rows = self._reserve(plan.keys, request.row_keys()).rows
         parts = min(len(plan.donors), len(rows))
         fetches = []
         for part, donor in enumerate(plan.donors[:parts]):
             share = rows[len(rows) * part // parts : len(rows) * (part + 1) // parts]
-            for row in share:
-                row.origin = row.replicated_from = donor
-            fetch = self._tier.submit_load(donor, share, request.deadline, request.trace_headers)
+            patience = self._cost_model.patience(donor, len(share), now)
+            deadline = min(request.deadline, now + patience)
+            fetch = self._begin_fetch(request, donor, share, plan.prefill_seconds, deadline)
             if fetch is not None:
-                self.fetches.add(fetch)
-                self._cost_model.begun(fetch, plan.prefill_seconds, self._clock())
                 fetches.append(fetch)
         self._cost_model.decisions.fetched += bool(fetches)
         return fetches
+
+    def _begin_fetch(
+        self,
+        request: Request,
+        donor: str,
+        rows: list[Row],
+        prefill_seconds: float | None,
+        deadline: float,
+    ) -> Fetch | None:
+        for row in rows:
+            row.origin = row.replicated_from = donor
+        fetch = self._tier.submit_load(donor, rows, deadline, request.trace_headers)
+        if fetch is not None:
+            self.fetches.add(fetch)
+            self._cost_model.begun(fetch, prefill_seconds, self._clock())
+        return fetch
 
     # -- waiting for a peer's prefill ---------------------------------------------------------
 

@@ -9,7 +9,7 @@ A replica whose sketch differs from that of the namespace's eldest member moves 
 namespace, where it compares itself with whoever is there. So replicas that compute alike find each
 other.
 
-Threading: the replica's background loop. The scheduler thread may call `trusted_among`.
+Threading: the replica's background loop. The scheduler thread may read `trusts_all`.
 """
 
 import asyncio
@@ -121,6 +121,7 @@ class Canary:
         self.trusts_all = sketch is None
         self._log = RateLimitedLog(logger)
         self.stats = ComparisonStats()
+        self._set_trusted(self._trusted)
 
     def probed(self, key: bytes, sketch: Sketch) -> None:
         """The engine has computed the canary, or some groups of it. Peers do the same, so it is
@@ -147,13 +148,6 @@ class Canary:
 
     def trusts(self, peer: str) -> bool:
         return self._sketch is None or peer in self._trusted
-
-    def trusted_among(self, peers: Sequence[str]) -> Sequence[str]:
-        """Called by the scheduler thread for each chunk that it looks up."""
-        if self.trusts_all:
-            return peers
-        trusted = self._trusted
-        return [peer for peer in peers if peer in trusted]
 
     def members_changed(self, members: frozenset[str]) -> None:
         self._set_trusted(self._trusted & members)
@@ -201,8 +195,8 @@ class Canary:
             await asyncio.sleep(_MIN_PAUSE)
 
     def _common_chunk(self, peer: str) -> bytes | None:
-        holders = self._mirror.all_holders
-        published = (key for key in reversed(self._own) if peer in holders(key))
+        bit = self._mirror.set_of((peer,))
+        published = (key for key in reversed(self._own) if self._mirror.full_set(key) & bit)
         keys = itertools.chain(self._probes, published)
         return next((key for key in keys if (peer, key) not in self._tried), None)
 
@@ -247,6 +241,8 @@ class Canary:
 
     def _set_trusted(self, trusted: frozenset[str]) -> None:
         self._trusted = trusted
+        if self._sketch is not None:
+            self._mirror.trust(trusted)
         self.trusts_all = self._sketch is None or trusted >= self._mirror.peers
         self.stats.compared = len(trusted)
 

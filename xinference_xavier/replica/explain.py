@@ -5,7 +5,9 @@ only if all its KV-cache groups are there, and assumes that fetches succeed and 
 computing, with the same `xavier_min_fetch_tokens` everywhere.
 """
 
+import functools
 import itertools
+import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -30,10 +32,12 @@ def explanation(
 ) -> dict[str, Any]:
     """JSON-able. `reuse` has each replica's tokens: in its pool, fetched from peers, computed."""
     held = {incarnation: [all(map(pool.lookup, keys)) for keys in chunked.chunks]}
+    holders = [
+        functools.reduce(operator.and_, map(mirror.full_set, keys)) for keys in chunked.chunks
+    ]
     for peer in sorted(mirror.peers):
-        held[peer] = [
-            all(peer in mirror.all_holders(key) for key in keys) for keys in chunked.chunks
-        ]
+        bit = mirror.set_of((peer,))
+        held[peer] = [bool(peers & bit) for peers in holders]
     min_chunks = max(1, -(-min_fetch_tokens // chunked.chunk_tokens))
     size = chunked.chunk_tokens
     return {

@@ -97,6 +97,7 @@ class Fetcher:
     def start(self, fetch: PeerFetch) -> None:
         self.counts.fetches.started += 1
         self.counts.in_flight[fetch.source] += len(fetch.rows)
+        self._mirror.used(row.key for row in fetch.rows)
         fetch.span = FetchSpan(fetch.trace_headers)
         spawn(self._run(fetch))
 

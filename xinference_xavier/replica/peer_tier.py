@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from xinference_xavier.pool.pool import Pool, Row
@@ -83,9 +83,14 @@ class PeerTier(Tier):
     def ready(self) -> bool:
         return self.sharing and self._process.ready
 
-    def holders(self, key: bytes) -> Sequence[str]:
-        holders = self._mirror.holders(key)
-        return self._canary.trusted_among(holders) if holders else holders
+    def holders(self, key: bytes) -> int:
+        return self._mirror.usable_set(key)
+
+    def sources(self, holders: int) -> list[str]:
+        return self._mirror.members_of(holders)
+
+    def set_of(self, sources: Iterable[str]) -> int:
+        return self._mirror.set_of(sources)
 
     def on_stored(self, rows: Sequence[Row]) -> None:
         """Compute the rows' checksums and publish them."""

@@ -259,7 +259,7 @@ class Replica:
             return NotSharing.NO_TRANSFER_PROCESS
         if not self.mirror.peers:
             return NotSharing.ALONE if self._namespace.is_isolated else NotSharing.NO_PEERS
-        if not self.canary.trusted_among(tuple(self.mirror.peers)):
+        if not any(map(self.canary.trusts, self.mirror.peers)):
             return NotSharing.NOT_COMPARED
         return None
 

@@ -48,6 +48,7 @@ LOCATE_DEADLINE = 15.0
 """Seconds to find the tracker: it may take calls to the worker and to the supervisor."""
 LEAVE_DEADLINE = 1.0
 CLAIM_DEADLINE = 0.5
+PIECE_PAUSE = 0.0001  # a long enough pause for a waiting thread to take Python's lock
 CLAIM_FACTOR = 4.0  # a claim lasts this many times as long as computing is expected to take
 MIN_BACKOFF, MAX_BACKOFF = 0.1, 2.0  # seconds before the next session
 _HEARTBEATS_PER_LEASE = 5
@@ -215,7 +216,8 @@ class TrackerClient:
             update: Update = await self._call(
                 namespace, "watch", mirror.epoch, mirror.revision, timeout, wait=timeout
             )
-            mirror.apply(update)
+            for _ in mirror.apply_in_pieces(update):
+                await asyncio.sleep(PIECE_PAUSE)
             self._live_peers.update(mirror.peers)
 
     async def _send_heartbeats(self, namespace: str, lease: float) -> None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -73,8 +73,17 @@ class Tier(ABC):
         """Whether `holders` and `submit_load` may be used."""
 
     @abstractmethod
-    def holders(self, key: bytes) -> Sequence[str]:
-        """The sources that hold the chunk. Only a hint: a stale one costs a failed fetch."""
+    def holders(self, key: bytes) -> int:
+        """The sources that hold the chunk, as a set: the bits of an integer. Only a hint: a stale
+        one costs a failed fetch."""
+
+    @abstractmethod
+    def sources(self, holders: int) -> list[str]:
+        """The names in a set. Sets and names belong together for one scheduling step."""
+
+    @abstractmethod
+    def set_of(self, sources: Iterable[str]) -> int:
+        """The set of these names; ignores unknown ones."""
 
     @abstractmethod
     def submit_load(

@@ -7,7 +7,7 @@ because an evicted row's bytes are gone, and loads in the calling thread.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -33,8 +33,14 @@ class MemoryTier(Tier):
     def ready(self) -> bool:
         return not self._closed
 
-    def holders(self, key: bytes) -> Sequence[str]:
-        return (SOURCE,) if key in self._chunks else ()
+    def holders(self, key: bytes) -> int:
+        return int(key in self._chunks)
+
+    def sources(self, holders: int) -> list[str]:
+        return [SOURCE] if holders else []
+
+    def set_of(self, sources: Iterable[str]) -> int:
+        return int(SOURCE in sources)
 
     def submit_load(
         self,

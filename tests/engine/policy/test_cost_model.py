@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
 
 from tests.engine.scheduling import CHUNK, ROW_BYTES
-from xinference_xavier.engine.policy.cost_model import RETRY_AFTER, CostModel
-from xinference_xavier.engine.policy.fetch_rate import INFINITE
+from xinference_xavier.engine.policy.cost_model import MAX_PAUSE, RETRY_AFTER, CostModel
 from xinference_xavier.pool.pool import Row
 from xinference_xavier.tiers.base import Fetch
 
@@ -27,15 +27,21 @@ class Peer:
         self.now = 1000.0
 
     def fetch(
-        self, rows: int, seconds: float, *, arrived: int | None = None, transport: str = "gloo"
+        self,
+        rows: int,
+        seconds: float,
+        *,
+        arrived: int | None = None,
+        transport: str = "gloo",
+        reason: str | None = None,
     ) -> None:
         fetch = Fetch("a", [Row(b"", 0)] * rows, deadline=0.0)
         self.now += 1.0
         self.cost_model.begun(fetch, rows * CHUNK_SECONDS, self.now)
         fetch.committed = fetch.rows[: rows if arrived is None else arrived]
-        fetch.seconds, fetch.transport = seconds, transport
-        self.cost_model.ended(fetch)
-        self.cost_model.ended(fetch)
+        fetch.seconds, fetch.transport, fetch.reason = seconds, transport, reason
+        self.cost_model.ended(fetch, self.now)
+        self.cost_model.ended(fetch, self.now)
 
     def learn(self, overhead: float, per_row: float) -> None:
         for rows in (4, 4, 40, 10, 80, 4, 40):
@@ -53,7 +59,7 @@ class Peer:
 def test_unknown_costs_favour_fetching() -> None:
     peer = Peer()
     assert peer.min_chunks() == 1
-    assert peer.cost_model.rows_within("a", 0.001, peer.now) == INFINITE
+    assert peer.cost_model.rows_within("a", 0.001, peer.now) == math.inf
     peer.learn(100.0, 1.0)
     assert peer.min_chunks(peer="b") == 1, "nothing is known of the other peer"
 
@@ -83,11 +89,75 @@ def test_each_transport_has_its_own_rate_and_the_latest_counts() -> None:
     assert peer.min_chunks() == 6
 
 
-def test_a_fetch_that_brought_nothing_measures_nothing() -> None:
+def test_a_failed_fetch_counts_as_the_time_that_it_took() -> None:
+    peer = Peer()
+    peer.learn(0.0, 0.01)
+    before = peer.cost_model.seconds("a", 10, peer.now)
+    peer.fetch(10, 5.0, arrived=0, reason="timeout")
+    assert peer.cost_model.seconds("a", 10, peer.now) > before + 0.5
+
+
+def test_a_chunk_that_the_donor_lacks_says_nothing_about_it() -> None:
     peer = Peer()
     peer.learn(0.55, 0.028)
-    peer.fetch(10, 5.0, arrived=0)
+    for _ in range(3):
+        peer.fetch(10, 5.0, arrived=0, reason="not held")
     assert peer.min_chunks() == 6
+    assert peer.cost_model.left_out() == []
+
+
+class TestFailingPeer:
+    @pytest.fixture
+    def peer(self) -> Peer:
+        peer = Peer()
+        peer.learn(0.0, 0.01)
+        self.fail(peer)
+        return peer
+
+    def fail(self, peer: Peer) -> None:
+        peer.fetch(1, 5.0, arrived=0, reason="timeout")
+
+    def test_is_left_out_after_two_failures_in_a_row(self, peer: Peer) -> None:
+        assert peer.cost_model.left_out() == []
+        peer.fetch(1, 0.01)
+        self.fail(peer)
+        assert peer.cost_model.left_out() == []
+        self.fail(peer)
+        assert peer.cost_model.left_out() == ["a"]
+        assert peer.cost_model.report()["left_out"] == {"a": {"failures": 2, "reason": "timeout"}}
+
+    def test_is_probed_after_pauses_that_double(self, peer: Peer) -> None:
+        pauses = []
+        for _ in range(9):
+            self.fail(peer)
+            probe_at = peer.cost_model._left_out["a"].probe_at
+            pauses.append(probe_at - peer.now)
+            assert peer.cost_model.left_out(probe_at - 0.1) == []
+            assert peer.cost_model.left_out(probe_at) == ["a"]
+        assert pauses == [1, 2, 4, 8, 16, 32, MAX_PAUSE, MAX_PAUSE, MAX_PAUSE]
+
+    def test_gets_one_probe_at_a_time(self, peer: Peer) -> None:
+        self.fail(peer)
+        peer.now += 1.0
+        peer.cost_model.begun(Fetch("a", [Row(b"", 0)], deadline=0.0), None, peer.now)
+        assert peer.cost_model.left_out(peer.now + 1e6) == []
+        assert peer.cost_model.left_out() == ["a"]
+
+    def test_is_as_new_after_a_probe_that_succeeds(self, peer: Peer) -> None:
+        self.fail(peer)
+        peer.fetch(1, 0.01)
+        assert peer.cost_model.left_out() == []
+        assert peer.cost_model.seconds("a", 10, peer.now) == 0.0, "its rate is unknown"
+        self.fail(peer)
+        assert peer.cost_model.left_out() == []
+
+
+def test_a_fetch_gets_a_multiple_of_its_prediction() -> None:
+    peer = Peer()
+    assert peer.cost_model.patience("a", 10, peer.now) == math.inf
+    peer.learn(0.0, 0.1)
+    assert peer.cost_model.patience("a", 10, peer.now) == pytest.approx(4.0)
+    assert peer.cost_model.patience("a", 1, peer.now) == 1.0, "long enough for a pause"
 
 
 def test_a_slow_peer_is_tried_again_and_its_rate_replaced() -> None:
@@ -102,10 +172,10 @@ def test_a_slow_peer_is_tried_again_and_its_rate_replaced() -> None:
     peer.cost_model.begun(fetch, 10 * CHUNK_SECONDS, peer.now)
     assert peer.min_chunks() == NEVER, "but no second one before it ends"
     fetch.committed, fetch.seconds, fetch.transport = fetch.rows, 0.1, "gloo"
-    peer.cost_model.ended(fetch)
+    peer.cost_model.ended(fetch, peer.now)
     assert peer.min_chunks() == 1
     peer.now += RETRY_AFTER / 2
-    assert peer.cost_model.rows_within("a", 0.05, peer.now) == 5
+    assert peer.cost_model.rows_within("a", 0.05, peer.now) == pytest.approx(5)
 
 
 def test_a_peer_that_is_still_slow_is_avoided_again() -> None:
@@ -140,9 +210,11 @@ def test_predictions_are_compared_with_what_fetches_took() -> None:
 
 def test_the_number_of_known_peers_is_bounded() -> None:
     cost_model = CostModel(row_bytes=ROW_BYTES)
-    for number in range(1000):
+    for number in 2 * [*range(1010)]:
         fetch = Fetch(f"peer {number}", [Row(b"", 0)], deadline=0.0)
         cost_model.begun(fetch, CHUNK_SECONDS, float(number))
-        cost_model.ended(fetch)
-    assert len(cost_model._peers) <= 100
+        cost_model.ended(fetch, float(number))
+    assert len(cost_model._peers) <= 1000
+    assert len(cost_model._left_out) <= 1000
+    assert len(cost_model.report()["left_out"]) <= 100, "a heartbeat carries it"
     assert not cost_model._pending

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import random
+
 import pytest
 
 from xinference_xavier.engine.policy.linear_fit import LinearFit
@@ -36,3 +39,25 @@ def test_old_points_are_forgotten() -> None:
     old = [(x, 50.0 * x) for x in (1, 9)] * 20
     new = [(x, 2.0 * x) for x in (1, 9)] * 20
     assert fit_of(*old, *new).slope == pytest.approx(2.0, rel=0.05)
+
+
+class TestPrediction:
+    def test_follows_the_line(self) -> None:
+        source = random.Random(0)
+        sizes = [source.randrange(1, 100) for _ in range(30)]
+        fit = fit_of(*((rows, 0.02 + 0.003 * rows) for rows in sizes))
+        assert fit.predict(200) == pytest.approx(0.62, rel=0.02)
+        assert fit.largest(0.62) == pytest.approx(200, rel=0.02)
+
+    def test_of_points_with_one_x_is_optimistic(self) -> None:
+        """Otherwise one short fetch, mostly overhead, would prevent long ones and their
+        measurement."""
+        fit = fit_of((10, 0.1), (10, 0.1))
+        assert [fit.predict(x) for x in (5, 10, 100)] == pytest.approx([0.05, 0.1, 0.1])
+        assert fit.largest(0.1) == math.inf
+        assert fit.largest(0.05) == pytest.approx(5)
+
+    def test_is_never_negative(self) -> None:
+        fit = fit_of((1, 0.5), (50, 0.1), (100, 0.05))
+        assert min(fit.predict(x) for x in (0, 1, 10, 1000)) >= 0
+        assert fit.largest(0.01) == 0.0

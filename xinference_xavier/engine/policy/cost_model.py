@@ -2,11 +2,14 @@
 
 Belongs to the scheduler thread; any thread may call `report`. Times are monotonic seconds.
 
-Unknown costs favour fetching, because a fetch measures them. The first fetch over each transport
-opens a link and is not measured, nor is a fetch that brought nothing.
+A fetch from a peer takes an overhead plus a time per row: a line through the latest fetches over
+the transport that it used last. Unknown costs favour fetching, because a fetch measures them. The
+first fetch over each transport opens a link and is not measured. A rate that speaks against a peer
+holds for `RETRY_AFTER` seconds after the last fetch from it. The next fetch is made anyway and
+replaces the rate, so a peer that was slow for a while is tried again.
 
-A rate that speaks against a peer holds for `RETRY_AFTER` seconds after the last fetch from it. The
-next fetch is made anyway and replaces the rate, so a peer that was slow for a while is tried again.
+A failed fetch counts as the time that it took. After two in a row the peer is left out for 1, 2, 4
+… 60 seconds. Then one probe, a fetch that nobody waits for, shows whether it is well again.
 """
 
 from __future__ import annotations
@@ -16,18 +19,25 @@ from collections import OrderedDict
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
-from xinference_xavier.engine.policy.fetch_rate import INFINITE, FetchRate
+from xinference_xavier.engine.policy.linear_fit import LinearFit
 from xinference_xavier.stats.schema import Decisions
 from xinference_xavier.tiers.base import Fetch
 
 RETRY_AFTER = 30.0
-_MAX_PEERS = 100
+MAX_FAILURES = 2
+MAX_PAUSE = 60.0
+_BLAMELESS = frozenset({"not held", "not compared", "donor gone", "reset", "stopped"})
+"""Reasons for which a fetch is rolled back that say nothing about the donor."""
+_PATIENCE = 4.0  # a fetch may take so many times its prediction
+_MIN_PATIENCE = 1.0
+_MAX_PEERS = 1000
+_MAX_REPORTED = 100
 
 
 class _Prediction(NamedTuple):
-    began: float
     fetch_seconds: float | None
     prefill_seconds: float | None
+    began: float
 
 
 @dataclass
@@ -35,12 +45,19 @@ class _Peer:
     tried: float = 0.0  # when the latest fetch began
     measured: float = 0.0  # when the latest measured fetch began
     transport: str = ""  # of the latest measured fetch
-    # By transport; None after the first fetch.
-    rates: dict[str, FetchRate | None] = field(default_factory=dict)
+    # Seconds over rows, by transport; None after the first fetch.
+    rates: dict[str, LinearFit | None] = field(default_factory=dict)
+    failures: int = 0  # in a row
+    probe_at: float = 0.0  # if it is left out
+    reason: str = ""  # of the latest failure
 
     @property
-    def rate(self) -> FetchRate | None:
+    def rate(self) -> LinearFit | None:
         return self.rates.get(self.transport)
+
+    @property
+    def left_out(self) -> bool:
+        return self.failures >= MAX_FAILURES
 
 
 class CostModel:
@@ -49,44 +66,75 @@ class CostModel:
         self._row_bytes = row_bytes
         self._peers: OrderedDict[str, _Peer] = OrderedDict()  # the latest tried is last
         self._pending: dict[Fetch, _Prediction] = {}
+        self._left_out: dict[str, _Peer] = {}
 
-    def rows_within(self, donor: str, seconds: float, now: float) -> int:
-        """How many rows `donor` sends in `seconds`; INFINITE if unknown."""
+    def rows_within(self, donor: str, seconds: float, now: float) -> float:
+        """How many rows `donor` sends in `seconds`; infinite if unknown."""
         rate = self._rate(donor, now)
-        return INFINITE if rate is None else rate.rows_within(seconds)
+        return math.inf if rate is None else rate.largest(seconds)
 
     def seconds(self, donor: str, rows: int, now: float) -> float:
         """Predict how long a fetch from `donor` takes; 0 if unknown."""
         rate = self._rate(donor, now)
-        return 0.0 if rate is None else rate.seconds(rows)
+        return 0.0 if rate is None else rate.predict(rows)
 
     def last_seconds(self, donor: str, rows: int) -> float:
         """Like `seconds`, from the last known rate however old; infinite without one."""
         peer = self._peers.get(donor)
-        return math.inf if peer is None or peer.rate is None else peer.rate.seconds(rows)
+        return math.inf if peer is None or peer.rate is None else peer.rate.predict(rows)
 
-    def _rate(self, donor: str, now: float) -> FetchRate | None:
+    def patience(self, donor: str, rows: int, now: float) -> float:
+        """How many seconds to wait for a fetch from `donor`; infinite if its rate is unknown."""
+        rate = self._rate(donor, now)
+        return math.inf if rate is None else max(_MIN_PATIENCE, _PATIENCE * rate.predict(rows))
+
+    def measured(self, now: float) -> list[str]:
+        """The peers whose rates are known, the latest tried first."""
+        names = []
+        for name, peer in reversed(self._peers.items()):
+            if now - peer.tried > RETRY_AFTER:
+                break
+            if peer.rate is not None:
+                names.append(name)
+        return names
+
+    def left_out(self, probe_by: float = math.inf) -> list[str]:
+        """The peers that are left out and may be probed at the time `probe_by`."""
+        return [name for name, peer in self._left_out.items() if peer.probe_at <= probe_by]
+
+    def _rate(self, donor: str, now: float) -> LinearFit | None:
         peer = self._peers.get(donor)
         return None if peer is None or now - peer.tried > RETRY_AFTER else peer.rate
 
     def begun(self, fetch: Fetch, prefill_seconds: float | None, now: float) -> None:
-        """A fetch began that saves `prefill_seconds` of computing."""
+        """A fetch began that saves `prefill_seconds` of computing; None: nobody waits for it."""
         rate = self._rate(fetch.source, now)
-        fetch_seconds = None if rate is None else rate.seconds(len(fetch.rows))
-        self._pending[fetch] = _Prediction(now, fetch_seconds, prefill_seconds)
-        self._peers.setdefault(fetch.source, _Peer()).tried = now
+        fetch_seconds = None if rate is None else rate.predict(len(fetch.rows))
+        self._pending[fetch] = _Prediction(fetch_seconds, prefill_seconds, now)
+        peer = self._peers.setdefault(fetch.source, _Peer())
+        peer.tried = now
+        if peer.left_out:
+            peer.probe_at = math.inf  # until this one has ended
         self._peers.move_to_end(fetch.source)
         if len(self._peers) > _MAX_PEERS:
-            self._peers.popitem(last=False)
+            oldest, _ = self._peers.popitem(last=False)
+            self._left_out.pop(oldest, None)
 
-    def ended(self, fetch: Fetch) -> None:
+    def ended(self, fetch: Fetch, now: float) -> None:
         """Learn from the fetch; further calls for it do nothing."""
         prediction = self._pending.pop(fetch, None)
         peer = self._peers.get(fetch.source)
-        if prediction is None or peer is None or not fetch.committed:
+        if prediction is None or peer is None:
             return
+        if not fetch.committed:
+            self._failed(peer, fetch, now)
+            return
+        if peer.left_out:
+            peer.rates.clear()
+            del self._left_out[fetch.source]
+        peer.failures = 0
         self._learn(peer, fetch, prediction.began)
-        decisions, (_, predicted, prefill) = self.decisions, prediction
+        decisions, (predicted, prefill, _) = self.decisions, prediction
         if prefill is not None and fetch.seconds > prefill:
             decisions.slower_than_prefill += 1
         if predicted is not None and len(fetch.committed) == len(fetch.rows):
@@ -95,26 +143,43 @@ class CostModel:
             decisions.actual_s += fetch.seconds
             decisions.error_s += abs(fetch.seconds - predicted)
 
+    def _failed(self, peer: _Peer, fetch: Fetch, now: float) -> None:
+        if fetch.reason not in _BLAMELESS:
+            peer.failures += 1
+            peer.reason = fetch.reason or ""
+            if peer.rate is not None:
+                peer.rate.add(len(fetch.rows), fetch.seconds)
+        if peer.left_out:
+            doublings = min(peer.failures - MAX_FAILURES, 6)
+            peer.probe_at = now + min(2.0**doublings, MAX_PAUSE)
+            self._left_out[fetch.source] = peer
+
     def _learn(self, peer: _Peer, fetch: Fetch, began: float) -> None:
         stale = began - peer.measured > RETRY_AFTER
         peer.measured, peer.transport = max(began, peer.measured), fetch.transport
         if fetch.transport not in peer.rates:  # this fetch opened the link
             peer.rates[fetch.transport] = None
             return
-        rate = FetchRate() if peer.rate is None or stale else peer.rate
+        rate = LinearFit() if peer.rate is None or stale else peer.rate
         rate.add(len(fetch.committed), fetch.seconds)
         peer.rates[fetch.transport] = rate  # `report` never sees an empty one
 
     def report(self) -> dict[str, Any]:
-        """`Decisions`, and `rates` by peer over its latest transport; JSON-able."""
+        """`Decisions` as JSON."""
         rates = {}
-        for donor, peer in list(self._peers.items()):
+        for donor, peer in list(self._peers.items())[-_MAX_REPORTED:]:
             rate = peer.rate
             if rate is not None:
-                line = rate.lines[0]
+                per_row = rate.slope
+                if per_row is None:
+                    per_row = rate.y / rate.x
                 rates[donor] = {
                     "transport": peer.transport,
-                    "overhead_s": line.overhead,
-                    "bytes_per_s": self._row_bytes / line.per_row if line.per_row else None,
+                    "overhead_s": rate.y - per_row * rate.x,
+                    "bytes_per_s": self._row_bytes / per_row if per_row else None,
                 }
-        return {**asdict(self.decisions), "rates": rates}
+        left_out = {
+            donor: {"failures": peer.failures, "reason": peer.reason}
+            for donor, peer in list(self._left_out.items())[-_MAX_REPORTED:]
+        }
+        return {**asdict(self.decisions), "rates": rates, "left_out": left_out}

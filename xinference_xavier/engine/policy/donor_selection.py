@@ -3,13 +3,15 @@
 Belongs to the scheduler thread. A hit needs, up to its end, all chunks of the groups with full
 attention and the last few of each group with a sliding window or a recurrent state. What counts is
 what it saves: with windows, a few chunks can save a whole prompt.
+
+A set of peers is an integer: see `Tier.holders`.
 """
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum, auto
 from typing import NamedTuple
 
@@ -21,7 +23,10 @@ from xinference_xavier.pool.pool import Pool
 from xinference_xavier.tiers.base import Tier
 
 _SHORTER = 0.8  # time with one more donor, relative to without
-_MAX_ATTEMPTS = 16  # to find a hit's end, each as long as the prompt
+_MAX_ATTEMPTS = 16  # to find where the windows of a hit are
+_ENOUGH = 8
+"""Donors of measured speed among which to choose. Others are not tried as long as there are so
+many, because the first fetch from each opens a link."""
 
 
 class FetchPolicy(Enum):
@@ -47,22 +52,25 @@ class FetchPlan(NamedTuple):
     prefill_seconds: float | None  # that the fetch saves; None if unknown
 
 
-class _Chunk(NamedTuple):
-    end: int  # in tokens of the prompt
-    key: bytes
+_Chunk = tuple[int, int, bytes]
+"""The end of a chunk, where computing would begin without it, both in tokens, and its key."""
 
 
 class _Reach(NamedTuple):
-    """A hit up to `end`, once the `missing` chunks are here. Each of `holders` has all of them."""
+    """A hit up to `end`, which saves computing from `start` on, once the `missing` chunks are here.
+
+    Each of `holders` has all of those that are not coming already.
+    """
 
     start: int
     end: int
     missing: list[_Chunk]
-    holders: Collection[str]
+    holders: int
 
 
 _Groups = list[tuple[Group, list[bytes]]]
 """A request's groups with their keys."""
+_IsComing = Callable[[bytes], object]
 
 
 class DonorSelection:
@@ -102,7 +110,7 @@ class DonorSelection:
         request: Request,
         deadline: float,
         busy: Mapping[str, int],
-        is_coming: Callable[[bytes], bool],
+        is_coming: _IsComing,
         now: float,
     ) -> FetchPlan | None:
         """Choose donors and keys for the longest hit that can be complete by `deadline`.
@@ -111,33 +119,40 @@ class DonorSelection:
         None if the missing chunks are nowhere, or not worth a fetch.
         """
         groups = self._sorted_groups(request)
-        reach = self._reach(request, groups, is_coming)
+        eligible = ~self._tier.set_of([*self._cost_model.left_out(), *request.failed])
+        reach = self._reach(request, groups, eligible, is_coming)
         if reach is None:
             return None
-        rows = len(reach.missing)
-
-        def rank(donor: str) -> tuple[float, int, float]:
-            """The fastest first; among equals the least busy, then any, to spread the load."""
-            seconds, pending = self._cost_model.seconds(donor, rows, now), busy.get(donor, 0)
-            return seconds * (1 + pending), pending, random.random()
-
-        donors = sorted(reach.holders, key=rank)
+        donors = self._ranked(reach.holders, len(reach.missing), busy, now)
         if self.policy is FetchPolicy.ADAPTIVE and donors:
             in_time = self._cost_model.rows_within(donors[0], deadline - now, now)
             while reach is not None and len(reach.missing) > in_time:
-                reach = self._reach(request, groups, is_coming, reach.missing[in_time].end - 1)
+                limit = reach.missing[int(in_time)][0] - 1
+                reach = self._reach(request, groups, eligible, is_coming, limit)
             if reach is None:
                 return None
-            donors = [donor for donor in donors if donor in reach.holders]
-        keys = [chunk.key for chunk in reach.missing]
-        if reach.end - reach.start < self.min_tokens:
+        start, end, missing, _ = reach
+        if end - start < self.min_tokens:
             return None
-        if donors and not self._is_faster(donors[0], len(keys), reach.start, reach.end, now):
+        fast = [donor for donor in donors if self._is_faster(donor, len(missing), start, end, now)]
+        if donors and not fast:
             self._cost_model.decisions.computed += not request.computes
             request.computes = True
             return None
-        donors = donors[: self._count_donors(donors, len(keys), busy)]
-        return FetchPlan(donors, keys, self.prefill_seconds(reach.start, reach.end))
+        fast = fast[: self._count_donors(fast, len(missing), busy)]
+        keys = [key for _, _, key in missing]
+        return FetchPlan(fast, keys, self.prefill_seconds(start, end))
+
+    def probe(self, request: Request, now: float) -> tuple[str, bytes] | None:
+        """A peer that has been left out for long enough, and a chunk to fetch from it."""
+        for donor in self._cost_model.left_out(now):
+            holder = self._tier.set_of((donor,))
+            for keys in self.groups_of(request).values():
+                # A failure costs the pool this chunk, so take the last one.
+                for key in reversed(keys):
+                    if self._tier.holders(key) & holder and not self._pool.holds(key):
+                        return donor, key
+        return None
 
     def may_become_worth_fetching(self, key: bytes, request: Request, now: float) -> bool:
         """False if even all chunks of the prompt are predicted to be computed faster."""
@@ -148,8 +163,24 @@ class DonorSelection:
         start, end = request.prefix_tokens, _end(groups)
         rows = sum(len(_needed(group, start, end)) for group, _ in groups)
         return end - start >= self.min_tokens and any(
-            self._is_faster(peer, rows, start, end, now) for peer in holders
+            self._is_faster(peer, rows, start, end, now)
+            for peer in self._ranked(holders, rows, {}, now)
         )
+
+    def _ranked(self, holders: int, rows: int, busy: Mapping[str, int], now: float) -> list[str]:
+        """Donors to choose from: the fastest first; among equals the least busy, then any, to
+        spread the load."""
+        measured = self._tier.sources(holders & self._tier.set_of(self._cost_model.measured(now)))
+        donors = measured
+        if len(measured) < _ENOUGH:
+            others = self._tier.sources(holders & ~self._tier.set_of(measured))
+            donors = measured + random.sample(others, min(_ENOUGH, len(others)))
+
+        def rank(donor: str) -> tuple[float, int, float]:
+            seconds, pending = self._cost_model.seconds(donor, rows, now), busy.get(donor, 0)
+            return seconds * (1 + pending), pending, random.random()
+
+        return sorted(donors, key=rank)
 
     def _is_faster(self, donor: str, rows: int, start: int, end: int, now: float) -> bool:
         """Whether a fetch is predicted to take less time than to compute from `start` to `end`."""
@@ -183,8 +214,11 @@ class DonorSelection:
         if request.groups is None:
             request.groups = {}
             for key, end in key_positions(request.context):
-                keys = request.groups.setdefault(key[GROUP], [])
-                if end in (None, (len(keys) + 1) * self.group(key).chunk_tokens):
+                number = key[GROUP]
+                keys = request.groups.get(number)
+                if keys is None:
+                    keys = request.groups[number] = []
+                if end is None or end == (len(keys) + 1) * self.group(key).chunk_tokens:
                     keys.append(request.row_key(key))
         return request.groups
 
@@ -202,57 +236,77 @@ class DonorSelection:
         self,
         request: Request,
         groups: _Groups,
-        is_coming: Callable[[bytes], bool],
+        eligible: int,
+        is_coming: _IsComing,
         limit: float = math.inf,
     ) -> _Reach | None:
-        """The longest hit up to `limit` tokens; None if nothing is missing, or too much."""
+        """The longest hit up to `limit` tokens from one of the `eligible` donors; None if nothing
+        is missing, or too much."""
         step = math.lcm(*(group.chunk_tokens for group, _ in groups))
-        start, end = request.prefix_tokens, int(min(limit, _end(groups)))
+        begin, end = request.prefix_tokens, int(min(limit, _end(groups)))
         windows = [pair for pair in groups if pair[0].window is not None]
         for _ in range(_MAX_ATTEMPTS):
             end = end // step * step
-            while (gap := self._gap(windows, is_coming, start, end)) is not None:
+            while (gap := self._gap(windows, is_coming, begin, end)) is not None:
                 end = gap // step * step
-            reach = self._try_reach(groups, is_coming, start, end)
-            if isinstance(reach, _Reach):
-                return reach if reach.missing else None
-            end = reach
+            walk = _Walk(self._pool, self._tier, is_coming, eligible)
+            reached = end
+            for group, keys in groups:
+                reached = walk.to_gap(group, keys, begin, reached)
+            if reached == end or not windows:
+                return walk.reach(reached // step * step)
+            end = reached
         return None
 
-    def _gap(
-        self, windows: _Groups, is_coming: Callable[[bytes], bool], start: int, end: int
-    ) -> int | None:
+    def _gap(self, windows: _Groups, is_coming: _IsComing, begin: int, end: int) -> int | None:
         """Where a chunk begins that nobody has, but a hit up to `end` needs. Recurrent states are
         stored here and there only, so there may be many."""
         for group, keys in windows:
-            for place in _needed(group, start, end):
+            for place in _needed(group, begin, end):
                 key = keys[place]
-                held = self._pool.holds(key) or self._tier.holders(key) or is_coming(key)
-                if not held:
+                if not (self._pool.holds(key) or self._tier.holders(key) or is_coming(key)):
                     return place * group.chunk_tokens
         return None
 
-    def _try_reach(
-        self, groups: _Groups, is_coming: Callable[[bytes], bool], start: int, end: int
-    ) -> _Reach | int:
-        """A hit up to `end`, or where a chunk begins that it needs and cannot get."""
-        missing: list[_Chunk] = []
-        holders = _Holders()
-        saved_from = end
-        for group, keys in groups:
-            for place in _needed(group, start, end):
-                key, begin = keys[place], place * group.chunk_tokens
-                if self._pool.lookup(key) is not None:
-                    continue
-                if not is_coming(key) and (
-                    self._pool.holds(key) or not holders.narrow(self._tier.holders(key))
-                ):
-                    return begin
-                missing.append(_Chunk(begin + group.chunk_tokens, key))
-                # Without its window, the whole prefix would be computed.
-                saved_from = min(saved_from, begin if group.window is None else start)
-        missing.sort(key=lambda chunk: chunk.end)
-        return _Reach(saved_from, end, missing, holders.common or ())
+
+class _Walk:
+    """Collects the chunks that a hit misses, and who has all of them."""
+
+    def __init__(self, pool: Pool, tier: Tier, is_coming: _IsComing, eligible: int) -> None:
+        self._pool = pool
+        self._tier = tier
+        self._is_coming = is_coming
+        self._holders = eligible  # negative until a chunk is asked for
+        self._missing: list[_Chunk] = []
+
+    def to_gap(self, group: Group, keys: list[bytes], begin: int, end: int) -> int:
+        """Return `end`, or where a chunk starts that is neither here, nor coming, nor held by a
+        peer that holds all others."""
+        in_pool, is_coming, holders = self._pool.lookup, self._is_coming, self._tier.holders
+        size, common = group.chunk_tokens, self._holders
+        for place in _needed(group, begin, end):
+            key, start = keys[place], place * size
+            if in_pool(key) is not None:
+                continue
+            if not is_coming(key):
+                having = common & holders(key)
+                if not having or self._pool.holds(key):
+                    end = start
+                    break
+                common = having
+            # Without its window, the whole prefix would be computed.
+            saved_from = start if group.window is None else begin
+            self._missing.append((start + size, saved_from, key))
+        self._holders = common
+        return end
+
+    def reach(self, end: int) -> _Reach | None:
+        """The hit up to `end`; None if nothing is missing."""
+        missing = sorted(chunk for chunk in self._missing if chunk[0] <= end)
+        if not missing:
+            return None
+        start = min(saved_from for _, saved_from, _ in missing)
+        return _Reach(start, end, missing, max(self._holders, 0))
 
 
 def _end(groups: _Groups) -> int:
@@ -267,20 +321,3 @@ def _needed(group: Group, start: int, end: int) -> Sequence[int]:
     if group.window is None:
         return range(first, last)
     return range(max(first, last - group.window), last)[::-1]
-
-
-class _Holders:
-    """Who holds all of several chunks. Most chunks share one tuple of holders."""
-
-    def __init__(self) -> None:
-        self.common: set[str] | None = None
-        self._latest: Sequence[str] = ()
-
-    def narrow(self, holders: Sequence[str]) -> bool:
-        """False, and no change, if nobody would be left."""
-        if holders is self._latest and self.common:
-            return True
-        common = set(holders) if self.common is None else self.common.intersection(holders)
-        if common:
-            self.common, self._latest = common, holders
-        return bool(common)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 _WEIGHT = 0.2  # of the newest point: about the last ten count
 _MIN_SPREAD = 0.05  # variance of x over its squared mean
 
@@ -34,3 +36,20 @@ class LinearFit:
         if self._variance <= _MIN_SPREAD * self.x**2:
             return None
         return min(max(self._covariance / self._variance, 0.0), self.y / self.x)
+
+    def predict(self, x: float) -> float:
+        """y at `x`. While all x are about equal, the least that any such line has there: y is
+        constant above them and proportional below."""
+        slope = self.slope
+        if slope is None:
+            return self.y * min(1.0, x / self.x)
+        return self.y + slope * (x - self.x)
+
+    def largest(self, y: float) -> float:
+        """The x up to which the prediction is at most `y`."""
+        slope = self.slope
+        if slope:
+            return self.x + (y - self.y) / slope
+        if y >= self.y:
+            return math.inf
+        return 0.0 if slope is not None else self.x * y / self.y
