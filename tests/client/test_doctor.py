@@ -25,6 +25,7 @@ from xinference_xavier.client.doctor import Finding
 from xinference_xavier.runtime.net import local_host_towards
 from xinference_xavier.stats.schema import (
     ComparisonStats,
+    Decisions,
     HookStats,
     ModelStatus,
     ReplicaStatus,
@@ -310,6 +311,23 @@ def test_a_tracker_that_is_full_and_hooks_that_fail() -> None:
         ("replica b", "xavier_hooks raised at 1 events and was too slow for 2", False),
     ]
     assert found(TrackerStats(), HookStats()) == []
+
+
+def test_a_peer_that_is_left_out() -> None:
+    replicas = tuple(
+        ReplicaStatus(
+            incarnation=name,
+            address="h:1",
+            namespace="n",
+            replica=f"name of {name}",
+            fetch_decisions=Decisions(left_out={"b": "timeout"} if name == "a" else {}),
+        )
+        for name in "ab"
+    )
+    status = ModelStatus(model_uid=MODEL, enabled=True, replicas=replicas, totals=Totals())
+    findings = doctor._model_findings(MODEL, {"report": asdict(status), "self_checks": {}})
+    problem = "leaves out name of b, from which its latest fetches failed: timeout"
+    assert [each.where for each in findings if each.problem == problem] == ["replica name of a"]
 
 
 # -- models ----------------------------------------------------------------------------------

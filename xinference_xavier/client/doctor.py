@@ -81,6 +81,7 @@ def _model_findings(model_uid: str, model: Info) -> Iterator[Finding]:
         yield from _hooks(replica.where, replica.status.hooks)
         yield from _pool(replica)
         yield from _comparison(replica, names)
+        yield from _left_out(replica, names)
         if "error" in replica.self_check:
             yield Finding(
                 replica.where,
@@ -277,6 +278,17 @@ def _comparison(replica: _Replica, names: Mapping[str, str]) -> Iterator[Finding
             replica.where,
             f"computes other rows than {peer} of the same text: {amount}",
             "give both the same weights, processors and vLLM; until then each shares with its like",
+        )
+
+
+def _left_out(replica: _Replica, names: Mapping[str, str]) -> Iterator[Finding]:
+    for peer, reason in replica.status.fetch_decisions.left_out.items():
+        yield Finding(
+            replica.where,
+            f"leaves out {names.get(peer, peer)}, from which its latest fetches failed: {reason}",
+            "see the log of both for the cause; the replica tries again by itself, at least once a "
+            "minute if anybody asks for what the peer holds",
+            grave=False,
         )
 
 

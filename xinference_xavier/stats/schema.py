@@ -119,7 +119,8 @@ class Decisions:
 
     `predictions` counts complete fetches whose duration had been predicted; `predicted_s`,
     `actual_s` and `error_s` are sums over them. `rates` has each peer's transport, overhead and
-    bandwidth.
+    bandwidth. `left_out` are peers that nothing is fetched from for now, because fetches from them
+    failed, with the reason of the latest.
     """
 
     fetched: int = 0
@@ -137,6 +138,7 @@ class Decisions:
         "Fetches that took longer than computing was predicted to take.",
     )
     rates: dict[str, Any] = field(default_factory=dict)
+    left_out: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass

@@ -178,8 +178,9 @@ class CostModel:
                     "overhead_s": rate.y - per_row * rate.x,
                     "bytes_per_s": self._row_bytes / per_row if per_row else None,
                 }
-        left_out = {
-            donor: {"failures": peer.failures, "reason": peer.reason}
-            for donor, peer in list(self._left_out.items())[-_MAX_REPORTED:]
+        left_out = [*self._left_out.items()][-_MAX_REPORTED:]
+        return {
+            **asdict(self.decisions),
+            "rates": rates,
+            "left_out": {donor: peer.reason for donor, peer in left_out},
         }
-        return {**asdict(self.decisions), "rates": rates, "left_out": left_out}

@@ -238,6 +238,12 @@ _OF_REPLICA = (
         },
     ),
     Family(
+        "left_out_peers",
+        "Peers that the replica does not fetch from for now, because fetches from them failed.",
+        _REPLICA,
+        lambda replica: len(replica.fetch_decisions.left_out),
+    ),
+    Family(
         "waits_total",
         "Requests that waited for a peer to compute their prefix, by how the wait ended.",
         (*_REPLICA, "outcome"),

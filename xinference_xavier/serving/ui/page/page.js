@@ -105,6 +105,11 @@ function hints(report) {
       percent(amount, 1));
   }
   if (groups > 1) return text.apart(groups);
+  for (const { incarnation, fetch_decisions: { left_out: leftOut } } of report.replicas) {
+    for (const [peer, reason] of Object.entries(leftOut ?? {})) {
+      return text.leftOut(nameOf(report, incarnation), nameOf(report, peer), reason);
+    }
+  }
   const { dropped, hooks } = report.tracker;
   if (dropped > 0) return text.trackerFull(count(dropped));
   const lost = sum([hooks, ...report.replicas.map((replica) => replica.hooks)]
