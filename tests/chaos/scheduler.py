@@ -25,7 +25,6 @@ from tests.chaos.worker import Job, Worker
 from tests.chaos.workload import prompt
 from tests.engine.scheduling import CHUNK, Request, Scheduling, chunks
 from xinference_xavier.engine.manager import XavierManager
-from xinference_xavier.engine.policy.donor_selection import FetchPolicy
 from xinference_xavier.pool.pool import Pool
 from xinference_xavier.replica.replica import Replica
 from xinference_xavier.tiers.base import FetchState
@@ -86,7 +85,7 @@ class _Live(Scheduling):
             chunk_tokens=CHUNK,
             row_bytes=1,
             min_fetch_tokens=MIN_FETCH_CHUNKS * CHUNK,
-            fetch_policy=FetchPolicy.FIXED_THRESHOLD,
+            adaptive=False,
             fetch_timeout=fetch_timeout,
         )
         self.manager.prefill_rate.tokens_per_second = PREFILL_RATE

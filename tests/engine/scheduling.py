@@ -21,7 +21,6 @@ from vllm.v1.kv_offload.base import (
 
 from xinference_xavier.engine.compat import RecordedKeys
 from xinference_xavier.engine.manager import XavierManager
-from xinference_xavier.engine.policy.donor_selection import FetchPolicy
 from xinference_xavier.pool.pool import Pool, Row
 from xinference_xavier.protocol.tracker import Change, Member, Settings, Update, pack
 from xinference_xavier.replica.mirror import Mirror
@@ -191,7 +190,7 @@ class Scheduling:
         self,
         slots: int = 32,
         min_fetch_chunks: int = 2,
-        policy: FetchPolicy = FetchPolicy.FIXED_THRESHOLD,
+        adaptive: bool = False,
         name: str = "own",
         shares: bool = True,
     ) -> None:
@@ -204,7 +203,7 @@ class Scheduling:
             chunk_tokens=CHUNK,
             row_bytes=ROW_BYTES,
             min_fetch_tokens=min_fetch_chunks * CHUNK,
-            fetch_policy=policy,
+            adaptive=adaptive,
             fetch_timeout=FETCH_TIMEOUT,
             shares=shares,
             clock=self.clock,

@@ -275,6 +275,21 @@ class TestPeerThatFails:
         assert self.ask(vllm, "4") is None
         assert len(vllm.tier.fetches) == began + 1, "one probe"
 
+    def test_nobody_waits_for_a_probe(self, vllm: Scheduling) -> None:
+        """Not even a request that could use the chunk."""
+        self.hold(vllm, "a")
+        for number in range(2):
+            self.ask(vllm, f"{number}")
+        vllm.clock.now += 1.0
+        assert vllm.attempt(vllm.arrive("probing", chunks("2", 6))) == 0
+        probe = vllm.tier.fetches[-1]
+        self.hold(vllm, "ab")
+        request = vllm.arrive("r", chunks("2", 6))
+        assert vllm.attempt(request) is None
+        vllm.tier.end(vllm.tier.fetches[-1])
+        assert vllm.attempt(request) == 5
+        assert probe.state is FetchState.PENDING
+
     def test_is_used_again_after_a_probe(self, vllm: Scheduling) -> None:
         self.hold(vllm, "a")
         for number in range(2):

@@ -15,7 +15,6 @@ from tests.engine.scheduling import (
     slow_engine,
     waiting_for_prefill,
 )
-from xinference_xavier.engine.policy.donor_selection import FetchPolicy
 
 
 class TestOnePrefillPerCluster:
@@ -129,7 +128,7 @@ class TestOnePrefillPerCluster:
         assert vllm.attempt(request) == 0
 
     def test_a_peer_that_is_slower_than_computing_ends_the_wait(self, vllm: Scheduling) -> None:
-        vllm.manager.tier_lookup._selection.policy = FetchPolicy.ADAPTIVE
+        vllm.manager.tier_lookup._selection.adaptive = True
         for number in range(2):
             keys = chunks(f"other {number}", 4)
             vllm.tier.peers_hold(a=keys)

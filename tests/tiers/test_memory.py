@@ -8,7 +8,6 @@ from vllm.v1.kv_offload.base import OffloadKey
 
 from tests.engine.scheduling import CHUNK, FETCH_TIMEOUT, ROW_BYTES, Clock, Scheduling, chunks
 from xinference_xavier.engine.manager import XavierManager
-from xinference_xavier.engine.policy.donor_selection import FetchPolicy
 from xinference_xavier.pool.pool import Pool
 from xinference_xavier.pool.region import Region
 from xinference_xavier.tiers.base import FetchState
@@ -103,7 +102,7 @@ class _OnMemory(Scheduling):
             chunk_tokens=CHUNK,
             row_bytes=ROW_BYTES,
             min_fetch_tokens=0,
-            fetch_policy=FetchPolicy.FIXED_THRESHOLD,
+            adaptive=False,
             fetch_timeout=FETCH_TIMEOUT,
             clock=self.clock,
         )

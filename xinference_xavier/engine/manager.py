@@ -32,7 +32,7 @@ from xinference_xavier.engine.compat import load_source
 from xinference_xavier.engine.jobs import Jobs
 from xinference_xavier.engine.metrics import HitReporter
 from xinference_xavier.engine.policy.cost_model import CostModel
-from xinference_xavier.engine.policy.donor_selection import DonorSelection, FetchPolicy
+from xinference_xavier.engine.policy.donor_selection import DonorSelection
 from xinference_xavier.engine.policy.prefill_rate import PrefillRate
 from xinference_xavier.engine.probes import SALT
 from xinference_xavier.engine.request import Request
@@ -58,7 +58,7 @@ class XavierManager(OffloadingManager):
         chunk_tokens: int,
         row_bytes: int,
         min_fetch_tokens: int,
-        fetch_policy: FetchPolicy,
+        adaptive: bool,
         fetch_timeout: float,
         shares: bool = True,
         on_shutdown: Callable[[], None] = lambda: None,
@@ -87,7 +87,7 @@ class XavierManager(OffloadingManager):
             self.cost_model,
             chunk_tokens=chunk_tokens,
             min_fetch_tokens=min_fetch_tokens,
-            policy=fetch_policy,
+            adaptive=adaptive,
         )
         self.tier_lookup = TierLookup(
             pool,

@@ -145,9 +145,11 @@ class Fetches:
         """The number of pending fetches per source."""
         return Counter(fetch.source for fetch in self.pending())
 
-    def add(self, fetch: Fetch) -> None:
+    def add(self, fetch: Fetch, is_probe: bool = False) -> None:
+        """Requests find the fetch, unless it is a probe."""
         self._waiting[fetch] = set()
-        self._by_chunk.update((row.key, fetch) for row in fetch.rows)
+        if not is_probe:
+            self._by_chunk.update((row.key, fetch) for row in fetch.rows)
 
     def wait(self, req_id: str, fetch: Fetch) -> None:
         self._waiting[fetch].add(req_id)

@@ -29,7 +29,6 @@ from xinference_xavier.config import XAVIER, XavierConfig
 from xinference_xavier.engine import compat, metrics
 from xinference_xavier.engine.manager import XavierManager
 from xinference_xavier.engine.namespace import digest, readable
-from xinference_xavier.engine.policy.donor_selection import FetchPolicy
 from xinference_xavier.engine.process import end_with_parent
 from xinference_xavier.engine.sketches import Sketcher
 from xinference_xavier.engine.worker.cpu import HostWorker
@@ -174,7 +173,7 @@ class XavierSpec(OffloadingSpec):
                 chunk_tokens=self._chunk_tokens,
                 row_bytes=self._row_bytes,
                 min_fetch_tokens=self._xavier.least_fetch_tokens,
-                fetch_policy=FetchPolicy.ADAPTIVE if adaptive else FetchPolicy.FIXED_THRESHOLD,
+                adaptive=adaptive,
                 fetch_timeout=self._xavier.fetch_timeout,
                 shares=shares,
                 on_shutdown=replica.stop,

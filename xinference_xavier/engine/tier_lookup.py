@@ -27,7 +27,7 @@ from xinference_xavier.engine.policy.donor_selection import DonorSelection, Fetc
 from xinference_xavier.engine.policy.prefill_wait import MIN_PREFILL_SECONDS, Wait
 from xinference_xavier.engine.request import GROUP, Fetches, Request, first_of_each_group
 from xinference_xavier.engine.steps import Steps
-from xinference_xavier.pool.pool import Pool, Reservation, Row
+from xinference_xavier.pool.pool import Pool, Reservation
 from xinference_xavier.stats.schema import WaitCounts
 from xinference_xavier.tiers.base import Fetch, Tier
 
@@ -64,7 +64,6 @@ class TierLookup:
         self.longest_scheduling_wait = 0.0  # seconds that a request waited because of us
         self.step_tokens = chunk_tokens  # that the engine computes in one step at most
         self._plans: dict[Request, FetchPlan | None] = {}  # made in this pass
-        self._probes: dict[Request, tuple[str, bytes]] = {}  # peers and chunks, in this pass
         # Requests deferred in this pass, by group, with the seconds that the engine may sleep.
         self._deferred: dict[tuple[str, bytes], float] = {}
 
@@ -85,7 +84,8 @@ class TierLookup:
                 return LookupResult.HIT
         if request.given_up or not (self._has_time(request) or self._is_waiting(request)):
             return LookupResult.MISS
-        if self._plan(key, request) is not None:
+        plan = self._plan(key, request)
+        if plan is not None and not plan.is_probe:
             return LookupResult.RETRY if key in request.first else LookupResult.MISS
         return LookupResult.RETRY if self._waits_for_peer(key, request) else LookupResult.MISS
 
@@ -96,11 +96,6 @@ class TierLookup:
             if plan is not None:
                 begun += self._begin_fetches(request, plan)
         self._plans.clear()
-        for request, (donor, key) in self._probes.items():
-            rows = self._reserve([key], request.row_keys()).rows
-            if rows:
-                self._begin_fetch(request, donor, rows, None, self._clock() + self._fetch_timeout)
-        self._probes.clear()
         if self.fetches:
             self.fetches.settle(self._clock())
         pause = min(self._deferred.values(), default=0.0)
@@ -117,7 +112,6 @@ class TierLookup:
     def finished(self, request: Request) -> None:
         self.fetches.stop_waiting(request.req_id)
         self._plans.pop(request, None)
-        self._probes.pop(request, None)
         if request.wait is not None:
             request.wait.count(self.wait_counts, self._clock())
             if not request.wait.claim.held_by_peer:
@@ -129,7 +123,6 @@ class TierLookup:
             request.given_up |= bool(request.fetches) or request.wait is not None
             request.fetches = []
         self._plans.clear()
-        self._probes.clear()
         self.fetches.reset()
         self._tier.reset()
 
@@ -149,25 +142,16 @@ class TierLookup:
         """The request's plan in this pass, made when a chunk turns up that can be fetched."""
         if request in self._plans:
             return self._plans[request]
-        if self.fetches.bringing(key) is None and not (
-            self._tier.ready and self._tier.holders(key)
-        ):
+        is_held = self._tier.ready and self._tier.holders(key)
+        if not is_held and self.fetches.bringing(key) is None:
             return None
         now = self._clock()
         deadline = request.deadline
         if deadline is None or now >= deadline:
             deadline = now + self._fetch_timeout
-        plan = self._selection.plan(
-            request,
-            deadline,
-            self.fetches.by_source(),
-            self.fetches.bringing,
-            now,
-        )
-        if plan is None:
-            if probe := self._selection.probe(request, now):
-                self._probes[request] = probe
-        else:
+        busy, is_coming = self.fetches.by_source(), self.fetches.bringing
+        plan = self._selection.plan(request, deadline, busy, is_coming, now)
+        if plan is not None and not plan.is_probe:
             request.first = first_of_each_group(plan.keys)
             if deadline != request.deadline:
                 request.deadline = deadline
@@ -184,6 +168,8 @@ class TierLookup:
         fetches = self.fetches.bringing_run(plan.keys)
         if not fetches:
             fetches = begun = self._new_fetches(request, plan)
+        if plan.is_probe:
+            return []
         if not fetches:
             request.given_up = True
             return []
@@ -193,36 +179,23 @@ class TierLookup:
         return begun
 
     def _new_fetches(self, request: Request, plan: FetchPlan) -> list[Fetch]:
-        assert request.deadline is not None, "a plan has one"
         now = self._clock()
+        latest = now + self._fetch_timeout if request.deadline is None else request.deadline
         rows = self._reserve(plan.keys, request.row_keys()).rows
         parts = min(len(plan.donors), len(rows))
         fetches = []
         for part, donor in enumerate(plan.donors[:parts]):
             share = rows[len(rows) * part // parts : len(rows) * (part + 1) // parts]
-            patience = self._cost_model.patience(donor, len(share), now)
-            deadline = min(request.deadline, now + patience)
-            fetch = self._begin_fetch(request, donor, share, plan.prefill_seconds, deadline)
+            for row in share:
+                row.origin = row.replicated_from = donor
+            deadline = min(latest, now + self._cost_model.patience(donor, len(share), now))
+            fetch = self._tier.submit_load(donor, share, deadline, request.trace_headers)
             if fetch is not None:
+                self.fetches.add(fetch, plan.is_probe)
+                self._cost_model.begun(fetch, plan.prefill_seconds, self._clock())
                 fetches.append(fetch)
-        self._cost_model.decisions.fetched += bool(fetches)
+        self._cost_model.decisions.fetched += bool(fetches) and not plan.is_probe
         return fetches
-
-    def _begin_fetch(
-        self,
-        request: Request,
-        donor: str,
-        rows: list[Row],
-        prefill_seconds: float | None,
-        deadline: float,
-    ) -> Fetch | None:
-        for row in rows:
-            row.origin = row.replicated_from = donor
-        fetch = self._tier.submit_load(donor, rows, deadline, request.trace_headers)
-        if fetch is not None:
-            self.fetches.add(fetch)
-            self._cost_model.begun(fetch, prefill_seconds, self._clock())
-        return fetch
 
     # -- waiting for a peer's prefill ---------------------------------------------------------
 
@@ -244,7 +217,9 @@ class TierLookup:
 
     def _is_waiting(self, request: Request) -> bool:
         wait, ready = request.wait, self._tier.ready
-        return wait is not None and ready and wait.goes_on(self._is_computed, self._clock())
+        if wait is None or not ready or request.failed:
+            return False
+        return wait.goes_on(self._is_computed, self._clock())
 
     def _ask(self, key: bytes, request: Request) -> Wait | None:
         """Ask whether a peer is computing the chunks from the first missing one on, if that takes

@@ -51,7 +51,7 @@ class Peer:
         """The smallest number of chunks that are predicted to be faster to fetch than to compute,
         in `chunk_seconds` each; NEVER if there is none."""
         for count in range(1, 1000):
-            if self.cost_model.seconds(peer, count, self.now) < count * chunk_seconds:
+            if self.cost_model.rate(peer, self.now).predict(count) < count * chunk_seconds:
                 return count
         return NEVER
 
@@ -59,7 +59,7 @@ class Peer:
 def test_unknown_costs_favour_fetching() -> None:
     peer = Peer()
     assert peer.min_chunks() == 1
-    assert peer.cost_model.rows_within("a", 0.001, peer.now) == math.inf
+    assert peer.cost_model.rate("a", peer.now).largest(0.001) == math.inf
     peer.learn(100.0, 1.0)
     assert peer.min_chunks(peer="b") == 1, "nothing is known of the other peer"
 
@@ -92,9 +92,9 @@ def test_each_transport_has_its_own_rate_and_the_latest_counts() -> None:
 def test_a_failed_fetch_counts_as_the_time_that_it_took() -> None:
     peer = Peer()
     peer.learn(0.0, 0.01)
-    before = peer.cost_model.seconds("a", 10, peer.now)
+    before = peer.cost_model.rate("a", peer.now).predict(10)
     peer.fetch(10, 5.0, arrived=0, reason="timeout")
-    assert peer.cost_model.seconds("a", 10, peer.now) > before + 0.5
+    assert peer.cost_model.rate("a", peer.now).predict(10) > before + 0.5
 
 
 def test_a_chunk_that_the_donor_lacks_says_nothing_about_it() -> None:
@@ -147,7 +147,7 @@ class TestFailingPeer:
         self.fail(peer)
         peer.fetch(1, 0.01)
         assert peer.cost_model.left_out() == []
-        assert peer.cost_model.seconds("a", 10, peer.now) == 0.0, "its rate is unknown"
+        assert peer.cost_model.rate("a", peer.now).predict(10) == 0.0, "its rate is unknown"
         self.fail(peer)
         assert peer.cost_model.left_out() == []
 
@@ -175,7 +175,7 @@ def test_a_slow_peer_is_tried_again_and_its_rate_replaced() -> None:
     peer.cost_model.ended(fetch, peer.now)
     assert peer.min_chunks() == 1
     peer.now += RETRY_AFTER / 2
-    assert peer.cost_model.rows_within("a", 0.05, peer.now) == pytest.approx(5)
+    assert peer.cost_model.rate("a", peer.now).largest(0.05) == pytest.approx(5)
 
 
 def test_a_peer_that_is_still_slow_is_avoided_again() -> None:

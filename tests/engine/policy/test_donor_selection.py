@@ -17,7 +17,7 @@ from tests.engine.scheduling import (
     window_scan,
 )
 from xinference_xavier.engine.policy.cost_model import RETRY_AFTER
-from xinference_xavier.engine.policy.donor_selection import FetchPolicy, Group
+from xinference_xavier.engine.policy.donor_selection import Group
 
 PREFILL = 1000.0
 """Tokens per second; a chunk takes 0.128 s."""
@@ -27,7 +27,7 @@ class Engine(Scheduling):
     """Has a pool of 512 rows and computes a chunk in 0.128 s."""
 
     def __init__(self, slots: int = 512) -> None:
-        super().__init__(slots=slots, policy=FetchPolicy.ADAPTIVE)
+        super().__init__(slots=slots, adaptive=True)
         self.manager.prefill_rate.tokens_per_second = PREFILL
         self._prompts = 0
 
@@ -39,7 +39,7 @@ class Engine(Scheduling):
         return self.arrive(f"request {self._prompts}", keys)
 
     def learn(self, overhead: float, per_row: float, peer: str = "a") -> None:
-        self.manager.tier_lookup._selection.policy = FetchPolicy.FIXED_THRESHOLD
+        self.manager.tier_lookup._selection.adaptive = False
         for count in (4, 4, 40, 10, 40):
             request = self.request(count, peer)
             assert self.attempt(request) is None
@@ -49,7 +49,7 @@ class Engine(Scheduling):
             assert self.attempt(request) == count
             self.finish(request)
             self.end_step()
-        self.manager.tier_lookup._selection.policy = FetchPolicy.ADAPTIVE
+        self.manager.tier_lookup._selection.adaptive = True
 
     def steps(self, seconds: dict[int, float]) -> None:
         """Compute 1,000 tokens per step; `seconds` is the duration by depth."""
@@ -93,7 +93,7 @@ def test_a_slow_peer_is_tried_again_after_a_while() -> None:
 def test_a_fixed_threshold_replaces_the_cost_model() -> None:
     vllm = Engine()
     vllm.learn(0.0, 1.0)
-    vllm.manager.tier_lookup._selection.policy = FetchPolicy.FIXED_THRESHOLD
+    vllm.manager.tier_lookup._selection.adaptive = False
     assert vllm.attempt(vllm.request(2)) is None
     assert vllm.attempt(vllm.request(1)) == 0
     assert vllm.decisions["computed"] == 0

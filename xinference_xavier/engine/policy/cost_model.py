@@ -1,15 +1,7 @@
-"""Predicts whether it is faster to fetch a prefix from a peer or to compute it.
+"""Predicts how long fetches from each peer take, and which peers to leave out.
 
 Belongs to the scheduler thread; any thread may call `report`. Times are monotonic seconds.
-
-A fetch from a peer takes an overhead plus a time per row: a line through the latest fetches over
-the transport that it used last. Unknown costs favour fetching, because a fetch measures them. The
-first fetch over each transport opens a link and is not measured. A rate that speaks against a peer
-holds for `RETRY_AFTER` seconds after the last fetch from it. The next fetch is made anyway and
-replaces the rate, so a peer that was slow for a while is tried again.
-
-A failed fetch counts as the time that it took. After two in a row the peer is left out for 1, 2, 4
-… 60 seconds. Then one probe, a fetch that nobody waits for, shows whether it is well again.
+`docs/fetch-or-compute.md` says what the predictions are used for.
 """
 
 from __future__ import annotations
@@ -24,18 +16,18 @@ from xinference_xavier.stats.schema import Decisions
 from xinference_xavier.tiers.base import Fetch
 
 RETRY_AFTER = 30.0
-MAX_FAILURES = 2
-MAX_PAUSE = 60.0
+"""Seconds after the last fetch from a peer for which its rate counts."""
+MAX_FAILURES = 2  # in a row, before a peer is left out
+MAX_PAUSE = 60.0  # seconds between two probes
 _BLAMELESS = frozenset({"not held", "not compared", "donor gone", "reset", "stopped"})
 """Reasons for which a fetch is rolled back that say nothing about the donor."""
-_PATIENCE = 4.0  # a fetch may take so many times its prediction
-_MIN_PATIENCE = 1.0
-_MAX_PEERS = 1000
-_MAX_REPORTED = 100
+_PATIENCE, _MIN_PATIENCE = 4.0, 1.0  # predictions and seconds that a fetch may take
+_MAX_PEERS, _MAX_REPORTED = 1000, 100
+_UNKNOWN = LinearFit()
 
 
 class _Prediction(NamedTuple):
-    fetch_seconds: float | None
+    fetch_seconds: float  # 0 if unknown
     prefill_seconds: float | None
     began: float
 
@@ -45,19 +37,14 @@ class _Peer:
     tried: float = 0.0  # when the latest fetch began
     measured: float = 0.0  # when the latest measured fetch began
     transport: str = ""  # of the latest measured fetch
-    # Seconds over rows, by transport; None after the first fetch.
-    rates: dict[str, LinearFit | None] = field(default_factory=dict)
+    rates: dict[str, LinearFit] = field(default_factory=dict)  # seconds over rows, by transport
     failures: int = 0  # in a row
     probe_at: float = 0.0  # if it is left out
     reason: str = ""  # of the latest failure
 
     @property
-    def rate(self) -> LinearFit | None:
-        return self.rates.get(self.transport)
-
-    @property
-    def left_out(self) -> bool:
-        return self.failures >= MAX_FAILURES
+    def rate(self) -> LinearFit:
+        return self.rates.get(self.transport, _UNKNOWN)
 
 
 class CostModel:
@@ -68,25 +55,20 @@ class CostModel:
         self._pending: dict[Fetch, _Prediction] = {}
         self._left_out: dict[str, _Peer] = {}
 
-    def rows_within(self, donor: str, seconds: float, now: float) -> float:
-        """How many rows `donor` sends in `seconds`; infinite if unknown."""
-        rate = self._rate(donor, now)
-        return math.inf if rate is None else rate.largest(seconds)
-
-    def seconds(self, donor: str, rows: int, now: float) -> float:
-        """Predict how long a fetch from `donor` takes; 0 if unknown."""
-        rate = self._rate(donor, now)
-        return 0.0 if rate is None else rate.predict(rows)
-
-    def last_seconds(self, donor: str, rows: int) -> float:
-        """Like `seconds`, from the last known rate however old; infinite without one."""
+    def rate(self, donor: str, now: float) -> LinearFit:
+        """Seconds over rows of fetches from `donor`; empty if unknown, so that it predicts 0."""
         peer = self._peers.get(donor)
-        return math.inf if peer is None or peer.rate is None else peer.rate.predict(rows)
+        return _UNKNOWN if peer is None or now - peer.tried > RETRY_AFTER else peer.rate
+
+    def last_rate(self, donor: str) -> LinearFit:
+        """The same, however old it is."""
+        peer = self._peers.get(donor)
+        return _UNKNOWN if peer is None else peer.rate
 
     def patience(self, donor: str, rows: int, now: float) -> float:
         """How many seconds to wait for a fetch from `donor`; infinite if its rate is unknown."""
-        rate = self._rate(donor, now)
-        return math.inf if rate is None else max(_MIN_PATIENCE, _PATIENCE * rate.predict(rows))
+        rate = self.rate(donor, now)
+        return max(_MIN_PATIENCE, _PATIENCE * rate.predict(rows)) if rate else math.inf
 
     def measured(self, now: float) -> list[str]:
         """The peers whose rates are known, the latest tried first."""
@@ -94,7 +76,7 @@ class CostModel:
         for name, peer in reversed(self._peers.items()):
             if now - peer.tried > RETRY_AFTER:
                 break
-            if peer.rate is not None:
+            if peer.rate:
                 names.append(name)
         return names
 
@@ -102,19 +84,13 @@ class CostModel:
         """The peers that are left out and may be probed at the time `probe_by`."""
         return [name for name, peer in self._left_out.items() if peer.probe_at <= probe_by]
 
-    def _rate(self, donor: str, now: float) -> LinearFit | None:
-        peer = self._peers.get(donor)
-        return None if peer is None or now - peer.tried > RETRY_AFTER else peer.rate
-
     def begun(self, fetch: Fetch, prefill_seconds: float | None, now: float) -> None:
-        """A fetch began that saves `prefill_seconds` of computing; None: nobody waits for it."""
-        rate = self._rate(fetch.source, now)
-        fetch_seconds = None if rate is None else rate.predict(len(fetch.rows))
-        self._pending[fetch] = _Prediction(fetch_seconds, prefill_seconds, now)
+        """A fetch began that saves `prefill_seconds` of computing, if that is known."""
+        predicted = self.rate(fetch.source, now).predict(len(fetch.rows))
+        self._pending[fetch] = _Prediction(predicted, prefill_seconds, now)
         peer = self._peers.setdefault(fetch.source, _Peer())
         peer.tried = now
-        if peer.left_out:
-            peer.probe_at = math.inf  # until this one has ended
+        peer.probe_at = math.inf  # not before this one has ended
         self._peers.move_to_end(fetch.source)
         if len(self._peers) > _MAX_PEERS:
             oldest, _ = self._peers.popitem(last=False)
@@ -122,22 +98,19 @@ class CostModel:
 
     def ended(self, fetch: Fetch, now: float) -> None:
         """Learn from the fetch; further calls for it do nothing."""
-        prediction = self._pending.pop(fetch, None)
-        peer = self._peers.get(fetch.source)
+        prediction, peer = self._pending.pop(fetch, None), self._peers.get(fetch.source)
         if prediction is None or peer is None:
             return
         if not fetch.committed:
             self._failed(peer, fetch, now)
             return
-        if peer.left_out:
+        if self._left_out.pop(fetch.source, None):
             peer.rates.clear()
-            del self._left_out[fetch.source]
         peer.failures = 0
         self._learn(peer, fetch, prediction.began)
         decisions, (predicted, prefill, _) = self.decisions, prediction
-        if prefill is not None and fetch.seconds > prefill:
-            decisions.slower_than_prefill += 1
-        if predicted is not None and len(fetch.committed) == len(fetch.rows):
+        decisions.slower_than_prefill += prefill is not None and fetch.seconds > prefill
+        if predicted and len(fetch.committed) == len(fetch.rows):
             decisions.predictions += 1
             decisions.predicted_s += predicted
             decisions.actual_s += fetch.seconds
@@ -147,40 +120,33 @@ class CostModel:
         if fetch.reason not in _BLAMELESS:
             peer.failures += 1
             peer.reason = fetch.reason or ""
-            if peer.rate is not None:
+            if peer.rate:
                 peer.rate.add(len(fetch.rows), fetch.seconds)
-        if peer.left_out:
+        if peer.failures >= MAX_FAILURES:
             doublings = min(peer.failures - MAX_FAILURES, 6)
             peer.probe_at = now + min(2.0**doublings, MAX_PAUSE)
             self._left_out[fetch.source] = peer
 
     def _learn(self, peer: _Peer, fetch: Fetch, began: float) -> None:
+        opened_link = fetch.transport not in peer.rates
         stale = began - peer.measured > RETRY_AFTER
         peer.measured, peer.transport = max(began, peer.measured), fetch.transport
-        if fetch.transport not in peer.rates:  # this fetch opened the link
-            peer.rates[fetch.transport] = None
-            return
-        rate = LinearFit() if peer.rate is None or stale else peer.rate
-        rate.add(len(fetch.committed), fetch.seconds)
-        peer.rates[fetch.transport] = rate  # `report` never sees an empty one
+        if opened_link or stale:
+            peer.rates[fetch.transport] = LinearFit()
+        if not opened_link:
+            peer.rate.add(len(fetch.committed), fetch.seconds)
 
     def report(self) -> dict[str, Any]:
         """`Decisions` as JSON."""
         rates = {}
-        for donor, peer in list(self._peers.items())[-_MAX_REPORTED:]:
-            rate = peer.rate
-            if rate is not None:
-                per_row = rate.slope
-                if per_row is None:
-                    per_row = rate.y / rate.x
+        for donor, peer in [*self._peers.items()][-_MAX_REPORTED:]:
+            if rate := peer.rate:
+                per_row = rate.y / rate.x if rate.slope is None else rate.slope
                 rates[donor] = {
                     "transport": peer.transport,
                     "overhead_s": rate.y - per_row * rate.x,
                     "bytes_per_s": self._row_bytes / per_row if per_row else None,
                 }
         left_out = [*self._left_out.items()][-_MAX_REPORTED:]
-        return {
-            **asdict(self.decisions),
-            "rates": rates,
-            "left_out": {donor: peer.reason for donor, peer in left_out},
-        }
+        reasons = {donor: peer.reason for donor, peer in left_out}
+        return {**asdict(self.decisions), "rates": rates, "left_out": reasons}

@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
-from enum import Enum, auto
 from typing import NamedTuple
 
 from xinference_xavier.engine.compat import key_positions
@@ -29,11 +28,6 @@ _ENOUGH = 8
 many, because the first fetch from each opens a link."""
 
 
-class FetchPolicy(Enum):
-    ADAPTIVE = auto()  # fetch what is predicted to be faster than computing
-    FIXED_THRESHOLD = auto()  # fetch every run of at least `min_fetch_tokens`
-
-
 class Group(NamedTuple):
     """A KV-cache group. A hit needs the last `window` of its chunks; None: all."""
 
@@ -44,12 +38,13 @@ class Group(NamedTuple):
 class FetchPlan(NamedTuple):
     """`keys` in the order of their tokens, to be divided equally among `donors`, the best first.
 
-    Without donors, other fetches bring all of them.
+    Without donors, other fetches bring all of them. The request does not wait for a probe.
     """
 
     donors: list[str]
     keys: list[bytes]
     prefill_seconds: float | None  # that the fetch saves; None if unknown
+    is_probe: bool = False
 
 
 _Chunk = tuple[int, int, bytes]
@@ -86,24 +81,21 @@ class DonorSelection:
         *,
         chunk_tokens: int,
         min_fetch_tokens: int,
-        policy: FetchPolicy,
+        adaptive: bool,
     ) -> None:
-        """Hits that save fewer than `min_fetch_tokens` are not worth a fetch."""
+        """Hits that save fewer than `min_fetch_tokens` are not worth a fetch. Unless `adaptive`,
+        all others are, without a prediction."""
         self.groups: Mapping[bytes, Group] = {}
-        self.policy = policy
+        self.adaptive = adaptive
+        self.prefill_seconds = prefill_rate.seconds
         self.min_tokens = max(chunk_tokens, min_fetch_tokens)
         self._pool = pool
         self._tier = tier
-        self._prefill_rate = prefill_rate
         self._cost_model = cost_model
         self._default_group = Group(chunk_tokens)
 
     def group(self, key: bytes) -> Group:
         return self.groups.get(key[GROUP], self._default_group)
-
-    def prefill_seconds(self, start: int, end: int) -> float | None:
-        """Predict how long it takes to compute a prompt's tokens from `start` up to `end`."""
-        return self._prefill_rate.seconds(start, end)
 
     def plan(
         self,
@@ -116,42 +108,40 @@ class DonorSelection:
         """Choose donors and keys for the longest hit that can be complete by `deadline`.
 
         `busy` counts the pending fetches by donor, and `is_coming` tells which chunks they bring.
-        None if the missing chunks are nowhere, or not worth a fetch.
+        If the missing chunks are nowhere, or not worth a fetch: a probe, or None.
         """
         groups = self._sorted_groups(request)
         eligible = ~self._tier.set_of([*self._cost_model.left_out(), *request.failed])
         reach = self._reach(request, groups, eligible, is_coming)
         if reach is None:
-            return None
+            return self._probe(groups, now)
         donors = self._ranked(reach.holders, len(reach.missing), busy, now)
-        if self.policy is FetchPolicy.ADAPTIVE and donors:
-            in_time = self._cost_model.rows_within(donors[0], deadline - now, now)
+        if self.adaptive and donors:
+            in_time = self._cost_model.rate(donors[0], now).largest(deadline - now)
             while reach is not None and len(reach.missing) > in_time:
                 limit = reach.missing[int(in_time)][0] - 1
                 reach = self._reach(request, groups, eligible, is_coming, limit)
-            if reach is None:
-                return None
+        if reach is None or reach.end - reach.start < self.min_tokens:
+            return self._probe(groups, now)
         start, end, missing, _ = reach
-        if end - start < self.min_tokens:
-            return None
         fast = [donor for donor in donors if self._is_faster(donor, len(missing), start, end, now)]
         if donors and not fast:
             self._cost_model.decisions.computed += not request.computes
             request.computes = True
-            return None
+            return self._probe(groups, now)
         fast = fast[: self._count_donors(fast, len(missing), busy)]
         keys = [key for _, _, key in missing]
         return FetchPlan(fast, keys, self.prefill_seconds(start, end))
 
-    def probe(self, request: Request, now: float) -> tuple[str, bytes] | None:
-        """A peer that has been left out for long enough, and a chunk to fetch from it."""
+    def _probe(self, groups: _Groups, now: float) -> FetchPlan | None:
+        """Fetch a chunk from a peer that has been left out for long enough."""
         for donor in self._cost_model.left_out(now):
             holder = self._tier.set_of((donor,))
-            for keys in self.groups_of(request).values():
+            for _, keys in groups:
                 # A failure costs the pool this chunk, so take the last one.
                 for key in reversed(keys):
                     if self._tier.holders(key) & holder and not self._pool.holds(key):
-                        return donor, key
+                        return FetchPlan([donor], [key], None, is_probe=True)
         return None
 
     def may_become_worth_fetching(self, key: bytes, request: Request, now: float) -> bool:
@@ -177,7 +167,7 @@ class DonorSelection:
             donors = measured + random.sample(others, min(_ENOUGH, len(others)))
 
         def rank(donor: str) -> tuple[float, int, float]:
-            seconds, pending = self._cost_model.seconds(donor, rows, now), busy.get(donor, 0)
+            seconds, pending = self._cost_model.rate(donor, now).predict(rows), busy.get(donor, 0)
             return seconds * (1 + pending), pending, random.random()
 
         return sorted(donors, key=rank)
@@ -185,24 +175,21 @@ class DonorSelection:
     def _is_faster(self, donor: str, rows: int, start: int, end: int, now: float) -> bool:
         """Whether a fetch is predicted to take less time than to compute from `start` to `end`."""
         prefill = self.prefill_seconds(start, end)
-        return (
-            self.policy is FetchPolicy.FIXED_THRESHOLD
-            or prefill is None
-            or self._cost_model.seconds(donor, rows, now) < prefill
-        )
+        known = self.adaptive and prefill is not None
+        return not known or self._cost_model.rate(donor, now).predict(rows) < prefill
 
     def _count_donors(self, donors: Sequence[str], rows: int, busy: Mapping[str, int]) -> int:
         """Among how many of the donors to divide a fetch.
 
         One more donor must make it clearly shorter, because its messages cost processor time.
         """
+        rates = [self._cost_model.last_rate(donor) for donor in donors]
+        pending = [1 + busy.get(donor, 0) for donor in donors]
 
         def seconds(count: int) -> float:
             share = -(-rows // count)
-            return max(
-                self._cost_model.last_seconds(donor, share) * (1 + busy.get(donor, 0))
-                for donor in donors[:count]
-            )
+            parts = zip(rates[:count], pending, strict=False)
+            return max(rate.predict(share) * times if rate else math.inf for rate, times in parts)
 
         count = 1
         while count < min(len(donors), rows) and seconds(count + 1) < seconds(count) * _SHORTER:

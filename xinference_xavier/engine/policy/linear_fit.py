@@ -27,6 +27,9 @@ class LinearFit:
         self._variance = (1 - weight) * (self._variance + weight * more_x**2)
         self._covariance = (1 - weight) * (self._covariance + weight * more_x * more_y)
 
+    def __bool__(self) -> bool:
+        return self._count > 0
+
     @property
     def slope(self) -> float | None:
         """At least 0 and at most y / x, so that the line is never negative for x > 0.
@@ -38,11 +41,11 @@ class LinearFit:
         return min(max(self._covariance / self._variance, 0.0), self.y / self.x)
 
     def predict(self, x: float) -> float:
-        """y at `x`. While all x are about equal, the least that any such line has there: y is
-        constant above them and proportional below."""
+        """y at `x`, 0 without points. While all x are about equal, the least that any such line has
+        there: y is constant above them and proportional below."""
         slope = self.slope
         if slope is None:
-            return self.y * min(1.0, x / self.x)
+            return self.y * min(1.0, x / self.x) if self.x else 0.0
         return self.y + slope * (x - self.x)
 
     def largest(self, y: float) -> float:

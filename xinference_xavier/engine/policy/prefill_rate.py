@@ -40,8 +40,6 @@ class PrefillRate:
         """
         if self.tokens_per_second is None:
             return None
-        slope = self._fit.slope
-        if not slope:
+        if not self._fit.slope:
             return (last - first) / self.tokens_per_second
-        base = self._fit.y - slope * self._fit.x
-        return base * (last - first) + slope * (last**2 - first**2) / 2
+        return (last - first) * self._fit.predict((first + last) / 2)

@@ -2,11 +2,9 @@
 
 Belongs to the scheduler thread; any thread may read the counts. Times are monotonic seconds.
 
-A request whose missing prefix takes `MIN_PREFILL_SECONDS` or longer to compute asks the tracker
-whether a peer is computing it. The first to ask computes. The others wait and fetch the chunks as
-they are finished, as long as the peer keeps up with what their own engine would have computed: it
-may be two steps behind, because it publishes a step's chunks only after the next step, and a
-quarter of the whole. However the wait ends, the chunks that have arrived are used.
+The peer has to keep up with what the request's own engine would have computed. It may be two steps
+behind, because it publishes a step's chunks only after the next step, and a quarter of the whole.
+However the wait ends, the chunks that have arrived are used.
 """
 
 from __future__ import annotations
