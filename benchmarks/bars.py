@@ -104,6 +104,12 @@ def _watchers(part: Part) -> Values:
     }
 
 
+def _by_peers(name: str, most: int = 1000, which: str = "median") -> Callable[[Part], Values]:
+    return lambda part: {
+        f"{row['peers']} peers": row[name][which] for row in part["peers"] if row["peers"] <= most
+    }
+
+
 def _sizes(name: str) -> Callable[[Part], Values]:
     return lambda part: {f"{row['replicas']}": row[name]["median"] for row in part["sizes"]}
 
@@ -163,9 +169,13 @@ BARS: Mapping[str, tuple[Bar, ...]] = {
         Bar("half of the confidence interval", 0.01, _half_width, limited_by=_UNSTEADY),
     ),
     "scheduler": (
-        Bar("µs per chunk missed", 2.0, _median("miss_us")),
-        Bar("µs per chunk hit", 5.0, _median("hit_us")),
-        Bar("ms of the longest call", 5.0, _median("longest_ms")),
+        Bar("µs per chunk missed", 1.0, _by_peers("miss_us")),
+        Bar("µs per chunk hit", 0.5, _by_peers("hit_us")),
+        Bar("ms of an attempt, up to 32 peers", 2.0, _by_peers("attempt_ms", 32)),
+        Bar("ms of an attempt", 5.0, _by_peers("attempt_ms")),
+        Bar("ms of the longest call", 2.0, _by_peers("longest_ms")),
+        Bar("ms of the longest call ever", 5.0, _by_peers("longest_ms", which="most")),
+        Bar("ms of a step beside a snapshot", 3.0, _median("step_beside_snapshot_ms")),
     ),
     "tracker": (
         Bar("keys published per second, one process", 200_000, _median("publishes_per_s"), True),
@@ -178,7 +188,7 @@ BARS: Mapping[str, tuple[Bar, ...]] = {
             "publisher and watchers share one machine; the table also has the same calls without "
             "content",
         ),
-        Bar("bytes per key of a mirror", 200.0, lambda part: {"": part["mirror_bytes_per_key"]}),
+        Bar("bytes per key of a mirror", 120.0, lambda part: {"": part["mirror_bytes_per_key"]}),
     ),
     "stampede": (
         Bar("tokens computed ÷ tokens of the prompt", 1.2, _sizes("computed")),

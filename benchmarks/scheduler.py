@@ -1,14 +1,18 @@
 """Part `scheduler`: what the engine's scheduler thread spends on us.
 
 The real manager, pool and mirror are called in the order in which vLLM's scheduler calls them, for
-a prompt of 15,000 tokens. Stand-ins replace what talks to other processes, because no call of the
-manager waits for it. The mirror knows 400,000 chunks, and the pool is full, so that every new chunk
-evicts another. The reference is one dictionary lookup.
+a prompt of 128,000 tokens that 1, 32, 200 and 1,000 peers hold. Stand-ins replace what talks to
+other processes, because no call of the manager waits for it. The mirror knows 400,000 other chunks,
+and the pool is full, so that every new chunk evicts another. The reference is one dictionary
+lookup.
+
+Beside it, steps of a millisecond are timed while another thread applies a snapshot of 500,000 keys.
 """
 
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,13 +22,20 @@ from vllm.v1.kv_offload.base import LookupResult, OffloadKey
 
 from benchmarks.figures import figure, shown
 from tests.engine.scheduling import CHUNK, KEY_BYTES, Request, Scheduling, chunks
+from xinference_xavier.protocol.tracker import INITIAL_SETTINGS, Change, Member, Update
+from xinference_xavier.replica.mirror import Mirror
+from xinference_xavier.replica.tracker_client import PIECE_PAUSE
 
 TITLE = "Scheduler thread"
-PROMPT_TOKENS = 15_000
-CHUNKS = PROMPT_TOKENS // CHUNK
-SLOTS = 4096
+CHUNKS = 1000
+PEERS = (1, 32, 200, 1000)
+SLOTS = 65_536
 KNOWN_KEYS = 400_000
-ROUNDS = 50
+ROUNDS = 30
+SNAPSHOT_KEYS = 500_000
+SNAPSHOT_PEERS = 50
+SNAPSHOTS = 5
+QUICK = {"PEERS": (1, 32), "SLOTS": 16_384, "ROUNDS": 5}
 _ANSWERS = {
     "miss": LookupResult.MISS,
     "hit": LookupResult.HIT,
@@ -54,22 +65,39 @@ class _Timed:
 
 def measure() -> dict[str, Any]:
     vllm = Scheduling(slots=SLOTS)
-    known = [os.urandom(KEY_BYTES) for _ in range(KNOWN_KEYS)]
     for number in range(SLOTS // CHUNKS + 1):
         vllm.fill(chunks(f"old {number}", CHUNKS))
-    costs: dict[str, list[float]] = {name: [] for name in (*_ANSWERS, "dict")}
+    known = [os.urandom(KEY_BYTES) for _ in range(KNOWN_KEYS)]
+    quiet, busy = _beside_snapshots()
+    return {
+        "chunks": CHUNKS,
+        "peers": [{"peers": peers, **_with_peers(vllm, peers, known)} for peers in PEERS],
+        "step_quiet_ms": figure(quiet),
+        "step_beside_snapshot_ms": figure(busy),
+    }
+
+
+def _with_peers(vllm: Scheduling, peers: int, known: list[bytes]) -> dict[str, Any]:
+    """A prompt that so many peers hold."""
+    costs: dict[str, list[float]] = {name: [] for name in (*_ANSWERS, "dict", "attempt")}
     calls: list[dict[str, float]] = []
+    prompt = chunks("prompt", CHUNKS)
+    vllm.tier.peers_hold(other=known, **{f"peer {number}": prompt for number in range(peers)})
     for number in range(ROUNDS):
-        prompt, cold = chunks(f"prompt {number}", CHUNKS), chunks(f"cold {number}", CHUNKS)
-        if number % 10 == 0:
-            elsewhere = [chunks(f"prompt {n}", CHUNKS) for n in range(number, number + 10)]
-            vllm.tier.peers_hold(a=known, b=[key for keys in elsewhere for key in keys])
+        cold = chunks(f"cold {peers} {number}", CHUNKS)
         with _timed(vllm) as timed:
             costs["miss"].append(_lookups(vllm, vllm.arrive(f"cold {number}", cold), "miss"))
             request = vllm.arrive(f"warm {number}", prompt)
+            before = len(vllm.tier.fetches)
+            began = time.perf_counter()
+            deferred = vllm.attempt(request) is None
+            costs["attempt"].append((time.perf_counter() - began) * 1e3)
+            fetches = vllm.tier.fetches[before:]
+            if not deferred or sum(len(fetch.rows) for fetch in fetches) < CHUNKS:
+                raise RuntimeError("the request does not wait for all of its chunks")
             costs["pending"].append(_lookups(vllm, request, "pending"))
-            vllm.end_step()
-            vllm.tier.end(vllm.tier.fetches[-1])
+            for fetch in fetches:
+                vllm.tier.end(fetch)
             costs["hit"].append(_lookups(vllm, request, "hit"))
             vllm.schedule(request, CHUNKS)
             vllm.end_step()
@@ -78,16 +106,66 @@ def measure() -> dict[str, Any]:
             vllm.fill(cold)
         costs["dict"].append(_of_a_dictionary(prompt))
         calls.append(timed.longest)
+        for fetch in fetches:
+            vllm.pool.flush(fetch.source)
+        vllm.fill(chunks(f"refill {peers} {number}", CHUNKS))
     names = sorted({name for longest in calls for name in longest})
     return {
-        "chunks": CHUNKS,
-        **{f"{name}_us": figure(samples) for name, samples in costs.items()},
+        **{f"{name}_us": figure(costs[name]) for name in (*_ANSWERS, "dict")},
+        "attempt_ms": figure(costs["attempt"]),
         "calls_ms": {
             name: figure([longest[name] * 1e3 for longest in calls if name in longest])
             for name in names
         },
         "longest_ms": figure([max(longest.values()) * 1e3 for longest in calls]),
     }
+
+
+def _beside_snapshots() -> tuple[list[float], list[float]]:
+    """The longest step, in ms, in as much time without a snapshot, and beside one."""
+    names = [f"peer {number}" for number in range(SNAPSHOT_PEERS)]
+    keys = SNAPSHOT_KEYS // SNAPSHOT_PEERS
+    update = Update(
+        revision=1,
+        epoch="epoch",
+        snapshot=True,
+        settings=INITIAL_SETTINGS,
+        key_bytes=KEY_BYTES,
+        members=tuple(Member(name, "127.0.0.1:1") for name in names),
+        changes=tuple(Change(name, 1, os.urandom(KEY_BYTES * keys), b"", True) for name in names),
+    )
+
+    def apply() -> None:
+        for _ in Mirror("own").apply_in_pieces(update):
+            time.sleep(PIECE_PAUSE)
+
+    began = time.perf_counter()
+    apply()
+    seconds = time.perf_counter() - began
+    quiet, busy = [], []
+    for _ in range(SNAPSHOTS):
+        quiet.append(_longest_step(lambda: time.sleep(seconds)))
+        busy.append(_longest_step(apply))
+    return quiet, busy
+
+
+def _longest_step(beside: Callable[[], None]) -> float:
+    """In ms. A step computes for a millisecond and gives Python's lock away five times, as a
+    scheduler does that sends messages."""
+    other = threading.Thread(target=beside)
+    other.start()
+    longest = 0.0
+    while other.is_alive():
+        time.sleep(0.002)
+        began = time.perf_counter()
+        for _ in range(5):
+            until = time.thread_time() + 0.0002
+            while time.thread_time() < until:
+                pass
+            time.sleep(0)
+        longest = max(longest, time.perf_counter() - began)
+    other.join()
+    return longest * 1e3
 
 
 @contextmanager
@@ -123,26 +201,45 @@ def _of_a_dictionary(keys: list[OffloadKey]) -> float:
 
 
 def markdown(part: dict[str, Any]) -> str:
+    rows = part["peers"]
     lines = [
-        f"A prompt of {part['chunks']} chunks of {CHUNK} tokens, {ROUNDS} times; the mirror knows "
-        f"{KNOWN_KEYS:,} chunks, the pool of {SLOTS:,} rows is full. "
+        f"A prompt of {part['chunks']:,} chunks of {CHUNK} tokens, {ROUNDS} times; the mirror "
+        f"knows {KNOWN_KEYS:,} other chunks, the pool of {SLOTS:,} rows is full. "
         "Medians, with minimum and maximum in brackets.",
         "",
-        "| lookup of a chunk | µs |",
-        "|---|---|",
-        *(f"| {name} | {shown(part[f'{name}_us'])} |" for name in (*_ANSWERS, "dict")),
+        "| | " + " | ".join(f"{row['peers']:,} peers" for row in rows) + " |",
+        "|---|" + len(rows) * "---|",
+        *(
+            f"| {title} | " + " | ".join(shown(row[name]) for row in rows) + " |"
+            for name, title in {
+                **{f"{name}_us": f"{name}, µs per chunk" for name in (*_ANSWERS, "dict")},
+                "attempt_ms": "the attempt that begins the fetch, ms",
+                "longest_ms": "the longest call, ms",
+            }.items()
+        ),
         "",
-        f"The longest call for this prompt took {shown(part['longest_ms'])} ms:",
+        f"The manager's calls, with {rows[-1]['peers']:,} peers:",
         "",
-        "| the manager's call | longest, ms |",
+        "| call | longest, ms |",
         "|---|---|",
     ]
-    slowest = sorted(part["calls_ms"].items(), key=lambda item: -item[1]["median"])
+    slowest = sorted(rows[-1]["calls_ms"].items(), key=lambda item: -item[1]["median"])
     lines += [f"| `{name}` | {shown(value, 3)} |" for name, value in slowest]
+    lines += [
+        "",
+        f"The longest of many steps of 1 ms, while another thread applies a snapshot of "
+        f"{SNAPSHOT_KEYS:,} keys, took {shown(part['step_beside_snapshot_ms'])} ms; without it, "
+        f"{shown(part['step_quiet_ms'])} ms ({SNAPSHOTS} snapshots).",
+    ]
     return "\n".join(lines)
 
 
 def plot(part: dict[str, Any], axes: Any) -> None:
-    slowest = sorted(part["calls_ms"].items(), key=lambda item: item[1]["median"])
-    axes.barh([name for name, _ in slowest], [value["median"] for _, value in slowest])
-    axes.set_xlabel("ms, longest call for a prompt of 15,000 tokens (median)")
+    rows = part["peers"]
+    axes.plot(
+        [row["peers"] for row in rows], [row["attempt_ms"]["median"] for row in rows], marker="o"
+    )
+    axes.set_xscale("log")
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("peers that hold the prompt")
+    axes.set_ylabel("ms, the attempt that begins the fetch (median)")

@@ -6,15 +6,25 @@ import pytest
 
 from benchmarks import scheduler
 from benchmarks.figures import MIN_SAMPLES
+from tests.benchmarks import parts
 
 
 def test_every_call_of_a_prompts_life_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scheduler, "ROUNDS", MIN_SAMPLES)
-    monkeypatch.setattr(scheduler, "KNOWN_KEYS", 1000)
+    for name, value in {
+        "CHUNKS": 20,
+        "PEERS": (1, 3),
+        "SLOTS": 200,
+        "KNOWN_KEYS": 1000,
+        "ROUNDS": MIN_SAMPLES,
+        "SNAPSHOT_KEYS": 5000,
+    }.items():
+        monkeypatch.setattr(scheduler, name, value)
     part = scheduler.measure()
-    for name in ("miss", "hit", "pending", "dict"):
-        assert len(part[f"{name}_us"]["samples"]) == MIN_SAMPLES
-    assert {"on_schedule_end", "prepare_load", "prepare_store"} < set(part["calls_ms"])
-    slowest = max(value["median"] for value in part["calls_ms"].values())
-    assert part["longest_ms"]["median"] >= slowest
-    assert "| hit |" in scheduler.markdown(part)
+    for row in part["peers"]:
+        for name in ("miss_us", "hit_us", "pending_us", "dict_us", "attempt_ms"):
+            assert len(row[name]["samples"]) == MIN_SAMPLES
+        assert {"on_schedule_end", "prepare_load", "prepare_store"} < set(row["calls_ms"])
+        slowest = max(value["median"] for value in row["calls_ms"].values())
+        assert row["longest_ms"]["median"] >= slowest
+    assert min(part["step_beside_snapshot_ms"]["samples"]) >= 1.0
+    assert "| hit, µs per chunk |" in parts.shown(scheduler, part)

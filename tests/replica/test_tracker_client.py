@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any
 
 import pytest
@@ -32,8 +32,8 @@ class WatchedMirror(Mirror):
         self.snapshots = 0
         self._applied_one = asyncio.Event()
 
-    def apply(self, update: Update) -> None:
-        super().apply(update)
+    def apply_in_pieces(self, update: Update) -> Iterator[None]:
+        yield from super().apply_in_pieces(update)
         self.snapshots += update.snapshot
         self._applied_one.set()
 
