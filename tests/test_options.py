@@ -1,4 +1,4 @@
-"""Each launch option's values: what is accepted, what is refused, and in which words."""
+"""Each launch option's values: which are accepted, which are refused, and the messages."""
 
 from __future__ import annotations
 

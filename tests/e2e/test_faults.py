@@ -78,7 +78,7 @@ def question(seed: int) -> str:
     return prompt(document(seed, ROWS), questions(seed, ROWS)[0])
 
 
-def test_a_byte_turned_wrong_is_noticed_and_the_answer_is_right(
+def test_a_damaged_byte_is_noticed_and_the_answer_is_right(
     model: LocalCluster, fault: Path
 ) -> None:
     _, cold = compute(model, question(200))
