@@ -46,6 +46,6 @@ def test_a_quick_run_is_smaller_and_changes_neither_report_nor_page() -> None:
 
 
 def test_an_unknown_part_is_refused_before_anything_is_measured() -> None:
-    with pytest.raises(SystemExit, match="there is no part two; there are one"):
+    with pytest.raises(SystemExit, match="unknown part two; the parts are one"):
         program.main(["one", "two"])
     assert not report.REPORT.exists()

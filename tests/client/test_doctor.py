@@ -319,11 +319,11 @@ def test_a_full_tracker_and_failing_hooks() -> None:
     [
         (
             ComparisonStats(differing=1, peer="b", layer="layers.3", amount=0.5),
-            "computes other rows than b of the same text: layers.3 by 50%",
+            "computes different rows from b for the same text: layers.3 by 50%",
         ),
         (
             ComparisonStats(audits=9, failed_audits=2, peer="b", layer="layers.0", amount=1.0),
-            "computed other rows than it had fetched or loaded, 2 times",
+            "computed different rows from those fetched or loaded, 2 times",
         ),
     ],
 )

@@ -139,7 +139,7 @@ class TestReplicas:
             assert all(each["layer"] == "layer 1" for each in told if each["differing"])
             assert sum(each["differing"] for each in told) >= 2
             assert any(
-                "peer computes other rows" in text
+                "peer computes different rows" in text
                 for replica in (a, b, c, d)
                 for _, text in replica.logged()
             )

@@ -89,7 +89,7 @@ async def test_a_killed_one_is_replaced_and_gets_the_current_secret(region: Regi
         assert process.starts == 2
 
 
-async def test_a_fetch_fails_as_soon_as_the_process_is_killed(region: Region) -> None:
+async def test_what_was_being_fetched_fails_when_it_is_killed(region: Region) -> None:
     """It does not wait for the deadline."""
     with socket.create_server((HOST, 0)) as silent:  # accepts connections, and never answers
         address = f"{HOST}:{silent.getsockname()[1]}"
