@@ -47,7 +47,7 @@ def _quickly(module: ModuleType) -> None:
 def main(names: list[str], *, quick: bool = False) -> None:
     unknown = set(names) - set(PARTS)
     if unknown:
-        sys.exit(f"there is no part {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
+        sys.exit(f"unknown part {', '.join(sorted(unknown))}; the parts are {', '.join(PARTS)}")
     found: dict[str, Any] = {"parts": {}} if quick else report.load()
     file = report.QUICK if quick else report.REPORT
     for name in names or PARTS:

@@ -50,8 +50,8 @@ _ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # or the platform insists on a worker process
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # engines take turns on all cores
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # otherwise the platform uses a worker process
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # all engines use all cores
 }
 _START_TIMEOUT = 480.0
 _STOP_TIMEOUT = 20.0
@@ -163,7 +163,7 @@ class Engine:
         self._pipe, theirs = context.Pipe()
         self.process = context.Process(target=_run, args=(theirs, arguments, kind))
         self.process.start()
-        atexit.register(self.close)  # before multiprocessing waits for it for ever
+        atexit.register(self.close)  # at exit, multiprocessing would wait for it for ever
         theirs.close()
 
     def begin(self, method: str, *arguments: Any) -> None:
@@ -204,7 +204,7 @@ class Engine:
             started = psutil.Process(self.process.pid).children(recursive=True)
         except psutil.NoSuchProcess:
             started = []
-        with suppress(OSError):  # it is dead
+        with suppress(OSError):  # the process is dead
             self._pipe.send(None)
         self.process.join(patience)
         if self.process.is_alive():
@@ -258,7 +258,7 @@ class Fleet:
                 self.engines[name] = Engine(name, arguments, kind)
             for name in self._kinds:
                 self._wait_ready(name)
-            self._wait(self._have_joined, "all have joined")
+            self._wait(self._have_joined, "all replicas have joined")
             self._compare()
         except BaseException:
             self.close()
@@ -352,7 +352,7 @@ class Fleet:
                 if replica["incarnation"] in sharing
             )
 
-        self._wait(have_compared, "all have compared themselves")
+        self._wait(have_compared, "all have compared their rows")
 
     def _wait_ready(self, name: str) -> None:
         try:
@@ -502,7 +502,7 @@ class _Inside:
         end = time.monotonic() + _PATIENCE
         while not await self._engine.reset_prefix_cache():
             if time.monotonic() > end:
-                raise TimeoutError("blocks are in use all the time")
+                raise TimeoutError("blocks stay in use")
             await asyncio.sleep(_INTERVAL)
 
     async def threads(self) -> dict[str, float]:
@@ -552,7 +552,7 @@ def _run(pipe: Connection, arguments: dict[str, Any], kind: Kind) -> None:
         while True:
             try:
                 order = await loop.run_in_executor(None, pipe.recv)
-            except EOFError:  # the parent is gone
+            except EOFError:  # the parent has ended
                 order = None
             if order is None:
                 break

@@ -56,13 +56,15 @@ def _of(
 ) -> dict[str, Any]:
     keys = fresh_keys(rows)
     donor.store(keys)
-    wait_until(lambda: all(donor.name in consumer.holders(key) for key in keys), "the index says")
+    wait_until(
+        lambda: all(donor.name in consumer.holders(key) for key in keys), "the consumer knows"
+    )
     fetches: list[float] = []
     floors: list[float] = []
     for turn in range(ROUNDS + 2):
         outcome = consumer.fetch(donor.name, keys, _TIMEOUT)
         if outcome.committed != rows:
-            raise RuntimeError(f"{outcome.committed} of {rows} rows came: {outcome.reason}")
+            raise RuntimeError(f"{outcome.committed} of {rows} rows arrived: {outcome.reason}")
         pair.begin(reference, range(rows))
         span = pair.finish()
         if turn >= 2:  # the first two make the link and map the memory
@@ -70,7 +72,7 @@ def _of(
             floors.append(1e3 * (span.ended - span.began))
         consumer.evict(keys)
     if consumer.wrong_rows():
-        raise RuntimeError("a fetch brought other rows than it was to bring")
+        raise RuntimeError("a fetch delivered wrong rows")
     return {
         "fetch_ms": figure(fetches),
         "floor_ms": figure(floors),

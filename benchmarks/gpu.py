@@ -190,7 +190,7 @@ def _hits_over(transport: str, graphs: bool) -> dict[str, Any]:
     found: dict[int, list[Sample]] = {tokens: [] for tokens in LENGTHS}
     kinds = {name: _kind(transport, graphs) for name in ("donor", "consumer")}
     with _fleet(kinds) as fleet:
-        for tokens in LENGTHS:  # make links, and whatever else is made once
+        for tokens in LENGTHS:  # warm up, and make the links
             _ask_everybody(fleet, prompts.fresh(tokens))
         for _ in range(ROUNDS):
             for tokens in LENGTHS:
@@ -360,7 +360,7 @@ def section(found: dict[str, Any]) -> str:
 
 def main(names: Sequence[str], *, graphs: bool) -> None:
     if unknown := sorted(set(names) - set(PARTS)):
-        sys.exit(f"there is no part {', '.join(unknown)}; there are {', '.join(PARTS)}")
+        sys.exit(f"unknown part {', '.join(unknown)}; the parts are {', '.join(PARTS)}")
     report = json.loads(REPORT.read_text()) if REPORT.exists() else {}
     for name in names or PARTS:
         mode = ("CUDA graphs" if graphs else "eager") if PARTS[name].has_engines else ""

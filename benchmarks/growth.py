@@ -77,7 +77,7 @@ def _hits(fleet: Fleet) -> dict[str, list[float]]:
     """By setting, how many seconds longer a remote hit took than a local one."""
     prompts = Prompts()
     costs: dict[str, list[float]] = {name: [] for name in settings()}
-    _cost(fleet, prompts.fresh(TOKENS))  # makes links, and whatever else is made once
+    _cost(fleet, prompts.fresh(TOKENS))  # warm up, and make the links
     fleet.flush()
     for _ in range(ROUNDS):
         for name, setting in settings().items():

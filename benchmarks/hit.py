@@ -82,7 +82,7 @@ def measure_of(
             row_bytes = fleet.replicas()[_DONOR]["stats"]["pool"]["row_bytes"]
             pair.make(whole_chunks(max(lengths)), row_bytes)
             cycle = Cycle(fleet, pair, row_bytes)
-            cycle.run(lengths[0])  # makes links, and whatever else is made once
+            cycle.run(lengths[0])  # warm up, and make the links
             found: dict[int, list[Round]] = {tokens: [] for tokens in lengths}
             for _ in range(rounds):
                 for tokens in lengths:

@@ -68,7 +68,7 @@ def measure() -> dict[str, Any]:
 
 def _samples(fleet: Fleet) -> dict[int, list[Sample]]:
     prompts = Prompts()
-    for length in LENGTHS[:1] * 2:  # whatever is made at the first request, and the links
+    for length in LENGTHS[:1] * 2:  # warm up, and make the links
         _sample(fleet, prompts.fresh(length))
     found: dict[int, list[Sample]] = {tokens: [] for tokens in LENGTHS}
     for _ in range(ROUNDS):

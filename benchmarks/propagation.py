@@ -46,7 +46,7 @@ async def measure(counts: Sequence[int]) -> list[dict[str, Any]]:
     for count in counts:
         with TrackerProcess() as tracker, Watchers(tracker.address, count) as watchers:
             found.append({"watchers": count, **await _to(watchers, tracker)})
-            tracker.close()  # first, or it would go on answering watchers that are gone
+            tracker.close()  # first, so that it does not answer watchers that have ended
     return found
 
 

@@ -54,7 +54,7 @@ def measure() -> dict[str, Any]:
             xavier_pool_bytes="1GiB",
         )
         seed = 0
-        for turn in range(-1, ROUNDS):  # the first turn makes the links, and whatever is made once
+        for turn in range(-1, ROUNDS):  # the first turn warms up and makes the links
             for rows in ROWS:
                 seed += 1
                 sample = _sample(cluster, document(seed, rows))

@@ -71,7 +71,7 @@ def measure() -> dict[str, Any]:
                 def run(sharing: bool, name: str = name) -> pairs.Run:
                     return bench(model, servers[sharing].port, name, next(seeds))
 
-                for sharing in servers:  # whatever is made at the first request
+                for sharing in servers:  # warm up
                     run(sharing)
                 until = time.monotonic() + SECONDS
                 watched = {"request_throughput": WIDTH, "p99_itl": WIDTH}

@@ -38,7 +38,7 @@ def measure() -> dict[str, Any]:
     names = [f"engine-{number}" for number in range(max(SIZES))]
     prompts = Prompts()
     with Fleet(dict.fromkeys(names, Kind())) as fleet:
-        for name in names:  # whatever is made at the first request, and the links
+        for name in names:  # warm up, and make the links
             _rush(fleet, [name], prompts.fresh(TOKENS // 4))
             _rush(fleet, names, prompts.fresh(TOKENS // 4))
         rushes: dict[int, list[Rush]] = {size: [] for size in (_ALONE, *SIZES)}

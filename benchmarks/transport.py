@@ -50,7 +50,7 @@ def _of(pairs: Sequence[Pair], row_bytes: int) -> dict[str, Any]:
     for name in names:  # warm up, and show that the right rows arrive
         _rate(pairs, name, slots, row_bytes)
         if not all(pair.is_right() for pair in pairs):
-            raise RuntimeError(f"{name} brought other rows than it was given")
+            raise RuntimeError(f"{name} delivered wrong rows")
     for turn in range(ROUNDS):
         random.Random(turn).shuffle(slots)
         for name in names[turn % len(names) :] + names[: turn % len(names)]:

@@ -316,7 +316,7 @@ class LocalCluster:
         """Make one REST call and return the decoded answer.
 
         Raises:
-            ClusterError: the answer is an error, whose text the message has, or there is none.
+            ClusterError: there is no answer, or it is an error, whose text is in the message.
         """
         try:
             url = f"{self.endpoint}{path}"

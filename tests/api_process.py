@@ -1,5 +1,5 @@
-"""xinference's API with our extension, without xinference: a process with our routes, our parts of
-a supervisor and of workers, and a tracker, for real replicas to join.
+"""Our extension of xinference's API, without xinference: a process with our routes, our parts of a
+supervisor and of workers, and a tracker that real replicas can join.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ API_KEY = "sk-secret"
 
 
 class Supervisor(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no types
-    """What of a SupervisorActor our methods read."""
+    """The parts of a SupervisorActor that our methods read."""
 
     xavier_models = xavier_models
     xavier_tracker_address = xavier_tracker_address
@@ -56,7 +56,7 @@ class Supervisor(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no type
         await xo.destroy_actor(self._xavier_cache_mapping[MODEL])
 
     async def let_a_cancel_circle(self) -> None:
-        """In a second pool, of an xoscar that is not mended, until `end_the_cancel`."""
+        """In a second pool, with xoscar unpatched, until `end_the_cancel`."""
         MainActorPool._message_handler[MessageType.cancel] = MainActorPool.cancel
         self._pool = await xo.create_actor_pool("0.0.0.0:0", n_process=0, use_uvloop=False)
         reached = self._pool.external_address.replace("0.0.0.0", "127.0.0.1")
@@ -64,12 +64,12 @@ class Supervisor(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no type
 
     async def end_the_cancel(self) -> None:
         patch_cancels()
-        self._cancel.cancel()  # its answer may have been lost on the way
+        self._cancel.cancel()  # its answer may have been lost
         await asyncio.gather(self._cancel, return_exceptions=True)
         await self._pool.stop()
 
     async def set_workers(self, *kinds: str) -> None:
-        """Each "good" one has our extension, each "bare" one has not."""
+        """A "good" worker has our extension, a "bare" one does not."""
         self._worker_address_to_worker = {}
         for number, kind in enumerate(kinds):
             uid, worker = f"{kind}-{number}", Worker if kind == "good" else BareWorker
@@ -88,12 +88,12 @@ class Worker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no types
 
 
 class BareWorker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no types
-    """One that was started without our extension."""
+    """A worker that was started without our extension."""
 
 
 class ApiProcess:
-    """`endpoint` is open, `guarded` wants `API_KEY`, `bare` lacks our routes, and behind `behind`
-    is a supervisor without our extension. All other attributes are calls of the supervisor's."""
+    """`endpoint` is open, `guarded` requires `API_KEY`, `bare` lacks our routes, and the supervisor
+    of `behind` lacks our extension. All other attributes are methods of the supervisor."""
 
     def __init__(self) -> None:
         context = multiprocessing.get_context("spawn")
@@ -115,10 +115,10 @@ class ApiProcess:
         return call
 
     def stop(self) -> None:
-        """As uvicorn is stopped, with those that listen still there; returns when it has ended."""
+        """Stop it as uvicorn is stopped, with listeners connected; return when it has ended."""
         self.process.terminate()
         self.process.join(DEADLINE)
-        assert self.process.exitcode is not None, "it did not end"
+        assert self.process.exitcode is not None, "the API process did not end"
 
     def kill(self) -> None:
         self.process.kill()
@@ -145,7 +145,7 @@ async def _serve(pipe: Connection) -> None:
     app.mount("/behind", _application(bare))
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
-        listening.listen()  # who comes before uvicorn waits
+        listening.listen()  # clients that connect before uvicorn is ready wait
         server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="off"))
         serving = asyncio.ensure_future(server.serve(sockets=[listening]))
         pipe.send((address, listening.getsockname()[1]))
@@ -179,7 +179,7 @@ def _application(supervisor: Any, *, guarded: bool = False) -> FastAPI:
         auth_enabled=guarded,
         get_supervisor_ref=get_supervisor_ref,
     )
-    app.state.registry = Registry()  # each has one of its own, like a process
+    app.state.registry = Registry()  # one per application, as in separate processes
     app.add_route("/metrics", metrics)
     add_routes(context)
     add_metrics(context)

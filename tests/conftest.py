@@ -1,4 +1,4 @@
-"""What several test modules share."""
+"""Fixtures that several test modules share."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def pytest_sessionfinish() -> None:
 
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The small model, made once a session."""
+    """The small model, made once per session."""
     return make_model(tmp_path_factory.mktemp("model") / "small")
 
 
@@ -71,7 +71,7 @@ async def tracker(pool: Any) -> Any:
 
 @pytest.fixture
 async def stoppable_tracker() -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
-    """A process with a tracker, and its address."""
+    """A process with a tracker, and the tracker's address."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-c", TRACKER_PROCESS, MODEL),
         stdin=asyncio.subprocess.PIPE,

@@ -1,8 +1,8 @@
-"""Every error message in the package's source, as its author wrote it, `…` for what is filled in.
+"""Every error message in the package's source, with `…` for the values that are filled in.
 
-Read from the syntax trees: whatever makes an error of ours, a `ValueError` or another exception
-with words of ours, an HTTP refusal, a refusal of the command line, or a finding of the doctor's.
-A message that only passes on somebody else's words has none of its own and is left out.
+They are read from the syntax trees: our own errors, built-in exceptions with a message of ours,
+HTTP and command-line refusals, and the doctor's findings. A message that only passes on another
+one's text is left out.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from xinference_xavier import errors
 ROOT = Path(xinference_xavier.__file__).parent
 FILLED_IN = "…"
 FINDING = "Finding"
-ECHO = "echo"  # what a command says to standard error
+ECHO = "echo"  # a command's output to standard error
 FOREIGN = {"HTTPException", "UsageError", "ClickException"}
 PLAIN = {"ValueError", "TypeError", "RuntimeError", "TimeoutError", "OSError", "KeyError"}
 POSITION = {"HTTPException": 1, FINDING: 1}
-"""Of the text among the arguments, where it is not the first."""
+"""The position of the text among the arguments, where it is not the first."""
 
 _Tree = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def messages(root: Path = ROOT) -> dict[str, str]:
-    """Each message, and where it is made (one place of perhaps several)."""
+    """Each message, and a place that makes it (there may be others)."""
     trees = {file: ast.parse(file.read_text()) for file in sorted(root.rglob("*.py"))}
     ours = _error_classes(list(trees.values()))
     constants = _constants(list(trees.values()))
@@ -44,7 +44,7 @@ def messages(root: Path = ROOT) -> dict[str, str]:
 
 
 def normal(text: str) -> str:
-    """Whatever was written for what is filled in, and however it is quoted."""
+    """The text without quotes around filled-in values; adjacent ones become one."""
     text = re.sub(rf"(['\"]?){FILLED_IN}\1", FILLED_IN, " ".join(text.split()))
     return re.sub(rf"{FILLED_IN}(?:[ ,]*{FILLED_IN})+", FILLED_IN, text)
 
@@ -59,7 +59,7 @@ def _error_classes(trees: Sequence[ast.Module]) -> set[str]:
 
 
 def _constants(trees: Sequence[ast.Module]) -> dict[str, str]:
-    """Texts that modules give a name to, as far as the name means the same everywhere."""
+    """Texts of module-level names that have one meaning in the whole package."""
     found: dict[str, set[str]] = {}
     for tree in trees:
         for node in tree.body:
@@ -94,7 +94,7 @@ def _texts(
 
 
 def _said(name: str, arguments: tuple[str, ...]) -> str:
-    """What the error says; those of `errors` compose it themselves."""
+    """The error's text; the classes of `errors` compose their own."""
     made = getattr(errors, name, None)
     if made is not None:
         return str(made(*arguments))
@@ -103,7 +103,7 @@ def _said(name: str, arguments: tuple[str, ...]) -> str:
 
 
 def _written(node: ast.expr, scope: _Tree, constants: Mapping[str, str]) -> Iterator[str]:
-    """The texts that an expression may be, as far as they are written in the source."""
+    """The possible texts of an expression, as far as the source has them."""
     if isinstance(node, ast.Constant):
         yield node.value if isinstance(node.value, str) else FILLED_IN
     elif isinstance(node, ast.JoinedStr):
@@ -125,7 +125,7 @@ def _written(node: ast.expr, scope: _Tree, constants: Mapping[str, str]) -> Iter
 
 
 def _assigned(name: str, scope: _Tree) -> Iterator[ast.expr]:
-    """Texts that are given to a local name."""
+    """The texts that are assigned to a local name."""
     for node in ast.walk(scope):
         match node:
             case ast.Assign(

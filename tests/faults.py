@@ -1,7 +1,7 @@
-"""Transports made for faults: those that are there, and one thing goes wrong.
+"""Transports that inject faults: each wraps a real one and gets one thing wrong.
 
-A replica is given one as `transport="tests.faults:CorruptingGloo"`; it acts in that replica's
-transfer process.
+A replica gets one as `transport="tests.faults:CorruptingGloo"`; it acts in that replica's transfer
+process.
 """
 
 import asyncio
@@ -30,13 +30,13 @@ CORRUPT_ROW = 2
 ROWS_BEFORE_STALL = 3
 """Rows that StallingGloo sends before it hangs."""
 _STALL = b" and stall"
-"""At the end of a donor's answer."""
+"""A stalling donor appends this to its answer."""
 LINGER = 0.1
 """Seconds by which LingeringGloo is late."""
 
 
 class _FaultyLink(Link):
-    """A link that does what the one inside does; subclasses do one thing otherwise."""
+    """Delegates to the link inside; subclasses do one thing differently."""
 
     def __init__(self, link: Link, region: Region) -> None:
         self.link = link
@@ -55,7 +55,7 @@ class _FaultyLink(Link):
 
 
 class _HalfLink:
-    """An offer or an acceptance that becomes a faulty link."""
+    """An offer or an acceptance that completes to a faulty link."""
 
     def __init__(self, half: Any, fault: Callable[[Link], Link]) -> None:
         self._half = half
@@ -126,13 +126,13 @@ class CorruptingGloo(_FaultyGloo):
 
 
 class CorruptingSharedMemory(_FaultySharedMemory):
-    """Likewise."""
+    """One bit of one received row is wrong."""
 
     link = _CorruptingLink
 
 
 class _Unchecked(_Faulty):
-    """Nobody looks: what the check is there to catch."""
+    """No checksum is compared, to show what the check catches."""
 
     def __init__(self, region: Region, host: str, port_range: tuple[int, int] | None) -> None:
         super().__init__(region, host, port_range)
@@ -177,7 +177,7 @@ class StallingGloo(_FaultyGloo):
 
 
 class StallingSharedMemory(_FaultySharedMemory):
-    """A donor that has its consumer take a few rows and then none: it can only ask for it."""
+    """A donor that asks its consumer to take a few rows and then none, as it cannot enforce it."""
 
     link = _StallingLink
 
@@ -203,7 +203,7 @@ class _StalledLink(_StallingLink):
 
 
 class StallableSharedMemory(_FaultySharedMemory):
-    """A consumer that does what a StallingSharedMemory asks for."""
+    """A consumer that does what a StallingSharedMemory asks it to."""
 
     link = _StalledLink
 
@@ -230,13 +230,13 @@ class LingeringGloo(_FaultyGloo):
 
 
 class LingeringSharedMemory(_FaultySharedMemory):
-    """Likewise."""
+    """A donor that is slow to notice that its rows have left."""
 
     link = _LingeringLink
 
 
 SCRIPT = "XAVIER_TEST_FAULT"
-"""The environment variable that names the file with the fault of the moment."""
+"""The environment variable with the path of the file that names the current fault."""
 
 
 class Fault(StrEnum):
@@ -270,15 +270,15 @@ def _fault() -> Fault:
 
 
 class ScriptedGloo(_FaultyGloo):
-    """What goes wrong is written in a file, for replicas that a test cannot get hold of."""
+    """A file names the fault, for replicas whose processes a test cannot reach."""
 
     link = _ScriptedLink
 
 
 ORDERS = "XAVIER_TEST_ORDERS"
-"""The environment variable that names the folder with the faults that are ordered of a replica."""
+"""The environment variable with the folder of faults ordered for a replica."""
 UNCHECKED = "XAVIER_TEST_UNCHECKED"
-"""The environment variable that, if set, switches the checksums of OrderedGloo's process off."""
+"""This environment variable, if set, switches off the checksums of OrderedGloo's process."""
 LATE = 0.6
 """Seconds after its deadline at which a link still writes; the engine waits for 2."""
 SLOW = 0.4
@@ -287,7 +287,7 @@ _TAKEN = "taken"
 
 
 class Order(StrEnum):
-    """Faults of one batch each; the first of them happen to consumers, the others to donors."""
+    """Faults of one batch each. Those up to DIE_RECEIVING hit consumers, the others donors."""
 
     DAMAGE = "damaged row"
     SWAP = "swapped rows"
@@ -304,12 +304,12 @@ class Order(StrEnum):
 
 
 def order(folder: Path, fault: Order) -> None:
-    """Let this happen to the next batch that it can happen to."""
+    """Inject this fault into the next batch that it applies to."""
     (folder / fault).touch()
 
 
 def withdraw(folder: Path, fault: Order) -> bool:
-    """False if it has happened."""
+    """Cancel the order; return False if the fault has already happened."""
     try:
         (folder / fault).unlink()
     except FileNotFoundError:
@@ -318,7 +318,7 @@ def withdraw(folder: Path, fault: Order) -> bool:
 
 
 def taken(folder: Path) -> Counter[str]:
-    """What has happened, or is about to: written down before it is done."""
+    """The faults so far; each is logged just before it happens."""
     log = folder / _TAKEN
     return Counter(log.read_text().splitlines()) if log.exists() else Counter()
 
@@ -337,7 +337,7 @@ def _take(fault: Order) -> bool:
 
 
 class _OrderedLink(_StallingLink):
-    """`sockets` gives the file descriptors of all the process's Gloo connections."""
+    """`sockets` returns the file descriptors of the process's Gloo connections."""
 
     def __init__(self, link: Link, region: Region, sockets: Callable[[], list[int]]) -> None:
         super().__init__(link, region)
@@ -347,7 +347,7 @@ class _OrderedLink(_StallingLink):
         self, slots: Sequence[int], granted: Sequence[int], check: Check, deadline: float
     ) -> Iterator[int]:
         if _is_ordered(Order.REFUSE) or _is_ordered(Order.STRANGER):
-            raise LinkError("given up, so that the next fetch makes another link")
+            raise LinkError("dropped, so that the next fetch opens another link")
         if _take(Order.DIE_RECEIVING):
             os.kill(os.getpid(), signal.SIGKILL)
         if _take(Order.OVERSIZE):
@@ -361,7 +361,7 @@ class _OrderedLink(_StallingLink):
         return self.link.receive(slots, granted, check, deadline)
 
     def _receive_less(self, slot: int, deadline: float) -> None:
-        """The donor's message is longer than what waits for it: Gloo ends this process."""
+        """Post a receive that is shorter than the donor's message: Gloo ends this process."""
         link = cast(GlooLink, self.link)
         half = link._rows[slot][: self.region.row_bytes // 2]
         link._wait(link._post("recv", half, next(link._tags)), deadline)
@@ -389,13 +389,13 @@ class _OrderedLink(_StallingLink):
             yield slot
 
     def _late(self, slots: Sequence[int], granted: Sequence[int], deadline: float) -> Iterator[int]:
-        """As memory that is written by a device which knows nothing of deadlines."""
+        """Like a device that writes memory regardless of deadlines."""
         arrived = self.link.receive(slots, granted, _unchecked, deadline)
         rows = [(slot, self.region.row(slot).copy()) for slot in arrived]
         threading.Event().wait(max(0.0, deadline - time.monotonic()) + LATE)
         for slot, row in rows:
             self.region.row(slot)[:] = row
-        raise LinkTimeoutError("written nevertheless")
+        raise LinkTimeoutError("written after the deadline")
         yield  # an iterator, like the others
 
     def send(self, slots: Sequence[int], deadline: float) -> None:
@@ -421,11 +421,11 @@ class _OrderedLink(_StallingLink):
 
 
 def _unchecked(slot: int) -> None:
-    """Whatever it is."""
+    """Accept any row."""
 
 
 class OrderedGloo(_FaultyGloo):
-    """What goes wrong is ordered, one batch at a time, while the process runs."""
+    """Faults are ordered, one batch at a time, while the process runs."""
 
     def __init__(self, region: Region, host: str, port_range: tuple[int, int] | None) -> None:
         super().__init__(region, host, port_range)

@@ -1,9 +1,7 @@
-"""xinference's own API in a process of its own, its authentication on and our extension loaded by
-itself, before a supervisor of `tests/api_process.py`: no model is started, and nobody has signed in
-before.
+"""xinference's own API in a separate process, with authentication on and our extension loaded, in
+front of a supervisor of `tests/api_process.py`. There are no models and no accounts at first.
 
-This module imports nothing of xinference: that reads its environment when it is imported, which is
-in the new process.
+xinference reads its environment when it is imported, so only the new process imports it.
 """
 
 from __future__ import annotations
@@ -47,10 +45,10 @@ class GuardedApi:
         )
         self._process.start()
         theirs.close()
-        assert pipe.poll(_PATIENCE), "xinference's API does not start"
+        assert pipe.poll(_PATIENCE), "xinference's API did not start"
         port, setup_token = pipe.recv()
         self.endpoint = f"http://127.0.0.1:{port}"
-        connecting = httpx.HTTPTransport(retries=8)  # 4.0 does not listen yet
+        connecting = httpx.HTTPTransport(retries=8)  # 4.0 is not listening yet
         self.http = httpx.Client(base_url=self.endpoint, timeout=_PATIENCE, transport=connecting)
         account = {"username": "admin", "password": _PASSWORD, "setup_token": setup_token}
         self._done(self.http.post("/v1/admin/setup", json=account))
@@ -79,7 +77,7 @@ class GuardedApi:
         return User(name, _PASSWORD, answer.json()["access_token"])
 
     def api_key(self, name: str, model_uid: str | None = None) -> str:
-        """For all models, or for one."""
+        """A key for one model, or for all."""
         allowed = [{"permission_type": "model_id", "permission_value": model_uid}]
         body = {"name": name, "model_permissions": allowed if model_uid is not None else None}
         answer = self.http.post("/v1/admin/keys", json=body, headers=self.admin.headers)
@@ -97,7 +95,7 @@ def _serve(pipe: Connection, supervisor: str, home: str) -> None:
         XINFERENCE_HOME=home,
         XINFERENCE_AUTH_ADVANCED="true",
         XINFERENCE_EXTENSIONS="xinference_xavier:extension",
-        # It shuts an address out that was wrong ten times, and all tests have one address.
+        # It locks an address out after ten failures, and all tests have the same address.
         XINFERENCE_RATE_LIMIT_IP_MAX_FAILURES="1000000",
     )
     from xinference.api.restful_api import RESTfulAPI

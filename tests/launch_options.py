@@ -1,4 +1,4 @@
-"""What a launch makes of options."""
+"""How a launch parses or refuses options."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A healthy pair of replicas behind an API, for all that asks for it: the fixture `pair`."""
+"""A healthy pair of replicas behind an API, for all tests that use the fixture `pair`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A hook of the operator's that writes down what it is told, in whichever process it runs."""
+"""An operator's hook that writes its events to a file, in whichever process it runs."""
 
 import json
 import os

@@ -1,7 +1,7 @@
-"""Real replicas for tests, without vLLM: each a process with a real pool, region, mirror and
-transfer process, whose rows' contents follow from their keys, so that one wrong byte is seen.
+"""Real replicas for tests, without vLLM: each is a process with a real pool, region, mirror and
+transfer process. The content of a row follows from its key, so that a single wrong byte is seen.
 
-xoscar keeps one event loop per process, so replicas cannot share the test's.
+xoscar keeps one event loop per process, so replicas cannot run in the test's process.
 """
 
 import asyncio
@@ -43,7 +43,7 @@ KEY_BYTES = 36
 CHUNK_TOKENS = 128
 MODEL = "model"
 _NUMBERS = itertools.count()
-DEADLINE = 60.0  # of the tests' own waits, far above anything seen
+DEADLINE = 60.0  # of the tests' own waits, far above any that was observed
 
 
 def make_key(number: int) -> bytes:
@@ -51,7 +51,7 @@ def make_key(number: int) -> bytes:
 
 
 def content(key: bytes, size: int = ROW_BYTES) -> npt.NDArray[np.uint8]:
-    """What the row of `key` must hold."""
+    """The bytes that the row of `key` must hold."""
     seed = int.from_bytes(key[:8], "big")
     return np.random.default_rng(seed).integers(0, 256, size, dtype=np.uint8)
 
@@ -67,18 +67,19 @@ def fresh_keys(count: int) -> list[bytes]:
 
 
 def wait_until(condition: Callable[[], bool], what: str, *, interval: float = 0.005) -> None:
-    """Poll a condition in another process, where there is no event of ours to wait for."""
+    """Poll a condition in another process, which cannot notify the test."""
     assert until(condition, DEADLINE, interval), f"never came true: {what}"
 
 
 def chunk_numbers(question: dict[str, Any]) -> Chunked:
-    """A prompt of these replicas is numbers, each of them a chunk: that of `make_key`."""
+    """A prompt of these replicas is a list of numbers; each is one chunk, with the key `make_key`
+    gives it."""
     words = question["prompt"].split()
     return Chunked(len(words) * CHUNK_TOKENS, CHUNK_TOKENS, [(make_key(int(n)),) for n in words])
 
 
 class Outcome(NamedTuple):
-    """What became of a fetch."""
+    """The outcome of a fetch."""
 
     state: str
     reason: str | None
@@ -96,7 +97,7 @@ class _Lines(logging.Handler):
 
 
 class _Engine:
-    """Counts what a test says, and takes numbers for tokens."""
+    """An engine whose counts and chunks a test sets."""
 
     def __init__(self) -> None:
         self.chunker: Chunker | None = chunk_numbers
@@ -119,7 +120,7 @@ class _Engine:
 
 
 class _Inside:
-    """What runs in the replica's process; each public method is a command."""
+    """Runs in the replica's process; each public method is a command."""
 
     def __init__(self, name: str, rows: int, row_bytes: int, namespace: str, options: Any) -> None:
         fingerprint_fields = options.pop("fingerprint_fields", None)
@@ -149,7 +150,7 @@ class _Inside:
         self.replica.start(self.engine)
 
     def sketch(self, key: bytes) -> Sketch | None:
-        """Two layers. The numbers of the second are `factor` times what others compute."""
+        """Two layers. The numbers of the second one are multiplied by `factor`."""
         row = self.pool.lookup(key)
         if row is None or row.origin is not None:
             return None
@@ -168,7 +169,7 @@ class _Inside:
         return len(rows)
 
     def fetch(self, donor: str, keys: Sequence[bytes], timeout: float) -> Outcome:
-        """As soon as it is decided."""
+        """Fetch rows; return once the fetch is decided."""
         self.begin_fetch(donor, keys, timeout)
         return self.end_fetch()
 
@@ -199,7 +200,7 @@ class _Inside:
         return Outcome(fetch.state.name, fetch.reason, len(fetch.committed), seconds)
 
     def arrived(self) -> int:
-        """Rows of the fetch under way whose bytes are all there."""
+        """How many rows of the current fetch have arrived in full."""
         assert self.fetching is not None
         return sum(
             np.array_equal(self.region.row(row.slot), content(row.key, self.region.row_bytes))
@@ -207,10 +208,10 @@ class _Inside:
         )
 
     def claim(self, keys: Sequence[bytes]) -> int:
-        """How many of the first ones a peer computes."""
+        """How many leading chunks a peer is computing."""
         claim = self.replica.tier.claim(keys, 60.0)
         assert claim is not None, "there are peers"
-        wait_until(lambda: claim.held_by_peer is not None, "somebody said who computes it")
+        wait_until(lambda: claim.held_by_peer is not None, "the tracker has answered the claim")
         assert claim.held_by_peer is not None
         self.claims.append(claim)
         return claim.held_by_peer
@@ -221,7 +222,7 @@ class _Inside:
         self.claims.clear()
 
     def evict(self, keys: Sequence[bytes]) -> None:
-        """As if memory had run short; the rest is put back by the caller."""
+        """Evict exactly these chunks, as if the pool had run out of room."""
         filler = [make_key(-1 - n) for n in range(self.pool.slots)]
         kept = [key for key in self.pool.shared_keys() if key not in set(keys)]
         self.pool.touch(kept)
@@ -232,7 +233,7 @@ class _Inside:
         self.replica.tier.on_evicted(evicted)
 
     def forget(self, keys: Sequence[bytes]) -> None:
-        """Evict without a word to the tracker: the withdrawal is still on its way."""
+        """Evict without telling the tracker, as if the withdrawal were still on its way."""
         tell, self.replica.tier.on_evicted = self.replica.tier.on_evicted, lambda keys: None  # type: ignore[method-assign]
         try:
             self.evict(keys)
@@ -243,7 +244,7 @@ class _Inside:
         return self.pool.shared_keys()
 
     def wrong_rows(self) -> list[bytes]:
-        """Keys of READY rows whose bytes are not theirs."""
+        """Keys of READY rows with wrong bytes."""
         wrong = []
         for key in self.pool.shared_keys():
             row = self.pool.lookup(key)
@@ -273,11 +274,11 @@ class _Inside:
         return self.replica.stats()
 
     def count(self, engine_stats: dict[str, Any]) -> None:
-        """As if an engine had counted this."""
+        """Set the engine's counts."""
         self.engine.counted = engine_stats
 
     def trace(self) -> None:
-        """As if an operator had set up tracing."""
+        """Set up tracing, as an operator does."""
         provider = TracerProvider()
         provider.add_span_processor(SimpleSpanProcessor(self.spans))
         trace.set_tracer_provider(provider)
@@ -287,7 +288,7 @@ class _Inside:
         return [json.loads(span.to_json()) for span in self.spans.get_finished_spans()]
 
     def logged(self) -> list[tuple[str, str]]:
-        """Levels and texts, from INFO on."""
+        """Levels and texts of log lines, from INFO up."""
         return self.lines.seen
 
     def transfer_stats(self) -> dict[str, Any]:
@@ -303,14 +304,14 @@ class _Inside:
         return self.replica.mirror.address(peer)
 
     def is_up(self) -> bool:
-        """Joined, with a transfer process that knows the secret."""
+        """Whether it has joined and its transfer process knows the secret."""
         return self.replica._client.joined.is_set() and self.replica._process.ready
 
     def reset(self) -> None:
         self.replica.tier.reset()
 
     def namespace(self) -> str:
-        """The one that it is a member of."""
+        """The namespace that it is a member of."""
         return self.replica._client.namespace if self.replica.tier.sharing else ""
 
     def stop(self) -> None:
@@ -321,7 +322,7 @@ class TrackerProcess:
     """A process with a real tracker."""
 
     def __init__(self, **options: Any) -> None:
-        """`options` are the tracker's."""
+        """`options` are keyword arguments of the tracker."""
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         self.process = context.Process(target=_track, args=(theirs, options), daemon=True)
@@ -378,7 +379,7 @@ def _run(pipe: Connection, arguments: tuple[Any, ...]) -> None:
 
 
 class ReplicaProcess:
-    """The test's handle: calls are forwarded to `_Inside`."""
+    """The test's handle; forwards calls to `_Inside`."""
 
     def __init__(
         self,
@@ -434,7 +435,7 @@ class ReplicaProcess:
 def replicas(
     tracker_address: str, transports: dict[str, str], **options: Any
 ) -> Iterator[list[ReplicaProcess]]:
-    """Replicas, by name, that are joined and ready to fetch; gone afterwards."""
+    """Start replicas by name, wait until they can fetch, and end them afterwards."""
     started = [
         ReplicaProcess(name, tracker_address, transport=transport, **options)
         for name, transport in transports.items()

@@ -1,4 +1,4 @@
-"""docs/architecture.md: a map of all folders, and one remote hit, short, straight and true."""
+"""docs/architecture.md has a map of all folders and a correct, short walk through a remote hit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 MAX_MODULES = 24
 ROW = re.compile(r"^\| `((?:engine|replica|transfer|pool)/\S+\.py)` \| `(\w+)\.(\w+)` \| ", re.M)
 SHARED = "pool"
-"""Belongs to whichever room it is called from."""
+"""Counts as part of the room that calls it."""
 
 
 class Stop(NamedTuple):

@@ -1,4 +1,4 @@
-"""Launch options: what is accepted, what is refused, and in which words."""
+"""Launch options: which are accepted, which are refused, and the messages."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ def test_enabled(name: str, yes: object) -> None:
 
 
 @pytest.mark.parametrize("no", [False, 0, "0", "false", "False", "no", "off", None])
-def test_text_that_says_no_means_no(no: object) -> None:
-    """Upstream takes bool("false") for True, so it must be handed a real False."""
+def test_text_that_means_no_is_no(no: object) -> None:
+    """xinference takes bool("false") for True, so it must get a real False."""
     kwargs = {"enable-xavier": no}
     assert take_launch_options(kwargs) is None
     assert kwargs == {ENABLE: False}
 
 
 @pytest.mark.parametrize("neither", ["maybe", "", 2, 1.0, [], "tru"])
-def test_what_is_neither_true_nor_false_is_refused(neither: object) -> None:
+def test_values_that_are_neither_true_nor_false_are_refused(neither: object) -> None:
     assert "neither true nor false" in refusal(enable_xavier=neither)
 
 
@@ -62,7 +62,7 @@ def test_none_means_not_given() -> None:
     assert parsed(xavier_pool_bytes=None, xavier_host=None) == {}
 
 
-def test_an_unknown_name_is_answered_with_the_nearest_known() -> None:
+def test_an_unknown_name_is_refused_with_the_nearest_known_one() -> None:
     assert refusal(xavier_pool_size=1) == (
         "xavier_pool_size=1 is not an option; did you mean xavier_pool_bytes?"
     )
@@ -113,7 +113,7 @@ def test_config_survives_json() -> None:
     assert XavierConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
 
-def test_config_refuses_what_it_does_not_know() -> None:
+def test_config_refuses_unknown_fields() -> None:
     plain = XavierConfig("m", "10.0.0.1:9999").to_dict()
     with pytest.raises(ConfigError, match="is not known to this version"):
         XavierConfig.from_dict({**plain, "colour": "red"})

@@ -1,5 +1,5 @@
-"""What the documentation says is true, as far as that can be compared. `make docs` looks after its
-links; pages with a test of their own are the options and troubleshooting."""
+"""The documentation agrees with the code, as far as it can be compared. `make docs` checks its
+links; other tests check the pages about options, troubleshooting and support."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ NAME = re.compile(r"`(test_\w+)`")
 
 
 def test_every_test_that_a_promise_names_exists() -> None:
-    """In the file that was named last on the same line."""
+    """It is in the file that the line names before it."""
     named = 0
     for line in RELIABILITY.read_text().splitlines():
         file = ""
         for word in re.findall(r"`[^`]+`", line):
             if found := FILE.fullmatch(word):
                 file = (found[1] or "") + found[2]
-                assert (TESTS / file).is_file(), f"there is no {file}"
+                assert (TESTS / file).is_file(), f"{file} does not exist"
             elif found := NAME.fullmatch(word):
                 source = (TESTS / file).read_text()
                 assert re.search(rf"def {found[1]}\b", source), f"{file} has no {found[1]}"
@@ -41,7 +41,7 @@ def test_every_test_that_a_promise_names_exists() -> None:
     assert named > 50
 
 
-def test_every_rest_route_is_there_and_no_other() -> None:
+def test_every_rest_route_is_listed_and_no_other() -> None:
     router = APIRouter()
     add_routes(SimpleNamespace(router=router, auth_enabled=False, get_supervisor_ref=None))
     served = {
@@ -68,7 +68,7 @@ def _is_event(thing: object) -> bool:
     return isinstance(thing, type) and issubclass(thing, events.Event)
 
 
-def test_every_public_error_says_what_it_is() -> None:
+def test_every_public_error_has_a_docstring() -> None:
     """Its docstring is its entry in the reference."""
     ours = [each for each in vars(errors).values() if isinstance(each, type)]
     assert len(ours) > 8
@@ -81,9 +81,9 @@ def test_the_architecture_fits_into_100_columns() -> None:
 
 
 @pytest.mark.parametrize("drawing", DRAWINGS, ids=lambda drawing: drawing.name)
-def test_drawings_say_what_they_show_and_are_for_light_and_dark(drawing: Path) -> None:
-    """They bring a background of their own for each, so that neither a reader's theme nor the
-    system's can make them unreadable, and load nothing from elsewhere."""
+def test_drawings_have_descriptions_and_are_for_light_and_dark(drawing: Path) -> None:
+    """They have a background of their own for each, so that no theme of the reader or the system
+    makes them unreadable. They load nothing from elsewhere."""
     root = ElementTree.parse(drawing).getroot()
     for name in ("title", "desc"):
         element = root.find(f"{SVG}{name}")

@@ -1,4 +1,4 @@
-"""Errors cross process borders: they must arrive as what they were."""
+"""Errors cross process boundaries unchanged."""
 
 from __future__ import annotations
 

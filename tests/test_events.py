@@ -1,4 +1,4 @@
-"""An event is the same in the process it happens in and in the one that is told of it."""
+"""An event is the same in the process where it happens and in the one that receives it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Whatever a peer sends: it is taken for a checked message, or refused with an error of ours.
+"""Whatever a peer sends passes all checks or is refused with one of our errors.
 
-No other exception, nothing half done, and no memory that grows with what a few bytes claim. Each
-decoder gets an equal part of XAVIER_FUZZ_SECONDS (10), with other examples every time; a failure
-shows its example.
+There is no other exception, nothing is half done, and no memory grows with the sizes that a few
+bytes claim. Each decoder gets an equal share of XAVIER_FUZZ_SECONDS (10), with new examples every
+time; a failure shows its example.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ deep = st.integers(1, 20_000).map(lambda n: b"[" * n) | st.just(b'{"a":' * 20_00
 
 
 def altered(message: Any) -> st.SearchStrategy[Any]:
-    """Messages that are like `message` but for some of their fields."""
+    """Messages like `message`, with other values in some fields."""
     value = anything | nested
     fields = st.dictionaries(st.sampled_from(message._fields), value, min_size=1, max_size=3)
     return fields.map(lambda changes: message._replace(**changes)) | value
@@ -109,7 +109,7 @@ def altered_json(fields: dict[str, Any]) -> st.SearchStrategy[bytes]:
 
 
 def explore(check: Check, examples: st.SearchStrategy[Any], seconds: float) -> int:
-    """How many examples there was time for."""
+    """Check as many examples as time allows; return their number."""
     end = time.monotonic() + seconds
     count = 0
 
@@ -194,7 +194,7 @@ def an_update(example: Any) -> None:
 
 
 def a_call(example: tuple[str, tuple[Any, ...]]) -> None:
-    """Of the tracker."""
+    """A call of the tracker, whose other members go on."""
     method, arguments = example
     tracker = BlockTracker("model")
 
@@ -202,7 +202,7 @@ def a_call(example: tuple[str, tuple[Any, ...]]) -> None:
         await tracker.join("ns", MEMBERS[1], 4, Settings())
         with suppress(ValueError, NotMemberError, TrackerFullError):
             await getattr(tracker, method)(*arguments)
-        if method != "set_enabled":  # whatever it was, the others' business goes on
+        if method != "set_enabled":  # whatever the call was, other members go on
             await tracker.publish("ns", "a", 1, b"key1", b"")
             (update,) = [await tracker.watch("ns", "a", "", 0, 0.0)]
             Mirror("a").apply(update)
@@ -269,7 +269,7 @@ HEADERS = st.tuples(
 
 
 def options(example: dict[str, Any]) -> None:
-    """From the user, by way of JSON."""
+    """Launch options from a user, through JSON."""
     with suppress(ConfigError):
         taken = take_launch_options({"enable_xavier": True, **example})
         config = XavierConfig("m", "h:1", **(taken or {}))
@@ -320,5 +320,5 @@ SECONDS = float(os.environ.get("XAVIER_FUZZ_SECONDS", "10")) / len(DECODERS)
 
 
 @pytest.mark.parametrize("name", DECODERS)
-def test_what_is_no_message_is_refused(name: str) -> None:
+def test_anything_but_a_message_is_refused(name: str) -> None:
     print(f"{explore(*DECODERS[name], SECONDS)} examples of a {name}")

@@ -1,4 +1,4 @@
-"""The operator's function gets the events, and whatever it does harms nothing else."""
+"""The operator's function gets the events, and cannot harm anything else."""
 
 from __future__ import annotations
 
@@ -28,25 +28,25 @@ def test_events_come_in_order_and_on_another_thread() -> None:
     events = [event(number) for number in range(100)]
     for each in events:
         hooks.notify(each)
-    wait_until(lambda: hooks.notified == 100, "the hook got all of them")
+    wait_until(lambda: hooks.notified == 100, "the hook got all events")
     assert [each for each, _ in calls] == events
     assert {thread for _, thread in calls} != {threading.get_ident()}
 
 
-def test_without_a_hook_there_is_not_even_a_thread() -> None:
+def test_without_a_hook_there_is_no_thread() -> None:
     before = threading.active_count()
     Hooks().notify(event())
     assert threading.active_count() == before
 
 
-def test_a_hook_that_raises_gets_the_next_event_too(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_hook_that_raises_still_gets_the_next_event(caplog: pytest.LogCaptureFixture) -> None:
     def fail(each: Event) -> None:
         raise RuntimeError("the pager is broken")
 
     hooks = Hooks(fail)
     for number in range(3):
         hooks.notify(event(number))
-    wait_until(lambda: hooks.failed == 3, "the hook got all of them")
+    wait_until(lambda: hooks.failed == 3, "the hook got all events")
     assert caplog.text.count("xavier_hooks failed") == 1, "logged once"
 
 
@@ -65,7 +65,7 @@ def test_a_hook_that_hangs_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> N
         hooks.notify(event(number))
     assert hooks.dropped == 40
     release.set()
-    wait_until(lambda: hooks.notified == 11, "the hook got the waiting ones")
+    wait_until(lambda: hooks.notified == 11, "the hook got the waiting events")
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_an_invalid_hook_is_refused(path: str, reason: str) -> None:
 
 @pytest.fixture
 def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The file in which processes started from now on record events."""
+    """The file in which processes that start from now on record events."""
     file = tmp_path / "events"
     file.touch()
     monkeypatch.setenv(FILE, str(file))
@@ -113,7 +113,7 @@ def test_the_hook_gets_the_events_of_replicas(recorded: Path, own_tracker: Track
 
         keys = fresh_keys(2)
         donor.store(keys)
-        wait_until(lambda: consumer.holders(keys[0]) == ("donor",), "the index says")
+        wait_until(lambda: consumer.holders(keys[0]) == ("donor",), "the consumer knows the chunks")
         donor.forget(keys)
         consumer.fetch("donor", keys, 30.0)
         wait_until(lambda: bool(events(recorded, event="FetchRolledBack")), "recorded")

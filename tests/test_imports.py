@@ -1,4 +1,4 @@
-"""What `make lint` cannot see of imports: it reads them, and does not run them."""
+"""Imports that run: `make lint` only reads them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the engine is told, and how each worker makes it its own."""
+"""The engine's configuration, and the values that each worker fills in."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_it_names_our_connector_and_spec_and_survives_json() -> None:
     assert config_in(transfer) == CONFIG
 
 
-def test_ours_is_told_from_others_also_as_text() -> None:
+def test_ours_is_recognized_even_as_text() -> None:
     ours = kv_transfer_config(CONFIG)
     assert own_transfer_config(ours) == ours
     assert own_transfer_config(json.dumps(ours)) == ours
@@ -32,7 +32,7 @@ def test_ours_is_told_from_others_also_as_text() -> None:
         assert own_transfer_config(other) is None
 
 
-def test_a_worker_puts_in_what_depends_on_it() -> None:
+def test_a_worker_fills_in_its_own_values() -> None:
     transfer = kv_transfer_config(CONFIG)
     before = copy.deepcopy(transfer)
     here = config_in(
@@ -56,7 +56,7 @@ def test_wildcards_everywhere_mean_this_host() -> None:
     assert (here.worker_address, here.tracker_address) == ("127.0.0.1:70", "127.0.0.1:9999")
 
 
-def test_a_replica_added_on_another_worker_starts_from_what_the_supervisor_wrote() -> None:
+def test_a_replica_added_on_another_worker_starts_from_the_supervisor_s_values() -> None:
     """xinference replays the first worker's launch arguments on the second."""
     first = for_worker(
         kv_transfer_config(CONFIG), worker_address="0.0.0.0:70", supervisor_address="0.0.0.0:9999"

@@ -1,4 +1,5 @@
-"""Small modules, each with tests under its own name: `pool/region.py` in `pool/test_region.py`."""
+"""Modules are small, and each has tests under its name: `pool/test_region.py` for
+`pool/region.py`."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ ELSEWHERE = {
     "engine/view.py": "engine/test_probes.py and engine/test_connector.py",
     "replica/departures.py": "replica/test_replica.py",
     "transfer/__main__.py": "run as a process: replica/test_transfer_process.py",
-    "transfer/links.py": "common to transfer/test_receiver.py and transfer/test_sender.py",
+    "transfer/links.py": "transfer/test_receiver.py and transfer/test_sender.py",
     "transfer/transports/base.py": "abstract",
 }
 """Modules without a test file of their own, and why."""

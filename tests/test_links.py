@@ -1,4 +1,4 @@
-"""A link of the documentation that leads nowhere fails `make docs`: seen with such pages."""
+"""A broken link in the documentation fails `make docs`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NOWHERE = {
 
 
 def options() -> list[str]:
-    """Those with which `make docs` builds, but for the builder."""
+    """The options of `make docs`, without the builder."""
     (line,) = re.findall(r"-m sphinx --builder html (.*) docs build/docs$", _makefile(), re.M)
     return shlex.split(line)
 
@@ -51,7 +51,7 @@ def test_good_links_pass(tmp_path: Path) -> None:
     assert build(tmp_path, PAGE).returncode == 0
 
 
-def test_each_link_that_leads_nowhere_is_told_and_fails(tmp_path: Path) -> None:
+def test_each_broken_link_is_reported_and_fails(tmp_path: Path) -> None:
     built = build(tmp_path, PAGE + "\n\n".join(NOWHERE))
     assert built.returncode != 0
     warnings = [line for line in built.stderr.splitlines() if "WARNING" in line]

@@ -1,4 +1,4 @@
-"""Each launch option's values: what is accepted, what is refused, and in which words."""
+"""Each launch option's values: which are accepted, which are refused, and the messages."""
 
 from __future__ import annotations
 
@@ -104,8 +104,8 @@ def test_port_range(ports: object) -> None:
         ([30000, "30001"], "is not a range"),
         ([1, 2, 3], "is not a range"),
         ("30100-30000", "ends below its start"),
-        ("80-90", "leaves the ports a user may take"),
-        ("60000-70000", "leaves the ports a user may take"),
+        ("80-90", "is outside the ports that users may take"),
+        ("60000-70000", "is outside the ports that users may take"),
         ("40000-40001", "is too small for a replica's engine"),
     ],
 )

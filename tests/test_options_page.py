@@ -1,4 +1,4 @@
-"""`docs/options.md` has the launch options as they are, and the READMEs name no others."""
+"""`docs/options.md` describes the launch options correctly, and the READMEs name no others."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_defaults_are_those_of_the_code() -> None:
         if match := re.fullmatch(r"`([^`]+)`", option.default):
             assert match[1] == shown(value)
         else:
-            assert value is None, f"{option.name} is {value!r} unless said otherwise"
+            assert value is None, f"the default of {option.name} is {value!r}"
 
 
 def shown(value: object) -> str:
@@ -67,7 +67,7 @@ def shown(value: object) -> str:
 
 
 @pytest.mark.parametrize("name", EVERY_OPTION)
-def test_what_the_page_allows_is_taken_and_what_it_refuses_is_refused(name: str) -> None:
+def test_values_that_the_page_allows_are_accepted_and_others_refused(name: str) -> None:
     option = options()[name]
     assert option.such_as
     assert option.refused

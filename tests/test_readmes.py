@@ -1,4 +1,4 @@
-"""README.md is short, and README.zh.md is like it: sections, commands, figures and links."""
+"""README.md is short, and README.zh.md has the same sections, commands, figures and links."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def links(readme: str) -> list[str]:
 
 
 def code(readme: str) -> set[str]:
-    """What is written as code, whatever the order of a sentence's words."""
+    """The inline code, in any order."""
     return set(re.findall(r"`[^`]+`", prose(readme)))
 
 
@@ -64,7 +64,7 @@ def test_the_english_one_fits_on_one_screen_of_text() -> None:
 
 
 def test_names_and_values_are_the_same() -> None:
-    """An option or a path that only one of them has was forgotten in the other."""
+    """An option or a path must be in both."""
     assert code(ENGLISH) == code(CHINESE)
 
 
@@ -73,7 +73,7 @@ def test_each_leads_to_the_other() -> None:
     assert f"]({ENGLISH})" in (ROOT / CHINESE).read_text()
 
 
-def test_what_they_name_exists() -> None:
+def test_files_that_they_name_exist() -> None:
     for name in re.findall(r"`((?:docs|examples|requirements)/[\w./-]*)`", prose(ENGLISH)):
         assert (ROOT / name).exists(), name
     for name in re.findall(r"\]\(((?!http)[^)]+)\)", prose(ENGLISH) + prose(CHINESE)):

@@ -1,4 +1,4 @@
-"""`docs/support.md` has every architecture that is tested, and tests that exist."""
+"""`docs/support.md` lists every tested architecture, and only tests that exist."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ def test_every_architecture_has_a_row_and_no_other() -> None:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-def test_every_row_says_whether_it_works_and_which_test_shows_it(row: Row) -> None:
+def test_every_row_has_a_state_and_a_test(row: Row) -> None:
     assert STATE.match(row.state)
     assert FILE.search(row.test) or row.test == "see [Models](#models)"
 
 
 def test_every_test_that_is_named_exists() -> None:
-    """In the file that was named last."""
+    """It is in the file that is named before it."""
     source = ""
     named = 0
     for word in re.findall(r"`([^`\n]+)`", PAGE.read_text()):

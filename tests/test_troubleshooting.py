@@ -1,5 +1,5 @@
-"""`docs/troubleshooting.md` has every message of the package, each with its cause and remedy, and
-none that no longer exists."""
+"""`docs/troubleshooting.md` lists every message of the package with its cause and remedy, and no
+others."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from xinference_xavier.transfer import receiver
 
 PAGE = Path(__file__).parents[1] / "docs" / "troubleshooting.md"
 PASSED_ON = {"Error: …"}
-"""Messages that only frame another one."""
+"""Messages that only wrap another one."""
 ENTRY = re.compile(r"- (?P<ticks>`+) ?(?P<message>.+?) ?(?P=ticks)(?P<own>\\?)")
 REMEDY = "**Remedy:** "
 
@@ -26,7 +26,7 @@ REMEDY = "**Remedy:** "
 class Entry(NamedTuple):
     message: str
     explanation: str
-    """Its own, or that of all entries of its section which have none."""
+    """Its own text, or its section's text for all entries without one."""
 
 
 def entries() -> Iterator[Entry]:
@@ -49,7 +49,7 @@ def _following(lines: list[str]) -> Iterator[str]:
         yield line.strip()
 
 
-def test_every_message_is_there_and_none_that_no_longer_exists() -> None:
+def test_every_message_is_listed_and_no_others() -> None:
     made = {text: place for text, place in messages().items() if text not in PASSED_ON}
     listed = {entry.message for entry in entries()}
     missing = [f"{place}: {text}" for text, place in made.items() if text not in listed]
@@ -66,12 +66,12 @@ def test_every_message_has_a_cause_and_a_remedy() -> None:
         assert len(remedy.strip()) > 2, entry
 
 
-def test_what_passes_on_another_message_says_nothing_itself() -> None:
+def test_errors_that_pass_on_another_message_have_no_entry() -> None:
     assert set(messages()) >= PASSED_ON
 
 
 def reasons() -> set[str]:
-    """What `fetches_rolled_back` may have as a key."""
+    """The possible reasons of rollbacks."""
     found = {*errors.REFUSALS, *errors.OUT_OF_REACH}
     for file in (Path(fetcher.__file__), Path(receiver.__file__)):
         for node in ast.walk(ast.parse(file.read_text())):

@@ -1,5 +1,5 @@
-"""After a reset a replica shares with nobody, until it is said which weights it has now: then it
-shares with those of the same version, and with no others."""
+"""After a reset a replica shares with nobody until its weights version is set; then it shares only
+with replicas of the same version."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.replica_process import (
 
 pytestmark = pytest.mark.process
 
-TIMEOUT = 30.0  # not what is tested here
+TIMEOUT = 30.0  # does not matter here
 PREFIX = "namespace"
 
 
@@ -29,7 +29,7 @@ def trio(tracker_process: TrackerProcess) -> Iterator[list[ReplicaProcess]]:
 
 
 def wait_alone(replica: ReplicaProcess) -> None:
-    wait_until(lambda: replica.namespace().startswith(f"{PREFIX}+"), "it has left the others")
+    wait_until(lambda: replica.namespace().startswith(f"{PREFIX}+"), "it has left its namespace")
     wait_until(replica.is_up, "it is a member of a namespace of its own")
 
 
@@ -43,7 +43,7 @@ def test_replicas_of_the_same_weights_share_again(
     first, second, old = trio
     before, after = fresh_keys(3), fresh_keys(3)
     first.store(before)
-    wait_until(lambda: knows(old, first, before), "the index says")
+    wait_until(lambda: knows(old, first, before), "old knows what first holds")
     for replica in (first, second):
         replica.reset()
         wait_alone(replica)
@@ -57,17 +57,17 @@ def test_replicas_of_the_same_weights_share_again(
         "not_reset": ["old"],
         "unreachable": [],
     }
-    wait_until(lambda: knows(second, first, after), "what the new weights computed is offered")
+    wait_until(lambda: knows(second, first, after), "second knows the new chunks")
     assert second.fetch("first", after, TIMEOUT).committed == 3
     assert second.wrong_rows() == []
-    assert second.holders(before[0]) == (), "nothing of before comes back"
-    assert old.holders(after[0]) == (), "and who was not reset gets nothing"
+    assert second.holders(before[0]) == (), "no chunk from before comes back"
+    assert old.holders(after[0]) == (), "a replica that was not reset gets nothing"
 
 
-def test_another_reset_asks_for_another_word(
+def test_another_reset_needs_another_version(
     tracker_process: TrackerProcess, trio: list[ReplicaProcess]
 ) -> None:
-    """A version that was given before a reset says nothing of the weights after it."""
+    """A version that was set before a reset says nothing about the weights after it."""
     first, second, _ = trio
     for replica in (first, second):
         replica.reset()
@@ -96,4 +96,4 @@ def test_a_replica_that_does_not_answer_stays_alone(
     old.kill()
     told = tracker_process.set_weights_version("2")
     assert told["joined"] == ["first"]
-    assert set(told["unreachable"]) <= {"second", "old"}, "unless their leases have ended already"
+    assert set(told["unreachable"]) <= {"second", "old"}, "their leases may have ended"

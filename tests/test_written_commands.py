@@ -1,5 +1,5 @@
-"""Commands that the documentation has people copy exist, with the options that are written there.
-Running them is for a person, or for the tests of what they start."""
+"""Commands in the documentation exist, with the options that they have there. Other tests, and
+people, run them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def commands(*begin: str) -> list[Command]:
 
 
 def written() -> Iterator[Command]:
-    """Every line of a block without a language, and of a script's text and comments."""
+    """Every line of plain and bash code blocks, and of scripts with their comments."""
     for page in PAGES:
         text = page.read_text()
         if page.suffix != ".sh":
@@ -65,7 +65,7 @@ def test_our_program_knows_the_command_and_its_options(command: Command) -> None
     _, name, *rest = command.words
     found = main.commands[name]
     with click.Context(found, info_name=name, **found.context_settings) as context:
-        found.make_parser(context).parse_args(rest)  # raises for an option that is none
+        found.make_parser(context).parse_args(rest)  # raises for an unknown option
 
 
 @pytest.mark.parametrize("command", commands("make"), ids=str)
@@ -93,7 +93,7 @@ def test_scripts_that_are_called_exist() -> None:
     assert all((ROOT / each.words[0]).is_file() for each in called)
 
 
-def test_none_is_overlooked() -> None:
+def test_commands_are_found() -> None:
     assert len(commands("xinference-xavier")) > 20
     assert len(commands("python", "-m")) > 6
     assert len(commands("xinference", "launch")) > 3

@@ -1,4 +1,4 @@
-"""A tracker in this process, calls to it, and the program of one that may be stopped or killed."""
+"""A tracker in this process, calls to it, and a program with one that tests may suspend or kill."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from xinference_xavier.protocol.tracker import tracker_uid
 
 async def main():
     loop = asyncio.get_running_loop()
-    # Each of its threads is taken, as in xinference's supervisor on two processors.
+    # All default threads are taken, as in xinference's supervisor on two processors.
     loop.set_default_executor(ThreadPoolExecutor(1))
     reading = loop.run_in_executor(None, sys.stdin.read)
     pool = await xo.create_actor_pool("127.0.0.1:0", n_process=0, use_uvloop=False)
@@ -30,7 +30,7 @@ async def main():
         BlockTracker, sys.argv[1], address=pool.external_address, uid=tracker_uid(sys.argv[1])
     )
     print(pool.external_address, flush=True)
-    # The end of the parent is the end of this process.
+    # This process ends with its parent.
     await reading
 
 asyncio.run(main())
@@ -58,7 +58,7 @@ async def look(tracker: Any, watcher: str, namespace: str = NAMESPACE) -> Update
 async def wait_for_update(
     tracker: Any, watcher: str, namespace: str = NAMESPACE
 ) -> asyncio.Task[Update]:
-    """A watch that waits for a change after the current state."""
+    """Begin a watch that waits for a change after the current state."""
     seen = await look(tracker, watcher, namespace)
     task = asyncio.create_task(tracker.watch(namespace, watcher, seen.epoch, seen.revision, 60.0))
     await let_others_run()

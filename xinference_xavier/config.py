@@ -143,8 +143,8 @@ def _plain(name: str) -> str:
 
 
 def default_pool_bytes(replicas_per_host: int) -> int:
-    """A tenth of what the host or its cgroup can still give, shared by the host's replicas, at most
-    16 GiB each."""
+    """A tenth of the free memory of the host or its cgroup, divided among the host's replicas, at
+    most 16 GiB each."""
     return min(free_memory_bytes() // 10 // max(1, replicas_per_host), MAX_DEFAULT_POOL_BYTES)
 
 

@@ -1,7 +1,7 @@
 """The package's own errors.
 
-They cross process borders: xoscar pickles what an actor raises, and xinference puts the text into a
-REST answer. So each survives pickling, and ``str()`` says everything.
+They cross process boundaries: xoscar pickles what an actor raises, and xinference puts the text
+into a REST answer. So each survives pickling, and its text is complete.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class ConfigError(XavierError, ValueError):
 
 
 class ReasonError(XavierError):
-    """`reason` is the text without the address that xoscar puts before a remote error's."""
+    """`reason` is the text without the address that xoscar prepends to remote errors."""
 
     def __init__(self, reason: str) -> None:
         self.reason = reason
@@ -78,7 +78,7 @@ class LinkTimeoutError(LinkError, TimeoutError):
 
 
 class ExplainError(ReasonError):
-    """No replica can say now where the chunks of a prompt are."""
+    """No replica can locate the chunks of a prompt at the moment."""
 
 
 class ApiError(XavierError):
@@ -97,7 +97,7 @@ class ModelNotFoundError(ApiError):
 
 
 NOT_FOUND_HEADER = "x-xavier-model-not-found"
-"""By this the REST interface marks its own 404s; xinference answers unknown paths with 404, too."""
+"""Marks the REST interface's own 404s, because xinference also answers unknown paths with 404."""
 
 REFUSALS = (
     "busy",

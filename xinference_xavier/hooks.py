@@ -1,4 +1,4 @@
-"""Calls a function of the operator's, the option `xavier_hooks`, with the events of a model.
+"""Calls the operator's function (option `xavier_hooks`) with the events of a model.
 
 Threading: on a thread of its own, one event after the other, in the process where the event
 happens. If the function raises, the first error is logged and further ones are counted. If it
@@ -43,7 +43,7 @@ class Hooks:
         except queue.Full:
             self.dropped += 1
             if self.dropped == 1:
-                logger.error(  # noqa: TRY400  # the queue is full: a trace tells nothing
+                logger.error(  # noqa: TRY400  # the queue is full: a traceback would not help
                     "%s is too slow; events are dropped and counted from now on", OPTION
                 )
             return
@@ -87,5 +87,5 @@ def hooks_of(path: str | None) -> Hooks:
     try:
         return Hooks(None if path is None else load_hook(path))
     except ConfigError as error:
-        logger.error("%s", error)  # noqa: TRY400  # it says all
+        logger.error("%s", error)  # noqa: TRY400  # the text is complete
         return Hooks()

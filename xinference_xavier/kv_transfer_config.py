@@ -1,7 +1,7 @@
-"""vLLM's ``kv_transfer_config`` dictionary, all that serving hands to the engine.
+"""vLLM's ``kv_transfer_config`` dictionary, the only thing that serving hands to the engine.
 
-xinference logs it, so it holds no secret. It may launch from it again, on another worker, so each
-launch derives what depends on the worker from what the supervisor wrote.
+xinference logs it, so it holds no secret. xinference may use it again for a launch on another
+worker, so each launch derives the worker's values from those that the supervisor wrote.
 """
 
 from __future__ import annotations

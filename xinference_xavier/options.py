@@ -164,7 +164,7 @@ def _parse_port_range(option: str, value: object) -> tuple[int, int]:
     if low > high:
         raise ConfigError(option, value, "ends below its start", remedy)
     if low < _LOWEST_PORT or high > _HIGHEST_PORT:
-        raise ConfigError(option, value, "leaves the ports a user may take", remedy)
+        raise ConfigError(option, value, "is outside the ports that users may take", remedy)
     if high - low + 1 < PORTS_PER_REPLICA:
         reason = "is too small for a replica's engine, transfer process and data link"
         raise ConfigError(option, value, reason, remedy)

@@ -1,5 +1,5 @@
-"""What every part's page needs to be: tables whose rows are whole, and a plot that can be drawn.
-Its bars find what they look for."""
+"""Every part's page has complete table rows and a plot that can be drawn. Its bars find their
+values."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from benchmarks import bars
 
 
 def shown(module: Any, part: dict[str, Any]) -> str:
-    """The part's text, after its plot was drawn."""
+    """The part's text, after drawing its plot."""
     figure = Figure()
     module.plot(part, figure.subplots())
     figure.draw_without_rendering()

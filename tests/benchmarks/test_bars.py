@@ -1,4 +1,4 @@
-"""Of each bar the worst value counts; where it is missed, the page says by how much."""
+"""The worst value of each bar counts; the page says by how much it missed the bar."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def two_bars(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bars, "BARS", found)
 
 
-def test_the_worst_counts() -> None:
+def test_the_worst_value_counts() -> None:
     speed, time = bars.judge("part", {"one": 9.0, "two": 3.0})
     assert (speed["of"], speed["value"], speed["met"]) == ("two", 3.0, False)
     assert (time["of"], time["value"], time["met"]) == ("one", 9.0, False)
@@ -39,7 +39,7 @@ def test_the_page_says_by_how_much() -> None:
     assert shown.endswith("|\n\n")
 
 
-def test_and_what_limits_what_is_missed() -> None:
+def test_the_page_says_what_limits_a_missed_bar() -> None:
     shown = bars.markdown(bars.judge("part", {"one": 9.0, "two": 12.0}))
     assert shown.endswith("|\n\n“speed” is limited by friction.\n\n")
     assert "friction" not in bars.markdown(bars.judge("part", {"one": 12.0, "two": 12.0}))
@@ -49,6 +49,6 @@ def test_a_part_without_bars_has_no_table() -> None:
     assert bars.markdown(bars.judge("another", {})) == ""
 
 
-def test_every_bar_is_of_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_bar_belongs_to_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     assert set(bars.BARS) <= set(PARTS)

@@ -1,4 +1,4 @@
-"""What two donors sent together is set beside what one sent alone."""
+"""Fetches from two donors are compared with fetches from one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_both_are_measured_in_turns() -> None:
     assert "| 1000 (1000–2000) | 600 (500–800) | 0.60 (0.40–0.60) |" in shown(donors, part)
 
 
-def test_it_says_where_there_can_be_no_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_says_why_it_cannot_make_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     part = donors.measure()
     assert "`ip` is missing" in shown(donors, part)

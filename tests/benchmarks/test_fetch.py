@@ -1,4 +1,4 @@
-"""A fetch by each transport is set beside what moving its bytes costs at least."""
+"""A fetch by each transport is compared with the least time that moving its bytes takes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from benchmarks.figures import MIN_SAMPLES
 pytestmark = pytest.mark.process
 
 
-def test_every_fetch_is_measured_beside_its_floor(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_fetch_is_compared_with_its_floor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fetch, "SIZES", ((1, 3),))
     monkeypatch.setattr(fetch, "ROUNDS", MIN_SAMPLES)
     part = fetch.measure()

@@ -1,4 +1,4 @@
-"""A figure is a median with its spread; what is compared is compared turn by turn."""
+"""A figure is a median with its spread; comparisons are made turn by turn."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from benchmarks.figures import figure, ratio, shown
 
 
-def test_a_figure_is_the_median_and_shows_how_far_others_were_from_it() -> None:
+def test_a_figure_is_the_median_with_least_and_most() -> None:
     found = figure([3, 1, 2, 5, 4])
     assert (found["median"], found["least"], found["most"]) == (3, 1, 5)
     assert found["samples"] == [3, 1, 2, 5, 4]
@@ -19,7 +19,7 @@ def test_too_few_samples_are_no_figure() -> None:
         figure([1, 2, 3, 4])
 
 
-def test_a_ratio_is_that_of_each_turn_and_not_of_the_medians() -> None:
+def test_ratios_are_taken_turn_by_turn_and_not_of_the_medians() -> None:
     assert ratio([1, 2, 3, 4, 50], [2, 4, 6, 8, 100])["samples"] == [0.5] * 5
     with pytest.raises(ValueError, match="shorter"):
         ratio([1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5])

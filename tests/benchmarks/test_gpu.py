@@ -1,4 +1,4 @@
-"""What is written of a card's figures; the figures themselves need one."""
+"""The page about a card's figures; measuring them needs a card."""
 
 from __future__ import annotations
 
@@ -75,14 +75,14 @@ def report_of(name: str, mode: str) -> dict[str, Any]:
         ("no_hits", "CUDA graphs", ["### Without hits, CUDA graphs"]),
     ],
 )
-def test_a_part_says_what_was_found_and_on_what(name: str, mode: str, lines: list[str]) -> None:
+def test_a_part_shows_its_figures_and_the_machine(name: str, mode: str, lines: list[str]) -> None:
     found = gpu.section(report_of(name, mode))
     assert "a day, 60 s; A Card, vLLM 0.33.0, torch 2.11.0." in found
     for line in lines:
         assert line in found.splitlines()
 
 
-def test_the_page_keeps_what_stands_before_the_figures(
+def test_the_page_keeps_the_text_before_the_figures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     page = tmp_path / "gpu.md"

@@ -1,4 +1,4 @@
-"""One thing grows at a time, and its cost is set beside what it was."""
+"""One quantity grows at a time, and its cost is compared with the cost before."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from benchmarks.figures import figure
 from tests.benchmarks.parts import shown
 
 
-def test_one_thing_grows_at_a_time() -> None:
+def test_one_quantity_grows_at_a_time() -> None:
     base, *others = growth.settings().values()
     for setting in others:
         grown = [new // old for new, old in zip(setting, base, strict=True)]
         assert sorted(grown) == [1, 1, growth.TIMES]
 
 
-def test_the_page_has_what_grew_and_how_much_its_cost_did() -> None:
+def test_the_page_shows_what_grew_and_how_its_cost_grew() -> None:
     costs = {name: [0.01] * 5 for name in growth.settings()} | {"tokens": [0.02] * 5}
     rates = {"publishes_per_s": figure([1e6] * 5), "lookups_per_s": figure([1e6] * 5)}
     halved = {name: figure([5e5] * 5) for name in rates}

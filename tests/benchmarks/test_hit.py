@@ -1,4 +1,4 @@
-"""A hit's overhead is set beside the least that moving its bytes takes, sample by sample."""
+"""A hit's overhead is compared, sample by sample, with the least time for moving its bytes."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def test_overhead_is_compared_with_the_floor_and_five_milliseconds() -> None:
     assert found["cold/remote"]["median"] == pytest.approx(40)
 
 
-def test_bytes_are_those_of_whole_chunks_without_the_last_token() -> None:
+def test_bytes_count_whole_chunks_without_the_last_token() -> None:
     found = hit.summary(8000, 1 << 20, ROUNDS)
     assert (found["rows"], found["bytes"]) == (62, 62 << 20)
     assert [whole_chunks(tokens) for tokens in (128, 129, 256, 257)] == [0, 1, 1, 2]
 
 
-def test_samples_that_are_missing_were_discarded() -> None:
+def test_missing_samples_count_as_discarded() -> None:
     all_of_them = SAMPLES[:1] * hit.REPEATS
     samples = {"gloo": all_of_them[1:], "shared_memory": all_of_them}
     assert hit.Round(2.0, samples).discarded == 1
@@ -42,8 +42,8 @@ def test_the_page_has_a_line_for_each_length_and_transport() -> None:
         assert text.count(f"| {tokens} | ") == 2
 
 
-def test_figures_of_another_transport_are_refused() -> None:
-    """What ended before one was chosen is no transport's, and its sample was left out."""
+def test_samples_of_another_transport_are_refused() -> None:
+    """A fetch that ends before a transport is chosen counts for none; its sample is left out."""
 
     def stats(*transports: str) -> dict[str, Any]:
         return {"stats": {"fetches": {"by_transport": dict.fromkeys(transports)}}}
@@ -66,5 +66,5 @@ def test_no_two_prompts_share_a_chunk() -> None:
     assert prompts.fresh(300) != Prompts().fresh(300)
 
 
-def test_gaps_are_those_between_tokens() -> None:
+def test_gaps_are_the_times_between_tokens() -> None:
     assert Asked(0.5, (0.5, 0.75, 1.25), 0).gaps == [0.25, 0.5]

@@ -14,7 +14,7 @@ from benchmarks import report
 
 
 def part() -> Any:
-    """Measures what its size says."""
+    """Measures its own size."""
     module = SimpleNamespace(TITLE="Size", SIZE=100, QUICK={"SIZE": 1})
     module.measure = lambda: {"size": module.SIZE}
     module.markdown = lambda measured: f"the size is {measured['size']}"
@@ -38,7 +38,7 @@ def test_a_part_goes_to_the_report_and_the_page() -> None:
     assert "the size is 100" in report.PAGE.read_text()
 
 
-def test_a_quick_run_is_smaller_and_changes_neither() -> None:
+def test_a_quick_run_is_smaller_and_changes_neither_report_nor_page() -> None:
     program.main(["one"], quick=True)
     assert json.loads(report.QUICK.read_text())["parts"]["one"]["size"] == 1
     assert not report.REPORT.exists()
@@ -46,6 +46,6 @@ def test_a_quick_run_is_smaller_and_changes_neither() -> None:
 
 
 def test_an_unknown_part_is_refused_before_anything_is_measured() -> None:
-    with pytest.raises(SystemExit, match="there is no part two; there are one"):
+    with pytest.raises(SystemExit, match="unknown part two; the parts are one"):
         program.main(["one", "two"])
     assert not report.REPORT.exists()

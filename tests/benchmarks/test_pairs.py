@@ -1,4 +1,4 @@
-"""Pairs are measured until their ratio is known well enough, and not for ever."""
+"""Pairs are measured until their ratio is known well enough or time is up."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from benchmarks import pairs
 from benchmarks.figures import MIN_SAMPLES
 
 
-def test_an_interval_is_students() -> None:
-    """Of five ratios: 2.776 standard errors to either side of the geometric mean."""
+def test_the_interval_is_from_students_t() -> None:
+    """For five ratios: 2.776 standard errors to either side of the geometric mean."""
     ratios = [1.00, 1.02, 0.98, 1.01, 0.99]
     found = pairs.interval([ratio * 3 for ratio in ratios], [3] * 5)
     logs = [math.log(ratio) for ratio in ratios]
@@ -24,7 +24,7 @@ def test_an_interval_is_students() -> None:
 
 
 def test_it_goes_on_until_the_ratio_is_known() -> None:
-    """The eighth pair is the first one after which the interval is narrow enough."""
+    """After the eighth pair the interval is narrow enough for the first time."""
     count = 0
 
     def run(on: bool) -> pairs.Run:
@@ -38,7 +38,7 @@ def test_it_goes_on_until_the_ratio_is_known() -> None:
     assert len(made) > MIN_SAMPLES
 
 
-def test_time_that_is_over_leaves_the_least_number_of_pairs() -> None:
+def test_the_least_number_of_pairs_is_measured_even_if_time_is_up() -> None:
     order: list[bool] = []
 
     def run(on: bool) -> pairs.Run:

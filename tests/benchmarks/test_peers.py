@@ -1,4 +1,4 @@
-"""Every way is set beside computing and beside the ideal; one that does not run is said to."""
+"""Every way is compared with computing and with the ideal; the page names one that does not run."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def asked(seconds: float, cached: int) -> Asked:
         ([EngineError("it died")], (None, None), "it died"),
     ],
 )
-def test_a_peer_that_does_not_run_or_reuse_is_not_compared(
+def test_a_way_that_does_not_run_or_reuse_is_not_compared(
     answers: list[Any], times: tuple[float | None, ...], why: str | None
 ) -> None:
     fleet: Any = Fleet(Engine(*answers))

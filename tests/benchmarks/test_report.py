@@ -1,4 +1,4 @@
-"""A part that is measured anew replaces what the report had of it, and the page is the report's."""
+"""A part that is measured again replaces its earlier figures in the report and on the page."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_the_page_shows_what_was_measured_in_the_order_of_the_parts() -> None:
         assert (report.IMAGES / f"bench-{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_what_the_page_shows_of_parts_that_this_report_lacks_stays() -> None:
+def test_the_page_keeps_parts_that_this_report_lacks() -> None:
     """The page is kept with the code, the report is not."""
     words = {"first": "", "second": ""}
     before = report.load()

@@ -1,4 +1,4 @@
-"""How much the cluster computed, and how long the last of those who asked at once waited."""
+"""How much the cluster computes, and how long the last of several simultaneous requests waits."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from benchmarks.engines import Asked
 from tests.benchmarks.parts import shown
 
 
-def test_what_was_not_reused_was_computed() -> None:
+def test_tokens_that_are_not_reused_count_as_computed() -> None:
     rush = stampede.Rush.of([Asked(1.0, (1.0,), 0), Asked(3.0, (3.0,), 896)], 1000)
     assert rush == stampede.Rush((1.0, 3.0), 1104)
 
 
-def test_the_last_one_is_set_beside_one_that_is_alone() -> None:
+def test_the_slowest_is_compared_with_a_request_that_is_alone() -> None:
     alone = [stampede.Rush((2.0,), 1000)] * 5
     two = [stampede.Rush((1.0, 3.0), 1100)] * 5
     part = stampede.summary(1000, {1: alone, 2: two})

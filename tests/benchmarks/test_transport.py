@@ -1,4 +1,4 @@
-"""All ways of moving rows bring the rows, and each is set beside its reference."""
+"""Every way of moving rows delivers them and is compared with its reference."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from benchmarks.figures import MIN_SAMPLES
 pytestmark = pytest.mark.process
 
 
-def test_every_way_is_measured_beside_its_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_way_is_compared_with_its_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transport, "ROW_MIB", (1,))
     monkeypatch.setattr(transport, "PAIRS", (1,))
     monkeypatch.setattr(transport, "ROUNDS", MIN_SAMPLES)

@@ -1,7 +1,7 @@
-"""`python -m tests.chaos`: break things on purpose, to a schedule; nothing may come of it.
+"""`python -m tests.chaos`: inject faults by a schedule; none may cause damage.
 
-Parts: `replicas` (no engine, a thousand faults and more) and `engines` (vLLM under xinference). The
-report of those that ran is `build/chaos-report.json`; the exit status is 1 if anything is wrong.
+Parts: `replicas` (no engine, more than a thousand faults) and `engines` (vLLM under xinference).
+Writes `build/chaos-report.json` for the parts that ran; the exit status is 1 if anything is wrong.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from xinference_xavier.options import DEFAULT_FETCH_TIMEOUT
 FULL_SECONDS = {"replicas": 540.0, "engines": 540.0}
 REPORT = Path("build/chaos-report.json")
 MAX_ATTEMPTS = 6
-"""Runs that may be spent on finding a shorter prefix that fails."""
+"""At most this many runs search for a shorter prefix that fails."""
 
 
 def _say(line: str) -> None:
@@ -26,7 +26,7 @@ def _say(line: str) -> None:
 
 
 def _run_engines(seed: int, seconds: float) -> Report:
-    from tests.chaos import engines  # brings xinference with it
+    from tests.chaos import engines  # imports xinference
 
     report = Report("engines", seed, DEFAULT_FETCH_TIMEOUT)
     engines.run(seed, seconds, report)
@@ -34,7 +34,7 @@ def _run_engines(seed: int, seconds: float) -> Report:
 
 
 def _run_replicas(seed: int, seconds: float, steps: int | None) -> Report:
-    from tests.chaos import replicas  # brings vLLM with it
+    from tests.chaos import replicas  # imports vLLM
 
     report = replicas.make_report(seed)
     carried_out = replicas.run(seed, seconds, report, steps=steps, say=_say)
@@ -43,7 +43,7 @@ def _run_replicas(seed: int, seconds: float, steps: int | None) -> Report:
             _say(f"FAILED  {failure}")
         shortest = shortest_failing(carried_out, lambda prefix: _fails(seed, prefix))
         _say(f"seed {seed}: the shortest prefix seen to fail has {shortest} steps of the schedule")
-        _say(f"to run just that: make chaos PART=replicas SEED={seed} STEPS={shortest}")
+        _say(f"to run only that prefix: make chaos PART=replicas SEED={seed} STEPS={shortest}")
     return report
 
 
@@ -57,7 +57,7 @@ def _fails(seed: int, steps: int) -> bool:
 
 
 def shortest_failing(steps: int, fails: Callable[[int], bool]) -> int:
-    """Bisects: the shortest of the prefixes tried that failed, `steps` itself at worst."""
+    """Bisect: return the length of the shortest prefix that failed, at worst `steps` itself."""
     passed, failed = 0, steps
     for _ in range(MAX_ATTEMPTS):
         middle = (passed + failed) // 2
@@ -72,9 +72,9 @@ def shortest_failing(steps: int, fails: Callable[[int], bool]) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
-    parser.add_argument("--part", choices=sorted(FULL), help="one part instead of all")
-    parser.add_argument("--seconds", type=float, help="of faults, instead of a full run")
-    parser.add_argument("--steps", type=int, help="of the schedule without engines, at most")
+    parser.add_argument("--part", choices=sorted(FULL), help="run one part instead of all")
+    parser.add_argument("--seconds", type=float, help="duration, instead of a full run")
+    parser.add_argument("--steps", type=int, help="at most this many steps, part replicas only")
     parser.add_argument("--seed", type=int, default=int(time.time()))
     arguments = parser.parse_args()
     parts = [arguments.part] if arguments.part else ["replicas", "engines"]
@@ -98,7 +98,7 @@ def _verdict(reports: list[Report], is_full: bool) -> int:
         wrong += [missed for report in reports for missed in report.missed_bars()]
     for report in reports:
         for kind, count in sorted(report.unobserved.items()):
-            _say(f"{report.part}: {count} of {kind!r} had no effect that was observed")
+            _say(f"{report.part}: {count} of {kind!r} had no observed effect")
     for failure in wrong:
         _say(f"FAILED  {failure}")
     _say(f"seed {reports[0].seed}: {'failed' if wrong else 'passed'}")

@@ -1,6 +1,6 @@
-"""The replicas, the tracker and their host, as processes, and what has become of them so far.
+"""The replicas, the tracker and their host, as processes, and a record of what happened to them.
 
-Threading: the lanes' threads call everything here; one lane at a time has to do with one replica.
+Threading: the lanes' threads call everything here; only one lane at a time works on a replica.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tests.replica_process import MODEL
 
 FETCH_TIMEOUT = 1.0
 READY_TIME = 180.0
-"""Seconds until a replica is up again: the transfer process's import of torch, and its pauses."""
+"""Seconds until a replica is up again; its transfer process imports torch and may pause."""
 POOLS = {"n0": 64, "n1": 96, "n2": 160, "n3": 240, "n4": 64}
 """Rows; the working set is 312."""
 
@@ -41,7 +41,7 @@ class Cluster:
         mutation: Mutation | None = None,
         pools: Mapping[str, int] = POOLS,
     ) -> None:
-        """`pools` are the replicas, each with its rows."""
+        """`pools` maps each replica to its pool's rows."""
         self._pools = pools
         self.folder = folder
         self._seed = seed
@@ -50,9 +50,9 @@ class Cluster:
         self._weights_number = 0
         self.weights = "w0"
         self.membership = threading.Lock()
-        """Held by whoever makes replicas or the tracker look dead."""
+        """Held while replicas or the tracker look dead."""
         self.resets = threading.RLock()
-        """Held by whoever changes weights, of one replica or of all, until all have the same."""
+        """Held while the weights of some replicas differ."""
         self.nodes: dict[str, Node] = {}
         self.dead: list[Node] = []
         self.absences: list[tuple[str, float, float]] = []
@@ -62,7 +62,7 @@ class Cluster:
         self.transfer_pids: dict[str, set[int]] = {}
         self.failed_on_killed = 0
         self.partings = 0
-        """How often a replica left the others, or was taken for gone, after the warm-up."""
+        """How often a replica left the others, or the tracker dropped it, after the warm-up."""
         self.host = HostNode()
         self.tracker = TrackerNode(mutation)
         self.host.command("set_tracker", self.tracker.address)
@@ -72,7 +72,7 @@ class Cluster:
     # -- replicas -----------------------------------------------------------------------------
 
     def start(self, name: str) -> None:
-        """A new incarnation of `name`, whose workload is paused."""
+        """Start a new incarnation of `name`, with its workload paused."""
         self._generations[name] += 1
         incarnation = f"{name}-{self._generations[name]}"
         settings = Settings(
@@ -95,38 +95,38 @@ class Cluster:
         self.regions[incarnation] = self.nodes[name].command("region_inode")
 
     def is_up(self, name: str) -> bool:
-        """Joined, with a transfer process."""
+        """Whether it has joined and has a transfer process."""
         return bool(self.nodes[name].figures().get("is_up"))
 
     def wait_until_up(self, name: str) -> None:
         if not until(lambda: self.is_up(name), READY_TIME):
-            raise TimeoutError(f"{self.nodes[name].incarnation} did not get up")
+            raise TimeoutError(f"{self.nodes[name].incarnation} did not start in time")
 
     def share(self, name: str) -> None:
-        """Give a replica that was started or reset the weights that all have, and let it share."""
+        """Give a replica the common weights after its start or a reset, and let it share."""
         with self.resets:
             self.nodes[name].command("reset", self.weights)
             self.announce_weights([name])
 
     def announce_weights(self, names: list[str]) -> None:
-        """Say which weights these replicas have, once they are members to whom it can be said."""
+        """Announce these replicas' weights, once they are members that the tracker can tell."""
 
         def told() -> bool:
             if any(not self.nodes[name].figures().get("namespace") for name in names):
                 return False
-            with suppress(OSError, EOFError):  # the tracker is just being killed
+            with suppress(OSError, EOFError):  # another lane is killing the tracker
                 self.tracker.command("set_weights_version", self.weights)
             return all(self._is_sharing(name) for name in names)
 
         if not until(told, READY_TIME, interval=0.1):
-            raise TimeoutError(f"{names} do not share with those of the same weights")
+            raise TimeoutError(f"{names} do not share with replicas of the same weights")
 
     def _is_sharing(self, name: str) -> bool:
         here = self.nodes[name].incarnation
         return here in self.members().get(f"namespace@{self.weights}", ())
 
     def change_weights(self) -> None:
-        """All replicas get other weights, one after the other."""
+        """Give all replicas other weights, one after the other."""
         with self.resets:
             self._weights_number += 1
             self.weights = f"w{self._weights_number}"
@@ -135,7 +135,7 @@ class Cluster:
             self.announce_weights(list(self.nodes))
 
     def kill(self, name: str) -> None:
-        """By SIGKILL; its requests are lost."""
+        """Kill it with SIGKILL; its requests are lost."""
         node = self.nodes[name]
         self._note_transfer(node)
         self.absences.append((node.incarnation, time.monotonic(), math.inf))
@@ -150,14 +150,14 @@ class Cluster:
 
     @contextmanager
     def stop(self, name: str) -> Iterator[Callable[[], bool]]:
-        """A replica's engine stands still. Yields a question: does it?"""
+        """Suspend a replica's engine. Yields a function that says whether it is suspended."""
         node = self.nodes[name]
         began = time.monotonic()
         try:
             with standing_still(node.pid) as stands_still:
                 yield stands_still
         finally:
-            # What it missed it makes up for first: a moment more than it stood still.
+            # It first catches up on what it missed, which takes a moment longer.
             ended = time.monotonic()
             self.stopped.setdefault(node.incarnation, []).append((began, ended + 0.2))
             if ended - began > LEASE / 2:
@@ -166,7 +166,7 @@ class Cluster:
     # -- the tracker --------------------------------------------------------------------------
 
     def replace_tracker(self, same_address: bool) -> None:
-        """Kill it and start another; returns when that one has all replicas."""
+        """Kill the tracker and start another one, which the host tells replicas about."""
         self._expired += self.tracker.command("expired")
         port = self.tracker.port if same_address else 0
         self.host.command("set_tracker", None)
@@ -175,7 +175,7 @@ class Cluster:
         self.host.command("set_tracker", self.tracker.address)
 
     def members(self) -> dict[str, set[str]]:
-        """Incarnations by namespace, as the tracker knows them; nobody while it is away."""
+        """Incarnations by namespace, as the tracker knows them; empty while it is away."""
         try:
             members: dict[str, set[str]] = self.tracker.command("members")
         except (OSError, EOFError):
@@ -186,7 +186,7 @@ class Cluster:
         return any(incarnation in those for those in self.members().values())
 
     def unexplained_expiries(self) -> list[str]:
-        """Leases that ended although their replicas were there all the time."""
+        """Incarnations whose lease ended although they were never absent."""
         return [
             incarnation
             for incarnation, at in self._expired + self.tracker.command("expired")
@@ -199,11 +199,11 @@ class Cluster:
     # -- all of them --------------------------------------------------------------------------
 
     def everybody(self) -> list[Node]:
-        """The dead included."""
+        """All incarnations, including the dead."""
         return [*self.dead, *self.nodes.values()]
 
     def total(self, pick: Callable[[dict[str, Any]], int]) -> int:
-        """Of a figure, over all incarnations."""
+        """The sum of a figure over all incarnations."""
         return sum(pick(figures) for node in self.everybody() if (figures := node.figures()))
 
     def rollbacks(self) -> Counter[str]:
@@ -214,7 +214,7 @@ class Cluster:
         return reasons
 
     def taken(self) -> Counter[str]:
-        """The transport's faults that happened."""
+        """The transport's faults that have happened."""
         orders: Counter[str] = Counter()
         for node in self.everybody():
             orders.update(taken(node.folder))
@@ -233,5 +233,5 @@ def standing_still(pid: int) -> Iterator[Callable[[], bool]]:
     try:
         yield lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED
     finally:
-        with suppress(ProcessLookupError):  # its engine ended it meanwhile
+        with suppress(ProcessLookupError):  # its engine has ended it
             os.kill(pid, signal.SIGCONT)

@@ -1,8 +1,8 @@
-"""The part of a chaos run with vLLM: replicas under xinference are broken while they answer, and
+"""The part of a chaos run with vLLM: faults hit replicas under xinference while they answer, and
 each answer is compared with that of an engine that shares nothing.
 
-Threading: requests and looks at the replicas run on an event loop of their own; the main thread
-carries out the schedule, one step after the other.
+Threading: requests and looks at the replicas run on an event loop in a thread of its own; the main
+thread carries out the schedule, one step after the other.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tests.faults import ORDERS
 ROOT = Path(__file__).parents[2]
 MODEL = "chaos-model"
 UID = "chaos"
-_BLOCK_BYTES = 2 << 20  # of the small model, 128 tokens in float32
+_BLOCK_BYTES = 2 << 20  # 128 tokens of the small model in float32
 _ENGINE: dict[str, Any] = {
     "dtype": "float32",
     "max_model_len": 2048,
@@ -44,14 +44,14 @@ _ENGINE: dict[str, Any] = {
 }
 _SHARING: dict[str, Any] = {
     "enable_xavier": True,
-    "xavier_pool_bytes": 48 * _BLOCK_BYTES,  # five prompts of the thirty, and of those with a salt
+    "xavier_pool_bytes": 48 * _BLOCK_BYTES,  # five of the thirty prompts; salts make more
     "xavier_fetch_timeout": FETCH_TIMEOUT,
-    "xavier_min_fetch_tokens": 256,  # slow fetches are faults here, not a reason to fetch no more
+    "xavier_min_fetch_tokens": 256,  # slow fetches are faults here, and must not end fetching
     "xavier_transport": "tests.faults:OrderedGloo",
 }
 _WARM_UP = 120.0
 _REST = 30.0
-"""Seconds kept of a run's time for its end."""
+"""Seconds of a run that are reserved for its end."""
 
 
 def _say(line: str) -> None:
@@ -82,7 +82,7 @@ def run(
         finally:
             look_after_stop(cluster.stop(), report)
     if report.failures():
-        say(f"what xinference wrote is in {log}")
+        say(f"xinference's output is in {log}")
         say(f"seed {seed} failed after {carried_out} steps of the schedule")
     return carried_out
 
@@ -119,7 +119,8 @@ def _with(
 
 @contextlib.contextmanager
 def _running(*works: Coroutine[Any, Any, None]) -> Iterator[asyncio.AbstractEventLoop]:
-    """An event loop in a thread, with what runs on it until the end and must not end before."""
+    """An event loop in a thread. `works` run on it until the end; it is an error if one ends
+    earlier."""
     started: Future[asyncio.AbstractEventLoop] = Future()
     over = asyncio.Event()
 
@@ -143,7 +144,7 @@ def _running(*works: Coroutine[Any, Any, None]) -> Iterator[asyncio.AbstractEven
         loop.call_soon_threadsafe(over.set)
         thread.join()
     if errors:
-        raise RuntimeError("what was to run until the end has ended") from errors[0]
+        raise RuntimeError("background work ended before the run did") from errors[0]
 
 
 class _Run:
@@ -180,7 +181,7 @@ class _Run:
         return self._scene.all_up() and self._scene.fleet.total("hits", "remote") > 0
 
     def _wait_for_all(self) -> bool:
-        """Those that were killed or added come, with requests to the others going on."""
+        """Wait for killed and added replicas; requests to the others go on."""
         if self._adding is not None:
             self._adding.join()
             self._adding = None
@@ -199,7 +200,7 @@ class _Run:
         (self._report.faults if observed else self._report.unobserved)[step.kind] += 1
 
     def _is_lost(self) -> bool:
-        """What is wrong already and will not come right."""
+        """Whether something is wrong that time will not mend."""
         traffic = self._scene.traffic
         unexplained = any(not failure.is_explained for failure in traffic.failures)
         return bool(self._report.problems or traffic.wrong or unexplained)

@@ -1,8 +1,8 @@
 """The replicas of a model under xinference, as the tracker, xinference and the process table show
-them, and what they reported before they died.
+them, and the last figures of the dead ones.
 
-Threading: all of `Fleet` runs on one event loop; other threads read its attributes, which are
-replaced as a whole, and call what says so.
+Threading: `Fleet` runs on one event loop. Other threads read its attributes, which are replaced as
+a whole, and call the methods that are marked so.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from xinference_xavier.protocol.tracker import tracker_uid
 from xinference_xavier.runtime.deadline import within
 
 LEASE = 10.0
-"""Seconds; the tracker's."""
+"""The tracker's lease, in seconds."""
 _LOOK = 0.5
 _CALL = 5.0
 _REGION = "memfd:xavier-region"
@@ -33,16 +33,16 @@ _REGION = "memfd:xavier-region"
 
 @dataclass
 class Replica:
-    """What xinference calls by one name: one incarnation after the other."""
+    """A replica by xinference's name for it, through all of its incarnations."""
 
     name: str
     incarnation: str
     processes: ReplicaProcesses
-    model: Any  # reference to xinference's actor
-    region: int  # inode of its pool's memory
+    model: Any  # a reference to xinference's actor
+    region: int  # the inode of its pool's memory
     is_up: bool = True
     in_flight: int = 0
-    absences: list[tuple[float, float]] = field(default_factory=list)  # killed until up again
+    absences: list[tuple[float, float]] = field(default_factory=list)  # from death until up again
 
     def was_absent(self, began: float, ended: float) -> bool:
         return any(gone <= ended and began <= back for gone, back in self.absences)
@@ -57,27 +57,27 @@ class Fleet:
         self.model_uid = model_uid
         self.replicas: dict[str, Replica] = {}
         self.members: Mapping[str, dict[str, Any]] = {}
-        """By incarnation, as the tracker last said."""
+        """Members by incarnation, in the tracker's last answer."""
         self.looks = 0
         """How often the tracker answered."""
         self.silences: Counter[str] = Counter()
-        """How often it did not, by exception."""
+        """How often the tracker did not answer, by exception."""
         self.enabled = True
         self.figures: dict[str, dict[str, Any]] = {}
-        """The last statistics of every incarnation there was."""
+        """The last statistics of every incarnation, including the dead."""
         self.frozen: dict[str, float] = {}
-        """Those that stood still, and their longest decision until then."""
+        """Incarnations that were suspended, and their longest decision until then."""
         self.dead: list[ReplicaProcesses] = []
         self.dead_regions: set[int] = set()
 
     # -- looking ------------------------------------------------------------------------------
 
     async def watch(self) -> None:
-        """For ever."""
+        """Look at the replicas, for ever."""
         while True:
             try:
                 await self._look()
-            except Exception as error:  # no tracker just now
+            except Exception as error:  # no tracker at the moment
                 self.silences[type(error).__name__] += 1
             await asyncio.sleep(_LOOK)
 
@@ -99,13 +99,13 @@ class Fleet:
         self.looks += 1
         known = {replica.incarnation for replica in self.replicas.values()}
         for incarnation in members.keys() - known:
-            with contextlib.suppress(LookupError, psutil.NoSuchProcess):  # it died just now
+            with contextlib.suppress(LookupError, psutil.NoSuchProcess):  # it has just died
                 await self._welcome(incarnation, members[incarnation])
 
     async def _welcome(self, incarnation: str, member: dict[str, Any]) -> None:
         processes = await asyncio.to_thread(of_member, member)
         if processes.transfer is None:
-            return  # not before it can fetch
+            return  # it cannot fetch yet
         name = " ".join(processes.model.cmdline()).strip().removeprefix("Model: ")
         model = await self._model(name, processes.model.pid)
         if model is None:
@@ -121,7 +121,7 @@ class Fleet:
         replica.is_up = True
 
     async def _model(self, name: str, pid: int) -> Any:
-        """The actor, once xinference takes it for ready."""
+        """The model's actor; None until xinference considers it ready."""
         for address in self._workers:
             try:
                 worker = await xoscar.actor_ref(address, "worker")
@@ -129,29 +129,29 @@ class Fleet:
                 if await within(_CALL, model.get_pid()) == pid:
                     return model
             except Exception:
-                continue  # another worker's, or not ready: we shall look again
+                continue  # another worker's, or not ready: the next look will tell
         return None
 
-    # -- called by any thread -----------------------------------------------------------------
+    # -- for any thread -----------------------------------------------------------------------
 
     def up(self) -> list[Replica]:
         return [replica for replica in list(self.replicas.values()) if replica.is_up]
 
     def mourn(self, replica: Replica) -> None:
-        """It is about to be killed."""
+        """Note that the replica is about to be killed."""
         replica.is_up = False
         replica.absences.append((time.monotonic(), math.inf))
         self.dead.append(replica.processes)
         self.dead_regions.add(replica.region)
 
     def forget(self, replica: Replica) -> None:
-        """It is about to be removed, and not to come back."""
+        """Note that the replica is about to be removed for good."""
         self.mourn(replica)
         del self.replicas[replica.name]
 
     @contextlib.contextmanager
     def standing_still(self, replica: Replica) -> Iterator[None]:
-        """What this incarnation says of its decisions from now on tells nothing."""
+        """From now on, ignore how long this incarnation's decisions take."""
         incarnation = replica.incarnation
         self.frozen.setdefault(incarnation, self.longest_scheduling_wait(incarnation))
         yield
@@ -171,7 +171,7 @@ class Fleet:
         return total
 
     def total(self, part: str, name: str) -> int:
-        """Of a figure such as `hits`, `peers`, of all incarnations."""
+        """The sum of a figure over all incarnations."""
         return sum(figures[part][name] for figures in list(self.figures.values()))
 
 
@@ -180,7 +180,7 @@ def _region(engine: psutil.Process) -> int:
 
 
 def mapped_regions(processes: Iterable[psutil.Process]) -> dict[int, int]:
-    """Pools' memory that these processes have mapped: bytes by inode."""
+    """The pools' memory that these processes map: bytes by inode."""
     found = {}
     for process in processes:
         try:

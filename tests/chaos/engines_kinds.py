@@ -1,8 +1,9 @@
-"""How each kind of fault befalls replicas under xinference, and how its effect is observed.
+"""How each kind of fault is injected into replicas under xinference, and how its effect is
+observed.
 
-A kind is a function of the scene and the step; it returns whether the effect was observed, and
-leaves nothing on but a killed replica, which xinference starts again. It finds at least two
-replicas up; those of `HEAVY`, all.
+A kind is a function of the scene and the step. It returns whether the effect was observed and
+undoes the fault, except for a killed replica, which xinference starts again. At least two replicas
+are up when it is called; for the kinds of `HEAVY`, all of them.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ from xinference_xavier.runtime.deadline import within
 
 FETCH_TIMEOUT = 3.0
 OCCASION_TIME = 20.0
-"""Seconds in which a fault of the transport must find a fetch."""
+"""Seconds within which a fault of the transport must meet a fetch."""
 EFFECT_TIME = 10.0
 LEASE_TIME = 3 * LEASE
 RETURN_TIME = 300.0
-"""Seconds for a replica to be up again, on a machine that is busy with the others."""
+"""Seconds until a replica is up again, on a machine that is busy with the others."""
 TERMINATE_TIME = 60.0
 
 _T = TypeVar("_T")
@@ -44,7 +45,7 @@ _T = TypeVar("_T")
 
 @dataclass
 class Scene:
-    """Where it all happens."""
+    """Everything that a kind of fault acts on."""
 
     cluster: LocalCluster
     fleet: Fleet
@@ -74,7 +75,8 @@ Kind = Callable[[Scene, Step], bool]
 
 
 def _of_transport(fault: Order, *effects: str) -> Kind:
-    """`effects`: reasons for rollbacks of which one must come. None: nothing more is to be seen."""
+    """`effects` are reasons for rollbacks, one of which must be counted. Without any, it is enough
+    that the fault happened."""
 
     def bring_about(scene: Scene, step: Step) -> bool:
         def seen() -> int:
@@ -110,7 +112,8 @@ def _transfer_killed(scene: Scene, step: Step) -> bool:
 
 
 def _transfer_stopped(scene: Scene, step: Step) -> bool:
-    """Up to twice the deadline; if a fetch waits for it, its engine may replace it."""
+    """Suspend it for up to twice the deadline; if a fetch waits for it, its engine may replace
+    it."""
     transfer = _transfer(scene, scene.choose(step).incarnation)
     if transfer is None:
         return False
@@ -121,7 +124,7 @@ def _transfer_stopped(scene: Scene, step: Step) -> bool:
 
 
 def _transfer(scene: Scene, incarnation: str) -> psutil.Process | None:
-    """The process that the replica reports; None while it has none."""
+    """The transfer process that the replica reports, or None."""
     pid = scene.fleet.figures[incarnation]["transfer_pid"]
     try:
         return None if pid is None else psutil.Process(pid)
@@ -134,7 +137,7 @@ def _stands_still(process: psutil.Process) -> bool:
 
 
 def _fraction(step: Step) -> float:
-    """Another number in [0, 1) than the one that chooses the replica."""
+    """A number in [0, 1) that is independent of the choice of the replica."""
     return random.Random(step.number).random()
 
 
@@ -142,7 +145,7 @@ def _fraction(step: Step) -> float:
 
 
 def _engine_stopped(scene: Scene, step: Step) -> bool:
-    """It is dropped, and joins again by itself; its requests take longer."""
+    """The tracker drops the replica, which then joins again by itself; its requests take longer."""
     replica = scene.choose(step)
     with scene.fleet.standing_still(replica), frozen([replica.processes.engine]):
         gone = until(lambda: not scene.is_member(replica.incarnation), LEASE_TIME)
@@ -150,10 +153,11 @@ def _engine_stopped(scene: Scene, step: Step) -> bool:
 
 
 def _killed(part: Callable[[Replica], psutil.Process]) -> Kind:
-    """xinference starts it again; before, the tracker has dropped it.
+    """The tracker drops the replica, and xinference starts it again.
 
-    That an engine is dead it notices only at the next request, so one is put to the replica. And
-    one before: of vLLM 0.32, an engine's first request is never answered if it dies that moment.
+    xinference notices a dead engine only at the next request, so the replica is asked once after
+    the kill. It is asked once before, too: with vLLM 0.32, the first request to an engine that dies
+    at that moment is never answered.
     """
 
     def bring_about(scene: Scene, step: Step) -> bool:
@@ -169,11 +173,11 @@ def _killed(part: Callable[[Replica], psutil.Process]) -> Kind:
 
 
 def _removed(scene: Scene, step: Step) -> bool:
-    """Once its requests have been answered."""
+    """Remove a replica once it has answered its requests."""
     replica = scene.choose(step)
     replica.is_up = False
     if not until(lambda: replica.in_flight == 0, TERMINATE_TIME):
-        raise TimeoutError(f"{replica.name} does not answer {replica.in_flight} requests")
+        raise TimeoutError(f"{replica.name} has not answered {replica.in_flight} requests")
     number = next(
         status["replica_id"]
         for status in scene.cluster.replicas(scene.fleet.model_uid)
@@ -187,7 +191,7 @@ def _removed(scene: Scene, step: Step) -> bool:
 
 
 def _added(scene: Scene, step: Step) -> bool:
-    """In a thread of its own: other steps are carried out meanwhile."""
+    """Runs in a thread of its own, while other steps are carried out."""
     scene.wanted += 1
     url = f"{scene.cluster.endpoint}/v1/models/{scene.fleet.model_uid}/replicas"
     requests.post(url, json={"replica": 1}, timeout=RETURN_TIME).raise_for_status()
@@ -198,14 +202,14 @@ def _added(scene: Scene, step: Step) -> bool:
 
 
 def _tracker_destroyed(scene: Scene, step: Step) -> bool:
-    """The replicas make it anew and fill it again."""
+    """The replicas have it created again and fill it."""
     before = {replica.incarnation for replica in scene.fleet.up()}
 
     async def destroy() -> None:
         await xoscar.destroy_actor(await scene.fleet.tracker())
 
     scene.await_(destroy(), EFFECT_TIME)
-    looks = scene.fleet.looks + 1  # one may have been under way
+    looks = scene.fleet.looks + 1  # a look may have been under way
 
     def is_filled() -> bool:
         members = scene.fleet.members
@@ -231,7 +235,7 @@ def _switched(scene: Scene, step: Step) -> bool:
 
 
 def _aborted(scene: Scene, step: Step) -> bool:
-    """A streaming request, while its prompt is computed."""
+    """Abort a streaming request while its prompt is computed."""
     traffic, question = scene.traffic, scene.traffic.any_question(step.strength)
     after = 0.02 + 0.2 * _fraction(step)
     work = traffic.ask_and_abort(scene.choose(step), question, uuid.uuid4().hex, after)
@@ -239,7 +243,7 @@ def _aborted(scene: Scene, step: Step) -> bool:
 
 
 def _aborted_while_it_waits(scene: Scene, step: Step) -> bool:
-    """A streaming request, while what a peer has computed is fetched for it, which never comes."""
+    """Abort a streaming request while it waits for a fetch whose donor stalls."""
     traffic, question = scene.traffic, scene.traffic.any_question(step.strength)
     donor = scene.choose(step)
     consumer = next(replica for replica in scene.fleet.up() if replica is not donor)

@@ -1,4 +1,4 @@
-"""What replicas are asked, and what an engine that shares nothing answers to it."""
+"""The questions to the replicas, and the answers of an engine that shares nothing."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from examples.local_cluster import Completion, LocalCluster
 
 DOCUMENTS = 10
 ROWS = 24
-"""Of a document's table: 1,200 tokens, nine chunks and a bit."""
+"""Rows of a document's table: 1,200 tokens, nine chunks and a part."""
 TOKENS = 8
-"""Of an answer."""
+"""Length of an answer."""
 LOGPROB_TOLERANCE = 1e-3
 MARGIN = 1e-2
-"""By which each token of an answer must have been more likely than any other: a random model has
-near ties, which rounding alone decides, and a question with one is not asked."""
+"""The least difference between the log-probabilities of an answer's token and the runner-up. A
+random model has near ties, which rounding decides; a question with one is not asked."""
 _ASKING = 4
 _TIMEOUT = 120.0
 
@@ -31,7 +31,7 @@ class Question(NamedTuple):
 
 
 class Expected(NamedTuple):
-    """`margin`: the least by which a token was more likely than the second."""
+    """`margin` is the least difference between a token's log-probability and the runner-up's."""
 
     tokens: tuple[str, ...]
     logprobs: tuple[float, ...]
@@ -45,7 +45,7 @@ class Expected(NamedTuple):
 
 
 def all_questions(seed: int) -> list[Question]:
-    """Three about each of the documents, which are other ones for another seed."""
+    """Three questions about each document; the documents depend on the seed."""
     found = []
     for number in range(DOCUMENTS):
         table = 1000 + 100 * seed + number
@@ -56,14 +56,14 @@ def all_questions(seed: int) -> list[Question]:
 
 
 def generation(**more: object) -> dict[str, Any]:
-    """What is asked for with each question: a greedy answer, always of the same length."""
+    """The parameters of each request: a greedy answer of a fixed length."""
     return {"max_tokens": TOKENS, "temperature": 0, "ignore_eos": True, "logprobs": 2, **more}
 
 
 def ask_for_reference(
     cluster: LocalCluster, model_uid: str, asked: Sequence[Question]
 ) -> Mapping[Question, Expected]:
-    """The answers of a model that shares nothing, to those questions whose answer is certain."""
+    """Ask a model that shares nothing; return the answers that have no near tie."""
 
     def ask(question: Question) -> Expected:
         body = generation(model=model_uid, prompt=question.text)

@@ -1,4 +1,4 @@
-"""What must be true of replicas under xinference at rest, and after the model and the cluster."""
+"""What must be true of replicas under xinference at rest, after the model and after the cluster."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from tests.e2e.processes import alive
 from tests.faults import Order, withdraw
 
 REST_TIME = 60.0
-"""Seconds for requests to end, grants to expire and slow processes to go."""
+"""Seconds for requests to end, grants to expire and slow processes to exit."""
 
 
 def come_to_rest(scene: Scene, report: Report) -> None:
-    """Let no more requests come, and look until nothing is left of those there were."""
+    """Stop sending requests and look until nothing is left of the earlier ones, or time is up."""
     for fault in Order:
         withdraw(scene.orders, fault)
     scene.traffic.pause()
     if not until(lambda: scene.traffic.in_flight == 0, REST_TIME):
-        report.problems.append(f"{scene.traffic.in_flight} requests do not end")
+        report.problems.append(f"{scene.traffic.in_flight} requests have not ended")
     looks = scene.fleet.looks + 1
     until(lambda: scene.fleet.looks > looks, EFFECT_TIME)
     until(lambda: leaks_of(scene) == Leaks() and not _wrong(scene.fleet), REST_TIME)
@@ -67,7 +67,7 @@ def _transfers(processes: list[psutil.Process]) -> list[psutil.Process]:
 
 
 def _wrong(fleet: Fleet) -> list[str]:
-    """Members are the replicas that are up, and nothing was rolled back for no reason."""
+    """The members are the replicas that are up, and no fetch ended in an internal error."""
     found = []
     up = {replica.incarnation for replica in fleet.up()}
     if set(fleet.members) != up:
@@ -78,7 +78,7 @@ def _wrong(fleet: Fleet) -> list[str]:
 
 
 def look_after_terminate(scene: Scene, report: Report) -> None:
-    """No tracker, and no process of the model."""
+    """Count a tracker and processes of the model as leaks."""
     families = [replica.processes for replica in scene.fleet.up()] + scene.fleet.dead
 
     def left() -> list[psutil.Process]:

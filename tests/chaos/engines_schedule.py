@@ -1,7 +1,7 @@
-"""In which order a model's replicas are broken: pure data that follows from a seed.
+"""The order of faults for a model's replicas: pure data that follows from a seed.
 
 Killed replicas take a minute or more to return, so each `HEAVY` step is followed by `LIGHT` ones,
-which befall the others meanwhile. A schedule has no end; a run takes a prefix of it.
+which hit the others meanwhile. A schedule has no end; a run takes a prefix of it.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ LIGHT: Mapping[str, int] = {
     "request aborted": 4,
     "request aborted while it waits": 2,
 }
-"""How often each comes up in comparison."""
+"""How often each kind occurs, relative to the others."""
 
 _BETWEEN = 7
 """Light steps while a replica is on its way back."""
 
 
 class Step(NamedTuple):
-    """`strength` in [0, 1) is what the kind makes of it."""
+    """`strength`, in [0, 1), has a meaning of its own for each kind."""
 
     number: int
     kind: str
@@ -44,7 +44,7 @@ class Step(NamedTuple):
 
 
 def schedule(seed: int) -> Iterator[Step]:
-    """All light kinds with two replicas, then a third one, then heavy ones in turn."""
+    """All light kinds with two replicas, then a third replica, then heavy kinds in turn."""
     source = random.Random(seed)
     for number, kind in enumerate(_kinds(source), 1):
         yield Step(number, str(kind), source.random())

@@ -1,9 +1,9 @@
-"""Requests that are under way all the time, and what becomes of them.
+"""A constant stream of requests, and their outcomes.
 
-A conversation puts the questions about one document to one replica after the other, so that what
-the first computed is there to be fetched by the second. A salt of its own, which changes keys but
-no answer, makes many of them begin cold. Each request goes to the actor of a certain replica, so
-that it is known whose request failed.
+A conversation puts the questions about one document to one replica after the other, so that the
+second can fetch what the first computed. Many conversations have a salt of their own, which changes
+keys but no answer, so that they begin cold. Each request goes directly to a replica's actor, so
+that a failure can be attributed to its replica.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SALTED = 0.6
 REQUEST_TIMEOUT = 150.0
 _NOBODY = 0.1
 _PUBLISHING = 0.5
-"""Seconds within which others know what was computed."""
+"""Seconds until peers know what was computed."""
 
 
 class Failure(NamedTuple):
@@ -38,7 +38,7 @@ class Failure(NamedTuple):
 
     @property
     def is_explained(self) -> bool:
-        """The replica was killed meanwhile, or before and it was not noticed."""
+        """Whether the replica was killed during the request, or before without being noticed."""
         return self.replica.was_absent(self.began, self.ended)
 
 
@@ -69,7 +69,7 @@ class Traffic:
         return sum(replica.in_flight for replica in list(self._fleet.replicas.values()))
 
     async def converse(self, number: int) -> None:
-        """For ever."""
+        """Hold conversations, for ever."""
         source = random.Random(f"{self._seed}/{number}")
         last: Replica | None = None
         while True:
@@ -87,7 +87,7 @@ class Traffic:
             await asyncio.sleep(_NOBODY)
 
     async def ask(self, replica: Replica, question: Question, salt: str | None) -> None:
-        """One request, compared with what is expected."""
+        """Send one request and compare its answer with the expected one."""
         began = time.monotonic()
         replica.in_flight += 1
         try:
@@ -101,7 +101,7 @@ class Traffic:
             replica.in_flight -= 1
 
     async def share(self, donor: Replica, consumer: Replica, question: Question) -> None:
-        """A fetch, if all is well."""
+        """Have `consumer` fetch what `donor` computes, if all is well."""
         salt = uuid.uuid4().hex
         await self.ask(donor, question, salt)
         await asyncio.sleep(_PUBLISHING)
@@ -113,15 +113,16 @@ class Traffic:
         if not expected.matches(answer):
             self.wrong.append(
                 f"{replica.incarnation} answered {answer.tokens} {answer.logprobs} with "
-                f"{answer.cached_tokens} cached tokens, right is {expected}"
+                f"{answer.cached_tokens} cached tokens, expected {expected}"
             )
 
-    # -- requests that are given up ----------------------------------------------------------
+    # -- requests that are aborted -----------------------------------------------------------
 
     async def ask_and_abort(
         self, replica: Replica, question: Question, salt: str | None, after: float
     ) -> bool:
-        """Whether a streaming request could be ended before its first token."""
+        """Abort a streaming request `after` seconds; return whether that was before its first
+        token."""
         request_id = f"aborted-{uuid.uuid4().hex}"
         replica.in_flight += 1
         try:
@@ -138,7 +139,7 @@ class Traffic:
             chunk = await within(REQUEST_TIMEOUT, first)
             while chunk is not None:
                 chunk = await within(REQUEST_TIMEOUT, anext(stream, None))
-            stream._gc_destroy = False  # it has ended; xoscar would connect once more to tell so
+            stream._gc_destroy = False  # it has ended; xoscar would connect again to say so
         except Exception as error:
             if replica.is_up:
                 raise

@@ -1,4 +1,4 @@
-"""What runs in a node's process; imported by the server that the nodes are forked from."""
+"""The code that runs in a node's process; the server that forks the nodes imports it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CANARY = b"canary"
 
 
 class Unsketched:
-    """Takes part in comparisons, by canaries alone."""
+    """Takes part in comparisons only through canaries."""
 
     def sketch(self, key: bytes) -> None:
         return None
@@ -101,12 +101,12 @@ class Inside:
         self.scheduler.orders[order] += times
 
     def reset(self, weights: str, shown: str = "") -> None:
-        """From now on it computes with `weights`; its canary is that of weights `shown`."""
+        """Compute with `weights` from now on, with the canary of the weights `shown`."""
         self.scheduler.call(lambda: self.scheduler.reset(weights))
         self._show(shown or weights)
 
     def _show(self, weights: str) -> None:
-        """What xinference's worker has the engine compute after a start or a reset."""
+        """Show the canary that xinference's worker has an engine compute after a start or reset."""
         samples = row_content(CANARY, weights)[:32].astype(float).tolist()
 
         async def show() -> None:
@@ -115,7 +115,7 @@ class Inside:
         self._in_background(show)
 
     def reset_while(self, serving: bool, weights: str, timeout: float) -> bool:
-        """False if there was no such moment, and there has been no reset."""
+        """Reset while a grant or a fetch is live; return False if there was no such moment."""
         moment = self.scheduler.is_serving if serving else self.scheduler.is_fetching
 
         def reset() -> bool:
@@ -128,7 +128,7 @@ class Inside:
         return happened
 
     def is_busy(self, seconds: float) -> None:
-        """All that may be granted is granted to somebody who does not take it."""
+        """Grant all rows that may be granted to a consumer that never takes them."""
         grants = self.replica._donor.grants
 
         async def take() -> list[int]:
@@ -152,7 +152,7 @@ class Inside:
         return running.result(ANSWER_TIME)
 
     def forget(self, share: float, seconds: float) -> int:
-        """Evict some rows; the tracker is told `seconds` later. Returns how many."""
+        """Evict some rows and tell the tracker `seconds` later. Returns how many."""
 
         def evict() -> list[bytes]:
             count = max(1, int(share * len(self.pool.shared_keys())))
@@ -173,14 +173,14 @@ class Inside:
         return self.pool.holds(key)
 
     def is_full(self, seconds: float) -> None:
-        """Nothing can be evicted for a while."""
+        """Pin all rows for a while, so that nothing can be evicted."""
         keys = self.pool.shared_keys()
         pinned = [row for key in keys for row in self.pool.pin([key])]
         threading.Event().wait(seconds)
         self.pool.unpin(pinned)
 
     def audit(self) -> dict[str, Any]:
-        """What there is, when nothing should be going on."""
+        """Everything that the replica holds, for a check at rest."""
         counts = self.pool.counts()
         process = psutil.Process()
         weights = self.scheduler.weights

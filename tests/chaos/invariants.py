@@ -1,4 +1,4 @@
-"""What must be true of a cluster at rest: no fault, no request, and a moment to come to rest."""
+"""What must be true of a cluster at rest: without faults or requests, after a moment to settle."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from xinference_xavier.transfer.transports.gloo import MAX_WITHDRAWN
 REST_TIME = 20.0
 """Seconds: grants expire after two fetch timeouts, leases after one lease."""
 DEFAULT_EXECUTOR = min(32, (os.cpu_count() or 1) + 4)
-"""Threads of an event loop's default executor. It starts them as it needs them and keeps them, so
-that a process may have so many more than it had after its warm-up, and no others."""
+"""Threads of an event loop's default executor, which starts them on demand and keeps them: a
+process may have this many more than after its warm-up."""
 LOST_SOCKETS = 2 * MAX_WITHDRAWN
-"""That two of Gloo's devices may keep of links which came to nothing."""
+"""Sockets that two Gloo devices may keep of links that failed."""
 SECOND_DEVICE = 5
-"""Descriptors of one more of Gloo's devices, whose thread is one more too."""
+"""Descriptors of one more Gloo device, which also has one more thread."""
 RSS_GROWTH = 96 << 20
-"""Bytes by which a process's memory may grow: its figures, caches and the pages of its pool."""
+"""Bytes by which a process's memory may grow: its statistics, its caches and its pool's pages."""
 
 
 class Size(NamedTuple):
-    """What a replica's two processes have."""
+    """The sizes of a replica's two processes."""
 
     engine_threads: int
     engine_descriptors: int
@@ -40,7 +40,7 @@ class Size(NamedTuple):
     transfer_threads: int
     transfer_descriptors: int
     names: str
-    """Of the transfer process's threads and descriptors."""
+    """The transfer process's threads and connections, by name."""
 
 
 class Findings(NamedTuple):
@@ -50,9 +50,9 @@ class Findings(NamedTuple):
 
 
 def come_to_rest(cluster: Cluster, before: dict[str, Size] | None = None) -> Findings:
-    """Pause all requests and look until everything is as it must be, or time is up.
+    """Pause all requests and look until everything is right, or time is up.
 
-    `before` are the sizes after the warm-up, beyond which no process may have grown.
+    `before` are the sizes after the warm-up, which no process may exceed.
     """
     problems = _end_requests(cluster)
     if problems:
@@ -61,7 +61,7 @@ def come_to_rest(cluster: Cluster, before: dict[str, Size] | None = None) -> Fin
         node.command("flush")
     found = _look(cluster, before)
     deadline = time.monotonic() + REST_TIME
-    # Whoever is late is given the time: what is wrong for good is still wrong then.
+    # Slow processes get time; a permanent fault is still there afterwards.
     while (found.problems or found.leaks != Leaks()) and time.monotonic() < deadline:
         threading.Event().wait(0.3)
         found = _look(cluster, before)
@@ -109,7 +109,7 @@ def _about_rows(audits: dict[str, Any]) -> list[str]:
         if audit["wrong_rows"]:
             found.append(f"{incarnation} holds {audit['wrong_rows']} rows with wrong bytes")
         if audit["tasks"]:
-            found.append(f"{audit['tasks']} tasks of {incarnation}'s fetches do not end")
+            found.append(f"{audit['tasks']} tasks of {incarnation}'s fetches have not ended")
     return found
 
 
@@ -122,14 +122,14 @@ def _about_membership(cluster: Cluster, audits: dict[str, Any]) -> list[str]:
         if not audit["connected"]:
             found.append(f"{incarnation} has no tracker")
         if audit["namespace"] != f"namespace@{cluster.weights}":
-            found.append(f"{incarnation} is in {audit['namespace']}, the weights are others")
+            found.append(f"{incarnation} is in {audit['namespace']}, not that of the weights")
         if audit["peers"] != set(audits) - {incarnation}:
             found.append(f"{incarnation} knows the peers {sorted(audit['peers'])}")
     return found
 
 
 def _about_mirrors(audits: dict[str, Any]) -> list[str]:
-    """Each mirror is the union of what the others hold."""
+    """Each mirror must be the union of the other replicas' holdings."""
     found = []
     for incarnation, audit in audits.items():
         holders: dict[bytes, list[str]] = {}
@@ -146,13 +146,13 @@ def _about_mirrors(audits: dict[str, Any]) -> list[str]:
 
 
 def _about_causes(cluster: Cluster) -> list[str]:
-    """Nothing is rolled back, expires or dies without a fault that explains it."""
+    """Nothing may be rolled back, expire or die without a fault that explains it."""
     found = [
         f"the scheduler of {node.incarnation} died: {_last_line(node.folder / 'died')}"
         for node in cluster.everybody()
         if (node.folder / "died").exists()
     ]
-    found += [f"{who} expired though it was there" for who in cluster.unexplained_expiries()]
+    found += [f"{name} expired but was never absent" for name in cluster.unexplained_expiries()]
     found += [
         f"{node.incarnation} ended by itself ({node.process.exitcode})"
         for node in cluster.nodes.values()
@@ -160,8 +160,8 @@ def _about_causes(cluster: Cluster) -> list[str]:
     ]
     rollbacks, happened = cluster.rollbacks(), cluster.taken()
     damages = happened[Order.DAMAGE] + happened[Order.SWAP]
-    # Who leaves its peers, or takes them for gone, takes back what it granted them: the slots may
-    # be used again while rows are under way, and it is the checksum that tells.
+    # A replica that leaves its peers, or believes them gone, revokes its grants: it may reuse the
+    # slots while rows are under way, and the checksum catches it.
     excused = cluster.partings * len(cluster.nodes)
     if rollbacks["checksum"] > damages + excused:
         found.append(f"{rollbacks['checksum']} rows arrived damaged, {damages} were damaged")
@@ -195,7 +195,7 @@ def _names(process: psutil.Process) -> str:
 
 
 def _growth(before: dict[str, Size], after: dict[str, Size], leaks: Leaks) -> list[str]:
-    """Add to `leaks` what processes have more of than any had after the warm-up."""
+    """Count in `leaks` the threads and descriptors above the largest size after the warm-up."""
     most = Size(*map(max, zip(*before.values(), strict=True)))
     problems = []
     for incarnation, now in after.items():
@@ -223,7 +223,7 @@ def _pids(cluster: Cluster) -> list[int]:
 
 
 def _strange_processes(cluster: Cluster) -> int:
-    """Each replica has one transfer process and no other; the dead have none."""
+    """Each replica must have one child, its transfer process; the dead must have none."""
     strange = 0
     for node in cluster.nodes.values():
         strange += abs(len(psutil.Process(node.pid).children(recursive=True)) - 1)
@@ -244,7 +244,7 @@ def _shared_memory(pid: int) -> int:
 
 
 def _bytes_of_the_dead(cluster: Cluster) -> int:
-    """Of regions of dead incarnations that somebody still maps."""
+    """Bytes of dead incarnations' regions that any process still maps."""
     dead = {cluster.regions[node.incarnation] for node in cluster.dead}
     found: dict[int, int] = {}
     for process in psutil.process_iter():

@@ -1,7 +1,7 @@
-"""How each kind of fault is brought about, and how it is known that it had an effect.
+"""How each kind of fault is injected, and how its effect is observed.
 
-A kind is a function of the cluster and the step; it returns whether the effect was observed, and
-leaves nothing on that would go on for ever. Those of one replica find it up.
+A kind is a function of the cluster and the step. It returns whether the effect was observed, and
+undoes whatever would last. If it concerns one replica, that replica is up when it is called.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from tests.chaos.tracker import LEASE
 from tests.faults import Order, order, taken, withdraw
 
 TAKEN_TIME = 6.0
-"""Seconds that a fault waits for an occasion."""
+"""Seconds that a fault waits for an opportunity."""
 EFFECT_TIME = 6.0
-"""Seconds that its effect is waited for."""
+"""Seconds that we wait for its effect."""
 
 Kind = Callable[[Cluster, Step], bool]
 
@@ -32,8 +32,8 @@ def _wait(seconds: float) -> None:
 
 
 def _of_transport(fault: Order, *effects: str) -> Kind:
-    """`effects`: reasons for rollbacks of which one must come; here if it befalls a consumer, with
-    any replica if it befalls a donor. None: that it happened is all there is to see."""
+    """`effects` are reasons for rollbacks, one of which must be counted: by this replica if it is
+    the consumer, by any if it is the donor. Without any, it is enough that the fault happened."""
     of_consumer = fault in (
         *(Order.DAMAGE, Order.SWAP, Order.LATE, Order.OVERSIZE),
         *(Order.REFUSE, Order.STRANGER, Order.DIE_RECEIVING),
@@ -60,7 +60,8 @@ def _of_transport(fault: Order, *effects: str) -> Kind:
 
 
 def _transfer_process_stopped(cluster: Cluster, step: Step) -> bool:
-    """Up to twice the deadline; if a fetch waits for it, its engine may replace it."""
+    """Suspend it for up to twice the deadline; if a fetch waits for it, its engine may replace
+    it."""
     transfer = cluster.nodes[step.target].transfer()
     if transfer is None:
         return False
@@ -113,7 +114,7 @@ def _donor_busy(cluster: Cluster, step: Step) -> bool:
 
 
 def _stale_entries(cluster: Cluster, step: Step) -> bool:
-    """Somebody asks for what the replica no longer has."""
+    """A peer asks for chunks that the replica no longer holds."""
     before = cluster.rollbacks()["not held"]
     node = cluster.nodes[step.target]
     node.command("forget", 0.2 + 0.6 * step.strength, 0.5 + step.strength)
@@ -128,7 +129,7 @@ def _pool_full(cluster: Cluster, step: Step) -> bool:
 
 
 def _of_scheduler(cluster: Cluster, step: Step) -> bool:
-    """The replica's scheduler takes the next occasion."""
+    """The replica's scheduler takes the next opportunity."""
     node = cluster.nodes[step.target]
     before = node.figures()["done"].get(step.kind, 0)
     node.command("ask_for", step.kind, 1)
@@ -136,11 +137,11 @@ def _of_scheduler(cluster: Cluster, step: Step) -> bool:
 
 
 def _reset(serving: bool) -> Kind:
-    """To weights that nobody else has, and back."""
+    """Reset to weights that no other replica has, and back."""
 
     def bring_about(cluster: Cluster, step: Step) -> bool:
         node = cluster.nodes[step.target]
-        # To say which weights there are reaches all that were reset: it must be true of all.
+        # Announced weights apply to every replica that was reset, so they must be true of all.
         with cluster.resets:
             cluster.partings += 2
             happened = bool(node.command("reset_while", serving, f"own {step.number}", TAKEN_TIME))
@@ -153,8 +154,8 @@ def _reset(serving: bool) -> Kind:
 
 
 def _computes_otherwise(wrong_rows: bool) -> Kind:
-    """A replica says that it has the weights that all have. It computes other rows, or sketches
-    what it computes wrongly: the others must part from it."""
+    """A replica claims to have the common weights, but computes other rows or makes wrong sketches:
+    the others must part from it."""
 
     def bring_about(cluster: Cluster, step: Step) -> bool:
         node, other = cluster.nodes[step.target], f"other {step.number}"
@@ -164,7 +165,7 @@ def _computes_otherwise(wrong_rows: bool) -> Kind:
 
             def has_parted() -> bool:
                 if "+" in str(node.figures().get("namespace")):  # alone, since the reset
-                    with suppress(OSError, EOFError):  # the tracker is just being killed
+                    with suppress(OSError, EOFError):  # another lane is killing the tracker
                         cluster.tracker.command("set_weights_version", cluster.weights)
                 return str(node.figures().get("namespace")).startswith(
                     f"namespace@{cluster.weights}~"
@@ -187,19 +188,19 @@ def _publication(cluster: Cluster, step: Step) -> bool:
 
 
 def _clock_jumps(sign: int) -> Kind:
-    """Nobody may expire for it."""
+    """No lease may expire because of it."""
 
     def bring_about(cluster: Cluster, step: Step) -> bool:
         with cluster.membership:
             cluster.tracker.command("jump", sign * LEASE * (1 + 9 * step.strength))
-            _wait(2.0)  # of the tracker's looks at its leases
+            _wait(2.0)  # the tracker looks at its leases several times
         return True
 
     return bring_about
 
 
 def _tracker_stopped(cluster: Cluster, step: Step) -> bool:
-    """Nobody may expire for it."""
+    """No lease may expire because of it."""
     with cluster.membership:
         with standing_still(cluster.tracker.pid) as stands_still:
             seen = until(stands_still, 1.0)

@@ -1,4 +1,5 @@
-"""What keeps rows right, switched off one at a time: a run with any of these must fail."""
+"""The safeguards that keep rows right, each switched off by a mutation: every such run must
+fail."""
 
 from __future__ import annotations
 
@@ -11,19 +12,19 @@ from xinference_xavier.pool.pool import Pool, Reservation, Row, RowState
 
 class Mutation(StrEnum):
     CHECKSUM = "checksum"
-    """Consumers take what arrives."""
+    """Consumers accept whatever arrives."""
     QUARANTINE = "quarantine"
-    """Slots are used again at once when a fetch is given up."""
+    """The slots of an abandoned fetch are reused at once."""
     PIN = "pin"
-    """Rows that are read may be evicted."""
+    """Rows may be evicted while they are read."""
     CANARY = "canary"
     """Replicas share without a comparison."""
     SEQUENCE = "sequence"
-    """The tracker takes any publication for the next one."""
+    """The tracker treats any publication as the next one."""
 
 
 class CountingPool(Pool):
-    """`refusals` are reservations that came out short."""
+    """`refusals` counts reservations that got fewer rows than they wanted."""
 
     refusals = 0
 
@@ -40,7 +41,7 @@ class _WithoutQuarantine(CountingPool):
 
 
 class _WithoutPins(CountingPool):
-    """Counts pins, so that everybody may undo his own, but heeds none."""
+    """Counts pins, so that each can be undone, but ignores them."""
 
     def commit(self, row: Row, checksum: int | None = None, pins: int = 0) -> bool:
         if not super().commit(row, checksum):

@@ -1,7 +1,7 @@
-"""One replica of the chaos harness, as a process: everything real but the engine's computing.
+"""One replica of the chaos harness, as a process: only the engine's computing is simulated.
 
-Processes are forked from a server that has vLLM imported, so that a new one takes no time. What a
-node counts it writes to a file ten times a second: that outlives it, and readers need not wait.
+Processes are forked from a server that has imported vLLM, so that a new one starts at once. A node
+writes its figures to a file ten times a second: the file outlives it, and readers need not wait.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from tests.chaos.mutations import Mutation
 from tests.faults import ORDERS, UNCHECKED
 
 PRELOAD = ["tests.chaos.inside"]
-"""What the server imports that processes are forked from."""
+"""The imports of the server that processes are forked from."""
 ANSWER_TIME = 30.0
 """Seconds for a node to answer a command, unless it is stopped."""
 
 
 class Settings(NamedTuple):
-    """`folder` is where orders are given to the node and its figures are found."""
+    """`folder` holds the orders to the node and its figures."""
 
     incarnation: str
     rows: int
@@ -47,7 +47,7 @@ def _run(pipe: Connection, settings: Settings) -> None:
     os.dup2(output, 2)
     os.close(output)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    from tests.chaos.inside import Inside  # vLLM: the controller does without
+    from tests.chaos.inside import Inside  # imports vLLM, which the controller does not need
 
     inside = Inside(settings)
     while True:
@@ -81,14 +81,14 @@ class Node:
         with self._lock:
             self._pipe.send((method, args))
             if not self._pipe.poll(ANSWER_TIME):
-                raise TimeoutError(f"{self.incarnation} does not answer to {method}")
+                raise TimeoutError(f"{self.incarnation} does not answer {method}")
             ok, answer = self._pipe.recv()
         if not ok:
             raise RuntimeError(f"{self.incarnation}, {method}: {answer}")
         return answer
 
     def figures(self) -> dict[str, Any]:
-        """As of a moment ago, or its last; empty before the first."""
+        """Its latest figures, or a dead node's last; empty before the first."""
         path = self.folder / "figures"
         figures: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
         return figures
@@ -99,7 +99,7 @@ class Node:
         return self.process.pid
 
     def transfer(self) -> psutil.Process | None:
-        """Its transfer process, if there is one just now."""
+        """Its transfer process, or None if it has none at the moment."""
         pid = self.figures().get("replica", {}).get("transfer_pid")
         try:
             return None if pid is None else psutil.Process(pid)
@@ -109,5 +109,5 @@ class Node:
     def kill(self) -> None:
         self.process.kill()
         self.process.join()
-        with self._lock:  # another thread may wait for an answer that will not come
+        with self._lock:  # another thread may be waiting for an answer
             self._pipe.close()

@@ -1,4 +1,4 @@
-"""The part of a chaos run without vLLM's engine: breaks a cluster of replicas to a schedule."""
+"""The part of a chaos run without vLLM's engine: faults hit a cluster of replicas by a schedule."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from tests.chaos.report import Report
 from tests.chaos.schedule import TRACKER, Step, schedule
 
 ROUND = 120.0
-"""Seconds of faults between two times at rest."""
+"""Seconds of faults between two rests."""
 _PROGRESS = 10.0
 _AHEAD = 12
-"""Steps that a lane may be behind, so that a prefix of the schedule is what was carried out."""
+"""Steps that a lane may lag behind; the steps of a run are then a prefix of the schedule."""
 
 
 def make_report(seed: int) -> Report:
@@ -54,7 +54,7 @@ def run(
     finally:
         cluster.close()
     if report.failures() and mutation is None:
-        say(f"what the replicas wrote is in {folder}")
+        say(f"the replicas' output is in {folder}")
     else:
         shutil.rmtree(folder)
     return carried_out
@@ -66,7 +66,7 @@ class _Run:
         self._report = report
         self._say = say
         self._count = threading.Lock()
-        self._steps = 0  # the number of the last that was begun
+        self._steps = 0  # the number of the last step begun
         self._is_enough = False
         self._began = self._said = time.monotonic()
 
@@ -83,7 +83,7 @@ class _Run:
         return self._steps
 
     def _warm_up(self) -> None:
-        """Until everybody has a link with everybody."""
+        """Wait until every replica has a link with every other."""
         cluster = self._cluster
         links = 2 * (len(cluster.nodes) - 1)
         for name in cluster.nodes:
@@ -97,9 +97,9 @@ class _Run:
 
         if not until(lambda: not lacking(), READY_TIME, interval=0.5):
             self._report.problems.append(
-                f"not all replicas fetched from each other: of {links} links {lacking()}"
+                f"not all replicas fetched from each other: links {lacking()}, expected {links}"
             )
-        self._say(f"{len(cluster.nodes)} replicas are up, all connected with each other")
+        self._say(f"{len(cluster.nodes)} replicas are up and connected with each other")
 
     def _pause(self, paused: bool) -> None:
         for node in self._cluster.nodes.values():
@@ -108,7 +108,7 @@ class _Run:
     # -- a round ------------------------------------------------------------------------------
 
     def _break(self, steps: Iterator[Step], seconds: float) -> bool:
-        """Carry out steps; returns whether there are no more, or something is wrong."""
+        """Carry out steps; return whether the run is over: no more steps, or something is wrong."""
         self._pause(False)
         until_time = time.monotonic() + seconds
         lanes = {name: queue.Queue[Step | None](_AHEAD) for name in (*self._cluster.nodes, TRACKER)}
@@ -119,7 +119,7 @@ class _Run:
         for step in steps:
             if not self._hand_over(lanes[step.target], step, until_time):
                 break
-        else:  # no more steps: those that are left are carried out
+        else:  # no more steps: the lanes finish theirs
             for lane in lanes.values():
                 self._hand_over(lane, None, until_time)
         is_over = not self._is_enough or self._is_lost()
@@ -132,7 +132,7 @@ class _Run:
     def _hand_over(
         self, lane: queue.Queue[Step | None], step: Step | None, until_time: float
     ) -> bool:
-        """False if it is enough: lanes then leave what they have not begun."""
+        """Return False when the round is over: lanes then drop the steps they have not begun."""
         while not self._is_enough:
             self._progress()
             self._is_enough = time.monotonic() > until_time or self._is_lost()
@@ -144,7 +144,7 @@ class _Run:
         return False
 
     def _is_lost(self) -> bool:
-        """What is wrong already and will not come right."""
+        """Whether something is wrong that time will not mend."""
         if self._cluster.total(lambda figures: figures["died"] + figures["wrong_bytes"]):
             return True
         return bool(self._report.problems)
@@ -185,9 +185,8 @@ class _Run:
         self._say(
             f"{self._said - self._began:5.0f} s  {self._steps} steps, "
             f"{report.faults.total()} faults of {len(report.faults)} kinds observed, "
-            f"{report.unobserved.total()} not; {requests} requests, of which {waited} waited for a "
-            f"peer's prefill, "
-            f"{cluster.rollbacks().total()} rollbacks"
+            f"{report.unobserved.total()} not observed; {requests} requests, {waited} of them "
+            f"waited for a peer's prefill; {cluster.rollbacks().total()} rollbacks"
         )
 
     # -- the end ------------------------------------------------------------------------------
@@ -209,7 +208,7 @@ class _Run:
         )
 
     def _longest_scheduling_wait(self) -> float:
-        """Less the time that the replica stood still, and what others took of it."""
+        """Without the time that the replica was suspended or other processes took."""
         longest = 0.0
         for node in self._cluster.everybody():
             figures = node.figures()
@@ -222,7 +221,7 @@ class _Run:
 
 
 def _wrong_bytes(folder: Path) -> int:
-    """What the node wrote down when it loaded them."""
+    """The count that the node wrote when it loaded them."""
     log = folder / "wrong"
     lines = log.read_text().splitlines() if log.exists() else []
     return sum(int(line.partition(": ")[2].split()[0]) for line in lines)

@@ -1,7 +1,7 @@
-"""What a chaos run found, and whether that is good enough.
+"""The findings of a chaos run, and whether it passed.
 
-Each part of a run fills a `Report` of its own; `to_json` makes of them all the text of
-`build/chaos-report.json`. A part adds to `problems` what must not have happened and has no figure.
+Each part of a run fills a `Report`; `to_json` merges them into the text of
+`build/chaos-report.json`. A part adds to `problems` whatever is wrong and has no figure.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 DECISION_GRACE = 1.0
-"""Seconds by which a decision may be noticed later than its deadline."""
+"""Seconds after its deadline within which a decision must be noticed."""
 
 
 @dataclass(frozen=True)
 class Bars:
-    """What a full run must have shown of one part."""
+    """What a full run of one part must reach."""
 
     faults: int
     kinds: int
@@ -29,7 +29,7 @@ FULL = {"replicas": Bars(faults=1000, kinds=15), "engines": Bars(faults=15, kind
 
 @dataclass
 class Leaks:
-    """What was left when everything was over; bytes of memory, the others are counts."""
+    """What was left at the end: `bytes` of memory, otherwise counts."""
 
     grants: int = 0
     slots: int = 0
@@ -46,9 +46,9 @@ class Leaks:
 class Report:
     """Figures of one part ("replicas" or "engines"). Times are in seconds.
 
-    `faults` are those whose effect was observed, `unobserved` the others, both by kind.
-    `longest_scheduling_wait_s` runs from a request's first pending lookup to its decision, on
-    replicas that were not frozen. `failed_requests` include those on killed replicas.
+    `faults` counts those whose effect was observed, `unobserved` the others, both by kind.
+    `longest_scheduling_wait_s` is the time from a request's first pending lookup to its decision,
+    on replicas that were not suspended. `failed_requests` includes those on killed replicas.
     """
 
     part: str
@@ -68,7 +68,7 @@ class Report:
     problems: list[str] = field(default_factory=list)
 
     def failures(self) -> list[str]:
-        """Everything that must not have happened, in words; empty for a run that passed."""
+        """Everything that is wrong, in words; empty for a run that passed."""
         found = list(self.problems)
         if self.wrong_bytes:
             found.append(f"{self.wrong_bytes} wrong bytes were loaded")
@@ -88,21 +88,21 @@ class Report:
         return [f"{self.part}: {failure}" for failure in found]
 
     def missed_bars(self) -> list[str]:
-        """What a full run would have had to show and this one did not."""
+        """The bars of a full run that this one did not reach."""
         bars, total, kinds = FULL[self.part], self.faults.total(), len(+self.faults)
         missed = []
         if total < bars.faults:
-            missed.append(f"{self.part}: {total} faults, {bars.faults} are wanted")
+            missed.append(f"{self.part}: {total} faults, {bars.faults} are required")
         if kinds < bars.kinds:
-            missed.append(f"{self.part}: {kinds} kinds of faults, {bars.kinds} are wanted")
+            missed.append(f"{self.part}: {kinds} kinds of faults, {bars.kinds} are required")
         return missed
 
 
 def merged(reports: Iterable[Report]) -> dict[str, Any]:
-    """One report of all parts. Raises ValueError for none."""
+    """One report of all parts. Raises ValueError if there are none."""
     parts = list(reports)
     if not parts:
-        raise ValueError("there is no part to report")
+        raise ValueError("there are no parts to report")
     slowest = max(parts, key=lambda part: part.longest_scheduling_wait_s - part.deadline_s)
     leaks = [asdict(part.leaks) for part in parts]
     return {
@@ -117,7 +117,7 @@ def merged(reports: Iterable[Report]) -> dict[str, Any]:
         "wrong_outputs": sum(part.wrong_outputs for part in parts),
         "wrong_bytes": sum(part.wrong_bytes for part in parts),
         "rollbacks": dict(sorted(_added(part.rollbacks for part in parts).items())),
-        # Of the part that came closest to its own deadline, or went furthest beyond it.
+        # From the part that came closest to its own deadline, or exceeded it most.
         "longest_scheduling_wait_s": round(slowest.longest_scheduling_wait_s, 3),
         "deadline_s": slowest.deadline_s,
         "leaks": {name: sum(part[name] for part in leaks) for name in leaks[0]},

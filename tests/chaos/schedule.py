@@ -1,6 +1,6 @@
-"""What is going to be broken, where and in which order: pure data that follows from a seed.
+"""Which faults occur, where and in which order: pure data that follows from a seed.
 
-A schedule has no end; a run takes a prefix of it. Steps for one lane (a replica's, or the
+A schedule has no end; a run takes a prefix of it. The steps of one lane (a replica's or the
 tracker's) are carried out one after the other, those of different lanes at the same time.
 """
 
@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 TRACKER = "tracker"
-"""The lane of what happens to the tracker, or to all replicas together."""
+"""The lane for faults of the tracker, or of all replicas together."""
 
 REPLICA_KINDS: Mapping[str, int] = {
     "damaged row": 60,
@@ -43,7 +43,7 @@ REPLICA_KINDS: Mapping[str, int] = {
     "rows of other weights": 15,
     "wrong sketch": 15,
 }
-"""Kinds of faults of one replica, and how often each comes up in comparison."""
+"""Kinds of faults of one replica, and how often each occurs relative to the others."""
 
 TRACKER_KINDS: Mapping[str, int] = {
     "publication lost": 24,
@@ -58,12 +58,12 @@ TRACKER_KINDS: Mapping[str, int] = {
     "other weights": 10,
 }
 
-_TRACKER_SHARE = 0.12  # of all steps: they take seconds, and there is one lane for them
+_TRACKER_SHARE = 0.12  # of all steps: they take seconds and share one lane
 
 
 class Step(NamedTuple):
-    """`pause` (seconds) is waited before, in the step's lane; `strength`, 0 to 1, is how long or
-    how much the kind makes of it."""
+    """The step's lane waits `pause` seconds before it; `strength`, 0 to 1, says how long or how
+    severe the fault is."""
 
     number: int
     kind: str
@@ -75,7 +75,7 @@ class Step(NamedTuple):
 def schedule(
     seed: int, replicas: Sequence[str], only: Sequence[str] | None = None
 ) -> Iterator[Step]:
-    """`only` restricts it to some kinds. Raises ValueError for one that does not exist."""
+    """`only` restricts it to some kinds. Raises ValueError for an unknown one."""
     unknown = set(only or ()) - REPLICA_KINDS.keys() - TRACKER_KINDS.keys()
     if unknown:
         raise ValueError(f"no such kinds of faults: {sorted(unknown)}")

@@ -1,4 +1,4 @@
-"""What vLLM's scheduler does with a manager, all the time and with whatever goes wrong in it.
+"""vLLM's scheduler above a manager: a constant load, with the scheduler's own faults.
 
 Threading: `Scheduler` is a thread, the replica's scheduler thread. Other threads hand it actions
 with `call` and read its figures.
@@ -30,12 +30,12 @@ from xinference_xavier.replica.replica import Replica
 from xinference_xavier.tiers.base import FetchState
 
 STEP = 0.015
-"""Seconds of a step of the engine: what computing would take."""
+"""Seconds per step of the engine, in place of computing."""
 MAX_REQUESTS = 4
-"""Requests at a time."""
+"""Concurrent requests."""
 MIN_FETCH_CHUNKS = 2
 PREFILL_RATE = 1024.0
-"""Tokens per second, as the manager is told: eight chunks and more are worth waiting for."""
+"""Tokens per second that the manager believes: eight chunks and more are worth waiting for."""
 
 
 class Phase(Enum):
@@ -46,8 +46,8 @@ class Phase(Enum):
 
 @dataclass
 class _Served:
-    """A request and where it is. `pending_since` is the time of its first RETRY, `waited` what
-    the scheduler had waited until then."""
+    """A request and its phase. `pending_since` is the time of its first RETRY, `waited` the seconds
+    that the scheduler had waited until then."""
 
     request: Request
     own_prefix: int
@@ -61,9 +61,9 @@ class _Served:
 
 @dataclass
 class Figures:
-    """`decisions` that took longer than the deadline, as (first pending lookup, decision, seconds
-    of these between steps and in lookups: in all others the engine computed for other requests, or
-    the machine gave it no turn)."""
+    """`decisions` are those that took longer than the deadline: (first pending lookup, decision,
+    seconds between the two that were spent between steps and in lookups). The rest of the time, the
+    engine computed for other requests or got no processor."""
 
     requests: int = 0
     finished: int = 0
@@ -120,7 +120,7 @@ class Scheduler(threading.Thread):
         self._served: list[_Served] = []
         self._jobs: list[Job] = []
         self._flushes = 0
-        self._waited = 0.0  # seconds: the pauses between steps, as they were meant, and all lookups
+        self._waited = 0.0  # seconds: the planned pauses between steps, and all lookups
         self.orders: Counter[str] = Counter()
         self.weights = weights
         self.paused = True
@@ -136,13 +136,14 @@ class Scheduler(threading.Thread):
         return len(self._served)
 
     def call(self, action: Callable[[], Any]) -> Any:
-        """Have `action` done between two steps; returns what it returns."""
+        """Run `action` between two steps; return its result."""
         return self.call_when(lambda: True, action, 10.0)
 
     def call_when(
         self, condition: Callable[[], bool], action: Callable[[], Any], timeout: float
     ) -> Any:
-        """At the end of the first step that leaves `condition` true; None if none does in time."""
+        """Run `action` after the first step that leaves `condition` true; return its result, or
+        None if there is no such step in time."""
         future: Future[Any] = Future()
         until = time.monotonic() + timeout
 
@@ -168,7 +169,7 @@ class Scheduler(threading.Thread):
                 pause = max(0.001, STEP - (time.monotonic() - began))
                 threading.Event().wait(pause)
                 self._waited += pause
-        except BaseException:  # vLLM's engine would be dead now, and all its requests with it
+        except BaseException:  # here vLLM's engine would die, with all its requests
             self.died = True
             with self._log.open("a") as log:
                 log.write(traceback.format_exc())
@@ -264,7 +265,7 @@ class Scheduler(threading.Thread):
             )
 
     def _haste(self) -> float:
-        """Seconds for a job: mostly next to none."""
+        """A job's duration in seconds, mostly zero."""
         return self._source.choice((0.0, 0.0, 0.0, 0.002, 0.02))
 
     def _submit(self, job: Job) -> None:
@@ -280,7 +281,7 @@ class Scheduler(threading.Thread):
         while not self._worker.finished.empty():
             job = self._worker.finished.get()
             if not any(job is known for known in self._jobs):
-                continue  # of before a reset: vLLM does not report it
+                continue  # from before a reset: vLLM does not report it
             self._jobs = [known for known in self._jobs if known is not job]
             if job.is_store:
                 context = job.request.context
@@ -301,7 +302,7 @@ class Scheduler(threading.Thread):
     # -- actions ------------------------------------------------------------------------------
 
     def reset(self, weights: str) -> None:
-        """The engine gets other weights; everything computed before is void."""
+        """Change the engine's weights, which voids everything computed before."""
         self.weights = weights
         self._jobs = []
         for served in self._served:
@@ -318,7 +319,7 @@ class Scheduler(threading.Thread):
         return not self._served and not self._jobs and not self.manager.has_pending_work()
 
     def flush(self) -> None:
-        """A last chunk is computed, stored and published."""
+        """Compute, store and publish a last chunk."""
         self._flushes += 1
         name = f"flush {self._prefix}, {self._flushes}"
         request = self._vllm.arrive(name, chunks(name, 1))

@@ -1,4 +1,4 @@
-"""The schedule of the part with vLLM, and what a failed request is put down to."""
+"""The schedule of the part with vLLM, and which failed requests are explained."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def test_it_follows_from_the_seed() -> None:
     assert list(islice(schedule(1), MANY)) != list(islice(schedule(2), MANY))
 
 
-def test_it_begins_with_all_that_two_replicas_can_bear() -> None:
+def test_it_begins_with_all_faults_that_two_replicas_can_bear() -> None:
     kinds = [step.kind for step in islice(schedule(7), len(LIGHT) + 1)]
     assert sorted(kinds[:-1]) == sorted(LIGHT)
     assert kinds[-1] == ADDED
 
 
-def test_every_kind_comes_up_and_is_known() -> None:
+def test_every_kind_occurs_and_is_known() -> None:
     kinds = {step.kind for step in islice(schedule(7), MANY)}
     assert kinds == {*LIGHT, *HEAVY, ADDED, REMOVED} == set(KINDS)
 

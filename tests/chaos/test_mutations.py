@@ -1,7 +1,6 @@
-"""What keeps rows right is switched off, one thing at a time: the harness must see it and say how.
+"""One safeguard at a time is switched off: the harness must notice and name the damage.
 
-Each run is rich in the faults that the switched-off thing is there for, and ends as soon as
-something is wrong.
+Each run is rich in the faults that the safeguard is for, and ends as soon as something is wrong.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ pytestmark = pytest.mark.long
 SEED = 1
 SECONDS = 30.0
 POOLS = {"n0": 48, "n1": 96, "n2": 48}
-"""Fewer replicas than a run has, and smaller ones: rows come and go quickly."""
+"""Fewer and smaller replicas than usual, so that rows come and go quickly."""
 
 CASES = {
     Mutation.CHECKSUM: (["damaged row", "swapped rows"], "wrong bytes"),
@@ -28,7 +27,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("mutation", list(Mutation))
-def test_a_run_without_it_fails_and_says_how(mutation: Mutation) -> None:
+def test_a_run_without_the_safeguard_fails_and_names_the_damage(mutation: Mutation) -> None:
     kinds, said = CASES[mutation]
     report = replicas.make_report(SEED)
     replicas.run(SEED, SECONDS, report, only=kinds, mutation=mutation, pools=POOLS)

@@ -1,4 +1,4 @@
-"""A report passes only if nothing is wrong, and is what `build/chaos-report.json` must be."""
+"""A report passes only if nothing is wrong, and has the fields of `build/chaos-report.json`."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_report_in_which_nothing_is_wrong_passes() -> None:
         ({"problems": ["something odd"]}, "something odd"),
     ],
 )
-def test_whatever_is_wrong_is_a_failure_and_named(figures: dict[str, object], named: str) -> None:
+def test_whatever_is_wrong_is_a_named_failure(figures: dict[str, object], named: str) -> None:
     (failure,) = replicas(**figures).failures()
     assert named in failure
 

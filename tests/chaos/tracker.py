@@ -1,5 +1,5 @@
-"""The tracker's side of the chaos harness: a tracker that goes wrong to order, and a worker and a
-supervisor through which replicas find it again. Each is a process with an xoscar pool."""
+"""The tracker's side of the chaos harness: a tracker with faults on demand, and a worker and a
+supervisor through which replicas find it again. Both sides are processes with an xoscar pool."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ LEASE = 3.0
 _TICK = 0.5
 _DELAY = 0.7
 _REPEATED_AFTER = 5
-"""Publications of the same replica between one and its repetition."""
+"""Publications of the same replica before one is repeated."""
 _ANSWER_TIME = 30.0
 
 
 class Clock:
-    """The system's, and what it is ahead (seconds)."""
+    """The system's clock, `ahead` by some seconds."""
 
     def __init__(self) -> None:
         self.ahead = 0.0
@@ -41,8 +41,8 @@ class Clock:
 
 
 class FaultyTracker(BlockTracker):
-    """Publications get lost, are repeated or late. `expired` are those whose lease ended,
-    and when."""
+    """Publications are lost, repeated or late. `expired` lists incarnations whose lease ended, and
+    when."""
 
     def __init__(self, clock: Clock, mutation: Mutation | None) -> None:
         super().__init__(MODEL, lease=LEASE, tick=_TICK, clock=clock)
@@ -95,7 +95,7 @@ class FaultyTracker(BlockTracker):
 
 
 class _TrackerInside:
-    """Commands; all but `actors` run in the tracker's loop."""
+    """Each public method is a command, run in the tracker's loop."""
 
     def __init__(self, tracker: FaultyTracker, pool: Any) -> None:
         self._tracker = tracker
@@ -229,7 +229,7 @@ class _Process:
     def kill(self) -> None:
         self.process.kill()
         self.process.join()
-        with self._lock:  # another thread may wait for an answer that will not come
+        with self._lock:  # another thread may be waiting for an answer
             self._pipe.close()
 
 

@@ -1,8 +1,8 @@
-"""The worker of a replica: copies between rows and what would be the KV cache, on its own thread.
+"""The worker of a replica: copies between rows and a simulated KV cache, on its own thread.
 
-Jobs run in the order of their submission, as those of `engine/worker/cpu.py`. A load compares
-every byte with what it must be; the bytes that are wrong are written to the replica's log at once,
-so that they count even if the replica is killed.
+Jobs run in the order of submission, like those of `engine/worker/cpu.py`. A load compares every
+byte with the expected one and logs the wrong ones at once, so that they count even if the replica
+is killed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from xinference_xavier.pool.region import Region
 
 @dataclass
 class Job:
-    """`seconds` is how long it takes; a job that `fails` leaves rubbish behind."""
+    """`seconds` is its duration; a store that `fails` leaves zeros."""
 
     request: Request
     is_store: bool
@@ -56,7 +56,7 @@ class Worker:
             self.finished.put(job)
 
     def _store(self, job: Job) -> None:
-        """In two halves, so that a row is half written for a while."""
+        """Write in two halves, so that a row is half written for a while."""
         half = self._region.row_bytes // 2
         for part in (slice(None, half), slice(half, None)):
             for key, slot in zip(job.keys, job.slots, strict=True):

@@ -1,7 +1,7 @@
-"""What one replica is asked for, and what its rows must hold.
+"""The prompts of one replica, and the expected content of its rows.
 
-Contents follow from the key and from the weights that the replica computes with, so that a wrong
-row is seen, and so is one that was computed before a reset.
+The content follows from the key and from the replica's weights, so that wrong rows show, including
+rows that were computed before a reset.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from tests.replica_process import content
 ROW_BYTES = 16 << 10
 FAMILIES = 6
 DOCUMENTS = 6
-"""Documents of each family; they begin alike."""
+"""Documents per family; they have a common beginning."""
 COMMON_CHUNKS = 4
 OWN_CHUNKS = 8
 WORKING_SET = FAMILIES * (COMMON_CHUNKS + DOCUMENTS * OWN_CHUNKS)
-"""Chunks."""
+"""Chunks of all documents."""
 
 
 @lru_cache(maxsize=2000)
 def row_content(key: bytes, weights: str) -> npt.NDArray[np.uint8]:
-    """What the row of `key` must hold, shape (ROW_BYTES,)."""
+    """The expected content of the row of `key`, shape (ROW_BYTES,)."""
     return content(hashlib.sha256(key + weights.encode()).digest(), ROW_BYTES)
 
 
 def prompt(source: random.Random) -> list[OffloadKey]:
-    """The chunks of some document, or of its beginning."""
+    """The chunks of a document, or of its beginning."""
     family, document = source.randrange(FAMILIES), source.randrange(DOCUMENTS)
     whole = [
         *chunks(f"family {family}", COMMON_CHUNKS),

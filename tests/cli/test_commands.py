@@ -28,7 +28,7 @@ PROGRAM = Path(sys.executable).parent / "xinference-xavier"
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Nobody's login is found."""
+    """Hide the user's own login."""
     monkeypatch.setenv("XINFERENCE_HOME", str(tmp_path))
     for name in ("XINFERENCE_ENDPOINT", "XINFERENCE_API_KEY"):
         monkeypatch.delenv(name, raising=False)
@@ -46,8 +46,8 @@ def done(endpoint: str, *words: str, text: str | None = None) -> str:
     return result.output
 
 
-def test_the_program_starts_without_what_takes_long_to_import() -> None:
-    """Nor do client and help need a network."""
+def test_the_program_starts_without_slow_imports() -> None:
+    """Neither the client nor `--help` needs them."""
     program = (
         "import sys; import xinference_xavier.cli.commands, xinference_xavier.client\n"
         "import xinference_xavier.cli.tables\n"
@@ -87,7 +87,7 @@ def test_status_as_json_is_the_servers_answer(pair: Pair) -> None:
 
 
 def test_watching(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Until the model ends, which it does after two looks here."""
+    """It goes on until the model ends, here after two statuses."""
     watch = XavierClient.watch
 
     def twice(client: XavierClient, model_uid: str) -> Iterator[ModelStatus]:
@@ -113,7 +113,10 @@ def test_events(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_explain(pair: Pair, tmp_path: Path) -> None:
     numbers = fresh_numbers(3)
     pair.first.store([make_key(number) for number in numbers[:2]])
-    wait_until(lambda: pair.second.holders(make_key(numbers[1])) == ("first",), "the index says")
+    wait_until(
+        lambda: pair.second.holders(make_key(numbers[1])) == ("first",),
+        "the second knows what the first holds",
+    )
     file = tmp_path / "prompt"
     file.write_text(" ".join(map(str, numbers)))
     shown = done(pair.api.endpoint, "explain", MODEL, "--prompt-file", str(file))
@@ -127,7 +130,7 @@ def test_explain(pair: Pair, tmp_path: Path) -> None:
 
 
 def test_explaining_a_chat(pair: Pair) -> None:
-    """Messages alone, or a whole request; these replicas have no template, which is the answer."""
+    """From messages alone or from a whole request. These replicas have no template and say so."""
     words = ["explain", MODEL, "--chat", "--prompt-file", "-"]
     wrong = run(pair.api.endpoint, *words, text="What?")
     assert wrong.exit_code == 2
@@ -151,7 +154,7 @@ def test_flush_and_switch(pair: Pair) -> None:
 @pytest.mark.parametrize(
     "words", [["status"], ["flush"], ["switch"], ["explain", "--prompt-file", "-"], ["events"]]
 )
-def test_an_unknown_model_has_its_exit_code(pair: Pair, words: list[str]) -> None:
+def test_an_unknown_model_has_an_exit_code_of_its_own(pair: Pair, words: list[str]) -> None:
     command, *rest = words
     state = ["on"] if command == "switch" else []
     result = run(pair.api.endpoint, command, "other", *state, *rest, text="1")
@@ -159,7 +162,7 @@ def test_an_unknown_model_has_its_exit_code(pair: Pair, words: list[str]) -> Non
     assert "model 'other' does not share its cache here" in result.output
 
 
-def test_no_server_no_extension_and_no_rights_have_theirs(pair: Pair) -> None:
+def test_a_missing_server_extension_or_permission_has_an_exit_code_of_its_own(pair: Pair) -> None:
     for endpoint, message in (
         ("http://127.0.0.1:1", "is xinference running there"),
         (pair.api.bare, "XINFERENCE_EXTENSIONS=xinference_xavier:extension"),
@@ -170,7 +173,7 @@ def test_no_server_no_extension_and_no_rights_have_theirs(pair: Pair) -> None:
         assert message in result.output
 
 
-def test_the_key_comes_from_an_option_the_environment_or_xinferences_login(
+def test_the_key_comes_from_an_option_the_environment_or_the_login_of_xinference(
     pair: Pair, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert MODEL in done(pair.api.guarded, "status", "-k", API_KEY)
@@ -186,7 +189,7 @@ def test_the_key_comes_from_an_option_the_environment_or_xinferences_login(
     assert MODEL in done(pair.api.guarded, "status")
 
 
-def test_the_endpoint_comes_from_the_environment_too(
+def test_the_endpoint_can_come_from_the_environment(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XINFERENCE_ENDPOINT", pair.api.endpoint)

@@ -1,4 +1,4 @@
-"""Which endpoint and which key a command uses; what becomes of errors is in `test_commands.py`."""
+"""Which endpoint and which key a command uses; `test_commands.py` tests errors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HERE = "http://here:9997"
 
 
 class Client(NamedTuple):
-    """Stands for a client; what a command makes it with."""
+    """Stands in for a client and records its arguments."""
 
     endpoint: str
     api_key: str | None
@@ -39,7 +39,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def log_in(home: Path, endpoint: str, token: str) -> Path:
-    """As `xinference login` leaves it."""
+    """Store a token as `xinference login` does."""
     file = home / "auth" / hashlib.sha256(endpoint.encode()).hexdigest()
     file.parent.mkdir(exist_ok=True)
     file.write_text(token)
@@ -59,7 +59,7 @@ def used(*words: str) -> Client:
     return seen[0]
 
 
-def test_by_default_it_is_xinferences_own_port_and_nobody() -> None:
+def test_the_default_is_the_port_of_xinference_without_a_key() -> None:
     assert used() == Client("http://127.0.0.1:9997", None)
 
 
@@ -76,12 +76,12 @@ def test_a_key_wins_over_a_login(home: Path) -> None:
     assert used("-e", HERE, "-k", "given").api_key == "given"
 
 
-def test_a_login_is_shown_to_none_but_the_endpoint_that_it_is_for(home: Path) -> None:
+def test_a_login_is_sent_only_to_its_own_endpoint(home: Path) -> None:
     log_in(home, HERE, "of-login")
     assert used("-e", "http://there").api_key is None
 
 
-def test_no_login_an_empty_one_and_one_that_cannot_be_read_are_none(home: Path) -> None:
+def test_a_missing_empty_or_unreadable_login_is_no_login(home: Path) -> None:
     assert stored_token(HERE) is None
     file = log_in(home, HERE, " \n")
     assert stored_token(HERE) is None
@@ -90,7 +90,7 @@ def test_no_login_an_empty_one_and_one_that_cannot_be_read_are_none(home: Path) 
     assert stored_token(HERE) is None
 
 
-def test_without_xinferences_variable_its_folder_is_the_users(
+def test_without_its_variable_the_home_of_xinference_is_the_user_s(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("XINFERENCE_HOME")

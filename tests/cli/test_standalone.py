@@ -28,7 +28,8 @@ def configure(*words: str) -> Result:
 
 
 def test_a_tracker_in_a_process_of_its_own() -> None:
-    """It says where it listens and who joins, ends when it is told to, and its port is its own."""
+    """It prints its address and each replica that joins, ends on SIGINT, and refuses a taken
+    port."""
     address = f"127.0.0.1:{free_port('127.0.0.1')}"
     words = [PROGRAM, "tracker", MODEL, "--address", address]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
@@ -49,7 +50,7 @@ def test_a_tracker_in_a_process_of_its_own() -> None:
             process.kill()
 
 
-def test_what_vllm_is_told_is_our_configuration() -> None:
+def test_vllm_gets_our_configuration() -> None:
     result = configure(
         "m", "--address", "10.0.0.1:9920", "--xavier_pool_bytes", "1GiB", "--xavier_fetch_timeout=2"
     )
@@ -58,7 +59,7 @@ def test_what_vllm_is_told_is_our_configuration() -> None:
     assert transfer is not None
     told = XavierConfig.from_dict(transfer["kv_connector_extra_config"]["xavier"])
     assert told == XavierConfig("m", "10.0.0.1:9920", pool_bytes=1 << 30, fetch_timeout=2.0)
-    assert result.stdout.count("\n") == 1, "one line, for one argument"
+    assert result.stdout.count("\n") == 1, "one line, to be passed as one argument"
 
 
 @pytest.mark.parametrize(
@@ -79,7 +80,7 @@ def test_what_vllm_is_told_is_our_configuration() -> None:
         ),
     ],
 )
-def test_what_cannot_be_right_is_refused(words: list[str], sentence: str) -> None:
+def test_wrong_arguments_are_refused(words: list[str], sentence: str) -> None:
     result = configure("m", *words)
     assert result.exit_code == 2
     assert sentence in result.output
@@ -94,7 +95,7 @@ def test_every_launch_option_is_taken_with_either_dash() -> None:
 
 
 @pytest.mark.parametrize("words", [["x"], ["--x"], ["--xavier_pool_bytes", "1GiB", "x"]])
-def test_words_that_are_no_options(words: list[str]) -> None:
+def test_unknown_words_are_refused(words: list[str]) -> None:
     assert configure("m", *ADDRESS, *words).exit_code == 2
 
 

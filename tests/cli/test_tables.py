@@ -1,4 +1,4 @@
-"""What people read, and when a remark stands below the figures."""
+"""What people read, and when a remark appears below the figures."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def cells(text: str, name: str) -> list[str]:
     return line.strip("│ ").split()[1:]
 
 
-def test_a_replica_in_one_line_and_all_in_the_last() -> None:
+def test_each_replica_has_a_line_and_the_last_line_sums_them() -> None:
     pool = {"rows": 64, "ready": 14, "filling": 2, "row_bytes": MIB}
     text = shown(model_table(model(replica("m-0", pool=pool), replica("m-1"), holdings=24)))
     figures = ["7", "1,000", "200", "3,000", "4,200", "50%", "3.0", "MiB", "3/5", "2", "timeout"]
@@ -102,13 +102,13 @@ def test_before_the_first_request_there_is_no_share() -> None:
     ],
     ids=["none", "one", "apart", "saved", "off", "full", "hooks"],
 )
-def test_what_is_to_be_known_beyond_the_figures(status: ModelStatus, remark: str) -> None:
+def test_remarks_below_the_figures(status: ModelStatus, remark: str) -> None:
     assert remark in shown(model_table(status))
     healthy = shown(model_table(model(replica("a"), replica("b"))))
     assert remark not in healthy
 
 
-def test_no_model_is_said_with_what_to_do() -> None:
+def test_without_a_model_it_says_how_to_launch_one() -> None:
     assert "Launch one with two replicas and --enable_xavier true" in shown(models_table([]))
 
 
@@ -128,8 +128,8 @@ def test_a_prompt_shorter_than_a_chunk_has_no_picture() -> None:
     assert text.splitlines()[-1].split() == ["a", "-", "1,234", "0", "5"]
 
 
-def test_a_long_prompt_is_drawn_by_several_chunks_a_character() -> None:
-    """The picture is 64 characters at most."""
+def test_a_long_prompt_is_drawn_with_several_chunks_per_character() -> None:
+    """The picture has at most 64 characters."""
     held = [True] * 100 + [False] * 28
     held[99] = False
     text = shown(explanation_table(explanation(held, 1280), {"a": "m-0"}))
@@ -137,7 +137,7 @@ def test_a_long_prompt_is_drawn_by_several_chunks_a_character() -> None:
     assert (name, picture) == ("m-0", "■" * 49 + "▪" + "·" * 14)
 
 
-def test_what_is_grave_looks_so() -> None:
+def test_grave_findings_look_grave() -> None:
     replicas = [
         {"replica": "m-0", "incarnation": "a", "vllm": "0.32.0"},
         {"incarnation": "b", "vllm": None},

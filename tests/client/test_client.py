@@ -33,14 +33,20 @@ def client(pair: Pair) -> Iterator[XavierClient]:
         yield client
 
 
+def wait_until_known(pair: Pair, key: bytes) -> None:
+    wait_until(
+        lambda: pair.second.holders(key) == ("first",), "the second knows what the first holds"
+    )
+
+
 def share(pair: Pair) -> tuple[list[int], ModelStatus]:
-    """Two chunks that the first stored and the second fetched, and the status before that."""
+    """Have the second fetch two chunks from the first; return them, and the status before that."""
     with XavierClient(pair.api.endpoint) as client:
         before = client.status(MODEL)
     numbers = fresh_numbers(2)
     keys = [make_key(number) for number in numbers]
     pair.first.store(keys)
-    wait_until(lambda: pair.second.holders(keys[1]) == ("first",), "the index says")
+    wait_until_known(pair, keys[1])
     assert pair.second.fetch("first", keys, 30.0).committed == 2
     return numbers, before
 
@@ -64,7 +70,7 @@ def test_explain_says_where_chunks_are_and_what_is_reused(pair: Pair, client: Xa
     numbers, _ = share(pair)
     mine, unknown = fresh_numbers(2)
     pair.first.store([make_key(mine)])
-    wait_until(lambda: pair.second.holders(make_key(mine)) == ("first",), "the index says")
+    wait_until_known(pair, make_key(mine))
     prompt = " ".join(map(str, [*numbers, mine, unknown]))
     answer = client.explain(MODEL, prompt)
     assert (answer.prompt_tokens, answer.chunk_tokens) == (4 * CHUNK_TOKENS, CHUNK_TOKENS)
@@ -84,8 +90,8 @@ def test_explain_takes_one_question(client: XavierClient) -> None:
         client.explain(MODEL, "1", messages=[])
 
 
-def test_what_was_flushed_is_nowhere(pair: Pair, client: XavierClient) -> None:
-    """Nobody is told of it any more, nobody finds it, and what comes later is kept."""
+def test_flushed_chunks_are_gone_everywhere(pair: Pair, client: XavierClient) -> None:
+    """Neither the index nor a replica finds them, and later chunks are kept."""
     numbers, _ = share(pair)
     status = client.flush(MODEL)
     told = status.raw["answers"]
@@ -93,7 +99,7 @@ def test_what_was_flushed_is_nowhere(pair: Pair, client: XavierClient) -> None:
     assert [replica.pool.used for replica in status.replicas] == [0, 0]
     keys = [make_key(number) for number in numbers]
     for replica in (pair.first, pair.second):
-        wait_until(lambda r=replica: not any(map(r.holders, keys)), "the index says")
+        wait_until(lambda r=replica: not any(map(r.holders, keys)), "their peers have no chunks")
     answer = client.explain(MODEL, " ".join(map(str, numbers)))
     assert {chunk.holders for chunk in answer.chunks} == {frozenset()}
     share(pair)
@@ -107,7 +113,7 @@ def test_the_switch(pair: Pair, client: XavierClient) -> None:
         assert client.switch(MODEL, True).enabled
 
 
-def test_events_of_late_and_as_they_happen(pair: Pair, client: XavierClient) -> None:
+def test_recent_events_and_events_as_they_happen(pair: Pair, client: XavierClient) -> None:
     events = client.events(MODEL)
     assert [next(events).event for _ in range(2)] == ["ReplicaJoined"] * 2
     told: list[EventRecord] = []
@@ -127,10 +133,10 @@ def _until_dropped(events: Iterator[EventRecord]) -> Iterator[EventRecord]:
             return
 
 
-def test_what_a_replica_reports_is_heard(pair: Pair, client: XavierClient) -> None:
+def test_events_of_a_replica_reach_the_client(pair: Pair, client: XavierClient) -> None:
     keys = fresh_keys(2)
     pair.first.store(keys)
-    wait_until(lambda: pair.second.holders(keys[1]) == ("first",), "the index says")
+    wait_until_known(pair, keys[1])
     pair.first.forget(keys)
     assert pair.second.fetch("first", keys, 30.0).reason == "not held"
     event = next(each for each in client.events(MODEL) if each.event == "FetchRolledBack")
@@ -168,7 +174,7 @@ def test_a_model_that_does_not_share(client: XavierClient) -> None:
         assert refused.value.status == 404
 
 
-def test_a_key_is_needed_and_sent_where_the_api_wants_one(pair: Pair) -> None:
+def test_a_key_is_sent_where_the_api_requires_one(pair: Pair) -> None:
     with (
         XavierClient(pair.api.guarded) as stranger,
         pytest.raises(ApiError, match="give an API key that has the rights") as refused,
@@ -180,7 +186,7 @@ def test_a_key_is_needed_and_sent_where_the_api_wants_one(pair: Pair) -> None:
         assert next(client.watch(MODEL)).model_uid == MODEL
 
 
-def test_an_xinference_without_the_extension_and_none_at_all(pair: Pair) -> None:
+def test_no_extension_or_no_server_is_an_error(pair: Pair) -> None:
     with XavierClient(pair.api.bare) as client:
         for ask in (client.models, lambda: client.status(MODEL), lambda: next(client.watch(MODEL))):
             match = "XINFERENCE_EXTENSIONS=xinference_xavier:extension"
@@ -195,21 +201,21 @@ def test_an_xinference_without_the_extension_and_none_at_all(pair: Pair) -> None
     assert refused.value.status is None
 
 
-def test_who_listens_does_not_keep_the_server_from_stopping() -> None:
+def test_a_listener_does_not_keep_the_server_from_stopping() -> None:
     api = ApiProcess()
     try:
         with XavierClient(api.endpoint) as client:
             statuses = client.watch(MODEL)
             next(statuses)
             api.stop()
-            with suppress(ApiError):  # in good order, or cut
+            with suppress(ApiError):  # the stream ends properly or is cut
                 assert len(list(statuses)) < 10
     finally:
         api.kill()
 
 
-async def test_who_leaves_is_not_listened_for(pair: Pair) -> None:
-    """A page that is closed frees its place: more of them than there are places, in turn."""
+async def test_a_listener_that_leaves_frees_its_place(pair: Pair) -> None:
+    """More listeners come and go in turn than the server has places for."""
     async with AsyncXavierClient(pair.api.endpoint) as client:
         for _ in range(120):
             watching = client.watch(MODEL)

@@ -1,5 +1,4 @@
-"""Each way in which a cluster can be wrong is planted for real; `doctor` finds it and says which
-command mends it."""
+"""Real clusters have each kind of problem planted; `doctor` finds it and names the remedy."""
 
 from __future__ import annotations
 
@@ -46,7 +45,7 @@ class Result(NamedTuple):
     output: str
 
     def finds(self, where: str, problem: str, remedy: str, *, grave: bool = True) -> None:
-        """Exactly one finding is about this."""
+        """Exactly one finding matches."""
         found = [each for each in self.findings if problem in each.problem and where in each.where]
         assert len(found) == 1, f"{len(found)} findings of {problem!r} at {where!r} in {self}"
         assert remedy in found[0].remedy
@@ -63,20 +62,20 @@ def diagnose(endpoint: str) -> Result:
 
 
 def test_nothing_is_wrong_with_a_healthy_pair(pair: Pair) -> None:
-    """Neither before nor after they have fetched from each other."""
+    """The second look comes after the self-checks of the first."""
     pair.api.set_workers("good")
     for _ in range(2):
-        # A replica in a test has a small pool, and nothing else.
+        # Only the small pools of the test replicas are remarked on.
         assert [each for each in diagnose(pair.api.endpoint).findings if each.grave] == []
     with XavierClient(pair.api.endpoint) as client:
         facts = client.cluster()
     self_checks = facts["models"][MODEL]["self_checks"]
     assert self_checks["first"]["peers"] == {"second": None}
     assert facts["supervisor"]["versions"]["xinference-xavier"] == __version__
-    wait_until(lambda: pair.second.transfer_stats()["links"] == 2, "the links it tried are kept")
+    wait_until(lambda: pair.second.transfer_stats()["links"] == 2, "the links it tried stay open")
 
 
-def test_people_read_the_remedy(pair: Pair) -> None:
+def test_the_output_for_people_names_the_remedy(pair: Pair) -> None:
     with XavierClient(pair.api.endpoint) as client:
         client.switch(MODEL, False)
         try:
@@ -88,7 +87,7 @@ def test_people_read_the_remedy(pair: Pair) -> None:
     assert "remedy: xinference-xavier switch model on" in answer.output
 
 
-# -- before anything can be examined ---------------------------------------------------------
+# -- before it can look ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -143,7 +142,7 @@ def test_a_cancelled_call_that_takes_a_core(pair: Pair) -> None:
     assert "cancelled call" not in diagnose(pair.api.endpoint).output
 
 
-# -- replicas: all wrong at once, each in its own way ----------------------------------------
+# -- replicas: one cluster, each replica with problems of its own ----------------------------
 
 
 class Planted(NamedTuple):
@@ -155,10 +154,10 @@ class Planted(NamedTuple):
 @pytest.fixture(scope="module")
 def planted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Planted]:
     """
-    well       with a small pool, and on another address than the rest
-    mute       its transport makes no links: nobody can fetch from it, nor it from anybody
-    foreign    computes in another dtype, with another xoscar, byte code switched off, and of its
-               ports all that it does not use are taken
+    well       has a small pool, and an address that other hosts can reach
+    mute       its transport makes no links, in either direction
+    foreign    has another dtype, another xoscar and byte code switched off; all other ports of its
+               range are taken
     crippled   its transfer process does not start
     """
     outer = tmp_path_factory.mktemp("another xoscar")
@@ -178,7 +177,7 @@ def planted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Planted]:
             return replica
 
         own = local_host_towards("192.0.2.1:1")
-        assert own != "127.0.0.1", "this machine has no address but the loopback's"
+        assert own != "127.0.0.1", "this machine has only the loopback address"
         started = [
             start("well", host=own, rows=16),
             start("mute", REFUSING, rows=64),
@@ -194,14 +193,14 @@ def planted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Planted]:
             )
         for replica in (started[0], started[1], foreign):
             wait_until(replica.is_up, f"{replica.name} is up")
-        wait_until(lambda: started[2].stats()["transfer_restarts"] > 0, "it was tried twice")
+        wait_until(lambda: started[2].stats()["transfer_restarts"] > 0, "a restart was tried")
         stack.enter_context(taken(ports))
         yield Planted(api, diagnose(api.endpoint), ports)
 
 
 @contextmanager
 def processes_find(folder: Path) -> Iterator[None]:
-    """Processes that are started now find what is in `folder` first, and write no byte code."""
+    """Processes that start now search `folder` first and write no byte code."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(folder)
         patch.setenv("PYTHONDONTWRITEBYTECODE", "1")
@@ -215,7 +214,7 @@ def taken(ports: tuple[int, int]) -> ExitStack:
         try:
             occupying.bind(("127.0.0.1", port))
         except OSError:
-            continue  # it is the replica's own
+            continue  # the replica uses it
     return stack
 
 
@@ -261,7 +260,7 @@ def test_ports_that_are_used_up(planted: Planted) -> None:
     )
 
 
-def test_another_namespace_and_by_which_ingredient(planted: Planted) -> None:
+def test_replicas_in_two_namespaces_and_the_field_that_differs(planted: Planted) -> None:
     found = [each for each in planted.result.findings if "they differ in dtype (" in each.problem]
     assert len(found) == 1
     assert "weights" not in found[0].problem
@@ -274,7 +273,7 @@ def test_a_pool_of_a_few_chunks(planted: Planted) -> None:
     )
 
 
-def test_shared_memory_is_demanded_where_it_cannot_be() -> None:
+def test_shared_memory_is_required_where_it_is_impossible() -> None:
     examined = {
         "config": {"transport": "shared_memory"},
         "peers": {"b": "no link by shared_memory: other machine", "c": None},
@@ -285,7 +284,7 @@ def test_shared_memory_is_demanded_where_it_cannot_be() -> None:
     assert finding.remedy == "launch with --xavier_transport auto"
 
 
-def test_a_tracker_that_is_full_and_hooks_that_fail() -> None:
+def test_a_full_tracker_and_failing_hooks() -> None:
     def found(tracker: TrackerStats, hooks: HookStats) -> list[tuple[str, str, bool]]:
         replicas = [
             ReplicaStatus(incarnation=name, address="h:1", namespace="n", hooks=hooks)
@@ -338,15 +337,15 @@ def test_a_peer_that_is_left_out() -> None:
     [
         (
             ComparisonStats(differing=1, peer="b", layer="layers.3", amount=0.5),
-            "computes other rows than b of the same text: layers.3 by 50%",
+            "computes different rows from b for the same text: layers.3 by 50%",
         ),
         (
             ComparisonStats(audits=9, failed_audits=2, peer="b", layer="layers.0", amount=1.0),
-            "computed other rows than it had fetched or loaded, 2 times",
+            "computed different rows from those fetched or loaded, 2 times",
         ),
     ],
 )
-def test_a_replica_that_computes_otherwise(comparison: ComparisonStats, problem: str) -> None:
+def test_a_replica_that_computes_other_rows(comparison: ComparisonStats, problem: str) -> None:
     replicas = tuple(
         ReplicaStatus(
             incarnation=name,
@@ -365,7 +364,7 @@ def test_a_replica_that_computes_otherwise(comparison: ComparisonStats, problem:
     ]
 
 
-def test_replicas_that_are_too_few_or_gone_and_a_lost_tracker() -> None:
+def test_too_few_replicas_a_lost_replica_and_a_lost_tracker() -> None:
     api = ApiProcess()
     try:
         diagnose(api.endpoint).finds(
@@ -373,7 +372,7 @@ def test_replicas_that_are_too_few_or_gone_and_a_lost_tracker() -> None:
         )
         lone = ReplicaProcess("lone", api.address, transport=REFUSING, rows=64)
         try:
-            wait_until(lone.is_up, "it is up")
+            wait_until(lone.is_up, "the replica is up")
             result = diagnose(api.endpoint)
             result.finds(f"model {MODEL}", "it has one replica", f"/v1/models/{MODEL}/replicas")
             assert [each.problem for each in result.findings if each.grave] == [
@@ -382,7 +381,7 @@ def test_replicas_that_are_too_few_or_gone_and_a_lost_tracker() -> None:
             lone.reset()
             second = ReplicaProcess("second", api.address, transport=REFUSING, rows=64)
             try:
-                wait_until(second.is_up, "it is up")
+                wait_until(second.is_up, "the second replica is up")
                 diagnose(api.endpoint).finds(
                     "replica", "since one of them was reset", '{"weights_version": "1"}'
                 )

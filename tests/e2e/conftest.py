@@ -1,4 +1,4 @@
-"""One xinference for all end-to-end tests; its models come and go with the modules."""
+"""One xinference for all end-to-end tests; each module launches and terminates its own models."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,12 +14,12 @@ from tests.faults import SCRIPT, Fault
 
 ROOT = Path(__file__).parents[2]
 ARGUMENTS = {
-    "dtype": "float32",  # in bfloat16 a random model's near ties flip by rounding alone
+    "dtype": "float32",  # in bfloat16, rounding decides a random model's near ties
     "max_model_len": 16384,
     "block_size": 128,
     "enable_xavier": True,
     "xavier_pool_bytes": "512MiB",
-    "xavier_min_fetch_tokens": 256,  # however busy the machine: what is fetched is not measured
+    "xavier_min_fetch_tokens": 256,  # fetch however busy the machine is
 }
 
 
@@ -28,17 +28,17 @@ REPLICAS = (f"{SEPARATE_UID}-rep0", f"{SEPARATE_UID}-rep1")
 
 
 def wait_until(condition: Callable[[], bool], what: str) -> None:
-    """Ask xinference again and again, but not so often that it is busy with that."""
+    """Poll xinference, but not so often that polling keeps it busy."""
     replica_process.wait_until(condition, what, interval=0.2)
 
 
 def wait_for_engine(condition: Callable[[], bool], what: str) -> None:
-    """The same for what takes an engine's start, or a supervisor's."""
+    """The same, with time for an engine or a supervisor to start."""
     assert until(condition, LAUNCH_TIMEOUT, interval=0.5), f"never came true: {what}"
 
 
 def can_fetch(cluster: LocalCluster, model_uid: str, count: int) -> bool:
-    """Whether `count` replicas have joined, all with a transfer process."""
+    """Whether exactly `count` replicas have joined, all with a transfer process."""
     try:
         replicas = cluster.xavier(model_uid)["replicas"]
     except ClusterError:  # no tracker, or no supervisor to ask for it
@@ -49,7 +49,7 @@ def can_fetch(cluster: LocalCluster, model_uid: str, count: int) -> bool:
 
 @pytest.fixture(scope="session")
 def fault(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The file that says what goes wrong with `ScriptedGloo`."""
+    """The file that tells `ScriptedGloo` which fault to inject."""
     file = tmp_path_factory.mktemp("fault") / "mode"
     file.write_text(Fault.NONE)
     return file
@@ -57,8 +57,8 @@ def fault(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def cluster(model_folder: Path, fault: Path) -> Iterator[LocalCluster]:
-    """Listens on all addresses: `0.0.0.0` as xinference's host just works. Its engines schedule
-    asynchronously, as they do on GPUs; those of `separate_cluster` one step at a time."""
+    """Listens on all addresses, to show that `0.0.0.0` works as xinference's host. Its engines
+    schedule asynchronously, as on GPUs; those of `separate_cluster` one step at a time."""
     environment = {
         "PYTHONPATH": f"{ROOT}:{PLUGINS}",
         SCRIPT: str(fault),
@@ -73,7 +73,7 @@ def cluster(model_folder: Path, fault: Path) -> Iterator[LocalCluster]:
 
 @pytest.fixture(scope="session")
 def separate_cluster(model_folder: Path) -> Iterator[SeparateCluster]:
-    """Supervisor and worker as programs of their own, and two replicas of `SEPARATE_UID`."""
+    """A supervisor and a worker as separate programs, and two replicas of `SEPARATE_UID`."""
     log = ROOT / "build" / "test-separate.log"
     with SeparateCluster(log, environment={"PYTHONPATH": str(ROOT)}) as cluster:
         cluster.register(model_folder, "small")

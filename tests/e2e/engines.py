@@ -1,9 +1,9 @@
 """Real vLLM engines without xinference, each in a process that a test talks to through a pipe.
 
-An engine serves many requests at once, and events come while it does: each command is answered when
-it is done, in any order, so `EngineProcess.begin` gives a future. Worker and scheduler of an engine
-share a process, unless it is asynchronous: then it schedules as engines on CUDA do, ahead of what a
-worker in a process of its own computes.
+An engine serves many requests at once, and events happen meanwhile. Commands are answered when they
+are done, in any order, so `EngineProcess.begin` returns a future. An engine's scheduler and worker
+share a process, unless it is asynchronous: then it schedules like an engine on CUDA, ahead of a
+worker in a process of its own.
 """
 
 from __future__ import annotations
@@ -35,29 +35,29 @@ from xinference_xavier.kv_transfer_config import kv_transfer_config
 CHUNK = 128
 """Tokens; also the block size."""
 CHUNKS = 5
-"""Of a prompt, unless a test says otherwise; some tokens more follow, so it takes 6 blocks."""
+"""Whole chunks of a prompt, unless a test says otherwise; with its tail it takes 6 blocks."""
 KV_BLOCKS = 20
-"""Of an engine's own KV cache, one of which vLLM keeps for itself: three prompts."""
+"""Blocks of an engine's own KV cache: three prompts, as vLLM keeps one block for itself."""
 POOL_ROWS = 20
-"""Of an engine's pool: four prompts."""
+"""Rows of an engine's pool: four prompts."""
 CONTEXT = 2048
 ROW_BYTES = 2 << 20
-"""Of a chunk: 8 layers, keys and values of 4 heads of 64 float32."""
+"""Bytes of a chunk: 8 layers, keys and values, 4 heads of 64 float32 numbers."""
 
 _ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # or the platform insists on a worker process
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # two engines take turns on all cores
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # otherwise the platform uses a worker process
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # both engines use all cores
     "VLLM_LOGGING_LEVEL": "WARNING",
 }
 _START_TIMEOUT = 300.0
 _STOP_TIMEOUT = 15.0
 PATIENCE = 180.0
-"""Seconds for an answer, of which an engine has many to give at once."""
+"""Seconds for an answer of an engine with many requests."""
 
 
 class Answer(NamedTuple):
-    """What became of a request."""
+    """The outcome of a request."""
 
     tokens: tuple[int, ...]
     cached: int  # prompt tokens that were not computed
@@ -65,7 +65,7 @@ class Answer(NamedTuple):
 
 
 def _gated(transfer: dict[str, Any], engine_id: str) -> dict[str, Any]:
-    """The engine's copies wait at a gate, and its id is known to the test."""
+    """Make the engine's copies wait at a gate, and give it an id that the test knows."""
     extra = transfer["kv_connector_extra_config"] | {
         "spec_name": "GatedSpec",
         "spec_module_path": "tests.e2e.gated_copies",
@@ -74,15 +74,15 @@ def _gated(transfer: dict[str, Any], engine_id: str) -> dict[str, Any]:
 
 
 def prompt(seed: int, *, chunks: int = CHUNKS, tail: int = 40) -> list[int]:
-    """A prompt of so many whole chunks and some tokens; with the same seed, each is the beginning
-    of all longer ones."""
+    """A prompt of whole chunks and a tail. With one seed, the chunks of a prompt begin those of
+    every longer one."""
     random = np.random.default_rng(seed)
     tokens: list[int] = random.integers(300, 8000, chunks * CHUNK).tolist()
     return [*tokens, *np.random.default_rng(seed + 1).integers(300, 8000, tail).tolist()]
 
 
 def fine_tune(folder: Path, to: Path) -> Path:
-    """A model of the same shape with other weights: each layer hears something else."""
+    """A model of the same shape with other weights in each layer."""
     shutil.copytree(folder, to)
     weights = load_file(folder / "model.safetensors")
     for name, tensor in weights.items():
@@ -93,7 +93,7 @@ def fine_tune(folder: Path, to: Path) -> Path:
 
 
 class Known(NamedTuple):
-    """What the tracker knows of a replica."""
+    """What the tracker knows about a replica."""
 
     namespace: str
     holdings: int
@@ -104,7 +104,7 @@ class Tracker(TrackerProcess):
     """A tracker in a process, for the engines of one test module."""
 
     def known(self, name: str) -> Known:
-        """With figures of now; waits while the replica is between two namespaces."""
+        """Ask for the replica's current figures; wait while it is between two namespaces."""
         found: list[Known] = []
 
         def look() -> bool:
@@ -153,7 +153,7 @@ class EngineProcess:
             arguments["kv_transfer_config"] = _gated(kv_transfer_config(config), name)
         self.process = context.Process(target=_run, args=(theirs, arguments, gates, asynchronous))
         self.process.start()
-        atexit.register(self.close)  # before multiprocessing waits for it, for ever
+        atexit.register(self.close)  # at exit, multiprocessing would wait for it for ever
         theirs.close()
         self._numbers = itertools.count()
         self._waiting: dict[int, Future[Any]] = {}
@@ -165,7 +165,7 @@ class EngineProcess:
         self._ready.result(_START_TIMEOUT)
 
     def begin(self, command: str, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Have a method of `_Inside` or, failing that, of vLLM's engine called."""
+        """Call a method of `_Inside` or, if it has none of that name, of vLLM's engine."""
         number = next(self._numbers)
         future = self._waiting[number] = Future()
         self._pipe.send((number, command, args, kwargs))
@@ -177,20 +177,20 @@ class EngineProcess:
     def ask(
         self, prompt: Sequence[int], tokens: int = 8, name: str | None = None
     ) -> Future[Answer]:
-        """Begin a request; with a `name` it can be aborted."""
+        """Begin a request; a `name` makes it possible to abort it."""
         return self.begin("ask", list(prompt), tokens, name)
 
     def answer(self, prompt: Sequence[int], tokens: int = 8) -> Answer:
         return self.ask(prompt, tokens).result(PATIENCE)
 
     def close(self) -> None:
-        """Ends all of its processes; again does nothing."""
+        """End all of its processes. Idempotent."""
         atexit.unregister(self.close)
         try:
             started = psutil.Process(self.process.pid).children(recursive=True)
         except psutil.NoSuchProcess:
             started = []
-        with suppress(OSError):  # it is dead
+        with suppress(OSError):  # the process is dead
             self._pipe.send(None)
         self.process.join(_STOP_TIMEOUT)
         if self.process.is_alive():
@@ -208,7 +208,7 @@ class EngineProcess:
                     future.set_result(answer)
                 else:
                     future.set_exception(EngineError(error))
-        except (EOFError, OSError):  # `close`, or it is dead
+        except (EOFError, OSError):  # closed, or the process is dead
             for future in self._waiting.values():
                 future.set_exception(EngineError(f"{self.name} has ended"))
 
@@ -251,12 +251,12 @@ class _Inside:
         await self._engine.collective_rpc("reload_weights", kwargs={"weights_path": folder})
 
     async def unfinished(self) -> int:
-        """Requests that have come and are not over."""
+        """The number of requests that have arrived and not ended."""
         count: int = self._engine.output_processor.get_num_unfinished_requests()
         return count
 
     async def cached_tokens(self) -> dict[str, int]:
-        """What vLLM itself counts, by where they came from."""
+        """vLLM's own count of cached prompt tokens, by source."""
         from vllm.v1.metrics.reader import Counter, get_metrics_snapshot
 
         return {

@@ -1,4 +1,4 @@
-"""Our spec, whose worker's copies wait at a gate: see `gates`."""
+"""Our spec with a worker whose copies wait at a gate: see `gates`."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class _GatedWorker(cpu.HostWorker):
 
 
 class _GatedCard:
-    """Around vLLM's worker for CUDA, whose streams nothing holds up: its copies are not known to be
-    done before the gate opens."""
+    """Wraps vLLM's worker for CUDA. Its streams cannot be held up, so completed copies are not
+    reported before the gate opens."""
 
     def __init__(self, worker: OffloadingWorker) -> None:
         self._worker = worker

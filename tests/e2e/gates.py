@@ -1,8 +1,8 @@
-"""Gates that hold up what an engine does, so that events come in the middle of it.
+"""Gates hold up parts of an engine's work, so that events can happen in the middle of it.
 
-A gate is a file in the engine's folder: while it is there, the engine's copies between its KV cache
-and its pool (`COPIES`), or the rows that it sends to others (`SENDS`), wait. Nothing is lost or
-changed by it. vLLM is not imported here: transfer processes load this module.
+A gate is a file in the engine's folder. While the file exists, the engine's copies between its KV
+cache and its pool (`COPIES`) wait, or the rows that it sends to peers (`SENDS`). Nothing is lost or
+changed. This module does not import vLLM, because transfer processes load it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from xinference_xavier.pool.region import Region
 from xinference_xavier.transfer.transports.base import Link
 
 FOLDER = "XAVIER_TEST_GATES"
-"""The environment variable that names an engine's folder of gates."""
+"""The environment variable with an engine's folder of gates."""
 _INTERVAL = 0.005
 
 
@@ -64,6 +64,6 @@ class _GatedLink(_FaultyLink):
 
 
 class GatedGloo(_FaultyGloo):
-    """Gloo, whose donors wait at their gate before they send a batch."""
+    """Gloo whose donors wait at their gate before they send a batch."""
 
     link = _GatedLink

@@ -1,8 +1,8 @@
 """xinference over several hosts: a supervisor on one, a worker on each of the others.
 
-Every part gets its own host's address, not `0.0.0.0`, xinference's default here: 4.1 tells others
-an address as it was given. With it, a worker elsewhere is told to find the supervisor at `0.0.0.0`
-(`GET /v1/address`), which is itself; and the supervisor, told to find a worker there, likewise.
+Every part gets its own host's address instead of xinference's default, `0.0.0.0`, because 4.1
+passes an address on as it was given: a worker on another host would look for the supervisor at
+`0.0.0.0` (`GET /v1/address`), which is its own host, and so would the supervisor for a worker.
 """
 
 from __future__ import annotations
@@ -32,13 +32,15 @@ _HOST_SOCKET = "XINFERENCE_WORKER_HOST_SOCKET"
 
 
 def allow_only_what_is_needed(hosts: Hosts, workers: tuple[str, ...], replicas: range) -> None:
-    """Give every host a firewall: `replicas`, the ports of `xavier_port_range`, and xinference's.
+    """Give every host a firewall that admits `replicas`, the ports of `xavier_port_range`, and
+    xinference's ports.
 
-    From worker to worker, `xavier_port_range` is all. Besides, xinference 4.1 needs: into the
-    supervisor's host, from workers, its REST port (asked at start, and when the supervisor was
-    lost) and its actor port, where the trackers are too; into a worker's host, from the supervisor,
-    the worker's port and that of each model process, which is any ephemeral one. The tracker asks
-    replicas for their figures: `xavier_port_range`, from the supervisor, which is among these.
+    Workers reach each other only on `xavier_port_range`. In addition, xinference 4.1 needs:
+    - from workers to the supervisor's host: its REST port (at start, and after the supervisor was
+      lost) and its actor port, which the trackers share;
+    - from the supervisor to a worker's host: the worker's port, and each model process's, which is
+      any ephemeral port. These include `xavier_port_range`, on which the tracker asks replicas for
+      figures.
     """
     low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
     outside = [hosts.our_address, *(hosts.address(worker) for worker in workers)]
@@ -47,7 +49,7 @@ def allow_only_what_is_needed(hosts: Hosts, workers: tuple[str, ...], replicas: 
     )
     for worker in workers:
         peers = [hosts.address(peer) for peer in workers if peer != worker]
-        # We ask model processes as the supervisor's REST process does.
+        # The tests ask model processes too, like the supervisor's REST process.
         askers = [hosts.address(SUPERVISOR), hosts.our_address]
         hosts.admit_only(
             worker,
@@ -62,8 +64,8 @@ def allow_only_what_is_needed(hosts: Hosts, workers: tuple[str, ...], replicas: 
 class HostCluster(LocalCluster):
     """`with HostCluster(log, hosts, workers=("first", "second")) as cluster:`
 
-    The supervisor is on the host `SUPERVISOR`. Each host has a home folder of its own, a log beside
-    `log`, and nothing of one outlives `stop`.
+    The supervisor is on the host `SUPERVISOR`. Each host has a home folder of its own and a log
+    beside `log`. Nothing of a host outlives `stop`.
     """
 
     def __init__(
@@ -102,11 +104,11 @@ class HostCluster(LocalCluster):
         return leftovers
 
     def lose(self, name: str) -> None:
-        """That host's end: its link is cut and everything on it killed."""
+        """Cut that host's link and kill everything on it."""
         self._hosts.lose(name)
         doomed = [p for p in self.processes() if self._hosts.host_of(p.pid) == name]
         segments = self._segments(_LEFT_BY_KILLED)
-        # What xinference's process host keeps outside its home.
+        # xinference's process host keeps a socket outside its home.
         sockets = {process.environ().get(_HOST_SOCKET, "") for process in doomed} - {""}
         for process in doomed:
             process.kill()
@@ -126,7 +128,7 @@ class HostCluster(LocalCluster):
         max_tokens: int = 8,
         cache_salt: str | None = None,
     ) -> Completion:
-        """As `complete`, but asked of the replica on that worker itself, without the supervisor."""
+        """Like `complete`, but ask the replica on that worker directly, without the supervisor."""
         (replica,) = (
             status["replica_model_uid"]
             for status in self.replicas(model_uid)
@@ -155,7 +157,7 @@ class HostCluster(LocalCluster):
         self, home: Path, name: str, program: str, words: list[str]
     ) -> subprocess.Popen[bytes]:
         environment = self._environment(home / name)
-        # Processes of one xoscar pool talk over sockets that are named by numbers there.
+        # Processes of one xoscar pool talk over sockets in this folder, named by numbers.
         environment["XOSCAR_DIR"] = environment["XINFERENCE_HOME"]
         with self.log.with_stem(f"{self.log.stem}-{name}").open("wb") as log:
             return self._hosts.run(

@@ -1,8 +1,8 @@
-"""Hosts for tests: network namespaces of this machine, joined by a bridge that we stand on too.
+"""Hosts for tests: network namespaces of this machine on one bridge, which the machine is on too.
 
-Each host has an address of its own, a link that can be cut and slowed down, and, if it is told so,
-a firewall. What runs on a host shares nothing with the others but files and processes.
-Needs root and `ip` and `tc` of iproute2. Everything is gone when the `with` ends.
+Each host has an address of its own, a link that can be cut or slowed down, and optionally a
+firewall. Hosts share only the file system and the process table. Needs root, and `ip` and `tc` of
+iproute2. Everything is removed when the `with` ends.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 _PACKAGES = {"ip": "iproute2", "tc": "iproute2", "nsenter": "util-linux"}
-_PASS, _DROP = 0, 2  # what a classifier that is its own action returns: TC_ACT_OK, TC_ACT_SHOT
+_PASS, _DROP = 0, 2  # TC_ACT_OK and TC_ACT_SHOT, results of a direct-action classifier
 
 
 class Admitted(NamedTuple):
-    """TCP connections that a firewall lets in: whose, and to which ports."""
+    """TCP connections that a firewall lets in: their source and their range of ports."""
 
     source: str
     low: int
@@ -29,7 +29,7 @@ class Admitted(NamedTuple):
 
 
 class Hosts:
-    """`with Hosts("a", "b") as hosts:`; a host is called by its name everywhere."""
+    """`with Hosts("a", "b") as hosts:`; all methods take a host's name."""
 
     def __init__(self, *names: str) -> None:
         self._names = names
@@ -42,7 +42,7 @@ class Hosts:
             if shutil.which(program) is None:
                 raise RuntimeError(f"`{program}` is missing: install the package {package}")
         if os.geteuid() != 0:
-            raise RuntimeError("hosts are network namespaces, which only root can make")
+            raise RuntimeError("hosts are network namespaces, which only root can create")
         with ExitStack() as undo:
             self._make_bridge(undo)
             for number, name in enumerate(self._names, start=1):
@@ -60,21 +60,21 @@ class Hosts:
 
     @property
     def our_address(self) -> str:
-        """That of the machine all hosts are on, which stands on their network."""
+        """The address of this machine on the hosts' network."""
         return f"10.77.{self._subnet}.254"
 
     def address(self, host: str) -> str:
         return f"10.77.{self._subnet}.{self._names.index(host) + 1}"
 
     def run(self, host: str, words: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
-        """Start a program there; `options` are those of `Popen`."""
+        """Start a program on a host; `options` are those of `Popen`."""
         # Not `ip netns exec`: that hides /sys/fs/cgroup, from which memory limits are read.
         return subprocess.Popen(
             ["nsenter", f"--net=/run/netns/{self._namespace(host)}", "--", *words], **options
         )
 
     def host_of(self, pid: int) -> str | None:
-        """Where that process runs: it cannot leave its host. None: on none of them, or nowhere."""
+        """The host that a process runs on, or None if it runs on none of them or has ended."""
         try:
             namespace = os.stat(f"/proc/{pid}/ns/net").st_ino
         except OSError:
@@ -86,7 +86,7 @@ class Hosts:
 
     @contextmanager
     def cut(self, host: str) -> Iterator[None]:
-        """While entered, nothing passes the host's link, and nobody is told."""
+        """Silently drop everything on the host's link while the context lasts."""
         self.lose(host)
         try:
             yield
@@ -99,7 +99,7 @@ class Hosts:
 
     @contextmanager
     def slow(self, host: str, megabits: int) -> Iterator[None]:
-        """While entered, what the host sends leaves it at `megabits` per second at most."""
+        """Limit what the host sends to `megabits` per second while the context lasts."""
         shape = f"tbf rate {megabits}mbit burst 128k latency 50ms"
         self._tc(host, f"qdisc add dev eth0 root {shape}")
         try:
@@ -108,15 +108,15 @@ class Hosts:
             self._tc(host, "qdisc del dev eth0 root")
 
     def sent(self, host: str) -> int:
-        """Bytes that have left the host, since it was made."""
+        """Bytes that the host has sent since it was created."""
         # The bridge's end of the link receives what the host's end sends.
         return int(Path(f"/sys/class/net/{self._port(host)}/statistics/rx_bytes").read_text())
 
     def admit_only(self, host: str, admitted: Sequence[Admitted]) -> None:
-        """From now on the host has a firewall: new connections from outside reach only these.
+        """Give the host a firewall that lets in only these new connections from outside.
 
-        It is stateful as far as TCP's flags tell: what is no first packet of a connection passes.
-        No other protocol does, but for ARP.
+        It relies on TCP's flags: packets that do not open a connection pass. Of other protocols,
+        only ARP passes.
         """
         code = ",".join(" ".join(map(str, line)) for line in _firewall(admitted))
         self._tc(host, "qdisc add dev eth0 clsact")
@@ -126,17 +126,17 @@ class Hosts:
             f"{length},{code}",
         )
 
-    # Making them
+    # Creating them
 
     def _make_bridge(self, undo: ExitStack) -> None:
-        """Take the first network that is free: two runs on one machine have one each."""
+        """Take the first free network, so that two runs on one machine do not collide."""
         for subnet in range(1, 255):
             name = f"xvt{subnet}"
             making = ["ip", "link", "add", name, "type", "bridge"]
             if subprocess.run(making, capture_output=True).returncode == 0:
                 break
         else:
-            raise RuntimeError("there are 254 bridges xvt1 to xvt254: who makes them?")
+            raise RuntimeError("all bridges xvt1 to xvt254 exist: remove those left over")
         undo.callback(_do, f"ip link del {name}")
         self._network, self._subnet = name, subnet
         _do(f"ip addr add {self.our_address}/24 dev {name}")
@@ -147,13 +147,13 @@ class Hosts:
         _do(f"ip netns add {namespace}")
         undo.callback(_do, f"ip netns del {namespace}")
         _do(f"ip link add {port} type veth peer name eth0 netns {namespace}")
-        # A namespace lives on with its last process; the link must not.
+        # A namespace lives until its last process ends; the link must go now.
         undo.callback(_do, f"ip link del {port}")
         _do(f"ip link set {port} master {self._network} up")
         _do(f"ip -n {namespace} addr add {self.address(name)}/24 dev eth0")
         for device in ("lo", "eth0"):
             _do(f"ip -n {namespace} link set {device} up")
-        # As on any host; vLLM finds its own address by it. It leads nowhere.
+        # vLLM finds its own address by the default route, although this one leads nowhere.
         _do(f"ip -n {namespace} route add default via {self.our_address}")
 
     def _namespace(self, host: str) -> str:

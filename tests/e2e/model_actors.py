@@ -1,4 +1,4 @@
-"""Requests put to the model actors themselves, past the supervisor and its REST."""
+"""Requests directly to model actors, bypassing the supervisor and its REST interface."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ANSWER_TIMEOUT = 120.0
 def complete(
     worker_address: str, replica_model_uid: str, prompt: str, *, max_tokens: int = 8
 ) -> Completion:
-    """The greedy continuation by that replica. Raises what the worker or the model raises."""
+    """That replica's greedy continuation. Raises what the worker or the model raises."""
     options: dict[str, object] = {
         "max_tokens": max_tokens,
         "temperature": 0.0,

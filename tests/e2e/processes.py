@@ -1,11 +1,11 @@
-"""The processes of a replica, found from what the tracker or xinference calls it, and what signals
-do to them.
+"""The processes of a replica, found by the tracker's or xinference's name for it, and signals to
+them.
 
     model (xinference's "Model: <replica>") → engine core → worker(s)
                                                           → transfer process
 
-Everything is read from the process table: nothing asks the processes themselves, which may be
-stopped or dying. Look a replica up before it is hurt, as its children lose their parent with it.
+Everything is read from the process table; the processes themselves may be stopped or dying. Look a
+replica up before harming it: its children lose their parent.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ GONE_TIMEOUT = 30.0
 
 
 class ReplicaProcesses(NamedTuple):
-    """One replica's processes; `transfer` is None while there is none."""
+    """One replica's processes; `transfer` is None while it has none."""
 
     model: psutil.Process
     engine: psutil.Process
@@ -35,23 +35,24 @@ class ReplicaProcesses(NamedTuple):
     transfer: psutil.Process | None
 
     def all(self) -> tuple[psutil.Process, ...]:
-        """Model process first."""
+        """All of them, the model process first."""
         transfer = () if self.transfer is None else (self.transfer,)
         return (self.model, self.engine, *self.workers, *transfer)
 
 
 def of_member(member: Mapping[str, Any]) -> ReplicaProcesses:
-    """Of a replica as `GET /v1/xavier/{uid}` lists it: its engine listens at its address."""
+    """The processes of a replica as `GET /v1/xavier/{uid}` lists it; its engine listens at its
+    address."""
     _, port = split_address(member["address"])
     for connection in psutil.net_connections("tcp"):
         listens = connection.status == psutil.CONN_LISTEN
         if listens and connection.laddr and connection.laddr.port == port:
             return _around(psutil.Process(connection.pid))
-    raise LookupError(f"nobody listens at {member['address']}, the address of a replica")
+    raise LookupError(f"no process listens at {member['address']}, the address of a replica")
 
 
 def of_replica(replica_model_uid: str) -> ReplicaProcesses:
-    """Of a replica by xinference's name for it, such as `small-rep0`."""
+    """The processes of a replica by xinference's name for it, such as `small-rep0`."""
     model = model_process(replica_model_uid)
     engines = [child for child in model.children() if _is(child, "VLLM::EngineCore")]
     if len(engines) != 1:
@@ -60,7 +61,7 @@ def of_replica(replica_model_uid: str) -> ReplicaProcesses:
 
 
 def model_process(replica_model_uid: str) -> psutil.Process:
-    """xinference's process for the replica, also before it has an engine."""
+    """xinference's process for the replica, even before it has an engine."""
     title = f"Model: {replica_model_uid}"
     found = [process for process in psutil.process_iter() if _is(process, title)]
     if len(found) != 1:
@@ -69,39 +70,39 @@ def model_process(replica_model_uid: str) -> psutil.Process:
 
 
 def replica_name(member: Mapping[str, Any]) -> str:
-    """xinference's name for a replica that the tracker lists."""
+    """xinference's name for a replica in the tracker's list."""
     (title,) = (part for part in of_member(member).model.cmdline() if part)
     return title.strip().removeprefix("Model: ")
 
 
 def alive(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
-    """Those that still run; a zombie does not."""
+    """Those that are still running; a zombie is not."""
     return [process for process in processes if _runs(process)]
 
 
 def kill(process: psutil.Process) -> None:
-    """SIGKILL; returns when the process itself is gone."""
+    """Kill the process with SIGKILL; return when it is gone."""
     process.send_signal(signal.SIGKILL)
     wait_gone([process])
 
 
 def wait_gone(processes: Iterable[psutil.Process], timeout: float = GONE_TIMEOUT) -> None:
-    """Return when none runs any more; raises TimeoutError with those that do.
+    """Return when none is running any more. Raises TimeoutError that names those left.
 
-    A zombie is gone: who must reap it may be busy or stopped.
+    A zombie counts as gone: its parent may be too busy or stopped to reap it.
     """
     left = list(processes)
     deadline = time.monotonic() + timeout
     while left := alive(left):
         if time.monotonic() > deadline:
             still = ", ".join(f"{process.pid} {process.name()}" for process in left)
-            raise TimeoutError(f"still there after {timeout:g} s: {still}")
+            raise TimeoutError(f"still running after {timeout:g} s: {still}")
         threading.Event().wait(0.05)
 
 
 @contextlib.contextmanager
 def frozen(processes: Iterable[psutil.Process]) -> Iterator[None]:
-    """SIGSTOP to each, and SIGCONT at the end to those that still exist."""
+    """Suspend the processes with SIGSTOP, and at the end resume those that still exist."""
     stopped = []
     try:
         for process in processes:
@@ -145,7 +146,8 @@ def _runs(process: psutil.Process) -> bool:
 
 @contextlib.contextmanager
 def vllms_own_segments_removed() -> Iterator[None]:
-    """Now and then vLLM 0.32 leaves those by which two CPU workers talk to each other."""
+    """Remove the shared memory through which two CPU workers talk: vLLM 0.32 sometimes leaves
+    it."""
 
     def segments() -> set[Path]:
         return set(Path("/dev/shm").glob("vllm_dist_*-cpushm_*"))

@@ -1,10 +1,10 @@
-"""xinference-supervisor and one xinference-worker as programs of their own, on this host.
+"""xinference-supervisor and one xinference-worker as separate programs on this host.
 
-The supervisor can be killed and started again while the worker and its models live on. What
-xinference 4.1 supports of that: a worker asks the supervisor's REST endpoint, which it was started
-with, for the control address whenever the one it knows does not answer (`core/worker.py`,
-`_refresh_supervisor_address`), so the control address may change, but the REST endpoint must not. A
-worker registers again, with its running replicas, at its next status report, every 15 s.
+The supervisor can be killed and started again while the worker and its models live on. xinference
+4.1 supports this with a limitation: when a worker's supervisor does not answer, the worker asks the
+REST endpoint that it was started with for the control address (`core/worker.py`,
+`_refresh_supervisor_address`). So the control address may change, but the REST endpoint must not. A
+worker registers its running replicas again with its next status report, every 15 s.
 """
 
 from __future__ import annotations
@@ -47,19 +47,19 @@ class SeparateCluster(LocalCluster):
 
     @property
     def control_process(self) -> psutil.Process:
-        """The one that owns the control address and, with it, the trackers."""
+        """The process that owns the control address and, with it, the trackers."""
         assert self._server is not None
         return psutil.Process(self._server.pid)
 
     def start_supervisor(self, control_port: int) -> None:
-        """Return when REST answers; the endpoint is always the same."""
+        """Start it; return when REST answers. The endpoint is always the same."""
         self.control_port = control_port
         words = ["-H", _HOST, "-p", f"{self._port}", "--supervisor-port", f"{control_port}"]
         self._server = self._run("xinference-supervisor", words)
         self._wait("the supervisor answers", START_TIMEOUT, self._answers)
 
     def kill_supervisor(self) -> None:
-        """SIGKILL to all that the supervisor consists of, as when its host loses power."""
+        """Kill all of the supervisor's processes, as when its host loses power."""
         assert self._server is not None
         control = self.control_process
         doomed = [control, *control.children(recursive=True)]
@@ -70,7 +70,7 @@ class SeparateCluster(LocalCluster):
         wait_gone(doomed)
 
     def ask(self, replica_model_uid: str, prompt: str) -> Completion:
-        """As `complete`, of that replica itself; needs no supervisor."""
+        """Like `complete`, but ask that replica directly; needs no supervisor."""
         return model_actors.complete(self.worker_address, replica_model_uid, prompt)
 
     def stop(self) -> Leftovers:

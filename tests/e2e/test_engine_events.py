@@ -1,8 +1,8 @@
-"""Whatever an engine goes through, its answers are those of an engine that shares nothing.
+"""Whatever happens to an engine, its answers are those of an engine that shares nothing.
 
-Two real engines, with caches so small that they are always short of room, and a third without
-sharing that says what is right. The gates hold an engine up, so that each event comes while rows
-are stored, loaded, fetched or sent; that they were is checked before the event.
+There are two real engines, with caches so small that they are always short of room, and a third
+one without sharing that gives the right answers. Gates hold an engine up, so that each event
+happens while rows are stored, loaded, fetched or sent; each test checks this before the event.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from xinference_xavier.config import XavierConfig
 pytestmark = pytest.mark.long
 
 FETCH_TIMEOUT = 10.0
-"""Seconds; above what a test takes while a gate is closed."""
+"""Seconds; longer than a test keeps a gate closed."""
 WHOLE = CHUNKS * CHUNK
 """Tokens of a prompt that can come from a pool."""
 _seeds = itertools.count(1, 2)
 
 
 def fresh(tail: int = 40) -> list[int]:
-    """A prompt that nobody has seen, of `CHUNKS` chunks and a tail."""
+    """A new prompt of `CHUNKS` chunks and a tail."""
     return prompt(next(_seeds), tail=tail)
 
 
@@ -77,7 +77,7 @@ class Cluster:
         self._versions = itertools.count(1)
 
     def wait_until_ready(self) -> None:
-        """Engines answer before they are able to fetch: until both are."""
+        """Wait until both can fetch; engines answer earlier."""
         for engine in (*self.engines, self._alone):
             engine.wait_until_ready()
         for one, other in (self.engines, self.engines[::-1]):
@@ -95,10 +95,10 @@ class Cluster:
             engine.close()
         self.tracker.kill()
 
-    # -- what is right ------------------------------------------------------------------------
+    # -- right answers ------------------------------------------------------------------------
 
     def right(self, asked: Sequence[int], weights: Path, tokens: int = 8) -> tuple[int, ...]:
-        """What an engine with these weights says that shares nothing."""
+        """The answer of an engine with these weights that shares nothing."""
         request = (weights, tokens, tuple(asked))
         if request not in self._right:
             if self._alone_has != weights:
@@ -114,13 +114,13 @@ class Cluster:
     def ask(self, engine: EngineProcess, asked: Sequence[int], weights: Path) -> Answer:
         return self.check(engine.answer(asked), asked, weights)
 
-    # -- what is known ------------------------------------------------------------------------
+    # -- what the tracker knows ---------------------------------------------------------------
 
     def known(self, engine: EngineProcess) -> Known:
         return self.tracker.known(engine.name)
 
     def wait_for_pool(self, engine: EngineProcess, **counts: int) -> None:
-        """Until the engine's pool has so many rows in these states."""
+        """Wait until the engine's pool has so many rows in these states."""
 
         def has() -> bool:
             pool = self.known(engine).stats["pool"]
@@ -144,7 +144,7 @@ class Cluster:
         )
 
     def hold(self, engine: EngineProcess, asked: Sequence[int], weights: Path) -> None:
-        """`engine` computes the prompt and the other one gets to know."""
+        """Have `engine` compute the prompt, and wait until the other one knows."""
         held = self.known(engine).holdings
         self.ask(engine, asked, weights)
         (other,) = (each for each in self.engines if each is not engine)
@@ -158,20 +158,21 @@ class Cluster:
         )
 
     def nothing_is_left(self) -> None:
-        """After one more job each no row is pinned, half written or out of use; no grant lives."""
+        """After one more job each, no row is pinned, filling or quarantined, and no grant is
+        live."""
         for engine in self.engines:
             engine.answer(fresh())
             self.wait_for_pool(engine, pinned=0, filling=0, quarantined=0)
             self.serves(engine, 0)
 
-    # -- what is done to engines --------------------------------------------------------------
+    # -- events -------------------------------------------------------------------------------
 
     def load(self, engine: EngineProcess, weights: Path) -> None:
         engine.call("load_weights", str(weights))
 
     def reset(self, engine: EngineProcess) -> bool:
-        """All that was computed is void, also what running requests have; waits until the engine is
-        in a namespace of its own: while it moves, nobody can tell it which weights it has."""
+        """Void everything computed, including running requests' blocks. Wait until the engine is in
+        a namespace of its own, because nobody can set its weights version while it moves."""
         before = self.known(engine).namespace
         done: bool = engine.call(
             "reset_prefix_cache", reset_running_requests=True, reset_connector=True
@@ -185,7 +186,7 @@ class Cluster:
         return done
 
     def send_version(self) -> dict[str, list[str]]:
-        """Both engines have the same weights; which were reset since they were told last."""
+        """Announce that both engines have the same weights."""
         return self.tracker.set_weights_version(f"version {next(self._versions)}")
 
     def both_share(self) -> None:
@@ -193,7 +194,7 @@ class Cluster:
         assert a.namespace == b.namespace
 
     def start_over(self) -> None:
-        """Both engines with empty caches and the first weights, sharing."""
+        """Give both engines empty caches and the first weights, and let them share."""
         for engine in self.engines:
             self.load(engine, self.original)
             assert self.reset(engine)
@@ -222,10 +223,10 @@ def cluster(engines: Cluster) -> Cluster:
 
 
 class TestReset:
-    """The weights change and all caches are reset: nothing from before is ever used."""
+    """The weights change and all caches are reset: nothing from before is used again."""
 
     def test_while_rows_are_stored(self, cluster: Cluster) -> None:
-        """A row that a worker still writes never becomes a hit, here or elsewhere."""
+        """A row that a worker is still writing never becomes a hit, here or elsewhere."""
         a, b, asked = cluster.a, cluster.b, fresh()
         with closed(a.gates, Gate.COPIES):
             cluster.ask(a, asked, cluster.original)
@@ -238,7 +239,7 @@ class TestReset:
         cluster.nothing_is_left()
 
     def test_while_rows_are_fetched(self, cluster: Cluster) -> None:
-        """They arrive after the reset, and for nobody: their request is computed anew."""
+        """They arrive after the reset and are not used: their request is computed again."""
         a, b, asked = cluster.a, cluster.b, fresh()
         cluster.hold(a, asked, cluster.original)
         with closed(a.gates, Gate.SENDS):
@@ -254,8 +255,8 @@ class TestReset:
         cluster.nothing_is_left()
 
     def test_while_rows_are_sent(self, cluster: Cluster) -> None:
-        """The donor's slots are written anew at once; what the consumer makes of the bytes that it
-        was promised is right by its own weights, which are still the old ones."""
+        """The donor's slots are overwritten at once. The consumer's answer is still right for its
+        own weights, which are the old ones."""
         a, b, asked = cluster.a, cluster.b, fresh()
         cluster.hold(a, asked, cluster.original)
         with closed(a.gates, Gate.SENDS):
@@ -271,7 +272,7 @@ class TestReset:
         cluster.nothing_is_left()
 
     def test_while_rows_are_loaded(self, cluster: Cluster) -> None:
-        """vLLM says that it could not, since a request loads. That one ends well; then it can."""
+        """vLLM refuses the reset while a request loads. The request ends well; then it works."""
         a, asked = cluster.a, fresh()
         cluster.hold(a, asked, cluster.original)
         assert a.call("reset_prefix_cache")
@@ -289,8 +290,8 @@ class TestReset:
 class TestWeightUpdate:
     @pytest.mark.parametrize("mode", ["abort", "wait", "keep"])
     def test_in_a_pause_under_load(self, cluster: Cluster, mode: str) -> None:
-        """Both engines serve when they are paused, get other weights and go on: all that is asked
-        from then on is answered by the new ones, and they share what they compute."""
+        """Both engines are serving when they are paused, get other weights and resume. From then on
+        all answers come from the new weights, and the engines share what they compute."""
         prompts = [fresh() for _ in range(3)]
         for engine, asked in zip(cluster.engines, prompts, strict=False):
             cluster.hold(engine, asked, cluster.original)
@@ -298,7 +299,7 @@ class TestWeightUpdate:
             load = [e.ask(asked, 16) for e in cluster.engines for asked in prompts]
             cluster.serves(cluster.a)
             cluster.serves(cluster.b)
-            # A pause waits for fetches under way.
+            # A pause waits for fetches in progress.
             pauses = [
                 engine.begin("pause_generation", mode=mode, clear_cache=False)
                 for engine in cluster.engines
@@ -320,8 +321,8 @@ class TestWeightUpdate:
         cluster.nothing_is_left()
 
     def reset_and_resume(self, cluster: Cluster, engine: EngineProcess, mode: str) -> None:
-        """A request that was frozen between its load's end and its first step stands in the way of
-        a reset: vLLM says so, and gets over it when it goes on for a moment."""
+        """A request that was paused between its load and its first step prevents a reset. vLLM says
+        so, and can be reset after it has run for a moment."""
 
         def is_reset() -> bool:
             try:
@@ -336,9 +337,7 @@ class TestWeightUpdate:
         wait_until(is_reset, f"{engine.name} is reset", interval=0.1)
         engine.call("resume_generation")
 
-    def test_of_one_engine_alone_parts_it_from_the_other_until_that_follows(
-        self, cluster: Cluster
-    ) -> None:
+    def test_of_one_engine_parts_the_two_until_the_other_follows(self, cluster: Cluster) -> None:
         a, b, asked = cluster.a, cluster.b, fresh()
         cluster.load(a, cluster.tuned)
         assert cluster.reset(a)
@@ -386,8 +385,8 @@ class TestSleep:
 
 class TestShortOfRoom:
     def test_requests_are_preempted(self, cluster: Cluster) -> None:
-        """More requests than the KV cache has blocks for, growing all the time: some lose their
-        blocks and come back, to rows of the pool or of the other engine."""
+        """There are more growing requests than blocks in the KV cache: some lose their blocks and
+        come back to rows of the pool or of the other engine."""
         prompts = [fresh(tail=CHUNK - 10) for _ in range(4)]
         before = [engine.call("preemptions") for engine in cluster.engines]
         orders = ([*prompts, *prompts[::-1]], [*prompts[::-1], *prompts])
@@ -411,8 +410,8 @@ class TestShortOfRoom:
 
     @pytest.mark.parametrize("where", ["own pool", "peer"])
     def test_a_hit_finds_no_blocks(self, cluster: Cluster, where: str) -> None:
-        """Three long requests have all blocks; a fourth one's rows are at hand long before there
-        are blocks for it, and still when there are."""
+        """Three long requests have all blocks. A fourth one's rows arrive long before there are
+        blocks for it, and stay until there are."""
         a, b, asked = cluster.a, cluster.b, fresh()
         cluster.hold(b if where == "peer" else a, asked, cluster.original)
         assert a.call("reset_prefix_cache")
@@ -424,8 +423,8 @@ class TestShortOfRoom:
             cluster.check(request.result(PATIENCE), each, cluster.original)
         cluster.nothing_is_left()
 
-    def test_the_pools_hold_a_third_of_what_is_asked_for(self, cluster: Cluster) -> None:
-        """All requests are served, and none fetches again what it has fetched once."""
+    def test_the_pools_hold_a_third_of_all_prompts(self, cluster: Cluster) -> None:
+        """All requests are served, and none fetches the same rows twice."""
         prompts = [fresh() for _ in range(3 * POOL_ROWS // CHUNKS)]
         orders = (prompts, prompts[len(prompts) // 2 :] + prompts[: len(prompts) // 2])
         started = [cluster.known(engine).stats["fetches"]["started"] for engine in cluster.engines]
@@ -444,8 +443,8 @@ class TestShortOfRoom:
 
 
 class TestPrefillRate:
-    def test_it_is_what_can_be_seen_from_outside(self, cluster: Cluster) -> None:
-        """A step that ended when the next one began would seem ten times as fast."""
+    def test_it_agrees_with_the_rate_seen_from_outside(self, cluster: Cluster) -> None:
+        """If a step were timed until the next one begins, it would seem ten times as fast."""
         a = cluster.a
         seen = []
         for _ in range(12):
@@ -461,7 +460,7 @@ if find_spec("vllm.v1.metrics.cache_hit_source"):  # from 0.32 on
 
     class TestMetrics:
         def test_vllm_counts_what_a_peer_supplied_as_peer_to_peer(self, cluster: Cluster) -> None:
-            """And what came from the own pool as the host's."""
+            """It counts tokens from the own pool as the host's."""
             a, b, asked = cluster.a, cluster.b, fresh()
             cluster.hold(a, asked, cluster.original)
 
@@ -497,8 +496,8 @@ class TestAtTheSameTime:
 
     @pytest.mark.parametrize("under_way", ["fetch", "load"])
     def test_all_waiting_requests_are_aborted(self, cluster: Cluster, under_way: str) -> None:
-        """What they waited for goes on without them and leaves nothing; who asks again is served
-        from it."""
+        """The fetch or load that they waited for goes on without them and leaves nothing. A later
+        request is served from it."""
         a, b, asked = cluster.a, cluster.b, fresh()
         cluster.hold(a if under_way == "fetch" else b, asked, cluster.original)
         gates, gate = (a.gates, Gate.SENDS) if under_way == "fetch" else (b.gates, Gate.COPIES)
@@ -516,7 +515,8 @@ class TestAtTheSameTime:
         cluster.nothing_is_left()
 
     def test_requests_are_aborted_at_any_moment(self, cluster: Cluster) -> None:
-        """Half of a crowd gives up, each when another one's answer comes; the others are served."""
+        """Half of the requests are aborted, each when another one's answer arrives; the others are
+        served."""
         prompts = [fresh() for _ in range(6)]
         names = itertools.count()
         staying: list[tuple[Future[Answer], list[int]]] = []

@@ -1,4 +1,4 @@
-"""Engines of other shapes than the one that xinference starts here: vLLM alone, with a tracker."""
+"""Engines with other processes than those that xinference starts: vLLM alone, with a tracker."""
 
 import asyncio
 import json
@@ -35,7 +35,7 @@ if __name__ == "__main__":
     llm.reset_prefix_cache()
     answers.append(ask())  # from the pool
     llm.reset_prefix_cache(reset_connector=True)
-    answers.append(ask())  # from nothing
+    answers.append(ask())  # cold
     print("ANSWERS " + json.dumps(answers))
 """
 
@@ -47,7 +47,7 @@ if __name__ == "__main__":
         pytest.param(2, {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}, id="two workers, one region"),
     ],
 )
-async def test_the_pool_serves_what_the_prefix_cache_forgot(
+async def test_the_pool_serves_a_prefix_that_vllm_has_dropped(
     model_folder: Path, tmp_path: Path, workers: int, environment: dict[str, str]
 ) -> None:
     pool = await xoscar.create_actor_pool("127.0.0.1:0", n_process=0, use_uvloop=False)

@@ -1,8 +1,8 @@
-"""Level 3: launches that end under way. The user reads why, whatever was made is gone again, and
-the same uid can be launched at once.
+"""Level 3: launches that fail midway. The user reads why, nothing stays behind, and the same uid
+can be launched at once.
 
-The second replica's process is held from its beginning until the first one has made its region:
-what is changed in the model's folder meanwhile is met by the second one only.
+The second replica's process is suspended from its start until the first one has created its region.
+Changes to the model's folder in between affect only the second one.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ FIRST, SECOND = f"{UID}-rep0", f"{UID}-rep1"
 SMALL = ARGUMENTS | {"max_model_len": 4096, "xavier_pool_bytes": "128MiB"}
 REGION_SOCKET = "@xinference-xavier-"
 ENDED = 300.0
-"""Seconds for a launch's processes to be gone: an engine that loads ends when it has loaded."""
+"""Seconds for a launch's processes to end: a loading engine ends only when it has loaded."""
 
 
 @pytest.fixture(scope="module")
 def folder(
     cluster: LocalCluster, model_folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
-    """A copy of the model that may be damaged, known as `fragile`."""
+    """A copy of the model that tests may damage, registered as `fragile`."""
     folder = tmp_path_factory.mktemp("fragile") / "model"
     shutil.copytree(model_folder, folder)
     cluster.register(folder, MODEL)
@@ -68,14 +68,14 @@ def configured(folder: Path, **changes: object) -> Iterator[None]:
 
 @contextlib.contextmanager
 def too_large_for_memory(folder: Path) -> Iterator[None]:
-    """Its first layer alone has terabytes."""
+    """Its first layer alone takes terabytes."""
     with configured(folder, intermediate_size=1 << 30):
         yield
 
 
 @contextlib.contextmanager
 def in_need_of_a_module(folder: Path) -> Iterator[None]:
-    """Its configuration is code that imports what is not installed."""
+    """Its configuration is code that imports a missing module."""
     code = folder / "configuration_needy.py"
     code.write_text("import xavier_no_such_module\n\nclass NeedyConfig:\n    pass\n")
     try:
@@ -88,7 +88,7 @@ def in_need_of_a_module(folder: Path) -> Iterator[None]:
 
 
 def regions(cluster: LocalCluster) -> set[str]:
-    """Sockets at which the cluster's engines hand their regions out."""
+    """The sockets that hand out the regions of the cluster's engines."""
     found = set()
     for process in cluster.processes():
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -97,7 +97,7 @@ def regions(cluster: LocalCluster) -> set[str]:
 
 
 def left_memory() -> set[str]:
-    """Of /dev/shm what no process has mapped, whoever else is at work on this machine."""
+    """Files in /dev/shm that no process has mapped, not even one of another run."""
     mapped = ""
     for process in psutil.process_iter():
         with contextlib.suppress(OSError):
@@ -107,14 +107,12 @@ def left_memory() -> set[str]:
 
 @contextlib.contextmanager
 def nothing_stays(cluster: LocalCluster) -> Iterator[None]:
-    """After the block no process, port, region, shared memory, model or tracker that it made."""
+    """No process, port, region, shared memory, model or tracker of the block outlives it."""
     before, memory = set(cluster.processes()), left_memory()
     assert not regions(cluster)
     yield
-    processes.wait_gone(set(cluster.processes()) - before, ENDED)  # and with them their ports
-    wait_until(
-        lambda: not regions(cluster) and left_memory() <= memory, "no memory is shared any more"
-    )
+    processes.wait_gone(set(cluster.processes()) - before, ENDED)  # and their ports with them
+    wait_until(lambda: not regions(cluster) and left_memory() <= memory, "no shared memory is left")
     assert nothing_left(cluster, UID)
 
 
@@ -148,14 +146,14 @@ def test_a_second_replica_that_cannot_load_takes_the_first_along(
     damaged: Callable[[Path], contextlib.AbstractContextManager[None]],
     cause: str,
 ) -> None:
-    """Without its weights, for want of memory, or of a module: the user reads which."""
+    """Its weights, memory or a module is missing: the user reads which."""
     with (
         nothing_stays(cluster),
         contextlib.ExitStack() as damage,
         launching(cluster, 2, trust_remote_code=True) as launch,
     ):
         with processes.frozen([appeared(SECOND)]):
-            wait_for_engine(lambda: bool(regions(cluster)), f"{FIRST} has made its region")
+            wait_for_engine(lambda: bool(regions(cluster)), f"{FIRST} has created its region")
             damage.enter_context(damaged(folder))
         with pytest.raises(ClusterError) as failure:
             launch.result()
@@ -165,14 +163,14 @@ def test_a_second_replica_that_cannot_load_takes_the_first_along(
 def test_a_launch_that_hangs_and_is_cancelled_leaves_nothing(
     cluster: LocalCluster, folder: Path
 ) -> None:
-    """Between a region's creation and its engine's readiness. Neither xinference nor vLLM gives a
-    launch up by itself at this point: whoever waits no longer cancels it."""
+    """It hangs between the creation of a region and the readiness of its engine. Neither xinference
+    nor vLLM has a time limit there, so only a cancellation ends it."""
     with (
         nothing_stays(cluster),
         launching(cluster, 2) as launch,
         processes.frozen([appeared(SECOND)]),
     ):
-        wait_for_engine(lambda: bool(regions(cluster)), f"{FIRST} has made its region")
+        wait_for_engine(lambda: bool(regions(cluster)), f"{FIRST} has created its region")
         cluster.call("POST", f"/v1/models/{UID}/cancel")
         with pytest.raises(ClusterError):
             launch.result()
@@ -183,7 +181,7 @@ def test_an_engine_killed_before_it_is_ready_leaves_nothing_and_the_uid_is_free(
 ) -> None:
     with nothing_stays(cluster):
         with launching(cluster, 1) as launch:
-            wait_for_engine(lambda: bool(regions(cluster)), f"{FIRST} has made its region")
+            wait_for_engine(lambda: bool(regions(cluster)), f"{FIRST} has created its region")
             processes.kill(processes.of_replica(FIRST).engine)
             with pytest.raises(ClusterError, match="Engine core"):
                 launch.result()

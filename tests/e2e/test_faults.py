@@ -1,4 +1,4 @@
-"""Faults under xinference: each ends in the plain answer, within its deadline, and is counted."""
+"""Faults under xinference: each ends in the right answer, within its deadline, and is counted."""
 
 import signal
 import threading
@@ -34,7 +34,7 @@ def model(cluster: LocalCluster) -> Iterator[LocalCluster]:
 
 
 def launch_by_python_client(cluster: LocalCluster, **options: Any) -> None:
-    """xinference's own, as the README says; the other modules launch by other means."""
+    """Launch with xinference's Python client, as the README does; other modules use other ways."""
     Client(cluster.endpoint).launch_model(
         model_name="small",
         model_uid=UID,
@@ -62,7 +62,7 @@ def totals(cluster: LocalCluster) -> dict[str, Any]:
 
 
 def compute(cluster: LocalCluster, text: str) -> tuple[dict[str, Any], Completion]:
-    """Have one replica compute `text`; that replica, when its chunks are known, and the answer."""
+    """Have one replica compute `text`; return it once its chunks are published, and the answer."""
     before = {r["incarnation"]: r["holdings"] for r in usable(cluster)}
     answer = cluster.complete(UID, text)
     whole = answer.prompt_tokens // CHUNK
@@ -78,7 +78,7 @@ def question(seed: int) -> str:
     return prompt(document(seed, ROWS), questions(seed, ROWS)[0])
 
 
-def test_a_byte_turned_wrong_is_noticed_and_the_answer_is_right(
+def test_a_damaged_byte_is_noticed_and_the_answer_is_right(
     model: LocalCluster, fault: Path
 ) -> None:
     _, cold = compute(model, question(200))
@@ -91,13 +91,13 @@ def test_a_byte_turned_wrong_is_noticed_and_the_answer_is_right(
     assert answer.logprobs == pytest.approx(cold.logprobs, abs=1e-4)
     after = totals(model)
     assert after["fetches"]["rolled_back"] == {"checksum": 1}
-    assert after["hits"]["remote"] == CORRUPT_ROW * CHUNK  # those before the damaged one count
+    assert after["hits"]["remote"] == CORRUPT_ROW * CHUNK  # the rows before the damaged one count
 
 
 def test_a_donor_killed_while_it_serves_costs_a_recomputation(
     model: LocalCluster, fault: Path
 ) -> None:
-    """Last in this module: one replica is gone afterwards."""
+    """Last in this module, because it costs a replica."""
     donor, cold = compute(model, question(201))
     engine = psutil.Process(donor["transfer_pid"]).parent()
     assert engine is not None
@@ -115,6 +115,6 @@ def test_a_donor_killed_while_it_serves_costs_a_recomputation(
         fault.write_text(Fault.NONE)
     seconds = time.monotonic() - began
     assert answers[0].tokens == cold.tokens
-    assert seconds < TIMEOUT + 10 * cold.seconds  # decided by the deadline, computed after it
+    assert seconds < TIMEOUT + 10 * cold.seconds  # decided by the deadline, then computed
     rolled_back = [r["fetches"]["rolled_back"] for r in model.xavier(UID)["replicas"]]
     assert any(sum(reasons.values()) > reasons.get("checksum", 0) for reasons in rolled_back)

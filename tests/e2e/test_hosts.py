@@ -1,8 +1,8 @@
 """Level 5: xinference over three hosts with addresses and firewalls of their own.
 
-A supervisor and two workers with one replica each. Whatever happens to the network between them,
-a request that reaches a replica is answered rightly, within the time that the fetch may take plus
-that of computing it.
+A supervisor and two workers with one replica each. Whatever happens to the network between them, a
+request that reaches a replica gets the right answer, within the fetch timeout plus the time to
+compute it.
 """
 
 import subprocess
@@ -37,7 +37,7 @@ ROWS = 60  # of a document's table: about 3,000 tokens
 TIMEOUT = 5.0  # xavier_fetch_timeout's default
 LEASE = 10.0
 MEGABITS = 160
-"""So slow a link that the document takes some 2.5 s, half of the time limit."""
+"""A link so slow that the document takes about 2.5 s, half of the time limit."""
 MIDWAY_BYTES = 8 << 20
 CONNECT = "import socket, sys; socket.create_connection((sys.argv[1], sys.argv[2]), timeout=2)"
 
@@ -54,7 +54,7 @@ def cluster(hosts: Hosts, model_folder: Path) -> Iterator[HostCluster]:
     log = ROOT / "build" / "test-hosts.log"
     with HostCluster(log, hosts, workers=WORKERS) as cluster:
         cluster.register(model_folder, "small")
-        # Pools that hold all that is computed here.
+        # The pools hold everything that these tests compute.
         options = {"xavier_port_range": f"{PORTS[0]}-{PORTS[-1]}", "xavier_pool_bytes": "1GiB"}
         cluster.launch("small", UID, replica=2, **ARGUMENTS | options)
         wait_until(lambda: len(usable(cluster)) == 2, "both replicas can fetch")
@@ -66,7 +66,7 @@ def usable(cluster: HostCluster) -> list[dict[str, Any]]:
 
 
 def replica_at(cluster: HostCluster, hosts: Hosts, name: str) -> dict[str, Any]:
-    """What the tracker says of the replica on that host."""
+    """The tracker's entry for the replica on that host."""
     found: list[dict[str, Any]] = [
         replica
         for replica in cluster.xavier(UID)["replicas"]
@@ -77,7 +77,7 @@ def replica_at(cluster: HostCluster, hosts: Hosts, name: str) -> dict[str, Any]:
 
 
 def decided(replica: dict[str, Any]) -> int:
-    """How many fetches of a replica are over."""
+    """How many of a replica's fetches have ended."""
     fetches: dict[str, Any] = replica["fetches"]
     rolled_back: dict[str, int] = fetches["rolled_back"]
     return sum(rolled_back.values(), start=int(fetches["committed"]))
@@ -88,7 +88,7 @@ def question(seed: int) -> str:
 
 
 def compute(cluster: HostCluster, hosts: Hosts, name: str, seed: int) -> Completion:
-    """Have the replica on that host compute a document; returns when its peer knows of it."""
+    """Have the replica on that host compute a document; return when it has published it."""
     before = replica_at(cluster, hosts, name)["holdings"]
     cold = cluster.complete_at(name, UID, question(seed))
     whole = cold.prompt_tokens // CHUNK
@@ -100,7 +100,7 @@ def compute(cluster: HostCluster, hosts: Hosts, name: str, seed: int) -> Complet
 
 
 def share(cluster: HostCluster, hosts: Hosts, donor: str, consumer: str, seed: int) -> Completion:
-    """A remote hit: what the consumer answers with all whole chunks from the donor."""
+    """A remote hit: the consumer's answer with all whole chunks from the donor."""
     cold = compute(cluster, hosts, donor, seed)
     hit = cluster.complete_at(consumer, UID, question(seed))
     assert cold.cached_tokens == 0
@@ -121,7 +121,7 @@ def test_replicas_tell_their_peers_their_hosts_own_addresses(
 def test_what_one_host_computed_the_other_fetches_through_both_firewalls(
     cluster: HostCluster, hosts: Hosts, donor: str, consumer: str
 ) -> None:
-    """Only the ports of `xavier_port_range` are open between the two."""
+    """Between the two, only the ports of `xavier_port_range` are open."""
     seed = 400 + WORKERS.index(donor)
     before = replica_at(cluster, hosts, consumer)
     left = hosts.sent(donor)
@@ -136,14 +136,14 @@ def test_what_one_host_computed_the_other_fetches_through_both_firewalls(
     )
     assert hosts.sent(donor) - left > bytes_hit
     by_gloo = replica_at(cluster, hosts, consumer)
-    assert (by_gloo["transport"], by_gloo["fallbacks"]) == ("gloo", 0), "they share no memory"
+    assert (by_gloo["transport"], by_gloo["fallbacks"]) == ("gloo", 0), "hosts share no memory"
     alone = cluster.complete_at(consumer, UID, question(seed), cache_salt="alone")
     assert alone.cached_tokens == 0
     assert alone.tokens == hit.tokens
 
 
 def test_the_firewalls_admit_nothing_else(cluster: HostCluster, hosts: Hosts) -> None:
-    """Or the test above would show nothing about ports."""
+    """Otherwise the test above would say nothing about ports."""
     _, engine_port = split_address(replica_at(cluster, hosts, FIRST)["address"])
     assert reaches(hosts, SECOND, FIRST, engine_port)
     assert not reaches(hosts, SECOND, FIRST, WORKER_PORT)
@@ -159,9 +159,9 @@ def reaches(hosts: Hosts, source: str, target: str, port: int) -> bool:
 def test_a_cut_in_the_middle_of_a_transfer_costs_a_recomputation_at_most(
     cluster: HostCluster, hosts: Hosts, seconds: int
 ) -> None:
-    """The donor's link is down for a while: the consumer answers rightly and in time, and once the
-    link is back there are hits again, without anybody's help. A cut longer than the lease makes the
-    donor leave the tracker; it comes back as the replica it was."""
+    """The donor's link is down for a while. The consumer's answer is right and in time, and once
+    the link is back there are hits again without intervention. After a cut longer than the lease,
+    the tracker drops the donor, which rejoins as the same incarnation."""
     seed = 410 + seconds
     members = {replica["incarnation"] for replica in usable(cluster)}
     cold = compute(cluster, hosts, FIRST, seed)
@@ -199,7 +199,7 @@ def test_a_cut_in_the_middle_of_a_transfer_costs_a_recomputation_at_most(
 def test_a_host_lost_for_good_is_forgotten_and_the_other_answers(
     cluster: HostCluster, hosts: Hosts
 ) -> None:
-    """Last in this module: one host is gone afterwards."""
+    """Last in this module, because it costs a host."""
     cold = compute(cluster, hosts, FIRST, 450)
     cluster.lose(FIRST)
     answer = cluster.complete_at(SECOND, UID, question(450))

@@ -1,4 +1,4 @@
-"""A cluster that nobody asks anything takes next to no processor time, whatever happened before."""
+"""A cluster without requests takes next to no processor time, whatever happened before."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ QUIET = 0.05  # of a core, for each process
 
 
 async def listen_and_leave(endpoint: str, times: int) -> None:
-    """As who opens and closes the page does; each time a call of the tracker is cancelled."""
+    """Open and close the page repeatedly; each time, a call to the tracker is cancelled."""
 
     async def listener(client: AsyncXavierClient) -> None:
         for _ in range(times // AT_A_TIME):
@@ -37,7 +37,7 @@ async def listen_and_leave(endpoint: str, times: int) -> None:
 
 
 def shares_of_a_core(running: list[psutil.Process]) -> dict[str, float]:
-    """That each process takes while nobody asks for anything."""
+    """Each process's share of a core while there are no requests."""
     before = {process: sum(process.cpu_times()[:2]) for process in running}
     threading.Event().wait(WINDOW)
     return {

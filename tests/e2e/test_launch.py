@@ -1,4 +1,4 @@
-"""Launches that cannot work: refused with a sentence that helps, and nothing left of them."""
+"""Launches that cannot work are refused with a helpful message and leave nothing behind."""
 
 import asyncio
 
@@ -53,7 +53,7 @@ def test_what_only_the_engine_can_know_fails_the_launch_with_its_own_words(
 
 
 def nothing_left(cluster: LocalCluster, uid: str = UID) -> bool:
-    """No model, and no tracker, of this uid."""
+    """There is neither a model nor a tracker of this uid."""
 
     async def tracker_exists() -> bool:
         address = reachable_address(cluster.supervisor_address())

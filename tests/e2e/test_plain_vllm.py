@@ -1,4 +1,4 @@
-"""Two `vllm serve` and a tracker, without xinference: the example, as its README has it."""
+"""Two `vllm serve` and a tracker, without xinference: the example, as in its README."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ END_TIMEOUT = 120.0
 
 @pytest.fixture
 def servers(model_folder: Path) -> Iterator[list[str]]:
-    """Where they answer; all is gone afterwards, because the script was told to end."""
+    """The endpoints of two servers; at the end, the script stops everything that it started."""
     tracker, *ports = (str(free_port(HOST)) for _ in range(3))
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONHASHSEED"}
     environment |= ENVIRONMENT | {
@@ -53,7 +53,7 @@ def servers(model_folder: Path) -> Iterator[list[str]]:
         health = [f"{endpoint}/health" for endpoint in endpoints]
         wait_for_engine(
             lambda: script.poll() is not None or all(map(answers, health)),
-            "both answer",
+            "both servers answer",
         )
         assert script.poll() is None, log.read_text()[-4000:]
         wait_for_engine(lambda: log.read_text().count("ReplicaJoined") == 2, "both have joined")

@@ -1,13 +1,13 @@
 """Level 2: replicas that die or hang under xinference, and come back.
 
-How xinference 4.1 recovers a replica: only the model process's end counts. Its worker's actor pool
-notices within seconds and launches the replica again with the arguments of old, as often as it
-takes unless XINFERENCE_MODEL_ACTOR_AUTO_RECOVER_LIMIT is set (`core/worker.py`,
-`recover_sub_pool`). When an engine or a vLLM worker dies (either takes the other with it), the
-model process lives on until the next request put to it, which fails, and with it the process
-(`model/llm/vllm/utils.py`, `_stop_after_engine_death`): its health check waits for a RuntimeError,
-which vLLM's EngineDeadError is not. So an idle dead replica stays "ready" for xinference; its lease
-is what tells the others. A killed transfer process is in test_sharing.py.
+xinference 4.1 recovers a replica only when its model process ends. The worker's actor pool notices
+within seconds and launches the replica again with the same arguments, without a limit unless
+XINFERENCE_MODEL_ACTOR_AUTO_RECOVER_LIMIT is set (`core/worker.py`, `recover_sub_pool`). When an
+engine or a vLLM worker dies (either takes the other with it), the model process lives on until its
+next request. That request fails and ends the process (`model/llm/vllm/utils.py`,
+`_stop_after_engine_death`), because the health check expects a RuntimeError, which vLLM's
+EngineDeadError is not. So xinference considers an idle dead replica "ready"; only its expired lease
+tells the others. test_sharing.py kills a transfer process.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def model(separate_cluster: SeparateCluster) -> SeparateCluster:
 
 
 def members(cluster: SeparateCluster) -> dict[str, dict[str, Any]]:
-    """What the tracker offers, by incarnation."""
+    """The tracker's entries by incarnation."""
     return {member["incarnation"]: member for member in cluster.xavier(UID)["replicas"]}
 
 
@@ -71,7 +71,7 @@ def compute(cluster: SeparateCluster, replica: str, seed: int) -> Completion:
 
 
 def assert_shares(cluster: SeparateCluster, donor: str, consumer: str, seed: int) -> None:
-    """What `donor` computes is a remote hit at `consumer`, and the same answer."""
+    """What `donor` computes is a remote hit at `consumer`, with the same answer."""
     cold = compute(cluster, donor, seed)
     received = member_of(cluster, consumer)["bytes_received"]
     answer = cluster.ask(consumer, question(seed))
@@ -81,8 +81,8 @@ def assert_shares(cluster: SeparateCluster, donor: str, consumer: str, seed: int
 
 
 def wait_back(cluster: SeparateCluster, replica: str, old: str) -> float:
-    """Return when the replica that was `old` is ready again and shares: how many seconds that was
-    after it was ready."""
+    """Wait until the replica whose incarnation was `old` is ready again and shares. Returns the
+    seconds between the two."""
 
     def answers() -> bool:
         states = {r["replica_model_uid"]: r["model_state"] for r in cluster.replicas(UID)}
@@ -105,20 +105,20 @@ def _model_of(replica: str) -> psutil.Process | None:
 
 
 def test_a_replica_that_hangs_is_dropped_and_joins_again_by_itself(model: SeparateCluster) -> None:
-    """Stopped for longer than its lease, it is offered to nobody; awake again, it needs nobody's
-    help to share, as the same incarnation with all that it holds."""
+    """Suspended for longer than its lease, it is no longer a donor. Resumed, it shares again by
+    itself, as the same incarnation with all of its holdings."""
     cold = compute(model, FIRST, 400)
     member = member_of(model, FIRST)
     hung = processes.of_member(member)
     with processes.frozen(hung.all()):
         wait_until(lambda: member["incarnation"] not in members(model), "its lease has ended")
-        alone = model.ask(SECOND, question(400))  # held by nobody else
+        alone = model.ask(SECOND, question(400))  # no other replica holds it
         assert alone.tokens == cold.tokens
         assert alone.cached_tokens == 0
     wait_until(lambda: member["incarnation"] in members(model), "it has joined again")
     wait_until(
         lambda: members(model)[member["incarnation"]]["holdings"] >= member["holdings"],
-        "its holdings are offered again",
+        "its holdings are published again",
     )
     assert_shares(model, FIRST, SECOND, 401)
     assert_shares(model, SECOND, FIRST, 402)
@@ -140,20 +140,20 @@ def test_a_killed_replica_comes_back_and_shares(
     seed: int,
     record_property: Callable[[str, object], None],
 ) -> None:
-    """Nothing of the dead incarnation is offered, the survivor answers all the while, and the
-    replica that xinference starts in its place shares."""
+    """The dead incarnation's entries disappear, the survivor answers throughout, and the replica
+    that xinference starts in its place shares."""
     cold = compute(model, replica, seed)
     member = member_of(model, replica)
     doomed = processes.of_member(member)
     process = doomed.workers[0] if victim == "worker" else getattr(doomed, victim)
     processes.kill(process)
-    # Its own model process stays where only the engine died, until it is asked.
+    # If only the engine died, the model process stays until its next request.
     left = doomed.all()[1:] if victim != "model" else doomed.all()
     processes.wait_gone(left)
 
     answer = model.ask(survivor, question(seed))
     assert answer.tokens == cold.tokens
-    wait_until(lambda: member["incarnation"] not in members(model), "the dead one is forgotten")
+    wait_until(lambda: member["incarnation"] not in members(model), "the dead one is dropped")
     if victim != "model":
         with pytest.raises((OSError, xoscar.ServerClosed)):
             model.ask(replica, question(seed + 1))

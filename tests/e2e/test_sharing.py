@@ -1,4 +1,4 @@
-"""The main job on real software: what one replica computed, the other does not compute again."""
+"""The main job on real software: a replica does not compute again what another has computed."""
 
 import asyncio
 import json
@@ -35,7 +35,7 @@ UID = "sharing"
 CHUNK = 128
 ROWS = 60  # of a document's table: about 3,000 tokens
 SALTS = find_spec("xinference.cache_isolation") is not None
-"""xinference passes a request's `cache_salt` on from 4.1 on."""
+"""From 4.1 on, xinference passes a request's `cache_salt` on."""
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def model(cluster: LocalCluster) -> Iterator[LocalCluster]:
 
 
 def launch_by_command_line(cluster: LocalCluster) -> None:
-    """As the README says; the other modules launch by REST."""
+    """Launch with the command line, as the README does; other modules use other ways."""
     options = {
         "endpoint": cluster.endpoint,
         "model-name": "small",
@@ -78,7 +78,7 @@ def replicas(cluster: LocalCluster) -> dict[str, dict[str, Any]]:
 
 
 def ask(cluster: LocalCluster, text: str, **options: Any) -> tuple[str, Completion]:
-    """The answer, and the incarnation of the replica that gave it."""
+    """The incarnation of the replica that answered, and its answer."""
     before = replicas(cluster)
     answer = cluster.complete(UID, text, **options)
     answered: list[str] = []
@@ -108,13 +108,13 @@ def question(seed: int, number: int = 0) -> str:
 
 
 def share(cluster: LocalCluster, seed: int) -> tuple[str, str, Completion]:
-    """Have one replica compute a document and the other be asked; (donor, consumer, answer)."""
+    """Have one replica compute a document, then ask the other: (donor, consumer, answer)."""
     before = replicas(cluster)
     donor, cold = ask(cluster, question(seed))
     whole = cold.prompt_tokens // CHUNK
     wait_published(cluster, donor, before[donor]["holdings"] + whole)
     consumer, answer = ask(cluster, question(seed))
-    assert consumer != donor, "xinference gives requests to the replicas in turn"
+    assert consumer != donor, "xinference sends requests to the replicas in turn"
     return donor, consumer, answer
 
 
@@ -123,7 +123,7 @@ def test_its_engines_schedule_as_engines_on_gpus_do(model: LocalCluster) -> None
 
 
 def test_remote_hit_reuses_the_prompt_and_changes_nothing(model: LocalCluster) -> None:
-    """Tokens and log-probabilities of a remote hit are those of a local hit, and bytes moved."""
+    """A remote hit moves bytes and has the tokens and log-probabilities of a local hit."""
     before = replicas(model)
     donor, consumer, remote = share(model, seed=100)
     whole = remote.prompt_tokens // CHUNK
@@ -140,12 +140,12 @@ def test_remote_hit_reuses_the_prompt_and_changes_nothing(model: LocalCluster) -
     assert local_donor == donor
     assert local.cached_tokens == remote.cached_tokens
     if SALTS:
-        # With a salt of its own a request reuses nothing: the answer computed from nothing.
+        # A request with a salt of its own reuses nothing, so its answer is computed cold.
         salts = ("alone", "alone too")
         computed = dict(ask(model, question(100), cache_salt=salt) for salt in salts)
         assert [computed[each].cached_tokens for each in (donor, consumer)] == [0, 0]
         assert local.tokens == computed[donor].tokens
-        # In this order: engines that differ by themselves say nothing about what was shared.
+        # First compare the engines themselves: if they differ, the rest says nothing of sharing.
         assert computed[consumer].logprobs == pytest.approx(computed[donor].logprobs, abs=1e-4)
         assert local.logprobs == pytest.approx(computed[donor].logprobs, abs=1e-4)
     assert remote.tokens == local.tokens
@@ -153,7 +153,7 @@ def test_remote_hit_reuses_the_prompt_and_changes_nothing(model: LocalCluster) -
 
 
 def test_rows_that_arrived_are_the_donors_byte_for_byte(model: LocalCluster) -> None:
-    """Read from both regions, past everything that keeps books on them."""
+    """Both regions are read directly, without their pools."""
     before = replicas(model)
     donor, consumer, _ = share(model, seed=101)
     after = replicas(model)
@@ -169,8 +169,8 @@ def test_rows_that_arrived_are_the_donors_byte_for_byte(model: LocalCluster) -> 
 
 
 def test_generated_tokens_are_offered_too(model: LocalCluster) -> None:
-    """For the next turn of a chat. (A random model's words do not tokenize back to themselves, so
-    the next turn itself cannot be shown with it.)"""
+    """They serve the next turn of a chat. A random model cannot show that turn itself, because its
+    output does not tokenize back to the same tokens."""
     before = replicas(model)
     replica, answer = ask(model, question(102), max_tokens=3 * CHUNK)
     with_answer = (answer.prompt_tokens + 3 * CHUNK - 1) // CHUNK
@@ -199,7 +199,7 @@ def test_sharing_is_switched_off_and_on_at_run_time(model: LocalCluster) -> None
     assert shared.cached_tokens > 0
 
 
-def test_explain_foretells_what_a_request_reuses(model: LocalCluster) -> None:
+def test_explain_predicts_what_a_request_reuses(model: LocalCluster) -> None:
     before = replicas(model)
     donor, cold = ask(model, question(110))
     wait_published(model, donor, before[donor]["holdings"] + cold.prompt_tokens // CHUNK)
@@ -216,7 +216,7 @@ def test_explain_foretells_what_a_request_reuses(model: LocalCluster) -> None:
 
 
 def test_explain_knows_what_a_chat_becomes(model: LocalCluster) -> None:
-    """xinference writes the messages with its template for the model, the engine with its own."""
+    """xinference applies its own chat template for the model, and `explain` the engine's."""
     messages = [{"role": "user", "content": question(112)}]
     before = replicas(model)
     body = {"model": UID, "messages": messages, "max_tokens": 1}
@@ -227,7 +227,7 @@ def test_explain_knows_what_a_chat_becomes(model: LocalCluster) -> None:
         return len(answer.chunks) > 10 and all(chunk.holders for chunk in answer.chunks)
 
     with XavierClient(model.endpoint) as client:
-        wait_until(held, "every chunk of the chat is where it was computed")
+        wait_until(held, "a replica holds every chunk of the chat")
     assert set(replicas(model)) == set(before)
 
 
@@ -238,7 +238,7 @@ def test_what_was_dropped_is_computed_again(model: LocalCluster) -> None:
     with XavierClient(model.endpoint) as client:
         dropped = client.flush(UID)
     assert [replica.pool.used for replica in dropped.replicas] == [0, 0]
-    wait_until(lambda: replicas(model)[donor]["holdings"] == 0, "the tracker knows")
+    wait_until(lambda: replicas(model)[donor]["holdings"] == 0, "the tracker knows of the flush")
     asked, again = ask(model, question(111))
     assert asked != donor
     assert (again.cached_tokens, again.tokens) == (0, cold.tokens)
@@ -246,7 +246,7 @@ def test_what_was_dropped_is_computed_again(model: LocalCluster) -> None:
 
 
 def test_of_two_that_get_a_long_prompt_at_once_one_computes_it(model: LocalCluster) -> None:
-    """And the answers are the same, whether or not waiting paid on a busy machine."""
+    """The answers are equal even if waiting did not pay on a busy machine."""
     before = replicas(model)
     assert all(replica["prefill_tokens_per_s"] for replica in before.values())
     text = prompt(document(115, 3 * ROWS), questions(115, 3 * ROWS)[0])
@@ -308,7 +308,7 @@ def test_events_are_heard_over_xinferences_own_server(model: LocalCluster) -> No
 
 
 def test_xinferences_own_metrics_show_a_remote_hit(model: LocalCluster) -> None:
-    """Beside xinference's, and without a key."""
+    """Our metrics appear beside xinference's own, without a key."""
     _, consumer, answer = share(model, seed=114)
     shown = httpx.get(f"{model.endpoint}/metrics").text
     assert "\nxinference:model_info{" in shown
@@ -329,7 +329,7 @@ def test_xinferences_own_metrics_show_a_remote_hit(model: LocalCluster) -> None:
 def test_the_log_says_once_that_sharing_works_and_once_that_it_stopped(
     model: LocalCluster,
 ) -> None:
-    """As vLLM's own lines look, through xinference. An earlier test has switched it off and on."""
+    """The lines look like vLLM's own. An earlier test has switched sharing off and on."""
     lines = [
         line
         for line in model.log.read_text().splitlines()

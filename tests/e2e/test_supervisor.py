@@ -1,7 +1,7 @@
-"""Level 4: the tracker and the supervisor go away, hang, and come back, elsewhere too.
+"""Level 4: the tracker and the supervisor disappear, hang, and come back, also at another address.
 
-All that time requests put to the model actors are answered, and what the replicas know of each
-other's holdings goes on being used. Afterwards nobody has to do anything for hits to return.
+Meanwhile the model actors answer requests, and the replicas still use what they know about each
+other's holdings. Afterwards hits return without intervention.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def model(separate_cluster: SeparateCluster) -> SeparateCluster:
 
 
 def assert_mirrored_hit(cluster: SeparateCluster, seed: int, expected: tuple[str, ...]) -> None:
-    """SECOND gets what FIRST computed before the outage, and both answer without the supervisor."""
+    """SECOND hits what FIRST computed before the outage, and both answer without the supervisor."""
     answer = cluster.ask(SECOND, question(seed))
     assert answer.tokens == expected
     assert answer.cached_tokens > 0
@@ -42,7 +42,7 @@ def assert_mirrored_hit(cluster: SeparateCluster, seed: int, expected: tuple[str
 
 
 def mirrored(cluster: SeparateCluster, seed: int) -> tuple[str, ...]:
-    """Have FIRST compute a document, and SECOND learn of it: what came later has reached it."""
+    """Have FIRST compute a document, and wait until SECOND knows: it fetches a later one."""
     cold = compute(cluster, FIRST, seed)
     assert_shares(cluster, FIRST, SECOND, seed + 1)
     return cold.tokens
@@ -67,7 +67,7 @@ def test_a_tracker_that_was_destroyed_is_made_again(model: SeparateCluster) -> N
 
 
 def test_nobody_expires_while_the_supervisor_stands_still(model: SeparateCluster) -> None:
-    """The control process sleeps for three leases. The tracker forgives its own pause."""
+    """The control process is suspended for three leases. The tracker forgives its own pause."""
     expected = mirrored(model, 510)
     before = members(model)
     logged = model.log.stat().st_size
@@ -89,8 +89,8 @@ def test_nobody_expires_while_the_supervisor_stands_still(model: SeparateCluster
 def test_a_supervisor_that_died_is_found_again(
     model: SeparateCluster, port: str, record_property: Callable[[str, object], None]
 ) -> None:
-    """Killed and started again, with the control address where it was or elsewhere: all replicas
-    find the new tracker through their worker, publish again and share."""
+    """It is killed and started again, at the same control address or another one. All replicas find
+    the new tracker through their worker, publish again and share."""
     seed = 520 if port == "same" else 530
     expected = mirrored(model, seed)
     before = set(members(model))
@@ -103,4 +103,4 @@ def test_a_supervisor_that_died_is_found_again(
     assert set(members(model)) == before
     assert_shares(model, SECOND, FIRST, seed + 2)
     record_property("seconds until there are hits again", time.monotonic() - back)
-    assert model.complete(UID, question(seed)).tokens == expected  # through REST as ever
+    assert model.complete(UID, question(seed)).tokens == expected  # REST works again

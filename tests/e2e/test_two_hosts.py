@@ -1,4 +1,4 @@
-"""`examples/two_hosts.sh` on two hosts, with the firewalls that its head asks for and no others."""
+"""`examples/two_hosts.sh` on two hosts whose firewalls admit only the ports that it names."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ EPHEMERAL = (32768, 60999)
 
 
 class ScriptCluster(HostCluster):
-    """The script starts all that runs on each of the hosts."""
+    """The script starts everything on each host."""
 
     def _start_servers(self, home: Path) -> None:
         first, second = (self._hosts.address(name) for name in (FIRST, SECOND))
@@ -39,11 +39,11 @@ class ScriptCluster(HostCluster):
         self._wait("the workers have registered", START_TIMEOUT, self._all_registered)
 
     def stop(self) -> Leftovers:
-        """The second machine first: a worker of xinference's waits long for a supervisor that is
-        gone."""
+        """Stop the second machine first, because an xinference worker waits long for a lost
+        supervisor."""
         for script in self._workers.values():
             script.terminate()
-            with suppress(subprocess.TimeoutExpired):  # it is a leftover, then
+            with suppress(subprocess.TimeoutExpired):  # it then counts as a leftover
                 script.wait(STOP_TIMEOUT)
         return super().stop()
 
@@ -62,7 +62,7 @@ def hosts() -> Iterator[Hosts]:
 
 @pytest.fixture
 def cluster(hosts: Hosts, model_folder: Path) -> Iterator[HostCluster]:
-    # As on any machine: programs in PATH, and the extension known from nowhere but the script.
+    # As on any machine: the programs are in PATH, and only the script names the extension.
     environment = {"PATH": f"{PROGRAMS}:{os.environ['PATH']}", "XINFERENCE_EXTENSIONS": ""}
     log = ROOT / "build" / "test-two-hosts.log"
     workers = (FIRST, SECOND)
@@ -93,4 +93,4 @@ def test_a_document_that_one_has_read_the_other_copies(
     assert copied > 1000
     doctor = [PROGRAMS / "xinference-xavier", "doctor", "--endpoint", cluster.endpoint]
     done = subprocess.run(doctor, capture_output=True, text=True)
-    assert done.returncode in (0, 1), done.stdout + done.stderr  # nothing that keeps from sharing
+    assert done.returncode in (0, 1), done.stdout + done.stderr  # it could look, whatever it found

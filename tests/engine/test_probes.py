@@ -1,4 +1,4 @@
-"""An engine says what it wants computed, and nobody finds or counts the rows of that."""
+"""An engine asks for probes to be computed, whose rows are neither found nor counted."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ VOCABULARY = 999
 
 
 class Samples:
-    """What each row would show."""
+    """Samples of rows, all with one value."""
 
     def __init__(self) -> None:
         self.value = 1.0

@@ -1,4 +1,4 @@
-"""Samples show another layout, other weights or another type, whatever the sizes of the pages."""
+"""Samples reveal a different layout, type or weights, even if pages are equally large."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_rounding_passes(dtype: torch.dtype) -> None:
     ],
     ids=["tokens and heads", "K and V", "weights", "blocks"],
 )
-def test_what_changes_the_bytes_shows(change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def test_a_change_of_the_bytes_is_seen(change: Callable[[torch.Tensor], torch.Tensor]) -> None:
     found = difference(Scene().sketch, Scene(change=change).sketch)
     assert found is not None
     assert found.layer == "layer.0, worker 0"
@@ -121,19 +121,19 @@ def test_fp8_may_be_kept_as_bytes() -> None:
     assert difference(Scene(torch.float8_e5m2).sketch, as_bytes.sketch) is None
 
 
-def test_a_copy_says_nothing_of_this_engine() -> None:
+def test_a_copy_is_not_sketched() -> None:
     scene = Scene()
     scene.row.origin = "peer"
     assert scene.sketcher.sketch(KEY) is None
     assert scene.pool.counts().pinned == 0
 
 
-def test_a_chunk_that_is_not_here() -> None:
+def test_a_chunk_that_is_not_held_has_no_sketch() -> None:
     scene = Scene()
     assert scene.sketcher.sketch(chunks("other", 1)[0]) is None
 
 
-def test_numbers_that_are_none_are_zero() -> None:
-    """JSON has no others."""
+def test_nan_becomes_zero() -> None:
+    """JSON has no NaN."""
     sketch = Scene(change=lambda tensor: torch.full_like(tensor, float("nan"))).sketch
     assert {number for _, samples in sketch.values() for number in samples} == {0.0}

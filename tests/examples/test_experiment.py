@@ -1,4 +1,4 @@
-"""What the demo calls a failure. The measurement below is one without any."""
+"""What the demo counts as a failure. `GOOD` is a measurement without one."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_good_measurement_has_no_failures() -> None:
         (replace(GOOD, later=(HIT, COLD)), "a local hit reused 0 of 896"),
     ],
 )
-def test_each_departure_is_named(measurement: Measurement, failure: str) -> None:
+def test_each_failure_is_named(measurement: Measurement, failure: str) -> None:
     assert any(failure in found for found in measurement.failures())
 
 
@@ -86,6 +86,6 @@ def test_on_gpus_two_replicas_fit_on_one_card(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     "rest", [["--dtype"], ["dtype", "float32"], ["--replica", "3"], ["--enable_xavier", "false"]]
 )
-def test_arguments_that_make_no_demo_are_refused(rest: list[str]) -> None:
+def test_arguments_that_do_not_fit_the_demo_are_refused(rest: list[str]) -> None:
     with pytest.raises(ValueError, match=r"launch arguments|two replicas"):
         launch_arguments(rest)

@@ -95,7 +95,7 @@ def test_the_chat_template_ends_where_the_assistant_begins(model_folder: Path) -
     assert text == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
 
 
-def test_documents_have_the_lengths_that_the_demo_speaks_of(
+def test_documents_have_the_lengths_that_the_demo_names(
     tokens: Callable[[str], list[int]],
 ) -> None:
     assert 4_500 < len(tokens(document(1, 100))) < 5_500

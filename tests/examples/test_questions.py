@@ -1,5 +1,4 @@
-"""The examples that ask a running model, as far as they can be tried without one; `tests/e2e` asks
-one."""
+"""The parts of the examples that need no running model; `tests/e2e` runs them with one."""
 
 from __future__ import annotations
 
@@ -38,7 +37,7 @@ def test_a_failure_within_the_stream_ends_the_program_with_its_reason() -> None:
         list(streamed(iter(['data: {"error": "out of memory"}'])))
 
 
-def test_an_answer_tells_where_its_prompt_came_from() -> None:
+def test_an_answer_shows_where_its_prompt_came_from() -> None:
     shown = str(Answer("x", 0.5, "m-rep1", Hits(local_pool=128, remote=5_120, computed=52)))
     assert "0.500 s to the first token, 5,300 tokens" in shown
     assert "128 local pool, 5,120 remote, 52 computed (m-rep1)" in shown

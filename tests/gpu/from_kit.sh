@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# from_kit.sh KIT STAGE: tests and figures of one NVIDIA card on a machine without a network.
+# from_kit.sh KIT STAGE: test and measure on an NVIDIA card, on a machine without a network.
 #
 # KIT is a folder with two archives, vllm-*.tar.xz and deps.tar.xz: the CUDA build of vLLM, which may
-# be cut down to one kind of card, and what it needs beside Python 3.12, torch, triton, transformers,
-# pytest, psutil, httpx, xxhash, pandas and scipy, which the machine has. STAGE is one of these, of
-# which each takes less than ten minutes:
-#   tests    tests/gpu, and how quick copies between card and pool are
+# be reduced to one kind of card, and its dependencies except Python 3.12, torch, triton,
+# transformers, pytest, psutil, httpx, xxhash, pandas and scipy, which the machine must have. STAGE
+# is one of these; each takes less than ten minutes:
+#   tests    tests/gpu, and the speed of copies between card and pool
 #   eager    benchmarks.gpu with eager engines
 #   graphs   the same with CUDA graphs
-#   dry      without a card: whether vLLM and all of ours can be imported; a stub stands for the driver
+#   dry      without a card: imports vLLM and our package, with a stub for the driver
 # Results are in build/gpu-report.json and at the end of docs/gpu.md.
 set -euo pipefail
 kit=$(cd "$1" && pwd)
@@ -24,7 +24,7 @@ fi
 export PYTHONPATH=$site:$PWD VLLM_NO_USAGE_STATS=1 PYTHONUNBUFFERED=1
 unset PYTHONDONTWRITEBYTECODE
 
-run_tests() { # without the project's own configuration, which needs more than this machine has
+run_tests() { # without the project's own configuration, which needs missing packages
 	python3 -m pytest -c /dev/null --rootdir . --confcutdir tests/gpu --import-mode importlib \
 		-p no:cacheprovider -W ignore -ra "$@" tests/gpu
 }
@@ -59,7 +59,7 @@ dry)
 	run_tests --collect-only -q
 	;;
 *)
-	echo "there is no stage $stage" >&2
+	echo "unknown stage: $stage" >&2
 	exit 2
 	;;
 esac

@@ -1,5 +1,5 @@
-"""vLLM's worker for CUDA over our region: what it copies there is what peers fetch, and the other
-way round. Needs a card, and no model."""
+"""vLLM's worker for CUDA over our region: peers fetch the bytes that it stores, and it loads those
+that they fetched. Needs a card, but no model."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ ROUNDS = 200
 DEADLINE = 60.0
 OTHER = {"cuda": "cpu", "cpu": "cuda"}
 SOURCE, TARGET = [7, 3, 1, 8], [20, 21, 22, 23]
-"""Blocks; two chunks of each group."""
+"""Block numbers; two chunks of each group."""
 
 
 class Layout(NamedTuple):
-    """Bytes of the pages of each group, and of what follows each block."""
+    """Sizes in bytes: of each group's pages, and of the padding after each block."""
 
     groups: Sequence[Sequence[int]]
     padding: int = 0
@@ -46,7 +46,7 @@ class Layout(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """That the blocks of `SOURCE` take."""
+        """Rows for the blocks of `SOURCE`."""
         return len(self.groups) * len(SOURCE) // BLOCKS_PER_CHUNK
 
 
@@ -70,7 +70,7 @@ def region_for(caches: CanonicalKVCaches, rows: int) -> Region:
 
 
 def mapped_again(region: Region) -> Region:
-    """As another process has it."""
+    """The region with a mapping of its own, as in another process."""
     name = uuid4().hex
     server = RegionServer(region, name)
     try:
@@ -92,7 +92,7 @@ def of_the_card(caches: CanonicalKVCaches, region: Region, rank: int) -> Iterato
 
 @contextmanager
 def of_the_host(caches: CanonicalKVCaches, region: Region, rank: int) -> Iterator[OffloadingWorker]:
-    """Ours, for the CPU platform."""
+    """Our worker for the CPU platform."""
     offset = rank * cell_bytes(caches, BLOCKS_PER_CHUNK)
     worker = HostWorker(caches, region, BLOCKS_PER_CHUNK, offset)
     try:
@@ -102,7 +102,7 @@ def of_the_host(caches: CanonicalKVCaches, region: Region, rank: int) -> Iterato
 
 
 def spec(blocks: Sequence[int], groups: int, start: int = 0) -> GPULoadStoreSpec:
-    """These blocks of each group; the first of them is its prompt's block number `start`."""
+    """These blocks of each group; the first one is block number `start` of its prompt."""
     return GPULoadStoreSpec(
         [*blocks] * groups, group_sizes=[len(blocks)] * groups, block_indices=[start] * groups
     )
@@ -127,7 +127,7 @@ def finish(worker: OffloadingWorker) -> None:
 
 
 def pages(caches: CanonicalKVCaches, blocks: Sequence[int]) -> list[list[bytes]]:
-    """Of these blocks of each group."""
+    """The pages of these blocks, group by group."""
     groups = range(len(caches.group_data_refs))
     return [pages_of(caches, group, block) for group in groups for block in blocks]
 
@@ -154,7 +154,7 @@ def test_what_one_kind_of_worker_stores_the_other_loads(
 
 
 def test_a_load_may_begin_inside_a_chunk(layout: Layout) -> None:
-    """Where vLLM's own prefix cache has the chunk's first block."""
+    """Here vLLM's own prefix cache holds the chunk's first block."""
     caches = layout.caches(1, "cuda")
     groups, rows = len(layout.groups), range(layout.rows)
     untouched = pages(caches, TARGET[:1])
@@ -169,7 +169,7 @@ def test_the_region_is_pinned_until_it_is_given_back(layout: Layout) -> None:
     caches = layout.caches(1, "cuda")
     region = region_for(caches, layout.rows)
     other = mapped_again(region)
-    for _ in range(2):  # the driver has forgotten the first one
+    for _ in range(2):  # the driver has released the first one
         view = DeviceRegion(region, 0, cell_bytes(caches, BLOCKS_PER_CHUNK))
         worker = device_worker(caches, BLOCKS_PER_CHUNK, region.rows, view)
         assert view.is_pinned
@@ -183,7 +183,7 @@ def test_the_region_is_pinned_until_it_is_given_back(layout: Layout) -> None:
 
 
 def test_peers_write_and_read_other_rows_while_the_card_copies() -> None:
-    """Their mappings are not pinned: the card's copies and theirs meet in memory only."""
+    """Their mappings are not pinned; they share only the memory with the card's copies."""
     layout = LAYOUTS["large pages"]
     caches = layout.caches(1, "cuda")
     region = region_for(caches, 3 * layout.rows)
@@ -220,7 +220,7 @@ def test_peers_write_and_read_other_rows_while_the_card_copies() -> None:
 
 
 def test_a_killed_worker_leaves_nothing(tmp_path: Path) -> None:
-    """Neither shared memory nor what the driver pinned of it."""
+    """Neither shared memory nor the driver's pins."""
     before = shared_memory_bytes()
     size = 1 << 30
     context = multiprocessing.get_context("spawn")
@@ -228,7 +228,7 @@ def test_a_killed_worker_leaves_nothing(tmp_path: Path) -> None:
     worker = context.Process(target=pin_and_wait, args=(theirs, size))
     worker.start()
     try:
-        assert ours.poll(DEADLINE), "nothing was pinned"
+        assert ours.poll(DEADLINE), "the worker pinned nothing"
         assert ours.recv() == "pinned"
         assert shared_memory_bytes() >= before + size
     finally:
@@ -236,9 +236,9 @@ def test_a_killed_worker_leaves_nothing(tmp_path: Path) -> None:
         worker.join()
     deadline = time.monotonic() + DEADLINE
     while shared_memory_bytes() >= before + size // 2:
-        assert time.monotonic() < deadline, "its memory was not given back"
+        assert time.monotonic() < deadline, "its memory was not freed"
         threading.Event().wait(0.05)
-    with of_the_card(*_large(size), 0):  # the card is as it was
+    with of_the_card(*_large(size), 0):  # the card is usable again
         pass
 
 
@@ -248,7 +248,7 @@ def pin_and_wait(pipe: Connection, size: int) -> None:
     with of_the_card(caches, region, 0):
         torch.cuda.synchronize()
         pipe.send("pinned")
-        with suppress(EOFError):  # the test is gone
+        with suppress(EOFError):  # the test has ended
             pipe.recv()
 
 
@@ -259,8 +259,8 @@ def _large(size: int) -> tuple[CanonicalKVCaches, Region]:
 
 
 def shared_memory_bytes() -> int:
-    """Of all processes, memory of files without a name included."""
+    """Shared memory of all processes, including unnamed files."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("Shmem:"):
             return int(line.split()[1]) << 10
-    raise LookupError("/proc/meminfo says nothing of shared memory")
+    raise LookupError("/proc/meminfo has no line for shared memory")

@@ -1,4 +1,4 @@
-"""Engines on one card that share, each way in which vLLM runs there."""
+"""Engines on one card share, in each mode of vLLM."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ pytestmark = pytest.mark.gpu
 
 CHUNKS = 8
 TAIL = 7
-"""Tokens after the whole chunks: fewer than a block, so that all hits reuse equally many."""
+"""Tokens after the whole chunks: fewer than a block, so that all hits reuse the same tokens."""
 TOKENS = 8
 AT_ONCE = 8
 PROMPTS = Prompts()
 CONSUMERS = ("shared_memory", "gloo")
 SAME_SHAPE = 1e-3
 OTHER_SHAPE = 0.1
-"""Of log-probabilities in bfloat16: computed in one way, and in steps of other sizes. A block of
-other bytes changes them by 0.85 and more."""
+"""Tolerances of log-probabilities in bfloat16, computed in steps of the same shape and of other
+shapes. One block of wrong bytes changes them by 0.85 and more."""
 
 
 class Setting(NamedTuple):
@@ -94,7 +94,7 @@ def test_many_at_once(fleet: Fleet, consumer: str) -> None:
     """Loads, stores and forward passes overlap on the card's streams."""
     asked = [prompt() for _ in range(AT_ONCE)]
     fleet.flush()
-    cold = fleet[consumer].do("answers", asked, TOKENS)  # and then forgets all of it
+    cold = fleet[consumer].do("answers", asked, TOKENS)  # and then drop it
     fleet[consumer].do("forget")
     fleet.flush()
     fleet["donor"].do("answers", asked, TOKENS)

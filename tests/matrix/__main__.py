@@ -1,7 +1,8 @@
-"""`python -m tests.matrix [NAME …]`: the tests with other versions of vLLM and xinference.
+"""`python -m tests.matrix [NAME …]`: runs the tests with other versions of vLLM and xinference.
 
-NAME is a version, such as `vllm-0.29.0`; default: all, and whether pip resolves our extras. Writes
-`build/matrix-report.json` and the table of versions in `docs/compatibility.md`. Needs a network.
+NAME is a version such as `vllm-0.29.0`; by default all versions are tested, and that pip resolves
+our extras. Writes `build/matrix-report.json` and the table of versions in `docs/compatibility.md`.
+Needs a network.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def main(names: list[str]) -> int:
     known = {version.name.replace(" ", "-"): version for version in VERSIONS}
     unknown = sorted(set(names) - set(known))
     if unknown:
-        sys.exit(f"there is no {', '.join(unknown)}; there are {', '.join(known)}")
+        sys.exit(f"unknown versions: {', '.join(unknown)}; known are {', '.join(known)}")
     BUILD.mkdir(parents=True, exist_ok=True)
     report: dict[str, Any] = {"versions": {}, "extras": {}}
     if REPORT.exists():
@@ -60,7 +61,7 @@ def tried(version: Version) -> dict[str, Any]:
     for column, step in version.steps.items():
         began = time.monotonic()
         print(f"[{version.name}] {column}: {' '.join(step.arguments)} …", flush=True)
-        # xinference makes an environment for a vLLM by itself.
+        # xinference creates the environment for a vLLM by itself.
         own = column == "xinference" and version.name.startswith("vllm")
         steps[column] = _run(sys.executable if own else str(python), version, column, step)
         took = time.monotonic() - began

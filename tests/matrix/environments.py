@@ -1,8 +1,8 @@
-"""The versions that are tried, and an environment for each.
+"""The versions that are tested, and an environment for each.
 
-An environment is laid over the one that this program runs in, like one that xinference makes for a
-model: what it does not have comes from below. So it holds the version that is tried and what that
-cannot do without; torch, of which all CPU builds want the same, is never among it.
+An environment is layered over the one that this program runs in, like those that xinference creates
+for models: packages that it lacks come from below. So it holds only the tested version and the
+dependencies that must differ, but never torch, as all CPU builds want the same one.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ BUILD = ROOT / "build" / "matrix"
 
 
 class Step(NamedTuple):
-    """Tests that are run together, and variables for them."""
+    """Tests that run together, and their environment variables."""
 
     arguments: Sequence[str]
     variables: Mapping[str, str] = {}
 
 
 class Version(NamedTuple):
-    """`packages` make its environment; without any it is the one below, whatever that has."""
+    """`packages` are installed in its environment."""
 
     name: str
     packages: Sequence[str]
     steps: Mapping[str, Step]
-    """By the column of the table."""
+    """Steps by column of the table."""
 
 
 _ENGINE = ("tests/engine",)
@@ -49,7 +49,7 @@ _SHARING = ("tests/e2e/test_launch.py", "tests/e2e/test_sharing.py", "tests/e2e/
 
 
 def _vllm(version: str, *more: str) -> Version:
-    """By its CPU build; `more` are the packages that it wants in other versions."""
+    """Tested with its CPU build; `more` are dependencies that must differ."""
     steps = {
         "unit": Step(_ENGINE),
         "engines": Step(_TWO_ENGINES),
@@ -59,7 +59,7 @@ def _vllm(version: str, *more: str) -> Version:
 
 
 def _vllm_without_cpu_build(version: str) -> Version:
-    """The Python of the CUDA build, as far as it goes without its libraries."""
+    """Tested with the Python code of the CUDA build, as far as that runs without its libraries."""
     unit = Step(_ENGINE, {"VLLM_TARGET_DEVICE": "cpu"})
     return Version(f"vllm {version}", (f"vllm=={version}",), {"unit": unit})
 
@@ -84,7 +84,8 @@ VERSIONS = (
 
 
 def interpreter(version: Version) -> Path:
-    """Of the environment for `version`, which is made where it is missing."""
+    """The interpreter of the environment for `version`, which is created if missing. If the
+    packages are installed here, it is this one."""
     if all(map(_is_below, version.packages)):
         return Path(sys.executable)
     folder = BUILD / version.name.replace(" ", "-")
@@ -103,7 +104,7 @@ def interpreter(version: Version) -> Path:
 
 
 def extras_resolve() -> dict[str, str]:
-    """What pip would install with each of our extras that name a vLLM: `vllm` and `click`."""
+    """The vLLM and xinference that pip would install with each extra."""
     found = {}
     for extra in ("cpu", "cuda"):
         report = BUILD / f"extra-{extra}.json"

@@ -1,6 +1,6 @@
-"""The table of versions in `docs/compatibility.md`, out of the report.
+"""Updates the table of versions in `docs/compatibility.md` from the report.
 
-A version that was not tried this time keeps the row that is there.
+A version that was not tested this time keeps its row.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _cell(step: Mapping[str, int] | None) -> str:
 
 
 def write(report: Mapping[str, Any], page: Path = PAGE) -> None:
-    """Put the rows of `report` into the table."""
+    """Write the rows of `report` into the table."""
     text = page.read_text()
     rows = {found[1]: found[0] for found in _ROW.finditer(text)}
     rows |= {name: row(name, result) for name, result in report["versions"].items()}

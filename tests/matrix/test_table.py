@@ -1,4 +1,4 @@
-"""The table of versions shows what was tried, and keeps what was not tried this time."""
+"""The table of versions shows the latest results and keeps the rows of versions not tested."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ def test_an_empty_table_is_filled(tmp_path: Path) -> None:
     assert page.read_text() == f"before\n\n{HEAD}{''.join(ROWS)}\nafter\n"
 
 
-def test_every_vllm_that_is_supported_is_tried() -> None:
+def test_every_supported_vllm_is_tested() -> None:
     tried = {version.name.removeprefix("vllm ").rpartition(".")[0] for version in VERSIONS}
     assert {f"0.{minor}" for minor in range(OLDEST[1], NEWEST[1] + 1)} <= tried
 
 
-def test_the_page_has_a_row_for_every_version_that_is_tried() -> None:
+def test_the_page_has_a_row_for_every_tested_version() -> None:
     assert table._ROW.findall(table.PAGE.read_text()) == [version.name for version in VERSIONS]

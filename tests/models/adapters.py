@@ -15,7 +15,7 @@ _SIZE = 0.3  # large enough for the answer to depend on it
 
 
 def write_adapter(folder: Path, model: Path, seed: int) -> Path:
-    """An adapter for the Llama-like `model`; one that is there is replaced."""
+    """Write an adapter for the Llama-like `model`, replacing an existing one."""
     shape = json.loads((model / "config.json").read_text())
     hidden, heads = shape["hidden_size"], shape["num_attention_heads"]
     head = shape.get("head_dim") or hidden // heads

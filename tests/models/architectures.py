@@ -33,29 +33,30 @@ _SIZES: dict[str, Any] = {
 
 
 class Architecture(NamedTuple):
-    """`arguments` are vLLM's."""
+    """A kind of model; `arguments` are vLLM's."""
 
     config: Callable[..., Any]
     sizes: Mapping[str, Any] = {}
     arguments: Mapping[str, Any] = {}
     finish: Callable[[Path], None] | None = None
-    """Changes the model's folder after all else."""
+    """Changes the model's folder at the end."""
     shares: bool = True
     chunk: int = 128
-    """Tokens; more where vLLM makes blocks larger, for recurrent states to fit in one."""
+    """Tokens per chunk; more where vLLM enlarges blocks so that a recurrent state fits in one."""
     loads_all: bool = True
-    """vLLM may load all of a prompt. With windows or states, it leaves the last token's chunk."""
+    """Whether vLLM loads whole prompts. With windows or states, it computes the last chunk."""
     pool_bytes: int = 7 << 20
-    """Fewer rows than the longest prompt has chunks, and enough for the others."""
+    """Too few rows for the longest prompt, but enough for the others."""
     fills_pool: bool = True
-    """With the longest prompt. Of windows and states, vLLM stores a few chunks only."""
+    """Whether the longest prompt fills the pool. vLLM stores only a few chunks of windows and
+    states."""
     tolerance: float = 1e-4
-    """Of log-probabilities; larger where numbers are rounded to few values."""
+    """For log-probabilities; larger if weights are quantised."""
     common: bool = False
-    """Tested always; the others take part in `make test-long`."""
+    """Always tested; the others only in `make test-long`."""
 
     def arguments_for(self, folder: Path) -> dict[str, Any]:
-        """`arguments` of the model in `folder`, which may draft for itself."""
+        """`arguments` for the model in `folder`, which may be its own draft model."""
         filled: dict[str, Any] = json.loads(
             json.dumps(dict(self.arguments)).replace(FOLDER, str(folder))
         )
@@ -150,7 +151,7 @@ ARCHITECTURES = {
             "qk_rope_head_dim": 64, "v_head_dim": 32, "n_routed_experts": 4,
             "first_k_dense_replace": 4, "num_key_value_heads": 4, "head_dim": 64,
         },
-        {"num_gpu_blocks_override": 512},  # vLLM has blocks of 16 tokens here
+        {"num_gpu_blocks_override": 512},  # vLLM uses blocks of 16 tokens here
         shares=False,
         fills_pool=False,
         common=True,
@@ -176,7 +177,7 @@ ARCHITECTURES = {
             "mamba_d_ssm": 128, "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_n_groups": 1,
             "mamba_d_state": 16, "mamba_chunk_size": 64,
         },
-        # A step that ends between two blocks fails in vLLM itself on the CPU platform.
+        # On the CPU platform, vLLM itself fails if a step ends inside a block.
         {"block_size": 128, "max_num_batched_tokens": 128, "num_gpu_blocks_override": 64},
         loads_all=False,
     ),

@@ -1,4 +1,4 @@
-"""Engines that compute otherwise than their namespace says."""
+"""Engines that compute other rows than their namespace suggests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from xinference_xavier.engine.worker.cpu import HostWorker
 
 
 def tune_between_samples(folder: Path, copy: Path) -> Path:
-    """A model with other weights wherever `weights_fingerprint` does not look."""
+    """A copy of a model with other weights wherever `weights_fingerprint` does not look."""
     shutil.copytree(folder, copy)
     (weights,) = copy.glob("*.safetensors")
     with weights.open("r+b", buffering=0) as file:
@@ -32,27 +32,26 @@ def tune_between_samples(folder: Path, copy: Path) -> Path:
     return copy
 
 
-def _copied_backwards(self: HostWorker, is_store: bool, placements: Iterator[Any]) -> int:
-    """Both ways, so that the engine itself notices nothing."""
-    copied = 0
-    for group, block, slot, place in placements:
-        row = self._rows[slot]
-        for page in group:
-            start = page.offset + place * page.stride
-            in_row = row[start : start + page.size]
-            in_cache = page.cache[block, : page.size]
-            if is_store:
-                in_row[:] = in_cache[::-1]
-            else:
-                in_cache[:] = in_row[::-1]
-            copied += page.size
-    return copied
+_copy_blocks = HostWorker._copy_blocks
+
+
+def _copy_reversed(self: HostWorker, is_store: bool, placements: Iterator[Any]) -> int:
+    """Reverse pages in both directions, so that the engine itself notices nothing."""
+    reversed_pages = (
+        placement._replace(
+            group=[
+                page._replace(cache=page.cache[:, : page.size][:, ::-1]) for page in placement.group
+            ]
+        )
+        for placement in placements
+    )
+    return _copy_blocks(self, is_store, reversed_pages)
 
 
 class ReversedPages(ThreadTimes):
-    """A worker whose rows hold each page backwards, as those of a kernel with another
-    layout of equal size might."""
+    """A worker whose rows hold each page backwards, like a kernel with another layout of equal
+    size."""
 
     def __new__(cls, *arguments: Any, **more: Any) -> Any:
-        HostWorker._copy_blocks = _copied_backwards  # type: ignore[method-assign]
+        HostWorker._copy_blocks = _copy_reversed  # type: ignore[method-assign]
         return super().__new__(cls)

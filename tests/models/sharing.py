@@ -1,4 +1,4 @@
-"""Two engines that share and one that does not, and the same question to each of them."""
+"""Two engines that share and one that does not, all asked the same question."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from examples.waiting import until
 FIRST, SECOND, PLAIN = "first", "second", "plain"
 BLOCK = 32
 CHUNK = 128
-"""Tokens, unless the model demands more."""
+"""Tokens, unless the model requires more."""
 CONTEXT = 4096
 TOLERANCE = 1e-4
-"""Of log-probabilities in float32. Another prefix changes them at least a hundred times as much."""
+"""For log-probabilities in float32. Another prefix changes them at least a hundred times as
+much."""
 GREEDY: Mapping[str, Any] = {
     "temperature": 0, "max_tokens": 8, "ignore_eos": True, "logprobs": 20, "detokenize": False,
 }  # fmt: skip
@@ -27,24 +28,24 @@ _PATIENCE = 60.0
 
 
 class Shared(NamedTuple):
-    """The answers to one question. `remote` counts the tokens that the second copied."""
+    """The answers to one question. `remote` counts the tokens that the second engine copied."""
 
     cold: list[Completion]
-    """Of the engine that does not share."""
+    """From the engine that does not share."""
     first: list[Completion]
     second: list[Completion]
     remote: int
 
     @property
     def error(self) -> float:
-        """How far the answers of the engines that share are from the cold one."""
+        """The largest difference between the cold answers and those of the sharing engines."""
         return max(difference(self.cold, self.first), difference(self.cold, self.second))
 
 
 def difference(one: Sequence[Completion], other: Sequence[Completion]) -> float:
     """The largest difference of log-probabilities; infinite if tokens differ.
 
-    Of the tokens that both list: the least likely may change places.
+    Only tokens that both list count, because the least likely ones may change places.
     """
     if [each.tokens for each in one] != [each.tokens for each in other]:
         return math.inf
@@ -55,11 +56,11 @@ def difference(one: Sequence[Completion], other: Sequence[Completion]) -> float:
         for position, against in zip(at, to, strict=True)
         for token in position.keys() & against.keys()
     ]
-    return max(0.0 if a == b else abs(a - b) for a, b in pairs)  # tokens may be forbidden: -inf
+    return max(0.0 if a == b else abs(a - b) for a, b in pairs)  # forbidden tokens have -inf
 
 
 def whole_chunks(tokens: int) -> int:
-    """Tokens that can be copied. If they are the whole prompt, vLLM computes the last one again."""
+    """Tokens that can be copied. If that is the whole prompt, vLLM computes the last one again."""
     return tokens // CHUNK * CHUNK
 
 
@@ -76,7 +77,7 @@ class Prompts:
 
 
 class Engines:
-    """Of a fleet with `FIRST`, `SECOND` and `PLAIN`."""
+    """The engines of a fleet with `FIRST`, `SECOND` and `PLAIN`."""
 
     def __init__(self, fleet: Fleet, vocabulary: int) -> None:
         self.fleet = fleet
@@ -91,14 +92,14 @@ class Engines:
         lora: Mapping[str, Any] | None = None,
         rank: int | None = None,
     ) -> list[Completion]:
-        """`prompt` is token ids, or what else vLLM takes."""
+        """`prompt` is a list of token ids, or anything else that vLLM accepts."""
         given = {"prompt_token_ids": prompt} if isinstance(prompt, list) else prompt
         how = {**GREEDY, **sampling}
         answer: list[Completion] = self.fleet[name].do("generate", given, how, lora, rank)
         return answer
 
     def share(self, prompt: Any, **how: Any) -> Shared:
-        """Ask the plain engine, the first, and when all know what it has stored, the second."""
+        """Ask the plain engine, then the first and, when its chunks are published, the second."""
         cold = self.ask(PLAIN, prompt, **how)
         first = self.ask(FIRST, prompt, **how)
         self.settle()
@@ -107,7 +108,7 @@ class Engines:
         return Shared(cold, first, second, self.hits(SECOND)["remote"] - before)
 
     def settle(self) -> None:
-        """Wait until all that has been stored is published, and all engines know it."""
+        """Wait until all stored chunks are published and all engines know them."""
         seen: list[Any] = []
 
         def at_rest() -> bool:
@@ -124,7 +125,7 @@ class Engines:
                 )
             )
 
-        assert until(at_rest, _PATIENCE, SETTLE), f"chunks are published all the time: {seen[-2:]}"
+        assert until(at_rest, _PATIENCE, SETTLE), f"holdings keep changing: {seen[-2:]}"
 
     def hits(self, name: str) -> dict[str, int]:
         found: dict[str, int] = self.stats(name)["hits"]
@@ -135,12 +136,12 @@ class Engines:
         return stats
 
     def forget(self, name: str) -> None:
-        """The engine's own prefix cache is empty, its pool is not."""
+        """Empty the engine's own prefix cache, but not its pool."""
         self.fleet[name].do("forget")
 
 
 def kind(arguments: Mapping[str, Any] = {}, options: Mapping[str, Any] = {}, **more: Any) -> Kind:
-    """An engine that shares, for a small model in float32."""
+    """An engine that shares, with a small model in float32."""
     small = {
         "dtype": "float32",
         "block_size": BLOCK,

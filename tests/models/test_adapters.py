@@ -1,4 +1,4 @@
-"""LoRA adapters: each shares with itself only, even if another had its name and path before."""
+"""LoRA adapters: each shares only with itself, even if another one had its name and path before."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def base(engines: Engines) -> Path:
 
 
 def load(engines: Engines, lora: dict[str, Any]) -> None:
-    """Have all engines load the adapter and read its files, by a prompt too short to share."""
+    """Have all engines load the adapter and read its files, with prompts too short to share."""
     for name in (FIRST, SECOND, PLAIN):
         for _ in range(2):
             engines.ask(name, engines.prompts.fresh(20), lora=lora)
@@ -79,7 +79,7 @@ def test_an_adapter_replaced_in_place_shares_nothing_with_the_old_one(
     load(engines, lora)
     del lora["load_inplace"]
     for name in (FIRST, SECOND, PLAIN):
-        engines.forget(name)  # vLLM's own cache knows the adapter's name only
+        engines.forget(name)  # vLLM's own cache knows only the adapter's name
     before = engines.hits(SECOND)["remote"]
     new = engines.ask(SECOND, prompt, lora=lora)
     assert (new[0].cached, engines.hits(SECOND)["remote"]) == (0, before)

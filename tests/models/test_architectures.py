@@ -1,6 +1,6 @@
-"""Every kind of model: what one engine computed, another copies, and the answer stays the same.
+"""Every kind of model: an engine copies what another one computed, and the answer stays the same.
 
-The answer must be that of a cold engine without this package, in tokens and log-probabilities.
+The answer must equal that of a cold engine without this package, in tokens and log-probabilities.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def test_a_prompt_longer_than_the_pool(model: Model) -> None:
 
 
 def test_another_prefix_gives_another_answer(model: Model) -> None:
-    """Or the tests above would prove nothing."""
+    """Otherwise the tests above would prove nothing."""
     engines = model.engines
     prompt = engines.prompts.fresh(1000)
     other = engines.prompts.fresh(len(prompt) - TAIL) + prompt[-TAIL:]

@@ -1,4 +1,4 @@
-"""Images in prompts: the same one shares, another one does not."""
+"""Images in prompts: prompts with the same image share, with different ones they do not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Engines with equal namespaces that compute otherwise share nothing, and say why."""
+"""Engines with equal namespaces that compute different rows share nothing, and say why."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PROMPT = 700
 
 @pytest.fixture(params=["weights", "layout"])
 def engines(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Engines]:
-    """The second computes otherwise; the plain one computes like it."""
+    """The second engine and the plain one compute other rows than the first."""
     folder = make("llama", tmp_path / "model")
     if request.param == "weights":
         other = tune_between_samples(folder, tmp_path / "tuned")
@@ -35,7 +35,7 @@ def engines(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Engines]
 
 def test_they_share_nothing_and_say_why(engines: Engines) -> None:
     first, second = sorted(engines.fleet.run(engines.fleet.actor.status())["namespaces"])
-    assert second == f"{first}~1", "all that their namespaces list is equal"
+    assert second == f"{first}~1", "their namespaces list equal fields"
     found = [engines.stats(name)["comparison"] for name in (FIRST, SECOND)]
     assert [each["differing"] for each in found] == [1, 1]
     assert {each["peer"] for each in found} == {FIRST, SECOND}

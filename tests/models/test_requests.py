@@ -1,4 +1,4 @@
-"""Every kind of request: what may be shared is shared, and the answer stays the same."""
+"""Every kind of request: chunks are shared wherever possible, and the answer stays the same."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SCHEMA = {
 
 @pytest.fixture(scope="module")
 def engines(model_folder: Path) -> Iterator[Engines]:
-    """With a tokenizer, and room for hardly more than the longest prompt."""
+    """Engines with a tokenizer and little more room than the longest prompt needs."""
     arguments = {
         "skip_tokenizer_init": False,
         "enable_prompt_embeds": True,
@@ -84,7 +84,7 @@ def test_log_probabilities_of_several_tokens(engines: Engines) -> None:
 
 
 def test_log_probabilities_of_the_prompt_are_computed(engines: Engines) -> None:
-    """vLLM reads no cache for such a request: it needs the whole prompt's logits."""
+    """vLLM uses no cache for such a request, because it needs the logits of the whole prompt."""
     shared = engines.share(engines.prompts.fresh(PROMPT), sampling={"prompt_logprobs": 0})
     assert len(shared.second[0].prompt_logprobs) == PROMPT
     assert (shared.remote, shared.second[0].cached) == (0, 0)
@@ -105,7 +105,7 @@ def test_an_answer_in_a_given_form(engines: Engines) -> None:
 
 
 def test_a_streamed_answer(engines: Engines) -> None:
-    """All answers here are streamed; this one is seen to come token by token."""
+    """All answers here are streamed; this test checks that tokens arrive one by one."""
     prompt = engines.prompts.fresh(PROMPT)
     engines.ask(FIRST, prompt)
     engines.settle()
@@ -140,7 +140,7 @@ def test_a_second_turn_copies_generated_chunks_that_nobody_asked_for_again(
 
 
 def test_a_chat_whose_history_drops_the_thoughts(engines: Engines) -> None:
-    """The chunks behind what is dropped are no longer those that the engine has computed."""
+    """The chunks after the dropped part have other keys than those that the engine computed."""
     question = engines.prompts.fresh(PROMPT)
     (said,) = engines.ask(FIRST, question, sampling={"max_tokens": ANSWER})
     engines.settle()
@@ -153,7 +153,7 @@ def test_a_chat_whose_history_drops_the_thoughts(engines: Engines) -> None:
 
 
 def test_requests_that_push_each_other_out(engines: Engines) -> None:
-    """Blocks for three prompts and four requests: vLLM preempts and computes or loads again."""
+    """Four requests, blocks for three: vLLM preempts them, and computes or loads them again."""
     prompts = [engines.prompts.fresh(600) for _ in range(4)]
     cold = [engines.ask(PLAIN, prompt, sampling={"max_tokens": ANSWER})[0] for prompt in prompts]
     metric = "vllm:num_preemptions"
@@ -167,7 +167,7 @@ def test_requests_that_push_each_other_out(engines: Engines) -> None:
 
 
 def test_embeddings_instead_of_tokens(engines: Engines) -> None:
-    """The keys cover the embeddings: the same ones share, other ones do not."""
+    """The keys cover the embeddings: equal ones share, different ones do not."""
     width = 512
     random = np.random.default_rng(0)
     values = (random.standard_normal((PROMPT, width)) * 0.5).astype(np.float32)

@@ -48,7 +48,7 @@ def clean() -> Iterator[None]:
 
 
 def test_tensor_parallel_engines_share_with_their_like_only(llama: Path) -> None:
-    """The third has one worker: its pages hold twice as many heads."""
+    """The third engine has one worker, whose pages hold twice as many heads."""
     kinds = {FIRST: TWO_WORKERS, SECOND: TWO_WORKERS, "alone": kind()}
     with Fleet(kinds, model=llama) as fleet:
         engines = Engines(fleet, VOCABULARY)
@@ -75,7 +75,7 @@ def members(fleet: Fleet) -> dict[str, dict[str, Any]]:
 
 
 class Ranks(Fleet):
-    """Engines with two data-parallel ranks each, which join by names of their own."""
+    """Engines with two data-parallel ranks each, which join under names of their own."""
 
     def _have_joined(self) -> bool:
         joined = [each["stats"].get("transfer_pid") for each in self.replicas().values()]
@@ -103,7 +103,7 @@ def test_data_parallel_ranks_share_with_each_other(llama: Path) -> None:
 
 @pytest.mark.long
 def test_vllm_itself_fails_with_pipeline_parallelism(llama: Path) -> None:
-    """On the CPU platform, without this package. Once this test fails, share there, too."""
+    """It fails on the CPU platform without this package. Once this test fails, support it."""
     arguments = {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}
     like = kind(arguments, environment=TWO_WORKERS.environment)._replace(transport=None)
     with Fleet({PLAIN: like}, model=llama, may_fail=[PLAIN]) as fleet:
@@ -115,7 +115,7 @@ def test_vllm_itself_fails_with_pipeline_parallelism(llama: Path) -> None:
 
 @pytest.mark.long
 def test_two_models_at_once(llama: Path, tmp_path: Path) -> None:
-    """One tracker knows both, and the prompt is the same."""
+    """Both have one tracker and the same prompt."""
     other = make("tied", tmp_path / "tied")
     kinds = {FIRST: kind(), SECOND: kind()}
     kinds |= {f"other {name}": kind({"model": str(other)}) for name in (FIRST, SECOND)}
@@ -147,7 +147,7 @@ def test_engines_that_meet_over_ipv6(llama: Path) -> None:
 
 
 def interfaces() -> list[tuple[str, str]]:
-    """An address of each interface, and the network that only it is in."""
+    """The addresses of all interfaces, each with a network that contains only it."""
     return [
         (address.address, f"{address.address}/{32 if address.family is socket.AF_INET else 128}")
         for interface in psutil.net_if_addrs().values()
@@ -167,7 +167,7 @@ def test_a_host_with_several_interfaces_uses_the_one_in_the_network(
             keys = fresh_keys(4)
             donor.store(keys)
             known = functools.partial(consumer.holders, keys[-1])
-            wait_until(known, "the rows are known")
+            wait_until(known, "the consumer knows the rows")
             assert split_address(consumer.address(donor.name))[0] == address
             assert consumer.fetch(donor.name, keys, DEADLINE).committed == len(keys)
             assert consumer.wrong_rows() == []

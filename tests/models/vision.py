@@ -13,7 +13,7 @@ from PIL import Image
 from examples.make_model import VOCABULARY, make_model
 
 IMAGE_TOKENS = 160
-"""That stand for an image, at the beginning of a prompt."""
+"""Tokens that stand for an image at the beginning of a prompt."""
 _PIXELS, _PATCH = 56, 14
 _IMAGE = VOCABULARY
 _WIDTH = 128

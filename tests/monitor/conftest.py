@@ -1,4 +1,4 @@
-"""One scene for all that looks at replicas from outside."""
+"""One scene for all tests that look at replicas from outside."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `monitor/` holds, as a program reads it."""
+"""The files of `monitor/`, parsed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Query(NamedTuple):
     expression: str
 
     def filled_in(self) -> str:
-        """As Grafana sends it, for all models and replicas, and windows that a test can fill."""
+        """The query as Grafana sends it, for all models and replicas, with short windows."""
         expression = self.expression
         for name, value in {
             "$__rate_interval": "10s",

@@ -1,4 +1,4 @@
-"""Debian's Prometheus, as a process of a test's own."""
+"""Debian's Prometheus, as a process of its own for each test."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def promtool(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 
 class Prometheus:
-    """Our own configuration, but for what it scrapes and how often."""
+    """Uses our configuration, except for the target and the intervals."""
 
     def __init__(self, folder: Path, target: str, metrics_path: str) -> None:
         config = yaml.safe_load(PROMETHEUS.read_text())
@@ -84,7 +84,7 @@ class Prometheus:
         return answer["data"]
 
     def complaints(self) -> list[str]:
-        """Of what it scraped."""
+        """Its warnings and errors."""
         lines = self._log.read_text().splitlines()
         return [line for line in lines if "level=warn" in line or "level=error" in line]
 

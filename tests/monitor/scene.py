@@ -1,4 +1,4 @@
-"""Two real replicas behind a real API process, and what a scrape of it says."""
+"""Two real replicas behind a real API process, and its scrapes."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ COUNTED = {
     "prefill_tokens_per_s": 1000.0,
     "seconds_saved": 0.5,
 }
-"""What the replicas' engines are said to have counted."""
+"""The counts that the replicas' engines report."""
 
 
 class Scraped:
-    """Of one scrape."""
+    """The samples of one scrape."""
 
     def __init__(self, endpoint: str) -> None:
         answer = httpx.get(f"{endpoint}/metrics", timeout=DEADLINE)
@@ -43,7 +43,7 @@ class Scraped:
         }
 
     def __call__(self, name: str, **labels: str) -> float:
-        """The sum of all series with these labels; 0 for none."""
+        """The sum of all series with these labels; 0 if there are none."""
         wanted = labels.items()
         return sum(
             value
@@ -65,12 +65,12 @@ class Scene(NamedTuple):
         assert httpx.post(url, json={"enabled": enabled}, timeout=DEADLINE).status_code == 200
 
     def fetch(self, chunks: int = 4) -> Outcome:
-        """The consumer's, of what the donor holds."""
+        """Have the consumer fetch chunks that the donor holds."""
         keys = self.stored(chunks)
         return self.consumer.fetch(self.donor.name, keys, DEADLINE)  # type: ignore[no-any-return]
 
     def fail_to_fetch(self) -> Outcome:
-        """The consumer's, of what the donor has just evicted."""
+        """Have the consumer ask for chunks that the donor has just evicted."""
         keys = self.stored(2)
         self.donor.forget(keys)
         return self.consumer.fetch(self.donor.name, keys, DEADLINE)  # type: ignore[no-any-return]
@@ -78,7 +78,7 @@ class Scene(NamedTuple):
     def stored(self, chunks: int) -> list[bytes]:
         keys = fresh_keys(chunks)
         self.donor.store(keys)
-        wait_until(lambda: all(self.consumer.holders(key) for key in keys), "the index says")
+        wait_until(lambda: all(map(self.consumer.holders, keys)), "the consumer knows the chunks")
         return keys
 
 

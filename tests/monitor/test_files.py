@@ -1,4 +1,4 @@
-"""Document, dashboard and alerts speak of the metrics that there are."""
+"""Document, dashboard and alerts use exactly the metrics that exist."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def named(text: str) -> set[str]:
     return set(re.findall(rf"{PREFIX}\w+", text))
 
 
-def test_names_are_as_prometheus_wants_them() -> None:
+def test_names_follow_the_conventions_of_prometheus() -> None:
     for family in FAMILIES:
         assert family.name.endswith("_total") == (family.kind == "counter"), family.name
         assert re.fullmatch(r"[a-z]+(_[a-z]+)*", family.name)
@@ -48,11 +48,11 @@ def test_the_document_lists_each_metric_with_its_type_and_labels() -> None:
     }
 
 
-def test_the_document_speaks_of_no_others() -> None:
+def test_the_document_names_no_other_metrics() -> None:
     assert named(DOCUMENT.read_text()) <= SERIES
 
 
-def test_units_are_those_of_the_names() -> None:
+def test_units_agree_with_the_names() -> None:
     for name, _, unit, _, meaning in ROW.findall(DOCUMENT.read_text()):
         for suffix, wanted in (("_seconds", "seconds"), ("_bytes", "bytes")):
             if name.removesuffix("_total").endswith(suffix):
@@ -73,7 +73,7 @@ def test_the_dashboard_shows_all_metrics_and_no_others() -> None:
     assert {name if name in KNOWN else parts.sub("", name) for name in shown} == KNOWN
 
 
-def test_sources_of_tokens_are_those_that_there_are() -> None:
+def test_sources_of_tokens_exist() -> None:
     asked = [query.expression for query in queries()] + [alert["expr"] for alert in alerts()]
     named = {source for each in asked for source in re.findall(r'source="(\w+)"', each)}
     assert {"remote", "computed"} <= named <= set(HIT_SOURCES)
@@ -81,7 +81,7 @@ def test_sources_of_tokens_are_those_that_there_are() -> None:
     assert all(f"`{source}`" in explained for source in HIT_SOURCES)
 
 
-def test_alerts_are_about_metrics_that_there_are() -> None:
+def test_alerts_are_about_metrics_that_exist() -> None:
     for alert in alerts():
         assert named(alert["expr"])
         assert named(alert["expr"]) <= SERIES, alert["alert"]
@@ -94,8 +94,8 @@ def test_the_document_says_what_to_do_about_each_alert() -> None:
     assert sorted(described) == sorted(alert["alert"] for alert in alerts())
 
 
-def test_each_alert_is_seen_firing_and_not_firing() -> None:
-    """By promtool, in `test_prometheus.py`."""
+def test_each_alert_has_a_case_in_which_it_fires_and_one_in_which_it_does_not() -> None:
+    """promtool runs them, in `test_prometheus.py`."""
     tests = yaml.safe_load((DOCUMENT.parents[1] / "tests/monitor" / RULE_TESTS).read_text())
     seen = {
         (case["alertname"], bool(case["exp_alerts"]))
@@ -105,7 +105,7 @@ def test_each_alert_is_seen_firing_and_not_firing() -> None:
     assert seen == {(alert["alert"], fires) for alert in alerts() for fires in (True, False)}
 
 
-def test_every_panel_has_its_source_its_unit_and_its_place() -> None:
+def test_every_panel_has_a_source_a_unit_and_a_place() -> None:
     everything = dashboard()["panels"]
     assert len({panel["id"] for panel in everything}) == len(everything)
     for panel in panels():

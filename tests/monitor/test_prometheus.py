@@ -20,14 +20,14 @@ pytestmark = pytest.mark.long
 
 @pytest.fixture(scope="module")
 def prometheus(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
-    """With some traffic behind it, of which a window of 10 s has all there is."""
+    """Prometheus after some traffic, all of which is in a window of 10 s."""
     endpoint = urlsplit(f"{pair.api.endpoint}/metrics")
     started = Prometheus(tmp_path_factory.mktemp("prometheus"), endpoint.netloc, endpoint.path)
     try:
         scene = Scene(*pair)
         for replica in (pair.first, pair.second):
             replica.count(COUNTED)
-        for _ in range(2):  # what was not there before begins to be; then it grows
+        for _ in range(2):  # series appear first, then grow
             scene.fetch()
             scene.fail_to_fetch()
             wait_until_scraped(started, scene.consumer.stats()["fetches"]["committed"])
@@ -38,7 +38,9 @@ def prometheus(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 def wait_until_scraped(prometheus: Prometheus, committed: int) -> None:
     fetches = f'{PREFIX}fetches_total{{outcome="committed",replica="second"}} == {committed}'
-    wait_until(lambda: bool(prometheus.query(fetches)), "it is scraped", interval=0.1)
+    wait_until(
+        lambda: bool(prometheus.query(fetches)), "Prometheus has scraped the fetch", interval=0.1
+    )
 
 
 @pytest.mark.parametrize(
@@ -46,7 +48,7 @@ def wait_until_scraped(prometheus: Prometheus, committed: int) -> None:
     [("check", "rules", ALERTS), ("check", "config", PROMETHEUS)],
     ids=["rules", "configuration"],
 )
-def test_promtool_has_nothing_to_say(arguments: tuple[object, ...]) -> None:
+def test_promtool_accepts_our_files(arguments: tuple[object, ...]) -> None:
     checked = promtool(*arguments)
     assert checked.returncode == 0, checked.stdout + checked.stderr
     assert "FAILED" not in checked.stdout
@@ -57,7 +59,7 @@ def test_each_alert_fires_when_it_should_and_not_otherwise() -> None:
     assert tested.returncode == 0, tested.stdout + tested.stderr
 
 
-def test_it_scrapes_us_without_complaint(prometheus: Prometheus) -> None:
+def test_it_scrapes_us_without_complaints(prometheus: Prometheus) -> None:
     target = prometheus.target()
     assert (target["health"], target["lastError"]) == ("up", "")
     assert prometheus.complaints() == []
@@ -68,14 +70,14 @@ def test_every_query_of_the_dashboard_has_data(prometheus: Prometheus) -> None:
     assert empty == []
 
 
-def test_rates_are_of_what_moved(prometheus: Prometheus, pair: Pair) -> None:
+def test_bytes_that_moved_are_counted(prometheus: Prometheus, pair: Pair) -> None:
     scene = Scene(*pair)
     received = f"sum(max_over_time({PREFIX}received_bytes_total[30s]))"
     before = float(prometheus.query(received)[0]["value"][1])
     scene.fetch(4)
     wait_until(
         lambda: float(prometheus.query(received)[0]["value"][1]) == before + 4 * ROW_BYTES,
-        "what was fetched is scraped",
+        "Prometheus has scraped the bytes",
         interval=0.1,
     )
 
@@ -94,7 +96,7 @@ def test_it_evaluates_our_rules_and_none_fires_for_healthy_replicas(
 
 
 def test_a_condition_that_has_just_begun_is_pending(prometheus: Prometheus, pair: Pair) -> None:
-    """On the real path from a replica to a rule; that it fires in time is promtool's to say."""
+    """This tests the whole path from a replica to a rule; promtool tests when the rule fires."""
 
     def state() -> str:
         (rule,) = (rule for rule in prometheus.rules() if rule["name"] == "XavierReplicaLost")

@@ -1,4 +1,4 @@
-"""What real replicas tell of themselves: figures at a scrape, spans, lines in the log."""
+"""What operators see of real replicas: figures at a scrape, spans, lines in the log."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WORKS = "INFO sharing works: incarnation=second peers=1"
 
 
 def until(scene: Scene, true: Callable[[Scraped], bool], what: str) -> Scraped:
-    """A scrape of which that is true; reports are shared for a second."""
+    """The first scrape of which that is true. Scrapes within a second share a report."""
     seen: list[Scraped] = []
 
     def look() -> bool:
@@ -47,7 +47,7 @@ def test_a_fetch_is_seen_at_the_next_scrape(scene: Scene) -> None:
     assert sent == 4 * ROW_BYTES
 
 
-def test_so_is_one_that_was_rolled_back(scene: Scene) -> None:
+def test_a_fetch_that_was_rolled_back_is_seen(scene: Scene) -> None:
     labels = {"replica": "second", "outcome": "rolled_back", "reason": "not held", "transport": ""}
     before = scene.scrape()("fetches_total", **labels)
     assert scene.fail_to_fetch().reason == "not held"
@@ -55,7 +55,7 @@ def test_so_is_one_that_was_rolled_back(scene: Scene) -> None:
 
 
 def test_what_the_engine_counts(scene: Scene) -> None:
-    found = until(scene, lambda now: now("requests_total") == 20, "both have said it")
+    found = until(scene, lambda now: now("requests_total") == 20, "both have reported")
     for source, tokens in HITS.items():
         assert found("prompt_tokens_total", replica="first", source=source) == tokens
     assert found("prefill_tokens_per_second", replica="second") == 1000
@@ -65,10 +65,10 @@ def test_what_the_engine_counts(scene: Scene) -> None:
     assert found("pool_bytes", replica="first") == rows * ROW_BYTES
 
 
-def test_whichever_process_answers_says_the_same(scene: Scene) -> None:
+def test_every_api_process_gives_the_same_answer(scene: Scene) -> None:
     scene.fetch()
     guarded = scene.api.guarded
-    here = until(scene, lambda now: Scraped(guarded).samples == now.samples, "they are alike")
+    here = until(scene, lambda now: Scraped(guarded).samples == now.samples, "they are equal")
     assert len(here.samples) > 100
 
 
@@ -77,15 +77,15 @@ def test_one_line_when_sharing_works_and_one_when_it_stops(scene: Scene) -> None
         logged = scene.consumer.logged()
         return [f"{level} {text}" for level, text in logged if text.startswith("sharing")]
 
-    wait_until(lambda: lines()[-1:] == [WORKS], "it works")
+    wait_until(lambda: lines()[-1:] == [WORKS], "sharing works")
     before = len(lines())
     scene.switch(False)
     try:
-        wait_until(lambda: len(lines()) == before + 1, "it was switched off")
+        wait_until(lambda: len(lines()) == before + 1, "a line says that sharing stopped")
         until(scene, lambda now: ("sharing", *_off("second")) in now.samples, "the scrape says why")
     finally:
         scene.switch(True)
-    wait_until(lambda: len(lines()) == before + 2, "and on again")
+    wait_until(lambda: len(lines()) == before + 2, "a line says that it works again")
     stopped = "WARNING sharing stopped, switched off by an operator: incarnation=second"
     assert lines()[before:] == [stopped, WORKS]
 
@@ -94,15 +94,15 @@ def _off(replica: str) -> tuple[tuple[str, str], ...]:
     return (("model", "model"), ("reason", NotSharing.SWITCHED_OFF), ("replica", replica))
 
 
-def test_requests_leave_no_lines_and_what_repeats_is_said_once(scene: Scene) -> None:
-    """A peer that is dead, while its lease has not ended."""
+def test_requests_leave_no_lines_and_a_repeated_failure_is_logged_once(scene: Scene) -> None:
+    """The failure is a dead peer whose lease has not ended."""
     consumer = scene.consumer
     with replicas(scene.api.address, {"third": "gloo"}) as (third,):
         _share(third, consumer)
         before = consumer.logged()
         for _ in range(10):
             _share(third, consumer)
-        assert consumer.logged() == before, "a line per request"
+        assert consumer.logged() == before, "a request left a line"
         third.kill()
     reasons = {consumer.fetch("third", fresh_keys(1), 1.0).reason for _ in range(10)}
     assert "donor unreachable" in reasons
@@ -114,12 +114,12 @@ def test_requests_leave_no_lines_and_what_repeats_is_said_once(scene: Scene) -> 
 def _share(donor: ReplicaProcess, consumer: ReplicaProcess) -> None:
     keys = fresh_keys(1)
     donor.store(keys)
-    wait_until(lambda: bool(consumer.holders(keys[0])), "the index says")
+    wait_until(lambda: bool(consumer.holders(keys[0])), "the consumer knows the chunk")
     assert consumer.fetch(donor.name, keys, DEADLINE).state == "COMMITTED"
 
 
 def test_a_fetch_is_a_span_of_its_requests_trace(scene: Scene) -> None:
-    """Last here: who traces goes on tracing."""
+    """Last in this module, because tracing cannot be switched off again."""
     scene.consumer.trace()
     headers = {"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"}
     keys = scene.stored(3)

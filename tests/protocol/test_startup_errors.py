@@ -1,4 +1,4 @@
-"""The cause of a failed start, on its way from a dying engine to whoever launched it."""
+"""The cause of a failed start, on its way from a dying engine to its launcher."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from xinference_xavier.protocol.startup_errors import (
 ERROR = ConfigError("xavier_pool_bytes", 1, "is too little", "use more")
 
 
-async def test_the_cause_is_taken_once(
+async def test_the_first_cause_is_passed_on_once(
     stoppable_tracker: tuple[asyncio.subprocess.Process, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XINFERENCE_MODEL_UID", "model-rep1")
     _, address = stoppable_tracker
     config = XavierConfig(MODEL, address)
     report_startup_error(config, ERROR)
-    report_startup_error(config, RuntimeError("a worker failed"))  # which follows from it
-    assert await pop_startup_error(config, "model-rep0") is None, "another replica's"
+    report_startup_error(config, RuntimeError("a worker failed"))  # a consequence
+    assert await pop_startup_error(config, "model-rep0") is None, "it is another replica's"
     assert await pop_startup_error(config, "model-rep1") == str(ERROR)
     assert await pop_startup_error(config, "model-rep1") is None
     report_startup_error(config, ModuleNotFoundError("No module named 'x'"))
@@ -35,7 +35,7 @@ async def test_the_cause_is_taken_once(
     )
 
 
-async def test_without_xinference_nobody_asks_and_nothing_is_sent(
+async def test_without_xinference_nothing_is_sent(
     stoppable_tracker: tuple[asyncio.subprocess.Process, str],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -45,7 +45,7 @@ async def test_without_xinference_nobody_asks_and_nothing_is_sent(
     assert caplog.records == []
 
 
-async def test_without_a_tracker_nothing_is_learnt_and_nothing_raised(
+async def test_without_a_tracker_there_is_no_cause_and_no_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("XINFERENCE_MODEL_UID", "model-rep0")

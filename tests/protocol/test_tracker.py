@@ -1,4 +1,4 @@
-"""What a replica and its tracker send each other is checked where it arrives."""
+"""Messages between a replica and its tracker are checked where they arrive."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from xinference_xavier.protocol.tracker import (
 )
 
 
-def test_packed_keys_come_out_as_they_were_in_order() -> None:
+def test_unpacked_keys_are_those_that_were_packed_in_order() -> None:
     keys = [b"key2", b"key1", b"key3"]
     assert unpack(pack(keys), 4) == keys
     assert unpack(pack([]), 4) == []

@@ -1,4 +1,4 @@
-"""What engines and transfer processes say to each other, and what of it can be believed."""
+"""Messages between engines and transfer processes, and how they are checked."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ TICKET = Ticket.sign(KEY, "consumer", [4, 2], expires=100.25)
 EMPTY = Ticket.sign(KEY, "consumer", [], expires=100.25)
 
 
-def test_a_ticket_is_good_for_whom_and_what_it_was_signed_until_it_expires() -> None:
+def test_a_ticket_is_valid_until_it_expires() -> None:
     arrived: Ticket = pickle.loads(pickle.dumps(TICKET))
     assert arrived.is_valid(KEY, now=0)
     assert arrived.is_valid(KEY, now=100.2)
@@ -84,10 +84,10 @@ REQUEST = GrantRequest(PROTOCOL_VERSION, "namespace", "consumer", (b"key1", b"ke
 GRANT = Grant(1, (7, 8), TICKET, "host:1", "boot 1 0", False, 3)
 ORDER = PullOrder("donor", "host:1", None, TICKET, (b"key1", b"key2"), (7, 8), (0, 1), 1.0)
 ROWS = 5
-"""Of the region that slots belong to."""
+"""Rows of the region that the slots belong to."""
 
 
-def test_what_is_right_passes() -> None:
+def test_correct_messages_pass() -> None:
     nothing = GRANT._replace(grant_id=0, checksums=(), ticket=EMPTY)
     assert check_request(REQUEST) == REQUEST
     assert check_ticket(TICKET, ROWS) == TICKET
@@ -128,7 +128,7 @@ def test_an_unknown_version_is_refused_before_anything_else(version: Any) -> Non
         check_request(REQUEST._replace(version=version, keys=None))
 
 
-def test_more_rows_than_are_granted_at_a_time_are_refused_unseen() -> None:
+def test_more_rows_than_one_grant_may_have_are_refused_unread() -> None:
     with pytest.raises(GrantRefusedError, match="too many rows"):
         check_request(REQUEST._replace(keys=(None,) * (MAX_ROWS_PER_FETCH + 1)))
 
@@ -162,12 +162,12 @@ def test_a_malformed_ticket_is_refused_before_it_is_verified(ticket: Any) -> Non
         *altered(GRANT, "sequence", NO_NUMBERS),
     ],
 )
-def test_a_grant_of_other_rows_than_were_asked_for_is_refused(grant: Any) -> None:
+def test_a_malformed_grant_is_refused(grant: Any) -> None:
     with pytest.raises(LinkError, match="malformed"):
         check_grant(grant, asked=2)
 
 
-def test_a_grant_of_more_rows_than_were_asked_for_is_refused() -> None:
+def test_a_grant_of_more_rows_than_requested_is_refused() -> None:
     with pytest.raises(LinkError, match="it has 2 rows, and 1 were asked for"):
         check_grant(GRANT, asked=1)
 
@@ -186,7 +186,7 @@ def test_a_grant_of_more_rows_than_were_asked_for_is_refused() -> None:
         *altered(ORDER, "timeout", [None, 0, -1, 3600.0, float("nan"), float("inf")]),
     ],
 )
-def test_an_order_whose_rows_are_not_ours_is_refused(order: Any) -> None:
+def test_a_malformed_order_is_refused(order: Any) -> None:
     with pytest.raises(LinkError, match="malformed"):
         check_order(order, ROWS)
 
@@ -220,7 +220,8 @@ def test_a_malformed_startup_message_is_refused(changes: dict[str, Any]) -> None
 
 
 def test_the_startup_message_of_another_version_is_refused_with_the_remedy() -> None:
-    """An engine still runs what was installed before; its next transfer process is the new one."""
+    """After an upgrade, an engine runs the old version and its next transfer process the new
+    one."""
     line = json.dumps(
         json.loads(STARTUP.to_json()) | {"version": PROTOCOL_VERSION + 1, "another": 1}
     ).encode()
@@ -228,7 +229,7 @@ def test_the_startup_message_of_another_version_is_refused_with_the_remedy() -> 
         Startup.from_json(line)
 
 
-def test_a_transfer_process_says_where_it_is_or_why_it_is_not() -> None:
+def test_a_transfer_process_reports_its_address_or_why_it_failed() -> None:
     assert parse_started(b'{"address": "host:1", "host": "boot"}\n') == Endpoint("host:1", "boot")
     assert parse_started(b'{"address": "host:1", "host": null}\n') == Endpoint("host:1", None)
     for line, error in [

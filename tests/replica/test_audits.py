@@ -1,4 +1,4 @@
-"""What follows from a probe."""
+"""What a replica does with the result of a probe."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FOUND = Difference("layer", 0.5)
 
 
 class Recorded:
-    """Canary, events and pool, which only note what they are told."""
+    """Canary, events and pool that only record their calls."""
 
     def __init__(self) -> None:
         self.stats = ComparisonStats()
@@ -55,7 +55,7 @@ def test_an_audit_without_a_difference_is_counted() -> None:
 
 
 @pytest.mark.parametrize("donor", ["peer", None])
-def test_after_a_difference_everything_from_there_is_dropped(donor: str | None) -> None:
+def test_after_a_difference_all_rows_from_that_donor_are_dropped(donor: str | None) -> None:
     recorded = taken(ProbeResult(None, SKETCH, donor, FOUND))
     distrusted = [("distrust", donor, FOUND)] if donor else []
     assert recorded.told == [("audit failed", donor, FOUND), *distrusted, ("flush", donor)]

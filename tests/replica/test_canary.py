@@ -29,14 +29,14 @@ def scaled(factor: float, layer: str = "layer 1") -> dict[str, tuple[str, list[f
 
 class TestDifference:
     @pytest.mark.parametrize("other", [SKETCH, scaled(1.05), scaled(1.005, "layer 0")])
-    def test_rounding_is_none(self, other: dict[str, tuple[str, list[float]]]) -> None:
+    def test_of_rounding_is_none(self, other: dict[str, tuple[str, list[float]]]) -> None:
         assert difference(SKETCH, other) is None
 
     @pytest.mark.parametrize(
         ("layer", "factor", "amount"),
         [("layer 1", 1.5, 1 / 3), ("layer 0", 1.02, 0.02 / 1.02), ("layer 1", -1.0, 2.0)],
     )
-    def test_of_numbers_is_relative_to_their_size(
+    def test_of_samples_is_relative_to_their_size(
         self, layer: str, factor: float, amount: float
     ) -> None:
         found = difference(SKETCH, scaled(factor, layer))
@@ -59,20 +59,20 @@ class TestDifference:
     def test_of_shape_is_infinite(self, other: dict[str, tuple[str, list[float]]]) -> None:
         assert difference(SKETCH, other) == Difference("layer 1", math.inf)
 
-    def test_what_one_of_them_lacks_is_not_compared(self) -> None:
-        """The rows of one KV-cache group may be evicted, or not be stored yet."""
+    def test_layers_that_one_sketch_lacks_are_not_compared(self) -> None:
+        """The rows of a KV-cache group may be evicted, or not stored yet."""
         one = {"layer 0": SKETCH["layer 0"]}
         assert difference(one, SKETCH) is None
         assert difference(SKETCH, one) is None
 
-    def test_nothing_equals_nothing(self) -> None:
+    def test_of_zeros_is_none(self) -> None:
         zero = {"layer 0": ("float32", [0.0, 0.0])}
         assert difference(zero, zero) is None
 
 
 @contextmanager
 def computing(tracker: TrackerProcess, **factors: float) -> Iterator[list[ReplicaProcess]]:
-    """Replicas by name, whose second layers are so many times what others compute."""
+    """Replicas by name; the numbers of their second layers are multiplied by their factors."""
     started: list[ReplicaProcess] = []
     try:
         for name, factor in factors.items():
@@ -123,14 +123,14 @@ class TestReplicas:
             assert b.stats()["not_sharing"] is None
             assert (compared(a), compared(b)) == (1, 1)
 
-    def test_that_compute_otherwise_run_beside_each_other(
+    def test_that_compute_other_rows_share_only_with_their_like(
         self, tracker_process: TrackerProcess
     ) -> None:
         common, own = fresh_keys(2)
         with computing(tracker_process, a=1.0, b=1.0, c=1.5, d=1.5) as (a, b, c, d):
             for replica in (a, b, c, d):
                 replica.store([common])
-            wait_until(lambda: are_parted((a, b), (c, d)), "each has met its like, and no other")
+            wait_until(lambda: are_parted((a, b), (c, d)), "each trusts its like, and no other")
             a.store([own])
             wait_until(lambda: b.holders(own) == ("a",), "b knows of the chunk")
             assert c.all_holders(own) == ()
@@ -139,13 +139,13 @@ class TestReplicas:
             assert all(each["layer"] == "layer 1" for each in told if each["differing"])
             assert sum(each["differing"] for each in told) >= 2
             assert any(
-                "peer computes other rows" in text
+                "peer computes different rows" in text
                 for replica in (a, b, c, d)
                 for _, text in replica.logged()
             )
 
     def test_do_not_compare_what_they_have_copied(self, tracker_process: TrackerProcess) -> None:
-        """It would say that a peer of a peer computes alike."""
+        """A copy's rows are the donor's, and would say nothing about this replica."""
         common, copied = fresh_keys(2)
         with computing(tracker_process, a=1.0, b=1.0, c=1.0) as (a, b, c):
             for replica in (a, b):
@@ -170,19 +170,22 @@ def test_replicas_that_cannot_sketch_trust_each_other(tracker_process: TrackerPr
 
 @pytest.mark.process
 def test_after_a_reset_a_replica_is_compared_again(tracker_process: TrackerProcess) -> None:
-    """Its weights may be others than those that were compared."""
+    """Its weights may have changed since it was compared."""
     before, after = fresh_keys(2)
     with computing(tracker_process, a=1.0, b=1.0) as (a, b):
         for replica in (a, b):
             replica.store([before])
-        wait_until(lambda: compared(a) == compared(b) == 1, "they have compared themselves")
+        wait_until(lambda: compared(a) == compared(b) == 1, "they have compared their rows")
         for replica in (a, b):
             replica.reset()
-        wait_until(lambda: "+" in a.namespace() and "+" in b.namespace(), "they are alone")
+        wait_until(
+            lambda: "+" in a.namespace() and "+" in b.namespace(),
+            "each is in a namespace of its own",
+        )
         tracker_process.set_weights_version("v2")
-        wait_until(lambda: a.namespace() == b.namespace() != "", "they are together again")
+        wait_until(lambda: a.namespace() == b.namespace() != "", "both are in one namespace again")
         a.store([after])
         wait_until(lambda: b.all_holders(after) == ("a",), "b knows of the chunk")
         assert b.holders(after) == ()
         b.store([after])
-        wait_until(lambda: compared(a) == compared(b) == 1, "they have compared themselves")
+        wait_until(lambda: compared(a) == compared(b) == 1, "they have compared their rows")

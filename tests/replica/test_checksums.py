@@ -1,4 +1,5 @@
-"""Stored rows are summed up and offered, off the scheduler's thread, however fast they come."""
+"""Stored rows get their checksums and are offered off the scheduler thread, however fast they
+come."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ def pool() -> Pool:
 
 
 class Offers:
-    """What was offered, and an event for each."""
+    """Collects the offered keys, and announces each offer."""
 
     def __init__(self) -> None:
         self.keys: list[bytes] = []
@@ -81,7 +82,7 @@ async def test_stored_rows_are_offered_with_their_checksums(
     await offers.until(3)
 
 
-async def test_what_was_evicted_meanwhile_is_not_offered(
+async def test_rows_evicted_meanwhile_are_not_offered(
     checksums: Checksums, pool: Pool, offers: Offers
 ) -> None:
     gone = store(pool, b"gone")
@@ -91,15 +92,15 @@ async def test_what_was_evicted_meanwhile_is_not_offered(
     assert offers.keys == [b"here"]
 
 
-async def test_rows_that_wait_are_never_more_than_slots(
+async def test_at_most_one_row_per_slot_waits(
     checksums: Checksums,
     region: Region,
     pool: Pool,
     offers: Offers,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A stay that is over gives way to the next one in its slot, or the queue would grow for as
-    long as rows are stored faster than they are summed up."""
+    """A row that has left its slot makes way for the next one there. Otherwise the queue would grow
+    while rows are stored faster than their checksums are computed."""
     proceed, at_work = threading.Event(), threading.Event()
     sums = region.checksum
 

@@ -60,7 +60,7 @@ def places(held: str) -> list[int]:
         ("xxxxxxxx", "xxxxxxxx", "xxxxxxxx", 80, 0),
     ],
 )
-def test_reuse_is_what_lookups_would_find(
+def test_reuse_equals_what_lookups_would_find(
     own: str, peer: str, other: str, local_pool: int, remote: int
 ) -> None:
     answer = explain(own, peer=peer, other=other)

@@ -12,7 +12,7 @@ LEASE = 10.0
 
 
 class Clock:
-    """The event loop's, which only a test moves."""
+    """The event loop's clock, which only the test moves."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 100.0
@@ -35,7 +35,7 @@ async def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return Clock(monkeypatch)
 
 
-async def test_members_are_alive_and_each_set_is_told_once(
+async def test_members_are_alive_and_each_set_is_notified_once(
     peers: LivePeers, alive: list[set[str]], clock: Clock
 ) -> None:
     peers.start("epoch", LEASE)
@@ -58,7 +58,7 @@ async def test_a_new_tracker_is_believed_after_one_lease(
     assert alive[-1] == {"a"}
 
 
-async def test_a_peer_that_a_new_tracker_saw_go_is_gone(
+async def test_a_peer_that_left_a_new_tracker_is_gone(
     peers: LivePeers, alive: list[set[str]], clock: Clock
 ) -> None:
     peers.start("epoch", LEASE)

@@ -1,4 +1,4 @@
-"""A reset puts a replica into a namespace of its own, and a version puts it together again."""
+"""A reset moves a replica to a namespace of its own, and a version reunites it with others."""
 
 import asyncio
 
@@ -8,7 +8,7 @@ from xinference_xavier.replica.namespace import SharedNamespace
 
 
 class Tracker:
-    """Records our moves, and answers when it may."""
+    """Records our moves, and answers when the test lets it."""
 
     def __init__(self) -> None:
         self.moves: list[str] = []
@@ -52,7 +52,7 @@ async def test_each_reset_makes_another_one(namespace: SharedNamespace, tracker:
     assert namespace.is_isolated
 
 
-async def test_it_is_settled_when_the_last_announced_reset_is_through(
+async def test_it_is_settled_when_the_last_announced_reset_is_done(
     namespace: SharedNamespace,
 ) -> None:
     namespace.announce_reset()

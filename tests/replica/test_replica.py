@@ -89,7 +89,7 @@ def stored(consumer: ReplicaProcess, *donors: ReplicaProcess) -> list[bytes]:
 def begin_stalled_fetch(
     consumer: ReplicaProcess, donor: ReplicaProcess, keys: list[bytes], timeout: float
 ) -> None:
-    """Returns when some rows have arrived; the others never will."""
+    """Return when some rows have arrived; the others never will."""
     consumer.begin_fetch(donor.name, keys, timeout)
     wait_until(lambda: consumer.arrived() == ROWS_BEFORE_STALL, "some rows arrived")
 
@@ -126,7 +126,7 @@ def test_stats_show_rows_in_flight_and_bytes_by_donor(scene: Scene) -> None:
     begin_stalled_fetch(scene.consumer, scene.stalling, keys, SHORT)
     assert scene.consumer.stats()["fetching"] == {"stalling": ROWS}
     outcome = scene.consumer.end_fetch()
-    wait_until(lambda: scene.consumer.stats()["fetching"] == {}, "it is over")
+    wait_until(lambda: scene.consumer.stats()["fetching"] == {}, "the fetch has ended")
     assert_recovers(scene, outcome, keys)
     stats = scene.consumer.stats()
     moved = stats["received_from"]["plain"] - received
@@ -173,7 +173,7 @@ def test_the_consumer_s_transfer_process_hangs(scene: Scene) -> None:
 
 @pytest.mark.parametrize("process", ["engine", "transfer"])
 def test_a_donor_is_suspended(scene: Scene, process: str) -> None:
-    """After it has served a fetch, so that a link to it is open."""
+    """A link to it is open, because it has served a fetch before."""
     few = stored(scene.consumer, scene.stalling)[:ROWS_BEFORE_STALL]
     assert scene.consumer.fetch("stalling", few, NEVER).committed == len(few)
     keys = stored(scene.consumer, scene.stalling, scene.plain)
@@ -256,7 +256,7 @@ def test_a_killed_consumers_grants_end_with_its_lease(
 
 
 async def test_a_grant_that_nobody_releases_ends_by_its_expiry(scene: Scene) -> None:
-    """Even if its consumer is well, as a release can be lost."""
+    """Its consumer may be healthy, as a release can be lost."""
     keys = stored(scene.consumer, scene.plain)
     donor = await xoscar.actor_ref(scene.consumer.address("plain"), replica_uid("plain"))
     request = GrantRequest(PROTOCOL_VERSION, "namespace", "consumer", tuple(keys))
@@ -276,7 +276,7 @@ async def test_replicas_of_two_namespaces_exchange_nothing(
     with replicas(tracker_process.address, foreigner, namespace="another") as (foreign,):
         keys = stored(scene.consumer, scene.plain)
         foreign.store(keys[:1])
-        wait_until(lambda: foreign.held() == keys[:1], "it has a checksum")
+        wait_until(lambda: foreign.held() == keys[:1], "its row has a checksum")
         sent = scene.plain.transfer_stats()["bytes_sent"]
         assert all(foreign.holders(key) == () for key in keys)
         assert "foreign" not in scene.consumer.holders(keys[0])

@@ -1,4 +1,4 @@
-"""A replica reports what its parts count."""
+"""A replica reports the counts of its parts."""
 
 from __future__ import annotations
 

@@ -71,10 +71,10 @@ def test_malformed_headers_begin_a_new_trace(
     assert only(exported).parent is None
 
 
-def test_without_tracing_no_attributes_are_made(
+def test_without_tracing_no_attributes_are_computed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As without a tracer provider."""
+    """There is no tracer provider."""
     monkeypatch.setattr(tracing, "_prefixed", lambda attributes: pytest.fail("made"))
     monkeypatch.setattr(tracing, "_TRACER", trace.NoOpTracer())
     span = FetchSpan(HEADERS)

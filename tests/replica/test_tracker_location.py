@@ -1,4 +1,4 @@
-"""How a replica finds the tracker again: through its worker, which knows the supervisor."""
+"""A replica finds a lost tracker again through its worker, which knows the supervisor."""
 
 from __future__ import annotations
 
@@ -61,12 +61,12 @@ def location_of(model_uid: str, worker_address: str) -> TrackerLocation:
     return TrackerLocation(config)
 
 
-async def test_it_is_looked_for_where_it_was_configured_first(worker_address: str) -> None:
+async def test_the_configured_address_is_tried_first(worker_address: str) -> None:
     location = location_of("running", worker_address)
     assert await location.find() == CONFIGURED
 
 
-async def test_when_it_was_lost_the_workers_supervisor_knows(worker_address: str) -> None:
+async def test_after_a_loss_the_workers_supervisor_is_asked(worker_address: str) -> None:
     location = location_of("running", worker_address)
     await location.find()
     assert await location.find() == "127.0.0.1:7777"
@@ -81,20 +81,20 @@ async def test_a_supervisor_that_does_not_know_the_model_yet_changes_nothing(
 
 
 async def test_a_restarted_supervisor_learns_of_the_model(worker_address: str) -> None:
-    """At once, since a worker registers by itself only every 15 s."""
+    """The replica asks its worker to register at once; by itself it does so only every 15 s."""
     location = location_of("forgotten", worker_address)
     await location.find()
     assert await location.find() == CONFIGURED
     assert await location.find() == "127.0.0.1:7777"
 
 
-async def test_without_a_worker_there_is_only_the_configured_place() -> None:
+async def test_without_a_worker_there_is_only_the_configured_address() -> None:
     location = TrackerLocation(XavierConfig("running", CONFIGURED))
     await location.find()
     assert await location.find() == CONFIGURED
 
 
-async def test_a_worker_that_is_gone_is_the_callers_to_retry() -> None:
+async def test_a_lost_worker_is_an_error_for_the_caller_to_retry() -> None:
     location = TrackerLocation(XavierConfig("running", CONFIGURED, worker_address="127.0.0.1:1"))
     await location.find()
     with pytest.raises(OSError, match="Connect call failed"):

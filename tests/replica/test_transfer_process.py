@@ -1,4 +1,4 @@
-"""The transfer process: there, replaced when it dies, gone when its engine is."""
+"""The transfer process starts, is replaced when it dies, and ends with its engine."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ async def until(condition: Callable[[], object]) -> None:
 
 
 def order(timeout: float = 1.0) -> PullOrder:
-    """To fetch from the process itself, which nobody else is needed for."""
+    """A fetch from an address at which nothing listens."""
     ticket = Ticket.sign(b"", "a", [0], time.monotonic() + PATIENCE)
     return PullOrder("nobody", "127.0.0.1:1", None, ticket, (b"key",), (0,), (0,), timeout)
 
@@ -70,14 +70,14 @@ async def test_it_is_ready_once_it_knows_the_secret_and_gone_at_the_end(region: 
         assert process.ready
         assert process.sign("consumer", [0], 1.0).slots == (0,)
         assert (await process.stats())["transport"] == "none"
-        assert (await process.pull(order()))[:2] == (0, "link"), "nobody is there"
+        assert (await process.pull(order()))[:2] == (0, "link"), "nothing listens there"
         child = psutil.Process(process.pid)
     assert not child.is_running()
     assert (process.pid, process.endpoint, process.ready) == (None, None, False)
     assert await process.stats() == {}
 
 
-async def test_a_killed_one_is_replaced_and_knows_the_secret_of_the_moment(region: Region) -> None:
+async def test_a_killed_one_is_replaced_and_gets_the_current_secret(region: Region) -> None:
     async with running(region) as process:
         await process.configure(b"first")
         await until(lambda: process.ready)
@@ -90,8 +90,8 @@ async def test_a_killed_one_is_replaced_and_knows_the_secret_of_the_moment(regio
 
 
 async def test_what_was_being_fetched_fails_when_it_is_killed(region: Region) -> None:
-    """At once, and not at the deadline."""
-    with socket.create_server((HOST, 0)) as silent:  # takes connections, and never answers
+    """It does not wait for the deadline."""
+    with socket.create_server((HOST, 0)) as silent:  # accepts connections, and never answers
         address = f"{HOST}:{silent.getsockname()[1]}"
         async with running(region) as process:
             await process.configure(b"secret")
@@ -105,8 +105,8 @@ async def test_what_was_being_fetched_fails_when_it_is_killed(region: Region) ->
             connected.close()
 
 
-async def test_one_that_does_not_answer_is_killed_for_it(region: Region) -> None:
-    """Its rows could not be used again otherwise: it might still write them."""
+async def test_one_that_does_not_answer_is_killed(region: Region) -> None:
+    """Otherwise its rows could not be reused: it might still write them."""
     async with running(region) as process:
         await process.configure(b"secret")
         await until(lambda: process.ready)
@@ -117,10 +117,10 @@ async def test_one_that_does_not_answer_is_killed_for_it(region: Region) -> None
         await until(lambda: process.ready and process.pid != child.pid)
 
 
-async def test_after_a_long_life_the_next_comes_soon(
+async def test_after_a_long_life_the_next_one_starts_soon(
     region: Region, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The pauses grow only for what dies again and again."""
+    """The pauses grow only if it dies again and again."""
     monkeypatch.setattr(process_module, "_STABLE_AFTER", 0.0)
     monkeypatch.setattr(process_module, "_RESTART_PAUSES", (0.0, 10 * PATIENCE))
     async with running(region) as process:
@@ -168,7 +168,7 @@ def start_raw(region: Region) -> tuple[subprocess.Popen[bytes], socket.socket]:
 
 
 @pytest.mark.parametrize("answer_was_read", [True, False])
-def test_it_ends_with_its_engine_whenever_that_ends(region: Region, answer_was_read: bool) -> None:
+def test_it_ends_when_its_engine_ends(region: Region, answer_was_read: bool) -> None:
     process, ours = start_raw(region)
     assert ours.recv(4096, 0 if answer_was_read else socket.MSG_PEEK)
     ours.close()

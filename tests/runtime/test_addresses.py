@@ -20,7 +20,7 @@ def test_split_and_join_are_inverse(address: str, host: str, port: int) -> None:
     assert join_address(host, port) == address
 
 
-def test_brackets_are_for_people() -> None:
+def test_brackets_are_only_for_people() -> None:
     assert split_address("[fe80::1]:80") == ("fe80::1", 80)
     assert without_brackets("[fe80::1]:80") == "fe80::1:80"
     assert XavierConfig("model", "[fe80::1]:80").tracker_address == "fe80::1:80"
@@ -46,7 +46,7 @@ def test_what_is_not_host_and_port_is_refused(wrong: str) -> None:
         ("[::]:80", None, "::1:80"),
     ],
 )
-def test_a_wildcard_is_replaced_by_what_can_be_reached(
+def test_a_wildcard_is_replaced_by_a_reachable_address(
     address: str, via: str | None, reachable: str
 ) -> None:
     assert reachable_address(address, via) == reachable

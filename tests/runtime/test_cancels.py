@@ -1,6 +1,6 @@
-"""A cancelled call costs its pool nothing afterwards, whatever address the pool was reached by.
+"""A cancelled call costs its pool no processor time afterwards, whatever address it was sent to.
 
-The pool is a process of its own, whose processor time is counted.
+The pool is a process of its own, whose processor time is measured.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from xinference_xavier.tracker.actor import BlockTracker
 pytestmark = pytest.mark.process
 
 DEADLINE = 30.0
-WINDOW = 1.0  # seconds in which processor time is counted
-QUIET = 0.2  # of it; a pool at rest takes a hundredth, one in which a cancel circles all of it
+WINDOW = 1.0  # seconds over which processor time is measured
+QUIET = 0.2  # of it; an idle pool takes a hundredth, one with a circling cancel all of it
 WAYS = [
     ("0.0.0.0", "127.0.0.1"),
     ("0.0.0.0", "127.0.0.2"),  # any address of the host
@@ -36,7 +36,7 @@ WAYS = [
     ("127.0.0.1", "localhost"),
     ("localhost", "127.0.0.1"),
 ]
-"""What a pool listens on, and how it is reached."""
+"""The host that a pool listens on, and the one by which it is reached."""
 
 
 class Subject(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no types
@@ -61,7 +61,7 @@ class Pool(NamedTuple):
         return await xo.actor_ref(address=f"{host}:{self.port}", uid="subject")
 
     async def processor_seconds(self, subject: Any) -> float:
-        """That the pool takes while it has nothing to do."""
+        """Processor seconds of the pool while it is idle."""
         before = sum(self.process.cpu_times()[:2])
         await subject.nap(WINDOW)
         return float(sum(self.process.cpu_times()[:2]) - before)
@@ -97,7 +97,7 @@ async def _serve(pipe: Connection, host: str, mended: bool) -> None:
 
 async def cancel_a_call(subject: Any) -> None:
     call = asyncio.ensure_future(subject.nap(3600.0))
-    await subject.circling()  # the call before is under way by then
+    await subject.circling()  # by then, the call before is running
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
         await asyncio.wait_for(call, DEADLINE)
@@ -105,7 +105,7 @@ async def cancel_a_call(subject: Any) -> None:
 
 async def cancel_what_has_ended(subject: Any) -> None:
     call = asyncio.ensure_future(IndigenActorContext().cancel(subject.address, os.urandom(32)))
-    await asyncio.wait({call}, timeout=1.0)  # without us it would have no answer
+    await asyncio.wait({call}, timeout=1.0)  # without our patch there is no answer
     call.cancel()
     await asyncio.gather(call, return_exceptions=True)
 
@@ -122,8 +122,8 @@ async def test_cancelled_calls_leave_nothing_behind(host: str, way: str) -> None
 
 
 @pytest.mark.parametrize("mend", ["mend", "hold_a_tracker"])
-async def test_what_circles_already_is_seen_and_ended(mend: str) -> None:
-    """xinference's control process has none of our code until it holds a tracker."""
+async def test_a_cancel_that_already_circles_is_noticed_and_ended(mend: str) -> None:
+    """xinference's control process does not load our code until it holds a tracker."""
     with pool_on("0.0.0.0", mended=False) as pool:
         subject = await pool.at("127.0.0.1")
         await cancel_what_has_ended(subject)
@@ -145,14 +145,14 @@ async def test_a_call_of_a_sub_pools_actor_is_cancelled_there() -> None:
             await asyncio.wait_for(cancelling, DEADLINE)
 
 
-def test_mending_again_changes_nothing() -> None:
+def test_patching_twice_changes_nothing() -> None:
     patch_cancels()
     mended = MainActorPool._message_handler[MessageType.cancel]
     patch_cancels()
     assert MainActorPool._message_handler[MessageType.cancel] is mended
 
 
-def test_an_xoscar_of_another_build_is_left_alone_and_said_once(
+def test_an_unknown_xoscar_is_left_alone_with_a_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(MainActorPool, "_message_handler", {})

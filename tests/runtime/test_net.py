@@ -1,4 +1,4 @@
-"""What a replica listens on, and what it tells its peers."""
+"""The address that a replica listens on and tells its peers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from xinference_xavier.runtime.net import listen, local_host_towards, own_host
 
 @pytest.fixture
 def two_ports() -> Iterator[tuple[int, int]]:
-    """Two ports in a row of which the first is taken."""
+    """Two consecutive ports, the first of them taken."""
     for low in range(20000, 30000, 2):
         with socket.socket() as taken, socket.socket() as free:
             try:
@@ -28,7 +28,7 @@ def two_ports() -> Iterator[tuple[int, int]]:
             taken.listen()
             yield low, low + 1
             return
-    raise AssertionError("no two free ports in a row")
+    raise AssertionError("no two consecutive ports are free")
 
 
 @pytest.mark.parametrize("own", ["127.0.0.1", "::1"])
@@ -67,12 +67,12 @@ async def test_a_host_that_is_not_ours_is_refused(host: str) -> None:
 @pytest.mark.parametrize(
     ("towards", "own"), [("127.0.0.1:9", "127.0.0.1"), ("[::1]:9", "::1"), ("localhost:9", None)]
 )
-def test_the_own_host_is_the_one_on_the_way(towards: str, own: str | None) -> None:
+def test_the_own_host_is_the_address_of_the_route(towards: str, own: str | None) -> None:
     assert local_host_towards(towards) in ({own} if own else {"127.0.0.1", "::1"})
 
 
 def interfaces() -> list[str]:
-    """An address of each, and how many bits its network has."""
+    """The addresses of all interfaces, each as a network of its own."""
     return [
         f"{address.address}/{'32' if address.family is socket.AF_INET else '128'}"
         for interface in psutil.net_if_addrs().values()
@@ -87,7 +87,7 @@ def test_in_a_network_the_own_host_is_the_address_that_is_in_it() -> None:
         assert own_host(address, "127.0.0.1:9") == address.partition("/")[0]
 
 
-def test_an_address_needs_no_search_and_no_host_means_the_way_to_the_tracker() -> None:
+def test_an_address_is_used_as_it_is_and_no_host_means_the_route_to_the_tracker() -> None:
     assert own_host("gpu-7.lan", "127.0.0.1:9") == "gpu-7.lan"
     assert own_host(None, "127.0.0.1:9") == "127.0.0.1"
 

@@ -1,4 +1,4 @@
-"""What goes wrong with every request is logged once, and how often it did is not lost."""
+"""A condition that repeats is logged once, and its repetitions are counted."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def conditions(clock: Clock) -> RateLimitedLog:
     return RateLimitedLog(logging.getLogger("conditions"), clock)
 
 
-def test_the_first_of_each_is_logged(
+def test_the_first_occurrence_of_each_is_logged(
     conditions: RateLimitedLog, caplog: pytest.LogCaptureFixture
 ) -> None:
     for number in range(100):
@@ -39,7 +39,7 @@ def test_the_first_of_each_is_logged(
     ]
 
 
-def test_one_that_lasts_is_told_again_with_how_often(
+def test_one_that_lasts_is_logged_again_with_its_count(
     conditions: RateLimitedLog, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     for _ in range(5):
@@ -55,7 +55,7 @@ def test_one_that_lasts_is_told_again_with_how_often(
     ]
 
 
-def test_memory_is_bounded_and_the_oldest_are_told_anew(
+def test_memory_is_bounded_and_the_oldest_conditions_are_forgotten(
     conditions: RateLimitedLog, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "MAX_CONDITIONS", 2)

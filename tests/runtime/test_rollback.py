@@ -19,7 +19,9 @@ async def fail_inside(scope: Rollback) -> None:
         raise FirstError
 
 
-async def test_undos_run_in_reverse_and_the_error_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+async def test_undos_run_in_reverse_and_the_error_propagates(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     undone: list[str] = []
 
     async def undo(what: str) -> None:
@@ -44,7 +46,7 @@ async def test_after_a_commit_nothing_is_undone() -> None:
     assert undone == []
 
 
-async def test_leaving_without_commit_undoes_too() -> None:
+async def test_leaving_without_a_commit_undoes_everything() -> None:
     undone: list[str] = []
     async with Rollback() as scope:
         scope.undo(undone.append, "dropped")
@@ -96,7 +98,7 @@ async def test_a_hanging_undo_ends_at_its_own_deadline_even_if_it_resists(
     assert caplog.text.count("undo failed") == 1
 
 
-async def test_cancellation_undoes_and_a_second_one_does_not_stop_it() -> None:
+async def test_a_cancellation_undoes_everything_and_a_second_one_does_not_stop_that() -> None:
     undone: list[str] = []
     working, undoing, proceed = asyncio.Event(), asyncio.Event(), asyncio.Event()
 

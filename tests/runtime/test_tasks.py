@@ -1,4 +1,4 @@
-"""Background tasks run to their end though nobody holds them, and fail without a complaint."""
+"""Background tasks run to their end without a reference, and fail without a warning."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ async def test_a_task_is_not_collected_while_it_waits() -> None:
     await done.wait()
 
 
-async def test_an_error_that_nobody_asks_for_is_not_reported(
+async def test_an_error_that_nobody_retrieves_is_not_reported(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async def fail() -> None:

@@ -1,4 +1,4 @@
-"""What comes from peers is what it should be, or a ValueError says which value is not."""
+"""Values from peers are checked; a ValueError names the wrong one."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from xinference_xavier.runtime.validate import (
         (lambda name, value: check_json_size(name, value, 5), ["abc", {}, None]),
     ],
 )
-def test_what_is_right_passes(check: Callable[[str, Any], None], good: list[Any]) -> None:
+def test_right_values_pass(check: Callable[[str, Any], None], good: list[Any]) -> None:
     for value in good:
         check("it", value)
 
@@ -50,7 +50,7 @@ def test_what_is_right_passes(check: Callable[[str, Any], None], good: list[Any]
         ),
     ],
 )
-def test_what_is_wrong_is_refused_by_name(
+def test_wrong_values_are_refused_by_name(
     check: Callable[[str, Any], None], bad: list[Any]
 ) -> None:
     for value in bad:
@@ -74,7 +74,7 @@ def test_what_is_wrong_is_refused_by_name(
         ),
     ],
 )
-def test_a_declared_value_is_as_declared(kind: Any, good: list[Any], bad: list[Any]) -> None:
+def test_declared_types_are_enforced(kind: Any, good: list[Any], bad: list[Any]) -> None:
     adapter = TypeAdapter(kind)
     for value in good:
         assert adapter.validate_python(value, strict=True) == value
@@ -83,7 +83,7 @@ def test_a_declared_value_is_as_declared(kind: Any, good: list[Any], bad: list[A
             adapter.validate_python(value, strict=True)
 
 
-def test_the_first_of_several_faults_is_told_in_one_line() -> None:
+def test_the_first_of_several_faults_is_one_line() -> None:
     adapter = TypeAdapter(dict[str, tuple[int, Address]])
     with pytest.raises(ValidationError) as caught:
         adapter.validate_python({"a": ("1" * 1000, 2), "b": 3}, strict=True)
@@ -96,7 +96,7 @@ def test_the_first_of_several_faults_is_told_in_one_line() -> None:
     assert first_reason(ValueError("plain")) == "plain"
 
 
-def test_anything_can_be_shown_in_few_words() -> None:
+def test_any_value_can_be_shown_briefly() -> None:
     deep: list[Any] = []
     for _ in range(100_000):
         deep = [deep]

@@ -51,7 +51,7 @@ class Supervisor(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no type
 
 
 class Replica(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no types
-    """One that was reset if its incarnation is "reset"."""
+    """A replica; the one with the incarnation "reset" was reset."""
 
     async def stats(self) -> dict[str, Any]:
         return STATS
@@ -151,7 +151,7 @@ async def test_switching_off_and_on(address: str, tracker: Any) -> None:
             assert (await tracker.status())["enabled"] is wanted
 
 
-async def test_saying_which_weights_there_are(address: str, tracker: Any) -> None:
+async def test_setting_the_weights_version(address: str, tracker: Any) -> None:
     for incarnation in ("reset", "as it was"):
         await xo.create_actor(Replica, address=address, uid=replica_uid(incarnation))
         await join(tracker, address, incarnation, 1)
@@ -202,7 +202,7 @@ async def test_all_models_at_once(address: str, tracker: Any) -> None:
         }
 
 
-async def test_a_model_that_does_not_answer_keeps_no_other_away(address: str) -> None:
+async def test_a_model_that_does_not_answer_does_not_hide_the_others(address: str) -> None:
     async with client_of(address) as client:
         answer = await client.get("/v1/xavier")
     assert answer.json() == {
@@ -285,7 +285,7 @@ async def test_a_supervisor_that_is_gone_is_unavailable(address: str) -> None:
             assert (await client.get(path)).status_code == 503
 
 
-async def test_reading_asking_and_switching_need_their_scopes(address: str) -> None:
+async def test_each_route_requires_its_scope(address: str) -> None:
     demanded: list[list[str]] = []
 
     async def refuse(security_scopes: SecurityScopes) -> None:

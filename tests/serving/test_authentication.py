@@ -1,7 +1,7 @@
-"""With xinference's own authentication on, nothing of ours answers without rights: its own API,
-accounts, tokens and API keys, before a real tracker and real replicas.
+"""With xinference's authentication on, our routes answer only with the right permissions. API,
+accounts, tokens and API keys are xinference's own; tracker and replicas are real.
 
-Pages and scripts are for everybody, as xinference's own are; what they show comes from the API.
+Pages and scripts are public, like xinference's own; their data comes from the API.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ ROUTES = sorted(RIGHTS)
 
 class Guarded(NamedTuple):
     api: GuardedApi
-    users: dict[str, User]  # by the only right that each has
+    users: dict[str, User]  # by the only permission of each
     key: str
-    elsewhere: str  # a key that is for another model
+    elsewhere: str  # a key for another model
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +71,7 @@ def guarded(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gu
 
 
 def ask(guarded: Guarded, route: str, headers: dict[str, str] | None = None) -> httpx.Response:
-    """The answer; of a stream that is good, its beginning."""
+    """The answer; of a stream, only its beginning."""
     method, path = route.replace("{model_uid}", MODEL).split()
     streaming = guarded.api.http.stream(method, path, json=BODIES.get(route), headers=headers)
     with streaming as answer:
@@ -83,12 +83,12 @@ def ask(guarded: Guarded, route: str, headers: dict[str, str] | None = None) -> 
 
 
 def served() -> list[APIRoute]:
-    """All routes of ours."""
+    """All of our routes."""
     app, router = FastAPI(), APIRouter()
     app.state.registry = Registry()
 
     async def get_supervisor_ref() -> object:
-        raise AssertionError("nobody asks")
+        raise AssertionError("nothing calls the supervisor")
 
     XavierExtension().configure_api(
         APIExtensionContext(
@@ -102,7 +102,7 @@ def served() -> list[APIRoute]:
     return [route for route in router.routes if isinstance(route, APIRoute)]
 
 
-def test_no_route_is_left_out_here() -> None:
+def test_these_tests_cover_every_route() -> None:
     open_to_all = {route.path for route in served() if not route.path.startswith("/v1/")}
     assert open_to_all == FOR_EVERYBODY
     data = [route for route in served() if route.path.startswith("/v1/")]
@@ -123,7 +123,7 @@ def test_a_stranger_gets_no_answer(guarded: Guarded, route: str) -> None:
 
 
 @pytest.mark.parametrize("route", ROUTES)
-def test_the_right_right_and_no_other(guarded: Guarded, route: str) -> None:
+def test_only_the_right_permission_opens_a_route(guarded: Guarded, route: str) -> None:
     for right, user in guarded.users.items():
         answer = ask(guarded, route, user.headers)
         assert answer.status_code == (200 if right == RIGHTS[route] else 403), right
@@ -131,14 +131,14 @@ def test_the_right_right_and_no_other(guarded: Guarded, route: str) -> None:
 
 
 @pytest.mark.parametrize("route", ROUTES)
-def test_an_api_key_reads_and_asks_and_changes_nothing(guarded: Guarded, route: str) -> None:
-    """As everywhere in xinference: its keys have two rights."""
+def test_an_api_key_reads_and_asks_but_changes_nothing(guarded: Guarded, route: str) -> None:
+    """xinference's API keys have only these two permissions."""
     answer = ask(guarded, route, bearer(guarded.key))
     assert answer.status_code == (403 if RIGHTS[route] == WRITE else 200)
 
 
-def test_a_key_for_another_model_cannot_find_out_what_this_one_was_asked(guarded: Guarded) -> None:
-    """As it could not ask it."""
+def test_a_key_for_another_model_cannot_explain_prompts_of_this_one(guarded: Guarded) -> None:
+    """Nor could it ask this model anything."""
     headers = bearer(guarded.elsewhere)
     answer = ask(guarded, "POST /v1/xavier/{model_uid}/explain", headers)
     assert answer.status_code == 403
@@ -146,14 +146,14 @@ def test_a_key_for_another_model_cannot_find_out_what_this_one_was_asked(guarded
     assert ask(guarded, "GET /v1/xavier/{model_uid}", headers).status_code == 200
 
 
-def test_who_may_not_is_not_told_whether_there_is_such_a_model(guarded: Guarded) -> None:
+def test_without_permission_nobody_learns_whether_a_model_exists(guarded: Guarded) -> None:
     for path in (MODEL, "other"):
         assert guarded.api.http.get(f"/v1/xavier/{path}").status_code == 401
         writer = guarded.users[WRITE].headers
         assert guarded.api.http.get(f"/v1/xavier/{path}", headers=writer).status_code == 403
 
 
-def test_rights_that_are_taken_away_are_gone_at_once(guarded: Guarded) -> None:
+def test_revoked_permissions_end_at_once(guarded: Guarded) -> None:
     user = guarded.api.user("for-a-while", [LIST])
     route = "GET /v1/xavier"
     assert ask(guarded, route, user.headers).status_code == 200
@@ -162,16 +162,16 @@ def test_rights_that_are_taken_away_are_gone_at_once(guarded: Guarded) -> None:
 
 
 @pytest.mark.parametrize("path", sorted(FOR_EVERYBODY))
-def test_pages_are_for_everybody_as_xinferences_own(guarded: Guarded, path: str) -> None:
-    """They hold nothing: whoever asks gets the same."""
+def test_pages_are_public_like_xinferences_own(guarded: Guarded, path: str) -> None:
+    """They hold no data: everyone gets the same page."""
     for each in ("/login", path):
         assert guarded.api.http.get(each, follow_redirects=True).status_code == 200
     of_admin = guarded.api.http.get(path, headers=guarded.api.admin.headers)
     assert guarded.api.http.get(path).content == of_admin.content
 
 
-def test_what_examples_wait_for_asks_for_no_rights(guarded: Guarded) -> None:
-    """They would wait for ever where xinference asks for a sign-in, as it does by default."""
+def test_the_route_that_examples_wait_for_needs_no_permission(guarded: Guarded) -> None:
+    """Otherwise they would wait for ever where xinference requires a sign-in, its default."""
     waiting = "curl --silent --fail --output /dev/null "
     for example in ("two_hosts.sh", "docker-compose/compose.yaml"):
         (address,) = re.findall(rf"{waiting}(\S+)", (EXAMPLES / example).read_text())
@@ -179,7 +179,7 @@ def test_what_examples_wait_for_asks_for_no_rights(guarded: Guarded) -> None:
         assert guarded.api.http.get(f"/v1/{path}").status_code == 200, address
 
 
-def test_metrics_are_as_open_as_xinferences_own_beside_them(guarded: Guarded) -> None:
+def test_metrics_are_as_open_as_xinferences_own(guarded: Guarded) -> None:
     shown = guarded.api.http.get("/metrics")
     assert shown.status_code == 200
     names = set(re.findall(r"^xinference:\w+", shown.text, re.MULTILINE))
@@ -220,7 +220,7 @@ async def test_the_asynchronous_client(guarded: Guarded) -> None:
 def test_the_command_line(
     guarded: Guarded, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("XINFERENCE_HOME", str(tmp_path))  # nobody logged in from here
+    monkeypatch.setenv("XINFERENCE_HOME", str(tmp_path))  # no login is stored here
     monkeypatch.setenv("XINFERENCE_ENDPOINT", guarded.api.endpoint)
 
     def run(*words: str) -> Result:
@@ -232,13 +232,13 @@ def test_the_command_line(
     assert "log in with `xinference login`" in refused.output
     monkeypatch.setenv("XINFERENCE_API_KEY", guarded.key)
     assert MODEL in run("status").output
-    assert run("doctor").exit_code in (0, 1)  # whatever it thinks of two replicas without workers
+    assert run("doctor").exit_code in (0, 1)  # it could look, whatever it found
     assert run("flush", MODEL).exit_code == 3
     assert run("flush", MODEL, "--api-key", guarded.users[WRITE].token).exit_code == 0
 
 
 @pytest.mark.long
-def test_what_xinferences_login_leaves_is_found(
+def test_the_token_of_xinferences_login_is_found(
     guarded: Guarded, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("XINFERENCE_HOME", str(tmp_path))

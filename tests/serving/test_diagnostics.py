@@ -1,5 +1,5 @@
-"""What the API process gathers for `doctor`: one process that is silent costs its own answer only.
-What `doctor` makes of it is in `tests/client/test_doctor.py`."""
+"""The API process gathers facts for `doctor`; a silent process costs only its own answer.
+`tests/client/test_doctor.py` tests what `doctor` concludes."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ class Broken(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no types
 
 
 class Bare(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no types
-    """Without our extension."""
+    """A process without our extension."""
 
 
 class Supervisor(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no types
-    """Two models share, of which "lost" has no tracker any more."""
+    """Two models share; "lost" has lost its tracker."""
 
     xavier_process_info = supervisor_process_info
 
@@ -78,7 +78,7 @@ async def gathered(address: str, **workers: type[xo.Actor]) -> dict[str, Any]:
     return await cluster_info(TrackerGateway(get_supervisor_ref))
 
 
-async def test_every_process_tells_of_itself(address: str) -> None:
+async def test_every_process_reports_its_facts(address: str) -> None:
     facts = await gathered(address, first=Worker, second=Worker)
     assert set(facts) == {"api", "supervisor", "workers", "models"}
     for told in (facts["api"], facts["supervisor"], *facts["workers"].values()):
@@ -87,7 +87,7 @@ async def test_every_process_tells_of_itself(address: str) -> None:
     assert facts["supervisor"]["address"] == facts["workers"]["first"]["address"] == address
 
 
-async def test_each_worker_that_says_nothing_of_use_is_an_error_of_its_own(
+async def test_each_worker_without_an_answer_is_an_error_of_its_own(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(diagnostics, "_WORKER_DEADLINE", 0.2)
@@ -99,7 +99,7 @@ async def test_each_worker_that_says_nothing_of_use_is_an_error_of_its_own(
     assert "xavier_process_info" in workers["bare"]["error"]
 
 
-async def test_a_model_without_a_tracker_keeps_none_of_the_others_away(address: str) -> None:
+async def test_a_model_without_a_tracker_does_not_hide_the_others(address: str) -> None:
     tracker = await xo.actor_ref(address=address, uid=tracker_uid("m"))
     await tracker.join("ns", Member("gone", "127.0.0.1:1"), KEY_BYTES, Settings())
     models = (await gathered(address))["models"]

@@ -1,4 +1,4 @@
-"""The object that XINFERENCE_EXTENSIONS loads, through xinference's own loader's rules."""
+"""The object that XINFERENCE_EXTENSIONS names meets the rules of xinference's loader."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_it_adds_its_routes_and_pages() -> None:
     router = APIRouter()
 
     async def get_supervisor_ref() -> object:
-        raise AssertionError("nobody asks at start")
+        raise AssertionError("nothing calls the supervisor at start")
 
     XavierExtension().configure_api(
         APIExtensionContext(

@@ -1,4 +1,4 @@
-"""What somebody hears who listens to a model's sharing."""
+"""The stream of a model's sharing, as a listener receives it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from xinference_xavier.tracker.actor import BlockTracker
 
 
 class Supervisor(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no types
-    """One that may be away."""
+    """A supervisor that may be away."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ async def trackers(supervisor: Any, monkeypatch: pytest.MonkeyPatch) -> TrackerG
 
 
 async def heard(messages: AsyncIterator[dict[str, str]], kind: str) -> dict[str, Any]:
-    """What the next message of this kind says."""
+    """The data of the next message of this kind."""
     async for message in messages:
         if message["event"] == kind:
             data: dict[str, Any] = json.loads(message["data"])
@@ -82,7 +82,7 @@ async def join(tracker: Any, incarnation: str, name: str) -> None:
     await tracker.join("ns", Member(incarnation, "127.0.0.1:1"), 36, Settings(), name)
 
 
-async def test_history_then_events_of_late_then_the_status(
+async def test_the_stream_begins_with_history_recent_events_and_the_status(
     trackers: TrackerGateway, tracker: Any
 ) -> None:
     await join(tracker, "a", "m-0")
@@ -91,7 +91,7 @@ async def test_history_then_events_of_late_then_the_status(
     assert kinds == ["history", "event", "status"]
 
 
-async def test_the_status_comes_again_and_again(trackers: TrackerGateway, tracker: Any) -> None:
+async def test_the_status_is_repeated(trackers: TrackerGateway, tracker: Any) -> None:
     messages = live(trackers, "m")
     assert (await heard(messages, "status"))["replicas"] == []
     await join(tracker, "a", "m-0")
@@ -103,7 +103,7 @@ async def test_the_status_comes_again_and_again(trackers: TrackerGateway, tracke
 async def test_events_come_as_they_happen(
     trackers: TrackerGateway, tracker: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not only with the next status."""
+    """They do not wait for the next status."""
     monkeypatch.setattr(module, "STATUS_INTERVAL", 3600.0)
     messages = live(trackers, "m")
     await heard(messages, "status")
@@ -115,7 +115,7 @@ async def test_events_come_as_they_happen(
     assert (event["event"], event["replica"]) == ("ReplicaJoined", "m-0")
 
 
-async def test_only_the_latest_events_at_first(
+async def test_the_stream_begins_with_only_the_latest_events(
     trackers: TrackerGateway, tracker: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "MAX_RECENT", 2)
@@ -125,10 +125,10 @@ async def test_only_the_latest_events_at_first(
     assert [(await heard(messages, "event"))["replica"] for _ in range(2)] == ["m-1", "m-2"]
 
 
-async def test_a_tracker_that_is_away_is_waited_for(
+async def test_the_stream_waits_for_a_tracker_that_is_away(
     trackers: TrackerGateway, supervisor: Any, tracker: Any
 ) -> None:
-    """Said once, and then all begins anew: the next tracker may know less, or more."""
+    """It says so once, and then begins again, because the next tracker may know less or more."""
     messages = live(trackers, "m")
     await heard(messages, "status")
     await supervisor.switch(away=True, knows_it=True)
@@ -137,7 +137,7 @@ async def test_a_tracker_that_is_away_is_waited_for(
     assert (await anext(messages))["event"] == "history"
 
 
-async def test_a_tracker_in_the_place_of_another_tells_its_own_events(
+async def test_the_events_of_a_replaced_tracker_are_its_own(
     trackers: TrackerGateway, address: str, tracker: Any
 ) -> None:
     messages = live(trackers, "m")
@@ -161,7 +161,7 @@ async def test_the_stream_ends_with_the_model(
         await anext(messages)
 
 
-async def test_all_who_listen_share_one_report(
+async def test_all_listeners_share_one_report(
     trackers: TrackerGateway, tracker: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read = trackers.report

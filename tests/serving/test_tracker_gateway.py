@@ -1,4 +1,4 @@
-"""The API process asks each model's tracker once for all who look at the model."""
+"""The API process asks each model's tracker once for all listeners of the model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from xinference_xavier.serving.tracker_gateway import TrackerGateway
 
 
 class Counting(TrackerGateway):
-    """Reports that come when a test lets them, numbered in the order in which they were begun."""
+    """Its reports come when the test lets them, numbered in the order in which they were begun."""
 
     def __init__(self) -> None:
         super().__init__(no_supervisor)
@@ -32,7 +32,7 @@ async def no_supervisor() -> Any:
     raise ConnectionRefusedError
 
 
-async def test_all_who_look_at_a_model_share_one_report() -> None:
+async def test_all_listeners_of_a_model_share_one_report() -> None:
     gateway = Counting()
     looking = [asyncio.ensure_future(gateway.shared_report("m", 3600.0)) for _ in range(3)]
     other = asyncio.ensure_future(gateway.shared_report("n", 3600.0))
@@ -58,7 +58,7 @@ async def test_the_first_to_ask_may_leave_first() -> None:
     assert (await second)["number"] == 1
 
 
-async def test_all_hear_of_a_model_that_does_not_share() -> None:
+async def test_all_listeners_learn_that_a_model_does_not_share() -> None:
     gateway = Counting()
     gateway.may_end.set()
     for _ in range(2):
@@ -67,6 +67,6 @@ async def test_all_hear_of_a_model_that_does_not_share() -> None:
     assert gateway.begun == 1
 
 
-async def test_a_supervisor_that_is_gone_is_an_error_of_the_network() -> None:
+async def test_a_lost_supervisor_is_a_network_error() -> None:
     with pytest.raises(ConnectionRefusedError):
         await Counting().models()

@@ -1,17 +1,17 @@
-"""What a client makes of answers about events and prompts."""
+"""How a client reads answers about events and prompts."""
 
 from __future__ import annotations
 
 from xinference_xavier.stats.answers import Chunk, EventRecord, Explanation, Reuse
 
 
-def test_an_event_keeps_all_fields_of_its_own() -> None:
+def test_an_event_keeps_all_of_its_fields() -> None:
     raw = {"event": "FromTheFuture", "time": 1.5, "model_uid": "m", "wings": 2}
     assert EventRecord.of(raw) == EventRecord("FromTheFuture", 1.5, {"model_uid": "m", "wings": 2})
 
 
-def test_holders_of_a_chunk_are_all_that_have_it_anywhere() -> None:
-    """In a pool today; in another place, perhaps, later."""
+def test_holders_of_a_chunk_are_those_of_every_place() -> None:
+    """Today the pool is the only place; there may be others later."""
     raw = {
         "prompt_tokens": 300,
         "chunk_tokens": 128,

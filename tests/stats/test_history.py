@@ -1,4 +1,4 @@
-"""Sums of what replicas count, sampled over an hour."""
+"""Sums of the replicas' counts, sampled over an hour."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_sample_sums_up_all_replicas() -> None:
     }
 
 
-def test_what_a_replica_says_now_replaces_what_it_said() -> None:
+def test_a_replica_s_report_replaces_its_last_one() -> None:
     history = History()
     for peers in (3, 4):
         history.record("a", stats(peers))
@@ -64,7 +64,7 @@ def test_samples_are_an_interval_apart_and_reach_an_hour_back() -> None:
 
 
 def test_sums_never_fall_however_many_replicas_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor is a replica that comes back counted twice."""
+    """A replica that comes back is not counted twice."""
     monkeypatch.setattr(module, "MAX_REMEMBERED", 3)
     history = History()
     for number in range(10):
@@ -84,8 +84,8 @@ def test_sums_never_fall_however_many_replicas_come_and_go(monkeypatch: pytest.M
         {"seconds_saved": math.inf, "requests": math.nan, "fetches": {"rolled_back": {"a": "b"}}},
     ],
 )
-def test_what_is_no_number_counts_nothing(nonsense: dict[str, Any]) -> None:
-    """Figures come from peers, and must not keep a tracker from telling them."""
+def test_anything_but_a_number_counts_as_zero(nonsense: dict[str, Any]) -> None:
+    """Figures come from peers, and must not break the tracker's report."""
     history = History()
     history.record("a", nonsense)
     history.tick(0.0, 0.0)

@@ -1,4 +1,4 @@
-"""Dataclasses are read from whatever a peer sends, and added up."""
+"""Dataclasses are read from anything that a peer sends, and added up."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Outer:
     raw: dict[str, Any] = field(default_factory=dict, repr=False)
 
 
-def test_what_was_sent_is_read_at_every_depth() -> None:
+def test_values_are_read_at_every_depth() -> None:
     sent = {
         "name": "a",
         "total": 1.5,
@@ -43,25 +43,25 @@ def test_what_was_sent_is_read_at_every_depth() -> None:
     assert read(Outer, sent) == Outer("a", 1.5, 2, False, inner, {"y": part}, [6, 7], sent)
 
 
-def test_what_is_missing_has_its_default_and_what_is_unknown_is_ignored() -> None:
+def test_missing_fields_have_their_defaults_and_unknown_ones_are_ignored() -> None:
     assert read(Outer, {"name": "a", "moon": 1}).inner == Inner()
     assert read(Outer, {"name": "a"}).enabled
 
 
-def test_what_is_required_is_not_made_up() -> None:
+def test_a_missing_required_field_is_an_error() -> None:
     with pytest.raises(KeyError, match="name"):
         read(Outer, {})
 
 
 @pytest.mark.parametrize("number", ["1", None, True, -1, math.nan, math.inf, MAX_NUMBER, [1], {}])
-def test_what_is_no_number_counts_nothing(number: Any) -> None:
+def test_anything_but_a_number_counts_as_zero(number: Any) -> None:
     sent = {"count": number, "by_name": {"x": number}}
     outer = read(Outer, {"name": "a", "inner": sent, "total": number, "numbers": [number, 1]})
     assert (outer.inner, outer.total, outer.numbers) == (Inner(0, {"x": 0}), 0, [0, 1])
 
 
 @pytest.mark.parametrize("nonsense", [1, "a", None, [1], [[]]])
-def test_what_is_no_object_is_an_empty_one(nonsense: Any) -> None:
+def test_anything_but_an_object_counts_as_an_empty_one(nonsense: Any) -> None:
     sent = {"name": "a", "inner": nonsense, "parts": nonsense, "enabled": nonsense}
     outer = read(Outer, sent)
     assert (outer.inner, outer.parts, outer.enabled) == (Inner(), {}, False)

@@ -14,7 +14,7 @@ from xinference_xavier.stats.report import report
 from xinference_xavier.tracker.actor import BlockTracker
 
 RAISES = "json:loads"
-"""As a hook: no event is JSON text."""
+"""As a hook, it raises at every event, because none is JSON text."""
 
 
 @pytest.fixture
@@ -63,8 +63,8 @@ def test_replicas_of_all_namespaces_in_the_order_of_their_names() -> None:
     ]
 
 
-def test_a_peer_neither_breaks_the_sums_nor_the_page() -> None:
-    """What it reports has the schema's shape, whatever it sent."""
+def test_a_peer_breaks_neither_the_sums_nor_the_page() -> None:
+    """Its report has the schema's shape, whatever it sent."""
     broken = entry("m-0", hits="many", fetches=[1], pool=None, requests=-5, colour="red")
     good = entry("m-1", hits={"remote": 3}, requests=2)
     namespaces = {"n": {"replicas": [broken, good]}}
@@ -72,5 +72,5 @@ def test_a_peer_neither_breaks_the_sums_nor_the_page() -> None:
     first = reported["replicas"][0]
     assert first["hits"] == {"prefix_cache": 0, "local_pool": 0, "remote": 0, "computed": 0}
     assert (first["fetches"]["rolled_back"], first["pool"]["rows"]) == ({}, 0)
-    assert first["colour"] == "red", "a newer replica's"
+    assert first["colour"] == "red", "a newer replica's field"
     assert (reported["totals"]["hits"]["remote"], reported["totals"]["requests"]) == (3, 2)

@@ -1,5 +1,5 @@
-"""What replicas report: each fetch and each observation is counted once, and a client reads the
-answers of older and newer servers."""
+"""The figures that replicas report: each fetch and each observation counts once, and a client reads
+the answers of older and newer servers."""
 
 from __future__ import annotations
 
@@ -51,16 +51,16 @@ def test_before_the_first_request_nothing_was_reused() -> None:
     assert Hits(computed=9).ratio == 0.0
 
 
-def test_what_an_older_server_does_not_say_counts_as_nothing() -> None:
+def test_fields_that_an_older_server_lacks_have_their_defaults() -> None:
     (replica,) = status().replicas
-    assert replica.replica == "a", "for want of a name"
+    assert replica.replica == "a", "it has no other name"
     assert read(Counters, {}) == Counters()
     assert (replica.hits, replica.requests, replica.bytes_received) == (Hits(), 0, 0)
     assert (replica.stale, replica.pool.rows, replica.prefill_tokens_per_s) == (False, 0, None)
     assert (replica.received_from, replica.fetching) == ({}, {})
 
 
-def test_what_a_newer_server_says_besides_is_in_raw() -> None:
+def test_fields_that_only_a_newer_server_has_are_in_raw() -> None:
     answer = status(colour="red", hits={"remote": 5, "moon": 7})
     (replica,) = answer.replicas
     assert replica.hits == Hits(remote=5)
@@ -69,13 +69,13 @@ def test_what_a_newer_server_says_besides_is_in_raw() -> None:
 
 
 @pytest.mark.parametrize("name", ["incarnation", "address", "namespace"])
-def test_what_every_server_says_is_not_made_up(name: str) -> None:
+def test_fields_that_every_server_has_are_required(name: str) -> None:
     raw = {key: value for key, value in REPLICA.items() if key != name}
     with pytest.raises(KeyError):
         read(ModelStatus, {"model_uid": "m", "enabled": True, "replicas": [raw], "totals": {}})
 
 
-def test_rows_in_use_are_those_that_are_ready_and_those_being_filled() -> None:
+def test_rows_in_use_are_those_that_are_ready_or_being_filled() -> None:
     pool = {"rows": 9, "ready": 4, "filling": 2, "pinned": 1, "quarantined": 3, "row_bytes": 64}
     (replica,) = status(pool=pool).replicas
     assert (replica.pool.rows, replica.pool.used, replica.pool.pinned) == (9, 6, 1)
@@ -91,14 +91,14 @@ def test_every_field_is_documented(kind: type[Any]) -> None:
 
 
 @pytest.mark.parametrize(("value", "bucket"), [(0, 0), (1, 0), (1.5, 1), (2, 1), (2.1, 2), (99, 2)])
-def test_a_bound_belongs_to_its_own_bucket(value: float, bucket: int) -> None:
+def test_a_bucket_includes_its_bound(value: float, bucket: int) -> None:
     histogram = Histogram.over((1.0, 2.0))
     histogram.observe(value, (1.0, 2.0))
     assert histogram.counts.index(1) == bucket
 
 
 @given(st.lists(st.integers(0, 1000)))
-def test_nothing_is_lost(values: list[int]) -> None:
+def test_every_observation_is_in_one_bucket(values: list[int]) -> None:
     bounds = (10.0, 100.0)
     histogram = Histogram.over(bounds)
     for value in values:
@@ -126,7 +126,7 @@ def told(*ended: tuple[str | None, float, int]) -> dict[str, Any]:
     return as_told
 
 
-def test_time_by_outcome() -> None:
+def test_seconds_by_outcome() -> None:
     seconds = told((None, 0.5, 1), (None, 0.25, 1), ("timeout", 5.0, 0))["seconds"]
     assert {outcome: sum(seen["counts"]) for outcome, seen in seconds.items()} == {
         "committed": 2,
@@ -138,7 +138,7 @@ def test_time_by_outcome() -> None:
     }
 
 
-def test_size_of_what_came_whether_all_of_it_did_or_not() -> None:
+def test_sizes_of_whole_and_partial_fetches() -> None:
     size = told((None, 1.0, 100), ("link", 1.0, 50), ("link", 1.0, 0))["bytes"]
     assert (sum(size["counts"]), size["sum"]) == (2, 150)
 
@@ -151,8 +151,8 @@ _BEFORE = r"GrantRefusedError\(|PullResult\(0, |_finish\(fetch, |reason(?:: [^=]
 REASON = re.compile(rf'(?:{_BEFORE})"([a-z ]+)"')
 
 
-def test_every_reason_is_one_that_metrics_know() -> None:
-    """Another would be shown as "other"."""
+def test_metrics_know_every_reason() -> None:
+    """They would show any other as "other"."""
     given = {
         reason
         for module in (fetcher, receiver, transfer_process, donor)

@@ -1,4 +1,4 @@
-"""Of the replicas that want to compute one prefix, the first does; the others learn how far."""
+"""If several replicas want to compute a prefix, the first one does; the others learn how much."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_replica_that_may_wait_claims_nothing(claims: Claims) -> None:
     assert claims.claim("third", [b"d"], 1.0, 10.0) == 0
 
 
-def test_what_comes_before_a_claimed_chunk_is_computed_as_well(claims: Claims) -> None:
+def test_chunks_before_a_claimed_one_count_as_claimed(claims: Claims) -> None:
     """The first chunks were published a moment ago, and the second replica does not know yet."""
     claims.release("first", ONE[:2])
     assert claims.claim("second", ONE, 1.0, 10.0) == 3

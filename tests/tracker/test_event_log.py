@@ -81,7 +81,7 @@ def test_malformed_events_are_refused(wrong: object, message: str) -> None:
         check_event(wrong)
 
 
-async def test_a_replica_with_bad_events_is_a_member_all_the_same() -> None:
+async def test_a_replica_with_malformed_events_stays_a_member() -> None:
     tracker = BlockTracker("m")
     await tracker.join(NS, Member("a", "host:1"), 36, Settings(), "m-0")
     bad: Any = (event(time="now"), event(7))

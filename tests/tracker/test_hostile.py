@@ -1,5 +1,5 @@
-"""Malformed messages do not pass between a tracker and its replicas, and excess is refused and
-counted; the others do not notice."""
+"""A tracker and its replicas refuse each other's malformed messages; a tracker refuses and counts
+excess. Other replicas do not notice."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ async def test_names_are_checked_in_every_call(tracker: Any, name: Any) -> None:
 
 
 @pytest.mark.parametrize("address", ["nowhere", "h:", "h:x", "h:99999", "unixsocket:///1"])
-async def test_only_an_address_is_handed_on_to_others(tracker: Any, address: str) -> None:
+async def test_only_an_address_is_passed_on_to_others(tracker: Any, address: str) -> None:
     with pytest.raises(ValueError, match="address"):
         await tracker.join(NS, Member("a", address), 4, Settings())
     assert (await tracker.status())["namespaces"] == {}
@@ -136,10 +136,10 @@ async def test_a_publication_is_bounded(tracker: Any, monkeypatch: pytest.Monkey
     assert await tracker.replace(NS, "a", 1, KEY + OTHER) is Outcome.APPLIED
 
 
-async def test_what_exceeds_a_limit_is_refused_and_counted(
+async def test_calls_beyond_a_limit_are_refused_and_counted(
     tracker: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Watches, members, startup errors; the earlier ones stay."""
+    """Limits apply to watches, members and startup errors; earlier ones stay."""
     monkeypatch.setattr(watchers_module, "MAX_WATCHES", 1)
     monkeypatch.setattr(namespaces_module, "MAX_MEMBERS", 2)
     monkeypatch.setattr(membership_module, "MAX_STARTUP_ERRORS", 2)
@@ -155,13 +155,13 @@ async def test_what_exceeds_a_limit_is_refused_and_counted(
         await tracker.join(NS, Member("c", "h:1"), 4, Settings())
     for replica in ("one", "two", "three"):
         await tracker.report_startup_error(replica, "cause")
-    await tracker.report_startup_error("one", "what follows from it")
+    await tracker.report_startup_error("one", "a consequence")
     assert (await tracker.status())["refused"] == 3
     assert await tracker.pop_startup_error("one") == "cause"
     assert await tracker.pop_startup_error("three") is None
     await tracker.publish(NS, "b", 1, KEY, b"")
     assert (await waiting).changes == (Change("b", 1, KEY, b"", False),)
-    assert (await tracker.status())["watches"] == 0, "given back"
+    assert (await tracker.status())["watches"] == 0, "its place is free again"
 
 
 async def test_a_replica_of_another_version_is_refused(tracker: Any) -> None:
@@ -170,7 +170,7 @@ async def test_a_replica_of_another_version_is_refused(tracker: Any) -> None:
     assert (await tracker.status())["namespaces"] == {}
 
 
-async def test_noise_on_its_port_keeps_nobody_away(tracker: Any) -> None:
+async def test_noise_on_its_port_does_not_disturb_replicas(tracker: Any) -> None:
     """Headers without a body, random bytes, nothing at all; all connections stay open."""
     host, _, port = tracker.address.rpartition(":")
     noise = [b"", b"GET / HTTP/1.1\r\n\r\n", b"\x01" + b"\xff" * 10, bytes(range(256)) * 40]

@@ -21,7 +21,7 @@ def test_a_replica_joins_once_however_often_it_renews_or_moves() -> None:
     assert membership.joined("m-0", FIRST) is None
 
 
-def test_one_that_was_lost_and_comes_back_has_recovered() -> None:
+def test_a_lost_replica_that_comes_back_has_recovered() -> None:
     membership = Membership("m")
     membership.joined("m-0", FIRST)
     lost = membership.lost(FIRST.incarnation)
@@ -31,7 +31,7 @@ def test_one_that_was_lost_and_comes_back_has_recovered() -> None:
     assert membership.joined("m-0", FIRST) is None
 
 
-def test_as_another_incarnation_too() -> None:
+def test_it_has_recovered_even_as_another_incarnation() -> None:
     membership = Membership("m")
     membership.joined("m-0", FIRST)
     membership.lost(FIRST.incarnation)

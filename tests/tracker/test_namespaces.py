@@ -49,7 +49,7 @@ async def test_a_namespace_lives_as_long_as_its_last_member(namespaces: Namespac
     assert not namespaces.items()
 
 
-async def test_a_moving_replica_belongs_to_the_model_until_it_joins_or_a_lease_is_over(
+async def test_a_moving_replica_belongs_to_the_model_until_it_joins_or_its_lease_ends(
     namespaces: Namespaces,
 ) -> None:
     join(namespaces, "old", A, B, C)

@@ -1,4 +1,4 @@
-"""A change after a quiet time is sent at once, changes soon after it together."""
+"""A change after a quiet time is sent at once, and changes soon after it are batched."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ async def test_after_a_quiet_time_a_change_is_sent_at_once(monkeypatch: pytest.M
     assert not batcher.pending
 
 
-async def test_changes_soon_after_it_wait_for_more(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_changes_soon_after_it_are_batched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watchers_module, "SPACING_PER_WATCHER", 3600.0)
     batcher = WatcherBatcher()
     batcher.notify_now()

@@ -11,7 +11,7 @@ from tests.transfer.sides import KINDS, NOBODY, Kind, Side, Sides
 
 @pytest.fixture(params=KINDS)
 def kind(request: pytest.FixtureRequest) -> Kind:
-    """Each of them must keep every promise below."""
+    """Every test must pass with each of them."""
     return KINDS[request.param]
 
 

@@ -1,8 +1,7 @@
-"""A donor's transport that does what it must not do, on the wire: what a broken or hostile peer can
-do to whoever fetches from it.
+"""A donor's transport that misbehaves on the wire, as a broken or hostile peer can.
 
-A replica is given it as `transport="tests.transfer.faulty_links:WrongDonor"`; what it does wrong
-next is written in the file that `SCRIPT` names, and only once.
+A replica gets it as `transport="tests.transfer.faulty_links:WrongDonor"`. The file that `SCRIPT`
+names contains its next fault, which it commits once.
 """
 
 import os
@@ -20,29 +19,29 @@ from xinference_xavier.transfer.transports.base import Acceptance, Check, Link
 from xinference_xavier.transfer.transports.gloo import GlooLink, GlooTransport
 
 SCRIPT = "XAVIER_TEST_WRONG_DONOR"
-"""The environment variable that names the file with the donor's next wrong."""
+"""The environment variable with the path of the file that names the donor's next fault."""
 LATE = 0.5
-"""Seconds after the deadline at which a late donor goes on."""
+"""Seconds after the deadline at which a late donor continues."""
 
 
 class Wrong(StrEnum):
     REFUSED = "refuses the link"
     CUT = "closes the connection half-way"
-    FEWER = "calls it done half-way"
+    FEWER = "claims to be done half-way"
     SHORTER = "sends a row without its end"
-    LONGER = "sends a row with something behind it"
+    LONGER = "sends a row with extra bytes"
     OTHER_ROWS = "sends the rows in another order"
     OTHER_BYTES = "sends a row with one bit changed"
     LATE = "sends the second half after the deadline"
 
 
 def begin(wrong: Wrong) -> None:
-    """The next batch, or link, goes wrong."""
+    """Order this fault for the next batch or link."""
     Path(os.environ[SCRIPT]).write_text(wrong)
 
 
 def is_done(wrong: Wrong) -> bool:
-    """All of it."""
+    """Whether the donor has finished this fault."""
     return Path(os.environ[SCRIPT]).read_text() == f"done: {wrong}"
 
 
@@ -124,7 +123,8 @@ class _WrongLink(Link):
 
 
 def _take() -> Wrong | None:
-    """What is to go wrong now; links are made and rows are sent on different threads, in turn."""
+    """Take the ordered fault, if any. Links are made and rows sent on different threads, but never
+    at once."""
     script = Path(os.environ[SCRIPT])
     text = script.read_text() if script.exists() else ""
     if text not in list(Wrong):

@@ -1,4 +1,4 @@
-"""For tests in which no row moves: a transport that makes no links, and is there in no time."""
+"""A transport for tests in which no row moves: it makes no links and starts at once."""
 
 import gc
 
@@ -11,7 +11,7 @@ class NoTransport(Transport):
     name = "none"
 
     def __init__(self, region: Region, host: str, port_range: tuple[int, int] | None) -> None:
-        """Needs nothing."""
+        """Accept the arguments of a transport."""
 
     def offer(self, secret: bytes, deadline: float) -> Offer:
         raise LinkError("makes no links")
@@ -21,7 +21,7 @@ class NoTransport(Transport):
 
 
 class TellingTransport(NoTransport):
-    """Its name tells whether the garbage collector leaves alone what is there from the start."""
+    """Its name tells whether the garbage collector ignores the objects of the start."""
 
     @property
     def name(self) -> str:  # type: ignore[override]

@@ -1,4 +1,4 @@
-"""Two transfer actors with real links between them, over each transport, sound and faulty."""
+"""Transfer actors with real links between them, over each transport, healthy or faulty."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ NOBODY: frozenset[str] = frozenset()
 
 
 class Kind(NamedTuple):
-    """A transport, and the same with one fault each."""
+    """A transport, and its variants with one fault each."""
 
     plain: type[Transport]
     corrupting: type[Transport]
     lingering: type[Transport]
     stalling: type[Transport]
-    stallable: type[Transport]  # a consumer of it is stalled by a donor of that
+    stallable: type[Transport]  # for the consumer of a `stalling` donor
 
 
 KINDS = {
@@ -57,7 +57,7 @@ KINDS = {
 
 
 class Side:
-    """One replica's transfer actor, and what its engine knows."""
+    """One replica's transfer actor, and the data of its engine."""
 
     def __init__(
         self, name: str, pool: Any, region: Region, actor: Any, key: bytes, host: str | None
@@ -80,7 +80,7 @@ class Side:
         return Region.checksum(self.region, slot, KEYS[slot])
 
     def order(self, donor: Side, slots: Sequence[int], **changes: Any) -> PullOrder:
-        """For the rows in `slots` of `donor` into the same slots here."""
+        """An order for the rows in `slots` of `donor` into the same slots here."""
         order = PullOrder(
             donor=donor.name,
             address=donor.pool.external_address,
@@ -94,7 +94,7 @@ class Side:
         return order._replace(**changes)
 
     async def pull(self, donor: Side, slots: Sequence[int], **changes: Any) -> PullResult:
-        """But for the transport."""
+        """The result of a pull, without its transport."""
         result: PullResult = await self.actor.pull(self.order(donor, slots, **changes))
         return result._replace(transport=None)
 
@@ -112,7 +112,7 @@ class Side:
 
 
 class Sides:
-    """Those that are not told otherwise have the plain transport of `kind`."""
+    """Starts sides; the default transport is the plain one of `kind`."""
 
     def __init__(self, kind: Kind) -> None:
         self.kind = kind

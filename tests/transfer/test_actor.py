@@ -1,4 +1,4 @@
-"""Which links two transfer actors make: by which transport, with whom, and for how long."""
+"""The links that two transfer actors make: by which transport, with whom, and for how long."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from xinference_xavier.transfer.transports.shared_memory import SharedMemoryTran
 
 
 @pytest.mark.parametrize("secrets", [(SECRET, b"other"), (None, SECRET), (SECRET, None)])
-async def test_who_does_not_know_the_secret_moves_nothing(
+async def test_without_the_secret_no_row_moves(
     sides: Sides, secrets: tuple[bytes | None, bytes | None]
 ) -> None:
     consumer = await sides.start("consumer", secret=secrets[0])
@@ -38,12 +38,10 @@ async def test_who_does_not_know_the_secret_moves_nothing(
     assert (await consumer.pull(donor, [0, 1]))[:2] == (0, "link")
     assert np.array_equal(consumer.rows, before)
     assert await consumer.links() == 0
-    await donor.until_links(0)  # its half ends in its own time
+    await donor.until_links(0)  # its half link ends later
 
 
-async def test_only_those_that_are_kept_have_links(
-    sides: Sides, consumer: Side, donor: Side
-) -> None:
+async def test_only_kept_peers_have_links(sides: Sides, consumer: Side, donor: Side) -> None:
     other = await sides.start("other")
     await consumer.pull(donor, [0])
     await other.pull(donor, [0])
@@ -54,8 +52,8 @@ async def test_only_those_that_are_kept_have_links(
 
 
 class Elsewhere(SharedMemoryTransport):
-    """A donor that says it is on our host and is not, as a machine restored from the same snapshot:
-    nobody is found at the socket that it names."""
+    """A donor that wrongly claims to be on our host, like a machine restored from the same
+    snapshot: nothing listens on the socket that it names."""
 
     def accept(self, hello: bytes, secret: bytes, deadline: float) -> Acceptance:  # type: ignore[override]
         acceptance = super().accept(hello, secret, deadline)
@@ -64,7 +62,7 @@ class Elsewhere(SharedMemoryTransport):
 
 
 class Silent(SharedMemoryTransport):
-    """A donor that takes the connection and hands nothing over."""
+    """A donor that accepts the connection and sends no descriptor."""
 
     def accept(self, hello: bytes, secret: bytes, deadline: float) -> Acceptance:  # type: ignore[override]
         acceptance = super().accept(hello, secret, deadline)
@@ -73,7 +71,7 @@ class Silent(SharedMemoryTransport):
 
     def _say_nothing(self, deadline: float) -> NoReturn:
         threading.Event().wait(deadline - time.monotonic())
-        raise LinkError("nothing was said")
+        raise LinkError("nothing was sent")
 
 
 AUTO = (SharedMemoryTransport, GlooTransport)
@@ -93,7 +91,9 @@ class TestAuto:
         assert stats["transports"]["gloo"]["links"] == 0
 
     @pytest.mark.parametrize("says", [None, "another-boot 1 0"])
-    async def test_donors_of_other_hosts_by_gloo(self, sides: Sides, says: str | None) -> None:
+    async def test_donors_of_other_hosts_are_linked_by_gloo(
+        self, sides: Sides, says: str | None
+    ) -> None:
         consumer, donor = [await sides.start(name, *AUTO) for name in ("consumer", "donor")]
         order = consumer.order(donor, [1], host=says)
         assert await consumer.actor.pull(order) == PullResult(1, None, "gloo")
@@ -101,7 +101,7 @@ class TestAuto:
         assert (stats["transport"], stats["fallbacks"]) == ("gloo", 0)
 
     @pytest.mark.parametrize("near", [Elsewhere, Silent])
-    async def test_a_donor_whose_memory_cannot_be_had_by_gloo_at_once_and_from_then_on(
+    async def test_a_donor_whose_memory_cannot_be_mapped_is_linked_by_gloo_at_once_and_later(
         self, sides: Sides, near: type[Transport]
     ) -> None:
         consumer = await sides.start("consumer", *AUTO)
@@ -109,9 +109,7 @@ class TestAuto:
         for slot in range(2):
             order = consumer.order(donor, [slot])
             assert await consumer.actor.pull(order) == PullResult(1, None, "gloo")
-            await donor.actor.close_links_except(
-                NOBODY
-            )  # so that the next fetch makes another link
+            await donor.actor.close_links_except(NOBODY)  # the next fetch opens another link
         stats = await consumer.actor.stats()
         assert (stats["linked_to"], stats["fallbacks"]) == ({"donor": "gloo"}, 1)
         assert np.array_equal(consumer.rows[:2], donor.rows[:2])
@@ -122,14 +120,14 @@ class TestAuto:
         order = consumer.order(donor, [1], timeout=2.0)
         assert await consumer.actor.pull(order) == PullResult(1, None, "gloo")
 
-    async def test_who_does_not_know_the_secret_gets_neither(self, sides: Sides) -> None:
+    async def test_without_the_secret_there_is_neither(self, sides: Sides) -> None:
         consumer = await sides.start("consumer", *AUTO, secret=b"other")
         donor = await sides.start("donor", *AUTO)
         assert await consumer.pull(donor, [1]) == PullResult(0, "link")
         assert (await consumer.actor.stats())["fallbacks"] == 0
         await donor.until_links(0)
 
-    async def test_a_link_is_opened_for_whoever_examines(self, sides: Sides) -> None:
+    async def test_a_probe_opens_a_link(self, sides: Sides) -> None:
         consumer, donor = [await sides.start(name, *AUTO) for name in ("consumer", "donor")]
         endpoint = Endpoint(donor.pool.external_address, donor.host)
         assert await consumer.actor.probe_link("donor", endpoint, PATIENCE) is None
@@ -140,7 +138,7 @@ class TestAuto:
 @pytest.mark.parametrize(
     ("says", "reason"), [(None, "memory not shared"), ("another-boot 1 0", "other machine")]
 )
-async def test_who_demands_shared_memory_is_told_why_there_is_none(
+async def test_a_consumer_that_requires_shared_memory_learns_why_it_is_impossible(
     sides: Sides, says: str | None, reason: str
 ) -> None:
     consumer = await sides.start("consumer", SharedMemoryTransport)
@@ -153,7 +151,7 @@ async def test_who_demands_shared_memory_is_told_why_there_is_none(
 
 
 @pytest.mark.parametrize("kind", ["gloo"], indirect=True)
-async def test_a_transport_that_the_donor_has_not_is_refused(sides: Sides) -> None:
+async def test_a_transport_that_the_donor_lacks_is_refused(sides: Sides) -> None:
     consumer, donor = (
         await sides.start("consumer"),
         await sides.start("donor", SharedMemoryTransport),

@@ -1,5 +1,5 @@
-"""Whatever a donor sends: no row becomes a hit but the right ones, the rows it did not bring are
-free again in time, at most our transfer process dies of it, and others can be fetched from."""
+"""Whatever a donor sends, only right rows become hits, the others are free again in time, at most
+our transfer process dies, and fetches from other donors work."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from tests.transfer.faulty_links import Wrong
 pytestmark = pytest.mark.process
 
 WRONG = "tests.transfer.faulty_links:WrongDonor"
-ROWS = 8  # of each fetch
+ROWS = 8  # per fetch
 HALF = ROWS // 2
-SHORT = 3.0  # seconds, the deadline of a fetch that is to end by it
-GRACE = 2.0  # how much later its end may be noticed
-LONG = 30.0  # the deadline of a fetch that is to end before it
+SHORT = 3.0  # seconds: the deadline of a fetch that should end by it
+GRACE = 2.0  # until its end is noticed
+LONG = 30.0  # the deadline of a fetch that should end earlier
 
 
 class Scene(NamedTuple):
@@ -50,20 +50,22 @@ def scene(
 
 
 def stored(scene: Scene) -> list[bytes]:
-    """Fresh chunks that both donors hold, and the consumer knows it."""
+    """Fresh chunks that both donors hold, as the consumer knows."""
     keys = fresh_keys(ROWS)
     donors = (scene.wrong, scene.right)
     for donor in donors:
         donor.store(keys)
     names = {donor.name for donor in donors}
-    wait_until(lambda: all(names <= set(scene.consumer.holders(k)) for k in keys), "the index says")
+    wait_until(
+        lambda: all(names <= set(scene.consumer.holders(k)) for k in keys), "the consumer knows"
+    )
     return keys
 
 
 def fetch_wrong(scene: Scene, keys: list[bytes], wrong: Wrong, deadline: float) -> Outcome:
     if wrong is Wrong.REFUSED:
         started = scene.wrong.stats()["transfer_restarts"]
-        scene.wrong.send_signal(signal.SIGKILL, "transfer")  # so that a new link has to be made
+        scene.wrong.send_signal(signal.SIGKILL, "transfer")  # the next fetch needs a new link
         wait_until(
             lambda: scene.wrong.stats()["transfer_restarts"] > started and scene.wrong.is_up(),
             "the donor's transfer process is back",
@@ -74,7 +76,7 @@ def fetch_wrong(scene: Scene, keys: list[bytes], wrong: Wrong, deadline: float) 
     if deadline == SHORT:
         assert outcome.seconds < SHORT + GRACE
     else:
-        assert outcome.seconds < LONG, "at once, and not at the deadline"
+        assert outcome.seconds < LONG, "it ended before the deadline"
     return outcome
 
 
@@ -104,7 +106,7 @@ def test_a_donor_that(scene: Scene, wrong: Wrong, reason: str, committed: int) -
     outcome = fetch_wrong(scene, keys, wrong, SHORT if reason == "timeout" else LONG)
     assert (outcome.reason, outcome.committed) == (reason, committed)
     wait_until(lambda: is_free(scene.consumer), "the rows are free again")
-    wait_until(lambda: faulty_links.is_done(wrong), "the donor is through with it")
+    wait_until(lambda: faulty_links.is_done(wrong), "the donor has finished its fault")
     missing = keys[committed:]
     assert not set(missing) & set(scene.consumer.held())
     wait_until(scene.consumer.is_up, "the consumer can fetch")
@@ -116,7 +118,9 @@ def test_a_donor_that(scene: Scene, wrong: Wrong, reason: str, committed: int) -
     assert scene.consumer.process.is_alive()
     wait_until(lambda: is_free(scene.wrong), "its grants have ended")
     again = stored(scene)
-    assert scene.consumer.fetch("wrong", again, LONG).committed == ROWS, "it may mend its ways"
+    assert scene.consumer.fetch("wrong", again, LONG).committed == ROWS, (
+        "a donor that behaves again is used"
+    )
 
 
 def test_what_comes_after_the_rollback_changes_nothing_that_was_reused(scene: Scene) -> None:
@@ -127,5 +131,5 @@ def test_what_comes_after_the_rollback_changes_nothing_that_was_reused(scene: Sc
     others = fresh_keys(scene.consumer.counts().rows)
     assert scene.consumer.store(others) == len(others), "every slot is reused"
     wait_until(lambda: faulty_links.is_done(Wrong.LATE), "the donor has sent the rest")
-    wait_until(lambda: len(scene.consumer.held()) == len(others), "all are summed up")
+    wait_until(lambda: len(scene.consumer.held()) == len(others), "all have their checksums")
     assert scene.consumer.wrong_rows() == []

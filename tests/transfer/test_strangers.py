@@ -1,5 +1,5 @@
-"""Who is not one of the model's replicas gets no row, whatever it says and wherever it knocks; the
-others go on sharing."""
+"""A process that is not one of the model's replicas gets no row, whatever it sends and to whichever
+port; the replicas go on sharing."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def stored(scene: Scene) -> list[bytes]:
     keys = fresh_keys(ROWS)
     scene.donor.store(keys)
     known = scene.consumer.holders
-    wait_until(lambda: all("guarded" in known(key) for key in keys), "the index says")
+    wait_until(lambda: all("guarded" in known(key) for key in keys), "the consumer knows them")
     return keys
 
 
@@ -70,10 +70,10 @@ def assert_they_share(scene: Scene) -> None:
     assert scene.consumer.wrong_rows() == []
 
 
-async def test_a_link_of_who_is_no_member_does_not_stay(
+async def test_a_link_of_a_non_member_is_closed(
     scene: Scene, tracker_process: TrackerProcess
 ) -> None:
-    """It may have been one: who was taken for gone learns it late, and may be killed before."""
+    """It may have been a member: a replica that the tracker dropped learns of it late."""
     tracker = await xoscar.actor_ref(tracker_process.address, tracker_uid(MODEL))
     late = Member("late", f"{HOST}:1")
     secret = (await tracker.join("elsewhere", late, KEY_BYTES, Settings())).secret
@@ -83,7 +83,7 @@ async def test_a_link_of_who_is_no_member_does_not_stay(
     grant = await engine.grant(GrantRequest(PROTOCOL_VERSION, "namespace", "late", keys))
     await engine.release(grant.grant_id)
     transfer = await xoscar.actor_ref(grant.address, TRANSFER_UID)
-    assert_they_share(scene)  # so that there is a link that stays
+    assert_they_share(scene)  # this opens a link that stays
     links = scene.donor.transfer_stats()["links"]
     region = Region.create(ROWS, ROW_BYTES)
     transport = GlooTransport(region, HOST, None)
@@ -93,7 +93,7 @@ async def test_a_link_of_who_is_no_member_does_not_stay(
     )
     link = offer.complete(answer, time.monotonic() + PATIENCE)
     assert scene.donor.transfer_stats()["links"] == links + 1
-    wait_until(lambda: scene.donor.transfer_stats()["links"] == links, "it is closed")
+    wait_until(lambda: scene.donor.transfer_stats()["links"] == links, "the link is closed")
     assert_they_share(scene)
     link.close()
     region.close()
@@ -101,7 +101,7 @@ async def test_a_link_of_who_is_no_member_does_not_stay(
 
 @pytest.mark.parametrize("name", TRANSPORTS)
 async def test_a_client_that_has_another_secret_moves_nothing(scene: Scene, name: str) -> None:
-    """It speaks our protocol and has been granted rows: anybody may ask an engine for them."""
+    """It speaks our protocol and has a grant, which an engine gives to anybody who asks."""
     keys = stored(scene)
     sent = scene.donor.transfer_stats()["bytes_sent"]
     engine = await xoscar.actor_ref(scene.consumer.address("guarded"), replica_uid("guarded"))
@@ -118,8 +118,10 @@ async def test_a_client_that_has_another_secret_moves_nothing(scene: Scene, name
         await transfer.serve(PROTOCOL_VERSION, "link", grant.ticket, ROW_BYTES, PATIENCE)
     assert_they_share(scene)
     total = sent + ROWS * ROW_BYTES
-    wait_until(lambda: scene.donor.transfer_stats()["bytes_sent"] >= total, "the friend's are sent")
-    assert scene.donor.transfer_stats()["bytes_sent"] == total, "and nothing else"
+    wait_until(
+        lambda: scene.donor.transfer_stats()["bytes_sent"] >= total, "the friend got its rows"
+    )
+    assert scene.donor.transfer_stats()["bytes_sent"] == total, "nobody else got any"
     assert not np.any(region.array)
     await engine.release(grant.grant_id)
     offer.withdraw()
@@ -127,9 +129,9 @@ async def test_a_client_that_has_another_secret_moves_nothing(scene: Scene, name
 
 
 async def test_a_ticket_is_of_no_use_on_a_friends_link(scene: Scene) -> None:
-    """A link carries rows that were granted to whom it was made for."""
+    """A link carries only rows that were granted to its own consumer."""
     keys = stored(scene)
-    assert_they_share(scene)  # so that there is a link
+    assert_they_share(scene)  # this opens a link
     engine = await xoscar.actor_ref(scene.consumer.address("guarded"), replica_uid("guarded"))
     grant = await engine.grant(GrantRequest(PROTOCOL_VERSION, "namespace", "stranger", tuple(keys)))
     transfer = await xoscar.actor_ref(grant.address, TRANSFER_UID)
@@ -140,17 +142,17 @@ async def test_a_ticket_is_of_no_use_on_a_friends_link(scene: Scene) -> None:
     assert_they_share(scene)
 
 
-async def test_what_an_engine_is_asked_may_be_nonsense(scene: Scene) -> None:
-    """It is refused and counted, and pins nothing."""
+async def test_malformed_requests_to_an_engine_are_refused(scene: Scene) -> None:
+    """They are counted, and pin nothing."""
     (key,) = fresh_keys(1)
     scene.donor.store([key])
-    wait_until(lambda: "guarded" in scene.consumer.holders(key), "the index says")
+    wait_until(lambda: "guarded" in scene.consumer.holders(key), "the consumer knows it")
     engine = await xoscar.actor_ref(scene.consumer.address("guarded"), replica_uid("guarded"))
     good = GrantRequest(PROTOCOL_VERSION, "namespace", "stranger", (key,))
     refused = scene.donor.stats()["grants"]["refused"]
     nonsense = [
         None,
-        good._replace(keys=(key, [])),  # the second cannot even be looked up
+        good._replace(keys=(key, [])),  # the second one is not hashable
         good._replace(keys=[key]),
         good._replace(consumer="x" * 10_000),
         good._replace(namespace=None),
@@ -170,11 +172,11 @@ def ports(pid: int) -> list[int]:
 
 
 def noises() -> Iterator[bytes]:
-    """What xoscar and Gloo might take for the beginning of something, and what they might not."""
+    """Bytes that xoscar and Gloo might take for the beginning of a message, and others."""
     source = random.Random(0)
     yield b""
     yield b"GET / HTTP/1.1\r\n\r\n"
-    yield struct.pack("<BQH", 1, 1 << 50, 0) + b"x"  # a header that would not fit into any memory
+    yield struct.pack("<BQH", 1, 1 << 50, 0) + b"x"  # a header of an impossibly large message
     yield struct.pack("<BQH", 1, 100, 0) + source.randbytes(100)
     yield struct.pack("<Q", 0)
     for size in (1, 7, 8, 9, 100, 10_000):
@@ -182,12 +184,12 @@ def noises() -> Iterator[bytes]:
 
 
 def test_noise_on_any_port_disturbs_nobody(scene: Scene) -> None:
-    """Connections that say nothing, or nonsense, or that never end; half of them stay open."""
+    """Connections send nothing, nonsense or unfinished messages; half of them stay open."""
     donor = scene.donor
     assert donor.process.pid is not None
     pids = [donor.process.pid, donor.stats()["transfer_pid"]]
     knocked = [port for pid in pids for port in ports(pid)]
-    assert len(knocked) == 3, "xoscar's of both processes and Gloo's"
+    assert len(knocked) == 3, "xoscar's ports of both processes, and Gloo's"
     restarts = donor.stats()["transfer_restarts"]
     memory = [psutil.Process(pid).memory_info().rss for pid in pids]
     with ExitStack() as stack:
@@ -208,8 +210,8 @@ def test_noise_on_any_port_disturbs_nobody(scene: Scene) -> None:
     assert_they_share(scene)
 
 
-def test_more_connections_than_there_can_be_cost_at_most_the_transfer_process(scene: Scene) -> None:
-    """Gloo does not survive it; another process takes its place, and the engine does not notice."""
+def test_too_many_connections_cost_at_most_the_transfer_process(scene: Scene) -> None:
+    """Gloo does not survive it; another process takes over, and the engine does not notice."""
     donor = scene.donor
     before = donor.stats()
     child = psutil.Process(before["transfer_pid"])
@@ -222,14 +224,14 @@ def test_more_connections_than_there_can_be_cost_at_most_the_transfer_process(sc
             try:
                 port = knocked[number % len(knocked)]
                 knocking = socket.create_connection((HOST, port), PATIENCE)
-            except OSError:  # it is gone
+            except OSError:  # the process has ended
                 break
             stack.enter_context(knocking).sendall(os.urandom(8))
         wait_until(
             lambda: donor.stats()["transfer_restarts"] == before["transfer_restarts"] + 1,
-            "another one is started",
+            "another process has started",
         )
-        wait_until(donor.is_up, "it is ready")
+        wait_until(donor.is_up, "the new process is ready")
     assert donor.process.pid == engine
     assert donor.process.is_alive()
     assert_they_share(scene)

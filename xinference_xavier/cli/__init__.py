@@ -1,1 +1,2 @@
-"""The command `xinference-xavier`; `commands` has them all. Imports neither torch nor vllm."""
+"""The command `xinference-xavier`, with its subcommands in `commands`. Imports neither torch nor
+vllm."""

@@ -187,7 +187,7 @@ def demo(arguments: tuple[str, ...]) -> None:
 
 @main.command()
 @click.argument("parts", nargs=-1, metavar="[PART]...")
-@click.option("--quick", is_flag=True, help="Measure little, to see whether it works.")
+@click.option("--quick", is_flag=True, help="Measure briefly, to see whether it works.")
 def bench(parts: tuple[str, ...], quick: bool) -> None:
     """Measure what sharing costs on this machine. Needs a clone of the project.
 
@@ -198,7 +198,7 @@ def bench(parts: tuple[str, ...], quick: bool) -> None:
 
 
 def _in_a_clone(file: str, module: str, arguments: tuple[str, ...]) -> None:
-    """Run a program of the project that is not installed, and exit with its status."""
+    """Run a program that only the project's repository has, and exit with its status."""
     root = Path(__file__).parents[2]
     if not (root / file).is_file():
         raise click.UsageError(f"{file} is part of the project's repository: run it in a clone")

@@ -50,8 +50,8 @@ async def serve(
 ) -> None:
     """Serve the model's tracker until `until` is set.
 
-    `listening` is called once with the address, `on_event` with each event as `event_dict` has it.
-    Raises ConfigError if it cannot listen at `address`.
+    `listening` is called once with the address, `on_event` with each event in the form of
+    `event_dict`. Raises ConfigError if it cannot listen at `address`.
     """
     host, port = _endpoint(address)
     try:

@@ -23,7 +23,7 @@ from xinference_xavier.stats.schema import ModelStatus
 _TIMEOUT = 30.0
 _LONG_TIMEOUT = 90.0
 _SILENCE = 60.0
-"""Seconds after which a silent stream is given up; it sends a message every second."""
+"""Seconds without a message after which a stream is abandoned; it sends one every second."""
 
 Messages = Sequence[Mapping[str, Any]]
 _T = TypeVar("_T")
@@ -109,7 +109,7 @@ class XavierClient:
 def _awaited(
     method: Callable[Concatenate[XavierClient, _P], _T],
 ) -> Callable[Concatenate["AsyncXavierClient", _P], Coroutine[Any, Any, _T]]:
-    """`method` returns what `_send` does, which is to be awaited there."""
+    """In `AsyncXavierClient`, `method` returns a coroutine, because `_send` does."""
     return method  # type: ignore[return-value]
 
 

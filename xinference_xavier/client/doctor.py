@@ -12,7 +12,7 @@ from xinference_xavier.stats.schema import HookStats, ModelStatus, ReplicaStatus
 
 _EXTENSION = "XINFERENCE_EXTENSIONS=xinference_xavier:extension"
 _COMMON = ("xinference-xavier", "xinference", "xoscar")
-"""Packages of which every process must have the same version."""
+"""Packages that must have the same version in every process."""
 _ENGINES = ("vllm", "torch")
 _BYTE_CODE = "PYTHONDONTWRITEBYTECODE"
 _FEW_ROWS = 64
@@ -109,7 +109,7 @@ def _extensions(cluster: Info) -> Iterator[Finding]:
     if not workers and "error" not in cluster["supervisor"]:
         yield Finding(
             "workers",
-            "none is registered; the supervisor refuses workers with other extensions than its own",
+            "none is registered; the supervisor refuses workers whose extensions are not its own",
             f"start one with {_EXTENSION} xinference-worker …, and look at its log",
         )
 
@@ -270,14 +270,14 @@ def _comparison(replica: _Replica, names: Mapping[str, str]) -> Iterator[Finding
     if found.failed_audits:
         yield Finding(
             replica.where,
-            f"computed other rows than it had fetched or loaded, {found.failed_audits} times",
+            f"computed different rows from those fetched or loaded, {found.failed_audits} times",
             "restart it and the peer that its event AuditFailed names; check the memory of both",
         )
     elif found.differing:
         yield Finding(
             replica.where,
-            f"computes other rows than {peer} of the same text: {amount}",
-            "give both the same weights, processors and vLLM; until then each shares with its like",
+            f"computes different rows from {peer} for the same text: {amount}",
+            "give both the same weights, processors and vLLM; until then they do not share",
         )
 
 

@@ -1,4 +1,4 @@
-"""What tells the rows of two LoRA adapters apart: a digest of their files.
+"""Digests of LoRA adapters' files, which tell their rows apart.
 
 vLLM's chunk keys name an adapter, and since 0.31 its path, but not its content. An adapter that is
 replaced on one host, or differs between hosts, would share rows under the same keys.
@@ -32,7 +32,7 @@ class Adapter:
         self.version = version
         self.content: bytes | None = None  # its digest
         self.changed = False
-        """On disk, after vLLM may have loaded it: nothing tells which one it computes with."""
+        """Its files changed after vLLM may have loaded them, so its content is unknown."""
 
     @property
     def digest(self) -> bytes | None:

@@ -1,7 +1,7 @@
 """How long a chunk is, and whether vLLM stores all of it.
 
-vLLM keeps only the latest blocks of a group with a sliding window and gives the others away. A
-chunk must be stored while it has all its blocks.
+vLLM keeps only the latest blocks of a group with a sliding window and frees the others. A chunk
+must be stored while it has all its blocks.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ def chunk_tokens_for(
 def window_tokens(group: KVCacheGroupSpec) -> int | None:
     """How many tokens back vLLM keeps a group's blocks; None: all.
 
-    A chunk must be stored before any of its blocks may be given away. A drafter's chunks are stored
-    one chunk late, so two must fit.
+    A chunk must be stored before any of its blocks may be freed. A drafter's chunks are stored one
+    chunk late, so two must fit.
     """
     spec = group.kv_cache_spec
     if isinstance(spec, SlidingWindowSpec):

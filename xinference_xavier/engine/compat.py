@@ -62,8 +62,8 @@ def known_keys(context: ReqContext) -> list[bytes]:
 
 
 def key_positions(context: ReqContext) -> Iterable[tuple[bytes, int | None]]:
-    """Each known key with the tokens up to its end; None up to 0.30, which has no other keys than
-    those of whole chunks."""
+    """Each known key with the tokens up to its end; None up to 0.30, which has keys only for whole
+    chunks."""
     positions: dict[bytes, int] | None = getattr(context, "_offload_key_positions", None)
     return ((key, None) for key in known_keys(context)) if positions is None else positions.items()
 
@@ -118,7 +118,7 @@ def calculates_scales(cache: CacheConfig) -> bool:
 
 
 def keeps_cache_in_host_memory(kv_cache: KVCacheConfig) -> bool:
-    """Whether vLLM itself does, which 0.30 and later can."""
+    """Whether vLLM itself keeps the KV cache in host memory, as 0.30 and later can."""
     return getattr(kv_cache, "hisparse_host_num_blocks", None) is not None
 
 

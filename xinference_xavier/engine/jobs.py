@@ -33,7 +33,7 @@ class Jobs:
         return [self._stores[job] for job in jobs if job not in self._void]
 
     def void_store(self, req_id: str, keys: Iterable[bytes]) -> None:
-        """What these rows get is not their chunks."""
+        """These rows do not get their chunks' bytes."""
         self._void.update((req_id, key) for key in keys)
 
     def end_store(self, req_id: str, keys: Iterable[bytes], success: bool) -> list[Row]:

@@ -133,9 +133,9 @@ class XavierManager(OffloadingManager):
         lora_request: LoRARequest | None = None,
         salt: str | None = None,
     ) -> None:
-        """vLLM, which has `prefix_tokens` of the request in its own cache, looks up the rest.
+        """vLLM has `prefix_tokens` of the request in its own cache and looks up the rest.
 
-        The request's fetches belong to the trace that `trace_headers` name.
+        The request's fetches belong to the trace that `trace_headers` names.
         """
         request = self._requests[req_id]
         request.looked_up(prefix_tokens)
@@ -164,10 +164,10 @@ class XavierManager(OffloadingManager):
     def count_prompt(
         self, req_id: str, prompt: int, loaded: int, tokens: Sequence[int] | None = None
     ) -> None:
-        """The request was scheduled, with a prompt of so many tokens and so many loaded.
+        """The request was scheduled; of its `prompt` tokens, `loaded` are loaded.
 
-        Its `tokens` are known if nothing else has an influence on its rows, such as images. After
-        an asynchronous load vLLM says so again; that does not count.
+        `tokens` are the prompt's, if its rows depend on nothing else, such as images. After an
+        asynchronous load vLLM schedules the request again, which does not count.
         """
         request = self._requests[req_id]
         if request.counted:
@@ -186,7 +186,7 @@ class XavierManager(OffloadingManager):
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         self._finished_requests += _of(req_context).probe is None
-        # vLLM's own prefix cache does not report its hits, and they keep chunks in use as well.
+        # vLLM does not report hits in its own prefix cache, which are uses of the chunks, too.
         # In reverse, so that a prefix is evicted from its end.
         request = self._requests.pop(req_context.req_id)
         self._pool.touch(reversed(request.row_keys()))
@@ -197,7 +197,7 @@ class XavierManager(OffloadingManager):
     def step_begins(self, tokens: int, prompt_tokens: int, depth: float) -> None:
         """vLLM scheduled a step: see `Step`."""
         self._steps.begin(Step(self._clock(), tokens, prompt_tokens, depth))
-        # This step may be what hands a job to its worker, so do not hold it back.
+        # This step may hand a job to its worker, so do not delay it.
         if not self._steps.computing and not self._jobs:
             self.tier_lookup.idle_wait.nothing_scheduled(any(self.tier_lookup.fetches.pending()))
 
@@ -270,7 +270,7 @@ class XavierManager(OffloadingManager):
         req_id, probe = req_context.req_id, _of(req_context).probe
         if probe is not None:
             self.view.stored(probe, self._jobs.storing(req_id, keys) if success else [])
-            success = False  # nobody shall find the rows
+            success = False  # no lookup may find the rows
         rows = self._jobs.end_store(req_id, keys, success)
         if rows:
             self._tier.on_stored(rows)

@@ -1,4 +1,4 @@
-"""How vLLM's own metrics learn of the manager's `Hits`."""
+"""Passes the manager's `Hits` on to vLLM's own metrics."""
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import OffloadingCounterMetadata, OffloadingMetricMetadata
@@ -31,7 +31,7 @@ class HitReporter:
         self._reported = Hits()
 
     def delta(self) -> OffloadingConnectorStats | None:
-        """What came since the last call; None for nothing, as after most steps."""
+        """The increase since the last call; None if there is none, as after most steps."""
         if self._hits == self._reported:
             return None
         stats = OffloadingConnectorStats()

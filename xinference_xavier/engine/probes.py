@@ -1,4 +1,4 @@
-"""Prompts that this engine is asked to compute for the sake of a comparison.
+"""Prompts that this engine computes only for a comparison.
 
 The first is the canary, equal in all engines of a model: see `replica.canary`. The others are
 audits: the first chunk of a prompt, whose rows were fetched or loaded, computed again. xinference's
@@ -24,7 +24,7 @@ SALT = "xavier-probe"
 """How the salts of probes begin; no other prompt has their keys."""
 AUDIT_INTERVAL = 60.0
 AUDIT_SHARE = 1000
-"""One token is audited for so many computed ones at most."""
+"""At most one token is audited for this many computed ones."""
 _EXCLUSIVE = 3  # special tokens are at the ends of most vocabularies
 
 
@@ -66,7 +66,7 @@ class Probes:
     # -- called by the background thread ------------------------------------------------------
 
     def next(self) -> Probe | None:
-        """What to compute now. The canary is repeated until it was computed."""
+        """The prompt to compute now, if any. The canary is repeated until it has been computed."""
         if self._canary is not None:
             return self._canary
         candidate, now = self._candidate, self._clock()

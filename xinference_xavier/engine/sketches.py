@@ -1,8 +1,8 @@
 """Samples of the rows of one chunk, by which two engines notice that they compute differently.
 
 Two engines with equal namespaces compare a chunk that both have computed. The samples are numbers
-at fixed places of the pages, so another layout of equal size shows as well as other weights do.
-Processors and batches round differently; `TOLERANCE` passes that.
+at fixed places of the pages, so they reveal another layout of equal size as well as other weights.
+Processors and batches round differently; `TOLERANCE` allows for that.
 
 The first worker describes its pages in the region's note (`describe_pages`); the scheduler's side
 samples rows (`Sketcher`).
@@ -56,7 +56,7 @@ def describe_pages(
     for (number, group), refs in zip(groups.items(), pages.group_data_refs, strict=True):
         names = [name for name in group.layer_names if name in layers]
         dtypes = {tensor.dtype for name in names for tensor in tensors_of(layers[name])}
-        if len(dtypes) != 1:  # states of several types in one page: nobody says where each begins
+        if len(dtypes) != 1:  # states of several types in one page: nothing says where each begins
             continue
         dtype = dtypes.pop()
         if dtype is torch.uint8:
@@ -114,7 +114,7 @@ class Sketcher:
             self._pool.unpin(rows)
 
     def sample(self, rows: Iterable[Row]) -> Sketch:
-        """`rows` may not change meanwhile."""
+        """`rows` must not change meanwhile."""
         return {
             name: (part.dtype, self._read(row.slot, part, places))
             for row in rows

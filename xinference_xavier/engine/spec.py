@@ -81,7 +81,7 @@ class XavierSpec(OffloadingSpec):
 
     def _count_rows(self) -> int:
         pool_bytes = self._xavier.pool_bytes
-        assert pool_bytes is not None, "whoever launches a replica sets its pool's size"
+        assert pool_bytes is not None, "the launcher of a replica sets its pool's size"
         rows = pool_bytes // self._row_bytes
         if rows < MIN_ROWS:
             raise ConfigError(

@@ -1,9 +1,9 @@
-"""Reports why an engine did not start to whoever launched it; vLLM itself only logs it.
+"""Reports to the launcher why an engine did not start; vLLM itself only logs it.
 
 vLLM calls `install` in each of its processes (entry point `vllm.general_plugins`). Engines and
-their worker processes log the error that ends their start, and this module listens. Where a model
-is to share, `install` also refuses an untested vLLM before it does anything else. The module loads
-even where nothing is shared, so it imports neither vLLM nor torch.
+their worker processes log the error that ends their start, and this module listens. If the model
+should share, `install` also refuses an untested vLLM before it does anything else. The module is
+loaded even where nothing is shared, so it imports neither vLLM nor torch.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ class EngineView:
         self.probes: Probes | None = None
 
     def can_audit(self, tokens: int) -> bool:
-        """Whether the engine is idle and has computed so many prompt tokens."""
+        """Whether the engine is idle and has computed at least `tokens` prompt tokens."""
         return not self._requests and self._hits.computed >= tokens
 
     @property

@@ -1,4 +1,4 @@
-"""What a replica makes of the probes that its engine has computed."""
+"""What a replica does with the results of probes."""
 
 from collections.abc import Callable
 
@@ -12,8 +12,8 @@ def take_result(
     events: EventReporter,
     flush: Callable[[str | None], int],
 ) -> None:
-    """Compare peers by a canary. After a failed audit, drop everything from where the chunk came,
-    and fetch nothing from there."""
+    """Compare peers by a canary. After a failed audit, drop all rows with the same origin as the
+    chunk, and fetch no more from there."""
     if result.key is not None:
         canary.probed(result.key, result.sketch)
         return

@@ -54,17 +54,17 @@ class Difference(NamedTuple):
 
 
 class Probe(NamedTuple):
-    """A prompt that an engine shall compute, in tokens."""
+    """A prompt for an engine to compute, in tokens."""
 
     tokens: list[int]
     salt: str
 
 
 class ProbeResult(NamedTuple):
-    """The `sketch` of the canary with its `key`, without the group's number.
+    """With a `key` (without the group's number), the `sketch` of the canary.
 
-    Or, without a key, of an audit: the rows came from `donor`, None if from our own engine, and
-    what it computes now has a `difference` from them.
+    Without a key, the result of an audit: `donor` is where the rows came from (None: this engine),
+    and `difference` how they differ from what the engine computes now (None: not at all).
     """
 
     key: bytes | None
@@ -138,7 +138,7 @@ class Canary:
         self._set_trusted(frozenset())
 
     def distrust(self, peer: str, found: Difference) -> None:
-        """What `peer` sent differs from what we compute."""
+        """Stop trusting `peer`, whose rows differ from ours."""
         self._set_trusted(self._trusted - {peer})
         self._differing.add(peer)
         self.stats.differing += 1
@@ -183,7 +183,7 @@ class Canary:
         return self._probes.get(key) or (self._sketch(key) if self._sketch is not None else None)
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Compare with peers until cancelled."""
         while True:
             with suppress(TimeoutError):  # peers may have published something
                 await within(_MAX_PAUSE, self._news.wait())
@@ -225,7 +225,7 @@ class Canary:
         found = difference(own, other)
         if found is None:
             self._set_trusted(self._trusted | {peer})
-            logger.info("peer computes alike: incarnation=%s peer=%s", self._incarnation, peer)
+            logger.info("peer computes equal rows: incarnation=%s peer=%s", self._incarnation, peer)
             return
         self.distrust(peer, found)
         if peer == self._mirror.eldest:

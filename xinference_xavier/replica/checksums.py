@@ -32,7 +32,7 @@ class Checksums:
         self._work.set()
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Compute checksums until cancelled."""
         loop = asyncio.get_running_loop()
         while True:
             await self._work.wait()

@@ -65,7 +65,7 @@ class EventReporter:
 
     def differs(self, peer: str, difference: Difference) -> None:
         logger.error(
-            "peer computes other rows, nothing is shared with it: incarnation=%s peer=%s layer=%s "
+            "peer computes different rows, not sharing with it: incarnation=%s peer=%s layer=%s "
             "difference=%.3g",
             self._incarnation,
             peer,

@@ -52,7 +52,7 @@ class SharedNamespace:
             return True
 
     async def part(self) -> None:
-        """Leave peers that compute otherwise: move to the next of a row of namespaces."""
+        """Leave peers that compute different rows: move to the next namespace of a series."""
         async with self._moving:
             self._parts += 1
             await self._change(f"{self._base}~{self._parts}")

@@ -22,8 +22,8 @@ Call = Callable[..., Coroutine[Any, Any, Any]]
 
 @dataclass
 class Counters:
-    """Of a tracker client. `batches` and `replacements` (snapshots) are publications, `failures`
-    sessions that failed."""
+    """Counts of a tracker client: publications as `batches` or `replacements` (snapshots), and
+    failed sessions."""
 
     batches: int = 0
     replacements: int = 0

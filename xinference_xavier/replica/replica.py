@@ -78,7 +78,7 @@ class Engine(Protocol):
 
     @property
     def comparable(self) -> bool:
-        """Whether it can `sketch`. Without, as in tests, all peers are trusted."""
+        """Whether it can `sketch`. If not, as in tests, all peers are trusted."""
 
     @property
     def stats(self) -> Callable[[], dict[str, Any]]:
@@ -88,10 +88,10 @@ class Engine(Protocol):
         """Samples of a chunk that it computed and still has."""
 
     def next_probe(self) -> Probe | None:
-        """A prompt to compute now for the sake of a comparison."""
+        """A prompt to compute now for a comparison."""
 
     def take_probe_results(self) -> list[ProbeResult]:
-        """Those since the last call."""
+        """The results since the last call."""
 
 
 class Replica:
@@ -246,7 +246,7 @@ class Replica:
             sharing_log.update(self._not_sharing(), len(self.mirror.peers))
 
     def _not_sharing(self) -> NotSharing | None:
-        """Why no peer can be fetched from; None if one can."""
+        """Why the replica cannot fetch from any peer; None if it can."""
         if self._never_sharing:
             return self._never_sharing
         if not self.mirror.enabled:
@@ -332,5 +332,5 @@ class Replica:
         )
 
     async def full_stats(self) -> dict[str, Any]:
-        """The same with what the transfer process knows."""
+        """Like `stats`, with the transfer process's figures."""
         return {**self.stats(), **await self._process.stats()}

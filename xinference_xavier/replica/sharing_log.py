@@ -15,7 +15,7 @@ _EXPLAINED = {
     NotSharing.RESETTING: "the prefix cache is being reset",
     NotSharing.NO_TRANSFER_PROCESS: "the transfer process ended and is being restarted",
     NotSharing.ALONE: "the prefix cache was reset and the weights version is not set",
-    NotSharing.NOT_COMPARED: "no peer has computed the same chunk yet, or all computed other rows",
+    NotSharing.NOT_COMPARED: "no peer has computed the same chunk yet, or none equally",
     NotSharing.NO_PEERS: "no other replica in this namespace",
 }
 

@@ -1,6 +1,6 @@
 """A span for each fetch, where the engine traces with OpenTelemetry.
 
-Without a tracer provider of vLLM's, a span records nothing, and no attributes are made.
+Without a tracer provider from vLLM, a span records nothing and its attributes are not computed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _PREFIX = "xavier."
 
 
 class FetchSpan:
-    """Belongs to the trace that `headers` name, those of the request that began the fetch."""
+    """Belongs to the trace that `headers` names: those of the request that began the fetch."""
 
     def __init__(self, headers: Mapping[str, str] | None) -> None:
         context = _PROPAGATOR.extract(headers) if headers else None

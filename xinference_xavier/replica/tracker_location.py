@@ -10,8 +10,8 @@ _WORKER_UID = "worker"
 
 
 class TrackerLocation:
-    """At first the configured address; later the one that our worker's supervisor names, which
-    creates the tracker anew if necessary."""
+    """First the configured address; later the one that our worker's supervisor names. The
+    supervisor creates a new tracker if necessary."""
 
     def __init__(self, config: XavierConfig) -> None:
         self._config = config

@@ -25,7 +25,7 @@ def join_address(host: str, port: int) -> str:
 
 
 def without_brackets(address: str) -> str:
-    """As xoscar takes it."""
+    """The form that xoscar accepts."""
     return address.replace("[", "").replace("]", "")
 
 

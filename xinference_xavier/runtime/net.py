@@ -16,7 +16,7 @@ from xinference_xavier.runtime.cancels import patch_cancels
 
 def own_host(host: str | None, tracker_address: str) -> str:
     """The address to listen on: `host`, or our own in the network `host`, such as 10.0.0.0/8, or
-    our own on the route to the tracker. Raises TransportError without an address in the network."""
+    our own on the route to the tracker. Raises TransportError if we have none in the network."""
     if host is None:
         return local_host_towards(tracker_address)
     return _address_in(host) if "/" in host else host
@@ -68,8 +68,8 @@ def free_ports(host: str, port_range: tuple[int, int], most: int = 100) -> int:
 
 
 async def listen(host: str, port_range: tuple[int, int] | None) -> xoscar.MainActorPoolType:
-    """An xoscar pool without sub-processes, on a free port of `host` within the range. Raises
-    TransportError if there is none, or `host` is not on this machine."""
+    """Start an xoscar pool without sub-processes, on a free port of `host` within the range. Raises
+    TransportError if the range has no free port, or this machine has no address `host`."""
     patch_cancels()
     ports = range(port_range[0], port_range[1] + 1) if port_range else (0,)
     error: OSError | None = None
@@ -83,7 +83,8 @@ async def listen(host: str, port_range: tuple[int, int] | None) -> xoscar.MainAc
             await asyncio.sleep(0)
     where = f"xavier_port_range={ports[0]}-{ports[-1]}" if port_range else f"xavier_host={host!r}"
     raise TransportError(
-        f"{where} offers no port to listen on ({error}); choose a free one of this host"
+        f"{where} offers no port to listen on ({error}); choose an address and free ports of this "
+        "host"
     )
 
 

@@ -35,7 +35,7 @@ Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 
 
 def first_reason(error: ValueError) -> str:
-    """What is wrong, in one line; of several faults that pydantic found, the first."""
+    """What is wrong, in one line; the first fault if pydantic found several."""
     if not isinstance(error, ValidationError):
         return str(error)
     fault = error.errors(include_url=False)[0]

@@ -1,10 +1,10 @@
-"""Gathers for `doctor` what every process of a cluster knows of itself.
+"""Gathers for `doctor` what every process of a cluster knows about itself.
 
     {"api": info, "supervisor": info, "workers": {address: info},
      "models": {model_uid: {"report": …, "tracker": info, "self_checks": {incarnation: …}}}}
 
 `info` is that of `process_info`, with `address` and `cancel_circles` where there is an actor pool.
-An `error` takes the place of what is missing. Runs on the event loops of API, supervisor and
+An `error` stands in place of a missing part. Runs on the event loops of API, supervisor and
 workers; every call has a deadline.
 """
 
@@ -28,7 +28,7 @@ async def worker_process_info(worker: Any) -> dict[str, Any]:
 
 
 async def supervisor_process_info(supervisor: Any) -> dict[str, Any]:
-    """Becomes SupervisorActor's method `xavier_process_info`; has that of all its `workers`."""
+    """Becomes SupervisorActor's method `xavier_process_info`; includes those of its `workers`."""
     workers = dict(supervisor._worker_address_to_worker)
     answers = await asyncio.gather(*map(_ask_worker, workers.values()))
     return {

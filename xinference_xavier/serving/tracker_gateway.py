@@ -25,7 +25,7 @@ class _Reading(NamedTuple):
 
 
 class TrackerGateway:
-    """`get_supervisor_ref` is xinference's. For one event loop.
+    """Belongs to one event loop. `get_supervisor_ref` is xinference's.
 
     Every method raises NotFoundError for a model that does not share, and one of `UNREACHABLE` if
     the supervisor or the tracker does not answer.

@@ -1,4 +1,4 @@
-"""What the REST interface answers besides stats, typed."""
+"""Typed answers of the REST interface, other than stats."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

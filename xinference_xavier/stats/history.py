@@ -1,6 +1,6 @@
 """A model's sharing over the last hour. Pure: no I/O, no clock of its own.
 
-A sample sums up what all replicas counted since their start, those that left included. Sums never
+A sample sums up what all replicas counted since their start, including those that left. Sums never
 fall while one tracker lives, so the difference of two samples is a rate.
 """
 
@@ -19,7 +19,7 @@ MAX_SAMPLES = 360
 MAX_REMEMBERED = 1000
 """Replicas whose counters are kept apart; older ones are added up."""
 ANY_REASON = "any"
-"""Stands for all reasons of a rollback: peers may make up as many as they like."""
+"""Stands for all reasons of rollbacks, because peers could invent any number of them."""
 
 
 class History:

@@ -1,4 +1,4 @@
-"""Dataclasses from JSON that is not trusted, and their sums. Pure."""
+"""Dataclasses from untrusted JSON, and their sums. Pure."""
 
 import functools
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ _T = TypeVar("_T")
 
 
 def read(kind: type[_T], raw: object) -> _T:
-    """Make a dataclass of the dictionary of its fields.
+    """Make a dataclass from a dictionary of its fields.
 
     A missing value gets the field's default, a malformed one becomes zero or empty. Unknown keys
     are ignored; a field named `raw` gets the whole dictionary. Raises KeyError if a field without

@@ -1,7 +1,7 @@
-"""What is reported of sharing, declared once, with the metric that each field becomes.
+"""The reported figures of sharing, declared once, with the metric that each field becomes.
 
-As JSON, an object is a dictionary of its fields; `stats.reading` reads it back without trust,
-because it comes from peers and perhaps from another version.
+As JSON, an object is a dictionary of its fields. `stats.reading` does not trust it, because it
+comes from peers and perhaps from another version.
 
 Times are in seconds, sizes in bytes, and rows are chunks. Counters begin at zero when a replica is
 started.
@@ -189,12 +189,12 @@ class MirrorStats:
 
 @dataclass
 class ComparisonStats:
-    """Peers whose rows of the same text were equal to the replica's, and peers whose were not. Of
-    the latest of those: its incarnation, the first layer that differed, and by which share."""
+    """Peers that compute the same rows as the replica, and peers that do not. `peer`, `layer` and
+    `amount` (relative) describe the latest difference."""
 
     compared: int = metric("compared_peers", "Peers that compute the same rows as the replica.")
     differing: int = metric(
-        "differing_peers_total", "Peers that computed other rows than the replica of the same text."
+        "differing_peers_total", "Peers whose rows for the same text differed from the replica's."
     )
     audits: int = metric("audits_total", "Chunks computed again and compared.")
     failed_audits: int = metric(
@@ -219,7 +219,7 @@ class HookStats:
 
 @dataclass(kw_only=True)
 class Counters:
-    """What adds up over replicas."""
+    """Counts that can be summed over replicas."""
 
     hits: Hits = field(
         default_factory=Hits,
@@ -239,18 +239,18 @@ class Counters:
 
 @dataclass(kw_only=True)
 class Totals(Counters):
-    """Of all replicas together."""
+    """Sums over all replicas."""
 
     holdings: int = 0
 
 
 @dataclass(kw_only=True)
 class ReplicaStats(Counters):
-    """What a replica reports of itself.
+    """What a replica reports about itself.
 
-    `vllm` is the version it runs, `not_sharing` why it can fetch from nobody. `received_from` are
-    bytes by donor, `fetching` rows by donor. `transport` and `bytes_sent` come from the transfer
-    process and are missing in a heartbeat.
+    `vllm` is the version it runs, `not_sharing` why it cannot fetch from any peer. `received_from`
+    has bytes by donor, `fetching` rows by donor. `transport` and `bytes_sent` come from the
+    transfer process and are missing in a heartbeat.
     """
 
     vllm: str | None = None

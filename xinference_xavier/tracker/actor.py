@@ -44,7 +44,7 @@ from xinference_xavier.tracker.operator_calls import OperatorCalls
 logger = logging.getLogger(__name__)
 
 _MAX_THREADS = 32
-"""Made when needed. A child process that is restarted occupies three of them."""
+"""They start on demand. A child process that is restarted occupies three of them."""
 
 
 class BlockTracker(OperatorCalls):

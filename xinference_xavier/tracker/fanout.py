@@ -91,7 +91,7 @@ async def explain(groups: Iterable[Sequence[Member]], question: dict[str, Any]) 
 
 
 async def _explain(members: Sequence[Member], question: dict[str, Any]) -> dict[str, Any] | str:
-    """The first member's answer, or the reason why there is none."""
+    """The first member's answer, or the reason why no member answered."""
     reason = "no replica has joined yet"
     for member in members:
         try:

@@ -18,9 +18,9 @@ SPACING_PER_WATCHER = 0.0005
 loop (0.25 ms), so that watchers take at most half of it and publishers find it free: 16 watchers
 learn of a change within 8 ms, 64 within 32."""
 MAX_WATCHES = 4 * MAX_MEMBERS
-"""At a time. Each member has one, and for a moment those that it gave up."""
+"""Concurrent watches. Each member has one, and for a moment those that it has abandoned."""
 MAX_WATCH = 60.0
-"""Seconds that a watch waits at most, whatever it asks for."""
+"""A watch waits at most this many seconds, whatever it asks for."""
 
 
 class WatcherBatcher:

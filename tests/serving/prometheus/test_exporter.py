@@ -1,4 +1,4 @@
-"""A scrape of xinference's own endpoint, whatever hangs behind it."""
+"""Scrapes of xinference's own endpoint, even if trackers or the supervisor hang."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from xinference_xavier.tracker.actor import BlockTracker
 SHORT = 0.3
 PLENTY = 2.5
 ODD = 'say "hi"\\\nagain'
-"""A name that would end a label's value, and the line."""
+"""A name with characters that end a label's value or the line."""
 XINFERENCE = """
 import asyncio, json
 import httpx
@@ -55,7 +55,7 @@ class Server:
 
 RESTfulAPI("127.0.0.1:1", "127.0.0.1", 0).serve(server_factory=Server)
 """
-"""xinference's API with what `XINFERENCE_EXTENSIONS` names, but no server and no supervisor."""
+"""xinference's API with the extension of `XINFERENCE_EXTENSIONS`, without server and supervisor."""
 
 
 class Supervisor(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no types
@@ -78,7 +78,7 @@ class Supervisor(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no type
 
 
 class BareSupervisor(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no types
-    """One without our extension."""
+    """A supervisor without our extension."""
 
 
 @pytest.fixture
@@ -102,7 +102,7 @@ def tracker_alone() -> Iterator[TrackerProcess]:
 
 @pytest.fixture
 def remote_tracker(tracker_alone: TrackerProcess) -> Iterator[TrackerProcess]:
-    """Of `MODEL`, in a process that a test may stop."""
+    """The tracker of `MODEL`, in a process that a test may suspend."""
     yield tracker_alone
     send(tracker_alone, signal.SIGCONT)
 
@@ -138,7 +138,7 @@ class Scraper:
         self.last = ""
 
     async def scrape(self, timeout: float | None = None) -> dict[str, list[Any]]:
-        """Samples by name without the prefix; `timeout` is what Prometheus says that it is."""
+        """Samples by name without the prefix. `timeout` is what Prometheus sends in its header."""
         headers = {} if timeout is None else {"X-Prometheus-Scrape-Timeout-Seconds": str(timeout)}
         answer = await self._client.get("/metrics", headers=headers)
         assert answer.status_code == 200
@@ -162,7 +162,7 @@ def value(found: dict[str, list[Any]], name: str, **labels: str) -> float:
     return number
 
 
-async def test_all_families_are_beside_xinferences_own(scraper: Scraper) -> None:
+async def test_all_families_appear_beside_xinferences_own(scraper: Scraper) -> None:
     await scraper.scrape()
     for family in FAMILIES:
         assert f"# HELP {PREFIX}{family.name} {family.help}\n" in scraper.last
@@ -171,7 +171,7 @@ async def test_all_families_are_beside_xinferences_own(scraper: Scraper) -> None
 
 @pytest.mark.long
 @pytest.mark.parametrize("disabled", ["0", "1"])
-def test_xinferences_own_endpoint_shows_them_where_it_shows_any(
+def test_xinferences_own_endpoint_shows_them_unless_it_is_disabled(
     disabled: str, tmp_path: Path
 ) -> None:
     done = subprocess.run(
@@ -189,23 +189,21 @@ def test_xinferences_own_endpoint_shows_them_where_it_shows_any(
     assert done.returncode == 0, done.stderr
     shown = json.loads(done.stdout.splitlines()[-1])
     assert ("# TYPE xinference:model_info gauge\n" in shown) == (disabled == "0")
-    assert (f"\n{PREFIX}up 0\n" in shown) == (disabled == "0"), "nobody is there to ask"
+    assert (f"\n{PREFIX}up 0\n" in shown) == (disabled == "0"), "there is no supervisor"
 
 
-async def test_each_scrape_sees_what_is_so_now(
+async def test_each_scrape_shows_the_current_state(
     scraper: Scraper, supervisor: Any, address: str
 ) -> None:
     assert "enabled" not in await scraper.scrape()
     tracker = await add_model(supervisor, address, "m")
     assert value(await scraper.scrape(), "enabled", model="m") == 1
     await tracker.set_enabled(False)
-    await asyncio.sleep(exporter_module.MAX_AGE)  # those who ask at the same time share an answer
+    await asyncio.sleep(exporter_module.MAX_AGE)  # scrapes at the same time share an answer
     assert value(await scraper.scrape(), "enabled", model="m") == 0
 
 
-async def test_names_are_written_so_that_they_can_be_read(
-    scraper: Scraper, supervisor: Any, address: str
-) -> None:
+async def test_names_are_escaped(scraper: Scraper, supervisor: Any, address: str) -> None:
     tracker = await add_model(supervisor, address, ODD)
     await tracker.join("ns", Member("a", "127.0.0.1:1"), 36, Settings(), ODD)
     found = await scraper.scrape()
@@ -224,7 +222,7 @@ async def test_a_tracker_that_hangs_costs_its_own_figures_only(
     for missed in (1, 2, 3):
         began = time.monotonic()
         found = await scraper.scrape(2 * SHORT)
-        assert time.monotonic() - began >= SHORT, "it was asked"
+        assert time.monotonic() - began >= SHORT, "the tracker was asked"
         assert value(found, "up") == value(found, "tracker_up", model="well") == 1
         assert value(found, "enabled", model="well") == 1
         assert value(found, "tracker_up", model=MODEL) == 0
@@ -252,7 +250,7 @@ async def test_a_supervisor_that_hangs_is_not_up(
     assert exporter.read("scrape_failures_total") == [({}, 1)]
 
 
-async def test_all_answers_together_have_the_scrapes_time(
+async def test_all_answers_share_the_time_of_the_scrape(
     scraper: Scraper, supervisor: Any, address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waits = []
@@ -277,7 +275,7 @@ async def test_a_supervisor_without_our_part_is_not_up(address: str) -> None:
     assert value(await scraper.scrape(), "up") == 0
 
 
-async def test_what_does_not_answer_is_logged_once_and_counted(
+async def test_a_missing_answer_is_logged_once_and_counted(
     address: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     scraper = Scraper(await xo.create_actor(BareSupervisor, address=address, uid="bare"))
@@ -286,7 +284,7 @@ async def test_what_does_not_answer_is_logged_once_and_counted(
     assert len(caplog.records) == 1
 
 
-async def test_a_model_that_ends_while_it_is_asked_for_is_not_missed(
+async def test_a_model_that_ends_during_a_scrape_is_no_failure(
     scraper: Scraper, supervisor: Any
 ) -> None:
     await supervisor.put("m", "gone")
@@ -304,7 +302,7 @@ def test_a_scrape_leaves_prometheus_half_of_its_time(said: str, seconds: float) 
     assert exporter_module._deadline(said) == seconds
 
 
-async def test_an_api_that_is_started_anew_in_its_process_has_its_own_collectors(
+async def test_an_api_that_restarts_in_its_process_replaces_the_collectors(
     supervisor: Any,
 ) -> None:
     async def get_supervisor_ref() -> Any:

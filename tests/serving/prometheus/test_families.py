@@ -20,7 +20,7 @@ ROW_BYTES = 1 << 20
 
 
 def stats(**changes: Any) -> dict[str, Any]:
-    """As a replica reports them."""
+    """A replica's report."""
     return {
         "hits": {"prefix_cache": 1, "local_pool": 2, "remote": 3, "computed": 4},
         "requests": 5,
@@ -139,10 +139,12 @@ def test_fetches_by_transport_outcome_and_reason() -> None:
         ("rolled_back", "link"): 1,
     }
     assert value(found, "received_bytes_total", transport="gloo") == 350
-    assert value(found, "fetch_size_bytes", transport="gloo")["count"] == 3, "one brought nothing"
+    assert value(found, "fetch_size_bytes", transport="gloo")["count"] == 3, (
+        "one fetch brought nothing"
+    )
 
 
-def test_buckets_are_cumulative_and_a_bound_belongs_to_its_own() -> None:
+def test_buckets_are_cumulative_and_include_their_bound() -> None:
     found = scraped([member("m-0", fetched((None, 0.05, 1), (None, 0.051, 1), (None, 99.0, 1)))])
     buckets = value(found, "fetch_duration_seconds", outcome="committed")
     assert (buckets[0.025], buckets[0.05], buckets[0.1], buckets[30.0]) == (0, 1, 2, 2)
@@ -151,7 +153,7 @@ def test_buckets_are_cumulative_and_a_bound_belongs_to_its_own() -> None:
     assert [bound for bound in buckets if isinstance(bound, float)] == [*SECONDS_BOUNDS, math.inf]
 
 
-def test_buckets_that_are_not_ours_are_left_out() -> None:
+def test_a_histogram_with_other_buckets_is_left_out() -> None:
     figures = asdict(FetchStats())
     figures["bytes"]["counts"] = [1, 2]
     found = scraped([member("m-0", stats(fetches={"by_transport": {"gloo": figures}}))])
@@ -166,7 +168,7 @@ def test_why_a_replica_does_not_share(reason: str) -> None:
     assert value(found, "sharing", replica="m-1", reason="") == 1
 
 
-def test_of_the_model() -> None:
+def test_figures_of_the_model() -> None:
     found = scraped([member("m-0", stats()), member("m-1", stats())], [member("m-2", stats())])
     assert value(found, "replicas", model="m") == 3
     assert value(found, "namespaces") == 2
@@ -174,7 +176,7 @@ def test_of_the_model() -> None:
     assert value(scraped([], enabled=False), "enabled") == 0
 
 
-def test_what_a_tracker_had_no_room_for() -> None:
+def test_chunks_and_calls_that_a_tracker_had_no_room_for() -> None:
     found = scraped([], dropped=3, refused=4, hooks={"failed": 5, "dropped": 6})
     assert value(found, "tracker_dropped_chunks_total", model="m") == 3
     assert value(found, "tracker_refused_total", model="m") == 4
@@ -182,7 +184,7 @@ def test_what_a_tracker_had_no_room_for() -> None:
         assert value(found, "tracker_lost_hook_events_total", model="m", reason=reason) == count
 
 
-def test_of_a_tracker_that_does_not_answer_nothing_else_is_said() -> None:
+def test_a_tracker_that_does_not_answer_has_no_other_series() -> None:
     found = samples({"m": None}, up=True, failures=3)
     assert {name: values for name, values in found.items() if values} == {
         "up": [({}, 1)],
@@ -191,21 +193,21 @@ def test_of_a_tracker_that_does_not_answer_nothing_else_is_said() -> None:
     }
 
 
-def test_a_replica_that_has_not_said_anything_has_no_zeros() -> None:
-    """Prometheus would take them for a new start, and all that comes then for growth."""
+def test_a_replica_without_a_report_has_no_zeros() -> None:
+    """Prometheus would take zeros for a restart, and count the next figures as growth."""
     found = scraped([member("m-0", {"stale": True})])
     assert value(found, "replica_up") == 0
     assert found["prompt_tokens_total"] == found["fetches_total"] == found["pool_bytes"] == []
 
 
-def test_what_a_replica_sent_is_known_only_from_its_transfer_process() -> None:
+def test_bytes_sent_are_shown_only_if_the_transfer_process_answered() -> None:
     known = stats(transport="gloo", bytes_sent=6)
     found = scraped([member("m-0", known), member("m-1", stats(stale=True))])
     assert value(found, "sent_bytes_total") == 6
 
 
-def test_a_replica_that_was_started_again_takes_the_place_of_the_one_before() -> None:
-    """Whose lease has not ended yet."""
+def test_a_restarted_replica_replaces_its_earlier_incarnation() -> None:
+    """The lease of the earlier one has not ended yet."""
     before = member("m-0", stats(stale=True, requests=9), incarnation="a")
     now = member("m-0", stats(requests=1), incarnation="b")
     found = scraped([before, now])
@@ -213,7 +215,7 @@ def test_a_replica_that_was_started_again_takes_the_place_of_the_one_before() ->
     assert value(found, "requests_total") == 1
 
 
-def test_of_several_that_do_not_answer_one_is_shown() -> None:
+def test_of_several_silent_incarnations_one_is_shown() -> None:
     gone = [member("m-0", stats(stale=True), incarnation=name) for name in ("a", "b")]
     assert replicas_of(scraped(gone)) == ["m-0"]
 
@@ -229,7 +231,7 @@ def labels_of(found: Samples) -> list[tuple[str, Labels]]:
     return [(name, labels) for name, values in found.items() for labels, _ in values]
 
 
-def test_every_series_has_its_familys_labels_and_is_there_once() -> None:
+def test_every_series_has_the_labels_of_its_family_and_appears_once() -> None:
     figures = fetched((None, 1.0, 1), *((reason, 1.0, 1) for reason in ROLLBACKS))
     found = scraped([member(f"m-{number}", figures) for number in range(3)])
     known = {family.name: set(family.labels) for family in FAMILIES}
@@ -239,7 +241,7 @@ def test_every_series_has_its_familys_labels_and_is_there_once() -> None:
     assert len({(name, *sorted(labels.items())) for name, labels in series}) == len(series)
 
 
-def test_a_peer_cannot_make_up_values_of_labels() -> None:
+def test_a_peer_cannot_invent_values_of_labels() -> None:
     figures = asdict(FetchStats())
     figures["reasons"] = {f"because {number}": 1 for number in range(1000)}
     by_transport = {f"transport {number} {'x' * 1000}": figures for number in range(1000)}
@@ -253,8 +255,8 @@ def test_a_peer_cannot_make_up_values_of_labels() -> None:
     assert max(map(len, transports)) == 64
 
 
-def test_what_a_replica_with_all_there_is_costs() -> None:
-    """Series of one replica: so many for each replica of a cluster."""
+def test_the_most_series_that_a_replica_can_have() -> None:
+    """A cluster has at most so many for each replica."""
     ended = [(None, 1.0, 1), *((reason, 1.0, 1) for reason in ROLLBACKS)]
     figures = FetchStats()
     for reason, seconds, size in ended:
@@ -273,8 +275,8 @@ JSON = st.recursive(
 
 
 @given(st.data())
-def test_whatever_a_replica_says_the_others_are_seen(data: st.DataObject) -> None:
-    """Anything in place of a figure, at any depth."""
+def test_a_malformed_report_does_not_affect_other_replicas(data: st.DataObject) -> None:
+    """Anything may take the place of a figure, at any depth."""
     seed = data.draw(st.integers(0, 1 << 30))
     broken = _broken(fetched((None, 1.0, 1), ("link", 1.0, 0)), data.draw(JSON), seed)
     found = scraped([member("bad", broken), member("good", stats())])

@@ -1,4 +1,4 @@
-"""A browser as people use it: Debian's chromium without a window, driven by selenium."""
+"""A real browser: Debian's chromium without a window, driven by selenium."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.remote.webelement import WebElement
 
 SCREENSHOTS = "XAVIER_SCREENSHOTS"
-"""Environment: the folder for screenshots; `docs/images` makes those of the documentation anew."""
+"""The environment variable with the folder for screenshots; `docs/images` updates those of the
+documentation."""
 ROOT = Path(__file__).parents[3]
 DESKTOP = (1280, 900)
 TALL = (1280, 1830)
@@ -27,7 +28,7 @@ _CHROMIUM = "/usr/bin/chromium"
 _CHROMEDRIVER = "/usr/bin/chromedriver"
 _OPTIONS = (
     "--headless=new",
-    "--no-sandbox",  # as root there is none
+    "--no-sandbox",  # chromium has no sandbox as root
     "--disable-gpu",
     "--disable-dev-shm-usage",
     "--disable-background-networking",
@@ -41,7 +42,7 @@ _OPTIONS = (
 
 
 class Browser:
-    """`with open_browser() as browser:` one window; what is looked for is waited for."""
+    """`with open_browser() as browser:`; one window, whose methods wait for what they look for."""
 
     def __init__(self, driver: Chrome) -> None:
         self.driver = driver
@@ -50,7 +51,7 @@ class Browser:
         self.driver.get(address)
 
     def resize(self, size: tuple[int, int]) -> None:
-        """Of the page itself, narrower than a window may be."""
+        """Set the size of the page, which can be narrower than a window."""
         width, height = size
         self.driver.execute_cdp_cmd(
             "Emulation.setDeviceMetricsOverride",
@@ -63,9 +64,9 @@ class Browser:
             self.run("localStorage.setItem(arguments[0], arguments[1])", name, value)
 
     def forget(self) -> None:
-        """As a browser that was never at the site that is open.
+        """Forget the open site, like a browser that has never been there.
 
-        Not by `localStorage.clear()`: what a page wrote last may arrive in there after that.
+        `localStorage.clear()` is not enough: a page's last write may arrive afterwards.
         """
         origin = self.run("sessionStorage.clear(); return location.origin")
         self.driver.execute_cdp_cmd(
@@ -76,14 +77,14 @@ class Browser:
         return self.driver.execute_script(script, *arguments)
 
     def find(self, selector: str) -> WebElement:
-        """The first element of this CSS selector, or XPath, that can be seen."""
+        """The first visible element of this CSS selector or XPath."""
         by = By.XPATH if selector.startswith(("//", "(")) else By.CSS_SELECTOR
 
         def seen() -> WebElement | None:
             found = self.driver.find_elements(by, selector)
             return next((element for element in found if element.is_displayed()), None)
 
-        return self.wait(seen, f"{selector} is seen")
+        return self.wait(seen, f"{selector} is visible")
 
     def has(self, selector: str) -> bool:
         found = self.driver.find_elements(By.CSS_SELECTOR, selector)
@@ -93,7 +94,7 @@ class Browser:
         return self.find(selector).text
 
     def wait_text(self, selector: str, part: str) -> str:
-        """The element's text, as soon as `part` is in it."""
+        """The element's text, as soon as it contains `part`."""
         last = ""
 
         def there() -> str | None:
@@ -109,7 +110,7 @@ class Browser:
         what: str | Callable[[], str],
         patience: float = PATIENCE,
     ) -> T:
-        """What `look` gives as soon as that is true; pages redraw what it looks at."""
+        """The first true value of `look`, which may fail while the page redraws its elements."""
         deadline = time.monotonic() + patience
         while time.monotonic() < deadline:
             try:

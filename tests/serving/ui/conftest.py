@@ -1,4 +1,4 @@
-"""One browser and one stage for all tests of what people see."""
+"""One browser and one stage for all tests of pages."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def stage(theatre: Stage) -> Stage:
 
 @pytest.fixture
 def browser(window: Browser, stage: Stage) -> Iterator[Browser]:
-    """Never seen this site before; no complaint may be left from another test."""
+    """A browser that has never seen this site, without complaints from another test."""
     window.resize(DESKTOP)
     window.open(f"{stage.address}/favicon.ico")
     window.complaints()

@@ -1,4 +1,4 @@
-"""xinference's launch dialog, handled as a person does."""
+"""xinference's launch dialog, operated like a person."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _SECTION = "[role=dialog] .xavier-share"
 
 
 class LaunchDialog:
-    """Of the first model on the page that is open."""
+    """The dialog of the first model on the open page."""
 
     def __init__(self, browser: Browser) -> None:
         self._browser = browser
 
     def open(self, launch: str) -> None:
-        """`launch` is what the button says in the page's language."""
+        """`launch` is the button's text in the page's language."""
         self._browser.find(f"//main//button[normalize-space()='{launch}']").click()
         self._browser.find(_DIALOG)
 
@@ -51,7 +51,7 @@ class LaunchDialog:
         field.send_keys(text)
 
     def add_parameter(self, key: str, value: str) -> None:
-        """One of the engine's additional parameters."""
+        """Add one of the engine's additional parameters."""
         if not self._browser.has("[role=dialog] [data-slot=collapsible][data-state=open]"):
             self._button("Advanced Configuration").click()
         title = "Additional Parameters"
@@ -69,10 +69,10 @@ class LaunchDialog:
         self._button("Deploy").click()
 
     def keys(self, *keys: str) -> None:
-        """To whatever has the focus."""
+        """Send keys to the focused element."""
         ActionChains(self._browser.driver).send_keys(*keys).perform()
 
-    # Our part of it
+    # Our section
 
     @property
     def has_switch(self) -> bool:

@@ -1,4 +1,4 @@
-"""A report as `GET /v1/xavier/{model_uid}` answers it, with figures that look like life."""
+"""Reports as `GET /v1/xavier/{model_uid}` returns them, with realistic figures."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HITS = {"prefix_cache": 12_000, "local_pool": 8_000, "remote": 20_000, "computed
 def replica(
     number: int, *, received: Mapping[str, int] | None = None, **more: Any
 ) -> dict[str, Any]:
-    """What the tracker knows of replica `number` of model `m`."""
+    """The tracker's entry for replica `number` of model `m`."""
     received = dict(received or {})
     stats = {
         "hits": HITS,
@@ -55,7 +55,7 @@ def incarnation(number: int) -> str:
 def model(
     *replicas: dict[str, Any], uid: str = "m", enabled: bool = True, apart: bool = False
 ) -> dict[str, Any]:
-    """The report of these replicas, in one namespace, or each in one of its own."""
+    """The report of these replicas, in one namespace or each in its own."""
     groups: dict[str, list[dict[str, Any]]] = {}
     for number, known in enumerate(replicas):
         groups.setdefault(f"ns{number if apart else 0}", []).append(known)
@@ -64,7 +64,7 @@ def model(
 
 
 def history(until: float, minutes: int = 55) -> dict[str, Any]:
-    """Samples every 10 s until `until` (seconds since 1970): a load that comes and goes."""
+    """Samples every 10 s until `until` (seconds since 1970), of a load that comes and goes."""
     samples: list[dict[str, Any]] = []
     hits = dict.fromkeys(HITS, 0.0)
     received = committed = rolled_back = 0.0

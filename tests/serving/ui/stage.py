@@ -1,7 +1,7 @@
-"""xinference's own pages and ours, over answers that a test writes: no supervisor, no engine.
+"""xinference's own pages and ours, over answers that a test writes, without supervisor and engine.
 
-`Stage` serves the export that xinference ships, our extension's pages through the extension's
-own interface, and instead of xinference's API the few answers that its launch dialog asks for.
+`Stage` serves the export that xinference ships, our pages through the extension's interface, and
+the few answers of xinference's API that its launch dialog needs.
 """
 
 from __future__ import annotations
@@ -67,9 +67,9 @@ _ANSWERS: dict[str, Any] = {
 
 
 class Stage:
-    """`reports` by model uid is what shares; `happen` and `change` are seen at once.
+    """`reports` has the models that share, by uid; pages see `happen` and `change` at once.
 
-    What pages post is in `posted`, as (path, body).
+    `posted` collects what pages post, as (path, body).
     """
 
     def __init__(self) -> None:
@@ -78,8 +78,8 @@ class Stage:
         self.events: list[dict[str, Any]] = []
         self.posted: list[tuple[str, Any]] = []
         self.launch_history: list[dict[str, Any]] = []
-        self.explanation: dict[str, Any] | str = ""  # or why there is none
-        self.wrong_tokens: list[str] = []  # shown
+        self.explanation: dict[str, Any] | str = ""  # or an error
+        self.wrong_tokens: list[str] = []  # those that pages sent
         self.needs_token = False
         self.may_read = self.may_change = self.serves = True
         self.unavailable = False  # the tracker
@@ -90,16 +90,16 @@ class Stage:
 
     @property
     def address(self) -> str:
-        """Another site for each test: what browsers keep of one may be written late."""
+        """A new site for each test, because a browser may write the storage of the old one late."""
         return f"http://test{self._site}.localhost:{self._port}"
 
     @property
     def plain_address(self) -> str:
-        """For those who are no browser and do not know what every localhost is."""
+        """For clients that cannot resolve subdomains of localhost."""
         return f"http://127.0.0.1:{self._port}"
 
     def reset(self) -> None:
-        """As new, for the next test."""
+        """Restore the initial state, for the next test."""
         self._site += 1
         self.posted.clear()
         self.launch_history.clear()
@@ -118,7 +118,7 @@ class Stage:
         self.change(lambda: self.events.append(event))
 
     def change(self, work: Callable[[], object]) -> None:
-        """Do it where the answers are given, and let all who listen know."""
+        """Run `work` on the server's loop, and notify all listeners."""
 
         def run() -> None:
             work()
@@ -128,12 +128,12 @@ class Stage:
         self._loop.call_soon_threadsafe(run)
 
     def stop(self) -> None:
-        """As a server that was killed: its streams break."""
+        """Stop like a killed server: streams break."""
         self._server.should_exit = self._server.force_exit = True
         self._thread.join()
 
     def restart(self) -> None:
-        """On the same port."""
+        """Start again on the same port."""
         self._start()
 
     def _start(self) -> None:
@@ -185,7 +185,7 @@ class Stage:
             self.launch_history.append({**body, "updated_at": now, "is_owner": True})
         return JSONResponse({"model_uid": body.get("model_uid") or body.get("model_name")})
 
-    # What serving/api.py answers
+    # The answers of serving/api.py
 
     def _add_sharing(self, router: APIRouter) -> None:
         async def get_models(request: Request) -> JSONResponse:
@@ -278,4 +278,4 @@ def _giving(answer: object) -> Callable[[], Any]:
 
 
 async def _no_supervisor() -> Any:
-    raise AssertionError("pages ask nobody")
+    raise AssertionError("pages do not call the supervisor")

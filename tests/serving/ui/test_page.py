@@ -1,4 +1,4 @@
-"""The page `/xavier/` in a real browser: what it says in which state, and that it keeps up."""
+"""The page `/xavier/` in a real browser: its text in each state, and its updates."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def tracker(**stats: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def page(browser: Browser, stage: Stage) -> Iterator[Callable[[], Browser]]:
-    """Opens the page; in the end it must not have complained."""
+    """Opens the page, which must not have logged errors at the end."""
 
     def open_page(model_uid: str = "") -> Browser:
         browser.open(f"{stage.address}/xavier/#{model_uid}")
@@ -47,7 +47,7 @@ def page(browser: Browser, stage: Stage) -> Iterator[Callable[[], Browser]]:
 
 
 def rows(browser: Browser, table: str) -> list[str]:
-    """As a reader sees them."""
+    """The visible rows of a table."""
     return browser.find(f"#{table} tbody").text.splitlines()
 
 
@@ -84,7 +84,7 @@ def test_the_figures_of_a_model(page: Any, stage: Stage) -> None:
     assert "2 replicas, 2 links" in browser.find("#graph").get_attribute("aria-label")
 
 
-def test_bytes_that_move_are_seen_as_they_do(page: Any, stage: Stage) -> None:
+def test_moving_bytes_are_shown(page: Any, stage: Stage) -> None:
     stage.share(two())
     browser = page()
     browser.wait_text("#links", "900 MiB")
@@ -99,7 +99,7 @@ def test_bytes_that_move_are_seen_as_they_do(page: Any, stage: Stage) -> None:
 
     browser.wait(moving, "an arrow moves")
     assert browser.find("#graph .link.live text").text.endswith("iB/s")
-    # Only what moves: nothing goes the other way.
+    # Nothing moves in the other direction.
     assert len(browser.driver.find_elements(By.CSS_SELECTOR, "#graph .link.live")) == 1
 
 
@@ -121,7 +121,7 @@ def test_events_as_they_happen(page: Any, stage: Stage) -> None:
     browser.wait_text("#events", sentence)
     newest = browser.find("#events li").text
     assert sentence in newest
-    # Those who listen instead of looking hear of it, too.
+    # Screen readers announce it, too.
     assert browser.run("return document.getElementById('said').textContent") == sentence
     stage.happen({"event": "SharingSwitched", "time": now, "model_uid": "m", "enabled": False})
     browser.wait_text("#events", "Sharing was switched off")
@@ -166,7 +166,7 @@ def test_several_models(page: Any, stage: Stage) -> None:
     browser.wait_text(".head h2", other)
     browser.wait_text("#links, main", "Nothing has been transferred yet.")
     assert browser.find("nav a[aria-current=page]").text == other
-    # A link to a model can be kept.
+    # A link to a model can be bookmarked.
     page("a%20model%3A%20mine")
     browser.wait_text(".head h2", other)
 
@@ -190,20 +190,20 @@ def test_several_models(page: Any, stage: Stage) -> None:
         (model(replica(0, stale=True), replica(1)), "no answer: data of its last heartbeat"),
     ],
 )
-def test_states_that_need_a_word(
+def test_states_with_an_explanation(
     page: Any, stage: Stage, report: dict[str, Any], sentence: str
 ) -> None:
     stage.share(report)
     page().wait_text("main", sentence)
 
 
-def test_before_anything_shares_it_says_what_to_do(page: Any, stage: Stage) -> None:
+def test_before_any_model_shares_it_says_what_to_do(page: Any, stage: Stage) -> None:
     browser = page()
     browser.wait_text("#empty", "No model shares its cache yet")
     assert "--enable_xavier true" in browser.text("#empty pre")
     link = browser.find("#empty a")
     assert link.get_attribute("href") == f"{stage.address}/launch-model/llm"
-    # As soon as one is launched, it is there.
+    # A launched model appears at once.
     stage.share(two())
     browser.wait_text("#live", "Live")
 
@@ -212,7 +212,7 @@ def test_before_anything_shares_it_says_what_to_do(page: Any, stage: Stage) -> N
 
 
 def test_it_survives_a_restart_of_the_server(page: Any, stage: Stage) -> None:
-    """Figures stay, marked as old, and go on by themselves; no reload by hand."""
+    """Figures stay, marked as old, and continue by themselves without a reload."""
     stage.share(two())
     browser = page()
     browser.wait_text("#live", "Live")
@@ -259,23 +259,23 @@ def test_nothing_is_shown_without_a_sign_in(page: Any, stage: Stage) -> None:
     browser.wait_text("#trouble", "Please sign in")
     assert "m-0" not in browser.text("body")
     assert browser.find("#trouble a").get_attribute("href") == f"{stage.address}/login"
-    # The token that xinference's own pages keep, renewed as they do once it has run out.
+    # It uses the token of xinference's own pages, and renews it as they do.
     browser.run("sessionStorage.token = 'old'; sessionStorage.refresh_token = 'renew'")
     browser.driver.refresh()
     browser.wait_text("#live", "Live")
     assert browser.run("return sessionStorage.token") == TOKEN
 
 
-def test_a_token_that_is_refused_is_shown_once(page: Any, stage: Stage) -> None:
-    """xinference shuts an address out for an hour that shows wrong ones ten times: a page that was
-    left open must not do that to its whole office."""
+def test_a_refused_token_is_sent_once(page: Any, stage: Stage) -> None:
+    """xinference locks an address out for an hour after ten wrong tokens: an open page must not do
+    that to a whole office."""
     stage.share(two())
     stage.needs_token = True
     browser = page()
     browser.run("sessionStorage.token = 'old'; sessionStorage.refresh_token = 'used'")
     browser.driver.refresh()
     browser.wait_text("#trouble", "Please sign in")
-    browser.wait_text("#live", "Next try in 5 s")  # after the third
+    browser.wait_text("#live", "Next try in 5 s")  # after the third try
     assert stage.wrong_tokens == ["old"]
     browser.run("sessionStorage.token = arguments[0]", TOKEN)
     browser.wait_text("#live", "Live")
@@ -304,7 +304,7 @@ def test_the_switch_at_run_time(page: Any, stage: Stage) -> None:
 
 
 def explained(*held: str, tokens: int = 3 * 128 + 50) -> dict[str, Any]:
-    """Three chunks and a bit; `held` is, chunk by chunk, who has it."""
+    """Three chunks and a part; `held` names the replicas that hold each chunk."""
     return {
         "prompt_tokens": tokens,
         "chunk_tokens": 128,
@@ -325,7 +325,7 @@ def explained(*held: str, tokens: int = 3 * 128 + 50) -> dict[str, Any]:
     }
 
 
-def test_where_a_prompt_is_by_keyboard_alone(page: Any, stage: Stage) -> None:
+def test_explaining_a_prompt_by_keyboard(page: Any, stage: Stage) -> None:
     stage.share(two())
     stage.explanation = explained("ab", "a", "")
     browser = page()
@@ -360,7 +360,7 @@ def test_a_plain_prompt(page: Any, stage: Stage) -> None:
     browser.wait_text("#explained", "No replica holds any of its 3 chunks")
 
 
-def test_questions_about_a_prompt_that_have_no_answer(page: Any, stage: Stage) -> None:
+def test_explanations_that_fail(page: Any, stage: Stage) -> None:
     stage.share(two())
     stage.explanation = "no tokenizer here"
     browser = page()
@@ -378,8 +378,8 @@ def test_questions_about_a_prompt_that_have_no_answer(page: Any, stage: Stage) -
     browser.wait_text("#explained", "需要 models:read 权限")
 
 
-def test_what_was_typed_survives_all_that_comes_and_goes(page: Any, stage: Stage) -> None:
-    """Notices above, new figures, a lost connection and another model."""
+def test_typed_text_survives_updates(page: Any, stage: Stage) -> None:
+    """Updates are notices, new figures, a lost connection and another model."""
     stage.share(two())
     stage.share(model(replica(0), replica(1), uid="other"))
     stage.explanation = explained("ab", "a", "")
@@ -401,10 +401,10 @@ def test_what_was_typed_survives_all_that_comes_and_goes(page: Any, stage: Stage
     browser.find("//nav//a[.='other']").click()
     browser.wait_text(".head h2", "other")
     assert browser.find("#explain-text").get_property("value") == "What?"
-    assert not browser.has("#reuse"), "that was of the other model"
+    assert not browser.has("#reuse"), "it was about the other model"
 
 
-def test_flushing_asks_first(page: Any, stage: Stage) -> None:
+def test_flushing_asks_for_confirmation(page: Any, stage: Stage) -> None:
     stage.share(two())
     browser = page()
     browser.find("#flush").click()
@@ -428,7 +428,7 @@ def test_without_the_right_to_change_it_says_so(page: Any, stage: Stage) -> None
 # For everybody
 
 
-def test_light_and_dark_and_chinese_as_xinference_has_them(page: Any, stage: Stage) -> None:
+def test_light_dark_and_chinese_follow_xinference(page: Any, stage: Stage) -> None:
     stage.history = history(time.time())
     stage.share(two())
     browser = page()
@@ -440,7 +440,9 @@ def test_light_and_dark_and_chinese_as_xinference_has_them(page: Any, stage: Sta
     browser.find("#reuse")
     browser.screenshot("page-light")
     browser.find("#theme").click()
-    browser.wait(lambda: browser.run("return localStorage.theme") == "dark", "it is kept")
+    browser.wait(
+        lambda: browser.run("return localStorage.theme") == "dark", "the setting is stored"
+    )
     browser.find("#language").click()
     browser.wait_text("h1", "KV 缓存共享")
     assert browser.run("return document.documentElement.lang") == "zh"
@@ -448,11 +450,11 @@ def test_light_and_dark_and_chinese_as_xinference_has_them(page: Any, stage: Sta
     browser.open(f"{stage.address}/launch-model/llm")
     browser.wait_text("nav", "启动模型")
     assert browser.run("return document.documentElement.classList.contains('dark')")
-    browser.complaints()  # React's, in the dark also without us: the export is light
+    browser.complaints()  # in dark mode, React logs errors even without us: the export is light
 
 
 def test_on_a_phone(page: Any, stage: Stage, browser: Browser) -> None:
-    """Nothing sticks out: wide tables scroll by themselves."""
+    """The page fits; wide tables scroll by themselves."""
     browser.resize(PHONE)
     stage.history = history(time.time())
     stage.share(two())
@@ -473,7 +475,7 @@ def test_on_a_phone(page: Any, stage: Stage, browser: Browser) -> None:
     browser.screenshot("page-phone")
 
 
-def test_by_keyboard_alone(page: Any, stage: Stage) -> None:
+def test_by_keyboard(page: Any, stage: Stage) -> None:
     stage.history = history(time.time())
     stage.share(two())
     browser = page()

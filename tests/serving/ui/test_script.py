@@ -1,4 +1,4 @@
-"""Our script gets into xinference's pages, and into nothing else."""
+"""Our script is inserted into xinference's pages, and into nothing else."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ async def test_a_page_gets_the_script_at_its_end() -> None:
     assert given.headers["cache-control"] == "no-cache"
 
 
-async def test_a_browser_that_knows_the_page_without_the_script_gets_it_anew() -> None:
-    """Else it would go on without the switch until somebody empties its cache."""
+async def test_a_browser_with_the_page_in_its_cache_gets_it_again() -> None:
+    """Otherwise it would lack the switch until somebody empties its cache."""
     app = FastAPI()
     asked: list[Any] = []
 
@@ -84,8 +84,8 @@ async def test_everything_else_passes_untouched(
     assert given.headers["content-length"] == str(len(answer.body))
 
 
-async def test_streams_are_not_held_back() -> None:
-    """An answer that a browser asked for as a page may still be a stream."""
+async def test_streams_are_not_delayed() -> None:
+    """The answer to a request for a page may be a stream."""
     sent: list[Any] = []
     go_on = asyncio.Event()
 
@@ -121,7 +121,7 @@ async def test_streams_are_not_held_back() -> None:
     assert b"".join(message.get("body", b"") for message in sent) == b"firstlast"
 
 
-async def test_xinferences_own_pages_get_it_and_find_it(stage: Stage) -> None:
+async def test_xinferences_own_pages_get_it_and_can_load_it(stage: Stage) -> None:
     async with httpx.AsyncClient(base_url=stage.plain_address) as client:
         for path in ("/", "/launch-model/llm", "/login", "/no/such/page"):
             text = (await client.get(path, headers=HTML)).text

@@ -1,5 +1,5 @@
-"""Where xinference asks for a sign-in: through its own page of that name, then ours, in a browser,
-on xinference's own API, with a real tracker and real replicas."""
+"""A sign-in on xinference's own page, then our page, in a browser: on xinference's own API, with a
+real tracker and real replicas."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def sign_in(browser: Browser, api: GuardedApi, user: User) -> None:
     browser.find("input:not([type=password])").send_keys(user.name)
     browser.find("input[type=password]").send_keys(user.password)
     browser.find("button[type=submit]").click()
-    browser.wait(lambda: browser.run("return sessionStorage.getItem('token')"), "a token is kept")
+    browser.wait(lambda: browser.run("return sessionStorage.getItem('token')"), "a token is stored")
 
 
-def test_the_page_has_the_rights_of_who_signed_in(window: Browser, api: GuardedApi) -> None:
+def test_the_page_has_the_permissions_of_the_account(window: Browser, api: GuardedApi) -> None:
     reader = api.user("reader", ["models:list"])
     window.open(f"{api.endpoint}/xavier/")
     window.forget()
@@ -47,7 +47,7 @@ def test_the_page_has_the_rights_of_who_signed_in(window: Browser, api: GuardedA
     window.wait_text("#explained", "models:read")
 
 
-def test_who_may_everything_asks_and_changes(window: Browser, api: GuardedApi, pair: Pair) -> None:
+def test_an_administrator_asks_and_changes(window: Browser, api: GuardedApi, pair: Pair) -> None:
     (number,) = fresh_numbers(1)
     pair.first.store([make_key(number)])
     window.open(f"{api.endpoint}/xavier/")
@@ -61,11 +61,11 @@ def test_who_may_everything_asks_and_changes(window: Browser, api: GuardedApi, p
     window.find("#enabled").click()
     window.wait_text("#hint", "Sharing is switched off")
     window.find("#enabled").click()
-    window.wait(lambda: not window.has("#hint"), "it is on again")
+    window.wait(lambda: not window.has("#hint"), "sharing is on again")
 
 
 def test_a_session_that_was_ended_elsewhere(window: Browser, api: GuardedApi) -> None:
-    """The page says so, and shows its old token no second time."""
+    """The page says so, and does not send its old token twice."""
     guest = api.user("guest", ["models:list"])
     window.open(f"{api.endpoint}/xavier/")
     window.forget()

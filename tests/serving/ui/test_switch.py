@@ -14,7 +14,7 @@ from tests.serving.ui.stage import Stage
 
 pytestmark = pytest.mark.long
 
-# As in xinference's own dictionary.
+# xinference's name for the language.
 CHINESE = "zh"
 
 
@@ -28,7 +28,7 @@ def open_dialog(browser: Browser, stage: Stage, engine: str | None = "vLLM") -> 
 
 
 def launched(browser: Browser, stage: Stage) -> dict[str, Any]:
-    """What the dialog sent."""
+    """The body that the dialog sent."""
 
     def sent() -> dict[str, Any] | None:
         return next((body for path, body in stage.posted if path == "/v1/models"), None)
@@ -41,7 +41,8 @@ def ours(body: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_it_sends_what_the_command_line_sends(browser: Browser, stage: Stage) -> None:
-    """`--enable_xavier true --xavier_pool_bytes 512MiB --xavier_transport gloo`, and no more."""
+    """It is `--enable_xavier true --xavier_pool_bytes 512MiB --xavier_transport gloo`, and no
+    more."""
     dialog = open_dialog(browser, stage)
     dialog.set_replicas(2)
     assert not dialog.sharing
@@ -82,8 +83,10 @@ def test_options_come_back_with_the_switch(browser: Browser, stage: Stage) -> No
     assert dialog.pool.get_attribute("value") == "1GiB"
 
 
-def test_other_parameters_stay_and_typed_ones_show(browser: Browser, stage: Stage) -> None:
-    """The switch is a view of the additional parameters: what is typed there is seen here."""
+def test_other_parameters_stay_and_typed_ones_move_the_switch(
+    browser: Browser, stage: Stage
+) -> None:
+    """The switch is a view of the additional parameters: it shows what is typed there."""
     dialog = open_dialog(browser, stage)
     dialog.add_parameter("block_size", "128")
     dialog.add_parameter("enable-xavier", "true")
@@ -106,12 +109,12 @@ def test_launch_history_and_autostart_keep_it(browser: Browser, stage: Stage) ->
     def kept(path: str) -> dict[str, Any]:
         return browser.wait(
             lambda: next((body for known, body in stage.posted if known == path), None),
-            f"{path} was told",
+            f"{path} was called",
         )
 
     assert kept("/v1/launch_history")["data"]["enable_xavier"] is True
     assert kept("/v1/autostart/models")["launch"]["enable_xavier"] is True
-    # Another time the dialog begins with what was launched last.
+    # The next time, the dialog begins with the last launch.
     again = open_dialog(browser, stage, engine=None)
     browser.wait(lambda: again.sharing, "the switch is on from the launch history")
 
@@ -129,7 +132,7 @@ def test_it_needs_a_number_of_replicas(
     assert dialog.switch.is_enabled() is (replicas > 0)
 
 
-def test_with_one_replica_it_says_that_nobody_is_there(browser: Browser, stage: Stage) -> None:
+def test_with_one_replica_it_says_that_nothing_is_shared(browser: Browser, stage: Stage) -> None:
     dialog = open_dialog(browser, stage)
     dialog.switch.click()
     assert "shares nothing until" in dialog.note
@@ -143,20 +146,20 @@ def test_other_engines_have_no_switch(browser: Browser, stage: Stage) -> None:
     dialog.choose("Model Engine", "vLLM")
     dialog.switch.click()
     dialog.choose("Model Engine", "Transformers")
-    # It would be refused: say so, and let it be switched off.
-    browser.wait(lambda: "Only the vLLM engine can share" in dialog.note, "it says why not")
+    # The launch would be refused: the note says so, and the switch can be turned off.
+    browser.wait(lambda: "Only the vLLM engine can share" in dialog.note, "the note says why not")
     dialog.switch.click()
-    browser.wait(lambda: not dialog.has_switch, "off, it is gone")
+    browser.wait(lambda: not dialog.has_switch, "once off, the switch is gone")
 
 
-def test_what_excludes_sharing_is_named(browser: Browser, stage: Stage) -> None:
+def test_a_parameter_that_excludes_sharing_is_named(browser: Browser, stage: Stage) -> None:
     dialog = open_dialog(browser, stage)
     dialog.add_parameter("xavier_gpu_cache_bytes", "1")
-    browser.wait(lambda: "xavier_gpu_cache_bytes" in dialog.note, "it is named")
+    browser.wait(lambda: "xavier_gpu_cache_bytes" in dialog.note, "the note names it")
     assert not dialog.switch.is_enabled()
 
 
-def test_a_pool_size_that_is_none_is_marked(browser: Browser, stage: Stage) -> None:
+def test_an_invalid_pool_size_is_marked(browser: Browser, stage: Stage) -> None:
     dialog = open_dialog(browser, stage)
     dialog.switch.click()
     dialog.unfold()
@@ -171,18 +174,18 @@ def test_it_speaks_chinese_where_the_page_does(browser: Browser, stage: Stage) -
     browser.remember(app_locale=CHINESE)
     browser.open(f"{stage.address}/launch-model/llm")
     dialog = LaunchDialog(browser)
-    dialog.open("Launch")  # which xinference itself does not translate
+    dialog.open("Launch")  # xinference does not translate this one
     dialog.choose("模型引擎", "vLLM")
     assert dialog.section.text.startswith("副本之间共享 KV 缓存（Xavier）")
     assert browser.text('nav a[href="/xavier/"]') == "KV 缓存共享"
 
 
-def test_it_survives_that_react_draws_its_dialog_anew(browser: Browser, stage: Stage) -> None:
-    """Taken out, put elsewhere, or shown in another form: it comes back, as the form says."""
+def test_it_survives_react_redrawing_the_dialog(browser: Browser, stage: Stage) -> None:
+    """Removed, or shown in a new form, it comes back in the state of the form."""
     dialog = open_dialog(browser, stage)
     dialog.switch.click()
     browser.run("document.querySelector('.xavier-share').remove()")
-    browser.wait(lambda: dialog.has_switch and dialog.sharing, "it is back")
+    browser.wait(lambda: dialog.has_switch and dialog.sharing, "the switch is back")
     dialog.close()
     dialog.open("Launch")
     dialog.choose("Model Engine", "vLLM")
@@ -203,8 +206,8 @@ def test_by_keyboard(browser: Browser, stage: Stage) -> None:
     assert not [path for path, _ in stage.posted if path == "/v1/models"]
 
 
-def test_a_page_that_is_built_otherwise_goes_on_without_it(browser: Browser, stage: Stage) -> None:
-    """Its form cannot be found: nothing breaks, and our page says how to type the option."""
+def test_an_unknown_page_works_without_it(browser: Browser, stage: Stage) -> None:
+    """If the form cannot be found, nothing breaks, and our page says how to type the option."""
     browser.open(f"{stage.address}/launch-model/llm")
     browser.find('nav a[href="/xavier/"]')
     browser.run(
@@ -236,7 +239,5 @@ def test_the_menu_entry_follows_a_narrow_menu(browser: Browser, stage: Stage) ->
     browser.open(stage.address)
     browser.find('nav a[href="/xavier/"]')
     browser.find("button[aria-label=Collapse]").click()
-    browser.wait(
-        lambda: browser.find('nav a[href="/xavier/"]').text == "", "only its picture is left"
-    )
+    browser.wait(lambda: browser.find('nav a[href="/xavier/"]').text == "", "only its icon is left")
     assert browser.find('nav a[href="/xavier/"]').get_attribute("title") == "KV Cache Sharing"

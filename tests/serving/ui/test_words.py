@@ -1,4 +1,4 @@
-"""The page has a sentence for everything that may happen, in both languages."""
+"""The page has a sentence for every event, in both languages."""
 
 from __future__ import annotations
 

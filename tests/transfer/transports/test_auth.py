@@ -1,4 +1,4 @@
-"""Only a peer that knows the model's secret is believed, and only in its own role."""
+"""Only a peer that knows the model's secret is authentic, and only in its own role."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SECRET = b"s" * 32
 MOST = 100
 
 
-def test_a_proof_holds_for_its_secret_role_and_transcript_alone() -> None:
+def test_a_proof_is_valid_only_for_its_secret_role_and_transcript() -> None:
     proof = prove(SECRET, "donor", b"transcript")
     assert len(proof) == PROOF_BYTES
     verify(SECRET, "donor", b"transcript", proof)
@@ -28,7 +28,7 @@ def test_a_proof_holds_for_its_secret_role_and_transcript_alone() -> None:
             verify(secret, role, transcript, given)
 
 
-def test_a_sealed_message_arrives_as_it_was_or_not_at_all() -> None:
+def test_a_sealed_message_arrives_unchanged_or_is_refused() -> None:
     sealed = seal(SECRET, "hello", b"message")
     assert unseal(SECRET, "hello", sealed, MOST) == b"message"
     for altered in (sealed[:-1], sealed + b"x", b"x" + sealed[1:]):
@@ -37,6 +37,6 @@ def test_a_sealed_message_arrives_as_it_was_or_not_at_all() -> None:
 
 
 @pytest.mark.parametrize("sealed", [None, 7, "x" * 48, b"", b"x" * PROOF_BYTES, b"x" * (MOST + 1)])
-def test_what_is_no_sealed_message_is_refused_before_it_is_hashed(sealed: Any) -> None:
+def test_a_malformed_sealed_message_is_refused_before_it_is_hashed(sealed: Any) -> None:
     with pytest.raises(LinkError, match=f"malformed hello: it is not 33 to {MOST} bytes"):
         unseal(SECRET, "hello", sealed, MOST)

@@ -1,4 +1,4 @@
-"""Links over Gloo: rows go from region to region, and nothing comes late, whatever happens."""
+"""Links over Gloo: rows move from region to region, and never late."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ HOST = "127.0.0.1"
 ROWS, ROW_BYTES = 64, 64 << 10
 SECRET = b"s" * 32
 SENTINEL = 0xA5
-SOON = 0.2  # a deadline that passes
-PATIENCE = 60.0  # a deadline that does not
-PROMPTLY = PATIENCE / 2  # so not only at the deadline
+SOON = 0.2  # seconds: a deadline that passes
+PATIENCE = 60.0  # a deadline that does not pass
+PROMPTLY = PATIENCE / 2  # long before the deadline
 
 
 class Link(NamedTuple):
-    """Both ends of one."""
+    """Both ends of a link."""
 
     consumer: GlooLink
     donor: GlooLink
@@ -63,7 +63,7 @@ def threads() -> Iterator[ThreadPoolExecutor]:
 
 @pytest.fixture
 def link(here: GlooTransport, there: GlooTransport, threads: ThreadPoolExecutor) -> Iterator[Link]:
-    """From `there` to `here`."""
+    """A link from `there` to `here`."""
     link = connect(here, there, threads)
     yield link
     link.consumer.close()
@@ -91,12 +91,12 @@ def receive(link: Link, slots: Sequence[int], deadline: float | None = None) -> 
 
 
 def arriving(link: Link, slots: Sequence[int], deadline: float | None = None) -> Iterator[int]:
-    """Into `slots`; which ones the donor sends is its own affair."""
+    """Receive into `slots`; the donor chooses which rows it sends."""
     return link.consumer.receive(slots, slots, unchecked, deadline or later())
 
 
 def unchecked(slot: int) -> None:
-    """Whatever it is."""
+    """Accept any row."""
 
 
 def test_rows_arrive_byte_for_byte_where_they_belong(
@@ -106,7 +106,7 @@ def test_rows_arrive_byte_for_byte_where_they_belong(
     threads: ThreadPoolExecutor,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Also many more than are in flight at a time, in any order, batch after batch."""
+    """More rows than can be in flight at once, in any order, batch after batch."""
     monkeypatch.setattr(link.consumer, "_in_flight", 4)
     monkeypatch.setattr(link.donor, "_in_flight", 3)
     expected = here.region.array.copy()
@@ -127,7 +127,7 @@ def test_several_rows_are_in_flight(
     threads: ThreadPoolExecutor,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """While the consumer still looks at the first row, others arrive; but only so many."""
+    """While the consumer checks the first row, others arrive, up to a limit."""
     monkeypatch.setattr(link.consumer, "_in_flight", 4)
     slots = list(range(10))
     untouched = here.region.array[4:10].copy()
@@ -143,8 +143,9 @@ def test_several_rows_are_in_flight(
 
 
 class TestThreads:
-    """Gloo has two for each group. An error that passed a link keeps that until the garbage is
-    collected, which in an idle process may take for ever; it must not keep the threads."""
+    """Gloo has two threads per group. An exception that passed through a link keeps the link until
+    the garbage collector runs, which in an idle process may be never. It must not keep the threads.
+    """
 
     @pytest.fixture(autouse=True)
     def no_collector(self) -> Iterator[None]:
@@ -153,12 +154,12 @@ class TestThreads:
         yield
         gc.enable()
 
-    def test_a_failed_link_that_somebody_still_knows_has_none(
+    def test_a_failed_link_that_is_still_referenced_has_none(
         self, here: GlooTransport, there: GlooTransport, threads: ThreadPoolExecutor
     ) -> None:
         before = gloo_threads()
         link = connect(here, there, threads)
-        wait_until(lambda: gloo_threads() == before + 4, "they have their names")
+        wait_until(lambda: gloo_threads() == before + 4, "the threads have their names")
         with pytest.raises(LinkError) as failure:
             receive(link, [1, 2, 3], soon())
         link.consumer.close()
@@ -166,7 +167,7 @@ class TestThreads:
         wait_until(lambda: gloo_threads() == before, "its threads have ended")
         assert failure.value.__traceback__ is not None
 
-    def test_nor_has_one_that_was_never_completed(
+    def test_a_link_that_was_never_completed_has_none(
         self, here: GlooTransport, there: GlooTransport
     ) -> None:
         before = gloo_threads()
@@ -178,7 +179,7 @@ class TestThreads:
         acceptance.withdraw()
         wait_until(lambda: gloo_threads() == before, "its threads have ended")
 
-    def test_nor_has_one_whose_other_side_gave_up(
+    def test_a_link_whose_other_side_gave_up_has_none(
         self, here: GlooTransport, there: GlooTransport
     ) -> None:
         before = gloo_threads()
@@ -201,8 +202,8 @@ def gloo_threads() -> int:
     return count
 
 
-def test_a_stranger_does_not_get_as_far_as_gloo(here: GlooTransport, there: GlooTransport) -> None:
-    """Gloo does not survive every rendezvous that it is handed."""
+def test_a_stranger_does_not_reach_gloo(here: GlooTransport, there: GlooTransport) -> None:
+    """Gloo does not survive every rendezvous."""
     threads_before = threading.active_count()
     offer = here.offer(SECRET, soon())
     with pytest.raises(LinkError, match="does not know this model's secret"):
@@ -212,22 +213,20 @@ def test_a_stranger_does_not_get_as_far_as_gloo(here: GlooTransport, there: Gloo
         offer.complete(own, soon())
     with pytest.raises(LinkError, match="does not know this model's secret"):
         here.accept(here.offer(SECRET, soon()).hello[:-1], SECRET, soon())
-    wait_until(lambda: threading.active_count() <= threads_before, "what was begun has ended")
+    wait_until(lambda: threading.active_count() <= threads_before, "all threads have ended")
 
 
-def test_the_answer_to_one_is_no_answer_to_another_and_no_hello(
-    here: GlooTransport, there: GlooTransport
-) -> None:
+def test_a_hello_is_not_accepted_as_an_answer(here: GlooTransport, there: GlooTransport) -> None:
     offer = here.offer(SECRET, soon())
     with pytest.raises(LinkError, match="does not know this model's secret"):
         offer.complete(offer.hello, soon())
 
 
 @pytest.mark.parametrize("stranger", ["consumer", "donor"])
-def test_a_stranger_who_gets_as_far_as_the_connection_gets_no_link(
+def test_a_stranger_that_connects_gets_no_link(
     here: GlooTransport, there: GlooTransport, threads: ThreadPoolExecutor, stranger: str
 ) -> None:
-    """Without a link no row moves: who knows the secret refuses, and so the other cannot either."""
+    """Without a link no row moves: the side that knows the secret refuses, so neither has one."""
     before = here.region.array.copy()
     offer = here.offer(SECRET, later())
     acceptance = there.accept(offer.hello, SECRET, later())
@@ -248,7 +247,7 @@ def test_a_stranger_who_gets_as_far_as_the_connection_gets_no_link(
 def test_a_recorded_proof_is_worthless_on_another_link(
     here: GlooTransport, there: GlooTransport, threads: ThreadPoolExecutor
 ) -> None:
-    """Proofs cover both parts of the rendezvous, and these are new for each link."""
+    """Proofs cover both parts of the rendezvous, which are new for each link."""
     transcripts = set()
     for _ in range(2):
         offer = here.offer(SECRET, later())
@@ -264,10 +263,10 @@ def test_a_recorded_proof_is_worthless_on_another_link(
     assert len(transcripts) == 2
 
 
-def test_after_the_consumer_closed_nothing_late_arrives(
+def test_nothing_arrives_after_the_consumer_has_closed(
     link: Link, here: GlooTransport, threads: ThreadPoolExecutor
 ) -> None:
-    """The slots may be in other hands by then."""
+    """The slots may have been reused by then."""
     slots = list(range(8))
     receiving = threads.submit(receive, link, slots)
     link.donor.send(slots[:3], later())
@@ -291,9 +290,7 @@ def test_a_donor_that_closes_ends_the_consumers_wait(
     assert np.array_equal(here.region.array[:2], there.region.array[10:12])
 
 
-def test_a_row_that_does_not_come_ends_the_link_at_the_deadline(
-    link: Link, here: GlooTransport
-) -> None:
+def test_a_missing_row_ends_the_link_at_the_deadline(link: Link, here: GlooTransport) -> None:
     with pytest.raises(LinkTimeoutError):
         receive(link, [0, 1], soon())
     here.region.array[:] = SENTINEL
@@ -309,12 +306,12 @@ def test_a_row_that_nobody_takes_ends_the_link_at_the_deadline(link: Link) -> No
         link.donor.send([0, 1], soon())
 
 
-def test_a_deadline_in_the_past_is_a_short_wait(link: Link) -> None:
+def test_a_deadline_in_the_past_ends_the_wait_soon(link: Link) -> None:
     with pytest.raises(LinkError):
         receive(link, [0], time.monotonic() - 10)
 
 
-def test_closing_ends_what_blocks_and_may_be_repeated(
+def test_closing_ends_blocked_calls_and_is_idempotent(
     link: Link, threads: ThreadPoolExecutor
 ) -> None:
     sending = threads.submit(link.donor.send, list(range(ROWS)), later())
@@ -357,10 +354,10 @@ def test_links_in_both_directions_at_the_same_time(
     [b"", b"[]", b"{", b'{"a": 1}', b'{"a": "xyz"}', b"{}" * 40_000, b"[" * 60_000],
     ids=["empty", "list", "half", "number", "no hex", "long", "deep"],
 )
-def test_a_malformed_rendezvous_is_refused_before_anything_is_begun(
+def test_a_malformed_rendezvous_is_refused_before_anything_starts(
     there: GlooTransport, part: bytes
 ) -> None:
-    """Also by who knows the secret: another version may."""
+    """Even a peer that knows the secret may send one, if it runs another version."""
     threads_before = threading.active_count()
     with pytest.raises(LinkError, match="rendezvous"):
         there.accept(seal(SECRET, "rendezvous 0", part), SECRET, later())
@@ -369,14 +366,14 @@ def test_a_malformed_rendezvous_is_refused_before_anything_is_begun(
         there.accept(part, SECRET, later())
 
 
-def test_a_consumer_that_does_not_come_back_is_waited_for_until_the_deadline(
+def test_the_donor_waits_for_the_consumer_until_the_deadline(
     here: GlooTransport, there: GlooTransport
 ) -> None:
     offer = here.offer(SECRET, soon())
     acceptance = there.accept(offer.hello, SECRET, soon())
     offer.withdraw()
     assert acceptance.answer
-    with pytest.raises(LinkError):  # it may have got as far as the proof that does not come
+    with pytest.raises(LinkError):  # it may already be waiting for the proof
         acceptance.complete(soon())
 
 
@@ -386,8 +383,8 @@ def test_half_links_that_come_to_nothing_leave_few_sockets(
     threads: ThreadPoolExecutor,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Which side connects depends on their ports, so each is the donor for a while. What connected
-    for a consumer that has given up stays in its device."""
+    """Which side connects depends on their ports, so both sides are donors in turn. A connection
+    for a consumer that gave up stays in its device."""
     most = 2
     monkeypatch.setattr(gloo, "MAX_WITHDRAWN", most)
 
@@ -404,7 +401,7 @@ def test_half_links_that_come_to_nothing_leave_few_sockets(
     for consumer, donor in ((here, there), (there, here)):
         for _ in range(3 * most):
             come_to_nothing(consumer, donor)
-    wait_until(lambda: sockets() <= before + 2 * most, "the old devices are gone")
+    wait_until(lambda: sockets() <= before + 2 * most, "the old devices have closed")
     link = connect(here, there, threads)
     sending = threads.submit(link.donor.send, [0], later())
     assert receive(link, [0]) == [0]
@@ -431,7 +428,7 @@ def test_its_port_is_in_the_configured_range(threads: ThreadPoolExecutor) -> Non
     assert 41000 <= port <= 41019
     other = GlooTransport(region, HOST, None)
     link = connect(confined, other, threads)
-    assert len(listening_ports() - before) == 2, "links bring no further port"
+    assert len(listening_ports() - before) == 2, "links open no further port"
     link.consumer.close()
     link.donor.close()
 
@@ -445,7 +442,7 @@ def test_its_port_is_in_the_configured_range(threads: ThreadPoolExecutor) -> Non
         ("192.0.2.1", (41000, 41019), "on host '192.0.2.1'"),
     ],
 )
-def test_what_cannot_be_listened_on_is_refused(
+def test_hosts_and_ports_that_gloo_cannot_use_are_refused(
     host: str, ports: tuple[int, int] | None, error: str
 ) -> None:
     region = Region.create(ROWS, ROW_BYTES)

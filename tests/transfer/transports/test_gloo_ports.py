@@ -1,4 +1,4 @@
-"""Gloo listens where the kernel chooses; here the kernel has no other choice."""
+"""Gloo listens on a port that the kernel chooses; here the kernel can only choose from a range."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ FIRST, LAST = _ephemeral_ports()
 
 
 def like_gloos() -> socket.socket:
-    """A socket that a server makes."""
+    """A socket with Gloo's options."""
     server = socket.socket()
     server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     return server
 
 
 def chosen_port(low: int, high: int) -> int:
-    """What the kernel gives to a socket like Gloo's, looked at as Gloo's is."""
+    """The port that the kernel chooses for a socket like Gloo's, tried as often as for Gloo."""
     with ExitStack() as misfits:
         for _ in range(_PORT_ATTEMPTS):
             server = misfits.enter_context(like_gloos())
@@ -49,7 +49,7 @@ def test_the_kernel_chooses_from_the_range(offset: int, width: int) -> None:
 
 
 def taken_port(start: int) -> tuple[int, socket.socket]:
-    """The first of `start`, `start` + 2, … that can be had, and who has it now."""
+    """The first free port of `start`, `start` + 2, …, and the socket that now has it."""
     for port in range(start, start + 1000, 2):
         taken = like_gloos()
         try:
@@ -62,8 +62,8 @@ def taken_port(start: int) -> tuple[int, socket.socket]:
     raise AssertionError("no port is free")
 
 
-def test_a_single_port_of_the_less_liked_parity_can_be_had() -> None:
-    """Unless somebody else takes it, who would have had another one if we had not occupied that."""
+def test_a_single_port_of_the_less_preferred_parity_can_be_chosen() -> None:
+    """Another process may take it, as its own choice is occupied; so one of several must do."""
     given = []
     for start in range(FIRST + 2000, FIRST + 12000, 2000):
         port, taken = taken_port(start)
@@ -107,13 +107,13 @@ def test_too_few_open_files_are_an_error_with_the_remedy() -> None:
     assert "raise the limit of open files" in refused.stderr
 
 
-def test_nothing_is_occupied_afterwards() -> None:
+def test_no_port_is_occupied_afterwards() -> None:
     with only_free_ports(HOST, FIRST + 3000, FIRST + 3003):
         pass
     assert len({chosen_port(FIRST, LAST) for _ in range(50)}) > 4
 
 
-def test_the_usual_limit_of_open_files_is_no_obstacle_and_stays() -> None:
+def test_the_usual_limit_of_open_files_suffices_and_stays() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))
     try:

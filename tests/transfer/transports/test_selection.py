@@ -1,6 +1,5 @@
-"""Donors on this host are linked by shared memory; others, and those with which it failed, by
-something else. Whether two processes are on one host is a guess: never right where it must be
-wrong."""
+"""Donors on this host are linked by shared memory; others, and those with which that failed, by
+another transport. Processes on different hosts must never count as being on one host."""
 
 from __future__ import annotations
 
@@ -54,7 +53,7 @@ def names(
     return [transport.name for transport in found]
 
 
-def test_a_donor_of_this_host_is_linked_within_it_and_others_by_what_goes_further(
+def test_only_donors_of_this_host_are_linked_within_it(
     region: Region,
 ) -> None:
     both = choice(region, Near, Far)
@@ -72,7 +71,7 @@ def test_a_donor_of_this_host_is_linked_within_it_and_others_by_what_goes_furthe
         ("another 1 0", "other machine"),
     ],
 )
-def test_who_demands_this_host_is_told_why_not(
+def test_if_only_this_host_is_allowed_the_reason_is_named(
     region: Region, host: str | None, reason: str
 ) -> None:
     demanding = choice(region, Near)
@@ -82,7 +81,7 @@ def test_who_demands_this_host_is_told_why_not(
     assert caught.value.reason == reason
 
 
-def test_what_failed_with_a_donor_is_not_tried_with_that_process_of_it_again(
+def test_a_transport_that_failed_is_not_tried_again_with_the_same_transfer_process(
     region: Region, caplog: pytest.LogCaptureFixture
 ) -> None:
     both = choice(region, Near, Far)
@@ -94,7 +93,7 @@ def test_what_failed_with_a_donor_is_not_tried_with_that_process_of_it_again(
     assert "no such socket" in caplog.messages[0]
     assert names(both, HERE) == ["far"]
     assert names(both, HERE, donor="another") == ["near", "far"]
-    assert names(both, HERE, at="host:2") == ["near", "far"], "it was started again"
+    assert names(both, HERE, at="host:2") == ["near", "far"], "it is a new process"
     both.forget_except(frozenset({"another"}))
     assert names(both, HERE) == ["near", "far"]
 
@@ -114,13 +113,13 @@ SAY = (
 )
 
 
-def test_processes_of_one_host_and_user_say_the_same() -> None:
+def test_processes_of_one_host_and_user_have_one_identity() -> None:
     child = subprocess.run([sys.executable, "-c", SAY], capture_output=True, text=True, check=True)
     assert child.stdout.strip() == selection.host_identity()
     assert difference(selection.host_identity(), child.stdout.strip()) is None
 
 
-def test_another_machine_network_namespace_or_user_is_told_apart(
+def test_another_machine_network_namespace_or_user_has_another_identity(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     own = selection.host_identity()
@@ -138,16 +137,16 @@ def test_another_machine_network_namespace_or_user_is_told_apart(
 
 
 @pytest.mark.parametrize("theirs", ["", "x", "{own} more", "{own} ", " {own}"])
-def test_what_is_no_identity_is_not_our_host(theirs: str) -> None:
+def test_a_malformed_identity_is_not_our_host(theirs: str) -> None:
     own = selection.host_identity()
     assert difference(own, theirs.format(own=own)) in DIFFERENCES
 
 
-def test_who_says_nothing_does_not_share_its_memory() -> None:
+def test_a_process_without_an_identity_does_not_share_its_memory() -> None:
     assert difference(selection.host_identity(), None) == MEMORY_NOT_SHARED
 
 
-def test_a_system_that_does_not_tell_is_an_error_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_without_an_identity_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selection, "_BOOT_ID", Path("/nowhere/boot_id"))
     with pytest.raises(TransportError, match="cannot identify this host"):
         selection.host_identity()

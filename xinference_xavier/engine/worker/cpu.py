@@ -129,7 +129,7 @@ class HostWorker(OffloadingWorker):
 
     def _copy(self, job: _Job) -> int:
         """Copy every page of the job. Returns the number of bytes."""
-        placements = iter([*self._placements(job)])  # a thread that is free takes the next one
+        placements = iter([*self._placements(job)])  # free threads take the next one
         copying = [
             self._copy_threads.submit(self._copy_blocks, job.is_store, placements)
             for _ in range(COPY_THREADS)

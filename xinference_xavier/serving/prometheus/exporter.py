@@ -30,7 +30,7 @@ from xinference_xavier.serving.tracker_gateway import TrackerGateway
 logger = logging.getLogger(__name__)
 
 MAX_SECONDS = 3.0
-"""For all answers together; at most half of the scrape's own time limit."""
+"""Seconds for all answers together; at most half of the scrape's own time limit."""
 MAX_AGE = 1.0
 """Seconds: scrapes that are closer together share a report."""
 _PATH = "/metrics"

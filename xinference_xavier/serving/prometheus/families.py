@@ -163,7 +163,7 @@ _REPLICA = ("model", "replica")
 _UP = Family("up", "Whether the supervisor said in time which models share.")
 _FAILURES = Family(
     "scrape_failures_total",
-    "Answers from the supervisor or a tracker that this process did not get at scrapes.",
+    "Answers of the supervisor or a tracker that did not arrive in time for a scrape.",
 )
 _TRACKER_UP = Family("tracker_up", "Whether the model's tracker answered in time.", _MODEL)
 _OF_MODEL = (
@@ -176,7 +176,7 @@ _OF_MODEL = (
     ),
     Family(
         "namespaces",
-        "Groups of replicas that share with each other; more than one is one too many.",
+        "Groups of replicas that share only among themselves; there should be one.",
         _MODEL,
         lambda model: len({replica.namespace for replica in model.replicas}),
     ),
@@ -230,7 +230,7 @@ _OF_REPLICA = (
     ),
     Family(
         "fetch_decisions_total",
-        "Prefixes that peers held, by whether they were fetched or computed as the faster way.",
+        "Prefixes that peers held, by whether fetching or computing them was chosen.",
         (*_REPLICA, "way"),
         lambda replica: {
             ("fetched",): replica.fetch_decisions.fetched,
@@ -251,7 +251,7 @@ _OF_REPLICA = (
     ),
     Family(
         "pool_bytes",
-        "The pool's memory by state; together, its size.",
+        "The pool's memory by state; the states add up to its size.",
         (*_REPLICA, "state"),
         _pool_bytes,
     ),
@@ -290,10 +290,10 @@ def samples(reports: Mapping[str, Mapping[str, Any] | None], *, up: bool, failur
 
 
 def _named(replicas: Sequence[ReplicaStatus]) -> Iterator[tuple[str, ReplicaStatus]]:
-    """Each with a name of its own.
+    """Give each replica a name of its own.
 
-    An engine that is restarted keeps its name, and its predecessor stays a member for some seconds:
-    a replica that does not answer gives way. Engines of one data-parallel replica share a name.
+    A restarted engine has the name of its predecessor, which stays a member for some seconds: the
+    one that does not answer is left out. Engines of one data-parallel replica share a name, too.
     """
     by_name = sorted(replicas, key=lambda replica: (replica.replica, replica.incarnation))
     for name, same in itertools.groupby(by_name, key=lambda replica: replica.replica):

@@ -19,7 +19,7 @@ from xinference_xavier.runtime.net import check_range
 def only_free_ports(host: str, low: int, high: int) -> Iterator[None]:
     """Within this context, the kernel chooses a port between `low` and `high` on `host`.
 
-    Unless another process frees a port outside at that moment: check, and try again if needed.
+    Another process may free a port outside at that moment, so check the port and try again.
     Raises TransportError if the kernel would choose none of them.
     """
     first, last = check_range(low, high)

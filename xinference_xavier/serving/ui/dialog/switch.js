@@ -9,7 +9,7 @@ const TRANSPORT = "xavier_transport";
 const TRUE = new Set(["true", "1", "yes", "on"]);
 const SIZE = /^\d+(\.\d+)?\s*([kmgt]i?b|b)?$/i;
 
-// By this our page knows whether xinference's launch dialog shows the switch.
+// Tells our page whether xinference's launch dialog shows the switch.
 const SEEN = "xavier.switch";
 
 const STYLE = `

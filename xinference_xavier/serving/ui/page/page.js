@@ -118,7 +118,7 @@ function hints(report) {
   return hits.computed > 0 && hits.local_pool + hits.remote === 0 ? text.quiet : null;
 }
 
-// Keeps optional parts in one node: otherwise everything below would move in the tree, be made anew
+// Keeps optional parts in one node: otherwise everything below would move in the tree, be recreated
 // and lose typed text.
 function group(...children) {
   return h("div", { class: "group" }, children);
