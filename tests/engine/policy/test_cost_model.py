@@ -48,8 +48,8 @@ class Peer:
             self.fetch(rows, overhead + per_row * rows)
 
     def min_chunks(self, chunk_seconds: float = CHUNK_SECONDS, peer: str = "a") -> int:
-        """The smallest number of chunks that are predicted to be faster to fetch than to compute, at
-        `chunk_seconds` each; NEVER if no number is."""
+        """The smallest number of chunks that are predicted to be faster to fetch than to compute,
+        at `chunk_seconds` each; NEVER if no number is."""
         for count in range(1, 1000):
             if self.cost_model.rate(peer, self.now).predict(count) < count * chunk_seconds:
                 return count
