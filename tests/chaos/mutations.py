@@ -36,8 +36,8 @@ class CountingPool(Pool):
 
 
 class _WithoutQuarantine(CountingPool):
-    def quarantine(self, row: Row) -> None:
-        self.abort(row)
+    def quarantine(self, *rows: Row) -> None:
+        self.abort(*rows)
 
 
 class _WithoutPins(CountingPool):
@@ -57,8 +57,7 @@ class _WithoutPins(CountingPool):
             for row in rows:
                 row.pins -= 1
                 if row.state is RowState.QUARANTINED and not row.pins:
-                    self._quarantined -= 1
-                    self._free_slot(row)
+                    self._leave_quarantine(row)
 
 
 def make_pool(slots: int, mutation: Mutation | None) -> CountingPool:

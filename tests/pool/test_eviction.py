@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import given, settings
 
 from xinference_xavier.pool.eviction import MAX_SCAN, SegmentedLRU
@@ -23,24 +24,22 @@ def policy_with(keys: bytes) -> SegmentedLRU[Row]:
     return policy
 
 
-def take(policy: SegmentedLRU[Row], redundant: bytes = b"", keep: bytes = b"") -> bytes | None:
-    row = policy.take(lambda row: row.key in redundant, [bytes([key]) for key in keep])
-    return None if row is None else row.key
-
-
-def take_several(policy: SegmentedLRU[Row], count: int, redundant: bytes = b"") -> bytes:
-    """The keys in order of eviction; "-" where nothing is left."""
-    return b"".join(take(policy, redundant) or b"-" for _ in range(count))
+def take(
+    policy: SegmentedLRU[Row], count: int = 1, redundant: bytes = b"", keep: bytes = b""
+) -> bytes:
+    """The keys in order of eviction."""
+    victims = policy.take(count, lambda row: row.key in redundant, [bytes([key]) for key in keep])
+    return b"".join(row.key for row in victims)
 
 
 def test_the_least_recently_used_row_goes_first() -> None:
     policy = policy_with(b"abcdefgh")
-    policy.touch(b"b")
-    assert take_several(policy, 8) == b"acdefghb"
+    policy.touch([b"b"])
+    assert take(policy, 8) == b"acdefghb"
 
 
 def test_redundant_rows_go_before_older_ones() -> None:
-    assert take_several(policy_with(b"abcdefgh"), 8, redundant=b"bc") == b"bcadefgh"
+    assert take(policy_with(b"abcdefgh"), 8, redundant=b"bc") == b"bcadefgh"
 
 
 def test_the_recent_half_is_not_examined() -> None:
@@ -52,7 +51,7 @@ def test_the_recent_half_is_not_examined() -> None:
         assert take(policy, redundant=b"gh") != bytes([key])
     policy = policy_with(b"abcdefgh")
     for number in range(100):
-        policy.touch(b"h")
+        policy.touch([b"h"])
         policy.add(Row(b"n%d" % number))
         assert take(policy, redundant=b"h") != b"h", "it is always in use"
 
@@ -60,15 +59,15 @@ def test_the_recent_half_is_not_examined() -> None:
 def test_using_a_row_on_probation_makes_it_recent_again() -> None:
     policy = policy_with(b"abcdefgh")
     assert take(policy) == b"a"
-    policy.touch(b"b")
-    assert take_several(policy, 7) == b"cdefghb"
+    policy.touch([b"b"])
+    assert take(policy, 7) == b"cdefghb"
 
 
 def test_rows_of_the_prefix_that_needs_room_stay() -> None:
     policy = policy_with(b"abcd")
     assert take(policy, redundant=b"cd", keep=b"cd") == b"a"
     assert take(policy, redundant=b"cd", keep=b"cd") == b"b"
-    assert take(policy, redundant=b"cd", keep=b"cd") is None
+    assert take(policy, redundant=b"cd", keep=b"cd") == b""
     assert take(policy) == b"c"
 
 
@@ -77,43 +76,67 @@ def test_protected_rows_go_last() -> None:
     policy.protect(b"a")
     policy.protect(b"x")
     policy.add(Row(b"x"))
-    assert take_several(policy, 3, redundant=b"a") == b"bcd"
-    assert take(policy, keep=b"a") is None, "it belongs to the prefix that needs room"
-    assert take_several(policy, 3) == b"ax-"
+    assert take(policy, 3, redundant=b"a") == b"bcd"
+    assert take(policy, keep=b"a") == b"", "it belongs to the prefix that needs room"
+    assert take(policy, 3) == b"ax"
 
 
 def test_an_unprotected_row_is_the_most_recent_one() -> None:
     policy = policy_with(b"abc")
     policy.protect(b"a")
-    policy.touch(b"a")
+    policy.touch([b"a"])
     policy.unprotect(b"a")
-    assert take_several(policy, 3) == b"bca"
+    assert take(policy, 3) == b"bca"
 
 
 def test_protection_outlives_eviction_and_a_reset() -> None:
     policy = policy_with(b"ab")
     policy.protect(b"a")
     policy.clear()
-    assert take(policy) is None
+    assert take(policy) == b""
     for key in b"ab":
         policy.add(Row(bytes([key])))
-    assert take_several(policy, 2) == b"ba"
+    assert take(policy, 2) == b"ba"
 
 
-def test_one_eviction_examines_few_rows() -> None:
-    examined = []
+@pytest.mark.parametrize("count", [1, 2, 7, 40])
+def test_an_eviction_examines_few_rows_and_each_of_them_once(count: int) -> None:
+    examined: list[bytes] = []
+
+    def is_redundant(row: Row) -> bool:
+        examined.append(row.key)
+        return False
+
     policy: SegmentedLRU[Row] = SegmentedLRU(1000)
-    for number in range(1000):
-        policy.add(Row(b"%d" % number))
-    for _ in range(400):
-        policy.take(lambda row: examined.append(row), ())  # type: ignore[func-returns-value]  # none is redundant
-    assert len(examined) == len(set(examined)), "each row is examined once"
-    assert len(examined) <= 1000
+    keys = [b"%d" % number for number in range(1000)]
+    for key in keys:
+        policy.add(Row(key))
+    for number in range(1, 400 // count):
+        policy.take(count, is_redundant, ())
+        assert len(examined) == len(set(examined)) <= number * count * MAX_SCAN
     before = len(examined)
-    for number in range(1000):
-        policy.touch(b"%d" % number)
-    policy.take(lambda row: examined.append(row), ())  # type: ignore[func-returns-value]
-    assert len(examined) <= before + MAX_SCAN
+    policy.touch(keys)
+    policy.take(count, is_redundant, ())
+    assert len(examined) <= before + count * MAX_SCAN
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(st.binary(max_size=4), st.binary(max_size=6), st.integers(0, 8))
+def test_victims_taken_together_are_those_taken_one_by_one(
+    redundant: bytes, used: bytes, count: int
+) -> None:
+    """Only their order differs: redundant ones come first."""
+    rows = bytes(range(SLOTS))
+    redundant, used = (bytes(key % SLOTS for key in keys) for keys in (redundant, used))
+    together, one_by_one = policy_with(rows), policy_with(rows)
+    for policy in (together, one_by_one):
+        for key in (100, 101, 102):  # so that probation fills up
+            assert take(policy)
+            policy.add(Row(bytes([key])))
+        policy.touch(bytes([key]) for key in used)
+    singles = b"".join(take(one_by_one, redundant=redundant) for _ in range(count))
+    assert sorted(take(together, count, redundant)) == sorted(singles)
+    assert take(together, SLOTS) == take(one_by_one, SLOTS)
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
@@ -132,7 +155,7 @@ def test_without_redundant_rows_it_is_the_order_of_use(steps: list[tuple[str, in
             policy.add(Row(key))
             model.append(key)
         elif verb == "touch":
-            policy.touch(key)
+            policy.touch([key])
             if key in model:
                 model.remove(key)
                 model.append(key)
@@ -140,5 +163,6 @@ def test_without_redundant_rows_it_is_the_order_of_use(steps: list[tuple[str, in
             policy.remove(key)
             model.remove(key)
         elif verb == "take":
-            assert take(policy) == (model.pop(0) if model else None)
-    assert take_several(policy, len(model) + 1) == b"".join(model) + b"-"
+            assert take(policy, number) == b"".join(model[:number])
+            del model[:number]
+    assert take(policy, len(model) + 1) == b"".join(model)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from itertools import takewhile
+
 import hypothesis.strategies as st
+import pytest
 from hypothesis import settings
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
@@ -14,8 +17,8 @@ KEY_LISTS = st.lists(KEYS, max_size=8, unique=True)
 
 
 class PoolAgainstModel(RuleBasedStateMachine):
-    """The model: a list of rows per state; `idle` has the least recently used first. No row here is
-    redundant or protected; see `test_eviction.py` for those."""
+    """The model: a list of rows per state; `idle` has the least recently used first, of the READY
+    ones. No row here is redundant or protected; see `test_eviction.py` for those."""
 
     writing = Bundle("writing")
     reading = Bundle("reading")
@@ -25,6 +28,7 @@ class PoolAgainstModel(RuleBasedStateMachine):
         self.pool = Pool(SLOTS)
         self.filling: list[Row] = []
         self.idle: list[Row] = []
+        self.flushed: list[Row] = []  # unpinned
         self.pinned: list[Row] = []  # once per pin
         self.quarantined: list[Row] = []  # without a reader
 
@@ -33,7 +37,11 @@ class PoolAgainstModel(RuleBasedStateMachine):
 
     def live(self) -> list[Row]:
         """Pinned rows that no reset has voided."""
-        return [row for row in dict.fromkeys(self.pinned) if row.state is RowState.READY]
+        states = (RowState.READY, RowState.FLUSHED)
+        return [row for row in dict.fromkeys(self.pinned) if row.state in states]
+
+    def ready(self) -> list[Row]:
+        return [row for row in (*self.idle, *self.live()) if row.state is RowState.READY]
 
     def in_use(self) -> set[int]:
         rows = (*self.filling, *self.idle, *self.pinned, *self.quarantined)
@@ -41,31 +49,23 @@ class PoolAgainstModel(RuleBasedStateMachine):
 
     @rule(target=writing, keys=KEY_LISTS, keep=st.frozensets(KEYS))
     def reserve(self, keys: list[bytes], keep: frozenset[bytes]):  # type: ignore[no-untyped-def]
-        held = self.held()
-        free = SLOTS - len(self.in_use())
-        victims: list[bytes] = []
-        expected: list[bytes] = []
-        for key in keys:
-            if key in held:
-                continue
-            if free:
-                free -= 1
-            else:
-                oldest = self.idle[0].key if self.idle else None
-                if oldest is None or oldest in keep:
-                    break
-                held.discard(oldest)
-                victims.append(oldest)
-                del self.idle[0]
-            held.add(key)
-            expected.append(key)
-        in_use = self.in_use()
+        held, in_use = self.held(), self.in_use()
+        free = SLOTS - len(in_use)
+        wanted = [key for key in keys if key not in held]
+        assert [not self.pool.holds(key) for key in keys] == [key in wanted for key in keys]
+        victims = list(takewhile(lambda row: row.key not in keep, self.idle))
+        victims = victims[: max(0, len(wanted) - free)]
         rows, evicted = self.pool.reserve(keys, keep)
-        assert evicted == victims, "the least recently used go, and nothing of `keep`"
+        assert evicted == [row.key for row in victims], "the least recently used, and none to keep"
+        del self.idle[: len(victims)]
+        expected = wanted[: free + len(victims)]
         assert [row.key for row in rows] == expected, "in order, dropped from the tail"
         taken = {row.slot for row in rows}
         assert len(taken) == len(rows)
-        assert not taken & in_use, "a slot has two rows"
+        assert not taken & self.in_use(), "a slot has two rows"
+        self.flushed = [row for row in self.flushed if row.state is RowState.FLUSHED]
+        assert not taken & {row.slot for row in self.flushed}
+        assert not set(expected) & {row.key for row in self.flushed}
         self.filling += rows
         return multiple(*rows)
 
@@ -104,30 +104,27 @@ class PoolAgainstModel(RuleBasedStateMachine):
     @rule(target=reading, keys=KEY_LISTS, shared=st.booleans())
     def pin(self, keys: list[bytes], shared: bool):  # type: ignore[no-untyped-def]
         run = self.pool.pin_shared(keys) if shared else self.pool.pin(keys)
-        ready = {row.key: row for row in (*self.idle, *self.live())}
-        expected = []
-        for key in keys:
-            row = ready.get(key)
-            if row is None or (shared and (row.checksum is None or row.flushed)):
-                break
-            expected.append(row)
-        assert run == expected
+        rows = self.ready() if shared else [*self.idle, *self.flushed, *self.live()]
+        found = {row.key: row for row in rows if not shared or row.checksum is not None}
+        assert run == [found[key] for key in takewhile(found.__contains__, keys)]
         for row in run:
-            if row in self.idle:
-                self.idle.remove(row)
-            self.pinned.append(row)
+            self.pins(row)
         return multiple(*run)
+
+    def pins(self, row: Row) -> None:
+        for unpinned in (self.idle, self.flushed):
+            if row in unpinned:
+                unpinned.remove(row)
+        self.pinned.append(row)
 
     @rule(target=reading, row=reading)
     def pin_row(self, row: Row):  # type: ignore[no-untyped-def]
         """Any handle, old or new: only a READY row can be pinned."""
-        ready = (row in self.idle or row in self.live()) and not row.flushed
+        ready = row in self.ready()
         assert self.pool.pin_row(row) == ready
         if not ready:
             return multiple()
-        if row in self.idle:
-            self.idle.remove(row)
-        self.pinned.append(row)
+        self.pins(row)
         return row
 
     @rule(row=consumes(reading))
@@ -136,6 +133,8 @@ class PoolAgainstModel(RuleBasedStateMachine):
         self.pinned.remove(row)
         if row not in self.pinned and row.state is RowState.READY:
             self.idle.append(row)
+        if row not in self.pinned and row.state is RowState.FLUSHED:
+            self.flushed.append(row)
 
     @rule(keys=KEY_LISTS)
     def touch(self, keys: list[bytes]) -> None:
@@ -156,46 +155,42 @@ class PoolAgainstModel(RuleBasedStateMachine):
 
     @rule()
     def flush(self) -> None:
-        rows = [row for row in (*self.idle, *self.live()) if not row.flushed]
+        rows = self.ready()
         assert set(self.pool.flush()) == {row.key for row in rows}
-        assert all(row.flushed for row in rows)
-
-    @rule()
-    def sweep(self) -> None:
-        self.pool.sweep()
-        self.idle = [row for row in self.idle if not row.flushed]
+        assert all(row.state is RowState.FLUSHED for row in rows)
+        self.flushed += self.idle
+        self.idle = []
 
     @rule()
     def reset(self) -> None:
         self.pool.reset()
         self.quarantined += self.filling
-        self.filling, self.idle = [], []
+        self.filling, self.idle, self.flushed = [], [], []
         assert not self.pool.shared_keys()
 
     @invariant()
     def no_slot_has_two_rows(self) -> None:
-        rows = {*self.filling, *self.idle, *self.pinned, *self.quarantined}
+        rows = {*self.filling, *self.idle, *self.flushed, *self.pinned, *self.quarantined}
         assert len({row.slot for row in rows}) == len(rows)
         assert all(row.state is RowState.FILLING for row in self.filling)
         assert all(row.state is RowState.READY for row in self.idle)
 
     @invariant()
     def counts_and_lookups_agree(self) -> None:
-        live = self.live()
+        live, ready = self.live(), self.ready()
         counts = self.pool.counts()
         pinned = set(self.pinned)
         assert counts.rows == SLOTS
-        found = [row for row in (*self.idle, *live) if not row.flushed]
-        assert counts.ready == len(found)
+        assert counts.ready == len(ready)
         assert counts.filling == len(self.filling)
         assert counts.pinned == len(pinned)
         assert counts.quarantined == len(self.quarantined) + len(pinned) - len(live)
-        for row in (*self.idle, *live):
-            assert self.pool.lookup(row.key) is (row if row in found else None)
+        for row in (*self.idle, *self.flushed, *live):
+            assert self.pool.lookup(row.key) is (row if row in ready else None)
         for row in self.filling:
             assert self.pool.lookup(row.key) is None
             assert self.pool.holds(row.key)
-        shared = {row.key for row in found if row.checksum is not None}
+        shared = {row.key for row in ready if row.checksum is not None}
         assert set(self.pool.shared_keys()) == shared
 
 
@@ -287,13 +282,24 @@ def test_only_rows_with_a_checksum_are_shared() -> None:
 
 
 def test_a_slot_that_may_still_be_written_is_not_reused() -> None:
-    pool = Pool(1)
-    (row,) = pool.reserve([b"a"]).rows
-    pool.quarantine(row)
+    pool = Pool(2)
+    rows = pool.reserve([b"a", b"b"]).rows
+    pool.quarantine(*rows)
     assert not pool.holds(b"a")
-    assert pool.reserve([b"b"]).rows == []
-    pool.abort(row)
-    assert len(pool.reserve([b"b"]).rows) == 1
+    assert pool.reserve([b"c"]).rows == []
+    pool.abort(*rows)
+    assert len(pool.reserve([b"c", b"d"]).rows) == 2
+
+
+def test_rows_that_are_complete_are_neither_aborted_nor_put_in_quarantine() -> None:
+    pool = Pool(3)
+    rows = pool.reserve([b"a", b"b", b"c"]).rows
+    pool.commit(rows[0])
+    pool.quarantine(*rows[:2])
+    assert pool.counts() == (3, 1, 1, 0, 1)
+    pool.abort(*rows)
+    assert pool.counts() == (3, 1, 0, 0, 0)
+    assert pool.lookup(b"a") is rows[0]
 
 
 def test_after_a_reset_slots_wait_for_their_writers_and_readers() -> None:
@@ -313,57 +319,83 @@ def test_after_a_reset_slots_wait_for_their_writers_and_readers() -> None:
     assert pool.counts() == (3, 0, 3, 0, 0)
 
 
-def test_flushed_rows_are_misses_and_free_after_a_sweep() -> None:
+def test_flushed_rows_are_misses_and_their_slots_are_reused_first() -> None:
     pool = Pool(4)
     rows = ready(pool, b"a", b"b")
     (filling,) = pool.reserve([b"c"]).rows
-    for row in rows:
-        pool.set_checksum(row, 1)
     assert pool.flush() == [b"a", b"b"]
     assert pool.flush() == []
     assert pool.lookup(b"a") is None
+    assert not pool.holds(b"a")
     assert pool.shared_keys() == pool.pin_shared([b"a"]) == []
     assert not pool.pin_row(rows[0])
     assert not pool.set_checksum(rows[0], 2)
-    assert pool.counts().ready == 0
-    pool.sweep()
-    assert not pool.holds(b"a")
-    assert len(pool.reserve([b"a", b"b", b"d", b"e"]).rows) == 3
+    assert pool.counts() == (4, 0, 1, 0, 0)
     assert pool.commit(filling), "a row that is being written is not flushed"
     assert pool.lookup(b"c") is filling
+    reserved, evicted = pool.reserve([b"a", b"d", b"e"])
+    assert [row.key for row in reserved] == [b"a", b"d", b"e"]
+    assert evicted == [], "the tracker was told when they were flushed"
+    assert [row.state for row in rows] == [RowState.FREE, RowState.FREE]
+    assert pool.reserve([b"f"]).evicted == [b"c"]
+
+
+def test_only_rows_from_one_donor_are_flushed() -> None:
+    pool = Pool(3)
+    rows = ready(pool, b"a", b"b", b"c")
+    rows[1].origin = "peer"
+    assert pool.flush("peer") == [b"b"]
+    assert [row.key for row in rows if pool.lookup(row.key)] == [b"a", b"c"]
+    assert pool.reserve([b"d", b"e"]).evicted == [b"a"]
 
 
 def test_a_row_looked_up_before_a_flush_can_still_be_loaded() -> None:
     """The scheduler pins it by key, later in the same step."""
-    pool = Pool(4)
+    pool = Pool(1)
     (row,) = ready(pool, b"a")
     assert pool.lookup(b"a") is row
     pool.flush()
     assert pool.pin([b"a"]) == [row]
-    pool.sweep()
+    assert pool.holds(b"a")
+    assert pool.reserve([b"a", b"b"]) == ([], [])
     assert pool.counts().pinned == 1
-    assert row.state is RowState.READY
     pool.unpin([row])
-    assert row.state is RowState.READY, "until the evicting thread sweeps"
-    pool.sweep()
-    assert row.state is RowState.FREE
-    assert pool.counts() == (4, 0, 0, 0, 0)
+    assert pool.counts().pinned == 0
+    (new,) = pool.reserve([b"a"]).rows
+    assert (row.state, new.slot) == (RowState.FREE, row.slot)
 
 
-def test_flushed_rows_can_be_evicted_or_reset_before_the_sweep() -> None:
+def test_flushed_rows_are_forgotten_by_a_reset() -> None:
     pool = Pool(2)
     first, second = ready(pool, b"a", b"b")
     pool.flush()
-    assert pool.reserve([b"c"]).evicted == [b"a"]
-    (pinned,) = pool.pin([b"b"])
+    pool.pin([b"b"])
     pool.reset()
-    pool.sweep()
     assert first.state is RowState.FREE
     assert second.state is RowState.QUARANTINED
-    pool.unpin([pinned])
-    pool.sweep()
-    assert pool.counts()[1:4] == (0, 0, 0)
-    assert len(pool.reserve([b"d", b"e"]).rows) == 1, "the other row is being written"
+    pool.unpin([second])
+    assert pool.counts() == (2, 0, 0, 0, 0)
+    assert len(pool.reserve([b"d", b"e"]).rows) == 2
+
+
+def test_others_get_their_turn_while_all_rows_are_looked_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The scheduler thread must not wait for tens of thousands of rows."""
+    pool = Pool(6)
+    ready(pool, b"a", b"b", b"c", b"d", b"e", b"f")
+    ready_then: list[int] = []
+
+    def pause(seconds: float) -> None:
+        ready_then.append(pool.counts().ready)
+        pool.reserve([b"%d" % len(ready_then)])
+
+    monkeypatch.setattr("xinference_xavier.pool.pool._PORTION", 2)
+    monkeypatch.setattr("time.sleep", pause)
+    assert pool.shared_keys() == [b"a", b"b", b"c", b"d", b"e", b"f"]
+    assert ready_then == [6, 5, 4], "some were evicted in the pauses"
+    assert pool.flush() == [b"d", b"e", b"f"]
+    assert ready_then[3:] == [1, 0, 0]
 
 
 def test_a_stale_handle_does_no_harm() -> None:

@@ -71,7 +71,6 @@ class Jobs:
 
     def free_stale(self) -> None:
         """No job from before the last reset is under way any more."""
-        for row in self._stale_stores:
-            self._pool.abort(row)
+        self._pool.abort(*self._stale_stores)
         self._pool.unpin(self._stale_loads)
         self._stale_stores, self._stale_loads = [], []

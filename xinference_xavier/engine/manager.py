@@ -119,7 +119,6 @@ class XavierManager(OffloadingManager):
     # -- requests -----------------------------------------------------------------------------
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        self._pool.sweep()  # between two steps no HIT waits for its pin
         request = Request(req_context, excluded=not self._shares)
         self._requests[req_context.req_id] = request
         req_context.set_state(request)
@@ -159,7 +158,6 @@ class XavierManager(OffloadingManager):
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         self.tier_lookup.end_pass()
-        self._pool.sweep()
 
     def count_prompt(
         self, req_id: str, prompt: int, loaded: int, tokens: Sequence[int] | None = None

@@ -1,16 +1,17 @@
 """Which row the pool evicts next.
 
 `Pool` owns the policy and calls it under its lock, for idle rows only: READY and unpinned. Every
-call is O(1) per row, with no I/O.
+call is O(1) per row, with no I/O. The scheduler thread may take a thousand rows at once, so each of
+them costs little more than its moves from dictionary to dictionary.
 """
 
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from typing import Generic, Protocol, TypeVar
 
-MAX_SCAN = 8
-"""Rows that one eviction examines at most."""
+MAX_SCAN = 4
+"""Rows examined per victim, at most."""
 
 
 class Keyed(Protocol):
@@ -36,8 +37,8 @@ class EvictionPolicy(ABC, Generic[R]):
         """Raises KeyError if the row is not here."""
 
     @abstractmethod
-    def touch(self, key: bytes) -> None:
-        """Make the row the most recently used one, if it is here."""
+    def touch(self, keys: Iterable[bytes]) -> None:
+        """Make those rows that are here the most recently used, the last one most recently."""
 
     @abstractmethod
     def clear(self) -> None:
@@ -55,8 +56,8 @@ class EvictionPolicy(ABC, Generic[R]):
         """Undo `protect`; the row becomes the most recently used one."""
 
     @abstractmethod
-    def take(self, redundant: Callable[[R], bool], keep: Collection[bytes]) -> R | None:
-        """Remove and return the next victim; None if nothing but `keep` is left."""
+    def take(self, count: int, redundant: Callable[[R], bool], keep: Collection[bytes]) -> list[R]:
+        """Remove and return `count` victims; fewer if nothing but `keep` is left."""
 
 
 class SegmentedLRU(EvictionPolicy[R]):
@@ -65,8 +66,8 @@ class SegmentedLRU(EvictionPolicy[R]):
     The older half is the probation segment. If it were smaller, it would soon hold only rows that
     are not redundant. If it held all rows, copies in use would be evicted and fetched again.
 
-    Rows move from the recent segment to probation in order of age, at most `MAX_SCAN` per
-    eviction, and are checked for redundancy once on the way. Using a row moves it back.
+    Rows move from the recent segment to probation in order of age, at most `MAX_SCAN` per victim,
+    and are checked for redundancy once on the way. Using a row moves it back.
     """
 
     def __init__(self, slots: int) -> None:
@@ -86,13 +87,15 @@ class SegmentedLRU(EvictionPolicy[R]):
                 return
         del self._protected[key]
 
-    def touch(self, key: bytes) -> None:
-        if key in self._recent:
-            self._recent.move_to_end(key)
-        elif key in self._probation:
-            self._recent[key] = self._probation.pop(key)
-        elif key in self._protected:
-            self._protected.move_to_end(key)
+    def touch(self, keys: Iterable[bytes]) -> None:
+        recent, probation, protected = self._recent, self._probation, self._protected
+        for key in keys:
+            if key in recent:
+                recent.move_to_end(key)
+            elif key in probation:
+                recent[key] = probation.pop(key)
+            elif key in protected:
+                protected.move_to_end(key)
 
     def clear(self) -> None:
         self._recent.clear()
@@ -111,20 +114,33 @@ class SegmentedLRU(EvictionPolicy[R]):
         if row is not None:
             self._recent[key] = row
 
-    def take(self, redundant: Callable[[R], bool], keep: Collection[bytes]) -> R | None:
-        for _ in range(MAX_SCAN):
-            row = next(iter(self._recent.values()), None)
-            if row is None or row.key in keep:
+    def take(self, count: int, redundant: Callable[[R], bool], keep: Collection[bytes]) -> list[R]:
+        recent, probation = self._recent, self._probation
+        victims: list[R] = []
+        # A row that is examined joins probation, or probation gives one victim less.
+        room = self._max_probation + count - len(probation)
+        for _ in range(min(len(recent), room, MAX_SCAN * count)):
+            key, row = recent.popitem(last=False)
+            if key in keep:
+                _put_back(recent, row)
                 break
-            del self._recent[row.key]
-            if redundant(row):
-                return row
-            self._probation[row.key] = row
-            if len(self._probation) > self._max_probation:
+            if not redundant(row):
+                probation[key] = row
+                continue
+            victims.append(row)
+            if len(victims) == count:
                 break
-        for segment in (self._probation or self._recent, self._protected):
-            row = next(iter(segment.values()), None)
-            if row is not None and row.key not in keep:
-                del segment[row.key]
-                return row
-        return None
+        # If probation is empty now, so are the recent rows, except for those to keep.
+        for segment in (probation, self._protected):
+            for _ in range(min(len(segment), count - len(victims))):
+                key, row = segment.popitem(last=False)
+                if key in keep:
+                    _put_back(segment, row)
+                    break
+                victims.append(row)
+        return victims
+
+
+def _put_back(segment: OrderedDict[bytes, R], oldest: R) -> None:
+    segment[oldest.key] = oldest
+    segment.move_to_end(oldest.key, last=False)

@@ -1,24 +1,27 @@
 """Which slot of a replica's region holds which chunk, and who may touch it.
 
-Every slot is in one of four states; `Pool` alone moves it between them:
+Every slot is in one of five states; `Pool` alone moves it between them:
 
     FREE → FILLING         reserve: a worker's store or a fetch will write the row
     FILLING → READY        commit: the bytes are complete; lookups hit
     FILLING → FREE         abort: the row is void, and nobody can write it any more
     FILLING → QUARANTINED  quarantine or reset: the row is void, but may still be written
     READY → FREE           eviction of an unpinned row, see `eviction.py`
-    READY → FREE           sweep of an unpinned row after a flush
-    READY → QUARANTINED    reset while the row is pinned
+    READY → FLUSHED        flush: lookups miss, but whoever looked it up before can still pin it
+    FLUSHED → FREE         reserve takes the slots of unpinned ones first
+    … → QUARANTINED        reset while the row is pinned
     QUARANTINED → FREE     abort by its writer, or the last unpin by its readers
 
 Pure bookkeeping: no I/O, no clock. Every operation is O(1) per row.
 
-Threading: the scheduler thread reserves and evicts; the background thread pins, commits and aborts.
-A lock protects each operation. `lookup` takes no lock.
+Threading: the scheduler thread reserves and evicts; the background thread pins, commits and aborts,
+and goes through all rows, a few at a time. A lock protects each operation. `lookup` and `holds`
+take no lock.
 """
 
 import threading
-from collections.abc import Callable, Collection, Iterable, Sequence
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import NamedTuple
@@ -30,7 +33,16 @@ class RowState(Enum):
     FREE = auto()
     FILLING = auto()
     READY = auto()
+    FLUSHED = auto()
     QUARANTINED = auto()
+
+
+# To read a member of an enum takes 100 ns, ten times as long as to read a global.
+_FREE, _FILLING, _READY, _FLUSHED, _QUARANTINED = RowState
+
+_PORTION = 1024
+"""Rows between two pauses of an operation on all rows."""
+_PAUSE = 1e-6  # seconds
 
 
 @dataclass(eq=False, slots=True, repr=False)
@@ -42,7 +54,6 @@ class Row:
     state: RowState = RowState.FILLING
     pins: int = 0
     checksum: int | None = None  # not shared until it is computed
-    flushed: bool = False  # a hit only for lookups before the flush
     replicated_from: str | None = None  # the donor, until this row is copied itself
     origin: str | None = None  # the donor; None: computed here
 
@@ -70,44 +81,44 @@ class Pool:
         self.slots = slots
         self._lock = threading.Lock()
         self._free = list(range(slots - 1, -1, -1))
-        self._held: dict[bytes, Row] = {}  # FILLING and READY
+        self._held: dict[bytes, Row] = {}  # FILLING, READY and FLUSHED
         self._idle: EvictionPolicy[Row] = SegmentedLRU(slots)  # READY and unpinned
-        self._flushed: list[Row] = []
-        self._pinned = 0
-        self._ready = 0
-        self._quarantined = 0
+        self._flushed: dict[bytes, Row] = {}  # FLUSHED and unpinned
+        self._filling = self._ready = self._pinned = self._quarantined = 0
 
     # -- lookups ---------------------------------------------------------------------------
 
     def lookup(self, key: bytes) -> Row | None:
         """The READY row of `key`. Stays valid while only the calling thread evicts."""
         row = self._held.get(key)
-        if row is None or row.state is not RowState.READY or row.flushed:
-            return None
-        return row
+        return row if row is not None and row.state is _READY else None
 
     def holds(self, key: bytes) -> bool:
-        """Whether `key` is READY or FILLING."""
-        return key in self._held
+        """Whether `reserve` would take no slot for `key`: it is READY, FILLING or pinned."""
+        return key in self._held and key not in self._flushed
 
     def shared_keys(self) -> list[bytes]:
         """Keys of all rows that peers may fetch: READY, with a checksum."""
+        return [
+            row.key
+            for rows in self._portions()
+            for row in rows
+            if row.state is _READY and row.checksum is not None
+        ]
+
+    def _portions(self) -> Iterator[list[Row]]:
+        """All rows that are held now. Their states may change meanwhile. The scheduler thread must
+        not call it."""
         with self._lock:
-            return [
-                row.key
-                for row in self._held.values()
-                if row.state is RowState.READY and row.checksum is not None and not row.flushed
-            ]
+            rows = list(self._held.values())
+        for start in range(0, len(rows), _PORTION):
+            yield rows[start : start + _PORTION]
+            time.sleep(_PAUSE)  # else the scheduler thread waits 5 ms for Python's lock
 
     def counts(self) -> PoolCounts:
         with self._lock:
-            return PoolCounts(
-                rows=self.slots,
-                ready=self._ready - sum(row.state is RowState.READY for row in self._flushed),
-                filling=len(self._held) - self._ready,
-                pinned=self._pinned,
-                quarantined=self._quarantined,
-            )
+            in_use = self._filling, self._pinned, self._quarantined
+            return PoolCounts(self.slots, self._ready, *in_use)
 
     # -- writing a row ---------------------------------------------------------------------
 
@@ -124,35 +135,45 @@ class Pool:
 
         Stops at the first key without a slot: a chunk is useless without those before it.
         """
-        rows: list[Row] = []
-        evicted: list[bytes] = []
         with self._lock:
-            for key in keys:
-                if key in self._held:
-                    continue
-                if not self._free:
-                    victim = self._idle.take(redundant, keep)
-                    if victim is None:
-                        break
-                    self._forget(victim)
-                    evicted.append(victim.key)
-                row = self._held[key] = Row(key, self._free.pop())
+            held, flushed = self._held, self._flushed
+            wanted = [key for key in dict.fromkeys(keys) if key not in held or key in flushed]
+            if flushed:
+                self._free_flushed(wanted)
+            victims = self._idle.take(max(0, len(wanted) - len(self._free)), redundant, keep)
+            self._ready -= len(victims)
+            evicted = [row.key for row in victims]
+            rows = []
+            victims.reverse()
+            # An old row goes before a new one comes, or each call would collect garbage.
+            for key in wanted[: len(self._free) + len(victims)]:
+                if victims:
+                    self._forget(victims.pop())
+                row = held[key] = Row(key, self._free.pop())
                 rows.append(row)
+            self._filling += len(rows)
         return Reservation(rows, evicted)
 
+    def _free_flushed(self, wanted: Sequence[bytes]) -> None:
+        """Free the rows of `wanted`, and others until there is a slot for each of them."""
+        for key in self._flushed.keys() & wanted:
+            self._forget(self._flushed.pop(key))
+        while self._flushed and len(self._free) < len(wanted):
+            self._forget(self._flushed.popitem()[1])
+
     def _forget(self, row: Row) -> None:
-        """Free an evicted row."""
         del self._held[row.key]
-        self._ready -= 1
-        self._free_slot(row)
+        row.state = _FREE
+        self._free.append(row.slot)
 
     def commit(self, row: Row, checksum: int | None = None, pins: int = 0) -> bool:
         """The row's bytes are complete. False if a reset came first."""
         with self._lock:
-            if row.state is not RowState.FILLING:
+            if row.state is not _FILLING:
                 return False
-            row.state = RowState.READY
+            row.state = _READY
             row.checksum = checksum
+            self._filling -= 1
             self._ready += 1
             if pins:
                 row.pins = pins
@@ -161,32 +182,35 @@ class Pool:
                 self._idle.add(row)
             return True
 
-    def quarantine(self, row: Row) -> None:
-        """Void the row; its slot may still be written."""
+    def quarantine(self, *rows: Row) -> None:
+        """Void the rows that are FILLING; their slots may still be written."""
         with self._lock:
-            if row.state is RowState.FILLING:
-                del self._held[row.key]
-                row.state = RowState.QUARANTINED
-                self._quarantined += 1
+            for row in rows:
+                if row.state is _FILLING:
+                    del self._held[row.key]
+                    row.state = _QUARANTINED
+                    self._filling -= 1
+                    self._quarantined += 1
 
-    def abort(self, row: Row) -> None:
-        """Void the row; nobody can write its slot any more. Does nothing to a READY row."""
+    def abort(self, *rows: Row) -> None:
+        """Void the rows; nobody can write their slots any more. Does nothing to READY ones."""
         with self._lock:
-            if row.state is RowState.FILLING:
-                del self._held[row.key]
-                self._free_slot(row)
-            elif row.state is RowState.QUARANTINED and row.pins == 0:
-                self._quarantined -= 1
-                self._free_slot(row)
+            for row in rows:
+                if row.state is _FILLING:
+                    self._forget(row)
+                    self._filling -= 1
+                elif row.state is _QUARANTINED and row.pins == 0:
+                    self._leave_quarantine(row)
 
-    def _free_slot(self, row: Row) -> None:
-        row.state = RowState.FREE
+    def _leave_quarantine(self, row: Row) -> None:
+        self._quarantined -= 1
+        row.state = _FREE
         self._free.append(row.slot)
 
     def set_checksum(self, row: Row, checksum: int) -> bool:
         """Share the row from now on. False if it is no longer READY."""
         with self._lock:
-            if row.state is not RowState.READY or row.flushed:
+            if row.state is not _READY:
                 return False
             row.checksum = checksum
             return True
@@ -194,18 +218,19 @@ class Pool:
     # -- reading a row ---------------------------------------------------------------------
 
     def pin(self, keys: Iterable[bytes]) -> list[Row]:
-        """Pin the leading run of `keys` that is READY; a pinned row is not evicted."""
+        """Pin the leading run of `keys` that are READY, or were for the evicting thread's lookups
+        in this step. A pinned row is not evicted."""
         with self._lock:
-            return self._pin_run(keys, need_checksum=False)
+            return self._pin_run(keys, shared=False)
 
     def pin_shared(self, keys: Iterable[bytes]) -> list[Row]:
-        """Like `pin`, but only rows with a checksum, for a peer that will copy them.
+        """Pin the leading run of `keys` that peers may fetch, for a peer that will copy them.
 
         They no longer count as copies. Otherwise two replicas could each hold a copy of the
         other's row, and both could evict theirs as redundant.
         """
         with self._lock:
-            run = self._pin_run(keys, need_checksum=True)
+            run = self._pin_run(keys, shared=True)
             for row in run:
                 row.replicated_from = None
             return run
@@ -213,24 +238,27 @@ class Pool:
     def pin_row(self, row: Row) -> bool:
         """Pin this row. False if it is not READY."""
         with self._lock:
-            if row.state is not RowState.READY or row.flushed:
+            if row.state is not _READY:
                 return False
             self._pin(row)
             return True
 
     def _pin(self, row: Row) -> None:
         if row.pins == 0:
-            self._idle.remove(row.key)
             self._pinned += 1
+            if row.state is _READY:
+                self._idle.remove(row.key)
+            else:
+                del self._flushed[row.key]
         row.pins += 1
 
-    def _pin_run(self, keys: Iterable[bytes], need_checksum: bool) -> list[Row]:
+    def _pin_run(self, keys: Iterable[bytes], shared: bool) -> list[Row]:
         run: list[Row] = []
         for key in keys:
             row = self._held.get(key)
-            if row is None or row.state is not RowState.READY:
+            if row is None or row.state is _FILLING:
                 break
-            if need_checksum and (row.checksum is None or row.flushed):
+            if shared and (row.state is not _READY or row.checksum is None):
                 break
             self._pin(row)
             run.append(row)
@@ -248,66 +276,51 @@ class Pool:
                 if row.pins:
                     continue
                 self._pinned -= 1
-                if row.state is RowState.READY:
+                if row.state is _READY:
                     self._idle.add(row)
+                elif row.state is _FLUSHED:
+                    self._flushed[row.key] = row
                 else:  # there was a reset
-                    self._quarantined -= 1
-                    self._free_slot(row)
+                    self._leave_quarantine(row)
 
     def touch(self, keys: Iterable[bytes]) -> None:
         """Make the rows the most recently used, in the given order (the last is the newest)."""
         with self._lock:
-            for key in keys:
-                self._idle.touch(key)
+            self._idle.touch(keys)
 
-    # -- flushing --------------------------------------------------------------------------
+    # -- dropping rows ---------------------------------------------------------------------
 
     def flush(self, origin: str | None = None) -> list[bytes]:
         """Make lookups miss every READY row, or those from `origin`; returns their keys.
 
-        Any thread may call it: a row that was just looked up can still be pinned until `sweep`.
+        Any thread may call it: a row that the evicting thread has just looked up can be pinned
+        until that thread reserves rows.
         """
-        with self._lock:
-            rows = [
-                row
-                for row in self._held.values()
-                if row.state is RowState.READY and not row.flushed and origin in (None, row.origin)
-            ]
-            for row in rows:
-                row.flushed = True
-            self._flushed += rows
-        return [row.key for row in rows]
-
-    def sweep(self) -> None:
-        """Free the flushed rows that are not pinned.
-
-        The evicting thread calls it while none of its lookups waits for a pin.
-        """
-        if not self._flushed:
-            return
-        with self._lock:
-            kept = []
-            for row in self._flushed:
-                if row.state is RowState.READY and row.pins:
-                    kept.append(row)
-                elif row.state is RowState.READY:
-                    self._idle.remove(row.key)
-                    self._forget(row)
-            self._flushed = kept
-
-    # -- resetting -------------------------------------------------------------------------
+        keys: list[bytes] = []
+        for rows in self._portions():
+            with self._lock:
+                for row in rows:
+                    if row.state is _READY and origin in (None, row.origin):
+                        row.state = _FLUSHED
+                        self._ready -= 1
+                        keys.append(row.key)
+                        if not row.pins:
+                            self._idle.remove(row.key)
+                            self._flushed[row.key] = row
+        return keys
 
     def reset(self) -> None:
         """Forget every chunk. The slot of a FILLING or pinned row stays in quarantine until its
         writer calls `abort` or its readers call `unpin`."""
         with self._lock:
             for row in self._held.values():
-                if row.state is RowState.FILLING or row.pins:
-                    row.state = RowState.QUARANTINED
+                if row.state is _FILLING or row.pins:
+                    row.state = _QUARANTINED
                     self._quarantined += 1
                 else:
-                    self._free_slot(row)
+                    row.state = _FREE
+                    self._free.append(row.slot)
             self._held.clear()
             self._idle.clear()
             self._flushed.clear()
-            self._ready = 0
+            self._filling = self._ready = 0

@@ -110,8 +110,7 @@ class Fetcher:
         reason: str | None = "stopped"  # if the replica stops and cancels this task
         try:
             async with Rollback() as scope:
-                for row in fetch.rows:  # does nothing to committed ones
-                    scope.undo(self._pool.abort, row)
+                scope.undo(self._pool.abort, *fetch.rows)  # does nothing to committed ones
                 grant = await self._grant(fetch)
                 fetch.span.add_event("granted", chunks=len(grant.checksums))
                 if grant.grant_id:
@@ -191,8 +190,7 @@ class Fetcher:
         pulling = asyncio.ensure_future(self._process.pull(order))
         await asyncio.wait({pulling}, timeout=remaining)
         if not pulling.done():
-            for row in fetch.rows:
-                self._pool.quarantine(row)
+            self._pool.quarantine(*fetch.rows)
             self._finish(fetch, "timeout")
         result: PullResult = await pulling
         if result.transport is not None:
