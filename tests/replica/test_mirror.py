@@ -74,15 +74,33 @@ def test_a_snapshot_leaves_nothing_from_before(mirror: Mirror) -> None:
 
 def test_only_members_hold_keys(mirror: Mirror) -> None:
     mirror.apply(update(adds("a", 1, KEY, OTHER), adds("b", 1, KEY)))
-    mirror.apply(update(members=MEMBERS[:1] + MEMBERS[2:]))
+    mirror.apply(update(members=(), left=("a",)))
     assert (mirror.holders(KEY), mirror.holders(OTHER)) == (("b",), ())
     assert (mirror.address("a"), mirror.peers) == (None, {"b"})
 
 
-def test_members_stay_while_updates_do_not_have_them(mirror: Mirror) -> None:
+def test_members_stay_until_they_leave(mirror: Mirror) -> None:
     mirror.apply(update(adds("a", 1, KEY)))
-    mirror.apply(update(members=None))
+    mirror.apply(update(members=()))
     assert (mirror.holders(KEY), mirror.peers) == (("a",), {"a", "b"})
+    mirror.apply(update(members=(Member("a", "h:9"),)))
+    assert (mirror.address("a"), mirror.peers, mirror.eldest) == ("h:9", {"a", "b"}, "own")
+
+
+def test_a_snapshot_has_all_members(mirror: Mirror) -> None:
+    mirror.apply(update(adds("a", 1, KEY)))
+    mirror.apply(update(members=MEMBERS[2:], snapshot=True))
+    assert (mirror.peers, mirror.serving, mirror.eldest) == ({"b"}, {"b"}, "b")
+
+
+def test_a_peer_that_cannot_serve_keeps_its_keys(mirror: Mirror) -> None:
+    mirror.apply(update(adds("a", 1, KEY)))
+    mirror.apply(update(members=(MEMBERS[1]._replace(serves=False),)))
+    assert (mirror.holders(KEY), mirror.serving) == (("a",), {"b"})
+    mirror.apply(update(members=(MEMBERS[1],)))
+    assert mirror.serving == {"a", "b"}
+    mirror.clear()
+    assert mirror.serving == frozenset()
 
 
 def test_a_mirror_has_no_holders_while_sharing_is_switched_off(mirror: Mirror) -> None:
@@ -145,7 +163,7 @@ class TestStaleEntries:
         mirror.apply(update(adds("a", 6, OTHER)))
         assert not mirror._stale["a"]
         mirror.record_stale(KEY, "a", 7)
-        mirror.apply(update(members=MEMBERS[:1]))
+        mirror.apply(update(left=("a",), members=()))
         assert "a" not in mirror._stale
 
     def test_stale_entries_are_bounded(self, mirror: Mirror) -> None:

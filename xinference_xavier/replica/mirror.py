@@ -1,8 +1,9 @@
 """A replica's copy of the index: which peers hold a chunk, without a call.
 
-Threading: `holders`, `address`, `enabled` and `len` may be read by any thread at any time without a
-lock: each reads a dictionary or an attribute once. All other methods are for one writing thread,
-that of the tracker's client. A reader may see part of an update; the mirror is only a hint anyway.
+Threading: `holders`, `serving`, `address`, `enabled` and `len` may be read by any thread at any
+time without a lock: each reads a dictionary or an attribute once. All other methods are for one
+writing thread, that of the tracker's client. A reader may see part of an update; the mirror is only
+a hint anyway.
 
 Memory: under 200 bytes a key, key included (measured: 127 for keys of 36 bytes), for any number of
 holders, because equal groups of holders share one tuple. Bounded by `max_keys`.
@@ -16,6 +17,7 @@ from collections.abc import Iterable
 from xinference_xavier.protocol.tracker import (
     INITIAL_SETTINGS,
     Change,
+    Member,
     Update,
     check_update,
     unpack,
@@ -30,7 +32,8 @@ MAX_GROUPS = 10_000
 class Mirror:
     """What the replicas other than `incarnation` hold, as of `revision` of `epoch`.
 
-    `enabled` is the operator's switch. `dropped` counts the keys left out because of `max_keys`.
+    `enabled` is the operator's switch. `serving` are the peers that can be fetched from now; others
+    may hold chunks, too. `dropped` counts the keys left out because of `max_keys`.
     """
 
     def __init__(self, incarnation: str, *, max_keys: int = 500_000) -> None:
@@ -68,6 +71,8 @@ class Mirror:
         self._groups: dict[tuple[str, ...], tuple[str, ...]] = {}
         self._counts: Counter[str] = Counter()  # keys, by incarnation
         self._members: dict[str, str] = {}  # addresses, by incarnation
+        self._roster: dict[str, Member] = {}  # with this replica, in the order of joining
+        self.serving: frozenset[str] = frozenset()
         self.eldest = ""  # the incarnation of the member that joined first
         self._applied: dict[str, int] = {}  # sequences, by incarnation
         self._stale: dict[str, dict[bytes, int]] = {}  # sequences, by incarnation and key
@@ -78,11 +83,8 @@ class Mirror:
         if update.settings.version >= self.settings.version:
             self.settings = update.settings
             self.enabled = update.settings.enabled
-        if update.members is not None:
-            members = {member.incarnation: member.address for member in update.members}
-            members.pop(self._incarnation, None)
-            self._members = members
-            self.eldest = next((member.incarnation for member in update.members), "")
+        if update.snapshot or update.members or update.left:
+            self._apply_members(update)
         # Build a snapshot aside, so that readers never find it half empty.
         holders: dict[bytes, tuple[str, ...]] = {} if update.snapshot else self._holders
         if update.snapshot:
@@ -94,6 +96,17 @@ class Mirror:
             self._forget(holders, incarnation)
         self._holders = holders
         self.epoch, self.revision = update.epoch, update.revision
+
+    def _apply_members(self, update: Update) -> None:
+        if update.snapshot:
+            self._roster = {}
+        for incarnation in update.left:
+            self._roster.pop(incarnation, None)
+        self._roster |= {member.incarnation: member for member in update.members}
+        peers = [each for name, each in self._roster.items() if name != self._incarnation]
+        self._members = {peer.incarnation: peer.address for peer in peers}
+        self.serving = frozenset(peer.incarnation for peer in peers if peer.serves)
+        self.eldest = next(iter(self._roster), "")
 
     def record_stale(self, key: bytes, incarnation: str, sequence: int) -> None:
         """Remove an entry: a donor that had published up to `sequence` does not hold `key`.

@@ -84,7 +84,9 @@ class PeerTier(Tier):
         return self.sharing and self._process.ready
 
     def holders(self, key: bytes) -> Sequence[str]:
-        holders = self._mirror.holders(key)
+        holders, serving = self._mirror.holders(key), self._mirror.serving
+        if not serving.issuperset(holders):
+            holders = tuple(peer for peer in holders if peer in serving)
         return self._canary.trusted_among(holders) if holders else holders
 
     def on_stored(self, rows: Sequence[Row]) -> None:

@@ -45,7 +45,7 @@ async def _probe(model: Any, replica: str, config: XavierConfig) -> bool:
     )
     members = await within(_CALL_TIMEOUT, tracker.members_of(replica))
     probed = not members
-    for incarnation, address in members:
+    for incarnation, address, _ in members:
         actor = await within(_CALL_TIMEOUT, xoscar.actor_ref(address, replica_uid(incarnation)))
         probe = await within(_CALL_TIMEOUT, actor.next_probe())
         if probe is not None:
