@@ -265,7 +265,7 @@ class _Inside:
     def all_holders(self, key: bytes) -> tuple[str, ...]:
         """Also those that nothing is fetched from."""
         mirror = self.replica.mirror
-        return tuple(sorted(mirror.members_of(mirror.full_set(key))))
+        return tuple(sorted(mirror.sets.names(mirror.full_set(key))))
 
     def counts(self) -> PoolCounts:
         return self.pool.counts()

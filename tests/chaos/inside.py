@@ -198,6 +198,7 @@ class Inside:
             ),
             "mirror": dict(self.replica.mirror._holders),
             "peers": set(self.replica.mirror.peers),
+            "serving": set(self.replica.mirror.serving),
             "namespace": self.replica._client.namespace,
             "connected": self.replica._client.joined.is_set(),
             "tasks": len(tasks._running),

@@ -125,6 +125,8 @@ def _about_membership(cluster: Cluster, audits: dict[str, Any]) -> list[str]:
             found.append(f"{incarnation} is in {audit['namespace']}, not that of the weights")
         if audit["peers"] != set(audits) - {incarnation}:
             found.append(f"{incarnation} knows the peers {sorted(audit['peers'])}")
+        if audit["serving"] != audit["peers"]:
+            found.append(f"{incarnation} would ask none but {sorted(audit['serving'])}")
     return found
 
 

@@ -71,10 +71,10 @@ class ScriptedTier(Tier):
         return self.mirror.usable_set(key)
 
     def sources(self, holders: int) -> list[str]:
-        return self.mirror.members_of(holders)
+        return self.mirror.sets.names(holders)
 
     def set_of(self, sources: Iterable[str]) -> int:
-        return self.mirror.set_of(sources)
+        return self.mirror.sets.set_of(sources)
 
     def on_stored(self, rows: Sequence[Row]) -> None:
         self.stored_rows += rows

@@ -20,9 +20,16 @@ def key(place: int, group: int = 0) -> bytes:
 
 
 def explain(
-    own: str, *, min_fetch_tokens: int = 0, enabled: bool = True, groups: int = 1, **peers: str
+    own: str,
+    *,
+    min_fetch_tokens: int = 0,
+    enabled: bool = True,
+    groups: int = 1,
+    down: str = "",
+    **peers: str,
 ) -> dict[str, Any]:
-    """Each text marks with an "x" which of 8 whole chunks a replica holds."""
+    """Each text marks with an "x" which of 8 whole chunks a replica holds; peer `down` does not
+    serve."""
     pool, mirror = Pool(20), Mirror("own")
     for row in pool.reserve([key(place) for place in places(own)]).rows:
         pool.commit(row)
@@ -30,7 +37,7 @@ def explain(
         Change(name, 1, pack(key(place) for place in places(held)), b"", True)
         for name, held in peers.items()
     )
-    members = tuple(Member(name, "host:1") for name in peers)
+    members = tuple(Member(name, "host:1", name != down) for name in peers)
     mirror.apply(Update(1, "epoch", True, Settings(1, enabled), 2, members, changes))
     chunks = [tuple(key(place, group) for group in range(groups)) for place in range(8)]
     return explanation(
@@ -85,6 +92,13 @@ def test_nothing_comes_from_peers_while_sharing_is_off() -> None:
     answer = explain("x-------", peer="xxxx----", enabled=False)
     assert answer["reuse"]["own"] == {"local_pool": 10, "remote": 0, "computed": 75}
     assert answer["reuse"]["peer"] == {"local_pool": 40, "remote": 0, "computed": 45}
+
+
+def test_nothing_comes_from_a_peer_that_does_not_serve() -> None:
+    answer = explain("x-------", peer="xxxx----", down="peer")
+    assert answer["reuse"]["own"] == {"local_pool": 10, "remote": 0, "computed": 75}
+    assert answer["reuse"]["peer"] == {"local_pool": 40, "remote": 0, "computed": 45}
+    assert answer["chunks"][1]["replicas"] == {"own": "none", "peer": "pool"}
 
 
 def test_each_chunk_names_its_holders() -> None:

@@ -8,7 +8,6 @@ import tracemalloc
 import pytest
 
 from xinference_xavier.protocol.tracker import Change, Member, Settings, Update, pack
-from xinference_xavier.replica import mirror as mirror_module
 from xinference_xavier.replica.mirror import MAX_STALE, PIECE, Mirror
 
 KEY = b"key1"
@@ -46,36 +45,11 @@ def test_holders_are_the_others(mirror: Mirror) -> None:
     assert len(mirror) == 1
 
 
-def test_a_set_of_peers_is_an_integer(mirror: Mirror) -> None:
-    mirror.apply(update(adds("a", 1, KEY, OTHER), adds("b", 1, KEY)))
-    common = mirror.usable_set(KEY) & mirror.usable_set(OTHER)
-    assert common == mirror.set_of(["a", "stranger"])
-    assert mirror.members_of(common) == ["a"]
-    assert mirror.members_of(0) == []
-
-
-def test_equal_sets_are_one_object(mirror: Mirror) -> None:
-    """With a thousand peers, each takes 160 bytes."""
-    names = [f"peer {number}" for number in range(100)]
-    members = tuple(Member(name, "h:1") for name in names)
-    for key in (KEY, OTHER):
-        mirror.apply(update(*(adds(name, 1, key) for name in names), members=members))
-    assert mirror.full_set(KEY) is mirror.full_set(OTHER)
-
-
-def test_the_number_of_a_peer_that_left_is_given_to_another(mirror: Mirror) -> None:
-    for number in range(1000):
-        member = Member(f"incarnation {number}", "h:1")
-        mirror.apply(update(adds(member.incarnation, 1, KEY), members=(member,)))
-        assert mirror.holders(KEY) == (member.incarnation,)
-    assert mirror.usable_set(KEY) < 1 << 3
-
-
 def test_only_trusted_peers_can_be_fetched_from(mirror: Mirror) -> None:
     mirror.trust(frozenset("b"))
     mirror.apply(update(adds("a", 1, KEY), adds("b", 1, KEY)))
     assert mirror.holders(KEY) == ("b",)
-    assert mirror.members_of(mirror.full_set(KEY)) == ["a", "b"]
+    assert sorted(mirror.sets.names(mirror.full_set(KEY))) == ["a", "b"]
     mirror.trust(frozenset("ab"))
     assert mirror.holders(KEY) == ("a", "b")
 
@@ -102,15 +76,34 @@ def test_a_snapshot_leaves_nothing_from_before(mirror: Mirror) -> None:
 
 def test_only_members_hold_keys(mirror: Mirror) -> None:
     mirror.apply(update(adds("a", 1, KEY, OTHER), adds("b", 1, KEY)))
-    mirror.apply(update(members=MEMBERS[:1] + MEMBERS[2:]))
+    mirror.apply(update(members=(), left=("a",)))
     assert (mirror.holders(KEY), mirror.holders(OTHER)) == (("b",), ())
     assert (mirror.address("a"), mirror.peers) == (None, {"b"})
 
 
-def test_members_stay_while_updates_do_not_have_them(mirror: Mirror) -> None:
+def test_members_stay_until_they_leave(mirror: Mirror) -> None:
     mirror.apply(update(adds("a", 1, KEY)))
-    mirror.apply(update(members=None))
+    mirror.apply(update(members=()))
     assert (mirror.holders(KEY), mirror.peers) == (("a",), {"a", "b"})
+    mirror.apply(update(members=(Member("a", "h:9"),)))
+    assert (mirror.address("a"), mirror.peers, mirror.eldest) == ("h:9", {"a", "b"}, "own")
+
+
+def test_a_snapshot_has_all_members(mirror: Mirror) -> None:
+    mirror.apply(update(adds("a", 1, KEY)))
+    mirror.apply(update(members=MEMBERS[2:], snapshot=True))
+    assert (mirror.peers, mirror.serving, mirror.eldest) == ({"b"}, {"b"}, "b")
+
+
+def test_a_peer_that_cannot_serve_keeps_its_keys(mirror: Mirror) -> None:
+    mirror.apply(update(adds("a", 1, KEY)))
+    mirror.apply(update(members=(MEMBERS[1]._replace(serves=False),)))
+    assert (mirror.holders(KEY), mirror.serving) == ((), {"b"})
+    assert mirror.sets.names(mirror.full_set(KEY)) == ["a"]
+    mirror.apply(update(members=(MEMBERS[1],)))
+    assert (mirror.holders(KEY), mirror.serving) == (("a",), {"a", "b"})
+    mirror.clear()
+    assert mirror.serving == frozenset()
 
 
 def test_a_mirror_has_no_holders_while_sharing_is_switched_off(mirror: Mirror) -> None:
@@ -173,7 +166,7 @@ class TestStaleEntries:
         mirror.apply(update(adds("a", 6, OTHER)))
         assert not mirror._stale["a"]
         mirror.record_stale(KEY, "a", 7)
-        mirror.apply(update(members=MEMBERS[:1]))
+        mirror.apply(update(left=("a",), members=()))
         assert "a" not in mirror._stale
 
     def test_stale_entries_are_bounded(self, mirror: Mirror) -> None:
@@ -237,18 +230,6 @@ def test_an_update_that_was_interrupted_is_applied_again(mirror: Mirror) -> None
     assert mirror.revision == 0, "the watcher asks for the same changes again"
     mirror.apply(whole)
     assert (len(mirror), mirror.holders(keys[0])) == (len(keys), ("a",))
-
-
-def test_sets_beyond_the_bound_are_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise every set of holders that ever existed would stay for good."""
-    monkeypatch.setattr(mirror_module, "MAX_SETS", 2)
-    mirror = Mirror("own")
-    members = (MEMBERS[0], *(Member(f"{n}", "h:1") for n in range(8)))
-    mirror.apply(update(*(adds(f"{n}", 1, KEY) for n in range(8)), members=members))
-    assert mirror.holders(KEY) == tuple(f"{n}" for n in range(8))
-    mirror.apply(update(*(removes(f"{n}", 2, KEY) for n in range(7)), members=members))
-    assert mirror.holders(KEY) == ("7",)
-    assert len(mirror._sets) == 2
 
 
 def test_a_key_takes_less_than_120_bytes() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from xinference_xavier.pool.pool import Pool
+from xinference_xavier.protocol.tracker import Change, Member, Settings, Update
 from xinference_xavier.replica import peer_tier as module
 from xinference_xavier.replica.mirror import Mirror
 from xinference_xavier.replica.namespace import SharedNamespace
@@ -49,3 +50,16 @@ def test_work_for_a_suspended_background_loop_is_bounded(
     tier.on_stored([])
     assert tier.refused == 2, "there is room again"
     loop.close()
+
+
+async def test_a_peer_that_does_not_serve_is_no_source() -> None:
+    mirror = Mirror("own")
+    changes = tuple(Change(name, 1, b"key1", b"", False) for name in "abc")
+    members = (Member("a", "h:1"), Member("b", "h:1", serves=False), Member("c", "h:1"))
+    mirror.apply(Update(1, "epoch", True, Settings(), 4, members, changes))
+    tier = PeerTier(Pool(ROWS), mirror, SharedNamespace("namespace", lambda _: nothing))
+    nothing: Any = SimpleNamespace()
+    canary: Any = SimpleNamespace(trusted_among=lambda peers: [p for p in peers if p != "c"])
+    tier.open(nothing, nothing, nothing, nothing, canary)
+    assert list(tier.holders(b"key1")) == ["a"]
+    assert list(tier.holders(b"key2")) == []

@@ -148,6 +148,40 @@ def test_a_donor_without_its_transfer_process(scene: Scene) -> None:
     assert scene.consumer.fetch("stalling", few, NEVER).committed == len(few)
 
 
+def listed(consumer: ReplicaProcess, keys: list[bytes], *donors: str) -> bool:
+    return all(consumer.all_holders(key) == donors for key in keys)
+
+
+def offered(consumer: ReplicaProcess, keys: list[bytes], *donors: str) -> bool:
+    return all(consumer.holders(key) == donors for key in keys)
+
+
+def test_a_donor_is_not_asked_while_it_has_no_transfer_process(scene: Scene) -> None:
+    """As soon as it is asked again, it serves."""
+    keys = stored(scene.consumer, scene.plain)
+    scene.plain.send_signal(signal.SIGKILL, "transfer")
+    wait_until(lambda: offered(scene.consumer, keys), "nobody can be asked")
+    assert listed(scene.consumer, keys, "plain")
+    wait_until(lambda: offered(scene.consumer, keys, "plain"), "it can be asked again")
+    assert scene.consumer.fetch("plain", keys, NEVER).reason is None
+
+
+def test_a_replica_that_starts_is_asked_once_it_can_serve(
+    scene: Scene, tracker_process: TrackerProcess, transport: str
+) -> None:
+    """Its transfer process takes seconds longer to start than it takes to join."""
+    starting = ReplicaProcess("starting", tracker_process.address, transport=transport)
+    try:
+        keys = fresh_keys(ROWS)
+        starting.store(keys)
+        wait_until(lambda: listed(scene.consumer, keys, "starting"), "the index lists them")
+        wait_until(lambda: offered(scene.consumer, keys, "starting"), "it can be asked")
+        assert scene.consumer.fetch("starting", keys, NEVER).reason is None
+    finally:
+        starting.stop()
+        starting.kill()
+
+
 def test_the_consumer_s_transfer_process_is_killed(scene: Scene) -> None:
     keys = stored(scene.consumer, scene.stalling, scene.plain)
     begin_stalled_fetch(scene.consumer, scene.stalling, keys, NEVER)

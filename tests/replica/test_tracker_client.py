@@ -176,6 +176,27 @@ async def test_a_replica_knows_the_secret_when_it_has_joined(peers: Peers, track
     assert a.client.joined.is_set()
 
 
+async def test_a_replica_serves_once_it_says_so(peers: Peers, tracker: Any) -> None:
+    """At once, and not with the next heartbeat."""
+    a, b = await peers.start("a", K1, heartbeat=3600.0), await peers.start("b")
+    await b.sees(K1, "a")
+    assert b.mirror.serving == frozenset()
+    for serves in (True, False, True):
+        a.client.set_serving(serves)
+        await b.mirror.until(lambda mirror, serves=serves: ("a" in mirror.serving) is serves)
+    assert b.mirror.holders(K1) == ("a",)
+
+
+async def test_a_new_tracker_is_told_who_serves(pool: Any, peers: Peers, tracker: Any) -> None:
+    a = await peers.start("a")
+    a.client.set_serving(True)
+    await xo.destroy_actor(tracker)
+    await until_lost(a)
+    await create_tracker(pool.external_address)
+    b = await peers.start("b")
+    await b.mirror.until(lambda mirror: mirror.serving == {"a"})
+
+
 async def test_heartbeats_carry_events(peers: Peers, tracker: Any) -> None:
     """Each event once. If there are too many, the oldest are dropped."""
 

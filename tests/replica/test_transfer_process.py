@@ -89,6 +89,21 @@ async def test_a_killed_one_is_replaced_and_gets_the_current_secret(region: Regi
         assert process.starts == 2
 
 
+async def test_whether_it_is_ready_is_told_at_once(region: Region) -> None:
+    told: list[bool] = []
+    async with running(region, on_ready=told.append) as process:
+        await until(lambda: process.pid)
+        await process.configure(b"first")
+        assert (told, process.ready) == ([True], True)
+        await process.configure(b"second")
+        assert told == [True, False, True], "for a moment, peers had another secret"
+        assert process.pid is not None
+        os.kill(process.pid, 9)
+        await until(lambda: len(told) == 5)
+        assert told[3:] == [False, True]
+    assert told[5:] == [False]
+
+
 async def test_what_was_being_fetched_fails_when_it_is_killed(region: Region) -> None:
     """It does not wait for the deadline."""
     with socket.create_server((HOST, 0)) as silent:  # accepts connections, and never answers

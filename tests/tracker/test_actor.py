@@ -90,10 +90,13 @@ async def test_a_watch_sees_others_come_and_go(tracker: Any) -> None:
     await join(tracker, A)
     watch = await wait_for_update(tracker, "a")
     await join(tracker, B)
-    assert set((await watch).members) == {A, B}
+    assert (await watch).members == (B,)
+    watch = await wait_for_update(tracker, "a")
+    await tracker.set_serving(NS, "b", False)
+    assert (await watch).members == (B._replace(serves=False),)
     watch = await wait_for_update(tracker, "a")
     await tracker.leave(NS, "b")
-    assert (await watch).members == (A,)
+    assert (await watch).left == ("b",)
 
 
 async def test_namespaces_know_nothing_of_each_other(tracker: Any) -> None:
@@ -237,6 +240,7 @@ async def test_an_error_does_not_end_the_expiry(caplog: pytest.LogCaptureFixture
         ("watch", (NS, "b", "", -1, 1.0), "revision=-1"),
         ("watch", (NS, "b", "", 0, float("nan")), "timeout=nan"),
         ("watch", (NS, "b", "", 0, "1"), "timeout='1'"),
+        ("set_serving", (NS, "b", 1), "serves=1 is neither True nor False"),
         ("heartbeat", (NS, "b", []), "stats is list"),
         ("heartbeat", (NS, "b", {"x": b""}), "cannot be written as JSON"),
         ("heartbeat", (NS, "b", {"x": "x" * 70_000}), "more than 65536"),

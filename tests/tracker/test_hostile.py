@@ -41,7 +41,7 @@ def with_change(**fields: Any) -> Update:
     "update",
     [
         None,
-        tuple(NEXT)[:-1],
+        tuple(NEXT)[:-2],
         NEXT._replace(revision=-1),
         NEXT._replace(revision="2"),  # type: ignore[arg-type]
         NEXT._replace(epoch=None),  # type: ignore[arg-type]
@@ -50,9 +50,11 @@ def with_change(**fields: Any) -> Update:
         NEXT._replace(key_bytes=0),
         NEXT._replace(key_bytes=2000),
         NEXT._replace(members=[OWN]),  # type: ignore[arg-type]
-        NEXT._replace(members=None, snapshot=True),
+        NEXT._replace(members=None),  # type: ignore[arg-type]
         NEXT._replace(members=(OWN, Member("a", "nowhere"))),
         NEXT._replace(members=(OWN, Member([], "h:1"))),  # type: ignore[arg-type]
+        NEXT._replace(members=(OWN, A._replace(serves=1))),  # type: ignore[arg-type]
+        NEXT._replace(left=("a", 1)),  # type: ignore[arg-type]
         NEXT._replace(changes=None),  # type: ignore[arg-type]
         NEXT._replace(changes=(NEXT.changes[0], None)),  # type: ignore[arg-type]
         with_change(incarnation=[]),
@@ -90,6 +92,7 @@ async def test_names_are_checked_in_every_call(tracker: Any, name: Any) -> None:
             tracker.publish(namespace, incarnation, 1, KEY, b""),
             tracker.replace(namespace, incarnation, 1, KEY),
             tracker.watch(namespace, incarnation, "", 0, 0.0),
+            tracker.set_serving(namespace, incarnation, True),
             tracker.claim(namespace, incarnation, KEY, 1.0),
             tracker.release(namespace, incarnation, KEY),
             tracker.leave(namespace, incarnation),

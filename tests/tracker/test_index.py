@@ -172,21 +172,47 @@ def test_a_watcher_gets_what_it_missed_and_only_that() -> None:
     )
 
 
-def test_updates_have_the_members_only_when_they_changed() -> None:
+def test_an_update_has_only_the_members_that_changed() -> None:
+    """There may be a thousand, and each of them watches."""
     index = index_of(A)
     seen = seen_by("b", index)
+
+    def news() -> tuple[tuple[Member, ...], tuple[str, ...]]:
+        nonlocal seen
+        seen = index.changes_since(seen.epoch, seen.revision)
+        assert not seen.snapshot
+        return seen.members, seen.left
+
     index.publish("a", 1, keys(1), b"")
-    unchanged = index.changes_since(seen.epoch, seen.revision)
+    assert news() == ((), ())
     index.join(B, KEY_BYTES, 1.0)
-    came = index.changes_since(unchanged.epoch, unchanged.revision)
-    index.join(Member("b", "10.0.0.9:1"), KEY_BYTES, 2.0)
-    moved = index.changes_since(came.epoch, came.revision)
+    assert news() == ((B,), ())
+    moved = Member("b", "10.0.0.9:1")
+    index.join(moved, KEY_BYTES, 2.0)
+    assert news() == ((moved,), ())
+    index.set_serving("b", False)
+    assert news() == ((moved._replace(serves=False),), ())
+    index.set_serving("b", False)
+    index.set_serving("nobody", True)
+    assert not index.has_update("a", seen.epoch, seen.revision)
     index.leave("b")
-    left = index.changes_since(moved.epoch, moved.revision)
-    assert unchanged.members is None
-    assert (came.members, left.members) == ((A, B), (A,))
-    assert moved.members == (A, Member("b", "10.0.0.9:1"))
-    assert index.changes_since(left.epoch, left.revision).members is None
+    assert news() == ((), ("b",))
+
+
+def test_members_keep_the_order_in_which_they_joined() -> None:
+    """The first one is the eldest, with whom the others compare themselves."""
+    index, mirror = index_of(A), Mirror("onlooker")
+    mirror.apply(seen_by("onlooker", index))
+    for number, change in enumerate(
+        (
+            lambda: index.join(B, KEY_BYTES, 1.0),
+            lambda: index.set_serving("a", False),
+            lambda: (index.leave("a"), index.join(A, KEY_BYTES, 2.0)),
+        )
+    ):
+        change()
+        mirror.apply(index.changes_since(mirror.epoch, mirror.revision))
+        assert mirror.eldest == index.members()[0].incarnation == "aab"[number]
 
 
 def test_only_changes_by_others_are_updates() -> None:
@@ -363,6 +389,10 @@ class Sharing(RuleBasedStateMachine):
             if not fresh:
                 assert self.index.publish(*batch) in (Outcome.STALE, Outcome.UNKNOWN)
 
+    @rule(name=replica, serves=st.booleans())
+    def can_or_cannot_serve(self, name: str, serves: bool) -> None:
+        self.index.set_serving(name, serves)
+
     @rule(name=replica)
     def leaves(self, name: str) -> None:
         self.index.leave(name)
@@ -385,9 +415,14 @@ class Sharing(RuleBasedStateMachine):
         mirror.apply(self.index.changes_since(mirror.epoch, mirror.revision, watcher))
         others = {name: held for name, held in self.known.items() if name != watcher}
         expected = {each: {name for name in others if each in others[name]} for each in UNIVERSE}
-        assert {each: set(mirror.holders(each)) for each in UNIVERSE} == expected
+        assert {
+            each: set(mirror.sets.names(mirror.full_set(each))) for each in UNIVERSE
+        } == expected
         assert len(mirror) == sum(map(bool, expected.values()))
+        members = self.index.members()
         assert mirror.peers == set(others)
+        assert mirror.serving == {m.incarnation for m in members if m.serves} - {watcher}
+        assert mirror.eldest == next((m.incarnation for m in members), "")
 
     @rule(watcher=st.sampled_from(WATCHERS))
     def forgets(self, watcher: str) -> None:

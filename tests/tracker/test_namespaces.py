@@ -56,7 +56,8 @@ async def test_a_moving_replica_belongs_to_the_model_until_it_joins_or_its_lease
     for name in ("a", "b"):
         namespaces.leave("old", name, moving=True, now=1.0)
     assert namespaces.all_members() == [C]
-    join(namespaces, "new", A, now=2.0)
+    join(namespaces, "new", A._replace(serves=False), now=2.0)
+    namespaces.find_member("new", "a").index.set_serving("a", True)
     assert namespaces.members_and_moving() == [C, A, B]
     namespaces.leave("new", "a", moving=False, now=3.0)
     assert namespaces.members_and_moving() == [C, B]

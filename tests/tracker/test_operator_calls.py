@@ -89,6 +89,7 @@ async def test_status_has_current_stats(pool: Any, tracker: Any) -> None:
         "replica": "m-0",
         "incarnation": "a",
         "address": member.address,
+        "serves": True,
         "holdings": 2,
         "sequence": 1,
         "stats": {"requests": 2},

@@ -22,7 +22,7 @@ from xinference_xavier.runtime.validate import (
     first_reason,
 )
 
-PROTOCOL_VERSION = 1  # raised with every change of the messages
+PROTOCOL_VERSION = 2  # raised with every change of the messages
 MAX_WEIGHTS_VERSION = 64  # characters; it becomes part of a namespace
 MAX_STATS_BYTES = 1 << 16  # a replica's stats as JSON
 MAX_QUESTION_BYTES = 8 << 20  # a prompt or messages to explain, as JSON
@@ -54,10 +54,12 @@ class JoinReply(NamedTuple):
 
 
 class Member(NamedTuple):
-    """A replica: its incarnation, and the address of the xoscar actor in its engine."""
+    """A replica: its incarnation, the address of the xoscar actor in its engine, and whether peers
+    can fetch from it now."""
 
     incarnation: Identifier
     address: Address
+    serves: bool = True
 
 
 class Settings(NamedTuple):
@@ -86,8 +88,8 @@ class Change(NamedTuple):
 class Update(NamedTuple):
     """The `changes` that bring a watcher to `revision`, in the order to apply them.
 
-    With `snapshot`, the watcher first forgets everything. `members` are all members, the watcher
-    included; None if they have not changed, because there may be many and they rarely do. Keys are
+    With `snapshot`, the watcher first forgets everything. Then members `left`, and `members` joined
+    or changed, in the order in which they joined; the watcher may be among them. Keys are
     `key_bytes` long.
     """
 
@@ -96,8 +98,9 @@ class Update(NamedTuple):
     snapshot: bool
     settings: Settings
     key_bytes: Annotated[int, Field(ge=0, le=MAX_KEY_BYTES)]  # 0 while nobody has joined
-    members: Annotated[tuple[Member, ...], Field(fail_fast=True)] | None
+    members: Annotated[tuple[Member, ...], Field(fail_fast=True)]
     changes: Annotated[tuple[Change, ...], Field(fail_fast=True)]
+    left: Annotated[tuple[Identifier, ...], Field(fail_fast=True)] = ()
 
 
 _MEMBER = TypeAdapter(Member)
@@ -138,8 +141,6 @@ def check_settings(settings: object) -> Settings:
 def check_update(update: object) -> Update:
     """Checks all of it, so that a mirror applies an update completely or not at all."""
     good = _checked(_UPDATE, "update", update)
-    if good.snapshot and good.members is None:
-        raise ValueError("malformed update: a snapshot names all members")
     if good.changes and not good.key_bytes:
         raise ValueError("malformed update: its keys have no length")
     for change in good.changes:
@@ -202,9 +203,9 @@ def check_packed(name: str, value: object, key_bytes: int = 1) -> None:
         raise ValueError(f"{name} has {len(value)} bytes, not a multiple of key length {key_bytes}")
 
 
-def check_switch(value: object) -> None:
+def check_switch(name: str, value: object) -> None:
     if not isinstance(value, bool):
-        raise ValueError(f"enabled={shown(value)} is neither True nor False")
+        raise ValueError(f"{name}={shown(value)} is neither True nor False")
 
 
 def check_stats(stats: object) -> None:

@@ -195,7 +195,7 @@ class Canary:
             await asyncio.sleep(_MIN_PAUSE)
 
     def _common_chunk(self, peer: str) -> bytes | None:
-        bit = self._mirror.set_of((peer,))
+        bit = self._mirror.sets.set_of((peer,))
         published = (key for key in reversed(self._own) if self._mirror.full_set(key) & bit)
         keys = itertools.chain(self._probes, published)
         return next((key for key in keys if (peer, key) not in self._tried), None)

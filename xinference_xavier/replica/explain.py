@@ -1,8 +1,8 @@
 """Which replicas hold the chunks of a prompt, and what a request for it would reuse at each.
 
 An estimate of what the scheduler would find now. It ignores vLLM's own prefix cache, counts a chunk
-only if all its KV-cache groups are there, and assumes that fetches succeed and are faster than
-computing, with the same `xavier_min_fetch_tokens` everywhere.
+only if all its KV-cache groups are there, and assumes that fetches from peers that serve succeed
+and are faster than computing, with the same `xavier_min_fetch_tokens` everywhere.
 """
 
 import functools
@@ -36,8 +36,9 @@ def explanation(
         functools.reduce(operator.and_, map(mirror.full_set, keys)) for keys in chunked.chunks
     ]
     for peer in sorted(mirror.peers):
-        bit = mirror.set_of((peer,))
+        bit = mirror.sets.set_of((peer,))
         held[peer] = [bool(peers & bit) for peers in holders]
+    donors = mirror.serving | {incarnation} if mirror.enabled else frozenset()
     min_chunks = max(1, -(-min_fetch_tokens // chunked.chunk_tokens))
     size = chunked.chunk_tokens
     return {
@@ -54,17 +55,22 @@ def explanation(
             for place in range(len(chunked.chunks))
         ],
         "reuse": {
-            replica: _reuse(replica, held, mirror.enabled, min_chunks, chunked) for replica in held
+            replica: _reuse(replica, held, donors - {replica}, min_chunks, chunked)
+            for replica in held
         },
     }
 
 
 def _reuse(
-    replica: str, held: dict[str, list[bool]], sharing: bool, min_chunks: int, chunked: Chunked
+    replica: str,
+    held: dict[str, list[bool]],
+    donors: frozenset[str],
+    min_chunks: int,
+    chunked: Chunked,
 ) -> dict[str, int]:
     """Walk through the chunks as the scheduler would: the own pool's run, one donor's run, …"""
     own = held[replica]
-    others = [chunks for peer, chunks in held.items() if peer != replica] if sharing else []
+    others = [held[donor] for donor in donors]
     place = from_pool = from_peers = 0
     while place < len(own):
         if own[place]:

@@ -1,12 +1,12 @@
 """A replica's copy of the index: which peers hold a chunk, without a call.
 
-Each peer has a number, and a set of peers is an integer with their bits. So the cost of a lookup,
-and of finding who holds a whole prefix, hardly depends on the number of peers.
+The peers that hold a chunk are an integer (`PeerSets`). So the cost of a lookup, and of finding who
+holds a whole prefix, hardly depends on the number of peers.
 
 Threading: any thread may read at any time without a lock: a reader looks at one dictionary or one
 attribute. All other methods are for one writing thread, that of the tracker's client, which can
 apply an update in short pieces and let other threads run in between. A reader may see part of an
-update. The mirror is only a hint anyway. So is a number: once its peer has left, it is another's.
+update. The mirror is only a hint anyway.
 
 Memory: under 120 bytes a key (measured), because a key is known by its last 12 bytes: 64 bits of
 its hash, and its group. Two keys that share them cost a fetch of a chunk that its donor lacks.
@@ -16,16 +16,20 @@ neither published nor used for longest.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from struct import iter_unpack
 
-from xinference_xavier.protocol.tracker import INITIAL_SETTINGS, Change, Update, check_update
+from xinference_xavier.protocol.tracker import (
+    INITIAL_SETTINGS,
+    Change,
+    Member,
+    Update,
+    check_update,
+)
+from xinference_xavier.replica.peer_sets import PeerSets
 
 MAX_STALE = 10_000  # stale entries remembered for each peer; the oldest go first
-MAX_SETS = 100_000
-"""Sets of holders that are one integer for all keys; beyond them each key has its own."""
 PIECE = 500
 """Keys of a piece: about a quarter of a millisecond."""
 _SHORT = 12
@@ -39,7 +43,8 @@ _Shards = list[dict[bytes, int]]
 class Mirror:
     """What the replicas other than `incarnation` hold, as of `revision` of `epoch`.
 
-    `enabled` is the operator's switch. `dropped` counts the keys left out because of `max_keys`.
+    `enabled` is the operator's switch. `serving` are the peers that can be fetched from now; others
+    may hold chunks, too. `dropped` counts the keys left out because of `max_keys`.
     """
 
     def __init__(self, incarnation: str, *, max_keys: int = 2_000_000) -> None:
@@ -66,27 +71,9 @@ class Mirror:
         short = key[-_SHORT:]
         return self._shards[short[0]].get(short, 0)
 
-    def set_of(self, peers: Iterable[str]) -> int:
-        """Ignores strangers."""
-        found = 0
-        for peer in peers:
-            number = self._numbers.get(peer)
-            if number is not None:
-                found |= 1 << number
-        return found
-
-    def members_of(self, peers: int) -> list[str]:
-        """The incarnations in a set."""
-        names = []
-        while peers:
-            lowest = peers & -peers
-            names.append(self._names[lowest.bit_length() - 1])
-            peers ^= lowest
-        return names
-
     def holders(self, key: bytes) -> tuple[str, ...]:
         """`usable_set` by name, for people."""
-        return tuple(sorted(self.members_of(self.usable_set(key))))
+        return tuple(sorted(self.sets.names(self.usable_set(key))))
 
     def address(self, incarnation: str) -> str | None:
         """The address of a peer's actor; None if it is not a member."""
@@ -105,11 +92,10 @@ class Mirror:
         self._shards = _empty()
         self._size = 0
         self._usable = 0  # the set of peers that can be fetched from
-        self._numbers: dict[str, int] = {}  # by incarnation
-        self._names: list[str] = []  # by number
-        self._free: deque[int] = deque()  # numbers of peers that have left
-        self._sets: dict[int, int] = {}
+        self.sets = PeerSets()
         self._members: dict[str, str] = {}  # addresses, by incarnation
+        self._roster: dict[str, Member] = {}  # with this replica, in the order of joining
+        self.serving: frozenset[str] = frozenset()
         self.eldest = ""  # the incarnation of the member that joined first
         self._applied: dict[str, int] = {}  # sequences, by incarnation
         self._stale: dict[str, dict[bytes, int]] = {}  # sequences, by incarnation and key
@@ -131,11 +117,9 @@ class Mirror:
         if update.settings.version >= self.settings.version:
             self.settings = update.settings
             self.enabled = update.settings.enabled
-        if update.members is not None:
-            members = {member.incarnation: member.address for member in update.members}
-            members.pop(self._incarnation, None)
-            self._members = members
-            self.eldest = next((member.incarnation for member in update.members), "")
+        if update.snapshot or update.members or update.left:
+            self._apply_members(update)
+        self._set_usable()
         # Build a snapshot aside, so that readers never find it half empty.
         shards = _empty() if update.snapshot else self._shards
         if update.snapshot:
@@ -143,11 +127,22 @@ class Mirror:
         for change in update.changes:
             if change.incarnation != self._incarnation:
                 yield from self._apply(shards, change, update.key_bytes)
-        if left := self._numbers.keys() - self._members.keys():
+        if left := self.sets.peers - self._members.keys():
             yield from self._forget(shards, left)
         self._shards = shards
         self._set_usable()
         self.epoch, self.revision = update.epoch, update.revision
+
+    def _apply_members(self, update: Update) -> None:
+        if update.snapshot:
+            self._roster = {}
+        for incarnation in update.left:
+            self._roster.pop(incarnation, None)
+        self._roster |= {member.incarnation: member for member in update.members}
+        peers = [each for name, each in self._roster.items() if name != self._incarnation]
+        self._members = {peer.incarnation: peer.address for peer in peers}
+        self.serving = frozenset(peer.incarnation for peer in peers if peer.serves)
+        self.eldest = next(iter(self._roster), "")
 
     def record_stale(self, key: bytes, incarnation: str, sequence: int) -> None:
         """Remove an entry: a donor that had published up to `sequence` does not hold `key`.
@@ -158,7 +153,7 @@ class Mirror:
         if sequence < self._applied.get(incarnation, 0) or incarnation not in self._members:
             return
         short = key[-_SHORT:]
-        self._remove(self._shards, ~self.set_of((incarnation,)), (short,))
+        self._remove(self._shards, ~self.sets.set_of((incarnation,)), (short,))
         stale = self._stale.setdefault(incarnation, {})
         stale[short] = sequence
         if len(stale) > MAX_STALE:
@@ -178,13 +173,13 @@ class Mirror:
         return self._size > self._max_keys // 2
 
     def _set_usable(self) -> None:
-        usable = self.peers if self._trusted is None else self.peers & self._trusted
-        self._usable = self.set_of(usable) if self.enabled else 0
+        usable = self.serving if self._trusted is None else self.serving & self._trusted
+        self._usable = self.sets.set_of(usable) if self.enabled else 0
 
     def _apply(self, shards: _Shards, change: Change, key_bytes: int) -> Iterator[None]:
         incarnation, sequence = change.incarnation, change.sequence
-        is_new = incarnation not in self._numbers
-        bit = 1 << self._number(incarnation)
+        is_new = incarnation not in self.sets
+        bit = self.sets.bit(incarnation)
         if change.replaces and not is_new:
             yield from self._remove_all(shards, ~bit)
         for keys in _pieces(change.removed, key_bytes):
@@ -217,7 +212,7 @@ class Mirror:
                 del shard[key]
             held_now = wider.get(held)
             if held_now is None:
-                held_now = wider[held] = self._shared(held | bit)
+                held_now = wider[held] = self.sets.shared(held | bit)
             shard[key] = held_now
 
     def _drop(self, shards: _Shards, first: int) -> None:
@@ -237,7 +232,7 @@ class Mirror:
             held = shard.get(key, 0)
             held_now = narrower.get(held)
             if held_now is None:
-                held_now = narrower[held] = self._shared(held & kept)
+                held_now = narrower[held] = self.sets.shared(held & kept)
             if held_now:
                 shard[key] = held_now
             elif held:
@@ -251,31 +246,11 @@ class Mirror:
             yield
 
     def _forget(self, shards: _Shards, left: set[str]) -> Iterator[None]:
-        gone = self.set_of(left)
-        yield from self._remove_all(shards, ~gone)
+        yield from self._remove_all(shards, ~self.sets.set_of(left))
+        self.sets.forget(left)
         for incarnation in left:
-            self._free.append(self._numbers.pop(incarnation))
             self._applied.pop(incarnation, None)
             self._stale.pop(incarnation, None)
-        self._sets = {held: held for held in self._sets if not held & gone}
-
-    def _number(self, incarnation: str) -> int:
-        """The number of a peer, which may be a new one."""
-        number = self._numbers.get(incarnation)
-        if number is None:
-            if self._free:
-                number = self._free.popleft()
-                self._names[number] = incarnation
-            else:
-                number = len(self._names)
-                self._names.append(incarnation)
-            self._numbers[incarnation] = number
-        return number
-
-    def _shared(self, peers: int) -> int:
-        if len(self._sets) >= MAX_SETS:
-            return self._sets.get(peers, peers)
-        return self._sets.setdefault(peers, peers)
 
 
 def _empty() -> _Shards:

@@ -87,10 +87,10 @@ class PeerTier(Tier):
         return self._mirror.usable_set(key)
 
     def sources(self, holders: int) -> list[str]:
-        return self._mirror.members_of(holders)
+        return self._mirror.sets.names(holders)
 
     def set_of(self, sources: Iterable[str]) -> int:
-        return self._mirror.set_of(sources)
+        return self._mirror.sets.set_of(sources)
 
     def on_stored(self, rows: Sequence[Row]) -> None:
         """Compute the rows' checksums and publish them."""

@@ -172,6 +172,7 @@ class Replica:
             host=self._host,
             port_range=config.port_range,
             transports=TRANSPORTS.get(config.transport, (config.transport,)),
+            on_ready=lambda ready: self._client.set_serving(ready),
         )
         self._client = TrackerClient(
             model_uid=config.model_uid,

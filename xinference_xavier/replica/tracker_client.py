@@ -4,7 +4,7 @@ Threading: the replica's background loop. Any thread may read the mirror.
 
 Life cycle: `run` serves one session after the other until it is cancelled or the replica leaves.
 
-    locate → join → publish all holdings → { watch, heartbeat, publish }
+    locate → join → publish all holdings → { watch, heartbeat, publish, tell whether it serves }
        ↑______________ wait a little ← any failure ______________|
 
 The tracker may be away, hang, lose its memory or come back elsewhere; meanwhile the mirror stays.
@@ -97,7 +97,10 @@ class TrackerClient:
         self.counters = Counters()
         self.publisher = Publisher(incarnation, holdings, self.counters)
         self._model_uid = model_uid
-        self._member = Member(incarnation, address)
+        # Its transfer process learns the secret from the join, so it serves nobody yet.
+        self._member = Member(incarnation, address, serves=False)
+        self._serves = False
+        self._serves_changed = asyncio.Event()
         self.namespace = namespace
         self._key_bytes = key_bytes
         self._locate = locate
@@ -158,6 +161,11 @@ class TrackerClient:
         except Exception:  # the tracker will end it
             self.counters.claim_failures += 1
 
+    def set_serving(self, serves: bool) -> None:
+        """Whether peers can fetch from this replica now. The tracker is told at once."""
+        self._serves = serves
+        self._serves_changed.set()
+
     async def change_namespace(self, namespace: str) -> None:
         """Leave the current namespace and join another as soon as the tracker answers. On return
         the mirror holds nothing of the old namespace and will not again."""
@@ -184,6 +192,7 @@ class TrackerClient:
                 tasks.create_task(self._watch(namespace))
                 tasks.create_task(self._send_heartbeats(namespace, lease))
                 tasks.create_task(self.publisher.run(partial(self._call, namespace)))
+                tasks.create_task(self._tell_serving(namespace))
         except Exception as error:
             self.counters.failures += 1
             cause = error.exceptions[0] if isinstance(error, ExceptionGroup) else error
@@ -231,6 +240,12 @@ class TrackerClient:
                 if self._events and self._events[0] is event:
                     self._events.popleft()
             await asyncio.sleep(min(self._heartbeat, lease / _HEARTBEATS_PER_LEASE))
+
+    async def _tell_serving(self, namespace: str) -> None:
+        while True:
+            self._serves_changed.clear()
+            await self._call(namespace, "set_serving", self._serves)
+            await self._serves_changed.wait()
 
     async def _call(self, namespace: str, method: str, *args: Any, wait: float = 0.0) -> Any:
         """Call a method of the tracker, which may take `wait` seconds longer than others."""

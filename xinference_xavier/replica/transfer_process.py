@@ -9,7 +9,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -50,7 +50,10 @@ class _Child(NamedTuple):
 
 
 class TransferProcess:
-    """`endpoint` is where peers' transfer processes find ours; None while it is down."""
+    """`endpoint` is where peers' transfer processes find ours; None while it is down.
+
+    `on_ready` is called whenever `ready` has changed.
+    """
 
     def __init__(
         self,
@@ -60,6 +63,7 @@ class TransferProcess:
         host: str,
         port_range: tuple[int, int] | None,
         transports: Sequence[str],
+        on_ready: Callable[[bool], None] = lambda ready: None,
     ) -> None:
         self._region = region
         self._key = os.urandom(32)
@@ -80,16 +84,13 @@ class TransferProcess:
         self.error: str | None = None  # of the last failed start
         self.failed_calls = 0
         self._log = RateLimitedLog(logger)
+        self._on_ready = on_ready
+        self.ready = False
+        """The process runs and has the model's current secret."""
 
     @property
     def endpoint(self) -> Endpoint | None:
         return self._child.endpoint if self._child is not None else None
-
-    @property
-    def ready(self) -> bool:
-        """The process runs and has the model's current secret."""
-        configured = self._configured is not None and self._configured == self._secret
-        return self._child is not None and configured
 
     @property
     def pid(self) -> int | None:
@@ -116,6 +117,7 @@ class TransferProcess:
                     await self._supervise(child)
                 finally:
                     self._child = self._configured = None
+                    self._update_ready()
                     child.control.close()
                     await _end(child.process)
                 code = child.process.returncode
@@ -155,11 +157,13 @@ class TransferProcess:
             if not await self._configure(child):
                 return
         self._child = child
+        self._update_ready()
         await asyncio.shield(child.exited)
 
     async def configure(self, secret: bytes) -> None:
         """Set the model's secret, also for later processes."""
         self._secret = secret
+        self._update_ready()
         child = self._child
         if child is not None and not await self._configure(child):
             _kill(child.process)
@@ -172,7 +176,15 @@ class TransferProcess:
         except UNREACHABLE:
             return False
         self._configured = secret
+        self._update_ready()
         return True
+
+    def _update_ready(self) -> None:
+        configured = self._configured is not None and self._configured == self._secret
+        ready = self._child is not None and configured
+        if ready != self.ready:
+            self.ready = ready
+            self._on_ready(ready)
 
     async def close_links_except(self, members: frozenset[str]) -> None:
         if self._child is not None:

@@ -141,7 +141,7 @@ def _checked_change(body: bytes) -> dict[str, Any]:
         change: dict[str, Any] = json.loads(body)
         match change:
             case {"enabled": enabled} if len(change) == 1:
-                check_switch(enabled)
+                check_switch("enabled", enabled)
                 return change
             case {"weights_version": version} if len(change) == 1:
                 check_weights_version(version)

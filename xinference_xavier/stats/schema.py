@@ -301,12 +301,14 @@ class ReplicaStats(Counters):
 class ReplicaStatus(ReplicaStats):
     """A replica's stats and what the tracker knows of it.
 
-    `replica` is xinference's name for it. `stale`: its stats are those of its last heartbeat.
+    `replica` is xinference's name for it. `serves`: peers can fetch from it now. `stale`: its stats
+    are those of its last heartbeat.
     """
 
     incarnation: str
     address: str
     namespace: str
+    serves: bool = True
     replica: str = ""
     holdings: int = metric("published_chunks", "Chunks that the replica offers to peers.")
     stale: bool = False

@@ -29,6 +29,7 @@ from xinference_xavier.protocol.tracker import (
     check_packed,
     check_settings,
     check_stats,
+    check_switch,
     check_version,
 )
 from xinference_xavier.runtime.cancels import patch_cancels
@@ -137,6 +138,14 @@ class BlockTracker(OperatorCalls):
         self._history.record(incarnation, stats)
         self._events.add_reported(events)
         return True
+
+    async def set_serving(self, namespace: str, incarnation: str, serves: bool) -> None:
+        """Tell the others whether they can fetch from `incarnation` now."""
+        check_switch("serves", serves)
+        found = self._namespaces.find(namespace, incarnation)
+        if found is not None:
+            found.index.set_serving(incarnation, serves)
+            found.wake()
 
     async def leave(self, namespace: str, incarnation: str, moving: bool = False) -> None:
         """End a membership. `moving` announces that the replica will join another namespace."""

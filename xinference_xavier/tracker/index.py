@@ -12,7 +12,7 @@ repeated publication neither loses a key nor revives one.
 
 **Revisions.** Every change that a watcher could see raises the revision. Changes are kept in a log
 that is bounded in bytes. A watcher that is further behind than the log reaches, or that followed
-another index (another epoch), gets a snapshot.
+another index (another epoch), gets a snapshot. Members travel as changes, too: there may be many.
 """
 
 import secrets
@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import takewhile
+from typing import NamedTuple
 
 from xinference_xavier.protocol.tracker import (
     INITIAL_SETTINGS,
@@ -37,6 +38,17 @@ MAX_MEMBERS = 1000
 
 CHANGE_OVERHEAD = 256
 """Bytes that a logged change counts for, in addition to its keys."""
+
+
+class Left(NamedTuple):
+    incarnation: str
+
+
+News = Change | Member | Left
+"""What the log keeps; a `Member` has joined or changed."""
+
+Parts = tuple[tuple[Member, ...], tuple[Change, ...], tuple[str, ...]]
+"""`members`, `changes` and `left` of an update."""
 
 
 @dataclass
@@ -74,10 +86,9 @@ class Index:
         self._max_keys = max_keys
         self._log_bytes = log_bytes
         self._leases: dict[str, Lease] = {}
-        self._log: deque[tuple[int, Change]] = deque()
+        self._log: deque[tuple[int, News]] = deque()
         self._log_size = 0
         self._log_start = 0
-        self._members_revision = 0
         self._author = ""
         self._revision_by_others = 0
 
@@ -95,14 +106,11 @@ class Index:
         if self._leases and key_bytes != self.key_bytes:
             raise ValueError(f"keys of {key_bytes} bytes among keys of {self.key_bytes} bytes")
         self.key_bytes = key_bytes
-        if not self.renew(member.incarnation, now):
-            self._leases[member.incarnation] = Lease(member, now + self.lease)
-        elif self._leases[member.incarnation].member == member:
-            return
+        if self.renew(member.incarnation, now):
+            self._replace(member)
         else:
-            self._leases[member.incarnation].member = member
-        self._raise_revision(member.incarnation)
-        self._members_revision = self.revision
+            self._leases[member.incarnation] = Lease(member, now + self.lease)
+            self._record(member)
 
     def renew(self, incarnation: str, now: float) -> bool:
         """Extend the lease; False if `incarnation` is not a member."""
@@ -112,12 +120,16 @@ class Index:
         lease.expires = now + self.lease
         return True
 
+    def set_serving(self, incarnation: str, serves: bool) -> None:
+        """Whether peers can fetch from `incarnation` from now on. Does nothing for a non-member."""
+        if incarnation in self._leases:
+            self._replace(self._leases[incarnation].member._replace(serves=serves))
+
     def leave(self, incarnation: str) -> None:
         lease = self._leases.pop(incarnation, None)
         if lease is not None:
-            # For watchers that do not look before it joins again.
-            self._record(Change(incarnation, lease.sequence, b"", b"", True))
-            self._members_revision = self.revision
+            # The change is for watchers that do not look before it joins again.
+            self._record(Change(incarnation, lease.sequence, b"", b"", True), Left(incarnation))
 
     def expire(self, now: float) -> list[str]:
         """Remove the members whose leases have run out; return their incarnations.
@@ -207,24 +219,31 @@ class Index:
     def changes_since(self, epoch: str, revision: int, watcher: str = "") -> Update:
         """Return the changes since `revision` except the `watcher`'s own publications."""
         is_behind = epoch != self.epoch or not self._log_start <= revision <= self.revision
-        if is_behind:
-            changes = [
-                Change(incarnation, lease.sequence, pack(lease.keys), b"", True)
-                for incarnation, lease in self._leases.items()
-                if incarnation != watcher
-            ]
-        else:
-            newer = takewhile(lambda entry: entry[0] > revision, reversed(self._log))
-            changes = [change for _, change in newer if change.incarnation != watcher][::-1]
-        return Update(
-            self.revision,
-            self.epoch,
-            is_behind,
-            self.settings,
-            self.key_bytes,
-            self.members() if is_behind or revision < self._members_revision else None,
-            tuple(changes),
+        parts = self._everything(watcher) if is_behind else self._news_since(revision, watcher)
+        return Update(self.revision, self.epoch, is_behind, self.settings, self.key_bytes, *parts)
+
+    def _everything(self, watcher: str) -> Parts:
+        changes = tuple(
+            Change(incarnation, lease.sequence, pack(lease.keys), b"", True)
+            for incarnation, lease in self._leases.items()
+            if incarnation != watcher
         )
+        return self.members(), changes, ()
+
+    def _news_since(self, revision: int, watcher: str) -> Parts:
+        changed: set[str] = set()
+        changes: list[Change] = []
+        left: list[str] = []
+        for _, entry in takewhile(lambda entry: entry[0] > revision, reversed(self._log)):
+            if isinstance(entry, Member):
+                changed.add(entry.incarnation)
+            elif isinstance(entry, Left):
+                left.append(entry.incarnation)
+            elif entry.incarnation != watcher:
+                changes.append(entry)
+        # In the order of their leases: one that changed last may have joined first.
+        members = (member for member in self.members() if member.incarnation in changed)
+        return tuple(members) if changed else (), tuple(reversed(changes)), tuple(left)
 
     def _fitting(self, keys: set[bytes], gained: list[bytes]) -> list[bytes]:
         fresh = [key for key in dict.fromkeys(gained) if key not in keys]
@@ -237,14 +256,23 @@ class Index:
             self._author, self._revision_by_others = author, self.revision
         self.revision += 1
 
-    def _record(self, change: Change) -> None:
-        self._raise_revision(change.incarnation)
-        self._log.append((self.revision, change))
-        self._log_size += _log_cost(change)
+    def _replace(self, member: Member) -> None:
+        lease = self._leases[member.incarnation]
+        if lease.member != member:
+            lease.member = member
+            self._record(member)
+
+    def _record(self, *news: News) -> None:
+        """Log what one member did, as one revision."""
+        self._raise_revision(news[0].incarnation)
+        for entry in news:
+            self._log.append((self.revision, entry))
+            self._log_size += _log_cost(entry)
         while self._log_size > self._log_bytes:
             self._log_start, oldest = self._log.popleft()
             self._log_size -= _log_cost(oldest)
 
 
-def _log_cost(change: Change) -> int:
-    return CHANGE_OVERHEAD + len(change.added) + len(change.removed)
+def _log_cost(entry: News) -> int:
+    keys = len(entry.added) + len(entry.removed) if isinstance(entry, Change) else 0
+    return CHANGE_OVERHEAD + keys

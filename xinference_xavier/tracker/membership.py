@@ -23,7 +23,7 @@ class Membership:
 
     def joined(self, name: str, member: Member) -> Event | None:
         """The event to report; None for a member that only renews or changes its namespace."""
-        incarnation, address = member
+        incarnation, address, _ = member
         name = name or incarnation
         has_joined = self._names.get(incarnation) == name
         _remember(self._names, incarnation, name)

@@ -69,7 +69,8 @@ class Namespaces:
         self._lease = lease
         self._max_keys = max_keys
         self._all: dict[str, Namespace] = {}
-        self._moving: dict[Member, float] = {}  # between two namespaces, until this time at most
+        # Between two namespaces, until this time at most; by incarnation.
+        self._moving: dict[str, tuple[Member, float]] = {}
         self._refused = 0
 
     @property
@@ -104,7 +105,8 @@ class Namespaces:
 
     def members_and_moving(self) -> list[Member]:
         """`all_members`, and the replicas that have left one namespace to join another."""
-        return list(dict.fromkeys([*self.all_members(), *self._moving]))
+        moving = (member for member, _ in self._moving.values())
+        return list(dict.fromkeys([*self.all_members(), *moving]))
 
     def join(self, name: str, member: Member, key_bytes: int, now: float) -> Index:
         """Like `Index.join`; also raises TrackerFullError beyond the limits."""
@@ -119,7 +121,7 @@ class Namespaces:
         namespace.index.join(member, key_bytes, now)
         self._all[name] = namespace
         namespace.wake()
-        self._moving.pop(member, None)
+        self._moving.pop(member.incarnation, None)
         return namespace.index
 
     def leave(self, name: str, incarnation: str, moving: bool, now: float) -> None:
@@ -128,7 +130,7 @@ class Namespaces:
             return
         if moving:
             self._moving |= {
-                member: now + self._lease
+                member.incarnation: (member, now + self._lease)
                 for member in namespace.index.members()
                 if member.incarnation == incarnation
             }
@@ -142,7 +144,9 @@ class Namespaces:
     def expire(self, now: float) -> list[str]:
         """End the leases that have run out; return their incarnations."""
         self._moving = {
-            member: min(end, now + self._lease) for member, end in self._moving.items() if now < end
+            incarnation: (member, min(end, now + self._lease))
+            for incarnation, (member, end) in self._moving.items()
+            if now < end
         }
         lost = []
         for name, namespace in list(self._all.items()):

@@ -114,7 +114,7 @@ class OperatorCalls(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no t
 
     async def set_enabled(self, enabled: bool) -> Settings:
         """Switch sharing on or off for all replicas of the model."""
-        check_switch(enabled)
+        check_switch("enabled", enabled)
         # Wall time beats the versions of earlier trackers, whose replicas may join later.
         version = max(self._namespaces.settings.version + 1, time.time_ns())
         settings = Settings(version, enabled)

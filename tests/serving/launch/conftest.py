@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import xoscar as xo
 
-from tests.serving.launch.launching import supervisor_class
+from tests.serving.launch.launching import AskedTracker, supervisor_class
+from xinference_xavier.protocol.tracker import tracker_uid
 
 
 @pytest.fixture
@@ -21,3 +22,9 @@ async def address() -> AsyncIterator[str]:
 @pytest.fixture
 def supervisor(address: str) -> Any:
     return supervisor_class()(address)
+
+
+@pytest.fixture
+async def tracker(address: str) -> Any:
+    """That of model `m`."""
+    return await xo.create_actor(AskedTracker, "m", address=address, uid=tracker_uid("m"))

@@ -3,6 +3,7 @@ touches. The actor pool and the tracker are real."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,8 +11,9 @@ from typing import Any
 import xoscar as xo
 
 from xinference_xavier.config import XavierConfig
-from xinference_xavier.protocol.tracker import tracker_uid
+from xinference_xavier.protocol.tracker import Member, tracker_uid
 from xinference_xavier.serving.launch import install
+from xinference_xavier.tracker.actor import BlockTracker
 
 
 @dataclass
@@ -28,6 +30,26 @@ class Placement:
 
 async def launched_at_once(supervisor: Any, model_uid: str) -> None:
     """Nothing more is to be done."""
+
+
+class AskedTracker(BlockTracker):
+    """Announces that it was asked for the members of a replica."""
+
+    def __init__(self, model_uid: str) -> None:
+        super().__init__(model_uid)
+        self.asked = asyncio.Semaphore(0)
+
+    async def members_of(self, replica: str) -> list[Member]:
+        members = await super().members_of(replica)
+        self.asked.release()
+        return members
+
+    async def was_asked_twice(self) -> None:
+        """Of the two questions, the second one came after this call."""
+        while not self.asked.locked():
+            await self.asked.acquire()
+        for _ in range(2):
+            await self.asked.acquire()
 
 
 def supervisor_class() -> Any:

@@ -1,7 +1,9 @@
-"""A worker puts itself into our configuration, and a failed load says what the engine said."""
+"""A worker puts itself into our configuration, a failed load says what the engine said, and a load
+ends when the replica can serve."""
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ from tests.serving.launch.launching import config_of
 from xinference_xavier.config import SHARES, XavierConfig
 from xinference_xavier.errors import ReplicaStartError
 from xinference_xavier.kv_transfer_config import kv_transfer_config
-from xinference_xavier.protocol.tracker import tracker_uid
+from xinference_xavier.protocol.tracker import INITIAL_SETTINGS, Member, tracker_uid
 from xinference_xavier.serving.launch import install
 from xinference_xavier.tracker.actor import BlockTracker
 
@@ -20,8 +22,10 @@ class Worker:
     address = "0.0.0.0:70"
     _supervisor_address = "10.0.0.1:9999"
 
-    def __init__(self) -> None:
+    def __init__(self, loads: bool = False) -> None:
+        self._loads = loads
         self._model_uid_to_launch_args: dict[str, dict[str, Any]] = {}
+        self._model_uid_to_model: dict[str, object] = {}
 
     async def launch_builtin_model(self, model_uid: str, **kwargs: Any) -> dict[str, Any]:
         # xinference keeps what arrives here and replays it.
@@ -29,6 +33,8 @@ class Worker:
         return kwargs
 
     async def wait_for_load(self, model_uid: str) -> None:
+        if self._loads:
+            return
         raise RuntimeError("Engine core initialization failed. See root cause above.")
 
 
@@ -89,3 +95,22 @@ async def test_a_failed_load_without_sharing_is_left_alone() -> None:
     await worker.launch_builtin_model("m-rep0")
     with pytest.raises(RuntimeError, match="See root cause above"):
         await worker.wait_for_load("m-rep0")
+
+
+async def test_a_load_ends_when_the_replica_can_serve(tracker: Any, address: str) -> None:
+    worker = Worker(loads=True)
+    transfer = kv_transfer_config(XavierConfig("m", address))
+    await worker.launch_builtin_model("m-rep0", kv_transfer_config=transfer)
+    member = Member("a", address, serves=False)
+    await tracker.join("namespace", member, 36, INITIAL_SETTINGS, "m-rep0")
+    load = asyncio.create_task(worker.wait_for_load("m-rep0"))
+    await tracker.was_asked_twice()
+    assert not load.done()
+    await tracker.set_serving("namespace", "a", True)
+    await load
+
+
+async def test_without_sharing_a_load_waits_for_nothing() -> None:
+    worker = Worker(loads=True)
+    await worker.launch_builtin_model("m-rep0")
+    await worker.wait_for_load("m-rep0")

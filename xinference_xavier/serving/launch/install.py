@@ -13,7 +13,7 @@ from xinference_xavier.serving.launch.supervisor import (
     xavier_models,
     xavier_tracker_address,
 )
-from xinference_xavier.serving.launch.worker import explaining_load, localizing_launch
+from xinference_xavier.serving.launch.worker import localizing_launch, sharing_load
 
 _WRAPPED = "_xavier_wrapped"
 
@@ -47,7 +47,7 @@ def wrap_supervisor(supervisor: type[Any]) -> None:
 
 def wrap_worker(worker: type[Any]) -> None:
     _wrap_once(worker, "launch_builtin_model", localizing_launch)
-    _wrap_once(worker, "wait_for_load", explaining_load)
+    _wrap_once(worker, "wait_for_load", sharing_load)
     worker.xavier_process_info = worker_process_info
 
 

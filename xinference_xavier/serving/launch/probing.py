@@ -11,10 +11,10 @@ from typing import Any
 import xoscar
 
 from xinference_xavier.config import XavierConfig
-from xinference_xavier.protocol.tracker import tracker_uid
 from xinference_xavier.runtime.addresses import replica_uid
 from xinference_xavier.runtime.deadline import within
 from xinference_xavier.runtime.rate_limited_log import RateLimitedLog
+from xinference_xavier.serving.launch.readiness import members_of
 
 logger = logging.getLogger(__name__)
 
@@ -40,12 +40,9 @@ async def keep_probing(worker: Any, replica: str, config: XavierConfig) -> None:
 
 async def _probe(model: Any, replica: str, config: XavierConfig) -> bool:
     """Whether there was something to compute, or the replica has not joined yet."""
-    tracker = await within(
-        _CALL_TIMEOUT, xoscar.actor_ref(config.tracker_address, tracker_uid(config.model_uid))
-    )
-    members = await within(_CALL_TIMEOUT, tracker.members_of(replica))
+    members = await members_of(replica, config)
     probed = not members
-    for incarnation, address in members:
+    for incarnation, address, _ in members:
         actor = await within(_CALL_TIMEOUT, xoscar.actor_ref(address, replica_uid(incarnation)))
         probe = await within(_CALL_TIMEOUT, actor.next_probe())
         if probe is not None:

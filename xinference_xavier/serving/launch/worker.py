@@ -1,4 +1,5 @@
-"""The worker's part of a launch: options that depend on its host, and why an engine failed."""
+"""The worker's part of a launch: options that depend on its host, why an engine failed, and when a
+replica is ready."""
 
 import functools
 from collections.abc import Mapping
@@ -11,6 +12,7 @@ from xinference_xavier.protocol.startup_errors import pop_startup_error
 from xinference_xavier.runtime.tasks import spawn
 from xinference_xavier.serving.launch import Method
 from xinference_xavier.serving.launch.probing import keep_probing
+from xinference_xavier.serving.launch.readiness import wait_until_serving
 
 
 def localizing_launch(original: Method) -> Method:
@@ -35,7 +37,7 @@ def _engines(launch: Mapping[str, Any]) -> int:
     return int(launch.get("data_parallel_size_local") or launch.get("data_parallel_size") or 1)
 
 
-def explaining_load(original: Method) -> Method:
+def sharing_load(original: Method) -> Method:
     @functools.wraps(original)
     async def wait_for_load(worker: Any, model_uid: str) -> Any:
         arguments = worker._model_uid_to_launch_args.get(model_uid) or {}
@@ -51,7 +53,9 @@ def explaining_load(original: Method) -> Method:
                 raise
             raise ReplicaStartError(cause) from error
         if transfer is not None:
-            spawn(keep_probing(worker, model_uid, configuration(transfer)))
+            config = configuration(transfer)
+            spawn(keep_probing(worker, model_uid, config))
+            await wait_until_serving(worker, model_uid, config, _engines(arguments))
         return result
 
     return wait_for_load
