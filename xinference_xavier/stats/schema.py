@@ -119,8 +119,7 @@ class Decisions:
 
     `predictions` counts complete fetches whose duration had been predicted; `predicted_s`,
     `actual_s` and `error_s` are sums over them. `rates` has each peer's transport, overhead and
-    bandwidth. `left_out` are peers that nothing is fetched from for now, because fetches from them
-    failed, with the reason of the latest.
+    bandwidth, `left_out` the reason why nothing is fetched from a peer for now.
     """
 
     fetched: int = 0
