@@ -135,8 +135,10 @@ def _beside_snapshots() -> tuple[list[float], list[float]]:
         changes=tuple(Change(name, 1, os.urandom(KEY_BYTES * keys), b"", True) for name in names),
     )
 
+    mirror = Mirror("own")
+
     def apply() -> None:
-        for _ in Mirror("own").apply_in_pieces(update):
+        for _ in mirror.apply_in_pieces(update):
             time.sleep(PIECE_PAUSE)
 
     began = time.perf_counter()

@@ -184,6 +184,10 @@ class Inside:
         counts = self.pool.counts()
         process = psutil.Process()
         weights = self.scheduler.weights
+        names = self.replica.mirror.sets.names
+        held_by_peers = {
+            key: held for shard in self.replica.mirror._shards for key, held in shard.items()
+        }
         rows = [(key, self.pool.lookup(key)) for key in self.pool.shared_keys()]
         return {
             "filling": counts.filling,
@@ -196,7 +200,7 @@ class Inside:
                 for key, row in rows
                 if row is not None
             ),
-            "mirror": dict(self.replica.mirror._holders),
+            "mirror": {key: sorted(names(held)) for key, held in held_by_peers.items()},
             "peers": set(self.replica.mirror.peers),
             "serving": set(self.replica.mirror.serving),
             "namespace": self.replica._client.namespace,

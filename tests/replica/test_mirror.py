@@ -222,6 +222,18 @@ def test_an_update_is_applied_in_pieces(mirror: Mirror) -> None:
     assert mirror.holders(keys[0]) == ("a", "b")
 
 
+def test_a_snapshot_frees_the_old_keys_in_pieces(mirror: Mirror) -> None:
+    mirror.apply(update(adds("a", 1, KEY)))
+    shards = mirror._shards
+    steps = mirror.apply_in_pieces(update(replaces("b", 7, OTHER), snapshot=True))
+    counts = []
+    for _ in steps:
+        counts.append(len(shards))
+    assert len(set(counts)) > 10
+    assert counts[-1] == 0
+    assert mirror.holders(OTHER) == ("b",)
+
+
 def test_an_update_that_was_interrupted_is_applied_again(mirror: Mirror) -> None:
     keys = [number.to_bytes(4) for number in range(2 * PIECE)]
     whole = update(adds("a", 1, *keys), removes("b", 2, keys[0]))

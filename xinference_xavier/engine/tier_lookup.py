@@ -82,6 +82,14 @@ class TierLookup:
             self._conclude(request)
             if self._pool.lookup(key) is not None:  # it arrived after the manager looked
                 return LookupResult.HIT
+        elif (
+            request.asked
+            and request.wait is None
+            and request not in self._plans
+            and not self._tier.holders(key)
+            and self.fetches.bringing(key) is None
+        ):
+            return LookupResult.MISS  # quickly, because most are like this
         if request.given_up or not (self._has_time(request) or self._is_waiting(request)):
             return LookupResult.MISS
         plan = self._plan(key, request)

@@ -32,7 +32,8 @@ from xinference_xavier.replica.peer_sets import PeerSets
 MAX_STALE = 10_000  # stale entries remembered for each peer; the oldest go first
 PIECE = 500
 """Keys of a piece: about a quarter of a millisecond."""
-_SHORT = 12
+SHORT = 12
+"""Bytes at the end of a key by which it is known here."""
 _SHARDS = 256
 """Dictionaries that keys are divided among by a byte of their hash, because a dictionary that grows
 holds Python's lock for as long as it copies its entries."""
@@ -63,12 +64,12 @@ class Mirror:
 
     def usable_set(self, key: bytes) -> int:
         """The peers that `key` can be fetched from."""
-        short = key[-_SHORT:]
+        short = key[-SHORT:]
         return self._shards[short[0]].get(short, 0) & self._usable
 
     def full_set(self, key: bytes) -> int:
         """The peers that hold `key`, even if nothing can be fetched from them."""
-        short = key[-_SHORT:]
+        short = key[-SHORT:]
         return self._shards[short[0]].get(short, 0)
 
     def holders(self, key: bytes) -> tuple[str, ...]:
@@ -129,9 +130,12 @@ class Mirror:
                 yield from self._apply(shards, change, update.key_bytes)
         if left := self.sets.peers - self._members.keys():
             yield from self._forget(shards, left)
-        self._shards = shards
+        old, self._shards = self._shards, shards
         self._set_usable()
         self.epoch, self.revision = update.epoch, update.revision
+        while update.snapshot and old:  # to free them all at once would take long, too
+            old.pop()
+            yield
 
     def _apply_members(self, update: Update) -> None:
         if update.snapshot:
@@ -152,7 +156,7 @@ class Mirror:
         """
         if sequence < self._applied.get(incarnation, 0) or incarnation not in self._members:
             return
-        short = key[-_SHORT:]
+        short = key[-SHORT:]
         self._remove(self._shards, ~self.sets.set_of((incarnation,)), (short,))
         stale = self._stale.setdefault(incarnation, {})
         stale[short] = sequence
@@ -162,7 +166,7 @@ class Mirror:
     def used(self, keys: Iterable[bytes]) -> None:
         """These keys go last."""
         for key in keys:
-            short = key[-_SHORT:]
+            short = key[-SHORT:]
             shard = self._shards[short[0]]
             if short in shard and self._moves:
                 shard[short] = shard.pop(short)
@@ -259,7 +263,7 @@ def _empty() -> _Shards:
 
 def _pieces(packed: bytes, key_bytes: int) -> Iterator[list[bytes]]:
     """The short forms of packed keys."""
-    short = min(key_bytes, _SHORT)
+    short = min(key_bytes, SHORT)
     for start in range(0, len(packed), PIECE * key_bytes):
         piece = memoryview(packed)[start : start + PIECE * key_bytes]
         # Slicing takes twice as long.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -186,6 +187,14 @@ def test_several_models(page: Any, stage: Stage) -> None:
         (two() | {"tracker": tracker(dropped=1234)}, "no room to list 1,234 chunks"),
         (two(hooks={"failed": 1, "dropped": 2}), "xavier_hooks missed 3 events"),
         (two() | {"tracker": tracker(hooks={"failed": 0, "dropped": 4})}, "missed 4 events"),
+        (
+            two(comparison={"differing": 1, "peer": A, "layer": "layers.3", "amount": 0.5}),
+            "m-1 and m-0 compute different rows (layers.3, by 50%)",
+        ),
+        (
+            two(fetch_decisions={"left_out": {A: "timeout"}}),
+            "m-1 fetches nothing from m-0 for now, because its latest fetches failed (timeout)",
+        ),
         (model(*map(replica, range(20))), "20 replicas are too many to draw"),
         (model(replica(0, stale=True), replica(1)), "no answer: data of its last heartbeat"),
     ],
@@ -195,6 +204,16 @@ def test_states_with_an_explanation(
 ) -> None:
     stage.share(report)
     page().wait_text("main", sentence)
+
+
+def test_a_failed_audit_is_a_red_line(page: Any, stage: Stage) -> None:
+    stage.share(two(comparison={"audits": 9, "failed_audits": 1}))
+    browser = page()
+    browser.wait_text("#audit", "Rows of m-1 differed from what it computes, and were dropped.")
+    assert browser.find("#audit").get_attribute("role") == "alert"
+    background = browser.find("#audit").value_of_css_property("background-color")
+    red, green, blue = map(int, re.findall(r"\d+", background)[:3])
+    assert red > green + blue
 
 
 def test_before_any_model_shares_it_says_what_to_do(page: Any, stage: Stage) -> None:

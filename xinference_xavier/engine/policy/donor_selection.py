@@ -175,8 +175,9 @@ class DonorSelection:
     def _is_faster(self, donor: str, rows: int, start: int, end: int, now: float) -> bool:
         """Whether a fetch is predicted to take less time than to compute from `start` to `end`."""
         prefill = self.prefill_seconds(start, end)
-        known = self.adaptive and prefill is not None
-        return not known or self._cost_model.rate(donor, now).predict(rows) < prefill
+        if prefill is None or not self.adaptive:
+            return True
+        return self._cost_model.rate(donor, now).predict(rows) < prefill
 
     def _count_donors(self, donors: Sequence[str], rows: int, busy: Mapping[str, int]) -> int:
         """Among how many of the donors to divide a fetch.
