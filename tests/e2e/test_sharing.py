@@ -41,7 +41,7 @@ SALTS = find_spec("xinference.cache_isolation") is not None
 @pytest.fixture(scope="module")
 def model(cluster: LocalCluster) -> Iterator[LocalCluster]:
     launch_by_command_line(cluster)
-    wait_until(lambda: can_fetch(cluster, 2), "both replicas can fetch")
+    assert can_fetch(cluster, 2), "a launch is ready when its replicas can"
     yield cluster
     if any(model["id"] == UID for model in cluster.call("GET", "/v1/models")["data"]):
         cluster.terminate(UID)
@@ -70,7 +70,7 @@ def launch_by_command_line(cluster: LocalCluster) -> None:
 
 def can_fetch(cluster: LocalCluster, count: int) -> bool:
     replicas = cluster.xavier(UID)["replicas"]
-    return len(replicas) == count and all(replica["transfer_pid"] for replica in replicas)
+    return len(replicas) == count and all(replica["serves"] for replica in replicas)
 
 
 def replicas(cluster: LocalCluster) -> dict[str, dict[str, Any]]:

@@ -61,6 +61,9 @@ assert needed <= parameters.keys(), needed - parameters.keys()
 for name in ("xavier_tracker_address", "xavier_models", "xavier_process_info"):
     assert hasattr(SupervisorActor, name), name
 assert hasattr(WorkerActor, "xavier_process_info")
+assert list(inspect.signature(WorkerActor._update_model_state).parameters) == [
+    "self", "model_uid", "state"
+]
 for name in ("_gen_model_uid", "is_local_deployment"):
     assert hasattr(SupervisorActor, name), name
 print("fits")

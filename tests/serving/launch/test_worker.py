@@ -1,5 +1,5 @@
-"""A worker puts itself into our configuration, a failed load says what the engine said, and a load
-ends when the replica can serve."""
+"""A worker puts itself into our configuration, a failed load says what the engine said, and a
+replica is ready when it can serve."""
 
 from __future__ import annotations
 
@@ -26,16 +26,21 @@ class Worker:
         self._loads = loads
         self._model_uid_to_launch_args: dict[str, dict[str, Any]] = {}
         self._model_uid_to_model: dict[str, object] = {}
+        self.states: dict[str, str] = {}
 
     async def launch_builtin_model(self, model_uid: str, **kwargs: Any) -> dict[str, Any]:
         # xinference keeps what arrives here and replays it.
         self._model_uid_to_launch_args[model_uid] = kwargs
+        self._model_uid_to_model[model_uid] = object()
         return kwargs
 
     async def wait_for_load(self, model_uid: str) -> None:
-        if self._loads:
-            return
-        raise RuntimeError("Engine core initialization failed. See root cause above.")
+        if not self._loads:
+            raise RuntimeError("Engine core initialization failed. See root cause above.")
+        await self._update_model_state(model_uid, "ready")
+
+    async def _update_model_state(self, model_uid: str, state: str) -> None:
+        self.states[model_uid] = state
 
 
 install.wrap_worker(Worker)
@@ -97,20 +102,41 @@ async def test_a_failed_load_without_sharing_is_left_alone() -> None:
         await worker.wait_for_load("m-rep0")
 
 
-async def test_a_load_ends_when_the_replica_can_serve(tracker: Any, address: str) -> None:
-    worker = Worker(loads=True)
-    transfer = kv_transfer_config(XavierConfig("m", address))
+async def test_a_replica_is_ready_when_it_can_serve(tracker: Any, address: str) -> None:
+    worker, transfer = Worker(loads=True), kv_transfer_config(XavierConfig("m", address))
     await worker.launch_builtin_model("m-rep0", kv_transfer_config=transfer)
     member = Member("a", address, serves=False)
     await tracker.join("namespace", member, 36, INITIAL_SETTINGS, "m-rep0")
     load = asyncio.create_task(worker.wait_for_load("m-rep0"))
     await tracker.was_asked_twice()
-    assert not load.done()
+    assert worker.states == {}
     await tracker.set_serving("namespace", "a", True)
     await load
+    assert worker.states == {"m-rep0": "ready"}
+
+
+async def test_one_that_is_terminated_before_it_can_is_not_called_ready(
+    tracker: Any, address: str
+) -> None:
+    worker, transfer = Worker(loads=True), kv_transfer_config(XavierConfig("m", address))
+    await worker.launch_builtin_model("m-rep0", kv_transfer_config=transfer)
+    load = asyncio.create_task(worker.wait_for_load("m-rep0"))
+    await tracker.was_asked_twice()
+    worker._model_uid_to_model.clear()
+    await load
+    assert worker.states == {}
+
+
+@pytest.mark.parametrize("state", ["error", "stopping", "stopped"])
+async def test_other_states_are_told_at_once(address: str, state: str) -> None:
+    worker, transfer = Worker(), kv_transfer_config(XavierConfig("m", address))
+    await worker.launch_builtin_model("m-rep0", kv_transfer_config=transfer)
+    await worker._update_model_state("m-rep0", state)
+    assert worker.states == {"m-rep0": state}
 
 
 async def test_without_sharing_a_load_waits_for_nothing() -> None:
     worker = Worker(loads=True)
     await worker.launch_builtin_model("m-rep0")
     await worker.wait_for_load("m-rep0")
+    assert worker.states == {"m-rep0": "ready"}

@@ -13,7 +13,11 @@ from xinference_xavier.serving.launch.supervisor import (
     xavier_models,
     xavier_tracker_address,
 )
-from xinference_xavier.serving.launch.worker import localizing_launch, sharing_load
+from xinference_xavier.serving.launch.worker import (
+    explaining_load,
+    localizing_launch,
+    serving_when_ready,
+)
 
 _WRAPPED = "_xavier_wrapped"
 
@@ -47,7 +51,8 @@ def wrap_supervisor(supervisor: type[Any]) -> None:
 
 def wrap_worker(worker: type[Any]) -> None:
     _wrap_once(worker, "launch_builtin_model", localizing_launch)
-    _wrap_once(worker, "wait_for_load", sharing_load)
+    _wrap_once(worker, "wait_for_load", explaining_load)
+    _wrap_once(worker, "_update_model_state", serving_when_ready)
     worker.xavier_process_info = worker_process_info
 
 

@@ -37,13 +37,14 @@ def _engines(launch: Mapping[str, Any]) -> int:
     return int(launch.get("data_parallel_size_local") or launch.get("data_parallel_size") or 1)
 
 
-def sharing_load(original: Method) -> Method:
+def explaining_load(original: Method) -> Method:
+    """Wraps WorkerActor.wait_for_load."""
+
     @functools.wraps(original)
     async def wait_for_load(worker: Any, model_uid: str) -> Any:
-        arguments = worker._model_uid_to_launch_args.get(model_uid) or {}
-        transfer = own_transfer_config(arguments.get("kv_transfer_config"))
+        transfer = own_transfer_config(_launch_of(worker, model_uid).get("kv_transfer_config"))
         try:
-            result = await original(worker, model_uid)
+            return await original(worker, model_uid)
         except Exception as error:
             if transfer is None:
                 raise
@@ -52,10 +53,29 @@ def sharing_load(original: Method) -> Method:
             if cause is None:
                 raise
             raise ReplicaStartError(cause) from error
-        if transfer is not None:
-            config = configuration(transfer)
-            spawn(keep_probing(worker, model_uid, config))
-            await wait_until_serving(worker, model_uid, config, _engines(arguments))
-        return result
 
     return wait_for_load
+
+
+def serving_when_ready(original: Method) -> Method:
+    """Wraps WorkerActor._update_model_state, by which xinference tells everybody that an engine has
+    loaded and takes requests."""
+
+    @functools.wraps(original)
+    async def update(worker: Any, model_uid: str, state: str) -> Any:
+        launch = _launch_of(worker, model_uid)
+        transfer = own_transfer_config(launch.get("kv_transfer_config"))
+        if state == "ready" and transfer is not None:
+            model, config = worker._model_uid_to_model.get(model_uid), configuration(transfer)
+            spawn(keep_probing(worker, model_uid, config))
+            await wait_until_serving(worker, model_uid, config, _engines(launch))
+            if worker._model_uid_to_model.get(model_uid) is not model:
+                return None  # it was terminated meanwhile
+        return await original(worker, model_uid, state)
+
+    return update
+
+
+def _launch_of(worker: Any, model_uid: str) -> Mapping[str, Any]:
+    """The arguments with which `worker` launched the replica."""
+    return worker._model_uid_to_launch_args.get(model_uid) or {}
