@@ -9,6 +9,9 @@ import pytest
 import torch
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
+    OffloadingConnectorMetadata,
+)
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 from vllm.v1.kv_cache_interface import (
@@ -20,10 +23,18 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from tests.engine.any_version import made
+from tests.engine.caches import cell_bytes, kv_caches
+from tests.engine.vllm_scheduler import Engine
 from xinference_xavier.config import XavierConfig
-from xinference_xavier.engine.connector import XavierConnector, prefill_of
+from xinference_xavier.engine.connector import (
+    OnlyLoads,
+    XavierConnector,
+    prefill_of,
+)
+from xinference_xavier.engine.worker.cpu import HostWorker
 from xinference_xavier.errors import ConfigError
 from xinference_xavier.kv_transfer_config import kv_transfer_config
+from xinference_xavier.pool.region import Region
 
 BLOCK_TOKENS = 32
 NOBODY = "127.0.0.1:1"
@@ -169,3 +180,39 @@ def test_a_step_that_only_decodes_has_no_prompt_tokens() -> None:
     step.num_scheduled_tokens = {f"request-{number}": 1 + 5 for number in range(300)}
     step.total_num_scheduled_tokens = 1800
     assert prefill_of(step) == (0, 0.0)
+
+
+def test_a_worker_waits_in_steps_that_have_nothing_but_loads(
+    model_folder: Path, cache_config: KVCacheConfig
+) -> None:
+    waited: list[float] = []
+
+    class Watched(HostWorker):
+        def await_finished(self, seconds: float) -> bool:
+            waited.append(seconds)
+            return True
+
+    connector = worker(engine_config(model_folder), cache_config)
+    assert connector.connector_worker is not None
+    caches = kv_caches([[64]])
+    region = Region.create(1, cell_bytes(caches, 1))
+    connector.connector_worker.worker = Watched(caches, region, 1, 0)
+    for metadata in (OffloadingConnectorMetadata({}, {}), OnlyLoads({}, {})):
+        connector.bind_connector_metadata(metadata)
+        assert connector.get_finished(set()) == (set(), set())
+    assert len(waited) == 1
+    connector.shutdown()
+    region.close()
+
+
+def test_a_load_makes_a_step_that_has_nothing_else(
+    model_folder: Path, cache_config: KVCacheConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(engine_config(model_folder), cache_config, monkeypatch)
+    prompt = list(range(300, 300 + 130))
+    engine.ask("first", prompt, tokens=2)
+    engine.run()
+    engine.scheduler.reset_prefix_cache()
+    engine.ask("again", prompt, tokens=2)
+    assert isinstance(engine.step().kv_connector_metadata, OnlyLoads)
+    assert not isinstance(engine.step().kv_connector_metadata, OnlyLoads)

@@ -1,9 +1,12 @@
-"""An idle engine waits for fetches and peers; one that computes does not."""
+"""An idle engine waits for fetches, peers and loads; one that could do anything else does not."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from queue import Queue
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -15,55 +18,76 @@ from tests.engine.scheduling import (
     waiting_for_prefill,
 )
 from xinference_xavier.engine import idle
-from xinference_xavier.tiers.base import Fetch, FetchState
+from xinference_xavier.engine.idle import Arrivals
+from xinference_xavier.tiers.base import Fetch
 
 KEYS = chunks("prompt", 10)
 PAUSE = pytest.approx(2.0 / 50)
 """A fiftieth of a step of two seconds."""
 
 
+class Waits(Arrivals):
+    """Records how long the engine would wait, and does what happens meanwhile."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self.meanwhile: Callable[[], object] = lambda: None
+
+    def wait(self, ended: Callable[[float], object], seconds: float) -> None:
+        self.seconds.append(seconds)
+        self.meanwhile()
+
+    def taken(self) -> float:
+        seconds, self.seconds = sum(self.seconds), []
+        return seconds
+
+
 @pytest.fixture
-def vllm() -> Scheduling:
-    return slow_engine()
+def vllm(waits: Waits) -> Scheduling:
+    scheduling = slow_engine()
+    scheduling.manager.tier_lookup.idle_wait.arrivals = waits
+    return scheduling
 
 
-def fetching(vllm: Scheduling) -> tuple[Fetch, Request]:
-    vllm.tier.peers_hold(a=KEYS)
-    request = vllm.arrive("request", KEYS)
+@pytest.fixture
+def waits() -> Waits:
+    return Waits()
+
+
+def empty_step(vllm: Scheduling) -> None:
+    """vLLM scheduled nothing in the attempt that just ended."""
+    vllm.manager.step_begins(0, 0, 0.0)
+    vllm.manager.step_ends()
+
+
+def fetching(vllm: Scheduling, name: str = "request", holder: str = "a") -> tuple[Fetch, Request]:
+    keys = chunks(name, 10)
+    vllm.tier.peers_hold(**{holder: keys})
+    request = vllm.arrive(name, keys)
     assert vllm.attempt(request) is None
-    (fetch,) = vllm.tier.fetches
-    return fetch, request
+    return vllm.tier.fetches[-1], request
 
 
-def test_an_engine_pauses_while_all_requests_wait_for_peers(
-    vllm: Scheduling, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    slept: list[float] = []
-    monkeypatch.setattr(idle, "time", SimpleNamespace(sleep=slept.append))
-
+def test_an_engine_pauses_while_all_requests_wait_for_peers(vllm: Scheduling, waits: Waits) -> None:
     def paused() -> float:
-        slept.clear()
-        vllm.manager.step_begins(0, 0, 0.0)
-        vllm.manager.step_ends()
-        return sum(slept)
+        empty_step(vllm)
+        return waits.taken()
 
     assert not paused()
     request = waiting_for_prefill(vllm, KEYS)
     assert paused() == PAUSE
     vllm.tier.peers_hold(a=KEYS[:4])
-    for _ in range(2):
-        vllm.attempt(request)
-        assert not paused(), "rows are on their way"
+    vllm.attempt(request)
+    assert paused() == idle._MAX_WAIT, "rows are on their way"
     vllm.tier.end(vllm.tier.fetches[-1])
-    assert not paused(), "they arrived, and the request may be scheduled"
     vllm.attempt(request)
     assert paused() == PAUSE, "it waits for more"
     other = vllm.arrive("other", chunks("other", 2))
     vllm.attempt(request)
     begun = vllm.begin_store(other, other.keys)
-    vllm.attempt(request)
     assert not paused(), "a store is under way"
     vllm.stored(other, begun)
+    vllm.finish(other)
     vllm.manager.step_begins(100, 0, 0.0)
     vllm.attempt(request)
     assert not paused(), "the engine computes for others"
@@ -75,34 +99,174 @@ def test_an_engine_pauses_while_all_requests_wait_for_peers(
 
 @pytest.mark.parametrize("steps", [1, 2])
 def test_an_idle_engine_looks_again_when_the_fetch_has_ended(
-    vllm: Scheduling, monkeypatch: pytest.MonkeyPatch, steps: int
+    vllm: Scheduling, waits: Waits, steps: int
 ) -> None:
-    """In the step that begins the fetch, or at the lookup in a later one."""
-
-    class Ending(threading.Event):
-        """Ends the fetch when somebody waits for it."""
-
-        def wait(self, timeout: float | None = None) -> bool:
-            vllm.tier.end(fetch)
-            return super().wait(timeout)
-
-    monkeypatch.setattr(idle, "_MAX_WAIT", 3600.0)
+    """In the step that begins the fetch, or before the lookups of a later one."""
     fetch, request = fetching(vllm)
+    empty_step(vllm)
     if steps == 2:
         assert vllm.attempt(request) is None
-    fetch.ended = Ending()
-    vllm.manager.step_begins(0, 0, 0.0)
-    assert (fetch.state is FetchState.PENDING) == (steps == 2)
+        empty_step(vllm)
+    waits.meanwhile = lambda: vllm.tier.end(fetch)
     assert vllm.attempt(request) == len(KEYS)
 
 
-def test_an_engine_that_computes_does_not_wait(vllm: Scheduling) -> None:
-    class Busy(threading.Event):
-        def wait(self, timeout: float | None = None) -> bool:
-            raise AssertionError("the engine computes for others")
+def test_an_engine_that_computes_does_not_wait(vllm: Scheduling, waits: Waits) -> None:
+    _, request = fetching(vllm)
+    vllm.manager.step_begins(100, 0, 0.0)
+    assert vllm.attempt(request) is None
+    assert not waits.taken()
 
+
+def test_an_engine_does_not_wait_while_another_request_may_run(
+    vllm: Scheduling, waits: Waits
+) -> None:
+    """One that vLLM has not looked up, because it has no blocks or prepares something else."""
+    other = vllm.arrive("other", chunks("other", 2))
+    _, request = fetching(vllm)
+    for _ in range(2):
+        empty_step(vllm)
+        assert vllm.attempt(request) is None
+    assert not waits.taken()
+    vllm.finish(other)
+    empty_step(vllm)
+    assert vllm.attempt(request) is None
+    assert waits.taken()
+
+
+def test_a_request_that_came_between_two_steps_is_scheduled_at_once(
+    vllm: Scheduling, waits: Waits
+) -> None:
+    _, request = fetching(vllm)
+    empty_step(vllm)
+    waits.taken()
+    vllm.arrive("new", chunks("new", 2))
+    assert vllm.attempt(request) is None
+    assert not waits.taken()
+
+
+def test_requests_behind_the_first_are_not_waited_for(vllm: Scheduling, waits: Waits) -> None:
+    """The first may be scheduled, and its step would be held back."""
+    fetch, first = fetching(vllm, "first")
+    _, second = fetching(vllm, "second", holder="b")
+    for request in (first, second):
+        assert vllm.scan(request) is None
+    vllm.end_step()
+    empty_step(vllm)
+    vllm.tier.end(fetch)
+    waits.taken()
+    assert vllm.scan(first) == 10
+    assert vllm.scan(second) is None
+    assert not waits.taken()
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_an_engine_with_loads_alone_lets_its_worker_wait(
+    vllm: Scheduling, waits: Waits, alone: bool
+) -> None:
+    vllm.fill(KEYS)
+    loading = vllm.arrive("loading", KEYS)
+    if not alone:
+        vllm.arrive("other", chunks("other", 2))
+    hits = vllm.attempt(loading)
+    assert hits == len(KEYS)
+    _, request = fetching(vllm)
+    assert not vllm.manager.step_begins(0, 0, 0.0), "the request may be scheduled"
+    vllm.schedule(loading, hits)
+    vllm.attempt(request)
+    assert vllm.manager.step_begins(0, 0, 0.0) == alone
+    assert not vllm.manager.step_begins(100, 0, 0.0)
+    assert not waits.taken()
+
+
+def test_a_store_is_not_waited_for(vllm: Scheduling, waits: Waits) -> None:
+    ended = vllm.arrive("ended", chunks("ended", 2))
+    vllm.begin_store(ended, ended.keys)
+    vllm.finish(ended)
+    fetching(vllm)
+    assert not vllm.manager.step_begins(0, 0, 0.0)
+    assert not waits.taken()
+
+
+# -- arrivals ----------------------------------------------------------------------------------
+
+
+def never(_: float) -> bool:
+    return False
+
+
+def test_whatever_arrives_ends_the_wait() -> None:
+    received: Queue[str] = Queue()
+    slices: list[float] = []
+
+    def request_comes(seconds: float) -> bool:
+        slices.append(seconds)
+        received.put("request")
+        return False
+
+    Arrivals(received).wait(request_comes, 3600.0)
+    assert slices == [idle._SLICE]
+    Arrivals(received).wait(request_comes, 3600.0)
+    assert len(slices) == 1, "it is still there"
+
+
+def test_a_wait_ends_with_what_it_is_for() -> None:
+    ended = threading.Event()
+    ended.set()
+    Arrivals(Queue()).wait(ended.wait, 3600.0)
+
+
+def test_a_wait_ends_after_its_time() -> None:
+    slices: list[float] = []
+    Arrivals(Queue()).wait(lambda seconds: slices.append(seconds), 1e-6)
+    assert all(0 < seconds <= 1e-6 for seconds in slices)
+
+
+def test_where_arrivals_are_not_known_a_wait_is_as_short_as_vllm_s_own_pause() -> None:
+    slices: list[float] = []
+    Arrivals(None).wait(lambda seconds: slices.append(seconds), 3600.0)
+    assert slices == [idle._SLICE]
+
+
+def config(**parallel: int) -> Any:
+    sizes = {"pipeline_parallel_size": 1, "data_parallel_size": 1, **parallel}
+    return SimpleNamespace(parallel_config=SimpleNamespace(**sizes))
+
+
+class Core:
+    """vLLM's engine, which makes connectors while it is made itself."""
+
+    def __init__(self) -> None:
+        self.arrivals = Arrivals.at(config())
+
+
+class CoreProc(Core):
+    def __init__(self) -> None:
+        self.input_queue: Queue[str] = Queue()
+        super().__init__()
+
+
+def test_the_engine_is_found_that_makes_the_connector() -> None:
+    core = CoreProc()
+    core.input_queue.put("request")
+    assert core.arrivals is not None
+    core.arrivals.wait(lambda _: pytest.fail("the request is there"), 3600.0)
+
+
+def test_an_engine_in_its_caller_s_process_receives_nothing_by_itself() -> None:
+    core = Core()
+    assert core.arrivals is not None
+    core.arrivals.wait(never, 3600.0)
+
+
+@pytest.mark.parametrize("ranks", ["pipeline_parallel_size", "data_parallel_size"])
+def test_an_engine_that_others_compute_in_step_with_never_waits(
+    vllm: Scheduling, ranks: str
+) -> None:
+    arrivals = Arrivals.at(config(**{ranks: 2}))
+    assert arrivals is None
+    vllm.manager.tier_lookup.idle_wait.arrivals = arrivals
     fetch, request = fetching(vllm)
-    vllm.manager.step_begins(0, 0, 0.0)
-    vllm.end_step()  # something was scheduled
-    fetch.ended = Busy()
+    fetch.ended = pytest.fail  # type: ignore[assignment]  # it has no `wait`
+    empty_step(vllm)
     assert vllm.attempt(request) is None

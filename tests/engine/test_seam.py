@@ -19,6 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import Offl
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1 import request as vllm_request
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.kv_offload import base
 from vllm.v1.kv_offload import config as offload_config
@@ -177,6 +178,16 @@ def test_vllm_takes_events_once_per_step() -> None:
     )
     assert asks == 8 * " ", "unconditionally"
     assert "self.connector.take_events()" not in inspect.getsource(Scheduler.schedule)
+
+
+def test_an_engine_s_process_receives_requests_where_we_look_for_them() -> None:
+    """Its thread fills the queue, which is there before connectors are."""
+    made = inspect.getsource(EngineCoreProc.__init__)
+    queue = made.index("self.input_queue = queue.Queue[")
+    assert queue < made.index("super().__init__(")
+    receive = inspect.getsource(EngineCoreProc.process_input_sockets)
+    assert "self.input_queue.put_nowait((request_type, request))" in receive
+    assert "self.connector.on_new_request(request)" in inspect.getsource(Scheduler.add_request)
 
 
 def test_vllm_s_counters_can_be_increased() -> None:

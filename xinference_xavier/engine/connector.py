@@ -6,6 +6,7 @@ chunk size. A manager does not see how many of a request's tokens vLLM's own pre
 
 import os
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 import torch
 from vllm.config import VllmConfig
@@ -30,6 +31,7 @@ from vllm.v1.request import Request
 from xinference_xavier.config import XAVIER, XavierConfig
 from xinference_xavier.engine import compat, namespace
 from xinference_xavier.engine.chunks import chunk_tokens_for, stores_whole_chunks, window_tokens
+from xinference_xavier.engine.idle import Arrivals
 from xinference_xavier.engine.manager import XavierManager
 from xinference_xavier.engine.page_format import page_format
 from xinference_xavier.engine.policy.donor_selection import Group
@@ -38,10 +40,19 @@ from xinference_xavier.engine.process import log_like_vllm
 from xinference_xavier.engine.prompt_keys import PromptChunker
 from xinference_xavier.engine.sketches import describe_pages
 from xinference_xavier.engine.spec import IDENTITY, WorkerNote, XavierSpec
+from xinference_xavier.engine.worker.cpu import HostWorker
 from xinference_xavier.errors import ConfigError
 
 _MAX_DECODE_TOKENS = 16
 """Of one request in a step: one token, and the speculated ones."""
+_MAX_LOAD_WAIT = 0.01
+"""Seconds that an idle engine waits for its loads, at a time. Otherwise it would poll a thousand
+times a second and hold Python's lock a third of the time, which the copy threads need."""
+
+
+@dataclass
+class OnlyLoads(OffloadingConnectorMetadata):
+    """Of a step in which the engine has nothing to do but to wait for loads."""
 
 
 class XavierConnector(OffloadingConnector):
@@ -63,6 +74,7 @@ class XavierConnector(OffloadingConnector):
         windows = [window_tokens(group) for group in groups.values()]
         chunk_tokens = chunk_tokens_for(self._config, block_tokens, windows)
         self._groups = groups
+        self._arrivals = Arrivals.at(vllm_config)
         self._blocks_per_chunk = chunk_tokens // max(block_tokens)
         # vLLM's own entry. Since 0.33, not only the spec reads it.
         extra["blocks_per_chunk"] = self._blocks_per_chunk
@@ -92,6 +104,7 @@ class XavierConnector(OffloadingConnector):
                 group.group_idx.to_bytes(4): lookup_group(group)
                 for group in self.connector_scheduler.config.kv_group_configs
             }
+            manager.tier_lookup.idle_wait.arrivals = self._arrivals
             manager.tier_lookup.step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
             self._manager = manager
 
@@ -157,8 +170,16 @@ class XavierConnector(OffloadingConnector):
         for job_id, job in metadata.store_jobs.items():
             self._check_store(job_id, job)
         tokens = scheduler_output.total_num_scheduled_tokens
-        self._manager.step_begins(tokens, *prefill_of(scheduler_output))
-        return metadata
+        only_loads = self._manager.step_begins(tokens, *prefill_of(scheduler_output))
+        return OnlyLoads(**vars(metadata)) if only_loads else metadata
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
+        assert self.connector_worker is not None
+        worker = self.connector_worker.worker
+        if isinstance(self._connector_metadata, OnlyLoads) and isinstance(worker, HostWorker):
+            assert self._arrivals is not None, "then no step is one"
+            self._arrivals.wait(worker.await_finished, _MAX_LOAD_WAIT)
+        return super().get_finished(finished_req_ids)
 
     def _check_store(self, job_id: int, job: TransferJob) -> None:
         """Void a store of chunks that miss blocks, in which the blocks behind them move up.

@@ -6,7 +6,7 @@ rows stay in quarantine until a later job ends: jobs of one direction end in ord
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 
 from xinference_xavier.pool.pool import Pool, Row
 
@@ -52,6 +52,10 @@ class Jobs:
     def begin_load(self, req_id: str, rows: list[Row]) -> None:
         """`rows` must be pinned."""
         self._loads[req_id] = rows
+
+    @property
+    def requests_loading(self) -> Set[str]:
+        return self._loads.keys()
 
     def loading(self, req_id: str) -> Sequence[Row]:
         return self._loads.get(req_id, ())

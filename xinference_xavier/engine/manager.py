@@ -137,6 +137,7 @@ class XavierManager(OffloadingManager):
         The request's fetches belong to the trace that `trace_headers` names.
         """
         request = self._requests[req_id]
+        self.tier_lookup.idle_wait.before_lookups(self._requests.keys(), request.pending)
         request.looked_up(prefix_tokens)
         if salt is not None and salt.startswith(SALT):
             request.probe, request.given_up, request.counted = salt, True, True
@@ -192,12 +193,11 @@ class XavierManager(OffloadingManager):
 
     # -- steps --------------------------------------------------------------------------------
 
-    def step_begins(self, tokens: int, prompt_tokens: int, depth: float) -> None:
-        """vLLM scheduled a step: see `Step`."""
+    def step_begins(self, tokens: int, prompt_tokens: int, depth: float) -> bool:
+        """vLLM scheduled a step: see `Step`. True if there is nothing to do but to await loads."""
         self._steps.begin(Step(self._clock(), tokens, prompt_tokens, depth))
-        # This step may hand a job to its worker, so do not delay it.
-        if not self._steps.computing and not self._jobs:
-            self.tier_lookup.idle_wait.nothing_scheduled(any(self.tier_lookup.fetches.pending()))
+        wait = self.tier_lookup.idle_wait
+        return not self._steps.computing and wait.nothing_runs(self._requests.keys(), self._jobs)
 
     def step_ends(self) -> None:
         """vLLM received the output of the oldest step under way."""

@@ -72,7 +72,6 @@ class TierLookup:
     def lookup(self, key: bytes, request: Request) -> LookupResult:
         """Answer for a key without a READY row."""
         if request.fetches:
-            self.idle_wait.before_retry(request.pending)
             if request.pending and self._has_time(request):
                 # One RETRY per group defers the request; MISS for the rest ends the scan early.
                 if key not in request.first:
@@ -100,15 +99,17 @@ class TierLookup:
     def end_pass(self) -> None:
         """The scheduler has made all lookups of this step."""
         begun: list[Fetch] = []
+        deferred = {req_id for req_id, _ in self._deferred}
         for request, plan in self._plans.items():
             if plan is not None:
                 begun += self._begin_fetches(request, plan)
+                deferred |= {request.req_id} if request.fetches else set()
         self._plans.clear()
         if self.fetches:
             self.fetches.settle(self._clock())
         pause = min(self._deferred.values(), default=0.0)
         self._deferred.clear()
-        self.idle_wait.schedule_ended(begun[-1] if begun else None, pause)
+        self.idle_wait.pass_ended(deferred, begun[-1] if begun else None, pause)
 
     def scheduled(self, request: Request) -> None:
         """The request was scheduled, so it stops waiting."""

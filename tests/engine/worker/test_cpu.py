@@ -11,7 +11,6 @@ from vllm.v1.kv_offload.base import CanonicalKVCaches, GPULoadStoreSpec
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
 from tests.engine.caches import cell_bytes, kv_caches, pages_of
-from xinference_xavier.engine.worker import cpu
 from xinference_xavier.engine.worker.cpu import HostWorker, _Job
 from xinference_xavier.pool.region import Region
 
@@ -190,24 +189,20 @@ def test_wait_returns_only_when_its_jobs_are_done() -> None:
     assert log == ["nothing to wait for", "copied 1", "copied 2", "waited"]
 
 
-def test_an_idle_engine_that_polls_waits_for_its_loads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It does not wait for stores, nor if it computed between two polls."""
-    monkeypatch.setattr(cpu, "_MAX_WAIT", 3600.0)
-    monkeypatch.setattr(cpu, "_IDLE_POLL", 0.0)
+def test_the_oldest_job_can_be_waited_for() -> None:
     caches = kv_caches([[64]])
     with worker(caches, 1, kind=HeldWorker) as working:
         assert isinstance(working, HeldWorker)
         working.log, working.gate = [], threading.Event()
-        working.submit_store(1, one_group([1]), CPULoadStoreSpec([1]))
-        assert working.get_finished() == []
-        working.submit_load(2, CPULoadStoreSpec([1]), one_group([2]))
-        assert working.get_finished() == []
-        monkeypatch.setattr(cpu, "_IDLE_POLL", 3600.0)
+        assert working.await_finished(3600.0), "there is nothing to wait for"
+        for job_id in (1, 2):
+            working.submit_store(job_id, one_group([job_id]), CPULoadStoreSpec([job_id]))
+        assert not working.await_finished(0.0)
         opening = threading.Thread(target=working.gate.set)
         opening.start()
-        finished = [*working.get_finished(), *working.get_finished()]
+        assert working.await_finished(3600.0)
         opening.join()
-    assert [result.job_id for result in finished] == [1, 2]
+        assert working.get_finished()[0].job_id == 1
 
 
 @pytest.mark.parametrize("slots", [[0, ROWS], [ROWS, 0]])

@@ -9,7 +9,7 @@ submission and divides each one's blocks among the copy threads.
 import logging
 import time
 from collections.abc import Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from itertools import takewhile
 from typing import NamedTuple
 
@@ -28,12 +28,6 @@ from xinference_xavier.pool.copy_threads import COPY_THREADS, copy_threads
 from xinference_xavier.pool.region import Region
 
 logger = logging.getLogger(__name__)
-
-_IDLE_POLL = 0.005
-"""Seconds between two polls below which the engine cannot have computed anything."""
-_MAX_WAIT = 0.01
-"""Seconds that an idle engine then waits for its loads. Otherwise it would poll a thousand times a
-second and hold Python's lock a third of the time, which the copy threads need."""
 
 
 class _Page(NamedTuple):
@@ -73,8 +67,6 @@ class HostWorker(OffloadingWorker):
         self._runner = ThreadPoolExecutor(1, "xavier-jobs")
         self._copy_threads = copy_threads()
         self._jobs: dict[int, Future[TransferResult]] = {}  # not reported yet, in order
-        self._loads: set[int] = set()  # not reported yet
-        self._polled = 0.0  # when `get_finished` last returned
 
     def submit_store(
         self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec
@@ -96,19 +88,20 @@ class HostWorker(OffloadingWorker):
         assert isinstance(rows, BlockIDsLoadStoreSpec)
         job = _Job(job_id, is_store, blocks, rows.block_ids)
         self._jobs[job_id] = self._runner.submit(self._run, job)
-        if not is_store:
-            self._loads.add(job_id)
         return True
 
     def get_finished(self) -> list[TransferResult]:
-        if self._loads and time.monotonic() < self._polled + _IDLE_POLL:
-            wait(self._jobs.values(), _MAX_WAIT, FIRST_COMPLETED)
+        if not self._jobs:
+            return []
         finished = [job.result() for job in takewhile(Future.done, self._jobs.values())]
         for result in finished:
             del self._jobs[result.job_id]
-            self._loads.discard(result.job_id)
-        self._polled = time.monotonic()
         return finished
+
+    def await_finished(self, seconds: float) -> bool:
+        """Wait until the oldest job, if any, is done. False if that takes longer."""
+        oldest = [*self._jobs.values()][:1]
+        return not wait(oldest, seconds).not_done
 
     def wait(self, job_ids: set[int]) -> None:
         """Block until these jobs are done, because vLLM is about to reuse their blocks."""

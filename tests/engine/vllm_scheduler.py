@@ -1,0 +1,115 @@
+"""vLLM's own scheduler with our connector, above a manager without a replica and below no model."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+from vllm import SamplingParams
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
+    OffloadingConnectorMetadata,
+    OffloadingWorkerMetadata,
+)
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import (
+    get_request_block_hasher,
+    init_none_hash,
+    resolve_kv_cache_block_sizes,
+)
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.kv_offload.base import BlockIDsLoadStoreSpec
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request
+
+from tests.engine.scheduling import Scheduling
+from xinference_xavier.engine.connector import XavierConnector
+from xinference_xavier.engine.spec import XavierSpec
+
+
+def _called(function: Callable[..., Any], **arguments: Any) -> Any:
+    """With those of the `arguments` that the installed version takes."""
+    taken = inspect.signature(function).parameters
+    return function(**{name: value for name, value in arguments.items() if name in taken})
+
+
+class Engine:
+    """An engine that answers the same token always. Its workers end every job within a step."""
+
+    def __init__(
+        self, config: VllmConfig, caches: KVCacheConfig, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        self.own = Scheduling(slots=64)
+        self.own.manager.view.sketcher = Mock()
+        monkeypatch.setattr(XavierSpec, "get_manager", lambda spec: self.own.manager)
+        config.cache_config.num_gpu_blocks = caches.num_blocks
+        block, hashed = resolve_kv_cache_block_sizes(caches, config)
+        self.scheduler = Scheduler(
+            vllm_config=config,
+            kv_cache_config=caches,
+            structured_output_manager=Mock(**{"should_advance.return_value": False}),
+            block_size=block,
+            hash_block_size=hashed,
+        )
+        assert isinstance(self.scheduler.connector, XavierConnector)
+        self.connector = self.scheduler.connector
+        digest = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
+        init_none_hash(digest)
+        self._hasher = get_request_block_hasher(hashed, digest)
+        self.stored_blocks: list[int] = []
+        self._done: dict[int, int] = {}
+
+    def ask(self, req_id: str, prompt: Sequence[int], tokens: int) -> None:
+        self.scheduler.add_request(
+            _called(
+                Request,
+                request_id=req_id,
+                prompt_token_ids=list(prompt),
+                sampling_params=SamplingParams(max_tokens=tokens, ignore_eos=True),
+                pooling_params=None,
+                arrival_time=0.0,
+                block_hasher=self._hasher,
+            )
+        )
+
+    def step(self) -> SchedulerOutput:
+        scheduled = self.scheduler.schedule()
+        metadata = scheduled.kv_connector_metadata
+        assert isinstance(metadata, OffloadingConnectorMetadata)
+        for job in metadata.store_jobs.values():
+            assert isinstance(job.src_spec, BlockIDsLoadStoreSpec)
+            self.stored_blocks += job.src_spec.block_ids.tolist()
+        ended, self._done = self._done, dict.fromkeys(metadata.store_jobs, 1)
+        self._done |= dict.fromkeys(metadata.load_jobs, 1)
+        loaded = {job.req_id for job in metadata.load_jobs.values()}
+        req_ids = list(scheduled.num_scheduled_tokens)
+        self.scheduler.update_from_output(
+            scheduled,
+            _called(
+                ModelRunnerOutput,
+                req_ids=req_ids,
+                req_id_to_index={req_id: index for index, req_id in enumerate(req_ids)},
+                sampled_token_ids=[self._sampled(req_id) for req_id in req_ids],
+                logprobs=None,
+                prompt_logprobs_dict={},
+                pooler_output=[],
+                kv_connector_output=KVConnectorOutput(
+                    finished_recving=loaded,
+                    kv_connector_worker_meta=OffloadingWorkerMetadata(ended) if ended else None,
+                ),
+            ),
+        )
+        return scheduled
+
+    def _sampled(self, req_id: str) -> list[int]:
+        request = self.scheduler.requests[req_id]
+        return [7] if request.num_computed_tokens >= request.num_tokens else []
+
+    def run(self) -> None:
+        while self.scheduler.has_requests():
+            self.step()
