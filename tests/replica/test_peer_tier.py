@@ -59,7 +59,8 @@ async def test_a_peer_that_does_not_serve_is_no_source() -> None:
     mirror.apply(Update(1, "epoch", True, Settings(), 4, members, changes))
     tier = PeerTier(Pool(ROWS), mirror, SharedNamespace("namespace", lambda _: nothing))
     nothing: Any = SimpleNamespace()
-    canary: Any = SimpleNamespace(trusted_among=lambda peers: [p for p in peers if p != "c"])
-    tier.open(nothing, nothing, nothing, nothing, canary)
-    assert list(tier.holders(b"key1")) == ["a"]
-    assert list(tier.holders(b"key2")) == []
+    mirror.trust(frozenset("ab"))
+    tier.open(nothing, nothing, nothing, nothing, nothing)
+    assert tier.sources(tier.holders(b"key1")) == ["a"]
+    assert tier.holders(b"key2") == 0
+    assert tier.sources(tier.set_of(["b", "stranger"])) == ["b"]

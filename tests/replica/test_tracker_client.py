@@ -404,15 +404,13 @@ async def test_lost_and_repeated_publications_leave_no_trace(pool: Any, peers: P
 
 async def test_sharing_can_be_switched_off_and_on(peers: Peers, tracker: Any) -> None:
     a, b = await peers.start("a", K1), await peers.start("b", K2)
-    await b.sees(K1, "a")
-    await a.sees(K2, "b")
-    await tracker.set_enabled(False)
-    await b.sees(K1)
-    await a.sees(K2)
-    assert (a.mirror.enabled, b.mirror.enabled) == (False, False)
-    await tracker.set_enabled(True)
-    await b.sees(K1, "a")
-    await a.sees(K2, "b")
+    a.client.set_serving(True)
+    for enabled in (True, False, True):
+        await tracker.set_enabled(enabled)
+        await a.mirror.until(lambda mirror, enabled=enabled: mirror.enabled is enabled)
+        await b.mirror.until(
+            lambda mirror, enabled=enabled: mirror.holders(K1) == (("a",) if enabled else ())
+        )
 
 
 async def test_a_new_tracker_keeps_sharing_switched_off(

@@ -114,7 +114,15 @@ class Mirror:
     def apply_in_pieces(self, update: Update) -> Iterator[None]:
         """Like `apply`, which is complete at the end of the iterator. If it is not exhausted, the
         same update, or a later one since the same revision, must follow."""
-        update = check_update(update)
+        touched = 0
+        for keys in self._steps(check_update(update)):
+            touched += keys
+            if touched >= PIECE:
+                touched = 0
+                yield
+
+    def _steps(self, update: Update) -> Iterator[int]:
+        """Yields how many keys each step has touched."""
         if update.settings.version >= self.settings.version:
             self.settings = update.settings
             self.enabled = update.settings.enabled
@@ -134,8 +142,7 @@ class Mirror:
         self._set_usable()
         self.epoch, self.revision = update.epoch, update.revision
         while update.snapshot and old:  # to free them all at once would take long, too
-            old.pop()
-            yield
+            yield len(old.pop())
 
     def _apply_members(self, update: Update) -> None:
         if update.snapshot:
@@ -180,7 +187,7 @@ class Mirror:
         usable = self.serving if self._trusted is None else self.serving & self._trusted
         self._usable = self.sets.set_of(usable) if self.enabled else 0
 
-    def _apply(self, shards: _Shards, change: Change, key_bytes: int) -> Iterator[None]:
+    def _apply(self, shards: _Shards, change: Change, key_bytes: int) -> Iterator[int]:
         incarnation, sequence = change.incarnation, change.sequence
         is_new = incarnation not in self.sets
         bit = self.sets.bit(incarnation)
@@ -188,13 +195,13 @@ class Mirror:
             yield from self._remove_all(shards, ~bit)
         for keys in _pieces(change.removed, key_bytes):
             self._remove(shards, ~bit, keys)
-            yield
+            yield len(keys)
         stale = self._stale.get(incarnation, {})
         for keys in _pieces(change.added, key_bytes):
             if stale:
                 keys = [key for key in keys if stale.get(key, -1) < sequence]
             self._add(shards, bit, keys)
-            yield
+            yield len(keys)
         self._applied[incarnation] = sequence
         if stale:
             # Publications arrive in order: older ones than this no longer come.
@@ -243,13 +250,13 @@ class Mirror:
                 del shard[key]
                 self._size -= 1
 
-    def _remove_all(self, shards: _Shards, kept: int) -> Iterator[None]:
+    def _remove_all(self, shards: _Shards, kept: int) -> Iterator[int]:
         # Rare, so a pass over all keys is cheaper than keeping a set of keys for each peer.
         for shard in shards:
+            yield len(shard)
             self._remove(shards, kept, [key for key, held in shard.items() if held & ~kept])
-            yield
 
-    def _forget(self, shards: _Shards, left: set[str]) -> Iterator[None]:
+    def _forget(self, shards: _Shards, left: set[str]) -> Iterator[int]:
         yield from self._remove_all(shards, ~self.sets.set_of(left))
         self.sets.forget(left)
         for incarnation in left:
