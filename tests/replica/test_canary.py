@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -189,3 +190,40 @@ def test_after_a_reset_a_replica_is_compared_again(tracker_process: TrackerProce
         assert b.holders(after) == ()
         b.store([after])
         wait_until(lambda: compared(a) == compared(b) == 1, "they have compared their rows")
+
+
+@pytest.fixture
+def impatient_tracker() -> Iterator[TrackerProcess]:
+    tracker = TrackerProcess(lease=3.0)
+    yield tracker
+    tracker.kill()
+
+
+@pytest.mark.process
+def test_a_reset_that_a_peer_did_not_see_ends_its_trust(impatient_tracker: TrackerProcess) -> None:
+    """It stood still, beyond its lease, while the other one left and came with other weights."""
+    common, other = fresh_keys(2)
+    with computing(impatient_tracker, a=1.0, b=1.0) as (a, b):
+        for replica in (a, b):
+            replica.reset()
+        wait_until(lambda: "+" in a.namespace() and "+" in b.namespace(), "they are alone")
+        impatient_tracker.set_weights_version("v2")
+        wait_until(lambda: a.namespace() == b.namespace() != "", "they are together")
+        for replica in (a, b):
+            replica.store([common])
+        wait_until(lambda: compared(a) == compared(b) == 1, "they have compared their rows")
+        b.send_signal(signal.SIGSTOP)
+        wait_until(lambda: a.address("b") is None, "its lease has ended")
+        a.reset()
+        wait_until(lambda: "+" in a.namespace(), "it is alone")
+        impatient_tracker.set_weights_version("v2")
+        wait_until(lambda: "@" in a.namespace() and a.is_up(), "it is back")
+        a.store([other])
+        b.send_signal(signal.SIGCONT)
+        wait_until(lambda: "a" in b.all_holders(other), "b knows of the chunk")
+        assert b.fetch("a", [other], DEADLINE).reason == "not compared"
+        assert b.holders(other) == (), "and does not ask again"
+        for replica in (a, b):
+            replica.store([common])
+        wait_until(lambda: compared(a) == compared(b) == 1, "they have compared their rows")
+        assert b.fetch("a", [other], DEADLINE).state == "COMMITTED"

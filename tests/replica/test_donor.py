@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -90,7 +90,15 @@ def test_without_a_transfer_process_nothing_is_granted(pool: Pool) -> None:
     donor = Donor(pool, down, LIFETIME)
     request = GrantRequest(PROTOCOL_VERSION, "namespace", "consumer", (A,))
     with pytest.raises(GrantRefusedError, match="no transfer process"):
-        donor.grant(request, namespace="namespace", sequence=1)
+        donor.grant(request, namespace="namespace", sequence=1, trusts=lambda consumer: True)
+    assert (pinned(pool), donor.refused) == (0, 1)
+
+
+def test_a_consumer_that_may_compute_otherwise_gets_nothing(pool: Pool) -> None:
+    donor = Donor(pool, cast(Any, SimpleNamespace(endpoint=None)), LIFETIME)
+    request = GrantRequest(PROTOCOL_VERSION, "namespace", "consumer", (A,))
+    with pytest.raises(GrantRefusedError, match="not compared"):
+        donor.grant(request, namespace="namespace", sequence=1, trusts={"other"}.__contains__)
     assert (pinned(pool), donor.refused) == (0, 1)
 
 

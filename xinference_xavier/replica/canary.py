@@ -1,7 +1,7 @@
-"""Compares this replica with its peers before it fetches from them.
+"""Compares this replica with its peers before it fetches from them or they from it.
 
-The namespace lists what two replicas must have in common. In case the list has a hole, a replica
-fetches only from peers that computed the same rows: both sketch a chunk that both have computed.
+The namespace lists what two replicas must have in common. In case the list has a hole, rows move
+only between peers that computed the same ones: both sketch a chunk that both have computed.
 Under xinference each replica computes such a chunk at launch; otherwise it is the first that two
 replicas happen to have in common.
 
@@ -145,6 +145,11 @@ class Canary:
         self.stats.peer, self.stats.layer = peer, found.layer
         self.stats.amount = min(found.amount, 1e9)  # JSON has no infinity
         self._differs(peer, found)
+
+    def doubt(self, peer: str) -> None:
+        """Compare again: `peer` does not trust us, perhaps since a reset that we missed."""
+        self._set_trusted(self._trusted - {peer})
+        self._news.set()
 
     def trusts(self, peer: str) -> bool:
         return self._sketch is None or peer in self._trusted

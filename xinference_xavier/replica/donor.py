@@ -24,11 +24,19 @@ class Donor:
         self.grants = Grants(pool, max(1, pool.slots // 2), lifetime)
         self.refused = 0
 
-    def grant(self, request: GrantRequest, *, namespace: str | None, sequence: int) -> Grant:
+    def grant(
+        self,
+        request: GrantRequest,
+        *,
+        namespace: str | None,
+        sequence: int,
+        trusts: Callable[[str], bool],
+    ) -> Grant:
         """Grant the leading chunks of the request that we hold.
 
         `namespace` is the one in which we share, None if we do not; `sequence` is that of our last
-        publication. Raises GrantRefusedError; LinkError for a malformed request.
+        publication. `trusts` says whether a consumer computes as we do: it may believe so although
+        we were reset meanwhile. Raises GrantRefusedError; LinkError for a malformed request.
         """
         endpoint = self._process.endpoint
         try:
@@ -37,6 +45,8 @@ class Donor:
                 raise GrantRefusedError("sharing is off")
             if request.namespace != namespace:
                 raise GrantRefusedError("other namespace")
+            if not trusts(request.consumer):
+                raise GrantRefusedError("not compared")
             if endpoint is None or not self._process.ready:
                 raise GrantRefusedError("no transfer process")
             record = self.grants.grant(request.consumer, request.keys, time.monotonic())

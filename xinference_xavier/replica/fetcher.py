@@ -122,6 +122,8 @@ class Fetcher:
         except GrantRefusedError as error:
             # A peer must not be able to add a counter per text of its choice.
             reason = error.reason if error.reason in REFUSALS else "refused"
+            if reason == "not compared":
+                self._canary.doubt(fetch.source)
         except TimeoutError:
             self._donors.pop(fetch.source, None)
             reason = "timeout"

@@ -273,6 +273,7 @@ class Replica:
             request,
             namespace=self._namespace.current if shares else None,
             sequence=self._client.publisher.last_sequence,
+            trusts=self.canary.trusts,
         )
 
     def release(self, grant_id: int) -> None:
