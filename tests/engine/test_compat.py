@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 from vllm.config import CacheConfig
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.kv_offload import base
 
@@ -68,3 +69,19 @@ def test_fields_that_only_some_versions_have_are_optional() -> None:
     assert compat.group_number(group, 3) == 3  # type: ignore[arg-type]
     group.group_id = 5
     assert compat.group_number(group, 3) == 5  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "field", ["kv_cache_block_copies", "partial_tail_offloads", "kv_connector_block_state"]
+)
+def test_copied_blocks_are_noticed(field: str) -> None:
+    step = SchedulerOutput.make_empty()
+    assert not compat.copies_blocks(step)
+    state = SimpleNamespace(boundary_state_offloads={})
+    step.kv_connector_block_state = state  # type: ignore[assignment]  # since 0.29
+    assert not compat.copies_blocks(step)
+    state.boundary_state_offloads["request"] = [(0, 7, 128)]
+    if field != "kv_connector_block_state":
+        step.kv_connector_block_state = None
+        setattr(step, field, {"request": [(0, 7, 128)]})
+    assert compat.copies_blocks(step)

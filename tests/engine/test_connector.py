@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -9,11 +10,12 @@ import pytest
 import torch
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
     OffloadingConnectorMetadata,
 )
 from vllm.engine.arg_utils import EngineArgs
-from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -26,11 +28,7 @@ from tests.engine.any_version import made
 from tests.engine.caches import cell_bytes, kv_caches
 from tests.engine.vllm_scheduler import Engine
 from xinference_xavier.config import XavierConfig
-from xinference_xavier.engine.connector import (
-    OnlyLoads,
-    XavierConnector,
-    prefill_of,
-)
+from xinference_xavier.engine.connector import OnlyLoads, XavierConnector
 from xinference_xavier.engine.worker.cpu import HostWorker
 from xinference_xavier.errors import ConfigError
 from xinference_xavier.kv_transfer_config import kv_transfer_config
@@ -152,36 +150,6 @@ if "hisparse_host_num_blocks" in {field.name for field in fields(KVCacheConfig)}
             worker(config, replace(cache_config, hisparse_host_num_blocks=4))
 
 
-def test_prompt_tokens_of_a_step_and_their_mean_depth() -> None:
-    step = SchedulerOutput.make_empty()
-    assert prefill_of(step) == (0, 0.0)
-    step.scheduled_new_reqs = [
-        NewRequestData(
-            "new", [], [], None, None, block_ids=(), num_computed_tokens=1000, lora_request=None
-        )
-    ]
-    step.scheduled_cached_reqs = CachedRequestData(
-        ["old", "answered"],
-        set(),
-        [],
-        {},
-        [None, None],
-        num_computed_tokens=[4000, 9000],
-        num_output_tokens=[0, 7],
-    )
-    step.num_scheduled_tokens = {"new": 100, "old": 300, "answered": 1}
-    step.total_num_scheduled_tokens = 401
-    assert prefill_of(step) == (400, (100 * 1050 + 300 * 4150) / 400)
-
-
-def test_a_step_that_only_decodes_has_no_prompt_tokens() -> None:
-    """Even with many requests that speculate. Otherwise it would distort the prefill rate."""
-    step = SchedulerOutput.make_empty()
-    step.num_scheduled_tokens = {f"request-{number}": 1 + 5 for number in range(300)}
-    step.total_num_scheduled_tokens = 1800
-    assert prefill_of(step) == (0, 0.0)
-
-
 def test_a_worker_waits_in_steps_that_have_nothing_but_loads(
     model_folder: Path, cache_config: KVCacheConfig
 ) -> None:
@@ -216,3 +184,95 @@ def test_a_load_makes_a_step_that_has_nothing_else(
     engine.ask("again", prompt, tokens=2)
     assert isinstance(engine.step().kv_connector_metadata, OnlyLoads)
     assert not isinstance(engine.step().kv_connector_metadata, OnlyLoads)
+
+
+def test_vllm_s_scheduler_is_asked_only_where_something_happens(
+    model_folder: Path, cache_config: KVCacheConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(engine_config(model_folder), cache_config, monkeypatch)
+    scheduler = engine.connector.connector_scheduler
+    asked: list[SchedulerOutput] = []
+    build = scheduler.build_connector_meta
+    monkeypatch.setattr(
+        scheduler, "build_connector_meta", lambda step: (asked.append(step), build(step))[1]
+    )
+
+    def asks(steps: int = 1) -> int:
+        before = len(asked)
+        for _ in range(steps):
+            engine.step()
+        return len(asked) - before
+
+    engine.ask("first", range(300, 360), tokens=30)
+    assert asks() == 1, "it begins"
+    assert asks(4) == 0
+    assert asks() == 1, "it gets a third block"
+    engine.ask("second", range(400, 460), tokens=30)
+    assert asks() == 1
+    assert asks() == 0
+    engine.connector.reset_cache()
+    assert asks() == 1, "the workers must flush"
+    engine.run()
+    assert asked[-1].finished_req_ids == {"second"}
+
+
+def test_all_that_is_counted_is_reported(
+    model_folder: Path, cache_config: KVCacheConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(engine_config(model_folder), cache_config, monkeypatch)
+    reported: Counter[str] = Counter()
+    report = engine.connector.get_kv_connector_stats
+
+    def recorded() -> KVConnectorStats | None:
+        stats = report()
+        reported.update({} if stats is None else stats.reduce())
+        return stats
+
+    monkeypatch.setattr(engine.connector, "get_kv_connector_stats", recorded)
+    for req_id in ("first", "again"):
+        engine.ask(req_id, range(300, 430), tokens=5)
+        engine.run()
+        engine.scheduler.reset_prefix_cache()
+    assert reported["vllm:xavier_computed_tokens"] == 130 + 2
+    assert reported["vllm:xavier_local_pool_tokens"] == 128
+    assert engine.connector.get_kv_connector_stats() is None
+
+
+@pytest.mark.parametrize("window", [None, 128])
+def test_vllm_stores_as_much_without_requests_that_go_on_within_their_blocks(
+    model_folder: Path,
+    cache_config: KVCacheConfig,
+    monkeypatch: pytest.MonkeyPatch,
+    window: int | None,
+) -> None:
+    """Prompts and answers end everywhere in a chunk, and one request is preempted."""
+    if window is not None:
+        (full,) = cache_config.kv_cache_groups
+        assert isinstance(full.kv_cache_spec, FullAttentionSpec)
+        shape = {
+            name: getattr(full.kv_cache_spec, name)
+            for name in ("block_size", "num_kv_heads", "head_size", "dtype")
+        }
+        windowed = SlidingWindowSpec(**shape, sliding_window=window)
+        cache_config.kv_cache_groups = [
+            KVCacheGroupSpec(["layer.0"], full.kv_cache_spec),
+            KVCacheGroupSpec(["layer.1"], windowed),
+        ]
+    preempted: set[str] = set()
+
+    def stored() -> tuple[list[bytes], list[int]]:
+        engine = Engine(engine_config(model_folder), cache_config, monkeypatch)
+        for number, (prompt, answer) in enumerate([(127, 100), (128, 9), (129, 129), (20, 150)]):
+            engine.ask(f"r{number}", range(300 * number, 300 * number + prompt), answer)
+            for _ in range(number * 3):
+                preempted.update(engine.step().preempted_req_ids or ())
+        while engine.scheduler.has_requests():
+            preempted.update(engine.step().preempted_req_ids or ())
+        keys = [row.key for row in engine.own.tier.stored_rows]
+        return sorted(keys), sorted(engine.stored_blocks)
+
+    without = stored()
+    assert preempted
+    monkeypatch.setattr(f"{XavierConnector.__module__}.goes_on", lambda step: False)
+    monkeypatch.setattr(f"{XavierConnector.__module__}.without_quiet", lambda step: step)
+    assert stored() == without

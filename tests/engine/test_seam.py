@@ -14,9 +14,13 @@ from dataclasses import fields
 import pytest
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading import scheduler, worker
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
+    OffloadingWorkerMetadata,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+from vllm.model_executor.layers.attention import kv_transfer_utils
 from vllm.v1 import request as vllm_request
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCoreProc
@@ -178,6 +182,21 @@ def test_vllm_takes_events_once_per_step() -> None:
     )
     assert asks == 8 * " ", "unconditionally"
     assert "self.connector.take_events()" not in inspect.getsource(Scheduler.schedule)
+
+
+def test_what_the_connector_leaves_out_does_nothing() -> None:
+    """See `XavierConnector.update_connector_output`, `take_events` and `has_connector_metadata`."""
+    output = inspect.getsource(scheduler.OffloadingConnectorScheduler)
+    assert "assert meta is None\n            meta = OffloadingWorkerMetadata()" in output
+    nothing = OffloadingWorkerMetadata()
+    assert nothing.transfer_stats.is_empty()
+    assert not nothing.completed_jobs
+    assert XavierManager.take_events is base.OffloadingManager.take_events
+    assert "return ()" in inspect.getsource(base.OffloadingManager.take_events)
+    layer = inspect.getsource(kv_transfer_utils.maybe_transfer_kv_layer)
+    assert "not connector.has_connector_metadata():\n            return func(" in layer
+    for name in ("wait_for_layer_load", "save_kv_layer"):
+        assert inspect.getsource(getattr(OffloadingConnector, name)).rstrip().endswith("pass")
 
 
 def test_an_engine_s_process_receives_requests_where_we_look_for_them() -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm.config import CacheConfig, VllmConfig
 from vllm.v1.core import kv_cache_utils
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig
 from vllm.v1.kv_offload.base import CanonicalKVCaches, ReqContext
 from vllm.v1.kv_offload.config import OffloadingGroupConfig
@@ -66,6 +67,19 @@ def key_positions(context: ReqContext) -> Iterable[tuple[bytes, int | None]]:
     chunks."""
     positions: dict[bytes, int] | None = getattr(context, "_offload_key_positions", None)
     return ((key, None) for key in known_keys(context)) if positions is None else positions.items()
+
+
+def copies_blocks(step: SchedulerOutput) -> bool:
+    """Whether vLLM gives requests copies of blocks in this step, or hands such to the connector.
+
+    Up to 0.28, `partial_tail_offloads` has the latter.
+    """
+    state = getattr(step, "kv_connector_block_state", None)
+    return bool(
+        step.kv_cache_block_copies
+        or getattr(step, "partial_tail_offloads", None)
+        or (state is not None and state.boundary_state_offloads)
+    )
 
 
 def load_source(from_peer: bool) -> "CacheHitSource":

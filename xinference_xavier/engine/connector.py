@@ -13,6 +13,7 @@ from vllm.config import VllmConfig
 from vllm.distributed.kv_events import KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
     OffloadingConnectorMetadata,
     TransferJob,
@@ -24,8 +25,9 @@ from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
-from vllm.v1.kv_offload.base import GPULoadStoreSpec
+from vllm.v1.kv_offload.base import GPULoadStoreSpec, ScheduleEndContext
 from vllm.v1.kv_offload.config import OffloadingConfig
+from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from xinference_xavier.config import XAVIER, XavierConfig
@@ -38,16 +40,18 @@ from xinference_xavier.engine.policy.donor_selection import Group
 from xinference_xavier.engine.probes import Probes
 from xinference_xavier.engine.process import log_like_vllm
 from xinference_xavier.engine.prompt_keys import PromptChunker
+from xinference_xavier.engine.scheduled import goes_on, prefill_of, without_quiet
 from xinference_xavier.engine.sketches import describe_pages
 from xinference_xavier.engine.spec import IDENTITY, WorkerNote, XavierSpec
 from xinference_xavier.engine.worker.cpu import HostWorker
 from xinference_xavier.errors import ConfigError
 
-_MAX_DECODE_TOKENS = 16
-"""Of one request in a step: one token, and the speculated ones."""
 _MAX_LOAD_WAIT = 0.01
 """Seconds that an idle engine waits for its loads, at a time. Otherwise it would poll a thousand
 times a second and hold Python's lock a third of the time, which the copy threads need."""
+
+
+_NO_CHANGES = ScheduleEndContext([], ())
 
 
 @dataclass
@@ -86,6 +90,8 @@ class XavierConnector(OffloadingConnector):
                     vllm_config, kv_cache_config, chunk_tokens
                 ),
             }
+        self._asked = False  # vLLM's scheduler, since it built metadata
+        self._counted = False  # something, since the latest stats
         super().__init__(vllm_config, role, kv_cache_config)
         if role is KVConnectorRole.SCHEDULER:
             assert self.connector_scheduler is not None
@@ -137,6 +143,7 @@ class XavierConnector(OffloadingConnector):
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
+        self._asked = True
         assert self.connector_scheduler is not None
         compat.record_keys(self.connector_scheduler, request.request_id)
         self._manager.begin_lookups(
@@ -151,6 +158,7 @@ class XavierConnector(OffloadingConnector):
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
+        self._asked = True
         super().update_state_after_alloc(request, blocks, num_external_tokens)
         only_tokens = (
             request.lora_request is None
@@ -165,12 +173,19 @@ class XavierConnector(OffloadingConnector):
         )
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        metadata = super().build_connector_meta(scheduler_output)
-        assert isinstance(metadata, OffloadingConnectorMetadata)
-        for job_id, job in metadata.store_jobs.items():
-            self._check_store(job_id, job)
-        tokens = scheduler_output.total_num_scheduled_tokens
-        only_loads = self._manager.step_begins(tokens, *prefill_of(scheduler_output))
+        asked, self._asked = self._asked, False
+        if asked or not goes_on(scheduler_output):
+            self._counted = True
+            metadata = super().build_connector_meta(without_quiet(scheduler_output))
+            assert isinstance(metadata, OffloadingConnectorMetadata)
+            for job_id, job in metadata.store_jobs.items():
+                self._check_store(job_id, job)
+        else:
+            metadata = OffloadingConnectorMetadata({}, {})
+            self._manager.on_schedule_end(_NO_CHANGES)
+        only_loads = self._manager.step_begins(
+            scheduler_output.total_num_scheduled_tokens, *prefill_of(scheduler_output)
+        )
         return OnlyLoads(**vars(metadata)) if only_loads else metadata
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
@@ -193,10 +208,29 @@ class XavierConnector(OffloadingConnector):
         if not stores_whole_chunks(job.src_spec, keys, specs, self._blocks_per_chunk):
             self._manager.void_store(job.req_id, keys)
 
+    def reset_cache(self) -> bool | None:
+        self._asked = True
+        return super().reset_cache()
+
     def take_events(self) -> Iterable[KVCacheEvent]:
         """vLLM calls this once per step, when it has the step's output."""
         self._manager.step_ends()
-        return super().take_events()
+        return ()  # the manager has none
+
+    # -- where nothing is to be done, vLLM's own methods take their time to find that out ----------
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        if connector_output.kv_connector_worker_meta is not None:
+            self._counted = True
+            super().update_connector_output(connector_output)
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        counted, self._counted = self._counted, False
+        return super().get_kv_connector_stats() if counted else None
+
+    def has_connector_metadata(self) -> bool:
+        """vLLM asks in each layer: there is nothing to load or to save for a layer alone."""
+        return False
 
 
 def lookup_group(group: GroupOffloadConfig) -> Group:
@@ -205,26 +239,6 @@ def lookup_group(group: GroupOffloadConfig) -> Group:
     if window is not None:
         window += group.is_eagle_group
     return Group(group.tokens_per_chunk, window)
-
-
-def prefill_of(step: SchedulerOutput) -> tuple[int, float]:
-    """The number of prompt tokens in this step, and the mean number of tokens before each.
-
-    Cheap for steps that only decode.
-    """
-    prompts = {
-        req_id: count
-        for req_id, count in step.num_scheduled_tokens.items()
-        if count > _MAX_DECODE_TOKENS
-    }
-    if not prompts:
-        return 0, 0.0
-    cached = step.scheduled_cached_reqs
-    before = {new.req_id: new.num_computed_tokens for new in step.scheduled_new_reqs}
-    before |= zip(cached.req_ids, cached.num_computed_tokens, strict=True)
-    tokens = sum(prompts.values())
-    depths = sum((before.get(req_id, 0) + count / 2) * count for req_id, count in prompts.items())
-    return tokens, depths / tokens
 
 
 def _offloading_config(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> OffloadingConfig:

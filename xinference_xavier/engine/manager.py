@@ -196,15 +196,16 @@ class XavierManager(OffloadingManager):
     def step_begins(self, tokens: int, prompt_tokens: int, depth: float) -> bool:
         """vLLM scheduled a step: see `Step`. True if there is nothing to do but to await loads."""
         self._steps.begin(Step(self._clock(), tokens, prompt_tokens, depth))
-        wait = self.tier_lookup.idle_wait
-        return not self._steps.computing and wait.nothing_runs(self._requests.keys(), self._jobs)
+        if tokens or self._steps.computing:
+            return False
+        return self.tier_lookup.idle_wait.nothing_runs(self._requests.keys(), self._jobs)
 
     def step_ends(self) -> None:
         """vLLM received the output of the oldest step under way."""
-        ended = self._steps.end(self._clock())
-        if ended is not None:
+        if (ended := self._steps.end(self._clock())) is not None:
             step, seconds = ended
-            self.prefill_rate.add(step.prompt_tokens, seconds, step.depth)
+            if step.prompt_tokens:
+                self.prefill_rate.add(step.prompt_tokens, seconds, step.depth)
 
     def has_pending_work(self) -> bool:
         return bool(self.tier_lookup.fetches)
@@ -269,8 +270,7 @@ class XavierManager(OffloadingManager):
         if probe is not None:
             self.view.stored(probe, self._jobs.storing(req_id, keys) if success else [])
             success = False  # no lookup may find the rows
-        rows = self._jobs.end_store(req_id, keys, success)
-        if rows:
+        if rows := self._jobs.end_store(req_id, keys, success):
             self._tier.on_stored(rows)
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:

@@ -98,6 +98,9 @@ class TierLookup:
 
     def end_pass(self) -> None:
         """The scheduler has made all lookups of this step."""
+        if not (self._plans or self._deferred or self.fetches):
+            self.idle_wait.pass_ended(frozenset(), None, 0.0)
+            return
         begun: list[Fetch] = []
         deferred = {req_id for req_id, _ in self._deferred}
         for request, plan in self._plans.items():
