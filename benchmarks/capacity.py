@@ -32,7 +32,7 @@ SLOTS = 512
 WORKING_SET = 1.5
 HEAD_CHUNKS = 2
 OWN_CHUNKS = 8
-REQUESTS = 2500
+REQUESTS = 1200
 HEARD_EVERY = 4
 """Requests between two updates of a mirror."""
 RUNS = 5

@@ -23,8 +23,7 @@ from tests.e2e.hosts import Hosts
 from tests.replica_process import wait_until
 
 TITLE = "Two donors"
-ROUNDS = 10
-QUICK = {"ROUNDS": 5}
+ROUNDS = 5
 MEGABITS = 200
 """Mbit/s out of each host."""
 _ROWS = 80  # of a document, each about 50 tokens

@@ -27,6 +27,7 @@ import psutil
 import xoscar
 
 from benchmarks.asynchronous import schedule_asynchronously
+from benchmarks.steps import Step
 from benchmarks.watchers import MODEL, TrackerProcess
 from examples.make_model import CONTEXT, make_model
 from examples.waiting import until
@@ -59,7 +60,7 @@ _PATIENCE = 300.0
 _INTERVAL = 0.02
 SETTLE = 0.2
 """Seconds until an update has reached every mirror; more than is ever needed."""
-_REST = 0.5
+REST = 0.3
 """Seconds of rest before a request. OpenMP's threads spin for 0.2 s after they have computed, and a
 request within that time is faster than a later one. So all requests start from the same state."""
 
@@ -187,7 +188,7 @@ class Engine:
         return self.finish()
 
     def ask(self, prompt: Sequence[int], tokens: int = 1) -> Asked:
-        time.sleep(_REST)
+        time.sleep(REST)
         asked: Asked = self.do("ask", prompt, tokens)
         return asked
 
@@ -379,7 +380,7 @@ class Fleet:
             "max_num_batched_tokens": self._step_tokens,
             "skip_tokenizer_init": True,
             "distributed_executor_backend": "mp" if kind.asynchronous else "uni",
-            "worker_extension_cls": "benchmarks.threads.ThreadTimes",
+            "worker_extension_cls": "benchmarks.steps.StepTimes",
         }
         if kind.transport is not None:
             options = {"pool_bytes": POOL_BYTES, "chunk_tokens": CHUNK, **kind.options}
@@ -508,6 +509,15 @@ class _Inside:
     async def threads(self) -> dict[str, float]:
         (found,) = await self._engine.collective_rpc("benchmark_threads")
         return dict(found)
+
+    async def connect(self, state: str) -> None:
+        """Take the connector out or put it back: see `Connector`."""
+        await self._engine.collective_rpc("benchmark_connector", args=(state,))
+
+    async def steps(self) -> list[Step]:
+        """The steps since the last call."""
+        (found,) = await self._engine.collective_rpc("benchmark_steps")
+        return [Step(*step) for step in found]
 
 
 def _greedy(tokens: int, **more: Any) -> Any:

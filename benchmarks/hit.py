@@ -19,6 +19,7 @@ from benchmarks.engines import (
     CHUNK,
     DTYPE,
     POOL_BYTES,
+    REST,
     STEP_TOKENS,
     Asked,
     Fleet,
@@ -33,7 +34,7 @@ TITLE = "Hits"
 LENGTHS = (1000, 4000, 8000, 15_000)
 ROUNDS = 5
 """Prompts of each length."""
-REPEATS = 6
+REPEATS = 2
 """Hits for each prompt and transport."""
 QUICK = {"LENGTHS": (1000, 8000)}
 REFERENCES = {"shared_memory": MEMCPY, "gloo": TCP}
@@ -189,7 +190,7 @@ def markdown(part: dict[str, Any]) -> str:
         f"{POOL_BYTES >> 20} MiB, chunks of {CHUNK} tokens, which are rows of "
         f"{part['row_bytes'] / (1 << 20):g} MiB. A local hit comes from vLLM's own prefix cache, a "
         "pool hit from the local pool after that cache was reset, a remote hit from a peer. Before "
-        "each request the engine rests for half a second. Overhead is remote − local. The floor is "
+        f"each request the engine rests for {REST:g} s. Overhead is remote − local. The floor is "
         "the time that as many rows took right afterwards by one thread's memcpy or over one plain "
         "TCP connection. The last column is overhead ÷ (floor + 5 ms). Medians, with minimum and "
         f"maximum in brackets, of {part['rounds']} prompts of each length, each hit {REPEATS} "

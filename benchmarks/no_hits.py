@@ -1,14 +1,16 @@
 """Part `no_hits`: what sharing costs when there is nothing to share.
 
-Two vLLM engines, one with Xavier and one without, serve the same kind of load in turns: prompts
-that share nothing, several at once, with answers of several lengths, so that some begin while
-others go on. The engine with Xavier stores everything that it computes, as it would in service, and
-evicts the oldest chunks.
+One vLLM engine serves the same kind of load in turns, with its connector and with the connector
+taken out: prompts that share nothing, several at once, with answers of several lengths, so that
+some begin while others go on. With its connector the engine stores everything that it computes, as
+it would in service, and evicts the oldest chunks.
 
-Loads are short because the machine's speed changes by the minute. Two engines of the same kind
-differ by a hundredth or two for as long as they live, so both are started anew for each pair. Pairs
-are made until throughput and the longest times between tokens are known to a hundredth, or until
-time is up.
+It is one engine because two of the same kind differ by a hundredth or two for as long as they live.
+Without its connector an engine is as fast as one that never had one. Loads are short because the
+machine's speed changes by the minute. Pairs of loads are made until throughput is known to a
+hundredth, or until time is up.
+
+Then single steps that answer a token to each request are compared, in turns as well.
 """
 
 from __future__ import annotations
@@ -17,14 +19,15 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import cycle, islice
-from statistics import quantiles
+from statistics import median, quantiles
 from typing import Any, NamedTuple
 
 import psutil
 
 from benchmarks import pairs
-from benchmarks.engines import DTYPE, Fleet, Kind, Load, Prompts
+from benchmarks.engines import DTYPE, SETTLE, Engine, Fleet, Kind, Load, Prompts
 from benchmarks.figures import figure, shown
+from benchmarks.steps import Connector, Step
 
 TITLE = "Nothing to share"
 PROMPT_TOKENS = 500
@@ -32,15 +35,22 @@ ANSWER_TOKENS = (20, 44, 28, 36)
 """Output tokens of the requests, in turn."""
 REQUESTS = 8
 """Requests per load."""
-LOADS = 8
-"""Loads per engine."""
 AT_ONCE = 4
-SECONDS = 1800.0
+SECONDS = 120.0
 """Seconds for all pairs."""
 WIDTH = 0.01
-QUICK = {"SECONDS": 0.0, "LOADS": 2}
-_ON, _OFF = "on", "off"
+STEPS = 120
+"""Output tokens of each request of a load whose steps are compared."""
+STEP_LOADS = 10
+QUICK = {"SECONDS": 0.0, "STEP_LOADS": 5}
+_NAME = "engine"
 _THREADS = "xavier-"  # prefix of our threads' names
+_STEP_PARTS = {
+    "whole": "the whole step",
+    "schedule": "vLLM's scheduler",
+    "worker": "the worker, which calls the connector before and after each of the model's layers",
+    "update": "the worker's output, stats",
+}
 
 
 class Served(NamedTuple):
@@ -54,39 +64,59 @@ class Served(NamedTuple):
 
 
 def measure() -> dict[str, Any]:
-    prompts = Prompts()
-    found = pairs.until_known(
-        lambda number: _pair(number, prompts),
-        until=time.monotonic() + SECONDS,
-        watched={"requests_per_s": WIDTH, "gap_p99_s": WIDTH},
-    )
-    return summary(found)
-
-
-def _pair(number: int, prompts: Prompts) -> pairs.Pair:
-    """A pair of new engines."""
-    kinds = {_ON: Kind(), _OFF: Kind(None)}
-    in_order = dict([*kinds.items()][:: -1 if number % 2 else 1])
-    with Fleet(in_order) as fleet:
-        transfer = psutil.Process(fleet.replicas()[_ON]["stats"]["transfer_pid"])
-
-        def serve(on: bool) -> Served:
-            engine = fleet[_ON if on else _OFF]
-            given = [prompts.fresh(PROMPT_TOKENS) for _ in range(REQUESTS)]
-            answers = [*islice(cycle(ANSWER_TOKENS), REQUESTS)]
-            before = engine.cpu_seconds(), engine.do("threads"), _seconds(transfer)
-            load: Load = engine.do("serve", given, answers, AT_ONCE)
-            after = engine.cpu_seconds(), engine.do("threads"), _seconds(transfer)
-            threads = {
-                name: seconds - before[1].get(name, 0.0) for name, seconds in after[1].items()
-            }
-            return Served(load, after[0] - before[0], threads, after[2] - before[2])
-
+    with Fleet({_NAME: Kind()}) as fleet:
+        transfer = psutil.Process(fleet.replicas()[_NAME]["stats"]["transfer_pid"])
+        loads = _Loads(fleet[_NAME], transfer)
         for on in (True, False):  # whatever is made at the first request
-            serve(on)
-        turns = [pairs.in_turns(serve)(turn) for turn in range(LOADS)]
-    shared, alone = [on for on, _ in turns], [off for _, off in turns]
-    return of_loads(shared) | ours(shared), of_loads(alone)
+            loads.serve(on)
+        found = pairs.until_known(
+            pairs.in_turns(loads.serve),
+            until=time.monotonic() + SECONDS,
+            watched={"requests_per_s": WIDTH},
+        )
+        compared = [loads.steps(Connector.IN_TURNS) for _ in range(STEP_LOADS)]
+        timed = [loads.steps(Connector.TIMED) for _ in range(STEP_LOADS)]
+    return summary(found) | {"steps": of_steps(compared, timed)}
+
+
+class _Loads:
+    def __init__(self, engine: Engine, transfer: psutil.Process) -> None:
+        self._engine = engine
+        self._transfer = transfer
+        self._prompts = Prompts()
+
+    def serve(self, on: bool) -> pairs.Run:
+        """A load's figures, and what of them is ours if the connector is in."""
+        self._turn(Connector.IN if on else Connector.OUT)
+        before = self._spent()
+        load = self._load([*islice(cycle(ANSWER_TOKENS), REQUESTS)])
+        time.sleep(SETTLE)  # until all is stored and published
+        after = self._spent()
+        threads = {name: seconds - before[1].get(name, 0.0) for name, seconds in after[1].items()}
+        served = Served(load, after[0] - before[0], threads, after[2] - before[2])
+        return of_loads([served]) | (ours([served]) if on else {})
+
+    def steps(self, state: Connector) -> list[Step]:
+        """The steps that answer a token to each of a load's requests."""
+        self._turn(state)
+        self._engine.do("steps")
+        self._load([STEPS] * AT_ONCE)
+        steps: list[Step] = self._engine.do("steps")
+        return [step for step in steps if step.requests == step.tokens == AT_ONCE]
+
+    def _turn(self, state: Connector) -> None:
+        time.sleep(SETTLE)
+        self._engine.do("connect", state.value)
+
+    def _load(self, answers: Sequence[int]) -> Load:
+        given = [self._prompts.fresh(PROMPT_TOKENS) for _ in answers]
+        load: Load = self._engine.do("serve", given, answers, AT_ONCE)
+        return load
+
+    def _spent(self) -> tuple[float, dict[str, float], float]:
+        return (
+            self._engine.cpu_seconds(), self._engine.do("threads"), _seconds(self._transfer)
+        )  # fmt: skip
 
 
 def of_loads(served: Sequence[Served]) -> dict[str, float]:
@@ -140,6 +170,28 @@ def summary(found: Sequence[pairs.Pair]) -> dict[str, Any]:
     }
 
 
+def of_steps(compared: Sequence[Sequence[Step]], timed: Sequence[Sequence[Step]]) -> dict[str, Any]:
+    """Milliseconds of a step by load: the medians of the load's steps with the connector, without,
+    and their difference; and what of it is ours and vLLM's own Python."""
+
+    def medians(loads: Sequence[Sequence[Step]], part: str, connector: bool = True) -> list[float]:
+        return [
+            median(getattr(step, part) * 1e3 for step in load if step.connector == connector)
+            for load in loads
+        ]
+
+    parts = {}
+    for part in _STEP_PARTS:
+        on, off = (medians(compared, part, connector) for connector in (True, False))
+        costs = [with_it - without for with_it, without in zip(on, off, strict=True)]
+        parts[part] = {"on": figure(on), "off": figure(off), "cost": figure(costs)}
+    return {
+        "counted": sum(map(len, compared)),
+        "parts": parts,
+        **{name: figure(medians(timed, name)) for name in ("ours", "vllms")},
+    }
+
+
 _LINES = {
     "requests_per_s": ("requests per second", 1.0, 2),
     "first_p50_s": ("time to first token, median, ms", 1e3, 1),
@@ -152,18 +204,35 @@ _LINES = {
 
 def markdown(part: dict[str, Any]) -> str:
     lines = [
-        f"{LOADS} times {REQUESTS} requests of {PROMPT_TOKENS} tokens that share nothing, "
-        f"{AT_ONCE} at once, with {', '.join(map(str, ANSWER_TOKENS))} output tokens in turn, at "
-        f"the engine ({DTYPE}), in turns with Xavier and without, by {part['pairs']} pairs of "
-        "engines. Ratios are geometric means over the pairs, with 95 % confidence intervals in "
-        "brackets.",
+        f"Loads of {REQUESTS} requests of {PROMPT_TOKENS} tokens that share nothing, {AT_ONCE} at "
+        f"once, with {', '.join(map(str, ANSWER_TOKENS))} output tokens in turn, at one engine "
+        f"({DTYPE}), in turns with its connector and with the connector taken out, by "
+        f"{part['pairs']} pairs of loads. Ratios are geometric means over the pairs, with 95 % "
+        "confidence intervals in brackets.",
         "",
-        "| | with Xavier | vLLM alone | ratio |",
+        "| | with Xavier | without | ratio |",
         "|---|---|---|---|",
     ]
     for name, (title, scale, digits) in _LINES.items():
         lines.append(pairs.line(title, part["compared"][name], scale, digits))
+    steps = part["steps"]
     lines += [
+        "",
+        f"A step that answers a token to each of {AT_ONCE} requests, in ms, by {steps['counted']} "
+        "steps of the same engine, in turns with its connector and without:",
+        "",
+        "| | with Xavier | without | costs |",
+        "|---|---|---|---|",
+    ]
+    for name, title in _STEP_PARTS.items():
+        found = steps["parts"][name]
+        cells = [shown(found[column], 3) for column in ("on", "off", "cost")]
+        lines.append(f"| {' | '.join([title, *cells])} |")
+    lines += [
+        "",
+        f"In further steps, in which each call is timed, our own Python takes "
+        f"{shown(steps['ours'], 3)} ms, and that of vLLM's offloading connector "
+        f"{shown(steps['vllms'], 3)}.",
         "",
         "Our share of the CPU time, in ms per 1,000 prompt tokens; part `scheduler` has what "
         "vLLM's own thread spends on us:",
@@ -190,4 +259,4 @@ def plot_ratios(compared: Mapping[str, Any], titles: Mapping[str, str], axes: An
     labels = [titles[name].removesuffix(", ms") for name in shown_here]
     axes.errorbar(middle, labels, xerr=[below, above], marker="o", capsize=3, linestyle="")
     axes.axvline(1.0, color="grey", linewidth=1, linestyle="--")
-    axes.set_xlabel("with Xavier ÷ vLLM alone, 95 % confidence")
+    axes.set_xlabel("with Xavier ÷ without, 95 % confidence")

@@ -27,9 +27,9 @@ from benchmarks.engines import (
 from benchmarks.figures import figure, ratio, shown
 
 TITLE = "Peers"
-LENGTHS = (4000, 8000)
+LENGTHS = (4000,)
 ROUNDS = 5
-QUICK = {"LENGTHS": (4000,)}
+QUICK = {"LENGTHS": (1000,)}
 EXAMPLE = "ExampleConnector"
 _PLAIN, _EXAMPLE, _DONOR, _CONSUMER = "plain", "example", "donor", "consumer"
 _STEP_TOKENS = 8192

@@ -20,10 +20,10 @@ from examples.make_model import CONTEXT
 from examples.waiting import until
 
 TITLE = "Hits through REST"
-ROWS = (80, 160)
+ROWS = (160,)
 """Rows of a document, each about 50 tokens."""
 ROUNDS = 5
-QUICK = {"ROWS": (160,)}
+QUICK = {"ROWS": (80,)}
 _UID = "benchmark"
 _REPLICAS = 2
 _PATIENCE = 60.0

@@ -36,9 +36,9 @@ TITLE = "Served with nothing to share"
 PROMPT_TOKENS = 500
 PREFIX_TOKENS = 400
 ANSWER_TOKENS = 32
-REQUESTS = 24
+REQUESTS = 12
 AT_ONCE = 4
-SECONDS = 90.0
+SECONDS = 30.0
 """Seconds for all pairs of a data set."""
 WIDTH = 0.01
 QUICK = {"SECONDS": 0.0, "REQUESTS": 8}

@@ -16,7 +16,7 @@ from benchmarks.figures import ratio as ratio_of
 
 TITLE = "Stampede"
 TOKENS = 8000
-SIZES = (2, 3)
+SIZES = (3,)
 ROUNDS = 5
 QUICK = {"TOKENS": 4000, "SIZES": (2,)}
 _ALONE = 1

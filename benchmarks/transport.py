@@ -18,7 +18,7 @@ from benchmarks.figures import figure, ratio, shown
 TITLE = "Transports"
 ROW_MIB = (1, 4, 16)
 PAIRS = (1, 2, 4)
-ROUNDS = 9
+ROUNDS = 5
 BATCH_BYTES = 256 << 20
 """Bytes per pair and round."""
 REFERENCES = {"gloo": TCP, "shared_memory": MEMCPY}

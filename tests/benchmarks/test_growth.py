@@ -28,7 +28,7 @@ def test_the_page_shows_what_grew_and_how_its_cost_grew() -> None:
     assert [found["times"] for found in part["hits"]] == pytest.approx([2, 1, 1])
     assert [found["times"] for found in part["tracker"]] == pytest.approx([2, 2, 1, 1])
     text = shown(growth, part)
-    assert "| tokens of the prompt | 1,500 | 15,000 | remote − local hit, ms | 10.00 " in text
+    assert "| tokens of the prompt | 800 | 8,000 | remote − local hit, ms | 10.00 " in text
 
 
 def test_the_page_of_hits_through_rest() -> None:

@@ -9,11 +9,27 @@ import pytest
 
 from benchmarks import no_hits, served
 from benchmarks.engines import Asked, Load
+from benchmarks.steps import Step
 from benchmarks.threads import seconds_by_name
 from tests.benchmarks.parts import shown
 
 LOAD = Load(2.0, [Asked(0.1 * n, (0.1 * n, 0.1 * n + 0.02), 0) for n in range(1, 5)])
 SERVED = no_hits.Served(LOAD, 3.0, {"MainThread": 8.0, "xavier-copy": 1.0}, 0.5)
+
+
+STEP = Step(True, 4, 4, 5.2e-3, 1e-4, 5e-3, 4e-3, 1e-4, 0.0, 0.0)
+STEPS = no_hits.of_steps(
+    [[STEP, STEP._replace(connector=False, whole=5.0e-3)]] * 5,
+    [[STEP._replace(ours=3e-5, vllms=6e-5)]] * 5,
+)
+
+
+def test_steps_are_compared_within_each_load() -> None:
+    whole = STEPS["parts"]["whole"]
+    assert whole["cost"]["samples"] == pytest.approx([0.2] * 5)
+    assert STEPS["parts"]["update"]["cost"]["median"] == 0.0
+    assert (STEPS["ours"]["median"], STEPS["vllms"]["median"]) == pytest.approx((0.03, 0.06))
+    assert STEPS["counted"] == 10
 
 
 def test_loads_become_rates_and_percentiles_of_all() -> None:
@@ -57,11 +73,13 @@ def test_threads_are_found_by_their_names() -> None:
 def test_the_page_compares_and_tells_what_is_ours() -> None:
     off = no_hits.of_loads([SERVED])
     on = {**off, "xavier-copy": 0.001, "transfer_s": 0.002}
-    part = no_hits.summary([(on, off)] * 5)
+    part = no_hits.summary([(on, off)] * 5) | {"steps": STEPS}
     assert set(part["ours_s"]) == {"xavier-copy", "transfer_s"}
     text = shown(no_hits, part)
     assert "| requests per second | 2.00 | 2.00 | 1.000 (1.000–1.000) |" in text
     assert "| thread `xavier-copy` | 1.00 " in text
+    assert "| the whole step | 5.200 (5.200–5.200) | 5.000 (5.000–5.000) | 0.200 " in text
+    assert "| ms that a step costs ≤ 0.25 | 0.2 | met |" in text
 
 
 def test_the_page_of_what_is_served_has_every_data_set() -> None:

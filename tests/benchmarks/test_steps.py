@@ -1,0 +1,101 @@
+"""The connector is out only for steps in which vLLM has nothing to tell it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.distributed.kv_transfer import kv_transfer_state
+
+from benchmarks import steps
+from benchmarks.steps import Connector
+
+BLOCK = 128
+
+
+class Core:
+    """An engine with one request that goes on."""
+
+    def __init__(self) -> None:
+        self.request = SimpleNamespace(num_computed_tokens=1)
+        self.connector = SimpleNamespace(has_pending_push_work=lambda: False)
+        self.scheduler = SimpleNamespace(
+            connector=self.connector,
+            running=[self.request],
+            waiting=[],
+            finished_req_ids=set(),
+            schedule=lambda: SimpleNamespace(num_scheduled_tokens={"request": 1}),
+            update_from_output=lambda: None,
+            has_requests=lambda: False,
+        )
+        self.model_executor = SimpleNamespace(
+            execute_model=lambda: None, sample_tokens=lambda: None
+        )
+        self.vllm_config = SimpleNamespace(cache_config=SimpleNamespace(block_size=BLOCK))
+        self.step_fn = self.step
+        self.connected: list[bool] = []
+
+    def step(self) -> None:
+        with_it = self.scheduler.connector is not None
+        assert with_it == kv_transfer_state.has_kv_transfer_group()
+        self.connected.append(with_it)
+        self.scheduler.schedule()
+        self.scheduler.update_from_output()
+
+
+@pytest.fixture
+def core(monkeypatch: pytest.MonkeyPatch) -> Core:
+    monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", object())
+    return Core()
+
+
+@pytest.fixture
+def recorder(core: Core) -> steps._Recorder:
+    worker = SimpleNamespace(model_runner=SimpleNamespace(_model_forward=lambda: None))
+    return steps._Recorder(core, worker)
+
+
+def run(core: Core, count: int) -> list[bool]:
+    core.connected.clear()
+    for _ in range(count):
+        core.step_fn()
+    return core.connected
+
+
+@pytest.mark.parametrize("state", [Connector.IN, Connector.OUT])
+def test_it_is_out_until_it_is_put_back(
+    core: Core, recorder: steps._Recorder, state: Connector
+) -> None:
+    recorder.turn(state)
+    assert run(core, 3) == [state is Connector.IN] * 3
+    assert [step.connector for step in recorder.steps] == core.connected
+
+
+def test_it_is_out_in_two_of_four_steps(core: Core, recorder: steps._Recorder) -> None:
+    recorder.turn(Connector.IN_TURNS)
+    assert run(core, 8) == [True, False, False, True] * 2
+    assert [step.connector for step in recorder.steps] == core.connected
+    assert core.scheduler.connector is core.connector
+
+
+def happen(core: Core, what: str) -> None:
+    changes: dict[str, Any] = {
+        "a request waits": lambda: core.scheduler.waiting.append("new"),
+        "a request has ended": lambda: core.scheduler.finished_req_ids.add("old"),
+        "a block is full": lambda: setattr(core.request, "num_computed_tokens", 2 * BLOCK),
+        "a job runs": lambda: setattr(core.connector, "has_pending_push_work", lambda: True),
+    }
+    changes[what]()
+
+
+@pytest.mark.parametrize(
+    "what", ["a request waits", "a request has ended", "a block is full", "a job runs"]
+)
+def test_it_is_in_and_nothing_is_counted_where_vllm_tells_it_something(
+    core: Core, recorder: steps._Recorder, what: str
+) -> None:
+    recorder.turn(Connector.IN_TURNS)
+    happen(core, what)
+    assert run(core, 4) == [True] * 4
+    assert recorder.steps == []
