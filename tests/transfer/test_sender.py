@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -27,6 +29,8 @@ from xinference_xavier.protocol.transfer import (
     Ticket,
 )
 from xinference_xavier.transfer import sender
+from xinference_xavier.transfer.links import close_link
+from xinference_xavier.transfer.transports.shared_memory import DonorLink
 
 
 async def test_a_link_stays_good_if_the_consumer_is_done_first(
@@ -159,6 +163,27 @@ async def test_a_link_carries_one_batch_at_a_time(sides: Sides, kind: Kind) -> N
         await first
     link.close()
     region.close()
+
+
+async def test_a_link_is_closed_even_if_whoever_closes_it_is_cancelled() -> None:
+    """A consumer may withdraw its request while its donor gives the link up."""
+    go_on, closed = threading.Event(), threading.Event()
+
+    class Telling(DonorLink):
+        def close(self) -> None:
+            closed.set()
+
+    loop = asyncio.get_running_loop()
+    loop.set_default_executor(ThreadPoolExecutor(1))
+    busy = loop.run_in_executor(None, go_on.wait, PATIENCE)
+    closing = asyncio.ensure_future(close_link(Telling()))
+    await asyncio.sleep(0)  # it has begun
+    closing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await closing
+    go_on.set()
+    await busy
+    assert closed.wait(PATIENCE)
 
 
 @pytest.mark.parametrize("name", ["", "x" * 257, None, 7, []], ids=lambda name: f"{name!r:.9}")

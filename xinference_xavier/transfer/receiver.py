@@ -5,7 +5,6 @@ import logging
 import os
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -43,7 +42,6 @@ class _OpenLink(NamedTuple):
     peer: xoscar.ActorRefType  # its actor; kept, because finding it costs a round trip
     transport: str
     link: Link
-    thread: ThreadPoolExecutor
 
 
 @dataclass
@@ -177,7 +175,7 @@ class Receiver:
                 progress.verified += 1
 
         loop = asyncio.get_running_loop()
-        receiving = loop.run_in_executor(opened.thread, receive)
+        receiving = loop.run_in_executor(self._context.threads, receive)
         served = opened.peer.serve(
             PROTOCOL_VERSION,
             opened.link_id,
@@ -229,27 +227,26 @@ class Receiver:
         if self._context.secret is None:
             raise LinkError("this replica has not joined a tracker yet")
         loop = asyncio.get_running_loop()
-        thread = ThreadPoolExecutor(1, "xavier-pull")
+        threads = self._context.threads
         async with Rollback() as scope:
-            scope.undo(thread.shutdown, False)
             offer = transport.offer(self._context.secret, deadline)
             scope.undo(loop.run_in_executor, None, offer.withdraw)
             link_id = os.urandom(8).hex()
-            hello = await loop.run_in_executor(thread, lambda: offer.hello)
+            hello = await loop.run_in_executor(threads, lambda: offer.hello)
             timeout = deadline - time.monotonic()
             opening = peer.open_link(
                 PROTOCOL_VERSION, link_id, self._context.incarnation, transport.name, hello, timeout
             )
             answer = await within(remaining(deadline), opening)
-            link = await loop.run_in_executor(thread, offer.complete, answer, deadline)
+            link = await loop.run_in_executor(threads, offer.complete, answer, deadline)
             scope.commit()
-        self._links[donor] = _OpenLink(link_id, address, peer, transport.name, link, thread)
+        self._links[donor] = _OpenLink(link_id, address, peer, transport.name, link)
         return self._links[donor]
 
     async def _close(self, donor: str) -> None:
         opened = self._links.pop(donor, None)
         if opened is not None:
-            await close_link(opened.link, opened.thread)
+            await close_link(opened.link)
 
 
 def _reason(error: Exception) -> str:

@@ -2,7 +2,6 @@
 
 import asyncio
 import time
-from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 from xinference_xavier.errors import LinkError, XavierError
@@ -18,7 +17,6 @@ class _AcceptedLink(NamedTuple):
     consumer: str
     transport: str
     link: asyncio.Task[Link | None]  # None: the consumer did not complete it
-    thread: ThreadPoolExecutor
 
 
 class Sender:
@@ -65,28 +63,25 @@ class Sender:
             raise LinkError(f"the donor serves {MAX_LINKS} links already")
         deadline = time.monotonic() + timeout
         loop = asyncio.get_running_loop()
-        thread = ThreadPoolExecutor(1, "xavier-serve")
-        async with Rollback() as scope:
-            scope.undo(thread.shutdown, False)
-            half = own.accept(hello, self._context.secret, deadline)
-            answering = loop.run_in_executor(thread, lambda: half.answer)
-            link = asyncio.ensure_future(self._complete(link_id, half, thread, deadline))
-            # Before the first await, so that concurrent calls count it.
-            self._links[link_id] = _AcceptedLink(consumer, own.name, link, thread)
-            scope.commit()
+        half = own.accept(hello, self._context.secret, deadline)
+        answering = loop.run_in_executor(self._context.threads, lambda: half.answer)
+        link = asyncio.ensure_future(self._complete(link_id, half, answering, deadline))
+        # Before the first await, so that concurrent calls count it.
+        self._links[link_id] = _AcceptedLink(consumer, own.name, link)
         return await answering
 
     async def _complete(
-        self, link_id: str, half: Acceptance, thread: ThreadPoolExecutor, deadline: float
+        self, link_id: str, half: Acceptance, answering: asyncio.Future[bytes], deadline: float
     ) -> Link | None:
         """The complete link; None if the consumer did not complete its side."""
         loop = asyncio.get_running_loop()
         try:
             async with Rollback() as scope:
-                scope.undo(thread.shutdown, False)
                 scope.undo(self._links.pop, link_id, None)
                 scope.undo(loop.run_in_executor, None, half.withdraw)
-                link = await loop.run_in_executor(thread, half.complete, deadline)
+                await asyncio.wait({answering})
+                threads = self._context.threads
+                link = await loop.run_in_executor(threads, half.complete, deadline)
                 scope.commit()
             return link
         except XavierError as error:
@@ -121,7 +116,7 @@ class Sender:
             link = await asyncio.shield(accepted.link)
             if link is None:
                 raise LinkError("the link was not completed")
-            await loop.run_in_executor(accepted.thread, link.send, ticket.slots, deadline)
+            await loop.run_in_executor(self._context.threads, link.send, ticket.slots, deadline)
         except BaseException:
             await self._close(link_id)
             raise
@@ -140,4 +135,4 @@ class Sender:
         if accepted is not None and accepted.link.done():
             link = accepted.link.result()
             if link is not None:
-                await close_link(link, accepted.thread)
+                await close_link(link)
