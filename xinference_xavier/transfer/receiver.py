@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
+from weakref import WeakValueDictionary
 
 import xoscar
 
@@ -57,17 +58,15 @@ class Receiver:
 
     def __init__(self, context: LinkContext) -> None:
         self._context = context
-        self._links: dict[str, _OpenLink] = {}  # by donor
-        self._locks: dict[str, asyncio.Lock] = {}  # by donor, held while its link carries a batch
+        self._links: dict[str, _OpenLink] = {}  # by donor, the one used last at the end
+        # By donor; held while its link carries a batch.
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     def linked_to(self) -> dict[str, str]:
         """The transport of each donor's link."""
         return {donor: opened.transport for donor, opened in self._links.items()}
 
     async def close_links_except(self, members: frozenset[str]) -> None:
-        self._locks = {
-            donor: lock for donor, lock in self._locks.items() if donor in members or lock.locked()
-        }
         self._context.selector.forget_except(members)
         for donor in self._links.keys() - members:
             await self._close(donor)
@@ -83,8 +82,6 @@ class Receiver:
         progress = _Progress()
         reason: str | None = None
         serving: asyncio.Future[None] | None = None
-        if len(self._locks) > MAX_LINKS:
-            self._locks = {donor: lock for donor, lock in self._locks.items() if lock.locked()}
         lock = self._locks.setdefault(order.donor, asyncio.Lock())
         try:
             await asyncio.wait_for(lock.acquire(), order.timeout)
@@ -160,6 +157,8 @@ class Receiver:
             candidates = self._context.selector.candidates(order.donor, order.address, order.host)
             progress.transport = candidates[-1].name  # if none of them makes a link
             opened = await self._connect(order.donor, order.address, candidates, deadline)
+        else:
+            self._links[order.donor] = self._links.pop(order.donor)
         progress.transport = opened.transport
 
         wanted = dict(zip(order.slots, zip(order.keys, order.checksums, strict=True), strict=True))
@@ -201,8 +200,7 @@ class Receiver:
     async def _connect(
         self, donor: str, address: str, candidates: Sequence[Transport], deadline: float
     ) -> _OpenLink:
-        if len(self._links) >= MAX_LINKS:
-            raise LinkError(f"{MAX_LINKS} links are open already")
+        await self._make_room()
         peer = await within(remaining(deadline), xoscar.actor_ref(address, TRANSFER_UID))
         best, *others = candidates
         if not others:
@@ -242,6 +240,19 @@ class Receiver:
             scope.commit()
         self._links[donor] = _OpenLink(link_id, address, peer, transport.name, link)
         return self._links[donor]
+
+    async def _make_room(self) -> None:
+        """Close idle links, those not used for longest first, until there may be one more for each
+        donor whose lock is held, ours included."""
+        while True:
+            busy = {donor for donor, lock in self._locks.items() if lock.locked()}
+            idle = [donor for donor in self._links if donor not in busy]
+            if len(busy) + len(idle) <= MAX_LINKS:
+                return
+            if not idle:
+                raise LinkError(f"all {MAX_LINKS} links are in use")
+            logger.debug("closing an idle link to make room: donor=%s", idle[0])
+            await self._close(idle[0])
 
     async def _close(self, donor: str) -> None:
         opened = self._links.pop(donor, None)
