@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -37,6 +38,9 @@ class Kind(NamedTuple):
     stalling: type[Transport]
     stallable: type[Transport]  # for the consumer of a `stalling` donor
 
+    def with_link(self, link: type[faults._FaultyLink]) -> type[Transport]:
+        return type("Made", (self.lingering,), {"link": link})
+
 
 KINDS = {
     "gloo": Kind(
@@ -54,6 +58,26 @@ KINDS = {
         faults.StallableSharedMemory,
     ),
 }
+
+
+class Holding:
+    """The transport of a donor that holds its first batch up."""
+
+    def __init__(self, kind: Kind) -> None:
+        begun, go_on = threading.Event(), threading.Event()
+
+        class Held(faults._FaultyLink):
+            def send(self, slots: Sequence[int], deadline: float) -> None:
+                begun.set()
+                go_on.wait(PATIENCE)
+                self.link.send(slots, deadline)
+
+        self.transport = kind.with_link(Held)
+        self.go_on = go_on.set
+        self._begun = begun
+
+    async def begun(self) -> None:
+        assert await asyncio.to_thread(self._begun.wait, PATIENCE)
 
 
 class Side:

@@ -16,8 +16,10 @@ from tests.transfer.sides import (
     HOST,
     KEYS,
     NOBODY,
+    PATIENCE,
     ROW_BYTES,
     ROWS,
+    Holding,
     Kind,
     Side,
     Sides,
@@ -28,7 +30,8 @@ from xinference_xavier.protocol.transfer import (
     PullResult,
 )
 from xinference_xavier.runtime.net import listen
-from xinference_xavier.transfer.transports.base import Check, Transport
+from xinference_xavier.transfer import receiver
+from xinference_xavier.transfer.transports.base import Check
 
 
 async def test_rows_are_pulled_verified_and_counted(
@@ -57,10 +60,6 @@ async def test_a_link_is_made_once_and_used_again(consumer: Side, donor: Side) -
     assert await consumer.links() == await donor.links() == 1
 
 
-def with_link(kind: Kind, link: type[faults._FaultyLink]) -> type[Transport]:
-    return type("Made", (kind.lingering,), {"link": link})
-
-
 async def test_whole_rows_do_not_wait_for_the_donors_word_but_the_links_next_batch_does(
     sides: Sides, consumer: Side, kind: Kind
 ) -> None:
@@ -71,7 +70,7 @@ async def test_whole_rows_do_not_wait_for_the_donors_word_but_the_links_next_bat
             self.link.send(slots, deadline)
             go_on.wait()
 
-    donor = await sides.start("donor", with_link(kind, Held))
+    donor = await sides.start("donor", kind.with_link(Held))
     assert await consumer.pull(donor, [1]) == PullResult(1, None)
     assert await consumer.links() == 1, "nothing went wrong"
     second = asyncio.ensure_future(consumer.pull(donor, [2]))
@@ -83,19 +82,30 @@ async def test_whole_rows_do_not_wait_for_the_donors_word_but_the_links_next_bat
 
 
 async def test_whole_rows_count_whatever_the_donor_says_of_them_afterwards(
-    sides: Sides, consumer: Side, kind: Kind
+    sides: Sides, kind: Kind
 ) -> None:
     """Such a link carries nothing more."""
+    arrived = threading.Event()
+
+    class Telling(faults._FaultyLink):
+        def receive(
+            self, slots: Sequence[int], granted: Sequence[int], check: Check, deadline: float
+        ) -> Iterator[int]:
+            yield from self.link.receive(slots, granted, check, deadline)
+            arrived.set()
 
     class Late(faults._FaultyLink):
         def send(self, slots: Sequence[int], deadline: float) -> None:
             self.link.send(slots, deadline)
+            arrived.wait(PATIENCE)
             raise LinkError("an afterthought")
 
-    donor = await sides.start("donor", with_link(kind, Late))
+    consumer = await sides.start("consumer", kind.with_link(Telling))
+    donor = await sides.start("donor", kind.with_link(Late))
     for slot in range(2):
         assert await consumer.pull(donor, [slot]) == PullResult(1, None)
         await consumer.until_links(0)
+        arrived.clear()
 
 
 async def test_fetches_at_the_same_time_take_turns_on_a_link(consumer: Side, donor: Side) -> None:
@@ -191,6 +201,48 @@ async def test_whatever_a_donor_answers_the_pull_ends_in_order(
     assert await consumer.links() == 0
     assert (await consumer.pull(donor, [0]))[:2] == (1, None)
     await pool.stop()
+
+
+async def test_the_link_that_was_not_used_for_longest_makes_room(
+    sides: Sides, consumer: Side, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(receiver, "MAX_LINKS", 2)
+    first, second, third = [await sides.start(name) for name in ("first", "second", "third")]
+    for donor in (first, second, first, third):
+        assert await consumer.pull(donor, [1]) == PullResult(1, None)
+    assert set(await linked_to(consumer)) == {"first", "third"}
+    assert await consumer.pull(second, [2]) == PullResult(1, None), "it is not refused for ever"
+    assert set(await linked_to(consumer)) == {"second", "third"}
+
+
+async def linked_to(side: Side) -> dict[str, str]:
+    donors: dict[str, str] = (await side.actor.stats())["linked_to"]
+    return donors
+
+
+async def test_a_link_that_carries_a_batch_makes_no_room(
+    sides: Sides, consumer: Side, donor: Side, kind: Kind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(receiver, "MAX_LINKS", 1)
+    holding = Holding(kind)
+    busy = await sides.start("busy", holding.transport)
+    first = asyncio.ensure_future(consumer.pull(busy, [1]))
+    await holding.begun()
+    assert (await consumer.pull(donor, [2]))[:2] == (0, "link")
+    holding.go_on()
+    assert await first == PullResult(1, None)
+    await busy.until("bytes_sent", ROW_BYTES)
+    assert await consumer.pull(donor, [2]) == PullResult(1, None)
+    assert set(await linked_to(consumer)) == {"donor"}
+
+
+async def test_links_that_are_made_at_the_same_time_are_bounded_too(
+    sides: Sides, consumer: Side, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(receiver, "MAX_LINKS", 2)
+    donors = [await sides.start(f"donor {number}") for number in range(4)]
+    await asyncio.gather(*(consumer.pull(donor, [1]) for donor in donors))
+    assert await consumer.links() <= 2
 
 
 async def test_a_link_that_died_while_idle_costs_nothing(consumer: Side, donor: Side) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,7 @@ from tests.transfer.sides import (
     ROW_BYTES,
     ROWS,
     SECRET,
+    Holding,
     Kind,
     Side,
     Sides,
@@ -24,9 +27,12 @@ from xinference_xavier.errors import LinkError
 from xinference_xavier.pool.region import Region
 from xinference_xavier.protocol.transfer import (
     PROTOCOL_VERSION,
+    PullResult,
     Ticket,
 )
 from xinference_xavier.transfer import sender
+from xinference_xavier.transfer.links import close_link
+from xinference_xavier.transfer.transports.shared_memory import DonorLink
 
 
 async def test_a_link_stays_good_if_the_consumer_is_done_first(
@@ -97,15 +103,40 @@ async def test_another_protocol_version_is_refused(donor: Side) -> None:
         await donor.actor.serve(99, "id", donor.ticket(donor, [0]), ROW_BYTES, 1.0)
 
 
-async def test_links_are_bounded(
-    sides: Sides, consumer: Side, donor: Side, monkeypatch: pytest.MonkeyPatch
+async def test_the_link_that_was_not_used_for_longest_makes_room(
+    sides: Sides, donor: Side, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sender, "MAX_LINKS", 2)
+    closed, close = [], sender.Sender._close
+
+    async def closing(self: sender.Sender, link_id: str) -> None:
+        closed.append(self._links[link_id].consumer)
+        await close(self, link_id)
+
+    monkeypatch.setattr(sender.Sender, "_close", closing)
+    first, second, third = [await sides.start(name) for name in ("first", "second", "third")]
+    for number, consumer in enumerate((first, second, first, third)):
+        assert await consumer.pull(donor, [number]) == PullResult(1, None)
+        await donor.until("bytes_sent", (number + 1) * ROW_BYTES)
+    assert closed == ["second"]
+    assert await second.pull(donor, [4]) == PullResult(1, None), "it is not refused for ever"
+    assert await donor.links() == 2
+
+
+async def test_a_link_that_carries_a_batch_makes_no_room(
+    sides: Sides, consumer: Side, kind: Kind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sender, "MAX_LINKS", 1)
-    one_more = await sides.start("one more")
-    assert (await consumer.pull(donor, [0]))[:2] == (1, None)
-    assert (await one_more.pull(donor, [0]))[:2] == (0, "link")
-    await donor.actor.close_links_except(NOBODY)
-    assert (await one_more.pull(donor, [0]))[:2] == (1, None)
+    holding = Holding(kind)
+    donor = await sides.start("donor", holding.transport)
+    other = await sides.start("other")
+    carrying = asyncio.ensure_future(other.pull(donor, [1]))
+    await holding.begun()
+    assert (await consumer.pull(donor, [0]))[:2] == (0, "link")
+    holding.go_on()
+    assert await carrying == PullResult(1, None)
+    await donor.until("bytes_sent", ROW_BYTES)
+    assert await consumer.pull(donor, [0]) == PullResult(1, None)
 
 
 async def test_links_that_are_asked_for_at_the_same_time_are_bounded_too(
@@ -128,7 +159,7 @@ async def test_links_that_are_asked_for_at_the_same_time_are_bounded_too(
     )
     refused = [answer for answer in answers if isinstance(answer, LinkError)]
     assert len(refused) == 4
-    assert all("serves 2 links already" in str(error) for error in refused)
+    assert all("the donor's 2 links are all in use" in str(error) for error in refused)
     await donor.until_links(0)  # nobody comes for the others
     for offer in offers:
         offer.withdraw()
@@ -159,6 +190,27 @@ async def test_a_link_carries_one_batch_at_a_time(sides: Sides, kind: Kind) -> N
         await first
     link.close()
     region.close()
+
+
+async def test_a_link_is_closed_even_if_whoever_closes_it_is_cancelled() -> None:
+    """A consumer may withdraw its request while its donor gives the link up."""
+    go_on, closed = threading.Event(), threading.Event()
+
+    class Telling(DonorLink):
+        def close(self) -> None:
+            closed.set()
+
+    loop = asyncio.get_running_loop()
+    loop.set_default_executor(ThreadPoolExecutor(1))
+    busy = loop.run_in_executor(None, go_on.wait, PATIENCE)
+    closing = asyncio.ensure_future(close_link(Telling()))
+    await asyncio.sleep(0)  # it has begun
+    closing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await closing
+    go_on.set()
+    await busy
+    assert closed.wait(PATIENCE)
 
 
 @pytest.mark.parametrize("name", ["", "x" * 257, None, 7, []], ids=lambda name: f"{name!r:.9}")

@@ -1,6 +1,6 @@
 """The actor of the transfer process: moves rows, so that the engine does not have to.
 
-Threading: the process's event loop. Each link has a thread of its own for blocking calls.
+Threading: the process's event loop. Blocking calls run on threads that all links share.
 """
 
 import logging

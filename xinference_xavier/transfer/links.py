@@ -2,7 +2,7 @@
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from xinference_xavier.pool.region import Region
 from xinference_xavier.runtime.rate_limited_log import RateLimitedLog
@@ -32,8 +32,12 @@ class LinkContext:
     stats: dict[str, LinkStats]  # by transport
     log: RateLimitedLog
     secret: bytes | None = None
+    # For everything that blocks, except for closing. Each link has one blocked call at a time.
+    threads: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(2 * MAX_LINKS, "xavier-link")
+    )
 
 
-async def close_link(link: Link, thread: ThreadPoolExecutor) -> None:
-    await asyncio.get_running_loop().run_in_executor(None, link.close)
-    thread.shutdown(wait=False)
+async def close_link(link: Link) -> None:
+    """Close `link`, even if the caller is cancelled: nobody else would."""
+    await asyncio.shield(asyncio.get_running_loop().run_in_executor(None, link.close))

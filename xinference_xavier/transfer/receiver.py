@@ -5,9 +5,9 @@ import logging
 import os
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NamedTuple
+from weakref import WeakValueDictionary
 
 import xoscar
 
@@ -43,7 +43,6 @@ class _OpenLink(NamedTuple):
     peer: xoscar.ActorRefType  # its actor; kept, because finding it costs a round trip
     transport: str
     link: Link
-    thread: ThreadPoolExecutor
 
 
 @dataclass
@@ -59,17 +58,15 @@ class Receiver:
 
     def __init__(self, context: LinkContext) -> None:
         self._context = context
-        self._links: dict[str, _OpenLink] = {}  # by donor
-        self._locks: dict[str, asyncio.Lock] = {}  # by donor, held while its link carries a batch
+        self._links: dict[str, _OpenLink] = {}  # by donor, the one used last at the end
+        # By donor; held while its link carries a batch.
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     def linked_to(self) -> dict[str, str]:
         """The transport of each donor's link."""
         return {donor: opened.transport for donor, opened in self._links.items()}
 
     async def close_links_except(self, members: frozenset[str]) -> None:
-        self._locks = {
-            donor: lock for donor, lock in self._locks.items() if donor in members or lock.locked()
-        }
         self._context.selector.forget_except(members)
         for donor in self._links.keys() - members:
             await self._close(donor)
@@ -85,8 +82,6 @@ class Receiver:
         progress = _Progress()
         reason: str | None = None
         serving: asyncio.Future[None] | None = None
-        if len(self._locks) > MAX_LINKS:
-            self._locks = {donor: lock for donor, lock in self._locks.items() if lock.locked()}
         lock = self._locks.setdefault(order.donor, asyncio.Lock())
         try:
             await asyncio.wait_for(lock.acquire(), order.timeout)
@@ -162,6 +157,8 @@ class Receiver:
             candidates = self._context.selector.candidates(order.donor, order.address, order.host)
             progress.transport = candidates[-1].name  # if none of them makes a link
             opened = await self._connect(order.donor, order.address, candidates, deadline)
+        else:
+            self._links[order.donor] = self._links.pop(order.donor)
         progress.transport = opened.transport
 
         wanted = dict(zip(order.slots, zip(order.keys, order.checksums, strict=True), strict=True))
@@ -177,7 +174,7 @@ class Receiver:
                 progress.verified += 1
 
         loop = asyncio.get_running_loop()
-        receiving = loop.run_in_executor(opened.thread, receive)
+        receiving = loop.run_in_executor(self._context.threads, receive)
         served = opened.peer.serve(
             PROTOCOL_VERSION,
             opened.link_id,
@@ -203,8 +200,7 @@ class Receiver:
     async def _connect(
         self, donor: str, address: str, candidates: Sequence[Transport], deadline: float
     ) -> _OpenLink:
-        if len(self._links) >= MAX_LINKS:
-            raise LinkError(f"{MAX_LINKS} links are open already")
+        await self._make_room()
         peer = await within(remaining(deadline), xoscar.actor_ref(address, TRANSFER_UID))
         best, *others = candidates
         if not others:
@@ -229,27 +225,39 @@ class Receiver:
         if self._context.secret is None:
             raise LinkError("this replica has not joined a tracker yet")
         loop = asyncio.get_running_loop()
-        thread = ThreadPoolExecutor(1, "xavier-pull")
+        threads = self._context.threads
         async with Rollback() as scope:
-            scope.undo(thread.shutdown, False)
             offer = transport.offer(self._context.secret, deadline)
             scope.undo(loop.run_in_executor, None, offer.withdraw)
             link_id = os.urandom(8).hex()
-            hello = await loop.run_in_executor(thread, lambda: offer.hello)
+            hello = await loop.run_in_executor(threads, lambda: offer.hello)
             timeout = deadline - time.monotonic()
             opening = peer.open_link(
                 PROTOCOL_VERSION, link_id, self._context.incarnation, transport.name, hello, timeout
             )
             answer = await within(remaining(deadline), opening)
-            link = await loop.run_in_executor(thread, offer.complete, answer, deadline)
+            link = await loop.run_in_executor(threads, offer.complete, answer, deadline)
             scope.commit()
-        self._links[donor] = _OpenLink(link_id, address, peer, transport.name, link, thread)
+        self._links[donor] = _OpenLink(link_id, address, peer, transport.name, link)
         return self._links[donor]
+
+    async def _make_room(self) -> None:
+        """Close idle links, those not used for longest first, until there may be one more for each
+        donor whose lock is held, ours included."""
+        while True:
+            busy = {donor for donor, lock in self._locks.items() if lock.locked()}
+            idle = [donor for donor in self._links if donor not in busy]
+            if len(busy) + len(idle) <= MAX_LINKS:
+                return
+            if not idle:
+                raise LinkError(f"all {MAX_LINKS} links are in use")
+            logger.debug("closing an idle link to make room: donor=%s", idle[0])
+            await self._close(idle[0])
 
     async def _close(self, donor: str) -> None:
         opened = self._links.pop(donor, None)
         if opened is not None:
-            await close_link(opened.link, opened.thread)
+            await close_link(opened.link)
 
 
 def _reason(error: Exception) -> str:

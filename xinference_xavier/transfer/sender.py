@@ -1,8 +1,8 @@
 """Links on which this replica is the donor: it sends rows that its engine granted."""
 
 import asyncio
+import logging
 import time
-from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 from xinference_xavier.errors import LinkError, XavierError
@@ -13,12 +13,13 @@ from xinference_xavier.runtime.validate import check_identifier, check_seconds
 from xinference_xavier.transfer.links import MAX_LINKS, LinkContext, close_link
 from xinference_xavier.transfer.transports.base import Acceptance, Link
 
+logger = logging.getLogger(__name__)
+
 
 class _AcceptedLink(NamedTuple):
     consumer: str
     transport: str
     link: asyncio.Task[Link | None]  # None: the consumer did not complete it
-    thread: ThreadPoolExecutor
 
 
 class Sender:
@@ -27,7 +28,7 @@ class Sender:
     def __init__(self, context: LinkContext, key: bytes) -> None:
         self._context = context
         self._key = key
-        self._links: dict[str, _AcceptedLink] = {}  # by id
+        self._links: dict[str, _AcceptedLink] = {}  # by id, the one used last at the end
         self._busy: set[str] = set()  # ids of links that carry a batch
 
     def transports(self) -> list[str]:
@@ -59,34 +60,30 @@ class Sender:
         own = self._context.selector.named(transport)
         # A consumer has one link to us, and asks for another only after it has closed that one.
         await self._close_all_to(consumer)
+        await self._make_room()
         if link_id in self._links:
             raise LinkError(f"there is a link {link_id} already")
-        if len(self._links) >= MAX_LINKS:
-            raise LinkError(f"the donor serves {MAX_LINKS} links already")
         deadline = time.monotonic() + timeout
         loop = asyncio.get_running_loop()
-        thread = ThreadPoolExecutor(1, "xavier-serve")
-        async with Rollback() as scope:
-            scope.undo(thread.shutdown, False)
-            half = own.accept(hello, self._context.secret, deadline)
-            answering = loop.run_in_executor(thread, lambda: half.answer)
-            link = asyncio.ensure_future(self._complete(link_id, half, thread, deadline))
-            # Before the first await, so that concurrent calls count it.
-            self._links[link_id] = _AcceptedLink(consumer, own.name, link, thread)
-            scope.commit()
+        half = own.accept(hello, self._context.secret, deadline)
+        answering = loop.run_in_executor(self._context.threads, lambda: half.answer)
+        link = asyncio.ensure_future(self._complete(link_id, half, answering, deadline))
+        # Without an await since there was room, so that concurrent calls count it.
+        self._links[link_id] = _AcceptedLink(consumer, own.name, link)
         return await answering
 
     async def _complete(
-        self, link_id: str, half: Acceptance, thread: ThreadPoolExecutor, deadline: float
+        self, link_id: str, half: Acceptance, answering: asyncio.Future[bytes], deadline: float
     ) -> Link | None:
         """The complete link; None if the consumer did not complete its side."""
         loop = asyncio.get_running_loop()
         try:
             async with Rollback() as scope:
-                scope.undo(thread.shutdown, False)
                 scope.undo(self._links.pop, link_id, None)
                 scope.undo(loop.run_in_executor, None, half.withdraw)
-                link = await loop.run_in_executor(thread, half.complete, deadline)
+                await asyncio.wait({answering})
+                threads = self._context.threads
+                link = await loop.run_in_executor(threads, half.complete, deadline)
                 scope.commit()
             return link
         except XavierError as error:
@@ -116,18 +113,29 @@ class Sender:
             raise LinkError("the ticket is not valid for this link or has expired")
         deadline = time.monotonic() + timeout
         loop = asyncio.get_running_loop()
+        self._links[link_id] = self._links.pop(link_id)
         self._busy.add(link_id)
         try:
             link = await asyncio.shield(accepted.link)
             if link is None:
                 raise LinkError("the link was not completed")
-            await loop.run_in_executor(accepted.thread, link.send, ticket.slots, deadline)
+            await loop.run_in_executor(self._context.threads, link.send, ticket.slots, deadline)
         except BaseException:
             await self._close(link_id)
             raise
         finally:
             self._busy.discard(link_id)
         self._context.stats[accepted.transport].bytes_sent += len(ticket.slots) * row_bytes
+
+    async def _make_room(self) -> None:
+        """For one more link: close idle ones, those not used for longest first."""
+        while len(self._links) >= MAX_LINKS:
+            complete = (link_id for link_id, link in self._links.items() if link.link.done())
+            idle = next((link_id for link_id in complete if link_id not in self._busy), None)
+            if idle is None:
+                raise LinkError(f"the donor's {MAX_LINKS} links are all in use")
+            logger.debug("closing an idle link to make room: id=%s", idle)
+            await self._close(idle)
 
     async def _close_all_to(self, consumer: str) -> None:
         for link_id, accepted in list(self._links.items()):
@@ -140,4 +148,4 @@ class Sender:
         if accepted is not None and accepted.link.done():
             link = accepted.link.result()
             if link is not None:
-                await close_link(link, accepted.thread)
+                await close_link(link)

@@ -20,6 +20,7 @@ import pytest
 from xinference_xavier.errors import LinkError, LinkTimeoutError
 from xinference_xavier.pool.copy_threads import COPY_THREADS
 from xinference_xavier.pool.region import Region
+from xinference_xavier.transfer.transports import shared_memory
 from xinference_xavier.transfer.transports.shared_memory import (
     ConsumerLink,
     DonorLink,
@@ -237,66 +238,146 @@ def test_a_closed_link_takes_nothing(pair: Pair) -> None:
         receive(pair, [1], [1])
 
 
-def test_nothing_is_written_after_a_close(
-    pair: Pair, here: Replica, threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+@pytest.fixture
+def go_on() -> Iterator[threading.Event]:
+    """Whatever waits for it goes on at the end of the test, at the latest."""
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+def occupy(executor: ThreadPoolExecutor, count: int, go_on: threading.Event) -> list[Future[bool]]:
+    """Have all of its `count` threads wait."""
+    return [executor.submit(go_on.wait, PATIENCE) for _ in range(count)]
+
+
+def queued(executor: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch) -> threading.Semaphore:
+    """One is released for each thing that waits for a thread from now on."""
+    count, submit = threading.Semaphore(0), executor.submit
+
+    def submitting(*call: Any) -> Future[Any]:
+        try:
+            return submit(*call)
+        finally:
+            count.release()
+
+    monkeypatch.setattr(executor, "submit", submitting)
+    return count
+
+
+def begin(
+    work: Callable[[], list[int]], threads: ThreadPoolExecutor, queued: threading.Semaphore
+) -> Future[list[int]]:
+    """Returns once its rows wait for the copy threads."""
+    taking = threads.submit(work)
+    for _ in range(COPY_THREADS):
+        assert queued.acquire(timeout=PATIENCE)
+    return taking
+
+
+def test_rows_that_nobody_copies_yet_are_given_up_by_a_close(
+    pair: Pair,
+    here: Replica,
+    threads: ThreadPoolExecutor,
+    go_on: threading.Event,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Whoever copies is waited for, and rows that nobody copies yet are given up."""
+    """It does not wait for the copies of other links."""
     before = here.region.array.copy()
-    copy_threads, go_on, queued = pair.consumer._copy_threads, threading.Event(), threading.Event()
-    for _ in range(2):
-        copy_threads.submit(go_on.wait, PATIENCE)
-    submit, copies = copy_threads.submit, []
-
-    def submitting(take: Callable[[], None]) -> Future[None]:
-        copies.append(submit(take))
-        if len(copies) == COPY_THREADS:
-            queued.set()
-        return copies[-1]
-
-    monkeypatch.setattr(copy_threads, "submit", submitting)
-    taking = threads.submit(receive, pair, [0, 1, 2], [5, 6, 7])
-    assert queued.wait(PATIENCE)
-    closing = threads.submit(pair.consumer.close)
+    copying = here.transport._threads.copying
+    others = occupy(copying, COPY_THREADS, go_on)
+    count = queued(copying, monkeypatch)
+    taking = begin(lambda: receive(pair, [0, 1, 2], [5, 6, 7]), threads, count)
+    pair.consumer.close()
     with pytest.raises(LinkError, match="the link was closed"):
         taking.result()
-    assert not closing.done(), "who copies is waited for"
+    assert not any(other.done() for other in others)
     go_on.set()
-    closing.result()
+    copying.shutdown()
     assert np.array_equal(here.region.array, before)
 
 
-def test_a_close_ends_what_is_being_copied_after_a_row(
-    pair: Pair, here: Replica, threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+def test_a_close_waits_for_the_rows_that_are_being_copied_and_for_no_other(
+    pair: Pair,
+    here: Replica,
+    threads: ThreadPoolExecutor,
+    go_on: threading.Event,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     before = here.region.array.copy()
-    copying, closing, go_on = (
-        threading.Barrier(COPY_THREADS + 1),
-        threading.Event(),
-        threading.Event(),
-    )
+    copying = threading.Barrier(COPY_THREADS + 1)
 
     def check(slot: int) -> None:
-        if slot < COPY_THREADS:  # the first of each
-            copying.wait(PATIENCE)
-            go_on.wait(PATIENCE)
+        copying.wait(PATIENCE)
+        go_on.wait(PATIENCE)
 
-    shutdown = pair.consumer._copy_threads.shutdown
-
-    def shutting_down(**options: bool) -> None:
-        closing.set()
-        shutdown(**options)
-
-    monkeypatch.setattr(pair.consumer._copy_threads, "shutdown", shutting_down)
     slots = range(3 * COPY_THREADS)
     taking = threads.submit(lambda: [*pair.consumer.receive(slots, slots, check, later())])
     copying.wait(PATIENCE)
-    closed = threads.submit(pair.consumer.close)
-    closing.wait(PATIENCE)
-    go_on.set()
+    assert pair.consumer._batch is not None
+    changed = pair.consumer._batch._changed
+    wait_for = changed.wait_for
+
+    def waiting(predicate: Callable[[], bool]) -> bool:
+        assert not predicate(), "rows are being copied"
+        go_on.set()
+        return wait_for(predicate)
+
+    monkeypatch.setattr(changed, "wait_for", waiting)
+    pair.consumer.close()
+    assert go_on.is_set(), "it waited"
     with pytest.raises(LinkError, match="the link was closed"):
         taking.result()
-    closed.result()
+    assert not np.array_equal(here.region.array[:COPY_THREADS], before[:COPY_THREADS])
     assert np.array_equal(here.region.array[COPY_THREADS:], before[COPY_THREADS:])
+
+
+def test_links_copy_in_turns(
+    here: Replica,
+    there: Replica,
+    threads: ThreadPoolExecutor,
+    go_on: threading.Event,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """However much the one has to copy, the other gets on."""
+    monkeypatch.setattr(shared_memory, "_TURN_BYTES", ROW_BYTES)
+    first, second = connect(here, there, threads), connect(here, replica(seed=3), threads)
+    many, few = range(ROWS - 2), [ROWS - 2, ROWS - 1]
+    has_few = threading.Event()
+
+    def check(slot: int) -> None:
+        if slot in many[-COPY_THREADS:]:
+            assert has_few.wait(PATIENCE)
+
+    copying = here.transport._threads.copying
+    occupy(copying, COPY_THREADS, go_on)
+    count = queued(copying, monkeypatch)
+    taking_many = begin(
+        lambda: [*first.consumer.receive(many, many, check, later())], threads, count
+    )
+    taking_few = begin(lambda: receive(second, few, few), threads, count)
+    go_on.set()
+    assert taking_few.result() == few
+    has_few.set()
+    assert taking_many.result() == [*many]
+    for link in (*first, *second):
+        link.close()
+
+
+def test_links_of_one_process_share_its_threads(
+    here: Replica, there: Replica, threads: ThreadPoolExecutor
+) -> None:
+    before = {*threading.enumerate()}
+    pairs = [connect(here, there, threads) for _ in range(5)]
+    for pair in pairs:
+        assert receive(pair, [1, 2], [1, 2]) == [1, 2]
+    new = [thread.name for thread in {*threading.enumerate()} - before]
+    assert len([name for name in new if name.startswith("xavier-")]) == COPY_THREADS + 1
+    for pair in pairs:
+        pair.consumer.close()
+    last = connect(here, there, threads)
+    assert receive(last, [3], [3]) == [3], "closed links end no thread"
+    last.consumer.close()
 
 
 def test_a_donor_that_dies_leaves_its_rows_readable(
@@ -339,6 +420,19 @@ def test_the_memory_of_a_donor_is_let_go_when_its_link_is_closed(
     pair.donor.close()
     assert mappings() == before
     assert failure.value.__traceback__ is not None
+
+
+@pytest.mark.usefixtures("no_collector")
+def test_memory_that_is_not_mapped_yet_is_let_go_at_once(
+    here: Replica, there: Replica, threads: ThreadPoolExecutor, go_on: threading.Event
+) -> None:
+    """It does not wait for that of another donor, which can take seconds."""
+    before = mappings()
+    (other,) = occupy(here.transport._threads.mapping, 1, go_on)
+    pair = connect(here, there, threads)
+    pair.consumer.close()
+    assert mappings() == before
+    assert not other.done()
 
 
 @pytest.mark.usefixtures("no_collector")

@@ -7,8 +7,8 @@ Life cycle: the consumer makes an `offer`, the donor `accept`s it, and both get 
 that donor to that consumer. A link carries one batch at a time. It is closed after its first
 failure; the next fetch makes a new one.
 
-Threading: everything here blocks and runs on the link's own thread. `close` is the exception: any
-thread may call it at any time, and it interrupts blocked calls.
+Threading: everything here blocks and runs on any thread, one call of a link at a time. `close` is
+the exception: any thread may call it at any time, and it interrupts blocked calls.
 """
 
 from abc import ABC, abstractmethod

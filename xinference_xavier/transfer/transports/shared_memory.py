@@ -5,17 +5,19 @@ knows the model's secret. The socket is abstract: it leaves no file.
 
 Two threads copy row by row with numpy, which releases the GIL and is as fast as memcpy. Copying
 adjacent rows together is up to a tenth faster (measured), but then the checksum finds its row no
-longer in the CPU's caches and loses more.
+longer in the CPU's caches and loses more. All links share these threads, and one thread that maps
+donors' memory: a host has as many processors with a hundred donors as with one.
 """
 
 import os
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import CancelledError
-from contextlib import suppress
-from itertools import takewhile
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from itertools import islice, takewhile
+from operator import length_hint
+from typing import NamedTuple
 
 import numpy as np
 
@@ -31,6 +33,15 @@ _NAME_BYTES = 16
 _NONCE_BYTES = 16
 _HELLO, _CONSUMER, _DONOR = "hello", "consumer", "donor"
 _CLOSED = "the link was closed"
+_TURN_BYTES = 4 << 20
+"""That a thread copies for one link before it turns to the next: less than a millisecond."""
+
+
+class _Threads(NamedTuple):
+    """Of all links. They end with the transport."""
+
+    copying: ThreadPoolExecutor
+    mapping: ThreadPoolExecutor
 
 
 class SharedMemoryTransport(Transport):
@@ -39,10 +50,11 @@ class SharedMemoryTransport(Transport):
     def __init__(self, region: Region, host: str, port_range: tuple[int, int] | None) -> None:
         """Ignores `host` and `port_range`: it does not use the network."""
         self._region = region
+        self._threads = _Threads(copy_threads(), ThreadPoolExecutor(1, "xavier-map"))
         self.host = host_identity()
 
     def offer(self, secret: bytes, deadline: float) -> "_Offer":
-        return _Offer(self._region, secret)
+        return _Offer(self._region, secret, self._threads)
 
     def accept(self, hello: bytes, secret: bytes, deadline: float) -> "_Acceptance":
         unseal(secret, _HELLO, hello, PROOF_BYTES + _NONCE_BYTES)
@@ -52,9 +64,10 @@ class SharedMemoryTransport(Transport):
 class _Offer:
     """Connects to the socket that the donor names."""
 
-    def __init__(self, region: Region, secret: bytes) -> None:
+    def __init__(self, region: Region, secret: bytes, threads: _Threads) -> None:
         self._region = region
         self._secret = secret
+        self._threads = threads
         # Sealed, so that a donor opens no socket for a stranger.
         self.hello = seal(secret, _HELLO, os.urandom(_NONCE_BYTES))
         self._peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -80,7 +93,7 @@ class _Offer:
                 f"the donor's rows have {row_bytes} bytes, the consumer's {self._region.row_bytes}"
             )
         self._peer.close()
-        return ConsumerLink(self._region, theirs)
+        return ConsumerLink(self._region, theirs, self._threads)
 
     def withdraw(self) -> None:
         self._peer.close()
@@ -122,25 +135,82 @@ class _Acceptance:
             self._peer.close()
 
 
+class _Batch:
+    """Rows that the copy threads copy, a few at a time in turn with the rows of other links.
+
+    `copy(slot, source)` copies one of them. The first `error` ends the batch.
+    """
+
+    def __init__(
+        self, rows: Sequence[tuple[int, int]], copy: Callable[[int, int], None], turn: int
+    ) -> None:
+        """Each `turn` is of so many rows."""
+        self._rows = iter(rows)  # a thread that is free takes the next one
+        self._copy = copy
+        self._turn = turn
+        self._changed = threading.Condition()
+        self._copying = 0  # threads
+        self._over = False
+        self.copied: set[int] = set()  # slots
+        self.error: Exception | None = None
+
+    def run(self, threads: ThreadPoolExecutor) -> None:
+        """Returns once the batch is over and nothing is being copied."""
+        for _ in range(COPY_THREADS):
+            threads.submit(self._take_turn, threads)
+        with self._changed:
+            self._changed.wait_for(lambda: self._over and not self._copying)
+
+    def end(self) -> None:
+        """Returns once the rows that are being copied are finished; no other row is begun."""
+        with self._changed:
+            self._over = True
+            self._changed.wait_for(lambda: not self._copying)
+            self._changed.notify_all()
+
+    def _take_turn(self, threads: ThreadPoolExecutor) -> None:
+        with self._changed:
+            if self._over:
+                return
+            self._copying += 1
+        more = False
+        try:
+            for slot, source in islice(self._rows, self._turn):
+                self._copy(slot, source)
+                self.copied.add(slot)
+                if self._over:
+                    break
+            if length_hint(self._rows):
+                threads.submit(self._take_turn, threads)
+                more = True
+        except Exception as error:
+            self.error = self.error or error
+        finally:
+            with self._changed:
+                self._copying -= 1
+                self._over = self._over or not more
+                if self._over and not self._copying:
+                    self._changed.notify_all()
+
+
 class ConsumerLink(Link):
     """Holds the only reference to `theirs`, the donor's region. A local variable would keep all
     memory of a donor that may be gone alive with the frames of an exception until the next garbage
     collection."""
 
-    def __init__(self, ours: Region, theirs: Region) -> None:
+    def __init__(self, ours: Region, theirs: Region, threads: _Threads) -> None:
         self._ours = ours
         self._theirs: Region | None = theirs
         self._closing = False
         self._their_rows = theirs.rows
-        self._copy_threads = copy_threads()
+        self._copy_threads = threads.copying
+        self._batch: _Batch | None = None
         # In the background: rows that are fetched before it ends cost a few page faults.
-        self._mapping = threading.Thread(
-            target=theirs.populate, args=(self._is_open,), name="xavier-map", daemon=True
-        )
-        self._mapping.start()
+        self._mapping = threads.mapping.submit(self._map)
 
-    def _is_open(self) -> bool:
-        return not self._closing
+    def _map(self) -> None:
+        if self._theirs is not None:
+            self._theirs.populate(lambda: not self._closing)
 
     def receive(
         self, slots: Sequence[int], granted: Sequence[int], check: Check, deadline: float
@@ -148,44 +218,40 @@ class ConsumerLink(Link):
         outside = [slot for slot in granted if slot >= self._their_rows]
         if outside:
             raise LinkError(f"row {outside[0]} is outside the donor's memory")
-        rows = iter([*zip(slots, granted, strict=True)])
-        taken: set[int] = set()
 
-        def take() -> None:
-            for slot, source in rows:
-                if time.monotonic() > deadline:
-                    raise LinkTimeoutError("not all rows were moved in time")
-                if not self._is_open():
-                    raise LinkError(_CLOSED)
-                assert self._theirs is not None, "it is unmapped after the last copy"
-                np.copyto(self._ours.row(slot), self._theirs.row(source))
-                check(slot)
-                taken.add(slot)
+        def copy(slot: int, source: int) -> None:
+            if time.monotonic() > deadline:
+                raise LinkTimeoutError("not all rows were moved in time")
+            assert self._theirs is not None, "it is unmapped after the last copy"
+            np.copyto(self._ours.row(slot), self._theirs.row(source))
+            check(slot)
 
-        try:
-            copying = [self._copy_threads.submit(take) for _ in range(COPY_THREADS)]
-        except RuntimeError:
-            raise LinkError(_CLOSED) from None
-        for copied in copying:  # `wait` would not notice futures that `close` cancels
-            with suppress(CancelledError):
-                copied.exception()
-        yield from takewhile(taken.__contains__, slots)
-        for copied in copying:
-            try:
-                copied.result()
-            except CancelledError:
-                raise LinkError(_CLOSED) from None
+        rows = [*zip(slots, granted, strict=True)]
+        turn = max(1, _TURN_BYTES // self._ours.row_bytes)
+        # Set before `_closing` is read, as `close` does it the other way round.
+        batch = self._batch = _Batch(rows, copy, turn)
+        if not self._closing:
+            batch.run(self._copy_threads)
+        self._batch = None
+        yield from takewhile(batch.copied.__contains__, slots)
+        if batch.error is not None:
+            raise batch.error
+        if len(batch.copied) < len(slots):
+            raise LinkError(_CLOSED)
 
     def send(self, slots: Sequence[int], deadline: float) -> None:
         raise LinkError("a consumer cannot send")
 
     def close(self) -> None:
         self._closing = True
-        self._copy_threads.shutdown(cancel_futures=True)  # a row being copied is finished
+        batch = self._batch
+        if batch is not None:
+            batch.end()
         theirs, self._theirs = self._theirs, None
         if theirs is not None:
             theirs.close()
-        self._mapping.join()
+        if not self._mapping.cancel():
+            wait([self._mapping])
 
 
 class DonorLink(Link):
