@@ -12,6 +12,7 @@ import random
 from xinference_xavier.routing.choice import (
     Choice,
     Chunks,
+    Forecast,
     Holdings,
     Prompt,
     choose,
@@ -40,14 +41,16 @@ class Router:
         self.loads.report(replica, report, limit=limit)
 
     def choose(self, prompt: Prompt, now: float, *, preferred: str = "") -> Choice | None:
-        """The replica to send a request to; None if none accepts one now. Changes nothing."""
+        """The replica to send a request to; None if none accepts one now."""
+        return choose(self.loads, self.forecast(prompt, now), self._source, preferred)
+
+    def forecast(self, prompt: Prompt, now: float) -> Forecast:
         if self.loads.renumber():
             self._expected.clear()
         self._expected.expire(now)
         count = len(self.loads.names)
         runs, fetchable = held_runs(self._holdings, self._expected.sets, prompt.keys, count)
-        found = forecast(self.loads, prompt, runs, fetchable, self._size, now)
-        return choose(self.loads, found, self._source, preferred)
+        return forecast(self.loads, prompt, runs, fetchable, self._size, now)
 
     def sent(self, request: str, choice: Choice, now: float) -> None:
         """The request goes to the chosen replica, which will soon hold all of its chunks."""
