@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hypothesis.strategies as st
-from hypothesis import given
+from hypothesis import given, settings
 
 from xinference_xavier.routing.expected import Expected
 
@@ -27,6 +27,7 @@ def test_all_can_be_forgotten() -> None:
     assert expected.sets == {}
 
 
+@settings(max_examples=200, deadline=None, derandomize=True)
 @given(
     st.lists(
         st.tuples(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hypothesis.strategies as st
 import pytest
+from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from xinference_xavier.routing.queue import Queue
@@ -110,3 +111,4 @@ class Waiting(RuleBasedStateMachine):
 
 
 TestWaiting = Waiting.TestCase
+TestWaiting.settings = settings(max_examples=60, deadline=None, derandomize=True)

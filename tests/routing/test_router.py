@@ -90,6 +90,15 @@ def test_a_lost_replica_gets_nothing_until_it_reports(cluster: Cluster) -> None:
     assert lost in {choice.replica for choice in choices if choice}
 
 
+def test_nothing_is_expected_of_a_replica_that_was_lost(cluster: Cluster) -> None:
+    lost = cluster.send(prompt("chat")).replica
+    cluster.router.lost(lost)
+    cluster.router.report(lost, Report(1.0, 0, 0.0, 0, RATES))
+    choice = cluster.router.choose(prompt("chat"), 1.0)
+    assert choice is not None
+    assert choice.reason == "backlog"
+
+
 def test_an_answer_that_has_begun_is_not_sent_again(cluster: Cluster) -> None:
     lost = cluster.send(prompt("chat")).replica
     cluster.router.answered("1")
