@@ -120,6 +120,18 @@ def _sizes(name: str) -> Callable[[Part], Values]:
     return lambda part: {f"{row['replicas']}": row[name]["median"] for row in part["sizes"]}
 
 
+def _routed(ratio: str, replicas: Iterable[int] = ()) -> Callable[[Part], Values]:
+    return lambda part: {
+        f"{run['trace']}, {run['replicas']} × {run['load']:g}": run[ratio]
+        for run in part["runs"]
+        if not run["error"] and (not replicas or run["replicas"] in replicas)
+    }
+
+
+def _choices(part: Part) -> Values:
+    return {f"held {held}": value["median"] for held, value in part["choice_ms"].items()}
+
+
 _BOTH = ("gloo", "shared_memory")
 _TWO_COPIES = (
     "two copies of every row, by the fetch and by the load, and about 6 ms of messages and of "
@@ -191,6 +203,18 @@ BARS: Mapping[str, tuple[Bar, ...]] = {
             "content",
         ),
         Bar("bytes per key of a mirror", 120.0, lambda part: {"": part["mirror_bytes_per_key"]}),
+    ),
+    "routing": (
+        Bar("mean ÷ that of the best other choice", 1.02, _routed("mean/best")),
+        Bar("99 of 100 ÷ that of the best other choice", 1.02, _routed("p99/best")),
+        Bar(
+            "mean with four replicas ÷ that in turn",
+            0.57,
+            _routed("mean/today", (4,)),
+            limited_by="the load: at half of it prompts hardly wait, so there is little to gain; "
+            "the ideal of the table is at 0.51 to 0.55 there",
+        ),
+        Bar("ms of a choice among 1,000 replicas", 1.0, _choices),
     ),
     "stampede": (
         Bar("tokens computed ÷ tokens of the prompt", 1.2, _sizes("computed")),

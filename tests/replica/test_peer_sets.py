@@ -41,6 +41,16 @@ def test_numbers_are_used_again(sets: PeerSets) -> None:
     assert sets.names(sets.set_of(["last"])) == ["last"]
 
 
+def test_the_version_tells_when_a_number_means_another_peer(sets: PeerSets) -> None:
+    versions = [sets.version]
+    for change in (lambda: sets.bit("d"), lambda: sets.forget("a"), lambda: sets.bit("e")):
+        change()
+        versions.append(sets.version)
+    assert len(set(versions)) == 4
+    sets.bit("e")
+    assert sets.version == versions[-1]
+
+
 def test_equal_sets_are_one_object(sets: PeerSets) -> None:
     large = [sets.bit(f"{number}") for number in range(100)]
     assert sets.shared(sum(large)) is sets.shared(sum(reversed(large)))

@@ -15,6 +15,8 @@ MAX_SHARED = 100_000
 
 class PeerSets:
     def __init__(self) -> None:
+        self.version = 0
+        """Changes whenever a number is given or freed."""
         self._numbers: dict[str, int] = {}
         self._names: list[str] = []  # by number
         self._free: deque[int] = deque()  # numbers of peers that have left
@@ -37,6 +39,7 @@ class PeerSets:
                 number = len(self._names)
                 self._names.append(peer)
             self._numbers[peer] = number
+            self.version += 1
         return 1 << self._numbers[peer]
 
     def set_of(self, peers: Iterable[str]) -> int:
@@ -67,6 +70,7 @@ class PeerSets:
     def forget(self, peers: Iterable[str]) -> None:
         """They have left, and no set has them any more."""
         gone = self.set_of(peers)
+        self.version += 1
         for peer in peers:
             self._free.append(self._numbers.pop(peer))
         self._shared = {held: held for held in self._shared if not held & gone}

@@ -1,0 +1,264 @@
+"""Replicas on paper: the real router, index, mirror and pools, with a clock of their own.
+
+A replica computes one prompt after another, in order of arrival. When a prompt's turn comes, its
+leading chunks are pinned in the local pool; those that follow are fetched from one peer if that is
+faster than computing them, and the rest is computed. Fetching keeps the replica as busy as
+computing, but not its donor. Nothing decodes.
+
+With an `error`, each prompt takes by up to that share longer or less than the rates say, which
+nobody knows before. Bytes do not move, and no thread runs.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from typing import Any, Protocol
+
+from benchmarks.traces import CHUNK, GROUP, Request
+from xinference_xavier.pool.pool import Pool, Row
+from xinference_xavier.protocol.tracker import Member, pack
+from xinference_xavier.replica.mirror import Mirror
+from xinference_xavier.routing.choice import Choice, Chunks, Prompt
+from xinference_xavier.routing.load import Rates, Report
+from xinference_xavier.routing.router import Router
+from xinference_xavier.tracker.index import Index
+
+PREFILL = 12_000
+"""Tokens per second."""
+FETCH = 120_000
+FETCH_S = 0.005
+"""Overhead of a fetch, in seconds."""
+SLOTS = 4000
+REPORTS = 2.0
+"""Seconds between two reports of a replica."""
+TRANSIT = 0.01
+"""Seconds that a request is on its way."""
+NEWS = 0.02
+"""Seconds until a publication is in the mirrors."""
+SIZE = Chunks(CHUNK, CHUNK * 128 * 1024)
+RATES = Rates(1 / PREFILL, 0.0, FETCH_S, CHUNK / FETCH / SIZE.bytes)
+
+
+class Policy(Protocol):
+    """How a replica is chosen."""
+
+    def choose(self, request: str, prompt: Prompt, now: float) -> Choice: ...
+
+    def answered(self, request: str) -> None: ...
+
+
+Maker = Callable[[Router, random.Random], Policy]
+
+
+@dataclass(slots=True)
+class _Job:
+    request: str
+    asked: Request
+    slower: float = 1.0  # than the rates say
+    seconds: float = 0.0  # the replica's own forecast
+    ends: float = 0.0
+    local: int = 0  # chunks
+    rows: list[Row] = field(default_factory=list)
+    evicted: list[bytes] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Replica:
+    name: str
+    bit: int
+    pool: Pool
+    waiting: deque[_Job] = field(default_factory=deque)
+    running: _Job | None = None
+    sequence: int = 0
+
+
+@dataclass
+class Result:
+    """Seconds to the first token of each request; tokens by where they came from; microseconds of
+    the router by request."""
+
+    seconds: list[float] = field(default_factory=list)
+    local: int = 0
+    fetched: int = 0
+    computed: int = 0
+    choices_us: list[float] = field(default_factory=list)
+
+
+class Simulator:
+    def __init__(
+        self,
+        replicas: int,
+        maker: Maker,
+        *,
+        shares: bool = True,
+        error: float = 0.0,
+        seed: int = 0,
+    ) -> None:
+        self._source = random.Random(seed)
+        self._error = error
+        self._index = Index(max_keys=2 * SLOTS)
+        self.mirror = Mirror("router")
+        self.router = Router(self.mirror, SIZE, self._source)
+        self._policy = maker(self.router, self._source)
+        self._shares = shares
+        self._now = 0.0
+        self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._count = 0
+        self._news = False
+        self._left = 0
+        self.result = Result()
+        self._replicas: dict[str, _Replica] = {}
+        for number in range(replicas):
+            name = f"replica {number}"
+            self._index.join(Member(name, "127.0.0.1:1"), 32 + len(GROUP), 0.0)
+            self._replicas[name] = _Replica(name, self.mirror.sets.bit(name), Pool(SLOTS))
+        self._hear()
+
+    def run(self, requests: Sequence[Request]) -> Result:
+        self._left = len(requests)
+        for replica in self._replicas.values():
+            self._report(replica, first=True)
+        for number, request in enumerate(requests):
+            while self._events and self._events[0][0] <= request.at:
+                self._next()
+            self._now = request.at
+            self._arrive(f"{number}", request)
+        while self._left:
+            self._next()
+        return self.result
+
+    def _at(self, moment: float, call: Callable[..., None], *arguments: Any) -> None:
+        self._count += 1
+        heappush(self._events, (moment, self._count, call, arguments))
+
+    def _next(self) -> None:
+        self._now, _, call, arguments = heappop(self._events)
+        call(*arguments)
+
+    # -- the router ---------------------------------------------------------------------------
+
+    def _arrive(self, name: str, request: Request) -> None:
+        prompt = Prompt(request.tokens, request.keys)
+        began = time.perf_counter()
+        choice = self._policy.choose(name, prompt, self._now)
+        self.router.sent(name, choice, self._now)
+        self.result.choices_us.append((time.perf_counter() - began) * 1e6)
+        replica = self._replicas[choice.replica]
+        slower = 1 + self._error * random.Random(name).uniform(-1, 1)
+        self._at(self._now + TRANSIT, self._receive, replica, _Job(name, request, slower))
+
+    def _report(self, replica: _Replica, first: bool = False) -> None:
+        """The first ones are spread over the time between two."""
+        running = [replica.running] if replica.running else []
+        seconds = sum(job.seconds for job in replica.waiting)
+        seconds += sum(job.ends - self._now for job in running)
+        count = len(replica.waiting) + len(running)
+        tokens = int(seconds * PREFILL)
+        self.router.report(replica.name, Report(self._now, tokens, seconds, count, RATES))
+        wait = self._source.uniform(0, REPORTS) if first else REPORTS
+        self._at(self._now + wait, self._report, replica)
+
+    def _hear(self) -> None:
+        mirror = self.mirror
+        self._news = False
+        mirror.apply(self._index.changes_since(mirror.epoch, mirror.revision))
+
+    # -- a replica ----------------------------------------------------------------------------
+
+    def _receive(self, replica: _Replica, job: _Job) -> None:
+        keys = job.asked.keys
+        local = 0
+        while local < len(keys) and replica.pool.lookup(keys[local]):
+            local += 1
+        remote, _ = self._held_by_a_peer(replica, keys[local:])
+        job.seconds = _fetch_seconds(remote) + compute_seconds(job.asked, local + remote)
+        replica.waiting.append(job)
+        if replica.running is None:
+            self._start(replica)
+
+    def _held_by_a_peer(self, replica: _Replica, keys: Sequence[bytes]) -> tuple[int, int]:
+        """How many leading keys one peer holds, and the set of these peers."""
+        count, peers, others = 0, 0, ~replica.bit
+        if not self._shares:
+            return 0, 0
+        for key in keys:
+            others &= self.mirror.usable_set(key)
+            if not others:
+                break
+            count, peers = count + 1, others
+        return (count, peers) if _fetch_seconds(count) < count * CHUNK / PREFILL else (0, 0)
+
+    def _start(self, replica: _Replica) -> None:
+        job = replica.running = replica.waiting.popleft()
+        keys = job.asked.keys
+        job.rows = replica.pool.pin(keys)
+        local = job.local = len(job.rows)
+        remote, peers = self._held_by_a_peer(replica, keys[local:])
+        sent, fetched = self._fetch(replica, job, keys[local : local + remote], peers)
+        seconds = compute_seconds(job.asked, local + sent)
+        job.ends = self._now + job.slower * (_fetch_seconds(fetched) + seconds)
+        computed = round(seconds * PREFILL)
+        self.result.fetched += fetched * CHUNK
+        self.result.computed += computed
+        self.result.local += job.asked.tokens - fetched * CHUNK - computed
+        self._at(job.ends, self._finish, replica, job)
+
+    def _fetch(
+        self, replica: _Replica, job: _Job, keys: Sequence[bytes], peers: int
+    ) -> tuple[int, int]:
+        """How many leading keys a peer gave, and how many of them were not here."""
+        if not keys:
+            return 0, 0
+        donor = self._replicas[self._source.choice(self.mirror.sets.names(peers))]
+        granted = donor.pool.pin_shared(keys)
+        donor.pool.unpin(granted)
+        rows = self._reserve(replica, job, keys[: len(granted)])
+        for row in rows:
+            row.replicated_from = donor.name
+        return len(granted), len(rows)
+
+    def _reserve(self, replica: _Replica, job: _Job, keys: Sequence[bytes]) -> list[Row]:
+        reserved = replica.pool.reserve(keys, frozenset(job.asked.keys), self._is_redundant)
+        for row in reserved.rows:
+            replica.pool.commit(row, checksum=1, pins=1)
+        job.rows += reserved.rows
+        job.evicted += reserved.evicted
+        return reserved.rows
+
+    def _is_redundant(self, row: Row) -> bool:
+        donor = row.replicated_from
+        return donor is not None and bool(
+            self.mirror.usable_set(row.key) & self._replicas[donor].bit
+        )
+
+    def _finish(self, replica: _Replica, job: _Job) -> None:
+        self._reserve(replica, job, job.asked.keys)
+        replica.pool.unpin(job.rows)
+        replica.pool.touch(reversed(job.asked.keys))
+        added = pack(row.key for row in job.rows[job.local :])
+        replica.sequence += 1
+        self._index.publish(replica.name, replica.sequence, added, pack(job.evicted))
+        if not self._news:
+            self._news = True
+            self._at(self._now + NEWS, self._hear)
+        self.router.ended(job.request)
+        self._policy.answered(job.request)
+        self.result.seconds.append(self._now - job.asked.at)
+        self._left -= 1
+        replica.running = None
+        if replica.waiting:
+            self._start(replica)
+
+
+def _fetch_seconds(chunks: int) -> float:
+    return FETCH_S + chunks * CHUNK / FETCH if chunks else 0.0
+
+
+def compute_seconds(request: Request, chunks: int) -> float:
+    """At least the last token is computed."""
+    return max(1, request.tokens - chunks * CHUNK) / PREFILL

@@ -1,0 +1,65 @@
+"""Simulated replicas take as long as their rates say and keep what they have computed."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks import simulator
+from benchmarks.rivals import EarliestFinish, InTurn
+from benchmarks.simulator import CHUNK, FETCH, FETCH_S, PREFILL, TRANSIT, Maker, Result, Simulator
+from benchmarks.traces import GROUP, Request
+
+TOKENS = 10 * CHUNK + 1
+COMPUTE = TOKENS / PREFILL
+
+
+def request(at: float, name: str) -> Request:
+    return Request(
+        at, TOKENS, [f"{name} {number}".ljust(32).encode() + GROUP for number in range(10)]
+    )
+
+
+def run(replicas: int, maker: Maker, *requests: Request, shares: bool = True) -> Result:
+    return Simulator(replicas, maker, shares=shares).run(requests)
+
+
+def test_prompts_are_computed_one_after_another() -> None:
+    result = run(1, InTurn, request(0.0, "a"), request(0.0, "b"))
+    assert result.seconds == pytest.approx([TRANSIT + COMPUTE, TRANSIT + 2 * COMPUTE])
+    assert (result.local, result.fetched, result.computed) == (0, 0, 2 * TOKENS)
+
+
+def test_what_was_computed_here_is_a_hit() -> None:
+    result = run(1, InTurn, request(0.0, "a"), request(5.0, "a"))
+    assert result.seconds[1] == pytest.approx(TRANSIT + 1 / PREFILL)
+    assert result.local == 10 * CHUNK
+
+
+def test_what_was_computed_elsewhere_is_fetched() -> None:
+    result = run(2, InTurn, request(0.0, "a"), request(5.0, "a"))
+    assert result.seconds[1] == pytest.approx(TRANSIT + FETCH_S + 10 * CHUNK / FETCH + 1 / PREFILL)
+    assert result.fetched == 10 * CHUNK
+
+
+def test_without_sharing_it_is_computed_again() -> None:
+    result = run(2, InTurn, request(0.0, "a"), request(5.0, "a"), shares=False)
+    assert result.computed == 2 * TOKENS
+
+
+def test_the_router_follows_the_prefix() -> None:
+    result = run(4, EarliestFinish, request(0.0, "a"), request(5.0, "a"))
+    assert (result.local, result.fetched) == (10 * CHUNK, 0)
+
+
+def test_a_full_pool_forgets_the_oldest_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(simulator, "SLOTS", 20)
+    asked = [request(5.0 * number, name) for number, name in enumerate("abca")]
+    assert run(1, InTurn, *asked).local == 0
+    again = [request(5.0 * number, name) for number, name in enumerate("abcc")]
+    assert run(1, InTurn, *again).local == 10 * CHUNK
+
+
+def test_the_same_requests_give_the_same_result() -> None:
+    asked = [request(0.3 * number, f"{number % 7}") for number in range(50)]
+    first, second = (run(3, EarliestFinish, *asked) for _ in range(2))
+    assert first.seconds == second.seconds

@@ -1,0 +1,131 @@
+"""A backlog is what was reported, less the time since, plus what was sent since."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from xinference_xavier.replica.peer_sets import PeerSets
+from xinference_xavier.routing.load import IN_TRANSIT, Loads, Rates, Report
+
+RATES = Rates(0.001)
+
+
+class Index:
+    def __init__(self) -> None:
+        self.sets = PeerSets()
+
+
+@pytest.fixture
+def loads() -> Loads:
+    return Loads(Index())
+
+
+def report(made: float, seconds: float | None = 0.0, requests: int = 0, **fields: object) -> Report:
+    return Report(made, 1000, seconds, requests, **{"rates": RATES, **fields})  # type: ignore[arg-type]
+
+
+def backlog(loads: Loads, name: str, now: float) -> float:
+    return float(loads.backlog(now)[loads.names.index(name)])
+
+
+def test_reported_work_takes_its_time(loads: Loads) -> None:
+    loads.report("a", report(10.0, 3.0))
+    assert [backlog(loads, "a", now) for now in (10.0, 12.0, 15.0)] == [3.0, 1.0, 0.0]
+
+
+def test_what_was_sent_since_a_report_is_added(loads: Loads) -> None:
+    loads.report("a", report(10.0, 3.0))
+    loads.sent("a", 2.0, 100, now=11.0)
+    assert backlog(loads, "a", 11.0) == 4.0
+    loads.sent("a", 2.0, 100, now=17.0)  # when it had been idle
+    assert backlog(loads, "a", 17.0) == 2.0
+
+
+def test_a_report_replaces_what_it_includes_and_nothing_else(loads: Loads) -> None:
+    loads.report("a", report(10.0))
+    loads.sent("a", 5.0, 100, now=10.5)
+    loads.sent("a", 1.0, 100, now=12.0 - IN_TRANSIT / 2)
+    loads.report("a", report(12.0, 2.0))
+    assert backlog(loads, "a", 12.0) == pytest.approx(3.0)
+
+
+def test_a_late_report_is_ignored(loads: Loads) -> None:
+    loads.report("a", report(10.0, 3.0))
+    loads.report("a", report(9.0, 100.0))
+    assert backlog(loads, "a", 10.0) == 3.0
+
+
+def test_a_replica_that_does_not_report_gets_nothing(loads: Loads) -> None:
+    loads.report("a", report(10.0))
+    loads.report("b", report(15.0))
+    assert backlog(loads, "a", 19.9) == 0.0
+    assert backlog(loads, "a", 20.0) == math.inf
+    assert backlog(loads, "b", 20.0) == 0.0
+    assert loads.expired(20.0) == ["a"]
+    loads.report("a", report(20.0))
+    assert backlog(loads, "a", 20.0) == 0.0
+
+
+def test_a_replica_at_its_limit_gets_nothing_until_a_request_ends(loads: Loads) -> None:
+    loads.report("a", report(10.0), limit=2)
+    loads.sent("a", 0.0, 1, now=10.0)
+    assert backlog(loads, "a", 10.0) == 0.0
+    loads.sent("a", 0.0, 1, now=10.0)
+    assert backlog(loads, "a", 10.0) == math.inf
+    loads.ended("a")
+    assert backlog(loads, "a", 10.0) == 0.0
+
+
+def test_requests_of_others_count_too(loads: Loads) -> None:
+    loads.report("a", report(10.0))
+    loads.sent("a", 0.0, 1, now=10.0)
+    loads.report("a", report(12.0, requests=3))
+    loads.renumber()
+    assert loads.running.tolist() == [3]
+    loads.ended("a")
+    assert loads.running.tolist() == [2]
+
+
+def test_room_is_what_is_free_less_what_waits_or_was_sent(loads: Loads) -> None:
+    loads.report("a", report(10.0, free_tokens=5000))
+    loads.sent("a", 1.0, 500, now=11.0)
+    loads.renumber()
+    assert loads.room.tolist() == [3500]
+
+
+def test_a_replica_without_rates_is_taken_for_a_typical_one(loads: Loads) -> None:
+    loads.report("new", report(9.0, None, rates=None))
+    assert backlog(loads, "new", 9.0) == 0.0  # nobody knows
+    loads.report("a", report(10.0, rates=Rates(0.002)))
+    loads.report("b", report(10.0, rates=Rates(0.004)))
+    loads.report("new", report(10.0, None, rates=None))
+    assert backlog(loads, "new", 10.0) == pytest.approx(3.0)
+
+
+def test_loads_follow_the_numbers_of_the_index() -> None:
+    index = Index()
+    loads = Loads(index)
+    loads.report("a", report(10.0, 1.0))
+    loads.report("b", report(10.0, 2.0))
+    loads.renumber()
+    index.sets.bit("c")
+    assert not loads.renumber()  # nobody else has an old number
+    index.sets.forget(["a"])
+    index.sets.bit("d")
+    loads.forget("a")
+    assert loads.renumber()
+    assert (loads.names[1], loads.backlog(10.0)[1]) == ("b", 2.0)
+    assert "a" not in loads
+    index.sets = PeerSets()
+    assert loads.renumber()
+    assert backlog(loads, "b", 10.0) == 2.0
+
+
+def test_a_number_without_a_replica_gets_nothing() -> None:
+    index = Index()
+    index.sets.bit("silent")
+    loads = Loads(index)
+    loads.report("a", report(10.0))
+    assert loads.backlog(10.0).tolist() == [math.inf, 0.0]

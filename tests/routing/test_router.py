@@ -1,0 +1,115 @@
+"""A burst between two reports spreads, and follows the chunks that are expected."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+
+from tests.routing.holdings import Held
+from xinference_xavier.replica.peer_sets import PeerSets
+from xinference_xavier.routing.choice import Choice, Chunks, Prompt
+from xinference_xavier.routing.load import Rates, Report
+from xinference_xavier.routing.router import Router
+
+SIZE = Chunks(tokens=100, bytes=1000)
+RATES = Rates(token_s=0.001, fetch_s=0.01, byte_s=1e-5)
+
+
+def prompt(name: str, chunks: int = 10) -> Prompt:
+    return Prompt(chunks * 100, [f"{name} {number}".encode() for number in range(chunks)])
+
+
+class Cluster:
+    def __init__(self, *names: str) -> None:
+        self.held = Held({name: [] for name in names})
+        self.router = Router(self.held, SIZE, random.Random(0))
+        self.sent = 0
+        for name in names:
+            self.router.report(name, Report(0.0, 0, 0.0, 0, RATES), limit=8)
+
+    def send(self, asked: Prompt, now: float = 0.0) -> Choice:
+        choice = self.router.choose(asked, now)
+        assert choice is not None
+        self.sent += 1
+        self.router.sent(f"{self.sent}", choice, now)
+        return choice
+
+
+@pytest.fixture
+def cluster() -> Cluster:
+    return Cluster(*"abcd")
+
+
+def test_a_burst_spreads(cluster: Cluster) -> None:
+    spread = Counter(cluster.send(prompt(f"{number}")).replica for number in range(12))
+    assert spread == Counter("abcd" * 3)
+
+
+def test_the_next_turn_follows_the_first_before_it_is_computed(cluster: Cluster) -> None:
+    first = cluster.send(prompt("chat", 10), now=0.0)
+    again = cluster.send(prompt("chat", 12), now=0.9)
+    assert again.replica == first.replica
+    assert again.reason == "local"
+    assert again.terms == pytest.approx((0.1, 0.0, 0.2))
+
+
+def test_what_is_expected_is_not_expected_for_ever(cluster: Cluster) -> None:
+    cluster.send(prompt("chat"), now=0.0)
+    (choice,) = [cluster.router.choose(prompt("chat"), 3.1)]
+    assert choice is not None
+    assert choice.reason == "backlog"
+
+
+def test_a_hot_prefix_spreads_when_its_owner_is_busy(cluster: Cluster) -> None:
+    hot = prompt("hot", 9)
+    for key in hot.keys:
+        cluster.held._held[key] = cluster.held.sets.bit("a")
+    asked = [Prompt(1000, [*hot.keys, f"own {number}".encode()]) for number in range(8)]
+    spread = Counter(cluster.send(one).replica for one in asked)
+    assert spread["a"] >= 2
+    assert set(spread) == set("abcd")
+
+
+def test_a_full_cluster_sends_nothing(cluster: Cluster) -> None:
+    for number in range(32):
+        cluster.send(prompt(f"{number}"))
+    assert cluster.router.choose(prompt("one more"), 0.0) is None
+    cluster.router.ended("7")
+    assert cluster.router.choose(prompt("one more"), 0.0) is not None
+
+
+def test_a_lost_replica_gets_nothing_until_it_reports(cluster: Cluster) -> None:
+    lost = cluster.send(prompt("chat")).replica
+    assert cluster.router.lost(lost) == (["1"], [])
+    again = cluster.send(prompt("chat"))
+    assert again.replica != lost
+    cluster.router.report(lost, Report(1.0, 0, 0.0, 0, RATES))
+    choices = [cluster.router.choose(prompt(f"{number}"), 1.0) for number in range(50)]
+    assert lost in {choice.replica for choice in choices if choice}
+
+
+def test_nothing_is_expected_of_a_replica_that_was_lost(cluster: Cluster) -> None:
+    lost = cluster.send(prompt("chat")).replica
+    cluster.router.lost(lost)
+    cluster.router.report(lost, Report(1.0, 0, 0.0, 0, RATES))
+    choice = cluster.router.choose(prompt("chat"), 1.0)
+    assert choice is not None
+    assert choice.reason == "backlog"
+
+
+def test_an_answer_that_has_begun_is_not_sent_again(cluster: Cluster) -> None:
+    lost = cluster.send(prompt("chat")).replica
+    cluster.router.answered("1")
+    assert cluster.router.lost(lost) == ([], ["1"])
+
+
+def test_nothing_is_expected_of_a_replica_that_has_another_number(cluster: Cluster) -> None:
+    cluster.send(prompt("chat"))
+    cluster.held.sets = PeerSets()
+    for name in "zdcba":
+        cluster.held.sets.bit(name)
+    choice = cluster.router.choose(prompt("chat"), 0.0)
+    assert choice is not None
+    assert choice.reason == "backlog"

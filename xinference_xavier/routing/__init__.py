@@ -1,0 +1,1 @@
+"""Which replica a request goes to: loads, forecasts, the choice, and the queue before it."""

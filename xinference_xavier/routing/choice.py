@@ -1,0 +1,191 @@
+"""Which replica answers a prompt first: backlog + computing or fetching what it lacks.
+
+Pure: no I/O, no clock. With a thousand replicas and a prompt of a hundred chunks, a choice is one
+pass over the chunks with sets as integers, then a few operations on arrays.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from xinference_xavier.routing.load import Floats, Loads, Numbers
+
+TIE = 0.01
+"""Forecasts are equal that differ by less than this share, or by `_TIE_S`."""
+_TIE_S = 0.001  # seconds
+
+Counts = NDArray[np.int64]
+
+
+class Holdings(Protocol):
+    """Who holds what, such as `Mirror`. Sets have a bit for each replica's number."""
+
+    @property
+    def sets(self) -> Numbers: ...
+
+    def full_set(self, key: bytes) -> int:
+        """The replicas that hold `key`."""
+
+    def usable_set(self, key: bytes) -> int:
+        """Those of them from which it can be fetched."""
+
+
+class Chunks(NamedTuple):
+    """The size of a chunk."""
+
+    tokens: int
+    bytes: int
+
+
+class Prompt(NamedTuple):
+    tokens: int
+    keys: Sequence[bytes] = ()
+    """Of its whole chunks, in order. Empty if they are unknown: only backlogs count then."""
+
+
+class Terms(NamedTuple):
+    """A replica's forecast for a prompt, in seconds."""
+
+    backlog: float
+    fetch: float
+    compute: float
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Of a prompt, for each replica by number. `runs` are the leading chunks that the replica
+    holds, or is expected to; the others are `Terms`. A peer can send the first `fetchable` chunks.
+    """
+
+    prompt: Prompt
+    fetchable: int
+    runs: Counts
+    backlog: Floats
+    fetch: Floats
+    compute: Floats
+
+    @property
+    def total(self) -> Floats:
+        return self.backlog + self.fetch + self.compute
+
+
+@dataclass(frozen=True)
+class Choice:
+    """`reason` says why the prompt's prefix did or did not matter: `local`, no replica holds more
+    of it; `fetch`, the rest comes from a peer; `compute`, a peer holds more, but computing is
+    faster; `backlog`, no replica holds any of it, or its keys are unknown."""
+
+    replica: str
+    number: int
+    reason: str
+    forecast: Forecast
+    names: Sequence[str]
+
+    @property
+    def terms(self) -> Terms:
+        return self._terms(self.number)
+
+    @property
+    def all_terms(self) -> Mapping[str, Terms]:
+        """Of every replica that could have been chosen."""
+        open_ = np.isfinite(self.forecast.backlog).nonzero()[0].tolist()
+        return {self.names[number]: self._terms(number) for number in open_}
+
+    def _terms(self, number: int) -> Terms:
+        found = self.forecast
+        return Terms(*(float(each[number]) for each in (found.backlog, found.fetch, found.compute)))
+
+
+def held_runs(
+    holdings: Holdings, expected: Mapping[bytes, int], keys: Sequence[bytes], count: int
+) -> tuple[Counts, int]:
+    """Of the replicas with numbers below `count`, how many leading `keys` each holds or is expected
+    to; and how many one replica could send."""
+    here, donors = (1 << count) - 1, -1
+    fetchable = 0
+    distinct: list[int] = []
+    lengths: list[int] = []
+    for key in keys:
+        if donors:
+            donors &= holdings.usable_set(key)
+            fetchable += donors != 0
+        shrunk = here & (holdings.full_set(key) | expected.get(key, 0))
+        if not shrunk and not donors:
+            break
+        if shrunk == here and distinct:
+            lengths[-1] += 1
+        else:
+            distinct.append(shrunk)
+            lengths.append(1)
+        here = shrunk
+    width = count // 8 + 1
+    packed = b"".join(each.to_bytes(width, "little") for each in distinct)
+    rows = np.frombuffer(packed, np.uint8).reshape(len(distinct), width)
+    bits = np.unpackbits(rows, axis=1, count=count, bitorder="little")
+    # Each set is part of the one before it, so that their sum is the length of the run.
+    return np.array(lengths, np.int64) @ bits, fetchable
+
+
+def forecast(
+    loads: Loads, prompt: Prompt, runs: Counts, fetchable: int, size: Chunks, now: float
+) -> Forecast:
+    """`runs` and `fetchable` as `held_runs` found them."""
+    backlog = loads.backlog(now)
+    token_s, depth_s, fetch_s, byte_s = loads.rates
+    last = prompt.tokens - 1  # at least one token is computed
+
+    def compute(first: Counts | int) -> Floats:
+        mean_s = token_s + depth_s * ((first + prompt.tokens) * 0.5)
+        seconds: Floats = (prompt.tokens - first) * mean_s
+        return seconds
+
+    alone = compute(np.minimum(runs * size.tokens, last))
+    missing = fetchable - runs
+    fetch = fetch_s + byte_s * (size.bytes * missing)
+    rest = compute(min(fetchable * size.tokens, last))
+    fetches = (missing > 0) & (fetch + rest < alone)
+    fetch, compute_s = np.where(fetches, fetch, 0.0), np.where(fetches, rest, alone)
+    return Forecast(prompt, fetchable, runs, backlog, fetch, compute_s)
+
+
+def choose(
+    loads: Loads, found: Forecast, source: random.Random, preferred: str = ""
+) -> Choice | None:
+    """The replica with the earliest finish, of those with room for the prompt if there are any.
+
+    Among equals, `preferred` is chosen, else one with the fewest requests, at random. None if no
+    replica accepts a request now.
+    """
+    total = found.total
+    least = total.min(initial=np.inf)
+    if least == np.inf:
+        return None
+    roomy = np.where(loads.room >= found.prompt.tokens, total, np.inf)
+    if roomy.min() < np.inf:
+        total, least = roomy, roomy.min()
+    equals = np.flatnonzero(total <= max(least * (1 + TIE), least + _TIE_S))
+    number = _one_of(equals, loads, source, preferred)
+    return Choice(loads.names[number], number, _reason(found, number), found, loads.names)
+
+
+def _one_of(equals: Counts, loads: Loads, source: random.Random, preferred: str) -> int:
+    if preferred:
+        for number in equals.tolist():
+            if loads.names[number] == preferred:
+                return int(number)
+    running = loads.running[equals]
+    return int(source.choice(equals[running == running.min()]))
+
+
+def _reason(found: Forecast, number: int) -> str:
+    if not found.fetchable and not found.runs.any():
+        return "backlog"
+    if found.fetch[number]:
+        return "fetch"
+    return "local" if found.runs[number] >= found.fetchable else "compute"

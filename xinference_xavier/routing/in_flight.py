@@ -1,0 +1,67 @@
+"""Which request is at which replica, and which of them another replica can still answer.
+
+A request whose replica is lost goes to another one if it has not been answered a byte yet, but only
+once: a request that brings its replica down must not bring down all. Pure; belongs to one thread.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+@dataclass(slots=True)
+class _Request:
+    replica: str
+    answered: bool = False
+    moved: bool = False
+
+
+class Lost(NamedTuple):
+    """Requests of a lost replica."""
+
+    again: list[str]
+    """To send elsewhere, in the order in which they were sent."""
+    failed: list[str]
+
+
+class InFlight:
+    def __init__(self) -> None:
+        self._requests: dict[str, _Request] = {}
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def sent(self, request: str, replica: str) -> None:
+        """Raises ValueError for a request that is at a replica."""
+        known = self._requests.get(request)
+        if known is None:
+            self._requests[request] = _Request(replica)
+        elif known.replica:
+            raise ValueError(f"request {request!r} is at replica {known.replica!r} already")
+        else:
+            known.replica = replica
+
+    def answered(self, request: str) -> None:
+        """A byte of the answer has arrived."""
+        if (known := self._requests.get(request)) is not None:
+            known.answered = True
+
+    def ended(self, request: str) -> str:
+        """The replica that the request was at; empty if at none, or if it had ended before."""
+        known = self._requests.pop(request, None)
+        return known.replica if known else ""
+
+    def lost(self, replica: str) -> Lost:
+        """The replica has failed or hangs."""
+        lost = Lost([], [])
+        for request, known in list(self._requests.items()):
+            if known.replica != replica:
+                continue
+            if known.answered or known.moved:
+                del self._requests[request]
+                lost.failed.append(request)
+            else:
+                known.replica, known.moved = "", True
+                lost.again.append(request)
+        return lost

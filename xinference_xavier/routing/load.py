@@ -1,0 +1,212 @@
+"""How busy each replica is, in seconds, and how fast it works.
+
+A replica's report says what it had to do when the report was made. Work takes its time: what was
+reported shrinks as time passes, and what the router has sent since is added. So a burst between
+two reports spreads over the replicas.
+
+Pure: no I/O, no clock. Times are monotonic seconds of the router. Belongs to one thread.
+
+Arrays have one element for each number that the index has given to a replica, so that sets of
+holders and loads fit together. Where the index renumbers its replicas, the arrays are made again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+IN_TRANSIT = 0.05
+"""Seconds after which the router takes for granted that a request is in the replica's reports."""
+
+Floats = NDArray[np.float64]
+
+
+class Rates(NamedTuple):
+    """What a replica has measured of itself, in seconds."""
+
+    token_s: float
+    """Of a prompt's first token."""
+    depth_s: float = 0.0
+    """That a token takes longer for each token before it."""
+    fetch_s: float = 0.0
+    """Overhead of a fetch."""
+    byte_s: float = 0.0
+    """Of a fetched byte."""
+
+
+_UNKNOWN = Rates(0.0)
+
+
+class Report(NamedTuple):
+    """A replica's load at the time `made`."""
+
+    made: float
+    prefill_tokens: int
+    """Still to compute, of requests that wait or run."""
+    prefill_s: float | None
+    """The same by the replica's own forecast, fetches included; None if it has no rates yet."""
+    requests: int
+    """That wait or run, decoding ones among them."""
+    rates: Rates | None = None
+    free_tokens: float = math.inf
+    """For which there are free KV blocks."""
+
+
+class Numbers(Protocol):
+    """The index's numbers of replicas."""
+
+    version: int
+    """Changes whenever a number is given or freed."""
+
+    def bit(self, peer: str) -> int:
+        """1 << the number of `peer`, which gets one if it has none."""
+
+
+class Numbered(Protocol):
+    @property
+    def sets(self) -> Numbers:
+        """Another object where everything was forgotten."""
+
+
+class _Sent(NamedTuple):
+    at: float
+    seconds: float
+    tokens: int
+
+
+@dataclass(slots=True)
+class _Replica:
+    report: Report
+    number: int = -1
+    rates: Rates = _UNKNOWN
+    limit: float = math.inf
+    running: int = 0  # of this router's requests
+    others: int = 0  # requests of which this router does not know
+    until: float = 0.0  # when all known work will be done
+    room: float = math.inf
+    sent: deque[_Sent] = field(default_factory=deque)  # since the report
+
+    def add(self, sent: _Sent) -> None:
+        self.until = max(self.until, sent.at) + sent.seconds
+        self.room -= sent.tokens
+
+
+class Loads:
+    """The loads of the replicas that have reported. `lease` is in seconds."""
+
+    def __init__(self, index: Numbered, *, lease: float = 10.0) -> None:
+        self.lease = lease
+        self._index = index
+        self._numbers = index.sets
+        self._version = -1
+        self._replicas: dict[str, _Replica] = {}
+        self._allocate(0)
+
+    def _allocate(self, size: int) -> None:
+        self.names: list[str] = [""] * size
+        """By number; empty where no replica has reported."""
+        self._until, self._made, self._limit, self.room = np.zeros((4, size))
+        self._made -= math.inf
+        self.running = np.zeros(size, np.int64)
+        """Requests, by number."""
+        self.rates = np.zeros((4, size))
+        """`Rates`, one after another, by number."""
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._replicas
+
+    def report(self, name: str, report: Report, *, limit: float = math.inf) -> None:
+        """The latest from a replica; one that arrives late is ignored. `limit` is the number of
+        requests that it accepts."""
+        replica = self._replicas.get(name)
+        if replica is None:
+            replica = self._replicas[name] = _Replica(report)
+            self._version = -1
+        elif report.made <= replica.report.made:
+            return
+        replica.report, replica.limit = report, limit
+        replica.rates = report.rates or self._typical_rates()
+        replica.others = max(0, report.requests - replica.running)
+        seconds = report.prefill_s
+        if seconds is None:
+            seconds = report.prefill_tokens * replica.rates.token_s
+        replica.until = report.made + seconds
+        replica.room = report.free_tokens - report.prefill_tokens
+        while replica.sent and replica.sent[0].at <= report.made - IN_TRANSIT:
+            replica.sent.popleft()
+        for sent in replica.sent:
+            replica.add(sent)
+        self._show(replica)
+
+    def _typical_rates(self) -> Rates:
+        """The mean of those who know theirs. While nobody does, work seems to take no time, and the
+        replica with the fewest requests is chosen."""
+        known = [each.rates for each in self._replicas.values() if each.report.rates]
+        return Rates(*np.mean(known, axis=0).tolist()) if known else _UNKNOWN
+
+    def sent(self, name: str, seconds: float, tokens: int, now: float) -> None:
+        """The router has sent a request that will keep the replica busy for `seconds`."""
+        replica = self._replicas[name]
+        sent = _Sent(now, seconds, tokens)
+        replica.sent.append(sent)
+        replica.running += 1
+        replica.add(sent)
+        self._show(replica)
+
+    def ended(self, name: str) -> None:
+        if (replica := self._replicas.get(name)) is not None:
+            replica.running = max(0, replica.running - 1)
+            self._show(replica)
+
+    def forget(self, name: str) -> None:
+        if self._replicas.pop(name, None) is not None:
+            self._version = -1
+
+    def expired(self, now: float) -> list[str]:
+        """The replicas that have not reported for their lease."""
+        oldest = now - self.lease
+        return [name for name, each in self._replicas.items() if each.report.made <= oldest]
+
+    def backlog(self, now: float) -> Floats:
+        """Seconds until each replica will have computed what it has, by number. Infinite for one
+        that gets nothing: its lease has run out, or it has as many requests as it accepts."""
+        self.renumber()
+        closed = (self._made <= now - self.lease) | (self.running >= self._limit)
+        return np.where(closed, math.inf, np.maximum(self._until - now, 0.0))
+
+    def renumber(self) -> bool:
+        """Follow the index's numbers; True if one of them means another replica now. Cheap unless
+        the index has given or freed a number."""
+        if self._is_numbered():
+            return False
+        old, self._numbers = self.names, self._index.sets
+        bits = [self._numbers.bit(name) for name in self._replicas]
+        self._version = self._numbers.version
+        self._allocate(max(bits, default=0).bit_length())
+        for bit, (name, replica) in zip(bits, self._replicas.items(), strict=True):
+            replica.number = bit.bit_length() - 1
+            self.names[replica.number] = name
+            self._show(replica)
+        kept = len(old) <= len(self.names)
+        return not kept or any(
+            was and was != now for was, now in zip(old, self.names, strict=False)
+        )
+
+    def _is_numbered(self) -> bool:
+        return self._numbers is self._index.sets and self._version == self._numbers.version
+
+    def _show(self, replica: _Replica) -> None:
+        if not self._is_numbered():
+            return  # its number may be another's; the next look makes the arrays again
+        number = replica.number
+        self._until[number] = replica.until
+        self._made[number] = replica.report.made
+        self._limit[number] = replica.limit
+        self.room[number] = replica.room
+        self.running[number] = replica.running + replica.others
+        self.rates[:, number] = replica.rates
