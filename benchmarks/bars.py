@@ -138,7 +138,8 @@ _TWO_COPIES = (
     "vLLM's own steps ([where the time goes](performance.md#where-the-time-of-a-remote-hit-goes))"
 )
 _STORING = (
-    "vLLM's calls of a connector in each step, and by the processor time that storing takes from "
+    "vLLM's calls of a connector in each step ([table](performance.md#what-a-step-pays-for-the-"
+    "connector)), and by the processor time that storing takes from "
     "computing: storing and publishing a prompt of 500 tokens takes 6 ms of the engine's "
     "processors and 2 of the tracker's"
 )
