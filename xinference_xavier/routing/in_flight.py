@@ -33,14 +33,9 @@ class InFlight:
         return len(self._requests)
 
     def sent(self, request: str, replica: str) -> None:
-        """Raises ValueError for a request that is at a replica."""
-        known = self._requests.get(request)
-        if known is None:
-            self._requests[request] = _Request(replica)
-        elif known.replica:
-            raise ValueError(f"request {request!r} is at replica {known.replica!r} already")
-        else:
-            known.replica = replica
+        known = self._requests.setdefault(request, _Request(""))
+        assert not known.replica, "it is at a replica"
+        known.replica = replica
 
     def answered(self, request: str) -> None:
         """A byte of the answer has arrived."""
