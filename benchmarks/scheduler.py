@@ -22,8 +22,8 @@ from vllm.v1.kv_offload.base import LookupResult, OffloadKey
 
 from benchmarks.figures import figure, shown
 from tests.engine.scheduling import CHUNK, KEY_BYTES, Request, Scheduling, chunks
+from xinference_xavier.mirror.mirror import Mirror
 from xinference_xavier.protocol.tracker import INITIAL_SETTINGS, Change, Member, Update
-from xinference_xavier.replica.mirror import Mirror
 from xinference_xavier.replica.tracker_client import PIECE_PAUSE
 
 TITLE = "Scheduler thread"

@@ -20,9 +20,9 @@ from heapq import heappop, heappush
 from typing import Any, Protocol
 
 from benchmarks.traces import CHUNK, GROUP, Request
+from xinference_xavier.mirror.mirror import Mirror
 from xinference_xavier.pool.pool import Pool, Row
 from xinference_xavier.protocol.tracker import Member, pack
-from xinference_xavier.replica.mirror import Mirror
 from xinference_xavier.routing.choice import Choice, Chunks, Prompt
 from xinference_xavier.routing.load import Rates, Report
 from xinference_xavier.routing.router import Router

@@ -20,8 +20,8 @@ import psutil
 from benchmarks import propagation
 from benchmarks.figures import figure, ratio, shown
 from benchmarks.watchers import KEY_BYTES, NAMESPACE, TrackerProcess
+from xinference_xavier.mirror.mirror import Mirror
 from xinference_xavier.protocol.tracker import Member, Settings, unpack
-from xinference_xavier.replica.mirror import Mirror
 from xinference_xavier.tracker.index import Index
 
 TITLE = "Tracker"

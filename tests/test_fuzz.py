@@ -31,6 +31,7 @@ from xinference_xavier.errors import (
     RegionError,
     TransportError,
 )
+from xinference_xavier.mirror.mirror import Mirror
 from xinference_xavier.options import PARSERS
 from xinference_xavier.pool import region as region_module
 from xinference_xavier.pool.region import Region
@@ -55,7 +56,6 @@ from xinference_xavier.protocol.transfer import (
     check_ticket,
     parse_started,
 )
-from xinference_xavier.replica.mirror import Mirror
 from xinference_xavier.runtime.addresses import split_address
 from xinference_xavier.tracker.actor import BlockTracker
 from xinference_xavier.transfer.transports import auth, gloo

@@ -16,7 +16,7 @@ from tests.chaos.cluster import Cluster
 from tests.chaos.node import Node
 from tests.chaos.report import Leaks
 from tests.faults import Order
-from xinference_xavier.replica.mirror import SHORT
+from xinference_xavier.mirror.mirror import SHORT
 from xinference_xavier.transfer.transports.gloo import MAX_WITHDRAWN
 
 REST_TIME = 20.0

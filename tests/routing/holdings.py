@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from xinference_xavier.replica.peer_sets import PeerSets
+from xinference_xavier.mirror.peer_sets import PeerSets
 
 
 class Held:

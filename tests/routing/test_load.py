@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from xinference_xavier.replica.peer_sets import PeerSets
+from xinference_xavier.mirror.peer_sets import PeerSets
 from xinference_xavier.routing.load import IN_TRANSIT, Loads, Rates, Report
 
 RATES = Rates(0.001)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import xoscar as xo
 
+from xinference_xavier.mirror.mirror import Mirror
 from xinference_xavier.protocol import tracker as checks_module
 from xinference_xavier.protocol.tracker import (
     Change,
@@ -18,7 +19,6 @@ from xinference_xavier.protocol.tracker import (
     TrackerFullError,
     Update,
 )
-from xinference_xavier.replica.mirror import Mirror
 from xinference_xavier.tracker import membership as membership_module
 from xinference_xavier.tracker import namespaces as namespaces_module
 from xinference_xavier.tracker import watchers as watchers_module

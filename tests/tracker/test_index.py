@@ -7,6 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from xinference_xavier.mirror.mirror import Mirror
 from xinference_xavier.protocol.tracker import (
     Change,
     Member,
@@ -16,7 +17,6 @@ from xinference_xavier.protocol.tracker import (
     pack,
     unpack,
 )
-from xinference_xavier.replica.mirror import Mirror
 from xinference_xavier.tracker.index import Index
 
 KEY_BYTES = 4

@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 import xoscar
 
 from xinference_xavier.errors import LinkError, shown
+from xinference_xavier.mirror.mirror import Mirror
 from xinference_xavier.protocol.transfer import PROTOCOL_VERSION, check_version
-from xinference_xavier.replica.mirror import Mirror
 from xinference_xavier.replica.namespace import SharedNamespace
 from xinference_xavier.runtime.addresses import replica_uid
 from xinference_xavier.runtime.deadline import within

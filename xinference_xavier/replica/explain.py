@@ -11,8 +11,8 @@ import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from xinference_xavier.mirror.mirror import Mirror
 from xinference_xavier.pool.pool import Pool
-from xinference_xavier.replica.mirror import Mirror
 
 
 class Chunked(NamedTuple):

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import xoscar
 
 from xinference_xavier.errors import REFUSALS, GrantRefusedError, XavierError
+from xinference_xavier.mirror.mirror import Mirror
 from xinference_xavier.pool.pool import Pool, Row
 from xinference_xavier.protocol.transfer import (
     PROTOCOL_VERSION,
@@ -25,7 +26,6 @@ from xinference_xavier.protocol.transfer import (
     check_grant,
 )
 from xinference_xavier.replica.canary import Canary
-from xinference_xavier.replica.mirror import Mirror
 from xinference_xavier.replica.namespace import SharedNamespace
 from xinference_xavier.replica.tracing import FetchSpan
 from xinference_xavier.replica.transfer_process import TransferProcess

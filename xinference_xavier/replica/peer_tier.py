@@ -11,11 +11,11 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from xinference_xavier.mirror.mirror import Mirror
 from xinference_xavier.pool.pool import Pool, Row
 from xinference_xavier.replica.canary import Canary
 from xinference_xavier.replica.checksums import Checksums
 from xinference_xavier.replica.fetcher import Fetcher, PeerFetch
-from xinference_xavier.replica.mirror import Mirror
 from xinference_xavier.replica.namespace import SharedNamespace
 from xinference_xavier.replica.publisher import MAX_QUEUED
 from xinference_xavier.replica.tracker_client import TrackerClient

@@ -19,6 +19,7 @@ import xoscar
 
 from xinference_xavier.config import XavierConfig
 from xinference_xavier.errors import ExplainError, NotSharing
+from xinference_xavier.mirror.mirror import Mirror
 from xinference_xavier.options import TRANSPORTS
 from xinference_xavier.pool.pool import Pool
 from xinference_xavier.pool.region import Region
@@ -32,7 +33,6 @@ from xinference_xavier.replica.donor import Donor
 from xinference_xavier.replica.event_reporter import EventReporter
 from xinference_xavier.replica.explain import Chunker, explanation
 from xinference_xavier.replica.fetcher import Fetcher
-from xinference_xavier.replica.mirror import Mirror
 from xinference_xavier.replica.namespace import SharedNamespace
 from xinference_xavier.replica.peer_tier import PeerTier
 from xinference_xavier.replica.self_check import self_check

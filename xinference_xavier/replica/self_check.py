@@ -11,8 +11,8 @@ import xoscar
 
 from xinference_xavier.config import XavierConfig
 from xinference_xavier.errors import TransportError
+from xinference_xavier.mirror.mirror import Mirror
 from xinference_xavier.protocol.transfer import Endpoint, check_endpoint
-from xinference_xavier.replica.mirror import Mirror
 from xinference_xavier.replica.transfer_process import TransferProcess
 from xinference_xavier.runtime.addresses import replica_uid
 from xinference_xavier.runtime.cancels import cancel_circles

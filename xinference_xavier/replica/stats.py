@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from xinference_xavier.hooks import Hooks
+from xinference_xavier.mirror.mirror import Mirror
 from xinference_xavier.pool.pool import Pool
 from xinference_xavier.replica.canary import Canary
 from xinference_xavier.replica.donor import Donor
 from xinference_xavier.replica.fetcher import FetchCounts
-from xinference_xavier.replica.mirror import Mirror
 from xinference_xavier.replica.transfer_process import TransferProcess
 from xinference_xavier.stats import schema
 

@@ -23,6 +23,7 @@ from typing import Any
 
 import xoscar as xo
 
+from xinference_xavier.mirror.mirror import Mirror
 from xinference_xavier.protocol.tracker import (
     MAX_CLAIM_SECONDS,
     MAX_REPORTED,
@@ -35,7 +36,6 @@ from xinference_xavier.protocol.tracker import (
     tracker_uid,
 )
 from xinference_xavier.replica.live_peers import LivePeers
-from xinference_xavier.replica.mirror import Mirror
 from xinference_xavier.replica.publisher import Counters, Publisher
 from xinference_xavier.runtime.deadline import within
 from xinference_xavier.runtime.validate import check_count

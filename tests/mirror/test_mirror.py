@@ -8,8 +8,8 @@ import tracemalloc
 
 import pytest
 
+from xinference_xavier.mirror.mirror import MAX_STALE, PIECE, Mirror
 from xinference_xavier.protocol.tracker import Change, Member, Settings, Update, pack
-from xinference_xavier.replica.mirror import MAX_STALE, PIECE, Mirror
 
 KEY = b"key1"
 OTHER = b"key2"

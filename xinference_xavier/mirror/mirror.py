@@ -1,4 +1,4 @@
-"""A replica's copy of the index: which peers hold a chunk, without a call.
+"""A copy of the index: which replicas hold a chunk, without a call.
 
 The peers that hold a chunk are an integer (`PeerSets`). So the cost of a lookup, and of finding who
 holds a whole prefix, hardly depends on the number of peers.
@@ -20,6 +20,7 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 from struct import iter_unpack
 
+from xinference_xavier.mirror.peer_sets import PeerSets
 from xinference_xavier.protocol.tracker import (
     INITIAL_SETTINGS,
     Change,
@@ -27,7 +28,6 @@ from xinference_xavier.protocol.tracker import (
     Update,
     check_update,
 )
-from xinference_xavier.replica.peer_sets import PeerSets
 
 MAX_STALE = 10_000  # stale entries remembered for each peer; the oldest go first
 PIECE = 500
