@@ -31,6 +31,7 @@ from examples.waiting import until
 from xinference_xavier.config import XavierConfig
 from xinference_xavier.pool.pool import Pool, PoolCounts
 from xinference_xavier.pool.region import Region
+from xinference_xavier.protocol.load import Load, ScheduledPrompt
 from xinference_xavier.protocol.tracker import tracker_uid
 from xinference_xavier.replica.canary import Probe, ProbeResult, Sketch
 from xinference_xavier.replica.explain import Chunked, Chunker
@@ -106,6 +107,8 @@ class _Engine:
         self.counted: dict[str, Any] = {}
         self.probe: Probe | None = None
         self.results: list[ProbeResult] = []
+        self.load: Callable[[], Load | None] = lambda: None
+        self.take_prompts: Callable[[], tuple[ScheduledPrompt, ...]] = lambda: ()
 
     @property
     def stats(self) -> Callable[[], dict[str, Any]]:

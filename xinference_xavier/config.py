@@ -14,7 +14,14 @@ import pydantic.dataclasses
 from pydantic_core import to_jsonable_python
 
 from xinference_xavier.errors import ConfigError
-from xinference_xavier.options import DEFAULT_FETCH_TIMEOUT, LEAST_FETCH_TOKENS, PARSERS, parse_bool
+from xinference_xavier.options import (
+    DEFAULT_FETCH_TIMEOUT,
+    DEFAULT_QUEUE,
+    LEAST_FETCH_TOKENS,
+    PARSERS,
+    Routing,
+    parse_bool,
+)
 from xinference_xavier.runtime.addresses import without_brackets
 from xinference_xavier.runtime.host import free_memory_bytes
 
@@ -62,6 +69,9 @@ class XavierConfig:
     min_fetch_tokens: int | None = None
     hooks: str | None = None
     audit: bool = True
+    routing: Routing = "auto"
+    queue: int = DEFAULT_QUEUE
+    request_limit: int | None = None
     worker_address: str | None = None
     replicas_per_host: int = 1
 

@@ -110,6 +110,13 @@ class SharingSwitched(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class RoutingChanged(Event):
+    """An operator changed how requests are routed."""
+
+    routing: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class CacheFlushed(Event):
     """An operator made `replicas` replicas drop what they hold."""
 

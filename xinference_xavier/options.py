@@ -10,13 +10,15 @@ import ipaddress
 import math
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal, get_args
 
 from xinference_xavier.errors import ConfigError
 from xinference_xavier.runtime.addresses import PORTS_PER_REPLICA, is_wildcard
 
 _GLOO = "xinference_xavier.transfer.transports.gloo:GlooTransport"
 _SHARED_MEMORY = "xinference_xavier.transfer.transports.shared_memory:SharedMemoryTransport"
+Routing = Literal["auto", "backlog", "off"]
+"""Requests go to the replica that answers first, to that with the smallest backlog, or in turn."""
 TRANSPORTS = {
     "auto": (_SHARED_MEMORY, _GLOO),
     "gloo": (_GLOO,),
@@ -26,6 +28,8 @@ TRANSPORTS = {
 them."""
 DEFAULT_FETCH_TIMEOUT = 5.0
 LEAST_FETCH_TOKENS = 256  # the default: a fetch can delay its request by a whole step of the engine
+DEFAULT_QUEUE = 100
+MAX_QUEUE = 100_000  # requests
 MAX_FETCH_TIMEOUT = 3600.0  # seconds; peers refuse a longer one
 
 _LOWEST_PORT, _HIGHEST_PORT = 1024, 65535
@@ -193,6 +197,22 @@ def _parse_hooks(option: str, value: object) -> str:
     raise ConfigError(option, value, "does not name a function", "name one as module:function")
 
 
+def _parse_routing(option: str, value: object) -> str:
+    name = value.strip().lower() if isinstance(value, str) else ""
+    if name in get_args(Routing):
+        return name
+    remedy = f"use one of {', '.join(get_args(Routing))}"
+    raise ConfigError(option, value, "is not a way to route requests", remedy)
+
+
+def _parse_queue(option: str, value: object) -> int:
+    remedy = f"use a number of requests from 0 to {MAX_QUEUE}"
+    length = _parse_int(option, value, remedy)
+    if not 0 <= length <= MAX_QUEUE:
+        raise ConfigError(option, value, "is out of range", remedy)
+    return length
+
+
 PARSERS: dict[str, Callable[[str, object], Any]] = {
     "xavier_pool_bytes": _parse_size,
     "xavier_chunk_tokens": _parse_chunk_tokens,
@@ -203,4 +223,6 @@ PARSERS: dict[str, Callable[[str, object], Any]] = {
     "xavier_min_fetch_tokens": _parse_min_fetch_tokens,
     "xavier_hooks": _parse_hooks,
     "xavier_audit": parse_bool,
+    "xavier_routing": _parse_routing,
+    "xavier_queue": _parse_queue,
 }

@@ -16,7 +16,7 @@ from tests.chaos.cluster import Cluster
 from tests.chaos.node import Node
 from tests.chaos.report import Leaks
 from tests.faults import Order
-from xinference_xavier.mirror.mirror import SHORT
+from xinference_xavier.protocol.tracker import SHORT_KEY
 from xinference_xavier.transfer.transports.gloo import MAX_WITHDRAWN
 
 REST_TIME = 20.0
@@ -139,7 +139,7 @@ def _about_mirrors(audits: dict[str, Any]) -> list[str]:
         for other in sorted(set(audits) - {incarnation}):
             for key in audits[other]["held"]:
                 holders.setdefault(key, []).append(other)
-        right = {key[-SHORT:]: those for key, those in holders.items()}
+        right = {key[-SHORT_KEY:]: those for key, those in holders.items()}
         wrong = sum(
             right.get(key) != audit["mirror"].get(key) for key in right.keys() | audit["mirror"]
         )

@@ -7,12 +7,12 @@ from collections.abc import Callable
 import pytest
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 
-from xinference_xavier.engine.scheduled import goes_on, prefill_of, without_quiet
+from xinference_xavier.engine.scheduled import depth_of, goes_on, prompts_of, without_quiet
 
 
 def test_prompt_tokens_of_a_step_and_their_mean_depth() -> None:
     step = SchedulerOutput.make_empty()
-    assert prefill_of(step) == (0, 0.0)
+    assert prompts_of(step) == {}
     step.scheduled_new_reqs = [
         NewRequestData(
             "new", [], [], None, None, block_ids=(), num_computed_tokens=1000, lora_request=None
@@ -29,7 +29,9 @@ def test_prompt_tokens_of_a_step_and_their_mean_depth() -> None:
     )
     step.num_scheduled_tokens = {"new": 100, "old": 300, "answered": 1}
     step.total_num_scheduled_tokens = 401
-    assert prefill_of(step) == (400, (100 * 1050 + 300 * 4150) / 400)
+    prompts = prompts_of(step)
+    assert prompts == {"new": 100, "old": 300}
+    assert depth_of(prompts, step) == (100 * 1050 + 300 * 4150) / 400
 
 
 def test_a_step_that_only_decodes_has_no_prompt_tokens() -> None:
@@ -37,7 +39,7 @@ def test_a_step_that_only_decodes_has_no_prompt_tokens() -> None:
     step = SchedulerOutput.make_empty()
     step.num_scheduled_tokens = {f"request-{number}": 1 + 5 for number in range(300)}
     step.total_num_scheduled_tokens = 1800
-    assert prefill_of(step) == (0, 0.0)
+    assert prompts_of(step) == {}
 
 
 def test_requests_that_go_on_within_their_blocks_are_left_out() -> None:

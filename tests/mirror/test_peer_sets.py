@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from xinference_xavier.mirror import peer_sets
 from xinference_xavier.mirror.peer_sets import PeerSets
-from xinference_xavier.replica import peer_sets
 
 
 @pytest.fixture

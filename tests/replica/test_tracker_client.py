@@ -7,6 +7,7 @@ import signal
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import xoscar as xo
@@ -16,6 +17,7 @@ from xinference_xavier.events import TrackerLost, event_dict
 from xinference_xavier.mirror.mirror import Mirror
 from xinference_xavier.protocol.tracker import Outcome, Update, tracker_uid
 from xinference_xavier.replica import tracker_client as client_module
+from xinference_xavier.replica.load_reporter import LoadReporter
 from xinference_xavier.replica.tracker_client import Claim, TrackerClient
 from xinference_xavier.tracker.actor import BlockTracker
 
@@ -72,6 +74,7 @@ class Peer:
                 "mirror": self.mirror,
                 "holdings": lambda: self.pool,
                 "stats": lambda: {"pool": len(self.pool)},
+                "load_reporter": LoadReporter(Mock(load=lambda: None)),
                 "on_members": self.peers.append,
                 "on_joined": self.secrets.append,
                 "heartbeat": 0.05,

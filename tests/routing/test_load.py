@@ -37,16 +37,16 @@ def test_reported_work_takes_its_time(loads: Loads) -> None:
 
 def test_what_was_sent_since_a_report_is_added(loads: Loads) -> None:
     loads.report("a", report(10.0, 3.0))
-    loads.sent("a", 2.0, 100, now=11.0)
+    loads.sent("a", "1", 2.0, 100, now=11.0)
     assert backlog(loads, "a", 11.0) == 4.0
-    loads.sent("a", 2.0, 100, now=17.0)  # when it had been idle
+    loads.sent("a", "2", 2.0, 100, now=17.0)  # when it had been idle
     assert backlog(loads, "a", 17.0) == 2.0
 
 
 def test_a_report_replaces_what_it_includes_and_nothing_else(loads: Loads) -> None:
     loads.report("a", report(10.0))
-    loads.sent("a", 5.0, 100, now=10.5)
-    loads.sent("a", 1.0, 100, now=12.0 - IN_TRANSIT / 2)
+    loads.sent("a", "3", 5.0, 100, now=10.5)
+    loads.sent("a", "4", 1.0, 100, now=12.0 - IN_TRANSIT / 2)
     loads.report("a", report(12.0, 2.0))
     assert backlog(loads, "a", 12.0) == pytest.approx(3.0)
 
@@ -70,27 +70,46 @@ def test_a_replica_that_does_not_report_gets_nothing(loads: Loads) -> None:
 
 def test_a_replica_at_its_limit_gets_nothing_until_a_request_ends(loads: Loads) -> None:
     loads.report("a", report(10.0), limit=2)
-    loads.sent("a", 0.0, 1, now=10.0)
+    loads.sent("a", "5", 0.0, 1, now=10.0)
     assert backlog(loads, "a", 10.0) == 0.0
-    loads.sent("a", 0.0, 1, now=10.0)
+    loads.sent("a", "6", 0.0, 1, now=10.0)
     assert backlog(loads, "a", 10.0) == math.inf
-    loads.ended("a")
+    loads.ended("a", "6")
     assert backlog(loads, "a", 10.0) == 0.0
 
 
 def test_requests_of_others_count_too(loads: Loads) -> None:
     loads.report("a", report(10.0))
-    loads.sent("a", 0.0, 1, now=10.0)
+    loads.sent("a", "7", 0.0, 1, now=10.0)
     loads.report("a", report(12.0, requests=3))
     loads.renumber()
     assert loads.running.tolist() == [3]
-    loads.ended("a")
+    loads.ended("a", "7")
     assert loads.running.tolist() == [2]
+
+
+def test_a_request_counts_until_the_replica_knows_it(loads: Loads) -> None:
+    """It may wait before the scheduler for longer than any time that could be assumed."""
+    loads.report("a", report(10.0, 0.0, known=()))
+    loads.sent("a", "first", 3.0, 100, now=10.0)
+    loads.sent("a", "second", 4.0, 100, now=10.0)
+    loads.report("a", report(12.0, 1.0, known=("first", "another")))
+    assert backlog(loads, "a", 12.0) == 1.0 + 4.0
+
+
+def test_a_request_that_was_answered_counts_no_longer(loads: Loads) -> None:
+    """Whatever the replica calls it."""
+    loads.report("a", report(10.0, 0.0, known=()))
+    loads.sent("a", "first", 3.0, 100, now=10.0)
+    loads.computed("a", "first")
+    assert backlog(loads, "a", 10.0) == 3.0, "the replica did not report since"
+    loads.report("a", report(12.0, 1.0, known=("its-own-name",)))
+    assert backlog(loads, "a", 12.0) == 1.0
 
 
 def test_room_is_what_is_free_less_what_waits_or_was_sent(loads: Loads) -> None:
     loads.report("a", report(10.0, free_tokens=5000))
-    loads.sent("a", 1.0, 500, now=11.0)
+    loads.sent("a", "8", 1.0, 500, now=11.0)
     loads.renumber()
     assert loads.room.tolist() == [3500]
 

@@ -22,6 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import GroupOffloadConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.attention.backend import AttentionBackend
+from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -40,11 +41,13 @@ from xinference_xavier.engine.policy.donor_selection import Group
 from xinference_xavier.engine.probes import Probes
 from xinference_xavier.engine.process import log_like_vllm
 from xinference_xavier.engine.prompt_keys import PromptChunker
-from xinference_xavier.engine.scheduled import goes_on, prefill_of, without_quiet
+from xinference_xavier.engine.scheduled import depth_of, goes_on, prompts_of, without_quiet
 from xinference_xavier.engine.sketches import describe_pages
 from xinference_xavier.engine.spec import IDENTITY, WorkerNote, XavierSpec
 from xinference_xavier.engine.worker.cpu import HostWorker
+from xinference_xavier.engine.workload import Workload
 from xinference_xavier.errors import ConfigError
+from xinference_xavier.protocol.load import Serving
 
 _MAX_LOAD_WAIT = 0.01
 """Seconds that an idle engine waits for its loads, at a time. Otherwise it would poll a thousand
@@ -110,9 +113,32 @@ class XavierConnector(OffloadingConnector):
                 group.group_idx.to_bytes(4): lookup_group(group)
                 for group in self.connector_scheduler.config.kv_group_configs
             }
+            self._workload = manager.view.workload = Workload(
+                self._serving(chunk_tokens, manager),
+                manager.view.requests,
+                manager.prefill_rate,
+                manager.cost_model,
+                manager.selection,
+            )
             manager.tier_lookup.idle_wait.arrivals = self._arrivals
             manager.tier_lookup.step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
             self._manager = manager
+
+    def _serving(self, chunk_tokens: int, manager: XavierManager) -> Serving:
+        groups = manager.selection.groups.values()
+        rows = sum(chunk_tokens // group.chunk_tokens for group in groups)
+        config = self._config
+        return Serving(
+            chunk_tokens,
+            rows * manager.row_bytes,
+            config.request_limit,
+            config.routing,
+            config.queue,
+        )
+
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        tokens = min(group.kv_cache_spec.block_size for group in self._groups.values())
+        self._workload.free_tokens = lambda: gpu_block_pool.get_num_free_blocks() * tokens
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self._describe_caches(kv_caches)
@@ -153,6 +179,7 @@ class XavierConnector(OffloadingConnector):
             request.lora_request,
             request.cache_salt,
         )
+        self._workload.found(request.request_id, request.num_tokens, num_computed_tokens)
         return super().get_num_new_matched_tokens(request, num_computed_tokens)
 
     def update_state_after_alloc(
@@ -183,8 +210,12 @@ class XavierConnector(OffloadingConnector):
         else:
             metadata = OffloadingConnectorMetadata({}, {})
             self._manager.on_schedule_end(_NO_CHANGES)
+        prompt_tokens, depth = 0, 0.0
+        if prompts := prompts_of(scheduler_output):
+            prompt_tokens, depth = sum(prompts.values()), depth_of(prompts, scheduler_output)
+            self._workload.computes(prompts)
         only_loads = self._manager.step_begins(
-            scheduler_output.total_num_scheduled_tokens, *prefill_of(scheduler_output)
+            scheduler_output.total_num_scheduled_tokens, prompt_tokens, depth
         )
         return OnlyLoads(**vars(metadata)) if only_loads else metadata
 

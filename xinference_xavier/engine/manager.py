@@ -64,6 +64,7 @@ class XavierManager(OffloadingManager):
         on_shutdown: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self.row_bytes = row_bytes
         self._pool = pool
         self._tier = tier
         self._on_shutdown = on_shutdown
@@ -172,6 +173,7 @@ class XavierManager(OffloadingManager):
         if request.counted:
             return
         request.counted = True
+        self.view.scheduled(req_id, prompt, request.prefix_tokens + loaded)
         self.tier_lookup.scheduled(request)
         rows = self._jobs.loading(req_id)
         fetched = sum(row.key in request.fetched for row in rows)

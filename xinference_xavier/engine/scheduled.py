@@ -55,23 +55,21 @@ def without_quiet(step: SchedulerOutput) -> SchedulerOutput:
     return without
 
 
-def prefill_of(step: SchedulerOutput) -> tuple[int, float]:
-    """The number of prompt tokens in this step, and the mean number of tokens before each.
-
-    Cheap for steps that only decode.
-    """
+def prompts_of(step: SchedulerOutput) -> dict[str, int]:
+    """How many prompt tokens of each request are in this step. Cheap for steps that only decode."""
     if step.total_num_scheduled_tokens == len(step.num_scheduled_tokens):  # one each
-        return 0, 0.0
-    prompts = {
+        return {}
+    return {
         req_id: count
         for req_id, count in step.num_scheduled_tokens.items()
         if count > _MAX_DECODE_TOKENS
     }
-    if not prompts:
-        return 0, 0.0
+
+
+def depth_of(prompts: dict[str, int], step: SchedulerOutput) -> float:
+    """The mean number of tokens before each of these prompt tokens."""
     cached = step.scheduled_cached_reqs
     before = {new.req_id: new.num_computed_tokens for new in step.scheduled_new_reqs}
     before |= zip(cached.req_ids, cached.num_computed_tokens, strict=True)
-    tokens = sum(prompts.values())
     depths = sum((before.get(req_id, 0) + count / 2) * count for req_id, count in prompts.items())
-    return tokens, depths / tokens
+    return depths / sum(prompts.values())

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from xinference_xavier.engine.probes import Probes
+from xinference_xavier.engine.request import Request
 from xinference_xavier.engine.sketches import Sketcher
+from xinference_xavier.engine.workload import Workload
 from xinference_xavier.pool.pool import Row
+from xinference_xavier.protocol.load import Load, ScheduledPrompt
 from xinference_xavier.replica.canary import Probe, ProbeResult, Sketch
 from xinference_xavier.replica.explain import Chunker
 from xinference_xavier.stats.schema import Hits
@@ -16,17 +19,20 @@ from xinference_xavier.stats.schema import Hits
 class EngineView:
     """Spec and connector fill in what the manager does not know."""
 
-    def __init__(self, stats: Callable[[], dict[str, Any]], requests: Sized, hits: Hits) -> None:
+    def __init__(
+        self, stats: Callable[[], dict[str, Any]], requests: Mapping[str, Request], hits: Hits
+    ) -> None:
         self.stats = stats
-        self._requests = requests
+        self.requests = requests
         self._hits = hits
         self.chunker: Chunker | None = None
         self.sketcher: Sketcher | None = None
         self.probes: Probes | None = None
+        self.workload: Workload | None = None
 
     def can_audit(self, tokens: int) -> bool:
         """Whether the engine is idle and has computed at least `tokens` prompt tokens."""
-        return not self._requests and self._hits.computed >= tokens
+        return not self.requests and self._hits.computed >= tokens
 
     @property
     def comparable(self) -> bool:
@@ -53,5 +59,16 @@ class EngineView:
         if rows and self.probes is not None:
             self.probes.stored(salt, rows)
 
+    def scheduled(self, req_id: str, tokens: int, have: int) -> None:
+        """Called by the scheduler thread: see `Workload`."""
+        if self.workload is not None:
+            self.workload.scheduled(req_id, tokens, have)
+
     def take_probe_results(self) -> list[ProbeResult]:
         return [] if self.probes is None else self.probes.take_results()
+
+    def load(self) -> Load | None:
+        return None if self.workload is None else self.workload.load()
+
+    def take_prompts(self) -> tuple[ScheduledPrompt, ...]:
+        return () if self.workload is None else self.workload.take_prompts()

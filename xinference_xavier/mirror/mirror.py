@@ -23,6 +23,7 @@ from struct import iter_unpack
 from xinference_xavier.mirror.peer_sets import PeerSets
 from xinference_xavier.protocol.tracker import (
     INITIAL_SETTINGS,
+    SHORT_KEY,
     Change,
     Member,
     Update,
@@ -32,8 +33,6 @@ from xinference_xavier.protocol.tracker import (
 MAX_STALE = 10_000  # stale entries remembered for each peer; the oldest go first
 PIECE = 500
 """Keys of a piece: about a quarter of a millisecond."""
-SHORT = 12
-"""Bytes at the end of a key by which it is known here."""
 _SHARDS = 256
 """Dictionaries that keys are divided among by a byte of their hash, because a dictionary that grows
 holds Python's lock for as long as it copies its entries."""
@@ -64,12 +63,12 @@ class Mirror:
 
     def usable_set(self, key: bytes) -> int:
         """The peers that `key` can be fetched from."""
-        short = key[-SHORT:]
+        short = key[-SHORT_KEY:]
         return self._shards[short[0]].get(short, 0) & self._usable
 
     def full_set(self, key: bytes) -> int:
         """The peers that hold `key`, even if nothing can be fetched from them."""
-        short = key[-SHORT:]
+        short = key[-SHORT_KEY:]
         return self._shards[short[0]].get(short, 0)
 
     def holders(self, key: bytes) -> tuple[str, ...]:
@@ -163,7 +162,7 @@ class Mirror:
         """
         if sequence < self._applied.get(incarnation, 0) or incarnation not in self._members:
             return
-        short = key[-SHORT:]
+        short = key[-SHORT_KEY:]
         self._remove(self._shards, ~self.sets.set_of((incarnation,)), (short,))
         stale = self._stale.setdefault(incarnation, {})
         stale[short] = sequence
@@ -173,7 +172,7 @@ class Mirror:
     def used(self, keys: Iterable[bytes]) -> None:
         """These keys go last."""
         for key in keys:
-            short = key[-SHORT:]
+            short = key[-SHORT_KEY:]
             shard = self._shards[short[0]]
             if short in shard and self._moves:
                 shard[short] = shard.pop(short)
@@ -270,7 +269,7 @@ def _empty() -> _Shards:
 
 def _pieces(packed: bytes, key_bytes: int) -> Iterator[list[bytes]]:
     """The short forms of packed keys."""
-    short = min(key_bytes, SHORT)
+    short = min(key_bytes, SHORT_KEY)
     for start in range(0, len(packed), PIECE * key_bytes):
         piece = memoryview(packed)[start : start + PIECE * key_bytes]
         # Slicing takes twice as long.

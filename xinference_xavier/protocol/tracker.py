@@ -8,11 +8,12 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable
 from struct import iter_unpack
-from typing import Annotated, NamedTuple, TypeVar
+from typing import Annotated, NamedTuple, TypeVar, get_args
 
 from pydantic import Field, TypeAdapter, ValidationError
 
 from xinference_xavier.errors import shown
+from xinference_xavier.options import Routing
 from xinference_xavier.runtime.validate import (
     MAX_KEY_BYTES,
     Address,
@@ -22,13 +23,15 @@ from xinference_xavier.runtime.validate import (
     first_reason,
 )
 
-PROTOCOL_VERSION = 2  # raised with every change of the messages
+PROTOCOL_VERSION = 3  # raised with every change of the messages
 MAX_WEIGHTS_VERSION = 64  # characters; it becomes part of a namespace
 MAX_STATS_BYTES = 1 << 16  # a replica's stats as JSON
 MAX_QUESTION_BYTES = 8 << 20  # a prompt or messages to explain, as JSON
 MAX_PACKED_BYTES = 64 << 20  # keys of one publication: 1.8 million keys of 36 bytes
 MAX_REPORTED = 100  # events in one heartbeat
 MAX_CLAIM_SECONDS = 600.0
+SHORT_KEY = 12
+"""Bytes at the end of a key by which mirrors know it: 64 bits of its hash, and its group."""
 
 
 class NotMemberError(LookupError):
@@ -63,10 +66,12 @@ class Member(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """The operator's switch. The settings with the higher version are newer."""
+    """The operator's switches. The settings with the higher version are newer."""
 
     version: Count = 0
     enabled: bool = True
+    routing: Routing | None = None
+    """None: as the replicas were launched."""
 
 
 INITIAL_SETTINGS = Settings()
@@ -131,16 +136,16 @@ def check_version(version: object) -> None:
 
 
 def check_member(member: object) -> Member:
-    return _checked(_MEMBER, "member", member)
+    return checked(_MEMBER, "member", member)
 
 
 def check_settings(settings: object) -> Settings:
-    return _checked(_SETTINGS, "settings", settings)
+    return checked(_SETTINGS, "settings", settings)
 
 
 def check_update(update: object) -> Update:
     """Checks all of it, so that a mirror applies an update completely or not at all."""
-    good = _checked(_UPDATE, "update", update)
+    good = checked(_UPDATE, "update", update)
     if good.changes and not good.key_bytes:
         raise ValueError("malformed update: its keys have no length")
     for change in good.changes:
@@ -149,7 +154,7 @@ def check_update(update: object) -> Update:
     return good
 
 
-def _checked(adapter: TypeAdapter[_T], what: str, value: object) -> _T:
+def checked(adapter: TypeAdapter[_T], what: str, value: object) -> _T:
     try:
         return adapter.validate_python(value, strict=True)
     except ValidationError as error:
@@ -206,6 +211,11 @@ def check_packed(name: str, value: object, key_bytes: int = 1) -> None:
 def check_switch(name: str, value: object) -> None:
     if not isinstance(value, bool):
         raise ValueError(f"{name}={shown(value)} is neither True nor False")
+
+
+def check_routing(routing: object) -> None:
+    if routing not in get_args(Routing):
+        raise ValueError(f"routing={shown(routing)} is none of {', '.join(get_args(Routing))}")
 
 
 def check_stats(stats: object) -> None:

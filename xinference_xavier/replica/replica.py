@@ -33,6 +33,7 @@ from xinference_xavier.replica.donor import Donor
 from xinference_xavier.replica.event_reporter import EventReporter
 from xinference_xavier.replica.explain import Chunker, explanation
 from xinference_xavier.replica.fetcher import Fetcher
+from xinference_xavier.replica.load_reporter import LoadReporter, Source
 from xinference_xavier.replica.namespace import SharedNamespace
 from xinference_xavier.replica.peer_tier import PeerTier
 from xinference_xavier.replica.self_check import self_check
@@ -71,7 +72,7 @@ class ReplicaActor(xoscar.StatelessActor):  # type: ignore[misc]  # xoscar has n
         self.next_probe = replica.engine.next_probe
 
 
-class Engine(Protocol):
+class Engine(Source, Protocol):
     """What a replica asks of its engine, on the background thread."""
 
     chunker: Chunker | None  # None until the engine is ready
@@ -184,6 +185,7 @@ class Replica:
             mirror=self.mirror,
             holdings=self._pool.shared_keys,
             stats=self.stats,
+            load_reporter=LoadReporter(self.engine),
             on_members=lambda members: self._departures.members_changed(members),
             on_joined=lambda secret: spawn(self._process.configure(secret)),
             on_session=self._events.tracker_session,

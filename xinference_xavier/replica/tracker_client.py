@@ -36,6 +36,7 @@ from xinference_xavier.protocol.tracker import (
     tracker_uid,
 )
 from xinference_xavier.replica.live_peers import LivePeers
+from xinference_xavier.replica.load_reporter import LoadReporter
 from xinference_xavier.replica.publisher import Counters, Publisher
 from xinference_xavier.runtime.deadline import within
 from xinference_xavier.runtime.validate import check_count
@@ -83,6 +84,7 @@ class TrackerClient:
         mirror: Mirror,
         holdings: Callable[[], Iterable[bytes]],
         stats: Callable[[], dict[str, object]],
+        load_reporter: LoadReporter,
         on_members: Callable[[frozenset[str]], None],
         on_joined: Callable[[bytes], object],
         on_session: Callable[[Exception | None], None] = lambda error: None,
@@ -105,6 +107,7 @@ class TrackerClient:
         self._key_bytes = key_bytes
         self._locate = locate
         self._stats = stats
+        self._load_reporter = load_reporter
         self._heartbeat = heartbeat
         self._watch_timeout = watch_timeout
         self._live_peers = LivePeers(on_members)
@@ -193,6 +196,7 @@ class TrackerClient:
                 tasks.create_task(self._send_heartbeats(namespace, lease))
                 tasks.create_task(self.publisher.run(partial(self._call, namespace)))
                 tasks.create_task(self._tell_serving(namespace))
+                tasks.create_task(self._load_reporter.run(partial(self._call, namespace)))
         except Exception as error:
             self.counters.failures += 1
             cause = error.exceptions[0] if isinstance(error, ExceptionGroup) else error

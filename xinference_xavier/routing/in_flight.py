@@ -42,21 +42,30 @@ class InFlight:
         if (known := self._requests.get(request)) is not None:
             known.answered = True
 
-    def ended(self, request: str) -> str:
-        """The replica that the request was at; empty if at none, or if it had ended before."""
-        known = self._requests.pop(request, None)
+    def at(self, request: str) -> str:
+        """The replica that the request is at; empty if at none, or if it has ended."""
+        known = self._requests.get(request)
         return known.replica if known else ""
+
+    def ended(self, request: str) -> str:
+        """The replica that the request was at, as `at` says."""
+        replica = self.at(request)
+        self._requests.pop(request, None)
+        return replica
+
+    def failed(self, request: str) -> bool:
+        """Its replica is of no use to it. True if it can go elsewhere; if not, it has ended."""
+        known = self._requests.get(request)
+        if known is None or known.answered or known.moved:
+            self._requests.pop(request, None)
+            return False
+        known.replica, known.moved = "", True
+        return True
 
     def lost(self, replica: str) -> Lost:
         """The replica has failed or hangs."""
         lost = Lost([], [])
         for request, known in list(self._requests.items()):
-            if known.replica != replica:
-                continue
-            if known.answered or known.moved:
-                del self._requests[request]
-                lost.failed.append(request)
-            else:
-                known.replica, known.moved = "", True
-                lost.again.append(request)
+            if known.replica == replica:
+                (lost.again if self.failed(request) else lost.failed).append(request)
         return lost

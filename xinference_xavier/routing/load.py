@@ -13,7 +13,7 @@ holders and loads fit together. Where the index renumbers its replicas, the arra
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -21,7 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 IN_TRANSIT = 0.05
-"""Seconds after which the router takes for granted that a request is in the replica's reports."""
+"""Seconds after which the router takes for granted that a request is in the replica's reports, if
+they do not say which requests are."""
 
 Floats = NDArray[np.float64]
 
@@ -55,6 +56,9 @@ class Report(NamedTuple):
     rates: Rates | None = None
     free_tokens: float = math.inf
     """For which there are free KV blocks."""
+    known: Collection[str] | None = None
+    """The requests that are counted here, if the replica says so. Others have not reached its
+    scheduler."""
 
 
 class Numbers(Protocol):
@@ -89,7 +93,30 @@ class _Replica:
     others: int = 0  # requests of which this router does not know
     until: float = 0.0  # when all known work will be done
     room: float = math.inf
-    sent: deque[_Sent] = field(default_factory=deque)  # since the report
+    sent: dict[str, _Sent] = field(default_factory=dict)  # requests that are not in the report
+    computed: set[str] = field(default_factory=set)  # of them
+
+    def count(self) -> None:
+        """The work in the report, and what it does not contain."""
+        report = self.report
+        self.sent = {
+            request: sent
+            for request, sent in self.sent.items()
+            if request not in self.computed
+            and (
+                sent.at > report.made - IN_TRANSIT
+                if report.known is None
+                else request not in report.known
+            )
+        }
+        self.computed.clear()
+        seconds = self.report.prefill_s
+        if seconds is None:
+            seconds = self.report.prefill_tokens * self.rates.token_s
+        self.until = self.report.made + seconds
+        self.room = self.report.free_tokens - self.report.prefill_tokens
+        for sent in self.sent.values():
+            self.add(sent)
 
     def add(self, sent: _Sent) -> None:
         self.until = max(self.until, sent.at) + sent.seconds
@@ -132,15 +159,7 @@ class Loads:
         replica.report, replica.limit = report, limit
         replica.rates = report.rates or self._typical_rates()
         replica.others = max(0, report.requests - replica.running)
-        seconds = report.prefill_s
-        if seconds is None:
-            seconds = report.prefill_tokens * replica.rates.token_s
-        replica.until = report.made + seconds
-        replica.room = report.free_tokens - report.prefill_tokens
-        while replica.sent and replica.sent[0].at <= report.made - IN_TRANSIT:
-            replica.sent.popleft()
-        for sent in replica.sent:
-            replica.add(sent)
+        replica.count()
         self._show(replica)
 
     def _typical_rates(self) -> Rates:
@@ -149,19 +168,29 @@ class Loads:
         known = [each.rates for each in self._replicas.values() if each.report.rates]
         return Rates(*np.mean(known, axis=0).tolist()) if known else _UNKNOWN
 
-    def sent(self, name: str, seconds: float, tokens: int, now: float) -> None:
+    def sent(self, name: str, request: str, seconds: float, tokens: int, now: float) -> None:
         """The router has sent a request that will keep the replica busy for `seconds`."""
         replica = self._replicas[name]
-        sent = _Sent(now, seconds, tokens)
-        replica.sent.append(sent)
+        sent = replica.sent[request] = _Sent(now, seconds, tokens)
         replica.running += 1
         replica.add(sent)
         self._show(replica)
 
-    def ended(self, name: str) -> None:
+    def computed(self, name: str, request: str) -> None:
+        """The request's prompt has been computed. The next report will show it."""
+        if (replica := self._replicas.get(name)) is not None:
+            replica.computed.add(request)
+
+    def ended(self, name: str, request: str) -> None:
+        self.computed(name, request)
         if (replica := self._replicas.get(name)) is not None:
             replica.running = max(0, replica.running - 1)
             self._show(replica)
+
+    def number(self, name: str) -> int | None:
+        """The index's number of a replica that has reported. Call `renumber` before."""
+        replica = self._replicas.get(name)
+        return None if replica is None else replica.number
 
     def forget(self, name: str) -> None:
         if self._replicas.pop(name, None) is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Sequence
 
 from xinference_xavier.routing.choice import (
     Choice,
@@ -45,8 +46,7 @@ class Router:
         return choose(self.loads, self.forecast(prompt, now), self._source, preferred)
 
     def forecast(self, prompt: Prompt, now: float) -> Forecast:
-        if self.loads.renumber():
-            self._expected.clear()
+        self._renumber()
         self._expected.expire(now)
         count = len(self.loads.names)
         runs, fetchable = held_runs(self._holdings, self._expected.sets, prompt.keys, count)
@@ -56,17 +56,39 @@ class Router:
         """The request goes to the chosen replica, which will soon hold all of its chunks."""
         prompt, terms = choice.forecast.prompt, choice.terms
         self.in_flight.sent(request, choice.replica)
-        self.loads.sent(choice.replica, terms.fetch + terms.compute, prompt.tokens, now)
+        self.loads.sent(choice.replica, request, terms.fetch + terms.compute, prompt.tokens, now)
         missing = prompt.keys[int(choice.forecast.runs[choice.number]) :]
-        self._expected.add(1 << choice.number, missing, now + sum(terms) + GRACE)
+        self._expect(choice.number, missing, sum(terms), now)
+
+    def scheduled(self, request: str, keys: Sequence[bytes], now: float) -> None:
+        """A replica computes the request, and these are its keys."""
+        self._renumber()
+        number = self.loads.number(self.in_flight.at(request))
+        if number is not None:
+            self._expect(number, keys, float(self.loads.backlog(now)[number]), now)
+
+    def _renumber(self) -> None:
+        if self.loads.renumber():
+            self._expected.clear()
+
+    def _expect(self, number: int, keys: Sequence[bytes], seconds: float, now: float) -> None:
+        if seconds < math.inf:
+            self._expected.add(1 << number, keys, now + seconds + GRACE)
 
     def answered(self, request: str) -> None:
         """A byte of the answer has arrived."""
+        self.loads.computed(self.in_flight.at(request), request)
         self.in_flight.answered(request)
 
     def ended(self, request: str) -> None:
         """The request has been answered, has failed, or its client has gone."""
-        self.loads.ended(self.in_flight.ended(request))
+        self.loads.ended(self.in_flight.ended(request), request)
+
+    def failed(self, request: str) -> bool:
+        """Its replica is of no use to it, so it is sent elsewhere if that is possible: see
+        `InFlight.failed`."""
+        self.loads.ended(self.in_flight.at(request), request)
+        return self.in_flight.failed(request)
 
     def lost(self, replica: str) -> Lost:
         """The replica has failed or hangs: it gets nothing until it reports again."""

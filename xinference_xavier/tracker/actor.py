@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from xinference_xavier.hooks import hooks_of
+from xinference_xavier.protocol.load import Load, ScheduledPrompt, check_load, check_prompts
 from xinference_xavier.protocol.tracker import (
     MAX_CLAIM_SECONDS,
     PROTOCOL_VERSION,
@@ -88,6 +89,7 @@ class BlockTracker(OperatorCalls):
         if self._expiry is not None:
             self._expiry.cancel()
         self._namespaces.end()
+        self._observers.end()
         self._events.wake()
 
     # Membership
@@ -139,6 +141,19 @@ class BlockTracker(OperatorCalls):
         self._events.add_reported(events)
         return True
 
+    async def report_load(
+        self,
+        namespace: str,
+        incarnation: str,
+        load: Load,
+        prompts: tuple[ScheduledPrompt, ...] = (),
+    ) -> bool:
+        """Keep the load of `incarnation`, and the prompts that were scheduled since its last call.
+        Returns whether there is a router; if not, the heartbeat's interval is often enough."""
+        self._namespaces.find_member(namespace, incarnation)
+        self._observers.report(incarnation, check_load(load), check_prompts(prompts))
+        return self._observers.listening
+
     async def set_serving(self, namespace: str, incarnation: str, serves: bool) -> None:
         """Tell the others whether they can fetch from `incarnation` now."""
         check_switch("serves", serves)
@@ -150,6 +165,8 @@ class BlockTracker(OperatorCalls):
     async def leave(self, namespace: str, incarnation: str, moving: bool = False) -> None:
         """End a membership. `moving` announces that the replica will join another namespace."""
         self._namespaces.leave(namespace, incarnation, moving, self._clock())
+        if not moving:
+            self._observers.forget(incarnation)
 
     async def report_startup_error(self, replica: str, cause: str) -> None:
         """Keep why the engine of `replica` (xinference's name for it) could not start."""
@@ -234,6 +251,7 @@ class BlockTracker(OperatorCalls):
             self._lost(incarnation)
 
     def _lost(self, incarnation: str) -> None:
+        self._observers.forget(incarnation)
         logger.warning(
             "replica left, lease expired: model=%s incarnation=%s", self._model_uid, incarnation
         )

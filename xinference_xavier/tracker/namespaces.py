@@ -5,7 +5,7 @@ in monotonic seconds; only `watch` uses the loop's clock.
 """
 
 import asyncio
-from collections.abc import ItemsView
+from collections.abc import Callable, ItemsView
 from typing import Any
 
 from xinference_xavier.protocol.tracker import (
@@ -28,8 +28,9 @@ MAX_NAMESPACES = 1000
 class Namespace:
     """One namespace: its index, its members' claims and latest stats, and its watchers."""
 
-    def __init__(self, index: Index) -> None:
+    def __init__(self, index: Index, on_change: Callable[[], None]) -> None:
         self.index = index
+        self._on_change = on_change
         self.claims = Claims()
         self.stats: dict[str, dict[str, Any]] = {}
         self.watchers = WatcherBatcher()
@@ -58,6 +59,7 @@ class Namespace:
 
     def wake(self) -> None:
         self.watchers.notify(len(self.index))
+        self._on_change()
 
 
 class Namespaces:
@@ -65,6 +67,8 @@ class Namespaces:
 
     def __init__(self, model_uid: str, *, lease: float, max_keys: int) -> None:
         self.settings = Settings()
+        self.on_change: Callable[[], None] = lambda: None
+        """Called whenever any of them has changed."""
         self._model_uid = model_uid
         self._lease = lease
         self._max_keys = max_keys
@@ -95,6 +99,10 @@ class Namespaces:
                 f"{incarnation!r} is not a member of namespace {name!r}; join first"
             )
         return namespace
+
+    def largest(self) -> Namespace | None:
+        """That with the most members, the oldest of such; None while there is no member."""
+        return max(self._all.values(), key=lambda each: len(each.index), default=None)
 
     def members(self) -> list[tuple[Member, ...]]:
         """The members of each namespace."""
@@ -163,7 +171,7 @@ class Namespaces:
                 "set the weights version after resets"
             )
         index = Index(lease=self._lease, max_keys=self._max_keys, settings=self.settings)
-        return Namespace(index)
+        return Namespace(index, lambda: self.on_change())
 
     def _departed(self, name: str, incarnations: list[str]) -> None:
         namespace = self._all[name]

@@ -8,12 +8,20 @@ from typing import Any
 
 import xoscar as xo
 
-from xinference_xavier.events import CacheFlushed, Event, SharingSwitched, event_dict
+from xinference_xavier.events import (
+    CacheFlushed,
+    Event,
+    RoutingChanged,
+    SharingSwitched,
+    event_dict,
+)
 from xinference_xavier.hooks import Hooks
+from xinference_xavier.protocol.load import Observation
 from xinference_xavier.protocol.tracker import (
     Member,
     Settings,
     check_question,
+    check_routing,
     check_switch,
     check_weights_version,
 )
@@ -25,6 +33,7 @@ from xinference_xavier.tracker import fanout
 from xinference_xavier.tracker.event_log import EventLog, EventRecord
 from xinference_xavier.tracker.membership import Membership, StartupErrors
 from xinference_xavier.tracker.namespaces import Namespaces
+from xinference_xavier.tracker.observers import Observers
 from xinference_xavier.tracker.watchers import WatchLimit
 
 
@@ -41,6 +50,7 @@ class OperatorCalls(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no t
         self._clock = clock
         self._membership = Membership(model_uid)
         self._startup_errors = StartupErrors()
+        self._observers = Observers(namespaces, self._membership.name_of, clock)
         self._watch_limit = WatchLimit()
         self._history = History()
         self._events = EventLog()
@@ -79,9 +89,23 @@ class OperatorCalls(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no t
         check_count("after", after, 0)
         with self._watch_limit.admit(timeout) as seconds:
             events = await self._events.wait_since(after, seconds)
+        self._check_alive()
+        return events
+
+    def _check_alive(self) -> None:
         if self._ended:
             raise xo.ActorNotExist(f"the tracker of {self._model_uid} has ended")
-        return events
+
+    async def observe(self, epoch: str, revision: int, version: int, timeout: float) -> Observation:
+        """What is new for a router since `revision` of `epoch`, and since `version` of the loads;
+        at the latest after `timeout` seconds. Raises ActorNotExist if this tracker ends meanwhile.
+        """
+        check_count("revision", revision, 0)
+        check_count("version", version, 0)
+        with self._watch_limit.admit(timeout) as seconds:
+            found = await self._observers.wait(epoch, revision, version, seconds)
+        self._check_alive()
+        return found
 
     async def members_of(self, replica: str) -> list[Member]:
         """The members that belong to xinference's replica of this name: with data parallelism,
@@ -115,11 +139,22 @@ class OperatorCalls(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no t
     async def set_enabled(self, enabled: bool) -> Settings:
         """Switch sharing on or off for all replicas of the model."""
         check_switch("enabled", enabled)
+        settings = self._configure(enabled=enabled)
+        self._notify(SharingSwitched(model_uid=self._model_uid, enabled=enabled))
+        return settings
+
+    async def set_routing(self, routing: str) -> Settings:
+        """Change how requests of the model are routed."""
+        check_routing(routing)
+        settings = self._configure(routing=routing)
+        self._notify(RoutingChanged(model_uid=self._model_uid, routing=routing))
+        return settings
+
+    def _configure(self, **changes: Any) -> Settings:
         # Wall time beats the versions of earlier trackers, whose replicas may join later.
         version = max(self._namespaces.settings.version + 1, time.time_ns())
-        settings = Settings(version, enabled)
+        settings = self._namespaces.settings._replace(version=version, **changes)
         self._namespaces.configure(settings)
-        self._notify(SharingSwitched(model_uid=self._model_uid, enabled=enabled))
         return settings
 
     async def set_weights_version(self, version: str) -> dict[str, list[str]]:

@@ -210,6 +210,14 @@ class DonorSelection:
                     keys.append(request.row_key(key))
         return request.groups
 
+    def main_keys(self, request: Request) -> list[bytes]:
+        """Those of the group with the longest chunks, of groups without a window if there are any:
+        they tell how much of a prompt a replica holds."""
+        groups = [*filter(None, self.groups_of(request).values())]
+        of = self.group
+        longest = lambda keys: (of(keys[0]).window is None, of(keys[0]).chunk_tokens)  # noqa: E731
+        return max(groups, key=longest, default=[])
+
     def first_key(self, request: Request) -> bytes | None:
         """That of the first chunk in the first group."""
         keys = next(iter(self.groups_of(request).values()), [])

@@ -43,3 +43,12 @@ class PrefillRate:
         if not self._fit.slope:
             return (last - first) / self.tokens_per_second
         return (last - first) * self._fit.predict((first + last) / 2)
+
+    def line(self) -> tuple[float, float] | None:
+        """Seconds that a prompt's first token takes, and how much longer a token takes for each
+        before it. None before the first measurement."""
+        if self.tokens_per_second is None:
+            return None
+        if not self._fit.slope:
+            return 1 / self.tokens_per_second, 0.0
+        return self._fit.predict(0.0), self._fit.slope

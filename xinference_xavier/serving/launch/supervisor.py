@@ -108,6 +108,7 @@ def sharing_launch(original: Method) -> Method:
                 model_uid=model_uid,
                 tracker_address=address,
                 replicas_per_host=_replicas_per_host(supervisor, call.arguments),
+                request_limit=_request_limit(call.arguments),
                 **options,
             )
             extra["kv_transfer_config"] = kv_transfer_config(config)
@@ -170,6 +171,11 @@ def _replicas_per_host(supervisor: Any, arguments: Mapping[str, Any]) -> int:
     one_host = arguments.get("worker_ip") is not None or supervisor.is_local_deployment()
     hosts = 1 if one_host else max(1, len(supervisor._worker_address_to_worker))
     return max(1, -(-replica // hosts))
+
+
+def _request_limit(arguments: Mapping[str, Any]) -> int | None:
+    limit = arguments.get("request_limits")
+    return limit if isinstance(limit, int) and limit > 0 else None
 
 
 def _control_address(supervisor: Any) -> str:

@@ -1,0 +1,105 @@
+"""What a replica tells routers about its load, by way of the tracker, and the checks of it."""
+
+from __future__ import annotations
+
+from typing import Annotated, NamedTuple
+
+from pydantic import Field, TypeAdapter
+
+from xinference_xavier.options import Routing
+from xinference_xavier.protocol.tracker import SHORT_KEY, Update, check_packed, checked
+from xinference_xavier.runtime.validate import Count, Identifier
+
+MAX_KNOWN = 4096  # requests of one report
+MAX_PROMPTS = 100  # in one report
+
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+class Serving(NamedTuple):
+    """How the replica was launched. A chunk is one of the first KV-cache group."""
+
+    chunk_tokens: Annotated[int, Field(ge=1, le=1 << 30)]
+    chunk_bytes: Count
+    """Of all groups."""
+    request_limit: Count | None = None
+    routing: Routing = "auto"
+    queue: Count = 0
+    """Requests that may wait for any of the model's replicas."""
+
+
+class Load(NamedTuple):
+    """A replica's load now."""
+
+    serving: Serving
+    prefill_tokens: Count
+    """Still to compute, of requests that wait or run."""
+    prefill_s: Seconds | None
+    """The same in seconds; None before the first measurement."""
+    requests: Count
+    """That wait or run."""
+    known: Annotated[tuple[Identifier, ...], Field(max_length=MAX_KNOWN)] = ()
+    """The ids of those that are counted here. Others have not reached the scheduler."""
+    rates: tuple[Seconds, Seconds, Seconds, Seconds] | None = None
+    """As in `routing.load.Rates`."""
+    free_tokens: Count | None = None
+    """For which there are free KV blocks; None if unknown."""
+
+
+class ScheduledPrompt(NamedTuple):
+    """A request that was scheduled for the first time: the packed short keys of its chunks."""
+
+    request: Identifier
+    tokens: Count
+    keys: bytes
+
+
+class ReplicaLoad(NamedTuple):
+    incarnation: Identifier
+    replica: Identifier
+    """xinference's name for it."""
+    age: Seconds
+    """Since the tracker received it."""
+    load: Load
+
+
+class Observation(NamedTuple):
+    """What changed for a router since its last one.
+
+    `update` is of the index of the namespace with the most members; None while there is no member.
+    With `complete`, the `loads` are those of all replicas; without, `gone` are incarnations that
+    left.
+    """
+
+    update: Update | None
+    version: Count
+    complete: bool
+    loads: Annotated[tuple[ReplicaLoad, ...], Field(fail_fast=True)]
+    gone: Annotated[tuple[Identifier, ...], Field(fail_fast=True)] = ()
+    prompts: Annotated[tuple[ScheduledPrompt, ...], Field(fail_fast=True)] = ()
+
+
+_LOAD = TypeAdapter(Load)
+_PROMPTS = TypeAdapter(
+    Annotated[tuple[ScheduledPrompt, ...], Field(max_length=MAX_PROMPTS, fail_fast=True)]
+)
+_OBSERVATION = TypeAdapter(Observation)
+
+
+def check_load(load: object) -> Load:
+    return checked(_LOAD, "load", load)
+
+
+def check_prompts(prompts: object) -> tuple[ScheduledPrompt, ...]:
+    good = checked(_PROMPTS, "prompts", prompts)
+    for prompt in good:
+        check_packed("keys", prompt.keys, SHORT_KEY)
+    return good
+
+
+def check_observation(observation: object) -> Observation:
+    """All but the update, which a mirror checks."""
+    good = checked(_OBSERVATION, "observation", observation)
+    for prompt in good.prompts:
+        check_packed("keys", prompt.keys, SHORT_KEY)
+    return good

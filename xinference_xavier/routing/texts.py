@@ -1,0 +1,108 @@
+"""The keys of a text's chunks, learned from the replicas that compute it.
+
+A router neither renders nor tokenizes a prompt. It hashes what goes into it piece by piece, each
+hash with all that is before. When a replica schedules the request, it reports how many tokens the
+prompt has, and its keys. From then on the router knows the keys of all texts that begin like this
+one, as far as they do, and about how many tokens a text has. That works for whatever a prompt is
+made of, such as templates, tools, adapters and images, and takes microseconds.
+
+What nobody has asked yet has no keys. Until it has, its own hashes stand for them, so that requests
+with the same new text are known to be alike.
+
+Pure; belongs to one thread.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from xinference_xavier.routing.choice import Prompt
+
+PIECE = 512
+"""Bytes of UTF-8."""
+MAX_PIECES = 200_000
+"""That are remembered: 100 MB of text. Those go first that were not asked for longest."""
+MAX_UNDERWAY = 10_000
+_BYTES_PER_TOKEN = 4.0  # before the first report
+_WEIGHT = 0.1  # of the latest report
+
+
+class Text(NamedTuple):
+    """What goes into a prompt: its length in bytes, and the hashes of its leading pieces."""
+
+    length: int
+    hashes: Sequence[bytes]
+
+
+def text_of(parts: Iterable[str]) -> Text:
+    """Parts that differ only in where they are divided are different texts."""
+    encoded = b"\0".join(part.encode("utf-8", "surrogatepass") for part in parts)
+    digest = hashlib.blake2b(digest_size=16)
+    hashes = []
+    for start in range(0, len(encoded) - PIECE + 1, PIECE):
+        digest.update(encoded[start : start + PIECE])
+        hashes.append(digest.copy().digest())
+    return Text(len(encoded), hashes)
+
+
+class _Known(NamedTuple):
+    """A prompt that a replica has reported, and the length of its text."""
+
+    tokens: int
+    keys: Sequence[bytes]
+    length: int
+
+
+class Texts:
+    """For chunks of `chunk_tokens`."""
+
+    def __init__(self, chunk_tokens: int) -> None:
+        self._chunk_tokens = chunk_tokens
+        self._bytes_per_token = _BYTES_PER_TOKEN
+        # By the hash of each piece, with the bytes up to its end.
+        self._pieces: OrderedDict[bytes, tuple[_Known, int]] = OrderedDict()
+        self._underway: OrderedDict[str, Text] = OrderedDict()
+
+    def prompt(self, text: Text) -> Prompt:
+        """What `text` will be as a prompt, as far as is known."""
+        pieces = self._pieces
+        known = next((n for n in range(len(text.hashes), 0, -1) if text.hashes[n - 1] in pieces), 0)
+        tokens, keys, end = 0.0, list[bytes](), 0
+        if known:
+            found, end = pieces[text.hashes[known - 1]]
+            tokens = found.tokens * end / found.length
+            keys += found.keys[: int(tokens) // self._chunk_tokens]
+            for piece in text.hashes[:known]:
+                if piece in pieces:
+                    pieces.move_to_end(piece)
+        tokens += (text.length - end) / self._bytes_per_token
+        step = max(1, round(self._chunk_tokens * _BYTES_PER_TOKEN / PIECE))
+        new = (n for n in range(known + 1, len(text.hashes) + 1) if n % step == 0)
+        keys += [text.hashes[n - 1] for n in new]
+        whole = max(1, round(tokens))
+        return Prompt(whole, keys[: whole // self._chunk_tokens])
+
+    def sent(self, request: str, text: Text) -> None:
+        """A replica will report the request."""
+        self._underway[request] = text
+        if len(self._underway) > MAX_UNDERWAY:
+            self._underway.popitem(last=False)
+
+    def ended(self, request: str) -> None:
+        self._underway.pop(request, None)
+
+    def scheduled(self, request: str, tokens: int, keys: Sequence[bytes]) -> None:
+        """A replica's report; ignored if this router did not send the request."""
+        text = self._underway.pop(request, None)
+        if text is None or not tokens or not text.length:
+            return
+        self._bytes_per_token += _WEIGHT * (text.length / tokens - self._bytes_per_token)
+        known = _Known(tokens, keys, text.length)
+        for number, piece in enumerate(text.hashes, 1):
+            self._pieces[piece] = known, number * PIECE
+            self._pieces.move_to_end(piece)
+        while len(self._pieces) > MAX_PIECES:
+            self._pieces.popitem(last=False)
