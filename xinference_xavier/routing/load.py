@@ -147,6 +147,9 @@ class Loads:
     def __contains__(self, name: str) -> bool:
         return name in self._replicas
 
+    def __len__(self) -> int:
+        return len(self._replicas)
+
     def report(self, name: str, report: Report, *, limit: float = math.inf) -> None:
         """The latest from a replica; one that arrives late is ignored. `limit` is the number of
         requests that it accepts."""

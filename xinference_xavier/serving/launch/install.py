@@ -18,6 +18,7 @@ from xinference_xavier.serving.launch.worker import (
     localizing_launch,
     serving_when_ready,
 )
+from xinference_xavier.serving.routing.replica import xavier_replica
 
 _WRAPPED = "_xavier_wrapped"
 
@@ -47,6 +48,7 @@ def wrap_supervisor(supervisor: type[Any]) -> None:
     supervisor.xavier_tracker_address = xavier_tracker_address
     supervisor.xavier_models = xavier_models
     supervisor.xavier_process_info = supervisor_process_info
+    supervisor.xavier_replica = xavier_replica
 
 
 def wrap_worker(worker: type[Any]) -> None:

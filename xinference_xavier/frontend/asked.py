@@ -1,0 +1,59 @@
+"""What a request of one of the text routes goes into its prompt, read from its body.
+
+Never fails: what cannot be read has no text, and the request goes by backlog alone.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from xinference_xavier.frontend.model_router import NO_TEXT
+from xinference_xavier.routing.texts import Text, text_of
+
+MAX_BODY = 4 << 20
+"""Bytes. Reading a longer body would take longer than the choice may take."""
+ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses")
+_FIELDS = ("cache_salt", "tools", "system", "instructions", "prompt", "messages", "input")
+"""What a prompt is made of, in the order in which templates put it."""
+
+
+def read_body(body: bytes) -> Mapping[str, Any]:
+    """The request; empty if it cannot be read."""
+    if len(body) > MAX_BODY:
+        return {}
+    try:
+        request = json.loads(body)
+    except (ValueError, RecursionError):
+        return {}
+    return request if isinstance(request, dict) else {}
+
+
+def prompt_text(request: Mapping[str, Any]) -> Text:
+    try:
+        parts = [*_parts([request[name] for name in _FIELDS if request.get(name)])]
+    except RecursionError:
+        return NO_TEXT
+    return text_of(parts)
+
+
+def _parts(value: object) -> Iterator[str]:
+    """All texts and numbers in it, with the names of their fields."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list):
+        for item in value:
+            yield from _parts(item)
+    elif isinstance(value, dict):
+        for name, item in value.items():
+            yield name
+            yield from _parts(item)
+    elif value is not None:
+        yield str(value)
+
+
+def session_of(request: Mapping[str, Any], header: str | None) -> str:
+    """The session that a client names; empty if it names none."""
+    named = header or request.get("prompt_cache_key")
+    return named[:256] if isinstance(named, str) else ""

@@ -1,0 +1,293 @@
+"""Sends the requests of one model to its replicas, and lets them wait where all are at their limit.
+
+A request belongs to one `Route` from its arrival to the end of its answer. Threading: one event
+loop. Whatever cannot be decided here is left to the caller, who has a way of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+import random
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any, NoReturn
+
+from xinference_xavier.mirror.mirror import Mirror
+from xinference_xavier.protocol.load import Load, Observation, Serving, check_observation
+from xinference_xavier.protocol.tracker import SHORT_KEY, unpack
+from xinference_xavier.routing.choice import Choice, Chunks
+from xinference_xavier.routing.load import Rates, Report
+from xinference_xavier.routing.queue import Queue
+from xinference_xavier.routing.router import Router
+from xinference_xavier.routing.texts import Text, Texts
+
+PATIENCE = 30.0
+"""Seconds that a request waits for a replica that accepts it."""
+MAX_SESSIONS = 10_000
+NO_TEXT = Text(0, ())
+
+
+class QueueFullError(Exception):
+    """All replicas are at their limit, and too many requests wait, or this one for too long."""
+
+    def __init__(self, retry_after: int) -> None:
+        self.retry_after = retry_after
+        super().__init__("all replicas are at their request limit; try again later")
+
+
+@dataclass
+class Counts:
+    """`choices` by reason, `replicas` by name. Forecasts are those of requests whose answers were
+    streamed: seconds to the first byte."""
+
+    choices: Counter[str] = field(default_factory=Counter)
+    replicas: Counter[str] = field(default_factory=Counter)
+    waited: int = 0
+    waited_s: float = 0.0
+    refused: int = 0
+    moved: int = 0
+    unrouted: int = 0
+    forecasts: int = 0
+    predicted_s: float = 0.0
+    actual_s: float = 0.0
+    error_s: float = 0.0
+
+
+@dataclass(eq=False)
+class Route:
+    """Where a request goes, and why. `lost` is set when its replica is lost."""
+
+    request: str
+    text: Text
+    session: str
+    choice: Choice = field(init=False)
+    replica: str = field(init=False)
+    """xinference's name for it."""
+    sent: float = 0.0
+    lost: asyncio.Event = field(default_factory=asyncio.Event)
+    names: list[str] = field(default_factory=list)
+    """Ids by which the replica knows the request."""
+
+
+class ModelRouter:
+    """`clock` returns monotonic seconds."""
+
+    def __init__(
+        self,
+        source: random.Random | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.counts = Counts()
+        self.mirror = Mirror("")
+        self.version = 0
+        """Of the loads that were observed last."""
+        self._clock = clock
+        self._source = source or random.Random()
+        self._numbers = itertools.count()
+        self._serving: Serving | None = None
+        self._router: Router
+        self._texts: Texts
+        self._queue = Queue(0, PATIENCE)
+        self._waiting: dict[str, tuple[Route, asyncio.Future[None]]] = {}
+        self._replicas: dict[str, str] = {}  # names, by incarnation
+        self._routes: dict[str, Route] = {}
+        self._by_name: dict[str, str] = {}  # requests, by the ids that replicas know
+        self._sessions: OrderedDict[str, str] = OrderedDict()  # incarnations
+
+    # -- what the tracker says ---------------------------------------------------------------
+
+    def observe(self, observation: Observation) -> Iterator[None]:
+        """Take in an observation, in short pieces. Raises ValueError for a malformed one."""
+        good = check_observation(observation)
+        if good.update is not None:
+            yield from self.mirror.apply_in_pieces(good.update)
+        now = self._clock()
+        known = {each.incarnation for each in good.loads}
+        gone = self._replicas.keys() - known if good.complete else good.gone
+        for incarnation in [*gone]:
+            self._lost(incarnation)
+        for incarnation, replica, age, load in good.loads:
+            if self._serving is None:
+                self._begin(load.serving)
+            self._replicas[incarnation] = replica
+            limit = load.serving.request_limit
+            report = self._report(load, now - age)
+            self._router.report(incarnation, report, limit=math.inf if limit is None else limit)
+        for prompt in good.prompts:
+            request = self._by_name.get(prompt.request)
+            if request is not None:
+                keys = unpack(prompt.keys, SHORT_KEY)
+                self._texts.scheduled(request, prompt.tokens, keys)
+                self._router.scheduled(request, keys, now)
+        self.version = good.version
+        self._admit()
+
+    def _begin(self, serving: Serving) -> None:
+        self._serving = serving
+        size = Chunks(serving.chunk_tokens, serving.chunk_bytes)
+        self._router = Router(self.mirror, size, self._source)
+        self._texts = Texts(serving.chunk_tokens)
+        self._queue.bound = serving.queue
+
+    def _report(self, load: Load, made: float) -> Report:
+        return Report(
+            made,
+            load.prefill_tokens,
+            load.prefill_s,
+            load.requests,
+            None if load.rates is None else Rates(*load.rates),
+            math.inf if load.free_tokens is None else load.free_tokens,
+            frozenset(self._by_name.get(name, "") for name in load.known),
+        )
+
+    def _lost(self, incarnation: str) -> None:
+        self._replicas.pop(incarnation, None)
+        if self._serving is None:
+            return
+        for request in self._router.lost(incarnation).again:
+            self._routes[request].lost.set()
+
+    # -- requests ------------------------------------------------------------------------------
+
+    @property
+    def routing(self) -> str:
+        """As the operator says, or as the replicas were launched."""
+        launched = "off" if self._serving is None else self._serving.routing
+        return self.mirror.settings.routing or launched
+
+    async def route(self, text: Text = NO_TEXT, session: str = "") -> Route | None:
+        """Choose a replica, if need be once one accepts the request. None where requests are not
+        routed: routing is off, or no replica is known.
+
+        Call `end` when the request is over. Raises QueueFullError.
+        """
+        if self.routing == "off" or not self._accepts():
+            self.counts.unrouted += 1
+            return None
+        route = Route(f"{next(self._numbers)}", text, session)
+        try:
+            await self._place(route)
+        except BaseException:  # the client may go at the moment at which it gets its turn
+            self.end(route)
+            raise
+        return route
+
+    def _accepts(self) -> bool:
+        """Whether there is a replica that reports, even if it is at its limit."""
+        return len(self._router.loads) > len(self._router.loads.expired(self._clock()))
+
+    async def move(self, route: Route) -> bool:
+        """The replica failed the request. True if it was sent to another, as may happen once, and
+        only before any of the answer has arrived. Raises QueueFullError."""
+        if not route.lost.is_set():
+            if not self._router.failed(route.request):
+                return False
+            self._router.loads.forget(route.choice.replica)  # until it reports again
+        if not self._accepts():
+            return False
+        self.counts.moved += 1
+        await self._place(route)
+        return True
+
+    def named(self, route: Route, name: str) -> None:
+        """The replica knows the request as `name`."""
+        route.names.append(name)
+        self._by_name[name] = route.request
+
+    def answered(self, route: Route, streamed: bool) -> None:
+        """The first of the answer has arrived, or all of it."""
+        self._router.answered(route.request)
+        if streamed:
+            predicted, actual = sum(route.choice.terms), self._clock() - route.sent
+            self.counts.forecasts += 1
+            self.counts.predicted_s += predicted
+            self.counts.actual_s += actual
+            self.counts.error_s += abs(predicted - actual)
+
+    def end(self, route: Route) -> None:
+        """The request has been answered, has failed, or its client has gone."""
+        self._router.ended(route.request)
+        self._texts.ended(route.request)
+        self._routes.pop(route.request, None)
+        for name in route.names:
+            self._by_name.pop(name, None)
+        self._admit()
+
+    # -- choosing and waiting ------------------------------------------------------------------
+
+    async def _place(self, route: Route) -> None:
+        if self._queue.first or not self._send(route):
+            await self._wait(route)
+
+    def _send(self, route: Route) -> bool:
+        """To the best replica; False if none accepts a request now."""
+        now = self._clock()
+        choice = self._choose(route.text, route.session, now)
+        if choice is None:
+            return False
+        route.choice, route.replica = choice, self._replicas[choice.replica]
+        route.sent, route.lost = now, asyncio.Event()
+        self._router.sent(route.request, choice, now)
+        self._texts.sent(route.request, route.text)
+        self._routes[route.request] = route
+        self.counts.choices[choice.reason] += 1
+        self.counts.replicas[route.replica] += 1
+        if route.session:
+            self._sessions[route.session] = choice.replica
+            self._sessions.move_to_end(route.session)
+            if len(self._sessions) > MAX_SESSIONS:
+                self._sessions.popitem(last=False)
+        return True
+
+    def _choose(self, text: Text, session: str, now: float) -> Choice | None:
+        prompt = self._texts.prompt(text)
+        if self.routing != "auto":
+            prompt = prompt._replace(keys=())
+        return self._router.choose(prompt, now, preferred=self._sessions.get(session, ""))
+
+    async def _wait(self, route: Route) -> None:
+        if not self._queue.join(route.request, self._clock()):
+            self._refuse()
+        admitted = asyncio.get_running_loop().create_future()
+        self._waiting[route.request] = route, admitted
+        try:
+            async with asyncio.timeout(self._queue.patience):
+                await admitted
+        except TimeoutError:
+            self._refuse()
+        finally:
+            del self._waiting[route.request]
+            self._queue.leave(route.request)
+
+    def _admit(self) -> None:
+        """Those that wait, as far as replicas accept them."""
+        while self._queue.first:
+            route, admitted = self._waiting[self._queue.first]
+            if not self._send(route):
+                return
+            self.counts.waited += 1
+            self.counts.waited_s += self._queue.admit(self._clock())
+            if not admitted.done():
+                admitted.set_result(None)
+
+    def _refuse(self) -> NoReturn:
+        self.counts.refused += 1
+        raise QueueFullError(self._queue.retry_after(self._clock()))
+
+    # -- reports -------------------------------------------------------------------------------
+
+    def explain(self, text: Text) -> dict[str, dict[str, float]]:
+        """The forecast for a prompt, in seconds, by replica."""
+        if self._serving is None:
+            return {}
+        choice = self._choose(text, "", self._clock())
+        terms = {} if choice is None else choice.all_terms
+        return {self._replicas[name]: each._asdict() for name, each in terms.items()}
+
+    def report(self) -> dict[str, Any]:
+        """JSON-able."""
+        return {"routing": self.routing, "queue": len(self._queue), **asdict(self.counts)}

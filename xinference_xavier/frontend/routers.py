@@ -1,0 +1,93 @@
+"""The routers of all models that share, each kept informed by its model's tracker.
+
+Threading: one event loop. No request waits for a tracker: a model's first requests are not routed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from xinference_xavier.errors import NotFoundError
+from xinference_xavier.frontend.model_router import ModelRouter
+from xinference_xavier.runtime.deadline import within
+from xinference_xavier.runtime.rate_limited_log import RateLimitedLog
+from xinference_xavier.runtime.tasks import spawn
+
+logger = logging.getLogger(__name__)
+
+WATCH = 10.0
+"""Seconds that an observation may wait for news."""
+_DEADLINE = 5.0
+_PIECE_PAUSE = 0.0001
+_MIN_BACKOFF, _MAX_BACKOFF = 0.1, 2.0
+_ASK_AGAIN = 2.0
+"""Seconds after which a model that did not share is looked for again."""
+_MAX_ABSENT = 1000
+
+Find = Callable[[str], Awaitable[Any]]
+"""Returns a reference to the tracker of a model. Raises NotFoundError for one that does not
+share."""
+
+
+class Routers:
+    def __init__(self, find: Find) -> None:
+        self._find = find
+        self._log = RateLimitedLog(logger)
+        self._routers: dict[str, ModelRouter] = {}
+        self._looking: set[str] = set()
+        self._absent: dict[str, float] = {}  # until when, by model uid
+        self.failures = 0
+        """Of observations."""
+
+    def get(self, model_uid: str) -> ModelRouter | None:
+        """None while the model is not known to share; it is looked for in the background."""
+        router = self._routers.get(model_uid)
+        if model_uid not in self._looking and time.monotonic() >= self._absent.get(model_uid, 0.0):
+            self._looking.add(model_uid)
+            spawn(self._run(model_uid))
+        return router
+
+    def known(self) -> dict[str, ModelRouter]:
+        return dict(self._routers)
+
+    async def _run(self, model_uid: str) -> None:
+        """Observe the model until it no longer shares."""
+        try:
+            await self._observe(model_uid, ModelRouter())
+        except NotFoundError:
+            self._absent[model_uid] = time.monotonic() + _ASK_AGAIN
+            if len(self._absent) > _MAX_ABSENT:
+                del self._absent[next(iter(self._absent))]
+        finally:
+            self._looking.discard(model_uid)
+            self._routers.pop(model_uid, None)
+
+    async def _observe(self, model_uid: str, router: ModelRouter) -> None:
+        backoff = _MIN_BACKOFF
+        while True:
+            try:
+                tracker = await self._find(model_uid)
+                while True:
+                    await observe(tracker, router)
+                    self._routers[model_uid] = router
+                    backoff = _MIN_BACKOFF
+            except NotFoundError:
+                raise
+            except Exception:
+                self.failures += 1
+                self._log.warn(model_uid, "no news for routing: model=%s", model_uid, exc_info=True)
+            await asyncio.sleep(backoff * random.uniform(0.5, 1.0))
+            backoff = min(_MAX_BACKOFF, 2 * backoff)
+
+
+async def observe(tracker: Any, router: ModelRouter) -> None:
+    """Let `router` know what is new. Waits for news."""
+    mirror = router.mirror
+    call = tracker.observe(mirror.epoch, mirror.revision, router.version, WATCH)
+    for _ in router.observe(await within(WATCH + _DEADLINE, call)):
+        await asyncio.sleep(_PIECE_PAUSE)

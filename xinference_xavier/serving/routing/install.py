@@ -1,0 +1,70 @@
+"""Puts routing between xinference's text routes and the replicas of a model.
+
+xinference 4.1 and 4.0 have no seam for it. Their routes find a model by the module's function
+`require_model`, which is wrapped. If that is missing, requests go in turn, as without us.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from fastapi import HTTPException
+
+from xinference_xavier.frontend.model_router import ModelRouter, QueueFullError
+from xinference_xavier.frontend.routers import Routers
+from xinference_xavier.serving.routing.middleware import Asked, RoutingMiddleware, current
+from xinference_xavier.serving.routing.routed_model import RoutedModel
+
+logger = logging.getLogger(__name__)
+
+Require = Callable[..., Awaitable[Any]]
+
+
+def add_routing(context: Any, routers: Routers) -> None:
+    """`context` is xinference's APIExtensionContext."""
+    from xinference.api import restful_api
+
+    original = getattr(restful_api, "require_model", None)
+    if original is None:
+        logger.warning("this xinference gives requests to replicas in turn: no require_model")
+        return
+    restful_api.require_model = routing_require(original, routers)
+    context.app.add_middleware(RoutingMiddleware)
+
+
+def routing_require(original: Require, routers: Routers) -> Require:
+    @functools.wraps(original)
+    async def require_model(get_supervisor_ref: Any, model_uid: str, *args: Any) -> Any:
+        asked = current()
+        router = None if asked is None else routers.get(model_uid)
+        if asked is None or router is None:
+            return await original(get_supervisor_ref, model_uid, *args)
+
+        async def connect(replica: str) -> Any:
+            supervisor = await get_supervisor_ref()
+            return await supervisor.xavier_replica(replica)
+
+        model = await _routed(asked, router, connect)
+        return model or await original(get_supervisor_ref, model_uid, *args)
+
+    return require_model
+
+
+async def _routed(asked: Asked, router: ModelRouter, connect: Any) -> RoutedModel | None:
+    try:
+        route = await asked.route_by(router)
+    except QueueFullError as error:
+        headers = {"Retry-After": str(error.retry_after)}
+        raise HTTPException(429, str(error), headers) from error
+    while route is not None:
+        try:
+            return RoutedModel(router, route, await connect(route.replica), connect)
+        except Exception:
+            logger.warning("replica %s does not take requests", route.replica, exc_info=True)
+            if not await router.move(route):
+                asked.end()
+                return None
+    return None

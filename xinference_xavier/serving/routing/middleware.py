@@ -1,0 +1,121 @@
+"""Keeps what a request asks at hand until a replica is chosen for it, and ends its route.
+
+The body is recorded as xinference reads it. Nothing is read, changed or held back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, MutableMapping
+from contextvars import ContextVar
+from typing import Any
+
+from xinference_xavier.frontend.asked import (
+    MAX_BODY,
+    ROUTES,
+    prompt_text,
+    read_body,
+    session_of,
+)
+from xinference_xavier.frontend.model_router import ModelRouter, Route
+from xinference_xavier.routing.texts import Text
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+_LONG = 64 << 10
+"""Bytes of a body that is read by another thread."""
+_asked: ContextVar[Asked | None] = ContextVar("xavier_asked", default=None)
+
+
+def current() -> Asked | None:
+    """What the request asks that runs here; None for other routes."""
+    return _asked.get()
+
+
+class Asked:
+    """One request."""
+
+    def __init__(self, scope: Message, receive: Receive) -> None:
+        self.route: Route | None = None
+        self._scope = scope
+        self._receive = receive
+        self._body: list[bytes] = []
+        self._size = 0
+        self._router: ModelRouter | None = None
+
+    async def receive(self) -> Message:
+        message = await self._receive()
+        if message["type"] == "http.request" and self._size <= MAX_BODY:
+            self._body.append(message.get("body", b""))
+            self._size += len(self._body[-1])
+        return message
+
+    async def route_by(self, router: ModelRouter) -> Route | None:
+        """See `ModelRouter.route`. Raises CancelledError if the client goes while it waits."""
+        text, session = await self._read()
+        routing = asyncio.ensure_future(router.route(text, session))
+        leaving = asyncio.ensure_future(self._leaves())
+        try:
+            await asyncio.wait({routing, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            leaving.cancel()
+            if not routing.done():
+                routing.cancel()
+        self.route, self._router = await routing, router
+        return self.route
+
+    async def _read(self) -> tuple[Text, str]:
+        def read() -> tuple[Text, str]:
+            request = read_body(body)
+            return prompt_text(request), session_of(request, header)
+
+        body, header = b"".join(self._body), self._header(b"x-session-id")
+        self._body.clear()
+        return read() if len(body) < _LONG else await asyncio.to_thread(read)
+
+    def _header(self, name: bytes) -> str | None:
+        found = next((value for key, value in self._scope["headers"] if key == name), None)
+        return None if found is None else found.decode("latin-1")
+
+    async def _leaves(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+
+    def end(self) -> None:
+        if self.route is not None and self._router is not None:
+            self._router.end(self.route)
+            self.route = None
+
+
+class RoutingMiddleware:
+    """ASGI middleware for the text routes."""
+
+    def __init__(self, app: Callable[[Message, Receive, Send], Awaitable[None]]) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] not in ROUTES:
+            await self._app(scope, receive, send)
+            return
+        asked = Asked(scope, receive)
+        token = _asked.set(asked)
+
+        async def answer(message: Message) -> None:
+            if message["type"] == "http.response.start" and asked.route is not None:
+                message["headers"] = [*message.get("headers", ()), *headers(asked.route)]
+            await send(message)
+
+        try:
+            await self._app(scope, asked.receive, answer)
+        finally:
+            _asked.reset(token)
+            asked.end()
+
+
+def headers(route: Route) -> list[tuple[bytes, bytes]]:
+    """Where the request went, and why, in seconds."""
+    terms = ", ".join(f"{name}={value:.3f}" for name, value in route.choice.terms._asdict().items())
+    reason = f"{route.choice.reason}; {terms}"
+    return [(b"x-xavier-replica", route.replica.encode()), (b"x-xavier-route", reason.encode())]

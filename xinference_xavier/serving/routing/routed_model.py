@@ -1,0 +1,137 @@
+"""A model's reference for one request. If the replica is lost before it answers, the request goes
+to another one."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
+from typing import Any, TypeVar
+
+import anyio
+import xoscar as xo
+
+from xinference_xavier.errors import XavierError
+from xinference_xavier.frontend.model_router import ModelRouter, Route
+
+logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+Connect = Callable[[str], Awaitable[Any]]
+"""Returns a reference to the model actor of a replica."""
+_GONE = (OSError, xo.ServerClosed, xo.ActorNotExist)
+_DEAD = "EngineDeadError"
+_FULL = "Rate limit reached"
+
+
+class ReplicaLostError(XavierError):
+    """The tracker has lost the replica."""
+
+
+class RoutedModel:
+    """Behaves like `model`, the reference to the replica of `route`."""
+
+    def __init__(self, router: ModelRouter, route: Route, model: Any, connect: Connect) -> None:
+        self._router = router
+        self._route = route
+        self._model = model
+        self._connect = connect
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    async def generate(self, *args: Any, **kwargs: Any) -> Any:
+        return await self._ask("generate", args, kwargs)
+
+    async def chat(self, *args: Any, **kwargs: Any) -> Any:
+        return await self._ask("chat", args, kwargs)
+
+    async def _ask(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # By this id the replica reports the request. The route of responses gives none.
+        name = kwargs.setdefault("request_id", uuid.uuid4().hex)
+        self._router.named(self._route, str(name))
+
+        async def ask() -> Any:
+            return await self._unless_lost(getattr(self._model, method)(*args, **kwargs))
+
+        result = await self._with_another(ask)
+        if not hasattr(result, "__anext__"):
+            self._router.answered(self._route, streamed=False)
+            return result
+        return self._stream(result, ask)
+
+    async def _stream(
+        self, iterator: AsyncIterator[Any], ask: Callable[[], Awaitable[Any]]
+    ) -> AsyncIterator[Any]:
+        iterators = [iterator]
+
+        async def first() -> Any:
+            if not iterators:
+                iterators.append(await ask())
+            try:
+                return await self._unless_lost(_next(iterators[0]))
+            except Exception:
+                await _close(iterators.pop())
+                raise
+
+        try:
+            item = await self._with_another(first)
+            self._router.answered(self._route, streamed=True)
+            while item is not _END:
+                yield item
+                item = await _next(iterators[0])
+        finally:
+            for each in iterators:
+                await _close(each)
+
+    async def _with_another(self, ask: Callable[[], Awaitable[_T]]) -> _T:
+        """Ask the replica, and if that fails another one."""
+        try:
+            return await ask()
+        except Exception as error:
+            if not _is_lost(error) or not await self._router.move(self._route):
+                raise
+            logger.warning(
+                "request goes to another replica: replica=%s error=%r", self._route.replica, error
+            )
+            self._model = await self._connect(self._route.replica)
+            return await ask()
+
+    async def _unless_lost(self, call: Awaitable[_T]) -> _T:
+        """Raises ReplicaLostError once the tracker has lost the replica."""
+        answering = asyncio.ensure_future(call)
+        losing = asyncio.ensure_future(self._route.lost.wait())
+        try:
+            await asyncio.wait({answering, losing}, return_when=asyncio.FIRST_COMPLETED)
+            if answering.done():
+                return answering.result()
+            raise ReplicaLostError(f"replica {self._route.replica} is lost")
+        finally:
+            losing.cancel()
+            answering.cancel()
+
+
+_END = object()
+
+
+async def _next(iterator: AsyncIterator[Any]) -> Any:
+    return await anext(iterator, _END)
+
+
+def _is_lost(error: Exception) -> bool:
+    """Whether another replica may do better."""
+    names = {each.__name__ for each in type(error).__mro__}
+    return isinstance(error, (*_GONE, ReplicaLostError)) or _DEAD in names or _FULL in str(error)
+
+
+async def _close(iterator: Any) -> None:
+    """An xoscar iterator that is collected unclosed would block the event loop. Its replica may be
+    gone."""
+    with anyio.CancelScope(shield=True), suppress(Exception):
+        if hasattr(iterator, "aclose"):
+            await iterator.aclose()
+        else:
+            iterator._gc_destroy = False
+            await iterator.destroy()
