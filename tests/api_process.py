@@ -30,6 +30,7 @@ from xinference_xavier.serving.api import add_routes
 from xinference_xavier.serving.diagnostics import supervisor_process_info, worker_process_info
 from xinference_xavier.serving.launch.supervisor import xavier_models, xavier_tracker_address
 from xinference_xavier.serving.prometheus.exporter import add_metrics
+from xinference_xavier.serving.tracker_gateway import TrackerGateway
 from xinference_xavier.tracker.actor import BlockTracker
 
 API_KEY = "sk-secret"
@@ -181,7 +182,8 @@ def _application(supervisor: Any, *, guarded: bool = False) -> FastAPI:
     )
     app.state.registry = Registry()  # one per application, as in separate processes
     app.add_route("/metrics", metrics)
-    add_routes(context)
-    add_metrics(context)
+    trackers = TrackerGateway(get_supervisor_ref)
+    add_routes(context, trackers)
+    add_metrics(context, trackers)
     app.include_router(router)
     return app

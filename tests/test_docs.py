@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 from xml.etree import ElementTree
 
 import pytest
@@ -43,7 +44,7 @@ def test_every_test_that_a_promise_names_exists() -> None:
 
 def test_every_rest_route_is_listed_and_no_other() -> None:
     router = APIRouter()
-    add_routes(SimpleNamespace(router=router, auth_enabled=False, get_supervisor_ref=None))
+    add_routes(SimpleNamespace(router=router, auth_enabled=False), Mock())
     served = {
         f"{method} {route.path}"
         for route in router.routes

@@ -16,6 +16,7 @@ from xinference_xavier.errors import ExplainError, NotFoundError
 from xinference_xavier.protocol.tracker import Member, Settings, tracker_uid
 from xinference_xavier.runtime.addresses import replica_uid
 from xinference_xavier.serving.api import add_routes
+from xinference_xavier.serving.tracker_gateway import TrackerGateway
 from xinference_xavier.stats.reading import read
 from xinference_xavier.stats.schema import ReplicaStats
 from xinference_xavier.tracker.actor import BlockTracker
@@ -95,7 +96,8 @@ def client_of(address: str, **auth: Any) -> httpx.AsyncClient:
             auth_service=auth.get("service"),
             auth_enabled=bool(auth),
             get_supervisor_ref=get_supervisor_ref,
-        )
+        ),
+        TrackerGateway(get_supervisor_ref),
     )
     app.include_router(router)
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://api")

@@ -12,10 +12,12 @@ from sse_starlette.sse import EventSourceResponse
 from starlette.responses import Response
 
 from xinference_xavier.errors import NOT_FOUND_HEADER, ExplainError, NotFoundError
+from xinference_xavier.frontend.asked import prompt_text
 from xinference_xavier.protocol.tracker import (
     MAX_QUESTION_BYTES,
     MAX_WEIGHTS_VERSION,
     check_question,
+    check_routing,
     check_switch,
     check_weights_version,
 )
@@ -33,7 +35,7 @@ _MAX_LISTENERS = 100
 _T = TypeVar("_T")
 
 
-def add_routes(context: Any) -> None:
+def add_routes(context: Any, trackers: TrackerGateway) -> None:
     """`context` is xinference's APIExtensionContext."""
 
     def add(
@@ -43,7 +45,7 @@ def add_routes(context: Any) -> None:
         context.router.add_api_route(path, endpoint, methods=[method], dependencies=guard)
 
     auth = context.auth_service if context.auth_enabled else None
-    routes = _Routes(TrackerGateway(context.get_supervisor_ref), auth)
+    routes = _Routes(trackers, auth)
     add("GET", "/v1/xavier", _READ_SCOPE, routes.all_models)
     add("GET", "/v1/xavier_cluster", _READ_SCOPE, routes.cluster)
     add("GET", _MODEL, _READ_SCOPE, routes.one_model)
@@ -106,6 +108,9 @@ class _Routes:
         if "enabled" in change:
             await self._trackers.call(model_uid, "set_enabled", change["enabled"])
             return await self._trackers.report(model_uid)
+        if "routing" in change:
+            await self._trackers.call(model_uid, "set_routing", change["routing"])
+            return await self._trackers.report(model_uid)
         return await self._ask_all(model_uid, "set_weights_version", change["weights_version"])
 
     async def flush(self, model_uid: str) -> JSONResponse:
@@ -120,7 +125,11 @@ class _Routes:
         question = _checked_question(await request.body())
         deadline = EXPLAIN_DEADLINE + 1
         explaining = self._trackers.call(model_uid, "explain", question, deadline=deadline)
-        return JSONResponse(await _answered_for(model_uid, explaining))
+        explanation = await _answered_for(model_uid, explaining)
+        router = self._trackers.routers.get(model_uid)
+        if router is not None:
+            explanation["routing"] = router.explain(prompt_text(question))
+        return JSONResponse(explanation)
 
     def _check_model_access(self, request: Request, model_uid: str) -> None:
         """Only those who may ask the model may learn whether it has computed a text."""
@@ -143,13 +152,17 @@ def _checked_change(body: bytes) -> dict[str, Any]:
             case {"enabled": enabled} if len(change) == 1:
                 check_switch("enabled", enabled)
                 return change
+            case {"routing": routing} if len(change) == 1:
+                check_routing(routing)
+                return change
             case {"weights_version": version} if len(change) == 1:
                 check_weights_version(version)
                 return change
     raise HTTPException(
         400,
-        'the body must be {"enabled": true}, {"enabled": false} or {"weights_version": "<text of 1 '
-        f'to {MAX_WEIGHTS_VERSION} characters>"}}',
+        'the body must be {"enabled": true}, {"enabled": false}, {"routing": "auto"}, {"routing": '
+        '"backlog"}, {"routing": "off"} or {"weights_version": "<text of 1 to '
+        f'{MAX_WEIGHTS_VERSION} characters>"}}',
     )
 
 

@@ -17,7 +17,6 @@ class XavierExtension:
 
     def configure_api(self, context: Any) -> None:
         """Add our routes, metrics and pages; `context` is xinference's APIExtensionContext."""
-        from xinference_xavier.frontend.routers import Routers
         from xinference_xavier.serving.api import add_routes
         from xinference_xavier.serving.prometheus.exporter import add_metrics
         from xinference_xavier.serving.routing.install import add_routing
@@ -25,10 +24,9 @@ class XavierExtension:
         from xinference_xavier.serving.ui.routes import add_pages
 
         trackers = TrackerGateway(context.get_supervisor_ref)
-        routers = Routers(trackers.find)
-        add_routing(context, routers)
-        add_routes(context)
-        add_metrics(context)
+        add_routing(context, trackers.routers)
+        add_routes(context, trackers)
+        add_metrics(context, trackers)
         add_pages(context)
 
     def worker_metadata(self) -> dict[str, str]:

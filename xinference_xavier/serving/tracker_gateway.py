@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import xoscar as xo
 
 from xinference_xavier.errors import NotFoundError
+from xinference_xavier.frontend.routers import Routers
 from xinference_xavier.protocol.tracker import tracker_uid
 from xinference_xavier.runtime.addresses import reachable_address
 from xinference_xavier.runtime.deadline import within
@@ -32,6 +33,7 @@ class TrackerGateway:
     """
 
     def __init__(self, get_supervisor_ref: Callable[[], Awaitable[Any]]) -> None:
+        self.routers = Routers(self.find)
         self._get_supervisor_ref = get_supervisor_ref
         self._readings: dict[str, _Reading] = {}
 
@@ -68,7 +70,9 @@ class TrackerGateway:
         return await _found(model_uid, within(deadline, getattr(tracker, method)(*args)))
 
     async def report(self, model_uid: str) -> dict[str, Any]:
-        return report(await self.call(model_uid, "status"))
+        status = report(await self.call(model_uid, "status"))
+        router = self.routers.get(model_uid)
+        return status if router is None else {**status, "routing": router.report()}
 
     async def shared_report(self, model_uid: str, max_age: float) -> dict[str, Any]:
         """A report begun at most `max_age` seconds ago, shared by all callers."""

@@ -130,7 +130,7 @@ class Scraper:
         app = FastAPI()
         app.state.registry = Registry()
         Counter("xinference:their_own_total", "Theirs.", registry=app.state.registry).inc({})
-        add_metrics(SimpleNamespace(app=app, get_supervisor_ref=get_supervisor_ref))
+        add_metrics(SimpleNamespace(app=app), TrackerGateway(get_supervisor_ref))
         app.add_route("/metrics", metrics)
         self._client = httpx.AsyncClient(
             transport=httpx.ASGITransport(app), base_url="http://api", timeout=60

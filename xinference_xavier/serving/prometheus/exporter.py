@@ -38,9 +38,9 @@ _SCRAPE_TIMEOUT = "x-prometheus-scrape-timeout-seconds"
 _KINDS = {"counter": Counter, "gauge": Gauge, "histogram": Histogram}
 
 
-def add_metrics(context: Any) -> None:
+def add_metrics(context: Any, trackers: TrackerGateway) -> None:
     """`context` is xinference's APIExtensionContext."""
-    exporter = Exporter(TrackerGateway(context.get_supervisor_ref))
+    exporter = Exporter(trackers)
     # The registry of xinference's own endpoint.
     exporter.register(getattr(context.app.state, "registry", REGISTRY))
     context.app.add_middleware(FreshMetrics, exporter=exporter)
