@@ -1,0 +1,297 @@
+"""Requests go to the replica that answers first, wait where none accepts them, and move once if
+theirs is lost."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+
+import pytest
+
+from tests.frontend.cluster import CHUNK, Cluster, document, keys
+from xinference_xavier.frontend import model_router as module
+from xinference_xavier.frontend.model_router import ModelRouter, QueueFullError, Route
+from xinference_xavier.protocol.load import ScheduledPrompt
+from xinference_xavier.protocol.tracker import pack
+from xinference_xavier.routing.texts import Text
+
+
+async def route(cluster: Cluster, text: Text = module.NO_TEXT, session: str = "") -> Route:
+    found = await cluster.router.route(text, session)
+    assert found is not None
+    return found
+
+
+async def learn(cluster: Cluster, text: Text, tokens: int, name: str) -> str:
+    """A replica computes the text; returns which."""
+    first = await route(cluster, text)
+    cluster.router.named(first, name)
+    known = keys(name, tokens // CHUNK)
+    cluster.tell(prompts=[ScheduledPrompt(name, tokens, pack(known))])
+    cluster.hold(first.replica, known)
+    cluster.router.answered(first, streamed=True)
+    cluster.router.end(first)
+    return first.replica
+
+
+async def waiting(cluster: Cluster, count: int = 1) -> list[asyncio.Task[Route]]:
+    """Requests that wait."""
+    tasks = [asyncio.create_task(route(cluster)) for _ in range(count)]
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert not any(task.done() for task in tasks)
+    return tasks
+
+
+async def test_a_request_goes_to_the_smallest_backlog() -> None:
+    cluster = Cluster("m-0", "m-1", "m-2")
+    cluster.tell(*(cluster.load(f"m-{number}", 3.0 - number) for number in range(3)))
+    found = await route(cluster)
+    assert (found.replica, found.choice.reason) == ("m-2", "backlog")
+    assert found.choice.terms.backlog == pytest.approx(1.0)
+
+
+async def test_a_burst_spreads_before_anybody_reports() -> None:
+    cluster = Cluster("m-0", "m-1", "m-2")
+    chosen = Counter([(await route(cluster, document(f"d{n}"))).replica for n in range(9)])
+    assert chosen == {"m-0": 3, "m-1": 3, "m-2": 3}
+
+
+async def test_a_known_prefix_draws_requests_while_its_replica_is_not_busy() -> None:
+    cluster = Cluster("m-0", "m-1")
+    text = document("long")
+    owner = await learn(cluster, text, 5000, "long")
+    cluster.now += 3600.0
+    cluster.tell(cluster.load("m-0", 0.0), cluster.load("m-1", 0.0))
+    again = await route(cluster, text)
+    assert (again.replica, again.choice.reason) == (owner, "local")
+    cluster.router.end(again)
+    cluster.tell(cluster.load(owner, 60.0))
+    elsewhere = await route(cluster, text)
+    assert (elsewhere.replica == owner, elsewhere.choice.reason) == (False, "fetch")
+    assert elsewhere.choice.terms.fetch < 0.1 < elsewhere.choice.all_terms[f"{owner} now"].backlog
+
+
+async def test_a_request_follows_another_with_the_same_new_text() -> None:
+    """Waiting for the rest of it takes less time than computing all of it elsewhere."""
+    cluster = Cluster("m-0", "m-1", "m-2")
+    first = await route(cluster, document("new"))
+    cluster.now += 0.9 * first.choice.terms.compute
+    assert (await route(cluster, document("new"))).replica == first.replica
+    assert (await route(cluster, document("other"))).replica != first.replica
+
+
+async def test_a_text_that_is_being_computed_is_expected_by_its_keys() -> None:
+    """From the report on, the router knows the text by other keys than before."""
+    cluster = Cluster("m-0", "m-1", "m-2")
+    text = document("new")
+    first = await route(cluster, text)
+    cluster.router.named(first, "first")
+    cluster.tell(prompts=[ScheduledPrompt("first", 5000, pack(keys("first", 39)))])
+    cluster.now += 0.9 * first.choice.terms.compute
+    assert (await route(cluster, text)).replica == first.replica
+
+
+async def test_a_session_decides_between_equals() -> None:
+    cluster = Cluster("m-0", "m-1", "m-2", "m-3")
+    first = await route(cluster, session="chat")
+    cluster.router.end(first)
+    cluster.now += 60.0
+    cluster.tell(*(cluster.load(f"m-{number}") for number in range(4)))
+    for _ in range(5):
+        again = await route(cluster, session="chat")
+        assert again.replica == first.replica
+        cluster.router.end(again)
+        cluster.now += 1.0
+
+
+@pytest.mark.parametrize("launched", [True, False])
+async def test_by_backlog_only_if_so_configured(launched: bool) -> None:
+    cluster = Cluster("m-0", "m-1", routing="backlog" if launched else "auto")
+    if not launched:
+        cluster.configure(routing="backlog")
+    owner = await learn(cluster, document("long"), 5000, "long")
+    cluster.now += 3600.0
+    other = next(name for name in ("m-0", "m-1") if name != owner)
+    cluster.tell(cluster.load(owner, 0.1), cluster.load(other, 0.0))
+    assert (await route(cluster, document("long"))).replica == other
+
+
+async def test_nothing_is_routed_while_it_is_off() -> None:
+    cluster = Cluster("m-0", routing="off")
+    assert await cluster.router.route() is None
+    cluster.configure(routing="auto")
+    assert (await route(cluster)).replica == "m-0"
+    cluster.configure(routing="off")
+    assert await cluster.router.route() is None
+    assert cluster.router.counts.unrouted == 2
+
+
+async def test_nothing_is_routed_while_no_replica_reports() -> None:
+    assert await ModelRouter().route() is None
+    cluster = Cluster("m-0", "m-1")
+    cluster.now += 9.9
+    assert await cluster.router.route() is not None
+    cluster.now += 0.1
+    assert await cluster.router.route() is None
+    cluster.tell(cluster.load("m-1"))
+    assert (await route(cluster)).replica == "m-1"
+
+
+async def test_requests_wait_in_order_where_all_replicas_are_at_their_limit() -> None:
+    cluster = Cluster("m-0", "m-1", request_limit=1)
+    running = [await route(cluster), await route(cluster)]
+    assert {each.replica for each in running} == {"m-0", "m-1"}
+    first, second = await waiting(cluster, 2)
+    cluster.router.end(running[0])
+    assert (await first).replica == running[0].replica
+    assert not second.done()
+    cluster.join("m-2")
+    assert (await second).replica == "m-2"
+    assert cluster.router.counts.waited == 2
+
+
+async def test_a_request_does_not_overtake_those_that_wait() -> None:
+    cluster = Cluster("m-0", request_limit=1)
+    running = await route(cluster)
+    (first,) = await waiting(cluster)
+    cluster.router.end(running)
+    (second,) = await waiting(cluster)
+    assert (await first).replica == "m-0"
+    second.cancel()
+
+
+async def test_beyond_its_bound_the_queue_refuses_requests() -> None:
+    cluster = Cluster("m-0", request_limit=1, queue=1)
+    await route(cluster)
+    (task,) = await waiting(cluster)
+    with pytest.raises(QueueFullError) as refused:
+        await cluster.router.route()
+    assert refused.value.retry_after >= 1
+    assert cluster.router.counts.refused == 1
+    task.cancel()
+
+
+async def test_a_request_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = Cluster("m-0", request_limit=1)
+    cluster.router._queue.patience = 0.01
+    await route(cluster)
+    with pytest.raises(QueueFullError):
+        await cluster.router.route()
+    assert not cluster.router._waiting
+
+
+async def test_a_client_that_goes_leaves_the_queue() -> None:
+    cluster = Cluster("m-0", request_limit=1)
+    running = await route(cluster)
+    gone, stays = await waiting(cluster, 2)
+    gone.cancel()
+    await asyncio.wait({gone})
+    cluster.router.end(running)
+    assert (await stays).replica == "m-0"
+
+
+async def test_a_client_that_goes_when_its_turn_comes_keeps_no_place() -> None:
+    cluster = Cluster("m-0", request_limit=1)
+    running = await route(cluster)
+    gone, stays = await waiting(cluster, 2)
+    cluster.router.end(running)
+    gone.cancel()  # it has its place, but did not run since
+    assert (await stays).replica == "m-0"
+
+
+async def test_ten_thousand_requests_wait() -> None:
+    cluster = Cluster("m-0", request_limit=1, queue=10_000)
+    running = await route(cluster)
+    tasks = await waiting(cluster, 10_000)
+    for task in tasks:
+        cluster.router.end(running)
+        running = await task
+    assert cluster.router.counts.waited == 10_000
+
+
+async def test_requests_of_a_replica_that_is_lost_move_once() -> None:
+    cluster = Cluster("m-0", "m-1")
+    moving = await route(cluster)
+    other = await route(cluster)
+    cluster.tell(gone=[moving.replica])
+    assert moving.lost.is_set() and not other.lost.is_set()
+    assert await cluster.router.move(moving)
+    assert moving.replica == other.replica and not moving.lost.is_set()
+    assert not await cluster.router.move(moving), "it may be the cause"
+
+
+async def test_a_request_whose_answer_has_begun_does_not_move() -> None:
+    cluster = Cluster("m-0", "m-1")
+    begun = await route(cluster)
+    cluster.router.answered(begun, streamed=True)
+    cluster.tell(gone=[begun.replica])
+    assert not begun.lost.is_set()
+    assert not await cluster.router.move(begun)
+
+
+async def test_a_replica_that_failed_a_request_gets_no_other_until_it_reports() -> None:
+    cluster = Cluster("m-0", "m-1")
+    failed = await route(cluster)
+    first = failed.replica
+    assert await cluster.router.move(failed)
+    assert failed.replica != first
+    assert {(await route(cluster)).replica for _ in range(4)} == {failed.replica}
+    cluster.now += 1.0
+    cluster.tell(cluster.load(first))
+    assert (await route(cluster)).replica == first
+
+
+async def test_a_request_fails_with_the_last_replica() -> None:
+    cluster = Cluster("m-0")
+    assert not await cluster.router.move(await route(cluster))
+
+
+async def test_replicas_that_a_complete_report_lacks_are_gone() -> None:
+    """The tracker was lost with what it knew."""
+    cluster = Cluster("m-0", "m-1")
+    lost = await route(cluster)
+    kept = next(name for name in ("m-0", "m-1") if name != lost.replica)
+    cluster.tell(cluster.load(kept), complete=True)
+    assert lost.lost.is_set()
+
+
+async def test_a_malformed_observation_changes_nothing() -> None:
+    cluster = Cluster("m-0")
+    with pytest.raises(ValueError, match="malformed observation"):
+        next(cluster.router.observe(("hello",)))  # type: ignore[arg-type]
+    assert (await route(cluster)).replica == "m-0"
+
+
+async def test_nothing_stays_of_requests_that_have_ended() -> None:
+    cluster = Cluster("m-0", "m-1")
+    for number in range(50):
+        ended = await route(cluster, document(f"{number}"))
+        cluster.router.named(ended, f"name {number}")
+        cluster.router.end(ended)
+        cluster.router.end(ended)
+    assert not cluster.router._routes
+    assert not cluster.router._by_name
+    assert not cluster.router._texts._underway
+    assert cluster.router._router.loads.running.sum() == 0
+
+
+async def test_forecasts_are_compared_with_the_first_bytes() -> None:
+    cluster = Cluster("m-0")
+    cluster.tell(cluster.load("m-0", 2.0))
+    asked = await route(cluster, document("long"))
+    predicted = sum(asked.choice.terms)
+    cluster.now += 5.0
+    cluster.router.answered(asked, streamed=True)
+    counts = cluster.router.counts
+    assert (counts.forecasts, counts.predicted_s, counts.actual_s) == (1, predicted, 5.0)
+    assert counts.error_s == abs(5.0 - predicted)
+
+
+async def test_it_explains_what_it_would_choose() -> None:
+    cluster = Cluster("m-0", "m-1")
+    cluster.tell(cluster.load("m-0", 2.0))
+    found = cluster.router.explain(document("long"))
+    assert found["m-0"]["backlog"] == pytest.approx(2.0)
+    assert found["m-0"]["compute"] == found["m-1"]["compute"] > 1.0
+    assert cluster.router.report()["choices"] == {}

@@ -1,0 +1,118 @@
+"""A router learns from replicas which keys a text has, and about how many tokens."""
+
+from __future__ import annotations
+
+import pytest
+
+from xinference_xavier.routing import texts as texts_module
+from xinference_xavier.routing.texts import PIECE, Text, Texts, text_of
+
+CHUNK = 128
+DOCUMENT = "".join(f"word {number} " for number in range(2000))  # 40 pieces
+
+
+@pytest.fixture
+def texts() -> Texts:
+    return Texts(CHUNK)
+
+
+def keys(count: int, name: str = "key") -> list[bytes]:
+    return [f"{name}{number}".encode().ljust(12) for number in range(count)]
+
+
+def learn(texts: Texts, text: Text, tokens: int, name: str = "key") -> list[bytes]:
+    known = keys(tokens // CHUNK, name)
+    texts.sent("request", text)
+    texts.scheduled("request", tokens, known)
+    return known
+
+
+def test_a_text_that_was_reported_has_its_keys_and_tokens(texts: Texts) -> None:
+    text = text_of([DOCUMENT])
+    known = learn(texts, text, 4000)
+    prompt = texts.prompt(text)
+    assert prompt.tokens == pytest.approx(4000, rel=0.03)
+    assert list(prompt.keys) == known[: len(prompt.keys)]
+    assert len(prompt.keys) >= len(known) - 1
+
+
+def test_a_text_that_begins_alike_has_the_keys_as_far_as_it_does(texts: Texts) -> None:
+    known = learn(texts, text_of([DOCUMENT]), 4000)
+    half = DOCUMENT[: len(DOCUMENT) // 2]
+    prompt = texts.prompt(text_of([half + "another end " * 200]))
+    shared = [key for key in prompt.keys if key in known]
+    assert shared == known[: len(shared)]
+    assert 13 <= len(shared) <= 15  # of 31: half of them
+    rest = prompt.keys[len(shared) :]
+    assert rest and not set(rest) & set(known)
+
+
+def test_the_latest_report_counts(texts: Texts) -> None:
+    """With another chat template, say, or after an adapter was loaded anew."""
+    text = text_of([DOCUMENT])
+    learn(texts, text, 4000, "old")
+    known = learn(texts, text, 4000, "new")
+    assert texts.prompt(text).keys[0] == known[0]
+
+
+def test_a_new_text_has_keys_of_its_own(texts: Texts) -> None:
+    """So that two requests with the same new text are sent to one replica."""
+    first, second = texts.prompt(text_of([DOCUMENT])), texts.prompt(text_of([DOCUMENT]))
+    assert first == second
+    assert len(first.keys) == first.tokens // CHUNK
+    other = texts.prompt(text_of(["x" + DOCUMENT]))
+    assert not set(first.keys) & set(other.keys)
+
+
+def test_the_length_of_a_new_text_is_estimated_from_reports(texts: Texts) -> None:
+    text = text_of(["a new text " * 1000])
+    before = texts.prompt(text).tokens
+    for number in range(60):
+        learn(texts, text_of([f"{number}" + DOCUMENT]), len(DOCUMENT) // 2)
+    assert before == pytest.approx(text.length / 4, rel=0.01)
+    assert texts.prompt(text).tokens == pytest.approx(text.length / 2, rel=0.02)
+
+
+def test_a_text_without_a_whole_piece_has_no_keys(texts: Texts) -> None:
+    text = text_of(["x" * (PIECE - 1)])
+    learn(texts, text, 300)
+    prompt = texts.prompt(text)
+    assert prompt.keys == []
+    assert prompt.tokens == pytest.approx((PIECE - 1) / 4, rel=0.1)
+
+
+def test_no_text_is_one_token(texts: Texts) -> None:
+    assert texts.prompt(Text(0, ())) == (1, [])
+
+
+def test_parts_do_not_run_together() -> None:
+    assert text_of(["ab" * PIECE, "c" * PIECE]) != text_of(["ab" * PIECE + "c" * PIECE])
+
+
+def test_any_text_can_be_hashed() -> None:
+    assert text_of(["\ud800" * PIECE]).length == 3 * PIECE
+
+
+def test_reports_of_others_are_ignored(texts: Texts) -> None:
+    text = text_of([DOCUMENT])
+    before = texts.prompt(text)
+    texts.scheduled("somebody else's", 4000, keys(31))
+    texts.sent("request", text)
+    texts.ended("request")
+    texts.scheduled("request", 4000, keys(31))
+    assert texts.prompt(text) == before
+
+
+def test_memory_is_bounded(texts: Texts, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Texts go that were not asked for longest."""
+    monkeypatch.setattr(texts_module, "MAX_PIECES", 100)
+    monkeypatch.setattr(texts_module, "MAX_UNDERWAY", 2)
+    first = text_of(["first" + DOCUMENT])
+    known = learn(texts, first, 4000)
+    for number in range(10):
+        assert texts.prompt(first).keys[0] == known[0], "it is asked for"
+        learn(texts, text_of([f"{number}" + DOCUMENT]), 4000, f"{number}-")
+    assert len(texts._pieces) <= 100
+    for request in ("1", "2", "3"):
+        texts.sent(request, first)
+    assert len(texts._underway) == 2
