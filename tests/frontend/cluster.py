@@ -72,7 +72,9 @@ class Cluster:
             pass
 
     def hold(self, replica: str, held: Sequence[bytes]) -> None:
-        self._changes.append(Change(f"{replica} now", len(self._changes) + 1, pack(held), b"", False))
+        self._changes.append(
+            Change(f"{replica} now", len(self._changes) + 1, pack(held), b"", False)
+        )
         self.tell()
 
     def configure(self, **settings: Any) -> None:

@@ -44,7 +44,8 @@ def test_a_text_that_begins_alike_has_the_keys_as_far_as_it_does(texts: Texts) -
     assert shared == known[: len(shared)]
     assert 13 <= len(shared) <= 15  # of 31: half of them
     rest = prompt.keys[len(shared) :]
-    assert rest and not set(rest) & set(known)
+    assert rest
+    assert not set(rest) & set(known)
 
 
 def test_the_latest_report_counts(texts: Texts) -> None:

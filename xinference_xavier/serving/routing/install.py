@@ -15,11 +15,17 @@ from fastapi import HTTPException
 
 from xinference_xavier.frontend.model_router import ModelRouter, QueueFullError
 from xinference_xavier.frontend.routers import Routers
-from xinference_xavier.serving.routing.middleware import Asked, RoutingMiddleware, current
+from xinference_xavier.serving.routing.middleware import (
+    Asked,
+    ClientGoneError,
+    RoutingMiddleware,
+    current,
+)
 from xinference_xavier.serving.routing.routed_model import RoutedModel
 
 logger = logging.getLogger(__name__)
 
+_CLIENT_CLOSED_REQUEST = 499  # nginx's; nobody sees it
 Require = Callable[..., Awaitable[Any]]
 
 
@@ -59,6 +65,8 @@ async def _routed(asked: Asked, router: ModelRouter, connect: Any) -> RoutedMode
     except QueueFullError as error:
         headers = {"Retry-After": str(error.retry_after)}
         raise HTTPException(429, str(error), headers) from error
+    except ClientGoneError as error:
+        raise HTTPException(_CLIENT_CLOSED_REQUEST, "the client has gone") from error
     while route is not None:
         try:
             return RoutedModel(router, route, await connect(route.replica), connect)

@@ -34,6 +34,10 @@ def current() -> Asked | None:
     return _asked.get()
 
 
+class ClientGoneError(Exception):
+    """Nobody waits for the answer any more."""
+
+
 class Asked:
     """One request."""
 
@@ -53,17 +57,19 @@ class Asked:
         return message
 
     async def route_by(self, router: ModelRouter) -> Route | None:
-        """See `ModelRouter.route`. Raises CancelledError if the client goes while it waits."""
+        """See `ModelRouter.route`. Raises ClientGoneError if the client goes while it waits."""
         text, session = await self._read()
         routing = asyncio.ensure_future(router.route(text, session))
         leaving = asyncio.ensure_future(self._leaves())
         try:
             await asyncio.wait({routing, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            if not routing.done():
+                raise ClientGoneError
         finally:
             leaving.cancel()
-            if not routing.done():
-                routing.cancel()
-        self.route, self._router = await routing, router
+            routing.cancel()
+            await asyncio.wait({routing})
+        self.route, self._router = routing.result(), router
         return self.route
 
     async def _read(self) -> tuple[Text, str]:

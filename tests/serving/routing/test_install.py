@@ -1,0 +1,216 @@
+"""Requests of the text routes go through the router, and everything else as before."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, StreamingResponse
+
+from tests.frontend.cluster import Cluster
+from tests.serving.routing.replicas import Replica
+from xinference_xavier.frontend.model_router import ModelRouter
+from xinference_xavier.frontend.routers import Routers
+from xinference_xavier.serving.routing import install as module
+from xinference_xavier.serving.routing.install import routing_require
+from xinference_xavier.serving.routing.middleware import (
+    Asked,
+    ClientGoneError,
+    RoutingMiddleware,
+)
+from xinference_xavier.serving.routing.replica import xavier_replica
+
+CHAT = "/v1/chat/completions"
+COUNT = "/v1/messages/count_tokens"
+
+
+class Known(Routers):
+    """The router of the model "m" only."""
+
+    def __init__(self, router: ModelRouter) -> None:
+        self.router = router
+
+    def get(self, model_uid: str) -> ModelRouter | None:
+        return self.router if model_uid == "m" else None
+
+
+class Api:
+    """An API like xinference's, with two replicas. In turn is "in turn"."""
+
+    async def start(self, **serving: Any) -> Api:
+        self.cluster = Cluster("m-0", "m-1", **serving)
+        self.replicas = {name: await Replica().start(name) for name in ("m-0", "m-1")}
+        self.in_turn = await Replica().start("in turn")
+        self.supervisor = SimpleNamespace(
+            xavier_replica=lambda name: xavier_replica(self.supervisor, name),
+            _replica_model_uid_to_worker={
+                name: SimpleNamespace(get_model=self.get_model) for name in self.replicas
+            },
+        )
+        self.bodies: list[bytes] = []
+        app = FastAPI()
+        app.add_middleware(RoutingMiddleware)
+        for path in (CHAT, COUNT, "/v1/embeddings"):
+            app.add_api_route(path, self.answer, methods=["POST"], response_model=None)
+        self.require = routing_require(self.require_in_turn, Known(self.cluster.router))
+        self.client = httpx.AsyncClient(
+            transport=httpx.ASGITransport(app), base_url="http://api", timeout=30
+        )
+        return self
+
+    async def stop(self) -> None:
+        await self.client.aclose()
+        for replica in [self.in_turn, *self.replicas.values()]:
+            await replica.stop()
+
+    async def get_model(self, model_uid: str) -> Any:
+        return self.replicas[model_uid].model
+
+    async def get_supervisor(self) -> Any:
+        return self.supervisor
+
+    async def require_in_turn(self, get_supervisor_ref: Any, model_uid: str, report: Any) -> Any:
+        return self.in_turn.model
+
+    async def answer(self, request: Request) -> Any:
+        self.bodies.append(await request.body())
+        try:
+            body = await request.json()
+        except (ValueError, RecursionError):
+            return JSONResponse({"detail": "not JSON"}, 400)
+        model = await self.require(self.get_supervisor, body["model"], None)
+        if not body.get("stream"):
+            return JSONResponse(await model.generate(body["prompt"], {}, request_id="r"))
+        words = await model.chat([body["prompt"]], {}, request_id="r")
+        return StreamingResponse(words, media_type="text/plain")
+
+    async def ask(self, path: str = CHAT, **body: Any) -> httpx.Response:
+        return await self.client.post(path, json={"model": "m", "prompt": "text ", **body})
+
+
+@pytest.fixture
+async def api() -> AsyncIterator[Api]:
+    api = await Api().start()
+    yield api
+    await api.stop()
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_an_answer_says_where_the_request_went_and_why(api: Api, stream: bool) -> None:
+    answer = await api.ask(stream=stream)
+    replica = answer.headers["x-xavier-replica"]
+    assert replica in api.replicas
+    assert replica in answer.text
+    assert answer.headers["x-xavier-route"].startswith("backlog; backlog=0.000, ")
+    assert not api.cluster.router._routes
+
+
+async def test_requests_spread(api: Api) -> None:
+    answers = [await api.ask() for _ in range(4)]
+    assert {answer.headers["x-xavier-replica"] for answer in answers} == {"m-0", "m-1"}
+
+
+async def test_other_routes_and_models_go_in_turn(api: Api) -> None:
+    for answer in (
+        await api.ask(COUNT),
+        await api.ask("/v1/embeddings"),
+        await api.ask(model="another"),
+    ):
+        assert "in turn" in answer.text
+        assert "x-xavier-replica" not in answer.headers
+
+
+async def test_while_routing_is_off_requests_go_in_turn(api: Api) -> None:
+    api.cluster.configure(routing="off")
+    assert "in turn" in (await api.ask()).text
+    api.cluster.configure(routing="auto")
+    assert "in turn" not in (await api.ask()).text
+
+
+async def test_a_full_queue_is_a_429_with_retry_after() -> None:
+    api = await Api().start(request_limit=0, queue=0)
+    answer = await api.ask()
+    assert answer.status_code == 429
+    assert int(answer.headers["retry-after"]) >= 1
+    assert "all replicas are at their request limit" in answer.json()["detail"]
+    await api.stop()
+
+
+async def test_a_replica_that_is_no_longer_there_is_left_out(api: Api) -> None:
+    """The supervisor knows it before the tracker does."""
+    del api.supervisor._replica_model_uid_to_worker["m-0"]
+    answers = [await api.ask() for _ in range(4)]
+    assert [answer.status_code for answer in answers] == [200] * 4
+    assert {answer.headers["x-xavier-replica"] for answer in answers} == {"m-1"}
+
+
+async def test_without_any_replica_requests_go_in_turn(api: Api) -> None:
+    api.supervisor._replica_model_uid_to_worker.clear()
+    answer = await api.ask()
+    assert "in turn" in answer.text
+    assert "x-xavier-replica" not in answer.headers
+
+
+async def test_a_replica_of_several_workers_is_reached_through_the_first(api: Api) -> None:
+    workers = api.supervisor._replica_model_uid_to_worker
+    workers |= {name: (worker, None) for name, worker in workers.items()}
+    assert (await api.ask()).headers["x-xavier-replica"] in api.replicas
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"\xff\xfe",
+        b"[" * 100_000,
+        b'{"model": "m", "prompt": "' + b"x" * (100 << 20) + b'"}',
+    ],
+    ids=["empty", "not UTF-8", "deep", "long"],
+)
+async def test_hostile_bodies_arrive_unchanged(api: Api, body: bytes) -> None:
+    answer = await api.client.post(CHAT, content=body)
+    assert answer.status_code == (200 if len(body) > 1 << 20 else 400)
+    assert api.bodies == [body]
+
+
+async def test_a_client_that_goes_while_it_waits_leaves_the_queue() -> None:
+    api = await Api().start(request_limit=0, queue=5)
+    messages = [{"type": "http.request", "body": b"{}"}, {"type": "http.disconnect"}]
+    scope = {"type": "http", "path": CHAT, "headers": []}
+
+    async def receive() -> Any:
+        return messages.pop(0)
+
+    asked = Asked(scope, receive)
+    await asked.receive()
+    with pytest.raises(ClientGoneError):
+        await asked.route_by(api.cluster.router)
+    assert not len(api.cluster.router._queue)
+    await api.stop()
+
+
+def test_an_xinference_without_require_model_keeps_its_own_way(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from xinference.api import restful_api
+
+    monkeypatch.delattr(restful_api, "require_model")
+    app = FastAPI()
+    module.add_routing(SimpleNamespace(app=app), Routers(lambda uid: None))  # type: ignore[arg-type, return-value]
+    assert not app.user_middleware
+    assert "gives requests to replicas in turn" in caplog.text
+
+
+def test_it_is_put_before_xinferences_own_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    from xinference.api import restful_api
+
+    original = restful_api.require_model
+    monkeypatch.setattr(restful_api, "require_model", original)  # to restore it
+    app = FastAPI()
+    module.add_routing(SimpleNamespace(app=app), Routers(lambda uid: None))  # type: ignore[arg-type, return-value]
+    assert restful_api.require_model is not original
+    assert [each.cls for each in app.user_middleware] == [RoutingMiddleware]
