@@ -57,6 +57,7 @@ def measure() -> dict[str, Any]:
             block_size=CHUNK,
             max_model_len=CONTEXT,
             enable_xavier=True,
+            xavier_routing="off",  # in turn
             xavier_pool_bytes="1GiB",
         )
         for donor in _DONORS:

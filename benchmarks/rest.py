@@ -51,6 +51,7 @@ def measure() -> dict[str, Any]:
             block_size=CHUNK,
             max_model_len=CONTEXT,
             enable_xavier=True,
+            xavier_routing="off",  # in turn
             xavier_pool_bytes="1GiB",
         )
         seed = 0

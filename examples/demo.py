@@ -113,6 +113,7 @@ def launch_arguments(rest: list[str]) -> dict[str, Any]:
     arguments: dict[str, Any] = {
         "replica": 2,
         "enable_xavier": True,
+        "xavier_routing": "off",  # in turn, so that the second question goes to the other replica
         "xavier_pool_bytes": "1GiB",
         "xavier_chunk_tokens": 128,
         "max_model_len": CONTEXT,

@@ -44,6 +44,7 @@ _ENGINE: dict[str, Any] = {
 }
 _SHARING: dict[str, Any] = {
     "enable_xavier": True,
+    "xavier_routing": "off",
     "xavier_pool_bytes": 48 * _BLOCK_BYTES,  # five of the thirty prompts; salts make more
     "xavier_fetch_timeout": FETCH_TIMEOUT,
     "xavier_min_fetch_tokens": 256,  # slow fetches are faults here, and must not end fetching

@@ -28,6 +28,10 @@ _OWN_ID = re.compile(r"(?:\d+_)?(.+?)(?:-[0-9a-f]{8})?")
 """vLLM appends eight digits to a request's id, and puts a number before each of several answers."""
 
 
+_OVERHEAD, _SPEED = 0.01, 1e9
+"""Seconds of a fetch and bytes per second, before the first measurement."""
+
+
 class Workload:
     """`requests` are those that vLLM's scheduler has looked at. `free_tokens` returns for how many
     there are free KV blocks."""
@@ -91,9 +95,9 @@ class Workload:
         if line is None:
             return None
         rates = [*self._cost_model.report()["rates"].values()]
-        overhead = fmean(max(0.0, rate["overhead_s"]) for rate in rates) if rates else 0.0
-        speeds = [rate["bytes_per_s"] for rate in rates if rate["bytes_per_s"]]
-        return *line, overhead, fmean(1 / speed for speed in speeds) if speeds else 0.0
+        overheads = [max(0.0, rate["overhead_s"]) for rate in rates]
+        speeds = [1 / rate["bytes_per_s"] for rate in rates if rate["bytes_per_s"]]
+        return *line, fmean(overheads or [_OVERHEAD]), fmean(speeds or [1 / _SPEED])
 
     def take_prompts(self) -> tuple[ScheduledPrompt, ...]:
         """Those that were scheduled since the last call."""

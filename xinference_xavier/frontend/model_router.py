@@ -290,4 +290,21 @@ class ModelRouter:
 
     def report(self) -> dict[str, Any]:
         """JSON-able."""
-        return {"routing": self.routing, "queue": len(self._queue), **asdict(self.counts)}
+        counts = self.counts
+        return {
+            "routing": self.routing,
+            "queue": len(self._queue),
+            **asdict(counts),
+            "choices": dict(counts.choices),
+            "replicas": dict(counts.replicas),
+            "loads": self._loads(),
+        }
+
+    def _loads(self) -> dict[str, dict[str, float]]:
+        if self._serving is None:
+            return {}
+        loads = self._router.loads.known(self._clock())
+        return {
+            self._replicas[name]: {"backlog_s": seconds, "requests": requests}
+            for name, (seconds, requests) in loads.items()
+        }

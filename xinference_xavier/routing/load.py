@@ -132,6 +132,7 @@ class Loads:
         self._numbers = index.sets
         self._version = -1
         self._replicas: dict[str, _Replica] = {}
+        self._unmeasured: set[str] = set()  # replicas that know no rates yet
         self._allocate(0)
 
     def _allocate(self, size: int) -> None:
@@ -160,10 +161,23 @@ class Loads:
         elif report.made <= replica.report.made:
             return
         replica.report, replica.limit = report, limit
-        replica.rates = report.rates or self._typical_rates()
+        if report.rates is None:
+            self._unmeasured.add(name)
+            replica.rates = self._typical_rates()
+        else:
+            self._unmeasured.discard(name)
+            replica.rates = report.rates
+            self._assume_typical_rates()
         replica.others = max(0, report.requests - replica.running)
         replica.count()
         self._show(replica)
+
+    def _assume_typical_rates(self) -> None:
+        for name in self._unmeasured:
+            replica = self._replicas[name]
+            replica.rates = self._typical_rates()
+            replica.count()
+            self._show(replica)
 
     def _typical_rates(self) -> Rates:
         """The mean of those who know theirs. While nobody does, work seems to take no time, and the
@@ -196,8 +210,16 @@ class Loads:
         return None if replica is None else replica.number
 
     def forget(self, name: str) -> None:
+        self._unmeasured.discard(name)
         if self._replicas.pop(name, None) is not None:
             self._version = -1
+
+    def known(self, now: float) -> dict[str, tuple[float, int]]:
+        """By replica, seconds until all known work will be done, and requests."""
+        return {
+            name: (max(0.0, each.until - now), each.running + each.others)
+            for name, each in self._replicas.items()
+        }
 
     def expired(self, now: float) -> list[str]:
         """The replicas that have not reported for their lease."""

@@ -1,0 +1,158 @@
+"""Under xinference a request goes to the replica that answers it first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import requests
+
+from examples.documents import document
+from examples.local_cluster import LocalCluster
+from tests.e2e import processes
+from tests.e2e.conftest import ARGUMENTS, can_fetch, wait_for_engine, wait_until
+
+UID = "routed"
+ROWS = 60  # of a document's table: about 3,000 tokens
+TIMEOUT = 300.0
+
+
+@pytest.fixture(scope="module")
+def model(cluster: LocalCluster) -> Iterator[LocalCluster]:
+    arguments = {**ARGUMENTS, "xavier_routing": "auto", "request_limits": 2, "xavier_queue": 20}
+    cluster.launch("small", UID, **arguments)
+    wait_for_engine(lambda: can_fetch(cluster, UID, 2), "both replicas can fetch")
+    ask(cluster, "Hello")  # the first one only lets the API process look for the model
+    wait_until(lambda: bool(route_of(ask(cluster, "Hello"))[0]), "requests are routed")
+    yield cluster
+    cluster.terminate(UID)
+
+
+def ask(cluster: LocalCluster, prompt: str, tokens: int = 1, **body: Any) -> requests.Response:
+    body = {"model": UID, "prompt": prompt, "max_tokens": tokens, "ignore_eos": True, **body}
+    return post(cluster, "/v1/completions", body)
+
+
+def post(cluster: LocalCluster, path: str, body: Any, **headers: str) -> requests.Response:
+    answer = requests.post(f"{cluster.endpoint}{path}", json=body, headers=headers, timeout=TIMEOUT)
+    answer.raise_for_status()
+    return answer
+
+
+def route_of(answer: requests.Response) -> tuple[str, str]:
+    """The replica that an answer names, and the reason."""
+    headers = answer.headers
+    return headers.get("x-xavier-replica", ""), headers.get("x-xavier-route", "").split(";")[0]
+
+
+def all_of(futures: Sequence[Future[requests.Response]]) -> list[requests.Response]:
+    return [future.result(TIMEOUT) for future in futures]
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_questions_about_a_document_go_where_it_was_computed(
+    model: LocalCluster, chat: bool
+) -> None:
+    text = document(1 + chat, ROWS)
+
+    def question(number: int) -> dict[str, Any]:
+        asked = f"{text} question {number}"
+        return {"messages": [{"role": "user", "content": asked}]} if chat else {"prompt": asked}
+
+    def put(number: int) -> requests.Response:
+        path = "/v1/chat/completions" if chat else "/v1/completions"
+        return post(model, path, {"model": UID, "max_tokens": 1, **question(number)})
+
+    replica, reason = route_of(put(0))
+    assert reason == "backlog"
+
+    def known() -> bool:
+        routing = model.call("POST", f"/v1/xavier/{UID}/explain", question(0))["routing"]
+        least = min(routing, key=lambda name: sum(routing[name].values()))
+        return bool(least == replica and routing[replica]["fetch"] == 0.0)
+
+    wait_until(known, "the router knows who holds the document")
+    asked = [put(number) for number in range(1, 5)]
+    assert [route_of(answer) for answer in asked] == [(replica, "local")] * 4
+    cached = [answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in asked]
+    assert min(cached) > 2000
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_every_text_route_is_routed(model: LocalCluster, stream: bool) -> None:
+    messages = [{"role": "user", "content": "Hello"}]
+    bodies: dict[str, dict[str, Any]] = {
+        "/v1/completions": {"prompt": "Hello"},
+        "/v1/chat/completions": {"messages": messages},
+        "/v1/messages": {"messages": messages},
+        "/v1/responses": {"input": "Hello"},
+    }
+    for path, body in bodies.items():
+        limit = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
+        version = {"anthropic-version": "2023-06-01"}
+        asked = {"model": UID, limit: 4, "stream": stream, **body}
+        answer = post(model, path, asked, **version)
+        assert route_of(answer)[0], path
+        assert "error" not in answer.text, path
+    count = {"model": UID, "messages": messages}
+    counted = post(model, "/v1/messages/count_tokens", count, **{"anthropic-version": "2023-06-01"})
+    assert route_of(counted) == ("", "")
+
+
+def test_requests_beyond_the_limit_wait(model: LocalCluster) -> None:
+    """Without a router, xinference would refuse every fifth request and more."""
+    with ThreadPoolExecutor(16) as clients:
+        futures = [clients.submit(ask, model, f"count to {n}", 20) for n in range(16)]
+        answers = all_of(futures)
+    replicas = [route_of(answer)[0] for answer in answers]
+    assert min(replicas.count(name) for name in set(replicas)) >= 4
+    assert len(set(replicas)) == 2
+    assert model.xavier(UID)["routing"]["waited"] > 0
+
+
+def test_an_operator_switches_routing_off_and_on(model: LocalCluster) -> None:
+    model.call("POST", f"/v1/xavier/{UID}", {"routing": "off"})
+    try:
+        wait_until(lambda: route_of(ask(model, "Hello")) == ("", ""), "requests go in turn")
+    finally:
+        model.call("POST", f"/v1/xavier/{UID}", {"routing": "auto"})
+    wait_until(lambda: bool(route_of(ask(model, "Hello"))[0]), "requests are routed again")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_no_request_fails_that_had_not_begun_to_answer(model: LocalCluster, stream: bool) -> None:
+    """A replica is killed while its requests are being computed."""
+    with ThreadPoolExecutor(4) as clients:
+        prompts = [f"{number} {document(10 + number, 3 * ROWS)}" for number in range(4)]
+        futures = [clients.submit(ask, model, prompt, stream=stream) for prompt in prompts]
+        wait_until(lambda: busy(model) == 2, "both replicas compute")
+        processes.kill(processes.model_process(f"{UID}-rep0"))
+        answers = all_of(futures)
+    assert all("error" not in answer.text for answer in answers)
+    assert model.xavier(UID)["routing"]["moved"] > 0
+    wait_for_engine(lambda: can_fetch(model, UID, 2), "the replica is back")
+    wait_until(lambda: both_take_requests(model), "both replicas take requests")
+
+
+def busy(cluster: LocalCluster) -> int:
+    """The number of replicas with requests under way."""
+    loads = cluster.xavier(UID)["routing"]["loads"]
+    return sum(each["requests"] > 0 for each in loads.values())
+
+
+def both_take_requests(cluster: LocalCluster) -> bool:
+    with ThreadPoolExecutor(4) as clients:
+        futures = [clients.submit(ask, cluster, "Hello", 8) for _ in range(4)]
+        return len({route_of(answer)[0] for answer in all_of(futures)}) == 2
+
+
+def test_a_replica_that_hangs_keeps_no_request(model: LocalCluster) -> None:
+    with processes.frozen(processes.of_replica(f"{UID}-rep0").all()):
+        with ThreadPoolExecutor(4) as clients:
+            futures = [clients.submit(ask, model, f"Hello {number}") for number in range(4)]
+            answers = all_of(futures)
+        assert {route_of(answer)[0] for answer in answers} <= {f"{UID}-rep0", f"{UID}-rep1"}
+        assert route_of(ask(model, "Hello"))[0] == f"{UID}-rep1"
+    wait_for_engine(lambda: can_fetch(model, UID, 2), "the replica is back")
