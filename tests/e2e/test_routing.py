@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -16,7 +17,8 @@ from tests.e2e.conftest import ARGUMENTS, can_fetch, wait_for_engine, wait_until
 
 UID = "routed"
 ROWS = 60  # of a document's table: about 3,000 tokens
-TIMEOUT = 300.0
+TIMEOUT = 60.0
+ERROR = re.compile(r'"error": *["{]')
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +97,7 @@ def test_every_text_route_is_routed(model: LocalCluster, stream: bool) -> None:
         asked = {"model": UID, limit: 4, "stream": stream, **body}
         answer = post(model, path, asked, **version)
         assert route_of(answer)[0], path
-        assert "error" not in answer.text, path
+        assert not ERROR.search(answer.text), path
     count = {"model": UID, "messages": messages}
     counted = post(model, "/v1/messages/count_tokens", count, **{"anthropic-version": "2023-06-01"})
     assert route_of(counted) == ("", "")
@@ -130,7 +132,7 @@ def test_no_request_fails_that_had_not_begun_to_answer(model: LocalCluster, stre
         wait_until(lambda: busy(model) == 2, "both replicas compute")
         processes.kill(processes.model_process(f"{UID}-rep0"))
         answers = all_of(futures)
-    assert all("error" not in answer.text for answer in answers)
+    assert not any(ERROR.search(answer.text) for answer in answers)
     assert model.xavier(UID)["routing"]["moved"] > 0
     wait_for_engine(lambda: can_fetch(model, UID, 2), "the replica is back")
     wait_until(lambda: both_take_requests(model), "both replicas take requests")

@@ -232,14 +232,27 @@ async def test_a_request_whose_answer_has_begun_does_not_move() -> None:
     assert not await cluster.router.move(begun)
 
 
-async def test_a_replica_that_failed_a_request_gets_no_other_until_it_reports() -> None:
+async def test_a_replica_that_failed_a_request_gets_no_other_for_a_while() -> None:
+    """Its engine may go on reporting."""
     cluster = Cluster("m-0", "m-1")
     failed = await route(cluster)
     first = failed.replica
     assert await cluster.router.move(failed)
     assert failed.replica != first
     assert {(await route(cluster)).replica for _ in range(4)} == {failed.replica}
+    cluster.now += module.CLOSED - 1.0
+    cluster.tell(cluster.load(first), cluster.load(failed.replica, 3.0))
+    assert (await route(cluster)).replica == failed.replica
     cluster.now += 1.0
+    assert (await route(cluster)).replica == first
+
+
+async def test_a_replica_that_is_full_gets_none_until_it_reports() -> None:
+    cluster = Cluster("m-0", "m-1")
+    refused = await route(cluster)
+    first = refused.replica
+    assert await cluster.router.move(refused, full=True)
+    assert {(await route(cluster)).replica for _ in range(4)} == {refused.replica}
     cluster.tell(cluster.load(first))
     assert (await route(cluster)).replica == first
 

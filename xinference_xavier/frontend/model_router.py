@@ -27,6 +27,9 @@ from xinference_xavier.routing.texts import Text, Texts
 
 PATIENCE = 30.0
 """Seconds that a request waits for a replica that accepts it."""
+CLOSED = 10.0
+"""Seconds in which a replica gets nothing after it was lost to a request. Its engine may report for
+a while after the process is gone that requests go through."""
 MAX_SESSIONS = 10_000
 NO_TEXT = Text(0, ())
 
@@ -177,16 +180,20 @@ class ModelRouter:
         return route
 
     def _accepts(self) -> bool:
-        """Whether there is a replica that reports, even if it is at its limit."""
-        return len(self._router.loads) > len(self._router.loads.expired(self._clock()))
+        """Whether there is a replica that reports and works, even if it is at its limit."""
+        return self._router.loads.working(self._clock()) > 0
 
-    async def move(self, route: Route) -> bool:
-        """The replica failed the request. True if it was sent to another, as may happen once, and
-        only before any of the answer has arrived. Raises QueueFullError."""
+    async def move(self, route: Route, full: bool = False) -> bool:
+        """The replica failed the request, or is `full`. True if the request was sent to another, as
+        may happen once, and only before any of the answer has arrived. Raises QueueFullError."""
         if not route.lost.is_set():
-            if not self._router.failed(route.request):
+            movable = self._router.failed(route.request)
+            if full:
+                self._router.loads.fill(route.choice.replica)
+            else:
+                self._router.loads.close(route.choice.replica, self._clock() + CLOSED)
+            if not movable:
                 return False
-            self._router.loads.forget(route.choice.replica)  # until it reports again
         if not self._accepts():
             return False
         self.counts.moved += 1

@@ -89,6 +89,7 @@ class _Replica:
     number: int = -1
     rates: Rates = _UNKNOWN
     limit: float = math.inf
+    closed_until: float = 0.0
     running: int = 0  # of this router's requests
     others: int = 0  # requests of which this router does not know
     until: float = 0.0  # when all known work will be done
@@ -138,7 +139,7 @@ class Loads:
     def _allocate(self, size: int) -> None:
         self.names: list[str] = [""] * size
         """By number; empty where no replica has reported."""
-        self._until, self._made, self._limit, self.room = np.zeros((4, size))
+        self._until, self._made, self._limit, self._closed_until, self.room = np.zeros((5, size))
         self._made -= math.inf
         self.running = np.zeros(size, np.int64)
         """Requests, by number."""
@@ -147,9 +148,6 @@ class Loads:
 
     def __contains__(self, name: str) -> bool:
         return name in self._replicas
-
-    def __len__(self) -> int:
-        return len(self._replicas)
 
     def report(self, name: str, report: Report, *, limit: float = math.inf) -> None:
         """The latest from a replica; one that arrives late is ignored. `limit` is the number of
@@ -204,6 +202,24 @@ class Loads:
             replica.running = max(0, replica.running - 1)
             self._show(replica)
 
+    def close(self, name: str, until: float) -> None:
+        """The replica gets nothing, whatever it reports: it failed a request."""
+        if (replica := self._replicas.get(name)) is not None:
+            replica.closed_until = until
+            self._show(replica)
+
+    def fill(self, name: str) -> None:
+        """The replica accepts nothing now: it has requests that it has not reported yet."""
+        if (replica := self._replicas.get(name)) is not None:
+            replica.limit = replica.running + replica.others
+            self._show(replica)
+
+    def working(self, now: float) -> int:
+        """The number of replicas that report and are not closed."""
+        oldest = now - self.lease
+        replicas = self._replicas.values()
+        return sum(each.report.made > oldest and each.closed_until <= now for each in replicas)
+
     def number(self, name: str) -> int | None:
         """The index's number of a replica that has reported. Call `renumber` before."""
         replica = self._replicas.get(name)
@@ -228,9 +244,11 @@ class Loads:
 
     def backlog(self, now: float) -> Floats:
         """Seconds until each replica will have computed what it has, by number. Infinite for one
-        that gets nothing: its lease has run out, or it has as many requests as it accepts."""
+        that gets nothing: its lease has run out, it is closed, or it has as many requests as it
+        accepts."""
         self.renumber()
-        closed = (self._made <= now - self.lease) | (self.running >= self._limit)
+        expired, full = self._made <= now - self.lease, self.running >= self._limit
+        closed = expired | full | (self._closed_until > now)
         return np.where(closed, math.inf, np.maximum(self._until - now, 0.0))
 
     def renumber(self) -> bool:
@@ -261,6 +279,7 @@ class Loads:
         self._until[number] = replica.until
         self._made[number] = replica.report.made
         self._limit[number] = replica.limit
+        self._closed_until[number] = replica.closed_until
         self.room[number] = replica.room
         self.running[number] = replica.running + replica.others
         self.rates[:, number] = replica.rates

@@ -23,6 +23,7 @@ Connect = Callable[[str], Awaitable[Any]]
 """Returns a reference to the model actor of a replica."""
 _GONE = (OSError, xo.ServerClosed, xo.ActorNotExist)
 _DEAD = "EngineDeadError"
+_OF_ITS_REPLICA = {"abort_request", "address", "decrease_serve_count", "uid"}
 _FULL = "Rate limit reached"
 
 
@@ -40,21 +41,28 @@ class RoutedModel:
         self._connect = connect
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
+        if name in _OF_ITS_REPLICA:
+            return getattr(self._model, name)
+
+        async def ask(*args: Any, **kwargs: Any) -> Any:
+            """Before the request itself, xinference asks a few things about the model."""
+            return await self._with_another(lambda: self._call(name, args, kwargs))
+
+        return ask
 
     async def generate(self, *args: Any, **kwargs: Any) -> Any:
-        return await self._ask("generate", args, kwargs)
+        return await self._request("generate", args, kwargs)
 
     async def chat(self, *args: Any, **kwargs: Any) -> Any:
-        return await self._ask("chat", args, kwargs)
+        return await self._request("chat", args, kwargs)
 
-    async def _ask(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    async def _request(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # By this id the replica reports the request. The route of responses gives none.
         name = kwargs.setdefault("request_id", uuid.uuid4().hex)
         self._router.named(self._route, str(name))
 
         async def ask() -> Any:
-            return await self._unless_lost(getattr(self._model, method)(*args, **kwargs))
+            return await self._call(method, args, kwargs)
 
         result = await self._with_another(ask)
         if not hasattr(result, "__anext__"):
@@ -91,13 +99,17 @@ class RoutedModel:
         try:
             return await ask()
         except Exception as error:
-            if not _is_lost(error) or not await self._router.move(self._route):
+            full = _FULL in str(error)
+            if not (full or _is_lost(error)) or not await self._router.move(self._route, full):
                 raise
             logger.warning(
                 "request goes to another replica: replica=%s error=%r", self._route.replica, error
             )
             self._model = await self._connect(self._route.replica)
             return await ask()
+
+    async def _call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return await self._unless_lost(getattr(self._model, method)(*args, **kwargs))
 
     async def _unless_lost(self, call: Awaitable[_T]) -> _T:
         """Raises ReplicaLostError once the tracker has lost the replica."""
@@ -121,9 +133,8 @@ async def _next(iterator: AsyncIterator[Any]) -> Any:
 
 
 def _is_lost(error: Exception) -> bool:
-    """Whether another replica may do better."""
     names = {each.__name__ for each in type(error).__mro__}
-    return isinstance(error, (*_GONE, ReplicaLostError)) or _DEAD in names or _FULL in str(error)
+    return isinstance(error, (*_GONE, ReplicaLostError)) or _DEAD in names
 
 
 async def _close(iterator: Any) -> None:
