@@ -178,6 +178,8 @@ class ModelRouter:
 
     def _accepts(self) -> bool:
         """Whether there is a replica that reports, even if it is at its limit."""
+        if self._serving is None:
+            return False
         return len(self._router.loads) > len(self._router.loads.expired(self._clock()))
 
     async def move(self, route: Route) -> bool:
