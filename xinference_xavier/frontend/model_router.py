@@ -11,9 +11,9 @@ import itertools
 import math
 import random
 import time
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NoReturn
 
 from xinference_xavier.mirror.mirror import Mirror
@@ -24,11 +24,13 @@ from xinference_xavier.routing.load import Rates, Report
 from xinference_xavier.routing.queue import Queue
 from xinference_xavier.routing.router import Router
 from xinference_xavier.routing.texts import Text, Texts
+from xinference_xavier.stats.routing import ReplicaBacklog, RoutingStats
 
 PATIENCE = 30.0
 """Seconds that a request waits for a replica that accepts it."""
 MAX_SESSIONS = 10_000
 NO_TEXT = Text(0, ())
+AT_LIMIT = "all replicas are at their request limit; try again later"
 
 
 class QueueFullError(Exception):
@@ -36,25 +38,7 @@ class QueueFullError(Exception):
 
     def __init__(self, retry_after: int) -> None:
         self.retry_after = retry_after
-        super().__init__("all replicas are at their request limit; try again later")
-
-
-@dataclass
-class Counts:
-    """`choices` by reason, `replicas` by name. Forecasts are those of requests whose answers were
-    streamed: seconds to the first byte."""
-
-    choices: Counter[str] = field(default_factory=Counter)
-    replicas: Counter[str] = field(default_factory=Counter)
-    waited: int = 0
-    waited_s: float = 0.0
-    refused: int = 0
-    moved: int = 0
-    unrouted: int = 0
-    forecasts: int = 0
-    predicted_s: float = 0.0
-    actual_s: float = 0.0
-    error_s: float = 0.0
+        super().__init__(AT_LIMIT)
 
 
 @dataclass(eq=False)
@@ -81,7 +65,7 @@ class ModelRouter:
         source: random.Random | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.counts = Counts()
+        self.counts = RoutingStats()
         self.mirror = Mirror("")
         self.version = 0
         """Of the loads that were observed last."""
@@ -155,8 +139,8 @@ class ModelRouter:
 
     @property
     def routing(self) -> str:
-        """As the operator says, or as the replicas were launched."""
-        launched = "off" if self._serving is None else self._serving.routing
+        """As the operator says, or as the replicas were launched; empty while neither is known."""
+        launched = "" if self._serving is None else self._serving.routing
         return self.mirror.settings.routing or launched
 
     async def route(self, text: Text = NO_TEXT, session: str = "") -> Route | None:
@@ -204,11 +188,7 @@ class ModelRouter:
         """The first of the answer has arrived, or all of it."""
         self._router.answered(route.request)
         if streamed:
-            predicted, actual = sum(route.choice.terms), self._clock() - route.sent
-            self.counts.forecasts += 1
-            self.counts.predicted_s += predicted
-            self.counts.actual_s += actual
-            self.counts.error_s += abs(predicted - actual)
+            self.counts.answered(sum(route.choice.terms), self._clock() - route.sent)
 
     def end(self, route: Route) -> None:
         """The request has been answered, has failed, or its client has gone."""
@@ -236,8 +216,7 @@ class ModelRouter:
         self._router.sent(route.request, choice, now)
         self._texts.sent(route.request, route.text)
         self._routes[route.request] = route
-        self.counts.choices[choice.reason] += 1
-        self.counts.replicas[route.replica] += 1
+        self.counts.sent(choice.reason, route.replica)
         if route.session:
             self._sessions[route.session] = choice.replica
             self._sessions.move_to_end(route.session)
@@ -283,13 +262,24 @@ class ModelRouter:
     # -- reports -------------------------------------------------------------------------------
 
     def explain(self, text: Text) -> dict[str, dict[str, float]]:
-        """The forecast for a prompt, in seconds, by replica."""
+        """The forecast for a prompt, in seconds, by replica, of those that accept a request."""
         if self._serving is None:
             return {}
         choice = self._choose(text, "", self._clock())
         terms = {} if choice is None else choice.all_terms
-        return {self._replicas[name]: each._asdict() for name, each in terms.items()}
+        return {
+            self._replicas[name]: each._asdict()
+            for name, each in terms.items()
+            if math.isfinite(sum(each))
+        }
 
     def report(self) -> dict[str, Any]:
-        """JSON-able."""
-        return {"routing": self.routing, "queue": len(self._queue), **asdict(self.counts)}
+        """What `RoutingStats` is read from; JSON-able."""
+        busy = {} if self._serving is None else self._router.loads.busy(self._clock())
+        backlogs = {
+            self._replicas[name]: ReplicaBacklog(*each)
+            for name, each in busy.items()
+            if math.isfinite(each.seconds)
+        }
+        waiting = len(self._queue)
+        return asdict(replace(self.counts, mode=self.routing, waiting=waiting, backlogs=backlogs))

@@ -61,6 +61,16 @@ class Report(NamedTuple):
     scheduler."""
 
 
+class Busy(NamedTuple):
+    """What a replica has to do now."""
+
+    seconds: float
+    """Until it has computed it."""
+    requests: int
+    accepts: bool
+    """Whether it has fewer requests than it accepts."""
+
+
 class Numbers(Protocol):
     """The index's numbers of replicas."""
 
@@ -95,6 +105,11 @@ class _Replica:
     room: float = math.inf
     sent: dict[str, _Sent] = field(default_factory=dict)  # requests that are not in the report
     computed: set[str] = field(default_factory=set)  # of them
+
+    @property
+    def requests(self) -> int:
+        """That wait or run there."""
+        return self.running + self.others
 
     def count(self) -> None:
         """The work in the report, and what it does not contain."""
@@ -204,6 +219,15 @@ class Loads:
         oldest = now - self.lease
         return [name for name, each in self._replicas.items() if each.report.made <= oldest]
 
+    def busy(self, now: float) -> dict[str, Busy]:
+        """By replica, of those whose lease has not run out."""
+        expired = set(self.expired(now))
+        return {
+            name: Busy(max(0.0, each.until - now), each.requests, each.requests < each.limit)
+            for name, each in self._replicas.items()
+            if name not in expired
+        }
+
     def backlog(self, now: float) -> Floats:
         """Seconds until each replica will have computed what it has, by number. Infinite for one
         that gets nothing: its lease has run out, or it has as many requests as it accepts."""
@@ -240,5 +264,5 @@ class Loads:
         self._made[number] = replica.report.made
         self._limit[number] = replica.limit
         self.room[number] = replica.room
-        self.running[number] = replica.running + replica.others
+        self.running[number] = replica.requests
         self.rates[:, number] = replica.rates

@@ -110,7 +110,9 @@ class _Routes:
             return await self._trackers.report(model_uid)
         if "routing" in change:
             await self._trackers.call(model_uid, "set_routing", change["routing"])
-            return await self._trackers.report(model_uid)
+            report = await self._trackers.report(model_uid)
+            # This process learns of it from the tracker, perhaps a moment later.
+            return {**report, "routing": {**report["routing"], "mode": change["routing"]}}
         return await self._ask_all(model_uid, "set_weights_version", change["weights_version"])
 
     async def flush(self, model_uid: str) -> JSONResponse:
