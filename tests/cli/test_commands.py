@@ -151,8 +151,19 @@ def test_flush_and_switch(pair: Pair) -> None:
     assert "sharing of model is on" in done(pair.api.endpoint, "switch", MODEL, "on")
 
 
+def test_routing(pair: Pair) -> None:
+    assert "routing of model is off" in done(pair.api.endpoint, "routing", MODEL, "off")
+    wait_until(
+        lambda: "routing of model is off" in done(pair.api.endpoint, "routing", MODEL),
+        "the process has heard of it",
+    )
+    assert "routing of model is auto" in done(pair.api.endpoint, "routing", MODEL, "auto")
+    assert run(pair.api.endpoint, "routing", MODEL, "fast").exit_code == 2
+
+
 @pytest.mark.parametrize(
-    "words", [["status"], ["flush"], ["switch"], ["explain", "--prompt-file", "-"], ["events"]]
+    "words",
+    [["status"], ["flush"], ["switch"], ["routing"], ["explain", "--prompt-file", "-"], ["events"]],
 )
 def test_an_unknown_model_has_an_exit_code_of_its_own(pair: Pair, words: list[str]) -> None:
     command, *rest = words
