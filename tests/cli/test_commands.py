@@ -121,7 +121,8 @@ def test_explain(pair: Pair, tmp_path: Path) -> None:
     file.write_text(" ".join(map(str, numbers)))
     shown = done(pair.api.endpoint, "explain", MODEL, "--prompt-file", str(file))
     assert "384 tokens: 3 whole chunks of 128" in shown
-    rows = {line.split()[0]: line.split()[1:] for line in shown.splitlines()[-2:]}
+    table = [line.split() for line in shown.splitlines() if "·" in line][1:]
+    rows = {name: cells for name, *cells in table}
     assert rows == {"first": ["■■·", "256", "0", "128"], "second": ["···", "0", "256", "128"]}
     raw = json.loads(
         done(pair.api.endpoint, "explain", MODEL, "--prompt-file", "-", "--json", text="1 2")
