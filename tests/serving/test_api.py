@@ -176,14 +176,14 @@ async def test_loads_and_forecasts_of_the_replicas(address: str, tracker: Any) -
     load = Load(serving, 1000, 3600.0, 3, rates=(0.5, 0.0, 0.0, 0.0))
     async with client_of(address) as client:
         before = await client.get("/v1/xavier/m")
-        assert before.json()["routing"]["backlogs"] == {}
+        assert before.json()["routing"]["loads"] == {}
         await tracker.report_load("ns", "a", load, ())
         async with asyncio.timeout(60):
-            while not (found := (await client.get("/v1/xavier/m")).json()["routing"])["backlogs"]:
+            while not (found := (await client.get("/v1/xavier/m")).json()["routing"])["loads"]:
                 pass
         assert found["mode"] == "auto"
-        assert found["backlogs"]["a"] == {
-            "seconds": pytest.approx(3600.0, abs=60.0),
+        assert found["loads"]["a"] == {
+            "backlog_s": pytest.approx(3600.0, abs=60.0),
             "requests": 3,
             "accepts": False,
         }

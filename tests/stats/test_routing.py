@@ -9,7 +9,7 @@ from dataclasses import asdict
 
 from xinference_xavier.routing import choice
 from xinference_xavier.stats.reading import read
-from xinference_xavier.stats.routing import CHOICES, ReplicaBacklog, RoutingStats
+from xinference_xavier.stats.routing import CHOICES, KnownLoad, RoutingStats
 from xinference_xavier.stats.schema import ModelStatus
 
 STATUS = {"model_uid": "m", "enabled": True, "replicas": [], "totals": {}}
@@ -39,7 +39,7 @@ def test_every_reason_of_a_choice_is_known() -> None:
 
 
 def test_a_client_reads_what_a_router_reports() -> None:
-    stats = RoutingStats(mode="auto", backlogs={"m-0": ReplicaBacklog(1.5, 3, False)}, waiting=2)
+    stats = RoutingStats(mode="auto", loads={"m-0": KnownLoad(1.5, 3, False)}, waiting=2)
     stats.sent("fetch", "m-0")
     assert read(ModelStatus, STATUS | {"routing": asdict(stats)}).routing == stats
 

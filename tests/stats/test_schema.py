@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from xinference_xavier.errors import ROLLBACKS
 from xinference_xavier.replica import donor, fetcher, transfer_process
 from xinference_xavier.stats.reading import read
-from xinference_xavier.stats.routing import ReplicaBacklog, RoutingStats
+from xinference_xavier.stats.routing import KnownLoad, RoutingStats
 from xinference_xavier.stats.schema import (
     BYTES_BOUNDS,
     SECONDS_BOUNDS,
@@ -86,7 +86,7 @@ def test_rows_in_use_are_those_that_are_ready_or_being_filled() -> None:
     "kind",
     [
         *(ReplicaStatus, Hits, ReplicaFetches, Decisions, WaitCounts, PoolStats, TrackerStats),
-        *(RoutingStats, ReplicaBacklog),
+        *(RoutingStats, KnownLoad),
     ],
 )
 def test_every_field_is_documented(kind: type[Any]) -> None:

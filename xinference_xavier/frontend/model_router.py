@@ -24,7 +24,7 @@ from xinference_xavier.routing.load import Rates, Report
 from xinference_xavier.routing.queue import Queue
 from xinference_xavier.routing.router import Router
 from xinference_xavier.routing.texts import Text, Texts
-from xinference_xavier.stats.routing import ReplicaBacklog, RoutingStats
+from xinference_xavier.stats.routing import KnownLoad, RoutingStats
 
 PATIENCE = 30.0
 """Seconds that a request waits for a replica that accepts it."""
@@ -275,11 +275,11 @@ class ModelRouter:
 
     def report(self) -> dict[str, Any]:
         """What `RoutingStats` is read from; JSON-able."""
-        busy = {} if self._serving is None else self._router.loads.busy(self._clock())
-        backlogs = {
-            self._replicas[name]: ReplicaBacklog(*each)
-            for name, each in busy.items()
+        known = {} if self._serving is None else self._router.loads.known(self._clock())
+        loads = {
+            self._replicas[name]: KnownLoad(*each)
+            for name, each in known.items()
             if math.isfinite(each.seconds)
         }
         waiting = len(self._queue)
-        return asdict(replace(self.counts, mode=self.routing, waiting=waiting, backlogs=backlogs))
+        return asdict(replace(self.counts, mode=self.routing, waiting=waiting, loads=loads))

@@ -61,7 +61,7 @@ class Report(NamedTuple):
     scheduler."""
 
 
-class Busy(NamedTuple):
+class Known(NamedTuple):
     """What a replica has to do now."""
 
     seconds: float
@@ -219,11 +219,11 @@ class Loads:
         oldest = now - self.lease
         return [name for name, each in self._replicas.items() if each.report.made <= oldest]
 
-    def busy(self, now: float) -> dict[str, Busy]:
+    def known(self, now: float) -> dict[str, Known]:
         """By replica, of those whose lease has not run out."""
         expired = set(self.expired(now))
         return {
-            name: Busy(max(0.0, each.until - now), each.requests, each.requests < each.limit)
+            name: Known(max(0.0, each.until - now), each.requests, each.requests < each.limit)
             for name, each in self._replicas.items()
             if name not in expired
         }

@@ -10,11 +10,11 @@ CHOICES = ("local", "fetch", "compute", "backlog")
 
 
 @dataclass
-class ReplicaBacklog:
-    """The prefill that a replica still has to do, in `seconds`, and the `requests` that wait or run
-    there. One at its request limit does not accept more."""
+class KnownLoad:
+    """What a replica has to do now: seconds of prefill, and the `requests` that wait or run there.
+    One at its request limit does not accept more."""
 
-    seconds: float = 0.0
+    backlog_s: float = 0.0
     requests: int = 0
     accepts: bool = True
 
@@ -23,7 +23,7 @@ class ReplicaBacklog:
 class RoutingStats:
     """`mode` is "auto", "backlog" or "off"; empty before the first replica has reported its load.
 
-    `backlogs` has the replicas whose loads are known now, `choices` the requests that were sent, by
+    `loads` has the replicas whose load is known now, `choices` the requests that were sent, by
     reason, and `replicas` the same by xinference's name for the replica. A request that is `moved`
     is sent again. Those that are `unrouted` go in turn.
 
@@ -32,7 +32,7 @@ class RoutingStats:
     """
 
     mode: str = ""
-    backlogs: dict[str, ReplicaBacklog] = field(default_factory=dict)
+    loads: dict[str, KnownLoad] = field(default_factory=dict)
     choices: dict[str, int] = field(default_factory=dict)
     replicas: dict[str, int] = field(default_factory=dict)
     waiting: int = metric(

@@ -217,10 +217,10 @@ def test_every_reason_of_a_choice_has_a_series_from_the_start() -> None:
     }  # fmt: skip
 
 
-def test_requests_and_backlogs_by_replica() -> None:
+def test_requests_and_loads_by_replica() -> None:
     """A replica that has left keeps its count, and a new one has a series from the start."""
-    busy = {"seconds": 1.5, "requests": 2, "accepts": True}
-    found = routed(replicas={"gone": 3, "m-0": 4}, backlogs={"m-0": busy, "m-1": busy})
+    busy = {"backlog_s": 1.5, "requests": 2, "accepts": True}
+    found = routed(replicas={"gone": 3, "m-0": 4}, loads={"m-0": busy, "m-1": busy})
     counts = {labels["replica"]: count for labels, count in found["routed_requests_total"]}
     assert counts == {"gone": 3, "m-0": 4, "m-1": 0}
     assert value(found, "prefill_backlog_seconds", model="m", replica="m-1") == 1.5

@@ -55,9 +55,9 @@ def routing(**more: Any) -> dict[str, Any]:
     """What a process that routes knows of the two replicas of model `m`."""
     stats = {
         "mode": "auto",
-        "backlogs": {
-            "m-0": {"seconds": 0.05, "requests": 1, "accepts": True},
-            "m-1": {"seconds": 12.0, "requests": 3, "accepts": True},
+        "loads": {
+            "m-0": {"backlog_s": 0.05, "requests": 1, "accepts": True},
+            "m-1": {"backlog_s": 12.0, "requests": 3, "accepts": True},
         },
         "choices": {"local": 30, "fetch": 6, "backlog": 4},
         "replicas": {"m-0": 30, "m-1": 10},

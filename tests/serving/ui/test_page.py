@@ -122,8 +122,8 @@ def test_where_requests_go(page: Any, stage: Stage) -> None:
 
 
 def test_replicas_that_are_full_and_replicas_that_are_gone(page: Any, stage: Stage) -> None:
-    full = {"m-0": {"seconds": 0.0, "requests": 8, "accepts": False}}
-    stage.share(two() | routing(backlogs=full, replicas={"m-0": 1, "m-1": 1}, waiting=7))
+    full = {"m-0": {"backlog_s": 0.0, "requests": 8, "accepts": False}}
+    stage.share(two() | routing(loads=full, replicas={"m-0": 1, "m-1": 1}, waiting=7))
     browser = page()
     browser.wait_text("#routes", "at its request limit")
     assert rows(browser, "routes")[-1] == "m-1 50% 1 – –"

@@ -82,7 +82,7 @@ def _choices(model: ModelStatus) -> _ByLabels:
 
 
 def _routed(model: ModelStatus) -> _ByLabels:
-    counts = {**dict.fromkeys(model.routing.backlogs, 0), **model.routing.replicas}
+    counts = {**dict.fromkeys(model.routing.loads, 0), **model.routing.replicas}
     return {(replica,): count for replica, count in counts.items()}
 
 
@@ -203,7 +203,7 @@ _OF_MODEL = (
         "routable_replicas",
         "Replicas whose load is known, so that requests can be routed to them.",
         _MODEL,
-        lambda model: len(model.routing.backlogs),
+        lambda model: len(model.routing.loads),
     ),
     Family(
         "routing_choices_total",
@@ -216,7 +216,7 @@ _OF_MODEL = (
         "prefill_backlog_seconds",
         "Prefill that the replica still has to do, as the process that routes expects it.",
         _REPLICA,
-        lambda model: {(name,): each.seconds for name, each in model.routing.backlogs.items()},
+        lambda model: {(name,): each.backlog_s for name, each in model.routing.loads.items()},
     ),
     *_declared(RoutingStats, _MODEL, "routing"),
 )

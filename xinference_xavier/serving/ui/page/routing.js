@@ -5,7 +5,7 @@ function routingView(report) {
   const text = language.words;
   const routing = report.routing ?? {};
   const mode = routing.mode ?? "";
-  const isKnown = mode === "off" || Object.keys(routing.backlogs ?? {}).length > 0;
+  const isKnown = mode === "off" || Object.keys(routing.loads ?? {}).length > 0;
   return h("section", { class: "card", id: "routing" },
     h("div", { class: "head" }, h("h2", null, text.routing),
       h("div", { class: "right choice", role: "group", "aria-label": text.routingMode },
@@ -19,20 +19,20 @@ function routingView(report) {
         choicesView(routing), routingFacts(routing))));
 }
 
-function routesView({ backlogs = {}, replicas = {} }) {
+function routesView({ loads = {}, replicas = {} }) {
   const text = language.words;
   const all = sum(Object.values(replicas));
-  const names = [...new Set([...Object.keys(backlogs), ...Object.keys(replicas)])]
+  const names = [...new Set([...Object.keys(loads), ...Object.keys(replicas)])]
     .sort((one, other) => one.localeCompare(other, "en", { numeric: true }));
   return table("routes", [[text.replica], [text.share, true], [text.requests, true],
     [text.backlogNow, true], [text.requestsNow, true]],
   names.map((name) => {
-    const known = backlogs[name];
+    const known = loads[name];
     const sent = replicas[name] ?? 0;
     return h("tr", null, h("th", { scope: "row" }, name,
       known?.accepts === false && h("div", { class: "muted small" }, text.atLimit)),
     cell(all > 0 ? percent(sent, all) : "–"), cell(count(sent)),
-    cell(known === undefined ? "–" : brief(known.seconds)),
+    cell(known === undefined ? "–" : brief(known.backlog_s)),
     cell(known === undefined ? "–" : count(known.requests)));
   }));
 }
