@@ -37,11 +37,11 @@ def test_the_replica_that_answers_first_has_the_least_to_do_in_all() -> None:
         "chunks": [],
         "reuse": {},
         "routing": {
-            "m-0": {"backlog": 2.0, "fetch": 0.0, "compute": 0.25},
+            "m-0": {"backlog": 0.25, "fetch": 0.0, "compute": 2.0},
             "m-1": {"backlog": 0.5, "fetch": 0.5, "compute": 1.0},
         },
     }
     explanation = Explanation.of(raw)
-    assert explanation.forecasts == {"m-0": Forecast(2.0, 0.0, 0.25), "m-1": Forecast(0.5, 0.5, 1)}
+    assert explanation.forecasts == {"m-0": Forecast(0.25, 0.0, 2.0), "m-1": Forecast(0.5, 0.5, 1)}
     assert [each.total for each in explanation.forecasts.values()] == [2.25, 2.0]
     assert explanation.first == "m-1"
