@@ -1,7 +1,7 @@
 """Ask several questions about the same long documents, one after the other.
 
-The document comes first in every prompt, so all prompts about it begin alike. xinference sends them
-to the replicas in turn: the first replica to see a document computes it, the others fetch it.
+The document comes first in every prompt, so all prompts about it begin alike. The first replica to
+see a document computes it, and the others fetch it if they are asked: with routing off, in turn.
 
     python -m examples.long_document_questions --endpoint http://127.0.0.1:9997 --model MODEL
 """

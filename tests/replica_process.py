@@ -280,6 +280,10 @@ class _Inside:
         """Set the engine's counts."""
         self.engine.counted = engine_stats
 
+    def report_load(self, load: Load | None) -> None:
+        """Report this load from now on; None: none."""
+        self.engine.load = lambda: load
+
     def trace(self) -> None:
         """Set up tracing, as an operator does."""
         provider = TracerProvider()

@@ -1,4 +1,5 @@
-"""docs/architecture.md has a map of all folders and a correct, short walk through a remote hit."""
+"""docs/architecture.md has a map of all folders, and correct, short walks through a remote hit and
+to a request's replica."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 MAX_MODULES = 24
 ROW = re.compile(r"^\| `((?:engine|replica|transfer|pool)/\S+\.py)` \| `(\w+)\.(\w+)` \| ", re.M)
+ROUTE = re.compile(r"^\| `(\S+\.py)` \| `(?:(\w+)\.)?(\w+)` \| ", re.M)
 SHARED = "pool"
 """Counts as part of the room that calls it."""
 
@@ -29,6 +31,7 @@ class Stop(NamedTuple):
 
 PAGE = (ROOT / "docs/architecture.md").read_text()
 WALK = [Stop(*row) for row in ROW.findall(PAGE)]
+ROUTED = [Stop(*row) for row in ROUTE.findall(PAGE.split("## One request")[1].split("\n## ")[0])]
 
 
 def test_the_map_has_every_folder() -> None:
@@ -59,3 +62,18 @@ def test_each_stop_exists(stop: Stop) -> None:
     )
     functions = (ast.FunctionDef, ast.AsyncFunctionDef)
     assert stop.function in {node.name for node in found.body if isinstance(node, functions)}
+
+
+@pytest.mark.parametrize("stop", ROUTED, ids=lambda stop: stop.function)
+def test_each_stop_on_the_way_to_a_replica_exists(stop: Stop) -> None:
+    """A class, a function, or a method of a class."""
+    within: ast.AST = ast.parse((ROOT / "xinference_xavier" / stop.file).read_text())
+    for name in filter(None, (stop.class_name, stop.function)):
+        (within,) = (
+            node for node in ast.iter_child_nodes(within) if getattr(node, "name", "") == name
+        )
+
+
+def test_the_way_to_a_replica_begins_at_xinference_and_ends_there() -> None:
+    rooms = [room for room, _ in itertools.groupby(stop.room for stop in ROUTED)]
+    assert rooms == ["serving", "frontend", "routing", "serving"]

@@ -121,7 +121,8 @@ def test_explain(pair: Pair, tmp_path: Path) -> None:
     file.write_text(" ".join(map(str, numbers)))
     shown = done(pair.api.endpoint, "explain", MODEL, "--prompt-file", str(file))
     assert "384 tokens: 3 whole chunks of 128" in shown
-    rows = {line.split()[0]: line.split()[1:] for line in shown.splitlines()[-2:]}
+    table = [line.split() for line in shown.splitlines() if "·" in line][1:]
+    rows = {name: cells for name, *cells in table}
     assert rows == {"first": ["■■·", "256", "0", "128"], "second": ["···", "0", "256", "128"]}
     raw = json.loads(
         done(pair.api.endpoint, "explain", MODEL, "--prompt-file", "-", "--json", text="1 2")
@@ -151,8 +152,19 @@ def test_flush_and_switch(pair: Pair) -> None:
     assert "sharing of model is on" in done(pair.api.endpoint, "switch", MODEL, "on")
 
 
+def test_routing(pair: Pair) -> None:
+    assert "routing of model is off" in done(pair.api.endpoint, "routing", MODEL, "off")
+    wait_until(
+        lambda: "routing of model is off" in done(pair.api.endpoint, "routing", MODEL),
+        "the process has heard of it",
+    )
+    assert "routing of model is auto" in done(pair.api.endpoint, "routing", MODEL, "auto")
+    assert run(pair.api.endpoint, "routing", MODEL, "fast").exit_code == 2
+
+
 @pytest.mark.parametrize(
-    "words", [["status"], ["flush"], ["switch"], ["explain", "--prompt-file", "-"], ["events"]]
+    "words",
+    [["status"], ["flush"], ["switch"], ["routing"], ["explain", "--prompt-file", "-"], ["events"]],
 )
 def test_an_unknown_model_has_an_exit_code_of_its_own(pair: Pair, words: list[str]) -> None:
     command, *rest = words

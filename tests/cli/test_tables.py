@@ -40,6 +40,7 @@ def model(
     *replicas: dict[str, Any],
     enabled: bool = True,
     tracker: dict[str, Any] | None = None,
+    routing: dict[str, Any] | None = None,
     **totals: Any,
 ) -> ModelStatus:
     raw = {
@@ -48,6 +49,7 @@ def model(
         "replicas": replicas,
         "totals": FIGURES | totals,
         "tracker": tracker or {},
+        "routing": routing or {},
     }
     return read(ModelStatus, raw)
 
@@ -108,6 +110,22 @@ def test_remarks_below_the_figures(status: ModelStatus, remark: str) -> None:
     assert remark not in healthy
 
 
+def test_routing_has_a_line() -> None:
+    counts = {"mode": "auto", "replicas": {"m-1": 1200, "m-0": 7}, "unrouted": 3, "waiting": 1,
+              "refused": 2, "moved": 4}  # fmt: skip
+    sentence = (
+        "Routing auto: 7 requests to m-0, 1,200 requests to m-1, 3 in turn, 1 waiting, 2 refused, "
+        "4 sent again."
+    )
+    assert sentence in shown(model_table(model(replica("m-0"), routing=counts)))
+    idle = shown(model_table(model(replica("m-0"), routing={"mode": "off"})))
+    assert "Routing off: no requests yet." in idle
+
+
+def test_a_server_that_does_not_route_has_no_such_line() -> None:
+    assert "Routing" not in shown(model_table(model(replica("m-0"))))
+
+
 def test_without_a_model_it_says_how_to_launch_one() -> None:
     assert "Launch one with two replicas and --enable_xavier true" in shown(models_table([]))
 
@@ -135,6 +153,22 @@ def test_a_long_prompt_is_drawn_with_several_chunks_per_character() -> None:
     text = shown(explanation_table(explanation(held, 1280), {"a": "m-0"}))
     name, picture, *_ = text.splitlines()[-1].split()
     assert (name, picture) == ("m-0", "■" * 49 + "▪" + "·" * 14)
+
+
+def test_the_forecasts_of_an_explanation_are_a_table_of_their_own() -> None:
+    raw = {
+        **explanation([], 9).raw,
+        "routing": {
+            "m-0": {"backlog": 1.5, "fetch": 0.0, "compute": 0.25},
+            "m-1": {"backlog": 0.0, "fetch": 0.125, "compute": 0.001},
+        },
+    }
+    text = shown(explanation_table(Explanation.of(raw), {}))
+    *_, title, headings, first, second = text.splitlines()
+    assert title.strip() == "Seconds until each replica would answer; m-1 would be the first:"
+    assert headings.split() == ["replica", "backlog", "fetch", "compute", "together"]
+    assert first.split() == ["m-0", "1.500", "0.000", "0.250", "1.750"]
+    assert second.split() == ["m-1", "0.000", "0.125", "0.001", "0.126"]
 
 
 def test_grave_findings_look_grave() -> None:

@@ -113,6 +113,16 @@ def test_the_switch(pair: Pair, client: XavierClient) -> None:
         assert client.switch(MODEL, True).enabled
 
 
+def test_how_requests_are_routed(client: XavierClient) -> None:
+    try:
+        assert client.set_routing(MODEL, "off").routing.mode == "off"
+        wait_until(
+            lambda: client.status(MODEL).routing.mode == "off", "the process has heard of it"
+        )
+    finally:
+        assert client.set_routing(MODEL, "auto").routing.mode == "auto"
+
+
 def test_recent_events_and_events_as_they_happen(pair: Pair, client: XavierClient) -> None:
     events = client.events(MODEL)
     assert [next(events).event for _ in range(2)] == ["ReplicaJoined"] * 2
@@ -157,6 +167,7 @@ async def test_the_asynchronous_twin(pair: Pair) -> None:
         assert (await client.explain(MODEL, str(number))).prompt_tokens == CHUNK_TOKENS
         assert (await client.flush(MODEL)).raw["answers"]["unreachable"] == []
         assert (await client.switch(MODEL, True)).enabled
+        assert (await client.set_routing(MODEL, "auto")).routing.mode == "auto"
         assert (await anext(client.events(MODEL))).event == "ReplicaJoined"
         assert (await anext(client.watch(MODEL))).model_uid == MODEL
         assert MODEL in (await client.cluster())["models"]

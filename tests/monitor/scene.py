@@ -9,6 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.api_process import ApiProcess
 from tests.replica_process import (
+    CHUNK_TOKENS,
     DEADLINE,
     MODEL,
     ROW_BYTES,
@@ -17,6 +18,7 @@ from tests.replica_process import (
     fresh_keys,
     wait_until,
 )
+from xinference_xavier.protocol.load import Load, Serving
 from xinference_xavier.serving.prometheus.families import PREFIX
 
 HITS = {"prefix_cache": 100, "local_pool": 200, "remote": 300, "computed": 400}
@@ -28,6 +30,8 @@ COUNTED = {
     "seconds_saved": 0.5,
 }
 """The counts that the replicas' engines report."""
+IDLE = Load(Serving(CHUNK_TOKENS, ROW_BYTES), 0, 0.0, 0, rates=(0.001, 0.0, 0.01, 1e-9))
+"""Their load."""
 
 
 class Scraped:
@@ -82,4 +86,4 @@ class Scene(NamedTuple):
         return keys
 
 
-__all__ = ["COUNTED", "HITS", "ROW_BYTES", "Scene", "Scraped"]
+__all__ = ["COUNTED", "HITS", "IDLE", "ROW_BYTES", "Scene", "Scraped"]

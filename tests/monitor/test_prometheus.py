@@ -10,7 +10,7 @@ import pytest
 
 from tests.monitor.files import ALERTS, PROMETHEUS, alerts, queries
 from tests.monitor.prometheus import Prometheus, promtool
-from tests.monitor.scene import COUNTED, ROW_BYTES, Scene
+from tests.monitor.scene import COUNTED, IDLE, ROW_BYTES, Scene
 from tests.pair import Pair
 from tests.replica_process import replicas, wait_until
 from xinference_xavier.serving.prometheus.families import PREFIX
@@ -27,6 +27,9 @@ def prometheus(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         scene = Scene(*pair)
         for replica in (pair.first, pair.second):
             replica.count(COUNTED)
+            replica.report_load(IDLE)
+        routable = f"sum({PREFIX}routable_replicas) == 2"
+        wait_until(lambda: bool(started.query(routable)), "the loads are known", interval=0.1)
         for _ in range(2):  # series appear first, then grow
             scene.fetch()
             scene.fail_to_fetch()
@@ -34,6 +37,8 @@ def prometheus(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         yield started
     finally:
         started.stop()
+        for replica in (pair.first, pair.second):
+            replica.report_load(None)
 
 
 def wait_until_scraped(prometheus: Prometheus, committed: int) -> None:

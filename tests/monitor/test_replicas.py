@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.monitor.scene import HITS, ROW_BYTES, Scene, Scraped
+from tests.monitor.scene import HITS, IDLE, ROW_BYTES, Scene, Scraped
 from tests.replica_process import DEADLINE, ReplicaProcess, fresh_keys, replicas, wait_until
 from xinference_xavier.errors import NotSharing
 from xinference_xavier.stats.schema import SECONDS_BOUNDS
@@ -63,6 +63,18 @@ def test_what_the_engine_counts(scene: Scene) -> None:
     assert found("sharing", reason="") == found("replicas") == 2
     rows = scene.donor.counts().rows
     assert found("pool_bytes", replica="first") == rows * ROW_BYTES
+
+
+def test_the_loads_of_the_replicas_are_seen(scene: Scene) -> None:
+    for number, replica in enumerate((scene.donor, scene.consumer)):
+        replica.report_load(IDLE._replace(prefill_s=3600.0 * number))
+    found = until(scene, lambda now: now("routable_replicas") == 2, "both have reported")
+    assert found("routing", model="model", mode="auto") == 1
+    assert found("prefill_backlog_seconds", replica="first") == 0
+    assert 3000 < found("prefill_backlog_seconds", replica="second") <= 3600
+    assert ("routed_requests_total", ("model", "model"), ("replica", "first")) in found.samples
+    for replica in (scene.donor, scene.consumer):
+        replica.report_load(None)
 
 
 def test_every_api_process_gives_the_same_answer(scene: Scene) -> None:

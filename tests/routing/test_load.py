@@ -78,6 +78,17 @@ def test_a_replica_at_its_limit_gets_nothing_until_a_request_ends(loads: Loads) 
     assert backlog(loads, "a", 10.0) == 0.0
 
 
+def test_it_says_what_each_replica_has_to_do() -> None:
+    """Only of those that report. One at its limit has work, too."""
+    loads = Loads(Index())
+    loads.report("silent", report(1.0, 100.0))
+    loads.report("a", report(10.0, 3.0, requests=2), limit=3)
+    loads.report("b", report(10.0))
+    loads.sent("a", "1", 2.0, 100, now=11.0)
+    loads.ended("b", "never sent")
+    assert loads.known(11.0) == {"a": (4.0, 3, False), "b": (0.0, 0, True)}
+
+
 def test_requests_of_others_count_too(loads: Loads) -> None:
     loads.report("a", report(10.0))
     loads.sent("a", "7", 0.0, 1, now=10.0)

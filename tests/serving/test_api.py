@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -13,6 +14,7 @@ from fastapi.security import SecurityScopes
 from xinference.extensions import APIExtensionContext
 
 from xinference_xavier.errors import ExplainError, NotFoundError
+from xinference_xavier.protocol.load import Load, Serving
 from xinference_xavier.protocol.tracker import Member, Settings, tracker_uid
 from xinference_xavier.runtime.addresses import replica_uid
 from xinference_xavier.serving.api import add_routes
@@ -153,6 +155,51 @@ async def test_switching_off_and_on(address: str, tracker: Any) -> None:
             assert (await tracker.status())["enabled"] is wanted
 
 
+async def test_changing_how_requests_are_routed(address: str, tracker: Any) -> None:
+    """The answer has the new way at once; the report has it when the process has heard of it."""
+    await join(tracker, address, "a", 1)
+    async with client_of(address) as client:
+        for wanted in ("backlog", "off", "auto"):
+            answer = await client.post("/v1/xavier/m", json={"routing": wanted})
+            assert answer.status_code == 200
+            assert answer.json()["routing"]["mode"] == wanted
+            async with asyncio.timeout(60):
+                while (await client.get("/v1/xavier/m")).json()["routing"]["mode"] != wanted:
+                    pass
+
+
+async def test_loads_and_forecasts_of_the_replicas(address: str, tracker: Any) -> None:
+    """As soon as they have reported them."""
+    await xo.create_actor(Replica, address=address, uid=replica_uid("a"))
+    await join(tracker, address, "a", 1)
+    serving = Serving(chunk_tokens=4, chunk_bytes=1, request_limit=3)
+    load = Load(serving, 1000, 3600.0, 3, rates=(0.5, 0.0, 0.0, 0.0))
+    async with client_of(address) as client:
+        before = await client.get("/v1/xavier/m")
+        assert before.json()["routing"]["loads"] == {}
+        await tracker.report_load("ns", "a", load, ())
+        async with asyncio.timeout(60):
+            while not (found := (await client.get("/v1/xavier/m")).json()["routing"])["loads"]:
+                pass
+        assert found["mode"] == "auto"
+        assert found["loads"]["a"] == {
+            "backlog_s": pytest.approx(3600.0, abs=60.0),
+            "requests": 3,
+            "accepts": False,
+        }
+        full = await client.post("/v1/xavier/m/explain", json=QUESTION)
+        assert full.json()["routing"] == {}, "it accepts no request"
+        await tracker.report_load("ns", "a", load._replace(requests=2), ())
+        async with asyncio.timeout(60):
+            while not (
+                forecast := (await client.post("/v1/xavier/m/explain", json=QUESTION)).json()
+            )["routing"]:
+                pass
+    assert forecast["routing"] == {
+        "a": {"backlog": pytest.approx(3600.0, abs=60.0), "fetch": 0.0, "compute": 0.5}
+    }
+
+
 async def test_setting_the_weights_version(address: str, tracker: Any) -> None:
     for incarnation in ("reset", "as it was"):
         await xo.create_actor(Replica, address=address, uid=replica_uid(incarnation))
@@ -180,6 +227,9 @@ async def test_setting_the_weights_version(address: str, tracker: Any) -> None:
         b'{"enabled": "false"}',
         b'{"enabled": null}',
         b'{"enabled": true, "more": 1}',
+        b'{"routing": "fast"}',
+        b'{"routing": null}',
+        b'{"routing": "auto", "enabled": true}',
         b'{"weights_version": 2}',
         b'{"weights_version": ""}',
         b'{"weights_version": "' + b"v" * 65 + b'"}',

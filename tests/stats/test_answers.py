@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from xinference_xavier.stats.answers import Chunk, EventRecord, Explanation, Reuse
+from xinference_xavier.stats.answers import Chunk, EventRecord, Explanation, Forecast, Reuse
 
 
 def test_an_event_keeps_all_of_its_fields() -> None:
@@ -27,3 +27,21 @@ def test_holders_of_a_chunk_are_those_of_every_place() -> None:
         Chunk(128, 256, frozenset()),
     )
     assert explanation.reuse == {"a": Reuse(128, 0, 172)}
+    assert (explanation.forecasts, explanation.first) == ({}, ""), "it comes from an older server"
+
+
+def test_the_replica_that_answers_first_has_the_least_to_do_in_all() -> None:
+    raw = {
+        "prompt_tokens": 1,
+        "chunk_tokens": 128,
+        "chunks": [],
+        "reuse": {},
+        "routing": {
+            "m-0": {"backlog": 0.25, "fetch": 0.0, "compute": 2.0},
+            "m-1": {"backlog": 0.5, "fetch": 0.5, "compute": 1.0},
+        },
+    }
+    explanation = Explanation.of(raw)
+    assert explanation.forecasts == {"m-0": Forecast(0.25, 0.0, 2.0), "m-1": Forecast(0.5, 0.5, 1)}
+    assert [each.total for each in explanation.forecasts.values()] == [2.25, 2.0]
+    assert explanation.first == "m-1"

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from xinference_xavier.errors import ROLLBACKS
 from xinference_xavier.replica import donor, fetcher, transfer_process
 from xinference_xavier.stats.reading import read
+from xinference_xavier.stats.routing import KnownLoad, RoutingStats
 from xinference_xavier.stats.schema import (
     BYTES_BOUNDS,
     SECONDS_BOUNDS,
@@ -82,7 +83,11 @@ def test_rows_in_use_are_those_that_are_ready_or_being_filled() -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", [ReplicaStatus, Hits, ReplicaFetches, Decisions, WaitCounts, PoolStats, TrackerStats]
+    "kind",
+    [
+        *(ReplicaStatus, Hits, ReplicaFetches, Decisions, WaitCounts, PoolStats, TrackerStats),
+        *(RoutingStats, KnownLoad),
+    ],
 )
 def test_every_field_is_documented(kind: type[Any]) -> None:
     page = API.read_text()

@@ -109,7 +109,8 @@ def _line(record: EventRecord) -> str:
 @click.option("--json", "as_json", is_flag=True, help="Print the server's answer.")
 @with_client
 def explain(client: XavierClient, model: str, prompt_file: Any, chat: bool, as_json: bool) -> None:
-    """Show which replicas hold a prompt's chunks, and what a request to MODEL would reuse now.
+    """Show which replicas hold a prompt's chunks, what a request to MODEL would reuse now, and how
+    soon each replica would answer it.
 
     vLLM's own prefix cache may add to that; its content is not known here.
     """
@@ -155,6 +156,21 @@ def switch(client: XavierClient, model: str, state: str) -> None:
     """Switch sharing of MODEL on or off while it runs."""
     enabled = client.switch(model, state == "on").enabled
     click.echo(f"sharing of {model} is {'on' if enabled else 'off'}")
+
+
+@main.command()
+@click.argument("model")
+@click.argument("mode", required=False, type=click.Choice(["auto", "backlog", "off"]))
+@with_client
+def routing(client: XavierClient, model: str, mode: str | None) -> None:
+    """Show or change how requests to MODEL find a replica while it runs.
+
+    auto: the replica that answers first; backlog: that with the smallest backlog, whatever it
+    holds; off: in turn.
+    """
+    status = client.status(model) if mode is None else client.set_routing(model, mode)
+    shown = status.routing.mode or "not known: no replica has reported its load yet"
+    click.echo(f"routing of {model} is {shown}")
 
 
 @main.command()

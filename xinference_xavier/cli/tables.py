@@ -12,6 +12,7 @@ from rich.text import Text
 
 from xinference_xavier.client.doctor import Finding
 from xinference_xavier.stats.answers import Explanation
+from xinference_xavier.stats.routing import RoutingStats
 from xinference_xavier.stats.schema import HIT_SOURCES, Counters, ModelStatus, PoolStats
 
 _UNITS = ["B", "KiB", "MiB", "GiB", "TiB"]
@@ -51,10 +52,11 @@ def model_table(model: ModelStatus) -> RenderableType:
     if len(model.replicas) > 1:
         totals = model.totals
         table.add_row("all", *_counters(totals), "", str(totals.holdings), style="bold")
-    remarks = (Text(line, style="yellow") for line in _remarks(model))
+    lines = [Text(_routing(model.routing))] if model.routing.mode else []
+    lines += [Text(line, style="yellow") for line in _remarks(model)]
     state = "[green]on[/]" if model.enabled else "[red]off[/]"
     title = f"[bold]{model.model_uid}[/], sharing {state}"
-    return Panel(Group(table, *remarks), title=title, title_align="left", expand=False)
+    return Panel(Group(table, *lines), title=title, title_align="left", expand=False)
 
 
 def _counters(counters: Counters) -> list[str]:
@@ -73,6 +75,19 @@ def _pool(pool: PoolStats) -> str:
     if not pool.rows:
         return "-"
     return f"{pool.used / pool.rows:.0%} of {size(pool.rows * pool.row_bytes)}"
+
+
+def _routing(stats: RoutingStats) -> str:
+    """All of it in one line."""
+    sent = [f"{count:,} requests to {name}" for name, count in sorted(stats.replicas.items())]
+    others = {
+        "in turn": stats.unrouted,
+        "waiting": stats.waiting,
+        "refused": stats.refused,
+        "sent again": stats.moved,
+    }
+    sent += [f"{count:,} {what}" for what, count in others.items() if count]
+    return f"Routing {stats.mode}: {', '.join(sent) or 'no requests yet'}."
 
 
 def _remarks(model: ModelStatus) -> list[str]:
@@ -117,7 +132,21 @@ def explanation_table(answer: Explanation, names: dict[str, str]) -> RenderableT
         f"{answer.prompt_tokens:,} tokens: {len(answer.chunks)} whole chunks of "
         f"{answer.chunk_tokens}. What a request to each replica would reuse:"
     )
-    return Group(Text(title), table)
+    if not answer.forecasts:
+        return Group(Text(title), table)
+    first = f"Seconds until each replica would answer; {answer.first} would be the first:"
+    return Group(Text(title), table, Text(f"\n{first}"), _forecasts_table(answer))
+
+
+def _forecasts_table(answer: Explanation) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("replica")
+    for name in ("backlog", "fetch", "compute", "together"):
+        table.add_column(name, justify="right")
+    for name, each in answer.forecasts.items():
+        seconds = (each.backlog, each.fetch, each.compute, each.total)
+        table.add_row(name, *(f"{number:.3f}" for number in seconds))
+    return table
 
 
 def findings_list(findings: list[Finding], cluster: Mapping[str, Any]) -> RenderableType:

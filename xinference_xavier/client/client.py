@@ -57,6 +57,10 @@ class XavierClient:
         """Switch sharing on or off while the model runs."""
         return self._send("POST", _path(model_uid), _model, {"enabled": enabled})
 
+    def set_routing(self, model_uid: str, routing: str) -> ModelStatus:
+        """Change how requests find a replica while the model runs: "auto", "backlog" or "off"."""
+        return self._send("POST", _path(model_uid), _model, {"routing": routing})
+
     def flush(self, model_uid: str) -> ModelStatus:
         """Empty the pools of all replicas."""
         return self._send("POST", _path(model_uid, "/flush"), _model)
@@ -64,7 +68,8 @@ class XavierClient:
     def explain(
         self, model_uid: str, prompt: str | None = None, *, messages: Messages | None = None
     ) -> Explanation:
-        """Where the chunks of a prompt or a chat are, and what a request for it would reuse."""
+        """Where the chunks of a prompt or a chat are, what a request for it would reuse, and how
+        soon each replica would answer it."""
         if (prompt is None) == (messages is None):
             raise ValueError("give either a prompt or messages")
         question = {"prompt": prompt} if messages is None else {"messages": list(messages)}
@@ -137,6 +142,7 @@ class AsyncXavierClient:
     models = _awaited(XavierClient.models)
     status = _awaited(XavierClient.status)
     switch = _awaited(XavierClient.switch)
+    set_routing = _awaited(XavierClient.set_routing)
     flush = _awaited(XavierClient.flush)
     explain = _awaited(XavierClient.explain)
     cluster = _awaited(XavierClient.cluster)

@@ -11,9 +11,9 @@ import itertools
 import math
 import random
 import time
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NoReturn
 
 from xinference_xavier.mirror.mirror import Mirror
@@ -24,6 +24,7 @@ from xinference_xavier.routing.load import Rates, Report
 from xinference_xavier.routing.queue import Queue
 from xinference_xavier.routing.router import Router
 from xinference_xavier.routing.texts import Text, Texts
+from xinference_xavier.stats.routing import KnownLoad, RoutingStats
 
 PATIENCE = 30.0
 """Seconds that a request waits for a replica that accepts it."""
@@ -32,6 +33,7 @@ CLOSED = 10.0
 a while after the process is gone that requests go through."""
 MAX_SESSIONS = 10_000
 NO_TEXT = Text(0, ())
+AT_LIMIT = "all replicas are at their request limit; try again later"
 
 
 class QueueFullError(Exception):
@@ -39,25 +41,7 @@ class QueueFullError(Exception):
 
     def __init__(self, retry_after: int) -> None:
         self.retry_after = retry_after
-        super().__init__("all replicas are at their request limit; try again later")
-
-
-@dataclass
-class Counts:
-    """`choices` by reason, `replicas` by name. Forecasts are those of requests whose answers were
-    streamed: seconds to the first byte."""
-
-    choices: Counter[str] = field(default_factory=Counter)
-    replicas: Counter[str] = field(default_factory=Counter)
-    waited: int = 0
-    waited_s: float = 0.0
-    refused: int = 0
-    moved: int = 0
-    unrouted: int = 0
-    forecasts: int = 0
-    predicted_s: float = 0.0
-    actual_s: float = 0.0
-    error_s: float = 0.0
+        super().__init__(AT_LIMIT)
 
 
 @dataclass(eq=False)
@@ -84,7 +68,7 @@ class ModelRouter:
         source: random.Random | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.counts = Counts()
+        self.counts = RoutingStats()
         self.mirror = Mirror("")
         self.version = 0
         """Of the loads that were observed last."""
@@ -158,8 +142,8 @@ class ModelRouter:
 
     @property
     def routing(self) -> str:
-        """As the operator says, or as the replicas were launched."""
-        launched = "off" if self._serving is None else self._serving.routing
+        """As the operator says, or as the replicas were launched; empty while neither is known."""
+        launched = "" if self._serving is None else self._serving.routing
         return self.mirror.settings.routing or launched
 
     async def route(self, text: Text = NO_TEXT, session: str = "") -> Route | None:
@@ -181,7 +165,7 @@ class ModelRouter:
 
     def _accepts(self) -> bool:
         """Whether there is a replica that reports and works, even if it is at its limit."""
-        return self._router.loads.working(self._clock()) > 0
+        return self._serving is not None and self._router.loads.working(self._clock()) > 0
 
     async def move(self, route: Route, full: bool = False) -> bool:
         """The replica failed the request, or is `full`. True if the request was sent to another, as
@@ -209,11 +193,7 @@ class ModelRouter:
         """The first of the answer has arrived, or all of it."""
         self._router.answered(route.request)
         if streamed:
-            predicted, actual = sum(route.choice.terms), self._clock() - route.sent
-            self.counts.forecasts += 1
-            self.counts.predicted_s += predicted
-            self.counts.actual_s += actual
-            self.counts.error_s += abs(predicted - actual)
+            self.counts.answered(sum(route.choice.terms), self._clock() - route.sent)
 
     def end(self, route: Route) -> None:
         """The request has been answered, has failed, or its client has gone."""
@@ -241,8 +221,7 @@ class ModelRouter:
         self._router.sent(route.request, choice, now)
         self._texts.sent(route.request, route.text)
         self._routes[route.request] = route
-        self.counts.choices[choice.reason] += 1
-        self.counts.replicas[route.replica] += 1
+        self.counts.sent(choice.reason, route.replica)
         if route.session:
             self._sessions[route.session] = choice.replica
             self._sessions.move_to_end(route.session)
@@ -288,30 +267,24 @@ class ModelRouter:
     # -- reports -------------------------------------------------------------------------------
 
     def explain(self, text: Text) -> dict[str, dict[str, float]]:
-        """The forecast for a prompt, in seconds, by replica."""
+        """The forecast for a prompt, in seconds, by replica, of those that accept a request."""
         if self._serving is None:
             return {}
         choice = self._choose(text, "", self._clock())
         terms = {} if choice is None else choice.all_terms
-        return {self._replicas[name]: each._asdict() for name, each in terms.items()}
+        return {
+            self._replicas[name]: each._asdict()
+            for name, each in terms.items()
+            if math.isfinite(sum(each))
+        }
 
     def report(self) -> dict[str, Any]:
-        """JSON-able."""
-        counts = self.counts
-        return {
-            "routing": self.routing,
-            "queue": len(self._queue),
-            **asdict(counts),
-            "choices": dict(counts.choices),
-            "replicas": dict(counts.replicas),
-            "loads": self._loads(),
+        """What `RoutingStats` is read from; JSON-able."""
+        known = {} if self._serving is None else self._router.loads.known(self._clock())
+        loads = {
+            self._replicas[name]: KnownLoad(*each)
+            for name, each in known.items()
+            if math.isfinite(each.seconds)
         }
-
-    def _loads(self) -> dict[str, dict[str, float]]:
-        if self._serving is None:
-            return {}
-        loads = self._router.loads.known(self._clock())
-        return {
-            self._replicas[name]: {"backlog_s": seconds, "requests": requests}
-            for name, (seconds, requests) in loads.items()
-        }
+        waiting = len(self._queue)
+        return asdict(replace(self.counts, mode=self.routing, waiting=waiting, loads=loads))

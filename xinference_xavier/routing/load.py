@@ -61,6 +61,16 @@ class Report(NamedTuple):
     scheduler."""
 
 
+class Known(NamedTuple):
+    """What a replica has to do now."""
+
+    seconds: float
+    """Until it has computed it."""
+    requests: int
+    accepts: bool
+    """Whether it has fewer requests than it accepts."""
+
+
 class Numbers(Protocol):
     """The index's numbers of replicas."""
 
@@ -96,6 +106,11 @@ class _Replica:
     room: float = math.inf
     sent: dict[str, _Sent] = field(default_factory=dict)  # requests that are not in the report
     computed: set[str] = field(default_factory=set)  # of them
+
+    @property
+    def requests(self) -> int:
+        """That wait or run there."""
+        return self.running + self.others
 
     def count(self) -> None:
         """The work in the report, and what it does not contain."""
@@ -230,17 +245,19 @@ class Loads:
         if self._replicas.pop(name, None) is not None:
             self._version = -1
 
-    def known(self, now: float) -> dict[str, tuple[float, int]]:
-        """By replica, seconds until all known work will be done, and requests."""
-        return {
-            name: (max(0.0, each.until - now), each.running + each.others)
-            for name, each in self._replicas.items()
-        }
-
     def expired(self, now: float) -> list[str]:
         """The replicas that have not reported for their lease."""
         oldest = now - self.lease
         return [name for name, each in self._replicas.items() if each.report.made <= oldest]
+
+    def known(self, now: float) -> dict[str, Known]:
+        """By replica, of those whose lease has not run out."""
+        expired = set(self.expired(now))
+        return {
+            name: Known(max(0.0, each.until - now), each.requests, each.requests < each.limit)
+            for name, each in self._replicas.items()
+            if name not in expired
+        }
 
     def backlog(self, now: float) -> Floats:
         """Seconds until each replica will have computed what it has, by number. Infinite for one
@@ -281,5 +298,5 @@ class Loads:
         self._limit[number] = replica.limit
         self._closed_until[number] = replica.closed_until
         self.room[number] = replica.room
-        self.running[number] = replica.running + replica.others
+        self.running[number] = replica.requests
         self.rates[:, number] = replica.rates

@@ -110,7 +110,9 @@ class _Routes:
             return await self._trackers.report(model_uid)
         if "routing" in change:
             await self._trackers.call(model_uid, "set_routing", change["routing"])
-            return await self._trackers.report(model_uid)
+            report = await self._trackers.report(model_uid)
+            # This process learns of it from the tracker, perhaps a moment later.
+            return {**report, "routing": {**report["routing"], "mode": change["routing"]}}
         return await self._ask_all(model_uid, "set_weights_version", change["weights_version"])
 
     async def flush(self, model_uid: str) -> JSONResponse:
@@ -127,9 +129,8 @@ class _Routes:
         explaining = self._trackers.call(model_uid, "explain", question, deadline=deadline)
         explanation = await _answered_for(model_uid, explaining)
         router = self._trackers.routers.get(model_uid)
-        if router is not None:
-            explanation["routing"] = router.explain(prompt_text(question))
-        return JSONResponse(explanation)
+        forecasts = {} if router is None else router.explain(prompt_text(question))
+        return JSONResponse({**explanation, "routing": forecasts})
 
     def _check_model_access(self, request: Request, model_uid: str) -> None:
         """Only those who may ask the model may learn whether it has computed a text."""

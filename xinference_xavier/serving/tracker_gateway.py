@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import asdict
 from typing import Any, NamedTuple
 
 import xoscar as xo
@@ -14,6 +15,7 @@ from xinference_xavier.runtime.addresses import reachable_address
 from xinference_xavier.runtime.deadline import within
 from xinference_xavier.runtime.tasks import retrieve
 from xinference_xavier.stats.report import report
+from xinference_xavier.stats.routing import RoutingStats
 
 DEADLINE = 10.0
 """Seconds for any answer except an explanation."""
@@ -72,7 +74,8 @@ class TrackerGateway:
     async def report(self, model_uid: str) -> dict[str, Any]:
         status = report(await self.call(model_uid, "status"))
         router = self.routers.get(model_uid)
-        return status if router is None else {**status, "routing": router.report()}
+        routing = asdict(RoutingStats()) if router is None else router.report()
+        return {**status, "routing": routing}
 
     async def shared_report(self, model_uid: str, max_age: float) -> dict[str, Any]:
         """A report begun at most `max_age` seconds ago, shared by all callers."""

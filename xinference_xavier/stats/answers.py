@@ -41,13 +41,29 @@ class Reuse:
 
 
 @dataclass(frozen=True)
+class Forecast:
+    """Seconds until a replica would have answered: its `backlog`, then what it would `fetch` from
+    a peer and `compute` of this prompt."""
+
+    backlog: float = 0.0
+    fetch: float = 0.0
+    compute: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.backlog + self.fetch + self.compute
+
+
+@dataclass(frozen=True)
 class Explanation:
-    """`reuse` is by incarnation of the replica that would get the request."""
+    """`reuse` is by incarnation of the replica that would get the request, `forecasts` are by
+    xinference's name for it: of all replicas that accept a request now."""
 
     prompt_tokens: int
     chunk_tokens: int
     chunks: tuple[Chunk, ...]
     reuse: Mapping[str, Reuse]
+    forecasts: Mapping[str, Forecast]
     raw: Mapping[str, Any] = field(repr=False)
 
     @classmethod
@@ -61,4 +77,12 @@ class Explanation:
             for chunk in raw["chunks"]
         )
         reuse = {name: read(Reuse, tokens) for name, tokens in raw["reuse"].items()}
-        return cls(raw["prompt_tokens"], raw["chunk_tokens"], tuple(chunks), reuse, raw)
+        routing = raw.get("routing", {})
+        forecasts = {name: read(Forecast, terms) for name, terms in routing.items()}
+        tokens, size = raw["prompt_tokens"], raw["chunk_tokens"]
+        return cls(tokens, size, tuple(chunks), reuse, forecasts, raw)
+
+    @property
+    def first(self) -> str:
+        """The replica that is expected to answer first; empty if none accepts a request."""
+        return min(self.forecasts, key=lambda name: self.forecasts[name].total, default="")

@@ -11,25 +11,14 @@ from bisect import bisect_left
 from dataclasses import dataclass, field, fields
 from typing import Any, Self
 
+from xinference_xavier.stats.metrics import metric, shown_as
+from xinference_xavier.stats.routing import RoutingStats
+
 SECONDS_BOUNDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 """Buckets of a fetch's duration; `xavier_fetch_timeout` is 5 s by default."""
 BYTES_BOUNDS = tuple(float(1 << power) for power in range(16, 34, 2))
 """Buckets of a fetch's size: 64 KiB to 4 GiB."""
 COMMITTED, ROLLED_BACK = OUTCOMES = ("committed", "rolled_back")
-
-
-def _shown_as(name: str, text: str, label: str = "") -> dict[str, str]:
-    """A field's metadata: its metric, without prefix.
-
-    A dictionary is shown as the sum of its values. With `label`, an object is shown as one series
-    per field, and the field's name is the label's value.
-    """
-    return {"metric": name, "help": text, "label": label}
-
-
-def metric(name: str, text: str, default: float | None = 0) -> Any:
-    """A dataclass field with a metric."""
-    return field(default=default, metadata=_shown_as(name, text))
 
 
 @dataclass
@@ -222,7 +211,7 @@ class Counters:
 
     hits: Hits = field(
         default_factory=Hits,
-        metadata=_shown_as(
+        metadata=shown_as(
             "prompt_tokens_total", "Prompt tokens by the source of their KV cache.", label="source"
         ),
     )
@@ -269,7 +258,7 @@ class ReplicaStats(Counters):
     received_from: dict[str, int] = field(default_factory=dict)
     fetching: dict[str, int] = field(
         default_factory=dict,
-        metadata=_shown_as("fetching_chunks", "Chunks under way to the replica."),
+        metadata=shown_as("fetching_chunks", "Chunks under way to the replica."),
     )
     fetch_decisions: Decisions = field(default_factory=Decisions)
     waits: WaitCounts = field(default_factory=WaitCounts)
@@ -279,7 +268,7 @@ class ReplicaStats(Counters):
     comparison: ComparisonStats = field(default_factory=ComparisonStats)
     hooks: HookStats = field(
         default_factory=HookStats,
-        metadata=_shown_as(
+        metadata=shown_as(
             "lost_hook_events_total",
             "Events of the replica at which xavier_hooks raised, or that it was too slow for.",
             label="reason",
@@ -330,7 +319,7 @@ class TrackerStats:
     watches: int = 0
     hooks: HookStats = field(
         default_factory=HookStats,
-        metadata=_shown_as(
+        metadata=shown_as(
             "tracker_lost_hook_events_total",
             "Events of the tracker at which xavier_hooks raised, or that it was too slow for.",
             label="reason",
@@ -340,11 +329,13 @@ class TrackerStats:
 
 @dataclass(kw_only=True)
 class ModelStatus:
-    """`enabled` is the operator's switch. `raw` is the server's answer."""
+    """`enabled` is the operator's switch, `routing` that of the process that answered. `raw` is the
+    server's answer."""
 
     model_uid: str
     enabled: bool
     replicas: tuple[ReplicaStatus, ...]
     totals: Totals
     tracker: TrackerStats = field(default_factory=TrackerStats)
+    routing: RoutingStats = field(default_factory=RoutingStats)
     raw: dict[str, Any] = field(default_factory=dict, repr=False)

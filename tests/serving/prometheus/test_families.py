@@ -184,6 +184,55 @@ def test_chunks_and_calls_that_a_tracker_had_no_room_for() -> None:
         assert value(found, "tracker_lost_hook_events_total", model="m", reason=reason) == count
 
 
+def routed(**figures: Any) -> Samples:
+    """A scrape of a process that routes."""
+    status = report({"model_uid": "m", "enabled": True, "namespaces": {}})
+    return samples({"m": {**status, "routing": figures}}, up=True, failures=0)
+
+
+def test_figures_of_routing() -> None:
+    found = routed(
+        waiting=1, waited=2, waited_s=3.5, refused=4, moved=5, unrouted=6, forecasts=7,
+        predicted_s=8.5, actual_s=9.5, error_s=1.5,
+    )  # fmt: skip
+    for name, number in {
+        "routing_waiting_requests": 1, "routing_waits_total": 2, "routing_wait_seconds_total": 3.5,
+        "routing_refused_total": 4, "routing_moved_total": 5, "unrouted_requests_total": 6,
+        "routing_forecasts_total": 7, "routing_predicted_seconds_total": 8.5,
+        "routing_actual_seconds_total": 9.5, "routing_prediction_error_seconds_total": 1.5,
+    }.items():  # fmt: skip
+        assert value(found, name, model="m") == number, name
+
+
+@pytest.mark.parametrize(("mode", "routes"), [("auto", 1), ("backlog", 1), ("off", 0), ("", 0)])
+def test_how_requests_are_routed(mode: str, routes: int) -> None:
+    assert value(routed(mode=mode), "routing", model="m", mode=mode) == routes
+
+
+def test_every_reason_of_a_choice_has_a_series_from_the_start() -> None:
+    """Prometheus would miss the first request of a series that begins with it."""
+    choices = routed(choices={"local": 3, "made up": 9})["routing_choices_total"]
+    assert {labels["reason"]: count for labels, count in choices} == {
+        "local": 3, "fetch": 0, "compute": 0, "backlog": 0,
+    }  # fmt: skip
+
+
+def test_requests_and_loads_by_replica() -> None:
+    """A replica that has left keeps its count, and a new one has a series from the start."""
+    busy = {"backlog_s": 1.5, "requests": 2, "accepts": True}
+    found = routed(replicas={"gone": 3, "m-0": 4}, loads={"m-0": busy, "m-1": busy})
+    counts = {labels["replica"]: count for labels, count in found["routed_requests_total"]}
+    assert counts == {"gone": 3, "m-0": 4, "m-1": 0}
+    assert value(found, "prefill_backlog_seconds", model="m", replica="m-1") == 1.5
+    assert value(found, "routable_replicas", model="m") == 2
+
+
+def test_a_process_that_hears_from_no_replica_routes_nothing() -> None:
+    found = scraped([member("m-0", stats())])
+    assert value(found, "routable_replicas", model="m") == 0
+    assert value(found, "routing", mode="") == 0
+
+
 def test_a_tracker_that_does_not_answer_has_no_other_series() -> None:
     found = samples({"m": None}, up=True, failures=3)
     assert {name: values for name, values in found.items() if values} == {
@@ -263,8 +312,10 @@ def test_the_most_series_that_a_replica_can_have() -> None:
         figures.ended(reason, seconds, size)
     by_transport = {name: asdict(figures) for name in ("", "gloo", "shared_memory")}
     found = scraped([member("m-0", stats(fetches={"by_transport": by_transport}))])
+    of_replica = [labels for _, labels in labels_of(found) if "replica" in labels]
     buckets = 3 * (2 * (len(SECONDS_BOUNDS) + 3) + len(BYTES_BOUNDS) + 3)
-    assert len(labels_of(found)) + buckets < 260
+    routed = 2
+    assert len(of_replica) + buckets + routed < 260
 
 
 JSON = st.recursive(

@@ -96,13 +96,23 @@ class LaunchDialog:
 
     @property
     def pool(self) -> WebElement:
-        return self._browser.find(f"{_SECTION} input")
+        return self._fields("input")[0]
+
+    @property
+    def queue(self) -> WebElement:
+        return self._fields("input")[1]
+
+    def _fields(self, kind: str) -> list[WebElement]:
+        return self.section.find_elements(By.CSS_SELECTOR, kind)
 
     def unfold(self) -> None:
         self._browser.find(f"{_SECTION} summary").click()
 
     def choose_transport(self, name: str) -> None:
-        Select(self._browser.find(f"{_SECTION} select")).select_by_value(name)
+        Select(self._fields("select")[0]).select_by_value(name)
+
+    def choose_routing(self, title: str) -> None:
+        Select(self._fields("select")[1]).select_by_visible_text(title)
 
     def _button(self, text: str) -> WebElement:
         return self._browser.find(f"{_DIALOG}//button[normalize-space()='{text}']")

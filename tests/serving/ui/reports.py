@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
+from xinference_xavier.stats.reading import read
 from xinference_xavier.stats.report import report
+from xinference_xavier.stats.routing import RoutingStats
 
 ROW_BYTES = 2 << 20
 HITS = {"prefix_cache": 12_000, "local_pool": 8_000, "remote": 20_000, "computed": 40_000}
@@ -46,6 +49,26 @@ def replica(
         "lease_left_s": 9.5,
         "stats": {**stats, **more},
     }
+
+
+def routing(**more: Any) -> dict[str, Any]:
+    """What a process that routes knows of the two replicas of model `m`."""
+    stats = {
+        "mode": "auto",
+        "loads": {
+            "m-0": {"backlog_s": 0.05, "requests": 1, "accepts": True},
+            "m-1": {"backlog_s": 12.0, "requests": 3, "accepts": True},
+        },
+        "choices": {"local": 30, "fetch": 6, "backlog": 4},
+        "replicas": {"m-0": 30, "m-1": 10},
+        "waited": 4,
+        "waited_s": 3.0,
+        "forecasts": 20,
+        "predicted_s": 9.0,
+        "actual_s": 10.0,
+        "error_s": 1.0,
+    }
+    return {"routing": asdict(read(RoutingStats, stats | more))}
 
 
 def incarnation(number: int) -> str:

@@ -205,6 +205,8 @@ class Stage:
             body = await request.json()
             self.posted.append((request.url.path, body))
             report["enabled"] = body.get("enabled", report["enabled"])
+            if "routing" in body:
+                report["routing"] = {**report.get("routing", {}), "mode": body["routing"]}
             self.change(lambda: None)
             return JSONResponse(report)
 

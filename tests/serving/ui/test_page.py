@@ -14,7 +14,7 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
 from tests.serving.ui.browser import PHONE, TALL, Browser
-from tests.serving.ui.reports import HITS, history, incarnation, model, replica
+from tests.serving.ui.reports import HITS, history, incarnation, model, replica, routing
 from tests.serving.ui.stage import TOKEN, Stage
 from xinference_xavier.stats.reading import read
 from xinference_xavier.stats.schema import TrackerStats
@@ -104,6 +104,32 @@ def test_moving_bytes_are_shown(page: Any, stage: Stage) -> None:
     assert len(browser.driver.find_elements(By.CSS_SELECTOR, "#graph .link.live")) == 1
 
 
+def test_where_requests_go(page: Any, stage: Stage) -> None:
+    stage.share(two() | routing())
+    browser = page()
+    browser.wait_text("#routing", "the replica that will answer it first")
+    assert rows(browser, "routes") == ["m-0 75% 30 50 ms 1", "m-1 25% 10 12 s 3"]
+    assert rows(browser, "choices") == [
+        "It holds as much of the prompt as any other 75% 30",
+        "It fetches the beginning of the prompt from another 15% 6",
+        "It computes what another holds, because that is faster 0% 0",
+        "No replica holds any of the prompt: it is the least busy 10% 4",
+    ]
+    facts = rows(browser, "routing-facts")
+    assert facts[0] == "Waiting now, with all replicas at their limit 0"
+    assert facts[1] == "Waited so far 4, for 750 ms on average"
+    assert facts[-1] == "Mean error of the forecast 50 ms, of 500 ms until the first byte"
+
+
+def test_replicas_that_are_full_and_replicas_that_are_gone(page: Any, stage: Stage) -> None:
+    full = {"m-0": {"backlog_s": 0.0, "requests": 8, "accepts": False}}
+    stage.share(two() | routing(loads=full, replicas={"m-0": 1, "m-1": 1}, waiting=7))
+    browser = page()
+    browser.wait_text("#routes", "at its request limit")
+    assert rows(browser, "routes")[-1] == "m-1 50% 1 – –"
+    assert "Waiting now, with all replicas at their limit 7" in rows(browser, "routing-facts")
+
+
 def test_events_as_they_happen(page: Any, stage: Stage) -> None:
     now = time.time()
     stage.events = [
@@ -126,6 +152,8 @@ def test_events_as_they_happen(page: Any, stage: Stage) -> None:
     assert browser.run("return document.getElementById('said').textContent") == sentence
     stage.happen({"event": "SharingSwitched", "time": now, "model_uid": "m", "enabled": False})
     browser.wait_text("#events", "Sharing was switched off")
+    stage.happen({"event": "RoutingChanged", "time": now, "model_uid": "m", "routing": "off"})
+    browser.wait_text("#events", "Routing was set to off")
     stage.happen({"event": "CacheFlushed", "time": now, "model_uid": "m", "replicas": 2})
     browser.wait_text("#events", "Pools were emptied (replicas: 2)")
     stage.happen({"event": "FromTheFuture", "time": now, "model_uid": "m"})
@@ -195,6 +223,9 @@ def test_several_models(page: Any, stage: Stage) -> None:
             two(fetch_decisions={"left_out": {A: "timeout"}}),
             "m-1 fetches nothing from m-0 for now, because its latest fetches failed (timeout)",
         ),
+        (two(), "No replica has reported its load yet"),
+        (two() | routing(mode="off"), "Requests go to the replicas in turn."),
+        (two() | routing(mode="backlog"), "to the replica with the smallest backlog"),
         (model(*map(replica, range(20))), "20 replicas are too many to draw"),
         (model(replica(0, stale=True), replica(1)), "no answer: data of its last heartbeat"),
     ],
@@ -322,6 +353,17 @@ def test_the_switch_at_run_time(page: Any, stage: Stage) -> None:
     assert browser.find("#enabled").get_attribute("aria-checked") == "false"
 
 
+def test_routing_is_changed_at_run_time(page: Any, stage: Stage) -> None:
+    stage.share(two() | routing())
+    browser = page()
+    assert browser.find("#routing-auto").get_attribute("aria-pressed") == "true"
+    browser.find("#routing-off").click()
+    browser.wait_text("#routing", "Requests go to the replicas in turn.")
+    assert stage.posted == [("/v1/xavier/m", {"routing": "off"})]
+    assert browser.find("#routing-off").get_attribute("aria-pressed") == "true"
+    assert browser.find("#routing-auto").get_attribute("aria-pressed") == "false"
+
+
 def explained(*held: str, tokens: int = 3 * 128 + 50) -> dict[str, Any]:
     """Three chunks and a part; `held` names the replicas that hold each chunk."""
     return {
@@ -377,6 +419,33 @@ def test_a_plain_prompt(page: Any, stage: Stage) -> None:
     stage.explanation = explained("", "", "")
     browser.find("#explain-ask").click()
     browser.wait_text("#explained", "No replica holds any of its 3 chunks")
+
+
+@pytest.mark.parametrize(
+    ("mode", "sentence"),
+    [
+        ("auto", "A request would go to m-1 now, which would answer after about 450 ms."),
+        ("off", "Requests go in turn. The first to answer would be m-1, after about 450 ms."),
+    ],
+)
+def test_which_replica_would_answer_first(
+    page: Any, stage: Stage, mode: str, sentence: str
+) -> None:
+    stage.share(two() | routing(mode=mode))
+    forecasts = {
+        "m-0": {"backlog": 1.8, "fetch": 0, "compute": 0.05},
+        "m-1": {"backlog": 0.1, "fetch": 0.3, "compute": 0.05},
+    }
+    stage.explanation = explained("ab", "a", "") | {"routing": forecasts}
+    browser = page()
+    browser.find("#explain-text").send_keys("What?")
+    browser.find("#explain-ask").click()
+    browser.wait_text("#first", sentence)
+    assert rows(browser, "forecasts") == [
+        "m-0 1.8 s 0 s 50 ms 1.9 s",
+        "m-1 100 ms 300 ms 50 ms 450 ms",
+    ]
+    assert browser.text("#forecasts [aria-current] th") == "m-1"
 
 
 def test_explanations_that_fail(page: Any, stage: Stage) -> None:

@@ -41,8 +41,8 @@ def ours(body: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_it_sends_what_the_command_line_sends(browser: Browser, stage: Stage) -> None:
-    """It is `--enable_xavier true --xavier_pool_bytes 512MiB --xavier_transport gloo`, and no
-    more."""
+    """It is `--enable_xavier true --xavier_pool_bytes 512MiB --xavier_transport gloo
+    --xavier_routing backlog --xavier_queue 0`, and no more."""
     dialog = open_dialog(browser, stage)
     dialog.set_replicas(2)
     assert not dialog.sharing
@@ -51,6 +51,8 @@ def test_it_sends_what_the_command_line_sends(browser: Browser, stage: Stage) ->
     dialog.unfold()
     dialog.pool.send_keys("512MiB")
     dialog.choose_transport("gloo")
+    dialog.choose_routing("to the least busy replica")
+    dialog.queue.send_keys("0")
     browser.screenshot("launch-switch")
     dialog.deploy()
     body = launched(browser, stage)
@@ -58,6 +60,8 @@ def test_it_sends_what_the_command_line_sends(browser: Browser, stage: Stage) ->
         "enable_xavier": True,
         "xavier_pool_bytes": "512MiB",
         "xavier_transport": "gloo",
+        "xavier_routing": "backlog",
+        "xavier_queue": 0,
     }
     assert (body["replica"], body["model_engine"]) == ("2", "vLLM")
     assert not browser.complaints()
@@ -168,6 +172,27 @@ def test_an_invalid_pool_size_is_marked(browser: Browser, stage: Stage) -> None:
     assert "size like 4GiB" in dialog.section.text
     dialog.pool.send_keys(Keys.BACKSPACE * 3, "GiB")
     assert dialog.pool.get_attribute("aria-invalid") == "false"
+
+
+def test_an_invalid_number_of_waiting_requests_is_marked(browser: Browser, stage: Stage) -> None:
+    dialog = open_dialog(browser, stage)
+    dialog.switch.click()
+    dialog.unfold()
+    dialog.queue.send_keys("100001")
+    assert dialog.queue.get_attribute("aria-invalid") == "true"
+    assert "a whole number from 0 to 100000" in dialog.section.text
+    dialog.queue.send_keys(Keys.BACKSPACE)
+    assert dialog.queue.get_attribute("aria-invalid") == "false"
+
+
+def test_the_default_way_of_routing_is_not_sent(browser: Browser, stage: Stage) -> None:
+    dialog = open_dialog(browser, stage)
+    dialog.switch.click()
+    dialog.unfold()
+    dialog.choose_routing("in turn")
+    dialog.choose_routing("to the replica that answers first")
+    dialog.deploy()
+    assert ours(launched(browser, stage)) == {"enable_xavier": True}
 
 
 def test_it_speaks_chinese_where_the_page_does(browser: Browser, stage: Stage) -> None:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, get_type_hints
 
 from xinference_xavier.errors import ROLLBACKS, NotSharing
 from xinference_xavier.stats.reading import read
+from xinference_xavier.stats.routing import CHOICES, RoutingStats
 from xinference_xavier.stats.schema import (
     BYTES_BOUNDS,
     COMMITTED,
@@ -69,6 +70,20 @@ class Family(NamedTuple):
                 yield {**labels, **dict(zip(own, names, strict=True))}, part
         elif value is not None:
             yield labels, value
+
+
+def _routing(model: ModelStatus) -> _ByLabels:
+    mode = model.routing.mode
+    return {(mode,): int(mode not in ("", "off"))}
+
+
+def _choices(model: ModelStatus) -> _ByLabels:
+    return {(reason,): model.routing.choices.get(reason, 0) for reason in CHOICES}
+
+
+def _routed(model: ModelStatus) -> _ByLabels:
+    counts = {**dict.fromkeys(model.routing.loads, 0), **model.routing.replicas}
+    return {(replica,): count for replica, count in counts.items()}
 
 
 def _sharing(replica: ReplicaStatus) -> _ByLabels:
@@ -181,6 +196,29 @@ _OF_MODEL = (
         lambda model: len({replica.namespace for replica in model.replicas}),
     ),
     *_declared(TrackerStats, _MODEL, "tracker"),
+    Family(
+        "routing", "Whether requests are routed, and in which way.", (*_MODEL, "mode"), _routing
+    ),
+    Family(
+        "routable_replicas",
+        "Replicas whose load is known, so that requests can be routed to them.",
+        _MODEL,
+        lambda model: len(model.routing.loads),
+    ),
+    Family(
+        "routing_choices_total",
+        "Routed requests by the reason for which their replica was chosen.",
+        (*_MODEL, "reason"),
+        _choices,
+    ),
+    Family("routed_requests_total", "Routed requests by replica.", _REPLICA, _routed),
+    Family(
+        "prefill_backlog_seconds",
+        "Prefill that the replica still has to do, as the process that routes expects it.",
+        _REPLICA,
+        lambda model: {(name,): each.backlog_s for name, each in model.routing.loads.items()},
+    ),
+    *_declared(RoutingStats, _MODEL, "routing"),
 )
 _REPLICA_UP = Family(
     "replica_up",

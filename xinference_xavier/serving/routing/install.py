@@ -13,7 +13,7 @@ from typing import Any
 
 from fastapi import HTTPException
 
-from xinference_xavier.frontend.model_router import ModelRouter, QueueFullError
+from xinference_xavier.frontend.model_router import AT_LIMIT, ModelRouter, QueueFullError
 from xinference_xavier.frontend.routers import Routers
 from xinference_xavier.serving.routing.middleware import (
     Asked,
@@ -64,9 +64,9 @@ async def _routed(asked: Asked, router: ModelRouter, connect: Any) -> RoutedMode
         route = await asked.route_by(router)
     except QueueFullError as error:
         headers = {"Retry-After": str(error.retry_after)}
-        raise HTTPException(429, str(error), headers) from error
+        raise HTTPException(429, AT_LIMIT, headers) from error
     except ClientGoneError as error:
-        raise HTTPException(_CLIENT_CLOSED_REQUEST, "the client has gone") from error
+        raise HTTPException(_CLIENT_CLOSED_REQUEST) from error
     while route is not None:
         try:
             return RoutedModel(router, route, await connect(route.replica), connect)

@@ -7,14 +7,15 @@ import functools
 import hashlib
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from fastapi.responses import HTMLResponse, Response
 
 from xinference_xavier._version import __version__
 from xinference_xavier.config import UPSTREAM_OPTIONS
-from xinference_xavier.options import TRANSPORTS
+from xinference_xavier.options import MAX_QUEUE, TRANSPORTS, Routing
 from xinference_xavier.serving.ui.script import ScriptInPages
+from xinference_xavier.stats.routing import CHOICES
 from xinference_xavier.stats.schema import HIT_SOURCES
 
 PAGE_PATH = "/xavier/"
@@ -22,8 +23,10 @@ _SCRIPT_PATH = "/xavier/launch.js"
 _FOLDER = Path(__file__).parent
 # In this order: later files use what earlier ones define.
 _PAGE_SCRIPTS = (
-    *("words", "numbers", "dom", "api", "graph", "plots", "views", "state", "explain", "page"),
+    *("words", "numbers", "dom", "api", "graph", "plots", "views", "state", "routing", "explain"),
+    "page",
 )
+_ROUTINGS = get_args(Routing)
 _DIALOG_SCRIPTS = ("words", "form", "switch", "menu")
 
 
@@ -53,7 +56,9 @@ def add_pages(context: Any) -> None:
 @functools.cache
 def page() -> str:
     """The page as one document that loads nothing else."""
-    scripts = _scripts("page", _PAGE_SCRIPTS, HIT_SOURCES=HIT_SOURCES)
+    scripts = _scripts(
+        "page", _PAGE_SCRIPTS, HIT_SOURCES=HIT_SOURCES, ROUTINGS=_ROUTINGS, CHOICES=CHOICES
+    )
     document = _text("page/page.html").replace("/*version*/", __version__)
     return document.replace("/*style*/", _text("page/style.css")).replace("/*script*/", scripts)
 
@@ -65,6 +70,8 @@ def dialog_script() -> str:
         "dialog",
         _DIALOG_SCRIPTS,
         TRANSPORTS=list(TRANSPORTS),
+        ROUTINGS=_ROUTINGS,
+        MAX_QUEUE=MAX_QUEUE,
         UPSTREAM_OPTIONS=sorted(UPSTREAM_OPTIONS),
         PAGE_PATH=PAGE_PATH,
     )

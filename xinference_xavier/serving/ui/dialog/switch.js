@@ -6,6 +6,8 @@
 const ENABLE = "enable_xavier";
 const POOL = "xavier_pool_bytes";
 const TRANSPORT = "xavier_transport";
+const ROUTING = "xavier_routing";
+const QUEUE = "xavier_queue";
 const TRUE = new Set(["true", "1", "yes", "on"]);
 const SIZE = /^\d+(\.\d+)?\s*([kmgt]i?b|b)?$/i;
 
@@ -70,10 +72,7 @@ class ShareSwitch {
     this.poolLabel = make("span", {});
     this.pool = make("input", { type: "text", autocomplete: "off" });
     this.pool.addEventListener("input", () => this.change(POOL, this.pool.value.trim() || null));
-    // Enter would submit the form.
-    this.pool.addEventListener("keydown", (event) => {
-      if (event.key === "Enter") event.preventDefault();
-    });
+    this.pool.addEventListener("keydown", withoutSubmit);
     this.poolNote = make("div", { className: "xavier-note xavier-wrong", id: `${id}-pool` });
     this.pool.setAttribute("aria-describedby", this.poolNote.id);
     this.transportLabel = make("span", {});
@@ -82,6 +81,18 @@ class ShareSwitch {
       const chosen = this.transport.value;
       this.change(TRANSPORT, chosen === TRANSPORTS[0] ? null : chosen);
     });
+    this.routingLabel = make("span", {});
+    this.routing = make("select", {});
+    this.routing.addEventListener("change", () => {
+      const chosen = this.routing.value;
+      this.change(ROUTING, chosen === ROUTINGS[0] ? null : chosen);
+    });
+    this.queueLabel = make("span", {});
+    this.queue = make("input", { type: "text", inputMode: "numeric", autocomplete: "off" });
+    this.queue.addEventListener("input", () => this.change(QUEUE, this.queue.value.trim() || null));
+    this.queue.addEventListener("keydown", withoutSubmit);
+    this.queueNote = make("div", { className: "xavier-note xavier-wrong", id: `${id}-queue` });
+    this.queue.setAttribute("aria-describedby", this.queueNote.id);
     this.section = make("section", { className: "xavier-share" }, [
       make("div", { className: "xavier-row" }, [
         make("div", {}, [this.title, this.note]),
@@ -92,6 +103,8 @@ class ShareSwitch {
         make("div", { className: "xavier-options" }, [
           make("div", {}, [make("label", {}, [this.poolLabel, this.pool]), this.poolNote]),
           make("label", {}, [this.transportLabel, this.transport]),
+          make("label", {}, [this.routingLabel, this.routing]),
+          make("div", {}, [make("label", {}, [this.queueLabel, this.queue]), this.queueNote]),
         ]),
       ])),
     ]);
@@ -124,22 +137,15 @@ class ShareSwitch {
     this.details.hidden = !on;
     set(this.poolLabel, text.pool);
     this.pool.placeholder = text.poolDefault;
-    const pool = parameters.get(POOL) ?? "";
-    // Do not disturb typing.
-    if (this.pool.value.trim() !== pool) this.pool.value = pool;
-    const wrong = pool !== "" && !(SIZE.test(pool) && parseFloat(pool) > 0);
-    this.pool.setAttribute("aria-invalid", String(wrong));
-    set(this.poolNote, wrong ? text.poolWrong : "");
+    showTyped(this.pool, this.poolNote, parameters.get(POOL) ?? "", isSize, text.poolWrong);
     set(this.transportLabel, text.transport);
-    this.showTransports(parameters.get(TRANSPORT) ?? TRANSPORTS[0]);
-  }
-
-  showTransports(chosen) {
-    const names = TRANSPORTS.includes(chosen) ? TRANSPORTS : [...TRANSPORTS, chosen];
-    if (names.join() !== [...this.transport.options].map((option) => option.value).join()) {
-      this.transport.replaceChildren(...names.map((name) => new Option(name, name)));
-    }
-    if (this.transport.value !== chosen) this.transport.value = chosen;
+    showChoice(this.transport, TRANSPORTS, parameters.get(TRANSPORT) ?? TRANSPORTS[0]);
+    set(this.routingLabel, text.routing);
+    showChoice(this.routing, ROUTINGS, parameters.get(ROUTING) ?? ROUTINGS[0], text.routings);
+    set(this.queueLabel, text.queue);
+    this.queue.placeholder = text.queueDefault;
+    const wrong = text.queueWrong(MAX_QUEUE);
+    showTyped(this.queue, this.queueNote, parameters.get(QUEUE) ?? "", isQueue, wrong);
   }
 
   turn() {
@@ -164,6 +170,38 @@ class ShareSwitch {
     this.unsubscribe?.();
     this.section.remove();
   }
+}
+
+// Enter would submit the form.
+function withoutSubmit(event) {
+  if (event.key === "Enter") event.preventDefault();
+}
+
+function isSize(value) {
+  return SIZE.test(value) && parseFloat(value) > 0;
+}
+
+function isQueue(value) {
+  return /^\d+$/.test(value) && Number(value) <= MAX_QUEUE;
+}
+
+function showTyped(field, note, value, isValid, problem) {
+  // Do not disturb typing.
+  if (field.value.trim() !== value) field.value = value;
+  const wrong = value !== "" && !isValid(value);
+  field.setAttribute("aria-invalid", String(wrong));
+  set(note, wrong ? problem : "");
+}
+
+// `titles` are by value; a value without one is shown as it is.
+function showChoice(field, values, chosen, titles = {}) {
+  const all = values.includes(chosen) ? values : [...values, chosen];
+  const shown = (pairs) => pairs.flat().join("\n");
+  const wanted = all.map((value) => [value, titles[value] ?? value]);
+  if (shown(wanted) !== shown([...field.options].map(({ value, text }) => [value, text]))) {
+    field.replaceChildren(...wanted.map(([value, title]) => new Option(title, value)));
+  }
+  if (field.value !== chosen) field.value = chosen;
 }
 
 function isOn(parameters) {

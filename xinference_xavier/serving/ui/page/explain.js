@@ -1,4 +1,5 @@
-// A prompt's chunks: which replicas hold them, and what a request would reuse.
+// A prompt's chunks: which replicas hold them, what a request would reuse, and which replica would
+// answer it first.
 
 const EXPLAIN_TIMEOUT = 90_000; // milliseconds; the first request loads a tokenizer
 // `answer` and `problem` belong to model `uid`; `problem` is a key of the words and a reason.
@@ -71,7 +72,8 @@ function answerView(report, answer) {
       h("th", { scope: "row" }, nameOf(report, incarnation)),
       cell(chunksView(answer, incarnation), false),
       cell(count(reuse.local_pool)), cell(count(reuse.remote)), cell(count(reuse.computed))))),
-    h("p", { class: "muted small" }, text.reuseHelp)];
+    h("p", { class: "muted small" }, text.reuseHelp),
+    ...forecastsView(report, answer.routing ?? {})];
 }
 
 // The prompt from left to right, with the parts that the replica holds.

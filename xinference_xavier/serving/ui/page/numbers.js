@@ -38,6 +38,12 @@ function duration(seconds) {
   return `${Math.floor(seconds / 3600)} ${hourUnit} ${Math.floor(seconds % 3600 / 60)} ${minute}`;
 }
 
+// A short time; forecasts are often of milliseconds.
+function brief(seconds) {
+  if (seconds > 0 && seconds < 0.9995) return `${Math.max(1, Math.round(1000 * seconds))} ${language.words.millisecond}`;
+  return duration(seconds);
+}
+
 function clock(seconds, withSeconds = true) {
   return new Date(seconds * 1000).toLocaleTimeString(language.code, {
     hour: "2-digit", minute: "2-digit", hour12: false, ...(withSeconds ? { second: "2-digit" } : {}),

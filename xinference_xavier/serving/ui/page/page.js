@@ -145,6 +145,7 @@ function modelView(report) {
           linksView(report, links), outcomesView(report))),
       plotsView(state.samples, widths.plots, cursors, show),
       replicasView(report),
+      routingView(report),
       explainView(report),
       eventsView(report, state.events)),
   ];
