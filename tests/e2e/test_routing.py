@@ -123,6 +123,7 @@ def test_an_operator_switches_routing_off_and_on(model: LocalCluster) -> None:
     wait_until(lambda: bool(route_of(ask(model, "Hello"))[0]), "requests are routed again")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stream", [False, True])
 def test_no_request_fails_that_had_not_begun_to_answer(model: LocalCluster, stream: bool) -> None:
     """A replica is killed while its requests are being computed."""
@@ -150,6 +151,7 @@ def both_take_requests(cluster: LocalCluster) -> bool:
         return len({route_of(answer)[0] for answer in all_of(futures)}) == 2
 
 
+@pytest.mark.long
 def test_a_replica_that_hangs_keeps_no_request(model: LocalCluster) -> None:
     with processes.frozen(processes.of_replica(f"{UID}-rep0").all()):
         with ThreadPoolExecutor(4) as clients:

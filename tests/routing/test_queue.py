@@ -1,4 +1,4 @@
-"""Requests wait in order of arrival, not too many of them and not for too long."""
+"""Requests wait in order of arrival, and not too many of them."""
 
 from __future__ import annotations
 
@@ -32,17 +32,6 @@ def test_a_full_queue_refuses(queue: Queue) -> None:
     queue.leave("b")
     assert queue.join("d", 3.0)
     assert [queue.admit(4.0) for _ in range(3)] == [4.0, 2.0, 1.0]
-
-
-def test_nobody_waits_longer_than_the_patience(queue: Queue) -> None:
-    assert queue.expire(9.9) == []
-    assert queue.expire(11.0) == ["a", "b"]
-    assert queue.first == "c"
-
-
-def test_who_asks_again_keeps_its_place(queue: Queue) -> None:
-    assert queue.join("a", 9.0)
-    assert queue.expire(10.0) == ["a"]
 
 
 def test_nobody_is_admitted_from_an_empty_queue() -> None:
@@ -89,12 +78,6 @@ class Waiting(RuleBasedStateMachine):
     def one_leaves(self, number: int) -> None:
         self.queue.leave(f"{number}")
         self.model = [entry for entry in self.model if entry[0] != f"{number}"]
-
-    @rule()
-    def some_expire(self) -> None:
-        expired = [name for name, arrived in self.model if self.now - arrived >= PATIENCE]
-        assert self.queue.expire(self.now) == expired
-        self.model = self.model[len(expired) :]
 
     @precondition(lambda self: self.model)
     @rule()

@@ -1,7 +1,7 @@
 """Requests that wait because every replica has as many as it accepts.
 
-They leave in order of arrival: to a replica, because their deadline has passed, or because their
-client has gone. Pure: times are passed in, in monotonic seconds. Belongs to one thread.
+They leave in order of arrival, and at any time if they have waited for too long or their client has
+gone. Pure: times are passed in, in monotonic seconds. Belongs to one thread.
 """
 
 from __future__ import annotations
@@ -25,28 +25,16 @@ class Queue:
         return len(self._arrived)
 
     def join(self, request: str, now: float) -> bool:
-        """False if the queue is full: the request is refused. One that waits keeps its place."""
-        if request in self._arrived:
-            return True
+        """False if the queue is full: the request is refused."""
         if len(self._arrived) >= self.bound:
             return False
         self._arrived[request] = now
         return True
 
     def leave(self, request: str) -> None:
-        """The client has gone. Does nothing for a request that does not wait."""
+        """It has waited for too long, or its client has gone. Does nothing for one that does not
+        wait."""
         self._arrived.pop(request, None)
-
-    def expire(self, now: float) -> list[str]:
-        """Remove and return the requests that have waited for too long: they are refused."""
-        expired = []
-        for request, arrived in self._arrived.items():
-            if now - arrived < self.patience:
-                break
-            expired.append(request)
-        for request in expired:
-            del self._arrived[request]
-        return expired
 
     @property
     def first(self) -> str:

@@ -17,11 +17,7 @@ from xinference_xavier.frontend.model_router import ModelRouter
 from xinference_xavier.frontend.routers import Routers
 from xinference_xavier.serving.routing import install as module
 from xinference_xavier.serving.routing.install import routing_require
-from xinference_xavier.serving.routing.middleware import (
-    Asked,
-    ClientGoneError,
-    RoutingMiddleware,
-)
+from xinference_xavier.serving.routing.middleware import RoutingMiddleware
 from xinference_xavier.serving.routing.replica import xavier_replica
 
 CHAT = "/v1/chat/completions"
@@ -155,12 +151,6 @@ async def test_without_any_replica_requests_go_in_turn(api: Api) -> None:
     assert "x-xavier-replica" not in answer.headers
 
 
-async def test_a_replica_of_several_workers_is_reached_through_the_first(api: Api) -> None:
-    workers = api.supervisor._replica_model_uid_to_worker
-    workers |= {name: (worker, None) for name, worker in workers.items()}
-    assert (await api.ask()).headers["x-xavier-replica"] in api.replicas
-
-
 @pytest.mark.parametrize(
     "body",
     [
@@ -175,22 +165,6 @@ async def test_hostile_bodies_arrive_unchanged(api: Api, body: bytes) -> None:
     answer = await api.client.post(CHAT, content=body)
     assert answer.status_code == (200 if len(body) > 1 << 20 else 400)
     assert api.bodies == [body]
-
-
-async def test_a_client_that_goes_while_it_waits_leaves_the_queue() -> None:
-    api = await Api().start(request_limit=0, queue=5)
-    messages = [{"type": "http.request", "body": b"{}"}, {"type": "http.disconnect"}]
-    scope = {"type": "http", "path": CHAT, "headers": []}
-
-    async def receive() -> Any:
-        return messages.pop(0)
-
-    asked = Asked(scope, receive)
-    await asked.receive()
-    with pytest.raises(ClientGoneError):
-        await asked.route_by(api.cluster.router)
-    assert not len(api.cluster.router._queue)
-    await api.stop()
 
 
 def test_an_xinference_without_require_model_keeps_its_own_way(

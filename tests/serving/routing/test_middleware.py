@@ -1,0 +1,109 @@
+"""The middleware remembers what a request asks, and changes nothing of it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.frontend.cluster import Cluster
+from xinference_xavier.frontend.asked import MAX_BODY, ROUTES
+from xinference_xavier.serving.routing.middleware import (
+    Asked,
+    ClientGoneError,
+    RoutingMiddleware,
+    current,
+)
+
+SCOPE = {"type": "http", "path": ROUTES[0], "headers": []}
+
+
+def receiver(*messages: dict[str, Any]) -> Any:
+    left = [*messages]
+
+    async def receive() -> Any:
+        return left.pop(0) if left else {"type": "http.disconnect"}
+
+    return receive
+
+
+def body(text: bytes, more: bool = False) -> dict[str, Any]:
+    return {"type": "http.request", "body": text, "more_body": more}
+
+
+async def asked_with(*messages: dict[str, Any], **scope: Any) -> Asked:
+    asked = Asked({**SCOPE, **scope}, receiver(*messages))
+    for _ in messages:
+        await asked.receive()
+    return asked
+
+
+async def test_the_body_is_put_together_from_its_parts() -> None:
+    whole = json.dumps({"prompt": "x" * 3000, "prompt_cache_key": "chat"}).encode()
+    asked = await asked_with(body(whole[:1000], more=True), body(whole[1000:]))
+    text, session = await asked._read()
+    assert text.length == 3000
+    assert session == "chat"
+
+
+async def test_a_long_body_is_read_aside() -> None:
+    whole = json.dumps({"prompt": "x" * 300_000}).encode()
+    text, _ = await (await asked_with(body(whole)))._read()
+    assert text.length == 300_000
+
+
+async def test_no_more_of_a_body_is_kept_than_is_read() -> None:
+    asked = await asked_with(*(body(b"x" * (1 << 20), more=True) for _ in range(20)))
+    assert sum(map(len, asked._body)) <= MAX_BODY + (1 << 20)
+    text, session = await asked._read()
+    assert (text.length, session) == (0, "")
+
+
+async def test_a_session_may_be_named_by_a_header() -> None:
+    asked = await asked_with(body(b"{}"), headers=[(b"x-session-id", b"chat")])
+    assert (await asked._read())[1] == "chat"
+
+
+async def test_a_client_that_goes_while_it_waits_leaves_the_queue() -> None:
+    cluster = Cluster("m-0", request_limit=0, queue=5)
+    asked = await asked_with(body(b"{}"))
+    with pytest.raises(ClientGoneError):
+        await asked.route_by(cluster.router)
+    assert not len(cluster.router._queue)
+
+
+@pytest.mark.parametrize(
+    "scope",
+    [
+        {"type": "lifespan"},
+        {"type": "websocket", "path": ROUTES[0]},
+        {**SCOPE, "path": "/v1/models"},
+    ],
+)
+async def test_other_requests_pass(scope: dict[str, Any]) -> None:
+    receive, send = receiver(), receiver()
+    seen = []
+
+    async def app(*passed: Any) -> None:
+        seen.append((*passed, current()))
+
+    await RoutingMiddleware(app)(scope, receive, send)
+    assert seen == [(scope, receive, send, None)]
+
+
+async def test_the_route_ends_with_the_request_even_if_it_fails() -> None:
+    cluster = Cluster("m-0")
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        asked = current()
+        assert asked is not None
+        assert await asked.route_by(cluster.router) is not None
+        assert cluster.router._routes
+        raise RuntimeError("the handler fails")
+
+    with pytest.raises(RuntimeError, match="the handler fails"):
+        await RoutingMiddleware(app)(SCOPE, receiver(body(b"{}")), receiver())
+    assert not cluster.router._routes
+    assert current() is None
