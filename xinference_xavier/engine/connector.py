@@ -114,7 +114,7 @@ class XavierConnector(OffloadingConnector):
                 for group in self.connector_scheduler.config.kv_group_configs
             }
             self._workload = manager.view.workload = Workload(
-                self._serving(chunk_tokens, manager),
+                self._serving(manager),
                 manager.view.requests,
                 manager.prefill_rate,
                 manager.cost_model,
@@ -124,13 +124,14 @@ class XavierConnector(OffloadingConnector):
             manager.tier_lookup.step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
             self._manager = manager
 
-    def _serving(self, chunk_tokens: int, manager: XavierManager) -> Serving:
+    def _serving(self, manager: XavierManager) -> Serving:
         groups = manager.selection.groups.values()
-        rows = sum(chunk_tokens // group.chunk_tokens for group in groups)
+        tokens = max(groups, key=lambda group: group.rank).chunk_tokens
+        rows = sum(tokens / group.chunk_tokens for group in groups)
         config = self._config
         return Serving(
-            chunk_tokens,
-            rows * manager.row_bytes,
+            tokens,
+            round(rows * manager.row_bytes),
             config.request_limit,
             config.routing,
             config.queue,

@@ -17,7 +17,8 @@ Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class Serving(NamedTuple):
-    """How the replica was launched. A chunk is one of the first KV-cache group."""
+    """How the replica was launched. A chunk is one of the KV-cache group whose keys the replica
+    reports."""
 
     chunk_tokens: Annotated[int, Field(ge=1, le=1 << 30)]
     chunk_bytes: Count
