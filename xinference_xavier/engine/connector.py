@@ -214,7 +214,7 @@ class XavierConnector(OffloadingConnector):
         prompt_tokens, depth = 0, 0.0
         if prompts := prompts_of(scheduler_output):
             prompt_tokens, depth = sum(prompts.values()), depth_of(prompts, scheduler_output)
-            self._workload.computes(prompts)
+        self._workload.step_begins(prompts)
         only_loads = self._manager.step_begins(
             scheduler_output.total_num_scheduled_tokens, prompt_tokens, depth
         )
@@ -247,6 +247,7 @@ class XavierConnector(OffloadingConnector):
     def take_events(self) -> Iterable[KVCacheEvent]:
         """vLLM calls this once per step, when it has the step's output."""
         self._manager.step_ends()
+        self._workload.step_ends()
         return ()  # the manager has none
 
     # -- where nothing is to be done, vLLM's own methods take their time to find that out ----------

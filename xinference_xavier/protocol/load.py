@@ -40,7 +40,7 @@ class Load(NamedTuple):
     requests: Count
     """That wait or run."""
     known: Annotated[tuple[Identifier, ...], Field(max_length=MAX_KNOWN)] = ()
-    """The ids of those that are counted here. Others have not reached the scheduler."""
+    """The ids of those whose tokens are counted here. vLLM has not looked at the others yet."""
     rates: tuple[Seconds, Seconds, Seconds, Seconds] | None = None
     """As in `routing.load.Rates`."""
     free_tokens: Count | None = None
