@@ -16,6 +16,7 @@ from vllm.v1.kv_offload.base import OffloadKey
 
 from tests.engine.scheduling import CHUNK, ROW_BYTES, Request, Scheduling, chunks
 from tests.engine.vllm_scheduler import BLOCK_TOKENS, Engine, engine_config
+from xinference_xavier.engine import workload as workload_module
 from xinference_xavier.engine.policy.donor_selection import Group
 from xinference_xavier.engine.probes import SALT
 from xinference_xavier.engine.scheduled import MAX_DECODE_TOKENS
@@ -338,6 +339,15 @@ class TestPrompts:
         engine.found(request, CHUNK)
         engine.manager.count_prompt("r", CHUNK, 0)
         assert engine.prompts() == ()
+
+    def test_have_as_many_keys_as_a_tracker_takes(
+        self, engine: Counted, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(workload_module, "MAX_PROMPT_KEYS", 2)
+        keys = chunks("prompt", 3)
+        engine.start("r", 3 * CHUNK, keys=keys)
+        (prompt,) = engine.prompts()
+        assert unpack(prompt.keys, SHORT_KEY) == [key[-SHORT_KEY:] for key in keys[:2]]
 
     def test_beyond_what_a_tracker_takes_replace_the_oldest(self, engine: Counted) -> None:
         for number in range(MAX_PROMPTS + 1):

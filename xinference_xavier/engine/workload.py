@@ -20,6 +20,7 @@ from xinference_xavier.engine.request import Request
 from xinference_xavier.engine.scheduled import MAX_DECODE_TOKENS
 from xinference_xavier.protocol.load import (
     MAX_KNOWN,
+    MAX_PROMPT_KEYS,
     MAX_PROMPTS,
     Load,
     ScheduledPrompt,
@@ -76,8 +77,9 @@ class Workload:
         request.reported = True
         name = _own_id(req_id)
         if _is_identifier(name):
-            keys = pack(key[-SHORT_KEY:] for key in self._selection.main_keys(request))
-            self._prompts.append(ScheduledPrompt(name, prompt, keys))
+            keys = self._selection.main_keys(request)[:MAX_PROMPT_KEYS]
+            short = pack(key[-SHORT_KEY:] for key in keys)
+            self._prompts.append(ScheduledPrompt(name, prompt, short))
 
     def step_begins(self, prompts: Mapping[str, int]) -> None:
         """A step computes so many prompt tokens of these requests."""

@@ -12,6 +12,8 @@ from xinference_xavier.runtime.validate import Count, Identifier
 
 MAX_KNOWN = 4096  # requests of one report
 MAX_PROMPTS = 100  # in one report
+MAX_PROMPT_KEYS = 1 << 16
+"""Of one prompt. A tracker remembers thousands of prompts."""
 
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
@@ -48,11 +50,12 @@ class Load(NamedTuple):
 
 
 class ScheduledPrompt(NamedTuple):
-    """A request that was scheduled for the first time: the packed short keys of its chunks."""
+    """A request that was scheduled for the first time: the packed short keys of its first
+    chunks."""
 
     request: Identifier
     tokens: Count
-    keys: bytes
+    keys: Annotated[bytes, Field(max_length=MAX_PROMPT_KEYS * SHORT_KEY)]
 
 
 class ReplicaLoad(NamedTuple):
