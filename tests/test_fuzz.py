@@ -35,6 +35,16 @@ from xinference_xavier.mirror.mirror import Mirror
 from xinference_xavier.options import PARSERS
 from xinference_xavier.pool import region as region_module
 from xinference_xavier.pool.region import Region
+from xinference_xavier.protocol.load import (
+    Load,
+    Observation,
+    ReplicaLoad,
+    ScheduledPrompt,
+    Serving,
+    check_load,
+    check_observation,
+    check_prompts,
+)
 from xinference_xavier.protocol.tracker import (
     Change,
     Member,
@@ -70,6 +80,11 @@ MEMBERS = (Member("own", "h:0"), Member("a", "h:1"))
 UPDATE = Update(
     3, "epoch", False, Settings(1, True), 4, MEMBERS, (Change("a", 2, b"key2", b"key1", False),)
 )
+SERVING = Serving(128, 4096, 8, "backlog", 100)
+LOAD = Load(SERVING, 1000, 0.5, 2, ("id",), (1e-4, 1e-9, 0.01, 1e-9), 5000)
+PROMPT = ScheduledPrompt("id", 100, b"k" * 12)
+REPLICA_LOAD = ReplicaLoad("a", "m-0", 0.1, LOAD)
+OBSERVATION = Observation(UPDATE, 7, False, (REPLICA_LOAD,), ("b",), (PROMPT,))
 
 
 def nest(depth: int) -> list[Any]:
@@ -193,6 +208,35 @@ def an_update(example: Any) -> None:
         assert (*now, mirror.settings) == before
 
 
+def a_load(example: Any) -> None:
+    with suppress(ValueError):
+        load = check_load(example)
+        assert load.requests >= 0 <= load.prefill_tokens
+        assert 0 <= (load.prefill_s or 0.0) < math.inf
+        assert all(0 <= rate < math.inf for rate in load.rates or ())
+        assert load.serving.chunk_tokens > 0
+        assert {type(name) for name in load.known} <= {str}
+
+
+def some_prompts(example: Any) -> None:
+    with suppress(ValueError):
+        for prompt in check_prompts(example):
+            assert len(prompt.keys) % 12 == 0
+            assert prompt.tokens >= 0
+            hash(prompt)
+
+
+def an_observation(example: Any) -> None:
+    with suppress(ValueError):
+        observation = check_observation(example)
+        for each in observation.loads:
+            a_load(each.load)
+            assert 0 <= each.age < math.inf
+            hash((each.incarnation, each.replica))
+        some_prompts(observation.prompts[:100])
+        hash(observation.gone)
+
+
 def a_call(example: tuple[str, tuple[Any, ...]]) -> None:
     """A call of the tracker, whose other members go on."""
     method, arguments = example
@@ -206,6 +250,8 @@ def a_call(example: tuple[str, tuple[Any, ...]]) -> None:
             await tracker.publish("ns", "a", 1, b"key1", b"")
             (update,) = [await tracker.watch("ns", "a", "", 0, 0.0)]
             Mirror("a").apply(update)
+            await tracker.report_load("ns", "a", LOAD, (PROMPT,))
+            check_observation(await tracker.observe("", 0, 0, 0.0))
 
     asyncio.run(call())
 
@@ -237,6 +283,15 @@ CALLS = st.one_of(
     st.tuples(st.just("report_startup_error"), st.tuples(anything, anything)),
     st.tuples(st.just("pop_startup_error"), st.tuples(anything)),
     st.tuples(st.just("set_enabled"), st.tuples(anything)),
+    st.tuples(st.just("set_routing"), st.tuples(st.just("off") | anything)),
+    st.tuples(
+        st.just("report_load"),
+        st.tuples(NAMES, INCARNATIONS, altered(LOAD), st.tuples(altered(PROMPT)) | anything),
+    ),
+    st.tuples(
+        st.just("observe"),
+        st.tuples(anything, st.just(0) | anything, st.just(0) | anything, TIMES),
+    ),
 )
 
 
@@ -307,6 +362,20 @@ DECODERS: dict[str, tuple[Check, st.SearchStrategy[Any]]] = {
     "change": (
         an_update,
         altered(UPDATE.changes[0]).map(lambda change: UPDATE._replace(changes=(change,))),
+    ),
+    "load": (
+        a_load,
+        altered(LOAD) | altered(SERVING).map(lambda serving: LOAD._replace(serving=serving)),
+    ),
+    "prompts": (
+        some_prompts,
+        st.lists(st.just(PROMPT) | altered(PROMPT), max_size=3).map(tuple) | anything,
+    ),
+    "observation": (
+        an_observation,
+        altered(OBSERVATION)
+        | altered(REPLICA_LOAD).map(lambda load: OBSERVATION._replace(loads=(load,)))
+        | altered(PROMPT).map(lambda prompt: OBSERVATION._replace(prompts=(prompt,))),
     ),
     "call": (a_call, CALLS),
     "region": (

@@ -3,10 +3,36 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheTensor,
+)
 
+from tests.engine.any_version import made
 from tests.engine.scheduling import Scheduling
+from tests.engine.vllm_scheduler import BLOCK_TOKENS
 
 
 @pytest.fixture
 def vllm() -> Scheduling:
     return Scheduling()
+
+
+@pytest.fixture
+def cache_config() -> KVCacheConfig:
+    """Of sixteen blocks, of which vLLM keeps one for itself."""
+    spec = FullAttentionSpec(
+        block_size=BLOCK_TOKENS, num_kv_heads=4, head_size=64, dtype=torch.float32
+    )
+    layers = ["layer.0", "layer.1"]
+    tensor = made(
+        KVCacheTensor,
+        size=16 * 2 * spec.page_size_bytes,
+        **dict.fromkeys(("layers", "shared_by"), layers),
+        **dict.fromkeys(("layer_stride", "block_stride"), spec.page_size_bytes),
+    )
+    groups = [KVCacheGroupSpec(layers, spec)]
+    return KVCacheConfig(num_blocks=16, kv_cache_tensors=[tensor], kv_cache_groups=groups)

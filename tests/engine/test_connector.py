@@ -7,64 +7,26 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
-import torch
-from vllm.config import KVTransferConfig, VllmConfig
+from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
     OffloadingConnectorMetadata,
 )
-from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
-    KVCacheTensor,
     SlidingWindowSpec,
 )
 
-from tests.engine.any_version import made
 from tests.engine.caches import cell_bytes, kv_caches
-from tests.engine.vllm_scheduler import Engine
-from xinference_xavier.config import XavierConfig
+from tests.engine.vllm_scheduler import BLOCK_TOKENS, Engine, engine_config
 from xinference_xavier.engine.connector import OnlyLoads, XavierConnector
 from xinference_xavier.engine.worker.cpu import HostWorker
 from xinference_xavier.errors import ConfigError
-from xinference_xavier.kv_transfer_config import kv_transfer_config
 from xinference_xavier.pool.region import Region
-
-BLOCK_TOKENS = 32
-NOBODY = "127.0.0.1:1"
-
-
-def engine_config(folder: Path, chunk_tokens: int | None = None) -> VllmConfig:
-    xavier = XavierConfig("model", NOBODY, pool_bytes=1 << 26, chunk_tokens=chunk_tokens)
-    return EngineArgs(
-        model=str(folder),
-        dtype="float32",
-        block_size=BLOCK_TOKENS,
-        enforce_eager=True,
-        max_model_len=2048,
-        skip_tokenizer_init=True,
-        kv_transfer_config=KVTransferConfig(**kv_transfer_config(xavier)),
-    ).create_engine_config()
-
-
-@pytest.fixture
-def cache_config() -> KVCacheConfig:
-    spec = FullAttentionSpec(
-        block_size=BLOCK_TOKENS, num_kv_heads=4, head_size=64, dtype=torch.float32
-    )
-    layers = ["layer.0", "layer.1"]
-    tensor = made(
-        KVCacheTensor,
-        size=16 * 2 * spec.page_size_bytes,
-        **dict.fromkeys(("layers", "shared_by"), layers),
-        **dict.fromkeys(("layer_stride", "block_stride"), spec.page_size_bytes),
-    )
-    groups = [KVCacheGroupSpec(layers, spec)]
-    return KVCacheConfig(num_blocks=16, kv_cache_tensors=[tensor], kv_cache_groups=groups)
 
 
 def worker(config: VllmConfig, cache_config: KVCacheConfig) -> XavierConnector:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 from vllm import SamplingParams
-from vllm.config import VllmConfig
+from vllm.config import KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
     OffloadingConnectorMetadata,
     OffloadingWorkerMetadata,
 )
+from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import (
     get_request_block_hasher,
@@ -28,8 +30,28 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 
 from tests.engine.scheduling import Scheduling
+from xinference_xavier.config import XavierConfig
 from xinference_xavier.engine.connector import XavierConnector
 from xinference_xavier.engine.spec import XavierSpec
+from xinference_xavier.kv_transfer_config import kv_transfer_config
+
+BLOCK_TOKENS = 32
+NOBODY = "127.0.0.1:1"
+
+
+def engine_config(folder: Path, chunk_tokens: int | None = None, **arguments: Any) -> VllmConfig:
+    """`arguments` are vLLM's."""
+    xavier = XavierConfig("model", NOBODY, pool_bytes=1 << 26, chunk_tokens=chunk_tokens)
+    return EngineArgs(
+        model=str(folder),
+        dtype="float32",
+        block_size=BLOCK_TOKENS,
+        enforce_eager=True,
+        max_model_len=2048,
+        skip_tokenizer_init=True,
+        kv_transfer_config=KVTransferConfig(**kv_transfer_config(xavier)),
+        **arguments,
+    ).create_engine_config()
 
 
 def _called(function: Callable[..., Any], **arguments: Any) -> Any:
@@ -78,7 +100,14 @@ class Engine:
         )
 
     def step(self) -> SchedulerOutput:
-        scheduled = self.scheduler.schedule()
+        scheduled = self.begin_step()
+        self.end_step(scheduled)
+        return scheduled
+
+    def begin_step(self) -> SchedulerOutput:
+        return self.scheduler.schedule()
+
+    def end_step(self, scheduled: SchedulerOutput) -> None:
         metadata = scheduled.kv_connector_metadata
         assert isinstance(metadata, OffloadingConnectorMetadata)
         for job in metadata.store_jobs.values():
@@ -104,7 +133,6 @@ class Engine:
                 ),
             ),
         )
-        return scheduled
 
     def _sampled(self, req_id: str) -> list[int]:
         request = self.scheduler.requests[req_id]

@@ -11,6 +11,7 @@ import xoscar as xo
 
 from xinference_xavier.mirror.mirror import Mirror
 from xinference_xavier.protocol import tracker as checks_module
+from xinference_xavier.protocol.load import Load, ScheduledPrompt, Serving
 from xinference_xavier.protocol.tracker import (
     Change,
     Member,
@@ -31,6 +32,8 @@ UPDATE = Update(
     1, "epoch", False, Settings(1, True), 4, (OWN, A), (Change("a", 1, KEY, b"", False),)
 )
 NEXT = UPDATE._replace(revision=2, changes=(Change("a", 2, OTHER, KEY, False),))
+LOAD = Load(Serving(128, 1 << 20), prefill_tokens=0, prefill_s=None, requests=0)
+PROMPT = ScheduledPrompt("r", 100, b"k" * 12)
 
 
 def with_change(**fields: Any) -> Update:
@@ -95,6 +98,7 @@ async def test_names_are_checked_in_every_call(tracker: Any, name: Any) -> None:
             tracker.set_serving(namespace, incarnation, True),
             tracker.claim(namespace, incarnation, KEY, 1.0),
             tracker.release(namespace, incarnation, KEY),
+            tracker.report_load(namespace, incarnation, LOAD),
             tracker.leave(namespace, incarnation),
         ):
             with pytest.raises(ValueError, match=r"(namespace|incarnation)="):
@@ -118,6 +122,53 @@ async def test_a_member_is_an_incarnation_with_its_address(tracker: Any, member:
         await tracker.join(NS, member, 4, Settings())
     with pytest.raises(ValueError, match="malformed settings"):
         await tracker.join(NS, A, 4, member)
+
+
+@pytest.mark.parametrize(
+    ("load", "prompts"),
+    [
+        (None, ()),
+        (LOAD._replace(requests=-1), ()),
+        (LOAD._replace(known=("x" * 257,)), ()),
+        (LOAD, None),
+        (LOAD, (PROMPT, PROMPT._replace(keys=b"k"))),
+        (LOAD._replace(serving=None), (PROMPT,)),  # type: ignore[arg-type]
+    ],
+    ids=["none", "negative", "long id", "no prompts", "half a key", "no serving"],
+)
+async def test_a_report_of_load_is_taken_over_as_a_whole_or_not_at_all(
+    tracker: Any, load: Any, prompts: Any
+) -> None:
+    """A router refuses all that a tracker says if one load is malformed."""
+    await tracker.join(NS, A, 4, Settings())
+    await tracker.report_load(NS, "a", LOAD, ())
+    before = await tracker.observe("", 0, 0, 0.0)
+    with pytest.raises(ValueError, match=r"malformed|not a multiple"):
+        await tracker.report_load(NS, "a", load, prompts)
+    after = await tracker.observe("", 0, 0, 0.0)
+    assert (after.version, after.prompts) == (before.version, ())
+    assert await tracker.report_load(NS, "a", LOAD, (PROMPT,))
+
+
+@pytest.mark.parametrize(
+    ("revision", "version", "timeout", "complaint"),
+    [
+        (-1, 0, 0.0, "revision=-1"),
+        ("0", 0, 0.0, "revision='0'"),
+        (0, -1, 0.0, "version=-1"),
+        (0, None, 0.0, "version=None"),
+        (0, 1 << 63, 0.0, "version="),
+        (0, 0, float("inf"), "timeout=inf"),
+        (0, 0, "1", "timeout='1'"),
+    ],
+)
+async def test_a_router_says_properly_what_it_has_seen(
+    tracker: Any, revision: Any, version: Any, timeout: Any, complaint: str
+) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        await tracker.observe("", revision, version, timeout)
+    assert (await tracker.observe([], 0, 0, -(10**4000))).complete, "nor is it kept waiting"
+    assert (await tracker.status())["watches"] == 0
 
 
 @pytest.mark.parametrize("timeout", [-(10**4000), 10**4000, float("inf")], ids=["low", "high", "∞"])

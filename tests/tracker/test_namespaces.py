@@ -65,3 +65,46 @@ async def test_a_moving_replica_belongs_to_the_model_until_it_joins_or_its_lease
     assert B in namespaces.members_and_moving()
     namespaces.expire(11.0)
     assert namespaces.members_and_moving() == []
+
+
+async def test_a_replica_that_leaves_a_namespace_and_joins_no_other_is_lost(
+    namespaces: Namespaces,
+) -> None:
+    join(namespaces, "old", A, B)
+    for name in ("a", "b"):
+        namespaces.leave("old", name, moving=True, now=1.0)
+    join(namespaces, "new", A, now=2.0)
+    assert namespaces.expire(10.9) == []
+    assert namespaces.expire(11.0) == ["b"]
+    assert namespaces.expire(11.5) == [], "once"
+
+
+async def test_one_that_leaves_for_good_meanwhile_is_not_lost(namespaces: Namespaces) -> None:
+    join(namespaces, "old", A)
+    namespaces.leave("old", "a", moving=True, now=1.0)
+    namespaces.leave("new", "a", moving=False, now=2.0)
+    assert namespaces.members_and_moving() == []
+    assert namespaces.expire(60.0) == []
+
+
+async def test_a_pause_of_the_tracker_gives_a_moving_replica_more_time(
+    namespaces: Namespaces,
+) -> None:
+    join(namespaces, "old", A)
+    namespaces.leave("old", "a", moving=True, now=1.0)
+    namespaces.extend_leases(60.0)
+    assert namespaces.expire(62.0) == []
+    assert namespaces.expire(71.0) == ["a"]
+
+
+async def test_a_replica_that_is_in_another_namespace_by_now_is_not_lost(
+    namespaces: Namespaces,
+) -> None:
+    """Its farewell to the old one did not arrive, or arrived late."""
+    join(namespaces, "old", A, B)
+    join(namespaces, "new", A, B, now=5.0)
+    namespaces.leave("old", "b", moving=True, now=6.0)
+    assert namespaces.expire(10.0) == []
+    assert namespaces.members() == [(A, B)]
+    join(namespaces, "new", A, B, now=12.0)
+    assert namespaces.expire(16.0) == []

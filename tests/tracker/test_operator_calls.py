@@ -73,6 +73,56 @@ async def test_switching_a_new_tracker_beats_what_replicas_learned_from_the_old_
     assert (await look(tracker, "a")).settings == new
 
 
+class TestRouting:
+    async def test_is_changed_for_all_namespaces_and_leaves_sharing_as_it_is(
+        self, tracker: Any
+    ) -> None:
+        await join(tracker, A, namespace="one")
+        await join(tracker, B, namespace="two")
+        off = await tracker.set_enabled(False)
+        watches = [
+            await wait_for_update(tracker, *watcher) for watcher in (("a", "one"), ("b", "two"))
+        ]
+        settings = await tracker.set_routing("backlog")
+        assert settings == Settings(settings.version, enabled=False, routing="backlog")
+        assert settings.version > off.version
+        assert [(await watch).settings for watch in watches] == [settings, settings]
+        on = await tracker.set_enabled(True)
+        assert (on.enabled, on.routing) == (True, "backlog")
+
+    async def test_is_as_the_replicas_were_launched_until_an_operator_changes_it(
+        self, tracker: Any
+    ) -> None:
+        await join(tracker, A)
+        assert (await look(tracker, "a")).settings.routing is None
+
+    async def test_is_learned_by_a_new_tracker_from_the_first_replica_that_joins(
+        self, pool: Any, tracker: Any
+    ) -> None:
+        old = await tracker.set_routing("off")
+        await xo.destroy_actor(tracker)
+        tracker = await create_tracker(pool.external_address)
+        await tracker.join(NAMESPACE, A, 4, old)
+        assert (await look(tracker, "a")).settings == old
+        new = await tracker.set_routing("auto")
+        await tracker.join(NAMESPACE, B, 4, old)
+        assert (await look(tracker, "b")).settings == new
+
+    async def test_is_an_event(self, tracker: Any) -> None:
+        await tracker.set_routing("off")
+        (record,) = await tracker.wait_events(0, 0.0)
+        assert (record.event["event"], record.event["routing"]) == ("RoutingChanged", "off")
+
+    @pytest.mark.parametrize("wrong", ["fast", "", None, "OFF", ["off"], {}, 1])
+    async def test_is_one_of_a_few_ways(self, tracker: Any, wrong: Any) -> None:
+        await join(tracker, A)
+        with pytest.raises(ValueError, match="is none of auto, backlog, off"):
+            await tracker.set_routing(wrong)
+        assert (await look(tracker, "a")).settings == Settings()
+        events = await tracker.wait_events(0, 0.0)
+        assert [record.event["event"] for record in events] == ["ReplicaJoined"]
+
+
 async def test_status_has_current_stats(pool: Any, tracker: Any) -> None:
     member = Member("a", pool.external_address)
     await xo.create_actor(

@@ -114,7 +114,7 @@ class XavierConnector(OffloadingConnector):
                 for group in self.connector_scheduler.config.kv_group_configs
             }
             self._workload = manager.view.workload = Workload(
-                self._serving(chunk_tokens, manager),
+                self._serving(manager),
                 manager.view.requests,
                 manager.prefill_rate,
                 manager.cost_model,
@@ -124,13 +124,14 @@ class XavierConnector(OffloadingConnector):
             manager.tier_lookup.step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
             self._manager = manager
 
-    def _serving(self, chunk_tokens: int, manager: XavierManager) -> Serving:
+    def _serving(self, manager: XavierManager) -> Serving:
         groups = manager.selection.groups.values()
-        rows = sum(chunk_tokens // group.chunk_tokens for group in groups)
+        tokens = max(groups, key=lambda group: group.rank).chunk_tokens
+        rows = sum(tokens / group.chunk_tokens for group in groups)
         config = self._config
         return Serving(
-            chunk_tokens,
-            rows * manager.row_bytes,
+            tokens,
+            round(rows * manager.row_bytes),
             config.request_limit,
             config.routing,
             config.queue,
@@ -213,7 +214,7 @@ class XavierConnector(OffloadingConnector):
         prompt_tokens, depth = 0, 0.0
         if prompts := prompts_of(scheduler_output):
             prompt_tokens, depth = sum(prompts.values()), depth_of(prompts, scheduler_output)
-            self._workload.computes(prompts)
+        self._workload.step_begins(prompts)
         only_loads = self._manager.step_begins(
             scheduler_output.total_num_scheduled_tokens, prompt_tokens, depth
         )
@@ -246,6 +247,7 @@ class XavierConnector(OffloadingConnector):
     def take_events(self) -> Iterable[KVCacheEvent]:
         """vLLM calls this once per step, when it has the step's output."""
         self._manager.step_ends()
+        self._workload.step_ends()
         return ()  # the manager has none
 
     # -- where nothing is to be done, vLLM's own methods take their time to find that out ----------

@@ -28,8 +28,9 @@ MAX_DONORS = 3
 class Request:
     context: ReqContext
     prefix_tokens: int = 0  # at its start that vLLM has in its own cache
-    prompt_tokens: int = 0  # with those that were generated before a preemption
+    prompt_tokens: int = 0  # with answered ones before a preemption; 0 before its lookups
     missing: int = 0  # of them, still to compute
+    reported: bool = False  # to routers
     fetches: list[Fetch] = field(default_factory=list)  # that it waits for, in order of their rows
     first: set[bytes] = field(default_factory=set)  # keys that get a RETRY: see `waits_for`
     counted: bool = True  # its prompt tokens, since it was last looked up

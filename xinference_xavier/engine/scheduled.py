@@ -12,7 +12,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 
 from xinference_xavier.engine import compat
 
-_MAX_DECODE_TOKENS = 16
+MAX_DECODE_TOKENS = 16
 """Of one request in a step: one token, and the speculated ones."""
 
 
@@ -62,7 +62,7 @@ def prompts_of(step: SchedulerOutput) -> dict[str, int]:
     return {
         req_id: count
         for req_id, count in step.num_scheduled_tokens.items()
-        if count > _MAX_DECODE_TOKENS
+        if count > MAX_DECODE_TOKENS
     }
 
 

@@ -59,10 +59,10 @@ class EngineView:
         if rows and self.probes is not None:
             self.probes.stored(salt, rows)
 
-    def scheduled(self, req_id: str, tokens: int, have: int) -> None:
+    def scheduled(self, req_id: str, prompt: int, have: int) -> None:
         """Called by the scheduler thread: see `Workload`."""
         if self.workload is not None:
-            self.workload.scheduled(req_id, tokens, have)
+            self.workload.scheduled(req_id, prompt, have)
 
     def take_probe_results(self) -> list[ProbeResult]:
         return [] if self.probes is None else self.probes.take_results()

@@ -7,22 +7,27 @@ object at a time.
 from __future__ import annotations
 
 import re
+import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from itertools import islice
 from statistics import fmean
 
 from xinference_xavier.engine.policy.cost_model import CostModel
 from xinference_xavier.engine.policy.donor_selection import DonorSelection
 from xinference_xavier.engine.policy.prefill_rate import PrefillRate
 from xinference_xavier.engine.request import Request
+from xinference_xavier.engine.scheduled import MAX_DECODE_TOKENS
 from xinference_xavier.protocol.load import (
     MAX_KNOWN,
+    MAX_PROMPT_KEYS,
     MAX_PROMPTS,
     Load,
     ScheduledPrompt,
     Serving,
 )
 from xinference_xavier.protocol.tracker import SHORT_KEY, pack
+from xinference_xavier.runtime.validate import MAX_IDENTIFIER
 
 _OWN_ID = re.compile(r"(?:\d+_)?(.+?)(?:-[0-9a-f]{8})?")
 """vLLM appends eight digits to a request's id, and puts a number before each of several answers."""
@@ -33,8 +38,8 @@ _OVERHEAD, _SPEED = 0.01, 1e9
 
 
 class Workload:
-    """`requests` are those that vLLM's scheduler has looked at. `free_tokens` returns for how many
-    there are free KV blocks."""
+    """`requests` are those that vLLM has. `free_tokens` returns for how many there are free KV
+    blocks. `clock` returns monotonic seconds."""
 
     def __init__(
         self,
@@ -43,6 +48,7 @@ class Workload:
         prefill_rate: PrefillRate,
         cost_model: CostModel,
         selection: DonorSelection,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.free_tokens: Callable[[], int | None] = lambda: None
         self._serving = serving
@@ -50,45 +56,85 @@ class Workload:
         self._prefill_rate = prefill_rate
         self._cost_model = cost_model
         self._selection = selection
+        self._clock = clock
         self._prompts: deque[ScheduledPrompt] = deque(maxlen=MAX_PROMPTS)
+        self._steps: deque[dict[str, int]] = deque()  # prompt tokens by request, oldest first
+        self._computing = clock(), 0  # since when the oldest step computes how many of them
 
     # -- called by the scheduler thread ------------------------------------------------------
 
     def found(self, req_id: str, tokens: int, have: int) -> None:
-        """vLLM has the first `have` of the request's tokens, or loads them."""
+        """vLLM's scheduler looks at a request of so many tokens, answered ones included. It has the
+        first `have` of them."""
         request = self._requests[req_id]
         request.prompt_tokens, request.missing = tokens, tokens - have
+        for step in self._steps:  # it was preempted
+            step.pop(req_id, None)
 
-    def scheduled(self, req_id: str, tokens: int, have: int) -> None:
-        """Like `found`, when the request is scheduled for the first time."""
-        self.found(req_id, tokens, have)
+    def scheduled(self, req_id: str, prompt: int, have: int) -> None:
+        """The request, whose prompt has so many tokens, is scheduled. vLLM has the first `have` of
+        its tokens, or loads them."""
         request = self._requests[req_id]
-        if request.probe is None and request.shares:
-            keys = pack(key[-SHORT_KEY:] for key in self._selection.main_keys(request))
-            self._prompts.append(ScheduledPrompt(_own_id(req_id), tokens, keys))
+        request.missing = request.prompt_tokens - have
+        if request.reported or request.probe is not None or not request.shares:
+            return
+        request.reported = True
+        name = _own_id(req_id)
+        if _is_identifier(name):
+            keys = self._selection.main_keys(request)[:MAX_PROMPT_KEYS]
+            short = pack(key[-SHORT_KEY:] for key in keys)
+            self._prompts.append(ScheduledPrompt(name, prompt, short))
 
-    def computes(self, prompts: Mapping[str, int]) -> None:
+    def step_begins(self, prompts: Mapping[str, int]) -> None:
         """A step computes so many prompt tokens of these requests."""
-        for req_id, tokens in prompts.items():
+        self._steps.append(dict(prompts))
+        if len(self._steps) == 1:
+            self._next_step()
+
+    def step_ends(self) -> None:
+        """The oldest step has been computed."""
+        if not self._steps:
+            return
+        for req_id, tokens in self._steps.popleft().items():
             if (request := self._requests.get(req_id)) is not None:
-                request.missing = max(0, request.missing - tokens)
+                request.missing -= tokens
+        self._next_step()
+
+    def _next_step(self) -> None:
+        tokens = sum(self._steps[0].values()) if self._steps else 0
+        self._computing = self._clock(), tokens
 
     # -- called by the replica's thread ------------------------------------------------------
 
     def load(self) -> Load:
-        known = [*self._requests.items()]
-        missing = [(each.prompt_tokens, each.missing) for _, each in known if each.missing]
-        seconds = (self._prefill_rate.seconds(total - rest, total) for total, rest in missing)
-        measured = self._prefill_rate.tokens_per_second is not None
+        all_ = [*self._requests.items()]
+        # Of others vLLM does not know yet how much it has.
+        known = [(req_id, each) for req_id, each in all_ if each.prompt_tokens]
+        # A prompt's last tokens cannot be told from an answer's.
+        missing = [
+            (each.prompt_tokens, each.missing)
+            for _, each in known
+            if each.missing > MAX_DECODE_TOKENS
+        ]
+        names = (_own_id(req_id) for req_id, _ in known)
         return Load(
             self._serving,
             prefill_tokens=sum(rest for _, rest in missing),
-            prefill_s=sum(each for each in seconds if each is not None) if measured else None,
-            requests=len(known),
-            known=tuple(_own_id(req_id) for req_id, _ in known[:MAX_KNOWN]),
+            prefill_s=self._seconds(missing),
+            requests=len(all_),
+            known=tuple(islice(filter(_is_identifier, names), MAX_KNOWN)),
             rates=self._rates(),
             free_tokens=self.free_tokens(),
         )
+
+    def _seconds(self, missing: list[tuple[int, int]]) -> float | None:
+        speed = self._prefill_rate.tokens_per_second
+        if speed is None:
+            return None
+        seconds = (self._prefill_rate.seconds(total - rest, total) for total, rest in missing)
+        since, tokens = self._computing
+        passed = min(self._clock() - since, tokens / speed)
+        return max(0.0, sum(each or 0.0 for each in seconds) - passed)
 
     def _rates(self) -> tuple[float, float, float, float] | None:
         line = self._prefill_rate.line()
@@ -101,10 +147,12 @@ class Workload:
 
     def take_prompts(self) -> tuple[ScheduledPrompt, ...]:
         """Those that were scheduled since the last call."""
-        taken = []
-        while self._prompts:
-            taken.append(self._prompts.popleft())
-        return tuple(taken)
+        return tuple(self._prompts.popleft() for _ in range(len(self._prompts)))
+
+
+def _is_identifier(name: str) -> bool:
+    """Whether a tracker takes it. Clients may choose a request's id."""
+    return len(name) <= MAX_IDENTIFIER and name.isprintable()
 
 
 def _own_id(req_id: str) -> str:

@@ -12,12 +12,15 @@ from xinference_xavier.runtime.validate import Count, Identifier
 
 MAX_KNOWN = 4096  # requests of one report
 MAX_PROMPTS = 100  # in one report
+MAX_PROMPT_KEYS = 1 << 16
+"""Of one prompt. A tracker remembers thousands of prompts."""
 
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class Serving(NamedTuple):
-    """How the replica was launched. A chunk is one of the first KV-cache group."""
+    """How the replica was launched. A chunk is one of the KV-cache group whose keys the replica
+    reports."""
 
     chunk_tokens: Annotated[int, Field(ge=1, le=1 << 30)]
     chunk_bytes: Count
@@ -39,7 +42,7 @@ class Load(NamedTuple):
     requests: Count
     """That wait or run."""
     known: Annotated[tuple[Identifier, ...], Field(max_length=MAX_KNOWN)] = ()
-    """The ids of those that are counted here. Others have not reached the scheduler."""
+    """The ids of those whose tokens are counted here. vLLM has not looked at the others yet."""
     rates: tuple[Seconds, Seconds, Seconds, Seconds] | None = None
     """As in `routing.load.Rates`."""
     free_tokens: Count | None = None
@@ -47,11 +50,12 @@ class Load(NamedTuple):
 
 
 class ScheduledPrompt(NamedTuple):
-    """A request that was scheduled for the first time: the packed short keys of its chunks."""
+    """A request that was scheduled for the first time: the packed short keys of its first
+    chunks."""
 
     request: Identifier
     tokens: Count
-    keys: bytes
+    keys: Annotated[bytes, Field(max_length=MAX_PROMPT_KEYS * SHORT_KEY)]
 
 
 class ReplicaLoad(NamedTuple):

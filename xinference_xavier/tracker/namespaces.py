@@ -134,6 +134,8 @@ class Namespaces:
 
     def leave(self, name: str, incarnation: str, moving: bool, now: float) -> None:
         namespace = self.find(name, incarnation)
+        if not moving:
+            self._moving.pop(incarnation, None)
         if namespace is None:
             return
         if moving:
@@ -148,20 +150,26 @@ class Namespaces:
     def extend_leases(self, seconds: float) -> None:
         for namespace in self._all.values():
             namespace.index.extend_leases(seconds)
+        self._moving = {
+            name: (member, end + seconds) for name, (member, end) in self._moving.items()
+        }
 
     def expire(self, now: float) -> list[str]:
-        """End the leases that have run out; return their incarnations."""
+        """End the leases that have run out. Return the incarnations that are nowhere any more,
+        among them those that left a namespace and did not join another."""
+        lost = [name for name, (_, end) in self._moving.items() if now >= end]
+        for incarnation in lost:
+            del self._moving[incarnation]
         self._moving = {
             incarnation: (member, min(end, now + self._lease))
             for incarnation, (member, end) in self._moving.items()
-            if now < end
         }
-        lost = []
         for name, namespace in list(self._all.items()):
             if expired := namespace.index.expire(now):
                 self._departed(name, expired)
                 lost += expired
-        return lost
+        present = {member.incarnation for member in self.all_members()} if lost else set()
+        return [incarnation for incarnation in lost if incarnation not in present]
 
     def _create(self, name: str) -> Namespace:
         if len(self._all) >= MAX_NAMESPACES:

@@ -34,6 +34,7 @@ class Observers:
         self._batcher = WatcherBatcher()
         self._waiting = 0
         self._listened = -LISTENS_FOR
+        self._ended = False
         namespaces.on_change = self._changed
 
     @property
@@ -72,6 +73,8 @@ class Observers:
         return Observation(update, *self._loads.since(version, self._name_of, self._clock()))
 
     def _has_news(self, epoch: str, revision: int, version: int) -> bool:
+        if self._ended:
+            return True
         if self._batcher.pending:
             return False
         found = self._namespaces.largest()
@@ -80,4 +83,5 @@ class Observers:
 
     def end(self) -> None:
         """Release all that wait."""
+        self._ended = True
         self._batcher.notify_now()

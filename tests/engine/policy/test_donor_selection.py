@@ -18,6 +18,7 @@ from tests.engine.scheduling import (
 )
 from xinference_xavier.engine.policy.cost_model import RETRY_AFTER
 from xinference_xavier.engine.policy.donor_selection import Group
+from xinference_xavier.engine.request import Request as State
 
 PREFILL = 1000.0
 """Tokens per second; a chunk takes 0.128 s."""
@@ -37,6 +38,9 @@ class Engine(Scheduling):
         keys = chunks(f"prompt {self._prompts}", count)
         self.tier.peers_hold(**dict.fromkeys(peers, keys))
         return self.arrive(f"request {self._prompts}", keys)
+
+    def state(self, request: Request) -> State:
+        return self.manager.view.requests[request.req_id]
 
     def learn(self, overhead: float, per_row: float, peer: str = "a") -> None:
         self.manager.tier_lookup._selection.adaptive = False
@@ -304,3 +308,42 @@ class TestWindows:
         groups = vllm.prompt(200)
         vllm.tier.peers_hold(a=[key for keys in groups for key in keys])
         assert not vllm.look_up(vllm.arrive("r", *groups))
+
+
+class TestMainKeys:
+    """Those that tell routers how much of a prompt a replica holds."""
+
+    def test_are_those_of_the_only_group(self) -> None:
+        vllm = Engine()
+        request = vllm.request(3)
+        assert vllm.manager.selection.main_keys(vllm.state(request)) == request.keys
+
+    def test_are_none_before_the_first_whole_chunk(self) -> None:
+        vllm = Engine()
+        assert vllm.manager.selection.main_keys(vllm.state(vllm.request(0))) == []
+
+    def test_are_those_of_a_group_without_a_window(self) -> None:
+        vllm = Hybrid((*SLIDING, FULL))
+        *_, full = groups = vllm.prompt(20)
+        request = vllm.arrive("r", *groups)
+        assert vllm.manager.selection.main_keys(vllm.state(request)) == full
+
+    def test_are_those_of_the_group_with_the_longest_chunks(self) -> None:
+        vllm = Engine()
+        vllm.manager.selection.groups = {
+            (0).to_bytes(4): Group(CHUNK // 2),
+            (1).to_bytes(4): Group(CHUNK),
+            (2).to_bytes(4): Group(2 * CHUNK, window=1),
+        }
+        groups = [chunks("prompt", 4, number) for number in range(3)]
+        request = vllm.arrive("r", *groups)
+        assert vllm.manager.selection.main_keys(vllm.state(request)) == groups[1]
+
+    def test_are_none_where_only_another_group_has_whole_chunks(self) -> None:
+        vllm = Engine()
+        vllm.manager.selection.groups = {
+            (0).to_bytes(4): Group(CHUNK),
+            (1).to_bytes(4): Group(4 * CHUNK),
+        }
+        request = vllm.arrive("r", chunks("prompt", 3, 0))
+        assert vllm.manager.selection.main_keys(vllm.state(request)) == []

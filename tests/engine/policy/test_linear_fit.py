@@ -61,3 +61,5 @@ class TestPrediction:
         fit = fit_of((1, 0.5), (50, 0.1), (100, 0.05))
         assert min(fit.predict(x) for x in (0, 1, 10, 1000)) >= 0
         assert fit.largest(0.01) == 0.0
+        rounded = fit_of((17200, 13.5 / 1000), (9700, 2.0 / 1000))
+        assert rounded.predict(0) == 0.0

@@ -11,6 +11,7 @@ def test_nothing_is_known_before_the_first_prefill() -> None:
     rate = PrefillRate()
     rate.add(1, 1.0)
     assert rate.tokens_per_second is None
+    assert rate.line() is None
 
 
 def test_decoding_between_prefills_does_not_count() -> None:
@@ -75,3 +76,26 @@ def test_predictions_are_positive() -> None:
     deep = rate.seconds(100_000, 101_000)
     assert deep is not None
     assert deep > 0
+
+
+class TestLine:
+    def test_tells_what_the_first_token_takes_and_how_much_longer_deeper_ones_take(self) -> None:
+        rate = PrefillRate()
+        prompt_computed(rate)
+        line = rate.line()
+        assert line == pytest.approx((1e-3, 1e-6))
+        assert line is not None
+        first, deeper = line
+        assert 8000 * (first + deeper * 4000) == pytest.approx(rate.seconds(0, 8000))
+
+    def test_is_level_while_all_steps_are_equally_deep(self) -> None:
+        rate = PrefillRate()
+        prompt_computed(rate, steps=1)
+        assert rate.line() == (pytest.approx(1.5e-3), 0.0)
+
+    def test_begins_at_no_time_at_the_least(self) -> None:
+        """Routers refuse the smallest negative number, which rounding produces here."""
+        rate = PrefillRate()
+        for depth, seconds in ((17200.0, 13.5), (9700.0, 2.0)):
+            rate.add(1000, seconds, depth)
+        assert rate.line() == (0.0, pytest.approx(5.76e-7, rel=0.01))

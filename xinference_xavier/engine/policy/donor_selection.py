@@ -34,6 +34,12 @@ class Group(NamedTuple):
     chunk_tokens: int
     window: int | None = None
 
+    @property
+    def rank(self) -> tuple[bool, int]:
+        """The chunks of the group with the highest rank tell how much of a prompt a replica
+        holds."""
+        return self.window is None, self.chunk_tokens
+
 
 class FetchPlan(NamedTuple):
     """`keys` in the order of their tokens, to be divided equally among `donors`, the best first.
@@ -211,12 +217,11 @@ class DonorSelection:
         return request.groups
 
     def main_keys(self, request: Request) -> list[bytes]:
-        """Those of the group with the longest chunks, of groups without a window if there are any:
-        they tell how much of a prompt a replica holds."""
-        groups = [*filter(None, self.groups_of(request).values())]
-        of = self.group
-        longest = lambda keys: (of(keys[0]).window is None, of(keys[0]).chunk_tokens)  # noqa: E731
-        return max(groups, key=longest, default=[])
+        """Those of the group with the highest rank."""
+        groups = self.groups_of(request)
+        numbers = self.groups or groups
+        main = max(numbers, key=lambda number: self.group(number).rank, default=b"")
+        return groups.get(main, [])
 
     def first_key(self, request: Request) -> bytes | None:
         """That of the first chunk in the first group."""

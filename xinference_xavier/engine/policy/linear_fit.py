@@ -46,7 +46,7 @@ class LinearFit:
         slope = self.slope
         if slope is None:
             return self.y * min(1.0, x / self.x) if self.x else 0.0
-        return self.y + slope * (x - self.x)
+        return max(0.0, self.y + slope * (x - self.x))  # rounding can make it less
 
     def largest(self, y: float) -> float:
         """The x up to which the prediction is at most `y`."""

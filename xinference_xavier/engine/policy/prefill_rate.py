@@ -1,8 +1,8 @@
 """How fast this engine computes prompts.
 
-Belongs to the scheduler thread; any thread may read `tokens_per_second`. Only steps with many
-prompt tokens count. The rate is the sum of their tokens over the sum of their seconds: if vLLM
-reads a step's output late, that step seems too long and the next one too short.
+Belongs to the scheduler thread; any thread may read. Only steps with many prompt tokens count. The
+rate is the sum of their tokens over the sum of their seconds: if vLLM reads a step's output late,
+that step seems too long and the next one too short.
 
 A token takes longer the deeper it is, because attention covers all tokens before it. A line through
 the latest steps measures by how much.
@@ -49,6 +49,7 @@ class PrefillRate:
         before it. None before the first measurement."""
         if self.tokens_per_second is None:
             return None
-        if not self._fit.slope:
+        slope = self._fit.slope  # another thread may change it
+        if not slope:
             return 1 / self.tokens_per_second, 0.0
-        return self._fit.predict(0.0), self._fit.slope
+        return self._fit.predict(0.0), slope

@@ -1,0 +1,465 @@
+"""Routers learn what an engine has to compute, and which prompts it computes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm import SamplingParams
+from vllm.v1.engine.input_processor import InputProcessor
+from vllm.v1.engine.parallel_sampling import ParentRequest
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.kv_offload.base import OffloadKey
+
+from tests.engine.scheduling import CHUNK, ROW_BYTES, Request, Scheduling, chunks
+from tests.engine.vllm_scheduler import BLOCK_TOKENS, Engine, engine_config
+from xinference_xavier.engine import workload as workload_module
+from xinference_xavier.engine.policy.donor_selection import Group
+from xinference_xavier.engine.probes import SALT
+from xinference_xavier.engine.scheduled import MAX_DECODE_TOKENS
+from xinference_xavier.engine.workload import Workload
+from xinference_xavier.protocol.load import (
+    MAX_KNOWN,
+    MAX_PROMPTS,
+    Load,
+    ScheduledPrompt,
+    Serving,
+    check_load,
+    check_prompts,
+)
+from xinference_xavier.protocol.tracker import SHORT_KEY, unpack
+from xinference_xavier.runtime.validate import MAX_IDENTIFIER
+
+SERVING = Serving(CHUNK, ROW_BYTES)
+SPEED = 1000
+"""Tokens per second, once they are measured."""
+
+
+class Counted(Scheduling):
+    """An engine whose work is counted."""
+
+    def __init__(self) -> None:
+        super().__init__(slots=64)
+        manager = self.manager
+        self.workload = manager.view.workload = Workload(
+            SERVING,
+            manager.view.requests,
+            manager.prefill_rate,
+            manager.cost_model,
+            manager.selection,
+            self.clock,
+        )
+
+    def load(self) -> Load:
+        """As a tracker takes it."""
+        return check_load(self.workload.load())
+
+    def prompts(self) -> tuple[ScheduledPrompt, ...]:
+        return check_prompts(self.workload.take_prompts())
+
+    def measure(self, depth: float = 0.0, seconds: float = 1.0) -> None:
+        self.manager.prefill_rate.add(SPEED, seconds, depth)
+
+    def found(self, request: Request, tokens: int, have: int = 0, salt: str | None = None) -> None:
+        self.manager.begin_lookups(request.req_id, have, salt=salt)
+        self.workload.found(request.req_id, tokens, have)
+
+    def start(
+        self, req_id: str, tokens: int, have: int = 0, keys: Sequence[OffloadKey] = ()
+    ) -> Request:
+        """A request arrives and is scheduled."""
+        request = self.arrive(req_id, keys)
+        self.found(request, tokens, have)
+        self.manager.count_prompt(req_id, tokens, 0)
+        return request
+
+    def step(self, seconds: float = 0.0, **prompts: int) -> None:
+        self.workload.step_begins(prompts)
+        self.clock.now += seconds
+        self.workload.step_ends()
+
+
+@pytest.fixture
+def engine() -> Counted:
+    return Counted()
+
+
+class TestMissingTokens:
+    def test_are_none_in_an_idle_engine(self, engine: Counted) -> None:
+        assert engine.load() == Load(SERVING, prefill_tokens=0, prefill_s=None, requests=0)
+
+    def test_are_those_that_vllm_neither_has_nor_loads(self, engine: Counted) -> None:
+        request = engine.arrive("r", [])
+        engine.found(request, 1000, have=300)
+        assert engine.load().prefill_tokens == 700
+        engine.manager.count_prompt("r", 1000, 400)
+        assert engine.load().prefill_tokens == 300
+
+    def test_are_those_of_all_requests(self, engine: Counted) -> None:
+        engine.start("r", 1000)
+        engine.start("s", 500, have=100)
+        assert engine.load().prefill_tokens == 1400
+
+    def test_become_fewer_as_steps_compute_them(self, engine: Counted) -> None:
+        engine.start("r", 1000)
+        engine.start("s", 500)
+        engine.step(r=600)
+        assert engine.load().prefill_tokens == 900
+        engine.step(r=400, s=200)
+        assert engine.load().prefill_tokens == 300
+        engine.step(s=300)
+        assert engine.load().prefill_tokens == 0
+
+    def test_count_until_their_step_has_ended(self, engine: Counted) -> None:
+        """With asynchronous scheduling, the next one has begun by then."""
+        engine.start("r", 1000)
+        engine.workload.step_begins({"r": 600})
+        engine.workload.step_begins({"r": 400})
+        assert engine.load().prefill_tokens == 1000
+        engine.workload.step_ends()
+        assert engine.load().prefill_tokens == 400
+        engine.workload.step_ends()
+        assert engine.load().prefill_tokens == 0
+
+    def test_do_not_change_while_answers_are_computed(self, engine: Counted) -> None:
+        engine.start("r", 1000)
+        engine.step()
+        assert engine.load().prefill_tokens == 1000
+
+    def test_end_with_their_request(self, engine: Counted) -> None:
+        request = engine.start("r", 1000)
+        engine.workload.step_begins({"r": 600})
+        engine.finish(request)
+        assert (engine.load().prefill_tokens, engine.load().requests) == (0, 0)
+        engine.workload.step_ends()
+        assert engine.load().prefill_tokens == 0
+
+    def test_of_a_prompt_s_end_that_looks_like_an_answer_are_none(self, engine: Counted) -> None:
+        """No step says that it computes them."""
+        engine.start("r", 1000 + MAX_DECODE_TOKENS)
+        engine.step(r=1000)
+        assert engine.load().prefill_tokens == 0
+
+    def test_of_a_preempted_request_count_again(self, engine: Counted) -> None:
+        """With what it has answered. vLLM still has most of it, and now more than the prompt."""
+        request = engine.start("r", 1000)
+        engine.step(r=1000)
+        engine.found(request, 1300, have=1100)
+        assert engine.load().prefill_tokens == 200
+        engine.manager.count_prompt("r", 1000, 0)
+        assert engine.load().prefill_tokens == 200
+        engine.step(r=200)
+        assert engine.load().prefill_tokens == 0
+
+    def test_of_a_request_that_is_preempted_within_a_step_all_count_again(
+        self, engine: Counted
+    ) -> None:
+        request = engine.start("r", 1000)
+        engine.workload.step_begins({"r": 600})
+        engine.found(request, 1000, have=0)
+        engine.workload.step_ends()
+        assert engine.load().prefill_tokens == 1000
+
+    def test_of_a_step_that_began_before_us_are_none(self, engine: Counted) -> None:
+        engine.workload.step_ends()
+        assert engine.load().prefill_tokens == 0
+
+
+class TestSeconds:
+    def test_are_unknown_before_the_first_measurement(self, engine: Counted) -> None:
+        engine.start("r", 1000)
+        assert engine.load().prefill_s is None
+        engine.measure()
+        assert engine.load().prefill_s == 1.0
+
+    def test_of_nothing_are_none(self, engine: Counted) -> None:
+        engine.measure()
+        assert engine.load().prefill_s == 0.0
+
+    def test_are_more_for_deeper_tokens(self, engine: Counted) -> None:
+        """A token takes 1 ms, plus 0.1 µs for each token before it."""
+        for depth in (500.0, 1500.0, 2500.0, 3500.0):
+            engine.measure(depth, 1 + depth / 10_000)
+        engine.start("shallow", 1000)
+        assert engine.load().prefill_s == pytest.approx(1.05)
+        engine.start("deep", 10_000, have=9000)
+        assert engine.load().prefill_s == pytest.approx(1.05 + 1.95)
+
+    def test_pass_while_a_step_computes(self, engine: Counted) -> None:
+        engine.measure()
+        engine.start("r", 3000)
+        engine.workload.step_begins({"r": 2000})
+        engine.clock.now += 0.5
+        assert engine.load().prefill_s == 2.5
+        engine.clock.now += 0.5
+        engine.workload.step_begins({"r": 1000})
+        assert engine.load().prefill_s == 2.0
+        engine.clock.now += 60.0
+        assert engine.load().prefill_s == 1.0, "the step takes longer than it should"
+        engine.workload.step_ends()
+        assert engine.load().prefill_s == 1.0
+        engine.clock.now += 0.5
+        assert engine.load().prefill_s == 0.5
+
+    def test_do_not_pass_while_answers_are_computed(self, engine: Counted) -> None:
+        engine.measure()
+        engine.start("r", 3000)
+        engine.workload.step_begins({})
+        engine.clock.now += 0.5
+        assert engine.load().prefill_s == 3.0
+
+    def test_are_never_negative(self, engine: Counted) -> None:
+        engine.measure()
+        request = engine.start("r", 1000)
+        engine.workload.step_begins({"r": 1000})
+        engine.finish(request)
+        engine.clock.now += 0.5
+        assert engine.load().prefill_s == 0.0
+
+
+class TestKnownRequests:
+    def test_are_those_that_vllm_has_looked_at(self, engine: Counted) -> None:
+        """Of others it cannot say how much is missing."""
+        request = engine.arrive("r", [])
+        assert (engine.load().known, engine.load().requests) == ((), 1)
+        engine.found(request, 1000)
+        assert (engine.load().known, engine.load().requests) == (("r",), 1)
+
+    def test_stay_known_until_they_end(self, engine: Counted) -> None:
+        request = engine.start("r", 1000)
+        engine.step(r=1000)
+        assert engine.load().known == ("r",)
+        engine.finish(request)
+        assert engine.load().known == ()
+
+    def test_go_by_the_ids_that_their_clients_know(self, engine: Counted) -> None:
+        """vLLM appends to an id, and prepends a number where a request wants several answers."""
+        asked: Any = SimpleNamespace(
+            request_id="mine", external_req_id=None, params=SamplingParams(n=2)
+        )
+        InputProcessor.assign_request_id(asked)
+        assert asked.request_id != "mine"
+        second, _ = ParentRequest(asked).get_child_info(1)
+        for req_id in (asked.request_id, second):
+            engine.start(req_id, 100)
+            assert [prompt.request for prompt in engine.prompts()] == ["mine"]
+        assert engine.load().known == ("mine", "mine")
+
+    @pytest.mark.parametrize(
+        "name",
+        ["mine", "1_mine-not", "5c8a4c7e-90ab-4cde-8f01-23456789abcd", "chatcmpl-7_8", "a-b", "ü"],
+    )
+    def test_go_by_whatever_their_clients_chose(self, engine: Counted, name: str) -> None:
+        engine.start(f"{name}-0123abcd", 100)
+        expected = "mine-not" if name == "1_mine-not" else name
+        assert engine.load().known == (expected,)
+
+    @pytest.mark.parametrize("name", ["x" * (MAX_IDENTIFIER + 1), "\ud800", "a\nb"])
+    def test_are_left_out_if_no_tracker_takes_their_ids(self, engine: Counted, name: str) -> None:
+        """A client chooses them, and must not keep the replica from reporting."""
+        engine.start(name, 1000)
+        engine.start("s", 500)
+        load = engine.load()
+        assert (load.known, load.requests, load.prefill_tokens) == (("s",), 2, 1500)
+        assert [prompt.request for prompt in engine.prompts()] == ["s"]
+
+    def test_are_so_many_that_a_tracker_takes_them(self, engine: Counted) -> None:
+        for number in range(MAX_KNOWN + 1):
+            engine.start(f"r{number}", 100)
+        load = engine.load()
+        assert (len(load.known), load.requests) == (MAX_KNOWN, MAX_KNOWN + 1)
+
+
+class TestRates:
+    def test_are_unknown_before_the_first_measurement(self, engine: Counted) -> None:
+        assert engine.load().rates is None
+
+    def test_of_an_engine_that_has_fetched_nothing_are_those_of_computing(
+        self, engine: Counted
+    ) -> None:
+        engine.measure()
+        assert engine.load().rates == (1 / SPEED, 0.0, 0.0, 0.0)
+
+    def test_of_fetches_are_the_mean_over_peers(self, engine: Counted) -> None:
+        """`a` takes 0.1 s and 10 ms for a row, `b` 0.3 s and 30 ms."""
+        engine.measure()
+        for peer, scale in {"a": 1, "b": 3}.items():
+            for number, count in enumerate((4, 4, 8, 4, 8)):
+                keys = chunks(f"prompt {peer} {number}", count)
+                engine.tier.peers_hold(**{peer: keys})
+                request = engine.arrive(f"{peer} {number}", keys)
+                assert engine.attempt(request) is None
+                fetch = engine.tier.fetches[-1]
+                fetch.transport = "gloo"
+                engine.tier.end(fetch, seconds=scale * (0.1 + 0.01 * count))
+                assert engine.attempt(request) == count
+                engine.finish(request)
+                engine.end_step()
+        rates = engine.load().rates
+        assert rates == pytest.approx((1 / SPEED, 0.0, 0.2, 0.02 / ROW_BYTES))
+
+
+class TestPrompts:
+    def test_are_reported_once_with_the_short_keys_of_their_chunks(self, engine: Counted) -> None:
+        keys = chunks("prompt", 3)
+        request = engine.arrive("r", keys)
+        engine.found(request, 3 * CHUNK + 7)
+        assert engine.prompts() == (), "it waits"
+        engine.manager.count_prompt("r", 3 * CHUNK + 7, CHUNK)
+        (prompt,) = engine.prompts()
+        assert (prompt.request, prompt.tokens) == ("r", 3 * CHUNK + 7)
+        assert unpack(prompt.keys, SHORT_KEY) == [key[-SHORT_KEY:] for key in keys]
+        assert engine.prompts() == ()
+
+    def test_are_not_reported_again_after_a_preemption(self, engine: Counted) -> None:
+        request = engine.start("r", 1000)
+        assert len(engine.prompts()) == 1
+        engine.found(request, 1300)
+        engine.manager.count_prompt("r", 1000, 0)
+        assert engine.prompts() == ()
+
+    def test_have_no_keys_if_they_have_no_whole_chunk(self, engine: Counted) -> None:
+        engine.start("r", 7)
+        assert engine.prompts() == (ScheduledPrompt("r", 7, b""),)
+
+    def test_of_probes_are_none_of_a_router_s_business(self, engine: Counted) -> None:
+        request = engine.arrive("r", chunks("probe", 1))
+        engine.found(request, CHUNK + 1, salt=f"{SALT}1")
+        engine.manager.count_prompt("r", CHUNK + 1, 0)
+        engine.workload.scheduled("r", CHUNK + 1, 0)
+        assert engine.prompts() == ()
+        assert engine.load().prefill_tokens == CHUNK + 1, "they are work all the same"
+
+    def test_that_are_not_shared_are_not_reported(self, engine: Counted) -> None:
+        request = engine.arrive("r", chunks("prompt", 1))
+        engine.manager.view.requests["r"].excluded = True
+        engine.found(request, CHUNK)
+        engine.manager.count_prompt("r", CHUNK, 0)
+        assert engine.prompts() == ()
+
+    def test_have_as_many_keys_as_a_tracker_takes(
+        self, engine: Counted, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(workload_module, "MAX_PROMPT_KEYS", 2)
+        keys = chunks("prompt", 3)
+        engine.start("r", 3 * CHUNK, keys=keys)
+        (prompt,) = engine.prompts()
+        assert unpack(prompt.keys, SHORT_KEY) == [key[-SHORT_KEY:] for key in keys[:2]]
+
+    def test_beyond_what_a_tracker_takes_replace_the_oldest(self, engine: Counted) -> None:
+        for number in range(MAX_PROMPTS + 1):
+            engine.start(f"r{number}", 100)
+        names = [prompt.request for prompt in engine.prompts()]
+        assert names == [f"r{number}" for number in range(1, MAX_PROMPTS + 1)]
+
+
+def vllm_engine(
+    folder: Path, caches: KVCacheConfig, monkeypatch: pytest.MonkeyPatch, **arguments: Any
+) -> Engine:
+    """Computes at most four blocks in a step."""
+    limits = {"max_num_batched_tokens": 4 * BLOCK_TOKENS, "max_num_seqs": 4, **arguments}
+    return Engine(engine_config(folder, **limits), caches, monkeypatch)
+
+
+def load_of(engine: Engine) -> Load:
+    return check_load(engine.own.manager.view.load())
+
+
+def prompts_of(engine: Engine) -> list[str]:
+    prompts = check_prompts(engine.own.manager.view.take_prompts())
+    return [prompt.request for prompt in prompts]
+
+
+class TestVllm:
+    def test_has_to_compute_a_prompt_until_its_steps_have_ended(
+        self, model_folder: Path, cache_config: KVCacheConfig, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        engine = vllm_engine(model_folder, cache_config, monkeypatch)
+        engine.ask("r", range(300), tokens=3)
+        assert (load_of(engine).known, load_of(engine).requests) == ((), 1)
+        assert prompts_of(engine) == []
+        for missing in (300, 300 - 128, 300 - 256):
+            step = engine.begin_step()
+            assert load_of(engine).prefill_tokens == missing
+            assert load_of(engine).known == ("r",)
+            engine.end_step(step)
+        assert prompts_of(engine) == ["r"]
+        assert (load_of(engine).prefill_tokens, load_of(engine).requests) == (0, 1)
+        engine.run()
+        assert load_of(engine).requests == 0
+
+    def test_has_to_compute_no_more_of_a_prompt_than_it_misses(
+        self, model_folder: Path, cache_config: KVCacheConfig, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        engine = vllm_engine(model_folder, cache_config, monkeypatch)
+        engine.ask("first", range(300), tokens=3)
+        engine.run()
+        engine.ask("longer", range(410), tokens=3)
+        step = engine.begin_step()
+        assert load_of(engine).prefill_tokens == 410 - 288, "of its own blocks"
+        engine.end_step(step)
+        engine.run()
+        engine.scheduler.reset_prefix_cache()
+        engine.ask("again", range(410), tokens=3)
+        engine.step()
+        assert load_of(engine).prefill_tokens == 410 - 384, "of the pool's chunks"
+
+    def test_has_not_looked_at_requests_for_which_it_has_no_place(
+        self, model_folder: Path, cache_config: KVCacheConfig, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        engine = vllm_engine(model_folder, cache_config, monkeypatch, max_num_seqs=1)
+        engine.ask("first", range(100), tokens=3)
+        engine.ask("second", range(100, 200), tokens=3)
+        step = engine.begin_step()
+        load = load_of(engine)
+        assert (load.known, load.requests, load.prefill_tokens) == (("first",), 2, 100)
+        engine.end_step(step)
+        engine.run()
+
+    def test_tells_for_how_many_tokens_it_has_free_blocks(
+        self, model_folder: Path, cache_config: KVCacheConfig, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        engine = vllm_engine(model_folder, cache_config, monkeypatch)
+        assert load_of(engine).free_tokens == 15 * BLOCK_TOKENS
+        engine.ask("r", range(100), tokens=3)
+        engine.step()
+        assert load_of(engine).free_tokens == (15 - 4) * BLOCK_TOKENS
+        engine.run()
+        engine.step()  # in which the last store ends
+        assert load_of(engine).free_tokens == 15 * BLOCK_TOKENS
+
+    def test_computes_a_preempted_prompt_again(
+        self, model_folder: Path, cache_config: KVCacheConfig, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        engine = vllm_engine(model_folder, cache_config, monkeypatch)
+        for number in range(4):
+            engine.ask(f"r{number}", range(300 * number, 300 * number + 100), tokens=100)
+        resumed: dict[str, int] = {}
+        while engine.scheduler.has_requests():
+            step = engine.begin_step()
+            for req_id in step.scheduled_cached_reqs.resumed_req_ids:
+                resumed[req_id] = step.num_scheduled_tokens[req_id]
+                assert resumed[req_id] > 100, "also what it has answered"
+                assert load_of(engine).prefill_tokens == resumed[req_id] + 100, "and r3 waits"
+            engine.end_step(step)
+        assert resumed.keys() == {"r2"}
+        load = load_of(engine)
+        assert (load.prefill_tokens, load.requests) == (0, 0)
+        assert sorted(prompts_of(engine)) == ["r0", "r1", "r2", "r3"], "each once"
+
+    def test_counts_chunks_of_the_group_whose_keys_it_reports(
+        self, model_folder: Path, cache_config: KVCacheConfig, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        engine = vllm_engine(model_folder, cache_config, monkeypatch)
+        assert load_of(engine).serving == Serving(CHUNK, ROW_BYTES, None, "auto", 100)
+        manager = engine.own.manager
+        manager.selection.groups = {
+            b"\0\0\0\0": Group(4 * CHUNK, window=1),
+            b"\0\0\0\1": Group(2 * CHUNK),
+            b"\0\0\0\2": Group(CHUNK),
+        }
+        serving = engine.connector._serving(manager)
+        assert (serving.chunk_tokens, serving.chunk_bytes) == (2 * CHUNK, 3.5 * ROW_BYTES)

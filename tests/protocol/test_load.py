@@ -1,0 +1,164 @@
+"""A replica's load is checked by its tracker, and what the tracker says by each router."""
+
+from __future__ import annotations
+
+import math
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from xinference_xavier.protocol.load import (
+    MAX_KNOWN,
+    MAX_PROMPT_KEYS,
+    MAX_PROMPTS,
+    Load,
+    Observation,
+    ReplicaLoad,
+    ScheduledPrompt,
+    Serving,
+    check_load,
+    check_observation,
+    check_prompts,
+)
+from xinference_xavier.protocol.tracker import SHORT_KEY, Change, Member, Settings, Update
+from xinference_xavier.runtime.validate import MAX_COUNT, MAX_IDENTIFIER
+
+SERVING = Serving(128, 1 << 20, request_limit=8, routing="backlog", queue=100)
+LOAD = Load(
+    SERVING,
+    prefill_tokens=1000,
+    prefill_s=0.5,
+    requests=2,
+    known=("r", "s"),
+    rates=(1e-4, 1e-9, 0.01, 1e-9),
+    free_tokens=5000,
+)
+PROMPT = ScheduledPrompt("r", 300, b"k" * 2 * SHORT_KEY)
+UPDATE = Update(
+    3,
+    "epoch",
+    False,
+    Settings(1, True, "off"),
+    4,
+    (Member("a", "h:1"),),
+    (Change("a", 2, b"key2", b"", False),),
+)
+OBSERVATION = Observation(
+    UPDATE, 7, False, (ReplicaLoad("a", "m-0", 0.1, LOAD),), ("b",), (PROMPT,)
+)
+
+TOO_LONG = "x" * (MAX_IDENTIFIER + 1)
+NO_COUNTS = [-1, MAX_COUNT + 1, 1.0, "1", True, 10**400]
+NO_SECONDS = [-0.001, math.nan, math.inf, "1", True, 10**400]
+NO_IDENTIFIERS = ["", TOO_LONG, b"a", 7, None, "\ud800"]
+
+
+def altered(message: Any, **fields: list[Any]) -> list[Any]:
+    return [
+        message._replace(**{name: value}) for name, values in fields.items() for value in values
+    ]
+
+
+def serving_as(**fields: list[Any]) -> list[Any]:
+    return [LOAD._replace(serving=serving) for serving in altered(SERVING, **fields)]
+
+
+def shown(message: object) -> str:
+    return f"{message!r:.60}"
+
+
+def refused(check: Callable[[object], object], message: object) -> None:
+    with pytest.raises(ValueError, match=r"^(malformed|keys )") as caught:
+        check(message)
+    assert len(str(caught.value)) < 1000, "however long the message is"
+
+
+class TestALoad:
+    def test_arrives_as_it_was(self) -> None:
+        assert check_load(pickle.loads(pickle.dumps(LOAD))) == LOAD
+
+    def test_of_an_engine_that_has_measured_nothing_is_short(self) -> None:
+        assert check_load(Load(SERVING, 0, None, 0)) == Load(SERVING, 0, None, 0, (), None, None)
+        assert check_load(Load(Serving(1, 0), 0, 0, 0)).serving == Serving(1, 0, None, "auto", 0)
+
+    @pytest.mark.parametrize(
+        "message",
+        [
+            *(None, 7, {}, (), "load", SERVING, PROMPT, tuple(LOAD)[:3], (*LOAD, 1)),
+            *altered(LOAD, serving=[None, {}, (), (128,)]),
+            *altered(LOAD, prefill_tokens=[*NO_COUNTS, None], requests=[*NO_COUNTS, None]),
+            *altered(LOAD, prefill_s=NO_SECONDS, free_tokens=NO_COUNTS),
+            *altered(LOAD, known=[None, "r", ["r"], {"r"}, ("r",) * (MAX_KNOWN + 1)]),
+            *altered(LOAD, known=[("r", name) for name in NO_IDENTIFIERS]),
+            *altered(LOAD, rates=[(), (0.1,) * 3, (0.1,) * 5, [0.1] * 4, 0.1]),
+            *altered(LOAD, rates=[(0.1, 0.1, 0.1, each) for each in (*NO_SECONDS, None)]),
+            *serving_as(chunk_tokens=[0, -128, 1 << 31, None], chunk_bytes=[-1, 0.5, None]),
+            *serving_as(request_limit=[-1, 0.5], queue=[-1, None, 0.5]),
+            *serving_as(routing=["", "fast", None, 1, ["off"], "OFF"]),
+        ],
+        ids=shown,
+    )
+    def test_that_is_malformed_is_refused(self, message: object) -> None:
+        refused(check_load, message)
+
+
+class TestPrompts:
+    def test_arrive_as_they_were(self) -> None:
+        assert check_prompts(pickle.loads(pickle.dumps((PROMPT,)))) == (PROMPT,)
+        assert check_prompts(()) == ()
+
+    def test_are_as_many_and_as_long_as_a_replica_sends(self) -> None:
+        check_prompts((PROMPT,) * MAX_PROMPTS)
+        check_prompts((PROMPT._replace(keys=bytes(MAX_PROMPT_KEYS * SHORT_KEY)),))
+
+    @pytest.mark.parametrize(
+        "message",
+        [
+            *(None, 7, "ab", [PROMPT], PROMPT, (PROMPT, None), (PROMPT, ("r", 1))),
+            (PROMPT,) * (MAX_PROMPTS + 1),
+            *([each] for each in altered(PROMPT, request=NO_IDENTIFIERS)),
+            *((PROMPT, each) for each in altered(PROMPT, request=NO_IDENTIFIERS)),
+            *((each,) for each in altered(PROMPT, tokens=[*NO_COUNTS, None])),
+            *((each,) for each in altered(PROMPT, keys=[None, "k" * 12, [b"k" * 12], b"k" * 13])),
+            (PROMPT._replace(keys=bytes((MAX_PROMPT_KEYS + 1) * SHORT_KEY)),),
+        ],
+        ids=shown,
+    )
+    def test_that_are_malformed_are_refused(self, message: object) -> None:
+        refused(check_prompts, message)
+
+
+class TestAnObservation:
+    def test_arrives_as_it_was(self) -> None:
+        assert check_observation(pickle.loads(pickle.dumps(OBSERVATION))) == OBSERVATION
+
+    def test_of_a_model_without_members_has_no_update(self) -> None:
+        nothing = Observation(None, 0, True, ())
+        assert check_observation(nothing) == nothing
+
+    @pytest.mark.parametrize(
+        "message",
+        [
+            *(None, 7, {}, (), UPDATE, tuple(OBSERVATION)[:3], (*OBSERVATION, 1)),
+            *altered(OBSERVATION, update=[7, (), {}, LOAD], version=[*NO_COUNTS, None]),
+            *altered(OBSERVATION, complete=[0, 1, None, "yes"]),
+            *altered(OBSERVATION, loads=[None, [], (None,), (LOAD,)]),
+            *altered(OBSERVATION, gone=[None, [], "ab", *((each,) for each in NO_IDENTIFIERS)]),
+            *altered(OBSERVATION, prompts=[None, [], (None,), (PROMPT._replace(keys=b"k"),)]),
+            *(
+                OBSERVATION._replace(loads=(each,))
+                for each in altered(
+                    OBSERVATION.loads[0],
+                    incarnation=NO_IDENTIFIERS,
+                    replica=NO_IDENTIFIERS,
+                    age=[*NO_SECONDS, None],
+                    load=[None, LOAD._replace(requests=-1)],
+                )
+            ),
+        ],
+        ids=shown,
+    )
+    def test_that_is_malformed_is_refused(self, message: object) -> None:
+        refused(check_observation, message)

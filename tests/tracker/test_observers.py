@@ -1,0 +1,338 @@
+"""A router learns of a model's holdings, loads and settings as soon as they change."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+import xoscar as xo
+
+from tests.tracker_pools import MODEL, create_tracker, join, let_others_run
+from tests.tracker_pools import NAMESPACE as NS
+from xinference_xavier.protocol.load import (
+    Load,
+    Observation,
+    ReplicaLoad,
+    ScheduledPrompt,
+    Serving,
+)
+from xinference_xavier.protocol.tracker import (
+    Change,
+    Member,
+    NotMemberError,
+    Settings,
+    TrackerFullError,
+    tracker_uid,
+)
+from xinference_xavier.tracker import watchers as watchers_module
+from xinference_xavier.tracker.actor import BlockTracker
+from xinference_xavier.tracker.namespaces import Namespaces
+from xinference_xavier.tracker.observers import LISTENS_FOR, Observers
+
+A, B, C = (Member(name, "127.0.0.1:1") for name in "abc")
+K1, K2 = b"key1", b"key2"
+SERVING = Serving(128, 1 << 20)
+LOAD = Load(SERVING, prefill_tokens=100, prefill_s=0.1, requests=1, known=("r",))
+PROMPT = ScheduledPrompt("r", 100, b"k" * 12)
+PATIENCE = 60.0
+"""Seconds after which a test that waits has failed."""
+
+
+@pytest.fixture(autouse=True)
+def patient_tracker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A router that nobody wakes waits for longer than its test."""
+    monkeypatch.setattr(watchers_module, "MAX_WATCH", 10 * PATIENCE)
+
+
+async def look(tracker: Any, seen: Observation | None = None, timeout: float = 0.0) -> Observation:
+    """What is new since `seen`, or everything."""
+    epoch, revision, version = "", 0, 0
+    if seen is not None:
+        version = seen.version
+        if seen.update is not None:
+            epoch, revision = seen.update.epoch, seen.update.revision
+    async with asyncio.timeout(PATIENCE):
+        observation: Observation = await tracker.observe(epoch, revision, version, timeout)
+    return observation
+
+
+async def wait_for_news(tracker: Any, seen: Observation | None = None) -> asyncio.Task[Observation]:
+    """Begin to wait for something newer than `seen`, or than the current state."""
+    seen = seen or await look(tracker)
+    task = asyncio.create_task(look(tracker, seen, 10 * PATIENCE))
+    await let_others_run()
+    assert not task.done()
+    return task
+
+
+async def test_the_first_look_finds_everything(tracker: Any) -> None:
+    await tracker.join(NS, A, 4, Settings(), "model-0")
+    await join(tracker, B)
+    await tracker.publish(NS, "a", 1, K1, b"")
+    await tracker.report_load(NS, "a", LOAD, (PROMPT,))
+    settings = await tracker.set_routing("backlog")
+    found = await look(tracker)
+    assert found.update is not None
+    assert (found.update.members, found.update.settings) == ((A, B), settings)
+    assert Change("a", 1, K1, b"", True) in found.update.changes
+    (load,) = found.loads
+    assert load == ReplicaLoad("a", "model-0", load.age, LOAD)
+    assert 0 <= load.age < 60
+    assert (found.complete, found.gone, found.prompts) == (True, (), (PROMPT,))
+
+
+async def test_without_members_there_is_nothing(tracker: Any) -> None:
+    found = await look(tracker)
+    assert (found.update, found.complete, found.loads) == (None, True, ())
+
+
+async def a_publication(tracker: Any) -> None:
+    await tracker.publish(NS, "a", 2, K2, K1)
+
+
+async def a_load(tracker: Any) -> None:
+    await tracker.report_load(NS, "a", LOAD._replace(requests=2))
+
+
+async def a_prompt(tracker: Any) -> None:
+    await tracker.report_load(NS, "a", LOAD, (PROMPT,))
+
+
+async def a_setting(tracker: Any) -> None:
+    await tracker.set_routing("off")
+
+
+async def a_departure(tracker: Any) -> None:
+    await tracker.leave(NS, "b")
+
+
+async def an_arrival(tracker: Any) -> None:
+    await join(tracker, C)
+
+
+NEWS: dict[Callable[[Any], Awaitable[None]], Callable[[Observation], object]] = {
+    a_publication: lambda found: found.update.changes == (Change("a", 2, K2, K1, False),),
+    a_load: lambda found: found.loads[0].load.requests == 2,
+    a_prompt: lambda found: found.prompts == (PROMPT,),
+    a_setting: lambda found: found.update.settings.routing == "off",
+    a_departure: lambda found: (found.update.left, found.gone) == (("b",), ("b",)),
+    an_arrival: lambda found: found.update.members == (C,),
+}
+
+
+@pytest.mark.parametrize("happens", NEWS, ids=lambda happens: happens.__name__)
+async def test_a_router_that_waits_is_told_at_once(
+    tracker: Any, happens: Callable[[Any], Awaitable[None]]
+) -> None:
+    await join(tracker, A, B)
+    await tracker.publish(NS, "a", 1, K1, b"")
+    for name in ("a", "b"):
+        await tracker.report_load(NS, name, LOAD)
+    news = await wait_for_news(tracker)
+    await happens(tracker)
+    found = await news
+    assert not found.complete
+    assert NEWS[happens](found)
+
+
+async def test_it_is_told_of_replicas_in_any_namespace(tracker: Any) -> None:
+    """Requests can be sent to all of them."""
+    await join(tracker, A, B)
+    await join(tracker, C, namespace="other")
+    news = await wait_for_news(tracker)
+    await tracker.report_load("other", "c", LOAD)
+    assert [each.incarnation for each in (await news).loads] == ["c"]
+
+
+async def test_it_returns_empty_handed_when_its_time_is_over(tracker: Any) -> None:
+    await join(tracker, A)
+    await tracker.report_load(NS, "a", LOAD)
+    seen = await look(tracker)
+    again = await look(tracker, seen, 0.01)
+    assert again.update is not None
+    assert (again.update.snapshot, again.update.changes, again.update.members) == (False, (), ())
+    assert (again.version, again.complete, again.loads) == (seen.version, False, ())
+
+
+async def test_changes_soon_after_others_come_together(
+    tracker: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await join(tracker, A, B)
+    news = await wait_for_news(tracker)
+    monkeypatch.setattr(watchers_module, "SPACING_PER_WATCHER", PATIENCE / 20)
+    await tracker.report_load(NS, "a", LOAD)
+    seen = await news
+    await tracker.report_load(NS, "a", LOAD)
+    news = await wait_for_news(tracker, seen)
+    await tracker.report_load(NS, "b", LOAD)
+    await let_others_run()
+    assert not news.done()
+    found = await look(tracker, seen)
+    assert [each.incarnation for each in found.loads] == ["a", "b"], "no wait asked"
+    await xo.destroy_actor(tracker)
+    with pytest.raises(xo.ActorNotExist):
+        await news
+
+
+class TestTheIndex:
+    async def test_is_that_of_the_largest_namespace(self, tracker: Any) -> None:
+        await join(tracker, A, namespace="one")
+        await join(tracker, B, C, namespace="two")
+        found = await look(tracker)
+        assert found.update is not None
+        assert found.update.members == (B, C)
+
+    async def test_is_that_of_the_oldest_of_equal_ones(self, tracker: Any) -> None:
+        await join(tracker, B, namespace="two")
+        await join(tracker, A, namespace="one")
+        found = await look(tracker)
+        assert found.update is not None
+        assert found.update.members == (B,)
+
+    async def test_is_another_one_once_that_is_larger(self, tracker: Any) -> None:
+        await join(tracker, A, namespace="one")
+        await join(tracker, B, namespace="two")
+        await tracker.publish("two", "b", 1, K1, b"")
+        news = await wait_for_news(tracker)
+        await join(tracker, C, namespace="two")
+        found = await news
+        assert found.update is not None
+        assert (found.update.snapshot, found.update.members) == (True, (B, C))
+        assert Change("b", 1, K1, b"", True) in found.update.changes
+
+    async def test_of_another_namespace_wakes_nobody(self, tracker: Any) -> None:
+        await join(tracker, A, B)
+        await join(tracker, C, namespace="other")
+        news = await wait_for_news(tracker)
+        await tracker.publish("other", "c", 1, K1, b"")
+        await let_others_run()
+        assert not news.done()
+        await tracker.publish(NS, "a", 1, K2, b"")
+        found = await news
+        assert found.update is not None
+        assert found.update.changes == (Change("a", 1, K2, b"", False),)
+
+
+class TestAReplica:
+    async def test_reports_only_as_a_member(self, tracker: Any) -> None:
+        await join(tracker, A)
+        with pytest.raises(NotMemberError, match="'b' is not a member"):
+            await tracker.report_load(NS, "b", LOAD)
+        assert (await look(tracker)).loads == ()
+
+    async def test_is_gone_when_its_lease_has_ended(self) -> None:
+        now = 100.0
+        tracker = BlockTracker(MODEL, lease=10.0, tick=1.0, clock=lambda: now)
+        await join(tracker, A, B)
+        for name in ("a", "b"):
+            await tracker.report_load(NS, name, LOAD)
+        seen = await look(tracker)
+        for second in range(1, 12):
+            now = 100.0 + second
+            await tracker.heartbeat(NS, "b", {})
+            tracker._expire_leases(now)
+        found = await look(tracker, seen)
+        assert (found.gone, found.loads) == (("a",), ())
+        (left,) = (await look(tracker)).loads
+        assert (left.incarnation, left.age) == ("b", 11.0)
+
+    async def test_is_not_gone_while_it_changes_its_namespace(self, tracker: Any) -> None:
+        """It goes on to serve, so no request need be sent elsewhere."""
+        await join(tracker, A, B)
+        await tracker.report_load(NS, "a", LOAD)
+        seen = await look(tracker)
+        await tracker.leave(NS, "a", True)
+        found = await look(tracker, seen)
+        assert (found.gone, found.version) == ((), seen.version)
+        await join(tracker, A, namespace="other")
+        assert [each.incarnation for each in (await look(tracker)).loads] == ["a"]
+
+    async def test_is_gone_if_it_joins_no_other_namespace(self) -> None:
+        now = 100.0
+        tracker = BlockTracker(MODEL, lease=10.0, tick=60.0, clock=lambda: now)
+        await join(tracker, A)
+        await tracker.report_load(NS, "a", LOAD)
+        await tracker.leave(NS, "a", True)
+        news = await wait_for_news(tracker)
+        now = 110.0
+        tracker._expire_leases(now)
+        assert (await news).gone == ("a",)
+
+
+class TestListening:
+    async def test_begins_with_the_first_look_and_ends_some_time_after_the_last_one(self) -> None:
+        now = 100.0
+        tracker = BlockTracker(MODEL, clock=lambda: now)
+        await join(tracker, A)
+        assert not await tracker.report_load(NS, "a", LOAD)
+        await look(tracker)
+        assert await tracker.report_load(NS, "a", LOAD)
+        now += LISTENS_FOR - 0.1
+        assert await tracker.report_load(NS, "a", LOAD)
+        now += 0.1
+        assert not await tracker.report_load(NS, "a", LOAD)
+
+    async def test_lasts_as_long_as_a_router_waits(self) -> None:
+        now = 100.0
+        namespaces = Namespaces(MODEL, lease=10.0, max_keys=100)
+        observers = Observers(namespaces, lambda incarnation: incarnation, lambda: now)
+        assert not observers.listening
+        version = (await observers.wait("", 0, 0, 0.0)).version
+        waiting = asyncio.create_task(observers.wait("", 0, version, PATIENCE))
+        await let_others_run()
+        now += 10 * LISTENS_FOR
+        assert observers.listening
+        waiting.cancel()
+        await asyncio.wait({waiting})
+        assert observers.listening, "it may call again"
+        now += LISTENS_FOR
+        assert not observers.listening
+
+
+async def test_a_tracker_that_ends_releases_its_routers_at_once(tracker: Any) -> None:
+    """Another one may have taken its place."""
+    await join(tracker, A)
+    await tracker.report_load(NS, "a", LOAD)
+    waiting = await wait_for_news(tracker)
+    await xo.destroy_actor(tracker)
+    await let_others_run()
+    assert waiting.done()
+    with pytest.raises(xo.ActorNotExist, match="the tracker of model has ended"):
+        await waiting
+
+
+async def test_a_new_tracker_tells_its_routers_everything(pool: Any, tracker: Any) -> None:
+    await join(tracker, A, B)
+    for name in ("a", "b"):
+        await tracker.report_load(NS, name, LOAD)
+    seen = await look(tracker)
+    await xo.destroy_actor(tracker)
+    tracker = await create_tracker(pool.external_address)
+    await join(tracker, B)
+    await tracker.report_load(NS, "b", LOAD)
+    found = await look(tracker, seen)
+    assert found.update is not None
+    assert (found.update.snapshot, found.update.members) == (True, (B,))
+    assert (found.complete, [each.incarnation for each in found.loads]) == (True, ["b"])
+
+
+async def test_routers_count_as_watches(tracker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchers_module, "MAX_WATCHES", 1)
+    await join(tracker, A)
+    waiting = await wait_for_news(tracker)
+    assert (await tracker.status())["watches"] == 1
+    with pytest.raises(TrackerFullError, match="1 watches of this model are open"):
+        await look(tracker)
+    await tracker.report_load(NS, "a", LOAD)
+    assert (await waiting).loads[0].load == LOAD
+
+
+async def test_all_of_it_travels_between_processes(stoppable_tracker: tuple[Any, str]) -> None:
+    tracker = await xo.actor_ref(address=stoppable_tracker[1], uid=tracker_uid(MODEL))
+    await join(tracker, A)
+    assert await tracker.report_load(NS, "a", LOAD, (PROMPT,)) is False
+    found = await look(tracker)
+    assert (found.loads[0].load, found.prompts) == (LOAD, (PROMPT,))
+    assert await tracker.report_load(NS, "a", LOAD, ()) is True
