@@ -20,7 +20,7 @@ from xinference_xavier.engine import workload as workload_module
 from xinference_xavier.engine.policy.donor_selection import Group
 from xinference_xavier.engine.probes import SALT
 from xinference_xavier.engine.scheduled import MAX_DECODE_TOKENS
-from xinference_xavier.engine.workload import Workload
+from xinference_xavier.engine.workload import _OVERHEAD, _SPEED, Workload
 from xinference_xavier.protocol.load import (
     MAX_KNOWN,
     MAX_PROMPTS,
@@ -277,11 +277,10 @@ class TestRates:
     def test_are_unknown_before_the_first_measurement(self, engine: Counted) -> None:
         assert engine.load().rates is None
 
-    def test_of_an_engine_that_has_fetched_nothing_are_those_of_computing(
-        self, engine: Counted
-    ) -> None:
+    def test_of_an_engine_that_has_fetched_nothing_are_guessed(self, engine: Counted) -> None:
+        """If fetches took no time, a replica that holds nothing would be as good as one that does."""
         engine.measure()
-        assert engine.load().rates == (1 / SPEED, 0.0, 0.0, 0.0)
+        assert engine.load().rates == (1 / SPEED, 0.0, _OVERHEAD, 1 / _SPEED)
 
     def test_of_fetches_are_the_mean_over_peers(self, engine: Counted) -> None:
         """`a` takes 0.1 s and 10 ms for a row, `b` 0.3 s and 30 ms."""
