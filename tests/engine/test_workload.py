@@ -278,7 +278,7 @@ class TestRates:
         assert engine.load().rates is None
 
     def test_of_an_engine_that_has_fetched_nothing_are_guessed(self, engine: Counted) -> None:
-        """If fetches took no time, a replica that holds nothing would be as good as one that does."""
+        """If fetches took no time, a replica that holds nothing would be as good as its peer."""
         engine.measure()
         assert engine.load().rates == (1 / SPEED, 0.0, _OVERHEAD, 1 / _SPEED)
 

@@ -278,6 +278,21 @@ async def test_a_malformed_observation_changes_nothing() -> None:
     assert (await route(cluster)).replica == "m-0"
 
 
+async def test_a_request_that_has_ended_takes_no_place_though_its_replica_still_reports_it() -> (
+    None
+):
+    cluster = Cluster("m-0", request_limit=1)
+    ended = await route(cluster)
+    cluster.router.named(ended, "ended")
+    cluster.router.end(ended)
+    cluster.tell(cluster.load("m-0", requests=1, known=("ended",)))
+    again = await route(cluster)
+    cluster.router.end(again)
+    cluster.tell(cluster.load("m-0", requests=1, known=("somebody else's",)))
+    (task,) = await waiting(cluster)
+    task.cancel()
+
+
 async def test_nothing_stays_of_requests_that_have_ended() -> None:
     cluster = Cluster("m-0", "m-1")
     for number in range(50):

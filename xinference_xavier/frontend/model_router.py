@@ -31,7 +31,7 @@ PATIENCE = 30.0
 CLOSED = 10.0
 """Seconds in which a replica gets nothing after it was lost to a request. Its engine may report for
 a while after the process is gone that requests go through."""
-MAX_SESSIONS = 10_000
+MAX_SESSIONS = MAX_ENDED = 10_000
 NO_TEXT = Text(0, ())
 AT_LIMIT = "all replicas are at their request limit; try again later"
 
@@ -83,6 +83,7 @@ class ModelRouter:
         self._replicas: dict[str, str] = {}  # names, by incarnation
         self._routes: dict[str, Route] = {}
         self._by_name: dict[str, str] = {}  # requests, by the ids that replicas know
+        self._ended: OrderedDict[str, None] = OrderedDict()  # ids that replicas may still report
         self._sessions: OrderedDict[str, str] = OrderedDict()  # incarnations
 
     # -- what the tracker says ---------------------------------------------------------------
@@ -129,6 +130,7 @@ class ModelRouter:
             None if load.rates is None else Rates(*load.rates),
             math.inf if load.free_tokens is None else load.free_tokens,
             frozenset(self._by_name.get(name, "") for name in load.known),
+            sum(name not in self._by_name and name not in self._ended for name in load.known),
         )
 
     def _lost(self, incarnation: str) -> None:
@@ -202,6 +204,9 @@ class ModelRouter:
         self._routes.pop(route.request, None)
         for name in route.names:
             self._by_name.pop(name, None)
+            self._ended[name] = None
+            if len(self._ended) > MAX_ENDED:
+                self._ended.popitem(last=False)
         self._admit()
 
     # -- choosing and waiting ------------------------------------------------------------------

@@ -184,8 +184,9 @@ def _one_of(equals: Counts, loads: Loads, source: random.Random, preferred: str)
 
 
 def _reason(found: Forecast, number: int) -> str:
-    if not found.fetchable and not found.runs.any():
+    longest = max(found.fetchable, int(found.runs.max()))
+    if not longest:
         return "backlog"
     if found.fetch[number]:
         return "fetch"
-    return "local" if found.runs[number] >= found.fetchable else "compute"
+    return "local" if found.runs[number] == longest else "compute"
