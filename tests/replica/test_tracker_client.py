@@ -15,6 +15,7 @@ import xoscar as xo
 from tests.tracker_pools import MODEL, create_tracker
 from xinference_xavier.events import TrackerLost, event_dict
 from xinference_xavier.mirror.mirror import Mirror
+from xinference_xavier.protocol.load import Load, Observation, Serving
 from xinference_xavier.protocol.tracker import Outcome, Update, tracker_uid
 from xinference_xavier.replica import tracker_client as client_module
 from xinference_xavier.replica.load_reporter import LoadReporter
@@ -192,6 +193,35 @@ async def test_a_replica_serves_once_it_says_so(peers: Peers, tracker: Any) -> N
         a.client.set_serving(serves)
         await b.mirror.until(lambda mirror, serves=serves: ("a" in mirror.serving) is serves)
     assert b.mirror.known_holders(K1) == ("a",)
+
+
+async def until_loads(tracker: Any, *incarnations: str) -> Observation:
+    """What a router learns once the tracker knows the loads of these replicas, and no others."""
+    version = 0
+    async with asyncio.timeout(PATIENCE):
+        while True:
+            await tracker.observe("", 0, version, PATIENCE)
+            found: Observation = await tracker.observe("", 0, 0, 0.0)
+            if {each.incarnation for each in found.loads} == set(incarnations):
+                return found
+            version = found.version
+
+
+async def test_routers_learn_a_replica_s_load_until_it_leaves(
+    pool: Any, peers: Peers, tracker: Any
+) -> None:
+    """A new tracker is told at once, too."""
+    load = Load(Serving(128, 4096), prefill_tokens=7, prefill_s=None, requests=1)
+    engine = Mock(load=lambda: load, take_prompts=lambda: ())
+    a = await peers.start("a", load_reporter=LoadReporter(engine))
+    await peers.start("b")
+    found = await until_loads(tracker, "a")
+    assert [each.load for each in found.loads] == [load]
+    await xo.destroy_actor(tracker)
+    tracker = await create_tracker(pool.external_address)
+    await until_loads(tracker, "a")
+    await a.client.leave()
+    await until_loads(tracker)
 
 
 async def test_a_new_tracker_is_told_who_serves(pool: Any, peers: Peers, tracker: Any) -> None:
