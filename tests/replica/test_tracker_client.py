@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -548,7 +549,7 @@ async def test_a_tracker_that_hangs_holds_nobody_up(
     peers = Peers(address)
     a, b = await peers.start("a", K1), await peers.start("b", watch_timeout=0.2)
     await b.sees(K1, "a")
-    process.send_signal(signal.SIGSTOP)
+    suspend(process)
     await until_lost(a, b)
     assert b.mirror.known_holders(K1) == ("a",)
     async with asyncio.timeout(PATIENCE):
@@ -559,6 +560,12 @@ async def test_a_tracker_that_hangs_holds_nobody_up(
     await c.sees(K2, "a")
     for peer in peers.all:
         await peer.crash()
+
+
+def suspend(process: asyncio.subprocess.Process) -> None:
+    """On return, none of its threads runs any more."""
+    process.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
 
 
 async def claimed(peer: Peer, *keys: bytes) -> int | None:
@@ -583,7 +590,7 @@ async def test_without_a_tracker_everybody_computes(
     process, address = stoppable_tracker
     peers = Peers(address)
     a = await peers.start("a", heartbeat=3600.0, watch_timeout=3600.0)
-    process.send_signal(signal.SIGSTOP)
+    suspend(process)
     assert await claimed(a, K1) == 0
     assert a.client.counters.claim_failures == 1
     process.kill()
