@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -15,6 +16,7 @@ import xoscar as xo
 from tests.tracker_pools import MODEL, create_tracker
 from xinference_xavier.events import TrackerLost, event_dict
 from xinference_xavier.mirror.mirror import Mirror
+from xinference_xavier.protocol.load import Load, Observation, Serving
 from xinference_xavier.protocol.tracker import Outcome, Update, tracker_uid
 from xinference_xavier.replica import tracker_client as client_module
 from xinference_xavier.replica.load_reporter import LoadReporter
@@ -192,6 +194,35 @@ async def test_a_replica_serves_once_it_says_so(peers: Peers, tracker: Any) -> N
         a.client.set_serving(serves)
         await b.mirror.until(lambda mirror, serves=serves: ("a" in mirror.serving) is serves)
     assert b.mirror.known_holders(K1) == ("a",)
+
+
+async def until_loads(tracker: Any, *incarnations: str) -> Observation:
+    """What a router learns once the tracker knows the loads of these replicas, and no others."""
+    version = 0
+    async with asyncio.timeout(PATIENCE):
+        while True:
+            await tracker.observe("", 0, version, PATIENCE)
+            found: Observation = await tracker.observe("", 0, 0, 0.0)
+            if {each.incarnation for each in found.loads} == set(incarnations):
+                return found
+            version = found.version
+
+
+async def test_routers_learn_a_replica_s_load_until_it_leaves(
+    pool: Any, peers: Peers, tracker: Any
+) -> None:
+    """A new tracker is told at once, too."""
+    load = Load(Serving(128, 4096), prefill_tokens=7, prefill_s=None, requests=1)
+    engine = Mock(load=lambda: load, take_prompts=lambda: ())
+    a = await peers.start("a", load_reporter=LoadReporter(engine))
+    await peers.start("b")
+    found = await until_loads(tracker, "a")
+    assert [each.load for each in found.loads] == [load]
+    await xo.destroy_actor(tracker)
+    tracker = await create_tracker(pool.external_address)
+    await until_loads(tracker, "a")
+    await a.client.leave()
+    await until_loads(tracker)
 
 
 async def test_a_new_tracker_is_told_who_serves(pool: Any, peers: Peers, tracker: Any) -> None:
@@ -518,7 +549,7 @@ async def test_a_tracker_that_hangs_holds_nobody_up(
     peers = Peers(address)
     a, b = await peers.start("a", K1), await peers.start("b", watch_timeout=0.2)
     await b.sees(K1, "a")
-    process.send_signal(signal.SIGSTOP)
+    suspend(process)
     await until_lost(a, b)
     assert b.mirror.known_holders(K1) == ("a",)
     async with asyncio.timeout(PATIENCE):
@@ -529,6 +560,12 @@ async def test_a_tracker_that_hangs_holds_nobody_up(
     await c.sees(K2, "a")
     for peer in peers.all:
         await peer.crash()
+
+
+def suspend(process: asyncio.subprocess.Process) -> None:
+    """On return, none of its threads runs any more."""
+    process.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
 
 
 async def claimed(peer: Peer, *keys: bytes) -> int | None:
@@ -553,7 +590,7 @@ async def test_without_a_tracker_everybody_computes(
     process, address = stoppable_tracker
     peers = Peers(address)
     a = await peers.start("a", heartbeat=3600.0, watch_timeout=3600.0)
-    process.send_signal(signal.SIGSTOP)
+    suspend(process)
     assert await claimed(a, K1) == 0
     assert a.client.counters.claim_failures == 1
     process.kill()

@@ -7,12 +7,15 @@ Threading: on the event loop of the tracker's client.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable
 from typing import Protocol
 
 from xinference_xavier.protocol.load import Load, ScheduledPrompt
 from xinference_xavier.replica.publisher import Call
+
+logger = logging.getLogger(__name__)
 
 INTERVAL = 2.0
 """Seconds between two reports of a load that takes its course."""
@@ -33,18 +36,28 @@ class LoadReporter:
     def __init__(self, source: Source, clock: Callable[[], float] = time.monotonic) -> None:
         self._source = source
         self._clock = clock
+        self._failed = False
 
     async def run(self, call: Call) -> None:
         """Report until cancelled."""
         reported, at, listened = None, -INTERVAL, False
         while True:
             now = self._clock()
-            if (load := self._source.load()) is not None:
+            if (load := self._current_load()) is not None:
                 prompts = self._source.take_prompts()
                 if now >= at + INTERVAL or prompts or _differs(reported, load, now - at):
                     listened = await call("report_load", load, prompts)
                     reported, at = load, now
             await asyncio.sleep(_LOOK if listened else INTERVAL)
+
+    def _current_load(self) -> Load | None:
+        try:
+            return self._source.load()
+        except Exception:  # sharing goes on without it
+            if not self._failed:
+                logger.exception("load failed, so routers know nothing of this replica")
+            self._failed = True
+            return None
 
 
 def _differs(reported: Load | None, load: Load, passed: float) -> bool:
