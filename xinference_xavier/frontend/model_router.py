@@ -126,11 +126,10 @@ class ModelRouter:
             made,
             load.prefill_tokens,
             load.prefill_s,
-            load.requests,
+            load.requests - sum(name in self._ended for name in load.known),
             None if load.rates is None else Rates(*load.rates),
             math.inf if load.free_tokens is None else load.free_tokens,
             frozenset(self._by_name.get(name, "") for name in load.known),
-            sum(name not in self._by_name and name not in self._ended for name in load.known),
         )
 
     def _lost(self, incarnation: str) -> None:

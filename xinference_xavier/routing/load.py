@@ -59,8 +59,6 @@ class Report(NamedTuple):
     known: Collection[str] | None = None
     """The requests that are counted here, if the replica says so. Others have not reached its
     scheduler."""
-    others: int | None = None
-    """The number of requests that this router did not send; None if that is unknown."""
 
 
 class Known(NamedTuple):
@@ -183,8 +181,7 @@ class Loads:
             self._unmeasured.discard(name)
             replica.rates = report.rates
             self._assume_typical_rates()
-        others = report.others
-        replica.others = max(0, report.requests - replica.running) if others is None else others
+        replica.others = max(0, report.requests - replica.running)
         replica.count()
         self._show(replica)
 
