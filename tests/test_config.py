@@ -113,6 +113,35 @@ def test_config_survives_json() -> None:
     assert XavierConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
 
+def test_requests_are_routed_and_may_wait_unless_a_launch_says_otherwise() -> None:
+    plain = XavierConfig("m", "10.0.0.1:9999")
+    assert (plain.routing, plain.queue, plain.request_limit) == ("auto", 100, None)
+    options = parsed(**{"xavier-routing": "backlog", "xavier-queue": "0"})
+    config = XavierConfig("m", "10.0.0.1:9999", **options, request_limit=8)
+    assert (config.routing, config.queue, config.request_limit) == ("backlog", 0, 8)
+    assert XavierConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+@pytest.mark.parametrize(
+    ("field", "wrong"),
+    [
+        ("routing", "fast"),
+        ("routing", None),
+        ("queue", -1),
+        ("queue", "100"),
+        ("queue", None),
+        ("request_limit", 0),
+        ("request_limit", -1),
+        ("request_limit", 1.5),
+    ],
+)
+def test_a_configuration_written_by_hand_is_checked(field: str, wrong: object) -> None:
+    """With a wrong value, a tracker would refuse all that the replica reports."""
+    plain = XavierConfig("m", "10.0.0.1:9999").to_dict()
+    with pytest.raises(ConfigError, match=f"{field}=.* is malformed"):
+        XavierConfig.from_dict({**plain, field: wrong})
+
+
 def test_config_refuses_unknown_fields() -> None:
     plain = XavierConfig("m", "10.0.0.1:9999").to_dict()
     with pytest.raises(ConfigError, match="is not known to this version"):

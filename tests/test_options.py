@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.launch_options import parsed, refusal
+from xinference_xavier.options import MAX_QUEUE
 
 GiB = 1 << 30
 
@@ -88,6 +89,40 @@ def test_transports() -> None:
     assert parsed(xavier_transport="Gloo") == {"transport": "gloo"}
     assert parsed(xavier_transport=" shared_memory ") == {"transport": "shared_memory"}
     assert "use one of auto, gloo, shared_memory" in refusal(xavier_transport="nccl")
+
+
+@pytest.mark.parametrize("routing", ["auto", "backlog", "off"])
+def test_routing(routing: str) -> None:
+    assert parsed(xavier_routing=routing) == {"routing": routing}
+    assert parsed(xavier_routing=f" {routing.capitalize()} ") == {"routing": routing}
+
+
+@pytest.mark.parametrize("wrong", ["fast", "", True, False, 1, [], ["auto"]])
+def test_routing_is_one_of_a_few_ways(wrong: object) -> None:
+    message = refusal(xavier_routing=wrong)
+    assert "is not a way to route requests; use one of auto, backlog, off" in message
+
+
+@pytest.mark.parametrize(("written", "length"), [(0, 0), ("0", 0), ("250", 250), (MAX_QUEUE,) * 2])
+def test_queue_is_a_number_of_requests(written: object, length: int) -> None:
+    assert parsed(xavier_queue=written) == {"queue": length}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "reason"),
+    [
+        (-1, "is out of range"),
+        (MAX_QUEUE + 1, "is out of range"),
+        ("100001", "is out of range"),
+        (1.5, "is not a whole number"),
+        ("ten", "is not a whole number"),
+        (True, "is not a whole number"),
+        ([], "is not a whole number"),
+    ],
+)
+def test_queue_has_a_bound(wrong: object, reason: str) -> None:
+    message = refusal(xavier_queue=wrong)
+    assert f"{reason}; use a number of requests from 0 to 100000" in message
 
 
 @pytest.mark.parametrize("ports", ["40000-40100", " 40000 - 40100 ", [40000, 40100]])

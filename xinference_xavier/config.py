@@ -70,8 +70,8 @@ class XavierConfig:
     hooks: str | None = None
     audit: bool = True
     routing: Routing = "auto"
-    queue: int = DEFAULT_QUEUE
-    request_limit: int | None = None
+    queue: Annotated[int, pydantic.Field(ge=0)] = DEFAULT_QUEUE
+    request_limit: Annotated[int, pydantic.Field(ge=1)] | None = None
     worker_address: str | None = None
     replicas_per_host: int = 1
 

@@ -81,6 +81,7 @@ def supervisor_class() -> Any:
             model_type: str | None,
             replica: int = 1,
             n_worker: int | None = 1,
+            request_limits: int | None = None,
             worker_ip: str | None = None,
             replica_config: list[Placement] | None = None,
             **kwargs: Any,

@@ -165,6 +165,17 @@ async def test_replicas_that_may_share_a_host(
     assert config_of(supervisor.calls[0]).replicas_per_host == expected
 
 
+@pytest.mark.parametrize(
+    ("limits", "expected"), [(8, 8), (None, None), (0, None), (-1, None), ("8", None), (True, None)]
+)
+async def test_routers_keep_to_the_request_limits_of_a_launch(
+    supervisor: Any, limits: Any, expected: int | None
+) -> None:
+    """Anything else is left to xinference."""
+    await start(supervisor, request_limits=limits)
+    assert config_of(supervisor.calls[0]).request_limit == expected
+
+
 async def test_replicas_find_a_tracker_and_make_a_missing_one_once(supervisor: Any) -> None:
     """A new supervisor knows the model from its workers, but has no tracker."""
     supervisor._model_uid_to_replica_info["m"] = object()

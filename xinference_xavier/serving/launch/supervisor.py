@@ -175,7 +175,7 @@ def _replicas_per_host(supervisor: Any, arguments: Mapping[str, Any]) -> int:
 
 def _request_limit(arguments: Mapping[str, Any]) -> int | None:
     limit = arguments.get("request_limits")
-    return limit if isinstance(limit, int) and limit > 0 else None
+    return limit if type(limit) is int and limit > 0 else None
 
 
 def _control_address(supervisor: Any) -> str:
