@@ -127,6 +127,7 @@ def test_an_operator_switches_routing_off_and_on(model: LocalCluster) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_no_request_fails_that_had_not_begun_to_answer(model: LocalCluster, stream: bool) -> None:
     """A replica is killed while its requests are being computed."""
+    before = incarnations(model)
     with ThreadPoolExecutor(4) as clients:
         prompts = [f"{number} {document(10 + number, 3 * ROWS)}" for number in range(4)]
         futures = [clients.submit(ask, model, prompt, stream=stream) for prompt in prompts]
@@ -135,8 +136,15 @@ def test_no_request_fails_that_had_not_begun_to_answer(model: LocalCluster, stre
         answers = all_of(futures)
     assert not any(ERROR.search(answer.text) for answer in answers)
     assert model.xavier(UID)["routing"]["moved"] > 0
-    wait_for_engine(lambda: can_fetch(model, UID, 2), "the replica is back")
+    wait_for_engine(
+        lambda: can_fetch(model, UID, 2) and len(incarnations(model) & before) == 1,
+        "another engine has taken the place of the killed one",
+    )
     wait_until(lambda: both_take_requests(model), "both replicas take requests")
+
+
+def incarnations(cluster: LocalCluster) -> set[str]:
+    return {replica["incarnation"] for replica in cluster.xavier(UID)["replicas"]}
 
 
 def busy(cluster: LocalCluster) -> int:
