@@ -28,7 +28,7 @@ from xinference_xavier.stats.routing import KnownLoad, RoutingStats
 
 PATIENCE = 30.0
 """Seconds that a request waits for a replica that accepts it."""
-CLOSED = 10.0
+CLOSED = 30.0
 """Seconds in which a replica gets nothing after it was lost to a request. Its engine may report for
 a while after the process is gone that requests go through."""
 MAX_SESSIONS = MAX_ENDED = 10_000
