@@ -13,6 +13,7 @@ from xinference_xavier.protocol.startup_errors import (
     pop_startup_error,
     replica_name,
     report_startup_error,
+    without_rank,
 )
 
 ERROR = ConfigError("xavier_pool_bytes", 1, "is too little", "use more")
@@ -68,3 +69,4 @@ def test_each_engine_of_a_replica_has_a_name(
 ) -> None:
     monkeypatch.setenv("XINFERENCE_MODEL_UID", replica)
     assert replica_name(engine_id) == name
+    assert without_rank(name) == replica

@@ -59,6 +59,12 @@ class Route:
     names: list[str] = field(default_factory=list)
     """Ids by which the replica knows the request."""
 
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """Of the answer: where the request went, and why, in seconds."""
+        terms = self.choice.terms._asdict().items()
+        reason = "; ".join((self.choice.reason, ", ".join(f"{n}={v:.3f}" for n, v in terms)))
+        return [(b"x-xavier-replica", self.replica.encode()), (b"x-xavier-route", reason.encode())]
+
 
 class ModelRouter:
     """`clock` returns monotonic seconds."""

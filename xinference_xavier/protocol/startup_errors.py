@@ -22,6 +22,7 @@ from xinference_xavier.runtime.deadline import UNREACHABLE, within
 logger = logging.getLogger(__name__)
 
 _TIMEOUT = 3.0
+_RANK = re.compile(r"_dp\d+$")
 
 
 def replica_name(engine_id: str = "") -> str:
@@ -31,8 +32,13 @@ def replica_name(engine_id: str = "") -> str:
     The name of each ends likewise.
     """
     name = os.environ.get("XINFERENCE_MODEL_UID", "")
-    rank = re.search(r"_dp\d+$", engine_id)
+    rank = _RANK.search(engine_id)
     return name + rank[0] if name and rank else name
+
+
+def without_rank(name: str) -> str:
+    """The replica that an engine of that name belongs to."""
+    return _RANK.sub("", name)
 
 
 def report_startup_error(config: XavierConfig, error: BaseException) -> None:
