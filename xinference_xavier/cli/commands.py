@@ -261,8 +261,9 @@ def _launch_options(command: Callable[..., None]) -> Callable[..., None]:
 @main.command("transfer-config", context_settings=_EITHER_DASH)
 @click.argument("model")
 @click.option("--address", required=True, metavar="HOST:PORT", help="Where the tracker listens.")
+@click.option("--name", help="Of the server, if there is a proxy.")
 @_launch_options
-def transfer_config(model: str, address: str, **options: str | None) -> None:
+def transfer_config(model: str, address: str, name: str | None, **options: str | None) -> None:
     """Print the `vllm serve --kv-transfer-config` of servers that share MODEL's caches.
 
     The options are those of `xinference launch`; --xavier_pool_bytes is required.
@@ -270,7 +271,7 @@ def transfer_config(model: str, address: str, **options: str | None) -> None:
     from xinference_xavier.cli import standalone
 
     try:
-        config = standalone.transfer_config(model, address, parse_options(options))
+        config = standalone.transfer_config(model, address, parse_options(options), name)
     except ConfigError as error:
         raise click.UsageError(str(error)) from None
     click.echo(json.dumps(config, separators=(",", ":")))

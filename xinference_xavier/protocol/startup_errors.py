@@ -25,13 +25,14 @@ _TIMEOUT = 3.0
 _RANK = re.compile(r"_dp\d+$")
 
 
-def replica_name(engine_id: str = "") -> str:
-    """xinference's name for the replica of this process; empty without xinference.
+def replica_name(engine_id: str = "", given: str | None = None) -> str:
+    """xinference's name for the replica of this process; without xinference the `given` one, or
+    empty.
 
     With data parallelism a replica has several engines, and vLLM's ids of them end in `_dp0` etc.
     The name of each ends likewise.
     """
-    name = os.environ.get("XINFERENCE_MODEL_UID", "")
+    name = os.environ.get("XINFERENCE_MODEL_UID") or given or ""
     rank = _RANK.search(engine_id)
     return name + rank[0] if name and rank else name
 
