@@ -21,6 +21,7 @@ from xinference_xavier.protocol.load import (
     Load,
     ScheduledPrompt,
     Serving,
+    reported_id,
 )
 from xinference_xavier.protocol.tracker import SHORT_KEY, pack
 
@@ -109,4 +110,4 @@ class Workload:
 
 def _own_id(req_id: str) -> str:
     match = _OWN_ID.fullmatch(req_id)
-    return match[1] if match else req_id
+    return reported_id(match[1] if match else req_id)

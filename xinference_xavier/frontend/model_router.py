@@ -17,7 +17,13 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NoReturn
 
 from xinference_xavier.mirror.mirror import Mirror
-from xinference_xavier.protocol.load import Load, Observation, Serving, check_observation
+from xinference_xavier.protocol.load import (
+    Load,
+    Observation,
+    Serving,
+    check_observation,
+    reported_id,
+)
 from xinference_xavier.protocol.tracker import SHORT_KEY, unpack
 from xinference_xavier.routing.choice import Choice, Chunks
 from xinference_xavier.routing.load import Rates, Report
@@ -192,6 +198,7 @@ class ModelRouter:
 
     def named(self, route: Route, name: str) -> None:
         """The replica knows the request as `name`."""
+        name = reported_id(name)
         route.names.append(name)
         self._by_name[name] = route.request
 
