@@ -28,6 +28,8 @@ class Question(NamedTuple):
     text: Text
     session: str
     """That the client names; empty if it names none."""
+    request_id: str
+    """That the client gives the request; empty if it gives none."""
 
 
 async def read_question(body: bytes, session: str | None) -> Question:
@@ -35,7 +37,9 @@ async def read_question(body: bytes, session: str | None) -> Question:
 
     def read() -> Question:
         request = read_body(body)
-        return Question(prompt_text(request), session_of(request, session))
+        named = request.get("request_id")
+        request_id = named if isinstance(named, str) else ""
+        return Question(prompt_text(request), session_of(request, session), request_id)
 
     return read() if len(body) < _LONG else await asyncio.to_thread(read)
 

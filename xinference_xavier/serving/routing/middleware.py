@@ -51,8 +51,8 @@ class Asked:
         """See `ModelRouter.route`. Raises ClientGoneError if the client goes while it waits."""
         body = b"".join(self._body)
         self._body.clear()
-        text, session = await read_question(body, self._header(b"x-session-id"))
-        routing = asyncio.ensure_future(router.route(text, session))
+        question = await read_question(body, self._header(b"x-session-id"))
+        routing = asyncio.ensure_future(router.route(question.text, question.session))
         leaving = asyncio.ensure_future(self._leaves())
         try:
             await asyncio.wait({routing, leaving}, return_when=asyncio.FIRST_COMPLETED)
