@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any
 
@@ -52,6 +52,11 @@ async def mute() -> AsyncIterator[str]:
 
     async with await asyncio.start_server(close, HOST, 0) as server:
         yield f"http://{HOST}:{server.sockets[0].getsockname()[1]}"
+
+
+async def until(condition: Callable[[], object]) -> None:
+    while not condition():  # noqa: ASYNC110  # nothing announces it
+        await asyncio.sleep(0.001)
 
 
 class Engine:

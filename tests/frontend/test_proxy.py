@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from tests.frontend.cluster import Cluster
-from tests.frontend.servers import Engine, mute, refusing, served
+from tests.frontend.servers import Engine, mute, refusing, served, until
 from xinference_xavier.frontend import asked
 from xinference_xavier.frontend.model_router import ModelRouter
 from xinference_xavier.frontend.proxy import make_app
@@ -63,8 +63,7 @@ class Proxy:
 
     async def rests(self) -> None:
         """Nothing is left of any request. The client has its answer a little earlier."""
-        while any(self.running) or self.cluster.router._routes:
-            await asyncio.sleep(0.001)
+        await until(lambda: not any(self.running) and not self.cluster.router._routes)
 
 
 @pytest.fixture
@@ -272,11 +271,9 @@ async def test_a_client_that_goes_in_the_middle_of_its_body_ends_its_request(pro
 async def test_a_client_that_goes_while_it_waits_leaves_the_queue(proxy: Proxy) -> None:
     await proxy.start(Engine("a"), request_limit=0, queue=5)
     asking = proxy.begin()
-    while not proxy.cluster.router._waiting:
-        await asyncio.sleep(0.001)
+    await until(lambda: proxy.cluster.router._waiting)
     asking.cancel()
-    while proxy.cluster.router._waiting:
-        await asyncio.sleep(0.001)
+    await until(lambda: not proxy.cluster.router._waiting)
     await proxy.rests()
 
 

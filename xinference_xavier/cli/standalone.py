@@ -29,13 +29,7 @@ def transfer_config(
     that `name`; raises ConfigError."""
     if name is not None:
         check_name("name", name)
-    host, port = endpoint(address)
-    if is_wildcard(host):
-        raise ConfigError(
-            "address", address, "is not an address that replicas can reach", "use the tracker's own"
-        )
-    if not port:
-        raise ConfigError("address", address, "has no port", "use the one the tracker listens on")
+    check_reachable(address)
     if "pool_bytes" not in options:
         raise ConfigError(
             "xavier_pool_bytes",
@@ -46,6 +40,17 @@ def transfer_config(
     return kv_transfer_config(
         XavierConfig(model_uid=model_uid, tracker_address=address, replica=name, **options)
     )
+
+
+def check_reachable(address: str) -> None:
+    """Raises ConfigError for what cannot be the address of a tracker as others reach it."""
+    host, port = endpoint(address)
+    if is_wildcard(host):
+        raise ConfigError(
+            "address", address, "is not an address that replicas can reach", "use the tracker's own"
+        )
+    if not port:
+        raise ConfigError("address", address, "has no port", "use the one the tracker listens on")
 
 
 def check_name(option: str, name: str) -> None:
