@@ -55,7 +55,8 @@ class XavierConfig:
     ``pool_bytes`` is the total over the replica's vLLM workers. None stands for
     ``default_pool_bytes`` of the host. ``chunk_tokens`` None stands for 128, rounded up to the
     model's block size, which only the engine knows. With ``min_fetch_tokens`` None the engine
-    measures whether a run of ``least_fetch_tokens`` or more is worth a fetch.
+    measures whether a run of ``least_fetch_tokens`` or more is worth a fetch. ``replica`` is the
+    replica's name without xinference.
     """
 
     model_uid: str
@@ -74,6 +75,7 @@ class XavierConfig:
     request_limit: Annotated[int, pydantic.Field(ge=1)] | None = None
     worker_address: str | None = None
     replicas_per_host: int = 1
+    replica: Annotated[str, pydantic.Field(min_length=1, max_length=256)] | None = None
 
     @property
     def least_fetch_tokens(self) -> int:

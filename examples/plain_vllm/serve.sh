@@ -22,14 +22,15 @@ trap 'exit 0' INT TERM
 
 xinference-xavier tracker "$NAME" --address "$TRACKER" &
 
-CONFIG=$(xinference-xavier transfer-config "$NAME" --address "$TRACKER" --xavier_pool_bytes "${POOL:-1GiB}")
 SERVE=(vllm serve)
 if ! python -c 'import importlib.metadata as m; m.version("vllm")' 2>/dev/null; then
     # The program of vLLM's CPU build looks for a package of the other name and fails.
     SERVE=(python -m vllm.entrypoints.openai.api_server --model)
 fi
 for PORT in ${PORTS:-8001 8002}; do
-    # All get the same configuration. The usage of each answer tells how many tokens were reused.
+    # All get the same configuration but for their names, by which a proxy knows them.
+    CONFIG=$(xinference-xavier transfer-config "$NAME" --address "$TRACKER" --name "vllm-$PORT" --xavier_pool_bytes "${POOL:-1GiB}")
+    # The usage of each answer tells how many tokens were reused.
     "${SERVE[@]}" "$MODEL" --host "$HOST" --port "$PORT" --kv-transfer-config "$CONFIG" \
         --enable-prompt-tokens-details "$@" &
 done

@@ -69,6 +69,7 @@ def test_vllm_gets_our_configuration() -> None:
         (["--address", "0.0.0.0:9920"], "is not an address that replicas can reach"),
         (["--address", "10.0.0.1:0"], "has no port"),
         (["--address", "10.0.0.1"], "is not of the form host:port"),
+        (["--address", "10.0.0.1:9920", "--name", "a b"], "name='a b' is not a name"),
         (["--address", "10.0.0.1:9920", "--xavier_pool_bytes", "4QiB"], "is not a size"),
         (
             ["--address", "10.0.0.1:9920", "--xavier_pool", "4GiB"],
@@ -84,6 +85,17 @@ def test_wrong_arguments_are_refused(words: list[str], sentence: str) -> None:
     result = configure("m", *words)
     assert result.exit_code == 2
     assert sentence in result.output
+
+
+def test_a_server_may_have_a_name() -> None:
+    """Another configuration is as before."""
+    words = ["m", *ADDRESS, "--xavier_pool_bytes", "1GiB"]
+    told = []
+    for result in (configure(*words), configure(*words, "--name", "a")):
+        transfer = own_transfer_config(result.stdout)
+        assert transfer is not None
+        told.append(XavierConfig.from_dict(transfer["kv_connector_extra_config"]["xavier"]))
+    assert [config.replica for config in told] == [None, "a"]
 
 
 def test_every_launch_option_is_taken_with_either_dash() -> None:

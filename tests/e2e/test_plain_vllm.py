@@ -1,4 +1,4 @@
-"""Two `vllm serve` and a tracker, without xinference: the example, as in its README."""
+"""Two `vllm serve`, a tracker and a proxy, without xinference: the example, as in its README."""
 
 from __future__ import annotations
 
@@ -7,15 +7,20 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, NamedTuple
 
+import httpx
 import psutil
 import pytest
 
+from examples.documents import document
 from examples.local_cluster import answers, free_port
 from examples.plain_vllm import ask
-from tests.e2e.conftest import ROOT, wait_for_engine
+from tests.e2e.conftest import ROOT, wait_for_engine, wait_until
+from xinference_xavier.routing.expected import GRACE
 
 pytestmark = pytest.mark.long
 
@@ -24,11 +29,18 @@ SCRIPT = ROOT / "examples" / "plain_vllm" / "serve.sh"
 ARGUMENTS = "--block-size 128 --dtype float32 --enforce-eager --max-model-len 4096"
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
 END_TIMEOUT = 120.0
+PROGRAM = Path(sys.executable).parent / "xinference-xavier"
 
 
-@pytest.fixture
-def servers(model_folder: Path) -> Iterator[list[str]]:
-    """The endpoints of two servers; at the end, the script stops everything that it started."""
+class Servers(NamedTuple):
+    tracker: str
+    endpoints: dict[str, str]
+    """By name."""
+
+
+@pytest.fixture(scope="module")
+def servers(model_folder: Path) -> Iterator[Servers]:
+    """Two servers; at the end, the script stops everything that it started."""
     tracker, *ports = (str(free_port(HOST)) for _ in range(3))
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONHASHSEED"}
     environment |= ENVIRONMENT | {
@@ -57,7 +69,8 @@ def servers(model_folder: Path) -> Iterator[list[str]]:
         )
         assert script.poll() is None, log.read_text()[-4000:]
         wait_for_engine(lambda: log.read_text().count("ReplicaJoined") == 2, "both have joined")
-        yield endpoints
+        names = [f"vllm-{port}" for port in ports]
+        yield Servers(f"{HOST}:{tracker}", dict(zip(names, endpoints, strict=True)))
     finally:
         processes = started.children(recursive=True) if script.poll() is None else []
         script.send_signal(signal.SIGTERM)
@@ -69,9 +82,78 @@ def servers(model_folder: Path) -> Iterator[list[str]]:
 
 
 def test_what_one_server_has_computed_the_other_copies(
-    servers: list[str], capsys: pytest.CaptureFixture[str]
+    servers: Servers, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    ask.main([*servers, "--rows", "40"])
+    ask.main([*servers.endpoints.values(), "--rows", "40"])
     first, second = re.findall(r"(\d+) of (\d+) tokens reused", capsys.readouterr().out)
     assert first[0] == "0"
     assert int(second[0]) > 0.9 * int(second[1])
+
+
+@pytest.fixture(scope="module")
+def proxy(servers: Servers) -> Iterator[httpx.Client]:
+    port = free_port(HOST)
+    replicas = [f"--replica={name}={url}" for name, url in servers.endpoints.items()]
+    words = ["--tracker", servers.tracker, "--model-uid", "plain", "--port", str(port), *replicas]
+    process = subprocess.Popen([PROGRAM, "proxy", *words], stderr=subprocess.PIPE, text=True)
+    try:
+        with httpx.Client(base_url=f"http://{HOST}:{port}", timeout=END_TIMEOUT) as client:
+            wait_until(lambda: answers(f"{client.base_url}health"), "the proxy answers")
+            wait_until(lambda: report(client)["loads"].keys() == servers.endpoints.keys(), "loads")
+            yield client
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=END_TIMEOUT)
+        assert (process.returncode, said) == (0, "")
+    finally:
+        process.kill()
+        process.wait()
+
+
+def report(proxy: httpx.Client) -> dict[str, Any]:
+    routing: dict[str, Any] = proxy.get("/xavier").raise_for_status().json()
+    return routing
+
+
+def route_of(answer: httpx.Response) -> tuple[str, str]:
+    headers = answer.raise_for_status().headers
+    return headers["x-xavier-replica"], headers["x-xavier-route"].split(";")[0]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_questions_about_a_document_go_to_the_server_that_computed_it(
+    proxy: httpx.Client, path: str
+) -> None:
+    model = proxy.get("/v1/models").json()["data"][0]["id"]
+    text = document(7 + len(path), 40)
+
+    def put(number: int) -> httpx.Response:
+        asked = f"{text} question {number}"
+        chat = {"messages": [{"role": "user", "content": asked}]}
+        body = chat if "chat" in path else {"prompt": asked}
+        return proxy.post(path, json={"model": model, "max_tokens": 1, **body})
+
+    replica, _ = route_of(put(0))
+    # What the proxy expects for having sent it is over: now it must know the document by the ids in
+    # the server's report.
+    time.sleep(GRACE + report(proxy)["loads"][replica]["backlog_s"])
+    asked = [put(number) for number in range(1, 5)]
+    assert [route_of(answer) for answer in asked] == [(replica, "local")] * 4
+    usage = [answer.json()["usage"] for answer in asked]
+    assert min(each["prompt_tokens_details"]["cached_tokens"] for each in usage) > 1000
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_every_text_route_is_routed(proxy: httpx.Client, stream: bool) -> None:
+    model = proxy.get("/v1/models").json()["data"][0]["id"]
+    messages = [{"role": "user", "content": "Hello"}]
+    bodies: dict[str, dict[str, Any]] = {
+        "/v1/completions": {"prompt": "Hello"},
+        "/v1/chat/completions": {"messages": messages},
+        "/v1/messages": {"messages": messages},
+        "/v1/responses": {"input": "Hello"},
+    }
+    for path, body in bodies.items():
+        limit = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
+        answer = proxy.post(path, json={"model": model, limit: 4, "stream": stream, **body})
+        assert route_of(answer)[1] != "in turn", path
+    assert report(proxy)["unrouted"] == 0

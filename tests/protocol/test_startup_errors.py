@@ -13,6 +13,7 @@ from xinference_xavier.protocol.startup_errors import (
     pop_startup_error,
     replica_name,
     report_startup_error,
+    without_rank,
 )
 
 ERROR = ConfigError("xavier_pool_bytes", 1, "is too little", "use more")
@@ -68,3 +69,15 @@ def test_each_engine_of_a_replica_has_a_name(
 ) -> None:
     monkeypatch.setenv("XINFERENCE_MODEL_UID", replica)
     assert replica_name(engine_id) == name
+    assert without_rank(name) == replica
+
+
+def test_without_xinference_a_replica_has_the_name_that_it_was_given(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("XINFERENCE_MODEL_UID", raising=False)
+    assert replica_name("2f6a", None) == ""
+    assert replica_name("2f6a", "a") == "a"
+    assert replica_name("2f6a_dp1", "a") == "a_dp1"
+    monkeypatch.setenv("XINFERENCE_MODEL_UID", "model-rep1")
+    assert replica_name("2f6a", "a") == "model-rep1"

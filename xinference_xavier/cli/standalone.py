@@ -4,6 +4,7 @@ No one replaces a lost tracker: restart it at the same address, and the replicas
 """
 
 import asyncio
+import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
@@ -18,17 +19,17 @@ from xinference_xavier.runtime.addresses import is_wildcard, join_address, split
 from xinference_xavier.tracker.actor import BlockTracker
 
 _WATCH = 30.0  # seconds
+_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,199}", re.ASCII)
 
 
-def transfer_config(model_uid: str, address: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """vLLM's `kv_transfer_config` for a model whose tracker is at `address`; raises ConfigError."""
-    host, port = _endpoint(address)
-    if is_wildcard(host):
-        raise ConfigError(
-            "address", address, "is not an address that replicas can reach", "use the tracker's own"
-        )
-    if not port:
-        raise ConfigError("address", address, "has no port", "use the one the tracker listens on")
+def transfer_config(
+    model_uid: str, address: str, options: Mapping[str, Any], name: str | None = None
+) -> dict[str, Any]:
+    """vLLM's `kv_transfer_config` for a model whose tracker is at `address`, and for the server of
+    that `name`; raises ConfigError."""
+    if name is not None:
+        check_name("name", name)
+    check_reachable(address)
     if "pool_bytes" not in options:
         raise ConfigError(
             "xavier_pool_bytes",
@@ -36,7 +37,28 @@ def transfer_config(model_uid: str, address: str, options: Mapping[str, Any]) ->
             "is required without xinference",
             "use a size such as 4GiB",
         )
-    return kv_transfer_config(XavierConfig(model_uid=model_uid, tracker_address=address, **options))
+    return kv_transfer_config(
+        XavierConfig(model_uid=model_uid, tracker_address=address, replica=name, **options)
+    )
+
+
+def check_reachable(address: str) -> None:
+    """Raises ConfigError for what cannot be the address of a tracker as others reach it."""
+    host, port = endpoint(address)
+    if is_wildcard(host):
+        raise ConfigError(
+            "address", address, "is not an address that replicas can reach", "use the tracker's own"
+        )
+    if not port:
+        raise ConfigError("address", address, "has no port", "use the one the tracker listens on")
+
+
+def check_name(option: str, name: str) -> None:
+    """Raises ConfigError for what cannot be a server's name."""
+    if not _NAME.fullmatch(name):
+        raise ConfigError(
+            option, name, "is not a name", "use letters, digits, dots, dashes and underscores"
+        )
 
 
 async def serve(
@@ -53,7 +75,7 @@ async def serve(
     `listening` is called once with the address, `on_event` with each event in the form of
     `event_dict`. Raises ConfigError if it cannot listen at `address`.
     """
-    host, port = _endpoint(address)
+    host, port = endpoint(address)
     try:
         pool = await xoscar.create_actor_pool(
             join_address(host, port), n_process=0, use_uvloop=False
@@ -86,7 +108,8 @@ async def _forward_events(tracker: Any, on_event: Callable[[Mapping[str, Any]], 
             on_event(event)
 
 
-def _endpoint(address: str) -> tuple[str, int]:
+def endpoint(address: str) -> tuple[str, int]:
+    """Host and port; raises ConfigError."""
     try:
         return split_address(address)
     except ValueError:

@@ -25,6 +25,7 @@ from xinference_xavier.protocol.load import (
     Load,
     ScheduledPrompt,
     Serving,
+    reported_id,
 )
 from xinference_xavier.protocol.tracker import SHORT_KEY, pack
 from xinference_xavier.runtime.validate import MAX_IDENTIFIER
@@ -157,4 +158,4 @@ def _is_identifier(name: str) -> bool:
 
 def _own_id(req_id: str) -> str:
     match = _OWN_ID.fullmatch(req_id)
-    return match[1] if match else req_id
+    return reported_id(match[1] if match else req_id)

@@ -5,9 +5,10 @@ Never fails: what cannot be read has no text, and the request goes by backlog al
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from xinference_xavier.frontend.model_router import NO_TEXT
 from xinference_xavier.routing.texts import Text, text_of
@@ -17,6 +18,30 @@ MAX_BODY = 4 << 20
 ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses")
 _FIELDS = ("cache_salt", "tools", "system", "instructions", "prompt", "messages", "input")
 """What a prompt is made of, in the order in which templates put it."""
+_LONG = 64 << 10
+"""Bytes of a body that is read by another thread."""
+
+
+class Question(NamedTuple):
+    """What the router needs to know of a request."""
+
+    text: Text
+    session: str
+    """That the client names; empty if it names none."""
+    request_id: str
+    """That the client gives the request; empty if it gives none."""
+
+
+async def read_question(body: bytes, session: str | None) -> Question:
+    """`session` is the value of the header `x-session-id`."""
+
+    def read() -> Question:
+        request = read_body(body)
+        named = request.get("request_id")
+        request_id = named if isinstance(named, str) else ""
+        return Question(prompt_text(request), session_of(request, session), request_id)
+
+    return read() if len(body) < _LONG else await asyncio.to_thread(read)
 
 
 def read_body(body: bytes) -> Mapping[str, Any]:

@@ -17,7 +17,13 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NoReturn
 
 from xinference_xavier.mirror.mirror import Mirror
-from xinference_xavier.protocol.load import Load, Observation, Serving, check_observation
+from xinference_xavier.protocol.load import (
+    Load,
+    Observation,
+    Serving,
+    check_observation,
+    reported_id,
+)
 from xinference_xavier.protocol.tracker import SHORT_KEY, unpack
 from xinference_xavier.routing.choice import Choice, Chunks
 from xinference_xavier.routing.load import Rates, Report
@@ -59,14 +65,25 @@ class Route:
     names: list[str] = field(default_factory=list)
     """Ids by which the replica knows the request."""
 
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """Of the answer: where the request went, and why, in seconds."""
+        terms = self.choice.terms._asdict().items()
+        reason = "; ".join((self.choice.reason, ", ".join(f"{n}={v:.3f}" for n, v in terms)))
+        return [(b"x-xavier-replica", self.replica.encode()), (b"x-xavier-route", reason.encode())]
+
 
 class ModelRouter:
-    """`clock` returns monotonic seconds."""
+    """`clock` returns monotonic seconds. `queue` is the number of requests that may wait; without
+    it, that with which the replicas were launched. `serves` says whether requests can be sent to
+    the replica of a name; from others the chosen ones may fetch."""
 
     def __init__(
         self,
         source: random.Random | None = None,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        queue: int | None = None,
+        serves: Callable[[str], bool] = lambda replica: True,
     ) -> None:
         self.counts = RoutingStats()
         self.mirror = Mirror("")
@@ -74,6 +91,8 @@ class ModelRouter:
         """Of the loads that were observed last."""
         self._clock = clock
         self._source = source or random.Random()
+        self._bound = queue
+        self._serves = serves
         self._numbers = itertools.count()
         self._serving: Serving | None = None
         self._router: Router
@@ -99,6 +118,8 @@ class ModelRouter:
         for incarnation in [*gone]:
             self._lost(incarnation)
         for incarnation, replica, age, load in good.loads:
+            if not self._serves(replica):
+                continue
             if self._serving is None:
                 self._begin(load.serving)
             self._replicas[incarnation] = replica
@@ -119,7 +140,7 @@ class ModelRouter:
         size = Chunks(serving.chunk_tokens, serving.chunk_bytes)
         self._router = Router(self.mirror, size, self._source)
         self._texts = Texts(serving.chunk_tokens)
-        self._queue.bound = serving.queue
+        self._queue.bound = serving.queue if self._bound is None else self._bound
 
     def _report(self, load: Load, made: float) -> Report:
         return Report(
@@ -187,6 +208,7 @@ class ModelRouter:
 
     def named(self, route: Route, name: str) -> None:
         """The replica knows the request as `name`."""
+        name = reported_id(name)
         route.names.append(name)
         self._by_name[name] = route.request
 

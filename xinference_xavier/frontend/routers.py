@@ -35,8 +35,11 @@ share."""
 
 
 class Routers:
-    def __init__(self, find: Find) -> None:
+    """`make` returns the router of a model."""
+
+    def __init__(self, find: Find, make: Callable[[], ModelRouter] = ModelRouter) -> None:
         self._find = find
+        self._make = make
         self._log = RateLimitedLog(logger)
         self._routers: dict[str, ModelRouter] = {}
         self._looking: set[str] = set()
@@ -58,7 +61,7 @@ class Routers:
     async def _run(self, model_uid: str) -> None:
         """Observe the model until it no longer shares."""
         try:
-            await self._observe(model_uid, ModelRouter())
+            await self._observe(model_uid, self._make())
         except NotFoundError:
             self._absent[model_uid] = time.monotonic() + _ASK_AGAIN
             if len(self._absent) > _MAX_ABSENT:

@@ -8,7 +8,7 @@ from pydantic import Field, TypeAdapter
 
 from xinference_xavier.options import Routing
 from xinference_xavier.protocol.tracker import SHORT_KEY, Update, check_packed, checked
-from xinference_xavier.runtime.validate import Count, Identifier
+from xinference_xavier.runtime.validate import MAX_IDENTIFIER, Count, Identifier
 
 MAX_KNOWN = 4096  # requests of one report
 MAX_PROMPTS = 100  # in one report
@@ -16,6 +16,11 @@ MAX_PROMPT_KEYS = 1 << 16
 """Of one prompt. A tracker remembers thousands of prompts."""
 
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+def reported_id(request: str) -> str:
+    """By this a replica and a router name the request. Clients choose ids of any length."""
+    return request[:MAX_IDENTIFIER]
 
 
 class Serving(NamedTuple):

@@ -22,17 +22,24 @@ from xinference_xavier.runtime.deadline import UNREACHABLE, within
 logger = logging.getLogger(__name__)
 
 _TIMEOUT = 3.0
+_RANK = re.compile(r"_dp\d+$")
 
 
-def replica_name(engine_id: str = "") -> str:
-    """xinference's name for the replica of this process; empty without xinference.
+def replica_name(engine_id: str = "", given: str | None = None) -> str:
+    """xinference's name for the replica of this process; without xinference the `given` one, or
+    empty.
 
     With data parallelism a replica has several engines, and vLLM's ids of them end in `_dp0` etc.
     The name of each ends likewise.
     """
-    name = os.environ.get("XINFERENCE_MODEL_UID", "")
-    rank = re.search(r"_dp\d+$", engine_id)
+    name = os.environ.get("XINFERENCE_MODEL_UID") or given or ""
+    rank = _RANK.search(engine_id)
     return name + rank[0] if name and rank else name
+
+
+def without_rank(name: str) -> str:
+    """The replica that an engine of that name belongs to."""
+    return _RANK.sub("", name)
 
 
 def report_startup_error(config: XavierConfig, error: BaseException) -> None:

@@ -190,7 +190,7 @@ class Replica:
             on_joined=lambda secret: spawn(self._process.configure(secret)),
             on_session=self._events.tracker_session,
             events=self._events.pending,
-            replica=replica_name(self._incarnation),
+            replica=replica_name(self._incarnation, config.replica),
         )
         scope.undo(self._client.leave)
         publish = partial(self._client.publisher.enqueue, held=True)

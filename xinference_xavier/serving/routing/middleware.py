@@ -10,22 +10,13 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from contextvars import ContextVar
 from typing import Any
 
-from xinference_xavier.frontend.asked import (
-    MAX_BODY,
-    ROUTES,
-    prompt_text,
-    read_body,
-    session_of,
-)
+from xinference_xavier.frontend.asked import MAX_BODY, ROUTES, read_question
 from xinference_xavier.frontend.model_router import ModelRouter, Route
-from xinference_xavier.routing.texts import Text
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
-_LONG = 64 << 10
-"""Bytes of a body that is read by another thread."""
 _asked: ContextVar[Asked | None] = ContextVar("xavier_asked", default=None)
 
 
@@ -58,8 +49,10 @@ class Asked:
 
     async def route_by(self, router: ModelRouter) -> Route | None:
         """See `ModelRouter.route`. Raises ClientGoneError if the client goes while it waits."""
-        text, session = await self._read()
-        routing = asyncio.ensure_future(router.route(text, session))
+        body = b"".join(self._body)
+        self._body.clear()
+        question = await read_question(body, self._header(b"x-session-id"))
+        routing = asyncio.ensure_future(router.route(question.text, question.session))
         leaving = asyncio.ensure_future(self._leaves())
         try:
             await asyncio.wait({routing, leaving}, return_when=asyncio.FIRST_COMPLETED)
@@ -71,15 +64,6 @@ class Asked:
             await asyncio.wait({routing})
         self.route, self._router = routing.result(), router
         return self.route
-
-    async def _read(self) -> tuple[Text, str]:
-        def read() -> tuple[Text, str]:
-            request = read_body(body)
-            return prompt_text(request), session_of(request, header)
-
-        body, header = b"".join(self._body), self._header(b"x-session-id")
-        self._body.clear()
-        return read() if len(body) < _LONG else await asyncio.to_thread(read)
 
     def _header(self, name: bytes) -> str | None:
         found = next((value for key, value in self._scope["headers"] if key == name), None)
@@ -110,7 +94,7 @@ class RoutingMiddleware:
 
         async def answer(message: Message) -> None:
             if message["type"] == "http.response.start" and asked.route is not None:
-                message["headers"] = [*message.get("headers", ()), *headers(asked.route)]
+                message["headers"] = [*message.get("headers", ()), *asked.route.headers()]
             await send(message)
 
         try:
@@ -118,10 +102,3 @@ class RoutingMiddleware:
         finally:
             _asked.reset(token)
             asked.end()
-
-
-def headers(route: Route) -> list[tuple[bytes, bytes]]:
-    """Where the request went, and why, in seconds."""
-    terms = ", ".join(f"{name}={value:.3f}" for name, value in route.choice.terms._asdict().items())
-    reason = f"{route.choice.reason}; {terms}"
-    return [(b"x-xavier-replica", route.replica.encode()), (b"x-xavier-route", reason.encode())]
