@@ -28,7 +28,6 @@ from xinference_xavier.protocol.load import (
     reported_id,
 )
 from xinference_xavier.protocol.tracker import SHORT_KEY, pack
-from xinference_xavier.runtime.validate import MAX_IDENTIFIER
 
 _OWN_ID = re.compile(r"(?:\d+_)?(.+?)(?:-[0-9a-f]{8})?")
 """vLLM appends eight digits to a request's id, and puts a number before each of several answers."""
@@ -81,7 +80,7 @@ class Workload:
             return
         request.reported = True
         name = _own_id(req_id)
-        if _is_identifier(name):
+        if name.isprintable():
             keys = self._selection.main_keys(request)[:MAX_PROMPT_KEYS]
             short = pack(key[-SHORT_KEY:] for key in keys)
             self._prompts.append(ScheduledPrompt(name, prompt, short))
@@ -123,7 +122,7 @@ class Workload:
             prefill_tokens=sum(rest for _, rest in missing),
             prefill_s=self._seconds(missing),
             requests=len(all_),
-            known=tuple(islice(filter(_is_identifier, names), MAX_KNOWN)),
+            known=tuple(islice(filter(str.isprintable, names), MAX_KNOWN)),
             rates=self._rates(),
             free_tokens=self.free_tokens(),
         )
@@ -151,11 +150,7 @@ class Workload:
         return tuple(self._prompts.popleft() for _ in range(len(self._prompts)))
 
 
-def _is_identifier(name: str) -> bool:
-    """Whether a tracker takes it. Clients may choose a request's id."""
-    return len(name) <= MAX_IDENTIFIER and name.isprintable()
-
-
 def _own_id(req_id: str) -> str:
+    """A tracker takes it if it is printable: clients choose ids."""
     match = _OWN_ID.fullmatch(req_id)
     return reported_id(match[1] if match else req_id)

@@ -9,6 +9,7 @@ import pytest
 
 from tests.frontend.cluster import Cluster
 from xinference_xavier.frontend.asked import MAX_BODY, ROUTES
+from xinference_xavier.routing.texts import Text
 from xinference_xavier.serving.routing.middleware import (
     Asked,
     ClientGoneError,
@@ -32,6 +33,21 @@ def body(text: bytes, more: bool = False) -> dict[str, Any]:
     return {"type": "http.request", "body": text, "more_body": more}
 
 
+class Told:
+    """A router that sends nothing anywhere."""
+
+    async def route(self, text: Text, session: str) -> None:
+        self.length, self.session = text.length, session
+
+
+async def told_with(*messages: dict[str, Any], **scope: Any) -> Told:
+    """What a router is told of a request. Its client stays."""
+    told = Told()
+    asked = await asked_with(*messages, **scope)
+    assert await asked.route_by(told) is None  # type: ignore[arg-type]
+    return told
+
+
 async def asked_with(*messages: dict[str, Any], **scope: Any) -> Asked:
     asked = Asked({**SCOPE, **scope}, receiver(*messages))
     for _ in messages:
@@ -41,28 +57,26 @@ async def asked_with(*messages: dict[str, Any], **scope: Any) -> Asked:
 
 async def test_the_body_is_put_together_from_its_parts() -> None:
     whole = json.dumps({"prompt": "x" * 3000, "prompt_cache_key": "chat"}).encode()
-    asked = await asked_with(body(whole[:1000], more=True), body(whole[1000:]))
-    text, session = await asked._read()
-    assert text.length == 3000
-    assert session == "chat"
+    told = await told_with(body(whole[:1000], more=True), body(whole[1000:]))
+    assert (told.length, told.session) == (3000, "chat")
 
 
 async def test_a_long_body_is_read_aside() -> None:
     whole = json.dumps({"prompt": "x" * 300_000}).encode()
-    text, _ = await (await asked_with(body(whole)))._read()
-    assert text.length == 300_000
+    assert (await told_with(body(whole))).length == 300_000
 
 
 async def test_no_more_of_a_body_is_kept_than_is_read() -> None:
     asked = await asked_with(*(body(b"x" * (1 << 20), more=True) for _ in range(20)))
     assert sum(map(len, asked._body)) <= MAX_BODY + (1 << 20)
-    text, session = await asked._read()
-    assert (text.length, session) == (0, "")
+    told = Told()
+    await asked.route_by(told)  # type: ignore[arg-type]
+    assert (told.length, told.session) == (0, "")
 
 
 async def test_a_session_may_be_named_by_a_header() -> None:
-    asked = await asked_with(body(b"{}"), headers=[(b"x-session-id", b"chat")])
-    assert (await asked._read())[1] == "chat"
+    told = await told_with(body(b"{}"), headers=[(b"x-session-id", b"chat")])
+    assert told.session == "chat"
 
 
 async def test_a_client_that_goes_while_it_waits_leaves_the_queue() -> None:
