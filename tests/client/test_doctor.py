@@ -20,7 +20,7 @@ from tests.replica_process import MODEL, ReplicaProcess, wait_until
 from xinference_xavier import __version__
 from xinference_xavier.cli.commands import main
 from xinference_xavier.client import XavierClient, doctor
-from xinference_xavier.client.doctor import Finding
+from xinference_xavier.client.processes import Finding
 from xinference_xavier.runtime.net import local_host_towards
 from xinference_xavier.stats.schema import (
     ComparisonStats,

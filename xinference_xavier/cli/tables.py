@@ -10,7 +10,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from xinference_xavier.client.doctor import Finding
+from xinference_xavier.client.processes import Finding
 from xinference_xavier.stats.answers import Explanation
 from xinference_xavier.stats.routing import RoutingStats
 from xinference_xavier.stats.schema import HIT_SOURCES, Counters, ModelStatus, PoolStats

@@ -46,6 +46,8 @@ class Routers:
         self._absent: dict[str, float] = {}  # until when, by model uid
         self.failures = 0
         """Of observations."""
+        self.in_use = False
+        """Whether requests are routed through it."""
 
     def get(self, model_uid: str) -> ModelRouter | None:
         """None while the model is not known to share; it is looked for in the background."""

@@ -3,7 +3,8 @@
     {"api": info, "supervisor": info, "workers": {address: info},
      "models": {model_uid: {"report": …, "tracker": info, "self_checks": {incarnation: …}}}}
 
-`info` is that of `process_info`, with `address` and `cancel_circles` where there is an actor pool.
+`info` is that of `process_info`, with `address` and `cancel_circles` where there is an actor pool;
+that of the API has `routes`, whether requests are routed.
 An `error` stands in place of a missing part. Runs on the event loops of API, supervisor and
 workers; every call has a deadline.
 """
@@ -50,7 +51,7 @@ async def cluster_info(trackers: TrackerGateway) -> dict[str, Any]:
             zip(uids, await asyncio.gather(*(_model(trackers, uid) for uid in uids)), strict=True)
         )
     return {
-        "api": process_info(),
+        "api": {**process_info(), "routes": trackers.routers.in_use},
         "workers": supervisor.pop("workers", {}),
         "supervisor": supervisor,
         "models": models,

@@ -39,6 +39,7 @@ def add_routing(context: Any, routers: Routers) -> None:
         return
     restful_api.require_model = routing_require(original, routers)
     context.app.add_middleware(RoutingMiddleware)
+    routers.in_use = True
 
 
 def routing_require(original: Require, routers: Routers) -> Require:
