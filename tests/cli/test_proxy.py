@@ -135,7 +135,12 @@ async def test_the_queue_is_its_own(tracker: Any, proxy: Served) -> None:
         await proxy.start(tracker.address, {"a": a}, queue=0)
         while not (await proxy.client.get("/xavier")).json()["mode"]:
             pass
-        assert (await proxy.ask()).status_code == 429
+        asking = asyncio.create_task(proxy.ask())
+        waits = 0
+        while not asking.done() and not waits:
+            waits = (await proxy.client.get("/xavier")).json()["waiting"]
+        assert not waits
+        assert (await asking).status_code == 429
         await proxy.stop()
 
 
@@ -187,6 +192,8 @@ async def test_answers_under_way_are_completed_when_it_stops(proxy: Served) -> N
             words = answer.aiter_raw()
             assert await anext(words) == b"one"
             proxy.until.set()
+            ended, _ = await asyncio.wait({proxy.task}, timeout=0.5)  # uvicorn may need 0.2 s
+            assert not ended
             a.words.put_nowait(b"two")
             a.words.put_nowait(None)
             assert [word async for word in words] == [b"two"]

@@ -74,6 +74,7 @@ class Engine:
         self.does = does
         self.status = status
         self.sick = False
+        self.encoding = ""
         self.asked: list[tuple[Scope, bytes]] = []
         self.chunks: asyncio.Queue[bytes] = asyncio.Queue()
         """Of the bodies, as they arrive."""
@@ -147,4 +148,6 @@ class Engine:
 
     def _start(self) -> Message:
         headers = [(b"content-type", b"text/event-stream")]
+        if self.encoding:
+            headers.append((b"content-encoding", self.encoding.encode()))
         return {"type": "http.response.start", "status": self.status, "headers": headers}

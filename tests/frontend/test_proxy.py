@@ -151,7 +151,7 @@ async def test_bodies_are_not_judged(proxy: Proxy, body: bytes) -> None:
 async def test_an_answer_is_passed_on_as_it_is_encoded(proxy: Proxy) -> None:
     a = Engine("a", "stream")
     await proxy.start(a)
-    packed = gzip.compress(b"many words")
+    a.encoding, packed = "gzip", gzip.compress(b"many words")
     a.words.put_nowait(packed)
     a.words.put_nowait(None)
     async with proxy.client.stream("POST", CHAT, json={}) as answer:
