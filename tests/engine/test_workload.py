@@ -465,4 +465,4 @@ class TestVllm:
             b"\0\0\0\2": Group(CHUNK),
         }
         serving = engine.connector._serving(manager)
-        assert (serving.chunk_tokens, serving.chunk_bytes) == (2 * CHUNK, 3.5 * ROW_BYTES)
+        assert (serving.chunk_tokens, serving.chunk_bytes) == (2 * CHUNK, 3 * ROW_BYTES)

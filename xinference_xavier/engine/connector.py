@@ -127,7 +127,9 @@ class XavierConnector(OffloadingConnector):
     def _serving(self, manager: XavierManager) -> Serving:
         groups = manager.selection.groups.values()
         tokens = max(groups, key=lambda group: group.rank).chunk_tokens
-        rows = sum(tokens / group.chunk_tokens for group in groups)
+        # Of groups with a window a hit needs only the last few rows.
+        whole = [group for group in groups if group.window is None] or groups
+        rows = sum(tokens / group.chunk_tokens for group in whole)
         config = self._config
         return Serving(
             tokens,

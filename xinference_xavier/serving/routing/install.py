@@ -15,6 +15,7 @@ from fastapi import HTTPException
 
 from xinference_xavier.frontend.model_router import AT_LIMIT, ModelRouter, QueueFullError
 from xinference_xavier.frontend.routers import Routers
+from xinference_xavier.runtime.deadline import within
 from xinference_xavier.serving.routing.middleware import (
     Asked,
     ClientGoneError,
@@ -25,6 +26,7 @@ from xinference_xavier.serving.routing.routed_model import RoutedModel
 
 logger = logging.getLogger(__name__)
 
+_CONNECT_DEADLINE = 5.0  # seconds
 _CLIENT_CLOSED_REQUEST = 499  # nginx's; nobody sees it
 Require = Callable[..., Awaitable[Any]]
 
@@ -52,7 +54,7 @@ def routing_require(original: Require, routers: Routers) -> Require:
 
         async def connect(replica: str) -> Any:
             supervisor = await get_supervisor_ref()
-            return await supervisor.xavier_replica(replica)
+            return await within(_CONNECT_DEADLINE, supervisor.xavier_replica(replica))
 
         model = await _routed(asked, router, connect)
         return model or await original(get_supervisor_ref, model_uid, *args)
