@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import signal
@@ -15,11 +16,13 @@ from typing import Any, NamedTuple
 import httpx
 import psutil
 import pytest
+import xoscar
 
 from examples.documents import document
 from examples.local_cluster import answers, free_port
 from examples.plain_vllm import ask
 from tests.e2e.conftest import ROOT, wait_for_engine, wait_until
+from xinference_xavier.protocol.tracker import tracker_uid
 from xinference_xavier.routing.expected import GRACE
 
 pytestmark = pytest.mark.long
@@ -68,7 +71,7 @@ def servers(model_folder: Path) -> Iterator[Servers]:
             "both servers answer",
         )
         assert script.poll() is None, log.read_text()[-4000:]
-        wait_for_engine(lambda: log.read_text().count("ReplicaJoined") == 2, "both have joined")
+        wait_for_engine(lambda: serve(f"{HOST}:{tracker}"), "both can be fetched from")
         names = [f"vllm-{port}" for port in ports]
         yield Servers(f"{HOST}:{tracker}", dict(zip(names, endpoints, strict=True)))
     finally:
@@ -81,9 +84,32 @@ def servers(model_folder: Path) -> Iterator[Servers]:
     assert left == []
 
 
+def replicas(tracker: str) -> list[dict[str, Any]]:
+    """What the tracker knows of each."""
+
+    async def ask() -> Any:
+        return await (await xoscar.actor_ref(address=tracker, uid=tracker_uid("plain"))).status()
+
+    groups = asyncio.run(ask())["namespaces"].values()
+    return [replica for group in groups for replica in group["replicas"]]
+
+
+def serve(tracker: str) -> bool:
+    return [replica["serves"] for replica in replicas(tracker)] == [True, True]
+
+
+def compared(tracker: str) -> bool:
+    counts = [replica["stats"]["comparison"]["compared"] for replica in replicas(tracker)]
+    return counts == [1, 1]
+
+
 def test_what_one_server_has_computed_the_other_copies(
     servers: Servers, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Once they have compared what both computed of another document."""
+    ask.main([*servers.endpoints.values(), "--rows", "40", "--seed", "2"])
+    wait_until(lambda: compared(servers.tracker), "they are compared")
+    capsys.readouterr()
     ask.main([*servers.endpoints.values(), "--rows", "40"])
     first, second = re.findall(r"(\d+) of (\d+) tokens reused", capsys.readouterr().out)
     assert first[0] == "0"
@@ -98,7 +124,7 @@ def proxy(servers: Servers) -> Iterator[httpx.Client]:
     process = subprocess.Popen([PROGRAM, "proxy", *words], stderr=subprocess.PIPE, text=True)
     try:
         with httpx.Client(base_url=f"http://{HOST}:{port}", timeout=END_TIMEOUT) as client:
-            wait_until(lambda: answers(f"{client.base_url}health"), "the proxy answers")
+            wait_until(lambda: answers(f"http://{HOST}:{port}/health"), "the proxy answers")
             wait_until(lambda: report(client)["loads"].keys() == servers.endpoints.keys(), "loads")
             yield client
         process.send_signal(signal.SIGINT)
