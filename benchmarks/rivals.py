@@ -7,6 +7,7 @@ under way, and which chunks each replica holds or will hold soon.
 from __future__ import annotations
 
 import random
+from abc import ABC, abstractmethod
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,7 +36,7 @@ class EarliestFinish:
         pass
 
 
-class _Rival:
+class _Rival(ABC):
     def __init__(self, router: Router, source: random.Random) -> None:
         self._router = router
         self._source = source
@@ -67,9 +68,9 @@ class _Rival:
         self.missing[number] -= missing
         self.tokens[number] -= tokens
 
+    @abstractmethod
     def costs(self, found: Forecast) -> Scores:
         """By number; the least is chosen, at random among equals."""
-        raise NotImplementedError
 
 
 class InTurn(_Rival):

@@ -22,6 +22,7 @@ from examples.documents import document
 from examples.local_cluster import answers, free_port
 from examples.plain_vllm import ask
 from tests.e2e.conftest import ROOT, wait_for_engine, wait_until
+from tests.e2e.text_routes import CHAT, COMPLETIONS, TEXT_ROUTES, body_of, route_of
 from xinference_xavier.protocol.tracker import tracker_uid
 from xinference_xavier.routing.expected import GRACE
 
@@ -140,12 +141,7 @@ def report(proxy: httpx.Client) -> dict[str, Any]:
     return routing
 
 
-def route_of(answer: httpx.Response) -> tuple[str, str]:
-    headers = answer.raise_for_status().headers
-    return headers["x-xavier-replica"], headers["x-xavier-route"].split(";")[0]
-
-
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 def test_questions_about_a_document_go_to_the_server_that_computed_it(
     proxy: httpx.Client, path: str
 ) -> None:
@@ -153,10 +149,8 @@ def test_questions_about_a_document_go_to_the_server_that_computed_it(
     text = document(7 + len(path), 40)
 
     def put(number: int) -> httpx.Response:
-        asked = f"{text} question {number}"
-        chat = {"messages": [{"role": "user", "content": asked}]}
-        body = chat if "chat" in path else {"prompt": asked}
-        return proxy.post(path, json={"model": model, "max_tokens": 1, **body})
+        body = body_of(path, model, f"{text} question {number}")
+        return proxy.post(path, json=body).raise_for_status()
 
     replica, _ = route_of(put(0))
     # What the proxy expects for having sent it is over: now it must know the document by the ids in
@@ -171,15 +165,7 @@ def test_questions_about_a_document_go_to_the_server_that_computed_it(
 @pytest.mark.parametrize("stream", [True, False])
 def test_every_text_route_is_routed(proxy: httpx.Client, stream: bool) -> None:
     model = proxy.get("/v1/models").json()["data"][0]["id"]
-    messages = [{"role": "user", "content": "Hello"}]
-    bodies: dict[str, dict[str, Any]] = {
-        "/v1/completions": {"prompt": "Hello"},
-        "/v1/chat/completions": {"messages": messages},
-        "/v1/messages": {"messages": messages},
-        "/v1/responses": {"input": "Hello"},
-    }
-    for path, body in bodies.items():
-        limit = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
-        answer = proxy.post(path, json={"model": model, limit: 4, "stream": stream, **body})
-        assert route_of(answer)[1] != "in turn", path
+    for path in TEXT_ROUTES:
+        answer = proxy.post(path, json=body_of(path, model, "Hello", 4, stream=stream))
+        assert route_of(answer.raise_for_status())[1] != "in turn", path
     assert report(proxy)["unrouted"] == 0

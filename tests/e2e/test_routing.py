@@ -14,6 +14,7 @@ from examples.documents import document
 from examples.local_cluster import LocalCluster
 from tests.e2e import processes
 from tests.e2e.conftest import ARGUMENTS, can_fetch, wait_for_engine, wait_until
+from tests.e2e.text_routes import CHAT, COMPLETIONS, TEXT_ROUTES, body_of, route_of
 
 UID = "routed"
 ROWS = 60  # of a document's table: about 3,000 tokens
@@ -32,46 +33,46 @@ def model(cluster: LocalCluster) -> Iterator[LocalCluster]:
     cluster.terminate(UID)
 
 
-def ask(cluster: LocalCluster, prompt: str, tokens: int = 1, **body: Any) -> requests.Response:
-    body = {"model": UID, "prompt": prompt, "max_tokens": tokens, "ignore_eos": True, **body}
-    return post(cluster, "/v1/completions", body)
+def ask(cluster: LocalCluster, prompt: str, tokens: int = 1, **more: Any) -> requests.Response:
+    return post(cluster, COMPLETIONS, prompt, tokens, ignore_eos=True, **more)
 
 
-def post(cluster: LocalCluster, path: str, body: Any, **headers: str) -> requests.Response:
-    answer = requests.post(f"{cluster.endpoint}{path}", json=body, headers=headers, timeout=TIMEOUT)
+def post(
+    cluster: LocalCluster, path: str, text: str, tokens: int = 1, **more: Any
+) -> requests.Response:
+    answer = requests.post(
+        f"{cluster.endpoint}{path}",
+        json=body_of(path, UID, text, tokens, **more),
+        headers={"anthropic-version": "2023-06-01"},
+        timeout=TIMEOUT,
+    )
     answer.raise_for_status()
     return answer
-
-
-def route_of(answer: requests.Response) -> tuple[str, str]:
-    """The replica that an answer names, and the reason."""
-    headers = answer.headers
-    return headers.get("x-xavier-replica", ""), headers.get("x-xavier-route", "").split(";")[0]
 
 
 def all_of(futures: Sequence[Future[requests.Response]]) -> list[requests.Response]:
     return [future.result(TIMEOUT) for future in futures]
 
 
-@pytest.mark.parametrize("chat", [False, True])
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 def test_questions_about_a_document_go_where_it_was_computed(
-    model: LocalCluster, chat: bool
+    model: LocalCluster, path: str
 ) -> None:
-    text = document(1 + chat, ROWS)
+    text = document(7 + len(path), ROWS)
 
-    def question(number: int) -> dict[str, Any]:
-        asked = f"{text} question {number}"
-        return {"messages": [{"role": "user", "content": asked}]} if chat else {"prompt": asked}
+    def question(number: int) -> str:
+        return f"{text} question {number}"
 
     def put(number: int) -> requests.Response:
-        path = "/v1/chat/completions" if chat else "/v1/completions"
-        return post(model, path, {"model": UID, "max_tokens": 1, **question(number)})
+        return post(model, path, question(number))
 
     replica, reason = route_of(put(0))
     assert reason == "backlog"
 
+    explain = f"/v1/xavier/{UID}/explain"
+
     def known() -> bool:
-        routing = model.call("POST", f"/v1/xavier/{UID}/explain", question(0))["routing"]
+        routing = model.call("POST", explain, body_of(path, UID, question(0)))["routing"]
         least = min(routing, key=lambda name: sum(routing[name].values()))
         return bool(least == replica and routing[replica]["fetch"] == 0.0)
 
@@ -84,23 +85,11 @@ def test_questions_about_a_document_go_where_it_was_computed(
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_every_text_route_is_routed(model: LocalCluster, stream: bool) -> None:
-    messages = [{"role": "user", "content": "Hello"}]
-    bodies: dict[str, dict[str, Any]] = {
-        "/v1/completions": {"prompt": "Hello"},
-        "/v1/chat/completions": {"messages": messages},
-        "/v1/messages": {"messages": messages},
-        "/v1/responses": {"input": "Hello"},
-    }
-    for path, body in bodies.items():
-        limit = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
-        version = {"anthropic-version": "2023-06-01"}
-        asked = {"model": UID, limit: 4, "stream": stream, **body}
-        answer = post(model, path, asked, **version)
+    for path in TEXT_ROUTES:
+        answer = post(model, path, "Hello", 4, stream=stream)
         assert route_of(answer)[0], path
         assert not ERROR.search(answer.text), path
-    count = {"model": UID, "messages": messages}
-    counted = post(model, "/v1/messages/count_tokens", count, **{"anthropic-version": "2023-06-01"})
-    assert route_of(counted) == ("", "")
+    assert route_of(post(model, "/v1/messages/count_tokens", "Hello")) == ("", "")
 
 
 def test_requests_beyond_the_limit_wait(model: LocalCluster) -> None:

@@ -319,7 +319,24 @@ async def test_a_request_that_has_ended_takes_no_place_though_its_replica_still_
     task.cancel()
 
 
-async def test_nothing_stays_of_requests_that_have_ended() -> None:
+async def test_a_text_is_learned_though_its_answer_ended_before_its_report() -> None:
+    cluster = Cluster("m-0", "m-1")
+    text = document("quick")
+    first = await route(cluster, text)
+    cluster.router.named(first, "quick")
+    cluster.router.answered(first, streamed=True)
+    cluster.router.end(first)
+    known = keys("quick", 39)
+    cluster.tell(prompts=[ScheduledPrompt("quick", 5000, pack(known))])
+    cluster.hold(first.replica, known)
+    cluster.now += 3600.0
+    cluster.tell(cluster.load("m-0"), cluster.load("m-1"))
+    again = await route(cluster, text)
+    assert (again.replica, again.choice.reason) == (first.replica, "local")
+
+
+async def test_only_the_names_of_the_latest_requests_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_NAMES", 10)
     cluster = Cluster("m-0", "m-1")
     for number in range(50):
         ended = await route(cluster, document(f"{number}"))
@@ -327,8 +344,7 @@ async def test_nothing_stays_of_requests_that_have_ended() -> None:
         cluster.router.end(ended)
         cluster.router.end(ended)
     assert not cluster.router._routes
-    assert not cluster.router._by_name
-    assert not cluster.router._texts._underway
+    assert [*cluster.router._names] == [f"name {number}" for number in range(40, 50)]
     assert cluster.router._router.loads.running.sum() == 0
 
 

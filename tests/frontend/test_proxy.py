@@ -214,7 +214,7 @@ async def test_the_router_knows_the_id_by_which_vllm_knows_the_request(
     await a.arrived.wait()
     sent = a.headers["x-request-id"]
     assert sent == "mine" if own else len(sent) == 32
-    assert [*proxy.cluster.router._by_name] == [name.format(sent)]
+    assert [*proxy.cluster.router._names] == [name.format(sent)]
     asking.cancel()
     await proxy.rests()
 
@@ -225,7 +225,7 @@ async def test_a_streamed_response_tells_its_id(proxy: Proxy) -> None:
     a.words.put_nowait(b'data: {"type":"response.created","response":{"id":"resp_5"}}\n\n')
     async with proxy.client.stream("POST", "/v1/responses", json={}) as answer:
         await anext(answer.aiter_raw())
-        assert [*proxy.cluster.router._by_name] == ["resp_5_0"]
+        assert [*proxy.cluster.router._names] == ["resp_5_0"]
     await proxy.rests()
 
 

@@ -120,7 +120,7 @@ async def test_a_tracker_that_is_replaced_is_found_again(tracker: Any, routers: 
         lambda router: router.report()["loads"].get("a", {}).get("backlog_s", 0.0) > 1.0
     )
     assert again is router
-    assert routers.failures > 0
+    assert router.counts.failures > 0
 
 
 async def test_a_model_that_has_ended_is_forgotten(tracker: Any, routers: Followed) -> None:
@@ -135,4 +135,4 @@ async def test_a_model_that_has_ended_is_forgotten(tracker: Any, routers: Follow
     (following,) = (task for task in asyncio.all_tasks() if "Routers._run" in str(task))
     await xo.destroy_actor(tracker)
     await following
-    assert not routers.known()
+    assert routers.get(MODEL) is None

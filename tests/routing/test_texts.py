@@ -97,23 +97,40 @@ def test_any_text_can_be_hashed() -> None:
 def test_reports_of_others_are_ignored(texts: Texts) -> None:
     text = text_of([DOCUMENT])
     before = texts.prompt(text)
-    texts.scheduled("somebody else's", 4000, keys(31))
     texts.sent("request", text)
-    texts.ended("request")
-    texts.scheduled("request", 4000, keys(31))
+    texts.scheduled("somebody else's", 4000, keys(31))
     assert texts.prompt(text) == before
 
 
-def test_memory_is_bounded(texts: Texts, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Texts go that were not asked for longest."""
+def test_a_request_is_reported_once(texts: Texts) -> None:
+    text = text_of([DOCUMENT])
+    known = learn(texts, text, 4000)
+    texts.scheduled("request", 4000, keys(31, "other"))
+    assert texts.prompt(text).keys[0] == known[0]
+
+
+def test_texts_go_that_were_not_asked_for_longest(
+    texts: Texts, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(texts_module, "MAX_PIECES", 100)
-    monkeypatch.setattr(texts_module, "MAX_UNDERWAY", 2)
     first = text_of(["first" + DOCUMENT])
     known = learn(texts, first, 4000)
     for number in range(10):
         assert texts.prompt(first).keys[0] == known[0], "it is asked for"
         learn(texts, text_of([f"{number}" + DOCUMENT]), 4000, f"{number}-")
     assert len(texts._pieces) <= 100
-    for request in ("1", "2", "3"):
-        texts.sent(request, first)
-    assert len(texts._underway) == 2
+
+
+@pytest.mark.parametrize(("bound", "value"), [("MAX_UNDERWAY", 2), ("MAX_PIECES", 100)])
+def test_the_oldest_requests_go_that_nobody_reports(
+    texts: Texts, monkeypatch: pytest.MonkeyPatch, bound: str, value: int
+) -> None:
+    monkeypatch.setattr(texts_module, bound, value)
+    each = [text_of([f"{number}" + DOCUMENT]) for number in range(3)]
+    for number, text in enumerate(each):
+        texts.sent(f"{number}", text)
+    for number in range(3):
+        texts.scheduled(f"{number}", 4000, keys(31, f"{number}-"))
+    learned = [texts.prompt(text).keys[0] for text in each]
+    assert learned[1:] == [keys(1, "1-")[0], keys(1, "2-")[0]]
+    assert learned[0] != keys(1, "0-")[0]

@@ -149,3 +149,14 @@ def test_the_latest_prompts_are_remembered(loads: Loads, monkeypatch: pytest.Mon
     loads.report("a", load(), prompts("p", "q"), now=0.0)
     loads.report("a", load(), prompts("r", "s"), now=0.0)
     assert prompted(news(loads, 0)) == ["q", "r", "s"]
+
+
+def test_prompts_are_remembered_as_far_as_their_keys_fit(
+    loads: Loads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loads_module, "MAX_PROMPT_BYTES", 24)
+    for name, chunks in {"p": 1, "q": 1, "r": 1, "s": 3, "t": 1}.items():
+        loads.report("a", load(), [ScheduledPrompt(name, 100, chunks * b"k" * 12)], now=0.0)
+    assert prompted(news(loads, 0)) == ["t"]
+    loads.report("a", load(), [ScheduledPrompt("u", 100, b"k" * 12)], now=0.0)
+    assert prompted(news(loads, 0)) == ["t", "u"]

@@ -71,7 +71,7 @@ async def test_the_first_look_finds_everything(tracker: Any) -> None:
     await tracker.join(NS, A, 4, Settings(), "model-0")
     await join(tracker, B)
     await tracker.publish(NS, "a", 1, K1, b"")
-    await tracker.report_load(NS, "a", LOAD, (PROMPT,))
+    await tracker.report_load(NS, "a", LOAD)
     settings = await tracker.set_routing("backlog")
     found = await look(tracker)
     assert found.update is not None
@@ -80,7 +80,15 @@ async def test_the_first_look_finds_everything(tracker: Any) -> None:
     (load,) = found.loads
     assert load == ReplicaLoad("a", "model-0", load.age, LOAD)
     assert 0 <= load.age < 60
-    assert (found.complete, found.gone, found.prompts) == (True, (), (PROMPT,))
+    assert (found.complete, found.gone, found.prompts) == (True, (), ())
+
+
+async def test_prompts_are_not_kept_while_nobody_looks(tracker: Any) -> None:
+    await join(tracker, A)
+    await tracker.report_load(NS, "a", LOAD, (PROMPT,))
+    assert (await look(tracker)).prompts == ()
+    await tracker.report_load(NS, "a", LOAD, (PROMPT,))
+    assert (await look(tracker)).prompts == (PROMPT,)
 
 
 async def test_without_members_there_is_nothing(tracker: Any) -> None:
@@ -333,6 +341,7 @@ async def test_all_of_it_travels_between_processes(stoppable_tracker: tuple[Any,
     tracker = await xo.actor_ref(address=stoppable_tracker[1], uid=tracker_uid(MODEL))
     await join(tracker, A)
     assert await tracker.report_load(NS, "a", LOAD, (PROMPT,)) is False
+    await look(tracker)
+    assert await tracker.report_load(NS, "a", LOAD, (PROMPT,)) is True
     found = await look(tracker)
     assert (found.loads[0].load, found.prompts) == (LOAD, (PROMPT,))
-    assert await tracker.report_load(NS, "a", LOAD, ()) is True

@@ -116,7 +116,7 @@ class TestRouting:
     @pytest.mark.parametrize("wrong", ["fast", "", None, "OFF", ["off"], {}, 1])
     async def test_is_one_of_a_few_ways(self, tracker: Any, wrong: Any) -> None:
         await join(tracker, A)
-        with pytest.raises(ValueError, match="is none of auto, backlog, off"):
+        with pytest.raises(ValueError, match="is not one of auto, backlog, off"):
             await tracker.set_routing(wrong)
         assert (await look(tracker, "a")).settings == Settings()
         events = await tracker.wait_events(0, 0.0)

@@ -106,6 +106,8 @@ async def serve(
         await serving
         for task in (checking, ending):
             task.cancel()
+        # Observations that are under way now would be reported as failed.
+        asyncio.get_running_loop().set_exception_handler(lambda _loop, _context: None)
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -1,4 +1,4 @@
-"""What a request of one of the text routes goes into its prompt, read from its body.
+"""Reads from the body of a request to a text route what its prompt is made of.
 
 Never fails: what cannot be read has no text, and the request goes by backlog alone.
 """

@@ -37,7 +37,8 @@ PATIENCE = 30.0
 CLOSED = 30.0
 """Seconds in which a replica gets nothing after it was lost to a request. Its engine may report for
 a while after the process is gone that requests go through."""
-MAX_SESSIONS = MAX_ENDED = 10_000
+MAX_SESSIONS = 10_000
+MAX_NAMES = 100_000
 NO_TEXT = Text(0, ())
 AT_LIMIT = "all replicas are at their request limit; try again later"
 
@@ -62,8 +63,6 @@ class Route:
     """xinference's name for it."""
     sent: float = 0.0
     lost: asyncio.Event = field(default_factory=asyncio.Event)
-    names: list[str] = field(default_factory=list)
-    """Ids by which the replica knows the request."""
 
     def headers(self) -> list[tuple[bytes, bytes]]:
         """Of the answer: where the request went, and why, in seconds."""
@@ -101,8 +100,8 @@ class ModelRouter:
         self._waiting: dict[str, tuple[Route, asyncio.Future[None]]] = {}
         self._replicas: dict[str, str] = {}  # names, by incarnation
         self._routes: dict[str, Route] = {}
-        self._by_name: dict[str, str] = {}  # requests, by the ids that replicas know
-        self._ended: OrderedDict[str, None] = OrderedDict()  # ids that replicas may still report
+        # Requests by the ids that replicas know, also those that have ended: they may be reported.
+        self._names: OrderedDict[str, str] = OrderedDict()
         self._sessions: OrderedDict[str, str] = OrderedDict()  # incarnations
 
     # -- what the tracker says ---------------------------------------------------------------
@@ -127,7 +126,7 @@ class ModelRouter:
             report = self._report(load, now - age)
             self._router.report(incarnation, report, limit=math.inf if limit is None else limit)
         for prompt in good.prompts:
-            request = self._by_name.get(prompt.request)
+            request = self._names.get(prompt.request)
             if request is not None:
                 keys = unpack(prompt.keys, SHORT_KEY)
                 self._texts.scheduled(request, prompt.tokens, keys)
@@ -143,21 +142,23 @@ class ModelRouter:
         self._queue.bound = serving.queue if self._bound is None else self._bound
 
     def _report(self, load: Load, made: float) -> Report:
+        sent = {self._names[name] for name in load.known if name in self._names}
+        running = sent & self._routes.keys()
         return Report(
             made,
             load.prefill_tokens,
             load.prefill_s,
-            load.requests - sum(name in self._ended for name in load.known),
+            load.requests - len(sent - running),
             None if load.rates is None else Rates(*load.rates),
             math.inf if load.free_tokens is None else load.free_tokens,
-            frozenset(self._by_name.get(name, "") for name in load.known),
+            running,
         )
 
     def _lost(self, incarnation: str) -> None:
         self._replicas.pop(incarnation, None)
         if self._serving is None:
             return
-        for request in self._router.lost(incarnation).again:
+        for request in self._router.lost(incarnation):
             self._routes[request].lost.set()
 
     # -- requests ------------------------------------------------------------------------------
@@ -187,7 +188,7 @@ class ModelRouter:
 
     def _accepts(self) -> bool:
         """Whether there is a replica that reports and works, even if it is at its limit."""
-        return self._serving is not None and self._router.loads.working(self._clock()) > 0
+        return self._serving is not None and self._router.loads.works(self._clock())
 
     async def move(self, route: Route, full: bool = False) -> bool:
         """The replica failed the request, or is `full`. True if the request was sent to another, as
@@ -208,9 +209,9 @@ class ModelRouter:
 
     def named(self, route: Route, name: str) -> None:
         """The replica knows the request as `name`."""
-        name = reported_id(name)
-        route.names.append(name)
-        self._by_name[name] = route.request
+        self._names[reported_id(name)] = route.request
+        if len(self._names) > MAX_NAMES:
+            self._names.popitem(last=False)
 
     def answered(self, route: Route, streamed: bool) -> None:
         """The first of the answer has arrived, or all of it."""
@@ -221,13 +222,7 @@ class ModelRouter:
     def end(self, route: Route) -> None:
         """The request has been answered, has failed, or its client has gone."""
         self._router.ended(route.request)
-        self._texts.ended(route.request)
         self._routes.pop(route.request, None)
-        for name in route.names:
-            self._by_name.pop(name, None)
-            self._ended[name] = None
-            if len(self._ended) > MAX_ENDED:
-                self._ended.popitem(last=False)
         self._admit()
 
     # -- choosing and waiting ------------------------------------------------------------------

@@ -44,8 +44,6 @@ class Routers:
         self._routers: dict[str, ModelRouter] = {}
         self._looking: set[str] = set()
         self._absent: dict[str, float] = {}  # until when, by model uid
-        self.failures = 0
-        """Of observations."""
         self.in_use = False
         """Whether requests are routed through it."""
 
@@ -56,9 +54,6 @@ class Routers:
             self._looking.add(model_uid)
             spawn(self._run(model_uid))
         return router
-
-    def known(self) -> dict[str, ModelRouter]:
-        return dict(self._routers)
 
     async def _run(self, model_uid: str) -> None:
         """Observe the model until it no longer shares."""
@@ -84,7 +79,7 @@ class Routers:
             except NotFoundError:
                 raise
             except Exception:
-                self.failures += 1
+                router.counts.failures += 1
                 self._log.warn(model_uid, "no news for routing: model=%s", model_uid, exc_info=True)
             await asyncio.sleep(backoff * random.uniform(0.5, 1.0))
             backoff = min(_MAX_BACKOFF, 2 * backoff)

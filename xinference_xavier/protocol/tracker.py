@@ -215,7 +215,7 @@ def check_switch(name: str, value: object) -> None:
 
 def check_routing(routing: object) -> None:
     if routing not in get_args(Routing):
-        raise ValueError(f"routing={shown(routing)} is none of {', '.join(get_args(Routing))}")
+        raise ValueError(f"routing={shown(routing)} is not one of {', '.join(get_args(Routing))}")
 
 
 def check_stats(stats: object) -> None:

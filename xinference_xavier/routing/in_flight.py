@@ -7,7 +7,6 @@ once: a request that brings its replica down must not bring down all. Pure; belo
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 
 @dataclass(slots=True)
@@ -15,14 +14,6 @@ class _Request:
     replica: str
     answered: bool = False
     moved: bool = False
-
-
-class Lost(NamedTuple):
-    """Requests of a lost replica."""
-
-    again: list[str]
-    """To send elsewhere, in the order in which they were sent."""
-    failed: list[str]
 
 
 class InFlight:
@@ -62,10 +53,8 @@ class InFlight:
         known.replica, known.moved = "", True
         return True
 
-    def lost(self, replica: str) -> Lost:
-        """The replica has failed or hangs."""
-        lost = Lost([], [])
-        for request, known in list(self._requests.items()):
-            if known.replica == replica:
-                (lost.again if self.failed(request) else lost.failed).append(request)
-        return lost
+    def lost(self, replica: str) -> list[str]:
+        """The replica has failed or hangs. Returns the requests that can go elsewhere, in the order
+        in which they were sent; its others have ended."""
+        there = [request for request, known in self._requests.items() if known.replica == replica]
+        return [request for request in there if self.failed(request)]

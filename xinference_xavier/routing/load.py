@@ -126,11 +126,11 @@ class _Replica:
             )
         }
         self.computed.clear()
-        seconds = self.report.prefill_s
+        seconds = report.prefill_s
         if seconds is None:
-            seconds = self.report.prefill_tokens * self.rates.token_s
-        self.until = self.report.made + seconds
-        self.room = self.report.free_tokens - self.report.prefill_tokens
+            seconds = report.prefill_tokens * self.rates.token_s
+        self.until = report.made + seconds
+        self.room = report.free_tokens - report.prefill_tokens
         for sent in self.sent.values():
             self.add(sent)
 
@@ -149,6 +149,9 @@ class Loads:
         self._version = -1
         self._replicas: dict[str, _Replica] = {}
         self._unmeasured: set[str] = set()  # replicas that know no rates yet
+        self._typical = _UNKNOWN
+        """The mean of those that do. While nobody does, work seems to take no time, and the replica
+        with the fewest requests is chosen."""
         self._allocate(0)
 
     def _allocate(self, size: int) -> None:
@@ -170,33 +173,28 @@ class Loads:
         replica = self._replicas.get(name)
         if replica is None:
             replica = self._replicas[name] = _Replica(report)
+            self._unmeasured.add(name)
             self._version = -1
         elif report.made <= replica.report.made:
             return
         replica.report, replica.limit = report, limit
-        if report.rates is None:
-            self._unmeasured.add(name)
-            replica.rates = self._typical_rates()
-        else:
-            self._unmeasured.discard(name)
-            replica.rates = report.rates
+        replica.rates = report.rates or self._typical
+        if report.rates and name in self._unmeasured:
+            self._unmeasured.remove(name)
             self._assume_typical_rates()
         replica.others = max(0, report.requests - replica.running)
         replica.count()
         self._show(replica)
 
     def _assume_typical_rates(self) -> None:
+        """One more replica knows its own."""
+        known = [each.report.rates for each in self._replicas.values() if each.report.rates]
+        self._typical = Rates(*np.mean(known, axis=0).tolist())
         for name in self._unmeasured:
             replica = self._replicas[name]
-            replica.rates = self._typical_rates()
+            replica.rates = self._typical
             replica.count()
             self._show(replica)
-
-    def _typical_rates(self) -> Rates:
-        """The mean of those who know theirs. While nobody does, work seems to take no time, and the
-        replica with the fewest requests is chosen."""
-        known = [each.rates for each in self._replicas.values() if each.report.rates]
-        return Rates(*np.mean(known, axis=0).tolist()) if known else _UNKNOWN
 
     def sent(self, name: str, request: str, seconds: float, tokens: int, now: float) -> None:
         """The router has sent a request that will keep the replica busy for `seconds`."""
@@ -229,11 +227,11 @@ class Loads:
             replica.limit = replica.running + replica.others
             self._show(replica)
 
-    def working(self, now: float) -> int:
-        """The number of replicas that report and are not closed."""
+    def works(self, now: float) -> bool:
+        """Whether any replica reports and is not closed."""
         oldest = now - self.lease
         replicas = self._replicas.values()
-        return sum(each.report.made > oldest and each.closed_until <= now for each in replicas)
+        return any(each.report.made > oldest and each.closed_until <= now for each in replicas)
 
     def number(self, name: str) -> int | None:
         """The index's number of a replica that has reported. Call `renumber` before."""

@@ -21,7 +21,7 @@ from xinference_xavier.routing.choice import (
     held_runs,
 )
 from xinference_xavier.routing.expected import GRACE, Expected
-from xinference_xavier.routing.in_flight import InFlight, Lost
+from xinference_xavier.routing.in_flight import InFlight
 from xinference_xavier.routing.load import Loads, Report
 
 
@@ -90,8 +90,9 @@ class Router:
         self.loads.ended(self.in_flight.at(request), request)
         return self.in_flight.failed(request)
 
-    def lost(self, replica: str) -> Lost:
-        """The replica has failed or hangs: it gets nothing until it reports again."""
+    def lost(self, replica: str) -> list[str]:
+        """The replica has failed or hangs: it gets nothing until it reports again. Returns the
+        requests that can go elsewhere."""
         self.loads.forget(replica)
         self._expected.clear()
         return self.in_flight.lost(replica)

@@ -24,7 +24,8 @@ from xinference_xavier.routing.choice import Prompt
 PIECE = 512
 """Bytes of UTF-8."""
 MAX_PIECES = 200_000
-"""That are remembered: 100 MB of text. Those go first that were not asked for longest."""
+"""That are remembered: 100 MB of text. Those go first that were not asked for longest. As many may
+be of requests that no replica has reported yet."""
 MAX_UNDERWAY = 10_000
 _BYTES_PER_TOKEN = 4.0  # before the first report
 _WEIGHT = 0.1  # of the latest report
@@ -65,6 +66,7 @@ class Texts:
         # By the hash of each piece, with the bytes up to its end.
         self._pieces: OrderedDict[bytes, tuple[_Known, int]] = OrderedDict()
         self._underway: OrderedDict[str, Text] = OrderedDict()
+        self._underway_pieces = 0
 
     def prompt(self, text: Text) -> Prompt:
         """What `text` will be as a prompt, as far as is known."""
@@ -86,17 +88,22 @@ class Texts:
         return Prompt(whole, keys[: whole // self._chunk_tokens])
 
     def sent(self, request: str, text: Text) -> None:
-        """A replica will report the request."""
+        """A replica will report the request, perhaps after its answer, and not if it fails."""
+        self._forget(request)
         self._underway[request] = text
-        if len(self._underway) > MAX_UNDERWAY:
-            self._underway.popitem(last=False)
+        self._underway_pieces += len(text.hashes)
+        while len(self._underway) > MAX_UNDERWAY or self._underway_pieces > MAX_PIECES:
+            self._forget(next(iter(self._underway)))
 
-    def ended(self, request: str) -> None:
-        self._underway.pop(request, None)
+    def _forget(self, request: str) -> Text | None:
+        text = self._underway.pop(request, None)
+        if text is not None:
+            self._underway_pieces -= len(text.hashes)
+        return text
 
     def scheduled(self, request: str, tokens: int, keys: Sequence[bytes]) -> None:
         """A replica's report; ignored if this router did not send the request."""
-        text = self._underway.pop(request, None)
+        text = self._forget(request)
         if text is None or not tokens or not text.length:
             return
         self._bytes_per_token += _WEIGHT * (text.length / tokens - self._bytes_per_token)

@@ -52,6 +52,9 @@ class RoutingStats:
         "unrouted_requests_total",
         "Requests that went to the replicas in turn: routing was off, or no load was known.",
     )
+    failures: int = metric(
+        "routing_failures_total", "Times that the router could not ask the tracker what is new."
+    )
     forecasts: int = metric(
         "routing_forecasts_total", "Streamed answers whose first byte had been predicted."
     )

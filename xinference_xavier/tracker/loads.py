@@ -15,6 +15,8 @@ from xinference_xavier.protocol.load import Load, ReplicaLoad, ScheduledPrompt
 
 MAX_REMEMBERED = 2000
 """Prompts, and incarnations that have left."""
+MAX_PROMPT_BYTES = 16 << 20
+"""Of the remembered prompts' keys."""
 
 
 _T = TypeVar("_T")
@@ -42,7 +44,8 @@ class Loads:
         self.version = self._first = time.time_ns()
         self._latest: OrderedDict[str, _Reported] = OrderedDict()  # in the order of versions
         self._gone: deque[tuple[int, str]] = deque(maxlen=MAX_REMEMBERED)
-        self._prompts: deque[tuple[int, ScheduledPrompt]] = deque(maxlen=MAX_REMEMBERED)
+        self._prompts: deque[tuple[int, ScheduledPrompt]] = deque()
+        self._prompt_bytes = 0
 
     def report(
         self, incarnation: str, load: Load, prompts: Iterable[ScheduledPrompt], now: float
@@ -50,7 +53,12 @@ class Loads:
         self.version += 1
         self._latest[incarnation] = _Reported(self.version, now, load)
         self._latest.move_to_end(incarnation)
-        self._prompts.extend((self.version, prompt) for prompt in prompts)
+        for prompt in prompts:
+            self._prompts.append((self.version, prompt))
+            self._prompt_bytes += len(prompt.keys)
+        while len(self._prompts) > MAX_REMEMBERED or self._prompt_bytes > MAX_PROMPT_BYTES:
+            _, oldest = self._prompts.popleft()
+            self._prompt_bytes -= len(oldest.keys)
 
     def forget(self, incarnation: str) -> None:
         if self._latest.pop(incarnation, None) is not None:

@@ -43,7 +43,9 @@ class Observers:
         return self._waiting > 0 or self._clock() < self._listened + LISTENS_FOR
 
     def report(self, incarnation: str, load: Load, prompts: Iterable[ScheduledPrompt]) -> None:
-        self._loads.report(incarnation, load, prompts, self._clock())
+        # Nobody waits for prompts without a router. They may be long.
+        heard = prompts if self.listening else ()
+        self._loads.report(incarnation, load, heard, self._clock())
         self._changed()
 
     def forget(self, incarnation: str) -> None:

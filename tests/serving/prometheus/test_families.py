@@ -192,12 +192,13 @@ def routed(**figures: Any) -> Samples:
 
 def test_figures_of_routing() -> None:
     found = routed(
-        waiting=1, waited=2, waited_s=3.5, refused=4, moved=5, unrouted=6, forecasts=7,
+        waiting=1, waited=2, waited_s=3.5, refused=4, moved=5, unrouted=6, forecasts=7, failures=8,
         predicted_s=8.5, actual_s=9.5, error_s=1.5,
     )  # fmt: skip
     for name, number in {
         "routing_waiting_requests": 1, "routing_waits_total": 2, "routing_wait_seconds_total": 3.5,
         "routing_refused_total": 4, "routing_moved_total": 5, "unrouted_requests_total": 6,
+        "routing_failures_total": 8,
         "routing_forecasts_total": 7, "routing_predicted_seconds_total": 8.5,
         "routing_actual_seconds_total": 9.5, "routing_prediction_error_seconds_total": 1.5,
     }.items():  # fmt: skip

@@ -65,7 +65,7 @@ async def test_the_router_knows_the_request_by_the_id_that_the_replica_reports(
     await serving.model.generate("text", {})
     asked, _ = await serving.chosen.model.requests()
     assert asked[0] == "given"
-    assert serving.route.names == asked
+    assert [*serving.cluster.router._names] == asked
 
 
 async def test_a_replica_that_was_killed_before(serving: Serving) -> None:

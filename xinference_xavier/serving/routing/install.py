@@ -14,14 +14,10 @@ from typing import Any
 from fastapi import HTTPException
 
 from xinference_xavier.frontend.model_router import AT_LIMIT, ModelRouter, QueueFullError
+from xinference_xavier.frontend.request_body import ClientGoneError
 from xinference_xavier.frontend.routers import Routers
 from xinference_xavier.runtime.deadline import within
-from xinference_xavier.serving.routing.middleware import (
-    Asked,
-    ClientGoneError,
-    RoutingMiddleware,
-    current,
-)
+from xinference_xavier.serving.routing.middleware import Asked, RoutingMiddleware, current
 from xinference_xavier.serving.routing.routed_model import RoutedModel
 
 logger = logging.getLogger(__name__)

@@ -6,15 +6,13 @@ The body is recorded as xinference reads it. Nothing is read, changed or held ba
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
-from typing import Any
 
 from xinference_xavier.frontend.asked import MAX_BODY, ROUTES, read_question
 from xinference_xavier.frontend.model_router import ModelRouter, Route
+from xinference_xavier.frontend.request_body import ClientGoneError, Message, Receive
 
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
 _asked: ContextVar[Asked | None] = ContextVar("xavier_asked", default=None)
@@ -23,10 +21,6 @@ _asked: ContextVar[Asked | None] = ContextVar("xavier_asked", default=None)
 def current() -> Asked | None:
     """What the request asks that runs here; None for other routes."""
     return _asked.get()
-
-
-class ClientGoneError(Exception):
-    """Nobody waits for the answer any more."""
 
 
 class Asked:
@@ -86,7 +80,10 @@ class RoutingMiddleware:
         self._app = app
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] not in ROUTES:
+        if (
+            scope["type"] != "http"
+            or scope["path"].removeprefix(scope.get("root_path", "")) not in ROUTES
+        ):
             await self._app(scope, receive, send)
             return
         asked = Asked(scope, receive)
