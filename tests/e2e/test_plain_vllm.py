@@ -24,6 +24,7 @@ from examples.plain_vllm import ask
 from tests.e2e.conftest import ROOT, wait_for_engine, wait_until
 from tests.e2e.text_routes import CHAT, COMPLETIONS, TEXT_ROUTES, body_of, route_of
 from xinference_xavier.protocol.tracker import tracker_uid
+from xinference_xavier.replica.load_reporter import INTERVAL
 from xinference_xavier.routing.expected import GRACE
 
 pytestmark = pytest.mark.long
@@ -155,7 +156,7 @@ def test_questions_about_a_document_go_to_the_server_that_computed_it(
     replica, _ = route_of(put(0))
     # What the proxy expects for having sent it is over: now it must know the document by the ids in
     # the server's report.
-    time.sleep(GRACE + report(proxy)["loads"][replica]["backlog_s"])
+    time.sleep(INTERVAL + GRACE + report(proxy)["loads"][replica]["backlog_s"])
     asked = [put(number) for number in range(1, 5)]
     assert [route_of(answer) for answer in asked] == [(replica, "local")] * 4
     usage = [answer.json()["usage"] for answer in asked]

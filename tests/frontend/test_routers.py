@@ -10,7 +10,7 @@ import pytest
 import xoscar as xo
 
 from tests.frontend.cluster import SERVING
-from tests.tracker_pools import MODEL, NAMESPACE, create_tracker, join
+from tests.tracker_pools import MODEL, NAMESPACE, create_tracker, join, let_others_run
 from xinference_xavier.errors import NotFoundError
 from xinference_xavier.frontend import routers as module
 from xinference_xavier.frontend.model_router import ModelRouter
@@ -136,3 +136,15 @@ async def test_a_model_that_has_ended_is_forgotten(tracker: Any, routers: Follow
     await xo.destroy_actor(tracker)
     await following
     assert routers.get(MODEL) is None
+
+
+async def test_a_router_that_ends_leaves_no_watch_open(tracker: Any, routers: Followed) -> None:
+    await join(tracker, A)
+    await report(tracker)
+    await routers.router(routes)
+    async with asyncio.timeout(PATIENCE):
+        while (await tracker.status())["watches"] != 1:
+            await let_others_run()
+        await routers.close()
+        while (await tracker.status())["watches"] != 0:
+            await let_others_run()

@@ -106,8 +106,7 @@ async def serve(
         await serving
         for task in (checking, ending):
             task.cancel()
-        # Observations that are under way now would be reported as failed.
-        asyncio.get_running_loop().set_exception_handler(lambda _loop, _context: None)
+        await routers.close()
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -14,9 +14,8 @@ from typing import Any
 
 from xinference_xavier.errors import NotFoundError
 from xinference_xavier.frontend.model_router import ModelRouter
-from xinference_xavier.runtime.deadline import within
+from xinference_xavier.runtime.deadline import CANCEL_GRACE, within
 from xinference_xavier.runtime.rate_limited_log import RateLimitedLog
-from xinference_xavier.runtime.tasks import spawn
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +41,7 @@ class Routers:
         self._make = make
         self._log = RateLimitedLog(logger)
         self._routers: dict[str, ModelRouter] = {}
-        self._looking: set[str] = set()
+        self._looking: dict[str, asyncio.Future[None]] = {}
         self._absent: dict[str, float] = {}  # until when, by model uid
         self.in_use = False
         """Whether requests are routed through it."""
@@ -51,9 +50,14 @@ class Routers:
         """None while the model is not known to share; it is looked for in the background."""
         router = self._routers.get(model_uid)
         if model_uid not in self._looking and time.monotonic() >= self._absent.get(model_uid, 0.0):
-            self._looking.add(model_uid)
-            spawn(self._run(model_uid))
+            self._looking[model_uid] = asyncio.ensure_future(self._run(model_uid))
         return router
+
+    async def close(self) -> None:
+        """End all observations, and leave the trackers time to hear of it."""
+        for looking in self._looking.values():
+            looking.cancel()
+        await asyncio.sleep(CANCEL_GRACE)
 
     async def _run(self, model_uid: str) -> None:
         """Observe the model until it no longer shares."""
@@ -64,7 +68,7 @@ class Routers:
             if len(self._absent) > _MAX_ABSENT:
                 del self._absent[next(iter(self._absent))]
         finally:
-            self._looking.discard(model_uid)
+            del self._looking[model_uid]
             self._routers.pop(model_uid, None)
 
     async def _observe(self, model_uid: str, router: ModelRouter) -> None:
