@@ -14,7 +14,7 @@ from examples.documents import document
 from examples.local_cluster import LocalCluster
 from tests.e2e import processes
 from tests.e2e.conftest import ARGUMENTS, can_fetch, wait_for_engine, wait_until
-from tests.e2e.text_routes import CHAT, COMPLETIONS, TEXT_ROUTES, body_of, route_of
+from tests.e2e.text_routes import CHAT, COMPLETIONS, TEXT_ROUTES, body_of, question, route_of
 
 UID = "routed"
 ROWS = 60  # of a document's table: about 3,000 tokens
@@ -60,11 +60,8 @@ def test_questions_about_a_document_go_where_it_was_computed(
 ) -> None:
     text = document(7 + len(path), ROWS)
 
-    def question(number: int) -> str:
-        return f"{text} question {number}"
-
     def put(number: int) -> requests.Response:
-        return post(model, path, question(number))
+        return post(model, path, f"{text} question {number}")
 
     replica, reason = route_of(put(0))
     assert reason == "backlog"
@@ -72,7 +69,7 @@ def test_questions_about_a_document_go_where_it_was_computed(
     explain = f"/v1/xavier/{UID}/explain"
 
     def known() -> bool:
-        routing = model.call("POST", explain, body_of(path, UID, question(0)))["routing"]
+        routing = model.call("POST", explain, question(path, text))["routing"]
         least = min(routing, key=lambda name: sum(routing[name].values()))
         return bool(least == replica and routing[replica]["fetch"] == 0.0)
 
