@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.simulator import SLOTS
+from benchmarks.simulator import ENGINE
 from benchmarks.traces import CHUNK
 from xinference_xavier.routing.choice import Choice, Forecast, Prompt
 from xinference_xavier.routing.router import Router
@@ -116,7 +116,7 @@ class Weights(_Rival):
         spread = queue.max() - queue.min()
         shortness = (queue.max() - queue) / spread if spread else np.ones(len(queue))
         matched = found.runs / max(1, len(found.prompt.keys))
-        free = 1 - np.minimum(1, self.tokens / CHUNK / SLOTS)
+        free = 1 - np.minimum(1, self.tokens / CHUNK / ENGINE.slots)
         scores: Scores = 2 * matched + free + shortness
         return -scores
 

@@ -22,7 +22,7 @@ import numpy as np
 
 from benchmarks import rivals, simulator, traces
 from benchmarks.figures import figure, shown
-from benchmarks.simulator import PREFILL, RATES, SIZE, Maker, Result, Simulator
+from benchmarks.simulator import ENGINE, Maker, Result, Simulator
 from benchmarks.traces import CHUNK, Request
 from xinference_xavier.mirror.mirror import Mirror
 from xinference_xavier.protocol.tracker import INITIAL_SETTINGS, Change, Member, Update
@@ -75,7 +75,7 @@ def _run(
     requests = trace if replicas in WHOLE else trace[:REQUESTS]
     requests = traces.copied(requests, COPIES.get((name, replicas), 1))
     pieces = PIECES if replicas > PIECES else 1
-    requests = traces.spread(requests, load * replicas * PREFILL, pieces)
+    requests = traces.spread(requests, load * replicas * ENGINE.prefill, pieces)
     policies = {
         policy: _summary(Simulator(replicas, maker, shares=shares, error=error).run(requests))
         for policy, (maker, shares) in POLICIES.items()
@@ -111,7 +111,7 @@ def _summary(result: Result) -> dict[str, float]:
         "local": result.local / tokens,
         "fetched": result.fetched / tokens,
         "computed": result.computed / tokens,
-        "moved_bytes": result.fetched // CHUNK * SIZE.bytes,
+        "moved_bytes": result.fetched // CHUNK * ENGINE.size.bytes,
         "choice_us": median(result.choices_us),
     }
 
@@ -127,7 +127,7 @@ def _ideal(requests: Sequence[Request], replicas: int) -> float:
         hits = next((n for n, key in enumerate(request.keys) if key not in known), None)
         hits = len(request.keys) if hits is None else hits
         known.update(request.keys)
-        ends = max(request.at, free[0]) + simulator.compute_seconds(request, hits)
+        ends = max(request.at, free[0]) + ENGINE.compute_seconds(request, hits)
         heapreplace(free, ends)
         seconds += ends - request.at
     return seconds / len(requests)
@@ -150,9 +150,9 @@ def _choices(every: int, lengths: int) -> list[float]:
     members = tuple(Member(name, "127.0.0.1:1") for name in names)
     mirror.apply(Update(1, "epoch", True, INITIAL_SETTINGS, 36, members, tuple(changes)))
     source = random.Random(0)
-    router = Router(mirror, SIZE, source)
+    router = Router(mirror, ENGINE.size, source)
     for name in names:
-        router.report(name, Report(0.0, 1000, source.random(), 0, RATES))
+        router.report(name, Report(0.0, 1000, source.random(), 0, ENGINE.rates))
     prompt = Prompt(CHOICE_CHUNKS * CHUNK + 1, keys)
     took = []
     for number in range(CHOICES):
@@ -170,10 +170,10 @@ def markdown(part: dict[str, Any]) -> str:
     lines = [
         "Mooncake's traces on simulated replicas with the real router, index, mirror and pools, in "
         "simulated time. A replica computes one prompt after another, "
-        f"{simulator.PREFILL:,} tokens a second; fetches {simulator.FETCH:,} tokens a second "
-        f"after {simulator.FETCH_S * 1e3:g} ms, from one peer, which is not slowed down; keeps "
-        f"{simulator.SLOTS:,} chunks of {CHUNK} tokens ({SIZE.bytes >> 20} MiB each); reports "
-        f"every {simulator.REPORTS:g} s; decodes nothing. A request is {simulator.TRANSIT * 1e3:g} "
+        f"{ENGINE.prefill:,} tokens a second; fetches {ENGINE.fetch:,} tokens a second "
+        f"after {ENGINE.fetch_s * 1e3:g} ms, from one peer, which is not slowed down; keeps "
+        f"{ENGINE.slots:,} chunks of {CHUNK} tokens ({ENGINE.size.bytes >> 20} MiB each); reports "
+        f"every {simulator.REPORTS:g} s; decodes nothing. A request is {ENGINE.transit * 1e3:g} "
         f"ms on its way, a publication {simulator.NEWS * 1e3:g} ms. The load is the tokens of all "
         "prompts ÷ those that all replicas can compute; arrivals are scaled to it. Pools are empty "
         "at the beginning. With more than eight replicas the trace is cut into "

@@ -3,7 +3,8 @@
 A replica computes one prompt after another, in order of arrival. When a prompt's turn comes, its
 leading chunks are pinned in the local pool; those that follow are fetched from one peer if that is
 faster than computing them, and the rest is computed. Fetching keeps the replica as busy as
-computing, but not its donor. Nothing decodes.
+computing, but not its donor. Nothing decodes. Replicas that share a machine with fewer processors
+slow each other down.
 
 With an `error`, each prompt takes by up to that share longer or less than the rates say, which
 nobody knows before. Bytes do not move, and no thread runs.
@@ -11,13 +12,14 @@ nobody knows before. Bytes do not move, and no thread runs.
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from benchmarks.traces import CHUNK, GROUP, Request
 from xinference_xavier.mirror.mirror import Mirror
@@ -28,20 +30,48 @@ from xinference_xavier.routing.load import Rates, Report
 from xinference_xavier.routing.router import Router
 from xinference_xavier.tracker.index import Index
 
-PREFILL = 12_000
-"""Tokens per second."""
-FETCH = 120_000
-FETCH_S = 0.005
-"""Overhead of a fetch, in seconds."""
-SLOTS = 4000
 REPORTS = 2.0
 """Seconds between two reports of a replica."""
-TRANSIT = 0.01
-"""Seconds that a request is on its way."""
 NEWS = 0.02
 """Seconds until a publication is in the mirrors."""
-SIZE = Chunks(CHUNK, CHUNK * 128 * 1024)
-RATES = Rates(1 / PREFILL, 0.0, FETCH_S, CHUNK / FETCH / SIZE.bytes)
+
+
+class Engine(NamedTuple):
+    """What all simulated replicas are like."""
+
+    prefill: float = 12_000
+    """Tokens per second."""
+    fetch: float = 120_000
+    """Tokens per second."""
+    fetch_s: float = 0.005
+    """Overhead of a fetch, in seconds."""
+    transit: float = 0.01
+    """Seconds that a request is on its way."""
+    chunk: int = CHUNK
+    """Tokens."""
+    slots: int = 4000
+    """Chunks in a pool."""
+    processors: float = math.inf
+    """How many replicas can compute at once at full speed."""
+
+    @property
+    def size(self) -> Chunks:
+        return Chunks(self.chunk, self.chunk * 128 * 1024)
+
+    @property
+    def rates(self) -> Rates:
+        byte_s = self.chunk / self.fetch / self.size.bytes
+        return Rates(1 / self.prefill, 0.0, self.fetch_s, byte_s)
+
+    def compute_seconds(self, request: Request, chunks: int) -> float:
+        """If the leading `chunks` are there. At least the last token is computed."""
+        return max(1, request.tokens - chunks * self.chunk) / self.prefill
+
+    def fetch_seconds(self, chunks: int) -> float:
+        return self.fetch_s + chunks * self.chunk / self.fetch if chunks else 0.0
+
+
+ENGINE = Engine()
 
 
 class Policy(Protocol):
@@ -61,6 +91,8 @@ class _Job:
     asked: Request
     slower: float = 1.0  # than the rates say
     seconds: float = 0.0  # the replica's own forecast
+    left: float = 0.0  # seconds to compute, if nobody slowed it down
+    since: float = 0.0
     ends: float = 0.0
     local: int = 0  # chunks
     rows: list[Row] = field(default_factory=list)
@@ -95,15 +127,17 @@ class Simulator:
         replicas: int,
         maker: Maker,
         *,
+        engine: Engine = ENGINE,
         shares: bool = True,
         error: float = 0.0,
         seed: int = 0,
     ) -> None:
         self._source = random.Random(seed)
+        self._engine = engine
         self._error = error
-        self._index = Index(max_keys=2 * SLOTS)
+        self._index = Index(max_keys=2 * engine.slots)
         self.mirror = Mirror("router")
-        self.router = Router(self.mirror, SIZE, self._source)
+        self.router = Router(self.mirror, engine.size, self._source)
         self._policy = maker(self.router, self._source)
         self._shares = shares
         self._now = 0.0
@@ -111,12 +145,14 @@ class Simulator:
         self._count = 0
         self._news = False
         self._left = 0
+        self._speed = 1.0
+        self._computing: dict[str, tuple[_Replica, _Job]] = {}
         self.result = Result()
         self._replicas: dict[str, _Replica] = {}
         for number in range(replicas):
             name = f"replica {number}"
             self._index.join(Member(name, "127.0.0.1:1"), 32 + len(GROUP), 0.0)
-            self._replicas[name] = _Replica(name, self.mirror.sets.bit(name), Pool(SLOTS))
+            self._replicas[name] = _Replica(name, self.mirror.sets.bit(name), Pool(engine.slots))
         self._hear()
 
     def run(self, requests: Sequence[Request]) -> Result:
@@ -150,7 +186,9 @@ class Simulator:
         self.result.choices_us.append((time.perf_counter() - began) * 1e6)
         replica = self._replicas[choice.replica]
         slower = 1 + self._error * random.Random(name).uniform(-1, 1)
-        self._at(self._now + TRANSIT, self._receive, replica, _Job(name, request, slower))
+        self._at(
+            self._now + self._engine.transit, self._receive, replica, _Job(name, request, slower)
+        )
 
     def _report(self, replica: _Replica, first: bool = False) -> None:
         """The first ones are spread over the time between two."""
@@ -158,8 +196,9 @@ class Simulator:
         seconds = sum(job.seconds for job in replica.waiting)
         seconds += sum(job.ends - self._now for job in running)
         count = len(replica.waiting) + len(running)
-        tokens = int(seconds * PREFILL)
-        self.router.report(replica.name, Report(self._now, tokens, seconds, count, RATES))
+        tokens = int(seconds * self._engine.prefill)
+        report = Report(self._now, tokens, seconds, count, self._engine.rates)
+        self.router.report(replica.name, report)
         wait = self._source.uniform(0, REPORTS) if first else REPORTS
         self._at(self._now + wait, self._report, replica)
 
@@ -176,7 +215,9 @@ class Simulator:
         while local < len(keys) and replica.pool.lookup(keys[local]):
             local += 1
         remote, _ = self._held_by_a_peer(replica, keys[local:])
-        job.seconds = _fetch_seconds(remote) + compute_seconds(job.asked, local + remote)
+        engine = self._engine
+        job.seconds = engine.fetch_seconds(remote)
+        job.seconds += engine.compute_seconds(job.asked, local + remote)
         replica.waiting.append(job)
         if replica.running is None:
             self._start(replica)
@@ -191,7 +232,9 @@ class Simulator:
             if not others:
                 break
             count, peers = count + 1, others
-        return (count, peers) if _fetch_seconds(count) < count * CHUNK / PREFILL else (0, 0)
+        engine = self._engine
+        faster = engine.fetch_seconds(count) < count * engine.chunk / engine.prefill
+        return (count, peers) if faster else (0, 0)
 
     def _start(self, replica: _Replica) -> None:
         job = replica.running = replica.waiting.popleft()
@@ -200,13 +243,13 @@ class Simulator:
         local = job.local = len(job.rows)
         remote, peers = self._held_by_a_peer(replica, keys[local:])
         sent, fetched = self._fetch(replica, job, keys[local : local + remote], peers)
-        seconds = compute_seconds(job.asked, local + sent)
-        job.ends = self._now + job.slower * (_fetch_seconds(fetched) + seconds)
-        computed = round(seconds * PREFILL)
-        self.result.fetched += fetched * CHUNK
+        seconds = self._engine.compute_seconds(job.asked, local + sent)
+        job.left = job.slower * (self._engine.fetch_seconds(fetched) + seconds)
+        moved, computed = fetched * self._engine.chunk, round(seconds * self._engine.prefill)
+        self.result.fetched += moved
         self.result.computed += computed
-        self.result.local += job.asked.tokens - fetched * CHUNK - computed
-        self._at(job.ends, self._finish, replica, job)
+        self.result.local += job.asked.tokens - moved - computed
+        self._compute(replica, job)
 
     def _fetch(
         self, replica: _Replica, job: _Job, keys: Sequence[bytes], peers: int
@@ -236,7 +279,33 @@ class Simulator:
             self.mirror.usable_set(row.key) & self._replicas[donor].bit
         )
 
-    def _finish(self, replica: _Replica, job: _Job) -> None:
+    def _compute(self, replica: _Replica, job: _Job) -> None:
+        job.since = self._now
+        self._computing[replica.name] = replica, job
+        if not self._share_processors():
+            self._finish_later(replica, job)
+
+    def _share_processors(self) -> bool:
+        """True if those that compute have become faster or slower."""
+        speed = min(1.0, self._engine.processors / max(1, len(self._computing)))
+        if speed == self._speed:
+            return False
+        for _, job in self._computing.values():
+            job.left -= (self._now - job.since) * self._speed
+            job.since = self._now
+        self._speed = speed
+        for replica, job in self._computing.values():
+            self._finish_later(replica, job)
+        return True
+
+    def _finish_later(self, replica: _Replica, job: _Job) -> None:
+        job.ends = self._now + job.left / self._speed
+        self._at(job.ends, self._finish, replica, job, job.ends)
+
+    def _finish(self, replica: _Replica, job: _Job, ends: float) -> None:
+        if replica.running is not job or ends != job.ends:
+            return  # it has become faster or slower
+        del self._computing[replica.name]
         self._reserve(replica, job, job.asked.keys)
         replica.pool.unpin(job.rows)
         replica.pool.touch(reversed(job.asked.keys))
@@ -253,12 +322,5 @@ class Simulator:
         replica.running = None
         if replica.waiting:
             self._start(replica)
-
-
-def _fetch_seconds(chunks: int) -> float:
-    return FETCH_S + chunks * CHUNK / FETCH if chunks else 0.0
-
-
-def compute_seconds(request: Request, chunks: int) -> float:
-    """At least the last token is computed."""
-    return max(1, request.tokens - chunks * CHUNK) / PREFILL
+        else:
+            self._share_processors()

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from benchmarks import rivals
-from benchmarks.simulator import RATES, SIZE, Policy
+from benchmarks.simulator import ENGINE, Policy
 from tests.routing.holdings import Held
 from xinference_xavier.routing.choice import Prompt
 from xinference_xavier.routing.load import Report
@@ -22,11 +22,11 @@ class Stage:
     def __init__(
         self, maker: Callable[[Router, random.Random], Policy], held: dict[str, list[bytes]]
     ) -> None:
-        self.router = Router(Held(held), SIZE, random.Random(0))
+        self.router = Router(Held(held), ENGINE.size, random.Random(0))
         self.policy = maker(self.router, random.Random(0))
         self.count = 0
         for name in held:
-            self.router.report(name, Report(0.0, 0, 0.0, 0, RATES))
+            self.router.report(name, Report(0.0, 0, 0.0, 0, ENGINE.rates))
 
     def send(self, prompt: Prompt = PROMPT) -> str:
         self.count += 1
@@ -46,7 +46,7 @@ def test_in_turn() -> None:
 
 def test_the_shortest_backlog_ignores_the_prefix() -> None:
     stage = Stage(rivals.ShortestBacklog, {"a": KEYS, "b": []})
-    stage.router.report("a", Report(1.0, 0, 0.1, 0, RATES))
+    stage.router.report("a", Report(1.0, 0, 0.1, 0, ENGINE.rates))
     assert stage.send() == "b"
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks import simulator
 from benchmarks.rivals import EarliestFinish, InTurn
-from benchmarks.simulator import CHUNK, FETCH, FETCH_S, PREFILL, TRANSIT, Maker, Result, Simulator
-from benchmarks.traces import GROUP, Request
+from benchmarks.simulator import ENGINE, Engine, Maker, Result, Simulator
+from benchmarks.traces import CHUNK, GROUP, Request
 
 TOKENS = 10 * CHUNK + 1
-COMPUTE = TOKENS / PREFILL
+FETCH = ENGINE.fetch_s + 10 * CHUNK / ENGINE.fetch
+COMPUTE = TOKENS / ENGINE.prefill
+TRANSIT = ENGINE.transit
 
 
 def request(at: float, name: str) -> Request:
@@ -19,8 +20,14 @@ def request(at: float, name: str) -> Request:
     )
 
 
-def run(replicas: int, maker: Maker, *requests: Request, shares: bool = True) -> Result:
-    return Simulator(replicas, maker, shares=shares).run(requests)
+def run(
+    replicas: int,
+    maker: Maker,
+    *requests: Request,
+    engine: Engine = ENGINE,
+    shares: bool = True,
+) -> Result:
+    return Simulator(replicas, maker, engine=engine, shares=shares).run(requests)
 
 
 def test_prompts_are_computed_one_after_another() -> None:
@@ -31,13 +38,13 @@ def test_prompts_are_computed_one_after_another() -> None:
 
 def test_what_was_computed_here_is_a_hit() -> None:
     result = run(1, InTurn, request(0.0, "a"), request(5.0, "a"))
-    assert result.seconds[1] == pytest.approx(TRANSIT + 1 / PREFILL)
+    assert result.seconds[1] == pytest.approx(TRANSIT + 1 / ENGINE.prefill)
     assert result.local == 10 * CHUNK
 
 
 def test_what_was_computed_elsewhere_is_fetched() -> None:
     result = run(2, InTurn, request(0.0, "a"), request(5.0, "a"))
-    assert result.seconds[1] == pytest.approx(TRANSIT + FETCH_S + 10 * CHUNK / FETCH + 1 / PREFILL)
+    assert result.seconds[1] == pytest.approx(TRANSIT + FETCH + 1 / ENGINE.prefill)
     assert result.fetched == 10 * CHUNK
 
 
@@ -51,12 +58,24 @@ def test_the_router_follows_the_prefix() -> None:
     assert (result.local, result.fetched) == (10 * CHUNK, 0)
 
 
-def test_a_full_pool_forgets_the_oldest_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(simulator, "SLOTS", 20)
+def test_a_full_pool_forgets_the_oldest_prompt() -> None:
+    small = Engine(slots=20)
     asked = [request(5.0 * number, name) for number, name in enumerate("abca")]
-    assert run(1, InTurn, *asked).local == 0
+    assert run(1, InTurn, *asked, engine=small).local == 0
     again = [request(5.0 * number, name) for number, name in enumerate("abcc")]
-    assert run(1, InTurn, *again).local == 10 * CHUNK
+    assert run(1, InTurn, *again, engine=small).local == 10 * CHUNK
+
+
+def test_replicas_of_one_machine_share_its_processors() -> None:
+    """The second prompt comes when half of the first one has been computed. Each has a processor's
+    half until the first one ends."""
+    one_processor = Engine(processors=1, transit=0.0)
+    asked = request(0.0, "a"), request(COMPUTE / 2, "b")
+    result = run(2, InTurn, *asked, engine=one_processor)
+    assert result.seconds == pytest.approx([1.5 * COMPUTE, 1.5 * COMPUTE])
+    two_processors = one_processor._replace(processors=2)
+    result = run(2, InTurn, *asked, engine=two_processors)
+    assert result.seconds == pytest.approx([COMPUTE, COMPUTE])
 
 
 def test_the_same_requests_give_the_same_result() -> None:
