@@ -16,6 +16,7 @@ from pydantic_core import to_jsonable_python
 from xinference_xavier.errors import ConfigError
 from xinference_xavier.options import (
     DEFAULT_FETCH_TIMEOUT,
+    DEFAULT_PIN_FRACTION,
     DEFAULT_QUEUE,
     LEAST_FETCH_TOKENS,
     PARSERS,
@@ -72,6 +73,7 @@ class XavierConfig:
     audit: bool = True
     routing: Routing = "auto"
     queue: Annotated[int, pydantic.Field(ge=0)] = DEFAULT_QUEUE
+    pin_fraction: Annotated[float, pydantic.Field(ge=0, le=1)] = DEFAULT_PIN_FRACTION
     request_limit: Annotated[int, pydantic.Field(ge=1)] | None = None
     worker_address: str | None = None
     replicas_per_host: int = 1

@@ -53,6 +53,10 @@ class NotFoundError(ReasonError, LookupError):
     """No model with that uid shares its cache here."""
 
 
+class PrefixNotFoundError(ReasonError, LookupError):
+    """The model has no prefix of that name."""
+
+
 class ReplicaStartError(XavierError):
     """An engine refused to start; the text is the engine's."""
 

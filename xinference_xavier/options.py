@@ -29,6 +29,7 @@ them."""
 DEFAULT_FETCH_TIMEOUT = 5.0
 LEAST_FETCH_TOKENS = 256  # the default: a fetch can delay its request by a whole step of the engine
 DEFAULT_QUEUE = 100
+DEFAULT_PIN_FRACTION = 0.5
 MAX_QUEUE = 100_000  # requests
 MAX_FETCH_TIMEOUT = 3600.0  # seconds; peers refuse a longer one
 
@@ -213,6 +214,19 @@ def _parse_queue(option: str, value: object) -> int:
     return length
 
 
+def _parse_pin_fraction(option: str, value: object) -> float:
+    remedy = f"use a part of the pool from 0 to 1, such as {DEFAULT_PIN_FRACTION:g}"
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        raise ConfigError(option, value, "is not a number", remedy)
+    try:
+        fraction = float(value)
+    except (ValueError, OverflowError):
+        raise ConfigError(option, value, "is not a number", remedy) from None
+    if not 0 <= fraction <= 1:
+        raise ConfigError(option, value, "is out of range", remedy)
+    return fraction
+
+
 PARSERS: dict[str, Callable[[str, object], Any]] = {
     "xavier_pool_bytes": _parse_size,
     "xavier_chunk_tokens": _parse_chunk_tokens,
@@ -225,4 +239,5 @@ PARSERS: dict[str, Callable[[str, object], Any]] = {
     "xavier_audit": parse_bool,
     "xavier_routing": _parse_routing,
     "xavier_queue": _parse_queue,
+    "xavier_pin_fraction": _parse_pin_fraction,
 }

@@ -81,17 +81,39 @@ def test_protected_rows_go_last() -> None:
     assert take(policy, 3) == b"ax"
 
 
-def test_an_unprotected_row_is_the_most_recent_one() -> None:
+def test_firmly_protected_rows_never_go() -> None:
+    policy = policy_with(b"abcd")
+    policy.protect(b"a", firmly=True)
+    policy.protect(b"x", firmly=True)
+    policy.add(Row(b"x"))
+    assert take(policy, 5, redundant=b"a") == b"bcd"
+    policy.remove(b"a")
+    policy.unprotect(b"x")
+    assert take(policy, 5) == b"x"
+
+
+@pytest.mark.parametrize("firmly", [True, False])
+def test_the_last_protection_counts(firmly: bool) -> None:
     policy = policy_with(b"abc")
-    policy.protect(b"a")
+    policy.protect(b"a", not firmly)
+    policy.protect(b"a", firmly)
+    assert take(policy, 3) == (b"bc" if firmly else b"bca")
+
+
+@pytest.mark.parametrize("firmly", [True, False])
+def test_an_unprotected_row_is_the_most_recent_one(firmly: bool) -> None:
+    policy = policy_with(b"abc")
+    policy.protect(b"a", firmly)
     policy.touch([b"a"])
     policy.unprotect(b"a")
+    policy.unprotect(b"b")
     assert take(policy, 3) == b"bca"
 
 
 def test_protection_outlives_eviction_and_a_reset() -> None:
-    policy = policy_with(b"ab")
+    policy = policy_with(b"abf")
     policy.protect(b"a")
+    policy.protect(b"f", firmly=True)
     policy.clear()
     assert take(policy) == b""
     for key in b"ab":

@@ -71,7 +71,8 @@ class PromptChunker:
             tuple(self._keys(hashes, start, start + per_chunk))
             for start in range(0, len(hashes) - per_chunk + 1, per_chunk)
         ]
-        return Chunked(len(tokens), self._chunk_tokens, chunks)
+        context = self._vllm_config.model_config.max_model_len
+        return Chunked(len(tokens), context, self._chunk_tokens, chunks)
 
     def _tokens(self, question: dict[str, Any]) -> list[int]:
         tokenizer = self._loaded_tokenizer()

@@ -13,6 +13,7 @@ from xinference_xavier.pool.pool import Row
 from xinference_xavier.protocol.load import Load, ScheduledPrompt
 from xinference_xavier.replica.canary import Probe, ProbeResult, Sketch
 from xinference_xavier.replica.explain import Chunker
+from xinference_xavier.replica.kept_prefixes import ComputedPrefix
 from xinference_xavier.stats.schema import Hits
 
 
@@ -72,3 +73,6 @@ class EngineView:
 
     def take_prompts(self) -> tuple[ScheduledPrompt, ...]:
         return () if self.workload is None else self.workload.take_prompts()
+
+    def take_computed(self) -> tuple[ComputedPrefix, ...]:
+        return () if self.workload is None else self.workload.take_computed()

@@ -27,7 +27,9 @@ from xinference_xavier.protocol.load import (
     Serving,
     reported_id,
 )
+from xinference_xavier.protocol.prefixes import MAX_PREFIXES, prefix_of
 from xinference_xavier.protocol.tracker import SHORT_KEY, pack
+from xinference_xavier.replica.kept_prefixes import ComputedPrefix
 
 _OWN_ID = re.compile(r"(?:\d+_)?(.+?)(?:-[0-9a-f]{8})?")
 """vLLM appends eight digits to a request's id, and puts a number before each of several answers."""
@@ -58,6 +60,7 @@ class Workload:
         self._selection = selection
         self._clock = clock
         self._prompts: deque[ScheduledPrompt] = deque(maxlen=MAX_PROMPTS)
+        self._computed: deque[ComputedPrefix] = deque(maxlen=MAX_PREFIXES)
         self._steps: deque[dict[str, int]] = deque()  # prompt tokens by request, oldest first
         self._computing = clock(), 0  # since when the oldest step computes how many of them
 
@@ -80,6 +83,9 @@ class Workload:
             return
         request.reported = True
         name = _own_id(req_id)
+        if (prefix := prefix_of(name)) is not None:
+            keys = tuple(dict.fromkeys(request.row_keys()))
+            self._computed.append(ComputedPrefix(prefix, prompt, keys))
         if name.isprintable():
             keys = self._selection.main_keys(request)[:MAX_PROMPT_KEYS]
             short = pack(key[-SHORT_KEY:] for key in keys)
@@ -148,6 +154,10 @@ class Workload:
     def take_prompts(self) -> tuple[ScheduledPrompt, ...]:
         """Those that were scheduled since the last call."""
         return tuple(self._prompts.popleft() for _ in range(len(self._prompts)))
+
+    def take_computed(self) -> tuple[ComputedPrefix, ...]:
+        """The prefixes that were scheduled since the last call."""
+        return tuple(self._computed.popleft() for _ in range(len(self._computed)))
 
 
 def _own_id(req_id: str) -> str:

@@ -32,16 +32,53 @@ class Question(NamedTuple):
     """That the client gives the request; empty if it gives none."""
 
 
-async def read_question(body: bytes, session: str | None) -> Question:
-    """`session` is the value of the header `x-session-id`."""
+async def read_question(
+    body: bytes, session: str | None, before: Mapping[str, Any] | None = None
+) -> Question:
+    """`session` is the value of the header `x-session-id`, `before` the content of a named prefix
+    with which the request begins."""
 
     def read() -> Question:
         request = read_body(body)
         named = request.get("request_id")
         request_id = named if isinstance(named, str) else ""
-        return Question(prompt_text(request), session_of(request, session), request_id)
+        text = prompt_text(request if before is None else with_prefix(request, before))
+        return Question(text, session_of(request, session), request_id)
 
     return read() if len(body) < _LONG else await asyncio.to_thread(read)
+
+
+class NamedPrefix(NamedTuple):
+    """That a request names, and the tenant that it belongs to, perhaps empty."""
+
+    name: str
+    tenant: str
+
+
+async def read_name(body: bytes, header: str | None) -> NamedPrefix | None:
+    """`header` is the value of `x-xavier-prefix`. None if the request names no prefix."""
+    if header is None and b'"prefix_name"' not in body:
+        return None
+
+    def read() -> NamedPrefix | None:
+        request = read_body(body)
+        name, salt = header or request.get("prefix_name"), request.get("cache_salt")
+        tenant = salt if isinstance(salt, str) else ""
+        return NamedPrefix(name, tenant) if isinstance(name, str) and name else None
+
+    return read() if len(body) < _LONG else await asyncio.to_thread(read)
+
+
+def with_prefix(request: Mapping[str, Any], content: Mapping[str, Any]) -> dict[str, Any]:
+    """The request as if its client had sent the content of a named prefix, too."""
+    found = dict(request)
+    for field in ("prompt", "input"):
+        if isinstance(prompt := request.get(field), str):
+            found[field] = content.get("prompt", "") + prompt
+    for field in ("messages", "tools"):
+        if isinstance(items := request.get(field, []), list):
+            found[field] = [*content.get(field, ()), *items]
+    return found
 
 
 def read_body(body: bytes) -> Mapping[str, Any]:

@@ -299,13 +299,16 @@ class ModelRouter:
             if math.isfinite(sum(each))
         }
 
-    def report(self) -> dict[str, Any]:
-        """What `RoutingStats` is read from; JSON-able."""
+    def loads(self) -> dict[str, KnownLoad]:
+        """What the replicas have to do whose load is known now."""
         known = {} if self._serving is None else self._router.loads.known(self._clock())
-        loads = {
+        return {
             self._replicas[name]: KnownLoad(*each)
             for name, each in known.items()
             if math.isfinite(each.seconds)
         }
-        waiting = len(self._queue)
+
+    def report(self) -> dict[str, Any]:
+        """What `RoutingStats` is read from; JSON-able."""
+        waiting, loads = len(self._queue), self.loads()
         return asdict(replace(self.counts, mode=self.routing, waiting=waiting, loads=loads))

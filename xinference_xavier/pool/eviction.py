@@ -22,10 +22,10 @@ R = TypeVar("R", bound=Keyed)
 
 
 class EvictionPolicy(ABC, Generic[R]):
-    """Holds the rows that may be evicted, in three classes.
+    """Holds the rows that may be evicted, in four classes.
 
-    Redundant rows, which a peer can give back, go first. Protected rows go last. Everything else
-    is in between.
+    Redundant rows, which a peer can give back, go first. Protected rows go last, and firmly
+    protected ones never. Everything else is in between.
     """
 
     @abstractmethod
@@ -45,10 +45,10 @@ class EvictionPolicy(ABC, Generic[R]):
         """Forget all rows, but not which keys are protected."""
 
     @abstractmethod
-    def protect(self, key: bytes) -> None:
-        """Evict this key's row, now or later, only when no unprotected row is left.
+    def protect(self, key: bytes, firmly: bool = False) -> None:
+        """Evict this key's row, now or later, only when no unprotected row is left, or never.
 
-        The caller bounds how many keys are protected.
+        The caller bounds how many keys are protected. The last call for a key counts.
         """
 
     @abstractmethod
@@ -75,17 +75,17 @@ class SegmentedLRU(EvictionPolicy[R]):
         self._recent: OrderedDict[bytes, R] = OrderedDict()  # oldest first
         self._probation: OrderedDict[bytes, R] = OrderedDict()  # older than all of `_recent`
         self._protected: OrderedDict[bytes, R] = OrderedDict()
-        self._protected_keys: set[bytes] = set()
+        self._firm: OrderedDict[bytes, R] = OrderedDict()
+        self._segment_of: dict[bytes, OrderedDict[bytes, R]] = {}  # of protected keys
 
     def add(self, row: R) -> None:
-        segment = self._protected if row.key in self._protected_keys else self._recent
-        segment[row.key] = row
+        self._segment_of.get(row.key, self._recent)[row.key] = row
 
     def remove(self, key: bytes) -> None:
-        for segment in (self._recent, self._probation):
+        for segment in (self._recent, self._probation, self._protected):
             if segment.pop(key, None) is not None:
                 return
-        del self._protected[key]
+        del self._firm[key]
 
     def touch(self, keys: Iterable[bytes]) -> None:
         recent, probation, protected = self._recent, self._probation, self._protected
@@ -101,18 +101,22 @@ class SegmentedLRU(EvictionPolicy[R]):
         self._recent.clear()
         self._probation.clear()
         self._protected.clear()
+        self._firm.clear()
 
-    def protect(self, key: bytes) -> None:
-        self._protected_keys.add(key)
-        row = self._recent.pop(key, None) or self._probation.pop(key, None)
-        if row is not None:
-            self._protected[key] = row
+    def protect(self, key: bytes, firmly: bool = False) -> None:
+        self._segment_of[key] = self._firm if firmly else self._protected
+        self._move(key)
 
     def unprotect(self, key: bytes) -> None:
-        self._protected_keys.discard(key)
-        row = self._protected.pop(key, None)
-        if row is not None:
-            self._recent[key] = row
+        if self._segment_of.pop(key, None) is not None:
+            self._move(key)
+
+    def _move(self, key: bytes) -> None:
+        """To the segment where its row belongs, if it is here."""
+        for segment in (self._recent, self._probation, self._protected, self._firm):
+            if (row := segment.pop(key, None)) is not None:
+                self.add(row)
+                return
 
     def take(self, count: int, redundant: Callable[[R], bool], keep: Collection[bytes]) -> list[R]:
         recent, probation = self._recent, self._probation

@@ -288,6 +288,28 @@ class Pool:
         with self._lock:
             self._idle.touch(keys)
 
+    # -- keeping rows ----------------------------------------------------------------------
+
+    def protect(self, keys: Sequence[bytes], firmly: bool = False) -> None:
+        """Evict the rows of `keys`, now or later, only after all others, or never. The scheduler
+        thread must not call it."""
+        for portion in self._in_portions(keys):
+            for key in portion:
+                self._idle.protect(key, firmly)
+
+    def unprotect(self, keys: Sequence[bytes]) -> None:
+        """Undo `protect`. The scheduler thread must not call it."""
+        for portion in self._in_portions(keys):
+            for key in portion:
+                self._idle.unprotect(key)
+
+    def _in_portions(self, keys: Sequence[bytes]) -> Iterator[Sequence[bytes]]:
+        """Under the lock, with pauses."""
+        for start in range(0, len(keys), _PORTION):
+            with self._lock:
+                yield keys[start : start + _PORTION]
+            time.sleep(_PAUSE)
+
     # -- dropping rows ---------------------------------------------------------------------
 
     def flush(self, origin: str | None = None) -> list[bytes]:

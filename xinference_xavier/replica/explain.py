@@ -19,6 +19,7 @@ class Chunked(NamedTuple):
     """A prompt's whole chunks in order, each as its keys, one per KV-cache group."""
 
     prompt_tokens: int
+    context_tokens: int
     chunk_tokens: int
     chunks: list[tuple[bytes, ...]]
 
@@ -43,6 +44,7 @@ def explanation(
     size = chunked.chunk_tokens
     return {
         "prompt_tokens": chunked.prompt_tokens,
+        "context_tokens": chunked.context_tokens,
         "chunk_tokens": size,
         "chunks": [
             {

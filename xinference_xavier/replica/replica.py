@@ -33,6 +33,7 @@ from xinference_xavier.replica.donor import Donor
 from xinference_xavier.replica.event_reporter import EventReporter
 from xinference_xavier.replica.explain import Chunker, explanation
 from xinference_xavier.replica.fetcher import Fetcher
+from xinference_xavier.replica.kept_prefixes import ComputedPrefix, KeptPrefixes
 from xinference_xavier.replica.load_reporter import LoadReporter, Source
 from xinference_xavier.replica.namespace import SharedNamespace
 from xinference_xavier.replica.peer_tier import PeerTier
@@ -70,6 +71,7 @@ class ReplicaActor(xoscar.StatelessActor):  # type: ignore[misc]  # xoscar has n
         self.explain = replica.explain
         self.sketch = replica.canary.answer
         self.next_probe = replica.engine.next_probe
+        self.keep = replica.kept.keep
 
 
 class Engine(Source, Protocol):
@@ -93,6 +95,9 @@ class Engine(Source, Protocol):
 
     def take_probe_results(self) -> list[ProbeResult]:
         """The results since the last call."""
+
+    def take_computed(self) -> tuple[ComputedPrefix, ...]:
+        """The prefixes that it was given since the last call."""
 
 
 class Replica:
@@ -135,6 +140,7 @@ class Replica:
         self._checksums: Checksums
         self._departures: Departures
         self.canary: Canary
+        self.kept: KeptPrefixes
 
     # -- called by the scheduler thread ------------------------------------------------------
 
@@ -162,6 +168,7 @@ class Replica:
             self._namespace,
             self._events.differs,
         )
+        self.kept = KeptPrefixes(self._pool, config.pin_fraction, self.engine.take_computed)
         server = await listen(self._host, config.port_range)
         scope.undo(server.stop)
         await xoscar.create_actor(

@@ -4,14 +4,13 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any
 
 from fastapi import HTTPException, Request, Security
 from fastapi.responses import JSONResponse
 from sse_starlette.sse import EventSourceResponse
 from starlette.responses import Response
 
-from xinference_xavier.errors import NOT_FOUND_HEADER, ExplainError, NotFoundError
 from xinference_xavier.frontend.asked import prompt_text
 from xinference_xavier.protocol.tracker import (
     MAX_QUESTION_BYTES,
@@ -21,9 +20,12 @@ from xinference_xavier.protocol.tracker import (
     check_switch,
     check_weights_version,
 )
+from xinference_xavier.serving.answers import Access, answered, answered_for, model_access
 from xinference_xavier.serving.diagnostics import cluster_info
+from xinference_xavier.serving.prefixes.install import Prefixes
+from xinference_xavier.serving.prefixes.routes import PrefixRoutes
 from xinference_xavier.serving.sse import live
-from xinference_xavier.serving.tracker_gateway import UNREACHABLE, TrackerGateway
+from xinference_xavier.serving.tracker_gateway import TrackerGateway
 from xinference_xavier.tracker.fanout import EXPLAIN_DEADLINE
 
 _MODEL = "/v1/xavier/{model_uid}"
@@ -32,10 +34,8 @@ _ASK_SCOPE = "models:read"
 _WRITE_SCOPE = "models:write"
 _MAX_LISTENERS = 100
 
-_T = TypeVar("_T")
 
-
-def add_routes(context: Any, trackers: TrackerGateway) -> None:
+def add_routes(context: Any, trackers: TrackerGateway, prefixes: Prefixes) -> None:
     """`context` is xinference's APIExtensionContext."""
 
     def add(
@@ -44,8 +44,8 @@ def add_routes(context: Any, trackers: TrackerGateway) -> None:
         guard = [Security(context.auth_service, scopes=[scope])] if context.auth_enabled else []
         context.router.add_api_route(path, endpoint, methods=[method], dependencies=guard)
 
-    auth = context.auth_service if context.auth_enabled else None
-    routes = _Routes(trackers, auth)
+    access = model_access(context.auth_service if context.auth_enabled else None)
+    routes = _Routes(trackers, access)
     add("GET", "/v1/xavier", _READ_SCOPE, routes.all_models)
     add("GET", "/v1/xavier_cluster", _READ_SCOPE, routes.cluster)
     add("GET", _MODEL, _READ_SCOPE, routes.one_model)
@@ -53,17 +53,22 @@ def add_routes(context: Any, trackers: TrackerGateway) -> None:
     add("POST", _MODEL, _WRITE_SCOPE, routes.change)
     add("POST", f"{_MODEL}/explain", _ASK_SCOPE, routes.explain)
     add("POST", f"{_MODEL}/flush", _WRITE_SCOPE, routes.flush)
+    named = PrefixRoutes(prefixes, access)
+    add("GET", f"{_MODEL}/prefixes", _ASK_SCOPE, named.list)
+    add("POST", f"{_MODEL}/prefixes", _ASK_SCOPE, named.add)
+    add("GET", f"{_MODEL}/prefixes/{{name}}", _ASK_SCOPE, named.show)
+    add("PATCH", f"{_MODEL}/prefixes/{{name}}", _ASK_SCOPE, named.change)
+    add("DELETE", f"{_MODEL}/prefixes/{{name}}", _ASK_SCOPE, named.remove)
 
 
 class _Routes:
-    def __init__(self, trackers: TrackerGateway, auth_service: Any) -> None:
-        """`auth_service` is xinference's; None without authentication."""
+    def __init__(self, trackers: TrackerGateway, access: Access) -> None:
         self._trackers = trackers
-        self._auth_service = auth_service
+        self._access = access
         self._listeners = 0
 
     async def all_models(self) -> JSONResponse:
-        uids = await _answered("the supervisor", self._trackers.models())
+        uids = await answered("the supervisor", self._trackers.models())
         answers = await asyncio.gather(*map(self._report_or_reason, uids))
         reports = [answer for answer in answers if isinstance(answer, dict)]
         unavailable = {
@@ -75,21 +80,21 @@ class _Routes:
 
     async def _report_or_reason(self, model_uid: str) -> dict[str, Any] | str:
         try:
-            return await _answered_for(model_uid, self._trackers.report(model_uid))
+            return await answered_for(model_uid, self._trackers.report(model_uid))
         except HTTPException as error:
             return str(error.detail)
 
     async def cluster(self) -> JSONResponse:
-        return JSONResponse(await _answered("the supervisor", cluster_info(self._trackers)))
+        return JSONResponse(await answered("the supervisor", cluster_info(self._trackers)))
 
     async def one_model(self, model_uid: str) -> JSONResponse:
-        return JSONResponse(await _answered_for(model_uid, self._trackers.report(model_uid)))
+        return JSONResponse(await answered_for(model_uid, self._trackers.report(model_uid)))
 
     async def events(self, model_uid: str) -> EventSourceResponse:
         if self._listeners >= _MAX_LISTENERS:
             raise HTTPException(503, f"{_MAX_LISTENERS} streams are open; close another page first")
         # A later error would be part of the stream.
-        await _answered_for(model_uid, self._trackers.find(model_uid))
+        await answered_for(model_uid, self._trackers.find(model_uid))
         return EventSourceResponse(self._counted(model_uid))
 
     async def _counted(self, model_uid: str) -> Any:
@@ -102,7 +107,7 @@ class _Routes:
 
     async def change(self, model_uid: str, request: Request) -> JSONResponse:
         change = _checked_change(await request.body())
-        return JSONResponse(await _answered_for(model_uid, self._change(model_uid, change)))
+        return JSONResponse(await answered_for(model_uid, self._change(model_uid, change)))
 
     async def _change(self, model_uid: str, change: Mapping[str, Any]) -> dict[str, Any]:
         if "enabled" in change:
@@ -116,34 +121,21 @@ class _Routes:
         return await self._ask_all(model_uid, "set_weights_version", change["weights_version"])
 
     async def flush(self, model_uid: str) -> JSONResponse:
-        return JSONResponse(await _answered_for(model_uid, self._ask_all(model_uid, "flush")))
+        return JSONResponse(await answered_for(model_uid, self._ask_all(model_uid, "flush")))
 
     async def _ask_all(self, model_uid: str, method: str, *args: object) -> dict[str, Any]:
         answers = await self._trackers.call(model_uid, method, *args)
         return {**await self._trackers.report(model_uid), "answers": answers}
 
     async def explain(self, model_uid: str, request: Request) -> JSONResponse:
-        self._check_model_access(request, model_uid)
+        self._access(request, model_uid)
         question = _checked_question(await request.body())
         deadline = EXPLAIN_DEADLINE + 1
         explaining = self._trackers.call(model_uid, "explain", question, deadline=deadline)
-        explanation = await _answered_for(model_uid, explaining)
+        explanation = await answered_for(model_uid, explaining)
         router = self._trackers.routers.get(model_uid)
         forecasts = {} if router is None else router.explain(prompt_text(question))
         return JSONResponse({**explanation, "routing": forecasts})
-
-    def _check_model_access(self, request: Request, model_uid: str) -> None:
-        """Only those who may ask the model may learn whether it has computed a text."""
-        # From 4.1 on, xinference keeps the request's key there; with 4.0, look it up again.
-        key = getattr(request.state, "authenticated_api_key", None)
-        validate = getattr(self._auth_service, "validate_model_access", None)
-        if key is not None:
-            allowed = key.has_model_access(model_uid, "LLM")
-        else:
-            token = request.headers.get("authorization", "").partition(" ")[2].strip()
-            allowed = validate is None or validate(token, model_uid, "LLM")
-        if not allowed:
-            raise HTTPException(403, f"the API key is not valid for model {model_uid!r}")
 
 
 def _checked_change(body: bytes) -> dict[str, Any]:
@@ -178,20 +170,3 @@ def _checked_question(body: bytes) -> dict[str, Any]:
             'the body must be {"prompt": "<text>"} or {"messages": [{"role": …, "content": …}, …]} '
             f"of at most {MAX_QUESTION_BYTES} bytes: {error}",
         ) from error
-
-
-async def _answered_for(model_uid: str, work: Awaitable[_T]) -> _T:
-    return await _answered(f"the tracker of {model_uid!r}", work)
-
-
-async def _answered(who: str, work: Awaitable[_T]) -> _T:
-    """Await `work` and turn its failures into HTTP answers."""
-    try:
-        return await work
-    except NotFoundError as error:
-        # Not str(error), which begins with the address that xoscar adds.
-        raise HTTPException(404, error.reason, {NOT_FOUND_HEADER: "1"}) from error
-    except ExplainError as error:
-        raise HTTPException(503, error.reason) from error
-    except UNREACHABLE as error:
-        raise HTTPException(503, f"{who} does not answer") from error

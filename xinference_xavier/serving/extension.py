@@ -4,6 +4,7 @@ xinference calls the factory once in the API process, in the supervisor and in e
 they serve anything. Then it calls the hooks, which must be synchronous and fast.
 """
 
+from pathlib import Path
 from typing import Any
 
 from xinference_xavier._version import __version__
@@ -17,15 +18,20 @@ class XavierExtension:
 
     def configure_api(self, context: Any) -> None:
         """Add our routes, metrics and pages; `context` is xinference's APIExtensionContext."""
+        from xinference.constants import XINFERENCE_HOME
+
         from xinference_xavier.serving.api import add_routes
+        from xinference_xavier.serving.prefixes.install import Prefixes, Starting
         from xinference_xavier.serving.prometheus.exporter import add_metrics
         from xinference_xavier.serving.routing.install import add_routing
         from xinference_xavier.serving.tracker_gateway import TrackerGateway
         from xinference_xavier.serving.ui.routes import add_pages
 
         trackers = TrackerGateway(context.get_supervisor_ref)
-        add_routing(context, trackers.routers)
-        add_routes(context, trackers)
+        prefixes = Prefixes(trackers, context.get_supervisor_ref, Path(XINFERENCE_HOME))
+        add_routing(context, trackers.routers, prefixes.content_of)
+        context.app.add_middleware(Starting, prefixes=prefixes)
+        add_routes(context, trackers, prefixes)
         add_metrics(context, trackers)
         add_pages(context)
 

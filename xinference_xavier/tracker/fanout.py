@@ -6,12 +6,13 @@ only its own answer.
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import xoscar as xo
 
 from xinference_xavier.errors import ExplainError
+from xinference_xavier.protocol.prefixes import Kept, check_kept
 from xinference_xavier.protocol.tracker import Member, check_explanation, check_stats
 from xinference_xavier.runtime.addresses import replica_uid
 from xinference_xavier.runtime.deadline import within
@@ -23,12 +24,14 @@ STATS_DEADLINE = 1.0
 FLUSH_DEADLINE = 5.0
 WEIGHTS_DEADLINE = 5.0
 SELF_CHECK_DEADLINE = 20.0
+KEEP_DEADLINE = 5.0
 EXPLAIN_DEADLINE = 60.0
 """Seconds: the first question loads the tokenizer, and long prompts take their time."""
-_CHECKS: dict[str, Callable[[object], None]] = {
+_CHECKS: dict[str, Callable[[object], object]] = {
     "stats": check_stats,
     "self_check": check_stats,
     "explain": check_explanation,
+    "keep": check_kept,
 }
 
 
@@ -63,6 +66,24 @@ async def self_check_all(members: Sequence[Member]) -> dict[str, dict[str, Any]]
         if isinstance(answer, Exception)
         else answer
         for incarnation, answer in answers.items()
+    }
+
+
+async def keep_prefixes(
+    members: Sequence[Member],
+    name_of: Callable[[str], str],
+    wanted: Mapping[str, Mapping[str, bool]] | None,
+) -> dict[str, Kept]:
+    """Tell the replicas which prefixes to keep; what each keeps, by name. None changes nothing.
+    Replicas that do not answer are left out."""
+    names = [name_of(member.incarnation) for member in members]
+    calls = (
+        _call(member, "keep", KEEP_DEADLINE, None if wanted is None else wanted.get(name, {}))
+        for member, name in zip(members, names, strict=True)
+    )
+    answers = await asyncio.gather(*calls, return_exceptions=True)
+    return {
+        name: answer for name, answer in zip(names, answers, strict=True) if type(answer) is Kept
     }
 
 

@@ -3,7 +3,7 @@ errors, see `tracker.actor`."""
 
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import xoscar as xo
@@ -17,6 +17,7 @@ from xinference_xavier.events import (
 )
 from xinference_xavier.hooks import Hooks
 from xinference_xavier.protocol.load import Observation
+from xinference_xavier.protocol.prefixes import Kept
 from xinference_xavier.protocol.tracker import (
     Member,
     Settings,
@@ -123,6 +124,14 @@ class OperatorCalls(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no t
         """Where a prompt's chunks are and what a request would reuse; see `fanout.explain`."""
         check_question(question)
         return await fanout.explain(self._namespaces.members(), question)
+
+    async def keep_prefixes(
+        self, wanted: Mapping[str, Mapping[str, bool]] | None
+    ) -> dict[str, Kept]:
+        """Tell replicas, by name, which prefixes to keep, and which of them firmly; see
+        `fanout.keep_prefixes`."""
+        members = self._namespaces.all_members()
+        return await fanout.keep_prefixes(members, self._membership.name_of, wanted)
 
     async def self_checks(self) -> dict[str, dict[str, Any]]:
         """The result of every replica's self-check, by incarnation."""

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from fastapi import HTTPException
 
+from xinference_xavier.errors import PrefixNotFoundError
+from xinference_xavier.frontend.asked import NamedPrefix
 from xinference_xavier.frontend.model_router import AT_LIMIT, ModelRouter, QueueFullError
 from xinference_xavier.frontend.request_body import ClientGoneError
 from xinference_xavier.frontend.routers import Routers
 from xinference_xavier.runtime.deadline import within
+from xinference_xavier.serving.prefixes.named_model import NamedModel
 from xinference_xavier.serving.routing.middleware import Asked, RoutingMiddleware, current
 from xinference_xavier.serving.routing.routed_model import RoutedModel
 
@@ -27,7 +30,11 @@ _CLIENT_CLOSED_REQUEST = 499  # nginx's; nobody sees it
 Require = Callable[..., Awaitable[Any]]
 
 
-def add_routing(context: Any, routers: Routers) -> None:
+ContentOf = Callable[[str, str, str], Awaitable[Mapping[str, Any]]]
+"""The content of a prefix: the model's uid, tenant and name."""
+
+
+def add_routing(context: Any, routers: Routers, content_of: ContentOf) -> None:
     """`context` is xinference's APIExtensionContext."""
     from xinference.api import restful_api
 
@@ -35,32 +42,46 @@ def add_routing(context: Any, routers: Routers) -> None:
     if original is None:
         logger.warning("this xinference gives requests to replicas in turn: no require_model")
         return
-    restful_api.require_model = routing_require(original, routers)
+    restful_api.require_model = routing_require(original, routers, content_of)
     context.app.add_middleware(RoutingMiddleware)
     routers.in_use = True
 
 
-def routing_require(original: Require, routers: Routers) -> Require:
+def routing_require(original: Require, routers: Routers, content_of: ContentOf) -> Require:
     @functools.wraps(original)
     async def require_model(get_supervisor_ref: Any, model_uid: str, *args: Any) -> Any:
         asked = current()
-        router = None if asked is None else routers.get(model_uid)
-        if asked is None or router is None:
+        if asked is None:
             return await original(get_supervisor_ref, model_uid, *args)
+        prefix, content = await asked.prefix(), None
+        if prefix is not None:
+            content = await _content(content_of, model_uid, prefix)
 
         async def connect(replica: str) -> Any:
             supervisor = await get_supervisor_ref()
             return await within(_CONNECT_DEADLINE, supervisor.xavier_replica(replica))
 
-        model = await _routed(asked, router, connect)
-        return model or await original(get_supervisor_ref, model_uid, *args)
+        model, router = None, routers.get(model_uid)
+        if router is not None:
+            model = await _routed(asked, router, connect, content)
+        model = model or await original(get_supervisor_ref, model_uid, *args)
+        return model if prefix is None else NamedModel(model, prefix.name, content)
 
     return require_model
 
 
-async def _routed(asked: Asked, router: ModelRouter, connect: Any) -> RoutedModel | None:
+async def _content(content_of: ContentOf, model_uid: str, prefix: NamedPrefix) -> Mapping[str, Any]:
     try:
-        route = await asked.route_by(router)
+        return await content_of(model_uid, prefix.tenant, prefix.name)
+    except PrefixNotFoundError as error:
+        raise HTTPException(404, error.reason) from error
+
+
+async def _routed(
+    asked: Asked, router: ModelRouter, connect: Any, before: Mapping[str, Any] | None
+) -> RoutedModel | None:
+    try:
+        route = await asked.route_by(router, before)
     except QueueFullError as error:
         headers = {"Retry-After": str(error.retry_after)}
         raise HTTPException(429, AT_LIMIT, headers) from error

@@ -6,10 +6,11 @@ The body is recorded as xinference reads it. Nothing is read, changed or held ba
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextvars import ContextVar
+from typing import Any
 
-from xinference_xavier.frontend.asked import MAX_BODY, ROUTES, read_question
+from xinference_xavier.frontend.asked import MAX_BODY, ROUTES, NamedPrefix, read_name, read_question
 from xinference_xavier.frontend.model_router import ModelRouter, Route
 from xinference_xavier.frontend.request_body import ClientGoneError, Message, Receive
 
@@ -41,11 +42,18 @@ class Asked:
             self._size += len(self._body[-1])
         return message
 
-    async def route_by(self, router: ModelRouter) -> Route | None:
-        """See `ModelRouter.route`. Raises ClientGoneError if the client goes while it waits."""
+    async def prefix(self) -> NamedPrefix | None:
+        """That the request names."""
+        return await read_name(b"".join(self._body), self._header(b"x-xavier-prefix"))
+
+    async def route_by(
+        self, router: ModelRouter, before: Mapping[str, Any] | None = None
+    ) -> Route | None:
+        """See `ModelRouter.route`. `before` is the content of the prefix that the request names.
+        Raises ClientGoneError if the client goes while it waits."""
         body = b"".join(self._body)
         self._body.clear()
-        question = await read_question(body, self._header(b"x-session-id"))
+        question = await read_question(body, self._header(b"x-session-id"), before)
         routing = asyncio.ensure_future(router.route(question.text, question.session))
         leaving = asyncio.ensure_future(self._leaves())
         try:

@@ -1,0 +1,1 @@
+"""Texts that have a name, and that replicas keep at hand."""

@@ -1,0 +1,155 @@
+"""What a named prefix is, and what clients may say about it.
+
+Every check raises a ValueError that names the value, the reason and the remedy.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, get_args
+
+from xinference_xavier.errors import shown
+from xinference_xavier.protocol.tracker import check_question
+
+MAX_NAME = 200
+"""Characters."""
+MAX_TTL = 366 * 86400.0
+"""Seconds."""
+DEFAULT_TTL = 3600.0
+Retention = Literal["soft", "hard"]
+Copies = Literal[1, "all"]
+_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+_TTL = re.compile(r"(\d+(?:\.\d+)?)\s*([smhd])", re.ASCII)
+_FIELDS = ("name", "prompt", "messages", "tools", "ttl", "copies", "retention", "cache_salt")
+_CHANGEABLE = ("ttl", "copies", "retention")
+
+
+class Terms(NamedTuple):
+    """How a prefix is kept: each use begins its lifetime of `ttl` seconds anew. Soft ones may be
+    evicted after everything else."""
+
+    ttl: float = DEFAULT_TTL
+    copies: Copies = 1
+    retention: Retention = "soft"
+
+
+@dataclass(slots=True)
+class Prefix:
+    """Without its content. `tenant` is the `cache_salt` of its requests, or empty."""
+
+    id: str
+    model_uid: str
+    tenant: str
+    name: str
+    terms: Terms
+    created: float
+    used: float
+    """Wall-clock seconds."""
+
+    @property
+    def expires(self) -> float:
+        return self.used + self.terms.ttl
+
+
+class NewPrefix(NamedTuple):
+    """`content` has a prompt, or messages and perhaps tools."""
+
+    name: str
+    tenant: str
+    content: Mapping[str, Any]
+    terms: Terms
+
+
+def new_id() -> str:
+    return secrets.token_hex(8)
+
+
+def read_new(body: bytes) -> NewPrefix:
+    """The body of a request that adds a prefix."""
+    fields = _read(body, _FIELDS)
+    name = check_name(fields.get("name"))
+    content = {key: fields[key] for key in ("prompt", "messages", "tools") if fields.get(key)}
+    check_content(content)
+    return NewPrefix(name, check_tenant(fields.get("cache_salt")), content, _terms(fields, Terms()))
+
+
+def read_terms(body: bytes, terms: Terms) -> Terms:
+    """The body of a request that changes `terms`."""
+    return _terms(_read(body, _CHANGEABLE), terms)
+
+
+def _read(body: bytes, known: tuple[str, ...]) -> dict[str, Any]:
+    try:
+        fields = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"the body is not JSON ({error})") from None
+    if not isinstance(fields, dict):
+        raise ValueError(
+            f"body={shown(fields)} is not an object; its fields are {', '.join(known)}"
+        )
+    for field in fields:
+        if field not in known:
+            raise ValueError(f"{shown(field)} is not a field; the fields are {', '.join(known)}")
+    return fields
+
+
+def check_name(name: object) -> str:
+    if not isinstance(name, str) or not name.strip():
+        raise ValueError(f"name={shown(name)} is not a name; give a text")
+    if len(name) > MAX_NAME:
+        raise ValueError(f"name={shown(name)} has {len(name)} characters; use at most {MAX_NAME}")
+    if "/" in name or not name.isprintable():
+        raise ValueError(
+            f"name={shown(name)} has a slash or characters that cannot be printed; leave them out"
+        )
+    return name
+
+
+def check_tenant(salt: object) -> str:
+    if salt is None:
+        return ""
+    if not isinstance(salt, str) or not 0 < len(salt) <= MAX_NAME:
+        raise ValueError(
+            f"cache_salt={shown(salt)} is not a text of 1 to {MAX_NAME} characters; leave it out "
+            "or use the one of your requests"
+        )
+    return salt
+
+
+def check_content(content: Mapping[str, Any]) -> None:
+    if "tools" in content and ("messages" not in content or not isinstance(content["tools"], list)):
+        raise ValueError("tools are a list that goes with messages")
+    question = {key: value for key, value in content.items() if key != "tools"}
+    if len(question) != 1:
+        raise ValueError("a prefix has either a prompt or messages; give one of them")
+    check_question(question)
+
+
+def _terms(fields: Mapping[str, Any], terms: Terms) -> Terms:
+    copies = fields.get("copies", terms.copies)
+    if isinstance(copies, bool) or copies not in get_args(Copies):
+        raise ValueError(f'copies={shown(copies)} is neither 1 nor "all"; use one of them')
+    retention = fields.get("retention", terms.retention)
+    if retention not in get_args(Retention):
+        raise ValueError(f'retention={shown(retention)} is neither "soft" nor "hard"; use one')
+    ttl = read_ttl(fields["ttl"]) if "ttl" in fields else terms.ttl
+    return Terms(ttl, copies, retention)
+
+
+def read_ttl(value: object) -> float:
+    """Seconds, from a number of them or a text such as "90s", "30m", "1h" or "7d"."""
+    seconds = -1.0
+    if isinstance(value, str) and (match := _TTL.fullmatch(value.strip())):
+        seconds = float(match[1]) * _UNITS[match[2]]
+    elif isinstance(value, (int, float)) and not isinstance(value, bool):
+        seconds = float(value)
+    if not 0 < seconds <= MAX_TTL:
+        raise ValueError(
+            f"ttl={shown(value)} is not a time of at most {MAX_TTL / 86400:.0f} days; use seconds "
+            'or a text such as "30m", "1h" or "7d"'
+        )
+    return seconds

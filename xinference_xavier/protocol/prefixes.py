@@ -1,0 +1,67 @@
+"""What a tracker asks of replicas for named prefixes, and what they answer.
+
+The engine knows the request that computes a prefix by its id. So the replica keeps exactly the
+chunks that the model makes of the text, whatever its chat template.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Annotated, NamedTuple
+
+from pydantic import Field, TypeAdapter
+
+from xinference_xavier.protocol.tracker import checked
+from xinference_xavier.runtime.validate import Count
+
+MAX_PREFIXES = 10_000
+"""Of a model."""
+PrefixId = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
+_REQUEST = "xavier-prefix-"
+_REQUEST_ID = re.compile(re.escape(_REQUEST) + r"([0-9a-f]{16})(-\d+)?")
+
+
+class KeptPrefix(NamedTuple):
+    """A prefix at one replica: `held` of its `chunks` are in the pool. They are not evicted if it
+    is `firm`."""
+
+    tokens: Count
+    chunks: Count
+    held: Count
+    firm: bool
+
+
+class Kept(NamedTuple):
+    """What one replica keeps. Of its `pool_chunks`, it may keep `budget_chunks` firmly."""
+
+    prefixes: dict[PrefixId, KeptPrefix]
+    pool_chunks: Count
+    budget_chunks: Count
+    firm_chunks: Count
+
+
+_WANTED = TypeAdapter(
+    Annotated[dict[PrefixId, Annotated[bool, Field(strict=True)]], Field(max_length=MAX_PREFIXES)]
+)
+_KEPT = TypeAdapter(Kept)
+
+
+def request_id(prefix: str, number: int) -> str:
+    """Of the `number`-th request that computes the prefix."""
+    return f"{_REQUEST}{prefix}-{number}"
+
+
+def prefix_of(request_id: str) -> str | None:
+    """The prefix that a request computes; None for other requests."""
+    match = _REQUEST_ID.fullmatch(request_id)
+    return match[1] if match else None
+
+
+def check_wanted(wanted: object) -> Mapping[str, bool]:
+    """The prefixes to keep, and whether firmly. Raises ValueError."""
+    return checked(_WANTED, "prefixes", wanted)
+
+
+def check_kept(answer: object) -> Kept:
+    return checked(_KEPT, "kept prefixes", answer)

@@ -1,0 +1,51 @@
+"""What the REST routes have in common: failures as HTTP answers, and who may ask a model."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+from fastapi import HTTPException, Request
+
+from xinference_xavier.errors import NOT_FOUND_HEADER, ExplainError, NotFoundError
+from xinference_xavier.serving.tracker_gateway import UNREACHABLE
+
+_T = TypeVar("_T")
+Access = Callable[[Request, str], None]
+"""Raises HTTPException unless the request may ask the model of that uid."""
+
+
+def model_access(auth_service: Any) -> Access:
+    """Only those who may ask the model may learn what it has computed. `auth_service` is
+    xinference's; None without authentication."""
+
+    def check(request: Request, model_uid: str) -> None:
+        # From 4.1 on, xinference keeps the request's key there; with 4.0, look it up again.
+        key = getattr(request.state, "authenticated_api_key", None)
+        validate = getattr(auth_service, "validate_model_access", None)
+        if key is not None:
+            allowed = key.has_model_access(model_uid, "LLM")
+        else:
+            token = request.headers.get("authorization", "").partition(" ")[2].strip()
+            allowed = validate is None or validate(token, model_uid, "LLM")
+        if not allowed:
+            raise HTTPException(403, f"the API key is not valid for model {model_uid!r}")
+
+    return check
+
+
+async def answered_for(model_uid: str, work: Awaitable[_T]) -> _T:
+    return await answered(f"the tracker of {model_uid!r}", work)
+
+
+async def answered(who: str, work: Awaitable[_T]) -> _T:
+    """Await `work` and turn its failures into HTTP answers."""
+    try:
+        return await work
+    except NotFoundError as error:
+        # Not str(error), which begins with the address that xoscar adds.
+        raise HTTPException(404, error.reason, {NOT_FOUND_HEADER: "1"}) from error
+    except ExplainError as error:
+        raise HTTPException(503, error.reason) from error
+    except UNREACHABLE as error:
+        raise HTTPException(503, f"{who} does not answer") from error

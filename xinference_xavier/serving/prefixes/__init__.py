@@ -1,0 +1,1 @@
+"""Named prefixes in xinference's API."""

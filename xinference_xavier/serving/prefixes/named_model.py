@@ -1,0 +1,56 @@
+"""A model's reference for a request that begins with a named prefix."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+class WrongKindError(ValueError):
+    """A prompt cannot begin with messages, nor a chat with a prompt."""
+
+
+class NamedModel:
+    """Behaves like `model` when it is asked with the named text before the prompt, or the named
+    messages before the messages. That is what xinference's routes have made of the request."""
+
+    def __init__(self, model: Any, name: str, content: Mapping[str, Any]) -> None:
+        self._model = model
+        self._name = name
+        self._content = content
+        self._prepared = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    async def generate(self, prompt: Any, *args: Any, **kwargs: Any) -> Any:
+        text = self._content.get("prompt")
+        if text is None:
+            raise WrongKindError(
+                f"prefix {self._name!r} has messages; use it on a route of chats, or name a prompt"
+            )
+        if not isinstance(prompt, str):
+            raise WrongKindError(f"prefix {self._name!r} goes before one prompt of text")
+        return await self._model.generate(text + prompt, *args, **kwargs)
+
+    async def chat(self, messages: list[Any], *args: Any, **kwargs: Any) -> Any:
+        config = args[0] if args else kwargs.get("generate_config")
+        return await self._model.chat(self._before(messages, config), *args, **kwargs)
+
+    async def prepare_anthropic_request(self, messages: list[Any], config: Any) -> Any:
+        """xinference prepares Anthropic's messages before it calls `chat` with the result."""
+        messages = self._before(messages, config)
+        self._prepared = True
+        return await self._model.prepare_anthropic_request(messages, config)
+
+    def _before(self, messages: list[Any], config: Any) -> list[Any]:
+        if self._prepared:
+            return messages
+        if "messages" not in self._content:
+            raise WrongKindError(
+                f"prefix {self._name!r} has a prompt; use it on the route of completions, or name "
+                "messages"
+            )
+        if (tools := self._content.get("tools")) and isinstance(config, dict):
+            config["tools"] = [*tools, *(config.get("tools") or [])]
+        return [*self._content["messages"], *messages]

@@ -1,0 +1,90 @@
+"""The REST routes of named prefixes; docs/api.md has their answers and status codes."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from fastapi import HTTPException, Request
+from fastapi.responses import JSONResponse
+from starlette.responses import Response
+
+from xinference_xavier.errors import PrefixNotFoundError
+from xinference_xavier.frontend.prefixes.prefix import (
+    Prefix,
+    check_tenant,
+    read_new,
+    read_terms,
+)
+from xinference_xavier.serving.answers import Access, answered_for
+from xinference_xavier.serving.prefixes.install import Prefixes
+
+MAX_BODY = 9 << 20
+"""Bytes: a prefix may have as many as a question, and its other fields."""
+
+
+class PrefixRoutes:
+    def __init__(self, prefixes: Prefixes, access: Access) -> None:
+        self._prefixes = prefixes
+        self._access = access
+
+    async def add(self, model_uid: str, request: Request) -> JSONResponse:
+        self._check(request, model_uid)
+        body = await request.body()
+        if len(body) > MAX_BODY:
+            raise HTTPException(413, f"the body has {len(body)} bytes, more than {MAX_BODY}")
+        new = _checked(lambda: read_new(body))
+        added = await _refused(answered_for(model_uid, self._prefixes.keeper.add(model_uid, new)))
+        return JSONResponse(added, 201)
+
+    async def list(self, model_uid: str, request: Request) -> JSONResponse:
+        self._check(request, model_uid)
+        tenant = _tenant(request)
+        prefixes = [each for each in self._prefixes.names.of(model_uid) if each.tenant == tenant]
+        return JSONResponse({"prefixes": [self._prefixes.keeper.report(each) for each in prefixes]})
+
+    async def show(self, model_uid: str, name: str, request: Request) -> JSONResponse:
+        return JSONResponse(self._prefixes.keeper.report(self._find(model_uid, name, request)))
+
+    async def change(self, model_uid: str, name: str, request: Request) -> JSONResponse:
+        prefix = self._find(model_uid, name, request)
+        body = await request.body()
+        terms = _checked(lambda: read_terms(body, prefix.terms))
+        changed = await _refused(
+            answered_for(model_uid, self._prefixes.keeper.change(prefix, terms))
+        )
+        return JSONResponse(changed)
+
+    async def remove(self, model_uid: str, name: str, request: Request) -> Response:
+        await self._prefixes.names.remove(self._find(model_uid, name, request))
+        return Response(status_code=204)
+
+    def _check(self, request: Request, model_uid: str) -> None:
+        self._access(request, model_uid)
+        if self._prefixes.failure:
+            raise HTTPException(503, self._prefixes.failure)
+
+    def _find(self, model_uid: str, name: str, request: Request) -> Prefix:
+        self._check(request, model_uid)
+        try:
+            return self._prefixes.names.find(model_uid, _tenant(request), name)
+        except PrefixNotFoundError as error:
+            raise HTTPException(404, error.reason) from error
+
+
+def _tenant(request: Request) -> str:
+    return _checked(lambda: check_tenant(request.query_params.get("cache_salt")))
+
+
+def _checked(check: Callable[[], Any]) -> Any:
+    try:
+        return check()
+    except ValueError as error:
+        raise HTTPException(400, str(error)) from error
+
+
+async def _refused(work: Awaitable[Any]) -> Any:
+    try:
+        return await work
+    except ValueError as error:
+        raise HTTPException(400, str(error)) from error
