@@ -100,8 +100,13 @@ class ModelNotFoundError(ApiError):
     """No model of that uid shares its cache at that xinference."""
 
 
-NOT_FOUND_HEADER = "x-xavier-model-not-found"
-"""Marks the REST interface's own 404s, because xinference also answers unknown paths with 404."""
+class UnknownPrefixError(ApiError):
+    """The model has no prefix of that name at that xinference."""
+
+
+NOT_FOUND_HEADER = "x-xavier-not-found"
+"""Says what the REST interface did not find, because xinference also answers unknown paths with
+404: "model" or "prefix"."""
 
 REFUSALS = (
     "busy",

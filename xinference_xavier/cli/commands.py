@@ -17,6 +17,7 @@ from rich.live import Live
 from xinference_xavier._version import __version__
 from xinference_xavier.cli import tables
 from xinference_xavier.cli.endpoint import with_client
+from xinference_xavier.cli.prefixes import prefix, question
 from xinference_xavier.client import XavierClient
 from xinference_xavier.client.doctor import diagnose
 from xinference_xavier.config import parse_options
@@ -30,7 +31,7 @@ Exit codes:
   1  doctor found something, demo or bench failed, or tracker or proxy cannot listen
   2  wrong usage
   3  xinference does not answer, refuses, or lacks the extension
-  4  no such model shares its cache
+  4  no such model shares its cache, or it has no prefix of that name
 
 \b
 Shell completion:
@@ -46,6 +47,9 @@ _EITHER_DASH = {"token_normalize_func": lambda name: name.replace("-", "_"), **_
 @click.version_option(__version__, prog_name="xinference-xavier")
 def main() -> None:
     """Watch and steer how vLLM replicas of xinference models share their KV cache."""
+
+
+main.add_command(prefix)
 
 
 @main.command()
@@ -115,22 +119,14 @@ def explain(client: XavierClient, model: str, prompt_file: Any, chat: bool, as_j
 
     vLLM's own prefix cache may add to that; its content is not known here.
     """
-    answer = client.explain(model, **_question(prompt_file.read(), chat))
+    asked = question(prompt_file.read(), chat)
+    asked.pop("tools", None)
+    answer = client.explain(model, **asked)
     if as_json:
         click.echo(json.dumps(answer.raw, indent=2))
         return
     names = {replica.incarnation: replica.replica for replica in client.status(model).replicas}
     tables.console().print(tables.explanation_table(answer, names))
-
-
-def _question(text: str, chat: bool) -> dict[str, Any]:
-    if not chat:
-        return {"prompt": text}
-    try:
-        messages = json.loads(text)
-    except ValueError as error:
-        raise click.UsageError(f"--chat: the file is not JSON ({error})") from None
-    return {"messages": messages.get("messages") if isinstance(messages, dict) else messages}
 
 
 @main.command()

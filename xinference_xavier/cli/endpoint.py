@@ -11,9 +11,9 @@ from typing import Any
 import click
 
 from xinference_xavier.client import XavierClient
-from xinference_xavier.errors import ApiError, ModelNotFoundError
+from xinference_xavier.errors import ApiError, ModelNotFoundError, UnknownPrefixError
 
-NO_SUCH_MODEL, NO_ANSWER = 4, 3
+NOT_FOUND, NO_ANSWER = 4, 3
 """Exit codes."""
 
 
@@ -42,7 +42,8 @@ def with_client(command: Callable[..., Any]) -> Callable[..., Any]:
                 return command(client, *args, **kwargs)
         except ApiError as error:
             click.echo(f"Error: {error}", err=True)
-            sys.exit(NO_SUCH_MODEL if isinstance(error, ModelNotFoundError) else NO_ANSWER)
+            missing = isinstance(error, (ModelNotFoundError, UnknownPrefixError))
+            sys.exit(NOT_FOUND if missing else NO_ANSWER)
 
     return connected
 

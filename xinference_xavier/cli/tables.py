@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import astuple
+from datetime import timedelta
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -11,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from xinference_xavier.client.processes import Finding
-from xinference_xavier.stats.answers import Explanation
+from xinference_xavier.stats.answers import Explanation, NamedPrefix
 from xinference_xavier.stats.routing import RoutingStats
 from xinference_xavier.stats.schema import HIT_SOURCES, Counters, ModelStatus, PoolStats
 
@@ -19,8 +20,8 @@ _UNITS = ["B", "KiB", "MiB", "GiB", "TiB"]
 _WIDTH = 64  # of a prompt's picture; a character stands for one chunk or several
 
 
-def console() -> Console:
-    out = Console()
+def console(stderr: bool = False) -> Console:
+    out = Console(stderr=stderr)
     if not out.is_terminal:
         out.width = 200  # wide tables for pipes and files
     return out
@@ -147,6 +148,22 @@ def _forecasts_table(answer: Explanation) -> Table:
         seconds = (each.backlog, each.fetch, each.compute, each.total)
         table.add_row(name, *(f"{number:.3f}" for number in seconds))
     return table
+
+
+def prefixes_table(prefixes: Iterable[NamedPrefix], now: float) -> RenderableType:
+    """`now` is the wall-clock time."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("name", "state", "retention", "replicas"):
+        table.add_column(name)
+    for name in ("tokens", "chunks", "expires in"):
+        table.add_column(name, justify="right")
+    for each in prefixes:
+        state = f"{each.state}: {each.reason}" if each.reason else each.state
+        left = timedelta(seconds=max(0, round(each.expires - now)))
+        replicas = ", ".join(sorted(each.replicas)) or "-"
+        counts = f"{each.tokens:,}", f"{each.chunks:,}", str(left)
+        table.add_row(each.name, state, each.retention, replicas, *counts)
+    return table if table.row_count else Text("No prefix has a name yet.")
 
 
 def findings_list(findings: list[Finding], cluster: Mapping[str, Any]) -> RenderableType:

@@ -15,8 +15,13 @@ from urllib.parse import quote
 import httpx
 from httpx_sse import EventSource, aconnect_sse, connect_sse
 
-from xinference_xavier.errors import NOT_FOUND_HEADER, ApiError, ModelNotFoundError
-from xinference_xavier.stats.answers import EventRecord, Explanation
+from xinference_xavier.errors import (
+    NOT_FOUND_HEADER,
+    ApiError,
+    ModelNotFoundError,
+    UnknownPrefixError,
+)
+from xinference_xavier.stats.answers import EventRecord, Explanation, NamedPrefix
 from xinference_xavier.stats.reading import read
 from xinference_xavier.stats.schema import ModelStatus
 
@@ -26,6 +31,7 @@ _SILENCE = 60.0
 """Seconds without a message after which a stream is abandoned; it sends one every second."""
 
 Messages = Sequence[Mapping[str, Any]]
+_NOT_FOUND = {"model": ModelNotFoundError, "prefix": UnknownPrefixError}
 _T = TypeVar("_T")
 _P = ParamSpec("_P")
 
@@ -75,6 +81,51 @@ class XavierClient:
         question = {"prompt": prompt} if messages is None else {"messages": list(messages)}
         path = _path(model_uid, "/explain")
         return self._send("POST", path, Explanation.of, question, _LONG_TIMEOUT)
+
+    def add_prefix(
+        self,
+        model_uid: str,
+        name: str,
+        prompt: str | None = None,
+        *,
+        messages: Messages | None = None,
+        tools: Messages | None = None,
+        ttl: str | float = "1h",
+        copies: int | str = 1,
+        retention: str = "soft",
+        cache_salt: str | None = None,
+    ) -> NamedPrefix:
+        """Let replicas compute and keep a prompt, or messages and tools, under a name. One of the
+        same name and `cache_salt` is replaced. Each use begins its lifetime anew."""
+        fields = {
+            **{"name": name, "prompt": prompt, "messages": messages, "tools": tools},
+            **{"ttl": ttl, "copies": copies, "retention": retention, "cache_salt": cache_salt},
+        }
+        body = {key: value for key, value in fields.items() if value is not None}
+        return self._send(
+            "POST", _path(model_uid, "/prefixes"), NamedPrefix.of, body, _LONG_TIMEOUT
+        )
+
+    def prefixes(self, model_uid: str, cache_salt: str | None = None) -> list[NamedPrefix]:
+        """Those with this `cache_salt`, or without one."""
+        path = _prefixes_path(model_uid, cache_salt)
+        return self._send("GET", path, lambda answer: [*map(NamedPrefix.of, answer["prefixes"])])
+
+    def prefix(self, model_uid: str, name: str, cache_salt: str | None = None) -> NamedPrefix:
+        """Raises UnknownPrefixError."""
+        return self._send("GET", _prefixes_path(model_uid, cache_salt, name), NamedPrefix.of)
+
+    def change_prefix(
+        self, model_uid: str, name: str, cache_salt: str | None = None, **terms: Any
+    ) -> NamedPrefix:
+        """Change `ttl`, `copies` or `retention`. Raises UnknownPrefixError."""
+        path = _prefixes_path(model_uid, cache_salt, name)
+        return self._send("PATCH", path, NamedPrefix.of, terms)
+
+    def remove_prefix(self, model_uid: str, name: str, cache_salt: str | None = None) -> None:
+        """Raises UnknownPrefixError."""
+        path = _prefixes_path(model_uid, cache_salt, name)
+        return self._send("DELETE", path, lambda answer: None)
 
     def cluster(self) -> dict[str, Any]:
         """What `doctor` examines."""
@@ -145,6 +196,11 @@ class AsyncXavierClient:
     set_routing = _awaited(XavierClient.set_routing)
     flush = _awaited(XavierClient.flush)
     explain = _awaited(XavierClient.explain)
+    add_prefix = _awaited(XavierClient.add_prefix)
+    prefixes = _awaited(XavierClient.prefixes)
+    prefix = _awaited(XavierClient.prefix)
+    change_prefix = _awaited(XavierClient.change_prefix)
+    remove_prefix = _awaited(XavierClient.remove_prefix)
     cluster = _awaited(XavierClient.cluster)
     events = _streamed(XavierClient.events)
     watch = _streamed(XavierClient.watch)
@@ -183,6 +239,13 @@ def _path(model_uid: str, action: str = "") -> str:
     return f"/v1/xavier/{quote(model_uid, safe='')}{action}"
 
 
+def _prefixes_path(model_uid: str, cache_salt: str | None, name: str | None = None) -> str:
+    path = _path(model_uid, "/prefixes")
+    if name is not None:
+        path += f"/{quote(name, safe='')}"
+    return path if cache_salt is None else f"{path}?cache_salt={quote(cache_salt, safe='')}"
+
+
 def _headers(api_key: str | None) -> dict[str, str]:
     return {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
 
@@ -214,7 +277,8 @@ def _decoded(answer: httpx.Response) -> Any:
     if answer.is_success and body is not None:
         return body
     if NOT_FOUND_HEADER in answer.headers:
-        raise ModelNotFoundError(str(detail), status)
+        found = answer.headers[NOT_FOUND_HEADER]
+        raise _NOT_FOUND.get(found, ModelNotFoundError)(str(detail), status)
     # Without our routes, xinference answers these paths with its web page or a 404 of its own.
     if answer.is_success or status == 404:
         raise ApiError(

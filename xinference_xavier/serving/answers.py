@@ -44,7 +44,7 @@ async def answered(who: str, work: Awaitable[_T]) -> _T:
         return await work
     except NotFoundError as error:
         # Not str(error), which begins with the address that xoscar adds.
-        raise HTTPException(404, error.reason, {NOT_FOUND_HEADER: "1"}) from error
+        raise HTTPException(404, error.reason, {NOT_FOUND_HEADER: "model"}) from error
     except ExplainError as error:
         raise HTTPException(503, error.reason) from error
     except UNREACHABLE as error:

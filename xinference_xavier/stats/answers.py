@@ -86,3 +86,46 @@ class Explanation:
     def first(self) -> str:
         """The replica that is expected to answer first; empty if none accepts a request."""
         return min(self.forecasts, key=lambda name: self.forecasts[name].total, default="")
+
+
+@dataclass(frozen=True)
+class PrefixCopy:
+    """Of a named prefix at one replica: `held` of its `chunks` are in the pool. They are not
+    evicted if it is `firm`."""
+
+    tokens: int = 0
+    chunks: int = 0
+    held: int = 0
+    firm: bool = False
+
+
+@dataclass(frozen=True)
+class NamedPrefix:
+    """`state` is "waiting", "computing", "kept", or "failed" for `reason`. `replicas` are those
+    that keep it, by xinference's names. `ttl` is in seconds since the last use; `created`, `used`
+    and `expires` are wall-clock times in seconds."""
+
+    name: str
+    state: str
+    reason: str
+    tokens: int
+    chunks: int
+    replicas: Mapping[str, PrefixCopy]
+    ttl: float
+    copies: int | str
+    retention: str
+    created: float
+    used: float
+    expires: float
+    raw: Mapping[str, Any] = field(repr=False)
+
+    @classmethod
+    def of(cls, raw: Mapping[str, Any]) -> Self:
+        copies = {name: read(PrefixCopy, copy) for name, copy in raw["replicas"].items()}
+        return cls(**{**raw, "replicas": copies}, raw=raw)
+
+    @property
+    def progress(self) -> float:
+        """The part of the first copy that is there."""
+        held = max((copy.held for copy in self.replicas.values()), default=0)
+        return held / max(1, self.chunks)

@@ -7,9 +7,8 @@ from typing import Any
 
 from fastapi import HTTPException, Request
 from fastapi.responses import JSONResponse
-from starlette.responses import Response
 
-from xinference_xavier.errors import PrefixNotFoundError
+from xinference_xavier.errors import NOT_FOUND_HEADER, PrefixNotFoundError
 from xinference_xavier.frontend.prefixes.prefix import (
     Prefix,
     check_tenant,
@@ -55,9 +54,9 @@ class PrefixRoutes:
         )
         return JSONResponse(changed)
 
-    async def remove(self, model_uid: str, name: str, request: Request) -> Response:
+    async def remove(self, model_uid: str, name: str, request: Request) -> JSONResponse:
         await self._prefixes.names.remove(self._find(model_uid, name, request))
-        return Response(status_code=204)
+        return JSONResponse({"removed": name})
 
     def _check(self, request: Request, model_uid: str) -> None:
         self._access(request, model_uid)
@@ -69,7 +68,7 @@ class PrefixRoutes:
         try:
             return self._prefixes.names.find(model_uid, _tenant(request), name)
         except PrefixNotFoundError as error:
-            raise HTTPException(404, error.reason) from error
+            raise HTTPException(404, error.reason, {NOT_FOUND_HEADER: "prefix"}) from error
 
 
 def _tenant(request: Request) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 
 from fastapi import HTTPException
 
-from xinference_xavier.errors import PrefixNotFoundError
+from xinference_xavier.errors import NOT_FOUND_HEADER, PrefixNotFoundError
 from xinference_xavier.frontend.asked import NamedPrefix
 from xinference_xavier.frontend.model_router import AT_LIMIT, ModelRouter, QueueFullError
 from xinference_xavier.frontend.request_body import ClientGoneError
@@ -74,7 +74,7 @@ async def _content(content_of: ContentOf, model_uid: str, prefix: NamedPrefix) -
     try:
         return await content_of(model_uid, prefix.tenant, prefix.name)
     except PrefixNotFoundError as error:
-        raise HTTPException(404, error.reason) from error
+        raise HTTPException(404, error.reason, {NOT_FOUND_HEADER: "prefix"}) from error
 
 
 async def _routed(

@@ -1,0 +1,124 @@
+"""Named prefixes under xinference: computed once, used by name, and computed again when lost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import requests
+
+from examples.documents import document
+from examples.local_cluster import LocalCluster
+from tests.e2e import processes
+from tests.e2e.conftest import ARGUMENTS, can_fetch, wait_for_engine, wait_until
+from tests.e2e.text_routes import CHAT, COMPLETIONS, TEXT_ROUTES, body_of
+from xinference_xavier.client import XavierClient
+from xinference_xavier.errors import ApiError, UnknownPrefixError
+from xinference_xavier.stats.answers import NamedPrefix
+
+UID = "named"
+ROWS = 60  # of a document's table: about 3,000 tokens
+TIMEOUT = 60.0
+MESSAGES = [{"role": "system", "content": document(41, ROWS)}]
+
+
+@pytest.fixture(scope="module")
+def model(cluster: LocalCluster) -> Iterator[LocalCluster]:
+    cluster.launch("small", UID, **ARGUMENTS)
+    wait_for_engine(lambda: can_fetch(cluster, UID, 2), "both replicas can fetch")
+    yield cluster
+    cluster.terminate(UID)
+
+
+@pytest.fixture
+def client(model: LocalCluster) -> Iterator[XavierClient]:
+    with XavierClient(model.endpoint) as client:
+        yield client
+
+
+def kept(client: XavierClient, name: str) -> NamedPrefix:
+    def state() -> str:
+        found = client.prefix(UID, name)
+        assert found.state != "failed", found.reason
+        return found.state
+
+    wait_until(lambda: state() == "kept", f"{name} is kept")
+    return client.prefix(UID, name)
+
+
+def ask(model: LocalCluster, path: str, text: str, **more: Any) -> requests.Response:
+    """What comes from `headers` in `more` is sent as such."""
+    headers = {"anthropic-version": "2023-06-01", **more.pop("headers", {})}
+    body = body_of(path, UID, text, 8, temperature=0, **more)
+    return requests.post(f"{model.endpoint}{path}", json=body, headers=headers, timeout=TIMEOUT)
+
+
+def test_a_named_prompt_is_computed_once_and_used_by_both_replicas(
+    model: LocalCluster, client: XavierClient
+) -> None:
+    text = document(40, ROWS)
+    client.add_prefix(UID, "report", text, copies="all")
+    found = kept(client, "report")
+    assert found.tokens > 2000
+    assert len(found.replicas) == 2
+    whole = ask(model, COMPLETIONS, text + "What is this?", cache_salt="cold").json()
+    for number in range(4):
+        way: dict[str, Any] = {"prefix_name": "report"}
+        if number % 2:
+            way = {"headers": {"X-Xavier-Prefix": "report"}}
+        answer = ask(model, COMPLETIONS, "What is this?", **way).json()
+        assert answer["choices"][0]["text"] == whole["choices"][0]["text"]
+        assert answer["usage"]["prompt_tokens"] == whole["usage"]["prompt_tokens"]
+        cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+        assert cached > 0.9 * found.tokens
+
+
+def test_named_messages_go_before_those_of_every_route(
+    model: LocalCluster, client: XavierClient
+) -> None:
+    client.add_prefix(UID, "guide", messages=MESSAGES, copies="all")
+    found = kept(client, "guide")
+    for path in TEXT_ROUTES[1:]:
+        answer = ask(model, path, "Hello", headers={"X-Xavier-Prefix": "guide"})
+        usage = answer.json()["usage"]
+        tokens = usage.get("prompt_tokens") or usage["input_tokens"]
+        assert tokens >= found.tokens, path
+    answer = ask(model, CHAT, "Hello", headers={"X-Xavier-Prefix": "guide"}).json()
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 0.9 * found.tokens
+
+
+def test_an_unknown_name_is_refused(model: LocalCluster, client: XavierClient) -> None:
+    answer = ask(model, COMPLETIONS, "Hello", prefix_name="reprot")
+    assert answer.status_code == 404
+    assert "did you mean 'report'?" in answer.text
+    with pytest.raises(UnknownPrefixError):
+        client.prefix(UID, "reprot")
+
+
+def test_a_short_text_is_refused(client: XavierClient) -> None:
+    with pytest.raises(ApiError, match="'short' has . tokens; give a prefix of at least 128"):
+        client.add_prefix(UID, "short", "Hello")
+
+
+def test_what_is_lost_is_computed_again(model: LocalCluster, client: XavierClient) -> None:
+    (before,) = (each for each in client.prefixes(UID) if each.name == "report")
+    client.flush(UID)
+    wait_until(lambda: client.prefix(UID, "report").state != "kept", "it is lost")
+    assert kept(client, "report").tokens == before.tokens
+
+
+@pytest.mark.long
+def test_a_replica_that_is_replaced_gets_its_copies(
+    model: LocalCluster, client: XavierClient
+) -> None:
+    processes.kill(processes.model_process(f"{UID}-rep0"))
+    wait_until(lambda: client.prefix(UID, "guide").state != "kept", "a copy is lost")
+    wait_for_engine(lambda: can_fetch(model, UID, 2), "another engine has taken its place")
+    assert len(kept(client, "guide").replicas) == 2
+
+
+def test_a_removed_name_is_unknown(model: LocalCluster, client: XavierClient) -> None:
+    for name in ("report", "guide"):
+        client.remove_prefix(UID, name)
+    assert client.prefixes(UID) == []

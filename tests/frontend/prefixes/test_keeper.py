@@ -1,0 +1,292 @@
+"""Replicas are told what to keep, and compute again what they have lost."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from xinference_xavier.errors import NotFoundError
+from xinference_xavier.frontend.prefixes import keeper as module
+from xinference_xavier.frontend.prefixes.keeper import Keeper, RefusedError
+from xinference_xavier.frontend.prefixes.names import Names
+from xinference_xavier.frontend.prefixes.prefix import NewPrefix, Terms
+from xinference_xavier.frontend.prefixes.store import Store
+from xinference_xavier.protocol.prefixes import Kept, KeptPrefix, prefix_of
+from xinference_xavier.stats.routing import KnownLoad
+
+MODEL = "model"
+CHUNK, CONTEXT, BUDGET = 128, 4096, 10
+PATIENCE = 30.0
+"""Seconds after which a test that waits has failed."""
+
+
+class Replica:
+    def __init__(self) -> None:
+        self.wanted: Mapping[str, bool] = {}
+        self.held: dict[str, int] = {}
+        """Chunks of prefixes that were computed here."""
+        self.requests: list[str] = []
+        self.load = KnownLoad()
+
+    def lose(self) -> None:
+        self.held = dict.fromkeys(self.held, 1)
+
+
+class Cluster:
+    """A model, its tracker and the clock."""
+
+    def __init__(self, *replicas: str) -> None:
+        self.now = 1000.0
+        self.tokens = 5 * CHUNK + 1
+        self.replicas = {name: Replica() for name in replicas}
+        self.runs = True
+        self.failure: Exception | None = None
+        self.asked = asyncio.Event()
+
+    async def call(self, model_uid: str, method: str, argument: Any) -> Any:
+        if model_uid != MODEL or not self.runs:
+            raise NotFoundError(f"model {model_uid!r} does not share its cache here")
+        if method == "explain":
+            assert set(argument) <= {"prompt", "messages"}
+            sizes = {"chunk_tokens": CHUNK, "context_tokens": CONTEXT}
+            return {"prompt_tokens": self.tokens, **sizes}
+        assert method == "keep_prefixes"
+        return {
+            name: self.keep(replica, None if argument is None else argument.get(name, {}))
+            for name, replica in self.replicas.items()
+        }
+
+    def keep(self, replica: Replica, wanted: Mapping[str, bool] | None) -> Kept:
+        if wanted is not None:
+            replica.wanted = wanted
+            replica.held = {name: held for name, held in replica.held.items() if name in wanted}
+        chunks = self.tokens // CHUNK
+        firm = sum(chunks for name in replica.held if replica.wanted[name])
+        prefixes = {
+            name: KeptPrefix(self.tokens, chunks, held, replica.wanted[name])
+            for name, held in replica.held.items()
+        }
+        return Kept(prefixes, 2 * BUDGET, BUDGET, firm)
+
+    async def ask(
+        self, model_uid: str, name: str, content: Mapping[str, Any], tenant: str, number: str
+    ) -> None:
+        replica = self.replicas[name]
+        replica.requests.append(number)
+        self.asked.set()
+        if self.failure is not None:
+            raise self.failure
+        prefix = prefix_of(number)
+        assert prefix in replica.wanted, "it was told before to keep it"
+        replica.held[prefix] = self.tokens // CHUNK
+
+    def loads(self, model_uid: str) -> Mapping[str, KnownLoad]:
+        return {name: replica.load for name, replica in self.replicas.items()}
+
+    def clock(self) -> float:
+        return self.now
+
+
+class Kit:
+    """A keeper and its cluster."""
+
+    def __init__(self, cluster: Cluster, names: Names) -> None:
+        self.cluster = cluster
+        self.names = names
+        self.keeper = Keeper(names, cluster.call, cluster.ask, cluster.loads, cluster.clock)
+
+    async def add(self, name: str = "guide", terms: Terms | None = None) -> dict[str, Any]:
+        new = NewPrefix(name, "", {"prompt": "text"}, terms or Terms())
+        return await self.keeper.add(MODEL, new)
+
+    def report(self, name: str = "guide") -> dict[str, Any]:
+        return self.keeper.report(self.names.find(MODEL, "", name))
+
+    async def until(self, condition: Callable[[], object]) -> None:
+        async with asyncio.timeout(PATIENCE):
+            while not condition():
+                await asyncio.sleep(0)
+
+    async def kept(self, name: str = "guide") -> dict[str, Any]:
+        await self.until(lambda: self.report(name)["state"] == "kept")
+        return self.report(name)
+
+    async def rounds(self, count: int = 20) -> None:
+        """The keeper looks so many times."""
+        for _ in range(count):
+            for _ in range(10):
+                await asyncio.sleep(0)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "TICK", 0.0)
+    monkeypatch.setattr(module, "_ABSENT", 0.0)
+
+
+@pytest.fixture
+def cluster() -> Cluster:
+    return Cluster("m-0", "m-1", "m-2")
+
+
+@pytest.fixture
+async def kit(cluster: Cluster, tmp_path: Path) -> AsyncIterator[Kit]:
+    store = Store(tmp_path / "prefixes.db")
+    names = Names(store, cluster.clock)
+    await names.load()
+    kit = Kit(cluster, names)
+    yield kit
+    await kit.keeper.close()
+    await store.close()
+
+
+async def test_one_copy_is_made_at_the_replica_that_has_least_to_do(kit: Kit) -> None:
+    kit.cluster.replicas["m-0"].load = KnownLoad(backlog_s=9.0, requests=1)
+    kit.cluster.replicas["m-1"].load = KnownLoad(backlog_s=1.0, requests=1)
+    kit.cluster.replicas["m-2"].load = KnownLoad(backlog_s=5.0, requests=1)
+    added = await kit.add()
+    assert (added["state"], added["chunks"]) == ("waiting", 5)
+    kept = await kit.kept()
+    assert [*kept["replicas"]] == ["m-1"]
+    assert (kept["tokens"], kept["chunks"]) == (5 * CHUNK + 1, 5)
+    await kit.rounds()
+    requests = {name: len(each.requests) for name, each in kit.cluster.replicas.items()}
+    assert requests == {"m-0": 0, "m-1": 1, "m-2": 0}
+
+
+async def test_every_replica_may_have_a_copy(kit: Kit) -> None:
+    await kit.add(terms=Terms(copies="all"))
+    assert [*(await kit.kept())["replicas"]] == ["m-0", "m-1", "m-2"]
+    kit.cluster.replicas["m-3"] = Replica()
+    await kit.until(lambda: "m-3" in kit.report()["replicas"])
+
+
+async def test_what_is_lost_is_computed_again_while_its_replica_rests(kit: Kit) -> None:
+    await kit.add()
+    (name,) = (await kit.kept())["replicas"]
+    replica = kit.cluster.replicas[name]
+    kit.cluster.now += 60.0
+    replica.load.requests = 1
+    replica.lose()
+    await kit.until(lambda: kit.report()["state"] == "waiting")
+    await kit.rounds()
+    assert len(replica.requests) == 1
+    replica.load.requests = 0
+    await kit.kept()
+    assert len(replica.requests) == 2
+
+
+async def test_another_replica_takes_the_place_of_one_that_is_gone(kit: Kit) -> None:
+    await kit.add()
+    (name,) = (await kit.kept())["replicas"]
+    del kit.cluster.replicas[name]
+    await kit.until(lambda: name not in kit.report()["replicas"])
+    (other,) = (await kit.kept())["replicas"]
+    assert other != name
+
+
+async def test_a_restarted_replica_is_told_again(kit: Kit) -> None:
+    await kit.add()
+    (name,) = (await kit.kept())["replicas"]
+    kit.cluster.replicas[name] = again = Replica()
+    await kit.until(lambda: again.requests)
+    await kit.kept()
+
+
+async def test_a_model_that_does_not_run_is_waited_for(kit: Kit) -> None:
+    await kit.add()
+    await kit.kept()
+    kit.cluster.runs = False
+    await kit.until(lambda: kit.report()["state"] == "waiting")
+    await kit.rounds()
+    for name in kit.cluster.replicas:
+        kit.cluster.replicas[name] = Replica()
+    kit.cluster.runs = True
+    await kit.kept()
+
+
+async def test_a_new_keeper_finds_what_replicas_have_kept(kit: Kit) -> None:
+    await kit.add()
+    kept = await kit.kept()
+    await kit.keeper.close()
+    kit.keeper = Keeper(kit.names, kit.cluster.call, kit.cluster.ask, kit.cluster.loads)
+    kit.keeper.begin()
+    assert await kit.kept() == kept
+    assert sum(len(each.requests) for each in kit.cluster.replicas.values()) == 1
+
+
+async def test_a_failure_is_told_and_tried_again_ever_more_rarely(kit: Kit) -> None:
+    kit.cluster.failure = ValueError("the template cannot be rendered")
+    await kit.add()
+    await kit.until(lambda: kit.report()["state"] == "failed")
+    assert kit.report()["reason"] == "the template cannot be rendered"
+    tries = []
+    for _ in range(200):
+        await kit.rounds(1)
+        kit.cluster.now += 1.0
+        tries.append(sum(len(each.requests) for each in kit.cluster.replicas.values()))
+    assert 4 <= tries[-1] <= 9
+    kit.cluster.failure = None
+    kit.cluster.now += 300.0
+    assert (await kit.kept())["reason"] == ""
+
+
+async def test_chunks_that_are_evicted_at_once_are_not_computed_for_ever(kit: Kit) -> None:
+    await kit.add()
+    (name,) = (await kit.kept())["replicas"]
+    replica = kit.cluster.replicas[name]
+    for _ in range(100):
+        replica.lose()
+        await kit.rounds(1)
+        kit.cluster.now += 1.0
+    assert len(replica.requests) < 50
+
+
+async def test_a_removed_prefix_is_dropped_everywhere(kit: Kit) -> None:
+    await kit.add(terms=Terms(copies="all"))
+    await kit.kept()
+    await kit.names.remove(kit.names.find(MODEL, "", "guide"))
+    await kit.until(lambda: not any(each.wanted for each in kit.cluster.replicas.values()))
+    await kit.until(lambda: not kit.keeper._tending)
+
+
+async def test_a_prefix_that_nobody_uses_is_dropped(kit: Kit) -> None:
+    await kit.add(terms=Terms(ttl=60.0))
+    await kit.kept()
+    kit.cluster.now += 61.0
+    await kit.until(lambda: not any(each.wanted for each in kit.cluster.replicas.values()))
+    assert kit.names.models() == []
+
+
+@pytest.mark.parametrize(
+    ("tokens", "reason"),
+    [
+        (CHUNK - 1, "'guide' has 127 tokens; give a prefix of at least 128"),
+        (CONTEXT, "'guide' has 4096 tokens, and the model's context 4096; shorten it"),
+    ],
+)
+async def test_a_text_of_the_wrong_length_is_refused(kit: Kit, tokens: int, reason: str) -> None:
+    kit.cluster.tokens = tokens
+    with pytest.raises(RefusedError, match=reason):
+        await kit.add()
+    assert kit.names.of(MODEL) == []
+
+
+async def test_firm_prefixes_have_a_budget(kit: Kit) -> None:
+    hard = Terms(copies="all", retention="hard")
+    for name in ("a", "b"):
+        await kit.add(name, hard)
+        await kit.kept(name)
+    with pytest.raises(RefusedError, match="retention=hard needs 5 chunks, but 0 are free"):
+        await kit.add("c", hard)
+    await kit.add("c")
+    await kit.kept("c")
+    with pytest.raises(RefusedError, match="but 0 are free"):
+        await kit.keeper.change(kit.names.find(MODEL, "", "c"), hard)
+    changed = await kit.keeper.change(kit.names.find(MODEL, "", "a"), Terms())
+    assert changed["retention"] == "soft"
+    await kit.until(lambda: kit.cluster.replicas["m-0"].wanted != {})

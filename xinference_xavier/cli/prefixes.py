@@ -1,0 +1,123 @@
+"""The commands for named prefixes."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from typing import Any
+
+import click
+from rich.progress import BarColumn, Progress, TextColumn
+
+from xinference_xavier.cli import tables
+from xinference_xavier.cli.endpoint import with_client
+from xinference_xavier.client import XavierClient
+from xinference_xavier.stats.answers import NamedPrefix
+
+_POLL = 0.5  # seconds
+
+
+def question(text: str, chat: bool) -> dict[str, Any]:
+    """The prompt in `text`, or the messages, perhaps with tools."""
+    if not chat:
+        return {"prompt": text}
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise click.UsageError(f"--chat: the file is not JSON ({error})") from None
+    if not isinstance(found, dict):
+        return {"messages": found}
+    return {name: found[name] for name in ("messages", "tools") if name in found}
+
+
+_salted = click.option("--cache-salt", metavar="TEXT", help="Of the tenant that it belongs to.")
+
+
+@click.group()
+def prefix() -> None:
+    """Give long texts a name, so that replicas compute them once and keep them."""
+
+
+@prefix.command()
+@click.argument("model")
+@click.argument("name")
+@click.option(
+    "--file",
+    type=click.File("r", encoding="utf-8"),
+    required=True,
+    help="The prompt, or with --chat the messages as JSON. '-' reads standard input.",
+)
+@click.option("--chat", is_flag=True, help="The file holds messages, perhaps with tools.")
+@click.option(
+    "--ttl", default="1h", show_default=True, help="Since the last use: 90s, 30m, 1h, 7d."
+)
+@click.option("--copies", type=click.Choice(["1", "all"]), default="1", show_default=True)
+@click.option("--retention", type=click.Choice(["soft", "hard"]), default="soft", show_default=True)
+@_salted
+@click.option("--no-wait", is_flag=True, help="Return before it is computed.")
+@with_client
+def add(
+    client: XavierClient, model: str, name: str, file: Any, chat: bool, no_wait: bool, **terms: Any
+) -> None:
+    """Keep a prompt or a chat's beginning at MODEL's replicas under NAME.
+
+    Requests use it with the header X-Xavier-Prefix, or with prefix_name in their body.
+    """
+    terms["copies"] = "all" if terms["copies"] == "all" else 1
+    added = client.add_prefix(model, name, **question(file.read(), chat), **terms)
+    if not no_wait:
+        added = _wait(client, model, added, terms["cache_salt"])
+    if added.state == "failed":
+        click.echo(f"Error: {name} cannot be computed: {added.reason}", err=True)
+        sys.exit(1)
+    click.echo(f"{name}: {added.state}, {added.tokens:,} tokens in {added.chunks:,} chunks")
+
+
+def _wait(
+    client: XavierClient, model: str, added: NamedPrefix, cache_salt: str | None
+) -> NamedPrefix:
+    """Until it is kept or has failed, with a progress bar."""
+    columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %")
+    with Progress(*columns, console=tables.console(stderr=True), transient=True) as bar:
+        task = bar.add_task(added.name, total=1.0)
+        while added.state not in ("kept", "failed"):
+            time.sleep(_POLL)
+            added = client.prefix(model, added.name, cache_salt)
+            bar.update(task, completed=added.progress)
+    return added
+
+
+@prefix.command(name="list")
+@click.argument("model")
+@_salted
+@click.option("--json", "as_json", is_flag=True, help="Print the server's answers.")
+@with_client
+def list_(client: XavierClient, model: str, cache_salt: str | None, as_json: bool) -> None:
+    """Show MODEL's named prefixes."""
+    found = client.prefixes(model, cache_salt)
+    if as_json:
+        click.echo(json.dumps([each.raw for each in found], indent=2))
+    else:
+        tables.console().print(tables.prefixes_table(found, time.time()))
+
+
+@prefix.command()
+@click.argument("model")
+@click.argument("name")
+@_salted
+@with_client
+def show(client: XavierClient, model: str, name: str, cache_salt: str | None) -> None:
+    """Print what is known of a named prefix, as JSON."""
+    click.echo(json.dumps(client.prefix(model, name, cache_salt).raw, indent=2))
+
+
+@prefix.command()
+@click.argument("model")
+@click.argument("name")
+@_salted
+@with_client
+def remove(client: XavierClient, model: str, name: str, cache_salt: str | None) -> None:
+    """Forget a name. Its chunks stay in the pools as long as there is room."""
+    client.remove_prefix(model, name, cache_salt)
+    click.echo(f"{name} is removed")
