@@ -97,7 +97,7 @@ def test_an_unknown_name_is_refused(model: LocalCluster, client: XavierClient) -
 
 
 def test_a_short_text_is_refused(client: XavierClient) -> None:
-    with pytest.raises(ApiError, match="'short' has . tokens; give a prefix of at least 128"):
+    with pytest.raises(ApiError, match=r"'short' has . tokens; give a prefix of at least 128"):
         client.add_prefix(UID, "short", "Hello")
 
 

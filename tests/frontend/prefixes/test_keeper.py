@@ -109,17 +109,20 @@ class Kit:
     async def until(self, condition: Callable[[], object]) -> None:
         async with asyncio.timeout(PATIENCE):
             while not condition():
-                await asyncio.sleep(0)
+                await self.round()
 
     async def kept(self, name: str = "guide") -> dict[str, Any]:
         await self.until(lambda: self.report(name)["state"] == "kept")
         return self.report(name)
 
     async def rounds(self, count: int = 20) -> None:
-        """The keeper looks so many times."""
         for _ in range(count):
-            for _ in range(10):
-                await asyncio.sleep(0)
+            await self.round()
+
+    async def round(self) -> None:
+        """The keeper looks once, or twice."""
+        for _ in range(10):
+            await asyncio.sleep(0)
 
 
 @pytest.fixture(autouse=True)

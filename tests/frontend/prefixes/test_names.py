@@ -60,7 +60,7 @@ async def test_a_name_belongs_to_a_model_and_a_tenant(names: Names) -> None:
     assert names.find("model", "a", "guide") is added
     assert names.of("model") == [added]
     for model, tenant in (("model", ""), ("model", "b"), ("other", "a")):
-        with pytest.raises(PrefixNotFoundError, match="has no prefix named 'guide'$"):
+        with pytest.raises(PrefixNotFoundError, match=r"has no prefix named 'guide'$"):
             names.find(model, tenant, "guide")
 
 

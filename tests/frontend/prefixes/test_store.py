@@ -65,7 +65,7 @@ async def test_what_was_removed_is_gone(store: Store, file: Path) -> None:
     assert await reopened(file) == [OTHER]
 
 
-async def test_only_its_user_can_read_the_file(store: Store, file: Path) -> None:
+def test_only_its_user_can_read_the_file(store: Store, file: Path) -> None:
     assert file.stat().st_mode & 0o777 == 0o600
 
 
@@ -77,8 +77,13 @@ async def test_a_file_of_a_later_version_is_left_alone(store: Store, file: Path)
         await reopened(file)
 
 
-async def test_a_file_that_is_none_of_ours(file: Path) -> None:
+@pytest.fixture
+def foreign(file: Path) -> Path:
     file.parent.mkdir()
     file.write_bytes(b"something else" * 1000)
+    return file
+
+
+async def test_a_file_of_somebody_else(foreign: Path) -> None:
     with pytest.raises(sqlite3.DatabaseError):
-        await reopened(file)
+        await reopened(foreign)

@@ -34,6 +34,9 @@ class Names:
         for prefix in await self._store.open():
             self._remember(prefix)
 
+    async def close(self) -> None:
+        await self._store.close()
+
     def _remember(self, prefix: Prefix) -> None:
         of_model = self._by_model.setdefault(prefix.model_uid, {})
         of_model[prefix.tenant, prefix.name] = prefix

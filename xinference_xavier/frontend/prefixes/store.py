@@ -50,7 +50,11 @@ class Store:
 
     async def open(self) -> list[Prefix]:
         """All prefixes. Raises SchemaError, OSError, sqlite3.Error."""
-        return await self._run(self._open)
+        try:
+            return await self._run(self._open)
+        except BaseException:
+            self._thread.shutdown(wait=False)
+            raise
 
     def _open(self) -> list[Prefix]:
         self._file.parent.mkdir(parents=True, exist_ok=True)

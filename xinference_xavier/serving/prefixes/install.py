@@ -45,6 +45,10 @@ class Prefixes:
             self.failure = ""
             self.keeper.begin()
 
+    async def close(self) -> None:
+        await self.keeper.close()
+        await self.names.close()
+
     async def content_of(self, model_uid: str, tenant: str, name: str) -> Mapping[str, Any]:
         """For a request. Raises PrefixNotFoundError."""
         return await self.names.use(self.names.find(model_uid, tenant, name))

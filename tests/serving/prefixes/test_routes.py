@@ -1,0 +1,130 @@
+"""The REST routes of named prefixes, with a store and a keeper; the cluster is a model of one."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI, HTTPException, Request
+
+from tests.frontend.prefixes.test_keeper import Cluster
+from xinference_xavier.frontend.prefixes.prefix import MAX_NAME
+from xinference_xavier.serving.prefixes import routes as module
+from xinference_xavier.serving.prefixes.install import Prefixes
+from xinference_xavier.serving.prefixes.routes import PrefixRoutes
+
+PATH = "/v1/xavier/model/prefixes"
+GUIDE = {"name": "travel guide", "prompt": "text"}
+
+
+class Named(Prefixes):
+    def __init__(self, cluster: Cluster, home: Path) -> None:
+        super().__init__(None, None, home)  # type: ignore[arg-type]
+        self.keeper._call, self.keeper._ask = cluster.call, cluster.ask
+        self.keeper._loads = cluster.loads
+
+
+def access(request: Request, model_uid: str) -> None:
+    if "forbidden" in request.headers:
+        raise HTTPException(403, "not you")
+
+
+@pytest.fixture
+def cluster() -> Cluster:
+    return Cluster("m-0", "m-1")
+
+
+@pytest.fixture
+async def prefixes(cluster: Cluster, tmp_path: Path) -> AsyncIterator[Prefixes]:
+    prefixes = Named(cluster, tmp_path)
+    await prefixes.start()
+    yield prefixes
+    await prefixes.close()
+
+
+@pytest.fixture
+async def client(prefixes: Prefixes) -> AsyncIterator[httpx.AsyncClient]:
+    app, routes = FastAPI(), PrefixRoutes(prefixes, access)
+    path = "/v1/xavier/{model_uid}/prefixes"
+    app.add_api_route(path, routes.add, methods=["POST"])
+    app.add_api_route(path, routes.list, methods=["GET"])
+    for method, route in {"GET": routes.show, "PATCH": routes.change, "DELETE": routes.remove}.items():
+        app.add_api_route(path + "/{name}", route, methods=[method])
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(app), base_url="http://api"
+    ) as client:
+        yield client
+
+
+async def names(client: httpx.AsyncClient, path: str = PATH) -> list[str]:
+    return [each["name"] for each in (await client.get(path)).json()["prefixes"]]
+
+
+async def test_a_prefix_is_added_shown_changed_and_removed(client: httpx.AsyncClient) -> None:
+    added = await client.post(PATH, json=GUIDE)
+    assert (added.status_code, added.json()["state"]) == (201, "waiting")
+    shown = await client.get(f"{PATH}/travel%20guide")
+    assert (shown.status_code, shown.json()["name"]) == (200, "travel guide")
+    changed = await client.patch(f"{PATH}/travel%20guide", json={"ttl": "7d", "copies": "all"})
+    assert (changed.status_code, changed.json()["ttl"]) == (200, 7 * 86400)
+    assert await names(client) == ["travel guide"]
+    assert (await client.delete(f"{PATH}/travel%20guide")).json() == {"removed": "travel guide"}
+    assert await names(client) == []
+
+
+async def test_no_tenant_sees_another_s_names(client: httpx.AsyncClient) -> None:
+    await client.post(PATH, json={**GUIDE, "cache_salt": "a"})
+    assert await names(client) == await names(client, f"{PATH}?cache_salt=b") == []
+    assert await names(client, f"{PATH}?cache_salt=a") == ["travel guide"]
+    assert (await client.get(f"{PATH}/travel%20guide")).status_code == 404
+
+
+@pytest.mark.parametrize("method", ["GET", "PATCH", "DELETE"])
+async def test_unknown_names(client: httpx.AsyncClient, method: str) -> None:
+    await client.post(PATH, json=GUIDE)
+    answer = await client.request(method, f"{PATH}/travel", json={})
+    assert answer.status_code == 404
+    assert answer.headers["x-xavier-not-found"] == "prefix"
+    assert "has no prefix named 'travel'; did you mean 'travel guide'?" in answer.text
+
+
+async def test_a_model_that_does_not_share(client: httpx.AsyncClient) -> None:
+    answer = await client.post("/v1/xavier/other/prefixes", json=GUIDE)
+    assert (answer.status_code, answer.headers["x-xavier-not-found"]) == (404, "model")
+
+
+async def test_wrong_requests(client: httpx.AsyncClient, cluster: Cluster) -> None:
+    answer = await client.post(PATH, json={**GUIDE, "name": "x" * (MAX_NAME + 1)})
+    assert (answer.status_code, "use at most 200" in answer.text) == (400, True)
+    assert (await client.get(f"{PATH}?cache_salt=")).status_code == 400
+    cluster.tokens = 5
+    answer = await client.post(PATH, json=GUIDE)
+    assert (answer.status_code, "give a prefix of at least 128" in answer.text) == (400, True)
+    await names(client) == []
+
+
+async def test_a_body_that_is_too_long(
+    client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MAX_BODY", 10)
+    assert (await client.post(PATH, json=GUIDE)).status_code == 413
+
+
+async def test_only_those_who_may_ask_the_model(client: httpx.AsyncClient) -> None:
+    await client.post(PATH, json=GUIDE)
+    forbidden = {"forbidden": "1"}
+    for method, path in (("GET", PATH), ("POST", PATH), ("DELETE", f"{PATH}/travel%20guide")):
+        answer = await client.request(method, path, json=GUIDE, headers=forbidden)
+        assert answer.status_code == 403
+    assert await names(client) == ["travel guide"]
+
+
+async def test_names_that_cannot_be_read(cluster: Cluster, tmp_path: Path, client: Any) -> None:
+    (tmp_path / "home" / "xavier").mkdir(parents=True)
+    (tmp_path / "home" / "xavier" / "prefixes.db").write_bytes(b"something else" * 1000)
+    prefixes = Named(cluster, tmp_path / "home")
+    await prefixes.start()
+    assert prefixes.failure.startswith("the names of prefixes cannot be read: ")
