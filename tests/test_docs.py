@@ -15,6 +15,7 @@ from fastapi.routing import APIRoute
 
 from xinference_xavier import errors, events
 from xinference_xavier.serving.api import add_routes
+from xinference_xavier.serving.prefixes.routes import add_prefix_routes
 from xinference_xavier.stats.schema import HIT_SOURCES
 
 TESTS = Path(__file__).parent
@@ -44,14 +45,16 @@ def test_every_test_that_a_promise_names_exists() -> None:
 
 def test_every_rest_route_is_listed_and_no_other() -> None:
     router = APIRouter()
-    add_routes(SimpleNamespace(router=router, auth_enabled=False), Mock())
+    context = SimpleNamespace(router=router, auth_enabled=False)
+    add_routes(context, Mock())
+    add_prefix_routes(context, Mock())
     served = {
         f"{method} {route.path}"
         for route in router.routes
         if isinstance(route, APIRoute)
         for method in route.methods
     }
-    listed = re.findall(r"^\| `((?:GET|POST) [^`]+)`", (DOCS / "api.md").read_text(), re.MULTILINE)
+    listed = re.findall(r"^\| `((?:GET|POST|PATCH|DELETE) [^`]+)`", (DOCS / "api.md").read_text(), re.MULTILINE)
     assert set(listed) == served
 
 

@@ -41,7 +41,7 @@ def explain(
     mirror.apply(Update(1, "epoch", True, Settings(1, enabled), 2, members, changes))
     chunks = [tuple(key(place, group) for group in range(groups)) for place in range(8)]
     return explanation(
-        Chunked(PROMPT, CHUNK, chunks),
+        Chunked(PROMPT, 4096, CHUNK, chunks),
         incarnation="own",
         pool=pool,
         mirror=mirror,

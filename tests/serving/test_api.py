@@ -69,7 +69,10 @@ class Replica(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no types
     async def explain(self, question: dict[str, Any]) -> dict[str, Any]:
         if question != QUESTION:
             raise ExplainError("no tokenizer here")
-        return {"prompt_tokens": 5, "chunk_tokens": 4, "chunks": [], "reuse": {"a": {}}}
+        return {
+            **{"prompt_tokens": 5, "context_tokens": 4096, "chunk_tokens": 4},
+            **{"chunks": [], "reuse": {"a": {}}},
+        }
 
 
 @pytest.fixture

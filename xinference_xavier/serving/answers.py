@@ -5,19 +5,33 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
-from fastapi import HTTPException, Request
+from fastapi import HTTPException, Request, Security
+from starlette.responses import Response
 
 from xinference_xavier.errors import NOT_FOUND_HEADER, ExplainError, NotFoundError
 from xinference_xavier.serving.tracker_gateway import UNREACHABLE
 
+MODEL = "/v1/xavier/{model_uid}"
+READ_SCOPE = "models:list"
+ASK_SCOPE = "models:read"
+WRITE_SCOPE = "models:write"
 _T = TypeVar("_T")
 Access = Callable[[Request, str], None]
 """Raises HTTPException unless the request may ask the model of that uid."""
 
 
-def model_access(auth_service: Any) -> Access:
-    """Only those who may ask the model may learn what it has computed. `auth_service` is
-    xinference's; None without authentication."""
+def add_route(
+    context: Any, method: str, path: str, scope: str, endpoint: Callable[..., Awaitable[Response]]
+) -> None:
+    """`context` is xinference's APIExtensionContext."""
+    guard = [Security(context.auth_service, scopes=[scope])] if context.auth_enabled else []
+    context.router.add_api_route(path, endpoint, methods=[method], dependencies=guard)
+
+
+def model_access(context: Any) -> Access:
+    """Only those who may ask the model may learn what it has computed. `context` is xinference's
+    APIExtensionContext."""
+    auth_service = context.auth_service if context.auth_enabled else None
 
     def check(request: Request, model_uid: str) -> None:
         # From 4.1 on, xinference keeps the request's key there; with 4.0, look it up again.

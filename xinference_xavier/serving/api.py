@@ -20,45 +20,35 @@ from xinference_xavier.protocol.tracker import (
     check_switch,
     check_weights_version,
 )
-from xinference_xavier.serving.answers import Access, answered, answered_for, model_access
+from xinference_xavier.serving.answers import (
+    ASK_SCOPE,
+    MODEL,
+    READ_SCOPE,
+    WRITE_SCOPE,
+    Access,
+    add_route,
+    answered,
+    answered_for,
+    model_access,
+)
 from xinference_xavier.serving.diagnostics import cluster_info
-from xinference_xavier.serving.prefixes.install import Prefixes
-from xinference_xavier.serving.prefixes.routes import PrefixRoutes
 from xinference_xavier.serving.sse import live
 from xinference_xavier.serving.tracker_gateway import TrackerGateway
 from xinference_xavier.tracker.fanout import EXPLAIN_DEADLINE
 
-_MODEL = "/v1/xavier/{model_uid}"
-_READ_SCOPE = "models:list"
-_ASK_SCOPE = "models:read"
-_WRITE_SCOPE = "models:write"
 _MAX_LISTENERS = 100
 
 
-def add_routes(context: Any, trackers: TrackerGateway, prefixes: Prefixes) -> None:
+def add_routes(context: Any, trackers: TrackerGateway) -> None:
     """`context` is xinference's APIExtensionContext."""
-
-    def add(
-        method: str, path: str, scope: str, endpoint: Callable[..., Awaitable[Response]]
-    ) -> None:
-        guard = [Security(context.auth_service, scopes=[scope])] if context.auth_enabled else []
-        context.router.add_api_route(path, endpoint, methods=[method], dependencies=guard)
-
-    access = model_access(context.auth_service if context.auth_enabled else None)
-    routes = _Routes(trackers, access)
-    add("GET", "/v1/xavier", _READ_SCOPE, routes.all_models)
-    add("GET", "/v1/xavier_cluster", _READ_SCOPE, routes.cluster)
-    add("GET", _MODEL, _READ_SCOPE, routes.one_model)
-    add("GET", f"{_MODEL}/events", _READ_SCOPE, routes.events)
-    add("POST", _MODEL, _WRITE_SCOPE, routes.change)
-    add("POST", f"{_MODEL}/explain", _ASK_SCOPE, routes.explain)
-    add("POST", f"{_MODEL}/flush", _WRITE_SCOPE, routes.flush)
-    named = PrefixRoutes(prefixes, access)
-    add("GET", f"{_MODEL}/prefixes", _ASK_SCOPE, named.list)
-    add("POST", f"{_MODEL}/prefixes", _ASK_SCOPE, named.add)
-    add("GET", f"{_MODEL}/prefixes/{{name}}", _ASK_SCOPE, named.show)
-    add("PATCH", f"{_MODEL}/prefixes/{{name}}", _ASK_SCOPE, named.change)
-    add("DELETE", f"{_MODEL}/prefixes/{{name}}", _ASK_SCOPE, named.remove)
+    routes = _Routes(trackers, model_access(context))
+    add_route(context, "GET", "/v1/xavier", READ_SCOPE, routes.all_models)
+    add_route(context, "GET", "/v1/xavier_cluster", READ_SCOPE, routes.cluster)
+    add_route(context, "GET", MODEL, READ_SCOPE, routes.one_model)
+    add_route(context, "GET", f"{MODEL}/events", READ_SCOPE, routes.events)
+    add_route(context, "POST", MODEL, WRITE_SCOPE, routes.change)
+    add_route(context, "POST", f"{MODEL}/explain", ASK_SCOPE, routes.explain)
+    add_route(context, "POST", f"{MODEL}/flush", WRITE_SCOPE, routes.flush)
 
 
 class _Routes:

@@ -22,6 +22,7 @@ class XavierExtension:
 
         from xinference_xavier.serving.api import add_routes
         from xinference_xavier.serving.prefixes.install import Prefixes, Starting
+        from xinference_xavier.serving.prefixes.routes import add_prefix_routes
         from xinference_xavier.serving.prometheus.exporter import add_metrics
         from xinference_xavier.serving.routing.install import add_routing
         from xinference_xavier.serving.tracker_gateway import TrackerGateway
@@ -31,7 +32,8 @@ class XavierExtension:
         prefixes = Prefixes(trackers, context.get_supervisor_ref, Path(XINFERENCE_HOME))
         add_routing(context, trackers.routers, prefixes.content_of)
         context.app.add_middleware(Starting, prefixes=prefixes)
-        add_routes(context, trackers, prefixes)
+        add_routes(context, trackers)
+        add_prefix_routes(context, prefixes)
         add_metrics(context, trackers)
         add_pages(context)
 

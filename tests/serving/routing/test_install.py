@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +13,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 
 from tests.frontend.cluster import Cluster
 from tests.serving.routing.replicas import Replica
+from xinference_xavier.errors import PrefixNotFoundError
 from xinference_xavier.frontend.model_router import ModelRouter
 from xinference_xavier.frontend.routers import Routers
 from xinference_xavier.serving.routing import install as module
@@ -52,7 +53,9 @@ class Api:
         app.add_middleware(RoutingMiddleware)
         for path in (CHAT, COUNT, "/v1/embeddings"):
             app.add_api_route(path, self.answer, methods=["POST"], response_model=None)
-        self.require = routing_require(self.require_in_turn, Known(self.cluster.router))
+        self.require = routing_require(
+            self.require_in_turn, Known(self.cluster.router), self.content_of
+        )
         self.client = httpx.AsyncClient(
             transport=httpx.ASGITransport(app), base_url="http://api", timeout=30
         )
@@ -62,6 +65,11 @@ class Api:
         await self.client.aclose()
         for replica in [self.in_turn, *self.replicas.values()]:
             await replica.stop()
+
+    async def content_of(self, model_uid: str, tenant: str, name: str) -> Mapping[str, Any]:
+        if (model_uid, tenant, name) != ("m", "tenant", "story"):
+            raise PrefixNotFoundError(f"no prefix named {name!r}")
+        return {"prompt": "Once upon a time"}
 
     async def get_model(self, model_uid: str) -> Any:
         return self.replicas[model_uid].model
@@ -86,6 +94,10 @@ class Api:
 
     async def ask(self, path: str = CHAT, **body: Any) -> httpx.Response:
         return await self.client.post(path, json={"model": "m", "prompt": "text ", **body})
+
+
+async def no_names(model_uid: str, tenant: str, name: str) -> Mapping[str, Any]:
+    raise PrefixNotFoundError(name)
 
 
 @pytest.fixture
@@ -167,6 +179,23 @@ async def test_hostile_bodies_arrive_unchanged(api: Api, body: bytes) -> None:
     assert api.bodies == [body]
 
 
+@pytest.mark.parametrize("by", ["header", "body"])
+@pytest.mark.parametrize("mode", ["auto", "off"])
+async def test_a_named_prefix_goes_before_the_prompt(api: Api, by: str, mode: str) -> None:
+    api.cluster.configure(routing=mode)
+    named = {"prefix_name": "story"} if by == "body" else {}
+    headers = {"x-xavier-prefix": "story"} if by == "header" else {}
+    body = {"model": "m", "prompt": ", there was", "cache_salt": "tenant", **named}
+    answer = await api.client.post(CHAT, json=body, headers=headers)
+    assert answer.json().startswith("Once upon a time, there was")
+
+
+@pytest.mark.parametrize("body", [{"prefix_name": "another"}, {"prefix_name": "story"}])
+async def test_an_unknown_prefix_is_a_404(api: Api, body: dict[str, str]) -> None:
+    answer = await api.ask(**body)
+    assert (answer.status_code, answer.headers["x-xavier-not-found"]) == (404, "prefix")
+
+
 def test_an_xinference_without_require_model_keeps_its_own_way(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -174,7 +203,7 @@ def test_an_xinference_without_require_model_keeps_its_own_way(
 
     monkeypatch.delattr(restful_api, "require_model")
     app = FastAPI()
-    module.add_routing(SimpleNamespace(app=app), Routers(lambda uid: None))  # type: ignore[arg-type, return-value]
+    module.add_routing(SimpleNamespace(app=app), Routers(lambda uid: None), no_names)  # type: ignore[arg-type, return-value]
     assert not app.user_middleware
     assert "gives requests to replicas in turn" in caplog.text
 
@@ -185,6 +214,6 @@ def test_it_is_put_before_xinferences_own_function(monkeypatch: pytest.MonkeyPat
     original = restful_api.require_model
     monkeypatch.setattr(restful_api, "require_model", original)  # to restore it
     app = FastAPI()
-    module.add_routing(SimpleNamespace(app=app), Routers(lambda uid: None))  # type: ignore[arg-type, return-value]
+    module.add_routing(SimpleNamespace(app=app), Routers(lambda uid: None), no_names)  # type: ignore[arg-type, return-value]
     assert restful_api.require_model is not original
     assert [each.cls for each in app.user_middleware] == [RoutingMiddleware]

@@ -15,11 +15,31 @@ from xinference_xavier.frontend.prefixes.prefix import (
     read_new,
     read_terms,
 )
-from xinference_xavier.serving.answers import Access, answered_for
+from xinference_xavier.serving.answers import (
+    ASK_SCOPE,
+    MODEL,
+    Access,
+    add_route,
+    answered_for,
+    model_access,
+)
 from xinference_xavier.serving.prefixes.install import Prefixes
 
 MAX_BODY = 9 << 20
 """Bytes: a prefix may have as many as a question, and its other fields."""
+
+
+_PREFIX = f"{MODEL}/prefixes/{{name}}"
+
+
+def add_prefix_routes(context: Any, prefixes: Prefixes) -> None:
+    """`context` is xinference's APIExtensionContext."""
+    routes = PrefixRoutes(prefixes, model_access(context))
+    add_route(context, "GET", f"{MODEL}/prefixes", ASK_SCOPE, routes.list)
+    add_route(context, "POST", f"{MODEL}/prefixes", ASK_SCOPE, routes.add)
+    add_route(context, "GET", _PREFIX, ASK_SCOPE, routes.show)
+    add_route(context, "PATCH", _PREFIX, ASK_SCOPE, routes.change)
+    add_route(context, "DELETE", _PREFIX, ASK_SCOPE, routes.remove)
 
 
 class PrefixRoutes:
