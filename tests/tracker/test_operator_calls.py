@@ -17,6 +17,7 @@ from tests.tracker_pools import (
     look,
     wait_for_update,
 )
+from xinference_xavier.protocol.prefixes import Kept, KeptPrefix
 from xinference_xavier.protocol.tracker import Member, Settings, tracker_uid
 from xinference_xavier.runtime.addresses import replica_uid
 
@@ -220,7 +221,7 @@ class Keeping(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no types
 async def test_each_replica_is_told_what_to_keep_and_answers_what_it_keeps(tracker: Any) -> None:
     for name in ("a", "b", "c"):
         await xo.create_actor(Keeping, address=tracker.address, uid=replica_uid(name))
-        await tracker.join(NS, Member(name, tracker.address), 4, Settings(), f"model-{name}")
+        await tracker.join(NAMESPACE, Member(name, tracker.address), 4, Settings(), f"model-{name}")
     wanted = {"model-a": {"0" * 16: True}, "model-b": {"1" * 16: True}}
     assert await tracker.keep_prefixes(wanted) == {
         "model-a": Kept({"0" * 16: KeptPrefix(100, 2, 1, True)}, 8, 4, 0),

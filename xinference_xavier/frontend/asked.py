@@ -18,6 +18,9 @@ MAX_BODY = 4 << 20
 ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses")
 _FIELDS = ("cache_salt", "tools", "system", "instructions", "prompt", "messages", "input")
 """What a prompt is made of, in the order in which templates put it."""
+RETENTIONS = {"in_memory": 600.0, "in-memory": 600.0, "24h": 86400.0}
+"""Seconds, by OpenAI's `prompt_cache_retention`."""
+_KEEPING = (b'"prefix_name"', b'"prompt_cache_retention"')
 _LONG = 64 << 10
 """Bytes of a body that is read by another thread."""
 
@@ -48,23 +51,35 @@ async def read_question(
     return read() if len(body) < _LONG else await asyncio.to_thread(read)
 
 
-class NamedPrefix(NamedTuple):
-    """That a request names, and the tenant that it belongs to, perhaps empty."""
+class Keep(NamedTuple):
+    """What a request says about keeping its prefix."""
 
-    name: str
-    tenant: str
+    name: str = ""
+    """Of the prefix with which it begins."""
+    tenant: str = ""
+    """Its `cache_salt`."""
+    prompt_s: float = 0.0
+    """Seconds for which its whole prompt is to be kept; 0 if it does not say so."""
+    marks: bool = False
+    """Whether parts of it may be marked, as in Anthropic's API."""
 
 
-async def read_name(body: bytes, header: str | None) -> NamedPrefix | None:
-    """`header` is the value of `x-xavier-prefix`. None if the request names no prefix."""
-    if header is None and b'"prefix_name"' not in body:
-        return None
+async def read_keep(body: bytes, header: str | None) -> Keep:
+    """`header` is the value of `x-xavier-prefix`."""
+    marks = b'"cache_control"' in body
+    if header is None and not marks and not any(field in body for field in _KEEPING):
+        return Keep()
 
-    def read() -> NamedPrefix | None:
+    def read() -> Keep:
         request = read_body(body)
         name, salt = header or request.get("prefix_name"), request.get("cache_salt")
-        tenant = salt if isinstance(salt, str) else ""
-        return NamedPrefix(name, tenant) if isinstance(name, str) and name else None
+        retention = request.get("prompt_cache_retention")
+        return Keep(
+            name if isinstance(name, str) else "",
+            salt if isinstance(salt, str) else "",
+            RETENTIONS.get(retention, 0.0) if isinstance(retention, str) else 0.0,
+            marks,
+        )
 
     return read() if len(body) < _LONG else await asyncio.to_thread(read)
 

@@ -30,7 +30,7 @@ class XavierExtension:
 
         trackers = TrackerGateway(context.get_supervisor_ref)
         prefixes = Prefixes(trackers, context.get_supervisor_ref, Path(XINFERENCE_HOME))
-        add_routing(context, trackers.routers, prefixes.content_of)
+        add_routing(context, trackers.routers, prefixes)
         context.app.add_middleware(Starting, prefixes=prefixes)
         add_routes(context, trackers)
         add_prefix_routes(context, prefixes)

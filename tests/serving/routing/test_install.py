@@ -35,6 +35,21 @@ class Known(Routers):
         return self.router if model_uid == "m" else None
 
 
+class Prefixes:
+    """A story, and what is kept."""
+
+    def __init__(self) -> None:
+        self.kept: list[tuple[object, ...]] = []
+
+    async def content_of(self, model_uid: str, tenant: str, name: str) -> Mapping[str, Any]:
+        if (model_uid, tenant, name) != ("m", "tenant", "story"):
+            raise PrefixNotFoundError(f"no prefix named {name!r}")
+        return {"prompt": "Once upon a time"}
+
+    def keep(self, *kept: object) -> None:
+        self.kept.append(kept)
+
+
 class Api:
     """An API like xinference's, with two replicas. In turn is "in turn"."""
 
@@ -49,12 +64,13 @@ class Api:
             },
         )
         self.bodies: list[bytes] = []
+        self.prefixes = Prefixes()
         app = FastAPI()
         app.add_middleware(RoutingMiddleware)
         for path in (CHAT, COUNT, "/v1/embeddings"):
             app.add_api_route(path, self.answer, methods=["POST"], response_model=None)
         self.require = routing_require(
-            self.require_in_turn, Known(self.cluster.router), self.content_of
+            self.require_in_turn, Known(self.cluster.router), self.prefixes
         )
         self.client = httpx.AsyncClient(
             transport=httpx.ASGITransport(app), base_url="http://api", timeout=30
@@ -65,11 +81,6 @@ class Api:
         await self.client.aclose()
         for replica in [self.in_turn, *self.replicas.values()]:
             await replica.stop()
-
-    async def content_of(self, model_uid: str, tenant: str, name: str) -> Mapping[str, Any]:
-        if (model_uid, tenant, name) != ("m", "tenant", "story"):
-            raise PrefixNotFoundError(f"no prefix named {name!r}")
-        return {"prompt": "Once upon a time"}
 
     async def get_model(self, model_uid: str) -> Any:
         return self.replicas[model_uid].model
@@ -94,10 +105,6 @@ class Api:
 
     async def ask(self, path: str = CHAT, **body: Any) -> httpx.Response:
         return await self.client.post(path, json={"model": "m", "prompt": "text ", **body})
-
-
-async def no_names(model_uid: str, tenant: str, name: str) -> Mapping[str, Any]:
-    raise PrefixNotFoundError(name)
 
 
 @pytest.fixture
@@ -196,6 +203,13 @@ async def test_an_unknown_prefix_is_a_404(api: Api, body: dict[str, str]) -> Non
     assert (answer.status_code, answer.headers["x-xavier-not-found"]) == (404, "prefix")
 
 
+async def test_a_prompt_is_kept_as_openai_s_clients_ask(api: Api) -> None:
+    await api.ask(prompt_cache_retention="24h", cache_salt="tenant")
+    await api.ask(prompt_cache_retention="for ever")
+    await api.ask()
+    assert api.prefixes.kept == [("m", "tenant", {"prompt": "text "}, 86400.0)]
+
+
 def test_an_xinference_without_require_model_keeps_its_own_way(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -203,7 +217,7 @@ def test_an_xinference_without_require_model_keeps_its_own_way(
 
     monkeypatch.delattr(restful_api, "require_model")
     app = FastAPI()
-    module.add_routing(SimpleNamespace(app=app), Routers(lambda uid: None), no_names)  # type: ignore[arg-type, return-value]
+    module.add_routing(SimpleNamespace(app=app), Routers(lambda uid: None), Prefixes())  # type: ignore[arg-type, return-value]
     assert not app.user_middleware
     assert "gives requests to replicas in turn" in caplog.text
 
@@ -214,6 +228,6 @@ def test_it_is_put_before_xinferences_own_function(monkeypatch: pytest.MonkeyPat
     original = restful_api.require_model
     monkeypatch.setattr(restful_api, "require_model", original)  # to restore it
     app = FastAPI()
-    module.add_routing(SimpleNamespace(app=app), Routers(lambda uid: None), no_names)  # type: ignore[arg-type, return-value]
+    module.add_routing(SimpleNamespace(app=app), Routers(lambda uid: None), Prefixes())  # type: ignore[arg-type, return-value]
     assert restful_api.require_model is not original
     assert [each.cls for each in app.user_middleware] == [RoutingMiddleware]

@@ -131,6 +131,13 @@ class Keeper:
         self._tend(model_uid)
         return self.report(prefix)
 
+    async def keep(
+        self, model_uid: str, tenant: str, content: Mapping[str, Any], ttl: float
+    ) -> None:
+        """What a request asks to keep, without a name. If it is shorter than a chunk, nothing is."""
+        await self._names.keep(model_uid, tenant, content, ttl)
+        self._tend(model_uid)
+
     async def change(self, prefix: Prefix, terms: Terms) -> dict[str, Any]:
         """Raises RefusedError."""
         model = self._models.get(prefix.model_uid, _Model())

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import difflib
+import json
 import time
 from collections.abc import Callable, Mapping
+from hashlib import sha256
 from typing import Any
 
 from xinference_xavier.errors import PrefixNotFoundError, shown
-from xinference_xavier.frontend.prefixes.prefix import NewPrefix, Prefix, Terms, new_id
+from xinference_xavier.frontend.prefixes.prefix import UNNAMED, NewPrefix, Prefix, Terms, new_id
 from xinference_xavier.frontend.prefixes.store import Store
 from xinference_xavier.protocol.prefixes import MAX_PREFIXES
 
+MAX_UNNAMED = 200
+"""Of a model. The one that was used last stays longest."""
 _NEAR = 3
 _USED_APART = 10.0
 """Seconds between two notes of when a prefix was used. A restart may forget so many."""
@@ -55,7 +59,8 @@ class Names:
         prefix = of_model.get((tenant, name))
         if prefix is not None and prefix.expires > self._clock():
             return prefix
-        names = [each.name for each in of_model.values() if each.tenant == tenant]
+        named = (each for each in of_model.values() if each.is_named)
+        names = [each.name for each in named if each.tenant == tenant]
         near = difflib.get_close_matches(name, names, n=_NEAR, cutoff=0.5)
         hint = f"; did you mean {', '.join(map(shown, near))}?" if near else ""
         raise PrefixNotFoundError(f"model {model_uid!r} has no prefix named {shown(name)}{hint}")
@@ -72,6 +77,22 @@ class Names:
         await self._store.add(prefix, new.content)
         self._remember(prefix)
         return prefix
+
+    async def keep(
+        self, model_uid: str, tenant: str, content: Mapping[str, Any], ttl: float
+    ) -> None:
+        """Without a name. Keeping the same content again is a use of it."""
+        of_model = self._by_model.get(model_uid, {})
+        name = UNNAMED + sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+        known = of_model.get((tenant, name))
+        if known is not None:
+            known.terms = known.terms._replace(ttl=max(ttl, known.terms.ttl))
+            await self.use(known)
+            return
+        unnamed = [prefix for prefix in of_model.values() if not prefix.is_named]
+        if len(unnamed) >= MAX_UNNAMED:
+            await self.remove(min(unnamed, key=lambda prefix: prefix.used))
+        await self.add(model_uid, NewPrefix(name, tenant, content, Terms(ttl)))
 
     async def change(self, prefix: Prefix, terms: Terms) -> None:
         prefix.terms, prefix.used = terms, self._clock()

@@ -20,6 +20,8 @@ MAX_NAME = 200
 MAX_TTL = 366 * 86400.0
 """Seconds."""
 DEFAULT_TTL = 3600.0
+UNNAMED = "\0"
+"""How the names of unnamed prefixes begin; no client can use them."""
 Retention = Literal["soft", "hard"]
 Copies = Literal[1, "all"]
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -49,6 +51,10 @@ class Prefix:
     created: float
     used: float
     """Wall-clock seconds."""
+
+    @property
+    def is_named(self) -> bool:
+        return not self.name.startswith(UNNAMED)
 
     @property
     def expires(self) -> float:

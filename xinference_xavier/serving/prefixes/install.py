@@ -13,6 +13,7 @@ from xinference_xavier.frontend.prefixes.names import Names
 from xinference_xavier.frontend.prefixes.store import SchemaError, Store
 from xinference_xavier.frontend.request_body import Message, Receive
 from xinference_xavier.runtime.deadline import within
+from xinference_xavier.runtime.tasks import spawn
 from xinference_xavier.serving.tracker_gateway import TrackerGateway
 from xinference_xavier.stats.routing import KnownLoad
 
@@ -52,6 +53,10 @@ class Prefixes:
     async def content_of(self, model_uid: str, tenant: str, name: str) -> Mapping[str, Any]:
         """For a request. Raises PrefixNotFoundError."""
         return await self.names.use(self.names.find(model_uid, tenant, name))
+
+    def keep(self, model_uid: str, tenant: str, content: Mapping[str, Any], ttl: float) -> None:
+        if not self.failure:
+            spawn(self.keeper.keep(model_uid, tenant, content, ttl))
 
     def _loads(self, model_uid: str) -> Mapping[str, KnownLoad]:
         router = self._trackers.routers.get(model_uid)

@@ -9,16 +9,17 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from fastapi import HTTPException
 
 from xinference_xavier.errors import NOT_FOUND_HEADER, PrefixNotFoundError
-from xinference_xavier.frontend.asked import NamedPrefix
+from xinference_xavier.frontend.asked import Keep
 from xinference_xavier.frontend.model_router import AT_LIMIT, ModelRouter, QueueFullError
 from xinference_xavier.frontend.request_body import ClientGoneError
 from xinference_xavier.frontend.routers import Routers
 from xinference_xavier.runtime.deadline import within
+from xinference_xavier.serving.prefixes.kept_model import KeptModel
 from xinference_xavier.serving.prefixes.named_model import NamedModel
 from xinference_xavier.serving.routing.middleware import Asked, RoutingMiddleware, current
 from xinference_xavier.serving.routing.routed_model import RoutedModel
@@ -30,11 +31,17 @@ _CLIENT_CLOSED_REQUEST = 499  # nginx's; nobody sees it
 Require = Callable[..., Awaitable[Any]]
 
 
-ContentOf = Callable[[str, str, str], Awaitable[Mapping[str, Any]]]
-"""The content of a prefix: the model's uid, tenant and name."""
+class Prefixes(Protocol):
+    """What requests may begin with, and what they ask to keep."""
+
+    async def content_of(self, model_uid: str, tenant: str, name: str) -> Mapping[str, Any]:
+        """Raises PrefixNotFoundError."""
+
+    def keep(self, model_uid: str, tenant: str, content: Mapping[str, Any], ttl: float) -> None:
+        """For so many seconds after its last use; in the background."""
 
 
-def add_routing(context: Any, routers: Routers, content_of: ContentOf) -> None:
+def add_routing(context: Any, routers: Routers, prefixes: Prefixes) -> None:
     """`context` is xinference's APIExtensionContext."""
     from xinference.api import restful_api
 
@@ -42,20 +49,20 @@ def add_routing(context: Any, routers: Routers, content_of: ContentOf) -> None:
     if original is None:
         logger.warning("this xinference gives requests to replicas in turn: no require_model")
         return
-    restful_api.require_model = routing_require(original, routers, content_of)
+    restful_api.require_model = routing_require(original, routers, prefixes)
     context.app.add_middleware(RoutingMiddleware)
     routers.in_use = True
 
 
-def routing_require(original: Require, routers: Routers, content_of: ContentOf) -> Require:
+def routing_require(original: Require, routers: Routers, prefixes: Prefixes) -> Require:
     @functools.wraps(original)
     async def require_model(get_supervisor_ref: Any, model_uid: str, *args: Any) -> Any:
         asked = current()
         if asked is None:
             return await original(get_supervisor_ref, model_uid, *args)
-        prefix, content = await asked.prefix(), None
-        if prefix is not None:
-            content = await _content(content_of, model_uid, prefix)
+        keep, content = await asked.keep(), None
+        if keep.name:
+            content = await _content(prefixes, model_uid, keep)
 
         async def connect(replica: str) -> Any:
             supervisor = await get_supervisor_ref()
@@ -65,14 +72,18 @@ def routing_require(original: Require, routers: Routers, content_of: ContentOf) 
         if router is not None:
             model = await _routed(asked, router, connect, content)
         model = model or await original(get_supervisor_ref, model_uid, *args)
-        return model if prefix is None else NamedModel(model, prefix.name, content)
+        if router is not None and (keep.marks or keep.prompt_s):
+            model = KeptModel(
+                model, functools.partial(prefixes.keep, model_uid, keep.tenant), keep.prompt_s
+            )
+        return model if content is None else NamedModel(model, keep.name, content)
 
     return require_model
 
 
-async def _content(content_of: ContentOf, model_uid: str, prefix: NamedPrefix) -> Mapping[str, Any]:
+async def _content(prefixes: Prefixes, model_uid: str, keep: Keep) -> Mapping[str, Any]:
     try:
-        return await content_of(model_uid, prefix.tenant, prefix.name)
+        return await prefixes.content_of(model_uid, keep.tenant, keep.name)
     except PrefixNotFoundError as error:
         raise HTTPException(404, error.reason, {NOT_FOUND_HEADER: "prefix"}) from error
 

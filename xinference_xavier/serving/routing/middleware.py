@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextvars import ContextVar
 from typing import Any
 
-from xinference_xavier.frontend.asked import MAX_BODY, ROUTES, NamedPrefix, read_name, read_question
+from xinference_xavier.frontend.asked import MAX_BODY, ROUTES, Keep, read_keep, read_question
 from xinference_xavier.frontend.model_router import ModelRouter, Route
 from xinference_xavier.frontend.request_body import ClientGoneError, Message, Receive
 
@@ -42,9 +42,9 @@ class Asked:
             self._size += len(self._body[-1])
         return message
 
-    async def prefix(self) -> NamedPrefix | None:
-        """That the request names."""
-        return await read_name(b"".join(self._body), self._header(b"x-xavier-prefix"))
+    async def keep(self) -> Keep:
+        """What the request says about keeping its prefix."""
+        return await read_keep(b"".join(self._body), self._header(b"x-xavier-prefix"))
 
     async def route_by(
         self, router: ModelRouter, before: Mapping[str, Any] | None = None
