@@ -9,7 +9,14 @@ from typing import Any
 import pytest
 
 from xinference_xavier.frontend import asked as module
-from xinference_xavier.frontend.asked import prompt_text, read_body, session_of
+from xinference_xavier.frontend.asked import (
+    Keep,
+    prompt_text,
+    read_body,
+    read_keep,
+    session_of,
+    with_prefix,
+)
 
 LONG = "many words " * 200
 SYSTEM = {"role": "system", "content": LONG}
@@ -100,3 +107,49 @@ def test_a_session_is_named_by_header_or_by_openais_field() -> None:
     assert session_of(request, "header") == "header"
     assert session_of({"prompt_cache_key": 5}, None) == ""
     assert len(session_of({}, "x" * 100_000)) <= 256
+
+
+PLAIN = {"prompt": "text", "cache_salt": "tenant"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "header", "keep"),
+    [
+        ({}, None, Keep()),
+        ({"prefix_name": "story"}, None, Keep("story", "tenant")),
+        ({}, "story", Keep("story", "tenant")),
+        ({"prefix_name": "another"}, "story", Keep("story", "tenant")),
+        ({"prefix_name": 7}, None, Keep("", "tenant")),
+        ({"prompt_cache_retention": "24h"}, None, Keep("", "tenant", 86400.0)),
+        ({"prompt_cache_retention": ["24h"]}, None, Keep("", "tenant")),
+        ({"system": [{"cache_control": {}}]}, None, Keep("", "tenant", 0.0, True)),
+    ],
+)
+async def test_what_a_request_says_about_keeping_its_prefix(
+    fields: dict[str, Any], header: str | None, keep: Keep
+) -> None:
+    assert await read_keep(json.dumps({**PLAIN, **fields}).encode(), header) == keep
+
+
+@pytest.mark.parametrize("body", [b'"prefix_name"', b'["prefix_name"]', b'\xff"cache_control"'])
+async def test_nothing_can_be_kept_of_a_body_that_cannot_be_read(body: bytes) -> None:
+    assert (await read_keep(body, "story"))[:3] == ("story", "", 0.0)
+
+
+@pytest.mark.parametrize(
+    ("request_", "content", "whole"),
+    [
+        ({"prompt": "b"}, {"prompt": "a"}, {"prompt": "ab"}),
+        ({"input": "b"}, {"prompt": "a"}, {"input": "ab"}),
+        ({"prompt": ["b"]}, {"prompt": "a"}, {"prompt": ["b"]}),
+        ({"messages": [2]}, {"messages": [1], "tools": [3]}, {"messages": [1, 2], "tools": [3]}),
+        ({"messages": [2], "tools": [4]}, {"messages": [1], "tools": [3]},
+         {"messages": [1, 2], "tools": [3, 4]}),
+        ({"messages": "wrong"}, {"messages": [1]}, {"messages": "wrong"}),
+    ],
+)  # fmt: skip
+def test_a_request_with_its_prefix_is_what_its_client_might_have_sent(
+    request_: dict[str, Any], content: dict[str, Any], whole: dict[str, Any]
+) -> None:
+    found = with_prefix(request_, content)
+    assert {name: value for name, value in found.items() if value} == whole
