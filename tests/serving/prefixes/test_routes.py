@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -22,7 +23,7 @@ GUIDE = {"name": "travel guide", "prompt": "text"}
 
 class Named(Prefixes):
     def __init__(self, cluster: Cluster, home: Path) -> None:
-        super().__init__(None, None, home)  # type: ignore[arg-type]
+        super().__init__(SimpleNamespace(), None, home)  # type: ignore[arg-type]
         self.keeper._call, self.keeper._ask = cluster.call, cluster.ask
         self.keeper._loads = cluster.loads
 

@@ -33,6 +33,7 @@ class Prefixes:
         self.failure = "the server starts; ask again"
         """Why no name is known; empty if they are."""
         self._trackers = trackers
+        trackers.prefixes = self.public
         self._get_supervisor_ref = get_supervisor_ref
 
     async def start(self) -> None:
@@ -53,6 +54,14 @@ class Prefixes:
     async def content_of(self, model_uid: str, tenant: str, name: str) -> Mapping[str, Any]:
         """For a request. Raises PrefixNotFoundError."""
         return await self.names.use(self.names.find(model_uid, tenant, name))
+
+    def public(self, model_uid: str) -> list[dict[str, Any]]:
+        """Reports of the names that belong to no tenant."""
+        return [
+            self.keeper.report(prefix)
+            for prefix in self.names.of(model_uid)
+            if prefix.is_named and not prefix.tenant
+        ]
 
     def keep(self, model_uid: str, tenant: str, content: Mapping[str, Any], ttl: float) -> None:
         if not self.failure:

@@ -23,8 +23,8 @@ _SCRIPT_PATH = "/xavier/launch.js"
 _FOLDER = Path(__file__).parent
 # In this order: later files use what earlier ones define.
 _PAGE_SCRIPTS = (
-    *("words", "numbers", "dom", "api", "graph", "plots", "views", "state", "routing", "explain"),
-    "page",
+    *("words", "numbers", "dom", "api", "graph", "plots", "views", "state", "routing", "prefixes"),
+    *("explain", "page"),
 )
 _ROUTINGS = get_args(Routing)
 _DIALOG_SCRIPTS = ("words", "form", "switch", "menu")
