@@ -76,7 +76,9 @@ def chunk_numbers(question: dict[str, Any]) -> Chunked:
     """A prompt of these replicas is a list of numbers; each is one chunk, with the key `make_key`
     gives it."""
     words = question["prompt"].split()
-    return Chunked(len(words) * CHUNK_TOKENS, 4096, CHUNK_TOKENS, [(make_key(int(n)),) for n in words])
+    return Chunked(
+        len(words) * CHUNK_TOKENS, 4096, CHUNK_TOKENS, [(make_key(int(n)),) for n in words]
+    )
 
 
 class Outcome(NamedTuple):

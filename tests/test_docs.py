@@ -54,7 +54,9 @@ def test_every_rest_route_is_listed_and_no_other() -> None:
         if isinstance(route, APIRoute)
         for method in route.methods
     }
-    listed = re.findall(r"^\| `((?:GET|POST|PATCH|DELETE) [^`]+)`", (DOCS / "api.md").read_text(), re.MULTILINE)
+    listed = re.findall(
+        r"^\| `((?:GET|POST|PATCH|DELETE) [^`]+)`", (DOCS / "api.md").read_text(), re.MULTILINE
+    )
     assert set(listed) == served
 
 

@@ -2,14 +2,13 @@
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from fastapi import HTTPException, Request, Security
+from fastapi import HTTPException, Request
 from fastapi.responses import JSONResponse
 from sse_starlette.sse import EventSourceResponse
-from starlette.responses import Response
 
 from xinference_xavier.frontend.asked import prompt_text
 from xinference_xavier.protocol.tracker import (

@@ -54,7 +54,7 @@ def test_wrong_lifetimes(value: object) -> None:
 WRONG = [
     (b"{", "is not JSON"),
     (b"[" * 100_000, "is not JSON"),
-    (b"[]", "is not an object of name, prompt"),
+    (b"[]", "is not an object; its fields are name, prompt"),
     (body(color="red"), "'color' is not a field; the fields are name, prompt"),
     (body(name=""), "name='' is not a name"),
     (body(name=None), "name=None is not a name"),

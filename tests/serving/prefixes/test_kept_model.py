@@ -36,11 +36,15 @@ async def test_messages_and_tools_are_kept() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tools", "kept"), [({}, {"tools": TOOLS}), ({"tools": []}, {}), ({"tools": TOOLS}, {"tools": TOOLS})]
+    ("tools", "kept"),
+    [({}, {"tools": TOOLS}), ({"tools": []}, {}), ({"tools": TOOLS}, {"tools": TOOLS})],
 )
 async def test_a_chat_is_kept_up_to_its_mark(tools: Any, kept: Any) -> None:
     asking = Asking()
-    config = {"tools": TOOLS, "_anthropic_cache_control": {"messages": [GUIDE], "ttl": 300, **tools}}
+    config = {
+        "tools": TOOLS,
+        "_anthropic_cache_control": {"messages": [GUIDE], "ttl": 300, **tools},
+    }
     prepared = await asking.model.prepare_anthropic_request([GUIDE, HELLO], config)
     assert prepared == {"messages": [GUIDE, HELLO], "generate_config": config}
     await asking.model.chat([GUIDE, HELLO], {})

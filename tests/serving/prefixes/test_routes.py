@@ -23,7 +23,7 @@ GUIDE = {"name": "travel guide", "prompt": "text"}
 
 class Named(Prefixes):
     def __init__(self, cluster: Cluster, home: Path) -> None:
-        super().__init__(SimpleNamespace(), None, home)  # type: ignore[arg-type]
+        super().__init__(SimpleNamespace(call=cluster.call), None, home)  # type: ignore[arg-type]
         self.keeper._call, self.keeper._ask = cluster.call, cluster.ask
         self.keeper._loads = cluster.loads
 
@@ -52,7 +52,11 @@ async def client(prefixes: Prefixes) -> AsyncIterator[httpx.AsyncClient]:
     path = "/v1/xavier/{model_uid}/prefixes"
     app.add_api_route(path, routes.add, methods=["POST"])
     app.add_api_route(path, routes.list, methods=["GET"])
-    for method, route in {"GET": routes.show, "PATCH": routes.change, "DELETE": routes.remove}.items():
+    for method, route in {
+        "GET": routes.show,
+        "PATCH": routes.change,
+        "DELETE": routes.remove,
+    }.items():
         app.add_api_route(path + "/{name}", route, methods=[method])
     async with httpx.AsyncClient(
         transport=httpx.ASGITransport(app), base_url="http://api"

@@ -234,7 +234,7 @@ class Keeper:
         model.kept = await self._call(model_uid, "keep_prefixes", wanted)
         if not prefixes:
             model.kept = {}
-        elif not any(making.computing for making in model.making.values()):
+        elif wanted is not None and not any(making.computing for making in model.making.values()):
             self._compute_next(model_uid, model, prefixes)
 
     def _wanted(

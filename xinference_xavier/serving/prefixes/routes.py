@@ -59,7 +59,11 @@ class PrefixRoutes:
     async def list(self, model_uid: str, request: Request) -> JSONResponse:
         self._check(request, model_uid)
         tenant = _tenant(request)
-        prefixes = [each for each in self._prefixes.names.of(model_uid) if each.is_named and each.tenant == tenant]
+        prefixes = [
+            each
+            for each in self._prefixes.names.of(model_uid)
+            if each.is_named and each.tenant == tenant
+        ]
         return JSONResponse({"prefixes": [self._prefixes.keeper.report(each) for each in prefixes]})
 
     async def show(self, model_uid: str, name: str, request: Request) -> JSONResponse:
