@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import random
 import time
 from collections.abc import Mapping, Sequence
@@ -38,19 +37,21 @@ from examples.waiting import until
 TITLE = "Real requests on real replicas"
 TRACE = "conversation"
 REPLICAS = 3
-SMALLER = 16
+SMALLER = 8
 """Tokens of the trace ÷ tokens that are sent."""
 BLOCK = traces.CHUNK // SMALLER
-CONVERSATIONS = 120
+CONVERSATIONS = 80
 """Of the trace ÷ of a pair."""
 LOAD = 0.5
 """Tokens of all prompts ÷ those that all replicas could compute with a processor each."""
 PAIRS = 5
-QUICK = {"CONVERSATIONS": 1200}
+QUICK = {"CONVERSATIONS": 1200, "ROUNDS": 2}
 POOL_SLOTS = 2048
-SHORT, LONG = 16, 96
+LENGTHS = (8, 64, 160)
 """Blocks of the prompts by which the speed is measured."""
-ROUNDS = 5
+AT_ONCE = LENGTHS[1]
+"""Blocks of prompts that all replicas compute at once."""
+ROUNDS = 3
 CONTEXT = 16_384
 _UID = "replay"
 _PATH = "/v1/completions"
@@ -133,36 +134,50 @@ def measure() -> dict[str, Any]:
 
         for number in range(PAIRS):
             requests = conversations(trace, number)
-            requests = traces.spread(requests, LOAD * REPLICAS * engine.prefill, 1)
+            speed = _tokens(requests) / sum(engine.compute_seconds(each, 0) for each in requests)
+            requests = traces.spread(requests, LOAD * REPLICAS * speed, 1)
             pairs.in_turns(partial(play, requests))(number)
     return summary(engine, played, simulated)
 
 
 def _engine(cluster: LocalCluster, words: Words) -> Engine:
-    """How fast a replica is while the others rest."""
+    """How fast a replica is while the others rest, and how many processors all have in effect:
+    xinference needs some of them, too."""
     _route(cluster, False)
-    took: dict[int, list[tuple[float, float]]] = {SHORT: [], LONG: []}
+    took: dict[int, list[tuple[float, float]]] = {blocks: [] for blocks in LENGTHS}
+    together = []
     for turn in range(-1, ROUNDS):  # the first turn warms up and makes the links
+        tokens = AT_ONCE * BLOCK + 1
+        at_once = [Request(0.0, tokens, ())] * REPLICAS
+        texts = [words.text(f"{turn} {number}", tokens) for number in range(REPLICAS)]
+        seconds = asyncio.run(_play(cluster.endpoint, at_once, texts)).seconds
+        if turn >= 0:
+            together.append(mean(seconds))
         for blocks, samples in took.items():
-            sample = _cold_and_remote(cluster, words.text(f"{turn} {blocks}", blocks * BLOCK + 1))
+            sample = _cold_and_remote(
+                cluster, words.text(f"{turn} {blocks} blocks", blocks * BLOCK + 1)
+            )
             if turn >= 0:
                 samples.append(sample)
     cold, remote = (
         {blocks: median(each[place] for each in samples) for blocks, samples in took.items()}
         for place in (0, 1)
     )
-    apart, least = (LONG - SHORT) * BLOCK, SHORT * BLOCK
-    prefill = apart / (cold[LONG] - cold[SHORT])
-    transit = max(0.0, cold[SHORT] - least / prefill)
-    fetch = apart / (remote[LONG] - remote[SHORT])
+    lengths = [blocks * BLOCK for blocks in LENGTHS]
+    transit, token_s, depth_s = np.linalg.solve(
+        [[1, length, length**2 / 2] for length in lengths], [*cold.values()]
+    )
+    least, most = min(LENGTHS), max(LENGTHS)
+    fetch = (most - least) * BLOCK / (remote[most] - remote[least])
     return Engine(
-        prefill,
-        fetch,
-        fetch_s=max(0.0, remote[SHORT] - least / fetch - transit),
-        transit=transit,
+        prefill=1 / token_s,
+        depth_s=depth_s,
+        fetch=fetch,
+        fetch_s=max(0.0, remote[least] - least * BLOCK / fetch - transit),
+        transit=max(0.0, transit),
         chunk=BLOCK,
         slots=POOL_SLOTS,
-        processors=len(os.sched_getaffinity(0)),
+        processors=REPLICAS * cold[AT_ONCE] / median(together),
     )
 
 
@@ -214,7 +229,11 @@ async def _play(endpoint: str, requests: Sequence[Request], prompts: Sequence[st
         )
     seconds = [seconds for seconds, _ in answers]
     reused = sum(cached for _, cached in answers)
-    return Played(seconds, reused / sum(request.tokens for request in requests))
+    return Played(seconds, reused / _tokens(requests))
+
+
+def _tokens(requests: Sequence[Request]) -> int:
+    return sum(request.tokens for request in requests)
 
 
 async def _ask(client: httpx.AsyncClient, prompt: str, tokens: int, at: float) -> tuple[float, int]:
@@ -279,10 +298,12 @@ def markdown(part: dict[str, Any]) -> str:
         f"{part['requests']} requests of the trace `{TRACE}`, of whole conversations and with a "
         f"{SMALLER}th of the tokens, to xinference with {REPLICAS} replicas: {PAIRS} times with "
         f"routing and {PAIRS} times in turn, alternately. The load is "
-        f"{LOAD:g} of what {REPLICAS} replicas could compute; they share {engine.processors:g} "
-        f"processors. Alone, one computes {engine.prefill:,.0f} tokens a second and fetches "
-        f"{engine.fetch:,.0f} after {engine.fetch_s * 1e3:.0f} ms; {engine.transit * 1e3:.0f} ms "
-        "of a request are spent elsewhere. Answers have one token.",
+        f"{LOAD:g} of what {REPLICAS} replicas could compute; together they "
+        f"are as fast as {engine.processors:.2f} with a processor each. Alone, one computes "
+        f"{engine.prefill:,.0f} tokens a second at the beginning of a prompt and "
+        f"{1 / (1 / engine.prefill + 1e4 * engine.depth_s):,.0f} after 10,000 tokens, "
+        f"and fetches {engine.fetch:,.0f} after {engine.fetch_s * 1e3:.0f} ms; {engine.transit * 1e3:.0f} ms of a request are spent "
+        "elsewhere. Answers have one token.",
         "",
         "| | mean, s | median, s | 99 of 100, s | reused |",
         "|---|---|---|---|---|",
