@@ -166,7 +166,7 @@ def _engine(cluster: LocalCluster, words: Words) -> Engine:
     lengths = [blocks * BLOCK for blocks in LENGTHS]
     transit, token_s, depth_s = np.linalg.solve(
         [[1, length, length**2 / 2] for length in lengths], [*cold.values()]
-    )
+    ).tolist()
     least, most = min(LENGTHS), max(LENGTHS)
     fetch = (most - least) * BLOCK / (remote[most] - remote[least])
     return Engine(
@@ -302,8 +302,9 @@ def markdown(part: dict[str, Any]) -> str:
         f"are as fast as {engine.processors:.2f} with a processor each. Alone, one computes "
         f"{engine.prefill:,.0f} tokens a second at the beginning of a prompt and "
         f"{1 / (1 / engine.prefill + 1e4 * engine.depth_s):,.0f} after 10,000 tokens, "
-        f"and fetches {engine.fetch:,.0f} after {engine.fetch_s * 1e3:.0f} ms; {engine.transit * 1e3:.0f} ms of a request are spent "
-        "elsewhere. Answers have one token.",
+        f"and fetches {engine.fetch:,.0f} after {engine.fetch_s * 1e3:.0f} ms; "
+        f"{engine.transit * 1e3:.0f} ms of a request are spent elsewhere. "
+        "Answers have one token.",
         "",
         "| | mean, s | median, s | 99 of 100, s | reused |",
         "|---|---|---|---|---|",
