@@ -31,7 +31,7 @@ from benchmarks.report import ROOT
 from benchmarks.rivals import EarliestFinish, InTurn
 from benchmarks.simulator import Engine, Maker, Simulator
 from benchmarks.traces import Request
-from examples.local_cluster import LocalCluster
+from examples.local_cluster import REQUEST_TIMEOUT, LocalCluster
 from examples.waiting import until
 
 TITLE = "Real requests on real replicas"
@@ -43,7 +43,7 @@ BLOCK = traces.CHUNK // SMALLER
 CONVERSATIONS = 80
 """Of the trace ÷ of a pair."""
 LOAD = 0.5
-"""Tokens of all prompts ÷ those that all replicas could compute with a processor each."""
+"""Seconds that computing all prompts takes ÷ those of all replicas, with a processor each."""
 PAIRS = 5
 QUICK = {"CONVERSATIONS": 1200, "ROUNDS": 2}
 POOL_SLOTS = 2048
@@ -183,20 +183,16 @@ def _engine(cluster: LocalCluster, words: Words) -> Engine:
 
 def _cold_and_remote(cluster: LocalCluster, text: str) -> tuple[float, float]:
     """Requests go to the replicas in turn, so the second one reaches another replica."""
-    held = _holdings(cluster)
+    held = cluster.holdings(_UID)
     cold = cluster.complete(_UID, text, max_tokens=1)
     blocks = cold.prompt_tokens // BLOCK
-    if not until(lambda: _holdings(cluster) >= held + blocks, _PATIENCE, 0.02):
+    if not until(lambda: cluster.holdings(_UID) >= held + blocks, _PATIENCE, 0.02):
         raise RuntimeError("the prompt is not published")
     time.sleep(SETTLE)
     remote = cluster.complete(_UID, text, max_tokens=1)
     if cold.cached_tokens or remote.cached_tokens < blocks * BLOCK:
         raise RuntimeError(f"{remote.cached_tokens} of {remote.prompt_tokens} tokens were reused")
     return cold.seconds, remote.seconds
-
-
-def _holdings(cluster: LocalCluster) -> int:
-    return sum(replica["holdings"] for replica in cluster.xavier(_UID)["replicas"])
 
 
 def _route(cluster: LocalCluster, routed: bool) -> None:
@@ -218,7 +214,7 @@ def _body(prompt: str) -> dict[str, Any]:
 async def _play(endpoint: str, requests: Sequence[Request], prompts: Sequence[str]) -> Played:
     """Whatever has not been answered yet, each request is sent at its time."""
     async with httpx.AsyncClient(
-        base_url=endpoint, timeout=None, limits=httpx.Limits(max_connections=None)
+        base_url=endpoint, timeout=REQUEST_TIMEOUT, limits=httpx.Limits(max_connections=None)
     ) as client:
         began = asyncio.get_running_loop().time()
         answers = await asyncio.gather(
@@ -295,9 +291,9 @@ def _together(plays: Sequence[Played]) -> dict[str, float]:
 def markdown(part: dict[str, Any]) -> str:
     engine = Engine(**part["engine"])
     lines = [
-        f"{part['requests']} requests of the trace `{TRACE}`, of whole conversations and with a "
-        f"{SMALLER}th of the tokens, to xinference with {REPLICAS} replicas: {PAIRS} times with "
-        f"routing and {PAIRS} times in turn, alternately. The load is "
+        f"{part['requests']} requests of the trace `{TRACE}`, of whole conversations and with "
+        f"1/{SMALLER} of the tokens, to xinference with {REPLICAS} replicas: {PAIRS} parts, each with routing "
+        "and in turn, beginning with either alternately. The load is "
         f"{LOAD:g} of what {REPLICAS} replicas could compute; together they "
         f"are as fast as {engine.processors:.2f} with a processor each. Alone, one computes "
         f"{engine.prefill:,.0f} tokens a second at the beginning of a prompt and "
