@@ -292,8 +292,8 @@ def markdown(part: dict[str, Any]) -> str:
     engine = Engine(**part["engine"])
     lines = [
         f"{part['requests']} requests of the trace `{TRACE}`, of whole conversations and with "
-        f"1/{SMALLER} of the tokens, to xinference with {REPLICAS} replicas: {PAIRS} parts, each with routing "
-        "and in turn, beginning with either alternately. The load is "
+        f"1/{SMALLER} of the tokens, to xinference with {REPLICAS} replicas: {PAIRS} parts, each "
+        "with routing and in turn, beginning with either alternately. The load is "
         f"{LOAD:g} of what {REPLICAS} replicas could compute; together they "
         f"are as fast as {engine.processors:.2f} with a processor each. Alone, one computes "
         f"{engine.prefill:,.0f} tokens a second at the beginning of a prompt and "
