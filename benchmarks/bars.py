@@ -128,6 +128,12 @@ def _routed(ratio: str, replicas: Iterable[int] = ()) -> Callable[[Part], Values
     }
 
 
+def _simulated(part: Part) -> Values:
+    """By how much the simulator is wrong, whichever is larger."""
+    ratios = {name: way["simulated/measured"] for name, way in part["ways"].items()}
+    return {name: max(ratio, 1 / ratio) for name, ratio in ratios.items()}
+
+
 def _choices(part: Part) -> Values:
     return {f"held {held}": value["median"] for held, value in part["choice_ms"].items()}
 
@@ -216,6 +222,10 @@ BARS: Mapping[str, tuple[Bar, ...]] = {
             "the ideal of the table is at 0.51 to 0.55 there",
         ),
         Bar("ms of a choice among 1,000 replicas", 1.0, _choices),
+    ),
+    "replay": (
+        Bar("mean as simulated ÷ as measured, or the reverse", 1.25, _simulated),
+        Bar("mean ÷ that in turn", 1.0, _compared("mean_s")),
     ),
     "stampede": (
         Bar("tokens computed ÷ tokens of the prompt", 1.2, _sizes("computed")),

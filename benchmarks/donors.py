@@ -98,18 +98,17 @@ class _Asking:
         return Sample(answer.prompt_tokens, answer.seconds, sent)
 
     def _publish(self, donor: str, text: str) -> None:
-        before = self._holdings()
+        before = self._cluster.holdings(_UID)
         answer = self._ask(donor, text)
         chunks = answer.prompt_tokens // CHUNK
         wait_until(
-            lambda: self._holdings() >= before + chunks, "the prompt is published", interval=0.2
+            lambda: self._cluster.holdings(_UID) >= before + chunks,
+            "the prompt is published",
+            interval=0.2,
         )
 
     def _ask(self, host: str, text: str) -> Completion:
         return self._cluster.complete_at(host, _UID, text, max_tokens=1)
-
-    def _holdings(self) -> int:
-        return sum(replica["holdings"] for replica in self._cluster.xavier(_UID)["replicas"])
 
     def _sent(self) -> list[int]:
         return [self._hosts.sent(donor) for donor in _DONORS]

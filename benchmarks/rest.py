@@ -69,7 +69,7 @@ def _sample(cluster: LocalCluster, text: str) -> Sample:
     _drop(cluster)
     cold = _ask(cluster, text)
     chunks = cold.prompt_tokens // CHUNK
-    _wait(lambda: _holdings(cluster) >= chunks, "the prompt is published")
+    _wait(lambda: cluster.holdings(_UID) >= chunks, "the prompt is published")
     time.sleep(SETTLE)
     remote = _ask(cluster, text)
     local = [_ask(cluster, text) for _ in range(_REPLICAS)]
@@ -86,13 +86,9 @@ def _ask(cluster: LocalCluster, text: str) -> Completion:
 def _drop(cluster: LocalCluster) -> None:
     def are_empty() -> bool:
         cluster.call("POST", f"/v1/xavier/{_UID}/flush")  # again: something may still be stored
-        return _holdings(cluster) == 0
+        return cluster.holdings(_UID) == 0
 
     _wait(are_empty, "the pools are empty")
-
-
-def _holdings(cluster: LocalCluster) -> int:
-    return sum(replica["holdings"] for replica in cluster.xavier(_UID)["replicas"])
 
 
 def _wait(condition: Callable[[], bool], what: str) -> None:

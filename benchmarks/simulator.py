@@ -40,7 +40,9 @@ class Engine(NamedTuple):
     """What all simulated replicas are like."""
 
     prefill: float = 12_000
-    """Tokens per second."""
+    """Tokens per second, at the beginning of a prompt."""
+    depth_s: float = 0.0
+    """Seconds that a token takes longer for each token before it."""
     fetch: float = 120_000
     """Tokens per second."""
     fetch_s: float = 0.005
@@ -61,11 +63,17 @@ class Engine(NamedTuple):
     @property
     def rates(self) -> Rates:
         byte_s = self.chunk / self.fetch / self.size.bytes
-        return Rates(1 / self.prefill, 0.0, self.fetch_s, byte_s)
+        return Rates(1 / self.prefill, self.depth_s, self.fetch_s, byte_s)
+
+    def missing(self, request: Request, chunks: int) -> int:
+        """Tokens to compute if the leading `chunks` are there: at least the last one."""
+        return max(1, request.tokens - chunks * self.chunk)
 
     def compute_seconds(self, request: Request, chunks: int) -> float:
-        """If the leading `chunks` are there. At least the last token is computed."""
-        return max(1, request.tokens - chunks * self.chunk) / self.prefill
+        """If the leading `chunks` are there."""
+        tokens = self.missing(request, chunks)
+        depth = request.tokens - tokens / 2
+        return tokens * (1 / self.prefill + depth * self.depth_s)
 
     def fetch_seconds(self, chunks: int) -> float:
         return self.fetch_s + chunks * self.chunk / self.fetch if chunks else 0.0
@@ -243,9 +251,10 @@ class Simulator:
         local = job.local = len(job.rows)
         remote, peers = self._held_by_a_peer(replica, keys[local:])
         sent, fetched = self._fetch(replica, job, keys[local : local + remote], peers)
-        seconds = self._engine.compute_seconds(job.asked, local + sent)
-        job.left = job.slower * (self._engine.fetch_seconds(fetched) + seconds)
-        moved, computed = fetched * self._engine.chunk, round(seconds * self._engine.prefill)
+        engine, there = self._engine, local + sent
+        seconds = engine.fetch_seconds(fetched) + engine.compute_seconds(job.asked, there)
+        job.left = job.slower * seconds
+        moved, computed = fetched * engine.chunk, engine.missing(job.asked, there)
         self.result.fetched += moved
         self.result.computed += computed
         self.result.local += job.asked.tokens - moved - computed

@@ -36,6 +36,13 @@ def test_prompts_are_computed_one_after_another() -> None:
     assert (result.local, result.fetched, result.computed) == (0, 0, 2 * TOKENS)
 
 
+def test_deep_tokens_take_longer() -> None:
+    engine = Engine(prefill=1000.0, depth_s=1e-6, transit=0.0)
+    result = run(1, InTurn, request(0.0, "a"), engine=engine)
+    assert result.seconds == pytest.approx([TOKENS * (1e-3 + TOKENS / 2 * 1e-6)])
+    assert result.computed == TOKENS
+
+
 def test_what_was_computed_here_is_a_hit() -> None:
     result = run(1, InTurn, request(0.0, "a"), request(5.0, "a"))
     assert result.seconds[1] == pytest.approx(TRANSIT + 1 / ENGINE.prefill)

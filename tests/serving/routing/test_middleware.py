@@ -106,6 +106,17 @@ async def test_other_requests_pass(scope: dict[str, Any]) -> None:
     assert seen == [(scope, receive, send, None)]
 
 
+async def test_the_api_may_be_below_another_path() -> None:
+    below = {**SCOPE, "path": f"/xinference{ROUTES[0]}", "root_path": "/xinference"}
+    seen = []
+
+    async def app(*_: Any) -> None:
+        seen.append(current())
+
+    await RoutingMiddleware(app)(below, receiver(), receiver())
+    assert isinstance(seen[0], Asked)
+
+
 async def test_the_route_ends_with_the_request_even_if_it_fails() -> None:
     cluster = Cluster("m-0")
 
