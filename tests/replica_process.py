@@ -76,9 +76,8 @@ def chunk_numbers(question: dict[str, Any]) -> Chunked:
     """A prompt of these replicas is a list of numbers; each is one chunk, with the key `make_key`
     gives it."""
     words = question["prompt"].split()
-    return Chunked(
-        len(words) * CHUNK_TOKENS, 4096, CHUNK_TOKENS, [(make_key(int(n)),) for n in words]
-    )
+    keys = [(make_key(int(number)),) for number in words]
+    return Chunked(len(words) * CHUNK_TOKENS, 4096, CHUNK_TOKENS, keys)
 
 
 class Outcome(NamedTuple):
@@ -111,6 +110,7 @@ class _Engine:
         self.results: list[ProbeResult] = []
         self.load: Callable[[], Load | None] = lambda: None
         self.take_prompts: Callable[[], tuple[ScheduledPrompt, ...]] = lambda: ()
+        self.take_computed: Callable[[], tuple[ComputedPrefix, ...]] = lambda: ()
 
     @property
     def stats(self) -> Callable[[], dict[str, Any]]:

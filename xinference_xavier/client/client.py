@@ -116,9 +116,18 @@ class XavierClient:
         return self._send("GET", _prefixes_path(model_uid, cache_salt, name), NamedPrefix.of)
 
     def change_prefix(
-        self, model_uid: str, name: str, cache_salt: str | None = None, **terms: Any
+        self,
+        model_uid: str,
+        name: str,
+        cache_salt: str | None = None,
+        *,
+        ttl: str | float | None = None,
+        copies: int | str | None = None,
+        retention: str | None = None,
     ) -> NamedPrefix:
-        """Change `ttl`, `copies` or `retention`. Raises UnknownPrefixError."""
+        """Change what is not None. Raises UnknownPrefixError."""
+        fields = {"ttl": ttl, "copies": copies, "retention": retention}
+        terms = {key: value for key, value in fields.items() if value is not None}
         path = _prefixes_path(model_uid, cache_salt, name)
         return self._send("PATCH", path, NamedPrefix.of, terms)
 

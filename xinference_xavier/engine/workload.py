@@ -84,8 +84,8 @@ class Workload:
         request.reported = True
         name = _own_id(req_id)
         if (prefix := prefix_of(name)) is not None:
-            keys = tuple(dict.fromkeys(request.row_keys()))
-            self._computed.append(ComputedPrefix(prefix, prompt, keys))
+            every = tuple(dict.fromkeys(request.row_keys()))
+            self._computed.append(ComputedPrefix(prefix, prompt, every))
         if name.isprintable():
             keys = self._selection.main_keys(request)[:MAX_PROMPT_KEYS]
             short = pack(key[-SHORT_KEY:] for key in keys)

@@ -196,6 +196,7 @@ async def test_a_restarted_replica_is_told_again(kit: Kit) -> None:
     await kit.add()
     (name,) = (await kit.kept())["replicas"]
     kit.cluster.replicas[name] = again = Replica()
+    kit.cluster.now += 60.0
     await kit.until(lambda: again.requests)
     await kit.kept()
 
@@ -209,6 +210,7 @@ async def test_a_model_that_does_not_run_is_waited_for(kit: Kit) -> None:
     for name in kit.cluster.replicas:
         kit.cluster.replicas[name] = Replica()
     kit.cluster.runs = True
+    kit.cluster.now += 60.0
     await kit.kept()
 
 
@@ -246,7 +248,7 @@ async def test_chunks_that_are_evicted_at_once_are_not_computed_for_ever(kit: Ki
         replica.lose()
         await kit.rounds(1)
         kit.cluster.now += 1.0
-    assert len(replica.requests) < 50
+    assert 3 < len(replica.requests) < 10
 
 
 async def test_a_removed_prefix_is_dropped_everywhere(kit: Kit) -> None:

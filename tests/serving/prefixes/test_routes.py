@@ -108,7 +108,7 @@ async def test_wrong_requests(client: httpx.AsyncClient, cluster: Cluster) -> No
     cluster.tokens = 5
     answer = await client.post(PATH, json=GUIDE)
     assert (answer.status_code, "give a prefix of at least 128" in answer.text) == (400, True)
-    await names(client) == []
+    assert await names(client) == []
 
 
 async def test_a_body_that_is_too_long(

@@ -65,7 +65,7 @@ class _Making:
     """The replica that computes it."""
     failure: str = ""
     tries: dict[str, _Try] = field(default_factory=dict)
-    """By replica, since it had all of it."""
+    """By replica, until it has had all of it for as long as the last backoff."""
 
 
 @dataclass(slots=True)
@@ -265,7 +265,12 @@ class Keeper:
         for prefix in prefixes.values():
             making = model.making.setdefault(prefix.id, _Making(fresh=False))
             missing = self._missing(model, prefix)
-            making.tries = {name: each for name, each in making.tries.items() if name in missing}
+            # Chunks that are evicted at once must not be computed again at once.
+            making.tries = {
+                name: each
+                for name, each in making.tries.items()
+                if name in missing or now < each.not_before
+            }
             making.fresh &= bool(missing) and making.requests < len(model.kept) + _TRIES
             for replica in missing:
                 tried = making.tries.setdefault(replica, _Try())
@@ -302,7 +307,6 @@ class Keeper:
             self._log.warn(
                 prefix.id, "cannot compute a prefix: name=%s error=%r", prefix.name, error
             )
-        # Chunks that are evicted at once must not be computed again at once.
         tried = making.tries.setdefault(making.computing, _Try())
         tried.not_before = self._clock() + tried.backoff
         tried.backoff = min(_MAX_BACKOFF, 2 * tried.backoff)

@@ -75,7 +75,7 @@ class Prefixes:
         self, model_uid: str, replica: str, content: Mapping[str, Any], tenant: str, number: str
     ) -> None:
         supervisor = await self._get_supervisor_ref()
-        model = await within(_CONNECT_DEADLINE, supervisor.xavier_replica(replica))
+        model: Any = await within(_CONNECT_DEADLINE, supervisor.xavier_replica(replica))
         config: dict[str, Any] = {"max_tokens": 1}
         if tenant:
             config["cache_salt"] = tenant

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import HTTPException, Request
 from fastapi.responses import JSONResponse
@@ -28,8 +28,8 @@ from xinference_xavier.serving.prefixes.install import Prefixes
 MAX_BODY = 9 << 20
 """Bytes: a prefix may have as many as a question, and its other fields."""
 
-
 _PREFIX = f"{MODEL}/prefixes/{{name}}"
+_T = TypeVar("_T")
 
 
 def add_prefix_routes(context: Any, prefixes: Prefixes) -> None:
@@ -60,11 +60,11 @@ class PrefixRoutes:
         self._check(request, model_uid)
         tenant = _tenant(request)
         prefixes = [
-            each
+            self._prefixes.keeper.report(each)
             for each in self._prefixes.names.of(model_uid)
             if each.is_named and each.tenant == tenant
         ]
-        return JSONResponse({"prefixes": [self._prefixes.keeper.report(each) for each in prefixes]})
+        return JSONResponse({"prefixes": prefixes})
 
     async def show(self, model_uid: str, name: str, request: Request) -> JSONResponse:
         return JSONResponse(self._prefixes.keeper.report(self._find(model_uid, name, request)))
@@ -99,14 +99,14 @@ def _tenant(request: Request) -> str:
     return _checked(lambda: check_tenant(request.query_params.get("cache_salt")))
 
 
-def _checked(check: Callable[[], Any]) -> Any:
+def _checked(check: Callable[[], _T]) -> _T:
     try:
         return check()
     except ValueError as error:
         raise HTTPException(400, str(error)) from error
 
 
-async def _refused(work: Awaitable[Any]) -> Any:
+async def _refused(work: Awaitable[_T]) -> _T:
     try:
         return await work
     except ValueError as error:
