@@ -23,12 +23,15 @@ from vllm.v1.kv_offload.base import LookupResult, OffloadKey
 from benchmarks.figures import figure, shown
 from tests.engine.scheduling import CHUNK, KEY_BYTES, Request, Scheduling, chunks
 from xinference_xavier.mirror.mirror import Mirror
+from xinference_xavier.pool.sweep import flush
 from xinference_xavier.protocol.tracker import INITIAL_SETTINGS, Change, Member, Update
 from xinference_xavier.replica.tracker_client import PIECE_PAUSE
 
 TITLE = "Scheduler thread"
 CHUNKS = 1000
 PEERS = (1, 32, 200, 1000)
+STEP = 64
+"""Chunks that the engine computes in a step."""
 SLOTS = 65_536
 KNOWN_KEYS = 400_000
 ROUNDS = 30
@@ -103,12 +106,12 @@ def _with_peers(vllm: Scheduling, peers: int, known: list[bytes]) -> dict[str, A
             vllm.end_step()
             vllm.loaded(request, CHUNKS)
             vllm.finish(request)
-            vllm.fill(cold)
+            _compute(vllm, cold)
         costs["dict"].append(_of_a_dictionary(prompt))
         calls.append(timed.longest)
         for fetch in fetches:
-            vllm.pool.flush(fetch.source)
-        vllm.fill(chunks(f"refill {peers} {number}", CHUNKS))
+            flush(vllm.pool, fetch.source)
+        _compute(vllm, chunks(f"refill {peers} {number}", CHUNKS))
     names = sorted({name for longest in calls for name in longest})
     return {
         **{f"{name}_us": figure(costs[name]) for name in (*_ANSWERS, "dict")},
@@ -119,6 +122,15 @@ def _with_peers(vllm: Scheduling, peers: int, known: list[bytes]) -> dict[str, A
         },
         "longest_ms": figure([max(longest.values()) * 1e3 for longest in calls]),
     }
+
+
+def _compute(vllm: Scheduling, keys: list[OffloadKey]) -> None:
+    """A request computes and stores these chunks."""
+    request = vllm.arrive(keys[0].hex(), keys)
+    for start in range(0, len(keys), STEP):
+        vllm.stored(request, vllm.begin_store(request, keys[start : start + STEP]))
+        vllm.end_step()
+    vllm.finish(request)
 
 
 def _beside_snapshots() -> tuple[list[float], list[float]]:

@@ -275,7 +275,7 @@ class Simulator:
         return len(granted), len(rows)
 
     def _reserve(self, replica: _Replica, job: _Job, keys: Sequence[bytes]) -> list[Row]:
-        reserved = replica.pool.reserve(keys, frozenset(job.asked.keys), self._is_redundant)
+        reserved = replica.pool.reserve(keys, job.asked.keys, self._is_redundant)
         for row in reserved.rows:
             replica.pool.commit(row, checksum=1, pins=1)
         job.rows += reserved.rows

@@ -287,7 +287,8 @@ _TAKEN = "taken"
 
 
 class Order(StrEnum):
-    """Faults of one batch each. Those up to DIE_RECEIVING hit consumers, the others donors."""
+    """Faults of one batch each, but for CLOSED, which lasts until it is withdrawn. Those up to
+    DIE_RECEIVING hit consumers, the others donors."""
 
     DAMAGE = "damaged row"
     SWAP = "swapped rows"
@@ -301,6 +302,7 @@ class Order(StrEnum):
     SLOW = "donor is slow"
     CUT = "link cut"
     DIE_SENDING = "donor's transfer process killed"
+    CLOSED = "data port closed"
 
 
 def order(folder: Path, fault: Order) -> None:
@@ -399,6 +401,7 @@ class _OrderedLink(_StallingLink):
         yield  # an iterator, like the others
 
     def send(self, slots: Sequence[int], deadline: float) -> None:
+        _check_port()
         half = len(slots) // 2
         if _take(Order.DIE_SENDING):
             self.link.send(slots[:half], deadline)
@@ -420,6 +423,11 @@ class _OrderedLink(_StallingLink):
         return self.link.send(slots, deadline)
 
 
+def _check_port() -> None:
+    if _is_ordered(Order.CLOSED):
+        raise LinkError("closed")
+
+
 def _unchecked(slot: int) -> None:
     """Accept any row."""
 
@@ -437,6 +445,10 @@ class OrderedGloo(_FaultyGloo):
         if _take(Order.REFUSE):
             raise LinkError("refused")
         return super().offer(b"stranger" if _take(Order.STRANGER) else secret, deadline)
+
+    def accept(self, hello: bytes, secret: bytes, deadline: float) -> Acceptance:
+        _check_port()
+        return super().accept(hello, secret, deadline)
 
     def _wrap(self, link: Link) -> Link:
         return _OrderedLink(link, self.region, self._gloo_sockets)

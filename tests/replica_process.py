@@ -31,6 +31,7 @@ from examples.waiting import until
 from xinference_xavier.config import XavierConfig
 from xinference_xavier.pool.pool import Pool, PoolCounts
 from xinference_xavier.pool.region import Region
+from xinference_xavier.pool.sweep import shared_keys
 from xinference_xavier.protocol.load import Load, ScheduledPrompt
 from xinference_xavier.protocol.tracker import tracker_uid
 from xinference_xavier.replica.canary import Probe, ProbeResult, Sketch
@@ -229,7 +230,7 @@ class _Inside:
     def evict(self, keys: Sequence[bytes]) -> None:
         """Evict exactly these chunks, as if the pool had run out of room."""
         filler = [make_key(-1 - n) for n in range(self.pool.slots)]
-        kept = [key for key in self.pool.shared_keys() if key not in set(keys)]
+        kept = [key for key in shared_keys(self.pool) if key not in set(keys)]
         self.pool.touch(kept)
         rows, evicted = self.pool.reserve(filler[: self.pool.slots - len(kept)])
         assert set(keys) <= set(evicted)
@@ -246,12 +247,12 @@ class _Inside:
             self.replica.tier.on_evicted = tell  # type: ignore[method-assign]
 
     def held(self) -> list[bytes]:
-        return self.pool.shared_keys()
+        return shared_keys(self.pool)
 
     def wrong_rows(self) -> list[bytes]:
         """Keys of READY rows with wrong bytes."""
         wrong = []
-        for key in self.pool.shared_keys():
+        for key in shared_keys(self.pool):
             row = self.pool.lookup(key)
             if row is not None:
                 right = content(key, self.region.row_bytes)

@@ -17,7 +17,8 @@ REMOVED = "replica removed"
 HEAVY = ("engine killed", "model process killed", "worker process killed")
 
 LIGHT: Mapping[str, int] = {
-    **dict.fromkeys(Order, 2),
+    # All replicas read the same orders, so a port cannot be closed for one of them.
+    **dict.fromkeys((each for each in Order if each is not Order.CLOSED), 2),
     Order.OVERSIZE: 1,
     Order.DIE_RECEIVING: 1,
     Order.DIE_SENDING: 1,

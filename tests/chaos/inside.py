@@ -20,6 +20,7 @@ from tests.chaos.workload import ROW_BYTES, row_content
 from tests.replica_process import KEY_BYTES
 from xinference_xavier.config import XavierConfig
 from xinference_xavier.pool.region import Region
+from xinference_xavier.pool.sweep import shared_keys
 from xinference_xavier.replica.replica import Replica
 from xinference_xavier.runtime import tasks
 
@@ -73,6 +74,7 @@ class Inside:
             "died": self.scheduler.died,
             "in_flight": self.scheduler.in_flight,
             "waits": self.scheduler.manager.stats()["waits"],
+            "left_out": self.scheduler.manager.cost_model.report()["left_out"],
             "wrong_bytes": self.worker.wrong_bytes,
             "pool_refusals": self.pool.refusals,
             "epoch": self.replica.mirror.epoch,
@@ -133,7 +135,7 @@ class Inside:
 
         async def take() -> list[int]:
             taken = []
-            for key in self.pool.shared_keys():
+            for key in shared_keys(self.pool):
                 if grants.granted_rows >= grants._max_rows:
                     break
                 taken.append(grants.grant("nobody", [key], time.monotonic()).grant_id)
@@ -155,7 +157,7 @@ class Inside:
         """Evict some rows and tell the tracker `seconds` later. Returns how many."""
 
         def evict() -> list[bytes]:
-            count = max(1, int(share * len(self.pool.shared_keys())))
+            count = max(1, int(share * len(shared_keys(self.pool))))
             free = self.pool.slots - self.pool.counts().ready - self.pool.counts().filling
             fillers = [b"%036d" % number for number in range(free + count)]
             rows, evicted = self.pool.reserve(fillers)
@@ -174,7 +176,7 @@ class Inside:
 
     def is_full(self, seconds: float) -> None:
         """Pin all rows for a while, so that nothing can be evicted."""
-        keys = self.pool.shared_keys()
+        keys = shared_keys(self.pool)
         pinned = [row for key in keys for row in self.pool.pin([key])]
         threading.Event().wait(seconds)
         self.pool.unpin(pinned)
@@ -188,7 +190,7 @@ class Inside:
         held_by_peers = {
             key: held for shard in self.replica.mirror._shards for key, held in shard.items()
         }
-        rows = [(key, self.pool.lookup(key)) for key in self.pool.shared_keys()]
+        rows = [(key, self.pool.lookup(key)) for key in shared_keys(self.pool)]
         return {
             "filling": counts.filling,
             "pinned": counts.pinned,

@@ -59,6 +59,20 @@ def _of_transport(fault: Order, *effects: str) -> Kind:
     return bring_about
 
 
+def _data_port_closed(cluster: Cluster, step: Step) -> bool:
+    """The others leave the replica out until they can fetch from it again."""
+    node, donor = cluster.nodes[step.target], cluster.nodes[step.target].incarnation
+
+    def left_out() -> bool:
+        others = [each for each in cluster.nodes.values() if each is not node]
+        return any(donor in each.figures().get("left_out", ()) for each in others)
+
+    order(node.folder, Order.CLOSED)
+    seen = until(left_out, TAKEN_TIME)
+    withdraw(node.folder, Order.CLOSED)
+    return until(lambda: not left_out(), 2 * EFFECT_TIME) and seen
+
+
 def _transfer_process_stopped(cluster: Cluster, step: Step) -> bool:
     """Suspend it for up to twice the deadline; if a fetch waits for it, its engine may replace
     it."""
@@ -258,6 +272,7 @@ KINDS: Mapping[str, Kind] = {
     "donor is slow": _of_transport(Order.SLOW),
     "link cut": _of_transport(Order.CUT, "link", "timeout"),
     "donor's transfer process killed": _of_transport(Order.DIE_SENDING, "link", "timeout"),
+    "data port closed": _data_port_closed,
     "transfer process stopped": _transfer_process_stopped,
     "replica killed": _killed,
     "replica stopped for a moment": _stopped(0.1, 0.7 * FETCH_TIMEOUT),

@@ -26,6 +26,7 @@ REPLICA_KINDS: Mapping[str, int] = {
     "donor is slow": 50,
     "link cut": 40,
     "donor's transfer process killed": 8,
+    "data port closed": 12,
     "transfer process stopped": 12,
     "replica killed": 10,
     "replica stopped for a moment": 20,

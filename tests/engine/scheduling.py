@@ -55,6 +55,7 @@ class ScriptedTier(Tier):
     def __init__(self, pool: Pool, name: str) -> None:
         self.pool = pool
         self.mirror = Mirror(name)
+        self.holders = self.mirror.usable_set
         self.is_ready = True
         self.listening = True
         self.stored_rows: list[Row] = []
@@ -66,9 +67,6 @@ class ScriptedTier(Tier):
     @property
     def ready(self) -> bool:
         return self.is_ready
-
-    def holders(self, key: bytes) -> int:
-        return self.mirror.usable_set(key)
 
     def sources(self, holders: int) -> list[str]:
         return self.mirror.sets.names(holders)

@@ -54,6 +54,28 @@ class TestStore:
         vllm.begin_store(request, request.keys)
         assert sorted(vllm.tier.evicted_keys) == sorted(chunks("old", 3))
 
+    def test_finds_a_few_rows_free_that_steps_have_evicted(self) -> None:
+        vllm = Scheduling(slots=128)
+        old = chunks("old", 128)
+        vllm.fill(old)
+        vllm.end_step()
+        evicted = vllm.tier.evicted_keys[:]
+        assert set(evicted) == set(old[-2:])
+        request = vllm.arrive("r", chunks("prompt", 2))
+        assert vllm.begin_store(request, request.keys) == request.keys
+        assert vllm.tier.evicted_keys == evicted
+
+    def test_of_a_prompt_longer_than_the_pool_keeps_its_beginning(self) -> None:
+        vllm = Scheduling(slots=128)
+        request = vllm.arrive("r", chunks("prompt", 200))
+        for number in range(0, 200, 8):
+            vllm.stored(request, vllm.begin_store(request, request.keys[number : number + 8]))
+            vllm.end_step()
+        vllm.finish(request)
+        hits = vllm.attempt(vllm.arrive("s", request.keys))
+        assert hits is not None
+        assert hits > 110
+
     def test_may_complete_after_its_request_has_ended(self, vllm: Scheduling) -> None:
         request = vllm.arrive("r", chunks("prompt", 4))
         begun = vllm.begin_store(request, request.keys)

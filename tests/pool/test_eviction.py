@@ -78,6 +78,7 @@ def test_protected_rows_go_last() -> None:
     policy.add(Row(b"x"))
     assert take(policy, 3, redundant=b"a") == b"bcd"
     assert take(policy, keep=b"a") == b"", "it belongs to the prefix that needs room"
+    assert policy.take(1, lambda row: False, protected=False) == []
     assert take(policy, 3) == b"ax"
 
 
@@ -134,11 +135,11 @@ def test_an_eviction_examines_few_rows_and_each_of_them_once(count: int) -> None
     for key in keys:
         policy.add(Row(key))
     for number in range(1, 400 // count):
-        policy.take(count, is_redundant, ())
+        policy.take(count, is_redundant)
         assert len(examined) == len(set(examined)) <= number * count * MAX_SCAN
     before = len(examined)
     policy.touch(keys)
-    policy.take(count, is_redundant, ())
+    policy.take(count, is_redundant)
     assert len(examined) <= before + count * MAX_SCAN
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from itertools import takewhile
 
 import hypothesis.strategies as st
-import pytest
 from hypothesis import settings
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
 from xinference_xavier.pool.pool import Pool, Row, RowState
+from xinference_xavier.pool.sweep import flush, shared_keys
 
 SLOTS = 6
 KEYS = st.sampled_from([bytes([n]) for n in range(12)])
@@ -47,15 +47,19 @@ class PoolAgainstModel(RuleBasedStateMachine):
         rows = (*self.filling, *self.idle, *self.pinned, *self.quarantined)
         return {row.slot for row in rows}
 
-    @rule(target=writing, keys=KEY_LISTS, keep=st.frozensets(KEYS))
-    def reserve(self, keys: list[bytes], keep: frozenset[bytes]):  # type: ignore[no-untyped-def]
+    @rule(target=writing, keys=KEY_LISTS, before=st.none() | st.lists(KEYS, unique=True))
+    def reserve(self, keys: list[bytes], before: list[bytes] | None):  # type: ignore[no-untyped-def]
+        prefix = [] if before is None else [*dict.fromkeys([*before, *keys])]
         held, in_use = self.held(), self.in_use()
         free = SLOTS - len(in_use)
         wanted = [key for key in keys if key not in held]
         assert [not self.pool.holds(key) for key in keys] == [key in wanted for key in keys]
-        victims = list(takewhile(lambda row: row.key not in keep, self.idle))
+        kept = [row for row in self.idle if row.key in prefix]
+        self.idle = [row for row in self.idle if row not in kept]
+        self.idle += sorted(kept, key=lambda row: prefix.index(row.key), reverse=True)
+        victims = list(takewhile(lambda row: row.key not in prefix, self.idle))
         victims = victims[: max(0, len(wanted) - free)]
-        rows, evicted = self.pool.reserve(keys, keep)
+        rows, evicted = self.pool.reserve(keys, prefix)
         assert evicted == [row.key for row in victims], "the least recently used, and none to keep"
         del self.idle[: len(victims)]
         expected = wanted[: free + len(victims)]
@@ -156,7 +160,7 @@ class PoolAgainstModel(RuleBasedStateMachine):
     @rule()
     def flush(self) -> None:
         rows = self.ready()
-        assert set(self.pool.flush()) == {row.key for row in rows}
+        assert set(flush(self.pool)) == {row.key for row in rows}
         assert all(row.state is RowState.FLUSHED for row in rows)
         self.flushed += self.idle
         self.idle = []
@@ -166,7 +170,7 @@ class PoolAgainstModel(RuleBasedStateMachine):
         self.pool.reset()
         self.quarantined += self.filling
         self.filling, self.idle, self.flushed = [], [], []
-        assert not self.pool.shared_keys()
+        assert not shared_keys(self.pool)
 
     @invariant()
     def no_slot_has_two_rows(self) -> None:
@@ -191,7 +195,7 @@ class PoolAgainstModel(RuleBasedStateMachine):
             assert self.pool.lookup(row.key) is None
             assert self.pool.holds(row.key)
         shared = {row.key for row in ready if row.checksum is not None}
-        assert set(self.pool.shared_keys()) == shared
+        assert set(shared_keys(self.pool)) == shared
 
 
 TestPoolAgainstModel = PoolAgainstModel.TestCase
@@ -220,9 +224,28 @@ def test_the_tail_that_does_not_fit_is_dropped() -> None:
     pool = Pool(3)
     prefix = [b"1", b"2", b"3", b"4", b"5"]
     ready(pool, b"1", b"2")
-    rows, evicted = pool.reserve(prefix, keep=frozenset(prefix))
+    rows, evicted = pool.reserve(prefix, prefix)
     assert [row.key for row in rows] == [b"3"]
     assert evicted == []
+
+
+def test_a_few_rows_are_evicted_before_they_are_needed() -> None:
+    pool = Pool(192)
+    keys = [b"%d" % number for number in range(192)]
+    ready(pool, *keys)
+    assert pool.evict_ahead(most=2) == keys[:2]
+    assert pool.evict_ahead(most=2) == keys[2:3], "one in 64 is free now"
+    assert pool.evict_ahead(most=2) == []
+    assert pool.counts().ready == 189
+    assert pool.reserve([b"a", b"b", b"c", b"d"]).evicted == keys[3:4]
+
+
+def test_flushed_rows_go_before_they_are_needed_too() -> None:
+    pool = Pool(192)
+    rows = ready(pool, *(b"%d" % number for number in range(192)))
+    pool.flush(rows[100:102])
+    assert pool.evict_ahead(most=3) == [b"0"]
+    assert [row.state for row in rows[100:102]] == [RowState.FREE, RowState.FREE]
 
 
 def test_a_pinned_row_is_not_evicted_however_often_it_was_pinned() -> None:
@@ -275,10 +298,10 @@ def test_only_rows_with_a_checksum_are_shared() -> None:
     ready(pool, b"a")
     (row,) = pool.reserve([b"b"]).rows
     pool.commit(row)
-    assert pool.shared_keys() == [b"a"]
+    assert shared_keys(pool) == [b"a"]
     assert pool.pin_shared([b"b"]) == []
     assert pool.set_checksum(row, 7)
-    assert pool.shared_keys() == [b"a", b"b"]
+    assert shared_keys(pool) == [b"a", b"b"]
 
 
 def test_a_slot_that_may_still_be_written_is_not_reused() -> None:
@@ -323,11 +346,11 @@ def test_flushed_rows_are_misses_and_their_slots_are_reused_first() -> None:
     pool = Pool(4)
     rows = ready(pool, b"a", b"b")
     (filling,) = pool.reserve([b"c"]).rows
-    assert pool.flush() == [b"a", b"b"]
-    assert pool.flush() == []
+    assert flush(pool) == [b"a", b"b"]
+    assert flush(pool) == []
     assert pool.lookup(b"a") is None
     assert not pool.holds(b"a")
-    assert pool.shared_keys() == pool.pin_shared([b"a"]) == []
+    assert shared_keys(pool) == pool.pin_shared([b"a"]) == []
     assert not pool.pin_row(rows[0])
     assert not pool.set_checksum(rows[0], 2)
     assert pool.counts() == (4, 0, 1, 0, 0)
@@ -340,21 +363,12 @@ def test_flushed_rows_are_misses_and_their_slots_are_reused_first() -> None:
     assert pool.reserve([b"f"]).evicted == [b"c"]
 
 
-def test_only_rows_from_one_donor_are_flushed() -> None:
-    pool = Pool(3)
-    rows = ready(pool, b"a", b"b", b"c")
-    rows[1].origin = "peer"
-    assert pool.flush("peer") == [b"b"]
-    assert [row.key for row in rows if pool.lookup(row.key)] == [b"a", b"c"]
-    assert pool.reserve([b"d", b"e"]).evicted == [b"a"]
-
-
 def test_a_row_looked_up_before_a_flush_can_still_be_loaded() -> None:
     """The scheduler pins it by key, later in the same step."""
     pool = Pool(1)
     (row,) = ready(pool, b"a")
     assert pool.lookup(b"a") is row
-    pool.flush()
+    flush(pool)
     assert pool.pin([b"a"]) == [row]
     assert pool.holds(b"a")
     assert pool.reserve([b"a", b"b"]) == ([], [])
@@ -368,7 +382,7 @@ def test_a_row_looked_up_before_a_flush_can_still_be_loaded() -> None:
 def test_flushed_rows_are_forgotten_by_a_reset() -> None:
     pool = Pool(2)
     first, second = ready(pool, b"a", b"b")
-    pool.flush()
+    flush(pool)
     pool.pin([b"b"])
     pool.reset()
     assert first.state is RowState.FREE
@@ -376,26 +390,6 @@ def test_flushed_rows_are_forgotten_by_a_reset() -> None:
     pool.unpin([second])
     assert pool.counts() == (2, 0, 0, 0, 0)
     assert len(pool.reserve([b"d", b"e"]).rows) == 2
-
-
-def test_others_get_their_turn_while_all_rows_are_looked_at(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The scheduler thread must not wait for tens of thousands of rows."""
-    pool = Pool(6)
-    ready(pool, b"a", b"b", b"c", b"d", b"e", b"f")
-    ready_then: list[int] = []
-
-    def pause(seconds: float) -> None:
-        ready_then.append(pool.counts().ready)
-        pool.reserve([b"%d" % len(ready_then)])
-
-    monkeypatch.setattr("xinference_xavier.pool.pool._PORTION", 2)
-    monkeypatch.setattr("time.sleep", pause)
-    assert pool.shared_keys() == [b"a", b"b", b"c", b"d", b"e", b"f"]
-    assert ready_then == [6, 5, 4], "some were evicted in the pauses"
-    assert pool.flush() == [b"d", b"e", b"f"]
-    assert ready_then[3:] == [1, 0, 0]
 
 
 def test_a_stale_handle_does_no_harm() -> None:

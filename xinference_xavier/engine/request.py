@@ -88,7 +88,16 @@ class Request:
         group in each of them gets a RETRY."""
         self.fetches = fetches
         for fetch in fetches:
-            self.first |= first_of_each_group(row.key for row in fetch.rows)
+            self.first |= self.first_of_each_group(row.key for row in fetch.rows)
+
+    def first_of_each_group(self, keys: Iterable[bytes]) -> set[bytes]:
+        """Of those that `groups` has."""
+        first: dict[bytes, bytes] = {}
+        for key in keys:
+            first.setdefault(key[GROUP], key)
+            if len(first) == len(self.groups or ()):
+                break
+        return set(first.values())
 
     def conclude(self) -> None:
         """Stop waiting: chunks that arrived are HITs. The others are MISSes unless another donor
@@ -101,13 +110,6 @@ class Request:
         self.fetches = []
 
 
-def first_of_each_group(keys: Iterable[bytes]) -> set[bytes]:
-    first: dict[bytes, bytes] = {}
-    for key in keys:
-        first.setdefault(key[GROUP], key)
-    return set(first.values())
-
-
 class Fetches:
     """The fetches under way, and the requests that wait for each."""
 
@@ -117,7 +119,8 @@ class Fetches:
         self._cost_model = cost_model
         self._patience = patience
         self._waiting: dict[Fetch, set[str]] = {}
-        self._by_chunk: dict[bytes, Fetch] = {}
+        self.by_chunk: dict[bytes, Fetch] = {}
+        """That bring it, have just brought it, or have just failed to."""
 
     def __iter__(self) -> Iterator[Fetch]:
         return iter(self._waiting)
@@ -127,7 +130,7 @@ class Fetches:
 
     def bringing(self, key: bytes) -> Fetch | None:
         """The fetch that brings `key`, or has just brought it."""
-        fetch = self._by_chunk.get(key)
+        fetch = self.by_chunk.get(key)
         return None if fetch is None or fetch.state is FetchState.ROLLED_BACK else fetch
 
     def bringing_run(self, keys: Iterable[bytes]) -> list[Fetch]:
@@ -152,7 +155,7 @@ class Fetches:
         """Requests find the fetch, unless it is a probe."""
         self._waiting[fetch] = set()
         if not is_probe:
-            self._by_chunk.update((row.key, fetch) for row in fetch.rows)
+            self.by_chunk.update((row.key, fetch) for row in fetch.rows)
 
     def wait(self, req_id: str, fetch: Fetch) -> None:
         self._waiting[fetch].add(req_id)
@@ -163,7 +166,7 @@ class Fetches:
 
     def reset(self) -> None:
         """Requests neither wait for the pending fetches any more nor find them."""
-        self._by_chunk.clear()
+        self.by_chunk.clear()
         for waiting in self._waiting.values():
             waiting.clear()
 
@@ -174,8 +177,8 @@ class Fetches:
                 continue
             self._cost_model.ended(fetch, now)
             for row in fetch.rows:
-                if self._by_chunk.get(row.key) is fetch:
-                    del self._by_chunk[row.key]
+                if self.by_chunk.get(row.key) is fetch:
+                    del self.by_chunk[row.key]
             # A waiting request takes its rows at once, unless vLLM has no blocks for it.
             if not waiting or now > fetch.deadline + self._patience:
                 self._pool.unpin(fetch.committed)

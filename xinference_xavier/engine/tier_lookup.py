@@ -25,7 +25,7 @@ from xinference_xavier.engine.idle import IdleWait
 from xinference_xavier.engine.policy.cost_model import CostModel
 from xinference_xavier.engine.policy.donor_selection import DonorSelection, FetchPlan
 from xinference_xavier.engine.policy.prefill_wait import MIN_PREFILL_SECONDS, Wait
-from xinference_xavier.engine.request import GROUP, Fetches, Request, first_of_each_group
+from xinference_xavier.engine.request import GROUP, Fetches, Request
 from xinference_xavier.engine.steps import Steps
 from xinference_xavier.pool.pool import Pool, Reservation
 from xinference_xavier.stats.schema import WaitCounts
@@ -52,6 +52,7 @@ class TierLookup:
         """`fetch_timeout` bounds, in seconds, how long a request waits for all of its fetches."""
         self._pool = pool
         self._tier = tier
+        self._holders = tier.holders
         self._selection = selection
         self._cost_model = cost_model
         self._steps = steps
@@ -85,8 +86,8 @@ class TierLookup:
             request.asked
             and request.wait is None
             and request not in self._plans
-            and not self._tier.holders(key)
-            and self.fetches.bringing(key) is None
+            and key not in self.fetches.by_chunk
+            and not self._holders(key)
         ):
             return LookupResult.MISS  # quickly, because most are like this
         if request.given_up or not (self._has_time(request) or self._is_waiting(request)):
@@ -164,7 +165,7 @@ class TierLookup:
         busy, is_coming = self.fetches.by_source(), self.fetches.bringing
         plan = self._selection.plan(request, deadline, busy, is_coming, now)
         if plan is not None and not plan.is_probe:
-            request.first = first_of_each_group(plan.keys)
+            request.first = request.first_of_each_group(plan.keys)
             if deadline != request.deadline:
                 request.deadline = deadline
                 request.pending_since = self._steps.idle_time(now)

@@ -56,8 +56,15 @@ class EvictionPolicy(ABC, Generic[R]):
         """Undo `protect`; the row becomes the most recently used one."""
 
     @abstractmethod
-    def take(self, count: int, redundant: Callable[[R], bool], keep: Collection[bytes]) -> list[R]:
-        """Remove and return `count` victims; fewer if nothing but `keep` is left."""
+    def take(
+        self,
+        count: int,
+        redundant: Callable[[R], bool],
+        keep: Collection[bytes] = (),
+        protected: bool = True,
+    ) -> list[R]:
+        """Remove and return `count` victims; fewer if nothing but `keep` is left, or nothing but
+        rows that are `protected` and shall not be taken."""
 
 
 class SegmentedLRU(EvictionPolicy[R]):
@@ -118,7 +125,13 @@ class SegmentedLRU(EvictionPolicy[R]):
                 self.add(row)
                 return
 
-    def take(self, count: int, redundant: Callable[[R], bool], keep: Collection[bytes]) -> list[R]:
+    def take(
+        self,
+        count: int,
+        redundant: Callable[[R], bool],
+        keep: Collection[bytes] = (),
+        protected: bool = True,
+    ) -> list[R]:
         recent, probation = self._recent, self._probation
         victims: list[R] = []
         # A row that is examined joins probation, or probation gives one victim less.
@@ -135,7 +148,7 @@ class SegmentedLRU(EvictionPolicy[R]):
             if len(victims) == count:
                 break
         # If probation is empty now, so are the recent rows, except for those to keep.
-        for segment in (probation, self._protected):
+        for segment in (probation, self._protected) if protected else (probation,):
             for _ in range(min(len(segment), count - len(victims))):
                 key, row = segment.popitem(last=False)
                 if key in keep:

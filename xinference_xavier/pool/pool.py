@@ -15,13 +15,12 @@ Every slot is in one of five states; `Pool` alone moves it between them:
 Pure bookkeeping: no I/O, no clock. Every operation is O(1) per row.
 
 Threading: the scheduler thread reserves and evicts; the background thread pins, commits and aborts,
-and goes through all rows, a few at a time. A lock protects each operation. `lookup` and `holds`
-take no lock.
+and goes through all rows, a portion at a time (`sweep.py`). A lock protects each operation.
+`lookup` and `holds` take no lock.
 """
 
 import threading
-import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import NamedTuple
@@ -40,9 +39,8 @@ class RowState(Enum):
 # To read a member of an enum takes 100 ns, ten times as long as to read a global.
 _FREE, _FILLING, _READY, _FLUSHED, _QUARANTINED = RowState
 
-_PORTION = 1024
-"""Rows between two pauses of an operation on all rows."""
-_PAUSE = 1e-6  # seconds
+_SPARE = 64
+"""`evict_ahead` keeps one row in so many free."""
 
 
 @dataclass(eq=False, slots=True, repr=False)
@@ -74,6 +72,10 @@ class PoolCounts(NamedTuple):
     quarantined: int
 
 
+def _never(_: Row) -> bool:
+    return False
+
+
 class Pool:
     """`slots` rows; keys are vLLM's offload keys."""
 
@@ -97,23 +99,10 @@ class Pool:
         """Whether `reserve` would take no slot for `key`: it is READY, FILLING or pinned."""
         return key in self._held and key not in self._flushed
 
-    def shared_keys(self) -> list[bytes]:
-        """Keys of all rows that peers may fetch: READY, with a checksum."""
-        return [
-            row.key
-            for rows in self._portions()
-            for row in rows
-            if row.state is _READY and row.checksum is not None
-        ]
-
-    def _portions(self) -> Iterator[list[Row]]:
-        """All rows that are held now. Their states may change meanwhile. The scheduler thread must
-        not call it."""
+    def rows(self) -> list[Row]:
+        """All rows that are held now. Their states may change meanwhile."""
         with self._lock:
-            rows = list(self._held.values())
-        for start in range(0, len(rows), _PORTION):
-            yield rows[start : start + _PORTION]
-            time.sleep(_PAUSE)  # else the scheduler thread waits 5 ms for Python's lock
+            return list(self._held.values())
 
     def counts(self) -> PoolCounts:
         with self._lock:
@@ -125,26 +114,28 @@ class Pool:
     def reserve(
         self,
         keys: Iterable[bytes],
-        keep: Collection[bytes] = frozenset(),
-        redundant: Callable[[Row], bool] = lambda row: False,
+        prefix: Sequence[bytes] = (),
+        redundant: Callable[[Row], bool] = _never,
     ) -> Reservation:
         """Take slots for the keys that are not held, evicting other rows where necessary.
 
         `redundant` says whether to evict a row first; it runs under the lock and must not wait.
-        The keys in `keep`, the other chunks of the same prefix, are never evicted.
-
-        Stops at the first key without a slot: a chunk is useless without those before it.
+        The whole `prefix` that they belong to stays, and becomes the most recently used one. Stops
+        at the first key without a slot: a chunk is useless without those before it.
         """
         with self._lock:
             held, flushed = self._held, self._flushed
             wanted = [key for key in dict.fromkeys(keys) if key not in held or key in flushed]
             if flushed:
-                self._free_flushed(wanted)
-            victims = self._idle.take(max(0, len(wanted) - len(self._free)), redundant, keep)
-            self._ready -= len(victims)
+                self._free_flushed(wanted, len(wanted))
+            if len(wanted) < len(prefix):  # else none of them is held
+                self._idle.touch(reversed(prefix))
+            victims = []
+            if (lacking := len(wanted) - len(self._free)) > 0:
+                victims = self._idle.take(lacking, redundant, frozenset(prefix))
+                self._ready -= len(victims)
             evicted = [row.key for row in victims]
             rows = []
-            victims.reverse()
             # An old row goes before a new one comes, or each call would collect garbage.
             for key in wanted[: len(self._free) + len(victims)]:
                 if victims:
@@ -154,11 +145,25 @@ class Pool:
             self._filling += len(rows)
         return Reservation(rows, evicted)
 
-    def _free_flushed(self, wanted: Sequence[bytes]) -> None:
-        """Free the rows of `wanted`, and others until there is a slot for each of them."""
+    def evict_ahead(self, most: int, redundant: Callable[[Row], bool] = _never) -> list[bytes]:
+        """Evict up to `most` rows, so that a few are free when `reserve` needs many at once.
+        Returns their keys."""
+        target = min(self.slots // _SPARE, len(self._free) + most)
+        if len(self._free) >= target:
+            return []
+        with self._lock:
+            self._free_flushed((), target)
+            victims = self._idle.take(target - len(self._free), redundant, protected=False)
+            self._ready -= len(victims)
+            for row in victims:
+                self._forget(row)
+        return [row.key for row in victims]
+
+    def _free_flushed(self, wanted: Iterable[bytes], slots: int) -> None:
+        """Free the rows of `wanted`, and others until so many slots are free."""
         for key in self._flushed.keys() & wanted:
             self._forget(self._flushed.pop(key))
-        while self._flushed and len(self._free) < len(wanted):
+        while self._flushed and len(self._free) < slots:
             self._forget(self._flushed.popitem()[1])
 
     def _forget(self, row: Row) -> None:
@@ -312,24 +317,21 @@ class Pool:
 
     # -- dropping rows ---------------------------------------------------------------------
 
-    def flush(self, origin: str | None = None) -> list[bytes]:
-        """Make lookups miss every READY row, or those from `origin`; returns their keys.
+    def flush(self, rows: Iterable[Row]) -> list[Row]:
+        """Make lookups miss these rows; returns those that were READY.
 
         Any thread may call it: a row that the evicting thread has just looked up can be pinned
         until that thread reserves rows.
         """
-        keys: list[bytes] = []
-        for rows in self._portions():
-            with self._lock:
-                for row in rows:
-                    if row.state is _READY and origin in (None, row.origin):
-                        row.state = _FLUSHED
-                        self._ready -= 1
-                        keys.append(row.key)
-                        if not row.pins:
-                            self._idle.remove(row.key)
-                            self._flushed[row.key] = row
-        return keys
+        with self._lock:
+            ready = [row for row in rows if row.state is _READY]
+            for row in ready:
+                row.state = _FLUSHED
+                if not row.pins:
+                    self._idle.remove(row.key)
+                    self._flushed[row.key] = row
+            self._ready -= len(ready)
+        return ready
 
     def reset(self) -> None:
         """Forget every chunk. The slot of a FILLING or pinned row stays in quarantine until its

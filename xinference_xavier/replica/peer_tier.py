@@ -31,6 +31,7 @@ class PeerTier(Tier):
 
     def __init__(self, pool: Pool, mirror: Mirror, namespace: SharedNamespace) -> None:
         self._mirror = mirror
+        self.holders = mirror.usable_set
         self.refused = 0
         self._pool = pool
         self._namespace = namespace
@@ -82,9 +83,6 @@ class PeerTier(Tier):
     @property
     def ready(self) -> bool:
         return self.sharing and self._process.ready
-
-    def holders(self, key: bytes) -> int:
-        return self._mirror.usable_set(key)
 
     def sources(self, holders: int) -> list[str]:
         return self._mirror.sets.names(holders)

@@ -21,6 +21,7 @@ from xinference_xavier.config import XavierConfig
 from xinference_xavier.errors import ExplainError, NotSharing
 from xinference_xavier.mirror.mirror import Mirror
 from xinference_xavier.options import TRANSPORTS
+from xinference_xavier.pool import sweep
 from xinference_xavier.pool.pool import Pool
 from xinference_xavier.pool.region import Region
 from xinference_xavier.protocol.startup_errors import replica_name
@@ -190,7 +191,7 @@ class Replica:
             address=server.external_address,
             locate=TrackerLocation(config).find,
             mirror=self.mirror,
-            holdings=self._pool.shared_keys,
+            holdings=partial(sweep.shared_keys, self._pool),
             stats=self.stats,
             load_reporter=LoadReporter(self.engine),
             on_members=lambda members: self._departures.members_changed(members),
@@ -295,7 +296,7 @@ class Replica:
     def flush(self, donor: str | None = None) -> int:
         """Forget all READY chunks, or those from `donor`; returns how many. vLLM's prefix cache
         keeps what it has."""
-        keys = self._pool.flush(donor)
+        keys = sweep.flush(self._pool, donor)
         self._client.publisher.enqueue(keys, held=False)
         self._client.publisher.flush()
         return len(keys)

@@ -18,7 +18,7 @@ from __future__ import annotations
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -67,15 +67,14 @@ class Claim:
 
 
 class Tier(ABC):
+    holders: Callable[[bytes], int]
+    """The sources that hold a chunk, as a set: the bits of an integer. Only a hint: a stale one
+    costs a failed fetch. Not a method, because one more call would take as long as the lookup."""
+
     @property
     @abstractmethod
     def ready(self) -> bool:
         """Whether `holders` and `submit_load` may be used."""
-
-    @abstractmethod
-    def holders(self, key: bytes) -> int:
-        """The sources that hold the chunk, as a set: the bits of an integer. Only a hint: a stale
-        one costs a failed fetch."""
 
     @abstractmethod
     def sources(self, holders: int) -> list[str]:

@@ -27,14 +27,12 @@ class MemoryTier(Tier):
         self._rows = region.array
         self._max_chunks = max_chunks
         self._chunks: dict[bytes, npt.NDArray[np.uint8]] = {}
+        self.holders = lambda key: int(key in self._chunks)
         self._closed = False
 
     @property
     def ready(self) -> bool:
         return not self._closed
-
-    def holders(self, key: bytes) -> int:
-        return int(key in self._chunks)
 
     def sources(self, holders: int) -> list[str]:
         return [SOURCE] if holders else []

@@ -377,6 +377,14 @@ def test_the_donor_waits_for_the_consumer_until_the_deadline(
         acceptance.complete(soon())
 
 
+def test_a_withdrawn_offer_leaves_no_thread(here: GlooTransport) -> None:
+    threads_before = threading.active_count()
+    offer = here.offer(SECRET, later())
+    assert offer.hello
+    offer.withdraw()
+    wait_until(lambda: threading.active_count() == threads_before, "its thread ends")
+
+
 def test_half_links_that_come_to_nothing_leave_few_sockets(
     here: GlooTransport,
     there: GlooTransport,

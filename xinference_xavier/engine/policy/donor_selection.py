@@ -206,14 +206,17 @@ class DonorSelection:
     def groups_of(self, request: Request) -> dict[bytes, list[bytes]]:
         """The keys of the request's whole chunks in order, by the number of their group."""
         if request.groups is None:
-            request.groups = {}
+            groups: dict[bytes, list[bytes]] = {}
+            number, keys, size = b"", [], 0
             for key, end in key_positions(request.context):
-                number = key[GROUP]
-                keys = request.groups.get(number)
-                if keys is None:
-                    keys = request.groups[number] = []
-                if end is None or end == (len(keys) + 1) * self.group(key).chunk_tokens:
-                    keys.append(request.row_key(key))
+                if key[GROUP] != number:
+                    number, size = key[GROUP], self.group(key).chunk_tokens
+                    keys = groups.setdefault(number, [])
+                if end is None or end == (len(keys) + 1) * size:
+                    keys.append(key)
+            if request.adapter is not None:
+                groups = {each: [*map(request.row_key, keys)] for each, keys in groups.items()}
+            request.groups = groups
         return request.groups
 
     def main_keys(self, request: Request) -> list[bytes]:
@@ -283,21 +286,24 @@ class _Walk:
     def to_gap(self, group: Group, keys: list[bytes], begin: int, end: int) -> int:
         """Return `end`, or where a chunk starts that is neither here, nor coming, nor held by a
         peer that holds all others."""
-        in_pool, is_coming, holders = self._pool.lookup, self._is_coming, self._tier.holders
+        in_pool, holders, add = self._pool.holds, self._tier.holders, self._missing.append
         size, common = group.chunk_tokens, self._holders
         for place in _needed(group, begin, end):
             key, start = keys[place], place * size
-            if in_pool(key) is not None:
-                continue
-            if not is_coming(key):
-                having = common & holders(key)
-                if not having or self._pool.holds(key):
+            if in_pool(key):
+                if self._pool.lookup(key) is not None:
+                    continue
+                if not self._is_coming(key):  # it is being stored
                     end = start
                     break
+            elif having := common & holders(key):
                 common = having
+            else:
+                end = start
+                break
             # Without its window, the whole prefix would be computed.
             saved_from = start if group.window is None else begin
-            self._missing.append((start + size, saved_from, key))
+            add((start + size, saved_from, key))
         self._holders = common
         return end
 

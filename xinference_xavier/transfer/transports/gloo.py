@@ -68,7 +68,14 @@ class _ExchangedStore(Store):
         self._timeout = timeout
         self._own: dict[str, bytes] = {}
         self._peers: dict[str, bytes] = {}
+        self._withdrawn = False
         self._changed = threading.Condition()
+
+    def withdraw(self) -> None:
+        """Let nobody wait any more."""
+        with self._changed:
+            self._withdrawn = True
+            self._changed.notify_all()
 
     def set(self, key: str, value: bytes) -> None:  # type: ignore[override]  # Gloo sets bytes
         with self._changed:
@@ -85,7 +92,10 @@ class _ExchangedStore(Store):
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         seconds = self._timeout if timeout is None else timeout.total_seconds()
         with self._changed:
-            if not self._changed.wait_for(lambda: self.check(keys), seconds):
+            self._changed.wait_for(lambda: self._withdrawn or self.check(keys), seconds)
+            if self._withdrawn:
+                raise LinkError("the link was withdrawn")
+            if not self.check(keys):
                 raise LinkTimeoutError("the peer's part of the rendezvous did not arrive in time")
 
     def set_timeout(self, timeout: timedelta) -> None:
@@ -130,7 +140,7 @@ class _HalfLink:
         if hello is not None:
             self.set_peer_part(hello)
         self._link: GlooLink | None = None
-        # The thread ends when the group is built or times out: Gloo cannot cancel it.
+        # Gloo cannot be cancelled once both parts are here: then it connects or times out.
         thread = ThreadPoolExecutor(1, "xavier-link")
         self._group: Future[_Group] | None = thread.submit(
             transport.build_group, self._store, rank, seconds
@@ -168,6 +178,7 @@ class _HalfLink:
 
     def withdraw(self) -> None:
         self._group = None
+        self._store.withdraw()
         self._transport.record_withdrawn()
         if self._link is not None:
             self._link.close()
