@@ -8,7 +8,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from xinference_xavier.pool.eviction import MAX_SCAN, SegmentedLRU
+from xinference_xavier.pool.eviction import MAX_SCAN, Protection, SegmentedLRU
 
 SLOTS = 8
 
@@ -73,8 +73,8 @@ def test_rows_of_the_prefix_that_needs_room_stay() -> None:
 
 def test_protected_rows_go_last() -> None:
     policy = policy_with(b"abcd")
-    policy.protect(b"a")
-    policy.protect(b"x")
+    policy.protect(b"a", Protection.SOFT)
+    policy.protect(b"x", Protection.SOFT)
     policy.add(Row(b"x"))
     assert take(policy, 3, redundant=b"a") == b"bcd"
     assert take(policy, keep=b"a") == b"", "it belongs to the prefix that needs room"
@@ -84,37 +84,40 @@ def test_protected_rows_go_last() -> None:
 
 def test_firmly_protected_rows_never_go() -> None:
     policy = policy_with(b"abcd")
-    policy.protect(b"a", firmly=True)
-    policy.protect(b"x", firmly=True)
+    policy.protect(b"a", Protection.FIRM)
+    policy.protect(b"x", Protection.FIRM)
     policy.add(Row(b"x"))
     assert take(policy, 5, redundant=b"a") == b"bcd"
     policy.remove(b"a")
-    policy.unprotect(b"x")
+    policy.protect(b"x", Protection.NONE)
     assert take(policy, 5) == b"x"
 
 
-@pytest.mark.parametrize("firmly", [True, False])
-def test_the_last_protection_counts(firmly: bool) -> None:
+@pytest.mark.parametrize(
+    ("before", "how", "evicted"),
+    [(Protection.SOFT, Protection.FIRM, b"bc"), (Protection.FIRM, Protection.SOFT, b"bca")],
+)
+def test_the_last_protection_counts(before: Protection, how: Protection, evicted: bytes) -> None:
     policy = policy_with(b"abc")
-    policy.protect(b"a", not firmly)
-    policy.protect(b"a", firmly)
-    assert take(policy, 3) == (b"bc" if firmly else b"bca")
+    policy.protect(b"a", before)
+    policy.protect(b"a", how)
+    assert take(policy, 3) == evicted
 
 
-@pytest.mark.parametrize("firmly", [True, False])
-def test_an_unprotected_row_is_the_most_recent_one(firmly: bool) -> None:
+@pytest.mark.parametrize("how", [Protection.SOFT, Protection.FIRM])
+def test_an_unprotected_row_is_the_most_recent_one(how: Protection) -> None:
     policy = policy_with(b"abc")
-    policy.protect(b"a", firmly)
+    policy.protect(b"a", how)
     policy.touch([b"a"])
-    policy.unprotect(b"a")
-    policy.unprotect(b"b")
+    policy.protect(b"a", Protection.NONE)
+    policy.protect(b"b", Protection.NONE)
     assert take(policy, 3) == b"bca"
 
 
 def test_protection_outlives_eviction_and_a_reset() -> None:
     policy = policy_with(b"abf")
-    policy.protect(b"a")
-    policy.protect(b"f", firmly=True)
+    policy.protect(b"a", Protection.SOFT)
+    policy.protect(b"f", Protection.FIRM)
     policy.clear()
     assert take(policy) == b""
     for key in b"ab":

@@ -3,8 +3,9 @@
 import pytest
 
 from tests.pool.test_pool import ready
+from xinference_xavier.pool.eviction import Protection
 from xinference_xavier.pool.pool import Pool
-from xinference_xavier.pool.sweep import flush, shared_keys
+from xinference_xavier.pool.sweep import flush, protect, shared_keys
 
 
 def test_only_rows_from_one_donor_are_flushed() -> None:
@@ -34,3 +35,13 @@ def test_others_get_their_turn_while_all_rows_are_looked_at(
     assert ready_then == [6, 5, 4], "some were evicted in the pauses"
     assert flush(pool) == [b"d", b"e", b"f"]
     assert ready_then[3:] == [1, 0, 0]
+
+
+def test_rows_are_protected_now_or_later() -> None:
+    pool = Pool(3)
+    ready(pool, b"a", b"b")
+    protect(pool, [b"a", b"c"], Protection.FIRM)
+    ready(pool, b"c")
+    assert pool.reserve([b"d", b"e"]).evicted == [b"b"]
+    protect(pool, [b"a"], Protection.NONE)
+    assert pool.reserve([b"e"]).evicted == [b"a"]

@@ -8,6 +8,7 @@ them costs little more than its moves from dictionary to dictionary.
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable
+from enum import Enum, auto
 from typing import Generic, Protocol, TypeVar
 
 MAX_SCAN = 4
@@ -19,6 +20,12 @@ class Keyed(Protocol):
 
 
 R = TypeVar("R", bound=Keyed)
+
+
+class Protection(Enum):
+    NONE = auto()
+    SOFT = auto()  # evicted when no unprotected row is left
+    FIRM = auto()  # never evicted
 
 
 class EvictionPolicy(ABC, Generic[R]):
@@ -45,15 +52,9 @@ class EvictionPolicy(ABC, Generic[R]):
         """Forget all rows, but not which keys are protected."""
 
     @abstractmethod
-    def protect(self, key: bytes, firmly: bool = False) -> None:
-        """Evict this key's row, now or later, only when no unprotected row is left, or never.
-
-        The caller bounds how many keys are protected. The last call for a key counts.
-        """
-
-    @abstractmethod
-    def unprotect(self, key: bytes) -> None:
-        """Undo `protect`; the row becomes the most recently used one."""
+    def protect(self, key: bytes, how: Protection) -> None:
+        """Protect this key's row, now or later. The last call for a key counts. The caller bounds
+        how many keys are protected."""
 
     @abstractmethod
     def take(
@@ -110,16 +111,11 @@ class SegmentedLRU(EvictionPolicy[R]):
         self._protected.clear()
         self._firm.clear()
 
-    def protect(self, key: bytes, firmly: bool = False) -> None:
-        self._segment_of[key] = self._firm if firmly else self._protected
-        self._move(key)
-
-    def unprotect(self, key: bytes) -> None:
-        if self._segment_of.pop(key, None) is not None:
-            self._move(key)
-
-    def _move(self, key: bytes) -> None:
-        """To the segment where its row belongs, if it is here."""
+    def protect(self, key: bytes, how: Protection) -> None:
+        if how is Protection.NONE:
+            self._segment_of.pop(key, None)
+        else:
+            self._segment_of[key] = self._protected if how is Protection.SOFT else self._firm
         for segment in (self._recent, self._probation, self._protected, self._firm):
             if (row := segment.pop(key, None)) is not None:
                 self.add(row)

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import NamedTuple
 
-from xinference_xavier.pool.eviction import EvictionPolicy, SegmentedLRU
+from xinference_xavier.pool.eviction import EvictionPolicy, Protection, SegmentedLRU
 
 
 class RowState(Enum):
@@ -72,6 +72,10 @@ class PoolCounts(NamedTuple):
     quarantined: int
 
 
+Redundant = Callable[[Row], bool]
+"""Whether to evict a row before others. Runs under the pool's lock and must not wait."""
+
+
 def _never(_: Row) -> bool:
     return False
 
@@ -87,8 +91,6 @@ class Pool:
         self._idle: EvictionPolicy[Row] = SegmentedLRU(slots)  # READY and unpinned
         self._flushed: dict[bytes, Row] = {}  # FLUSHED and unpinned
         self._filling = self._ready = self._pinned = self._quarantined = 0
-
-    # -- lookups ---------------------------------------------------------------------------
 
     def lookup(self, key: bytes) -> Row | None:
         """The READY row of `key`. Stays valid while only the calling thread evicts."""
@@ -112,14 +114,10 @@ class Pool:
     # -- writing a row ---------------------------------------------------------------------
 
     def reserve(
-        self,
-        keys: Iterable[bytes],
-        prefix: Sequence[bytes] = (),
-        redundant: Callable[[Row], bool] = _never,
+        self, keys: Iterable[bytes], prefix: Sequence[bytes] = (), redundant: Redundant = _never
     ) -> Reservation:
         """Take slots for the keys that are not held, evicting other rows where necessary.
 
-        `redundant` says whether to evict a row first; it runs under the lock and must not wait.
         The whole `prefix` that they belong to stays, and becomes the most recently used one. Stops
         at the first key without a slot: a chunk is useless without those before it.
         """
@@ -145,7 +143,7 @@ class Pool:
             self._filling += len(rows)
         return Reservation(rows, evicted)
 
-    def evict_ahead(self, most: int, redundant: Callable[[Row], bool] = _never) -> list[bytes]:
+    def evict_ahead(self, most: int, redundant: Redundant = _never) -> list[bytes]:
         """Evict up to `most` rows, so that a few are free when `reserve` needs many at once.
         Returns their keys."""
         target = min(self.slots // _SPARE, len(self._free) + most)
@@ -293,27 +291,11 @@ class Pool:
         with self._lock:
             self._idle.touch(keys)
 
-    # -- keeping rows ----------------------------------------------------------------------
-
-    def protect(self, keys: Sequence[bytes], firmly: bool = False) -> None:
-        """Evict the rows of `keys`, now or later, only after all others, or never. The scheduler
-        thread must not call it."""
-        for portion in self._in_portions(keys):
-            for key in portion:
-                self._idle.protect(key, firmly)
-
-    def unprotect(self, keys: Sequence[bytes]) -> None:
-        """Undo `protect`. The scheduler thread must not call it."""
-        for portion in self._in_portions(keys):
-            for key in portion:
-                self._idle.unprotect(key)
-
-    def _in_portions(self, keys: Sequence[bytes]) -> Iterator[Sequence[bytes]]:
-        """Under the lock, with pauses."""
-        for start in range(0, len(keys), _PORTION):
-            with self._lock:
-                yield keys[start : start + _PORTION]
-            time.sleep(_PAUSE)
+    def protect(self, keys: Iterable[bytes], how: Protection) -> None:
+        """Decide when the rows of `keys` are evicted, now or later."""
+        with self._lock:
+            for key in keys:
+                self._idle.protect(key, how)
 
     # -- dropping rows ---------------------------------------------------------------------
 

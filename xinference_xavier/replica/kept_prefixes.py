@@ -10,7 +10,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from xinference_xavier.pool.eviction import Protection
 from xinference_xavier.pool.pool import Pool
+from xinference_xavier.pool.sweep import protect
 from xinference_xavier.protocol.prefixes import Kept, KeptPrefix, check_wanted
 
 
@@ -75,23 +77,23 @@ class KeptPrefixes:
                 return
             self._drop(name)  # the model has another chat template now
         self._prefixes[name] = _Prefix(tokens, keys)
-        self._pool.protect(_add(self._uses, keys))
+        protect(self._pool, _add(self._uses, keys), Protection.SOFT)
 
     def _set_firm(self, prefix: _Prefix, firm: bool) -> None:
         if prefix.firm == firm:
             return
         if not firm:
-            self._pool.protect(_remove(self._firm_uses, prefix.keys))
+            protect(self._pool, _remove(self._firm_uses, prefix.keys), Protection.SOFT)
         elif len(self._firm_uses.keys() | prefix.keys) > self._budget:
             return
         else:
-            self._pool.protect(_add(self._firm_uses, prefix.keys), firmly=True)
+            protect(self._pool, _add(self._firm_uses, prefix.keys), Protection.FIRM)
         prefix.firm = firm
 
     def _drop(self, name: str) -> None:
         prefix = self._prefixes.pop(name)
         self._set_firm(prefix, False)
-        self._pool.unprotect(_remove(self._uses, prefix.keys))
+        protect(self._pool, _remove(self._uses, prefix.keys), Protection.NONE)
 
 
 def _add(uses: Counter[bytes], keys: Iterable[bytes]) -> list[bytes]:

@@ -36,8 +36,8 @@ class TrackerGateway:
 
     def __init__(self, get_supervisor_ref: Callable[[], Awaitable[Any]]) -> None:
         self.routers = Routers(self.find)
-        self.prefixes: Callable[[str], list[dict[str, Any]]] = lambda model_uid: []
-        """Reports of a model's named prefixes that belong to no tenant."""
+        self.prefixes: Callable[[str], dict[str, Any]] = lambda model_uid: {}
+        """What the status of a model says of its named prefixes."""
         self._get_supervisor_ref = get_supervisor_ref
         self._readings: dict[str, _Reading] = {}
 
@@ -77,7 +77,7 @@ class TrackerGateway:
         status = report(await self.call(model_uid, "status"))
         router = self.routers.get(model_uid)
         routing = asdict(RoutingStats()) if router is None else router.report()
-        return {**status, "routing": routing, "prefixes": self.prefixes(model_uid)}
+        return {**status, "routing": routing, **self.prefixes(model_uid)}
 
     async def shared_report(self, model_uid: str, max_age: float) -> dict[str, Any]:
         """A report begun at most `max_age` seconds ago, shared by all callers."""

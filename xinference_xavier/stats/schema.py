@@ -327,10 +327,14 @@ class TrackerStats:
     )
 
 
+PREFIX_STATES = ("kept", "computing", "waiting", "failed")
+
+
 @dataclass(kw_only=True)
 class ModelStatus:
-    """`enabled` is the operator's switch, `routing` that of the process that answered. `raw` is the
-    server's answer."""
+    """`enabled` is the operator's switch, `routing` that of the process that answered,
+    `prefix_states` how many named prefixes are in each of `PREFIX_STATES`. `raw` is the server's
+    answer."""
 
     model_uid: str
     enabled: bool
@@ -338,4 +342,5 @@ class ModelStatus:
     totals: Totals
     tracker: TrackerStats = field(default_factory=TrackerStats)
     routing: RoutingStats = field(default_factory=RoutingStats)
+    prefix_states: dict[str, int] = field(default_factory=dict)
     raw: dict[str, Any] = field(default_factory=dict, repr=False)

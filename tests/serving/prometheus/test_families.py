@@ -218,6 +218,14 @@ def test_every_reason_of_a_choice_has_a_series_from_the_start() -> None:
     }  # fmt: skip
 
 
+def test_every_state_of_named_prefixes_has_a_series_from_the_start() -> None:
+    status = report({"model_uid": "m", "enabled": True, "namespaces": {}})
+    status["prefix_states"] = {"kept": 2, "made up": 9}
+    named = samples({"m": status}, up=True, failures=0)["named_prefixes"]
+    counts = {labels["state"]: count for labels, count in named}
+    assert counts == {"kept": 2, "computing": 0, "waiting": 0, "failed": 0}
+
+
 def test_requests_and_loads_by_replica() -> None:
     """A replica that has left keeps its count, and a new one has a series from the start."""
     busy = {"backlog_s": 1.5, "requests": 2, "accepts": True}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sqlite3
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ class Prefixes:
         self.failure = "the server starts; ask again"
         """Why no name is known; empty if they are."""
         self._trackers = trackers
-        trackers.prefixes = self.public
+        trackers.prefixes = self.status
         self._get_supervisor_ref = get_supervisor_ref
 
     async def start(self) -> None:
@@ -49,19 +50,21 @@ class Prefixes:
 
     async def close(self) -> None:
         await self.keeper.close()
-        await self.names.close()
+        if not self.failure:
+            await self.names.close()
 
     async def content_of(self, model_uid: str, tenant: str, name: str) -> Mapping[str, Any]:
         """For a request. Raises PrefixNotFoundError."""
         return await self.names.use(self.names.find(model_uid, tenant, name))
 
-    def public(self, model_uid: str) -> list[dict[str, Any]]:
-        """Reports of the names that belong to no tenant."""
-        return [
-            self.keeper.report(prefix)
-            for prefix in self.names.of(model_uid)
-            if prefix.is_named and not prefix.tenant
-        ]
+    def status(self, model_uid: str) -> dict[str, Any]:
+        """Reports of the names that belong to no tenant, and how many are in each state."""
+        named = [prefix for prefix in self.names.of(model_uid) if prefix.is_named]
+        reports = [(prefix.tenant, self.keeper.report(prefix)) for prefix in named]
+        return {
+            "prefixes": [report for tenant, report in reports if not tenant],
+            "prefix_states": Counter(report["state"] for _, report in reports),
+        }
 
     def keep(self, model_uid: str, tenant: str, content: Mapping[str, Any], ttl: float) -> None:
         if not self.failure:

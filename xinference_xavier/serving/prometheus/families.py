@@ -22,6 +22,7 @@ from xinference_xavier.stats.schema import (
     BYTES_BOUNDS,
     COMMITTED,
     OUTCOMES,
+    PREFIX_STATES,
     ROLLED_BACK,
     SECONDS_BOUNDS,
     FetchStats,
@@ -84,6 +85,10 @@ def _choices(model: ModelStatus) -> _ByLabels:
 def _routed(model: ModelStatus) -> _ByLabels:
     counts = {**dict.fromkeys(model.routing.loads, 0), **model.routing.replicas}
     return {(replica,): count for replica, count in counts.items()}
+
+
+def _prefixes(model: ModelStatus) -> _ByLabels:
+    return {(state,): model.prefix_states.get(state, 0) for state in PREFIX_STATES}
 
 
 def _sharing(replica: ReplicaStatus) -> _ByLabels:
@@ -219,6 +224,7 @@ _OF_MODEL = (
         lambda model: {(name,): each.backlog_s for name, each in model.routing.loads.items()},
     ),
     *_declared(RoutingStats, _MODEL, "routing"),
+    Family("named_prefixes", "Named prefixes by state.", (*_MODEL, "state"), _prefixes),
 )
 _REPLICA_UP = Family(
     "replica_up",
