@@ -36,6 +36,7 @@ from xinference_xavier.protocol.load import Load, ScheduledPrompt
 from xinference_xavier.protocol.tracker import tracker_uid
 from xinference_xavier.replica.canary import Probe, ProbeResult, Sketch
 from xinference_xavier.replica.explain import Chunked, Chunker
+from xinference_xavier.replica.kept_prefixes import ComputedPrefix
 from xinference_xavier.replica.replica import Replica
 from xinference_xavier.tiers.base import Claim, Fetch, FetchState
 from xinference_xavier.tracker.actor import BlockTracker
@@ -77,7 +78,7 @@ def chunk_numbers(question: dict[str, Any]) -> Chunked:
     """A prompt of these replicas is a list of numbers; each is one chunk, with the key `make_key`
     gives it."""
     words = question["prompt"].split()
-    keys = [(make_key(int(number)),) for number in words]
+    keys: list[tuple[bytes, ...]] = [(make_key(int(number)),) for number in words]
     return Chunked(len(words) * CHUNK_TOKENS, 4096, CHUNK_TOKENS, keys)
 
 

@@ -112,10 +112,10 @@ class SegmentedLRU(EvictionPolicy[R]):
         self._firm.clear()
 
     def protect(self, key: bytes, how: Protection) -> None:
-        if how is Protection.NONE:
-            self._segment_of.pop(key, None)
-        else:
+        if how is not Protection.NONE:
             self._segment_of[key] = self._protected if how is Protection.SOFT else self._firm
+        elif self._segment_of.pop(key, None) is None:
+            return
         for segment in (self._recent, self._probation, self._protected, self._firm):
             if (row := segment.pop(key, None)) is not None:
                 self.add(row)

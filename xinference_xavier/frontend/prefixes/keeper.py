@@ -37,6 +37,8 @@ _PATIENCE = 600.0
 _MIN_BACKOFF, _MAX_BACKOFF = 2.0, 300.0
 _TRIES = 2
 """Beyond one per replica, before a new prefix waits until its replicas rest."""
+_FAILURES = 2
+"""In a row before a prefix has failed: a replica may have been about to start or to end."""
 _MAX_REASON = 500  # characters
 
 
@@ -64,6 +66,8 @@ class _Making:
     computing: str = ""
     """The replica that computes it."""
     failure: str = ""
+    failures: int = 0
+    """In a row."""
     tries: dict[str, _Try] = field(default_factory=dict)
     """By replica, until it has had all of it for as long as the last backoff."""
 
@@ -134,7 +138,7 @@ class Keeper:
     async def keep(
         self, model_uid: str, tenant: str, content: Mapping[str, Any], ttl: float
     ) -> None:
-        """What a request asks to keep, without a name. If it is shorter than a chunk, nothing is."""
+        """Keep what a request asks for, without a name."""
         await self._names.keep(model_uid, tenant, content, ttl)
         self._tend(model_uid)
 
@@ -189,7 +193,7 @@ class Keeper:
         elif complete and len(complete) >= wanted:
             state = "kept"
         else:
-            state = "failed" if making.failure else "waiting"
+            state = "failed" if making.failures >= _FAILURES else "waiting"
         return {
             "name": prefix.name,
             "state": state,
@@ -301,8 +305,9 @@ class Keeper:
             number = request_id(prefix.id, making.requests)
             asking = self._ask(prefix.model_uid, making.computing, content, prefix.tenant, number)
             await within(_PATIENCE, asking)
-            making.failure = ""
+            making.failures = 0
         except Exception as error:
+            making.failures += 1
             making.failure = str(error)[:_MAX_REASON] or type(error).__name__
             self._log.warn(
                 prefix.id, "cannot compute a prefix: name=%s error=%r", prefix.name, error

@@ -68,7 +68,8 @@ def routing_require(original: Require, routers: Routers, prefixes: Prefixes) -> 
             supervisor = await get_supervisor_ref()
             return await within(_CONNECT_DEADLINE, supervisor.xavier_replica(replica))
 
-        model, router = None, routers.get(model_uid)
+        router = routers.get(model_uid)
+        model: Any = None
         if router is not None:
             model = await _routed(asked, router, connect, content)
         model = model or await original(get_supervisor_ref, model_uid, *args)
