@@ -12,7 +12,6 @@ import httpx
 import pytest
 from click.testing import CliRunner, Result
 
-from xinference_xavier.cli import prefixes as module
 from xinference_xavier.cli.commands import main
 
 PATH = "/v1/xavier/m/prefixes"
@@ -34,11 +33,21 @@ class Server:
             return httpx.Response(201, json=self.report())
         if path == PATH:
             return httpx.Response(200, json={"prefixes": [self.report()] if self.added else []})
-        if path != f"{PATH}/{self.added.get('name')}":
+        if path == f"{PATH}/{self.added['name']}/events":
+            return self.progress()
+        if path != f"{PATH}/{self.added['name']}":
             headers = {"x-xavier-not-found": "prefix"}
             return httpx.Response(404, json={"detail": "no such prefix"}, headers=headers)
         self.looks += 1
         return httpx.Response(200, json=self.report())
+
+    def progress(self) -> httpx.Response:
+        reports = []
+        while not reports or reports[-1]["state"] == "computing":
+            self.looks += 1
+            reports.append(self.report())
+        text = "".join(f"event: prefix\ndata: {json.dumps(each)}\n\n" for each in reports)
+        return httpx.Response(200, text=text, headers={"content-type": "text/event-stream"})
 
     def report(self) -> dict[str, Any]:
         done = self.looks >= 3
@@ -56,7 +65,6 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Server:
     server = Server()
     client = partial(httpx.Client, transport=httpx.MockTransport(server))
     monkeypatch.setattr(httpx, "Client", client)
-    monkeypatch.setattr(module, "_POLL", 0.0)
     return server
 
 

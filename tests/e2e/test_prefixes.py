@@ -78,7 +78,8 @@ def test_named_messages_go_before_those_of_every_route(
     model: LocalCluster, client: XavierClient
 ) -> None:
     client.add_prefix(UID, "guide", messages=MESSAGES, copies="all")
-    found = kept(client, "guide")
+    *_, found = client.watch_prefix(UID, "guide")
+    assert found.state == "kept"
     for path in TEXT_ROUTES[1:]:
         answer = ask(model, path, "Hello", headers={"X-Xavier-Prefix": "guide"})
         usage = answer.json()["usage"]
@@ -87,6 +88,16 @@ def test_named_messages_go_before_those_of_every_route(
         assert tokens >= found.tokens, path
     answer = ask(model, CHAT, "Hello", headers={"X-Xavier-Prefix": "guide"}).json()
     assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 0.9 * found.tokens
+
+
+def test_terms_are_changed(client: XavierClient) -> None:
+    changed = client.change_prefix(UID, "report", ttl="2h", retention="hard")
+    assert (changed.ttl, changed.retention, changed.copies) == (7200.0, "hard", "all")
+
+    def is_firm() -> bool:
+        return all(copy.firm for copy in client.prefix(UID, "report").replicas.values())
+
+    wait_until(is_firm, "no copy can be evicted")
 
 
 def test_an_unknown_name_is_refused(model: LocalCluster, client: XavierClient) -> None:

@@ -138,6 +138,26 @@ async def test_nothing_is_routed_while_no_replica_reports() -> None:
     assert (await route(cluster)).replica == "m-1"
 
 
+async def test_a_clock_that_jumps_ahead_costs_no_request() -> None:
+    """All reports are old at once. The next ones are not."""
+    cluster = Cluster("m-0", "m-1")
+    before = await route(cluster, document("before"))
+    cluster.now += 3600.0
+    assert await cluster.router.route() is None  # in turn, as without a router
+    cluster.router.answered(before, streamed=True)
+    cluster.router.end(before)
+    cluster.tell(cluster.load("m-0", 3.0), cluster.load("m-1", 1.0))
+    assert (await route(cluster)).replica == "m-1"
+
+
+async def test_a_router_that_starts_knows_of_the_requests_that_others_sent() -> None:
+    """As that of a process that was restarted."""
+    cluster = Cluster(request_limit=2)
+    cluster.join("m-0", "m-1")
+    cluster.tell(cluster.load("m-0", 0.0, requests=2), cluster.load("m-1", 3.0, requests=1))
+    assert (await route(cluster)).replica == "m-1"
+
+
 async def test_requests_wait_in_order_where_all_replicas_are_at_their_limit() -> None:
     cluster = Cluster("m-0", "m-1", request_limit=1)
     running = [await route(cluster), await route(cluster)]

@@ -42,10 +42,17 @@ _TWO_ENGINES = (
     "long or not long",
     "tests/e2e/test_engines.py",
     "tests/e2e/test_engine_events.py",
+    "tests/e2e/test_plain_vllm.py",
 )
 _OWN_ENVIRONMENT = ("-m", "long", "tests/e2e/test_virtual_env.py")
 _SERVING = ("tests/serving", "tests/cli", "tests/client")
-_SHARING = ("tests/e2e/test_launch.py", "tests/e2e/test_sharing.py", "tests/e2e/test_faults.py")
+_SHARING = (
+    "tests/e2e/test_launch.py",
+    "tests/e2e/test_sharing.py",
+    "tests/e2e/test_faults.py",
+    "tests/e2e/test_routing.py",
+    "tests/e2e/test_prefixes.py",
+)
 
 
 def _vllm(version: str, *more: str) -> Version:

@@ -15,8 +15,6 @@ from xinference_xavier.cli.endpoint import with_client
 from xinference_xavier.client import XavierClient
 from xinference_xavier.stats.answers import NamedPrefix
 
-_POLL = 0.5  # seconds
-
 
 def question(text: str, chat: bool) -> dict[str, Any]:
     """The prompt in `text`, or the messages, perhaps with tools."""
@@ -80,12 +78,10 @@ def _wait(
     """Until it is kept or has failed, with a progress bar."""
     columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %")
     with Progress(*columns, console=tables.console(stderr=True), transient=True) as bar:
-        task = bar.add_task(added.name, total=1.0)
-        while added.state not in ("kept", "failed"):
-            time.sleep(_POLL)
-            added = client.prefix(model, added.name, cache_salt)
-            bar.update(task, completed=added.progress)
-    return added
+        task, latest = bar.add_task(added.name, total=1.0), added
+        for latest in client.watch_prefix(model, added.name, cache_salt):
+            bar.update(task, completed=latest.progress)
+    return latest
 
 
 @prefix.command(name="list")

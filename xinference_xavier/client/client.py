@@ -115,6 +115,13 @@ class XavierClient:
         """Raises UnknownPrefixError."""
         return self._send("GET", _prefixes_path(model_uid, cache_salt, name), NamedPrefix.of)
 
+    def watch_prefix(
+        self, model_uid: str, name: str, cache_salt: str | None = None
+    ) -> Iterator[NamedPrefix]:
+        """Every second, until it is kept, has failed or is removed. Raises UnknownPrefixError."""
+        path = _prefixes_path(model_uid, cache_salt, name, "/events")
+        return self._listen(path, "prefix", NamedPrefix.of)
+
     def change_prefix(
         self,
         model_uid: str,
@@ -142,11 +149,11 @@ class XavierClient:
 
     def events(self, model_uid: str) -> Iterator[EventRecord]:
         """Recent events, then new ones as they happen, until the model ends."""
-        return self._listen(model_uid, "event", EventRecord.of)
+        return self._listen(_path(model_uid, "/events"), "event", EventRecord.of)
 
     def watch(self, model_uid: str) -> Iterator[ModelStatus]:
         """The status every second, until the model ends."""
-        return self._listen(model_uid, "status", _model)
+        return self._listen(_path(model_uid, "/events"), "status", _model)
 
     def _send(
         self,
@@ -160,8 +167,8 @@ class XavierClient:
             answer = self._http.request(method, path, json=body, timeout=timeout)
         return read_answer(_decoded(answer))
 
-    def _listen(self, model_uid: str, event: str, read_data: Callable[[Any], _T]) -> Iterator[_T]:
-        connecting = connect_sse(self._http, "GET", _path(model_uid, "/events"), timeout=_SILENCE)
+    def _listen(self, path: str, event: str, read_data: Callable[[Any], _T]) -> Iterator[_T]:
+        connecting = connect_sse(self._http, "GET", path, timeout=_SILENCE)
         with _failures(self._http.base_url), connecting as source:
             if not _is_stream(source):
                 source.response.read()
@@ -213,6 +220,7 @@ class AsyncXavierClient:
     cluster = _awaited(XavierClient.cluster)
     events = _streamed(XavierClient.events)
     watch = _streamed(XavierClient.watch)
+    watch_prefix = _streamed(XavierClient.watch_prefix)
 
     async def _send(
         self,
@@ -227,9 +235,9 @@ class AsyncXavierClient:
         return read_answer(_decoded(answer))
 
     async def _listen(
-        self, model_uid: str, event: str, read_data: Callable[[Any], _T]
+        self, path: str, event: str, read_data: Callable[[Any], _T]
     ) -> AsyncIterator[_T]:
-        connecting = aconnect_sse(self._http, "GET", _path(model_uid, "/events"), timeout=_SILENCE)
+        connecting = aconnect_sse(self._http, "GET", path, timeout=_SILENCE)
         with _failures(self._http.base_url):
             async with connecting as source:
                 if not _is_stream(source):
@@ -248,10 +256,12 @@ def _path(model_uid: str, action: str = "") -> str:
     return f"/v1/xavier/{quote(model_uid, safe='')}{action}"
 
 
-def _prefixes_path(model_uid: str, cache_salt: str | None, name: str | None = None) -> str:
+def _prefixes_path(
+    model_uid: str, cache_salt: str | None, name: str | None = None, action: str = ""
+) -> str:
     path = _path(model_uid, "/prefixes")
     if name is not None:
-        path += f"/{quote(name, safe='')}"
+        path += f"/{quote(name, safe='')}{action}"
     return path if cache_salt is None else f"{path}?cache_salt={quote(cache_salt, safe='')}"
 
 

@@ -27,25 +27,25 @@ async def live(trackers: TrackerGateway, model_uid: str) -> AsyncIterator[Messag
     available = True
     while True:
         try:
-            async for message in _session(trackers, model_uid):
+            async for sent in _session(trackers, model_uid):
                 available = True
-                yield message
+                yield sent
         except NotFoundError as error:
-            yield _message("gone", {"detail": error.reason})
+            yield message("gone", {"detail": error.reason})
             return
         # A tracker that has ended may have a successor; if not, the next session finds out.
         except (*UNREACHABLE, xo.ActorNotExist):
             if available:
                 available = False
                 detail = f"the tracker of {model_uid!r} does not answer"
-                yield _message("unavailable", {"detail": detail})
+                yield message("unavailable", {"detail": detail})
             await asyncio.sleep(RETRY_PAUSE)
 
 
 async def _session(trackers: TrackerGateway, model_uid: str) -> AsyncIterator[Message]:
     """Ends with an error when the tracker stops answering."""
     tracker = await trackers.find(model_uid)
-    yield _message("history", await within(DEADLINE, tracker.history()))
+    yield message("history", await within(DEADLINE, tracker.history()))
     recent = (await within(DEADLINE, tracker.wait_events(0, 0.0)))[-MAX_RECENT:]
     last = 0
     loop = asyncio.get_running_loop()
@@ -53,17 +53,17 @@ async def _session(trackers: TrackerGateway, model_uid: str) -> AsyncIterator[Me
     while True:
         for number, event in recent:
             last = number
-            yield _message("event", event, str(number))
+            yield message("event", event, str(number))
         left = due - loop.time()
         if left <= 0:
             due = loop.time() + STATUS_INTERVAL
             left = STATUS_INTERVAL
             # At most half an interval old, so that streams which share a report stay current.
             report = await trackers.shared_report(model_uid, STATUS_INTERVAL / 2)
-            yield _message("status", report)
+            yield message("status", report)
         recent = await within(left + DEADLINE, tracker.wait_events(last, left))
 
 
-def _message(event: str, data: dict[str, Any], number: str | None = None) -> Message:
-    message = {"event": event, "data": json.dumps(data, allow_nan=False)}
-    return message if number is None else message | {"id": number}
+def message(event: str, data: dict[str, Any], number: str | None = None) -> Message:
+    sent = {"event": event, "data": json.dumps(data, allow_nan=False)}
+    return sent if number is None else sent | {"id": number}

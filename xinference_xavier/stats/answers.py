@@ -99,6 +99,10 @@ class PrefixCopy:
     firm: bool = False
 
 
+ENDED = ("kept", "failed")
+"""States in which nothing is left to do for a prefix."""
+
+
 @dataclass(frozen=True)
 class NamedPrefix:
     """`state` is "waiting", "computing", "kept", or "failed" for `reason`. `replicas` are those

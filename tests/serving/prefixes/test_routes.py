@@ -12,6 +12,7 @@ import pytest
 from fastapi import FastAPI, HTTPException, Request
 
 from tests.frontend.prefixes.test_keeper import Cluster
+from xinference_xavier.frontend.prefixes import keeper
 from xinference_xavier.frontend.prefixes.prefix import MAX_NAME
 from xinference_xavier.serving.prefixes import routes as module
 from xinference_xavier.serving.prefixes.install import Prefixes
@@ -52,6 +53,7 @@ async def client(prefixes: Prefixes) -> AsyncIterator[httpx.AsyncClient]:
     path = "/v1/xavier/{model_uid}/prefixes"
     app.add_api_route(path, routes.add, methods=["POST"])
     app.add_api_route(path, routes.list, methods=["GET"])
+    app.add_api_route(path + "/{name}/events", routes.events, methods=["GET"])
     for method, route in {
         "GET": routes.show,
         "PATCH": routes.change,
@@ -78,6 +80,30 @@ async def test_a_prefix_is_added_shown_changed_and_removed(client: httpx.AsyncCl
     assert await names(client) == ["travel guide"]
     assert (await client.delete(f"{PATH}/travel%20guide")).json() == {"removed": "travel guide"}
     assert await names(client) == []
+
+
+async def test_progress_is_a_stream_of_events(
+    client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keeper, "TICK", 0.0)
+    monkeypatch.setattr(module, "TICK", 0.0)
+    await client.post(PATH, json=GUIDE)
+    answer = await client.get(f"{PATH}/travel%20guide/events")
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    events = [line for line in answer.text.splitlines() if line.startswith("event: ")]
+    assert set(events) == {"event: prefix"}
+    assert '"state": "waiting"' in answer.text.partition("\n\r\n")[0]
+    assert '"state": "kept"' in answer.text
+
+
+async def test_the_stream_of_a_name_that_is_removed_ends(
+    prefixes: Prefixes, client: httpx.AsyncClient
+) -> None:
+    await client.post(PATH, json=GUIDE)
+    (prefix,) = prefixes.names.of("model")
+    await client.delete(f"{PATH}/travel%20guide")
+    (gone,) = [each async for each in PrefixRoutes(prefixes, access)._progress(prefix)]
+    assert gone["event"] == "gone"
 
 
 async def test_no_tenant_sees_another_s_names(client: httpx.AsyncClient) -> None:

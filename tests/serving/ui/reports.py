@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
@@ -113,3 +114,23 @@ def history(until: float, minutes: int = 55) -> dict[str, Any]:
             }
         )
     return {"interval_s": 10, "samples": samples}
+
+
+def named_prefix(name: str) -> dict[str, Any]:
+    """One that `m-0` keeps."""
+    copy = {"tokens": 1000, "chunks": 7, "held": 7, "firm": False}
+    now = time.time()
+    return {
+        "name": name,
+        "state": "kept",
+        "reason": "",
+        "tokens": 1000,
+        "chunks": 7,
+        "replicas": {"m-0": copy},
+        "ttl": 19_800.0,
+        "copies": 1,
+        "retention": "soft",
+        "created": now,
+        "used": now,
+        "expires": now + 19_800.0,
+    }

@@ -23,6 +23,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from xinference.api.frontend_static import mount_frontend
 from xinference.extensions import APIExtensionContext
 
+from tests.serving.ui.reports import named_prefix
 from xinference_xavier.serving.ui.routes import add_pages
 
 TOKEN = "good"
@@ -220,6 +221,18 @@ class Stage:
                 raise HTTPException(503, self.explanation)
             return JSONResponse(self.explanation)
 
+        async def add_prefix(model_uid: str, request: Request) -> JSONResponse:
+            body = await request.json()
+            self.posted.append((request.url.path, body))
+            if len(body.get("prompt", "enough")) < 5:
+                raise HTTPException(400, f"'{body['name']}' has 1 tokens; give a prefix of 128")
+            self.share(self._report(model_uid) | {"prefixes": [named_prefix(body["name"])]})
+            return JSONResponse({}, 201)
+
+        async def remove_prefix(model_uid: str, name: str) -> JSONResponse:
+            self.share(self._report(model_uid) | {"prefixes": []})
+            return JSONResponse({"removed": name})
+
         async def renew(request: Request) -> JSONResponse:
             if (await request.json()) != {"refresh_token": "renew"}:
                 raise HTTPException(401, "Invalid refresh token")
@@ -231,6 +244,9 @@ class Stage:
         router.add_api_route("/v1/xavier/{model_uid}", post, methods=["POST"])
         router.add_api_route("/v1/xavier/{model_uid}/flush", post, methods=["POST"])
         router.add_api_route("/v1/xavier/{model_uid}/explain", explain, methods=["POST"])
+        prefixes = "/v1/xavier/{model_uid}/prefixes"
+        router.add_api_route(prefixes, add_prefix, methods=["POST"])
+        router.add_api_route(prefixes + "/{name}", remove_prefix, methods=["DELETE"])
 
     async def _stream(self, model_uid: str) -> AsyncIterator[str]:
         told, begun = 0, False

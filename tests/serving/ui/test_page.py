@@ -364,6 +364,31 @@ def test_routing_is_changed_at_run_time(page: Any, stage: Stage) -> None:
     assert browser.find("#routing-auto").get_attribute("aria-pressed") == "false"
 
 
+def test_a_text_is_named_and_forgotten(page: Any, stage: Stage) -> None:
+    stage.share(two())
+    browser = page()
+    browser.find("#name-text summary").click()
+    browser.find("#name-text [name=named]").send_keys("guide")
+    browser.find("#name-text textarea").send_keys("x")
+    browser.find("#name-text button").click()
+    browser.wait_text("#name-text .notice", "'guide' has 1 tokens; give a prefix of 128")
+    browser.find("#name-text textarea").send_keys(" and much more")
+    browser.find("#name-text [name=everywhere]").click()
+    browser.find("#name-text button").click()
+    browser.wait_text("#prefix-list", "guide")
+    assert stage.posted[-1] == (
+        "/v1/xavier/m/prefixes",
+        {
+            "name": "guide", "prompt": "x and much more", "ttl": "1h", "copies": "all",
+            "retention": "soft",
+        },
+    )  # fmt: skip
+    assert rows(browser, "prefix-list") == ["guide Kept 1,000 7 / 7 m-0 5 h 29 min Remove"]
+    assert browser.find("#name-text textarea").get_attribute("value") == ""
+    browser.find("#prefix-list button").click()
+    browser.wait(lambda: not browser.has("#prefix-list"), "the name is forgotten")
+
+
 def explained(*held: str, tokens: int = 3 * 128 + 50) -> dict[str, Any]:
     """Three chunks and a part; `held` names the replicas that hold each chunk."""
     return {

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeVar
 
 from fastapi import HTTPException, Request
 from fastapi.responses import JSONResponse
+from sse_starlette.sse import EventSourceResponse
 
 from xinference_xavier.errors import NOT_FOUND_HEADER, PrefixNotFoundError
+from xinference_xavier.frontend.prefixes.keeper import TICK
 from xinference_xavier.frontend.prefixes.prefix import (
     Prefix,
     check_tenant,
@@ -24,6 +27,8 @@ from xinference_xavier.serving.answers import (
     model_access,
 )
 from xinference_xavier.serving.prefixes.install import Prefixes
+from xinference_xavier.serving.sse import Message, message
+from xinference_xavier.stats.answers import ENDED
 
 MAX_BODY = 9 << 20
 """Bytes: a prefix may have as many as a question, and its other fields."""
@@ -38,6 +43,7 @@ def add_prefix_routes(context: Any, prefixes: Prefixes) -> None:
     add_route(context, "GET", f"{MODEL}/prefixes", ASK_SCOPE, routes.list)
     add_route(context, "POST", f"{MODEL}/prefixes", ASK_SCOPE, routes.add)
     add_route(context, "GET", _PREFIX, ASK_SCOPE, routes.show)
+    add_route(context, "GET", f"{_PREFIX}/events", ASK_SCOPE, routes.events)
     add_route(context, "PATCH", _PREFIX, ASK_SCOPE, routes.change)
     add_route(context, "DELETE", _PREFIX, ASK_SCOPE, routes.remove)
 
@@ -68,6 +74,22 @@ class PrefixRoutes:
 
     async def show(self, model_uid: str, name: str, request: Request) -> JSONResponse:
         return JSONResponse(self._prefixes.keeper.report(self._find(model_uid, name, request)))
+
+    async def events(self, model_uid: str, name: str, request: Request) -> EventSourceResponse:
+        prefix = self._find(model_uid, name, request)
+        return EventSourceResponse(self._progress(prefix))
+
+    async def _progress(self, prefix: Prefix) -> AsyncIterator[Message]:
+        """Until it is kept or has failed."""
+        while True:
+            if prefix not in self._prefixes.names.of(prefix.model_uid):
+                yield message("gone", {"detail": f"prefix {prefix.name!r} has been removed"})
+                return
+            report = self._prefixes.keeper.report(prefix)
+            yield message("prefix", report)
+            if report["state"] in ENDED:
+                return
+            await asyncio.sleep(TICK)
 
     async def change(self, model_uid: str, name: str, request: Request) -> JSONResponse:
         prefix = self._find(model_uid, name, request)

@@ -146,7 +146,7 @@ function modelView(report) {
       plotsView(state.samples, widths.plots, cursors, show),
       replicasView(report),
       routingView(report),
-      group(prefixesView(report)),
+      prefixesView(report),
       explainView(report),
       eventsView(report, state.events)),
   ];
