@@ -1,5 +1,5 @@
-"""docs/architecture.md has a map of all folders, and correct, short walks through a remote hit and
-to a request's replica."""
+"""docs/architecture.md has a map of all folders, and correct, short walks through a remote hit,
+to a request's replica and through what keeps a named prefix."""
 
 from __future__ import annotations
 
@@ -30,13 +30,21 @@ class Stop(NamedTuple):
 
 
 PAGE = (ROOT / "docs/architecture.md").read_text()
-WALK = [Stop(*row) for row in ROW.findall(PAGE)]
-ROUTED = [Stop(*row) for row in ROUTE.findall(PAGE.split("## One request")[1].split("\n## ")[0])]
+
+
+def section(title: str) -> str:
+    return PAGE.split(f"\n## {title}\n")[1].split("\n## ")[0]
+
+
+WALK = [Stop(*row) for row in ROW.findall(section("One remote hit"))]
+ROUTED, NAMED = (
+    [Stop(*row) for row in ROUTE.findall(section(title))]
+    for title in ("One request", "One named prefix")
+)
 
 
 def test_the_map_has_every_folder() -> None:
-    house = PAGE.split("## The house")[1].split("\n## ")[0]
-    named = set(re.findall(r"^\| `(\w+)/` \|", house, re.M))
+    named = set(re.findall(r"^\| `(\w+)/` \|", section("The house"), re.M))
     folders = {found.parent.name for found in (ROOT / "xinference_xavier").glob("*/__init__.py")}
     assert named == folders
 
@@ -64,8 +72,8 @@ def test_each_stop_exists(stop: Stop) -> None:
     assert stop.function in {node.name for node in found.body if isinstance(node, functions)}
 
 
-@pytest.mark.parametrize("stop", ROUTED, ids=lambda stop: stop.function)
-def test_each_stop_on_the_way_to_a_replica_exists(stop: Stop) -> None:
+@pytest.mark.parametrize("stop", [*ROUTED, *NAMED], ids=lambda stop: stop.function)
+def test_each_stop_of_a_request_and_of_a_named_prefix_exists(stop: Stop) -> None:
     """A class, a function, or a method of a class."""
     within: ast.AST = ast.parse((ROOT / "xinference_xavier" / stop.file).read_text())
     for name in filter(None, (stop.class_name, stop.function)):
