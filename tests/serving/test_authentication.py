@@ -41,11 +41,20 @@ RIGHTS = {
     "POST /v1/xavier/{model_uid}": WRITE,
     "POST /v1/xavier/{model_uid}/explain": READ,
     "POST /v1/xavier/{model_uid}/flush": WRITE,
+    "GET /v1/xavier/{model_uid}/prefixes": READ,
+    "POST /v1/xavier/{model_uid}/prefixes": READ,
+    "GET /v1/xavier/{model_uid}/prefixes/{name}": READ,
+    "GET /v1/xavier/{model_uid}/prefixes/{name}/events": READ,
+    "PATCH /v1/xavier/{model_uid}/prefixes/{name}": READ,
+    "DELETE /v1/xavier/{model_uid}/prefixes/{name}": READ,
 }
+ADD = "POST /v1/xavier/{model_uid}/prefixes"
 FOR_EVERYBODY = {"/xavier", "/xavier/", "/xavier/launch.js"}
 BODIES = {
     "POST /v1/xavier/{model_uid}": {"enabled": True},
     "POST /v1/xavier/{model_uid}/explain": {"prompt": "1"},
+    ADD: {"name": "guide", "prompt": "1 2"},
+    "PATCH /v1/xavier/{model_uid}/prefixes/{name}": {"ttl": "2h"},
 }
 ROUTES = sorted(RIGHTS)
 
@@ -72,7 +81,9 @@ def guarded(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gu
 
 def ask(guarded: Guarded, route: str, headers: dict[str, str] | None = None) -> httpx.Response:
     """The answer; of a stream, only its beginning."""
-    method, path = route.replace("{model_uid}", MODEL).split()
+    if "{name}" in route:
+        assert ask(guarded, ADD, guarded.api.admin.headers).is_success
+    method, path = route.replace("{model_uid}", MODEL).replace("{name}", "guide").split()
     streaming = guarded.api.http.stream(method, path, json=BODIES.get(route), headers=headers)
     with streaming as answer:
         if answer.is_success and route.endswith("/events"):
@@ -126,21 +137,25 @@ def test_a_stranger_gets_no_answer(guarded: Guarded, route: str) -> None:
 def test_only_the_right_permission_opens_a_route(guarded: Guarded, route: str) -> None:
     for right, user in guarded.users.items():
         answer = ask(guarded, route, user.headers)
-        assert answer.status_code == (200 if right == RIGHTS[route] else 403), right
-    assert ask(guarded, route, guarded.api.admin.headers).status_code == 200
+        allowed = right == RIGHTS[route]
+        assert answer.is_success if allowed else answer.status_code == 403, right
+    assert ask(guarded, route, guarded.api.admin.headers).is_success
 
 
 @pytest.mark.parametrize("route", ROUTES)
 def test_an_api_key_reads_and_asks_but_changes_nothing(guarded: Guarded, route: str) -> None:
     """xinference's API keys have only these two permissions."""
     answer = ask(guarded, route, bearer(guarded.key))
-    assert answer.status_code == (403 if RIGHTS[route] == WRITE else 200)
+    assert answer.is_success == (RIGHTS[route] != WRITE)
 
 
-def test_a_key_for_another_model_cannot_explain_prompts_of_this_one(guarded: Guarded) -> None:
+@pytest.mark.parametrize("route", [route for route in ROUTES if RIGHTS[route] == READ])
+def test_a_key_for_another_model_neither_explains_nor_names_texts_of_this_one(
+    guarded: Guarded, route: str
+) -> None:
     """Nor could it ask this model anything."""
     headers = bearer(guarded.elsewhere)
-    answer = ask(guarded, "POST /v1/xavier/{model_uid}/explain", headers)
+    answer = ask(guarded, route, headers)
     assert answer.status_code == 403
     assert answer.json()["detail"] == f"the API key is not valid for model {MODEL!r}"
     assert ask(guarded, "GET /v1/xavier/{model_uid}", headers).status_code == 200
