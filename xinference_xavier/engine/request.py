@@ -120,7 +120,7 @@ class Fetches:
         self._patience = patience
         self._waiting: dict[Fetch, set[str]] = {}
         self.by_chunk: dict[bytes, Fetch] = {}
-        """That bring it, have just brought it, or have just failed to."""
+        """The fetch that brings a chunk, has just brought it, or has just failed to."""
 
     def __iter__(self) -> Iterator[Fetch]:
         return iter(self._waiting)
