@@ -89,7 +89,9 @@ def test_every_text_route_is_routed(model: LocalCluster, stream: bool) -> None:
         answer = post(model, path, "Hello", 4, stream=stream)
         assert route_of(answer)[0], path
         assert not ERROR.search(answer.text), path
-    assert route_of(post(model, "/v1/messages/count_tokens", "Hello")) == ("", "")
+    counting = "/v1/messages/count_tokens"
+    if counting in model.call("GET", "/openapi.json")["paths"]:  # not in xinference 4.0
+        assert route_of(post(model, counting, "Hello")) == ("", "")
 
 
 def test_requests_beyond_the_limit_wait(model: LocalCluster) -> None:
