@@ -20,6 +20,7 @@ from xinference_xavier.options import (
     DEFAULT_QUEUE,
     LEAST_FETCH_TOKENS,
     PARSERS,
+    Role,
     Routing,
     parse_bool,
 )
@@ -56,8 +57,9 @@ class XavierConfig:
     ``pool_bytes`` is the total over the replica's vLLM workers. None stands for
     ``default_pool_bytes`` of the host. ``chunk_tokens`` None stands for 128, rounded up to the
     model's block size, which only the engine knows. With ``min_fetch_tokens`` None the engine
-    measures whether a run of ``least_fetch_tokens`` or more is worth a fetch. ``replica`` is the
-    replica's name without xinference.
+    measures whether a run of ``least_fetch_tokens`` or more is worth a fetch. ``roles`` are
+    those of the launch's replicas, ``role`` is this one's. ``replica`` is the replica's name
+    without xinference.
     """
 
     model_uid: str
@@ -75,6 +77,9 @@ class XavierConfig:
     queue: Annotated[int, pydantic.Field(ge=0)] = DEFAULT_QUEUE
     pin_fraction: Annotated[float, pydantic.Field(ge=0, le=1)] = DEFAULT_PIN_FRACTION
     request_limit: Annotated[int, pydantic.Field(ge=1)] | None = None
+    roles: Annotated[tuple[Role, ...], pydantic.Strict(False)] = ()
+    role: Role = "any"
+    prefill_threshold: int | None = None
     worker_address: str | None = None
     replicas_per_host: int = 1
     replica: Annotated[str, pydantic.Field(min_length=1, max_length=256)] | None = None

@@ -57,12 +57,14 @@ def for_worker(
     *,
     worker_address: str,
     supervisor_address: str | None,
+    number: int = -1,
     engines: int = 1,
 ) -> dict[str, Any]:
     """A copy for one replica on the worker at ``worker_address``.
 
-    ``supervisor_address`` is the supervisor's address as that worker reaches it. With data
-    parallelism the replica has several ``engines`` there, which divide its pool's memory.
+    ``supervisor_address`` is the supervisor's address as that worker reaches it. The replica's
+    ``number`` decides which of the ``roles`` it has. With data parallelism it has several
+    ``engines`` there, which divide its pool's memory.
     """
     extra: dict[str, Any] = dict(transfer[_EXTRA])
     extra.setdefault(_AS_LAUNCHED, extra[XAVIER])
@@ -72,6 +74,7 @@ def for_worker(
         pool_bytes=(config.pool_bytes or default_pool_bytes(config.replicas_per_host)) // engines,
         tracker_address=reachable_address(config.tracker_address, via=supervisor_address),
         worker_address=reachable_address(worker_address),
+        role=dict(enumerate(config.roles)).get(number, "any"),
     )
     extra[XAVIER] = local.to_dict()
     return {**transfer, _EXTRA: extra}

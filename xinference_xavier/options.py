@@ -10,7 +10,7 @@ import ipaddress
 import math
 import re
 from collections.abc import Callable
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 from xinference_xavier.errors import ConfigError
 from xinference_xavier.runtime.addresses import PORTS_PER_REPLICA, is_wildcard
@@ -19,6 +19,9 @@ _GLOO = "xinference_xavier.transfer.transports.gloo:GlooTransport"
 _SHARED_MEMORY = "xinference_xavier.transfer.transports.shared_memory:SharedMemoryTransport"
 Routing = Literal["auto", "backlog", "off"]
 """Requests go to the replica that answers first, to that with the smallest backlog, or in turn."""
+Role = Literal["any", "prefill", "decode"]
+"""A replica that prefills for others, one that answers and leaves long prefills to those, or one
+that does both for itself."""
 TRANSPORTS = {
     "auto": (_SHARED_MEMORY, _GLOO),
     "gloo": (_GLOO,),
@@ -31,6 +34,7 @@ LEAST_FETCH_TOKENS = 256  # the default: a fetch can delay its request by a whol
 DEFAULT_QUEUE = 100
 DEFAULT_PIN_FRACTION = 0.5
 MAX_QUEUE = 100_000  # requests
+MAX_REPLICAS = 1000
 MAX_FETCH_TIMEOUT = 3600.0  # seconds; peers refuse a longer one
 
 _LOWEST_PORT, _HIGHEST_PORT = 1024, 65535
@@ -92,7 +96,7 @@ def _parse_chunk_tokens(option: str, value: object) -> int:
     return tokens
 
 
-def _parse_min_fetch_tokens(option: str, value: object) -> int:
+def _parse_tokens(option: str, value: object) -> int:
     remedy = "use a number of tokens, 0 or more"
     tokens = _parse_int(option, value, remedy)
     if tokens < 0:
@@ -227,6 +231,31 @@ def _parse_pin_fraction(option: str, value: object) -> float:
     return fraction
 
 
+def parse_role(option: str, value: object) -> Role:
+    for role in get_args(Role):
+        if value == role:
+            return cast(Role, role)
+    raise ConfigError(option, value, "is not a role", f"use one of {', '.join(get_args(Role))}")
+
+
+def _parse_roles(option: str, value: object) -> tuple[Role, ...]:
+    """The role of each replica, in order."""
+    remedy = "use numbers of replicas by role, such as prefill:1,decode:2"
+    match = re.fullmatch(r"(\w+:\d+)(,\w+:\d+)*", "".join(str(value).split()), re.ASCII)
+    if match is None:
+        raise ConfigError(option, value, "is not a list of roles", remedy)
+    roles: list[Role] = []
+    for role, _, count in (each.partition(":") for each in match[0].split(",")):
+        if int(count) > MAX_REPLICAS:
+            raise ConfigError(option, value, f"has more than {MAX_REPLICAS} replicas", remedy)
+        roles += [parse_role(option, role)] * int(count)
+    if "prefill" in roles and set(roles) == {"prefill"}:
+        raise ConfigError(
+            option, value, "has no replica that answers", "add one, such as prefill:1,decode:1"
+        )
+    return tuple(roles)
+
+
 PARSERS: dict[str, Callable[[str, object], Any]] = {
     "xavier_pool_bytes": _parse_size,
     "xavier_chunk_tokens": _parse_chunk_tokens,
@@ -234,10 +263,12 @@ PARSERS: dict[str, Callable[[str, object], Any]] = {
     "xavier_host": _parse_host,
     "xavier_port_range": _parse_port_range,
     "xavier_fetch_timeout": _parse_fetch_timeout,
-    "xavier_min_fetch_tokens": _parse_min_fetch_tokens,
+    "xavier_min_fetch_tokens": _parse_tokens,
     "xavier_hooks": _parse_hooks,
     "xavier_audit": parse_bool,
     "xavier_routing": _parse_routing,
     "xavier_queue": _parse_queue,
     "xavier_pin_fraction": _parse_pin_fraction,
+    "xavier_roles": _parse_roles,
+    "xavier_prefill_threshold": _parse_tokens,
 }

@@ -137,6 +137,8 @@ class XavierConnector(OffloadingConnector):
             config.request_limit,
             config.routing,
             config.queue,
+            config.role,
+            config.prefill_threshold,
         )
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:

@@ -29,10 +29,13 @@ from xinference_xavier.engine.request import GROUP, Fetches, Request
 from xinference_xavier.engine.steps import Steps
 from xinference_xavier.pool.pool import Pool, Reservation
 from xinference_xavier.stats.schema import WaitCounts
-from xinference_xavier.tiers.base import Fetch, Tier
+from xinference_xavier.tiers.base import Claim, Fetch, Tier
 
 Reserve = Callable[[Iterable[bytes], list[bytes]], Reservation]
 """Reserves rows for keys; the second argument is the whole prefix that they belong to."""
+
+_TRANSIT = 0.25
+"""Seconds that a request may take longer to the replica that prefills it than to this one."""
 
 
 class TierLookup:
@@ -232,11 +235,14 @@ class TierLookup:
         wait, ready = request.wait, self._tier.ready
         if wait is None or not ready or request.failed:
             return False
+        elsewhere = request.elsewhere
+        if elsewhere is not None and not self._tier.can_load_from(elsewhere.replica):
+            return False
         return wait.goes_on(self._is_computed, self._clock())
 
     def _ask(self, key: bytes, request: Request) -> Wait | None:
         """Ask whether a peer is computing the chunks from the first missing one on, if that takes
-        long enough."""
+        long enough. If the router has said so, there is nothing to ask."""
         group = self._selection.group(key)
         keys = self._selection.groups_of(request).get(key[GROUP], [])
         if key not in keys:  # of a part of a chunk
@@ -251,16 +257,21 @@ class TierLookup:
         size = group.chunk_tokens
         start = place * size
 
+        step = -(-self.step_tokens // size)
+        if (elsewhere := request.elsewhere) is not None:
+            share = elsewhere.seconds / len(rest)
+            claim = Claim(rest, elsewhere.seconds, held_by_peer=len(rest))
+            head_start = elsewhere.queue + _TRANSIT
+            return Wait(claim, lambda chunks: chunks * share, step, self._clock(), head_start)
+
         def local_seconds(chunks: int) -> float:
             return self._selection.prefill_seconds(start, start + chunks * size) or 0.0
 
         seconds = local_seconds(len(rest))
         if seconds < MIN_PREFILL_SECONDS or len(rest) * size < self._selection.min_tokens:
             return None
-        claim = self._tier.claim(rest, seconds)
-        if claim is None:
-            return None
-        return Wait(claim, local_seconds, -(-self.step_tokens // size), self._clock())
+        asked = self._tier.claim(rest, seconds)
+        return None if asked is None else Wait(asked, local_seconds, step, self._clock())
 
     def _is_computed(self, key: bytes) -> bool:
         return bool(self._tier.holders(key)) or self._pool.lookup(key) is not None

@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NoReturn
 
 from xinference_xavier.mirror.mirror import Mirror
+from xinference_xavier.protocol.elsewhere import Elsewhere
 from xinference_xavier.protocol.load import (
     Load,
     Observation,
@@ -53,14 +54,21 @@ class QueueFullError(Exception):
 
 @dataclass(eq=False)
 class Route:
-    """Where a request goes, and why. `lost` is set when its replica is lost."""
+    """Where a request goes, and why. `lost` is set when its replica is lost. A `whole` one is
+    prefilled by the replica that answers it."""
 
     request: str
     text: Text
     session: str
+    whole: bool
     choice: Choice = field(init=False)
     replica: str = field(init=False)
     """xinference's name for it."""
+    elsewhere: Elsewhere | None = None
+    """Which replica prefills it, for the one that answers."""
+    prefill_replica: str = ""
+    """xinference's name for that."""
+    prefill: asyncio.Future[None] | None = None
     sent: float = 0.0
     lost: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -137,7 +145,7 @@ class ModelRouter:
     def _begin(self, serving: Serving) -> None:
         self._serving = serving
         size = Chunks(serving.chunk_tokens, serving.chunk_bytes)
-        self._router = Router(self.mirror, size, self._source)
+        self._router = Router(self.mirror, size, self._source, threshold=serving.prefill_threshold)
         self._texts = Texts(serving.chunk_tokens)
         self._queue.bound = serving.queue if self._bound is None else self._bound
 
@@ -152,6 +160,7 @@ class ModelRouter:
             None if load.rates is None else Rates(*load.rates),
             math.inf if load.free_tokens is None else load.free_tokens,
             running,
+            load.serving.role,
         )
 
     def _lost(self, incarnation: str) -> None:
@@ -169,16 +178,19 @@ class ModelRouter:
         launched = "" if self._serving is None else self._serving.routing
         return self.mirror.settings.routing or launched
 
-    async def route(self, text: Text = NO_TEXT, session: str = "") -> Route | None:
+    async def route(
+        self, text: Text = NO_TEXT, session: str = "", *, whole: bool = True
+    ) -> Route | None:
         """Choose a replica, if need be once one accepts the request. None where requests are not
-        routed: routing is off, or no replica is known.
+        routed: routing is off, or no replica is known. Unless it is `whole`, another replica may
+        prefill it.
 
         Call `end` when the request is over. Raises QueueFullError.
         """
         if self.routing == "off" or not self._accepts():
             self.counts.unrouted += 1
             return None
-        route = Route(f"{next(self._numbers)}", text, session)
+        route = Route(f"{next(self._numbers)}", text, session, whole)
         try:
             await self._place(route)
         except BaseException:  # the client may go at the moment at which it gets its turn
@@ -204,6 +216,7 @@ class ModelRouter:
         if not self._accepts():
             return False
         self.counts.moved += 1
+        route.whole = True  # what is prefilled elsewhere goes on
         await self._place(route)
         return True
 
@@ -219,8 +232,15 @@ class ModelRouter:
         if streamed:
             self.counts.answered(sum(route.choice.terms), self._clock() - route.sent)
 
+    def prefilled(self, route: Route, failed: bool) -> None:
+        """The prefill elsewhere has ended."""
+        self.counts.failed_prefills += failed
+        self._router.prefilled(route.request)
+
     def end(self, route: Route) -> None:
         """The request has been answered, has failed, or its client has gone."""
+        if route.prefill is not None:
+            route.prefill.cancel()
         self._router.ended(route.request)
         self._routes.pop(route.request, None)
         self._admit()
@@ -234,10 +254,13 @@ class ModelRouter:
     def _send(self, route: Route) -> bool:
         """To the best replica; False if none accepts a request now."""
         now = self._clock()
-        choice = self._choose(route.text, route.session, now)
+        choice = self._choose(route.text, route.session, now, route.whole)
         if choice is None:
             return False
         route.choice, route.replica = choice, self._replicas[choice.replica]
+        if (prefill := choice.prefill) is not None:
+            route.elsewhere = Elsewhere(*prefill)
+            route.prefill_replica = self._replicas[prefill.replica]
         route.sent, route.lost = now, asyncio.Event()
         self._router.sent(route.request, choice, now)
         self._texts.sent(route.request, route.text)
@@ -250,11 +273,12 @@ class ModelRouter:
                 self._sessions.popitem(last=False)
         return True
 
-    def _choose(self, text: Text, session: str, now: float) -> Choice | None:
+    def _choose(self, text: Text, session: str, now: float, whole: bool) -> Choice | None:
         prompt = self._texts.prompt(text)
         if self.routing != "auto":
             prompt = prompt._replace(keys=())
-        return self._router.choose(prompt, now, preferred=self._sessions.get(session, ""))
+        preferred = self._sessions.get(session, "")
+        return self._router.choose(prompt, now, preferred=preferred, whole=whole)
 
     async def _wait(self, route: Route) -> None:
         if not self._queue.join(route.request, self._clock()):
@@ -291,7 +315,7 @@ class ModelRouter:
         """The forecast for a prompt, in seconds, by replica, of those that accept a request."""
         if self._serving is None:
             return {}
-        choice = self._choose(text, "", self._clock())
+        choice = self._choose(text, "", self._clock(), whole=False)
         terms = {} if choice is None else choice.all_terms
         return {
             self._replicas[name]: each._asdict()

@@ -79,6 +79,11 @@ class Mirror:
         """The address of a peer's actor; None if it is not a member."""
         return self._members.get(incarnation)
 
+    def is_usable(self, peer: str) -> bool:
+        """Whether chunks of `peer` can be fetched, if it holds any."""
+        trusted = self._trusted is None or peer in self._trusted
+        return self.enabled and trusted and peer in self.serving
+
     @property
     def peers(self) -> frozenset[str]:
         """The incarnations of the other members."""

@@ -6,7 +6,7 @@ from typing import Annotated, NamedTuple
 
 from pydantic import Field, TypeAdapter
 
-from xinference_xavier.options import Routing
+from xinference_xavier.options import Role, Routing
 from xinference_xavier.protocol.tracker import SHORT_KEY, Update, check_packed, checked
 from xinference_xavier.runtime.validate import MAX_IDENTIFIER, Count, Identifier
 
@@ -34,6 +34,9 @@ class Serving(NamedTuple):
     routing: Routing = "auto"
     queue: Count = 0
     """Requests that may wait for any of the model's replicas."""
+    role: Role = "any"
+    prefill_threshold: Count | None = None
+    """Tokens beyond which prefills are left to a prefill replica; None if that is predicted."""
 
 
 class Load(NamedTuple):

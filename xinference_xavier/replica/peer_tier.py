@@ -90,6 +90,9 @@ class PeerTier(Tier):
     def set_of(self, sources: Iterable[str]) -> int:
         return self._mirror.sets.set_of(sources)
 
+    def can_load_from(self, source: str) -> bool:
+        return self.ready and self._mirror.is_usable(source)
+
     def on_stored(self, rows: Sequence[Row]) -> None:
         """Compute the rows' checksums and publish them."""
         self._post_if_room(self._checksums.add, rows)

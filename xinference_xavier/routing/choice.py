@@ -57,10 +57,20 @@ class Terms(NamedTuple):
     compute: float
 
 
+class Prefill(NamedTuple):
+    """What a prefill replica does first, in seconds, and how long this prefill takes then."""
+
+    replica: str
+    queue: float
+    seconds: float
+
+
 @dataclass(frozen=True)
 class Forecast:
     """Of a prompt, for each replica by number. `runs` are the leading chunks that the replica
     holds, or is expected to; the others are `Terms`. A peer can send the first `fetchable` chunks.
+
+    `left` are the decode replicas that leave the prefill to `prefill`: they fetch all of it.
     """
 
     prompt: Prompt
@@ -69,6 +79,8 @@ class Forecast:
     backlog: Floats
     fetch: Floats
     compute: Floats
+    prefill: Prefill | None = None
+    left: NDArray[np.bool_] | None = None
 
     @property
     def total(self) -> Floats:
@@ -79,7 +91,8 @@ class Forecast:
 class Choice:
     """`reason` says why the prompt's prefix did or did not matter: `local`, no replica holds more
     of it; `fetch`, the rest comes from a peer; `compute`, a peer holds more, but computing is
-    faster; `backlog`, no replica holds any of it, or its keys are unknown."""
+    faster; `backlog`, no replica holds any of it, or its keys are unknown; `prefill`, a prefill
+    replica computes the rest of it."""
 
     replica: str
     number: int
@@ -90,6 +103,12 @@ class Choice:
     @property
     def terms(self) -> Terms:
         return self._terms(self.number)
+
+    @property
+    def prefill(self) -> Prefill | None:
+        """Set if a prefill replica computes the prompt."""
+        left = self.forecast.left
+        return None if left is None or not left[self.number] else self.forecast.prefill
 
     @property
     def all_terms(self) -> Mapping[str, Terms]:
@@ -159,10 +178,13 @@ def choose(
 ) -> Choice | None:
     """The replica with the earliest finish, of those with room for the prompt if there are any.
 
-    Among equals, `preferred` is chosen, else one with the fewest requests, at random. None if no
-    replica accepts a request now.
+    A prefill replica is chosen only if no other one accepts a request. Among equals, `preferred` is
+    chosen, else one with the fewest requests, at random. None if no replica accepts a request now.
     """
     total = found.total
+    answering = np.where(loads.prefills, np.inf, total)
+    if answering.min(initial=np.inf) < np.inf:
+        total = answering
     least = total.min(initial=np.inf)
     if least == np.inf:
         return None
@@ -184,6 +206,8 @@ def _one_of(equals: Counts, loads: Loads, source: random.Random, preferred: str)
 
 
 def _reason(found: Forecast, number: int) -> str:
+    if found.left is not None and found.left[number]:
+        return "prefill"
     longest = max(found.fetchable, int(found.runs.max()))
     if not longest:
         return "backlog"

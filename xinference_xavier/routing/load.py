@@ -59,6 +59,8 @@ class Report(NamedTuple):
     known: Collection[str] | None = None
     """The requests that are counted here, if the replica says so. Others have not reached its
     scheduler."""
+    role: str = "any"
+    """Or "prefill" or "decode"."""
 
 
 class Known(NamedTuple):
@@ -161,6 +163,8 @@ class Loads:
         self._made -= math.inf
         self.running = np.zeros(size, np.int64)
         """Requests, by number."""
+        self.prefills, self.decodes = np.zeros((2, size), np.bool_)
+        """Whether it has that role, by number."""
         self.rates = np.zeros((4, size))
         """`Rates`, one after another, by number."""
 
@@ -297,4 +301,6 @@ class Loads:
         self._closed_until[number] = replica.closed_until
         self.room[number] = replica.room
         self.running[number] = replica.requests
+        self.prefills[number] = replica.report.role == "prefill"
+        self.decodes[number] = replica.report.role == "decode"
         self.rates[:, number] = replica.rates

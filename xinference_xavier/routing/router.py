@@ -23,13 +23,21 @@ from xinference_xavier.routing.choice import (
 from xinference_xavier.routing.expected import GRACE, Expected
 from xinference_xavier.routing.in_flight import InFlight
 from xinference_xavier.routing.load import Loads, Report
+from xinference_xavier.routing.roles import with_prefill_replicas
 
 
 class Router:
-    """`lease` is the time in seconds after which a replica without a report gets nothing."""
+    """`lease` is the time in seconds after which a replica without a report gets nothing. For
+    `threshold` see `with_prefill_replicas`."""
 
     def __init__(
-        self, holdings: Holdings, size: Chunks, source: random.Random, *, lease: float = 10.0
+        self,
+        holdings: Holdings,
+        size: Chunks,
+        source: random.Random,
+        *,
+        lease: float = 10.0,
+        threshold: int | None = None,
     ) -> None:
         self.loads = Loads(holdings, lease=lease)
         self.in_flight = InFlight()
@@ -37,13 +45,21 @@ class Router:
         self._size = size
         self._source = source
         self._expected = Expected()
+        self._threshold = threshold
+        self._prefills: dict[str, str] = {}  # the replicas that prefill, by request
 
     def report(self, replica: str, report: Report, *, limit: float = math.inf) -> None:
         self.loads.report(replica, report, limit=limit)
 
-    def choose(self, prompt: Prompt, now: float, *, preferred: str = "") -> Choice | None:
-        """The replica to send a request to; None if none accepts one now."""
-        return choose(self.loads, self.forecast(prompt, now), self._source, preferred)
+    def choose(
+        self, prompt: Prompt, now: float, *, preferred: str = "", whole: bool = False
+    ) -> Choice | None:
+        """The replica to send a request to; None if none accepts one now. A `whole` request is
+        prefilled where it is answered."""
+        found = self.forecast(prompt, now)
+        if not whole:
+            found = with_prefill_replicas(self.loads, found, self._size, self._threshold)
+        return choose(self.loads, found, self._source, preferred)
 
     def forecast(self, prompt: Prompt, now: float) -> Forecast:
         self._renumber()
@@ -56,7 +72,12 @@ class Router:
         """The request goes to the chosen replica, which will soon hold all of its chunks."""
         prompt, terms = choice.forecast.prompt, choice.terms
         self.in_flight.sent(request, choice.replica)
-        self.loads.sent(choice.replica, request, terms.fetch + terms.compute, prompt.tokens, now)
+        seconds = terms.fetch + terms.compute
+        if (prefill := choice.prefill) is not None:
+            seconds = 0.0  # it keeps the prefill replica busy instead
+            self._prefills[request] = prefill.replica
+            self.loads.sent(prefill.replica, request, prefill.seconds, prompt.tokens, now)
+        self.loads.sent(choice.replica, request, seconds, prompt.tokens, now)
         missing = prompt.keys[int(choice.forecast.runs[choice.number]) :]
         self._expect(choice.number, missing, sum(terms), now)
 
@@ -80,13 +101,20 @@ class Router:
         self.loads.computed(self.in_flight.at(request), request)
         self.in_flight.answered(request)
 
+    def prefilled(self, request: str) -> None:
+        """A prefill replica has computed the request, or has given up."""
+        if replica := self._prefills.pop(request, ""):
+            self.loads.ended(replica, request)
+
     def ended(self, request: str) -> None:
         """The request has been answered, has failed, or its client has gone."""
+        self.prefilled(request)
         self.loads.ended(self.in_flight.ended(request), request)
 
     def failed(self, request: str) -> bool:
         """Its replica is of no use to it, so it is sent elsewhere if that is possible: see
         `InFlight.failed`."""
+        self.prefilled(request)
         self.loads.ended(self.in_flight.at(request), request)
         return self.in_flight.failed(request)
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from xinference_xavier.stats.metrics import metric
 
-CHOICES = ("local", "fetch", "compute", "backlog")
+CHOICES = ("local", "fetch", "compute", "backlog", "prefill")
 """Why a replica is chosen: see `routing.choice.Choice`."""
 
 
@@ -47,6 +47,10 @@ class RoutingStats:
     )
     moved: int = metric(
         "routing_moved_total", "Requests sent to another replica because theirs was lost."
+    )
+    failed_prefills: int = metric(
+        "routing_failed_prefills_total",
+        "Prefills that a prefill replica was to do for another one and that failed.",
     )
     unrouted: int = metric(
         "unrouted_requests_total",

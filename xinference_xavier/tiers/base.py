@@ -95,6 +95,10 @@ class Tier(ABC):
         """Begin to fill the reserved rows from `source`. Returns None, with the rows aborted, if
         the tier is closed or overloaded."""
 
+    def can_load_from(self, source: str) -> bool:
+        """Whether `source` is there now and may be loaded from, if it holds anything."""
+        return False
+
     def claim(self, keys: Sequence[bytes], seconds: float) -> Claim | None:
         """Ask whether somebody else is computing the chunks; None if there is nobody to ask."""
         return None

@@ -28,14 +28,21 @@ class Wait:
     """One request's wait, which begins `now`.
 
     `local_seconds(n)` is how long the request's own engine takes for the first n chunks. It
-    computes `step` chunks at a time.
+    computes `step` chunks at a time. The peer may begin `head_start` seconds later than this one
+    would.
     """
 
     def __init__(
-        self, claim: Claim, local_seconds: Callable[[int], float], step: int, now: float
+        self,
+        claim: Claim,
+        local_seconds: Callable[[int], float],
+        step: int,
+        now: float,
+        head_start: float = 0.0,
     ) -> None:
         self.claim = claim
         self._began = now
+        self._head_start = head_start
         self._local_seconds = local_seconds
         self._step = step
         self.pause = min(local_seconds(step) / _POLLS_PER_STEP, _MAX_PAUSE)
@@ -55,8 +62,8 @@ class Wait:
         if self._computed >= held_by_peer:
             return False
         allowed = min(self._computed + _STEPS_BEHIND * self._step, len(self.claim.keys))
-        due = self._began + self._local_seconds(allowed) + _SLACK * self.claim.seconds
-        self._gave_up = now >= due
+        own = self._head_start + self._local_seconds(allowed)
+        self._gave_up = now >= self._began + own + _SLACK * self.claim.seconds
         return not self._gave_up
 
     def count(self, counts: WaitCounts, now: float) -> None:

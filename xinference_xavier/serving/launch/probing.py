@@ -48,7 +48,7 @@ async def _probe(model: Any, replica: str, config: XavierConfig) -> bool:
         if probe is not None:
             probed = True
             tokens, salt = probe
-            # xinference 4.0 drops a salt from the settings, and neither version looks into a prompt.
+            # xinference 4.0 would drop a salt in the settings.
             prompt = {"prompt": "", "prompt_token_ids": tokens, "cache_salt": salt}
             await within(_PROBE_TIMEOUT, model.generate(prompt, {"max_tokens": 1}))
     return probed

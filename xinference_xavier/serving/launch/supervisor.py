@@ -23,7 +23,11 @@ from xinference_xavier.protocol.tracker import tracker_uid
 from xinference_xavier.runtime.rollback import Rollback
 from xinference_xavier.serving.launch import Method
 from xinference_xavier.serving.launch.cancellation import release_uid
-from xinference_xavier.serving.launch.validate import refuse_several_hosts, refuse_unshareable
+from xinference_xavier.serving.launch.validate import (
+    refuse_roles_without_replicas,
+    refuse_several_hosts,
+    refuse_unshareable,
+)
 from xinference_xavier.tracker.actor import BlockTracker
 
 logger = logging.getLogger(__name__)
@@ -85,6 +89,7 @@ def sharing_launch(original: Method) -> Method:
             return await original(*call.args, **call.kwargs)
 
         refuse_unshareable(call.arguments, extra)
+        refuse_roles_without_replicas(call.arguments, options.get("roles", ()))
         if options.get("transport") == "shared_memory":
             refuse_several_hosts(supervisor, call.arguments)
         model_uid = call.arguments["model_uid"]

@@ -1,7 +1,7 @@
 """Refuses launches that could never share, before anything is created."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from xinference_xavier.config import ENABLE
@@ -49,6 +49,19 @@ def refuse_unshareable(arguments: Mapping[str, Any], extra: Mapping[str, Any]) -
         )
     if arguments.get("replica") == 1:
         logger.warning("%s with one replica: nothing is shared until another is added", ENABLE)
+
+
+def refuse_roles_without_replicas(arguments: Mapping[str, Any], roles: Sequence[str]) -> None:
+    """Raises ConfigError if there are more `roles` than replicas."""
+    replica = arguments.get("replica")
+    count = replica if isinstance(replica, int) else 1
+    if len(roles) > count:
+        raise ConfigError(
+            "xavier_roles",
+            ",".join(roles),
+            f"has {len(roles)} replicas, but {count} {'is' if count == 1 else 'are'} launched",
+            f"launch with replica={len(roles)}, or give fewer roles",
+        )
 
 
 def refuse_several_hosts(supervisor: Any, arguments: Mapping[str, Any]) -> None:

@@ -5,6 +5,8 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
+from xinference.core.utils import parse_replica_model_uid
+
 from xinference_xavier.config import SHARES
 from xinference_xavier.errors import ReplicaStartError
 from xinference_xavier.kv_transfer_config import configuration, for_worker, own_transfer_config
@@ -24,6 +26,7 @@ def localizing_launch(original: Method) -> Method:
                 transfer,
                 worker_address=worker.address,
                 supervisor_address=worker._supervisor_address,
+                number=parse_replica_model_uid(str(kwargs.get("model_uid")))[1],
                 engines=_engines(kwargs),
             )
             kwargs["envs"] = {**(kwargs.get("envs") or {}), SHARES: "1"}

@@ -54,7 +54,9 @@ class Asked:
         body = b"".join(self._body)
         self._body.clear()
         question = await read_question(body, self._header(b"x-session-id"), before)
-        routing = asyncio.ensure_future(router.route(question.text, question.session))
+        # A client that names its request may abort it by this name.
+        whole = bool(question.request_id)
+        routing = asyncio.ensure_future(router.route(question.text, question.session, whole=whole))
         leaving = asyncio.ensure_future(self._leaves())
         try:
             await asyncio.wait({routing, leaving}, return_when=asyncio.FIRST_COMPLETED)

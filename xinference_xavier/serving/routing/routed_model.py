@@ -15,6 +15,9 @@ import xoscar as xo
 
 from xinference_xavier.errors import XavierError
 from xinference_xavier.frontend.model_router import ModelRouter, Route
+from xinference_xavier.protocol.elsewhere import with_mark
+from xinference_xavier.runtime.tasks import spawn
+from xinference_xavier.serving.routing.prefill import prefill
 
 logger = logging.getLogger(__name__)
 
@@ -23,7 +26,7 @@ Connect = Callable[[str], Awaitable[Any]]
 """Returns a reference to the model actor of a replica."""
 _GONE = (OSError, xo.ServerClosed, xo.ActorNotExist)
 _DEAD = "EngineDeadError"
-_OF_ITS_REPLICA = {"abort_request", "address", "decrease_serve_count", "uid"}
+_OF_ITS_REPLICA = {"address", "decrease_serve_count", "uid"}
 _FULL = "Rate limit reached"
 
 
@@ -39,6 +42,7 @@ class RoutedModel:
         self._route = route
         self._model = model
         self._connect = connect
+        self._name: str | None = None  # of the request, as xinference knows it
 
     def __getattr__(self, name: str) -> Any:
         if name in _OF_ITS_REPLICA:
@@ -56,10 +60,22 @@ class RoutedModel:
     async def chat(self, *args: Any, **kwargs: Any) -> Any:
         return await self._request("chat", args, kwargs)
 
+    async def abort_request(self, name: str, *args: Any) -> Any:
+        elsewhere = self._route.elsewhere
+        if name == self._name and elsewhere is not None:
+            name = with_mark(name, elsewhere)
+        return await self._model.abort_request(name, *args)
+
     async def _request(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # By this id the replica reports the request. The route of responses gives none.
-        name = kwargs.setdefault("request_id", uuid.uuid4().hex)
-        self._router.named(self._route, str(name))
+        self._name = str(kwargs.setdefault("request_id", uuid.uuid4().hex))
+        route = self._route
+        if route.elsewhere is not None:
+            route.prefill = spawn(
+                prefill(self._router, route, self._connect, method, args, {**kwargs})
+            )
+            kwargs["request_id"] = with_mark(self._name, route.elsewhere)
+        self._router.named(route, kwargs["request_id"])
 
         async def ask() -> Any:
             return await self._call(method, args, kwargs)
