@@ -40,7 +40,6 @@ from xinference_xavier.engine.steps import Step, Steps
 from xinference_xavier.engine.tier_lookup import TierLookup
 from xinference_xavier.engine.view import EngineView
 from xinference_xavier.pool.pool import Pool, Reservation, Row
-from xinference_xavier.protocol.elsewhere import mark_of
 from xinference_xavier.stats.schema import Hits
 from xinference_xavier.tiers.base import Tier
 
@@ -125,8 +124,7 @@ class XavierManager(OffloadingManager):
     # -- requests -----------------------------------------------------------------------------
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        elsewhere = mark_of(req_context.req_id)
-        request = Request(req_context, excluded=not self._shares, elsewhere=elsewhere)
+        request = Request(req_context, excluded=not self._shares)
         self._requests[req_context.req_id] = request
         req_context.set_state(request)
         return RequestOffloadingContext()

@@ -16,7 +16,6 @@ from xinference_xavier.engine.compat import known_keys
 from xinference_xavier.engine.policy.cost_model import CostModel
 from xinference_xavier.engine.policy.prefill_wait import Wait
 from xinference_xavier.pool.pool import Pool
-from xinference_xavier.protocol.elsewhere import Elsewhere
 from xinference_xavier.tiers.base import Fetch, FetchState
 
 GROUP = slice(-4, None)
@@ -46,8 +45,7 @@ class Request:
     adapter: Adapter | None = None
     probe: str | None = None  # the salt of a probe
     asked: bool = False  # the tracker, whether a peer computes its prefix
-    elsewhere: Elsewhere | None = None  # which replica prefills it
-    wait: Wait | None = None  # for a peer that computes it, even if it is over
+    wait: Wait | None = None  # for that peer, even if it is over
     groups: dict[bytes, list[bytes]] | None = None  # see `DonorSelection.groups_of`
 
     @property

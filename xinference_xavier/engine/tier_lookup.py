@@ -28,6 +28,7 @@ from xinference_xavier.engine.policy.prefill_wait import MIN_PREFILL_SECONDS, Wa
 from xinference_xavier.engine.request import GROUP, Fetches, Request
 from xinference_xavier.engine.steps import Steps
 from xinference_xavier.pool.pool import Pool, Reservation
+from xinference_xavier.protocol.elsewhere import mark_of
 from xinference_xavier.stats.schema import WaitCounts
 from xinference_xavier.tiers.base import Claim, Fetch, Tier
 
@@ -235,8 +236,7 @@ class TierLookup:
         wait, ready = request.wait, self._tier.ready
         if wait is None or not ready or request.failed:
             return False
-        elsewhere = request.elsewhere
-        if elsewhere is not None and not self._tier.can_load_from(elsewhere.replica):
+        if wait.peer and not self._tier.can_load_from(wait.peer):
             return False
         return wait.goes_on(self._is_computed, self._clock())
 
@@ -258,11 +258,12 @@ class TierLookup:
         start = place * size
 
         step = -(-self.step_tokens // size)
-        if (elsewhere := request.elsewhere) is not None:
+        if (elsewhere := mark_of(request.req_id)) is not None:
             share = elsewhere.seconds / len(rest)
             claim = Claim(rest, elsewhere.seconds, held_by_peer=len(rest))
-            head_start = elsewhere.queue + _TRANSIT
-            return Wait(claim, lambda chunks: chunks * share, step, self._clock(), head_start)
+            wait = Wait(claim, lambda chunks: chunks * share, step, self._clock())
+            wait.peer, wait.head_start = elsewhere.replica, elsewhere.queue + _TRANSIT
+            return wait
 
         def local_seconds(chunks: int) -> float:
             return self._selection.prefill_seconds(start, start + chunks * size) or 0.0

@@ -12,7 +12,7 @@ import math
 import random
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NoReturn
 
@@ -72,11 +72,32 @@ class Route:
     sent: float = 0.0
     lost: asyncio.Event = field(default_factory=asyncio.Event)
 
+    def go(self, choice: Choice, replicas: Mapping[str, str], now: float) -> None:
+        """To the chosen one of the `replicas`, xinference's names by incarnation."""
+        self.choice, self.replica = choice, replicas[choice.replica]
+        if (prefill := choice.prefill) is not None:
+            self.elsewhere, self.prefill_replica = Elsewhere(*prefill), replicas[prefill.replica]
+        self.sent, self.lost = now, asyncio.Event()
+
     def headers(self) -> list[tuple[bytes, bytes]]:
         """Of the answer: where the request went, and why, in seconds."""
         terms = self.choice.terms._asdict().items()
         reason = "; ".join((self.choice.reason, ", ".join(f"{n}={v:.3f}" for n, v in terms)))
         return [(b"x-xavier-replica", self.replica.encode()), (b"x-xavier-route", reason.encode())]
+
+
+class _Latest(OrderedDict[str, str]):
+    """The latest entries."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self._most = most
+
+    def put(self, name: str, value: str) -> None:
+        self[name] = value
+        self.move_to_end(name)
+        if len(self) > self._most:
+            self.popitem(last=False)
 
 
 class ModelRouter:
@@ -109,8 +130,8 @@ class ModelRouter:
         self._replicas: dict[str, str] = {}  # names, by incarnation
         self._routes: dict[str, Route] = {}
         # Requests by the ids that replicas know, also those that have ended: they may be reported.
-        self._names: OrderedDict[str, str] = OrderedDict()
-        self._sessions: OrderedDict[str, str] = OrderedDict()  # incarnations
+        self._names = _Latest(MAX_NAMES)
+        self._sessions = _Latest(MAX_SESSIONS)  # incarnations
 
     # -- what the tracker says ---------------------------------------------------------------
 
@@ -216,15 +237,12 @@ class ModelRouter:
         if not self._accepts():
             return False
         self.counts.moved += 1
-        route.whole = True  # what is prefilled elsewhere goes on
         await self._place(route)
         return True
 
     def named(self, route: Route, name: str) -> None:
         """The replica knows the request as `name`."""
-        self._names[reported_id(name)] = route.request
-        if len(self._names) > MAX_NAMES:
-            self._names.popitem(last=False)
+        self._names.put(reported_id(name), route.request)
 
     def answered(self, route: Route, streamed: bool) -> None:
         """The first of the answer has arrived, or all of it."""
@@ -254,31 +272,25 @@ class ModelRouter:
     def _send(self, route: Route) -> bool:
         """To the best replica; False if none accepts a request now."""
         now = self._clock()
-        choice = self._choose(route.text, route.session, now, route.whole)
+        whole = route.whole or route.elsewhere is not None
+        choice = self._choose(route.text, route.session, now, whole)
         if choice is None:
             return False
-        route.choice, route.replica = choice, self._replicas[choice.replica]
-        if (prefill := choice.prefill) is not None:
-            route.elsewhere = Elsewhere(*prefill)
-            route.prefill_replica = self._replicas[prefill.replica]
-        route.sent, route.lost = now, asyncio.Event()
+        route.go(choice, self._replicas, now)
         self._router.sent(route.request, choice, now)
         self._texts.sent(route.request, route.text)
         self._routes[route.request] = route
         self.counts.sent(choice.reason, route.replica)
         if route.session:
-            self._sessions[route.session] = choice.replica
-            self._sessions.move_to_end(route.session)
-            if len(self._sessions) > MAX_SESSIONS:
-                self._sessions.popitem(last=False)
+            self._sessions.put(route.session, choice.replica)
         return True
 
     def _choose(self, text: Text, session: str, now: float, whole: bool) -> Choice | None:
         prompt = self._texts.prompt(text)
         if self.routing != "auto":
             prompt = prompt._replace(keys=())
-        preferred = self._sessions.get(session, "")
-        return self._router.choose(prompt, now, preferred=preferred, whole=whole)
+        last = self._sessions.get(session, "")
+        return self._router.choose(prompt, now, preferred=last, whole=whole)
 
     async def _wait(self, route: Route) -> None:
         if not self._queue.join(route.request, self._clock()):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-_MARK = re.compile(r":prefill:([\w.-]{1,256}):(\d{1,9}):(\d{1,9})", re.ASCII)
+_MARK = re.compile(r":prefill:([^:]{1,256}):(\d{1,9}):(\d{1,9})", re.ASCII)
 
 
 class Elsewhere(NamedTuple):

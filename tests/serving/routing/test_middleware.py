@@ -36,8 +36,8 @@ def body(text: bytes, more: bool = False) -> dict[str, Any]:
 class Told:
     """A router that sends nothing anywhere."""
 
-    async def route(self, text: Text, session: str) -> None:
-        self.length, self.session = text.length, session
+    async def route(self, text: Text, session: str, *, whole: bool) -> None:
+        self.length, self.session, self.whole = text.length, session, whole
 
 
 async def told_with(*messages: dict[str, Any], **scope: Any) -> Told:

@@ -28,21 +28,17 @@ class Wait:
     """One request's wait, which begins `now`.
 
     `local_seconds(n)` is how long the request's own engine takes for the first n chunks. It
-    computes `step` chunks at a time. The peer may begin `head_start` seconds later than this one
-    would.
+    computes `step` chunks at a time.
     """
 
     def __init__(
-        self,
-        claim: Claim,
-        local_seconds: Callable[[int], float],
-        step: int,
-        now: float,
-        head_start: float = 0.0,
+        self, claim: Claim, local_seconds: Callable[[int], float], step: int, now: float
     ) -> None:
         self.claim = claim
+        self.peer = ""
+        """That computes them, if the router has said so."""
+        self.head_start = 0.0  # seconds that the peer may begin later than this engine would
         self._began = now
-        self._head_start = head_start
         self._local_seconds = local_seconds
         self._step = step
         self.pause = min(local_seconds(step) / _POLLS_PER_STEP, _MAX_PAUSE)
@@ -62,7 +58,7 @@ class Wait:
         if self._computed >= held_by_peer:
             return False
         allowed = min(self._computed + _STEPS_BEHIND * self._step, len(self.claim.keys))
-        own = self._head_start + self._local_seconds(allowed)
+        own = self.head_start + self._local_seconds(allowed)
         self._gave_up = now >= self._began + own + _SLACK * self.claim.seconds
         return not self._gave_up
 

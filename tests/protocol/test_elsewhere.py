@@ -1,0 +1,30 @@
+"""A request's id says which replica prefills it."""
+
+from __future__ import annotations
+
+import pytest
+
+from xinference_xavier.protocol.elsewhere import Elsewhere, mark_of, with_mark
+
+ELSEWHERE = Elsewhere("4c742c4f-37a2-43ce-99f9-01d1bf27af26_dp1", 0.25, 1.5)
+MARKED = with_mark("0b9f", ELSEWHERE)
+
+
+@pytest.mark.parametrize("name", [MARKED, f"{MARKED}-12ab34cd", f"3_{MARKED}-12ab34cd"])
+def test_the_mark_survives_what_vllm_adds(name: str) -> None:
+    assert mark_of(name) == ELSEWHERE
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "",
+        "0b9f",
+        "0b9f:prefill",
+        "x:prefill:a b:1:2",
+        "x:prefill:a:-1:2",
+        f"x:prefill:{'a' * 300}:1:2",
+    ],
+)
+def test_other_ids_have_none(name: str) -> None:
+    assert mark_of(name) is None
