@@ -74,6 +74,9 @@ class ScriptedTier(Tier):
     def set_of(self, sources: Iterable[str]) -> int:
         return self.mirror.sets.set_of(sources)
 
+    def can_load_from(self, source: str) -> bool:
+        return self.is_ready and self.mirror.is_usable(source)
+
     def on_stored(self, rows: Sequence[Row]) -> None:
         self.stored_rows += rows
 

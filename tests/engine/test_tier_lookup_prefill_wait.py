@@ -15,6 +15,7 @@ from tests.engine.scheduling import (
     slow_engine,
     waiting_for_prefill,
 )
+from xinference_xavier.protocol.elsewhere import Elsewhere, with_mark
 
 
 class TestOnePrefillPerCluster:
@@ -170,3 +171,63 @@ class TestOnePrefillPerCluster:
             vllm.tier.peers_hold(a=keys[:1])
         assert vllm.attempt(vllm.arrive("r", keys)) == 0
         assert vllm.tier.claims == []
+
+
+class TestPrefillElsewhere:
+    """The router gave the prompt to peer `a`, too, which begins in two seconds and then takes a
+    second for each chunk."""
+
+    KEYS = chunks("prompt", 10)
+    NAME = with_mark("r", Elsewhere("a", 2.0, 10.0))
+
+    @pytest.fixture
+    def vllm(self) -> Scheduling:
+        """An engine that does not know yet how fast it is."""
+        vllm = Scheduling()
+        vllm.tier.peers_hold(a=[])
+        vllm.manager.tier_lookup.step_tokens = 2 * CHUNK
+        return vllm
+
+    def waiting(self, vllm: Scheduling) -> Request:
+        request = vllm.arrive(self.NAME, self.KEYS)
+        assert vllm.attempt(request) is None
+        return request
+
+    def test_it_waits_without_asking_the_tracker(self, vllm: Scheduling) -> None:
+        self.waiting(vllm)
+        assert vllm.tier.claims == []
+
+    def test_chunks_are_fetched_as_they_are_computed(self, vllm: Scheduling) -> None:
+        request = self.waiting(vllm)
+        vllm.clock.now += 2.0
+        for finished, found in ((4, None), (8, None), (10, 10)):
+            vllm.clock.now += 4.0
+            vllm.tier.peers_hold(a=self.KEYS[:finished])
+            assert vllm.attempt(request) is None
+            vllm.tier.end(vllm.tier.fetches[-1])
+            assert vllm.attempt(request) == found
+        vllm.schedule(request, 10)
+        vllm.end_step()
+        vllm.loaded(request, 10)
+        vllm.finish(request)
+        assert_nothing_left(vllm)
+        assert vllm.tier.released == []
+
+    def test_a_prefill_that_does_not_begin_is_given_up(self, vllm: Scheduling) -> None:
+        request = self.waiting(vllm)
+        vllm.clock.now += 2.0 + 0.25 + 2 * 2.0 + 2.5 - 0.01
+        assert vllm.attempt(request) is None
+        vllm.clock.now += 0.02
+        assert vllm.attempt(request) == 0
+        assert vllm.manager.stats()["waits"]["given_up"] == 0  # until it is scheduled
+        vllm.schedule(request, 0)
+        assert vllm.manager.stats()["waits"]["given_up"] == 1
+
+    def test_a_peer_that_leaves_is_not_waited_for(self, vllm: Scheduling) -> None:
+        request = self.waiting(vllm)
+        vllm.tier.peers_hold(b=[])
+        assert vllm.attempt(request) == 0
+
+    def test_nobody_waits_for_an_unknown_peer(self, vllm: Scheduling) -> None:
+        name = with_mark("r", Elsewhere("nobody", 2.0, 10.0))
+        assert vllm.attempt(vllm.arrive(name, self.KEYS)) == 0

@@ -21,7 +21,7 @@ def test_the_mark_survives_what_vllm_adds(name: str) -> None:
         "",
         "0b9f",
         "0b9f:prefill",
-        "x:prefill:a b:1:2",
+        "x:prefill::1:2",
         "x:prefill:a:-1:2",
         f"x:prefill:{'a' * 300}:1:2",
     ],
