@@ -187,3 +187,28 @@ def test_a_host_may_be_a_network(given: str, network: str) -> None:
 )
 def test_a_host_is_an_address_without_port_that_peers_can_reach(wrong: object, reason: str) -> None:
     assert reason in refusal(xavier_host=wrong)
+
+
+def test_roles_are_numbers_of_replicas() -> None:
+    roles = ("prefill", "decode", "decode")
+    assert parsed(xavier_roles="prefill:1, decode:2") == {"roles": roles}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "reason"),
+    [
+        ("", "is not a list of roles"),
+        ("prefill", "is not a list of roles"),
+        (["prefill"], "is not a list of roles"),
+        ("encode:1,any:1", "is not a role"),
+        ("decode:100000", "has more than 1000 replicas"),
+        ("prefill:2", "has no replica that answers"),
+    ],
+)
+def test_malformed_roles_are_refused(wrong: object, reason: str) -> None:
+    assert reason in refusal(xavier_roles=wrong)
+
+
+@pytest.mark.parametrize("wrong", [-1, "1.5", "many", True])
+def test_a_prefill_threshold_is_a_number_of_tokens(wrong: object) -> None:
+    assert "xavier_prefill_threshold=" in refusal(xavier_prefill_threshold=wrong)

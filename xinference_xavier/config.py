@@ -77,7 +77,7 @@ class XavierConfig:
     queue: Annotated[int, pydantic.Field(ge=0)] = DEFAULT_QUEUE
     pin_fraction: Annotated[float, pydantic.Field(ge=0, le=1)] = DEFAULT_PIN_FRACTION
     request_limit: Annotated[int, pydantic.Field(ge=1)] | None = None
-    roles: Annotated[tuple[Role, ...], pydantic.Strict(False)] = ()
+    roles: Annotated[tuple[Role, ...], pydantic.Strict(False)] | None = None
     role: Role = "any"
     prefill_threshold: int | None = None
     worker_address: str | None = None

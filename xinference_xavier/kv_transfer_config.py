@@ -74,7 +74,7 @@ def for_worker(
         pool_bytes=(config.pool_bytes or default_pool_bytes(config.replicas_per_host)) // engines,
         tracker_address=reachable_address(config.tracker_address, via=supervisor_address),
         worker_address=reachable_address(worker_address),
-        role=dict(enumerate(config.roles)).get(number, "any"),
+        role=dict(enumerate(config.roles or ())).get(number, "any"),
     )
     extra[XAVIER] = local.to_dict()
     return {**transfer, _EXTRA: extra}

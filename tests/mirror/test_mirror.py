@@ -55,6 +55,15 @@ def test_only_trusted_peers_can_be_fetched_from(mirror: Mirror) -> None:
     assert mirror.holders(KEY) == ("a", "b")
 
 
+def test_a_peer_is_usable_while_its_chunks_could_be_fetched(mirror: Mirror) -> None:
+    """Even if it holds none."""
+    mirror.apply(update())
+    assert mirror.is_usable("a")
+    assert not mirror.is_usable("nobody")
+    mirror.trust(frozenset({"b"}))
+    assert not mirror.is_usable("a")
+
+
 def test_a_withdrawn_key_has_one_holder_fewer(mirror: Mirror) -> None:
     mirror.apply(update(adds("a", 1, KEY), adds("b", 1, KEY)))
     mirror.apply(update(removes("a", 2, KEY, OTHER)))

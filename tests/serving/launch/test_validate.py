@@ -20,6 +20,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"replica_config": [Placement(model_engine="mlx")]}, "model_engine='mlx' cannot share"),
     ({"xavier_cache_bytes": 1}, "built into xinference"),
     ({"xavier_pool_bytes": "4QiB"}, "is not a size"),
+    ({"xavier_roles": "prefill:1,decode:2", "replica": 2}, "has 3 replicas, but 2 are launched"),
+    ({"xavier_roles": "prefill:1,decode:1", "replica": 1}, "has 2 replicas, but 1 is launched"),
 ]
 
 

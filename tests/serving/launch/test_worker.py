@@ -78,6 +78,16 @@ async def test_the_engines_of_a_replica_divide_its_memory(
     assert config_of(again).pool_bytes == (1 << 30) // engines
 
 
+async def test_a_replica_has_the_role_of_its_number() -> None:
+    roles = ("prefill", "decode")
+    transfer = kv_transfer_config(XavierConfig("m", "0.0.0.0:9999", roles=roles))
+    for name, role in {"m-rep0": "prefill", "m-rep1": "decode", "m-rep2": "any"}.items():
+        kept = await Worker().launch_builtin_model(name, kv_transfer_config=transfer)
+        assert config_of(kept).role == role
+        again = await Worker().launch_builtin_model("m-rep1", **kept)  # on another worker
+        assert config_of(again).role == "decode"
+
+
 async def test_a_worker_leaves_other_launches_alone() -> None:
     other: dict[str, Any] = {"kv_transfer_config": {"kv_connector": "Other"}, "xavier_config": None}
     assert await Worker().launch_builtin_model("m-rep0", **other) == other

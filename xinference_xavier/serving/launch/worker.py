@@ -22,11 +22,12 @@ def localizing_launch(original: Method) -> Method:
     async def launch(worker: Any, *args: Any, **kwargs: Any) -> Any:
         transfer = own_transfer_config(kwargs.get("kv_transfer_config"))
         if transfer is not None:
+            name = args[0] if args else kwargs["model_uid"]
             kwargs["kv_transfer_config"] = for_worker(
                 transfer,
                 worker_address=worker.address,
                 supervisor_address=worker._supervisor_address,
-                number=parse_replica_model_uid(str(kwargs.get("model_uid")))[1],
+                number=parse_replica_model_uid(name)[1],
                 engines=_engines(kwargs),
             )
             kwargs["envs"] = {**(kwargs.get("envs") or {}), SHARES: "1"}
