@@ -1,0 +1,139 @@
+"""Under xinference a prefill replica computes long prompts, and a decode replica answers them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import requests
+
+from examples.documents import document
+from examples.local_cluster import LocalCluster
+from tests.e2e import processes
+from tests.e2e.conftest import ARGUMENTS, can_fetch, wait_for_engine, wait_until
+from tests.e2e.text_routes import CHAT, COMPLETIONS, TEXT_ROUTES, body_of, route_of
+
+UID = "roles"
+PREFILL, DECODE = f"{UID}-rep0", f"{UID}-rep1"
+ROWS = 60  # of a document's table: about 3,000 tokens
+TIMEOUT = 90.0
+SALTS = find_spec("xinference.cache_isolation") is not None
+
+
+@pytest.fixture(scope="module")
+def model(cluster: LocalCluster) -> Iterator[LocalCluster]:
+    roles = {"xavier_roles": "prefill:1,decode:1", "xavier_prefill_threshold": 500}
+    cluster.launch("small", UID, **{**ARGUMENTS, "xavier_routing": "auto", **roles})
+    wait_for_engine(lambda: can_fetch(cluster, UID, 2), "both replicas can fetch")
+    ask(cluster, "Hello")  # the first one only lets the API process look for the model
+    wait_until(lambda: bool(route_of(ask(cluster, "Hello"))[0]), "requests are routed")
+    wait_until(lambda: measured(cluster), "a prefill has been measured")
+    yield cluster
+    cluster.terminate(UID)
+
+
+def measured(cluster: LocalCluster) -> bool:
+    """Whether the prefill replica knows how fast it is. Until then nothing is left to it."""
+    ask(cluster, document(1, ROWS))
+    return route_of(ask(cluster, document(2, ROWS)))[1] == "prefill"
+
+
+def ask(cluster: LocalCluster, prompt: str, tokens: int = 1, **more: Any) -> requests.Response:
+    return post(cluster, COMPLETIONS, prompt, tokens, ignore_eos=True, **more)
+
+
+def post(
+    cluster: LocalCluster, path: str, text: str, tokens: int = 1, **more: Any
+) -> requests.Response:
+    answer = requests.post(
+        f"{cluster.endpoint}{path}",
+        json=body_of(path, UID, text, tokens, **more),
+        headers={"anthropic-version": "2023-06-01"},
+        timeout=TIMEOUT,
+    )
+    answer.raise_for_status()
+    return answer
+
+
+def replica(cluster: LocalCluster, name: str) -> dict[str, Any]:
+    return next(each for each in cluster.xavier(UID)["replicas"] if each["replica"] == name)
+
+
+def cached_tokens(answer: requests.Response) -> int:
+    return int(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_one_replica_computes_and_another_answers(model: LocalCluster, path: str) -> None:
+    before = replica(model, DECODE)["hits"]["computed"]
+    answer = post(model, path, document(20 + len(path), ROWS), 8)
+    assert route_of(answer) == (DECODE, "prefill")
+    assert cached_tokens(answer) > 2000
+    wait_until(lambda: replica(model, DECODE)["requests"] > 0, "the request is counted")
+    assert replica(model, DECODE)["hits"]["computed"] - before < 500
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_every_text_route_is_divided(model: LocalCluster, stream: bool) -> None:
+    for number, path in enumerate(TEXT_ROUTES):
+        text = document(40 + 10 * stream + number, ROWS)
+        assert route_of(post(model, path, text, 4, stream=stream)) == (DECODE, "prefill"), path
+    assert model.xavier(UID)["routing"]["failed_prefills"] == 0
+
+
+def test_a_short_prompt_is_answered_at_once(model: LocalCluster) -> None:
+    replica, reason = route_of(ask(model, "Hello", 4))
+    assert replica == DECODE
+    assert reason != "prefill"
+
+
+def test_the_next_question_needs_no_prefill(model: LocalCluster) -> None:
+    text = document(60, ROWS)
+    assert route_of(ask(model, text))[1] == "prefill"
+    wait_until(
+        lambda: route_of(ask(model, f"{text} What else?")) == (DECODE, "local"),
+        "the router knows who holds the document",
+    )
+
+
+def test_the_answer_is_that_of_one_replica(model: LocalCluster) -> None:
+    """Tokens and log-probabilities."""
+    text = document(70, ROWS)
+    divided = ask(model, text, 8, logprobs=3, temperature=0, seed=7)
+    assert route_of(divided)[1] == "prefill"
+    # A request with a name and a salt of its own is computed where it is answered.
+    alone = {"request_id": "alone"} | ({"cache_salt": "alone"} if SALTS else {})
+    whole = ask(model, text, 8, logprobs=3, temperature=0, seed=7, **alone)
+    assert route_of(whole)[1] != "prefill"
+    if SALTS:
+        assert cached_tokens(whole) == 0
+    one, other = (each.json()["choices"][0] for each in (divided, whole))
+    assert one["text"] == other["text"]
+    assert one["logprobs"]["token_logprobs"] == pytest.approx(
+        other["logprobs"]["token_logprobs"], abs=1e-4
+    )
+    assert divided.json()["usage"]["completion_tokens"] == 8
+
+
+@pytest.mark.long
+def test_a_killed_prefill_replica_costs_no_request(model: LocalCluster) -> None:
+    before = {each["incarnation"] for each in model.xavier(UID)["replicas"]}
+    with ThreadPoolExecutor(2) as clients:
+        answering = [clients.submit(ask, model, document(80 + n, 4 * ROWS), 4) for n in range(2)]
+        wait_until(
+            lambda: model.xavier(UID)["routing"]["loads"][PREFILL]["requests"] > 0, "it computes"
+        )
+        processes.kill(processes.model_process(PREFILL))
+        for each in answering:
+            assert each.result(TIMEOUT).json()["usage"]["completion_tokens"] == 4
+    wait_for_engine(
+        lambda: (
+            can_fetch(model, UID, 2)
+            and len({each["incarnation"] for each in model.xavier(UID)["replicas"]} & before) == 1
+        ),
+        "another engine has taken the place of the killed one",
+    )
+    wait_until(lambda: replica(model, PREFILL)["role"] == "prefill", "it has the same role")
