@@ -30,6 +30,7 @@ PARTS = {
     "capacity": "what several pools hold together",
     "routing": "where requests should go: two traces replayed on 2 to 1,000 simulated replicas",
     "replay": "one of them through xinference with three replicas, routed and in turn",
+    "roles": "prefill apart from decode, while others read their answers",
     "named": "the first question about a named document, and names in full pools",
     "stampede": "one unknown prompt that reaches several replicas at once",
     "peers": "other ways to a prefix's KV cache",

@@ -86,7 +86,7 @@ def test_it_says_what_each_replica_has_to_do() -> None:
     loads.report("b", report(10.0))
     loads.sent("a", "1", 2.0, 100, now=11.0)
     loads.ended("b", "never sent")
-    assert loads.known(11.0) == {"a": (4.0, 3, False), "b": (0.0, 0, True)}
+    assert loads.known(11.0) == {"a": (4.0, 3, False, "any"), "b": (0.0, 0, True, "any")}
 
 
 def test_requests_of_others_count_too(loads: Loads) -> None:

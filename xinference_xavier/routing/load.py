@@ -71,6 +71,7 @@ class Known(NamedTuple):
     requests: int
     accepts: bool
     """Whether it has fewer requests than it accepts."""
+    role: str = "any"
 
 
 class Numbers(Protocol):
@@ -256,7 +257,12 @@ class Loads:
         """By replica, of those whose lease has not run out."""
         expired = set(self.expired(now))
         return {
-            name: Known(max(0.0, each.until - now), each.requests, each.requests < each.limit)
+            name: Known(
+                max(0.0, each.until - now),
+                each.requests,
+                each.requests < each.limit,
+                each.report.role,
+            )
             for name, each in self._replicas.items()
             if name not in expired
         }

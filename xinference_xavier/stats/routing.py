@@ -12,11 +12,12 @@ CHOICES = ("local", "fetch", "compute", "backlog", "prefill")
 @dataclass
 class KnownLoad:
     """What a replica has to do now: seconds of prefill, and the `requests` that wait or run there.
-    One at its request limit does not accept more."""
+    One at its request limit does not accept more. `role` is "any", "prefill" or "decode"."""
 
     backlog_s: float = 0.0
     requests: int = 0
     accepts: bool = True
+    role: str = "any"
 
 
 @dataclass

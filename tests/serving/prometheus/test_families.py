@@ -214,7 +214,7 @@ def test_every_reason_of_a_choice_has_a_series_from_the_start() -> None:
     """Prometheus would miss the first request of a series that begins with it."""
     choices = routed(choices={"local": 3, "made up": 9})["routing_choices_total"]
     assert {labels["reason"]: count for labels, count in choices} == {
-        "local": 3, "fetch": 0, "compute": 0, "backlog": 0,
+        "local": 3, "fetch": 0, "compute": 0, "backlog": 0, "prefill": 0,
     }  # fmt: skip
 
 

@@ -30,6 +30,7 @@ function routesView({ loads = {}, replicas = {} }) {
     const known = loads[name];
     const sent = replicas[name] ?? 0;
     return h("tr", null, h("th", { scope: "row" }, name,
+      text[`role_${known?.role}`] && h("div", { class: "muted small" }, text[`role_${known.role}`]),
       known?.accepts === false && h("div", { class: "muted small" }, text.atLimit)),
     cell(all > 0 ? percent(sent, all) : "–"), cell(count(sent)),
     cell(known === undefined ? "–" : brief(known.backlog_s)),
@@ -48,12 +49,14 @@ function choicesView({ choices = {} }) {
 
 function routingFacts(routing) {
   const text = language.words;
-  const { waiting = 0, waited = 0, refused = 0, moved = 0, unrouted = 0, forecasts = 0 } = routing;
+  const { waiting = 0, waited = 0, refused = 0, moved = 0, unrouted = 0, forecasts = 0,
+    failed_prefills: failedPrefills = 0 } = routing;
   const facts = [
     [text.waitingNow, count(waiting)],
     [text.waited, waited > 0 ? text.onAverage(count(waited), brief(routing.waited_s / waited)) : "0"],
     [text.refused, count(refused)],
     [text.moved, count(moved)],
+    [text.failedPrefills, count(failedPrefills)],
     [text.unrouted, count(unrouted)],
     [text.forecastError, forecasts === 0 ? "–"
       : text.errorOf(brief(routing.error_s / forecasts), brief(routing.actual_s / forecasts))],
