@@ -132,8 +132,13 @@ class Mirror:
         shards = _empty() if update.snapshot else self._shards
         if update.snapshot:
             self._size = 0
+        # Peers that may hold some of `shards`, from which a new holding takes a pass over all keys.
+        listed = set[str]() if update.snapshot else set(self.sets.peers)
         for change in update.changes:
             if change.incarnation != self._incarnation:
+                if change.replaces and change.incarnation in listed:
+                    yield from self._remove_all(shards, ~self.sets.bit(change.incarnation))
+                listed.add(change.incarnation)
                 yield from self._apply(shards, change, update.key_bytes)
         if left := self.sets.peers - self._members.keys():
             yield from self._forget(shards, left)
@@ -188,10 +193,7 @@ class Mirror:
 
     def _apply(self, shards: _Shards, change: Change, key_bytes: int) -> Iterator[int]:
         incarnation, sequence = change.incarnation, change.sequence
-        is_new = incarnation not in self.sets
         bit = self.sets.bit(incarnation)
-        if change.replaces and not is_new:
-            yield from self._remove_all(shards, ~bit)
         for keys in _pieces(change.removed, key_bytes):
             self._remove(shards, ~bit, keys)
             yield len(keys)
