@@ -244,7 +244,7 @@ def test_a_snapshot_frees_the_old_keys_in_pieces(mirror: Mirror) -> None:
 
 
 def test_a_snapshot_of_known_peers_takes_as_long_as_the_first(mirror: Mirror) -> None:
-    """It is built aside, so there is nothing of a peer to look for, however many peers there are."""
+    """It is built aside, so nothing of a peer has to be looked for in it."""
     members = tuple(Member(f"peer {number}", "h:1") for number in range(20))
     changes = [replaces(peer, 1, *(os.urandom(4) for _ in range(PIECE))) for peer, *_ in members]
     snapshot = update(*changes, snapshot=True, members=members)
