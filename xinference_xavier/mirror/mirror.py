@@ -37,6 +37,7 @@ _SHARDS = 256
 """Dictionaries that keys are divided among by a byte of their hash, because a dictionary that grows
 holds Python's lock for as long as it copies its entries."""
 
+_SHORT = slice(-SHORT_KEY, None)  # made once: lookups are many
 _Shards = list[dict[bytes, int]]
 
 
@@ -63,12 +64,12 @@ class Mirror:
 
     def usable_set(self, key: bytes) -> int:
         """The peers that `key` can be fetched from."""
-        short = key[-SHORT_KEY:]
+        short = key[_SHORT]
         return self._shards[short[0]].get(short, 0) & self._usable
 
     def full_set(self, key: bytes) -> int:
         """The peers that hold `key`, even if nothing can be fetched from them."""
-        short = key[-SHORT_KEY:]
+        short = key[_SHORT]
         return self._shards[short[0]].get(short, 0)
 
     def holders(self, key: bytes) -> tuple[str, ...]:
@@ -167,7 +168,7 @@ class Mirror:
         """
         if sequence < self._applied.get(incarnation, 0) or incarnation not in self._members:
             return
-        short = key[-SHORT_KEY:]
+        short = key[_SHORT]
         self._remove(self._shards, ~self.sets.set_of((incarnation,)), (short,))
         stale = self._stale.setdefault(incarnation, {})
         stale[short] = sequence
@@ -177,7 +178,7 @@ class Mirror:
     def used(self, keys: Iterable[bytes]) -> None:
         """These keys go last."""
         for key in keys:
-            short = key[-SHORT_KEY:]
+            short = key[_SHORT]
             shard = self._shards[short[0]]
             if short in shard and self._moves:
                 shard[short] = shard.pop(short)
