@@ -252,6 +252,22 @@ def test_a_snapshot_frees_the_old_keys_in_pieces(mirror: Mirror) -> None:
     assert mirror.holders(OTHER) == ("b",)
 
 
+def test_a_snapshot_of_known_peers_takes_as_long_as_the_first(mirror: Mirror) -> None:
+    """It is built aside, so nothing of a peer has to be looked for in it."""
+    members = tuple(Member(f"peer {number}", "h:1") for number in range(20))
+    changes = [replaces(peer, 1, *(os.urandom(4) for _ in range(PIECE))) for peer, *_ in members]
+    snapshot = update(*changes, snapshot=True, members=members)
+    first = sum(1 for _ in mirror.apply_in_pieces(snapshot))
+    to_free = len(mirror) // PIECE + 1
+    assert sum(1 for _ in mirror.apply_in_pieces(snapshot)) <= first + to_free
+    assert len(mirror) == len(members) * PIECE
+
+
+def test_of_two_holdings_of_a_peer_in_a_snapshot_the_last_counts(mirror: Mirror) -> None:
+    mirror.apply(update(replaces("a", 1, KEY), replaces("a", 2, OTHER), snapshot=True))
+    assert (mirror.holders(KEY), mirror.holders(OTHER)) == ((), ("a",))
+
+
 def test_an_update_that_was_interrupted_is_applied_again(mirror: Mirror) -> None:
     keys = [number.to_bytes(4) for number in range(2 * PIECE)]
     whole = update(adds("a", 1, *keys), removes("b", 2, keys[0]))

@@ -4,52 +4,125 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from xinference_xavier.mirror.mirror import Mirror
-from xinference_xavier.pool.pool import Pool
+from xinference_xavier.pool.pool import Pool, Row
 from xinference_xavier.protocol.tracker import Change, Member, Settings, Update
 from xinference_xavier.replica import peer_tier as module
 from xinference_xavier.replica.namespace import SharedNamespace
-from xinference_xavier.replica.peer_tier import PeerTier
+from xinference_xavier.replica.peer_tier import GATHER, PeerTier
+from xinference_xavier.tiers.base import Fetch
 
 NEVER = math.inf
 ROWS = 8
 
 
+class Loop:
+    """The background loop of a tier, which runs only when it is told to, and what it was given."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+        publisher = SimpleNamespace(enqueue=lambda keys, held: self.calls.append(keys))
+        replica: Any = SimpleNamespace(
+            publisher=publisher, add=self.calls.append, start=self.calls.append
+        )
+        self.pool = Pool(ROWS)
+        namespace = SharedNamespace("namespace", lambda _: replica)
+        self.tier = PeerTier(self.pool, Mirror("own"), namespace)
+        self._loop = asyncio.new_event_loop()
+        self._now = 0.0
+        self._loop.time = lambda: self._now  # type: ignore[method-assign]
+
+        async def open_tier() -> None:
+            self.tier.open(replica, replica, replica, replica, replica)
+
+        self._loop.run_until_complete(open_tier())
+
+    def fetch(self) -> Fetch | None:
+        return self.tier.submit_load("donor", self.pool.reserve([b"key"]).rows, NEVER)
+
+    def store(self, key: bytes) -> Row:
+        (row,) = self.pool.reserve([key]).rows
+        self.pool.commit(row)
+        self.tier.on_stored([row])
+        return row
+
+    def run(self, seconds: float = 0.0) -> None:
+        """What is due this many seconds later."""
+        self._now += seconds
+        self._loop.call_soon(self._loop.call_soon, self._loop.stop)
+        self._loop.run_forever()
+
+    def close(self) -> None:
+        self._loop.close()
+
+
+@pytest.fixture
+def loop() -> Iterator[Loop]:
+    loop = Loop()
+    yield loop
+    loop.close()
+
+
 def test_work_for_a_suspended_background_loop_is_bounded(
-    monkeypatch: pytest.MonkeyPatch,
+    loop: Loop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Further work is refused and counted, and the scheduler thread goes on."""
     monkeypatch.setattr(module, "MAX_BACKLOG", 3)
-    pool, calls = Pool(ROWS), []
-    publisher = SimpleNamespace(enqueue=lambda keys, held: calls.append(keys))
-    replica: Any = SimpleNamespace(publisher=publisher, add=calls.append, start=calls.append)
-    tier = PeerTier(pool, Mirror("still"), SharedNamespace("namespace", lambda _: replica))
-    loop = asyncio.new_event_loop()
+    fetches = [loop.fetch() for _ in range(3)]
+    loop.tier.on_evicted([b"gone"])
+    filling = loop.pool.counts().filling
+    assert loop.fetch() is None
+    assert loop.pool.counts().filling == filling, "its rows are free again"
+    assert loop.tier.refused == 1
+    loop.run()
+    assert loop.calls == [[b"gone"], *fetches]
+    assert loop.fetch() is not None, "there is room again"
+    assert loop.tier.refused == 1
 
-    async def open_tier() -> None:
-        tier.open(replica, replica, replica, replica, replica)
 
-    loop.run_until_complete(open_tier())  # and now it is suspended
-    tier.on_stored([])
-    tier.on_evicted([b"gone"])
-    tier.on_stored([])
-    tier.on_stored([])
-    rows = pool.reserve([b"key"]).rows
-    assert tier.submit_load("donor", rows, NEVER) is None
-    assert pool.counts().filling == 0, "the rows are free again"
-    tier.on_stored([])
-    assert tier.refused == 2
-    loop.call_soon(loop.stop)
-    loop.run_forever()
-    assert calls == [[b"gone"], [], [], []], "a withdrawal comes before what may publish it again"
-    tier.on_stored([])
-    assert tier.refused == 2, "there is room again"
-    loop.close()
+def test_stored_rows_that_a_suspended_loop_does_not_take_are_bounded(
+    loop: Loop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MAX_QUEUED", 1)
+    row = loop.store(b"one")
+    loop.store(b"two")
+    assert loop.tier.refused == 1
+    loop.run()
+    assert loop.calls == [[row]]
+
+
+def test_rows_stored_soon_after_others_are_published_together(loop: Loop) -> None:
+    first = loop.store(b"first")
+    loop.run()
+    assert loop.calls == [[first]], "after a quiet time at once"
+    loop.calls.clear()
+    second = loop.store(b"second")
+    loop.run(0.25 * GATHER)
+    third = loop.store(b"third")
+    loop.run(0.5 * GATHER)
+    assert loop.calls == []
+    loop.run(0.25 * GATHER)
+    assert loop.calls == [[second, third]]
+    loop.calls.clear()
+    fourth = loop.store(b"fourth")
+    loop.run(GATHER)
+    assert loop.calls == [[fourth]], "the next ones, too"
+
+
+def test_a_chunk_that_is_stored_again_is_withdrawn_before_it_is_offered(loop: Loop) -> None:
+    loop.store(b"other")
+    loop.run()
+    loop.calls.clear()
+    loop.tier.on_evicted([b"key"])
+    again = loop.store(b"key")
+    loop.run(GATHER)
+    assert loop.calls == [[b"key"], [again]]
 
 
 async def test_a_peer_that_does_not_serve_is_no_source() -> None:

@@ -69,7 +69,7 @@ class XavierManager(OffloadingManager):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.row_bytes = row_bytes
-        self._pool = pool
+        self._pool, self._held = pool, pool.held
         self._tier = tier
         self._on_shutdown = on_shutdown
         self._clock = clock
@@ -158,7 +158,7 @@ class XavierManager(OffloadingManager):
             if not request.shares:
                 return LookupResult.MISS
             row_key = request.row_key(key)
-        if self._pool.lookup(row_key) is not None:
+        if row_key in self._held and self._pool.lookup(row_key) is not None:
             return LookupResult.HIT
         return self.tier_lookup.lookup(row_key, self._requests[req_context.req_id])
 

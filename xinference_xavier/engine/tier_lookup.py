@@ -64,6 +64,7 @@ class TierLookup:
         self._fetch_timeout = fetch_timeout
         self._clock = clock
         self.fetches = Fetches(pool, cost_model, fetch_timeout)
+        self._by_chunk = self.fetches.by_chunk
         self.idle_wait = IdleWait()
         self.wait_counts = WaitCounts()
         self.longest_scheduling_wait = 0.0  # seconds that a request waited because of us
@@ -90,7 +91,7 @@ class TierLookup:
             request.asked
             and request.wait is None
             and request not in self._plans
-            and key not in self.fetches.by_chunk
+            and key not in self._by_chunk
             and not self._holders(key)
         ):
             return LookupResult.MISS  # quickly, because most are like this

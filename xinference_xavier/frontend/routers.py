@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 WATCH = 10.0
 """Seconds that an observation may wait for news."""
 _DEADLINE = 5.0
-_PIECE_PAUSE = 0.0001
+_PIECE_PAUSE = 0.0005
 _MIN_BACKOFF, _MAX_BACKOFF = 0.1, 2.0
 _ASK_AGAIN = 2.0
 """Seconds after which a model that did not share is looked for again."""

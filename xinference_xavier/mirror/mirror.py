@@ -37,6 +37,7 @@ _SHARDS = 256
 """Dictionaries that keys are divided among by a byte of their hash, because a dictionary that grows
 holds Python's lock for as long as it copies its entries."""
 
+_SHORT = slice(-SHORT_KEY, None)  # made once: lookups are many
 _Shards = list[dict[bytes, int]]
 
 
@@ -63,12 +64,12 @@ class Mirror:
 
     def usable_set(self, key: bytes) -> int:
         """The peers that `key` can be fetched from."""
-        short = key[-SHORT_KEY:]
+        short = key[_SHORT]
         return self._shards[short[0]].get(short, 0) & self._usable
 
     def full_set(self, key: bytes) -> int:
         """The peers that hold `key`, even if nothing can be fetched from them."""
-        short = key[-SHORT_KEY:]
+        short = key[_SHORT]
         return self._shards[short[0]].get(short, 0)
 
     def holders(self, key: bytes) -> tuple[str, ...]:
@@ -137,8 +138,13 @@ class Mirror:
         shards = _empty() if update.snapshot else self._shards
         if update.snapshot:
             self._size = 0
+        # Peers that may hold some of `shards`, from which a new holding takes a pass over all keys.
+        listed = set[str]() if update.snapshot else set(self.sets.peers)
         for change in update.changes:
             if change.incarnation != self._incarnation:
+                if change.replaces and change.incarnation in listed:
+                    yield from self._remove_all(shards, ~self.sets.bit(change.incarnation))
+                listed.add(change.incarnation)
                 yield from self._apply(shards, change, update.key_bytes)
         if left := self.sets.peers - self._members.keys():
             yield from self._forget(shards, left)
@@ -167,7 +173,7 @@ class Mirror:
         """
         if sequence < self._applied.get(incarnation, 0) or incarnation not in self._members:
             return
-        short = key[-SHORT_KEY:]
+        short = key[_SHORT]
         self._remove(self._shards, ~self.sets.set_of((incarnation,)), (short,))
         stale = self._stale.setdefault(incarnation, {})
         stale[short] = sequence
@@ -177,7 +183,7 @@ class Mirror:
     def used(self, keys: Iterable[bytes]) -> None:
         """These keys go last."""
         for key in keys:
-            short = key[-SHORT_KEY:]
+            short = key[_SHORT]
             shard = self._shards[short[0]]
             if short in shard and self._moves:
                 shard[short] = shard.pop(short)
@@ -193,10 +199,7 @@ class Mirror:
 
     def _apply(self, shards: _Shards, change: Change, key_bytes: int) -> Iterator[int]:
         incarnation, sequence = change.incarnation, change.sequence
-        is_new = incarnation not in self.sets
         bit = self.sets.bit(incarnation)
-        if change.replaces and not is_new:
-            yield from self._remove_all(shards, ~bit)
         for keys in _pieces(change.removed, key_bytes):
             self._remove(shards, ~bit, keys)
             yield len(keys)

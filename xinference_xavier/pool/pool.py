@@ -20,7 +20,7 @@ and goes through all rows, a portion at a time (`sweep.py`). A lock protects eac
 """
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import NamedTuple
@@ -89,6 +89,7 @@ class Pool:
         self._free = list(range(slots - 1, -1, -1))
         self._held: dict[bytes, Row] = {}  # FILLING, READY and FLUSHED
         self._idle: EvictionPolicy[Row] = SegmentedLRU(slots)  # READY and unpinned
+        self.held: Set[bytes] = self._held.keys()  # most lookups are of others, and end here
         self._flushed: dict[bytes, Row] = {}  # FLUSHED and unpinned
         self._filling = self._ready = self._pinned = self._quarantined = 0
 
@@ -213,10 +214,9 @@ class Pool:
     def set_checksum(self, row: Row, checksum: int) -> bool:
         """Share the row from now on. False if it is no longer READY."""
         with self._lock:
-            if row.state is not _READY:
-                return False
-            row.checksum = checksum
-            return True
+            if is_ready := row.state is _READY:
+                row.checksum = checksum
+            return is_ready
 
     # -- reading a row ---------------------------------------------------------------------
 

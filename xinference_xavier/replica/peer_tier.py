@@ -24,6 +24,10 @@ from xinference_xavier.runtime.tasks import spawn
 from xinference_xavier.tiers.base import Claim, Fetch, Tier
 
 MAX_BACKLOG = 10_000  # posted actions that may wait for the background loop
+GATHER = 0.1
+"""Seconds between two publications of stored rows, at least. What is stored meanwhile is published
+together: most of what a publication costs does not depend on how many chunks it has. What follows a
+quiet time, such as the next step of a long prompt, is published at once."""
 
 
 class PeerTier(Tier):
@@ -37,6 +41,9 @@ class PeerTier(Tier):
         self._namespace = namespace
         # Not withdrawn yet. It overflows only if the loop hangs: then our lease expires anyway.
         self._evicted: deque[bytes] = deque(maxlen=MAX_QUEUED)
+        self._stored: deque[Row] = deque()  # not offered yet
+        self._gathering = False  # the loop will take them
+        self._taken = -GATHER  # when it last did
         self._posted = 0  # by the scheduler thread
         self._handled = 0  # by the background loop
         self._open = False
@@ -73,6 +80,23 @@ class PeerTier(Tier):
         if evicted:
             self._client.publisher.enqueue(evicted, held=False)
 
+    def _gather(self) -> None:
+        """Take what is stored as soon as enough time has passed."""
+        due = self._taken + GATHER
+        if self._loop.time() < due:
+            self._loop.call_at(due, self._take_stored)
+        else:
+            self._take_stored()
+
+    def _take_stored(self) -> None:
+        self._gathering = False
+        self._taken = self._loop.time()
+        # It may grow meanwhile. What is taken here must not be withdrawn afterwards for an eviction
+        # before it.
+        stored = [self._stored.popleft() for _ in range(len(self._stored))]
+        self.withdraw_evicted()
+        self._checksums.add(stored)
+
     # -- called by the scheduler thread ---------------------------------------------------------
 
     @property
@@ -94,8 +118,15 @@ class PeerTier(Tier):
         return self.ready and self._mirror.is_usable(source)
 
     def on_stored(self, rows: Sequence[Row]) -> None:
-        """Compute the rows' checksums and publish them."""
-        self._post_if_room(self._checksums.add, rows)
+        """Compute the rows' checksums and publish them, within `GATHER` seconds."""
+        if len(self._stored) + len(rows) > MAX_QUEUED:  # the loop hangs
+            self.refused += 1
+            return
+        self._stored.extend(rows)
+        if not self._gathering:
+            self._gathering = True  # first: the loop may take them before `_post` returns
+            if not self._post(self._gather):
+                self._gathering = False
 
     def on_evicted(self, keys: Sequence[bytes]) -> None:
         """Withdraw the chunks with the next store or fetch, or within a second.
