@@ -119,6 +119,20 @@ def test_the_answer_is_that_of_one_replica(model: LocalCluster) -> None:
 
 
 @pytest.mark.long
+def test_a_prefill_replica_that_hangs_costs_no_request(model: LocalCluster) -> None:
+    """Whether it hangs in the middle of a prefill or before."""
+    with ThreadPoolExecutor(1) as clients:
+        answering = clients.submit(ask, model, document(75, 4 * ROWS), 4)
+        wait_until(
+            lambda: model.xavier(UID)["routing"]["loads"][PREFILL]["requests"] > 0, "it computes"
+        )
+        with processes.frozen(processes.of_replica(PREFILL).all()):
+            assert answering.result(TIMEOUT).json()["usage"]["completion_tokens"] == 4
+            assert route_of(ask(model, document(76, ROWS)))[0] == DECODE
+    wait_for_engine(lambda: can_fetch(model, UID, 2), "the replica is back")
+
+
+@pytest.mark.long
 def test_a_killed_prefill_replica_costs_no_request(model: LocalCluster) -> None:
     before = {each["incarnation"] for each in model.xavier(UID)["replicas"]}
     with ThreadPoolExecutor(2) as clients:
@@ -136,4 +150,9 @@ def test_a_killed_prefill_replica_costs_no_request(model: LocalCluster) -> None:
         ),
         "another engine has taken the place of the killed one",
     )
-    wait_until(lambda: replica(model, PREFILL)["role"] == "prefill", "it has the same role")
+    wait_until(lambda: role_of(model, PREFILL) == "prefill", "it has the same role")
+
+
+def role_of(cluster: LocalCluster, name: str) -> str | None:
+    role: str | None = cluster.xavier(UID)["routing"]["loads"].get(name, {}).get("role")
+    return role

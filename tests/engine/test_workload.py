@@ -21,6 +21,7 @@ from xinference_xavier.engine.policy.donor_selection import Group
 from xinference_xavier.engine.probes import SALT
 from xinference_xavier.engine.scheduled import MAX_DECODE_TOKENS
 from xinference_xavier.engine.workload import _OVERHEAD, _SPEED, Workload
+from xinference_xavier.protocol.elsewhere import Elsewhere, with_mark
 from xinference_xavier.protocol.load import (
     MAX_KNOWN,
     MAX_PROMPTS,
@@ -433,6 +434,24 @@ class TestVllm:
         engine.run()
         engine.step()  # in which the last store ends
         assert load_of(engine).free_tokens == 15 * BLOCK_TOKENS
+
+    def test_neither_counts_nor_holds_what_another_replica_prefills(
+        self, model_folder: Path, cache_config: KVCacheConfig, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        engine = vllm_engine(model_folder, cache_config, monkeypatch)
+        engine.own.tier.peers_hold(a=[])
+        engine.ask("reads", range(1000, 1100), tokens=50)
+        engine.step()
+        engine.ask(with_mark("r", Elsewhere("a", 0.0, 1.0)), range(300), tokens=3)
+        step = engine.step()
+        assert [*step.num_scheduled_tokens] == ["reads"]
+        load = load_of(engine)
+        assert (load.requests, load.prefill_tokens) == (2, 0)
+        assert load.free_tokens == (15 - 4) * BLOCK_TOKENS, "its blocks are free"
+        engine.own.clock.now += 100.0
+        step = engine.begin_step()
+        assert load_of(engine).prefill_tokens == 300, "the other one is late"
+        engine.end_step(step)
 
     def test_computes_a_preempted_prompt_again(
         self, model_folder: Path, cache_config: KVCacheConfig, monkeypatch: pytest.MonkeyPatch

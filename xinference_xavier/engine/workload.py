@@ -121,6 +121,7 @@ class Workload:
             (each.prompt_tokens, each.missing)
             for _, each in known
             if each.missing > MAX_DECODE_TOKENS
+            and not (each.wait is not None and each.wait.leaves_it_to_peer)
         ]
         names = (_own_id(req_id) for req_id, _ in known)
         return Load(

@@ -48,6 +48,11 @@ class Wait:
         self._gave_up = False
         self._is_counted = False
 
+    @property
+    def leaves_it_to_peer(self) -> bool:
+        """Whether the peer was told to compute, and this engine expects that it does."""
+        return bool(self.peer) and not (self._gave_up or self._is_counted)
+
     def goes_on(self, is_computed: Callable[[bytes], bool], now: float) -> bool:
         """Whether the request should go on waiting."""
         held_by_peer = self.claim.held_by_peer
