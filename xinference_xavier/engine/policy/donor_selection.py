@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
-from operator import itemgetter
 from typing import NamedTuple
 
 from xinference_xavier.engine.compat import key_positions
@@ -287,12 +286,11 @@ class _Walk:
     def to_gap(self, group: Group, keys: list[bytes], begin: int, end: int) -> int:
         """Return `end`, or where a chunk starts that is neither here, nor coming, nor held by a
         peer that holds all others."""
-        held, in_pool = self._pool.held, self._pool.holds
-        holders, add = self._tier.holders, self._missing.append
+        in_pool, holders, add = self._pool.holds, self._tier.holders, self._missing.append
         size, common = group.chunk_tokens, self._holders
         for place in _needed(group, begin, end):
             key, start = keys[place], place * size
-            if key in held and in_pool(key):
+            if in_pool(key):
                 if self._pool.lookup(key) is not None:
                     continue
                 if not self._is_coming(key):  # it is being stored
@@ -311,12 +309,10 @@ class _Walk:
 
     def reach(self, end: int) -> _Reach | None:
         """The hit up to `end`; None if nothing is missing."""
-        missing = sorted(self._missing)
-        if missing and missing[-1][0] > end:
-            missing = [chunk for chunk in missing if chunk[0] <= end]
+        missing = sorted(chunk for chunk in self._missing if chunk[0] <= end)
         if not missing:
             return None
-        start = min(map(itemgetter(1), missing))
+        start = min(saved_from for _, saved_from, _ in missing)
         return _Reach(start, end, missing, max(self._holders, 0))
 
 
