@@ -1,7 +1,7 @@
 """Part `roles`: long prompts that arrive while others read their answers.
 
-Two models of two replicas each run behind `xinference-local`, and take turns: in one, both replicas
-do both; in the other, one prefills and one decodes. Some clients read answers, one after another,
+Two replicas run behind `xinference-local`, and are launched in two ways, in turns: both do both, or
+one prefills and one decodes. Some clients read answers, one after another,
 while another client sends long prompts that nobody has sent before, each once the one before is
 answered.
 """
@@ -27,13 +27,16 @@ from examples.local_cluster import LocalCluster
 from examples.make_model import CONTEXT
 
 TITLE = "Roles"
-ROUNDS = 6
+LAUNCHES = 2  # of each way, in turns
+ROUNDS = 3  # for each launch
 PROMPTS = 3  # long ones in a round
 ROWS = 120  # of a document, each about 50 tokens
 READERS = 4
 ANSWER = 100  # tokens that a reader gets for each question
-QUICK = {"ROUNDS": 5, "PROMPTS": 1, "ROWS": 40}
-_LAUNCHES: dict[str, dict[str, Any]] = {"any": {}, "roles": {"xavier_roles": "prefill:1,decode:1"}}
+QUICK = {"LAUNCHES": 1, "ROUNDS": 5, "PROMPTS": 1, "ROWS": 40}
+_WAYS: dict[str, dict[str, Any]] = {"any": {}, "roles": {"xavier_roles": "prefill:1,decode:1"}}
+_WARM_UP = 2  # rounds, in which the engines measure how fast they are
+_UID = "benchmark"
 _TIMEOUT = 300.0
 _LOG = ROOT / "build" / "bench-roles.log"
 
@@ -64,29 +67,30 @@ class _Round(NamedTuple):
 def measure() -> dict[str, Any]:
     with LocalCluster(_LOG, environment={"PYTHONPATH": str(ROOT)}) as cluster:
         cluster.register(own_model(), "small")
-        for uid, options in _LAUNCHES.items():
+        seeds = itertools.count()
+        rounds: dict[str, list[dict[str, float]]] = {way: [] for way in _WAYS}
+        divided = 0
+        for way in LAUNCHES * list(_WAYS):
             cluster.launch(
                 "small",
-                uid,
+                _UID,
                 replica=2,
                 dtype=DTYPE,
                 block_size=CHUNK,
                 max_model_len=CONTEXT,
                 enable_xavier=True,
                 xavier_pool_bytes="1GiB",
-                **options,
+                **_WAYS[way],
             )
-        seeds = itertools.count()
-        for uid in 2 * list(_LAUNCHES):
-            _round(cluster, uid, seeds)  # warms up, and measures the engines' rates
-        rounds: dict[str, list[dict[str, float]]] = {uid: [] for uid in _LAUNCHES}
-        for _ in range(ROUNDS):
-            for uid, figures in rounds.items():
-                figures.append(_round(cluster, uid, seeds).figures())
-        divided = cluster.xavier("roles")["routing"]["choices"].get("prefill", 0)
+            for _ in range(_WARM_UP):
+                _round(cluster, seeds)
+            before = _divided(cluster)
+            rounds[way] += [_round(cluster, seeds).figures() for _ in range(ROUNDS)]
+            divided += _divided(cluster) - before
+            cluster.terminate(_UID)
     by_name = {
-        uid: {name: [each[name] for each in figures] for name in figures[0]}
-        for uid, figures in rounds.items()
+        way: {name: [each[name] for each in figures] for name in figures[0]}
+        for way, figures in rounds.items()
     }
     any_, roles = by_name["any"], by_name["roles"]
     return {
@@ -97,30 +101,35 @@ def measure() -> dict[str, Any]:
     }
 
 
-def _round(cluster: LocalCluster, uid: str, seeds: itertools.count[int]) -> _Round:
+def _divided(cluster: LocalCluster) -> int:
+    """Requests whose prompt was left to the prefill replica so far."""
+    return int(cluster.xavier(_UID)["routing"]["choices"].get("prefill", 0))
+
+
+def _round(cluster: LocalCluster, seeds: itertools.count[int]) -> _Round:
     done = threading.Event()
     began = time.perf_counter()
 
     def read_on(reader: int) -> list[_Read]:
         reads = []
         while not done.is_set():
-            reads.append(_read(cluster, uid, f"Reader {reader}, tell a story.", ANSWER))
+            reads.append(_read(cluster, f"Reader {reader}, tell a story.", ANSWER))
         return reads
 
     with ThreadPoolExecutor(READERS) as readers:
         reading = [readers.submit(read_on, reader) for reader in range(READERS)]
         try:
             prompts = [document(next(seeds), ROWS) for _ in range(PROMPTS)]
-            long = [_read(cluster, uid, prompt, 8) for prompt in prompts]
+            long = [_read(cluster, prompt, 8) for prompt in prompts]
         finally:
             done.set()
     others = [read for each in reading for read in each.result()]
     return _Round(long, others, time.perf_counter() - began)
 
 
-def _read(cluster: LocalCluster, uid: str, prompt: str, tokens: int) -> _Read:
+def _read(cluster: LocalCluster, prompt: str, tokens: int) -> _Read:
     body = {
-        "model": uid,
+        "model": _UID,
         "prompt": prompt,
         "max_tokens": tokens,
         "stream": True,
@@ -152,9 +161,9 @@ def markdown(part: dict[str, Any]) -> str:
     lines = [
         f"{READERS} clients read answers of {ANSWER} tokens, while prompts of {ROWS} rows, about "
         f"{50 * ROWS:,} tokens, come one after another: two replicas ({DTYPE}) that do both, and "
-        f"two with roles, in turns; {ROUNDS} rounds of {PROMPTS} prompts each. Of the long ones, "
-        f"{part['divided']} were left to the prefill replica, those of the first two rounds, which "
-        "do not count, included. Medians of the rounds, with minimum and maximum in brackets.",
+        f"two with roles, launched in turns, {LAUNCHES} times {ROUNDS} rounds of {PROMPTS} prompts "
+        f"each. {part['divided']} of the long ones were left to the prefill replica. Medians, with "
+        "minimum and maximum of the rounds in brackets.",
         "",
         "| | both do both | one prefills, one decodes | roles ÷ both |",
         "|---|---|---|---|",

@@ -30,7 +30,7 @@ def test_the_page_compares_both() -> None:
         "divided": 7,
     }
     text = shown(roles, part)
-    assert "7 were left to the prefill replica" in text
+    assert "7 of the long ones were left to the prefill replica" in text
     assert (
         "| requests per second | 2.00 (2.00–2.00) | 1.00 (1.00–1.00) | 0.50 (0.50–0.50) |" in text
     )

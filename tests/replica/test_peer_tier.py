@@ -16,7 +16,7 @@ from xinference_xavier.protocol.tracker import Change, Member, Settings, Update
 from xinference_xavier.replica import peer_tier as module
 from xinference_xavier.replica.namespace import SharedNamespace
 from xinference_xavier.replica.peer_tier import GATHER, PeerTier
-from xinference_xavier.tiers.base import Fetch
+from xinference_xavier.tiers.base import Claim, Fetch
 
 NEVER = math.inf
 ROWS = 8
@@ -29,7 +29,10 @@ class Loop:
         self.calls: list[Any] = []
         publisher = SimpleNamespace(enqueue=lambda keys, held: self.calls.append(keys))
         replica: Any = SimpleNamespace(
-            publisher=publisher, add=self.calls.append, start=self.calls.append
+            publisher=publisher,
+            add=self.calls.append,
+            start=self.calls.append,
+            release=self._release,
         )
         self.pool = Pool(ROWS)
         namespace = SharedNamespace("namespace", lambda _: replica)
@@ -42,6 +45,9 @@ class Loop:
             self.tier.open(replica, replica, replica, replica, replica)
 
         self._loop.run_until_complete(open_tier())
+
+    async def _release(self, claim: Claim) -> None:
+        self.calls.append(claim)
 
     def fetch(self) -> Fetch | None:
         return self.tier.submit_load("donor", self.pool.reserve([b"key"]).rows, NEVER)
@@ -113,6 +119,17 @@ def test_rows_stored_soon_after_others_are_published_together(loop: Loop) -> Non
     fourth = loop.store(b"fourth")
     loop.run(GATHER)
     assert loop.calls == [[fourth]], "the next ones, too"
+
+
+def test_a_claim_is_released_after_its_last_chunks_are_offered(loop: Loop) -> None:
+    loop.store(b"first")
+    loop.run()
+    loop.calls.clear()
+    last = loop.store(b"last")
+    claim = Claim([b"first", b"last"], 1.0)
+    loop.tier.release_claim(claim)
+    loop.run()
+    assert loop.calls == [[last], claim]
 
 
 def test_a_chunk_that_is_stored_again_is_withdrawn_before_it_is_offered(loop: Loop) -> None:

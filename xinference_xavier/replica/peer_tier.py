@@ -95,7 +95,12 @@ class PeerTier(Tier):
         # before it.
         stored = [self._stored.popleft() for _ in range(len(self._stored))]
         self.withdraw_evicted()
-        self._checksums.add(stored)
+        if stored:
+            self._checksums.add(stored)
+
+    def _release(self, claim: Claim) -> None:
+        self._take_stored()  # or a peer that asks now would compute them again
+        spawn(self._client.release(claim))
 
     # -- called by the scheduler thread ---------------------------------------------------------
 
@@ -157,7 +162,7 @@ class PeerTier(Tier):
         return claim if asked else None
 
     def release_claim(self, claim: Claim) -> None:
-        self._post_if_room(lambda: spawn(self._client.release(claim)))
+        self._post_if_room(self._release, claim)
 
     def reset(self) -> None:
         """Void all chunks, and isolate the replica until it is told its weights' version."""
