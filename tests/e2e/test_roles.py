@@ -122,7 +122,7 @@ def test_the_answer_is_that_of_one_replica(model: LocalCluster) -> None:
 def test_a_prefill_replica_that_hangs_costs_no_request(model: LocalCluster) -> None:
     """Whether it hangs in the middle of a prefill or before."""
     with ThreadPoolExecutor(1) as clients:
-        answering = clients.submit(ask, model, document(75, 4 * ROWS), 4)
+        answering = clients.submit(ask, model, document(75, ROWS), 4)
         wait_until(
             lambda: model.xavier(UID)["routing"]["loads"][PREFILL]["requests"] > 0, "it computes"
         )
@@ -136,7 +136,7 @@ def test_a_prefill_replica_that_hangs_costs_no_request(model: LocalCluster) -> N
 def test_a_killed_prefill_replica_costs_no_request(model: LocalCluster) -> None:
     before = {each["incarnation"] for each in model.xavier(UID)["replicas"]}
     with ThreadPoolExecutor(2) as clients:
-        answering = [clients.submit(ask, model, document(80 + n, 4 * ROWS), 4) for n in range(2)]
+        answering = [clients.submit(ask, model, document(80 + n, ROWS), 4) for n in range(2)]
         wait_until(
             lambda: model.xavier(UID)["routing"]["loads"][PREFILL]["requests"] > 0, "it computes"
         )
