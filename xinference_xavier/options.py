@@ -30,6 +30,8 @@ DEFAULT_FETCH_TIMEOUT = 5.0
 LEAST_FETCH_TOKENS = 256  # the default: a fetch can delay its request by a whole step of the engine
 DEFAULT_QUEUE = 100
 DEFAULT_PIN_FRACTION = 0.5
+DEFAULT_WARM_JOIN = 10.0
+MAX_WARM_JOIN = 600.0  # seconds
 MAX_QUEUE = 100_000  # requests
 MAX_FETCH_TIMEOUT = 3600.0  # seconds; peers refuse a longer one
 
@@ -216,15 +218,24 @@ def _parse_queue(option: str, value: object) -> int:
 
 def _parse_pin_fraction(option: str, value: object) -> float:
     remedy = f"use a part of the pool from 0 to 1, such as {DEFAULT_PIN_FRACTION:g}"
+    return _number_between(option, value, 0, 1, remedy)
+
+
+def _parse_warm_join(option: str, value: object) -> float:
+    remedy = f"use seconds from 0 (off) to {MAX_WARM_JOIN:g}, such as {DEFAULT_WARM_JOIN:g}"
+    return _number_between(option, value, 0, MAX_WARM_JOIN, remedy)
+
+
+def _number_between(option: str, value: object, low: float, high: float, remedy: str) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         raise ConfigError(option, value, "is not a number", remedy)
     try:
-        fraction = float(value)
+        number = float(value)
     except (ValueError, OverflowError):
         raise ConfigError(option, value, "is not a number", remedy) from None
-    if not 0 <= fraction <= 1:
+    if not low <= number <= high:
         raise ConfigError(option, value, "is out of range", remedy)
-    return fraction
+    return number
 
 
 PARSERS: dict[str, Callable[[str, object], Any]] = {
@@ -240,4 +251,5 @@ PARSERS: dict[str, Callable[[str, object], Any]] = {
     "xavier_routing": _parse_routing,
     "xavier_queue": _parse_queue,
     "xavier_pin_fraction": _parse_pin_fraction,
+    "xavier_warm_join": _parse_warm_join,
 }

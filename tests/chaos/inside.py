@@ -131,7 +131,7 @@ class Inside:
 
     def is_busy(self, seconds: float) -> None:
         """Grant all rows that may be granted to a consumer that never takes them."""
-        grants = self.replica._donor.grants
+        grants = self.replica.donor.grants
 
         async def take() -> list[int]:
             taken = []
@@ -195,7 +195,7 @@ class Inside:
             "filling": counts.filling,
             "pinned": counts.pinned,
             "quarantined": counts.quarantined,
-            "grants": len(self.replica._donor.grants),
+            "grants": len(self.replica.donor.grants),
             "held": {key for key, row in rows if row is not None},
             "wrong_rows": sum(
                 self.region.row(row.slot).tobytes() != row_content(key, weights).tobytes()

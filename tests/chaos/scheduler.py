@@ -313,7 +313,7 @@ class Scheduler(threading.Thread):
         return any(fetch.state is FetchState.PENDING for fetch in self.manager.tier_lookup.fetches)
 
     def is_serving(self) -> bool:
-        return len(self._replica._donor.grants) > 0
+        return len(self._replica.donor.grants) > 0
 
     def is_idle(self) -> bool:
         return not self._served and not self._jobs and not self.manager.has_pending_work()

@@ -16,6 +16,7 @@ from tests.e2e.text_routes import CHAT, COMPLETIONS, TEXT_ROUTES, body_of
 from xinference_xavier.client import XavierClient
 from xinference_xavier.errors import ApiError, UnknownPrefixError
 from xinference_xavier.stats.answers import NamedPrefix
+from xinference_xavier.stats.schema import ReplicaStatus
 
 UID = "named"
 ROWS = 60  # of a document's table: about 3,000 tokens
@@ -118,6 +119,34 @@ def test_what_is_lost_is_computed_again(model: LocalCluster, client: XavierClien
     client.flush(UID)
     wait_until(lambda: client.prefix(UID, "report").state != "kept", "it is lost")
     assert kept(client, "report").tokens == before.tokens
+
+
+@pytest.mark.long
+def test_a_replica_that_is_replaced_has_what_others_use_before_its_first_request(
+    model: LocalCluster, client: XavierClient
+) -> None:
+    text = document(42, ROWS)
+    for number in range(4):  # two at each replica
+        ask(model, COMPLETIONS, f"{text}Question {number}")
+    victim = f"{UID}-rep0"
+    processes.kill(processes.model_process(victim))
+    wait_until(lambda: len(client.status(UID).replicas) < 2, "a replica is lost")
+    wait_for_engine(lambda: can_fetch(model, UID, 2), "another engine has taken its place")
+
+    def replica() -> ReplicaStatus:
+        (found,) = (each for each in client.status(UID).replicas if each.replica == victim)
+        return found
+
+    wait_until(lambda: replica().warm_join.seconds > 0, "it has fetched")
+    assert replica().warm_join.chunks > 20
+    assert replica().requests == 0
+    answers = [ask(model, COMPLETIONS, f"{text}What is this?").json() for _ in range(2)]
+    assert replica().requests > 0
+    for answer in answers:
+        usage = answer["usage"]
+        assert usage["prompt_tokens_details"]["cached_tokens"] > 0.9 * usage["prompt_tokens"]
+    assert replica().hits.computed < 0.2 * replica().hits.total
+    assert replica().hits.remote == 0
 
 
 @pytest.mark.long
