@@ -70,6 +70,9 @@ class Prefixes:
         if not self.failure:
             spawn(self.keeper.keep(model_uid, tenant, content, ttl))
 
+    async def measure(self, model_uid: str, tenant: str, content: Mapping[str, Any]) -> int:
+        return await self.keeper.tokens(model_uid, tenant, content)
+
     def _loads(self, model_uid: str) -> Mapping[str, KnownLoad]:
         router = self._trackers.routers.get(model_uid)
         return {} if router is None else router.loads()
