@@ -218,24 +218,28 @@ def _parse_queue(option: str, value: object) -> int:
 
 def _parse_pin_fraction(option: str, value: object) -> float:
     remedy = f"use a part of the pool from 0 to 1, such as {DEFAULT_PIN_FRACTION:g}"
-    return _number_between(option, value, 0, 1, remedy)
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        raise ConfigError(option, value, "is not a number", remedy)
+    try:
+        fraction = float(value)
+    except (ValueError, OverflowError):
+        raise ConfigError(option, value, "is not a number", remedy) from None
+    if not 0 <= fraction <= 1:
+        raise ConfigError(option, value, "is out of range", remedy)
+    return fraction
 
 
 def _parse_warm_join(option: str, value: object) -> float:
     remedy = f"use seconds from 0 (off) to {MAX_WARM_JOIN:g}, such as {DEFAULT_WARM_JOIN:g}"
-    return _number_between(option, value, 0, MAX_WARM_JOIN, remedy)
-
-
-def _number_between(option: str, value: object, low: float, high: float, remedy: str) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         raise ConfigError(option, value, "is not a number", remedy)
     try:
-        number = float(value)
+        seconds = float(value)
     except (ValueError, OverflowError):
         raise ConfigError(option, value, "is not a number", remedy) from None
-    if not low <= number <= high:
+    if not 0 <= seconds <= MAX_WARM_JOIN:
         raise ConfigError(option, value, "is out of range", remedy)
-    return number
+    return seconds
 
 
 PARSERS: dict[str, Callable[[str, object], Any]] = {

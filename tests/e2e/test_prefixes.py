@@ -48,6 +48,17 @@ def kept(client: XavierClient, name: str) -> NamedPrefix:
     return client.prefix(UID, name)
 
 
+def wait_for_another_engine(model: LocalCluster) -> None:
+    """After one was lost."""
+    wait_for_engine(
+        lambda: (
+            can_fetch(model, UID, 2)
+            and all(each["model_state"] == "ready" for each in model.replicas(UID))
+        ),
+        "another engine has taken its place",
+    )
+
+
 def ask(model: LocalCluster, path: str, text: str, **more: Any) -> requests.Response:
     """What comes from `headers` in `more` is sent as such."""
     headers = {"anthropic-version": "2023-06-01", **more.pop("headers", {})}
@@ -131,7 +142,7 @@ def test_a_replica_that_is_replaced_has_what_others_use_before_its_first_request
     victim = f"{UID}-rep0"
     processes.kill(processes.model_process(victim))
     wait_until(lambda: len(client.status(UID).replicas) < 2, "a replica is lost")
-    wait_for_engine(lambda: can_fetch(model, UID, 2), "another engine has taken its place")
+    wait_for_another_engine(model)
 
     def replica() -> ReplicaStatus:
         (found,) = (each for each in client.status(UID).replicas if each.replica == victim)
@@ -155,7 +166,7 @@ def test_a_replica_that_is_replaced_gets_its_copies(
 ) -> None:
     processes.kill(processes.model_process(f"{UID}-rep0"))
     wait_until(lambda: client.prefix(UID, "guide").state != "kept", "a copy is lost")
-    wait_for_engine(lambda: can_fetch(model, UID, 2), "another engine has taken its place")
+    wait_for_another_engine(model)
     assert len(kept(client, "guide").replicas) == 2
 
 

@@ -45,6 +45,13 @@ async def test_messages_and_tools_are_kept() -> None:
     ]
 
 
+async def test_it_is_kept_for_the_adapter_that_is_asked() -> None:
+    asking = Asking(600.0)
+    await asking.model.generate("text", {"lora_name": "poet"})
+    await asking.model.chat([HELLO], {"lora_name": "poet"})
+    assert [content["lora_name"] for content, _ in asking.kept] == ["poet", "poet"]
+
+
 @pytest.mark.parametrize(
     ("tools", "kept"),
     [({}, {"tools": TOOLS}), ({"tools": []}, {}), ({"tools": TOOLS}, {"tools": TOOLS})],

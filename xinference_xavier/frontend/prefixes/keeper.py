@@ -20,7 +20,7 @@ from typing import Any
 
 from xinference_xavier.errors import NotFoundError
 from xinference_xavier.frontend.prefixes.names import Names
-from xinference_xavier.frontend.prefixes.prefix import NewPrefix, Prefix, Terms
+from xinference_xavier.frontend.prefixes.prefix import NewPrefix, Prefix, Terms, question_of
 from xinference_xavier.protocol.prefixes import Kept, KeptPrefix, request_id
 from xinference_xavier.runtime.deadline import within
 from xinference_xavier.runtime.rate_limited_log import RateLimitedLog
@@ -175,8 +175,7 @@ class Keeper:
         return int(tokens // chunk)
 
     async def _explain(self, model_uid: str, content: Mapping[str, Any]) -> Mapping[str, Any]:
-        question = {key: value for key, value in content.items() if key != "tools"}
-        explained: Mapping[str, Any] = await self._call(model_uid, "explain", question)
+        explained: Mapping[str, Any] = await self._call(model_uid, "explain", question_of(content))
         return explained
 
     async def _check_budget(self, model_uid: str, chunks: int, terms: Terms) -> None:

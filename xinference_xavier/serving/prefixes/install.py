@@ -11,6 +11,7 @@ from typing import Any
 
 from xinference_xavier.frontend.prefixes.keeper import Keeper
 from xinference_xavier.frontend.prefixes.names import Names
+from xinference_xavier.frontend.prefixes.prefix import LORA
 from xinference_xavier.frontend.prefixes.store import SchemaError, Store
 from xinference_xavier.frontend.request_body import Message, Receive
 from xinference_xavier.runtime.deadline import within
@@ -85,6 +86,8 @@ class Prefixes:
         config: dict[str, Any] = {"max_tokens": 1}
         if tenant:
             config["cache_salt"] = tenant
+        if LORA in content:
+            config[LORA] = content[LORA]
         if "prompt" in content:
             await model.generate(content["prompt"], config, request_id=number)
             return

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
+from xinference_xavier.frontend.prefixes.prefix import LORA
 from xinference_xavier.runtime.deadline import within
 from xinference_xavier.runtime.tasks import retrieve, spawn
 from xinference_xavier.serving.prefixes.usage import ALL, counted, counted_stream
@@ -36,20 +37,21 @@ class KeptModel:
 
     async def generate(self, prompt: Any, *args: Any, **kwargs: Any) -> Any:
         if self._prompt_s and isinstance(prompt, str):
-            self._keep({"prompt": prompt}, self._prompt_s)
+            config = args[0] if args else kwargs.get("generate_config")
+            self._keep({"prompt": prompt, **_adapter(config)}, self._prompt_s)
         return await self._counted(await self._model.generate(prompt, *args, **kwargs))
 
     async def chat(self, messages: list[Any], *args: Any, **kwargs: Any) -> Any:
         if self._prompt_s:
             config = args[0] if args else kwargs.get("generate_config")
-            self._keep_messages(messages, _tools(config), self._prompt_s)
+            self._keep_messages(messages, _tools(config), config, self._prompt_s)
         return await self._counted(await self._model.chat(messages, *args, **kwargs))
 
     async def prepare_anthropic_request(self, messages: list[Any], config: Any) -> Any:
         marked = config.get("_anthropic_cache_control") if isinstance(config, dict) else None
         if isinstance(marked, dict) and marked.get("messages"):
             tools = marked.get("tools", _tools(config))
-            content = self._keep_messages(marked["messages"], tools, float(marked["ttl"]))
+            content = self._keep_messages(marked["messages"], tools, config, float(marked["ttl"]))
             if len(marked["messages"]) >= len(messages):
                 self._keeps_all = True
             else:
@@ -57,8 +59,10 @@ class KeptModel:
                 self._marked.add_done_callback(retrieve)
         return await self._model.prepare_anthropic_request(messages, config)
 
-    def _keep_messages(self, messages: list[Any], tools: Any, seconds: float) -> Mapping[str, Any]:
-        content = {"messages": messages, "tools": tools} if tools else {"messages": messages}
+    def _keep_messages(
+        self, messages: list[Any], tools: Any, config: Any, seconds: float
+    ) -> Mapping[str, Any]:
+        content = {"messages": messages, **({"tools": tools} if tools else {}), **_adapter(config)}
         self._keep(content, seconds)
         return content
 
@@ -80,3 +84,9 @@ class KeptModel:
 
 def _tools(config: Any) -> Any:
     return config.get("tools") if isinstance(config, dict) else None
+
+
+def _adapter(config: Any) -> dict[str, Any]:
+    """Rows belong to an adapter."""
+    name = config.get(LORA) if isinstance(config, dict) else None
+    return {LORA: name} if name else {}
