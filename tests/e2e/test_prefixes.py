@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import requests
 
 from examples.documents import document
 from examples.local_cluster import LocalCluster
+from examples.make_model import Shape, make_model
 from tests.e2e import processes
 from tests.e2e.conftest import ARGUMENTS, can_fetch, wait_for_engine, wait_until
 from tests.e2e.text_routes import CHAT, COMPLETIONS, TEXT_ROUTES, body_of
@@ -21,6 +23,7 @@ from xinference_xavier.stats.schema import ReplicaStatus
 UID = "named"
 ROWS = 60  # of a document's table: about 3,000 tokens
 TIMEOUT = 60.0
+OTHER_WEIGHTS = Shape(512, 7, 8, 4, 896)
 MESSAGES = [{"role": "system", "content": document(41, ROWS)}]
 
 
@@ -168,6 +171,25 @@ def test_a_replica_that_is_replaced_gets_its_copies(
     wait_until(lambda: client.prefix(UID, "guide").state != "kept", "a copy is lost")
     wait_for_another_engine(model)
     assert len(kept(client, "guide").replicas) == 2
+
+
+@pytest.mark.long
+def test_names_survive_a_launch_with_other_weights(
+    model: LocalCluster, client: XavierClient, tmp_path: Path
+) -> None:
+    before = client.prefix(UID, "report")
+    model.terminate(UID)
+    model.register(make_model(tmp_path / "other", OTHER_WEIGHTS), "other")
+    model.launch("other", UID, **ARGUMENTS)
+    wait_for_engine(lambda: can_fetch(model, UID, 2), "both replicas can fetch")
+    found = kept(client, "report")
+    assert (found.created, found.tokens) == (before.created, before.tokens)
+    assert found.replicas.keys() == before.replicas.keys()
+    text = document(40, ROWS)
+    whole = ask(model, COMPLETIONS, text + "What is this?", cache_salt="cold").json()
+    answer = ask(model, COMPLETIONS, "What is this?", prefix_name="report").json()
+    assert answer["choices"][0]["text"] == whole["choices"][0]["text"]
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 0.9 * found.tokens
 
 
 def test_a_removed_name_is_unknown(model: LocalCluster, client: XavierClient) -> None:
