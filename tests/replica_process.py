@@ -113,6 +113,7 @@ class _Engine:
         self.load: Callable[[], Load | None] = lambda: None
         self.take_prompts: Callable[[], tuple[ScheduledPrompt, ...]] = lambda: ()
         self.take_computed: Callable[[], tuple[ComputedPrefix, ...]] = lambda: ()
+        self.finished: list[Sequence[bytes]] = []
 
     @property
     def stats(self) -> Callable[[], dict[str, Any]]:
@@ -120,6 +121,10 @@ class _Engine:
 
     def next_probe(self) -> Probe | None:
         return self.probe
+
+    def take_finished(self) -> list[Sequence[bytes]]:
+        finished, self.finished = self.finished, []
+        return finished
 
     def take_probe_results(self) -> list[ProbeResult]:
         results, self.results = self.results, []
@@ -214,6 +219,13 @@ class _Inside:
             for row in self.fetching.rows
         )
 
+    def filled(self) -> int:
+        """How many rows of the pool have the right bytes, whatever their state."""
+        return sum(
+            np.array_equal(self.region.row(row.slot), content(row.key, self.region.row_bytes))
+            for row in self.pool.rows()
+        )
+
     def claim(self, keys: Sequence[bytes]) -> int:
         """How many leading chunks a peer is computing."""
         claim = self.replica.tier.claim(keys, 60.0)
@@ -284,6 +296,10 @@ class _Inside:
         """Set the engine's counts."""
         self.engine.counted = engine_stats
 
+    def use(self, prompts: Sequence[Sequence[bytes]]) -> None:
+        """As if requests with these prompts had ended."""
+        self.engine.finished += prompts
+
     def report_load(self, load: Load | None) -> None:
         """Report this load from now on; None: none."""
         self.engine.load = lambda: load
@@ -318,6 +334,10 @@ class _Inside:
         """Whether it has joined and its transfer process knows the secret."""
         return self.replica._client.joined.is_set() and self.replica._process.ready
 
+    def is_warm(self) -> bool:
+        """Whether it takes requests."""
+        return self.replica.warm_join.ended
+
     def reset(self) -> None:
         self.replica.tier.reset()
 
@@ -347,6 +367,16 @@ class TrackerProcess:
     def set_weights_version(self, version: str) -> dict[str, list[str]]:
         told: dict[str, list[str]] = self._ask("set_weights_version", version)
         return told
+
+    def holdings(self) -> int:
+        """Chunks that replicas have published."""
+        namespaces = self._ask("status")["namespaces"].values()
+        return sum(each["holdings"] for namespace in namespaces for each in namespace["replicas"])
+
+    def loads(self) -> list[str]:
+        """The incarnations that have reported their load."""
+        observation = self._ask("observe", "", 0, 0, 0.0)
+        return [each.incarnation for each in observation.loads]
 
     def _ask(self, method: str, *args: Any) -> Any:
         self._pipe.send((method, args))

@@ -14,9 +14,11 @@ MAX_ROOT_MODULES = 8
 
 ELSEWHERE = {
     "tiers/base.py": "abstract",
+    "stats/warm_join.py": "replica/test_warm_join.py",
     "tracker/fanout.py": "the tracker's: tracker/test_actor.py",
     "engine/view.py": "engine/test_probes.py and engine/test_connector.py",
     "replica/departures.py": "replica/test_replica.py",
+    "replica/engine.py": "abstract",
     "transfer/__main__.py": "run as a process: replica/test_transfer_process.py",
     "transfer/links.py": "transfer/test_receiver.py and transfer/test_sender.py",
     "transfer/transports/base.py": "abstract",

@@ -18,7 +18,9 @@ from xinference_xavier.options import (
     DEFAULT_FETCH_TIMEOUT,
     DEFAULT_PIN_FRACTION,
     DEFAULT_QUEUE,
+    DEFAULT_WARM_JOIN,
     LEAST_FETCH_TOKENS,
+    MAX_WARM_JOIN,
     PARSERS,
     Role,
     Routing,
@@ -76,6 +78,7 @@ class XavierConfig:
     routing: Routing = "auto"
     queue: Annotated[int, pydantic.Field(ge=0)] = DEFAULT_QUEUE
     pin_fraction: Annotated[float, pydantic.Field(ge=0, le=1)] = DEFAULT_PIN_FRACTION
+    warm_join: Annotated[float, pydantic.Field(ge=0, le=MAX_WARM_JOIN)] = DEFAULT_WARM_JOIN
     request_limit: Annotated[int, pydantic.Field(ge=1)] | None = None
     roles: Annotated[tuple[Role, ...], pydantic.Strict(False)] | None = None
     role: Role = "any"

@@ -33,6 +33,8 @@ DEFAULT_FETCH_TIMEOUT = 5.0
 LEAST_FETCH_TOKENS = 256  # the default: a fetch can delay its request by a whole step of the engine
 DEFAULT_QUEUE = 100
 DEFAULT_PIN_FRACTION = 0.5
+DEFAULT_WARM_JOIN = 10.0
+MAX_WARM_JOIN = 600.0  # seconds
 MAX_QUEUE = 100_000  # requests
 MAX_REPLICAS = 1000
 MAX_FETCH_TIMEOUT = 3600.0  # seconds; peers refuse a longer one
@@ -86,6 +88,15 @@ def _parse_int(option: str, value: object, remedy: str) -> int:
     if isinstance(value, str) and re.fullmatch(r"[+-]?\d+", value.strip(), re.ASCII):
         return int(value)
     raise ConfigError(option, value, "is not a whole number", remedy)
+
+
+def _parse_number(option: str, value: object, remedy: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        raise ConfigError(option, value, "is not a number", remedy)
+    try:
+        return float(value)
+    except (ValueError, OverflowError):
+        raise ConfigError(option, value, "is not a number", remedy) from None
 
 
 def _parse_chunk_tokens(option: str, value: object) -> int:
@@ -182,12 +193,7 @@ def _parse_port_range(option: str, value: object) -> tuple[int, int]:
 
 def _parse_fetch_timeout(option: str, value: object) -> float:
     remedy = f"use seconds above 0, such as {DEFAULT_FETCH_TIMEOUT:g}"
-    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
-        raise ConfigError(option, value, "is not a number", remedy)
-    try:
-        seconds = float(value)
-    except (ValueError, OverflowError):
-        raise ConfigError(option, value, "is not a number", remedy) from None
+    seconds = _parse_number(option, value, remedy)
     if seconds >= MAX_FETCH_TIMEOUT:
         raise ConfigError(option, value, "is an hour or more", remedy)
     if not math.isfinite(seconds) or seconds <= 0:
@@ -220,12 +226,7 @@ def _parse_queue(option: str, value: object) -> int:
 
 def _parse_pin_fraction(option: str, value: object) -> float:
     remedy = f"use a part of the pool from 0 to 1, such as {DEFAULT_PIN_FRACTION:g}"
-    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
-        raise ConfigError(option, value, "is not a number", remedy)
-    try:
-        fraction = float(value)
-    except (ValueError, OverflowError):
-        raise ConfigError(option, value, "is not a number", remedy) from None
+    fraction = _parse_number(option, value, remedy)
     if not 0 <= fraction <= 1:
         raise ConfigError(option, value, "is out of range", remedy)
     return fraction
@@ -256,6 +257,14 @@ def _parse_roles(option: str, value: object) -> tuple[Role, ...]:
     return tuple(roles)
 
 
+def _parse_warm_join(option: str, value: object) -> float:
+    remedy = f"use seconds from 0 (off) to {MAX_WARM_JOIN:g}, such as {DEFAULT_WARM_JOIN:g}"
+    seconds = _parse_number(option, value, remedy)
+    if not 0 <= seconds <= MAX_WARM_JOIN:
+        raise ConfigError(option, value, "is out of range", remedy)
+    return seconds
+
+
 PARSERS: dict[str, Callable[[str, object], Any]] = {
     "xavier_pool_bytes": _parse_size,
     "xavier_chunk_tokens": _parse_chunk_tokens,
@@ -271,4 +280,5 @@ PARSERS: dict[str, Callable[[str, object], Any]] = {
     "xavier_pin_fraction": _parse_pin_fraction,
     "xavier_roles": _parse_roles,
     "xavier_prefill_threshold": _parse_tokens,
+    "xavier_warm_join": _parse_warm_join,
 }

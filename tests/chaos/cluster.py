@@ -21,6 +21,7 @@ import psutil
 
 from examples.waiting import until
 from tests.chaos.mutations import Mutation
+from tests.chaos.names import NamedPrefixes
 from tests.chaos.node import Node, Settings
 from tests.chaos.tracker import LEASE, HostNode, TrackerNode
 from tests.faults import taken
@@ -68,6 +69,12 @@ class Cluster:
         self.host.command("set_tracker", self.tracker.address)
         for name in pools:
             self.start(name)
+        self.names = NamedPrefixes(
+            folder,
+            lambda *asked: self.tracker.command(*asked),
+            lambda: {each.incarnation: each.command for each in list(self.nodes.values())},
+            self._computed,
+        )
 
     # -- replicas -----------------------------------------------------------------------------
 
@@ -220,7 +227,13 @@ class Cluster:
             orders.update(taken(node.folder))
         return orders
 
+    def _computed(self, incarnation: str) -> list[str]:
+        """The requests for named prefixes that it has computed."""
+        nodes = [each for each in list(self.nodes.values()) if each.incarnation == incarnation]
+        return [number for node in nodes for number in node.figures().get("computed", [])]
+
     def close(self) -> None:
+        self.names.close()
         for node in self.nodes.values():
             node.kill()
         self.tracker.kill()

@@ -7,20 +7,24 @@ import json
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 import psutil
 
 from tests.chaos.mutations import Mutation, make_pool
+from tests.chaos.names import Watch
 from tests.chaos.node import ANSWER_TIME, Settings
 from tests.chaos.scheduler import Scheduler
 from tests.chaos.worker import Worker
 from tests.chaos.workload import ROW_BYTES, row_content
+from tests.engine.scheduling import chunks
 from tests.replica_process import KEY_BYTES
 from xinference_xavier.config import XavierConfig
 from xinference_xavier.pool.region import Region
 from xinference_xavier.pool.sweep import shared_keys
+from xinference_xavier.replica.kept_prefixes import ComputedPrefix
 from xinference_xavier.replica.replica import Replica
 from xinference_xavier.runtime import tasks
 
@@ -32,6 +36,25 @@ class Unsketched:
 
     def sketch(self, key: bytes) -> None:
         return None
+
+
+class NamedWork:
+    """What an engine says of the named prefixes that it computes."""
+
+    def __init__(self, named: deque[ComputedPrefix]) -> None:
+        self._named = named
+
+    def load(self) -> None:
+        return None
+
+    def take_prompts(self) -> tuple[()]:
+        return ()
+
+    def take_computed(self) -> tuple[ComputedPrefix, ...]:
+        return tuple(self._named.popleft() for _ in range(len(self._named)))
+
+    def scheduled(self, req_id: str, prompt: int, have: int) -> None:
+        pass
 
 
 class Inside:
@@ -65,16 +88,31 @@ class Inside:
         view = self.scheduler.manager.view
         if settings.mutation is not Mutation.CANARY:
             view.sketcher = Unsketched()  # type: ignore[assignment]
+        view.workload = NamedWork(self.scheduler.named)  # type: ignore[assignment]
+        self.watch = Watch(self._firmly_held)
         self.replica.start(view)
         self._show(settings.weights)
         self.scheduler.start()
 
+    def _firmly_held(self) -> dict[str, int]:
+        return {
+            name: sum(self.pool.lookup(key) is not None for key in prefix.keys)
+            for name, prefix in list(self.replica.kept._prefixes.items())
+            if prefix.firm
+        }
+
+    def compute(self, number: str, text: str, count: int) -> None:
+        self.scheduler.call(lambda: self.scheduler.compute(number, chunks(text, count)))
+
     def _report(self) -> None:
+        self.watch.look()
         figures = vars(self.scheduler.figures) | {
             "died": self.scheduler.died,
             "in_flight": self.scheduler.in_flight,
             "waits": self.scheduler.manager.stats()["waits"],
             "left_out": self.scheduler.manager.cost_model.report()["left_out"],
+            "computed": list(self.scheduler.computed),
+            "lost_chunks": self.watch.lost,
             "wrong_bytes": self.worker.wrong_bytes,
             "pool_refusals": self.pool.refusals,
             "epoch": self.replica.mirror.epoch,
@@ -104,8 +142,13 @@ class Inside:
 
     def reset(self, weights: str, shown: str = "") -> None:
         """Compute with `weights` from now on, with the canary of the weights `shown`."""
-        self.scheduler.call(lambda: self.scheduler.reset(weights))
+        self.scheduler.call(lambda: self._reset(weights))
         self._show(shown or weights)
+
+    def _reset(self, weights: str) -> None:
+        """On the scheduler's thread, which watches, too."""
+        self.watch.reset()
+        self.scheduler.reset(weights)
 
     def _show(self, weights: str) -> None:
         """Show the canary that xinference's worker has an engine compute after a start or reset."""
@@ -121,7 +164,7 @@ class Inside:
         moment = self.scheduler.is_serving if serving else self.scheduler.is_fetching
 
         def reset() -> bool:
-            self.scheduler.reset(weights)
+            self._reset(weights)
             return True
 
         happened = bool(self.scheduler.call_when(moment, reset, timeout))
@@ -131,7 +174,7 @@ class Inside:
 
     def is_busy(self, seconds: float) -> None:
         """Grant all rows that may be granted to a consumer that never takes them."""
-        grants = self.replica._donor.grants
+        grants = self.replica.donor.grants
 
         async def take() -> list[int]:
             taken = []
@@ -195,7 +238,7 @@ class Inside:
             "filling": counts.filling,
             "pinned": counts.pinned,
             "quarantined": counts.quarantined,
-            "grants": len(self.replica._donor.grants),
+            "grants": len(self.replica.donor.grants),
             "held": {key for key, row in rows if row is not None},
             "wrong_rows": sum(
                 self.region.row(row.slot).tobytes() != row_content(key, weights).tobytes()

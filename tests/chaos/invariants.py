@@ -66,6 +66,7 @@ def come_to_rest(cluster: Cluster, before: dict[str, Size] | None = None) -> Fin
     while (found.problems or found.leaks != Leaks()) and time.monotonic() < deadline:
         threading.Event().wait(0.3)
         found = _look(cluster, before)
+    found.problems.extend(f"the hard name {lost}" for lost in cluster.names.missing())
     return found
 
 
@@ -155,6 +156,8 @@ def _about_causes(cluster: Cluster) -> list[str]:
         for node in cluster.everybody()
         if (node.folder / "died").exists()
     ]
+    if lost := cluster.total(lambda figures: figures["lost_chunks"]):
+        found.append(f"{lost} chunks of hard names were evicted")
     found += [f"{name} expired but was never absent" for name in cluster.unexplained_expiries()]
     found += [
         f"{node.incarnation} ended by itself ({node.process.exitcode})"

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from enum import StrEnum
 from typing import Any
 
+from xinference_xavier.pool.eviction import Protection
 from xinference_xavier.pool.pool import Pool, Reservation, Row, RowState
 
 
@@ -21,6 +22,8 @@ class Mutation(StrEnum):
     """Replicas share without a comparison."""
     SEQUENCE = "sequence"
     """The tracker treats any publication as the next one."""
+    FIRM = "firm"
+    """What is kept firmly is evicted like everything else."""
 
 
 class CountingPool(Pool):
@@ -28,9 +31,9 @@ class CountingPool(Pool):
 
     refusals = 0
 
-    def reserve(self, keys: Iterable[bytes], *how: Any) -> Reservation:
+    def reserve(self, keys: Iterable[bytes], *how: Any, **named: Any) -> Reservation:
         wanted = [key for key in keys if not self.holds(key)]
-        reservation = super().reserve(wanted, *how)
+        reservation = super().reserve(wanted, *how, **named)
         self.refusals += len(reservation.rows) < len(wanted)
         return reservation
 
@@ -60,9 +63,15 @@ class _WithoutPins(CountingPool):
                     self._leave_quarantine(row)
 
 
+class _WithoutProtection(CountingPool):
+    def protect(self, keys: Iterable[bytes], how: Protection) -> None:
+        pass
+
+
 def make_pool(slots: int, mutation: Mutation | None) -> CountingPool:
     kinds: dict[Mutation | None, type[CountingPool]] = {
         Mutation.QUARANTINE: _WithoutQuarantine,
         Mutation.PIN: _WithoutPins,
+        Mutation.FIRM: _WithoutProtection,
     }
     return kinds.get(mutation, CountingPool)(slots)

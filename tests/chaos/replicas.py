@@ -72,6 +72,7 @@ class _Run:
 
     def run(self, steps: Iterator[Step], seconds: float) -> int:
         self._warm_up()
+        self._cluster.names.add()
         before = come_to_rest(self._cluster)
         self._began = time.monotonic()
         after, is_over = before, bool(before.problems)
@@ -145,7 +146,8 @@ class _Run:
 
     def _is_lost(self) -> bool:
         """Whether something is wrong that time will not mend."""
-        if self._cluster.total(lambda figures: figures["died"] + figures["wrong_bytes"]):
+        bad = ("died", "wrong_bytes", "lost_chunks")
+        if self._cluster.total(lambda figures: sum(figures[each] for each in bad)):
             return True
         return bool(self._report.problems)
 

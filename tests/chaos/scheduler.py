@@ -11,7 +11,7 @@ import random
 import threading
 import time
 import traceback
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -26,6 +26,8 @@ from tests.chaos.workload import prompt
 from tests.engine.scheduling import CHUNK, Request, Scheduling, chunks
 from xinference_xavier.engine.manager import XavierManager
 from xinference_xavier.pool.pool import Pool
+from xinference_xavier.protocol.prefixes import prefix_of
+from xinference_xavier.replica.kept_prefixes import ComputedPrefix
 from xinference_xavier.replica.replica import Replica
 from xinference_xavier.tiers.base import FetchState
 
@@ -123,6 +125,9 @@ class Scheduler(threading.Thread):
         self._waited = 0.0  # seconds: the planned pauses between steps, and all lookups
         self.orders: Counter[str] = Counter()
         self.weights = weights
+        self.named: deque[ComputedPrefix] = deque()
+        self.computed: deque[str] = deque(maxlen=100)
+        """Requests that computed a named prefix, the latest last."""
         self.paused = True
         self.died = False
         self.figures = Figures()
@@ -200,6 +205,11 @@ class Scheduler(threading.Thread):
         own_prefix = self._source.choice((0, 0, 0, 1, 2))
         self._served.append(_Served(request, own_prefix))
 
+    def compute(self, name: str, keys: Sequence[OffloadKey]) -> None:
+        """A request that computes a named prefix."""
+        self.figures.requests += 1
+        self._served.append(_Served(self._vllm.arrive(name, keys), 0))
+
     def _attempt(self, served: _Served) -> None:
         self.figures.operations += 1
         began = time.monotonic()
@@ -222,6 +232,9 @@ class Scheduler(threading.Thread):
         slots = self._vllm.schedule(served.request, hits, served.own_prefix)
         served.hits, served.steps = hits, self._source.randint(1, 3)
         served.phase = Phase.LOADING if hits else Phase.RUNNING
+        if (prefix := prefix_of(served.request.req_id)) is not None:
+            own = tuple(served.request.keys)
+            self.named.append(ComputedPrefix(prefix, CHUNK * len(own), own))
         if hits:
             keys = served.request.keys[served.own_prefix :][:hits]
             self._submit(Job(served.request, False, keys, slots, self.weights, self._haste()))
@@ -245,6 +258,8 @@ class Scheduler(threading.Thread):
         computed = request.keys[served.own_prefix + served.hits :]
         self._store(request, computed)
         self.figures.finished += 1
+        if prefix_of(request.req_id) is not None:
+            self.computed.append(request.req_id)
         self._finish(served)
 
     def _store(self, request: Request, keys: Sequence[OffloadKey]) -> None:
@@ -313,7 +328,7 @@ class Scheduler(threading.Thread):
         return any(fetch.state is FetchState.PENDING for fetch in self.manager.tier_lookup.fetches)
 
     def is_serving(self) -> bool:
-        return len(self._replica._donor.grants) > 0
+        return len(self._replica.donor.grants) > 0
 
     def is_idle(self) -> bool:
         return not self._served and not self._jobs and not self.manager.has_pending_work()

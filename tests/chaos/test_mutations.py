@@ -22,6 +22,7 @@ CASES = {
     Mutation.QUARANTINE: (["late bytes"], "wrong bytes"),
     Mutation.PIN: (["donor is slow"], "rows arrived damaged"),
     Mutation.CANARY: (["rows of other weights"], "wrong"),
+    Mutation.FIRM: (["donor is slow"], "chunks of hard names were evicted"),
     Mutation.SEQUENCE: (["publication lost", "publication repeated"], "the mirror of"),
 }
 

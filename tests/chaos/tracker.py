@@ -125,6 +125,9 @@ class _TrackerInside:
     async def set_weights_version(self, version: str) -> dict[str, list[str]]:
         return await self._tracker.set_weights_version(version)
 
+    async def keep_prefixes(self, wanted: Any) -> Any:
+        return await self._tracker.keep_prefixes(wanted)
+
     async def actors(self) -> list[str]:
         return [uid.decode() if isinstance(uid, bytes) else uid for uid in self._pool._actors]
 

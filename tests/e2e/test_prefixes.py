@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,16 +11,19 @@ import requests
 
 from examples.documents import document
 from examples.local_cluster import LocalCluster
+from examples.make_model import Shape, make_model
 from tests.e2e import processes
 from tests.e2e.conftest import ARGUMENTS, can_fetch, wait_for_engine, wait_until
 from tests.e2e.text_routes import CHAT, COMPLETIONS, TEXT_ROUTES, body_of
 from xinference_xavier.client import XavierClient
 from xinference_xavier.errors import ApiError, UnknownPrefixError
 from xinference_xavier.stats.answers import NamedPrefix
+from xinference_xavier.stats.schema import ReplicaStatus
 
 UID = "named"
 ROWS = 60  # of a document's table: about 3,000 tokens
 TIMEOUT = 60.0
+OTHER_WEIGHTS = Shape(512, 7, 8, 4, 896)
 MESSAGES = [{"role": "system", "content": document(41, ROWS)}]
 
 
@@ -121,13 +125,49 @@ def test_what_is_lost_is_computed_again(model: LocalCluster, client: XavierClien
 
 
 @pytest.mark.long
-def test_a_replica_that_is_replaced_gets_its_copies(
+def test_a_replica_that_is_replaced_has_what_others_use_before_its_first_request(
     model: LocalCluster, client: XavierClient
 ) -> None:
-    processes.kill(processes.model_process(f"{UID}-rep0"))
-    wait_until(lambda: client.prefix(UID, "guide").state != "kept", "a copy is lost")
+    text = document(42, ROWS)
+    for number in range(4):  # two at each replica
+        ask(model, COMPLETIONS, f"{text}Question {number}")
+    victim = f"{UID}-rep0"
+    processes.kill(processes.model_process(victim))
+    wait_until(lambda: len(client.status(UID).replicas) < 2, "a replica is lost")
     wait_for_engine(lambda: can_fetch(model, UID, 2), "another engine has taken its place")
-    assert len(kept(client, "guide").replicas) == 2
+
+    def replica() -> ReplicaStatus:
+        (found,) = (each for each in client.status(UID).replicas if each.replica == victim)
+        return found
+
+    wait_until(lambda: replica().warm_join.seconds > 0, "it has fetched")
+    assert replica().warm_join.chunks > 20
+    answers = [ask(model, COMPLETIONS, f"{text}What is this?").json() for _ in range(2)]
+    for answer in answers:
+        usage = answer["usage"]
+        assert usage["prompt_tokens_details"]["cached_tokens"] > 0.9 * usage["prompt_tokens"]
+    assert replica().hits.computed < 0.2 * replica().hits.total
+    assert replica().hits.remote == 0
+    assert len(kept(client, "guide").replicas) == 2, "it has its copies, too"
+
+
+@pytest.mark.long
+def test_names_survive_a_launch_with_other_weights(
+    model: LocalCluster, client: XavierClient, tmp_path: Path
+) -> None:
+    before = client.prefix(UID, "report")
+    model.terminate(UID)
+    model.register(make_model(tmp_path / "other", OTHER_WEIGHTS), "other")
+    model.launch("other", UID, **ARGUMENTS)
+    wait_for_engine(lambda: can_fetch(model, UID, 2), "both replicas can fetch")
+    found = kept(client, "report")
+    assert (found.created, found.tokens) == (before.created, before.tokens)
+    assert found.replicas.keys() == before.replicas.keys()
+    text = document(40, ROWS)
+    whole = ask(model, COMPLETIONS, text + "What is this?", cache_salt="cold").json()
+    answer = ask(model, COMPLETIONS, "What is this?", prefix_name="report").json()
+    assert answer["choices"][0]["text"] == whole["choices"][0]["text"]
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 0.9 * found.tokens
 
 
 def test_a_removed_name_is_unknown(model: LocalCluster, client: XavierClient) -> None:

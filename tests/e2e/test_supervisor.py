@@ -13,11 +13,13 @@ from collections.abc import Callable
 import pytest
 import xoscar
 
+from examples.documents import document
 from examples.local_cluster import free_port
 from tests.e2e import processes
 from tests.e2e.conftest import REPLICAS, SEPARATE_UID, can_fetch, wait_for_engine, wait_until
 from tests.e2e.separate_cluster import SeparateCluster
 from tests.e2e.test_recovery import assert_shares, compute, members, question
+from xinference_xavier.client import XavierClient
 from xinference_xavier.protocol.tracker import tracker_uid
 
 pytestmark = pytest.mark.long
@@ -104,3 +106,28 @@ def test_a_supervisor_that_died_is_found_again(
     assert_shares(model, SECOND, FIRST, seed + 2)
     record_property("seconds until there are hits again", time.monotonic() - back)
     assert model.complete(UID, question(seed)).tokens == expected  # REST works again
+
+
+@pytest.mark.parametrize("lost", ["tracker", "supervisor"])
+def test_names_survive_the_loss_of(model: SeparateCluster, lost: str) -> None:
+    """With the supervisor goes the process that keeps them. What is lost afterwards is computed
+    again."""
+    with XavierClient(model.endpoint) as client:
+        client.add_prefix(UID, lost, document(540, 40), retention="hard", copies="all")
+        wait_until(lambda: client.prefix(UID, lost).state == "kept", "it is kept")
+        before = client.prefix(UID, lost)
+    if lost == "tracker":
+        destroy_tracker(model)
+    else:
+        model.kill_supervisor()
+        model.start_supervisor(model.control_port)
+    wait_for_engine(lambda: can_fetch(model, UID, 2), "both have joined the new tracker")
+    with XavierClient(model.endpoint) as client:
+        wait_for_engine(lambda: client.prefix(UID, lost).state == "kept", "it is kept")
+        found = client.prefix(UID, lost)
+        assert (found.created, found.tokens) == (before.created, before.tokens)
+        assert {copy.firm for copy in found.replicas.values()} == {True}
+        client.flush(UID)
+        wait_until(lambda: client.prefix(UID, lost).state != "kept", "it is lost")
+        wait_for_engine(lambda: client.prefix(UID, lost).state == "kept", "it is computed again")
+        client.remove_prefix(UID, lost)

@@ -403,3 +403,15 @@ def test_a_stale_handle_does_no_harm() -> None:
     assert not pool.pin_row(old)
     assert pool.counts().filling == 1
     assert pool.commit(new)
+
+
+def test_whoever_must_not_evict_takes_only_free_slots() -> None:
+    """Nor those of flushed rows, which the evicting thread may have looked up."""
+    pool = Pool(4)
+    for row in pool.reserve([b"a", b"b"]).rows:
+        pool.commit(row)
+    flush(pool)
+    rows, evicted = pool.reserve([b"a", b"c", b"d", b"e"], redundant=None)
+    assert [row.key for row in rows] == [b"c", b"d"]
+    assert evicted == []
+    assert len(pool.reserve([b"x", b"y", b"z"]).rows) == 2, "flushed rows go when others need them"

@@ -35,6 +35,8 @@ class Scene:
         self.engine_error: Exception | None = None
         self.prompts: list[ScheduledPrompt] = []
         self.router_listens = True
+        self.ready = asyncio.Event()
+        self.ready.set()
         self.tracker_error: Exception | None = None
         self._reports: list[Report] = []
         self.running: asyncio.Task[None] | None = None
@@ -60,7 +62,7 @@ class Scene:
         """Those since the last call, once the reporter has had time to look. The first call starts
         it."""
         if self.running is None:
-            reporter = LoadReporter(self, lambda: self.now)
+            reporter = LoadReporter(self, lambda: self.now, self.ready.wait)
             self.running = asyncio.create_task(reporter.run(self._call))
         await let_others_run()
         reports, self._reports = self._reports, []
@@ -199,3 +201,10 @@ class TestFailure:
         assert caplog.text.count("no such attribute") == 1
         scene.engine_error = None
         assert await scene.reports() == [(load(0.0), ())]
+
+
+async def test_nothing_is_reported_before_the_replica_takes_requests(scene: Scene) -> None:
+    scene.ready.clear()
+    assert await scene.reports() == []
+    scene.ready.set()
+    assert await scene.reports() == [(load(0.0), ())]

@@ -19,6 +19,7 @@ from xinference_xavier.stats.schema import (
     ReplicaFetches,
     ReplicaStats,
 )
+from xinference_xavier.stats.warm_join import WarmJoinStats
 
 HITS = Hits(remote=3)
 
@@ -39,6 +40,7 @@ def stats(counts: FetchCounts) -> ReplicaStats:
         donor=SimpleNamespace(grants=[1, 2], refused=7),  # type: ignore[arg-type]
         mirror=Mirror(),  # type: ignore[arg-type]
         canary=SimpleNamespace(stats=ComparisonStats(16, 17, 18, 19)),  # type: ignore[arg-type]
+        warm_join=WarmJoinStats(20, 1.5, 21),
         process=SimpleNamespace(pid=11, starts=3, failed_calls=12),  # type: ignore[arg-type]
         hooks=SimpleNamespace(failed=13, dropped=14),  # type: ignore[arg-type]
         not_sharing="no peers",
@@ -64,6 +66,7 @@ def test_every_count_is_reported() -> None:
         grants=GrantStats(2, 7),
         mirror=MirrorStats(8, 9),
         comparison=ComparisonStats(16, 17, 18, 19),
+        warm_join=WarmJoinStats(20, 1.5, 21),
         hooks=HookStats(13, 14),
         not_sharing="no peers",
         refused_posts=15,

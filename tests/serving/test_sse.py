@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import xoscar as xo
+from fastapi import HTTPException
 
 from xinference_xavier.errors import NotFoundError
 from xinference_xavier.protocol.tracker import Member, Settings, tracker_uid
 from xinference_xavier.serving import sse as module
-from xinference_xavier.serving.sse import live
+from xinference_xavier.serving.sse import Listeners, live
 from xinference_xavier.serving.tracker_gateway import TrackerGateway
 from xinference_xavier.tracker.actor import BlockTracker
 
@@ -178,3 +179,20 @@ async def test_all_listeners_share_one_report(
     assert reads == ["m"]
     await trackers.shared_report("m", 0.0)
     assert reads == ["m", "m"]
+
+
+async def test_only_so_many_listen_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_LISTENERS", 2)
+    listeners = Listeners()
+
+    async def messages() -> AsyncIterator[dict[str, str]]:
+        yield {}
+
+    streams = [listeners.counted(messages()) for _ in range(2)]
+    for stream in streams:
+        listeners.check()
+        assert await anext(stream) == {}
+    with pytest.raises(HTTPException, match="2 streams are open"):
+        listeners.check()
+    await streams[0].aclose()  # type: ignore[attr-defined]
+    listeners.check()

@@ -94,12 +94,15 @@ class XavierClient:
         copies: int | str = 1,
         retention: str = "soft",
         cache_salt: str | None = None,
+        lora_name: str | None = None,
     ) -> NamedPrefix:
-        """Let replicas compute and keep a prompt, or messages and tools, under a name. One of the
-        same name and `cache_salt` is replaced. Each use begins its lifetime anew."""
+        """Let replicas compute and keep a prompt, or messages and tools, under a name, for an
+        adapter or none. One of the same name and `cache_salt` is replaced. Each use begins its
+        lifetime anew."""
         fields = {
             **{"name": name, "prompt": prompt, "messages": messages, "tools": tools},
             **{"ttl": ttl, "copies": copies, "retention": retention, "cache_salt": cache_salt},
+            "lora_name": lora_name,
         }
         body = {key: value for key, value in fields.items() if value is not None}
         return self._send(

@@ -192,10 +192,10 @@ class XavierManager(OffloadingManager):
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         self._finished_requests += _of(req_context).probe is None
-        # vLLM does not report hits in its own prefix cache, which are uses of the chunks, too.
-        # In reverse, so that a prefix is evicted from its end.
+        # vLLM does not report its own hits. In reverse, so that a prefix is evicted from its end.
         request = self._requests.pop(req_context.req_id)
-        self._pool.touch(reversed(request.row_keys()))
+        self._pool.touch(reversed(keys := request.row_keys()))
+        self.view.finished(keys)
         self.tier_lookup.finished(request)
 
     # -- steps --------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from xinference_xavier.protocol.load import Load, ScheduledPrompt
 from xinference_xavier.replica.canary import Probe, ProbeResult, Sketch
 from xinference_xavier.replica.explain import Chunker
 from xinference_xavier.replica.kept_prefixes import ComputedPrefix
+from xinference_xavier.replica.recent_prompts import MAX_REQUESTS
 from xinference_xavier.stats.schema import Hits
 
 
@@ -26,6 +28,7 @@ class EngineView:
         self.stats = stats
         self.requests = requests
         self._hits = hits
+        self._finished: deque[Sequence[bytes]] = deque(maxlen=MAX_REQUESTS)
         self.chunker: Chunker | None = None
         self.sketcher: Sketcher | None = None
         self.probes: Probes | None = None
@@ -64,6 +67,13 @@ class EngineView:
         """Called by the scheduler thread: see `Workload`."""
         if self.workload is not None:
             self.workload.scheduled(req_id, prompt, have)
+
+    def finished(self, prompt: Sequence[bytes]) -> None:
+        """Called by the scheduler thread: a request with these chunks has ended."""
+        self._finished.append(prompt)
+
+    def take_finished(self) -> list[Sequence[bytes]]:
+        return [self._finished.popleft() for _ in range(len(self._finished))]
 
     def take_probe_results(self) -> list[ProbeResult]:
         return [] if self.probes is None else self.probes.take_results()

@@ -15,8 +15,8 @@ Every slot is in one of five states; `Pool` alone moves it between them:
 Pure bookkeeping: no I/O, no clock. Every operation is O(1) per row.
 
 Threading: the scheduler thread reserves and evicts; the background thread pins, commits and aborts,
-and goes through all rows, a portion at a time (`sweep.py`). A lock protects each operation.
-`lookup` and `holds` take no lock.
+reserves free slots, and goes through all rows, a portion at a time (`sweep.py`). A lock protects
+each operation. `lookup` and `holds` take no lock.
 """
 
 import threading
@@ -74,6 +74,7 @@ class PoolCounts(NamedTuple):
 
 Redundant = Callable[[Row], bool]
 """Whether to evict a row before others. Runs under the pool's lock and must not wait."""
+_Victims = Redundant | None
 
 
 def _never(_: Row) -> bool:
@@ -84,8 +85,7 @@ class Pool:
     """`slots` rows; keys are vLLM's offload keys."""
 
     def __init__(self, slots: int) -> None:
-        self.slots = slots
-        self._lock = threading.Lock()
+        self.slots, self._lock = slots, threading.Lock()
         self._free = list(range(slots - 1, -1, -1))
         self._held: dict[bytes, Row] = {}  # FILLING, READY and FLUSHED
         self._idle: EvictionPolicy[Row] = SegmentedLRU(slots)  # READY and unpinned
@@ -115,22 +115,24 @@ class Pool:
     # -- writing a row ---------------------------------------------------------------------
 
     def reserve(
-        self, keys: Iterable[bytes], prefix: Sequence[bytes] = (), redundant: Redundant = _never
+        self, keys: Iterable[bytes], prefix: Sequence[bytes] = (), redundant: _Victims = _never
     ) -> Reservation:
-        """Take slots for the keys that are not held, evicting other rows where necessary.
+        """Take slots for the keys that are not held, evicting other rows where necessary. With
+        `redundant` None nothing is evicted, and any thread may call it.
 
         The whole `prefix` that they belong to stays, and becomes the most recently used one. Stops
         at the first key without a slot: a chunk is useless without those before it.
         """
         with self._lock:
             held, flushed = self._held, self._flushed
-            wanted = [key for key in dict.fromkeys(keys) if key not in held or key in flushed]
-            if flushed:
+            reusable = flushed if redundant else ()
+            wanted = [key for key in dict.fromkeys(keys) if key not in held or key in reusable]
+            if reusable:
                 self._free_flushed(wanted, len(wanted))
             if len(wanted) < len(prefix):  # else none of them is held
                 self._idle.touch(reversed(prefix))
             victims = []
-            if (lacking := len(wanted) - len(self._free)) > 0:
+            if redundant and (lacking := len(wanted) - len(self._free)) > 0:
                 victims = self._idle.take(lacking, redundant, frozenset(prefix))
                 self._ready -= len(victims)
             evicted = [row.key for row in victims]
@@ -241,10 +243,9 @@ class Pool:
     def pin_row(self, row: Row) -> bool:
         """Pin this row. False if it is not READY."""
         with self._lock:
-            if row.state is not _READY:
-                return False
-            self._pin(row)
-            return True
+            if is_ready := row.state is _READY:
+                self._pin(row)
+            return is_ready
 
     def _pin(self, row: Row) -> None:
         if row.pins == 0:

@@ -113,7 +113,8 @@ class Canary:
         self._namespace = namespace
         self._differs = differs
         self._trusted: frozenset[str] = frozenset()
-        self._differing: set[str] = set()
+        self.differing: set[str] = set()
+        """Members that compute differently."""
         self._own: OrderedDict[bytes, None] = OrderedDict()  # the latest last
         self._probes: dict[bytes, Sketch] = {}
         self._tried: set[tuple[str, bytes]] = set()
@@ -134,13 +135,13 @@ class Canary:
         self._probes.clear()
         self._own.clear()
         self._tried.clear()
-        self._differing.clear()
+        self.differing.clear()
         self._set_trusted(frozenset())
 
     def distrust(self, peer: str, found: Difference) -> None:
         """Stop trusting `peer`, whose rows differ from ours."""
         self._set_trusted(self._trusted - {peer})
-        self._differing.add(peer)
+        self.differing.add(peer)
         self.stats.differing += 1
         self.stats.peer, self.stats.layer = peer, found.layer
         self.stats.amount = min(found.amount, 1e9)  # JSON has no infinity
@@ -156,7 +157,7 @@ class Canary:
 
     def members_changed(self, members: frozenset[str]) -> None:
         self._set_trusted(self._trusted & members)
-        self._differing &= members
+        self.differing &= members
         self._tried = {(peer, key) for peer, key in self._tried if peer in members}
         self._news.set()
 
@@ -193,7 +194,7 @@ class Canary:
             with suppress(TimeoutError):  # peers may have published something
                 await within(_MAX_PAUSE, self._news.wait())
             self._news.clear()
-            for peer in self._mirror.peers - self._trusted - self._differing:
+            for peer in self._mirror.peers - self._trusted - self.differing:
                 key = self._common_chunk(peer)
                 if key is not None:
                     await self._compare(peer, key)
@@ -225,7 +226,7 @@ class Canary:
             await self._judge(peer, own, other)
 
     async def _judge(self, peer: str, own: Sketch, other: Sketch) -> None:
-        if peer not in self._mirror.peers - self._trusted - self._differing:
+        if peer not in self._mirror.peers - self._trusted - self.differing:
             return  # it has left, or was faster
         found = difference(own, other)
         if found is None:

@@ -5,12 +5,14 @@ only if all its KV-cache groups are there, and assumes that fetches from peers t
 and are faster than computing, with the same `xavier_min_fetch_tokens` everywhere.
 """
 
+import asyncio
 import functools
 import itertools
 import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from xinference_xavier.errors import ExplainError
 from xinference_xavier.mirror.mirror import Mirror
 from xinference_xavier.pool.pool import Pool
 
@@ -26,6 +28,42 @@ class Chunked(NamedTuple):
 
 Chunker = Callable[[dict[str, Any]], Chunked]
 """Divides `{"prompt": text}` or `{"messages": [...]}` into chunks. Blocks; raises ExplainError."""
+
+
+class Explainer:
+    """One question at a time, because a long one takes a while."""
+
+    def __init__(
+        self,
+        chunker: Callable[[], Chunker | None],
+        *,
+        incarnation: str,
+        pool: Pool,
+        mirror: Mirror,
+        min_fetch_tokens: int,
+    ) -> None:
+        self._chunker = chunker
+        self._incarnation = incarnation
+        self._pool = pool
+        self._mirror = mirror
+        self._min_fetch_tokens = min_fetch_tokens
+        self._asked = asyncio.Lock()
+
+    async def explain(self, question: dict[str, Any]) -> dict[str, Any]:
+        """Answer `{"prompt": text}` or `{"messages": [...]}` with an `explanation`. Raises
+        ExplainError if there is no chunker yet, or it rejects the question."""
+        chunker = self._chunker()
+        if chunker is None:
+            raise ExplainError(f"replica {self._incarnation} is still starting; ask again")
+        async with self._asked:
+            chunked = await asyncio.to_thread(chunker, question)
+        return explanation(
+            chunked,
+            incarnation=self._incarnation,
+            pool=self._pool,
+            mirror=self._mirror,
+            min_fetch_tokens=self._min_fetch_tokens,
+        )
 
 
 def explanation(

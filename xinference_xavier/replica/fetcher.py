@@ -94,12 +94,13 @@ class Fetcher:
         self._conditions = RateLimitedLog(logger)
         self.counts = FetchCounts()
 
-    def start(self, fetch: PeerFetch) -> None:
+    def start(self, fetch: PeerFetch) -> asyncio.Future[None]:
+        """The future is done when the fetch has ended."""
         self.counts.fetches.started += 1
         self.counts.in_flight[fetch.source] += len(fetch.rows)
         self._mirror.used(row.key for row in fetch.rows)
         fetch.span = FetchSpan(fetch.trace_headers)
-        spawn(self._run(fetch))
+        return spawn(self._run(fetch))
 
     def forget(self, incarnation: str) -> None:
         self._donors.pop(incarnation, None)

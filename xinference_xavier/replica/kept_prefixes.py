@@ -61,6 +61,10 @@ class KeptPrefixes:
         }
         return Kept(kept, self._pool.slots, self._budget, len(self._firm_uses))
 
+    def prompts(self) -> list[Sequence[bytes]]:
+        """The keys of each."""
+        return [prefix.keys for prefix in self._prefixes.values()]
+
     def _change(self, wanted: Mapping[str, bool]) -> None:
         for name in self._prefixes.keys() - wanted.keys():
             self._drop(name)

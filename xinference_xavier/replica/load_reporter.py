@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 from xinference_xavier.protocol.load import Load, ScheduledPrompt
@@ -32,14 +32,27 @@ class Source(Protocol):
     def take_prompts(self) -> tuple[ScheduledPrompt, ...]: ...
 
 
+async def _at_once() -> None:
+    pass
+
+
 class LoadReporter:
-    def __init__(self, source: Source, clock: Callable[[], float] = time.monotonic) -> None:
+    """Reports nothing until `ready` returns: the replica takes requests from then on."""
+
+    def __init__(
+        self,
+        source: Source,
+        clock: Callable[[], float] = time.monotonic,
+        ready: Callable[[], Awaitable[object]] = _at_once,
+    ) -> None:
         self._source = source
+        self._ready = ready
         self._clock = clock
         self._failed = False
 
     async def run(self, call: Call) -> None:
         """Report until cancelled."""
+        await self._ready()
         reported, at, listened = None, -INTERVAL, False
         while True:
             now = self._clock()

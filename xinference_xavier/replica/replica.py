@@ -10,15 +10,15 @@ process in the background, and the engine waits for neither. `stop` ends the thr
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import xoscar
 
 from xinference_xavier.config import XavierConfig
-from xinference_xavier.errors import ExplainError, NotSharing
+from xinference_xavier.errors import NotSharing
 from xinference_xavier.mirror.mirror import Mirror
 from xinference_xavier.options import TRANSPORTS
 from xinference_xavier.pool import sweep
@@ -27,23 +27,26 @@ from xinference_xavier.pool.region import Region
 from xinference_xavier.protocol.startup_errors import replica_name
 from xinference_xavier.protocol.transfer import Endpoint, Grant, GrantRequest
 from xinference_xavier.replica.audits import take_result
-from xinference_xavier.replica.canary import Canary, Probe, ProbeResult, Sketch
+from xinference_xavier.replica.canary import Canary
 from xinference_xavier.replica.checksums import Checksums
 from xinference_xavier.replica.departures import Departures
 from xinference_xavier.replica.donor import Donor
+from xinference_xavier.replica.engine import Engine
 from xinference_xavier.replica.event_reporter import EventReporter
-from xinference_xavier.replica.explain import Chunker, explanation
+from xinference_xavier.replica.explain import Explainer
 from xinference_xavier.replica.fetcher import Fetcher
-from xinference_xavier.replica.kept_prefixes import ComputedPrefix, KeptPrefixes
-from xinference_xavier.replica.load_reporter import LoadReporter, Source
+from xinference_xavier.replica.kept_prefixes import KeptPrefixes
+from xinference_xavier.replica.load_reporter import LoadReporter
 from xinference_xavier.replica.namespace import SharedNamespace
 from xinference_xavier.replica.peer_tier import PeerTier
+from xinference_xavier.replica.recent_prompts import RecentPrompts
 from xinference_xavier.replica.self_check import self_check
 from xinference_xavier.replica.sharing_log import SharingLog
 from xinference_xavier.replica.stats import replica_stats
 from xinference_xavier.replica.tracker_client import TrackerClient
 from xinference_xavier.replica.tracker_location import TrackerLocation
 from xinference_xavier.replica.transfer_process import TransferProcess
+from xinference_xavier.replica.warm_join import WarmJoin
 from xinference_xavier.runtime.addresses import replica_uid
 from xinference_xavier.runtime.loop_thread import LoopThread
 from xinference_xavier.runtime.net import check_range, listen, own_host
@@ -63,42 +66,18 @@ class ReplicaActor(xoscar.StatelessActor):  # type: ignore[misc]  # xoscar has n
     def __init__(self, replica: "Replica") -> None:
         super().__init__()
         self.grant = replica.grant
-        self.release = replica.release
+        self.release = replica.donor.grants.release
         self.set_weights_version = replica.set_weights_version
         self.stats = replica.full_stats
         self.flush = replica.flush
         self.transfer_endpoint = replica.transfer_endpoint
         self.self_check = replica.self_check
-        self.explain = replica.explain
+        self.explain = replica.explainer.explain
         self.sketch = replica.canary.answer
         self.next_probe = replica.engine.next_probe
+        self.hottest = replica.recent.hottest
+        self.warm_join = replica.warm_join.wait
         self.keep = replica.kept.keep
-
-
-class Engine(Source, Protocol):
-    """What a replica asks of its engine, on the background thread."""
-
-    chunker: Chunker | None  # None until the engine is ready
-
-    @property
-    def comparable(self) -> bool:
-        """Whether it can `sketch`. If not, as in tests, all peers are trusted."""
-
-    @property
-    def stats(self) -> Callable[[], dict[str, Any]]:
-        """JSON-able."""
-
-    def sketch(self, key: bytes) -> Sketch | None:
-        """Samples of a chunk that it computed and still has."""
-
-    def next_probe(self) -> Probe | None:
-        """A prompt to compute now for a comparison."""
-
-    def take_probe_results(self) -> list[ProbeResult]:
-        """The results since the last call."""
-
-    def take_computed(self) -> tuple[ComputedPrefix, ...]:
-        """The prefixes that it was given since the last call."""
 
 
 class Replica:
@@ -132,16 +111,24 @@ class Replica:
         self._events = EventReporter(config, incarnation)
         self.mirror = Mirror(incarnation)
         self.tier = PeerTier(pool, self.mirror, self._namespace)
-        self._explaining = asyncio.Lock()
+        self.explainer = Explainer(
+            lambda: self.engine.chunker,
+            incarnation=incarnation,
+            pool=pool,
+            mirror=self.mirror,
+            min_fetch_tokens=config.least_fetch_tokens,
+        )
         self._thread = LoopThread("xavier-replica", self._begin)
         self._client: TrackerClient
         self._process: TransferProcess
         self._fetcher: Fetcher
-        self._donor: Donor
+        self.donor: Donor
         self._checksums: Checksums
         self._departures: Departures
         self.canary: Canary
         self.kept: KeptPrefixes
+        self.recent: RecentPrompts
+        self.warm_join: WarmJoin
 
     # -- called by the scheduler thread ------------------------------------------------------
 
@@ -170,11 +157,9 @@ class Replica:
             self._events.differs,
         )
         self.kept = KeptPrefixes(self._pool, config.pin_fraction, self.engine.take_computed)
+        self.recent = RecentPrompts(self._pool, self.engine.take_finished, self.kept.prompts)
         server = await listen(self._host, config.port_range)
         scope.undo(server.stop)
-        await xoscar.create_actor(
-            ReplicaActor, self, address=server.external_address, uid=replica_uid(self._incarnation)
-        )
         self._process = TransferProcess(
             self._region,
             incarnation=self._incarnation,
@@ -193,7 +178,7 @@ class Replica:
             mirror=self.mirror,
             holdings=partial(sweep.shared_keys, self._pool),
             stats=self.stats,
-            load_reporter=LoadReporter(self.engine),
+            load_reporter=LoadReporter(self.engine, ready=lambda: self.warm_join.wait()),
             on_members=lambda members: self._departures.members_changed(members),
             on_joined=lambda secret: spawn(self._process.configure(secret)),
             on_session=self._events.tracker_session,
@@ -213,10 +198,25 @@ class Replica:
             arrived=lambda rows: publish([row.key for row in rows]),
             rolled_back=self._events.rolled_back,
         )
+        # Without xinference the first comparison takes a request, so there is nothing to wait for.
+        compares = config.replica is None or not self.engine.comparable
+        self.warm_join = WarmJoin(
+            config.warm_join if compares and not self._never_sharing else 0.0,
+            incarnation=self._incarnation,
+            key_bytes=self._key_bytes,
+            pool=self._pool,
+            mirror=self.mirror,
+            canary=self.canary,
+            fetcher=self._fetcher,
+            can_fetch=lambda: bool(self._client.mirror.epoch) and self._process.ready,
+        )
         # A grant outlives the fetch that asked for it.
-        self._donor = Donor(self._pool, self._process, 2 * config.fetch_timeout)
+        self.donor = Donor(self._pool, self._process, 2 * config.fetch_timeout)
         self._checksums = Checksums(self._region, self._pool, self._offer)
-        self._departures = Departures(self._process, self._fetcher, self._donor, self.canary)
+        self._departures = Departures(self._process, self._fetcher, self.donor, self.canary)
+        await xoscar.create_actor(
+            ReplicaActor, self, address=server.external_address, uid=replica_uid(self._incarnation)
+        )
         background = [
             asyncio.ensure_future(work)
             for work in (
@@ -225,6 +225,7 @@ class Replica:
                 self._checksums.run(),
                 self.canary.run(),
                 self._housekeep(),
+                self.warm_join.run(),
                 self._departures.close_late_links(),
             )
         ]
@@ -251,7 +252,8 @@ class Replica:
             await asyncio.sleep(_HOUSEKEEPING_INTERVAL)
             self.tier.withdraw_evicted()
             self._client.publisher.flush()
-            self._donor.grants.expire(time.monotonic())
+            self.donor.grants.expire(time.monotonic())
+            self.recent.collect()
             for result in self.engine.take_probe_results():
                 take_result(result, self.canary, self._events, self.flush)
             sharing_log.update(self._not_sharing(), len(self.mirror.peers))
@@ -279,15 +281,12 @@ class Replica:
     def grant(self, request: GrantRequest) -> Grant:
         """Raises GrantRefusedError, LinkError."""
         shares = self.tier.sharing and self.mirror.enabled
-        return self._donor.grant(
+        return self.donor.grant(
             request,
             namespace=self._namespace.current if shares else None,
             sequence=self._client.publisher.last_sequence,
             trusts=self.canary.trusts,
         )
-
-    def release(self, grant_id: int) -> None:
-        self._donor.grants.release(grant_id)
 
     async def set_weights_version(self, version: str) -> bool:
         """Share again with replicas of the same version; False if there was no reset."""
@@ -300,22 +299,6 @@ class Replica:
         self._client.publisher.enqueue(keys, held=False)
         self._client.publisher.flush()
         return len(keys)
-
-    async def explain(self, question: dict[str, Any]) -> dict[str, Any]:
-        """Answer `{"prompt": text}` or `{"messages": [...]}` with an `explanation`. Raises
-        ExplainError if there is no tokenizer yet, or it rejects the question."""
-        chunker = self.engine.chunker
-        if chunker is None:
-            raise ExplainError(f"replica {self._incarnation} is still starting; ask again")
-        async with self._explaining:
-            chunked = await asyncio.to_thread(chunker, question)
-        return explanation(
-            chunked,
-            incarnation=self._incarnation,
-            pool=self._pool,
-            mirror=self.mirror,
-            min_fetch_tokens=self._config.least_fetch_tokens,
-        )
 
     def transfer_endpoint(self) -> Endpoint | None:
         return self._process.endpoint
@@ -333,9 +316,10 @@ class Replica:
                 self._fetcher.counts,
                 row_bytes=self._region.row_bytes,
                 pool=self._pool,
-                donor=self._donor,
+                donor=self.donor,
                 mirror=self.mirror,
                 canary=self.canary,
+                warm_join=self.warm_join.stats,
                 process=self._process,
                 hooks=self._events.hooks,
                 not_sharing=self._not_sharing(),

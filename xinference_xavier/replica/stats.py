@@ -12,6 +12,7 @@ from xinference_xavier.replica.donor import Donor
 from xinference_xavier.replica.fetcher import FetchCounts
 from xinference_xavier.replica.transfer_process import TransferProcess
 from xinference_xavier.stats import schema
+from xinference_xavier.stats.warm_join import WarmJoinStats
 
 _MAX_DONORS = 100  # reported by name
 
@@ -25,6 +26,7 @@ def replica_stats(
     donor: Donor,
     mirror: Mirror,
     canary: Canary,
+    warm_join: WarmJoinStats,
     process: TransferProcess,
     hooks: Hooks,
     not_sharing: str | None,
@@ -43,6 +45,7 @@ def replica_stats(
         grants=schema.GrantStats(live=len(donor.grants), refused=donor.refused),
         mirror=schema.MirrorStats(keys=len(mirror), dropped=mirror.dropped),
         comparison=canary.stats,
+        warm_join=warm_join,
         hooks=schema.HookStats(failed=hooks.failed, dropped=hooks.dropped),
         not_sharing=not_sharing,
         refused_posts=refused_posts,

@@ -31,11 +31,9 @@ from xinference_xavier.serving.answers import (
     model_access,
 )
 from xinference_xavier.serving.diagnostics import cluster_info
-from xinference_xavier.serving.sse import live
+from xinference_xavier.serving.sse import Listeners, live
 from xinference_xavier.serving.tracker_gateway import TrackerGateway
 from xinference_xavier.tracker.fanout import EXPLAIN_DEADLINE
-
-_MAX_LISTENERS = 100
 
 
 def add_routes(context: Any, trackers: TrackerGateway) -> None:
@@ -54,7 +52,7 @@ class _Routes:
     def __init__(self, trackers: TrackerGateway, access: Access) -> None:
         self._trackers = trackers
         self._access = access
-        self._listeners = 0
+        self._listeners = Listeners()
 
     async def all_models(self) -> JSONResponse:
         uids = await answered("the supervisor", self._trackers.models())
@@ -80,19 +78,10 @@ class _Routes:
         return JSONResponse(await answered_for(model_uid, self._trackers.report(model_uid)))
 
     async def events(self, model_uid: str) -> EventSourceResponse:
-        if self._listeners >= _MAX_LISTENERS:
-            raise HTTPException(503, f"{_MAX_LISTENERS} streams are open; close another page first")
+        self._listeners.check()
         # A later error would be part of the stream.
         await answered_for(model_uid, self._trackers.find(model_uid))
-        return EventSourceResponse(self._counted(model_uid))
-
-    async def _counted(self, model_uid: str) -> Any:
-        self._listeners += 1
-        try:
-            async for message in live(self._trackers, model_uid):
-                yield message
-        finally:
-            self._listeners -= 1
+        return EventSourceResponse(self._listeners.counted(live(self._trackers, model_uid)))
 
     async def change(self, model_uid: str, request: Request) -> JSONResponse:
         change = _checked_change(await request.body())

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import xoscar as xo
+from fastapi import HTTPException
 
 from xinference_xavier.errors import NotFoundError
 from xinference_xavier.runtime.deadline import within
@@ -19,8 +20,30 @@ RETRY_PAUSE = 1.0
 MAX_RECENT = 100
 """Events sent at the start."""
 
+MAX_LISTENERS = 100
+
 Message = dict[str, str]
 """For `sse_starlette`: `event`, `data` and, for events, `id`."""
+
+
+class Listeners:
+    """Of streams; only so many at a time."""
+
+    def __init__(self) -> None:
+        self._count = 0
+
+    def check(self) -> None:
+        """Raises HTTPException if there are too many."""
+        if self._count >= MAX_LISTENERS:
+            raise HTTPException(503, f"{MAX_LISTENERS} streams are open; close another page first")
+
+    async def counted(self, messages: AsyncIterator[Message]) -> AsyncIterator[Message]:
+        self._count += 1
+        try:
+            async for sent in messages:
+                yield sent
+        finally:
+            self._count -= 1
 
 
 async def live(trackers: TrackerGateway, model_uid: str) -> AsyncIterator[Message]:

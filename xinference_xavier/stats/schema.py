@@ -13,6 +13,7 @@ from typing import Any, Self
 
 from xinference_xavier.stats.metrics import metric, shown_as
 from xinference_xavier.stats.routing import RoutingStats
+from xinference_xavier.stats.warm_join import WarmJoinStats
 
 SECONDS_BOUNDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 """Buckets of a fetch's duration; `xavier_fetch_timeout` is 5 s by default."""
@@ -266,6 +267,7 @@ class ReplicaStats(Counters):
     grants: GrantStats = field(default_factory=GrantStats)
     mirror: MirrorStats = field(default_factory=MirrorStats)
     comparison: ComparisonStats = field(default_factory=ComparisonStats)
+    warm_join: WarmJoinStats = field(default_factory=WarmJoinStats)
     hooks: HookStats = field(
         default_factory=HookStats,
         metadata=shown_as(

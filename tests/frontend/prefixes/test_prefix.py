@@ -22,6 +22,13 @@ def test_a_prompt_is_kept_softly_for_an_hour_since_its_last_use() -> None:
     assert new == ("guide", "", {"prompt": "text"}, Terms(3600.0, 1, "soft"))
 
 
+def test_it_may_belong_to_an_adapter() -> None:
+    new = read_new(body(lora_name="poet"))
+    assert new.content == {"prompt": "text", "lora_name": "poet"}
+    with pytest.raises(ValueError, match="lora_name=3 is not the name of an adapter"):
+        read_new(body(lora_name=3))
+
+
 def test_messages_may_have_tools() -> None:
     fields = {"messages": MESSAGES, "tools": [{"type": "function"}]}
     new = read_new(json.dumps({"name": "guide", "cache_salt": "tenant", **fields}).encode())

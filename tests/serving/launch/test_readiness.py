@@ -10,6 +10,7 @@ import xoscar as xo
 
 from xinference_xavier.config import XavierConfig
 from xinference_xavier.protocol.tracker import INITIAL_SETTINGS, Member, tracker_uid
+from xinference_xavier.runtime.addresses import replica_uid
 from xinference_xavier.serving.launch import readiness
 from xinference_xavier.tracker.actor import BlockTracker
 
@@ -86,6 +87,37 @@ async def test_a_replica_that_never_serves_is_launched_all_the_same(
     await waiting(Worker(), address)
     assert "peers cannot fetch from this replica yet" in caplog.text
     assert "replica=m-rep0" in caplog.text
+
+
+class Warming:
+    """A replica that fetches what its peers use most."""
+
+    def __init__(self) -> None:
+        self.asked = asyncio.Event()
+        self.done = asyncio.Event()
+
+    async def warm_join(self) -> None:
+        self.asked.set()
+        await self.done.wait()
+
+
+class WarmingActor(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no types
+    def __init__(self, replica: Warming) -> None:
+        super().__init__()
+        self.warm_join = replica.warm_join
+
+
+async def test_it_waits_until_its_replica_is_warm(tracker: Any, address: str) -> None:
+    warming = Warming()
+    await xo.create_actor(WarmingActor, warming, address=address, uid=replica_uid("a"))
+    member = Member("a", address, serves=False)
+    await tracker.join(NS, member, 36, INITIAL_SETTINGS, "m-rep0")
+    await tracker.set_serving(NS, "a", True)
+    task = waiting(Worker(), address)
+    await asyncio.wait_for(warming.asked.wait(), PATIENCE)
+    assert not task.done()
+    warming.done.set()
+    await task
 
 
 async def test_a_tracker_that_comes_later_is_asked(address: str) -> None:

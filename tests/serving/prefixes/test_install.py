@@ -100,6 +100,11 @@ async def test_a_request_gets_a_name_s_content(prefixes: Prefixes) -> None:
         ({"prompt": "text"}, "", ("generate", "text", {"max_tokens": 1})),
         ({"messages": [1]}, "a", ("chat", [1], {"max_tokens": 1, "cache_salt": "a"})),
         ({"messages": [1], "tools": [2]}, "", ("chat", [1], {"max_tokens": 1, "tools": [2]})),
+        (
+            {"prompt": "text", "lora_name": "poet"},
+            "",
+            ("generate", "text", {"max_tokens": 1, "lora_name": "poet"}),
+        ),
     ],
 )
 async def test_a_replica_is_asked_for_one_token(

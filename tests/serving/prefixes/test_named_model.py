@@ -54,6 +54,18 @@ async def test_everything_else_is_the_model_s() -> None:
     assert NamedModel(Model(), "story", PROMPT).uid == "m-0"
 
 
+async def test_what_belongs_to_another_adapter_is_refused() -> None:
+    model = NamedModel(Model(), "story", {**PROMPT, "lora_name": "poet"})
+    assert await model.generate("!", {"lora_name": "poet"})
+    for config in ({}, {"lora_name": None}, {"lora_name": "clerk"}):
+        with pytest.raises(WrongKindError, match="'story' belongs to adapter 'poet'"):
+            await model.generate("!", config)
+    guide = NamedModel(Model(), "guide", CHAT)
+    assert await guide.chat([HELLO], {"lora_name": None})
+    with pytest.raises(WrongKindError, match="'guide' belongs to the model without an adapter"):
+        await guide.chat([HELLO], {"lora_name": "poet"})
+
+
 @pytest.mark.parametrize(
     ("content", "method", "asked", "reason"),
     [

@@ -14,6 +14,7 @@ from fastapi import FastAPI, HTTPException, Request
 from tests.frontend.prefixes.test_keeper import Cluster
 from xinference_xavier.frontend.prefixes import keeper
 from xinference_xavier.frontend.prefixes.prefix import MAX_NAME
+from xinference_xavier.serving import sse
 from xinference_xavier.serving.prefixes import routes as module
 from xinference_xavier.serving.prefixes.install import Prefixes
 from xinference_xavier.serving.prefixes.routes import PrefixRoutes
@@ -94,6 +95,15 @@ async def test_progress_is_a_stream_of_events(
     assert set(events) == {"event: prefix"}
     assert '"state": "waiting"' in answer.text.partition("\n\r\n")[0]
     assert '"state": "kept"' in answer.text
+
+
+async def test_only_so_many_listen_to_progress(
+    client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sse, "MAX_LISTENERS", 0)
+    await client.post(PATH, json=GUIDE)
+    answer = await client.get(f"{PATH}/travel%20guide/events")
+    assert (answer.status_code, "streams are open" in answer.text) == (503, True)
 
 
 async def test_the_stream_of_a_name_that_is_removed_ends(

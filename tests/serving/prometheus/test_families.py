@@ -43,6 +43,7 @@ def stats(**changes: Any) -> dict[str, Any]:
         },
         "grants": {"live": 1, "refused": 9},
         "mirror": {"keys": 40, "dropped": 22},
+        "warm_join": {"chunks": 27, "seconds": 3.5, "failures": 28},
         "hooks": {"failed": 23, "dropped": 24},
         "refused_posts": 25,
         "transfer_restarts": 1,
@@ -102,7 +103,8 @@ def test_each_figure_has_its_metric() -> None:
             "predicted_fetch_seconds_total",
             "fetch_prediction_error_seconds_total", "claimed_prefixes_total", "wait_seconds_total",
             "unreleased_grants_total", "mirror_dropped_chunks_total", "backlog_refused_total",
-            "transfer_failed_calls_total",
+            "transfer_failed_calls_total", "warm_join_chunks_total", "warm_join_seconds",
+            "warm_join_failures_total",
         )
     } == {
         "requests_total": 5, "prefill_tokens_per_second": 600.0, "saved_seconds": 7.5,
@@ -113,6 +115,7 @@ def test_each_figure_has_its_metric() -> None:
         "claimed_prefixes_total": 14, "wait_seconds_total": 2.5,
         "unreleased_grants_total": 21, "mirror_dropped_chunks_total": 22,
         "backlog_refused_total": 25, "transfer_failed_calls_total": 26,
+        "warm_join_chunks_total": 27, "warm_join_seconds": 3.5, "warm_join_failures_total": 28,
     }  # fmt: skip
     for way, count in (("fetched", 11), ("computed", 12)):
         assert value(found, "fetch_decisions_total", way=way) == count

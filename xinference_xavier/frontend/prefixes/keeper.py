@@ -20,7 +20,7 @@ from typing import Any
 
 from xinference_xavier.errors import NotFoundError
 from xinference_xavier.frontend.prefixes.names import Names
-from xinference_xavier.frontend.prefixes.prefix import NewPrefix, Prefix, Terms
+from xinference_xavier.frontend.prefixes.prefix import NewPrefix, Prefix, Terms, question_of
 from xinference_xavier.protocol.prefixes import Kept, KeptPrefix, request_id
 from xinference_xavier.runtime.deadline import within
 from xinference_xavier.runtime.rate_limited_log import RateLimitedLog
@@ -142,6 +142,13 @@ class Keeper:
         await self._names.keep(model_uid, tenant, content, ttl)
         self._tend(model_uid)
 
+    async def tokens(self, model_uid: str, tenant: str, content: Mapping[str, Any]) -> int:
+        """Of a content without a name. Raises what the tracker raises."""
+        known = self._names.kept(model_uid, tenant, content)
+        if known is not None and (tokens := self.report(known)["tokens"]):
+            return int(tokens)
+        return int((await self._explain(model_uid, content))["prompt_tokens"])
+
     async def change(self, prefix: Prefix, terms: Terms) -> dict[str, Any]:
         """Raises RefusedError."""
         model = self._models.get(prefix.model_uid, _Model())
@@ -153,8 +160,7 @@ class Keeper:
 
     async def _check_size(self, model_uid: str, new: NewPrefix) -> int:
         """The prefix's chunks."""
-        question = {key: value for key, value in new.content.items() if key != "tools"}
-        found = await self._call(model_uid, "explain", question)
+        found = await self._explain(model_uid, new.content)
         tokens, chunk = found["prompt_tokens"], found["chunk_tokens"]
         context = found["context_tokens"]
         if tokens < chunk:
@@ -167,6 +173,10 @@ class Keeper:
                 f"{new.name!r} has {tokens} tokens, and the model's context {context}; shorten it"
             )
         return int(tokens // chunk)
+
+    async def _explain(self, model_uid: str, content: Mapping[str, Any]) -> Mapping[str, Any]:
+        explained: Mapping[str, Any] = await self._call(model_uid, "explain", question_of(content))
+        return explained
 
     async def _check_budget(self, model_uid: str, chunks: int, terms: Terms) -> None:
         if terms.retention != "hard":

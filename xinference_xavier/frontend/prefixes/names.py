@@ -83,8 +83,7 @@ class Names:
     ) -> None:
         """Without a name. Keeping the same content again is a use of it."""
         of_model = self._by_model.get(model_uid, {})
-        name = UNNAMED + sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-        known = of_model.get((tenant, name))
+        name, known = _unnamed(content), self.kept(model_uid, tenant, content)
         if known is not None:
             known.terms = known.terms._replace(ttl=max(ttl, known.terms.ttl))
             await self.use(known)
@@ -93,6 +92,10 @@ class Names:
         if len(unnamed) >= MAX_UNNAMED:
             await self.remove(min(unnamed, key=lambda prefix: prefix.used))
         await self.add(model_uid, NewPrefix(name, tenant, content, Terms(ttl)))
+
+    def kept(self, model_uid: str, tenant: str, content: Mapping[str, Any]) -> Prefix | None:
+        """The prefix without a name that has this content."""
+        return self._by_model.get(model_uid, {}).get((tenant, _unnamed(content)))
 
     async def change(self, prefix: Prefix, terms: Terms) -> None:
         prefix.terms, prefix.used = terms, self._clock()
@@ -132,3 +135,7 @@ class Names:
                 self._by_model.pop(prefix.model_uid, None)
             self._noted.pop(prefix.id, None)
         await self._store.remove([prefix.id for prefix in prefixes])
+
+
+def _unnamed(content: Mapping[str, Any]) -> str:
+    return UNNAMED + sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

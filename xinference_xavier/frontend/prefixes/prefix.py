@@ -22,11 +22,23 @@ MAX_TTL = 366 * 86400.0
 DEFAULT_TTL = 3600.0
 UNNAMED = "\0"
 """How the names of unnamed prefixes begin; no client can use them."""
+LORA = "lora_name"
+"""The field of a request, and of a content, that names an adapter. Its rows are the adapter's."""
 Retention = Literal["soft", "hard"]
 Copies = Literal[1, "all"]
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _TTL = re.compile(r"(\d+(?:\.\d+)?)\s*([smhd])", re.ASCII)
-_FIELDS = ("name", "prompt", "messages", "tools", "ttl", "copies", "retention", "cache_salt")
+_FIELDS = (
+    "name",
+    "prompt",
+    "messages",
+    "tools",
+    "ttl",
+    "copies",
+    "retention",
+    "cache_salt",
+    "lora_name",
+)
 _CHANGEABLE = ("ttl", "copies", "retention")
 
 
@@ -62,7 +74,7 @@ class Prefix:
 
 
 class NewPrefix(NamedTuple):
-    """`content` has a prompt, or messages and perhaps tools."""
+    """`content` has a prompt, or messages and perhaps tools; and perhaps an adapter's name."""
 
     name: str
     tenant: str
@@ -78,7 +90,7 @@ def read_new(body: bytes) -> NewPrefix:
     """The body of a request that adds a prefix."""
     fields = _read(body, _FIELDS)
     name = check_name(fields.get("name"))
-    content = {key: fields[key] for key in ("prompt", "messages", "tools") if fields.get(key)}
+    content = {key: fields[key] for key in ("prompt", "messages", "tools", LORA) if fields.get(key)}
     check_content(content)
     return NewPrefix(name, check_tenant(fields.get("cache_salt")), content, _terms(fields, Terms()))
 
@@ -129,10 +141,17 @@ def check_tenant(salt: object) -> str:
 def check_content(content: Mapping[str, Any]) -> None:
     if "tools" in content and ("messages" not in content or not isinstance(content["tools"], list)):
         raise ValueError("tools are a list that goes with messages")
-    question = {key: value for key, value in content.items() if key != "tools"}
+    if LORA in content and not isinstance(content[LORA], str):
+        raise ValueError(f"lora_name={shown(content[LORA])} is not the name of an adapter")
+    question = question_of(content)
     if len(question) != 1:
         raise ValueError("a prefix has either a prompt or messages; give one of them")
     check_question(question)
+
+
+def question_of(content: Mapping[str, Any]) -> dict[str, Any]:
+    """What `explain` is asked."""
+    return {key: value for key, value in content.items() if key in ("prompt", "messages")}
 
 
 def _terms(fields: Mapping[str, Any], terms: Terms) -> Terms:

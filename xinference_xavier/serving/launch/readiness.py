@@ -1,4 +1,5 @@
-"""Lets a launch wait until its replicas can serve each other.
+"""Lets a launch wait until its replicas can serve each other, and have fetched what their peers use
+most.
 
 An engine is ready before its transfer process, which has to import torch. If requests came then,
 each replica would compute what another one has.
@@ -12,6 +13,7 @@ import xoscar
 
 from xinference_xavier.config import XavierConfig
 from xinference_xavier.protocol.tracker import Member, tracker_uid
+from xinference_xavier.runtime.addresses import replica_uid
 from xinference_xavier.runtime.deadline import within
 
 logger = logging.getLogger(__name__)
@@ -30,10 +32,11 @@ async def members_of(replica: str, config: XavierConfig) -> list[Member]:
 
 
 async def wait_until_serving(worker: Any, replica: str, config: XavierConfig, engines: int) -> None:
-    """Return when peers can fetch from all `engines` of `replica`, or when its model on `worker` is
-    gone or another one, or after half a minute."""
+    """Return when peers can fetch from all `engines` of `replica` and these have what they fetch at
+    their start, or when its model on `worker` is gone or another one, or after half a minute and
+    the time for these fetches."""
     try:
-        await within(_PATIENCE, _until_serving(worker, replica, config, engines))
+        await within(_PATIENCE + config.warm_join, _until_serving(worker, replica, config, engines))
     except TimeoutError:
         logger.warning(
             "peers cannot fetch from this replica yet; `xinference-xavier doctor` says why: "
@@ -53,6 +56,21 @@ async def _until_serving(worker: Any, replica: str, config: XavierConfig, engine
             members = []
         # One that was lost a moment ago may still be among them.
         if len(members) >= engines and all(member.serves for member in members):
+            await _until_warm(members, config)
             return
         await asyncio.sleep(pause)
         pause = min(2 * pause, _LONGEST_PAUSE)
+
+
+async def _until_warm(members: list[Member], config: XavierConfig) -> None:
+    """Their replicas end it in time; those that do not answer are lost, or will take requests."""
+
+    async def wait(member: Member) -> None:
+        finding = xoscar.actor_ref(member.address, replica_uid(member.incarnation))
+        actor = await within(_CALL_TIMEOUT, finding)
+        await within(_CALL_TIMEOUT + config.warm_join, actor.warm_join())
+
+    waits = (wait(member) for member in members)
+    for outcome in await asyncio.gather(*waits, return_exceptions=True):
+        if isinstance(outcome, BaseException):
+            logger.debug("cannot wait for a warm join: error=%r", outcome)

@@ -11,6 +11,7 @@ from typing import Any
 
 from xinference_xavier.frontend.prefixes.keeper import Keeper
 from xinference_xavier.frontend.prefixes.names import Names
+from xinference_xavier.frontend.prefixes.prefix import LORA
 from xinference_xavier.frontend.prefixes.store import SchemaError, Store
 from xinference_xavier.frontend.request_body import Message, Receive
 from xinference_xavier.runtime.deadline import within
@@ -70,6 +71,9 @@ class Prefixes:
         if not self.failure:
             spawn(self.keeper.keep(model_uid, tenant, content, ttl))
 
+    async def measure(self, model_uid: str, tenant: str, content: Mapping[str, Any]) -> int:
+        return await self.keeper.tokens(model_uid, tenant, content)
+
     def _loads(self, model_uid: str) -> Mapping[str, KnownLoad]:
         router = self._trackers.routers.get(model_uid)
         return {} if router is None else router.loads()
@@ -82,6 +86,8 @@ class Prefixes:
         config: dict[str, Any] = {"max_tokens": 1}
         if tenant:
             config["cache_salt"] = tenant
+        if LORA in content:
+            config[LORA] = content[LORA]
         if "prompt" in content:
             await model.generate(content["prompt"], config, request_id=number)
             return

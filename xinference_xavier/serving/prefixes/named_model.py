@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from xinference_xavier.frontend.prefixes.prefix import LORA
+
 
 class WrongKindError(ValueError):
-    """A prompt cannot begin with messages, nor a chat with a prompt."""
+    """A prompt cannot begin with messages, nor a chat with a prompt, nor a request to one adapter
+    with what belongs to another."""
 
 
 class NamedModel:
@@ -31,6 +34,7 @@ class NamedModel:
             )
         if not isinstance(prompt, str):
             raise WrongKindError(f"prefix {self._name!r} goes before one prompt of text")
+        self._check_adapter(args[0] if args else kwargs.get("generate_config"))
         return await self._model.generate(text + prompt, *args, **kwargs)
 
     async def chat(self, messages: list[Any], *args: Any, **kwargs: Any) -> Any:
@@ -51,6 +55,18 @@ class NamedModel:
                 f"prefix {self._name!r} has a prompt; use it on the route of completions, or name "
                 "messages"
             )
+        self._check_adapter(config)
         if (tools := self._content.get("tools")) and isinstance(config, dict):
             config["tools"] = [*tools, *(config.get("tools") or [])]
         return [*self._content["messages"], *messages]
+
+    def _check_adapter(self, config: Any) -> None:
+        """Its rows are of no use to another one."""
+        own = self._content.get(LORA)
+        asked = config.get(LORA) if isinstance(config, dict) else None
+        if (own or None) != (asked or None):
+            belongs = f"to adapter {own!r}" if own else "to the model without an adapter"
+            raise WrongKindError(
+                f"prefix {self._name!r} belongs {belongs}; give the request the same lora_name, or "
+                "add the prefix with this one under another name"
+            )

@@ -27,7 +27,7 @@ from xinference_xavier.serving.answers import (
     model_access,
 )
 from xinference_xavier.serving.prefixes.install import Prefixes
-from xinference_xavier.serving.sse import Message, message
+from xinference_xavier.serving.sse import Listeners, Message, message
 from xinference_xavier.stats.answers import ENDED
 
 MAX_BODY = 9 << 20
@@ -52,6 +52,7 @@ class PrefixRoutes:
     def __init__(self, prefixes: Prefixes, access: Access) -> None:
         self._prefixes = prefixes
         self._access = access
+        self._listeners = Listeners()
 
     async def add(self, model_uid: str, request: Request) -> JSONResponse:
         self._check(request, model_uid)
@@ -77,7 +78,8 @@ class PrefixRoutes:
 
     async def events(self, model_uid: str, name: str, request: Request) -> EventSourceResponse:
         prefix = self._find(model_uid, name, request)
-        return EventSourceResponse(self._progress(prefix))
+        self._listeners.check()
+        return EventSourceResponse(self._listeners.counted(self._progress(prefix)))
 
     async def _progress(self, prefix: Prefix) -> AsyncIterator[Message]:
         """Until it is kept or has failed."""

@@ -1,0 +1,39 @@
+"""What a replica asks of its engine, on the background thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from xinference_xavier.replica.canary import Probe, ProbeResult, Sketch
+from xinference_xavier.replica.explain import Chunker
+from xinference_xavier.replica.kept_prefixes import ComputedPrefix
+from xinference_xavier.replica.load_reporter import Source
+from xinference_xavier.replica.recent_prompts import Prompt
+
+
+class Engine(Source, Protocol):
+    chunker: Chunker | None  # None until the engine is ready
+
+    @property
+    def comparable(self) -> bool:
+        """Whether it can `sketch`. If not, as in tests, all peers are trusted."""
+
+    @property
+    def stats(self) -> Callable[[], dict[str, Any]]:
+        """JSON-able."""
+
+    def sketch(self, key: bytes) -> Sketch | None:
+        """Samples of a chunk that it computed and still has."""
+
+    def next_probe(self) -> Probe | None:
+        """A prompt to compute now for a comparison."""
+
+    def take_probe_results(self) -> list[ProbeResult]:
+        """The results since the last call."""
+
+    def take_computed(self) -> tuple[ComputedPrefix, ...]:
+        """The prefixes that it was given since the last call."""
+
+    def take_finished(self) -> Sequence[Prompt]:
+        """The prompts of the requests that ended since the last call."""

@@ -1,0 +1,55 @@
+"""`usage` of a request that asks to keep its prompt: how many tokens are kept from now on.
+
+`cache_creation_input_tokens` has those that the request did not find in a cache. xinference makes
+Anthropic's `usage` of it, and of `cached_tokens`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, TypeVar
+
+Kept = Callable[[], Awaitable[float | None]]
+"""The tokens of the prompt that are kept, infinity for all; None if it is not known in time."""
+ALL = math.inf
+_Text = TypeVar("_Text", bytes, str)
+
+
+async def counted(answer: _Text, kept: Kept) -> _Text:
+    """An answer in JSON, or an event of a stream."""
+    text = answer if isinstance(answer, str) else answer.decode()
+    if '"prompt_tokens"' not in text:
+        return answer
+    tokens = await kept()
+    if tokens is None:
+        return answer
+    # An event's lines, of which one has all the data.
+    lines = text.split("\n")
+    text = "\n".join(_line(line, tokens) if '"prompt_tokens"' in line else line for line in lines)
+    return text if isinstance(answer, str) else text.encode()
+
+
+async def counted_stream(stream: Any, kept: Kept) -> AsyncIterator[Any]:
+    try:
+        async for item in stream:
+            yield await counted(item, kept) if isinstance(item, (bytes, str)) else item
+    finally:
+        await stream.aclose()
+
+
+def _line(line: str, tokens: float) -> str:
+    start = line.find("{")
+    if start < 0:
+        return line
+    try:
+        answer, end = json.JSONDecoder().raw_decode(line[start:])
+    except ValueError:  # not ours
+        return line
+    usage = answer.get("usage")
+    if not isinstance(usage, dict) or not isinstance(usage.get("prompt_tokens"), int):
+        return line
+    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+    usage["cache_creation_input_tokens"] = max(0, int(min(tokens, usage["prompt_tokens"])) - cached)
+    return line[:start] + json.dumps(answer, ensure_ascii=False) + line[start + end :]
