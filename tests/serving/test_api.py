@@ -189,6 +189,7 @@ async def test_loads_and_forecasts_of_the_replicas(address: str, tracker: Any) -
             "backlog_s": pytest.approx(3600.0, abs=60.0),
             "requests": 3,
             "accepts": False,
+            "role": "any",
         }
         full = await client.post("/v1/xavier/m/explain", json=QUESTION)
         assert full.json()["routing"] == {}, "it accepts no request"
