@@ -73,7 +73,7 @@ def test_vllm_gets_our_configuration() -> None:
         (["--address", "10.0.0.1:9920", "--xavier_pool_bytes", "4QiB"], "is not a size"),
         (
             ["--address", "10.0.0.1:9920", "--xavier_pool", "4GiB"],
-            "(Did you mean one of: '--xavier_hooks', '--xavier_host', '--xavier_pool_bytes'?)",
+            "(Did you mean one of: '--xavier_hooks', '--xavier_pool_bytes', '--xavier_roles'?)",
         ),
         (
             ["--address", "10.0.0.1:9920", "--xavier_pool_bytes"],
