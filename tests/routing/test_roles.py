@@ -142,3 +142,9 @@ def test_the_next_question_follows_the_first() -> None:
     first = cluster.choose()
     cluster.router.sent("r", first, 0.0)
     assert cluster.choose().forecast.runs.tolist().count(10) == 1
+
+
+def test_a_replica_that_accepts_nothing_is_left_out() -> None:
+    cluster = Cluster(threshold=0)
+    cluster.router.loads.close("d", 10.0)
+    assert cluster.choose().replica == "e"

@@ -33,17 +33,20 @@ def with_prefill_replicas(
     _, _, fetch_s, byte_s = loads.rates
     whole = found.prompt.tokens // size.tokens
     moving = queue + byte_s * (size.bytes * np.maximum(whole - found.runs, 0))
-    answer = np.maximum(found.backlog, np.maximum(finish[number], moving) + fetch_s)
+    is_open = np.isfinite(found.backlog)
+    backlog = np.where(is_open, found.backlog, 0.0)
+    answer = np.maximum(backlog, np.maximum(finish[number], moving) + fetch_s)
     if threshold is None:
-        pays = answer - found.total < found.compute * loads.running
+        here = backlog + found.fetch + found.compute
+        pays = answer - here < found.compute * loads.running
     else:
         pays = found.prompt.tokens - found.runs * size.tokens > threshold
-    pays &= loads.decodes & np.isfinite(found.backlog) & (queue <= found.compute)
+    pays &= loads.decodes & is_open & (queue <= found.compute)
     if not pays.any():
         return found
     return replace(
         found,
-        fetch=np.where(pays, answer - found.backlog, found.fetch),
+        fetch=np.where(pays, answer - backlog, found.fetch),
         compute=np.where(pays, 0.0, found.compute),
         prefill=Prefill(loads.names[number], queue, float(finish[number]) - queue),
         left=pays,
