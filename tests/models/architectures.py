@@ -164,7 +164,8 @@ ARCHITECTURES = {
             "shared_expert_intermediate_size": 64, "linear_key_head_dim": 64,
             "linear_value_head_dim": 64, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
         },
-        {"dtype": "bfloat16"},
+        # The type of the states sizes the blocks, and vLLM's own choice depends on the processor.
+        {"dtype": "bfloat16", "mamba_ssm_cache_dtype": "float32"},
         chunk=288,
         fills_pool=False,
         common=True,

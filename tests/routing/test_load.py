@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 
 from xinference_xavier.mirror.peer_sets import PeerSets
@@ -131,6 +132,18 @@ def test_a_replica_without_rates_is_taken_for_a_typical_one(loads: Loads) -> Non
     loads.report("a", report(10.0, rates=Rates(0.002)))
     loads.report("b", report(10.0, rates=Rates(0.004)))
     assert backlog(loads, "new", 9.0) == pytest.approx(3.0)
+
+
+def test_what_is_typical_changes_with_what_others_measure(loads: Loads) -> None:
+    loads.report("new", report(9.0, rates=None))
+    loads.report("a", report(10.0, rates=Rates(0.002)))
+    loads.report("b", report(10.0, rates=Rates(0.004)))
+    loads.report("a", report(11.0, rates=Rates(0.006, 0.1)))
+    loads.renumber()
+    assert pytest.approx(np.array([[0.005, 0.05], [0.006, 0.1], [0.004, 0.0]])) == loads.rates[:2].T
+    loads.forget("a")
+    loads.renumber()
+    assert loads.rates[0, loads.number("new")] == pytest.approx(0.004)
 
 
 def test_loads_follow_the_numbers_of_the_index() -> None:

@@ -100,7 +100,7 @@ class _Sent(NamedTuple):
 class _Replica:
     report: Report
     number: int = -1
-    rates: Rates = _UNKNOWN
+    rates: Rates | None = None
     limit: float = math.inf
     closed_until: float = 0.0
     running: int = 0  # of this router's requests
@@ -115,8 +115,8 @@ class _Replica:
         """That wait or run there."""
         return self.running + self.others
 
-    def count(self) -> None:
-        """The work in the report, and what it does not contain."""
+    def count(self, typical: Rates) -> None:
+        """The work in the report, and what it does not contain. `typical` if it has no rates."""
         report = self.report
         self.sent = {
             request: sent
@@ -131,7 +131,7 @@ class _Replica:
         self.computed.clear()
         seconds = report.prefill_s
         if seconds is None:
-            seconds = report.prefill_tokens * self.rates.token_s
+            seconds = report.prefill_tokens * (self.rates or typical).token_s
         self.until = report.made + seconds
         self.room = report.free_tokens - report.prefill_tokens
         for sent in self.sent.values():
@@ -152,9 +152,7 @@ class Loads:
         self._version = -1
         self._replicas: dict[str, _Replica] = {}
         self._unmeasured: set[str] = set()  # replicas that know no rates yet
-        self._typical = _UNKNOWN
-        """The mean of those that do. While nobody does, work seems to take no time, and the replica
-        with the fewest requests is chosen."""
+        self._sum = np.zeros(4)  # of the others' `Rates`
         self._allocate(0)
 
     def _allocate(self, size: int) -> None:
@@ -166,8 +164,8 @@ class Loads:
         """Requests, by number."""
         self.prefills, self.decodes = np.zeros((2, size), np.bool_)
         """Whether it has that role, by number."""
-        self.rates = np.zeros((4, size))
-        """`Rates`, one after another, by number."""
+        self._measured = np.zeros(size, np.bool_)
+        self._rates = np.zeros((4, size))
 
     def __contains__(self, name: str) -> bool:
         return name in self._replicas
@@ -183,23 +181,35 @@ class Loads:
         elif report.made <= replica.report.made:
             return
         replica.report, replica.limit = report, limit
-        replica.rates = report.rates or self._typical
-        if report.rates and name in self._unmeasured:
-            self._unmeasured.remove(name)
-            self._assume_typical_rates()
+        if report.rates:
+            self._measure(name, replica, report.rates)
         replica.others = max(0, report.requests - replica.running)
-        replica.count()
+        replica.count(self._typical)
         self._show(replica)
 
-    def _assume_typical_rates(self) -> None:
-        """One more replica knows its own."""
-        known = [each.report.rates for each in self._replicas.values() if each.report.rates]
-        self._typical = Rates(*np.mean(known, axis=0).tolist())
-        for name in self._unmeasured:
-            replica = self._replicas[name]
-            replica.rates = self._typical
-            replica.count()
-            self._show(replica)
+    def _measure(self, name: str, replica: _Replica, rates: Rates) -> None:
+        self._sum += np.subtract(rates, replica.rates or _UNKNOWN)
+        replica.rates = rates
+        if name in self._unmeasured:
+            self._unmeasured.remove(name)
+            typical = self._typical
+            for each in self._unmeasured:
+                self._replicas[each].count(typical)
+                self._show(self._replicas[each])
+
+    @property
+    def _typical(self) -> Rates:
+        """The mean of the replicas that know theirs. While nobody does, work seems to take no time,
+        and the replica with the fewest requests is chosen."""
+        measured = len(self._replicas) - len(self._unmeasured)
+        return Rates(*(self._sum / measured).tolist()) if measured else _UNKNOWN
+
+    @property
+    def rates(self) -> Floats:
+        """`Rates`, one after another, by number."""
+        if not self._unmeasured:
+            return self._rates
+        return np.where(self._measured, self._rates, np.array(self._typical)[:, None])
 
     def sent(self, name: str, request: str, seconds: float, tokens: int, now: float) -> None:
         """The router has sent a request that will keep the replica busy for `seconds`."""
@@ -245,7 +255,8 @@ class Loads:
 
     def forget(self, name: str) -> None:
         self._unmeasured.discard(name)
-        if self._replicas.pop(name, None) is not None:
+        if (replica := self._replicas.pop(name, None)) is not None:
+            self._sum -= replica.rates or _UNKNOWN
             self._version = -1
 
     def expired(self, now: float) -> list[str]:
@@ -309,4 +320,5 @@ class Loads:
         self.running[number] = replica.requests
         self.prefills[number] = replica.report.role == "prefill"
         self.decodes[number] = replica.report.role == "decode"
-        self.rates[:, number] = replica.rates
+        self._measured[number] = replica.rates is not None
+        self._rates[:, number] = replica.rates or _UNKNOWN
