@@ -1,9 +1,9 @@
 """Part `roles`: long prompts that arrive while others read their answers.
 
 Two replicas run behind `xinference-local`, and are launched in two ways, in turns: both do both, or
-one prefills and one decodes. Some clients read answers, one after another,
-while another client sends long prompts that nobody has sent before, each once the one before is
-answered.
+one prefills and one decodes. Some clients read answers to short questions, one after another. In
+the rounds `long`, another client sends long prompts meanwhile that nobody has sent before, each
+once the one before is answered. In the rounds `short` it does not: a prefill replica is idle then.
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ from examples.make_model import CONTEXT
 
 TITLE = "Roles"
 LAUNCHES = 2  # of each way, in turns
-ROUNDS = 3  # for each launch
-PROMPTS = 3  # long ones in a round
-ROWS = 120  # of a document, each about 50 tokens
+ROUNDS = 3  # of each load, for each launch
+PROMPTS = 2  # long ones in a round
+ROWS = 80  # of a document, each about 50 tokens
 READERS = 4
-ANSWER = 100  # tokens that a reader gets for each question
+ANSWERS = 2  # that a reader reads at least
+ANSWER = 100  # tokens of each
 QUICK = {"LAUNCHES": 1, "ROUNDS": 5, "PROMPTS": 1, "ROWS": 40}
 _WAYS: dict[str, dict[str, Any]] = {"any": {}, "roles": {"xavier_roles": "prefill:1,decode:1"}}
-_WARM_UP = 2  # rounds, in which the engines measure how fast they are
+_LOADS = ("long", "short")
 _UID = "benchmark"
 _TIMEOUT = 300.0
 _LOG = ROOT / "build" / "bench-roles.log"
@@ -55,8 +56,9 @@ class _Round(NamedTuple):
 
     def figures(self) -> dict[str, float]:
         gaps = [gap for read in (*self.long, *self.others) for gap in read.gaps]
+        first = median(read.first for read in self.long or self.others)
         return {
-            "first_s": median(read.first for read in self.long),
+            "first_s": first,
             "gap_ms": median(gaps) * 1e3,
             "gap_99_ms": float(np.percentile(gaps, 99)) * 1e3,
             "longest_gap_ms": max(gaps) * 1e3,
@@ -68,7 +70,9 @@ def measure() -> dict[str, Any]:
     with LocalCluster(_LOG, environment={"PYTHONPATH": str(ROOT)}) as cluster:
         cluster.register(own_model(), "small")
         seeds = itertools.count()
-        rounds: dict[str, list[dict[str, float]]] = {way: [] for way in _WAYS}
+        rounds: dict[tuple[str, str], list[dict[str, float]]] = {
+            (load, way): [] for load in _LOADS for way in _WAYS
+        }
         divided = 0
         for way in LAUNCHES * list(_WAYS):
             cluster.launch(
@@ -82,22 +86,26 @@ def measure() -> dict[str, Any]:
                 xavier_pool_bytes="1GiB",
                 **_WAYS[way],
             )
-            for _ in range(_WARM_UP):
-                _round(cluster, seeds)
+            _round(cluster, seeds, PROMPTS)  # in which the engines measure how fast they are
             before = _divided(cluster)
-            rounds[way] += [_round(cluster, seeds).figures() for _ in range(ROUNDS)]
+            for _ in range(ROUNDS):
+                for load in _LOADS:
+                    prompts = PROMPTS if load == "long" else 0
+                    rounds[load, way].append(_round(cluster, seeds, prompts).figures())
             divided += _divided(cluster) - before
             cluster.terminate(_UID)
-    by_name = {
-        way: {name: [each[name] for each in figures] for name in figures[0]}
-        for way, figures in rounds.items()
-    }
-    any_, roles = by_name["any"], by_name["roles"]
+    found = {load: _compare(rounds[load, "any"], rounds[load, "roles"]) for load in _LOADS}
+    return {**found, "divided": divided}
+
+
+def _compare(any_: list[dict[str, float]], roles: list[dict[str, float]]) -> dict[str, Any]:
     return {
-        "any": {name: figure(samples) for name, samples in any_.items()},
-        "roles": {name: figure(samples) for name, samples in roles.items()},
-        "roles/any": {name: ratio(roles[name], any_[name]) for name in roles},
-        "divided": divided,
+        name: {
+            "any": figure([each[name] for each in any_]),
+            "roles": figure([each[name] for each in roles]),
+            "roles/any": ratio([each[name] for each in roles], [each[name] for each in any_]),
+        }
+        for name in any_[0]
     }
 
 
@@ -106,21 +114,21 @@ def _divided(cluster: LocalCluster) -> int:
     return int(cluster.xavier(_UID)["routing"]["choices"].get("prefill", 0))
 
 
-def _round(cluster: LocalCluster, seeds: itertools.count[int]) -> _Round:
+def _round(cluster: LocalCluster, seeds: itertools.count[int], prompts: int) -> _Round:
     done = threading.Event()
     began = time.perf_counter()
 
     def read_on(reader: int) -> list[_Read]:
         reads = []
-        while not done.is_set():
+        while len(reads) < ANSWERS or not done.is_set():
             reads.append(_read(cluster, f"Reader {reader}, tell a story.", ANSWER))
         return reads
 
     with ThreadPoolExecutor(READERS) as readers:
         reading = [readers.submit(read_on, reader) for reader in range(READERS)]
         try:
-            prompts = [document(next(seeds), ROWS) for _ in range(PROMPTS)]
-            long = [_read(cluster, prompt, 8) for prompt in prompts]
+            documents = [document(next(seeds), ROWS) for _ in range(prompts)]
+            long = [_read(cluster, prompt, 8) for prompt in documents]
         finally:
             done.set()
     others = [read for each in reading for read in each.result()]
@@ -149,7 +157,7 @@ def _read(cluster: LocalCluster, prompt: str, tokens: int) -> _Read:
 
 
 _WORDS = {
-    "first_s": ("first token of a long prompt, s", 2),
+    "first_s": ("first token, s", 2),
     "gap_ms": ("between tokens, median, ms", 0),
     "gap_99_ms": ("between tokens, 99 of 100, ms", 0),
     "longest_gap_ms": ("between tokens, longest, ms", 0),
@@ -159,19 +167,23 @@ _WORDS = {
 
 def markdown(part: dict[str, Any]) -> str:
     lines = [
-        f"{READERS} clients read answers of {ANSWER} tokens, while prompts of {ROWS} rows, about "
-        f"{50 * ROWS:,} tokens, come one after another: two replicas ({DTYPE}) that do both, and "
-        f"two with roles, launched in turns, {LAUNCHES} times {ROUNDS} rounds of {PROMPTS} prompts "
-        f"each. {part['divided']} of the long ones were left to the prefill replica. Medians, with "
-        "minimum and maximum of the rounds in brackets.",
+        f"{READERS} clients read answers of {ANSWER} tokens to short questions. In the first rows, "
+        f"prompts of {ROWS} rows, about {50 * ROWS:,} tokens, come meanwhile, one after another; "
+        "the first token is theirs. In the last rows nobody sends long prompts. Two replicas "
+        f"({DTYPE}) that do both, and two with roles, were launched in turns: {LAUNCHES} times "
+        f"{ROUNDS} rounds of each load, with {PROMPTS} long prompts. {part['divided']} requests "
+        "were left to the prefill replica. Medians, with minimum and maximum of the rounds in "
+        "brackets.",
         "",
-        "| | both do both | one prefills, one decodes | roles ÷ both |",
-        "|---|---|---|---|",
+        "| | | both do both | one prefills, one decodes | roles ÷ both |",
+        "|---|---|---|---|---|",
     ]
     lines += [
-        f"| {words} | {shown(part['any'][name], digits)} | {shown(part['roles'][name], digits)} "
-        f"| {shown(part['roles/any'][name])} |"
+        f"| {load} | {words} | {shown(found['any'], digits)} | {shown(found['roles'], digits)} "
+        f"| {shown(found['roles/any'])} |"
+        for load in _LOADS
         for name, (words, digits) in _WORDS.items()
+        for found in [part[load][name]]
     ]
     return "\n".join(lines)
 
@@ -179,7 +191,9 @@ def markdown(part: dict[str, Any]) -> str:
 def plot(part: dict[str, Any], axes: Any) -> None:
     names = ("gap_ms", "gap_99_ms", "longest_gap_ms")
     words = [_WORDS[name][0] for name in names]
-    for uid, label in (("any", "both do both"), ("roles", "roles")):
-        axes.plot(words, [part[uid][name]["median"] for name in names], marker="o", label=label)
+    for way, label in (("any", "both do both"), ("roles", "roles")):
+        axes.plot(
+            words, [part["long"][name][way]["median"] for name in names], marker="o", label=label
+        )
     axes.set_ylabel("ms between tokens (median)")
     axes.legend()

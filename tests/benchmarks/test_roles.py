@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from benchmarks import roles
-from benchmarks.figures import figure
 from tests.benchmarks.parts import shown
 
 
@@ -21,16 +20,16 @@ def test_gaps_are_everybodys_and_first_tokens_those_of_long_prompts() -> None:
     }
 
 
+def test_without_long_prompts_first_tokens_are_those_of_short_ones() -> None:
+    short = roles._Round([], [roles._Read(0.1, [0.02])], 1.0)
+    assert short.figures()["first_s"] == 0.1
+
+
 def test_the_page_compares_both() -> None:
     names = roles._Round([roles._Read(1.0, [1.0])], [], 1.0).figures()
-    part = {
-        "any": {name: figure([2.0] * 5) for name in names},
-        "roles": {name: figure([1.0] * 5) for name in names},
-        "roles/any": {name: figure([0.5] * 5) for name in names},
-        "divided": 7,
-    }
-    text = shown(roles, part)
-    assert "7 of the long ones were left to the prefill replica" in text
-    assert (
-        "| requests per second | 2.00 (2.00–2.00) | 1.00 (1.00–1.00) | 0.50 (0.50–0.50) |" in text
-    )
+    found = roles._compare([dict.fromkeys(names, 2.0)] * 5, [dict.fromkeys(names, 1.0)] * 5)
+    text = shown(roles, {"long": found, "short": found, "divided": 7})
+    assert "7 requests were left to the prefill replica" in text
+    for load in ("long", "short"):
+        row = "requests per second | 2.00 (2.00–2.00) | 1.00 (1.00–1.00) | 0.50 (0.50–0.50) |"
+        assert f"| {load} | {row}" in text

@@ -24,6 +24,7 @@ UID = "named"
 ROWS = 60  # of a document's table: about 3,000 tokens
 TIMEOUT = 60.0
 OTHER_WEIGHTS = Shape(512, 7, 8, 4, 896)
+REPORT = document(40, ROWS)
 MESSAGES = [{"role": "system", "content": document(41, ROWS)}]
 
 
@@ -31,6 +32,11 @@ MESSAGES = [{"role": "system", "content": document(41, ROWS)}]
 def model(cluster: LocalCluster) -> Iterator[LocalCluster]:
     cluster.launch("small", UID, **ARGUMENTS)
     wait_for_engine(lambda: can_fetch(cluster, UID, 2), "both replicas can fetch")
+    with XavierClient(cluster.endpoint) as client:
+        client.add_prefix(UID, "report", REPORT, copies="all")
+        client.add_prefix(UID, "guide", messages=MESSAGES, copies="all")
+        for name in ("report", "guide"):
+            kept(client, name)
     yield cluster
     cluster.terminate(UID)
 
@@ -61,12 +67,10 @@ def ask(model: LocalCluster, path: str, text: str, **more: Any) -> requests.Resp
 def test_a_named_prompt_is_computed_once_and_used_by_both_replicas(
     model: LocalCluster, client: XavierClient
 ) -> None:
-    text = document(40, ROWS)
-    client.add_prefix(UID, "report", text, copies="all")
-    found = kept(client, "report")
+    found = client.prefix(UID, "report")
     assert found.tokens > 2000
     assert len(found.replicas) == 2
-    whole = ask(model, COMPLETIONS, text + "What is this?", cache_salt="cold").json()
+    whole = ask(model, COMPLETIONS, REPORT + "What is this?", cache_salt="cold").json()
     for number in range(4):
         way: dict[str, Any] = {"prefix_name": "report"}
         if number % 2:
@@ -81,7 +85,6 @@ def test_a_named_prompt_is_computed_once_and_used_by_both_replicas(
 def test_named_messages_go_before_those_of_every_route(
     model: LocalCluster, client: XavierClient
 ) -> None:
-    client.add_prefix(UID, "guide", messages=MESSAGES, copies="all")
     *_, found = client.watch_prefix(UID, "guide")
     assert found.state == "kept"
     for path in TEXT_ROUTES[1:]:
@@ -144,6 +147,7 @@ def test_a_replica_that_is_replaced_has_what_others_use_before_its_first_request
     assert replica().warm_join.chunks > 20
     answers = [ask(model, COMPLETIONS, f"{text}What is this?").json() for _ in range(2)]
     for answer in answers:
+        assert "usage" in answer, answer
         usage = answer["usage"]
         assert usage["prompt_tokens_details"]["cached_tokens"] > 0.9 * usage["prompt_tokens"]
     assert replica().hits.computed < 0.2 * replica().hits.total
@@ -163,8 +167,7 @@ def test_names_survive_a_launch_with_other_weights(
     found = kept(client, "report")
     assert (found.created, found.tokens) == (before.created, before.tokens)
     assert found.replicas.keys() == before.replicas.keys()
-    text = document(40, ROWS)
-    whole = ask(model, COMPLETIONS, text + "What is this?", cache_salt="cold").json()
+    whole = ask(model, COMPLETIONS, REPORT + "What is this?", cache_salt="cold").json()
     answer = ask(model, COMPLETIONS, "What is this?", prefix_name="report").json()
     assert answer["choices"][0]["text"] == whole["choices"][0]["text"]
     assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 0.9 * found.tokens

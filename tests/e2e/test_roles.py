@@ -21,6 +21,10 @@ PREFILL, DECODE = f"{UID}-rep0", f"{UID}-rep1"
 ROWS = 60  # of a document's table: about 3,000 tokens
 TIMEOUT = 90.0
 SALTS = find_spec("xinference.cache_isolation") is not None
+ALONE = {"request_id": "alone"} | ({"cache_salt": "alone"} if SALTS else {})
+"""A request with a name and a salt of its own is computed where it is answered."""
+COLOURS = {"type": "object", "properties": {"colour": {"enum": ["red", "blue"]}}}
+SCHEMA = {"schema": {**COLOURS, "required": ["colour"], "additionalProperties": False}}
 
 
 @pytest.fixture(scope="module")
@@ -104,9 +108,7 @@ def test_the_answer_is_that_of_one_replica(model: LocalCluster) -> None:
     text = document(70, ROWS)
     divided = ask(model, text, 8, logprobs=3, temperature=0, seed=7)
     assert route_of(divided)[1] == "prefill"
-    # A request with a name and a salt of its own is computed where it is answered.
-    alone = {"request_id": "alone"} | ({"cache_salt": "alone"} if SALTS else {})
-    whole = ask(model, text, 8, logprobs=3, temperature=0, seed=7, **alone)
+    whole = ask(model, text, 8, logprobs=3, temperature=0, seed=7, **ALONE)
     assert route_of(whole)[1] != "prefill"
     if SALTS:
         assert cached_tokens(whole) == 0
@@ -116,6 +118,46 @@ def test_the_answer_is_that_of_one_replica(model: LocalCluster) -> None:
         other["logprobs"]["token_logprobs"], abs=1e-4
     )
     assert divided.json()["usage"]["completion_tokens"] == 8
+
+
+@pytest.mark.parametrize(
+    ("path", "settings"),
+    [
+        pytest.param(COMPLETIONS, {"n": 2, "temperature": 1.0, "seed": 7}, id="several answers"),
+        pytest.param(COMPLETIONS, {"temperature": 0, "stop": ["e", "a", "1"]}, id="stop words"),
+        pytest.param(
+            CHAT,
+            {
+                "temperature": 0,
+                "response_format": {"type": "json_schema", "json_schema": {"name": "c", **SCHEMA}},
+            },
+            id="structured output",
+        ),
+        pytest.param(
+            CHAT,
+            {
+                "temperature": 0,
+                "tools": [
+                    {"type": "function", "function": {"name": "paint", "parameters": COLOURS}}
+                ],
+            },
+            id="tools",
+        ),
+    ],
+)
+def test_settings_mean_the_same_as_with_one_replica(
+    model: LocalCluster, path: str, settings: dict[str, Any]
+) -> None:
+    text = document(100 + len(str(settings)), ROWS)
+    divided = post(model, path, text, 32, **settings)
+    assert route_of(divided)[1] == "prefill"
+    whole = post(model, path, text, 32, **settings, **ALONE)
+    assert route_of(whole)[1] != "prefill"
+    one, other = (answer.json() for answer in (divided, whole))
+    assert one["choices"] == other["choices"]
+    for count in ("prompt_tokens", "completion_tokens"):
+        assert one["usage"][count] == other["usage"][count]
+    print(path, one)
 
 
 @pytest.mark.long
