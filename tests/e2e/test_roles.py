@@ -123,7 +123,7 @@ def test_the_answer_is_that_of_one_replica(model: LocalCluster) -> None:
 @pytest.mark.parametrize(
     ("path", "settings"),
     [
-        pytest.param(COMPLETIONS, {"n": 2, "temperature": 1.0, "seed": 7}, id="several answers"),
+        pytest.param(COMPLETIONS, {"n": 2, "temperature": 1.0, "top_k": 1}, id="several answers"),
         pytest.param(COMPLETIONS, {"temperature": 0, "stop": ["e", "a", "1"]}, id="stop words"),
         pytest.param(
             CHAT,

@@ -104,6 +104,7 @@ async def test_a_killed_decode_replica_leaves_the_request_to_another(serving: Se
 
 
 def test_only_the_prompt_is_computed() -> None:
-    config = {"stream": True, "max_tokens": 9, "n": 2, "logprobs": 5, "min_tokens": 3, "tools": []}
-    assert one_token(config) == {"stream": False, "max_tokens": 1, "n": 1, "tools": []}
-    assert one_token(None) == {"stream": False, "max_tokens": 1, "n": 1}
+    config = {"stream": True, "max_tokens": 9, "n": 2, "logprobs": 5, "seed": 3, "tools": []}
+    greedy = {"stream": False, "max_tokens": 1, "n": 1, "temperature": 0}
+    assert one_token(config) == {**greedy, "tools": []}
+    assert one_token(None) == greedy

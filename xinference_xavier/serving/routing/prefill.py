@@ -16,12 +16,15 @@ from xinference_xavier.runtime.deadline import within
 logger = logging.getLogger(__name__)
 
 _PREFILL_TIMEOUT, _ABORT_TIMEOUT = 600.0, 5.0  # seconds
-_ONE_TOKEN = {"max_tokens": 1, "n": 1, "stream": False}
+_ONE_TOKEN = {"max_tokens": 1, "n": 1, "stream": False, "temperature": 0}
 _ABOUT_ANSWERS = {
     "best_of",
     "logprobs",
     "max_completion_tokens",
     "min_tokens",
+    "response_format",
+    "seed",
+    "stop",
     "stream_options",
     "top_logprobs",
 }
