@@ -157,7 +157,6 @@ def test_settings_mean_the_same_as_with_one_replica(
     assert one["choices"] == other["choices"]
     for count in ("prompt_tokens", "completion_tokens"):
         assert one["usage"][count] == other["usage"][count]
-    print(path, one)
 
 
 @pytest.mark.long
