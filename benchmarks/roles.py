@@ -119,7 +119,7 @@ def _round(cluster: LocalCluster, seeds: itertools.count[int], prompts: int) -> 
     began = time.perf_counter()
 
     def read_on(reader: int) -> list[_Read]:
-        reads = []
+        reads: list[_Read] = []
         while len(reads) < ANSWERS or not done.is_set():
             reads.append(_read(cluster, f"Reader {reader}, tell a story.", ANSWER))
         return reads
