@@ -105,7 +105,11 @@ class Inside:
         self.scheduler.call(lambda: self.scheduler.compute(number, chunks(text, count)))
 
     def _report(self) -> None:
+        """On the scheduler's thread. The replica's stats belong to its background loop."""
         self.watch.look()
+        self.replica.tier._loop.call_soon_threadsafe(self._write_figures)
+
+    def _write_figures(self) -> None:
         figures = vars(self.scheduler.figures) | {
             "died": self.scheduler.died,
             "in_flight": self.scheduler.in_flight,

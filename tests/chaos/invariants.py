@@ -55,7 +55,7 @@ def come_to_rest(cluster: Cluster, before: dict[str, Size] | None = None) -> Fin
 
     `before` are the sizes after the warm-up, which no process may exceed.
     """
-    problems = _end_requests(cluster)
+    problems = _deaths(cluster) or _end_requests(cluster)
     if problems:
         return Findings(problems, Leaks(), {})
     for node in cluster.nodes.values():
@@ -68,6 +68,15 @@ def come_to_rest(cluster: Cluster, before: dict[str, Size] | None = None) -> Fin
         found = _look(cluster, before)
     found.problems.extend(f"the hard name {lost}" for lost in cluster.names.missing())
     return found
+
+
+def _deaths(cluster: Cluster) -> list[str]:
+    """A scheduler that died answers no command."""
+    return [
+        f"the scheduler of {node.incarnation} died: {_last_line(node.folder / 'died')}"
+        for node in cluster.everybody()
+        if (node.folder / "died").exists()
+    ]
 
 
 def _end_requests(cluster: Cluster) -> list[str]:
@@ -151,11 +160,7 @@ def _about_mirrors(audits: dict[str, Any]) -> list[str]:
 
 def _about_causes(cluster: Cluster) -> list[str]:
     """Nothing may be rolled back, expire or die without a fault that explains it."""
-    found = [
-        f"the scheduler of {node.incarnation} died: {_last_line(node.folder / 'died')}"
-        for node in cluster.everybody()
-        if (node.folder / "died").exists()
-    ]
+    found = _deaths(cluster)
     if lost := cluster.total(lambda figures: figures["lost_chunks"]):
         found.append(f"{lost} chunks of hard names were evicted")
     found += [f"{name} expired but was never absent" for name in cluster.unexplained_expiries()]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
+from itertools import count
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from tests.e2e.text_routes import CHAT, COMPLETIONS, TEXT_ROUTES, body_of, route
 
 UID = "roles"
 PREFILL, DECODE = f"{UID}-rep0", f"{UID}-rep1"
+UNUSED = count(1000)  # documents
 ROWS = 60  # of a document's table: about 3,000 tokens
 TIMEOUT = 90.0
 SALTS = find_spec("xinference.cache_isolation") is not None
@@ -34,15 +36,14 @@ def model(cluster: LocalCluster) -> Iterator[LocalCluster]:
     wait_for_engine(lambda: can_fetch(cluster, UID, 2), "both replicas can fetch")
     ask(cluster, "Hello")  # the first one only lets the API process look for the model
     wait_until(lambda: bool(route_of(ask(cluster, "Hello"))[0]), "requests are routed")
-    wait_until(lambda: measured(cluster), "a prefill has been measured")
+    wait_until(lambda: divides(cluster), "a prefill has been measured")
     yield cluster
     cluster.terminate(UID)
 
 
-def measured(cluster: LocalCluster) -> bool:
-    """Whether the prefill replica knows how fast it is. Until then nothing is left to it."""
-    ask(cluster, document(1, ROWS))
-    return route_of(ask(cluster, document(2, ROWS)))[1] == "prefill"
+def divides(cluster: LocalCluster) -> bool:
+    """Whether a prefill is left to the prefill replica. None is until its speed is known."""
+    return route_of(ask(cluster, document(next(UNUSED), ROWS))) == (DECODE, "prefill")
 
 
 def ask(cluster: LocalCluster, prompt: str, tokens: int = 1, **more: Any) -> requests.Response:
@@ -155,8 +156,8 @@ def test_settings_mean_the_same_as_with_one_replica(
     assert route_of(whole)[1] != "prefill"
     one, other = (answer.json() for answer in (divided, whole))
     assert one["choices"] == other["choices"]
-    for count in ("prompt_tokens", "completion_tokens"):
-        assert one["usage"][count] == other["usage"][count]
+    for tokens in ("prompt_tokens", "completion_tokens"):
+        assert one["usage"][tokens] == other["usage"][tokens]
 
 
 @pytest.mark.long
@@ -164,9 +165,7 @@ def test_a_prefill_replica_that_hangs_costs_no_request(model: LocalCluster) -> N
     """Whether it hangs in the middle of a prefill or before."""
     with ThreadPoolExecutor(1) as clients:
         answering = clients.submit(ask, model, document(75, ROWS), 4)
-        wait_until(
-            lambda: model.xavier(UID)["routing"]["loads"][PREFILL]["requests"] > 0, "it computes"
-        )
+        wait_until(lambda: requests_at(model, PREFILL) > 0, "it computes")
         with processes.frozen(processes.of_replica(PREFILL).all()):
             assert answering.result(TIMEOUT).json()["usage"]["completion_tokens"] == 4
             assert route_of(ask(model, document(76, ROWS)))[0] == DECODE
@@ -174,14 +173,26 @@ def test_a_prefill_replica_that_hangs_costs_no_request(model: LocalCluster) -> N
 
 
 @pytest.mark.long
-def test_a_killed_prefill_replica_costs_no_request(model: LocalCluster) -> None:
+def test_a_transfer_that_breaks_off_costs_no_request(model: LocalCluster) -> None:
+    transfer = processes.of_replica(PREFILL).transfer
+    assert transfer is not None
+    with ThreadPoolExecutor(1) as clients:
+        answering = clients.submit(ask, model, document(77, ROWS), 4)
+        wait_until(lambda: requests_at(model, PREFILL) > 0, "it computes")
+        processes.kill(transfer)
+        assert answering.result(TIMEOUT).json()["usage"]["completion_tokens"] == 4
+    wait_for_engine(lambda: can_fetch(model, UID, 2), "it has another transfer process")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("victim", "seed"), [(PREFILL, 80), (DECODE, 90)])
+def test_a_killed_replica_costs_no_request(model: LocalCluster, victim: str, seed: int) -> None:
     before = {each["incarnation"] for each in model.xavier(UID)["replicas"]}
+    role = role_of(model, victim)
     with ThreadPoolExecutor(2) as clients:
-        answering = [clients.submit(ask, model, document(80 + n, ROWS), 4) for n in range(2)]
-        wait_until(
-            lambda: model.xavier(UID)["routing"]["loads"][PREFILL]["requests"] > 0, "it computes"
-        )
-        processes.kill(processes.model_process(PREFILL))
+        answering = [clients.submit(ask, model, document(seed + n, ROWS), 4) for n in range(2)]
+        wait_until(lambda: requests_at(model, PREFILL) > 0, "it computes")
+        processes.kill(processes.model_process(victim))
         for each in answering:
             assert each.result(TIMEOUT).json()["usage"]["completion_tokens"] == 4
     wait_for_engine(
@@ -191,7 +202,12 @@ def test_a_killed_prefill_replica_costs_no_request(model: LocalCluster) -> None:
         ),
         "another engine has taken the place of the killed one",
     )
-    wait_until(lambda: role_of(model, PREFILL) == "prefill", "it has the same role")
+    assert role_of(model, victim) == role
+    wait_until(lambda: divides(model), "it does again what it did")
+
+
+def requests_at(cluster: LocalCluster, name: str) -> int:
+    return int(cluster.xavier(UID)["routing"]["loads"][name]["requests"])
 
 
 def role_of(cluster: LocalCluster, name: str) -> str | None:
