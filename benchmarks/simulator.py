@@ -1,10 +1,10 @@
 """Replicas on paper: the real router, index, mirror and pools, with a clock of their own.
 
-A replica computes one prompt after another, in order of arrival. When a prompt's turn comes, its
-leading chunks are pinned in the local pool; those that follow are fetched from one peer if that is
-faster than computing them, and the rest is computed. Fetching keeps the replica as busy as
-computing, but not its donor. Nothing decodes. Replicas that share a machine with fewer processors
-slow each other down.
+A replica computes one prompt after another, in order of arrival, or in steps of so many tokens,
+which end one prompt and begin the next. When a prompt's turn comes, its leading chunks are pinned
+in the local pool; those that follow are fetched from one peer if that is faster than computing
+them, and the rest is computed. Fetching keeps the replica as busy as computing, but not its donor.
+Nothing decodes. Replicas that share a machine with fewer processors slow each other down.
 
 With an `error`, each prompt takes by up to that share longer or less than the rates say, which
 nobody knows before. Bytes do not move, and no thread runs.
@@ -55,6 +55,8 @@ class Engine(NamedTuple):
     """Chunks in a pool."""
     processors: float = math.inf
     """How many replicas can compute at once at full speed."""
+    step: int | None = None
+    """Tokens of a step, at the end of which its prompts are answered; None: those of one prompt."""
 
     @property
     def size(self) -> Chunks:
@@ -72,8 +74,11 @@ class Engine(NamedTuple):
     def compute_seconds(self, request: Request, chunks: int) -> float:
         """If the leading `chunks` are there."""
         tokens = self.missing(request, chunks)
-        depth = request.tokens - tokens / 2
-        return tokens * (1 / self.prefill + depth * self.depth_s)
+        return self.seconds(request.tokens - tokens, tokens)
+
+    def seconds(self, start: int, tokens: int) -> float:
+        """To compute `tokens` of a prompt, from its token `start` on."""
+        return tokens * (1 / self.prefill + (start + tokens / 2) * self.depth_s)
 
     def fetch_seconds(self, chunks: int) -> float:
         return self.fetch_s + chunks * self.chunk / self.fetch if chunks else 0.0
@@ -99,12 +104,19 @@ class _Job:
     asked: Request
     slower: float = 1.0  # than the rates say
     seconds: float = 0.0  # the replica's own forecast
-    left: float = 0.0  # seconds to compute, if nobody slowed it down
-    since: float = 0.0
-    ends: float = 0.0
+    fetch_s: float = 0.0  # still to fetch, once it has begun
+    missing: int = 0  # tokens still to compute, once it has begun
     local: int = 0  # chunks
     rows: list[Row] = field(default_factory=list)
     evicted: list[bytes] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Step:
+    ending: list[_Job] = field(default_factory=list)
+    left: float = 0.0  # seconds to compute, if nobody slowed it down
+    since: float = 0.0
+    ends: float = 0.0
 
 
 @dataclass(slots=True)
@@ -113,7 +125,8 @@ class _Replica:
     bit: int
     pool: Pool
     waiting: deque[_Job] = field(default_factory=deque)
-    running: _Job | None = None
+    begun: _Job | None = None  # goes on in the next step
+    step: _Step | None = None
     sequence: int = 0
 
 
@@ -154,7 +167,7 @@ class Simulator:
         self._news = False
         self._left = 0
         self._speed = 1.0
-        self._computing: dict[str, tuple[_Replica, _Job]] = {}
+        self._computing: dict[str, tuple[_Replica, _Step]] = {}
         self.result = Result()
         self._replicas: dict[str, _Replica] = {}
         for number in range(replicas):
@@ -200,10 +213,14 @@ class Simulator:
 
     def _report(self, replica: _Replica, first: bool = False) -> None:
         """The first ones are spread over the time between two."""
-        running = [replica.running] if replica.running else []
         seconds = sum(job.seconds for job in replica.waiting)
-        seconds += sum(job.ends - self._now for job in running)
-        count = len(replica.waiting) + len(running)
+        count = len(replica.waiting)
+        if replica.step:
+            seconds += replica.step.ends - self._now
+            count += len(replica.step.ending)
+        if (job := replica.begun) is not None:
+            seconds += self._engine.seconds(job.asked.tokens - job.missing, job.missing)
+            count += 1
         tokens = int(seconds * self._engine.prefill)
         report = Report(self._now, tokens, seconds, count, self._engine.rates)
         self.router.report(replica.name, report)
@@ -227,8 +244,8 @@ class Simulator:
         job.seconds = engine.fetch_seconds(remote)
         job.seconds += engine.compute_seconds(job.asked, local + remote)
         replica.waiting.append(job)
-        if replica.running is None:
-            self._start(replica)
+        if replica.step is None:
+            self._begin_step(replica)
 
     def _held_by_a_peer(self, replica: _Replica, keys: Sequence[bytes]) -> tuple[int, int]:
         """How many leading keys one peer holds, and the set of these peers."""
@@ -244,21 +261,42 @@ class Simulator:
         faster = engine.fetch_seconds(count) < count * engine.chunk / engine.prefill
         return (count, peers) if faster else (0, 0)
 
-    def _start(self, replica: _Replica) -> None:
-        job = replica.running = replica.waiting.popleft()
+    def _begin_step(self, replica: _Replica) -> None:
+        """Of the prompts in order of arrival."""
+        engine = self._engine
+        step = replica.step = _Step(since=self._now)
+        room = math.inf if engine.step is None else engine.step
+        while room and (job := replica.begun or self._begin(replica)):
+            tokens = int(min(room, job.missing))
+            seconds = engine.seconds(job.asked.tokens - job.missing, tokens)
+            step.left += job.slower * (job.fetch_s + seconds)
+            job.fetch_s, job.missing = 0.0, job.missing - tokens
+            room = 0 if engine.step is None else room - tokens
+            replica.begun = job if job.missing else None
+            if not job.missing:
+                step.ending.append(job)
+        self._computing[replica.name] = replica, step
+        if not self._share_processors():
+            self._finish_later(replica, step)
+
+    def _begin(self, replica: _Replica) -> _Job | None:
+        """The next prompt, with what is here and what peers gave."""
+        if not replica.waiting:
+            return None
+        job = replica.waiting.popleft()
         keys = job.asked.keys
         job.rows = replica.pool.pin(keys)
         local = job.local = len(job.rows)
         remote, peers = self._held_by_a_peer(replica, keys[local:])
         sent, fetched = self._fetch(replica, job, keys[local : local + remote], peers)
-        engine, there = self._engine, local + sent
-        seconds = engine.fetch_seconds(fetched) + engine.compute_seconds(job.asked, there)
-        job.left = job.slower * seconds
-        moved, computed = fetched * engine.chunk, engine.missing(job.asked, there)
+        engine = self._engine
+        job.fetch_s = engine.fetch_seconds(fetched)
+        job.missing = engine.missing(job.asked, local + sent)
+        moved = fetched * engine.chunk
         self.result.fetched += moved
-        self.result.computed += computed
-        self.result.local += job.asked.tokens - moved - computed
-        self._compute(replica, job)
+        self.result.computed += job.missing
+        self.result.local += job.asked.tokens - moved - job.missing
+        return job
 
     def _fetch(
         self, replica: _Replica, job: _Job, keys: Sequence[bytes], peers: int
@@ -288,33 +326,36 @@ class Simulator:
             self.mirror.usable_set(row.key) & self._replicas[donor].bit
         )
 
-    def _compute(self, replica: _Replica, job: _Job) -> None:
-        job.since = self._now
-        self._computing[replica.name] = replica, job
-        if not self._share_processors():
-            self._finish_later(replica, job)
-
     def _share_processors(self) -> bool:
         """True if those that compute have become faster or slower."""
         speed = min(1.0, self._engine.processors / max(1, len(self._computing)))
         if speed == self._speed:
             return False
-        for _, job in self._computing.values():
-            job.left -= (self._now - job.since) * self._speed
-            job.since = self._now
+        for _, step in self._computing.values():
+            step.left -= (self._now - step.since) * self._speed
+            step.since = self._now
         self._speed = speed
-        for replica, job in self._computing.values():
-            self._finish_later(replica, job)
+        for replica, step in self._computing.values():
+            self._finish_later(replica, step)
         return True
 
-    def _finish_later(self, replica: _Replica, job: _Job) -> None:
-        job.ends = self._now + job.left / self._speed
-        self._at(job.ends, self._finish, replica, job, job.ends)
+    def _finish_later(self, replica: _Replica, step: _Step) -> None:
+        step.ends = self._now + step.left / self._speed
+        self._at(step.ends, self._finish, replica, step, step.ends)
 
-    def _finish(self, replica: _Replica, job: _Job, ends: float) -> None:
-        if replica.running is not job or ends != job.ends:
+    def _finish(self, replica: _Replica, step: _Step, ends: float) -> None:
+        if replica.step is not step or ends != step.ends:
             return  # it has become faster or slower
         del self._computing[replica.name]
+        for job in step.ending:
+            self._answer(replica, job)
+        replica.step = None
+        if replica.begun or replica.waiting:
+            self._begin_step(replica)
+        else:
+            self._share_processors()
+
+    def _answer(self, replica: _Replica, job: _Job) -> None:
         self._reserve(replica, job, job.asked.keys)
         replica.pool.unpin(job.rows)
         replica.pool.touch(reversed(job.asked.keys))
@@ -328,8 +369,3 @@ class Simulator:
         self._policy.answered(job.request)
         self.result.seconds.append(self._now - job.asked.at)
         self._left -= 1
-        replica.running = None
-        if replica.waiting:
-            self._start(replica)
-        else:
-            self._share_processors()

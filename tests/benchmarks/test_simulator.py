@@ -36,6 +36,30 @@ def test_prompts_are_computed_one_after_another() -> None:
     assert (result.local, result.fetched, result.computed) == (0, 0, 2 * TOKENS)
 
 
+def test_a_step_ends_one_prompt_and_begins_the_next() -> None:
+    """The first prompt is answered with the step that ends it."""
+    engine = Engine(step=TOKENS + CHUNK, transit=0.0)
+    result = run(1, InTurn, request(0.0, "a"), request(0.0, "b"), engine=engine)
+    assert result.seconds == pytest.approx([COMPUTE, 2 * COMPUTE])  # the step began without "b"
+    asked = request(0.0, "a"), request(COMPUTE / 2, "b"), request(COMPUTE / 2, "c")
+    result = run(1, InTurn, *asked, engine=engine)
+    beginning = CHUNK / engine.prefill
+    seconds = [COMPUTE, 1.5 * COMPUTE + beginning, 2.5 * COMPUTE]
+    assert result.seconds == pytest.approx(seconds)
+
+
+def test_a_long_prompt_takes_several_steps() -> None:
+    """The last one has room for the next prompt."""
+    engine = Engine(step=TOKENS // 2, transit=0.0)
+    result = run(1, InTurn, request(0.0, "a"), engine=engine)
+    assert result.seconds == pytest.approx([COMPUTE])
+    result = run(1, InTurn, request(0.0, "a"), request(0.9 * COMPUTE, "b"), engine=engine)
+    assert result.seconds[0] == pytest.approx(3 * (TOKENS // 2) / engine.prefill)
+    deep = Engine(step=TOKENS // 2, prefill=1000.0, depth_s=1e-6, transit=0.0)
+    result = run(1, InTurn, request(0.0, "a"), engine=deep)
+    assert result.seconds == pytest.approx([TOKENS * (1e-3 + TOKENS / 2 * 1e-6)])
+
+
 def test_deep_tokens_take_longer() -> None:
     engine = Engine(prefill=1000.0, depth_s=1e-6, transit=0.0)
     result = run(1, InTurn, request(0.0, "a"), engine=engine)
