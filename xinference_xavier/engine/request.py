@@ -155,7 +155,7 @@ class Fetches:
         """Requests find the fetch, unless it is a probe."""
         self._waiting[fetch] = set()
         if not is_probe:
-            self.by_chunk.update((row.key, fetch) for row in fetch.rows)
+            self.by_chunk.update(dict.fromkeys([row.key for row in fetch.rows], fetch))
 
     def wait(self, req_id: str, fetch: Fetch) -> None:
         self._waiting[fetch].add(req_id)

@@ -136,11 +136,12 @@ class Pool:
                 victims = self._idle.take(lacking, redundant, frozenset(prefix))
                 self._ready -= len(victims)
             evicted = [row.key for row in victims]
-            rows = []
+            free = min(len(wanted), len(self._free))
+            rows = [Row(key, self._free.pop()) for key in wanted[:free]]
+            held.update(zip(wanted, rows, strict=False))
             # An old row goes before a new one comes, or each call would collect garbage.
-            for key in wanted[: len(self._free) + len(victims)]:
-                if victims:
-                    self._forget(victims.pop())
+            for key in wanted[free : free + len(victims)]:
+                self._forget(victims.pop())
                 row = held[key] = Row(key, self._free.pop())
                 rows.append(row)
             self._filling += len(rows)

@@ -53,19 +53,17 @@ class FetchPlan(NamedTuple):
     is_probe: bool = False
 
 
-_Chunk = tuple[int, int, bytes]
-"""The end of a chunk, where computing would begin without it, both in tokens, and its key."""
-
-
 class _Reach(NamedTuple):
-    """A hit up to `end`, which saves computing from `start` on, once the `missing` chunks are here.
+    """A hit up to `end`, which saves computing from `start` on, once the chunks of `keys` are here,
+    which end at `ends`; all in tokens, and in their order.
 
     Each of `holders` has all of those that are not coming already.
     """
 
     start: int
     end: int
-    missing: list[_Chunk]
+    ends: list[int]
+    keys: list[bytes]
     holders: int
 
 
@@ -121,22 +119,21 @@ class DonorSelection:
         reach = self._reach(request, groups, eligible, is_coming)
         if reach is None:
             return self._probe(groups, now)
-        donors = self._ranked(reach.holders, len(reach.missing), busy, now)
+        donors = self._ranked(reach.holders, len(reach.keys), busy, now)
         if self.adaptive and donors:
             in_time = self._cost_model.rate(donors[0], now).largest(deadline - now)
-            while reach is not None and len(reach.missing) > in_time:
-                limit = reach.missing[int(in_time)][0] - 1
+            while reach is not None and len(reach.keys) > in_time:
+                limit = reach.ends[int(in_time)] - 1
                 reach = self._reach(request, groups, eligible, is_coming, limit)
         if reach is None or reach.end - reach.start < self.min_tokens:
             return self._probe(groups, now)
-        start, end, missing, _ = reach
-        fast = [donor for donor in donors if self._is_faster(donor, len(missing), start, end, now)]
+        start, end, _, keys, _ = reach
+        fast = [donor for donor in donors if self._is_faster(donor, len(keys), start, end, now)]
         if donors and not fast:
             self._cost_model.decisions.computed += not request.computes
             request.computes = True
             return self._probe(groups, now)
-        fast = fast[: self._count_donors(fast, len(missing), busy)]
-        keys = [key for _, _, key in missing]
+        fast = fast[: self._count_donors(fast, len(keys), busy)]
         return FetchPlan(fast, keys, self.prefill_seconds(start, end))
 
     def _probe(self, groups: _Groups, now: float) -> FetchPlan | None:
@@ -258,7 +255,7 @@ class DonorSelection:
             for group, keys in groups:
                 reached = walk.to_gap(group, keys, begin, reached)
             if reached == end or not windows:
-                return walk.reach(reached // step * step)
+                return walk.reach(begin, reached // step * step)
             end = reached
         return None
 
@@ -281,39 +278,49 @@ class _Walk:
         self._tier = tier
         self._is_coming = is_coming
         self._holders = eligible  # negative until a chunk is asked for
-        self._missing: list[_Chunk] = []
+        self._missing: list[tuple[Group, list[bytes], list[int]]] = []  # places of keys, by group
 
     def to_gap(self, group: Group, keys: list[bytes], begin: int, end: int) -> int:
         """Return `end`, or where a chunk starts that is neither here, nor coming, nor held by a
         peer that holds all others."""
-        in_pool, holders, add = self._pool.holds, self._tier.holders, self._missing.append
-        size, common = group.chunk_tokens, self._holders
+        held, holders = self._pool.held, self._tier.holders
+        common, missing = self._holders, list[int]()
+        add = missing.append
         for place in _needed(group, begin, end):
-            key, start = keys[place], place * size
-            if in_pool(key):
+            key = keys[place]
+            if key in held and self._pool.holds(key):
                 if self._pool.lookup(key) is not None:
                     continue
                 if not self._is_coming(key):  # it is being stored
-                    end = start
+                    end = place * group.chunk_tokens
                     break
             elif having := common & holders(key):
                 common = having
             else:
-                end = start
+                end = place * group.chunk_tokens
                 break
-            # Without its window, the whole prefix would be computed.
-            saved_from = start if group.window is None else begin
-            add((start + size, saved_from, key))
+            add(place)
         self._holders = common
+        self._missing.append((group, keys, missing))
         return end
 
-    def reach(self, end: int) -> _Reach | None:
+    def reach(self, begin: int, end: int) -> _Reach | None:
         """The hit up to `end`; None if nothing is missing."""
-        missing = sorted(chunk for chunk in self._missing if chunk[0] <= end)
+        start, ends, missing = end, list[int](), list[bytes]()
+        for group, keys, places in self._missing:
+            size = group.chunk_tokens
+            within = [place for place in places if (place + 1) * size <= end]
+            if within:
+                # Without its window, the whole prefix would be computed.
+                start = min(start, begin if group.window is not None else within[0] * size)
+            ends += [(place + 1) * size for place in within]
+            missing += [keys[place] for place in within]
         if not missing:
             return None
-        start = min(saved_from for _, saved_from, _ in missing)
-        return _Reach(start, end, missing, max(self._holders, 0))
+        if len(self._missing) > 1 or ends[0] > ends[-1]:
+            ordered = sorted(zip(ends, missing, strict=True))
+            ends, missing = [each for each, _ in ordered], [key for _, key in ordered]
+        return _Reach(start, end, ends, missing, max(self._holders, 0))
 
 
 def _end(groups: _Groups) -> int:
