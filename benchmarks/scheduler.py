@@ -47,21 +47,42 @@ _ANSWERS = {
 }
 
 
+class _Collections:
+    """How long Python's garbage collector holds up whoever makes an object, in seconds."""
+
+    def __init__(self) -> None:
+        self.total = self.longest = self._began = 0.0
+
+    def __call__(self, phase: str, _: dict[str, int]) -> None:
+        if phase == "start":
+            self._began = time.perf_counter()
+        else:
+            took = time.perf_counter() - self._began
+            self.total += took
+            self.longest = max(self.longest, took)
+
+
 class _Timed:
     """A manager whose calls are timed; the many lookups are timed one by one."""
 
-    def __init__(self, manager: Any) -> None:
+    def __init__(self, manager: Any, collections: _Collections) -> None:
         self._manager = manager
+        self._collections = collections
         self.longest: dict[str, float] = {}
+        self.longest_own = 0.0
+        """But for garbage collection."""
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         method = getattr(self._manager, name)
 
         def call(*arguments: Any) -> Any:
+            collected = self._collections.total
             began = time.perf_counter()
             answer = method(*arguments)
             took = time.perf_counter() - began
+            own = took - (self._collections.total - collected)
             self.longest[name] = max(self.longest.get(name, 0.0), took)
+            self.longest_own = max(self.longest_own, own)
             return answer
 
         return call
@@ -101,11 +122,13 @@ def _with_peers(vllm: Scheduling, peers: int, known: list[bytes]) -> dict[str, A
     """A prompt that so many peers hold."""
     costs: dict[str, list[float]] = {name: [] for name in (*_ANSWERS, "dict", "attempt")}
     calls: list[dict[str, float]] = []
+    own: list[float] = []
+    collections = _Collections()
     prompt = chunks("prompt", CHUNKS)
     vllm.tier.peers_hold(other=known, **{f"peer {number}": prompt for number in range(peers)})
     for number in range(ROUNDS):
         cold = chunks(f"cold {peers} {number}", CHUNKS)
-        with _timed(vllm) as timed:
+        with _timed(vllm, collections) as timed:
             costs["miss"].append(_lookups(vllm, vllm.arrive(f"cold {number}", cold), "miss"))
             request = vllm.arrive(f"warm {number}", prompt)
             before = len(vllm.tier.fetches)
@@ -126,6 +149,7 @@ def _with_peers(vllm: Scheduling, peers: int, known: list[bytes]) -> dict[str, A
             _compute(vllm, cold)
         costs["dict"].append(_of_a_dictionary(prompt))
         calls.append(timed.longest)
+        own.append(timed.longest_own * 1e3)
         for fetch in fetches:
             flush(vllm.pool, fetch.source)
         _compute(vllm, chunks(f"refill {peers} {number}", CHUNKS))
@@ -138,6 +162,8 @@ def _with_peers(vllm: Scheduling, peers: int, known: list[bytes]) -> dict[str, A
             for name in names
         },
         "longest_ms": figure([max(longest.values()) * 1e3 for longest in calls]),
+        "longest_own_ms": figure(own),
+        "collection_ms": collections.longest * 1e3,
     }
 
 
@@ -200,13 +226,15 @@ def _longest_step(beside: Callable[[], None]) -> float:
 
 
 @contextmanager
-def _timed(vllm: Scheduling) -> Iterator[_Timed]:
+def _timed(vllm: Scheduling, collections: _Collections) -> Iterator[_Timed]:
     manager = vllm.manager
-    timed = _Timed(manager)
+    timed = _Timed(manager, collections)
     vllm.manager = timed  # type: ignore[assignment]  # the same methods
+    gc.callbacks.append(collections)
     try:
         yield timed
     finally:
+        gc.callbacks.remove(collections)
         vllm.manager = manager
 
 
@@ -246,8 +274,13 @@ def markdown(part: dict[str, Any]) -> str:
                 **{f"{name}_us": f"{name}, µs per chunk" for name in (*_ANSWERS, "dict")},
                 "attempt_ms": "the attempt that begins the fetch, ms",
                 "longest_ms": "the longest call, ms",
+                "longest_own_ms": "the longest call but for garbage collection, ms",
             }.items()
         ),
+        "",
+        "The longest garbage collection of all rounds took "
+        f"{max(row['collection_ms'] for row in rows):.0f} ms. Python looks for garbage when enough "
+        "objects have been made, in whichever call that is.",
         "",
         f"The manager's calls, with {rows[-1]['peers']:,} peers:",
         "",

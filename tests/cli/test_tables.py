@@ -171,6 +171,17 @@ def test_the_forecasts_of_an_explanation_are_a_table_of_their_own() -> None:
     assert second.split() == ["m-1", "0.000", "0.125", "0.001", "0.126"]
 
 
+def test_a_forecast_tells_who_would_prefill() -> None:
+    terms = {"backlog": 0.0, "fetch": 1.0, "compute": 0.0}
+    routing = {"m-1": {**terms, "prefill": "m-0"}, "m-2": terms}
+    text = shown(
+        explanation_table(Explanation.of({**explanation([], 9).raw, "routing": routing}), {})
+    )
+    *_, first, second = text.splitlines()
+    assert first.split() == ["m-1,", "prefilled", "by", "m-0", "0.000", "1.000", "0.000", "1.000"]
+    assert second.split() == ["m-2", "0.000", "1.000", "0.000", "1.000"]
+
+
 def test_grave_findings_look_grave() -> None:
     replicas = [
         {"replica": "m-0", "incarnation": "a", "vllm": "0.32.0"},

@@ -69,7 +69,9 @@ async def test_a_known_prefix_draws_requests_while_its_replica_is_not_busy() -> 
     cluster.tell(cluster.load(owner, 60.0))
     elsewhere = await route(cluster, text)
     assert (elsewhere.replica == owner, elsewhere.choice.reason) == (False, "fetch")
-    assert elsewhere.choice.terms.fetch < 0.1 < elsewhere.choice.all_terms[f"{owner} now"].backlog
+    assert (
+        elsewhere.choice.terms.fetch < 0.1 < elsewhere.choice.all_terms[f"{owner} now"][0].backlog
+    )
 
 
 async def test_a_request_follows_another_with_the_same_new_text() -> None:
@@ -387,3 +389,13 @@ async def test_it_explains_what_it_would_choose() -> None:
     assert found["m-0"]["backlog"] == pytest.approx(2.0)
     assert found["m-0"]["compute"] == found["m-1"]["compute"] > 1.0
     assert cluster.router.report()["choices"] == {}
+
+
+async def test_it_explains_who_would_prefill() -> None:
+    cluster = Cluster("m-0", "m-1", prefill_threshold=0)
+    decodes, prefills = (cluster.serving._replace(role=role) for role in ("decode", "prefill"))
+    cluster.tell(cluster.load("m-0", serving=prefills), cluster.load("m-1", serving=decodes))
+    found = cluster.router.explain(document("long"))
+    assert found == {
+        "m-1": {"backlog": 0.0, "fetch": found["m-1"]["fetch"], "compute": 0.0, "prefill": "m-0"}
+    }

@@ -146,7 +146,8 @@ def _forecasts_table(answer: Explanation) -> Table:
         table.add_column(name, justify="right")
     for name, each in answer.forecasts.items():
         seconds = (each.backlog, each.fetch, each.compute, each.total)
-        table.add_row(name, *(f"{number:.3f}" for number in seconds))
+        told = f"{name}, prefilled by {each.prefill}" if each.prefill else name
+        table.add_row(told, *(f"{number:.3f}" for number in seconds))
     return table
 
 

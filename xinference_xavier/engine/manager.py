@@ -164,7 +164,8 @@ class XavierManager(OffloadingManager):
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         self.tier_lookup.end_pass()
-        self._tier.on_evicted(self._pool.evict_ahead(_EVICTED_AHEAD, self._is_redundant))
+        if evicted := self._pool.evict_ahead(_EVICTED_AHEAD, self._is_redundant):
+            self._tier.on_evicted(evicted)
 
     def count_prompt(
         self, req_id: str, prompt: int, loaded: int, tokens: Sequence[int] | None = None

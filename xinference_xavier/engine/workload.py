@@ -91,9 +91,9 @@ class Workload:
             short = pack(key[-SHORT_KEY:] for key in keys)
             self._prompts.append(ScheduledPrompt(name, prompt, short))
 
-    def step_begins(self, prompts: Mapping[str, int]) -> None:
+    def step_begins(self, prompts: dict[str, int]) -> None:
         """A step computes so many prompt tokens of these requests."""
-        self._steps.append(dict(prompts))
+        self._steps.append(prompts)
         if len(self._steps) == 1:
             self._next_step()
 
@@ -107,8 +107,8 @@ class Workload:
         self._next_step()
 
     def _next_step(self) -> None:
-        tokens = sum(self._steps[0].values()) if self._steps else 0
-        self._computing = self._clock(), tokens
+        step = self._steps[0] if self._steps else None
+        self._computing = self._clock(), sum(step.values()) if step else 0
 
     # -- called by the replica's thread ------------------------------------------------------
 

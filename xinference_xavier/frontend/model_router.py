@@ -323,16 +323,20 @@ class ModelRouter:
 
     # -- reports -------------------------------------------------------------------------------
 
-    def explain(self, text: Text) -> dict[str, dict[str, float]]:
-        """The forecast for a prompt, in seconds, by replica, of those that accept a request."""
+    def explain(self, text: Text) -> dict[str, dict[str, Any]]:
+        """The forecast for a prompt, in seconds, by replica, of those that would answer a request;
+        and which replica would prefill it, if that is another one."""
         if self._serving is None:
             return {}
         choice = self._choose(text, "", self._clock(), whole=False)
-        terms = {} if choice is None else choice.all_terms
+        found = {} if choice is None else choice.all_terms
         return {
-            self._replicas[name]: each._asdict()
-            for name, each in terms.items()
-            if math.isfinite(sum(each))
+            self._replicas[name]: {
+                **terms._asdict(),
+                **({} if prefill is None else {"prefill": self._replicas[prefill.replica]}),
+            }
+            for name, (terms, prefill) in found.items()
+            if math.isfinite(sum(terms))
         }
 
     def loads(self) -> dict[str, KnownLoad]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -107,14 +107,17 @@ class Choice:
     @property
     def prefill(self) -> Prefill | None:
         """Set if a prefill replica computes the prompt."""
-        left = self.forecast.left
-        return None if left is None or not left[self.number] else self.forecast.prefill
+        return self._prefill(self.number)
 
     @property
-    def all_terms(self) -> Mapping[str, Terms]:
+    def all_terms(self) -> Mapping[str, tuple[Terms, Prefill | None]]:
         """Of every replica that could have been chosen."""
         open_ = np.isfinite(self.forecast.backlog).nonzero()[0].tolist()
-        return {self.names[number]: self._terms(number) for number in open_}
+        return {self.names[each]: (self._terms(each), self._prefill(each)) for each in open_}
+
+    def _prefill(self, number: int) -> Prefill | None:
+        left = self.forecast.left
+        return None if left is None or not left[number] else self.forecast.prefill
 
     def _terms(self, number: int) -> Terms:
         found = self.forecast
@@ -181,10 +184,10 @@ def choose(
     A prefill replica is chosen only if no other one accepts a request. Among equals, `preferred` is
     chosen, else one with the fewest requests, at random. None if no replica accepts a request now.
     """
-    total = found.total
-    answering = np.where(loads.prefills, np.inf, total)
+    answering = np.where(loads.prefills, np.inf, found.backlog)
     if answering.min(initial=np.inf) < np.inf:
-        total = answering
+        found = replace(found, backlog=answering)
+    total = found.total
     least = total.min(initial=np.inf)
     if least == np.inf:
         return None

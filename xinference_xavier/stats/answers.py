@@ -43,11 +43,12 @@ class Reuse:
 @dataclass(frozen=True)
 class Forecast:
     """Seconds until a replica would have answered: its `backlog`, then what it would `fetch` from
-    a peer and `compute` of this prompt."""
+    a peer and `compute` of this prompt. `prefill` is the replica that would compute it instead."""
 
     backlog: float = 0.0
     fetch: float = 0.0
     compute: float = 0.0
+    prefill: str = ""
 
     @property
     def total(self) -> float:
@@ -57,7 +58,7 @@ class Forecast:
 @dataclass(frozen=True)
 class Explanation:
     """`reuse` is by incarnation of the replica that would get the request, `forecasts` are by
-    xinference's name for it: of all replicas that accept a request now."""
+    xinference's name for it: of all replicas that would answer a request now."""
 
     prompt_tokens: int
     chunk_tokens: int

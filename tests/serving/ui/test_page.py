@@ -459,7 +459,7 @@ def test_which_replica_would_answer_first(
     stage.share(two() | routing(mode=mode))
     forecasts = {
         "m-0": {"backlog": 1.8, "fetch": 0, "compute": 0.05},
-        "m-1": {"backlog": 0.1, "fetch": 0.3, "compute": 0.05},
+        "m-1": {"backlog": 0.1, "fetch": 0.3, "compute": 0.05, "prefill": "m-2"},
     }
     stage.explanation = explained("ab", "a", "") | {"routing": forecasts}
     browser = page()
@@ -468,9 +468,9 @@ def test_which_replica_would_answer_first(
     browser.wait_text("#first", sentence)
     assert rows(browser, "forecasts") == [
         "m-0 1.8 s 0 s 50 ms 1.9 s",
-        "m-1 100 ms 300 ms 50 ms 450 ms",
+        "m-1 prefilled by m-2 100 ms 300 ms 50 ms 450 ms",
     ]
-    assert browser.text("#forecasts [aria-current] th") == "m-1"
+    assert browser.text("#forecasts [aria-current] th").split("\n")[0] == "m-1"
 
 
 def test_explanations_that_fail(page: Any, stage: Stage) -> None:

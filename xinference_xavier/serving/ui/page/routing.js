@@ -78,7 +78,8 @@ function forecastsView(report, forecasts) {
     table("forecasts", [[text.replica], [text.backlogTerm, true], [text.fetchTerm, true],
       [text.computeTerm, true], [text.firstToken, true]],
     known.map((each) => h("tr", { "aria-current": each === first ? "true" : null },
-      h("th", { scope: "row" }, each.name),
+      h("th", { scope: "row" }, each.name,
+        each.prefill && h("div", { class: "muted small" }, text.prefilledBy(each.prefill))),
       cell(brief(each.backlog)), cell(brief(each.fetch)), cell(brief(each.compute)),
       cell(brief(each.all))))),
     h("p", { class: "muted small" }, text.forecastHelp)];
