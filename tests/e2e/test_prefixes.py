@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -47,14 +48,14 @@ def client(model: LocalCluster) -> Iterator[XavierClient]:
         yield client
 
 
-def kept(client: XavierClient, name: str) -> NamedPrefix:
+def kept(client: XavierClient, name: str, uid: str = UID) -> NamedPrefix:
     def state() -> str:
-        found = client.prefix(UID, name)
+        found = client.prefix(uid, name)
         assert found.state != "failed", found.reason
         return found.state
 
     wait_until(lambda: state() == "kept", f"{name} is kept")
-    return client.prefix(UID, name)
+    return client.prefix(uid, name)
 
 
 def ask(model: LocalCluster, path: str, text: str, **more: Any) -> requests.Response:
@@ -172,6 +173,28 @@ def test_names_survive_a_launch_with_other_weights(
     answer = ask(model, COMPLETIONS, "What is this?", prefix_name="report").json()
     assert answer["choices"][0]["text"] == whole["choices"][0]["text"]
     assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 0.9 * found.tokens
+
+
+@pytest.mark.long
+def test_in_full_pools_hard_ones_stay_and_soft_ones_give_way(cluster: LocalCluster) -> None:
+    """A document and the two names together are larger than a pool."""
+    uid, numbers = "full", count(50)
+    cluster.launch("small", uid, **ARGUMENTS | {"xavier_pool_bytes": "128MiB"})
+    with XavierClient(cluster.endpoint) as client:
+        client.add_prefix(uid, "hard", document(48, ROWS), copies="all", retention="hard")
+        client.add_prefix(uid, "soft", document(49, ROWS), copies="all")
+        kept(client, "hard", uid)
+        kept(client, "soft", uid)
+
+        def soft_gives_way() -> bool:
+            cluster.complete(uid, document(next(numbers), ROWS), max_tokens=1)
+            hard = client.prefix(uid, "hard")
+            assert all(copy.firm and copy.held == copy.chunks for copy in hard.replicas.values())
+            return client.prefix(uid, "soft").state != "kept"
+
+        wait_until(soft_gives_way, "the soft one gives way")
+        kept(client, "soft", uid)  # once nobody asks
+    cluster.terminate(uid)
 
 
 def test_a_removed_name_is_unknown(model: LocalCluster, client: XavierClient) -> None:
