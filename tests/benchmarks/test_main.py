@@ -27,15 +27,25 @@ def one_part(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ("REPORT", "QUICK", "PAGE", "IMAGES"):
         monkeypatch.setattr(report, name, tmp_path / name.lower())
     monkeypatch.setattr(report, "ROOT", tmp_path)
-    monkeypatch.setattr(program, "PARTS", {"one": "the only one"})
+    monkeypatch.setattr(program, "PARTS", {"one": "a short one", "other": "a long one"})
+    monkeypatch.setattr(program, "LONG", {"other"})
     module = part()
     monkeypatch.setattr(program, "_module", lambda name: module)
 
 
 def test_a_part_goes_to_the_report_and_the_page() -> None:
-    program.main([])
+    program.main(["one"])
     assert report.load()["parts"]["one"]["size"] == 100
     assert "the size is 100" in report.PAGE.read_text()
+
+
+def test_long_parts_are_measured_where_they_are_named_and_in_quick_runs() -> None:
+    program.main([])
+    assert report.load()["parts"].keys() == {"one"}
+    program.main(["other"])
+    assert report.load()["parts"].keys() == {"one", "other"}
+    program.main([], quick=True)
+    assert json.loads(report.QUICK.read_text())["parts"].keys() == {"one", "other"}
 
 
 def test_a_quick_run_is_smaller_and_changes_neither_report_nor_page() -> None:
@@ -46,6 +56,6 @@ def test_a_quick_run_is_smaller_and_changes_neither_report_nor_page() -> None:
 
 
 def test_an_unknown_part_is_refused_before_anything_is_measured() -> None:
-    with pytest.raises(SystemExit, match="unknown part two; the parts are one"):
+    with pytest.raises(SystemExit, match="unknown part two; the parts are one, other"):
         program.main(["one", "two"])
     assert not report.REPORT.exists()
