@@ -22,7 +22,9 @@ from typing import Any
 from vllm.v1.kv_offload.base import LookupResult, OffloadKey
 
 from benchmarks.figures import figure, shown
+from benchmarks.traces import GROUP
 from tests.engine.scheduling import CHUNK, KEY_BYTES, Request, Scheduling, chunks
+from xinference_xavier.engine.policy.donor_selection import Group
 from xinference_xavier.mirror.mirror import Mirror
 from xinference_xavier.pool.sweep import flush
 from xinference_xavier.protocol.tracker import INITIAL_SETTINGS, Change, Member, Update
@@ -106,6 +108,7 @@ def _frozen_heap() -> Iterator[None]:
 
 def _measure() -> dict[str, Any]:
     vllm = Scheduling(slots=SLOTS)
+    vllm.manager.selection.groups = {GROUP: Group(CHUNK)}
     for number in range(SLOTS // CHUNKS + 1):
         vllm.fill(chunks(f"old {number}", CHUNKS))
     known = [os.urandom(KEY_BYTES) for _ in range(KNOWN_KEYS)]

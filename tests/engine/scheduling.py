@@ -68,6 +68,9 @@ class ScriptedTier(Tier):
     def ready(self) -> bool:
         return self.is_ready
 
+    def run(self, keys: Sequence[bytes], among: int) -> tuple[int, int]:
+        return self.mirror.usable_run(keys, among)
+
     def sources(self, holders: int) -> list[str]:
         return self.mirror.sets.names(holders)
 

@@ -46,6 +46,17 @@ def test_holders_are_the_others(mirror: Mirror) -> None:
     assert len(mirror) == 1
 
 
+def test_a_run_ends_where_no_peer_has_all_of_it(mirror: Mirror) -> None:
+    keys = [b"key%d" % number for number in range(4)]
+    mirror.apply(update(adds("a", 1, *keys[:3]), adds("b", 1, *keys[:2], keys[3])))
+    a, b = mirror.sets.bit("a"), mirror.sets.bit("b")
+    assert mirror.usable_run(keys, -1) == (3, a)
+    assert mirror.usable_run(keys, b) == (2, b)
+    assert mirror.usable_run(keys[:2], -1) == (2, a | b)
+    assert mirror.usable_run(keys[3:], ~b) == (0, ~b), "nothing is known yet of who is chosen"
+    assert mirror.usable_run([], -1) == (0, -1)
+
+
 def test_only_trusted_peers_can_be_fetched_from(mirror: Mirror) -> None:
     mirror.trust(frozenset("b"))
     mirror.apply(update(adds("a", 1, KEY), adds("b", 1, KEY)))

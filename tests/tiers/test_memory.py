@@ -58,6 +58,8 @@ def test_a_chunk_that_is_not_held_ends_the_run(
     store(pool, region, tier, [b"a", b"c"])
     pool.reset()
     assert [tier.holders(key) for key in (b"a", b"b")] == [1, 0]
+    assert tier.run([b"a", b"c", b"b"], -1) == (2, 1)
+    assert tier.run([b"b", b"a"], -1) == (0, -1)
     assert [tier.sources(holders) for holders in (1, 0)] == [[SOURCE], []]
     assert tier.set_of(["stranger", SOURCE]) == 1
     fetch = tier.submit_load(SOURCE, pool.reserve([b"a", b"b", b"c"]).rows, LATER)

@@ -163,7 +163,8 @@ class XavierManager(OffloadingManager):
         return self.tier_lookup.lookup(row_key, self._requests[req_context.req_id])
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
-        self.tier_lookup.end_pass()
+        if self.tier_lookup.end_pass():
+            return  # enough for one step
         if evicted := self._pool.evict_ahead(_EVICTED_AHEAD, self._is_redundant):
             self._tier.on_evicted(evicted)
 

@@ -102,11 +102,11 @@ class TierLookup:
             return LookupResult.RETRY if key in request.first else LookupResult.MISS
         return LookupResult.RETRY if self._waits_for_peer(key, request) else LookupResult.MISS
 
-    def end_pass(self) -> None:
-        """The scheduler has made all lookups of this step."""
+    def end_pass(self) -> bool:
+        """The scheduler has made all lookups of this step. Returns whether a fetch began."""
         if not (self._plans or self._deferred or self.fetches):
             self.idle_wait.pass_ended(frozenset(), None, 0.0)
-            return
+            return False
         begun: list[Fetch] = []
         deferred = {req_id for req_id, _ in self._deferred}
         for request, plan in self._plans.items():
@@ -119,6 +119,7 @@ class TierLookup:
         pause = min(self._deferred.values(), default=0.0)
         self._deferred.clear()
         self.idle_wait.pass_ended(deferred, begun[-1] if begun else None, pause)
+        return bool(begun)
 
     def scheduled(self, request: Request) -> None:
         """The request was scheduled, so it stops waiting."""

@@ -16,7 +16,7 @@ neither published nor used for longest.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from struct import iter_unpack
 
@@ -66,6 +66,18 @@ class Mirror:
         """The peers that `key` can be fetched from."""
         short = key[_SHORT]
         return self._shards[short[0]].get(short, 0) & self._usable
+
+    def usable_run(self, keys: Sequence[bytes], among: int) -> tuple[int, int]:
+        """How many of the leading `keys` can be fetched from one peer of the set `among`, and the
+        set of peers for which that is so; `among` if there are none. Quicker than key by key."""
+        shards, common = self._shards, among & self._usable
+        for count, key in enumerate(keys):
+            short = key[_SHORT]
+            having = common & shards[short[0]].get(short, 0)
+            if not having:
+                return count, common if count else among
+            common = having
+        return len(keys), common if keys else among
 
     def full_set(self, key: bytes) -> int:
         """The peers that hold `key`, even if nothing can be fetched from them."""

@@ -126,7 +126,9 @@ class Pool:
         with self._lock:
             held, flushed = self._held, self._flushed
             reusable = flushed if redundant else ()
-            wanted = [key for key in dict.fromkeys(keys) if key not in held or key in reusable]
+            wanted = [*dict.fromkeys(keys)]
+            if not self.held.isdisjoint(wanted):
+                wanted = [key for key in wanted if key not in held or key in reusable]
             if reusable:
                 self._free_flushed(wanted, len(wanted))
             if len(wanted) < len(prefix):  # else none of them is held

@@ -113,6 +113,9 @@ class PeerTier(Tier):
     def ready(self) -> bool:
         return self.sharing and self._process.ready
 
+    def run(self, keys: Sequence[bytes], among: int) -> tuple[int, int]:
+        return self._mirror.usable_run(keys, among)
+
     def sources(self, holders: int) -> list[str]:
         return self._mirror.sets.names(holders)
 

@@ -71,6 +71,16 @@ class Tier(ABC):
     """The sources that hold a chunk, as a set: the bits of an integer. Only a hint: a stale one
     costs a failed fetch. Not a method, because one more call would take as long as the lookup."""
 
+    def run(self, keys: Sequence[bytes], among: int) -> tuple[int, int]:
+        """How many of the leading `keys` one source of the set `among` holds, and which sources do;
+        `among` if there is no such key."""
+        common = among
+        for count, key in enumerate(keys):
+            if not (having := common & self.holders(key)):
+                return count, common
+            common = having
+        return len(keys), common
+
     @property
     @abstractmethod
     def ready(self) -> bool:

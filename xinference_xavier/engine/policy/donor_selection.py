@@ -205,7 +205,13 @@ class DonorSelection:
         if request.groups is None:
             groups: dict[bytes, list[bytes]] = {}
             number, keys, size = b"", [], 0
-            for key, end in key_positions(request.context):
+            positions = key_positions(request.context)
+            if len(self.groups) == 1:  # as mostly, and quicker
+                ((number, group),) = self.groups.items()
+                size = group.chunk_tokens
+                groups[number] = [key for key, end in positions if end is None or not end % size]
+                positions = ()
+            for key, end in positions:
                 if key[GROUP] != number:
                     number, size = key[GROUP], self.group(key).chunk_tokens
                     keys = groups.setdefault(number, [])
@@ -278,17 +284,21 @@ class _Walk:
         self._tier = tier
         self._is_coming = is_coming
         self._holders = eligible  # negative until a chunk is asked for
-        self._missing: list[tuple[Group, list[bytes], list[int]]] = []  # places of keys, by group
+        self._missing: list[tuple[Group, list[bytes], Sequence[int]]] = []  # places of the keys
 
     def to_gap(self, group: Group, keys: list[bytes], begin: int, end: int) -> int:
         """Return `end`, or where a chunk starts that is neither here, nor coming, nor held by a
         peer that holds all others."""
-        held, holders = self._pool.held, self._tier.holders
+        places = _needed(group, begin, end)
+        wanted = [keys[place] for place in places]
+        if self._pool.held.isdisjoint(wanted):  # as mostly
+            count, self._holders = self._tier.run(wanted, self._holders)
+            self._missing.append((group, keys, places[:count]))
+            return end if count == len(places) else places[count] * group.chunk_tokens
+        holders = self._tier.holders
         common, missing = self._holders, list[int]()
-        add = missing.append
-        for place in _needed(group, begin, end):
-            key = keys[place]
-            if key in held and self._pool.holds(key):
+        for place, key in zip(places, wanted, strict=True):
+            if self._pool.holds(key):
                 if self._pool.lookup(key) is not None:
                     continue
                 if not self._is_coming(key):  # it is being stored
@@ -299,7 +309,7 @@ class _Walk:
             else:
                 end = place * group.chunk_tokens
                 break
-            add(place)
+            missing.append(place)
         self._holders = common
         self._missing.append((group, keys, missing))
         return end
@@ -309,7 +319,9 @@ class _Walk:
         start, ends, missing = end, list[int](), list[bytes]()
         for group, keys, places in self._missing:
             size = group.chunk_tokens
-            within = [place for place in places if (place + 1) * size <= end]
+            within = places
+            if places and (max(places[0], places[-1]) + 1) * size > end:
+                within = [place for place in places if (place + 1) * size <= end]
             if within:
                 # Without its window, the whole prefix would be computed.
                 start = min(start, begin if group.window is not None else within[0] * size)
