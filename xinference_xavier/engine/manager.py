@@ -163,10 +163,8 @@ class XavierManager(OffloadingManager):
         return self.tier_lookup.lookup(row_key, self._requests[req_context.req_id])
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
-        if self.tier_lookup.end_pass():
-            return  # enough for one step
-        if evicted := self._pool.evict_ahead(_EVICTED_AHEAD, self._is_redundant):
-            self._tier.on_evicted(evicted)
+        if not self.tier_lookup.end_pass():  # else the step has done enough
+            self._tier.on_evicted(self._pool.evict_ahead(_EVICTED_AHEAD, self._is_redundant))
 
     def count_prompt(
         self, req_id: str, prompt: int, loaded: int, tokens: Sequence[int] | None = None

@@ -329,15 +329,7 @@ class ModelRouter:
         if self._serving is None:
             return {}
         choice = self._choose(text, "", self._clock(), whole=False)
-        found = {} if choice is None else choice.all_terms
-        return {
-            self._replicas[name]: {
-                **terms._asdict(),
-                **({} if prefill is None else {"prefill": self._replicas[prefill.replica]}),
-            }
-            for name, (terms, prefill) in found.items()
-            if math.isfinite(sum(terms))
-        }
+        return {} if choice is None else choice.explained(self._replicas)
 
     def loads(self) -> dict[str, KnownLoad]:
         """What the replicas have to do whose load is known now."""

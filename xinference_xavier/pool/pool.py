@@ -124,8 +124,7 @@ class Pool:
         at the first key without a slot: a chunk is useless without those before it.
         """
         with self._lock:
-            held, flushed = self._held, self._flushed
-            reusable = flushed if redundant else ()
+            held, reusable = self._held, self._flushed if redundant else {}
             wanted = [*dict.fromkeys(keys)]
             if not self.held.isdisjoint(wanted):
                 wanted = [key for key in wanted if key not in held or key in reusable]
@@ -138,14 +137,12 @@ class Pool:
                 victims = self._idle.take(lacking, redundant, frozenset(prefix))
                 self._ready -= len(victims)
             evicted = [row.key for row in victims]
-            free = min(len(wanted), len(self._free))
-            rows = [Row(key, self._free.pop()) for key in wanted[:free]]
+            rows = [Row(key, self._free.pop()) for key in wanted[: len(self._free)]]
             held.update(zip(wanted, rows, strict=False))
             # An old row goes before a new one comes, or each call would collect garbage.
-            for key in wanted[free : free + len(victims)]:
+            for key in wanted[len(rows) : len(rows) + len(victims)]:
                 self._forget(victims.pop())
-                row = held[key] = Row(key, self._free.pop())
-                rows.append(row)
+                rows.append(held.setdefault(key, Row(key, self._free.pop())))
             self._filling += len(rows)
         return Reservation(rows, evicted)
 

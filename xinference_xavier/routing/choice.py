@@ -6,10 +6,11 @@ pass over the chunks with sets as integers, then a few operations on arrays.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -114,6 +115,17 @@ class Choice:
         """Of every replica that could have been chosen."""
         open_ = np.isfinite(self.forecast.backlog).nonzero()[0].tolist()
         return {self.names[each]: (self._terms(each), self._prefill(each)) for each in open_}
+
+    def explained(self, names: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+        """`all_terms` that are known, by the replica's name in `names`; JSON-able."""
+        return {
+            names[replica]: {
+                **terms._asdict(),
+                **({} if prefill is None else {"prefill": names[prefill.replica]}),
+            }
+            for replica, (terms, prefill) in self.all_terms.items()
+            if math.isfinite(sum(terms))
+        }
 
     def _prefill(self, number: int) -> Prefill | None:
         left = self.forecast.left
