@@ -81,8 +81,7 @@ class XavierManager(OffloadingManager):
         self._jobs = Jobs(pool)
         self._hits = Hits()
         self._hit_reporter = HitReporter(self._hits)
-        self._steps = Steps()
-        self.view = EngineView(self.stats, self._requests, self._hits)
+        self._steps, self.view = Steps(), EngineView(self.stats, self._requests, self._hits)
         self.prefill_rate = PrefillRate()
         self.cost_model = CostModel(row_bytes=row_bytes)
         self.selection = DonorSelection(
@@ -105,6 +104,7 @@ class XavierManager(OffloadingManager):
             fetch_timeout=fetch_timeout,
             clock=clock,
         )
+        self._look_further = self.tier_lookup.lookup
 
     def stats(self) -> dict[str, Any]:
         """Totals since the start; JSON-able. Called by the replica's background thread."""
@@ -160,7 +160,7 @@ class XavierManager(OffloadingManager):
             row_key = request.row_key(key)
         if row_key in self._held and self._pool.lookup(row_key) is not None:
             return LookupResult.HIT
-        return self.tier_lookup.lookup(row_key, self._requests[req_context.req_id])
+        return self._look_further(row_key, self._requests[req_context.req_id])
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         if not self.tier_lookup.end_pass():  # else the step has done enough
