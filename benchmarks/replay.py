@@ -37,7 +37,7 @@ from examples.waiting import until
 TITLE = "Real requests on real replicas"
 TRACE = "conversation"
 REPLICAS = 3
-SMALLER = 16
+SMALLER = 8
 """Tokens of the trace ÷ tokens that are sent."""
 BLOCK = traces.CHUNK // SMALLER
 CONVERSATIONS = 80
@@ -47,7 +47,7 @@ LOAD = 0.5
 PAIRS = 5
 QUICK = {"CONVERSATIONS": 1200, "ROUNDS": 2}
 POOL_SLOTS = 2048
-LENGTHS = (16, 128, 240)
+LENGTHS = (8, 64, 160)
 """Blocks of the prompts by which the speed is measured."""
 AT_ONCE, EACH = LENGTHS[1], 2
 """Blocks of prompts that all replicas compute at once, and how many each of them gets."""
