@@ -114,6 +114,7 @@ def test_where_requests_go(page: Any, stage: Stage) -> None:
         "It fetches the beginning of the prompt from another 15% 6",
         "It computes what another holds, because that is faster 0% 0",
         "No replica holds any of the prompt: it is the least busy 10% 4",
+        "It fetches the prompt while a prefill replica computes it 0% 0",
     ]
     facts = rows(browser, "routing-facts")
     assert facts[0] == "Waiting now, with all replicas at their limit 0"
@@ -468,7 +469,9 @@ def test_which_replica_would_answer_first(
     browser.wait_text("#first", sentence)
     assert rows(browser, "forecasts") == [
         "m-0 1.8 s 0 s 50 ms 1.9 s",
-        "m-1 prefilled by m-2 100 ms 300 ms 50 ms 450 ms",
+        "m-1",
+        "prefilled by m-2",
+        "100 ms 300 ms 50 ms 450 ms",
     ]
     assert browser.text("#forecasts [aria-current] th").split("\n")[0] == "m-1"
 
