@@ -1,6 +1,6 @@
 """`python -m benchmarks [PART …]`: measure the named parts, and write the report.
 
-Without a name, all parts are measured that do not take ten minutes each: half an hour together.
+Without a name, all parts are measured but the long ones.
 `--quick` measures less of each part, in about three minutes, to see whether they work. It writes
 `build/bench-quick.json` and leaves the report and the page alone.
 """
@@ -38,7 +38,7 @@ PARTS = {
     "growth": "a hit and the tracker with ten times as much",
 }
 LONG = {"routing", "replay", "roles"}
-"""Measured only where they are named."""
+"""They take ten minutes and more each, so they are measured only where they are named."""
 
 
 def _module(name: str) -> ModuleType:

@@ -396,6 +396,6 @@ async def test_it_explains_who_would_prefill() -> None:
     decodes, prefills = (cluster.serving._replace(role=role) for role in ("decode", "prefill"))
     cluster.tell(cluster.load("m-0", serving=prefills), cluster.load("m-1", serving=decodes))
     found = cluster.router.explain(document("long"))
-    assert found == {
-        "m-1": {"backlog": 0.0, "fetch": found["m-1"]["fetch"], "compute": 0.0, "prefill": "m-0"}
-    }
+    assert found.keys() == {"m-1"}, "the other one answers nobody"
+    assert found["m-1"].pop("fetch") > 1.0
+    assert found["m-1"] == {"backlog": 0.0, "compute": 0.0, "prefill": "m-0"}

@@ -68,8 +68,8 @@ class Mirror:
         return self._shards[short[0]].get(short, 0) & self._usable
 
     def usable_run(self, keys: Sequence[bytes], among: int) -> tuple[int, int]:
-        """How many of the leading `keys` can be fetched from one peer of the set `among`, and the
-        set of peers for which that is so; `among` if there are none. Quicker than key by key."""
+        """The number of leading `keys` that one peer of the set `among` can send, and the set of
+        peers that can send all of them: `among` if the number is 0. Quicker than key by key."""
         shards, common = self._shards, among & self._usable
         for count, key in enumerate(keys):
             short = key[_SHORT]

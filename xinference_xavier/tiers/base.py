@@ -72,8 +72,8 @@ class Tier(ABC):
     costs a failed fetch. Not a method, because one more call would take as long as the lookup."""
 
     def run(self, keys: Sequence[bytes], among: int) -> tuple[int, int]:
-        """How many of the leading `keys` one source of the set `among` holds, and which sources do;
-        `among` if there is no such key."""
+        """The number of leading `keys` that one source of the set `among` holds, and the set of
+        sources that hold all of them: `among` if the number is 0."""
         common = among
         for count, key in enumerate(keys):
             if not (having := common & self.holders(key)):
