@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from tests.logged import messages
 from tests.tracker_pools import MODEL
 from xinference_xavier.config import XavierConfig
 from xinference_xavier.errors import ConfigError
@@ -43,7 +44,7 @@ async def test_without_xinference_nothing_is_sent(
 ) -> None:
     monkeypatch.delenv("XINFERENCE_MODEL_UID", raising=False)
     report_startup_error(XavierConfig(MODEL, stoppable_tracker[1]), ERROR)
-    assert caplog.records == []
+    assert messages(caplog) == []
 
 
 async def test_without_a_tracker_there_is_no_cause_and_no_error(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.logged import messages
 from xinference_xavier.config import XavierConfig
 from xinference_xavier.replica.event_reporter import EventReporter
 
@@ -31,7 +32,8 @@ def test_an_outage_has_one_beginning_and_one_end(
             reporter.tracker_session(error)
     assert pending(reporter) == ["TrackerLost", "TrackerRegained"] * 2
     assert reporter.pending[0]["reason"] == "ConnectionError('refused')"
-    assert [record.getMessage() for record in caplog.records] == [
+    both = [
         "tracker lost, retrying: model=m incarnation=a error=ConnectionError('refused')",
         "tracker joined again: model=m incarnation=a",
-    ] * 2
+    ]
+    assert messages(caplog) == both * 2

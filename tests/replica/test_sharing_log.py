@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.logged import records
 from xinference_xavier.errors import NotSharing
 from xinference_xavier.replica.sharing_log import SharingLog
 
@@ -14,7 +15,7 @@ def log() -> SharingLog:
 
 
 def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [f"{record.levelname} {record.getMessage()}" for record in caplog.records]
+    return [f"{record.levelname} {record.getMessage()}" for record in records(caplog)]
 
 
 @pytest.fixture(autouse=True)

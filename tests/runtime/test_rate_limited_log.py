@@ -6,6 +6,7 @@ import logging
 
 import pytest
 
+from tests.logged import messages, records
 from xinference_xavier.runtime import rate_limited_log as module
 from xinference_xavier.runtime.rate_limited_log import REMINDER_INTERVAL, RateLimitedLog
 
@@ -24,7 +25,7 @@ def clock() -> Clock:
 
 @pytest.fixture
 def conditions(clock: Clock) -> RateLimitedLog:
-    return RateLimitedLog(logging.getLogger("conditions"), clock)
+    return RateLimitedLog(logging.getLogger("xinference_xavier.conditions"), clock)
 
 
 def test_the_first_occurrence_of_each_is_logged(
@@ -33,7 +34,7 @@ def test_the_first_occurrence_of_each_is_logged(
     for number in range(100):
         conditions.warn("a", "a failed: %s", number)
         conditions.warn("b", "b failed: %s", number, level=logging.ERROR)
-    assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
+    assert [(record.levelname, record.getMessage()) for record in records(caplog)] == [
         ("WARNING", "a failed: 0"),
         ("ERROR", "b failed: 0"),
     ]
@@ -48,7 +49,7 @@ def test_one_that_lasts_is_logged_again_with_its_count(
     conditions.warn("a", "a failed: %s", "why")
     clock.now += REMINDER_INTERVAL
     conditions.warn("a", "a failed: %s", "why")
-    assert [record.getMessage() for record in caplog.records] == [
+    assert messages(caplog) == [
         "a failed: why",
         "a failed: why repeated=4",
         "a failed: why",
@@ -61,7 +62,7 @@ def test_memory_is_bounded_and_the_oldest_conditions_are_forgotten(
     monkeypatch.setattr(module, "MAX_CONDITIONS", 2)
     for name in ("a", "a", "b", "c", "b", "a"):
         conditions.warn(name, name)
-    assert [record.getMessage() for record in caplog.records] == ["a", "b", "c", "a"]
+    assert messages(caplog) == ["a", "b", "c", "a"]
     assert len(conditions._logged) == 2
 
 

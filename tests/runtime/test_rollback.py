@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from tests.logged import messages
 from xinference_xavier.runtime import rollback
 from xinference_xavier.runtime.rollback import Rollback
 
@@ -35,7 +36,7 @@ async def test_undos_run_in_reverse_and_the_error_propagates(
     with pytest.raises(FirstError):
         await fail_inside(scope)
     assert undone == ["third", "second", "first"]
-    assert caplog.text == ""
+    assert messages(caplog) == []
 
 
 async def test_after_a_commit_nothing_is_undone() -> None:

@@ -12,6 +12,7 @@ import xoscar
 
 from tests import faults
 from tests.faults import CORRUPT_ROW, ROWS_BEFORE_STALL
+from tests.logged import records
 from tests.transfer.sides import (
     HOST,
     KEYS,
@@ -132,7 +133,7 @@ async def test_pulls_that_go_wrong_are_logged_once_for_each_donor(
     for _ in range(3):
         for side in (donor, other):
             assert (await consumer.pull(side, range(5))).reason == "checksum"
-    logged = [record.getMessage() for record in caplog.records if record.levelname != "DEBUG"]
+    logged = [record.getMessage() for record in records(caplog) if record.levelname != "DEBUG"]
     assert [line.split(" failed")[0] for line in logged] == ["pull from donor", "pull from other"]
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import xoscar as xo
 
+from tests.logged import records
 from tests.serving.launch.launching import (
     Device,
     Placement,
@@ -87,7 +88,7 @@ async def test_a_tracker_that_xinference_destroyed_first_is_no_second_error(
     supervisor.start = fail_and_clean_up
     with pytest.raises(RuntimeError, match="no memory"):
         await start(supervisor)
-    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+    assert not [record for record in records(caplog) if record.levelname == "WARNING"]
 
 
 async def test_a_cancelled_launch_leaves_nothing(supervisor: Any) -> None:
