@@ -58,7 +58,7 @@ def measure() -> dict[str, Any]:
             max_model_len=CONTEXT,
             enable_xavier=True,
             xavier_routing="off",  # in turn
-            xavier_pool_bytes="1GiB",
+            xavier_pool_bytes="2GiB",
         )
         for donor in _DONORS:
             stack.enter_context(hosts.slow(donor, MEGABITS))

@@ -58,7 +58,7 @@ def measure() -> dict[str, Any]:
             block_size=CHUNK,
             max_model_len=CONTEXT,
             enable_xavier=True,
-            xavier_pool_bytes="1GiB",
+            xavier_pool_bytes="2GiB",
         )
         with XavierClient(cluster.endpoint) as client:
             times = _first_questions(cluster, client)

@@ -123,7 +123,7 @@ def measure() -> dict[str, Any]:
             max_num_batched_tokens=STEP,
             enable_xavier=True,
             xavier_chunk_tokens=BLOCK,
-            xavier_pool_bytes=POOL_SLOTS * (BLOCK << 13),
+            xavier_pool_bytes=POOL_SLOTS * (BLOCK << 14),
         )
         engine = _engine(cluster, words)
         played: dict[bool, list[Played]] = {True: [], False: []}

@@ -52,7 +52,7 @@ def measure() -> dict[str, Any]:
             max_model_len=CONTEXT,
             enable_xavier=True,
             xavier_routing="off",  # in turn
-            xavier_pool_bytes="1GiB",
+            xavier_pool_bytes="2GiB",
         )
         seed = 0
         for turn in range(-1, ROUNDS):  # the first turn warms up and makes the links

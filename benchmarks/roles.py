@@ -83,7 +83,7 @@ def measure() -> dict[str, Any]:
                 block_size=CHUNK,
                 max_model_len=CONTEXT,
                 enable_xavier=True,
-                xavier_pool_bytes="1GiB",
+                xavier_pool_bytes="2GiB",
                 **_WAYS[way],
             )
             _round(cluster, seeds, PROMPTS)  # in which the engines measure how fast they are
