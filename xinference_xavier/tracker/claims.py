@@ -61,5 +61,4 @@ class Claims:
         self._claims = {key: claim for key, claim in self._claims.items() if now < claim.until}
 
     def _is_of(self, key: bytes, incarnation: str) -> bool:
-        claim = self._claims.get(key)
-        return claim is not None and claim.incarnation == incarnation
+        return key in self._claims and self._claims[key].incarnation == incarnation

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from dataclasses import asdict, dataclass, field
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 from xinference_xavier.engine.policy.linear_fit import LinearFit
@@ -55,15 +56,12 @@ class CostModel:
         self._pending: dict[Fetch, _Prediction] = {}
         self._left_out: dict[str, _Peer] = {}
 
-    def rate(self, donor: str, now: float) -> LinearFit:
-        """Seconds over rows of fetches from `donor`; empty if unknown, so that it predicts 0."""
+    def rate(self, donor: str, now: float = -math.inf) -> LinearFit:
+        """Seconds over rows of fetches from `donor`; empty if unknown, so that it predicts 0.
+
+        Without `now`, it counts however old it is."""
         peer = self._peers.get(donor)
         return _UNKNOWN if peer is None or now - peer.tried > RETRY_AFTER else peer.rate
-
-    def last_rate(self, donor: str) -> LinearFit:
-        """The same, however old it is."""
-        peer = self._peers.get(donor)
-        return _UNKNOWN if peer is None else peer.rate
 
     def patience(self, donor: str, rows: int, now: float) -> float:
         """How many seconds to wait for a fetch from `donor`; infinite if its rate is unknown."""
@@ -72,13 +70,9 @@ class CostModel:
 
     def measured(self, now: float) -> list[str]:
         """The peers whose rates are known, the latest tried first."""
-        names = []
-        for name, peer in reversed(self._peers.items()):
-            if now - peer.tried > RETRY_AFTER:
-                break
-            if peer.rate:
-                names.append(name)
-        return names
+        latest = reversed(self._peers.items())
+        recent = takewhile(lambda each: now - each[1].tried <= RETRY_AFTER, latest)
+        return [name for name, peer in recent if peer.rate]
 
     def left_out(self, probe_by: float = math.inf) -> list[str]:
         """The peers that are left out and may be probed at the time `probe_by`."""

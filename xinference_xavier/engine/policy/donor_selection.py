@@ -117,9 +117,7 @@ class DonorSelection:
         groups = self._sorted_groups(request)
         eligible = ~self._tier.set_of([*self._cost_model.left_out(), *request.failed])
         reach = self._reach(request, groups, eligible, is_coming)
-        if reach is None:
-            return self._probe(groups, now)
-        donors = self._ranked(reach.holders, len(reach.keys), busy, now)
+        donors = self._ranked(reach.holders, len(reach.keys), busy, now) if reach else []
         if self.adaptive and donors:
             in_time = self._cost_model.rate(donors[0], now).largest(deadline - now)
             while reach is not None and len(reach.keys) > in_time:
@@ -187,7 +185,7 @@ class DonorSelection:
 
         One more donor must make it clearly shorter, because its messages cost processor time.
         """
-        rates = [self._cost_model.last_rate(donor) for donor in donors]
+        rates = [self._cost_model.rate(donor) for donor in donors]
         pending = [1 + busy.get(donor, 0) for donor in donors]
 
         def seconds(count: int) -> float:

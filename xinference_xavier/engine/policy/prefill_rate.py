@@ -38,11 +38,10 @@ class PrefillRate:
 
         None before the first measurement. Depth is ignored while all steps were about equally deep.
         """
-        if self.tokens_per_second is None:
+        if (line := self.line()) is None:
             return None
-        if not self._fit.slope:
-            return (last - first) / self.tokens_per_second
-        return (last - first) * self._fit.predict((first + last) / 2)
+        token_s, depth_s = line
+        return (last - first) * (token_s + depth_s * (first + last) / 2)
 
     def line(self) -> tuple[float, float] | None:
         """Seconds that a prompt's first token takes, and how much longer a token takes for each
