@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import fields, replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from vllm.config import VllmConfig
@@ -176,6 +177,25 @@ def test_vllm_s_scheduler_is_asked_only_where_something_happens(
     assert asks() == 1, "the workers must flush"
     engine.run()
     assert asked[-1].finished_req_ids == {"second"}
+
+
+def test_a_step_s_end_is_left_out_only_if_it_has_nothing_to_do(
+    model_folder: Path, cache_config: KVCacheConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(engine_config(model_folder), cache_config, monkeypatch)
+    manager = engine.own.manager
+    ended = Mock(side_effect=manager.on_schedule_end)
+    monkeypatch.setattr(manager, "on_schedule_end", ended)
+    engine.ask("r", range(300, 360), tokens=30)
+    engine.step()
+    assert ended.call_count == 1
+    engine.step()
+    assert ended.call_count == 1
+    manager.settled = False
+    engine.step()
+    assert ended.call_count == 2
+    engine.step()
+    assert ended.call_count == 2
 
 
 def test_all_that_is_counted_is_reported(

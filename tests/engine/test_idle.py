@@ -56,8 +56,8 @@ def waits() -> Waits:
 
 def empty_step(vllm: Scheduling) -> None:
     """vLLM scheduled nothing in the attempt that just ended."""
-    vllm.manager.step_begins(0, 0, 0.0)
-    vllm.manager.step_ends()
+    vllm.manager.step_begins(0, {}, 0.0)
+    vllm.manager.steps.end(vllm.clock())
 
 
 def fetching(vllm: Scheduling, name: str = "request", holder: str = "a") -> tuple[Fetch, Request]:
@@ -88,10 +88,10 @@ def test_an_engine_pauses_while_all_requests_wait_for_peers(vllm: Scheduling, wa
     assert not paused(), "a store is under way"
     vllm.stored(other, begun)
     vllm.finish(other)
-    vllm.manager.step_begins(100, 0, 0.0)
+    vllm.manager.step_begins(100, {}, 0.0)
     vllm.attempt(request)
     assert not paused(), "the engine computes for others"
-    vllm.manager.step_ends()
+    vllm.manager.steps.end(vllm.clock())
     vllm.clock.now += 60.0
     assert vllm.attempt(request) == 4
     assert not paused(), "the request was scheduled"
@@ -113,7 +113,7 @@ def test_an_idle_engine_looks_again_when_the_fetch_has_ended(
 
 def test_an_engine_that_computes_does_not_wait(vllm: Scheduling, waits: Waits) -> None:
     _, request = fetching(vllm)
-    vllm.manager.step_begins(100, 0, 0.0)
+    vllm.manager.step_begins(100, {}, 0.0)
     assert vllm.attempt(request) is None
     assert not waits.taken()
 
@@ -171,11 +171,11 @@ def test_an_engine_with_loads_alone_lets_its_worker_wait(
     hits = vllm.attempt(loading)
     assert hits == len(KEYS)
     _, request = fetching(vllm)
-    assert not vllm.manager.step_begins(0, 0, 0.0), "the request may be scheduled"
+    assert not vllm.manager.step_begins(0, {}, 0.0), "the request may be scheduled"
     vllm.schedule(loading, hits)
     vllm.attempt(request)
-    assert vllm.manager.step_begins(0, 0, 0.0) == alone
-    assert not vllm.manager.step_begins(100, 0, 0.0)
+    assert vllm.manager.step_begins(0, {}, 0.0) == alone
+    assert not vllm.manager.step_begins(100, {}, 0.0)
     assert not waits.taken()
 
 
@@ -184,7 +184,7 @@ def test_a_store_is_not_waited_for(vllm: Scheduling, waits: Waits) -> None:
     vllm.begin_store(ended, ended.keys)
     vllm.finish(ended)
     fetching(vllm)
-    assert not vllm.manager.step_begins(0, 0, 0.0)
+    assert not vllm.manager.step_begins(0, {}, 0.0)
     assert not waits.taken()
 
 

@@ -12,6 +12,7 @@ from tests.engine.scheduling import (
     Scheduling,
     assert_nothing_left,
     chunks,
+    slow_engine,
     waiting,
     window_scan,
 )
@@ -81,6 +82,43 @@ def test_an_engine_that_does_not_share_stores_and_loads_nothing() -> None:
     vllm.fill(keys)
     assert vllm.attempt(vllm.arrive("r", keys)) == 0
     assert (vllm.tier.fetches, vllm.tier.stored_rows) == ([], [])
+
+
+class TestSettled:
+    """What the connector asks before it leaves a step's end out."""
+
+    def test_means_that_rows_are_spare(self) -> None:
+        vllm = Scheduling(slots=32 * 1024)
+        assert vllm.manager.settled
+        for number in range(33):
+            vllm.fill(chunks(f"prompt {number}", 1024))
+        unsettled = 0
+        vllm.end_step()
+        while not vllm.manager.settled:
+            unsettled += 1
+            vllm.end_step()
+        assert unsettled == 32 * 1024 / 64 / 128, "128 rows at a time, until one in 64 is free"
+
+    def test_means_that_nothing_is_fetched(self, vllm: Scheduling) -> None:
+        keys = chunks("prompt", 6)
+        vllm.tier.peers_hold(a=keys)
+        request = vllm.arrive("r", keys)
+        assert vllm.attempt(request) is None
+        vllm.end_step()
+        assert not vllm.manager.settled
+        vllm.tier.end(vllm.tier.fetches[0])
+        vllm.finish(request)
+        vllm.end_step()
+        vllm.end_step()
+        assert vllm.manager.settled
+
+    def test_means_that_nobody_waits(self) -> None:
+        """The next step may have no place for a request that this one put off."""
+        vllm = slow_engine()
+        assert vllm.attempt(vllm.arrive("r", chunks("prompt", 6))) is None
+        assert not vllm.manager.settled
+        vllm.end_step()
+        assert vllm.manager.settled
 
 
 class TestHit:

@@ -14,20 +14,20 @@ from xinference_xavier.engine.steps import Step, Steps
 
 
 def test_without_a_step_there_is_nothing_to_end() -> None:
-    assert Steps().end(1.0) is None
+    assert Steps({}, PrefillRate()).end(1.0) is None
 
 
 def test_a_step_is_timed_from_its_beginning() -> None:
-    steps = Steps()
+    steps = Steps({}, PrefillRate())
     for began in (10.0, 20.0):
-        step = Step(began, tokens=2000)
+        step = Step(began, tokens=2000, prompts={})
         steps.begin(step)
         assert steps.end(began + 2.0) == (step, 2.0)
 
 
 def test_an_overlapping_step_is_timed_from_the_end_of_the_one_before() -> None:
-    steps = Steps()
-    first, second = Step(10.0, tokens=2000), Step(10.5, tokens=1)
+    steps = Steps({}, PrefillRate())
+    first, second = Step(10.0, tokens=2000, prompts={}), Step(10.5, tokens=1, prompts={})
     steps.begin(first)
     steps.begin(second)
     assert steps.end(12.0) == (first, 2.0)
@@ -36,8 +36,8 @@ def test_an_overlapping_step_is_timed_from_the_end_of_the_one_before() -> None:
 
 def test_an_empty_step_does_not_count_as_computing() -> None:
     """vLLM begins such steps while it waits, and ends them in turn."""
-    steps = Steps()
-    empty, prefill = Step(10.0, tokens=0), Step(10.5, tokens=2000)
+    steps = Steps({}, PrefillRate())
+    empty, prefill = Step(10.0, tokens=0, prompts={}), Step(10.5, tokens=2000, prompts={})
     steps.begin(empty)
     assert not steps.computing
     steps.begin(prefill)
@@ -57,14 +57,14 @@ class Device:
         self.now = 0.0
         self._depth = depth
         self._launch = launch
-        self._steps = Steps()
+        self._steps = Steps({}, self.rate)
         self._ends: deque[float] = deque()
         self._free = 0.0
 
     def compute(self, seconds: Sequence[tuple[int, float]]) -> None:
         """Compute steps, given as (prompt tokens, seconds)."""
         for tokens, takes in seconds:
-            self._steps.begin(Step(self.now, max(tokens, 1), tokens))
+            self._steps.begin(Step(self.now, max(tokens, 1), {"r": tokens}))
             self._free = max(self.now + self._launch, self._free) + takes
             self._ends.append(self._free)
             self.now += self._launch
@@ -75,10 +75,7 @@ class Device:
 
     def _wait_for_one(self) -> None:
         self.now = max(self.now, self._ends.popleft())
-        ended = self._steps.end(self.now)
-        assert ended is not None
-        step, seconds = ended
-        self.rate.add(step.prompt_tokens, seconds)
+        self._steps.end(self.now)
 
 
 @pytest.mark.parametrize("launch", [0.010, 0.001], ids=["one process", "several"])
@@ -99,19 +96,19 @@ def test_the_prefill_rate_is_right_however_many_steps_overlap(
 
 
 def test_idle_steps_count() -> None:
-    steps = Steps()
+    steps = Steps({}, PrefillRate())
     since = steps.idle_time(10.0)
     for now in (10.0, 10.1, 10.2):
-        steps.begin(Step(now, tokens=0))
+        steps.begin(Step(now, tokens=0, prompts={}))
     assert steps.idle_time(10.3) - since == pytest.approx(0.3)
 
 
 def test_steps_that_compute_do_not_count() -> None:
-    steps = Steps()
+    steps = Steps({}, PrefillRate())
     since = steps.idle_time(10.0)
-    steps.begin(Step(10.0, tokens=512))
-    steps.begin(Step(10.1, tokens=0))
-    steps.begin(Step(10.2, tokens=1))
+    steps.begin(Step(10.0, tokens=512, prompts={}))
+    steps.begin(Step(10.1, tokens=0, prompts={}))
+    steps.begin(Step(10.2, tokens=1, prompts={}))
     assert steps.idle_time(12.0) == since
     for end in (14.0, 14.0, 15.0):
         steps.end(end)
@@ -126,9 +123,9 @@ def test_a_request_s_wait_lasts_from_its_first_retry_to_its_decision() -> None:
     request = vllm.arrive("r", keys)
     vllm.clock.now += 3.0  # between its arrival and its first lookup
     assert vllm.attempt(request) is None
-    vllm.manager.step_begins(100, 0, 0.0)
+    vllm.manager.step_begins(100, {}, 0.0)
     vllm.clock.now += 1.0  # the engine computes for others
-    vllm.manager.step_ends()
+    vllm.manager.steps.end(vllm.clock())
     vllm.clock.now += FETCH_TIMEOUT - 1.0
     assert vllm.attempt(request) == 0
     vllm.clock.now += 3.0  # vLLM has no blocks for it yet

@@ -20,6 +20,7 @@ from xinference_xavier.engine import workload as workload_module
 from xinference_xavier.engine.policy.donor_selection import Group
 from xinference_xavier.engine.probes import SALT
 from xinference_xavier.engine.scheduled import MAX_DECODE_TOKENS
+from xinference_xavier.engine.steps import Step
 from xinference_xavier.engine.workload import _OVERHEAD, _SPEED, Workload
 from xinference_xavier.protocol.elsewhere import Elsewhere, with_mark
 from xinference_xavier.protocol.load import (
@@ -48,6 +49,7 @@ class Counted(Scheduling):
         self.workload = manager.view.workload = Workload(
             SERVING,
             manager.view.requests,
+            manager.steps,
             manager.prefill_rate,
             manager.cost_model,
             manager.selection,
@@ -77,10 +79,16 @@ class Counted(Scheduling):
         self.manager.count_prompt(req_id, tokens, 0)
         return request
 
+    def step_begins(self, **prompts: int) -> None:
+        self.manager.steps.begin(Step(self.clock.now, 1 + sum(prompts.values()), prompts))
+
+    def step_ends(self) -> None:
+        self.manager.steps.end(self.clock.now)
+
     def step(self, seconds: float = 0.0, **prompts: int) -> None:
-        self.workload.step_begins(prompts)
+        self.step_begins(**prompts)
         self.clock.now += seconds
-        self.workload.step_ends()
+        self.step_ends()
 
 
 @pytest.fixture
@@ -117,12 +125,12 @@ class TestMissingTokens:
     def test_count_until_their_step_has_ended(self, engine: Counted) -> None:
         """With asynchronous scheduling, the next one has begun by then."""
         engine.start("r", 1000)
-        engine.workload.step_begins({"r": 600})
-        engine.workload.step_begins({"r": 400})
+        engine.step_begins(r=600)
+        engine.step_begins(r=400)
         assert engine.load().prefill_tokens == 1000
-        engine.workload.step_ends()
+        engine.step_ends()
         assert engine.load().prefill_tokens == 400
-        engine.workload.step_ends()
+        engine.step_ends()
         assert engine.load().prefill_tokens == 0
 
     def test_do_not_change_while_answers_are_computed(self, engine: Counted) -> None:
@@ -132,10 +140,10 @@ class TestMissingTokens:
 
     def test_end_with_their_request(self, engine: Counted) -> None:
         request = engine.start("r", 1000)
-        engine.workload.step_begins({"r": 600})
+        engine.step_begins(r=600)
         engine.finish(request)
         assert (engine.load().prefill_tokens, engine.load().requests) == (0, 0)
-        engine.workload.step_ends()
+        engine.step_ends()
         assert engine.load().prefill_tokens == 0
 
     def test_of_a_prompt_s_end_that_looks_like_an_answer_are_none(self, engine: Counted) -> None:
@@ -159,13 +167,13 @@ class TestMissingTokens:
         self, engine: Counted
     ) -> None:
         request = engine.start("r", 1000)
-        engine.workload.step_begins({"r": 600})
+        engine.step_begins(r=600)
         engine.found(request, 1000, have=0)
-        engine.workload.step_ends()
+        engine.step_ends()
         assert engine.load().prefill_tokens == 1000
 
     def test_of_a_step_that_began_before_us_are_none(self, engine: Counted) -> None:
-        engine.workload.step_ends()
+        engine.step_ends()
         assert engine.load().prefill_tokens == 0
 
 
@@ -190,32 +198,33 @@ class TestSeconds:
         assert engine.load().prefill_s == pytest.approx(1.05 + 1.95)
 
     def test_pass_while_a_step_computes(self, engine: Counted) -> None:
+        """It has too few tokens to tell the speed."""
         engine.measure()
-        engine.start("r", 3000)
-        engine.workload.step_begins({"r": 2000})
-        engine.clock.now += 0.5
-        assert engine.load().prefill_s == 2.5
-        engine.clock.now += 0.5
-        engine.workload.step_begins({"r": 1000})
-        assert engine.load().prefill_s == 2.0
+        engine.start("r", 300)
+        engine.step_begins(r=200)
+        engine.clock.now += 0.05
+        assert engine.load().prefill_s == pytest.approx(0.25)
+        engine.clock.now += 0.05
+        engine.step_begins(r=100)
+        assert engine.load().prefill_s == pytest.approx(0.2)
         engine.clock.now += 60.0
-        assert engine.load().prefill_s == 1.0, "the step takes longer than it should"
-        engine.workload.step_ends()
-        assert engine.load().prefill_s == 1.0
-        engine.clock.now += 0.5
-        assert engine.load().prefill_s == 0.5
+        assert engine.load().prefill_s == pytest.approx(0.1), "the step takes longer than it should"
+        engine.step_ends()
+        assert engine.load().prefill_s == pytest.approx(0.1)
+        engine.clock.now += 0.05
+        assert engine.load().prefill_s == pytest.approx(0.05)
 
     def test_do_not_pass_while_answers_are_computed(self, engine: Counted) -> None:
         engine.measure()
         engine.start("r", 3000)
-        engine.workload.step_begins({})
+        engine.step_begins()
         engine.clock.now += 0.5
         assert engine.load().prefill_s == 3.0
 
     def test_are_never_negative(self, engine: Counted) -> None:
         engine.measure()
         request = engine.start("r", 1000)
-        engine.workload.step_begins({"r": 1000})
+        engine.step_begins(r=1000)
         engine.finish(request)
         engine.clock.now += 0.5
         assert engine.load().prefill_s == 0.0

@@ -5,6 +5,7 @@ chunk size. A manager does not see how many of a request's tokens vLLM's own pre
 """
 
 import os
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -116,6 +117,7 @@ class XavierConnector(OffloadingConnector):
             self._workload = manager.view.workload = Workload(
                 self._serving(manager),
                 manager.view.requests,
+                manager.steps,
                 manager.prefill_rate,
                 manager.cost_model,
                 manager.selection,
@@ -214,13 +216,13 @@ class XavierConnector(OffloadingConnector):
                 self._check_store(job_id, job)
         else:
             metadata = OffloadingConnectorMetadata({}, {})
-            self._manager.on_schedule_end(_NO_CHANGES)
-        prompt_tokens, depth = 0, 0.0
-        if prompts := prompts_of(scheduler_output):
-            prompt_tokens, depth = sum(prompts.values()), depth_of(prompts, scheduler_output)
-        self._workload.step_begins(prompts)
+            if not self._manager.settled:
+                self._manager.on_schedule_end(_NO_CHANGES)
+        prompts = prompts_of(scheduler_output)
         only_loads = self._manager.step_begins(
-            scheduler_output.total_num_scheduled_tokens, prompt_tokens, depth
+            scheduler_output.total_num_scheduled_tokens,
+            prompts,
+            depth_of(prompts, scheduler_output) if prompts else 0.0,
         )
         return OnlyLoads(**vars(metadata)) if only_loads else metadata
 
@@ -250,8 +252,7 @@ class XavierConnector(OffloadingConnector):
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         """vLLM calls this once per step, when it has the step's output."""
-        self._manager.step_ends()
-        self._workload.step_ends()
+        self._manager.steps.end(time.monotonic())
         return ()  # the manager has none
 
     # -- where nothing is to be done, vLLM's own methods take their time to find that out ----------

@@ -37,7 +37,7 @@ from xinference_xavier.engine.policy.prefill_rate import PrefillRate
 from xinference_xavier.engine.probes import SALT
 from xinference_xavier.engine.request import Request
 from xinference_xavier.engine.steps import Step, Steps
-from xinference_xavier.engine.tier_lookup import TierLookup
+from xinference_xavier.engine.tier_lookup import HIT, MISS, TierLookup
 from xinference_xavier.engine.view import EngineView
 from xinference_xavier.pool.pool import Pool, Reservation, Row
 from xinference_xavier.stats.schema import Hits
@@ -70,19 +70,20 @@ class XavierManager(OffloadingManager):
     ) -> None:
         self.row_bytes = row_bytes
         self._pool, self._held = pool, pool.held
-        self._tier = tier
+        self._tier, self._holders = tier, tier.holders
         self._on_shutdown = on_shutdown
         self._clock = clock
         self._requests: dict[str, Request] = {}
         self._adapters = Adapters()
-        self._shares = shares
-        self._all_share = shares  # all requests, so far
+        self._shares = self._all_share = shares  # all requests, so far
         self._finished_requests = 0
         self._jobs = Jobs(pool)
         self._hits = Hits()
         self._hit_reporter = HitReporter(self._hits)
-        self._steps, self.view = Steps(), EngineView(self.stats, self._requests, self._hits)
+        self.settled = True  # the next step has nothing to do, unless vLLM asks for something
+        self.view = EngineView(self.stats, self._requests, self._hits)
         self.prefill_rate = PrefillRate()
+        self.steps = Steps(self._requests, self.prefill_rate)
         self.cost_model = CostModel(row_bytes=row_bytes)
         self.selection = DonorSelection(
             pool,
@@ -98,13 +99,13 @@ class XavierManager(OffloadingManager):
             tier,
             selection=self.selection,
             cost_model=self.cost_model,
-            steps=self._steps,
+            steps=self.steps,
             reserve=self._reserve,
             chunk_tokens=chunk_tokens,
             fetch_timeout=fetch_timeout,
             clock=clock,
         )
-        self._look_further = self.tier_lookup.lookup
+        self._coming = self.tier_lookup.fetches.by_chunk
 
     def stats(self) -> dict[str, Any]:
         """Totals since the start; JSON-able. Called by the replica's background thread."""
@@ -156,15 +157,21 @@ class XavierManager(OffloadingManager):
         if not self._all_share:
             request = _of(req_context)
             if not request.shares:
-                return LookupResult.MISS
+                return MISS
             row_key = request.row_key(key)
         if row_key in self._held and self._pool.lookup(row_key) is not None:
-            return LookupResult.HIT
-        return self._look_further(row_key, self._requests[req_context.req_id])
+            return HIT
+        request = self._requests[req_context.req_id]
+        if request.computes_missing and row_key not in self._coming and not self._holders(row_key):
+            return MISS  # most are like this
+        return self.tier_lookup.lookup(row_key, request)
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
-        if not self.tier_lookup.end_pass():  # else the step has done enough
-            self._tier.on_evicted(self._pool.evict_ahead(_EVICTED_AHEAD, self._is_redundant))
+        began, evicted = self.tier_lookup.end_pass(), list[bytes]()
+        if not began:  # else the step has done enough
+            evicted = self._pool.evict_ahead(_EVICTED_AHEAD, self._is_redundant)
+            self._tier.on_evicted(evicted)
+        self.settled = began is None and not evicted
 
     def count_prompt(
         self, req_id: str, prompt: int, loaded: int, tokens: Sequence[int] | None = None
@@ -200,24 +207,17 @@ class XavierManager(OffloadingManager):
 
     # -- steps --------------------------------------------------------------------------------
 
-    def step_begins(self, tokens: int, prompt_tokens: int, depth: float) -> bool:
+    def step_begins(self, tokens: int, prompts: dict[str, int], depth: float) -> bool:
         """vLLM scheduled a step: see `Step`. True if there is nothing to do but to await loads."""
-        self._steps.begin(Step(self._clock(), tokens, prompt_tokens, depth))
-        if tokens or self._steps.computing:
+        self.steps.begin(Step(self._clock(), tokens, prompts, depth))
+        if tokens or self.steps.computing:
             return False
         return self.tier_lookup.idle_wait.nothing_runs(self._requests.keys(), self._jobs)
-
-    def step_ends(self) -> None:
-        """vLLM received the output of the oldest step under way."""
-        if (ended := self._steps.end(self._clock())) is not None:
-            step, seconds = ended
-            if step.prompt_tokens:
-                self.prefill_rate.add(step.prompt_tokens, seconds, step.depth)
 
     def has_pending_work(self) -> bool:
         return bool(self.tier_lookup.fetches)
 
-    # -- loading ------------------------------------------------------------------------------
+    # -- loading and storing ------------------------------------------------------------------
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
         request = _of(req_context)
@@ -235,8 +235,6 @@ class XavierManager(OffloadingManager):
         """Called by vLLM 0.32 and later, after `count_prompt`."""
         request = _of(req_context)
         return load_source(request.row_key(key) in request.fetched)
-
-    # -- storing ------------------------------------------------------------------------------
 
     def prepare_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext

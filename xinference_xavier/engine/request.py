@@ -34,6 +34,7 @@ class Request:
     fetches: list[Fetch] = field(default_factory=list)  # that it waits for, in order of their rows
     first: set[bytes] = field(default_factory=set)  # keys that get a RETRY: see `waits_for`
     counted: bool = True  # its prompt tokens, since it was last looked up
+    computes_missing: bool = False  # what nobody holds, with no more to ask in this pass
     deadline: float | None = None  # of all its fetches
     pending_since: float = 0.0  # on the clock of `Steps.idle_time`
     given_up: bool = False  # no further fetches
@@ -72,7 +73,7 @@ class Request:
     def looked_up(self, prefix_tokens: int) -> None:
         """vLLM is about to look the request up: in its own cache it has `prefix_tokens` of it."""
         self.prefix_tokens = prefix_tokens
-        self.counted = False
+        self.counted = self.computes_missing = False
         self.groups = None  # it may have more keys than at the last time
 
     @property

@@ -4,29 +4,42 @@ With asynchronous scheduling, CUDA's default, and with pipeline parallelism, vLL
 while it still computes the one before. Steps end one by one, in the order in which they began. So a
 step is timed from its beginning, or from the end of the step before it if that is later.
 
-Belongs to the scheduler thread. Times are monotonic seconds.
+Belongs to the scheduler thread; any thread may call `under_way`. Times are monotonic seconds.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from typing import NamedTuple
+
+from xinference_xavier.engine.policy.prefill_rate import PrefillRate
+from xinference_xavier.engine.request import Request
 
 
 class Step(NamedTuple):
-    """Of `tokens`, `prompt_tokens` belong to prompts, with `depth` others before each on average.
+    """Of `tokens`, so many are of the requests' `prompts`, with `depth` others before each on
+    average.
 
     A step without tokens computes nothing. It only carries messages to the workers.
     """
 
     began: float
     tokens: int
-    prompt_tokens: int = 0
+    prompts: dict[str, int]
     depth: float = 0.0
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(self.prompts.values())
 
 
 class Steps:
-    def __init__(self) -> None:
+    """Of `requests`, which are those that vLLM has. They tell how fast prompts are computed."""
+
+    def __init__(self, requests: Mapping[str, Request], prefill_rate: PrefillRate) -> None:
+        self._requests = requests
+        self._prefill_rate = prefill_rate
         self._pending: deque[Step] = deque()
         self._computing = 0  # pending steps that compute anything
         self._ended = 0.0  # when the latest step ended
@@ -46,7 +59,8 @@ class Steps:
         self._pending.append(step)
 
     def end(self, now: float) -> tuple[Step, float] | None:
-        """End the oldest step. Returns it with its duration in seconds; None without a step."""
+        """vLLM received the output of the oldest step: what it computed is not missing any more.
+        Returns it with its duration in seconds; None without a step."""
         if not self._pending:
             return None
         step = self._pending.popleft()
@@ -56,7 +70,25 @@ class Steps:
             self._computing -= 1
             if not self._computing:
                 self._computed += now - self._busy_since
+        if step.prompts:
+            self._prefill_rate.add(step.prompt_tokens, seconds, step.depth)
+            for req_id, tokens in step.prompts.items():
+                if (request := self._requests.get(req_id)) is not None:
+                    request.missing -= tokens
         return step, seconds
+
+    def preempted(self, req_id: str) -> None:
+        """What the pending steps compute for the request is lost."""
+        for step in self._pending:
+            step.prompts.pop(req_id, None)
+
+    def under_way(self) -> tuple[Step, float] | None:
+        """The step that is being computed, and since when."""
+        try:
+            step = self._pending[0]
+        except IndexError:
+            return None
+        return step, max(step.began, self._ended)
 
     def idle_time(self, now: float) -> float:
         """A clock that stands still while the engine computes: a request would wait then anyway."""

@@ -35,6 +35,8 @@ from xinference_xavier.tiers.base import Claim, Fetch, Tier
 Reserve = Callable[[Iterable[bytes], list[bytes]], Reservation]
 """Reserves rows for keys; the second argument is the whole prefix that they belong to."""
 
+# An enum's members take longer to look up than all else that a MISS asks.
+HIT, MISS, RETRY = LookupResult.HIT, LookupResult.MISS, LookupResult.RETRY
 _TRANSIT = 0.25
 """Seconds that a request may take longer to the replica that prefills it than to this one."""
 
@@ -56,7 +58,6 @@ class TierLookup:
         """`fetch_timeout` bounds, in seconds, how long a request waits for all of its fetches."""
         self._pool = pool
         self._tier = tier
-        self._holders = tier.holders
         self._selection = selection
         self._cost_model = cost_model
         self._steps = steps
@@ -64,7 +65,6 @@ class TierLookup:
         self._fetch_timeout = fetch_timeout
         self._clock = clock
         self.fetches = Fetches(pool, cost_model, fetch_timeout)
-        self._by_chunk = self.fetches.by_chunk
         self.idle_wait = IdleWait()
         self.wait_counts = WaitCounts()
         self.longest_scheduling_wait = 0.0  # seconds that a request waited because of us
@@ -81,32 +81,28 @@ class TierLookup:
             if request.pending and self._has_time(request):
                 # One RETRY per group defers the request; MISS for the rest ends the scan early.
                 if key not in request.first:
-                    return LookupResult.MISS
+                    return MISS
                 self._deferred[request.req_id, key[GROUP]] = 0.0
-                return LookupResult.RETRY
+                return RETRY
             self._conclude(request)
             if self._pool.lookup(key) is not None:  # it arrived after the manager looked
-                return LookupResult.HIT
-        elif (
-            request.asked
-            and request.wait is None
-            and request not in self._plans
-            and key not in self._by_chunk
-            and not self._holders(key)
-        ):
-            return LookupResult.MISS  # quickly, because most are like this
+                return HIT
         if request.given_up or not (self._has_time(request) or self._is_waiting(request)):
-            return LookupResult.MISS
+            return MISS
         plan = self._plan(key, request)
         if plan is not None and not plan.is_probe:
-            return LookupResult.RETRY if key in request.first else LookupResult.MISS
-        return LookupResult.RETRY if self._waits_for_peer(key, request) else LookupResult.MISS
+            return RETRY if key in request.first else MISS
+        if self._waits_for_peer(key, request):
+            return RETRY
+        request.computes_missing = request.asked and request.wait is None and plan is None
+        return MISS
 
-    def end_pass(self) -> bool:
-        """The scheduler has made all lookups of this step. Returns whether a fetch began."""
+    def end_pass(self) -> bool | None:
+        """The scheduler has made all lookups of this step. Returns whether a fetch began; None if
+        there was nothing to do."""
         if not (self._plans or self._deferred or self.fetches):
             self.idle_wait.pass_ended(frozenset(), None, 0.0)
-            return False
+            return None
         begun: list[Fetch] = []
         deferred = {req_id for req_id, _ in self._deferred}
         for request, plan in self._plans.items():
@@ -176,6 +172,7 @@ class TierLookup:
                 request.deadline = deadline
                 request.pending_since = self._steps.idle_time(now)
         self._plans[request] = plan
+        request.computes_missing = False
         return plan
 
     def _begin_fetches(self, request: Request, plan: FetchPlan) -> list[Fetch]:

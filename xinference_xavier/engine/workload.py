@@ -18,6 +18,7 @@ from xinference_xavier.engine.policy.donor_selection import DonorSelection
 from xinference_xavier.engine.policy.prefill_rate import PrefillRate
 from xinference_xavier.engine.request import Request
 from xinference_xavier.engine.scheduled import MAX_DECODE_TOKENS
+from xinference_xavier.engine.steps import Steps
 from xinference_xavier.protocol.load import (
     MAX_KNOWN,
     MAX_PROMPT_KEYS,
@@ -40,13 +41,14 @@ _OVERHEAD, _SPEED = 0.01, 1e9
 
 
 class Workload:
-    """`requests` are those that vLLM has. `free_tokens` returns for how many there are free KV
-    blocks. `clock` returns monotonic seconds."""
+    """`requests` are those that vLLM has, and `steps` what it computes of them. `free_tokens`
+    returns for how many tokens there are free KV blocks. `clock` returns monotonic seconds."""
 
     def __init__(
         self,
         serving: Serving,
         requests: Mapping[str, Request],
+        steps: Steps,
         prefill_rate: PrefillRate,
         cost_model: CostModel,
         selection: DonorSelection,
@@ -55,14 +57,13 @@ class Workload:
         self.free_tokens: Callable[[], int | None] = lambda: None
         self._serving = serving
         self._requests = requests
+        self._steps = steps
         self._prefill_rate = prefill_rate
         self._cost_model = cost_model
         self._selection = selection
         self._clock = clock
         self._prompts: deque[ScheduledPrompt] = deque(maxlen=MAX_PROMPTS)
         self._computed: deque[ComputedPrefix] = deque(maxlen=MAX_PREFIXES)
-        self._steps: deque[dict[str, int]] = deque()  # prompt tokens by request, oldest first
-        self._computing = clock(), 0  # since when the oldest step computes how many of them
 
     # -- called by the scheduler thread ------------------------------------------------------
 
@@ -71,8 +72,7 @@ class Workload:
         first `have` of them."""
         request = self._requests[req_id]
         request.prompt_tokens, request.missing = tokens, tokens - have
-        for step in self._steps:  # it was preempted
-            step.pop(req_id, None)
+        self._steps.preempted(req_id)  # if it has been computed before
 
     def scheduled(self, req_id: str, prompt: int, have: int) -> None:
         """The request, whose prompt has so many tokens, is scheduled. vLLM has the first `have` of
@@ -90,25 +90,6 @@ class Workload:
             keys = self._selection.main_keys(request)[:MAX_PROMPT_KEYS]
             short = pack(key[-SHORT_KEY:] for key in keys)
             self._prompts.append(ScheduledPrompt(name, prompt, short))
-
-    def step_begins(self, prompts: dict[str, int]) -> None:
-        """A step computes so many prompt tokens of these requests."""
-        self._steps.append(prompts)
-        if len(self._steps) == 1:
-            self._next_step()
-
-    def step_ends(self) -> None:
-        """The oldest step has been computed."""
-        if not self._steps:
-            return
-        for req_id, tokens in self._steps.popleft().items():
-            if (request := self._requests.get(req_id)) is not None:
-                request.missing -= tokens
-        self._next_step()
-
-    def _next_step(self) -> None:
-        step = self._steps[0] if self._steps else None
-        self._computing = self._clock(), sum(step.values()) if step else 0
 
     # -- called by the replica's thread ------------------------------------------------------
 
@@ -139,8 +120,10 @@ class Workload:
         if speed is None:
             return None
         seconds = (self._prefill_rate.seconds(total - rest, total) for total, rest in missing)
-        since, tokens = self._computing
-        passed = min(self._clock() - since, tokens / speed)
+        passed = 0.0
+        if (computing := self._steps.under_way()) is not None:
+            step, since = computing
+            passed = min(self._clock() - since, step.prompt_tokens / speed)
         return max(0.0, sum(each or 0.0 for each in seconds) - passed)
 
     def _rates(self) -> tuple[float, float, float, float] | None:

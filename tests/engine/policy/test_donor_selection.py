@@ -58,9 +58,9 @@ class Engine(Scheduling):
     def steps(self, seconds: dict[int, float]) -> None:
         """Compute 1,000 tokens per step; `seconds` is the duration by depth."""
         for depth, took in [*seconds.items()] * 5:
-            self.manager.step_begins(1000, 1000, depth)
+            self.manager.step_begins(1000, {"r": 1000}, depth)
             self.clock.now += took
-            self.manager.step_ends()
+            self.manager.steps.end(self.clock())
 
     @property
     def decisions(self) -> dict[str, float]:
