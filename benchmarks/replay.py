@@ -2,8 +2,8 @@
 
 Conversations of Mooncake's trace, scaled down, go to three replicas, alternately with routing and
 in turn. Each time they have other words, so no replica holds anything of them. The simulator of
-part `routing` plays the same requests with the replicas' measured speed. That shows how far its
-figures can be believed.
+part `routing` plays the same requests with the replicas' speed, which is measured before each pair,
+because the machine's changes by the minute. That shows how far its figures can be believed.
 
 `vllm bench serve --dataset-name timed_trace` sends tokens, which xinference's API does not take.
 Here the same is sent as text: every word is one token.
@@ -37,20 +37,22 @@ from examples.waiting import until
 TITLE = "Real requests on real replicas"
 TRACE = "conversation"
 REPLICAS = 3
-SMALLER = 8
+SMALLER = 16
 """Tokens of the trace ÷ tokens that are sent."""
 BLOCK = traces.CHUNK // SMALLER
-CONVERSATIONS = 80
+CONVERSATIONS = 200
 """Of the trace ÷ of a pair."""
 LOAD = 0.5
-"""Seconds that computing all prompts takes ÷ those of all replicas, with a processor each."""
+"""Seconds that one replica takes to compute all prompts ÷ those that all have, on the processors
+that they share."""
 PAIRS = 5
-QUICK = {"CONVERSATIONS": 1200, "ROUNDS": 2}
+QUICK = {"CONVERSATIONS": 1200, "PAIRS": 2, "ROUNDS": 1}
 POOL_SLOTS = 2048
 LENGTHS = (8, 64, 160)
 """Blocks of the prompts by which the speed is measured."""
-AT_ONCE, EACH = LENGTHS[1], 2
-"""Blocks of prompts that all replicas compute at once, and how many each of them gets."""
+AT_ONCE, EACH = 24, 4
+"""Blocks of prompts that all replicas compute at once, about as many as the trace's prompts have on
+average, and how many each replica gets."""
 ROUNDS = 3
 CONTEXT = 16_384
 STEP = 2048
@@ -125,7 +127,7 @@ def measure() -> dict[str, Any]:
             xavier_chunk_tokens=BLOCK,
             xavier_pool_bytes=POOL_SLOTS * (BLOCK << 14),
         )
-        engine = _engine(cluster, words)
+        engines: list[Engine] = []
         played: dict[bool, list[Played]] = {True: [], False: []}
         simulated: dict[bool, list[Played]] = {True: [], False: []}
 
@@ -133,32 +135,36 @@ def measure() -> dict[str, Any]:
             prompts = words.prompts(requests, next(times))
             _route(cluster, routed)
             played[routed].append(asyncio.run(_play(cluster.endpoint, requests, prompts)))
-            simulated[routed].append(simulate(engine, requests, routed))
+            simulated[routed].append(simulate(engines[-1], requests, routed))
 
         for number in range(PAIRS):
+            engine = _engine(cluster, words, number)
+            engines.append(engine)
             requests = conversations(trace, number)
             speed = _tokens(requests) / sum(engine.compute_seconds(each, 0) for each in requests)
-            requests = traces.spread(requests, LOAD * REPLICAS * speed, 1)
+            requests = traces.spread(requests, LOAD * engine.processors * speed, 1)
             pairs.in_turns(partial(play, requests))(number)
-    return summary(engine, played, simulated)
+    return summary(engines, played, simulated)
 
 
-def _engine(cluster: LocalCluster, words: Words) -> Engine:
+def _engine(cluster: LocalCluster, words: Words, number: int) -> Engine:
     """How fast a replica is while the others rest, and how many processors all have in effect:
     xinference and what stores and publishes rows need some of them, too."""
     _route(cluster, False)
+    cluster.call("POST", f"/v1/xavier/{_UID}/flush")  # room for what is published here
     took: dict[int, list[tuple[float, float]]] = {blocks: [] for blocks in LENGTHS}
     together = []
-    for turn in range(-1, ROUNDS):  # the first turn warms up and makes the links
+    # The first turn of all warms up and makes the links.
+    for turn in range(0 if number else -1, ROUNDS):
         tokens = AT_ONCE * BLOCK + 1
         at_once = [Request(0.0, tokens, ())] * REPLICAS * EACH
-        texts = [words.text(f"{turn} {number}", tokens) for number in range(len(at_once))]
+        texts = [words.text((number, turn, place), tokens) for place in range(len(at_once))]
         seconds = asyncio.run(_play(cluster.endpoint, at_once, texts)).seconds
         if turn >= 0:
             together.append(max(seconds))
         for blocks, samples in took.items():
             sample = _cold_and_remote(
-                cluster, words.text(f"{turn} {blocks} blocks", blocks * BLOCK + 1)
+                cluster, words.text((number, turn, f"{blocks} blocks"), blocks * BLOCK + 1)
             )
             if turn >= 0:
                 samples.append(sample)
@@ -172,7 +178,7 @@ def _engine(cluster: LocalCluster, words: Words) -> Engine:
     ).tolist()
     least, most = min(LENGTHS), max(LENGTHS)
     fetch = (most - least) * BLOCK / (remote[most] - remote[least])
-    return Engine(
+    engine = Engine(
         prefill=1 / token_s,
         depth_s=depth_s,
         fetch=fetch,
@@ -180,9 +186,11 @@ def _engine(cluster: LocalCluster, words: Words) -> Engine:
         transit=max(0.0, transit),
         chunk=BLOCK,
         slots=POOL_SLOTS,
-        processors=REPLICAS * EACH * (cold[AT_ONCE] - transit) / (median(together) - transit),
         step=STEP,
     )
+    alone = engine.seconds(0, AT_ONCE * BLOCK + 1)
+    processors = REPLICAS * EACH * alone / (median(together) - engine.transit)
+    return engine._replace(processors=processors)
 
 
 def _cold_and_remote(cluster: LocalCluster, text: str) -> tuple[float, float]:
@@ -258,7 +266,7 @@ _WAYS = {True: "routed", False: "in turn"}
 
 
 def summary(
-    engine: Engine,
+    engines: Sequence[Engine],
     played: Mapping[bool, Sequence[Played]],
     simulated: Mapping[bool, Sequence[Played]],
 ) -> dict[str, Any]:
@@ -272,7 +280,7 @@ def summary(
         }
     on, off = ([_times(each.seconds) for each in played[routed]] for routed in (True, False))
     return {
-        "engine": engine._asdict(),
+        "engine": Engine(*map(median, zip(*engines, strict=True)))._asdict(),
         "requests": sum(len(each.seconds) for each in played[True]),
         "ways": ways,
         "compared": pairs.summary(list(zip(on, off, strict=True))),
@@ -298,7 +306,7 @@ def markdown(part: dict[str, Any]) -> str:
         f"{part['requests']} requests of the trace `{TRACE}`, of whole conversations and with "
         f"1/{SMALLER} of the tokens, to xinference with {REPLICAS} replicas: {PAIRS} parts, each "
         "with routing and in turn, beginning with either alternately. The load is "
-        f"{LOAD:g} of what {REPLICAS} replicas could compute; together they "
+        f"{LOAD:g} of what the replicas can compute; together they "
         f"are as fast as {engine.processors:.2f} with a processor each. Alone, one computes "
         f"{engine.prefill:,.0f} tokens a second at the beginning of a prompt and "
         f"{1 / (1 / engine.prefill + 1e4 * engine.depth_s):,.0f} after 10,000 tokens, "

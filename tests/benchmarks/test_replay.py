@@ -54,10 +54,10 @@ def test_conversations_stay_whole_and_belong_to_one_pair(monkeypatch: pytest.Mon
 
 
 def test_the_simulator_is_compared_with_what_was_measured() -> None:
-    engine = Engine(prefill=1000.0, processors=2.0)
+    engine = Engine(prefill=1000.0, processors=2.0, step=100)
     measured = {True: [Played([1.0, 2.0], 0.5)] * 5, False: [Played([2.0, 4.0], 0.5)] * 5}
     simulated = {True: [Played([0.6, 1.2], 0.5)] * 5, False: [Played([3.0, 3.6], 0.4)] * 5}
-    part = replay.summary(engine, measured, simulated)
+    part = replay.summary([engine] * 5, measured, simulated)
     assert part["ways"]["routed"]["simulated/measured"] == pytest.approx(0.6)
     assert part["compared"]["mean_s"]["ratio"] == pytest.approx(0.5)
     assert "| in turn, simulated | 3.30 | 3.30 | 3.60 | 0.40 |" in shown(replay, part)
