@@ -24,7 +24,7 @@ from tests.replica_process import wait_until
 
 TITLE = "Two donors"
 ROUNDS = 5
-MEGABITS = 200
+MEGABITS = 500
 """Mbit/s out of each host."""
 _ROWS = 80  # of a document, each about 50 tokens
 _DONORS = ("first", "second")
