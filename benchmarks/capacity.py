@@ -35,7 +35,7 @@ OWN_CHUNKS = 8
 REQUESTS = 1200
 HEARD_EVERY = 4
 """Requests between two updates of a mirror."""
-RUNS = 3
+RUNS = 5
 _CHUNKS = HEAD_CHUNKS + OWN_CHUNKS
 POLICIES = ("spares copies", "least recently used")
 

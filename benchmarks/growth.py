@@ -22,7 +22,7 @@ from examples.waiting import until
 from xinference_xavier.protocol.tracker import Member, Settings
 
 TITLE = "Growth"
-ROUNDS = 3
+ROUNDS = 5
 TIMES = 10
 TOKENS = 800
 KEYS = 40_000

@@ -32,9 +32,9 @@ from examples.make_model import CONTEXT
 
 TITLE = "Hits"
 LENGTHS = (1000, 4000, 8000, 15_000)
-ROUNDS = 3
+ROUNDS = 5
 """Prompts of each length."""
-REPEATS = 3
+REPEATS = 2
 """Hits for each prompt and transport."""
 QUICK = {"LENGTHS": (1000, 8000)}
 REFERENCES = {"shared_memory": MEMCPY, "gloo": TCP}

@@ -12,7 +12,7 @@ from benchmarks import hit
 
 TITLE = "Hits, scheduled asynchronously"
 LENGTHS = (8000,)
-ROUNDS = 3
+ROUNDS = 5
 QUICK = {"LENGTHS": (1000,)}
 markdown = hit.markdown
 plot = hit.plot
