@@ -150,9 +150,9 @@ _STORING = (
     "processors and 1 to 2 of the tracker's, and where the model computes on all processors, each "
     "of them delays it by more than two"
 )
-_PYTHON = (
-    "Python: each chunk takes several calls and dictionary lookups "
-    "([Evictions](performance.md#evictions))"
+_MEMORY = (
+    "memory: each chunk is looked up in three dictionaries that other work has put out of the "
+    "processor's cache ([Evictions](performance.md#evictions))"
 )
 BARS: Mapping[str, tuple[Bar, ...]] = {
     "transport": (
@@ -195,9 +195,9 @@ BARS: Mapping[str, tuple[Bar, ...]] = {
         Bar("ms of our own Python in it", 0.04, _own_python),
     ),
     "scheduler": (
-        Bar("µs per chunk missed", 1.0, _by_peers("miss_us"), limited_by=_PYTHON),
+        Bar("µs per chunk missed", 1.0, _by_peers("miss_us"), limited_by=_MEMORY),
         Bar("µs per chunk hit", 0.5, _by_peers("hit_us")),
-        Bar("ms of an attempt, up to 32 peers", 2.0, _by_peers("attempt_ms", 32), False, _PYTHON),
+        Bar("ms of an attempt, up to 32 peers", 2.0, _by_peers("attempt_ms", 32), False, _MEMORY),
         Bar("ms of an attempt", 5.0, _by_peers("attempt_ms")),
         Bar("ms of the longest call", 2.0, _by_peers("longest_ms")),
         Bar(

@@ -46,7 +46,7 @@ LOAD = 0.5
 """Seconds that one replica takes to compute all prompts ÷ those that all have, on the processors
 that they share."""
 PAIRS = 5
-QUICK = {"CONVERSATIONS": 1200, "PAIRS": 2, "ROUNDS": 1}
+QUICK = {"CONVERSATIONS": 1200, "ROUNDS": 1}
 POOL_SLOTS = 2048
 LENGTHS = (8, 64, 160)
 """Blocks of the prompts by which the speed is measured."""

@@ -64,7 +64,7 @@ class Device:
     def compute(self, seconds: Sequence[tuple[int, float]]) -> None:
         """Compute steps, given as (prompt tokens, seconds)."""
         for tokens, takes in seconds:
-            self._steps.begin(Step(self.now, max(tokens, 1), {"r": tokens}))
+            self._steps.begin(Step(self.now, max(tokens, 1), {}, tokens))
             self._free = max(self.now + self._launch, self._free) + takes
             self._ends.append(self._free)
             self.now += self._launch
@@ -90,6 +90,15 @@ def test_the_prefill_rate_is_right_however_many_steps_overlap(
         device.compute([(8192, 0.25)] * prefills + [(0, 0.01)] * 5)
         device.now += 0.5
     assert device.rate.tokens_per_second == pytest.approx(8192 / 0.25, rel=0.05)
+
+
+def test_tokens_of_a_preempted_request_took_their_time_as_well() -> None:
+    rate = PrefillRate()
+    steps = Steps({}, rate)
+    steps.begin(Step(10.0, 1000, {"r": 600, "s": 400}, 1000))
+    steps.preempted("r")
+    steps.end(11.0)
+    assert rate.tokens_per_second == 1000.0
 
 
 # -- a request's wait ------------------------------------------------------------------------

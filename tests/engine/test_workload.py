@@ -80,7 +80,8 @@ class Counted(Scheduling):
         return request
 
     def step_begins(self, **prompts: int) -> None:
-        self.manager.steps.begin(Step(self.clock.now, 1 + sum(prompts.values()), prompts))
+        tokens = sum(prompts.values())
+        self.manager.steps.begin(Step(self.clock.now, 1 + tokens, prompts, tokens))
 
     def step_ends(self) -> None:
         self.manager.steps.end(self.clock.now)

@@ -209,7 +209,7 @@ class XavierManager(OffloadingManager):
 
     def step_begins(self, tokens: int, prompts: dict[str, int], depth: float) -> bool:
         """vLLM scheduled a step: see `Step`. True if there is nothing to do but to await loads."""
-        self.steps.begin(Step(self._clock(), tokens, prompts, depth))
+        self.steps.begin(Step(self._clock(), tokens, prompts, sum(prompts.values()), depth))
         if tokens or self.steps.computing:
             return False
         return self.tier_lookup.idle_wait.nothing_runs(self._requests.keys(), self._jobs)

@@ -18,20 +18,17 @@ from xinference_xavier.engine.request import Request
 
 
 class Step(NamedTuple):
-    """Of `tokens`, so many are of the requests' `prompts`, with `depth` others before each on
-    average.
+    """Of `tokens`, `prompt_tokens` belong to prompts, with `depth` others before each on average.
 
-    A step without tokens computes nothing. It only carries messages to the workers.
+    `prompts` has how many of them by request, without those that were preempted meanwhile. A step
+    without tokens computes nothing. It only carries messages to the workers.
     """
 
     began: float
     tokens: int
     prompts: dict[str, int]
+    prompt_tokens: int = 0
     depth: float = 0.0
-
-    @property
-    def prompt_tokens(self) -> int:
-        return sum(self.prompts.values())
 
 
 class Steps:
@@ -70,7 +67,7 @@ class Steps:
             self._computing -= 1
             if not self._computing:
                 self._computed += now - self._busy_since
-        if step.prompts:
+        if step.prompt_tokens:
             self._prefill_rate.add(step.prompt_tokens, seconds, step.depth)
             for req_id, tokens in step.prompts.items():
                 if (request := self._requests.get(req_id)) is not None:
