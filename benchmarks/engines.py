@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import atexit
 import getpass
-import multiprocessing
 import os
 import tempfile
 import time
@@ -26,6 +25,7 @@ import numpy as np
 import psutil
 import xoscar
 
+from benchmarks import forking
 from benchmarks.asynchronous import schedule_asynchronously
 from benchmarks.steps import Step
 from benchmarks.watchers import MODEL, TrackerProcess
@@ -48,13 +48,6 @@ STEP_TOKENS = 2048
 _MODEL = Path(__file__).resolve().parent.parent / "build" / "model"
 _KV_BLOCKS = 320  # two of the longest prompts, and vLLM's own reserve
 _BLOCK_BYTES = 2 << 20  # of the model in float32
-_ENVIRONMENT = {
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_LOGGING_LEVEL": "WARNING",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # otherwise the platform uses a worker process
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # all engines use all cores
-}
 _START_TIMEOUT = 480.0
 _STOP_TIMEOUT = 20.0
 _PATIENCE = 300.0
@@ -136,7 +129,7 @@ def engine_environment() -> dict[str, str]:
     # torch compiles for 20 s at the first request: keep the result.
     compiled = Path(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")
     kept = os.environ.get("TORCHINDUCTOR_CACHE_DIR", str(compiled))
-    return {**_ENVIRONMENT, "TORCHINDUCTOR_CACHE_DIR": kept}
+    return {**forking.ENVIRONMENT, "TORCHINDUCTOR_CACHE_DIR": kept}
 
 
 class Kind(NamedTuple):
@@ -161,7 +154,7 @@ class Engine:
     def __init__(self, name: str, arguments: dict[str, Any], kind: Kind) -> None:
         self.name = name
         self._has_answered = False
-        context = multiprocessing.get_context("spawn")
+        context = forking.context()
         self._pipe, theirs = context.Pipe()
         self.process = context.Process(target=_run, args=(theirs, arguments, kind))
         self.process.start()
@@ -550,6 +543,7 @@ def _by_token(logprobs: Any) -> tuple[dict[int, float], ...]:
 
 def _run(pipe: Connection, arguments: dict[str, Any], kind: Kind) -> None:
     os.environ.update(engine_environment(), **kind.environment)
+    forking.fork_engine_core()
     if kind.asynchronous:
         schedule_asynchronously()
     from vllm import AsyncEngineArgs

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import atexit
 import itertools
-import multiprocessing
 import os
 import shutil
 import threading
@@ -26,6 +25,7 @@ import numpy as np
 import psutil
 from safetensors.numpy import load_file, save_file
 
+from benchmarks import forking
 from benchmarks.asynchronous import schedule_asynchronously
 from tests.e2e.gates import FOLDER
 from tests.replica_process import TrackerProcess, wait_until
@@ -44,12 +44,6 @@ CONTEXT = 2048
 ROW_BYTES = 2 << 20
 """Bytes of a chunk: 8 layers, keys and values, 4 heads of 64 float32 numbers."""
 
-_ENVIRONMENT = {
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # otherwise the platform uses a worker process
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # both engines use all cores
-    "VLLM_LOGGING_LEVEL": "WARNING",
-}
 _START_TIMEOUT = 300.0
 _STOP_TIMEOUT = 15.0
 PATIENCE = 180.0
@@ -133,7 +127,7 @@ class EngineProcess:
     ) -> None:
         self.name = name
         self.gates = gates
-        context = multiprocessing.get_context("spawn")
+        context = forking.context()
         self._pipe, theirs = context.Pipe()
         arguments: dict[str, Any] = {
             "model": str(model),
@@ -278,7 +272,8 @@ class _Inside:
 def _run(
     pipe: Connection, arguments: dict[str, Any], gates: Path | None, asynchronous: bool
 ) -> None:
-    os.environ.update(_ENVIRONMENT, **({FOLDER: str(gates)} if gates is not None else {}))
+    os.environ.update(forking.ENVIRONMENT, **({FOLDER: str(gates)} if gates is not None else {}))
+    forking.fork_engine_core()
     if asynchronous:
         schedule_asynchronously()
     from vllm import AsyncEngineArgs

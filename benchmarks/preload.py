@@ -1,0 +1,18 @@
+"""What all engines import: the server imports it that their processes are forked from."""
+
+# ruff: noqa: F401
+
+import os
+
+from benchmarks.forking import ENVIRONMENT
+
+os.environ.update(ENVIRONMENT)  # some of it is read by imports
+
+import vllm.model_executor.models.qwen2
+import vllm.v1.engine.async_llm
+import vllm.v1.engine.core
+import vllm.v1.executor.uniproc_executor
+import vllm.v1.worker.cpu_worker
+
+import benchmarks.engines
+import xinference_xavier.engine.spec
