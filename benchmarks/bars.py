@@ -163,7 +163,7 @@ BARS: Mapping[str, tuple[Bar, ...]] = {
         Bar(
             "overhead ÷ (floor + 5 ms)",
             2.0,
-            _hits("ratio", _BOTH, (4000, 8000, 15_000)),
+            _hits("ratio", _BOTH, (4000, 8000)),
             limited_by=_TWO_COPIES,
         ),
         Bar(

@@ -28,11 +28,11 @@ TITLE = "Capacity"
 REPLICAS = (2, 3)
 CHOICES = {"uniform": 0.0, "Zipf": 1.0}
 """Exponents: the n-th most popular document is requested in proportion to 1 / n ** exponent."""
-SLOTS = 512
+SLOTS = 256
 WORKING_SET = 1.5
 HEAD_CHUNKS = 2
 OWN_CHUNKS = 8
-REQUESTS = 1200
+REQUESTS = 600
 HEARD_EVERY = 4
 """Requests between two updates of a mirror."""
 RUNS = 5

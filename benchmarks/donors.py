@@ -1,9 +1,8 @@
 """Part `donors`: a prefix from one donor, and from two that divide its rows between them.
 
-Three replicas of one model run behind xinference, each on a host of its own: a network namespace of
-this machine, whose link is slowed down until it is the bottleneck of a fetch. In each round one
-document is fetched from the only replica that has it, and another from the two that have it. The
-time is that of a one-token answer at the consumer's actor.
+There are three vLLM engines, each on a host of its own: a network namespace of this machine. The
+links of both donors are slowed down until they are the bottleneck of a fetch. In each round one
+prompt is fetched from the only engine that has it, and another from the two that have it.
 """
 
 from __future__ import annotations
@@ -12,30 +11,21 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
-from benchmarks.engines import CHUNK, DTYPE, own_model
+from benchmarks.engines import ALWAYS_FETCH, CHUNK, DTYPE, Fleet, Kind, Prompts, whole_chunks
 from benchmarks.figures import figure, ratio, shown
-from benchmarks.report import ROOT
-from examples.documents import document
-from examples.local_cluster import Completion
-from examples.make_model import CONTEXT
-from tests.e2e.host_cluster import SUPERVISOR, HostCluster
 from tests.e2e.hosts import Hosts
-from tests.replica_process import wait_until
 
 TITLE = "Two donors"
 ROUNDS = 5
+TOKENS = 4000
 MEGABITS = 500
-"""Mbit/s out of each host."""
-_ROWS = 80  # of a document, each about 50 tokens
+"""Mbit/s out of each donor's host."""
 _DONORS = ("first", "second")
 _CONSUMER = "third"
-_UID = "donors"
-_LOG = ROOT / "build" / "bench-donors.log"
 
 
 class Sample(NamedTuple):
-    tokens: int
-    seconds: float
+    seconds: float  # to the first token
     sent: tuple[int, ...]  # bytes, by each of the donors' hosts
 
 
@@ -43,26 +33,17 @@ def measure() -> dict[str, Any]:
     """The result has `why_not` if such hosts cannot be made here."""
     with ExitStack() as stack:
         try:
-            hosts = stack.enter_context(Hosts(SUPERVISOR, *_DONORS, _CONSUMER))
+            hosts = stack.enter_context(Hosts(*_DONORS, _CONSUMER))
         except RuntimeError as error:
             return {"why_not": str(error)}
-        workers = (*_DONORS, _CONSUMER)
-        cluster = stack.enter_context(HostCluster(_LOG, hosts, workers=workers))
-        cluster.register(own_model(), "small")
-        cluster.launch(
-            "small",
-            _UID,
-            replica=len(workers),
-            dtype=DTYPE,
-            block_size=CHUNK,
-            max_model_len=CONTEXT,
-            enable_xavier=True,
-            xavier_routing="off",  # in turn
-            xavier_pool_bytes="2GiB",
-        )
+        kinds = {
+            name: Kind(options=ALWAYS_FETCH, network=hosts.network(name))
+            for name in (*_DONORS, _CONSUMER)
+        }
+        fleet = stack.enter_context(Fleet(kinds, host=hosts.our_address))
         for donor in _DONORS:
             stack.enter_context(hosts.slow(donor, MEGABITS))
-        return summary(*_in_turns(_Asking(cluster, hosts)))
+        return summary(*_in_turns(_Asking(fleet, hosts)))
 
 
 def _in_turns(asking: _Asking) -> tuple[list[Sample], list[Sample]]:
@@ -78,37 +59,25 @@ def _in_turns(asking: _Asking) -> tuple[list[Sample], list[Sample]]:
 
 
 class _Asking:
-    def __init__(self, cluster: HostCluster, hosts: Hosts) -> None:
-        self._cluster = cluster
+    def __init__(self, fleet: Fleet, hosts: Hosts) -> None:
+        self._fleet = fleet
         self._hosts = hosts
-        self._documents = 0
+        self._prompts = Prompts()
 
     def fetched(self, donors: Sequence[str]) -> Sample:
-        """Fetch a new document that the first of `donors` computed and the others fetched."""
-        self._documents += 1
-        text = document(self._documents, _ROWS)
+        """Fetch a new prompt that the first of `donors` computed and the others fetched."""
+        prompt = self._prompts.fresh(TOKENS)
+        chunks = whole_chunks(TOKENS)
         for donor in donors:
-            self._publish(donor, text)
+            self._fleet[donor].ask(prompt)
+            self._fleet.wait_published(donor, chunks)
         before = self._sent()
-        answer = self._ask(_CONSUMER, text)
-        chunks = answer.prompt_tokens // CHUNK
-        if answer.cached_tokens // CHUNK < chunks - 1:
-            raise RuntimeError(f"{answer.cached_tokens} of {answer.prompt_tokens} were reused")
+        answer = self._fleet[_CONSUMER].ask(prompt)
+        if answer.cached != chunks * CHUNK:
+            raise RuntimeError(f"{answer.cached} of {TOKENS} tokens were reused")
         sent = tuple(now - then for now, then in zip(self._sent(), before, strict=True))
-        return Sample(answer.prompt_tokens, answer.seconds, sent)
-
-    def _publish(self, donor: str, text: str) -> None:
-        before = self._cluster.holdings(_UID)
-        answer = self._ask(donor, text)
-        chunks = answer.prompt_tokens // CHUNK
-        wait_until(
-            lambda: self._cluster.holdings(_UID) >= before + chunks,
-            "the prompt is published",
-            interval=0.2,
-        )
-
-    def _ask(self, host: str, text: str) -> Completion:
-        return self._cluster.complete_at(host, _UID, text, max_tokens=1)
+        self._fleet.flush()
+        return Sample(answer.first, sent)
 
     def _sent(self) -> list[int]:
         return [self._hosts.sent(donor) for donor in _DONORS]
@@ -119,7 +88,6 @@ def summary(one: Sequence[Sample], two: Sequence[Sample]) -> dict[str, Any]:
     alone = [sample.seconds for sample in one]
     return {
         "megabits": MEGABITS,
-        "tokens": figure([float(sample.tokens) for sample in two]),
         "one_ms": figure([1e3 * seconds for seconds in alone]),
         "two_ms": figure([1e3 * seconds for seconds in both]),
         "two/one": ratio(both, alone),
@@ -130,10 +98,10 @@ def summary(one: Sequence[Sample], two: Sequence[Sample]) -> dict[str, Any]:
 def markdown(part: dict[str, Any]) -> str:
     if "why_not" in part:
         return f"Not measured here: {part['why_not']}."
-    tokens, share = part["tokens"]["median"], part["lesser_share"]
+    share = part["lesser_share"]
     lines = [
-        f"Time of a one-token answer, ms: {tokens:.0f} tokens ({DTYPE}) that one replica holds, or "
-        f"two, each on a host whose link carries {part['megabits']} Mbit/s. With two donors, "
+        f"Time to first token at the engine, ms: {TOKENS} tokens ({DTYPE}) that one replica holds, "
+        f"or two, each on a host whose link carries {part['megabits']} Mbit/s. With two donors, "
         f"{shown(share)} of the bytes came from the one that sent less. Medians, with minimum and "
         "maximum in brackets.",
         "",
@@ -152,5 +120,5 @@ def plot(part: dict[str, Any], axes: Any) -> None:
         axes.plot(range(1, len(samples) + 1), samples, marker="o", label=label)
     axes.set_ylim(bottom=0)
     axes.set_xlabel("round")
-    axes.set_ylabel("ms to a one-token answer")
+    axes.set_ylabel("ms to the first token")
     axes.legend()

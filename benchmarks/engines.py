@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import ctypes
 import getpass
 import os
 import tempfile
@@ -52,6 +53,7 @@ _START_TIMEOUT = 480.0
 _STOP_TIMEOUT = 20.0
 _PATIENCE = 300.0
 _INTERVAL = 0.02
+_CLONE_NEWNET = 0x40000000  # of linux/sched.h; Python 3.12 has os.setns
 SETTLE = 0.2
 """Seconds until an update has reached every mirror; more than is ever needed."""
 REST = 0.3
@@ -142,6 +144,8 @@ class Kind(NamedTuple):
     asynchronous: bool = False
     """On the CPU platform: schedule ahead of a worker that computes in a process of its own."""
     environment: Mapping[str, str] = {}
+    network: Path | None = None
+    """The file of the network namespace that its processes run in; that of this one if None."""
 
 
 ALWAYS_FETCH = {"min_fetch_tokens": CHUNK}
@@ -541,8 +545,16 @@ def _by_token(logprobs: Any) -> tuple[dict[int, float], ...]:
     )
 
 
+def _enter(network: Path) -> None:
+    with network.open() as file:
+        if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), _CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), f"cannot enter {network}")
+
+
 def _run(pipe: Connection, arguments: dict[str, Any], kind: Kind) -> None:
     os.environ.update(engine_environment(), **kind.environment)
+    if kind.network is not None:
+        _enter(kind.network)
     forking.fork_engine_core()
     if kind.asynchronous:
         schedule_asynchronously()

@@ -24,7 +24,7 @@ from xinference_xavier.protocol.tracker import Member, Settings
 TITLE = "Growth"
 ROUNDS = 5
 TIMES = 10
-TOKENS = 800
+TOKENS = 400
 KEYS = 40_000
 MEMBERS = 2
 TRACKER_KEYS = 100_000

@@ -34,12 +34,12 @@ from xinference_xavier.pool.sweep import protect
 
 TITLE = "Named prefixes"
 ROWS = 160  # of a document, each about 50 tokens
-DOCUMENTS = 6
+DOCUMENTS = 5
 POOL = 0.1
 """Of the different chunks that a trace asks for."""
 NAMED = 0.1
 """Of a trace's roots."""
-QUICK = {"ROWS": 40, "DOCUMENTS": 5}
+QUICK = {"ROWS": 40}
 _UID = "benchmark"
 _REPLICAS = 2
 _PATIENCE = 600.0

@@ -36,7 +36,7 @@ ANSWER_TOKENS = (20, 44, 28, 36)
 REQUESTS = 8
 """Requests per load."""
 AT_ONCE = 4
-SECONDS = 120.0
+SECONDS = 60.0
 """Seconds for all pairs."""
 WIDTH = 0.01
 STEPS = 120

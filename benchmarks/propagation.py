@@ -21,7 +21,7 @@ RUNS = 5
 KEYS_PER_SECOND = 10_000
 PAUSE = 0.01
 """Seconds between two publications."""
-PUBLICATIONS = 100
+PUBLICATIONS = 50
 """Publications per run."""
 _KEYS = int(KEYS_PER_SECOND * PAUSE)
 _PUBLISHER = "publisher"

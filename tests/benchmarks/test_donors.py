@@ -10,8 +10,8 @@ from tests.benchmarks.parts import shown
 
 
 def test_both_are_measured_in_turns() -> None:
-    one = [Sample(4000, seconds, (100, 0)) for seconds in (1.0, 1.0, 2.0, 1.0, 1.0)]
-    two = [Sample(4000, seconds, (60, 40)) for seconds in (0.6, 0.5, 0.8, 0.6, 0.6)]
+    one = [Sample(seconds, (100, 0)) for seconds in (1.0, 1.0, 2.0, 1.0, 1.0)]
+    two = [Sample(seconds, (60, 40)) for seconds in (0.6, 0.5, 0.8, 0.6, 0.6)]
     part = donors.summary(one, two)
     assert part["two/one"]["median"] == pytest.approx(0.6)
     assert part["lesser_share"]["median"] == pytest.approx(0.4)

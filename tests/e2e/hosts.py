@@ -69,9 +69,11 @@ class Hosts:
     def run(self, host: str, words: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
         """Start a program on a host; `options` are those of `Popen`."""
         # Not `ip netns exec`: that hides /sys/fs/cgroup, from which memory limits are read.
-        return subprocess.Popen(
-            ["nsenter", f"--net=/run/netns/{self._namespace(host)}", "--", *words], **options
-        )
+        return subprocess.Popen(["nsenter", f"--net={self.network(host)}", "--", *words], **options)
+
+    def network(self, host: str) -> Path:
+        """The file of the host's network namespace."""
+        return Path("/run/netns", self._namespace(host))
 
     def host_of(self, pid: int) -> str | None:
         """The host that a process runs on, or None if it runs on none of them or has ended."""
@@ -80,7 +82,7 @@ class Hosts:
         except OSError:
             return None
         for host in self._names:
-            if os.stat(f"/run/netns/{self._namespace(host)}").st_ino == namespace:
+            if self.network(host).stat().st_ino == namespace:
                 return host
         return None
 

@@ -14,7 +14,15 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
 from tests.serving.ui.browser import PHONE, TALL, Browser
-from tests.serving.ui.reports import HITS, history, incarnation, model, replica, routing
+from tests.serving.ui.reports import (
+    HITS,
+    history,
+    incarnation,
+    model,
+    named_prefix,
+    replica,
+    routing,
+)
 from tests.serving.ui.stage import TOKEN, Stage
 from xinference_xavier.stats.reading import read
 from xinference_xavier.stats.schema import TrackerStats
@@ -388,6 +396,20 @@ def test_a_text_is_named_and_forgotten(page: Any, stage: Stage) -> None:
     assert browser.find("#name-text textarea").get_attribute("value") == ""
     browser.find("#prefix-list button").click()
     browser.wait(lambda: not browser.has("#prefix-list"), "the name is forgotten")
+
+
+def test_a_lost_text_is_seen_to_come_back(page: Any, stage: Stage) -> None:
+    kept = named_prefix("guide")
+    lost = kept | {"replicas": {"m-0": kept["replicas"]["m-0"] | {"held": 2}}}
+    stage.share(two() | {"prefixes": [kept]})
+    browser = page()
+    browser.wait_text("#prefix-list", "Kept 1,000 7 / 7")
+    stage.share(two() | {"prefixes": [lost | {"state": "waiting"}]})
+    browser.wait_text("#prefix-list", "Waiting 1,000 2 / 7")
+    stage.share(two() | {"prefixes": [lost | {"state": "computing"}]})
+    browser.wait_text("#prefix-list", "Being computed 1,000 2 / 7")
+    stage.share(two() | {"prefixes": [kept]})
+    browser.wait_text("#prefix-list", "Kept 1,000 7 / 7")
 
 
 def explained(*held: str, tokens: int = 3 * 128 + 50) -> dict[str, Any]:
