@@ -19,7 +19,7 @@ from tests.replica_process import ReplicaProcess, TrackerProcess, fresh_keys, re
 TITLE = "A fetch"
 SIZES = ((1, 8), (1, 32), (1, 117), (4, 8), (4, 29))
 """MiB per row, rows per fetch."""
-ROUNDS = 11
+ROUNDS = 7
 REFERENCES = {"gloo": TCP, "shared_memory": MEMCPY}
 ALLOWED_MS = 5.0
 """What a fetch may cost beyond moving its bytes."""

@@ -31,7 +31,7 @@ from benchmarks.figures import figure, ratio, shown
 from examples.make_model import CONTEXT
 
 TITLE = "Hits"
-LENGTHS = (1000, 4000, 8000)
+LENGTHS = (1000, 8000)
 ROUNDS = 5
 """Prompts of each length."""
 REPEATS = 2

@@ -27,7 +27,7 @@ from benchmarks.engines import (
 from benchmarks.figures import figure, ratio, shown
 
 TITLE = "Peers"
-LENGTHS = (4000,)
+LENGTHS = (2000,)
 ROUNDS = 5
 QUICK = {"LENGTHS": (1000,)}
 EXAMPLE = "ExampleConnector"

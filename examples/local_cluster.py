@@ -275,14 +275,10 @@ class LocalCluster:
     # Requests
 
     def complete(
-        self,
-        model_uid: str,
-        prompt: str,
-        *,
-        max_tokens: int = 8,
-        cache_salt: str | None = None,
+        self, model_uid: str, prompt: str, *, max_tokens: int = 8, **more: object
     ) -> Completion:
-        """The greedy continuation of `prompt`, always `max_tokens` long."""
+        """The greedy continuation of `prompt`, always `max_tokens` long. `more` goes into the
+        request's body."""
         body: dict[str, object] = {
             "model": model_uid,
             "prompt": prompt,
@@ -290,9 +286,8 @@ class LocalCluster:
             "temperature": 0,
             "ignore_eos": True,
             "logprobs": 1,
+            **more,
         }
-        if cache_salt is not None:
-            body["cache_salt"] = cache_salt
         begin = time.perf_counter()
         answer = self.call("POST", "/v1/completions", body)
         seconds = time.perf_counter() - begin

@@ -39,6 +39,13 @@ def test_a_part_goes_to_the_report_and_the_page() -> None:
     assert "the size is 100" in report.PAGE.read_text()
 
 
+def test_a_part_of_another_version_stays_in_the_report_only() -> None:
+    report.add({"parts": {}}, "former", {}, 1.0)
+    program.main(["one"])
+    assert report.load()["parts"].keys() == {"former", "one"}
+    assert "former" not in report.PAGE.read_text()
+
+
 def test_long_parts_are_measured_where_they_are_named_and_in_quick_runs() -> None:
     program.main([])
     assert report.load()["parts"].keys() == {"one"}

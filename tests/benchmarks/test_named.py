@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from benchmarks import named
-from benchmarks.figures import figure
 from benchmarks.traces import Request
 from tests.benchmarks.parts import shown
 
@@ -26,15 +25,12 @@ def test_a_named_prefix_is_a_hit_although_the_pool_is_full() -> None:
 
 
 def test_the_page_shows_times_and_hits() -> None:
-    part = {
-        "cold_ms": figure([2000.0] * 5),
-        "named_ms": figure([20.0] * 5),
-        "again_ms": figure([40.0] * 5),
-        "cold/named": figure([100.0] * 5),
-        "cold/again": figure([50.0] * 5),
-        "traces": [named._replay("synthetic")],
-    }
+    part = named.summary([named.Unnamed(2.0, 0.1, 0.08)] * 5, [named.Named(0.02, 0.04)] * 5)
+    part["traces"] = [named._replay("synthetic")]
     text = shown(named, part)
-    assert "| is named | 20 (20–20) | 100.0 (100.0–100.0) |" in text
+    assert "| nobody holds it | 2000 (2000–2000) | |" in text
+    assert "| a peer holds it | 100 (100–100) | 20.0 (20.0–20.0) |" in text
+    assert "| it is named | 20 (20–20) | 100.0 (100.0–100.0) |" in text
+    assert "A remote hit takes 1.25 (1.25–1.25) times a local one." in text
     (row,) = part["traces"]
     assert row["without"] < row["with"] <= row["endless"]
