@@ -36,7 +36,7 @@ TITLE = "Served with nothing to share"
 PROMPT_TOKENS = 500
 PREFIX_TOKENS = 400
 ANSWER_TOKENS = 32
-REQUESTS = 8
+REQUESTS = 16
 AT_ONCE = 4
 SECONDS = 30.0
 """Seconds for all pairs of a data set."""

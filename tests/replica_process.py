@@ -9,7 +9,6 @@ import hashlib
 import itertools
 import json
 import logging
-import multiprocessing
 import os
 import signal
 import threading
@@ -17,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext, SpawnContext
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,6 +27,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+from benchmarks import forking
 from examples.waiting import until
 from xinference_xavier.config import XavierConfig
 from xinference_xavier.pool.pool import Pool, PoolCounts
@@ -46,6 +47,8 @@ KEY_BYTES = 36
 CHUNK_TOKENS = 128
 MODEL = "model"
 _NUMBERS = itertools.count()
+start_context: Callable[[], ForkServerContext | SpawnContext] = forking.context
+"""How processes are started: forked, as imports take seconds."""
 DEADLINE = 60.0  # of the tests' own waits, far above any that was observed
 
 
@@ -354,7 +357,7 @@ class TrackerProcess:
 
     def __init__(self, **options: Any) -> None:
         """`options` are keyword arguments of the tracker."""
-        context = multiprocessing.get_context("spawn")
+        context = start_context()
         self._pipe, theirs = context.Pipe()
         self.process = context.Process(target=_track, args=(theirs, options), daemon=True)
         self.process.start()
@@ -406,7 +409,8 @@ def _track(pipe: Connection, options: dict[str, Any]) -> None:
     os._exit(0)
 
 
-def _run(pipe: Connection, arguments: tuple[Any, ...]) -> None:
+def _run(pipe: Connection, environment: dict[str, str], arguments: tuple[Any, ...]) -> None:
+    os.environ.update(environment)  # a test may have changed it since the first process was forked
     inside = _Inside(*arguments)
     while True:
         try:
@@ -433,11 +437,13 @@ class ReplicaProcess:
         **options: Any,
     ) -> None:
         self.name = name
-        context = multiprocessing.get_context("spawn")
+        context = start_context()
         self._pipe, theirs = context.Pipe()
         options |= {"model_uid": MODEL, "tracker_address": tracker_address}
         self.process = context.Process(
-            target=_run, args=(theirs, (name, rows, row_bytes, namespace, options)), daemon=True
+            target=_run,
+            args=(theirs, dict(os.environ), (name, rows, row_bytes, namespace, options)),
+            daemon=True,
         )
         self.process.start()
         theirs.close()

@@ -8,12 +8,15 @@ import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 from click.testing import CliRunner
 
+from tests import replica_process
 from tests.api_process import API_KEY, ApiProcess
 from tests.pair import Pair
 from tests.replica_process import MODEL, ReplicaProcess, wait_until
@@ -202,6 +205,7 @@ def planted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Planted]:
 def processes_find(folder: Path) -> Iterator[None]:
     """Processes that start now search `folder` first and write no byte code."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(replica_process, "start_context", partial(get_context, "spawn"))
         patch.syspath_prepend(folder)
         patch.setenv("PYTHONDONTWRITEBYTECODE", "1")
         yield
