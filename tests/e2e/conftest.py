@@ -63,7 +63,6 @@ def cluster(model_folder: Path, fault: Path) -> Iterator[LocalCluster]:
     environment = {
         "PYTHONPATH": f"{ROOT}:{PLUGINS}",
         SCRIPT: str(fault),
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # one process less for each replica
         "XINFERENCE_DISABLE_METRICS": "0",
         "XINFERENCE_TRUST_REMOTE_CODE": "1",  # for a model whose code lacks a module
     }
