@@ -48,7 +48,7 @@ CHUNK_TOKENS = 128
 MODEL = "model"
 _NUMBERS = itertools.count()
 start_context: Callable[[], ForkServerContext | SpawnContext] = forking.context
-"""How processes are started: forked, as imports take seconds."""
+"""How processes are started: forked, as imports take seconds. A test may replace it."""
 DEADLINE = 60.0  # of the tests' own waits, far above any that was observed
 
 
@@ -410,7 +410,8 @@ def _track(pipe: Connection, options: dict[str, Any]) -> None:
 
 
 def _run(pipe: Connection, environment: dict[str, str], arguments: tuple[Any, ...]) -> None:
-    os.environ.update(environment)  # a test may have changed it since the first process was forked
+    os.environ.clear()  # it is that of the test which forked first
+    os.environ.update(environment)
     inside = _Inside(*arguments)
     while True:
         try:

@@ -205,6 +205,7 @@ def planted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Planted]:
 def processes_find(folder: Path) -> Iterator[None]:
     """Processes that start now search `folder` first and write no byte code."""
     with pytest.MonkeyPatch.context() as patch:
+        # Forked ones have imported what they would search for.
         patch.setattr(replica_process, "start_context", partial(get_context, "spawn"))
         patch.syspath_prepend(folder)
         patch.setenv("PYTHONDONTWRITEBYTECODE", "1")
