@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, SpawnContext
+from multiprocessing.process import BaseProcess
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -352,16 +353,32 @@ class _Inside:
         self.replica.stop()
 
 
+def _start(target: Callable[..., None], *arguments: Any) -> tuple[BaseProcess, Connection]:
+    """A process that runs `target` with one end of a pipe, and the other end."""
+    context = start_context()
+    ours, theirs = context.Pipe()
+    process = context.Process(
+        target=_with_environment, args=(dict(os.environ), target, theirs, *arguments), daemon=True
+    )
+    process.start()
+    theirs.close()
+    return process, ours
+
+
+def _with_environment(
+    environment: dict[str, str], target: Callable[..., None], *arguments: Any
+) -> None:
+    os.environ.clear()  # a forked process has that of the test which forked first
+    os.environ.update(environment)
+    target(*arguments)
+
+
 class TrackerProcess:
     """A process with a real tracker."""
 
     def __init__(self, **options: Any) -> None:
         """`options` are keyword arguments of the tracker."""
-        context = start_context()
-        self._pipe, theirs = context.Pipe()
-        self.process = context.Process(target=_track, args=(theirs, options), daemon=True)
-        self.process.start()
-        theirs.close()
+        self.process, self._pipe = _start(_track, options)
         self.address: str = self._pipe.recv()
 
     def set_enabled(self, enabled: bool) -> None:
@@ -409,9 +426,7 @@ def _track(pipe: Connection, options: dict[str, Any]) -> None:
     os._exit(0)
 
 
-def _run(pipe: Connection, environment: dict[str, str], arguments: tuple[Any, ...]) -> None:
-    os.environ.clear()  # it is that of the test which forked first
-    os.environ.update(environment)
+def _run(pipe: Connection, *arguments: Any) -> None:
     inside = _Inside(*arguments)
     while True:
         try:
@@ -438,16 +453,8 @@ class ReplicaProcess:
         **options: Any,
     ) -> None:
         self.name = name
-        context = start_context()
-        self._pipe, theirs = context.Pipe()
         options |= {"model_uid": MODEL, "tracker_address": tracker_address}
-        self.process = context.Process(
-            target=_run,
-            args=(theirs, dict(os.environ), (name, rows, row_bytes, namespace, options)),
-            daemon=True,
-        )
-        self.process.start()
-        theirs.close()
+        self.process, self._pipe = _start(_run, name, rows, row_bytes, namespace, options)
 
     def begin(self, method: str, *args: Any) -> None:
         self._pipe.send((method, args))
