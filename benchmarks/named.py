@@ -35,7 +35,7 @@ from xinference_xavier.pool.pool import Pool
 from xinference_xavier.pool.sweep import protect
 
 TITLE = "REST and named prefixes"
-ROWS = 160  # of a document, each about 50 tokens
+ROWS = 80  # of a document, each about 50 tokens
 DOCUMENTS = 5
 POOL = 0.1
 """Of the different chunks that a trace asks for."""

@@ -11,12 +11,12 @@ pytestmark = pytest.mark.process
 
 
 def test_every_fetch_is_compared_with_its_floor(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fetch, "SIZES", ((1, 3),))
+    monkeypatch.setattr(fetch, "ROWS", {1: (2, 3)})
     monkeypatch.setattr(fetch, "ROUNDS", MIN_SAMPLES)
     part = fetch.measure()
-    assert [size["transport"] for size in part["sizes"]] == ["gloo", "shared_memory"]
+    found = [(size["transport"], size["row_bytes"], size["rows"]) for size in part["sizes"]]
+    assert found == [(name, 1 << 20, rows) for name in ("gloo", "shared_memory") for rows in (2, 3)]
     for size in part["sizes"]:
-        assert (size["row_bytes"], size["rows"]) == (1 << 20, 3)
         samples = zip(
             *(size[name]["samples"] for name in ("fetch_ms", "floor_ms", "ratio")), strict=True
         )
