@@ -56,15 +56,17 @@ def main(names: list[str], *, quick: bool = False) -> None:
         sys.exit(f"unknown part {', '.join(sorted(unknown))}; the parts are {', '.join(PARTS)}")
     found: dict[str, Any] = {"parts": {}} if quick else report.load()
     file = report.QUICK if quick else report.REPORT
-    for name in names or [name for name in PARTS if quick or name not in LONG]:
-        print(f"[{name}] …", flush=True)
-        module = _module(name)
-        if quick:
-            _quickly(module)
-        began = time.monotonic()
-        part = module.measure()
-        report.add(found, name, part, time.monotonic() - began, file)
-        print(module.markdown(part), flush=True)
+    try:
+        for name in names or [name for name in PARTS if quick or name not in LONG]:
+            print(f"[{name}] …", flush=True)
+            module = _module(name)
+            if quick:
+                _quickly(module)
+            began = time.monotonic()
+            part = module.measure()
+            report.add(found, name, part, time.monotonic() - began, file)
+            print(module.markdown(part), flush=True)
+    finally:  # what was measured is shown, even if a later part fails
         if not quick:
             known = found["parts"].keys() & PARTS.keys()  # others are of another version
             report.write_page(found, {name: _module(name) for name in known}, PARTS)

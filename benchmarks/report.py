@@ -26,11 +26,11 @@ PAGE = ROOT / "docs" / "benchmarks.md"
 IMAGES = ROOT / "docs" / "images"
 _HEAD = """# Benchmarks
 
-`make bench` writes this page, in little more than half an hour on two cores, except for the long
-parts `routing`, `replay` and `roles`. `make bench PART=<part>` measures one part again; with
-`QUICK=1` it measures less and does not write here. All samples are in `build/bench-report.json`.
-Trust the ratios rather than the absolute figures: each part comes from one machine, and whatever is
-compared was measured in turns.
+`make bench` writes this page, in half an hour on two cores, except for the long parts `routing`,
+`replay` and `roles`. `make bench PART=<part>` measures one part again; with `QUICK=1` it measures
+less and does not write here. All samples are in `build/bench-report.json`. Trust the ratios rather
+than the absolute figures: each part comes from one machine, and whatever is compared was measured
+in turns.
 """
 _SECTION = re.compile(r"^## .*\(`(\w+)`\)\n", re.MULTILINE)
 

@@ -39,6 +39,16 @@ def test_a_part_goes_to_the_report_and_the_page() -> None:
     assert "the size is 100" in report.PAGE.read_text()
 
 
+def test_the_page_shows_what_was_measured_before_a_part_failed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    modules = {"one": part(), "other": SimpleNamespace()}
+    monkeypatch.setattr(program, "_module", modules.__getitem__)
+    with pytest.raises(AttributeError):
+        program.main(["one", "other"])
+    assert "the size is 100" in report.PAGE.read_text()
+
+
 def test_a_part_of_another_version_stays_in_the_report_only() -> None:
     report.add({"parts": {}}, "former", {}, 1.0)
     program.main(["one"])
