@@ -149,6 +149,13 @@ _MEMORY = (
     "memory: each chunk is looked up in three dictionaries that other work has put out of the "
     "processor's cache ([Evictions](performance.md#evictions))"
 )
+_COLD = (
+    "the processor's cache, in which the model leaves nothing of it ([a step]"
+    "(performance.md#what-a-step-pays-for-the-connector))"
+)
+_PAUSES = (
+    "the machine where it stops a thread for milliseconds: see the longest step without a snapshot"
+)
 BARS: Mapping[str, tuple[Bar, ...]] = {
     "transport": (
         Bar("Gloo ÷ raw TCP from 4 MiB on", 0.8, _rows("gloo/tcp"), at_least=True),
@@ -186,7 +193,7 @@ BARS: Mapping[str, tuple[Bar, ...]] = {
         Bar("half of the throughput's confidence interval", 0.01, _half_width),
         Bar("p99 time between tokens ÷ that without a connector", 1.02, _compared("gap_p99_s")),
         Bar("ms that a step costs", 0.25, _step_cost),
-        Bar("ms of our own Python in it", 0.04, _own_python),
+        Bar("ms of our own Python in it", 0.04, _own_python, limited_by=_COLD),
     ),
     "scheduler": (
         Bar("µs per chunk missed", 1.0, _by_peers("miss_us"), limited_by=_MEMORY),
@@ -198,8 +205,14 @@ BARS: Mapping[str, tuple[Bar, ...]] = {
             "ms of the longest call ever, but for garbage collection",
             5.0,
             _by_peers("longest_own_ms", which="most"),
+            limited_by=_PAUSES,
         ),
-        Bar("ms of a step beside a snapshot", 3.0, _median("step_beside_snapshot_ms")),
+        Bar(
+            "ms of a step beside a snapshot",
+            3.0,
+            _median("step_beside_snapshot_ms"),
+            limited_by=_PAUSES,
+        ),
     ),
     "tracker": (
         Bar("keys published per second, one process", 200_000, _median("publishes_per_s"), True),

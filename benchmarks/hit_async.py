@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks import hit
 
 TITLE = "Hits, scheduled asynchronously"
-LENGTHS = (2000,)
+LENGTHS = (4000,)
 ROUNDS = 5
 QUICK = {"LENGTHS": (1000,)}
 markdown = hit.markdown

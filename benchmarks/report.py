@@ -84,32 +84,32 @@ def write_page(
 ) -> None:
     """Write the sections of all `parts` (names with a few words) in their order. Parts that are not
     `measured` in this report keep their section; if they have none, the page says so."""
-    sections = _sections(PAGE.read_text()) if PAGE.exists() else {}
+    shown = sections(PAGE.read_text()) if PAGE.exists() else {}
     IMAGES.mkdir(exist_ok=True)
     for name, module in measured.items():
         part = report["parts"][name]
         image = IMAGES / f"bench-{name}.png"
         _draw(image, module, part)
         host = part["machine"]
-        sections[name] = (
+        shown[name] = (
             f"## {module.TITLE} (`{name}`)\n\n"
             f"{part['measured']}, {part['took_s']:.0f} s; {host['cores']} cores of "
             f"{host['processor']}, Linux {host['kernel']}, load {host['load']:.1f}.\n\n"
             f"{bars.markdown(bars.judge(name, part))}{module.markdown(part)}\n\n"
             f"![{module.TITLE}](images/{image.name})\n"
         )
-    found = [sections[name] for name in parts if name in sections]
+    found = [shown[name] for name in parts if name in shown]
     missing = [
         f"- `make bench PART={name}`: {words}\n"
         for name, words in parts.items()
-        if name not in sections
+        if name not in shown
     ]
     if missing:
         found.append(f"## Not measured yet\n\n{''.join(missing)}")
     PAGE.write_text("\n".join([_HEAD, *found]))
 
 
-def _sections(page: str) -> dict[str, str]:
+def sections(page: str) -> dict[str, str]:
     """The sections of the page, by the names of their parts."""
     parts = re.split(r"^(?=## )", page, flags=re.MULTILINE)
     named = ((_SECTION.match(part), part) for part in parts)

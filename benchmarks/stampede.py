@@ -15,10 +15,10 @@ from benchmarks.figures import figure, shown
 from benchmarks.figures import ratio as ratio_of
 
 TITLE = "Stampede"
-TOKENS = 2000
+TOKENS = 4000
 SIZES = (3,)
 ROUNDS = 5
-QUICK = {"SIZES": (2,)}
+QUICK = {"TOKENS": 2000, "SIZES": (2,)}
 _ALONE = 1
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks import bars
+from benchmarks import bars, report
 from benchmarks.__main__ import PARTS
 from benchmarks.bars import Bar, Part, Values
 
@@ -52,3 +52,12 @@ def test_a_part_without_bars_has_no_table() -> None:
 def test_every_bar_belongs_to_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     assert set(bars.BARS) <= set(PARTS)
+
+
+def test_the_page_judges_every_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One for a size that its part no longer measures would be missing, and could not be missed."""
+    monkeypatch.undo()
+    sections = report.sections(report.PAGE.read_text())
+    for name, of_part in bars.BARS.items():
+        for bar in of_part:
+            assert f"| {bar.what} " in sections[name]
