@@ -17,7 +17,7 @@ from tests.e2e.hosts import Hosts
 
 TITLE = "Two donors"
 ROUNDS = 5
-TOKENS = 4000
+TOKENS = 3000
 MEGABITS = 500
 """Mbit/s out of each donor's host."""
 _DONORS = ("first", "second")

@@ -17,7 +17,7 @@ from benchmarks.figures import figure, ratio, shown
 
 TITLE = "Transports"
 ROW_MIB = (1, 4, 16)
-PAIRS = (1, 2, 4)
+PAIRS = (1, 2)
 ROUNDS = 5
 BATCH_BYTES = 256 << 20
 """Bytes per pair and round."""
