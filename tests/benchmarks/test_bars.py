@@ -60,4 +60,4 @@ def test_the_page_judges_every_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     sections = report.sections(report.PAGE.read_text())
     for name, of_part in bars.BARS.items():
         for bar in of_part:
-            assert f"| {bar.what} " in sections[name]
+            assert f"| {bar.what} {'≥' if bar.at_least else '≤'} " in sections[name]
