@@ -97,8 +97,7 @@ class _Recorder:
         self._timing = ExitStack()
         self._seconds: dict[str, float] = {}
         self._scheduled: Any = None
-        self._owners: list[str] = []
-        self._since = 0.0
+        self._inner = 0.0  # seconds of charged methods that the present one has called
         self._wrap(core.scheduler, "schedule", "schedule")
         self._wrap(core.scheduler, "update_from_output", "update")
         self._wrap(core.model_executor, "execute_model", "worker")
@@ -187,22 +186,20 @@ class _Recorder:
                     )
 
     def _charged(self, method: Callable[..., Any], owner: str) -> Callable[..., Any]:
+        """The method, charged to `owner` but for the charged methods that it calls."""
+
         def charged(*args: Any, **kwargs: Any) -> Any:
-            self._charge()
-            self._owners.append(owner)
+            entered = time.perf_counter()
+            outer, self._inner = self._inner, 0.0
+            began = time.perf_counter()
             try:
                 return method(*args, **kwargs)
             finally:
-                self._charge()
-                self._owners.pop()
+                ended = time.perf_counter()
+                self._seconds[owner] += ended - began - self._inner
+                self._inner = outer + time.perf_counter() - entered
 
         return charged
-
-    def _charge(self) -> None:
-        now = time.perf_counter()
-        if self._owners:
-            self._seconds[self._owners[-1]] += now - self._since
-        self._since = time.perf_counter()
 
 
 _IN_EACH_LAYER = {"has_connector_metadata", "wait_for_layer_load", "save_kv_layer"}

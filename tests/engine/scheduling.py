@@ -21,6 +21,7 @@ from vllm.v1.kv_offload.base import (
 
 from xinference_xavier.engine.compat import RecordedKeys
 from xinference_xavier.engine.manager import XavierManager
+from xinference_xavier.engine.steps import Step
 from xinference_xavier.mirror.mirror import Mirror
 from xinference_xavier.pool.pool import Pool, Row
 from xinference_xavier.protocol.tracker import Change, Member, Settings, Update, pack
@@ -217,6 +218,15 @@ class Scheduling:
         request = Request(req_id, *groups)
         self.manager.on_new_request(request.context)
         return request
+
+    def begin_step(
+        self, tokens: int, prompts: dict[str, int] | None = None, depth: float = 0.0
+    ) -> None:
+        """The engine computes it until `manager.steps.end`."""
+        of_prompts = prompts or {}
+        self.manager.steps.begin(
+            Step(self.clock(), tokens, of_prompts, sum(of_prompts.values()), depth)
+        )
 
     def end_step(self) -> None:
         self.manager.on_schedule_end(ScheduleEndContext([], []))

@@ -56,7 +56,8 @@ def waits() -> Waits:
 
 def empty_step(vllm: Scheduling) -> None:
     """vLLM scheduled nothing in the attempt that just ended."""
-    vllm.manager.step_begins(0, {}, 0.0)
+    vllm.begin_step(0)
+    vllm.manager.wait_if_idle()
     vllm.manager.steps.end(vllm.clock())
 
 
@@ -88,7 +89,7 @@ def test_an_engine_pauses_while_all_requests_wait_for_peers(vllm: Scheduling, wa
     assert not paused(), "a store is under way"
     vllm.stored(other, begun)
     vllm.finish(other)
-    vllm.manager.step_begins(100, {}, 0.0)
+    vllm.begin_step(100)
     vllm.attempt(request)
     assert not paused(), "the engine computes for others"
     vllm.manager.steps.end(vllm.clock())
@@ -113,7 +114,7 @@ def test_an_idle_engine_looks_again_when_the_fetch_has_ended(
 
 def test_an_engine_that_computes_does_not_wait(vllm: Scheduling, waits: Waits) -> None:
     _, request = fetching(vllm)
-    vllm.manager.step_begins(100, {}, 0.0)
+    vllm.begin_step(100)
     assert vllm.attempt(request) is None
     assert not waits.taken()
 
@@ -171,11 +172,12 @@ def test_an_engine_with_loads_alone_lets_its_worker_wait(
     hits = vllm.attempt(loading)
     assert hits == len(KEYS)
     _, request = fetching(vllm)
-    assert not vllm.manager.step_begins(0, {}, 0.0), "the request may be scheduled"
+    assert not vllm.manager.wait_if_idle(), "the request may be scheduled"
     vllm.schedule(loading, hits)
     vllm.attempt(request)
-    assert vllm.manager.step_begins(0, {}, 0.0) == alone
-    assert not vllm.manager.step_begins(100, {}, 0.0)
+    assert vllm.manager.wait_if_idle() == alone
+    vllm.begin_step(100)
+    assert not vllm.manager.wait_if_idle(), "the engine computes"
     assert not waits.taken()
 
 
@@ -184,7 +186,7 @@ def test_a_store_is_not_waited_for(vllm: Scheduling, waits: Waits) -> None:
     vllm.begin_store(ended, ended.keys)
     vllm.finish(ended)
     fetching(vllm)
-    assert not vllm.manager.step_begins(0, {}, 0.0)
+    assert not vllm.manager.wait_if_idle()
     assert not waits.taken()
 
 

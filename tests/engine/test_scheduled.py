@@ -7,12 +7,13 @@ from collections.abc import Callable
 import pytest
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 
-from xinference_xavier.engine.scheduled import depth_of, goes_on, prompts_of, without_quiet
+from xinference_xavier.engine.scheduled import goes_on, step_of, without_quiet
+from xinference_xavier.engine.steps import Step
 
 
 def test_prompt_tokens_of_a_step_and_their_mean_depth() -> None:
     step = SchedulerOutput.make_empty()
-    assert prompts_of(step) == {}
+    assert step_of(step, 7.0) == Step(7.0, 0, {})
     step.scheduled_new_reqs = [
         NewRequestData(
             "new", [], [], None, None, block_ids=(), num_computed_tokens=1000, lora_request=None
@@ -29,9 +30,8 @@ def test_prompt_tokens_of_a_step_and_their_mean_depth() -> None:
     )
     step.num_scheduled_tokens = {"new": 100, "old": 300, "answered": 1}
     step.total_num_scheduled_tokens = 401
-    prompts = prompts_of(step)
-    assert prompts == {"new": 100, "old": 300}
-    assert depth_of(prompts, step) == (100 * 1050 + 300 * 4150) / 400
+    depth = (100 * 1050 + 300 * 4150) / 400
+    assert step_of(step, 8.0) == Step(8.0, 401, {"new": 100, "old": 300}, 400, depth)
 
 
 def test_a_step_that_only_decodes_has_no_prompt_tokens() -> None:
@@ -39,7 +39,7 @@ def test_a_step_that_only_decodes_has_no_prompt_tokens() -> None:
     step = SchedulerOutput.make_empty()
     step.num_scheduled_tokens = {f"request-{number}": 1 + 5 for number in range(300)}
     step.total_num_scheduled_tokens = 1800
-    assert prompts_of(step) == {}
+    assert step_of(step, 7.0) == Step(7.0, 1800, {})
 
 
 def test_requests_that_go_on_within_their_blocks_are_left_out() -> None:

@@ -132,7 +132,7 @@ def test_a_request_s_wait_lasts_from_its_first_retry_to_its_decision() -> None:
     request = vllm.arrive("r", keys)
     vllm.clock.now += 3.0  # between its arrival and its first lookup
     assert vllm.attempt(request) is None
-    vllm.manager.step_begins(100, {}, 0.0)
+    vllm.begin_step(100)
     vllm.clock.now += 1.0  # the engine computes for others
     vllm.manager.steps.end(vllm.clock())
     vllm.clock.now += FETCH_TIMEOUT - 1.0

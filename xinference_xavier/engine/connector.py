@@ -42,7 +42,7 @@ from xinference_xavier.engine.policy.donor_selection import Group
 from xinference_xavier.engine.probes import Probes
 from xinference_xavier.engine.process import log_like_vllm
 from xinference_xavier.engine.prompt_keys import PromptChunker
-from xinference_xavier.engine.scheduled import depth_of, goes_on, prompts_of, without_quiet
+from xinference_xavier.engine.scheduled import goes_on, step_of, without_quiet
 from xinference_xavier.engine.sketches import describe_pages
 from xinference_xavier.engine.spec import IDENTITY, WorkerNote, XavierSpec
 from xinference_xavier.engine.worker.cpu import HostWorker
@@ -124,7 +124,7 @@ class XavierConnector(OffloadingConnector):
             )
             manager.tier_lookup.idle_wait.arrivals = self._arrivals
             manager.tier_lookup.step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
-            self._manager = manager
+            self._manager, self._steps = manager, manager.steps
 
     def _serving(self, manager: XavierManager) -> Serving:
         groups = manager.selection.groups.values()
@@ -218,20 +218,18 @@ class XavierConnector(OffloadingConnector):
             metadata = OffloadingConnectorMetadata({}, {})
             if not self._manager.settled:
                 self._manager.on_schedule_end(_NO_CHANGES)
-        prompts = prompts_of(scheduler_output)
-        only_loads = self._manager.step_begins(
-            scheduler_output.total_num_scheduled_tokens,
-            prompts,
-            depth_of(prompts, scheduler_output) if prompts else 0.0,
-        )
-        return OnlyLoads(**vars(metadata)) if only_loads else metadata
+        self._steps.begin(step_of(scheduler_output, time.monotonic()))
+        if scheduler_output.total_num_scheduled_tokens or not self._manager.wait_if_idle():
+            return metadata
+        return OnlyLoads(**vars(metadata))
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
-        assert self.connector_worker is not None
-        worker = self.connector_worker.worker
-        if isinstance(self._connector_metadata, OnlyLoads) and isinstance(worker, HostWorker):
+        if isinstance(self._connector_metadata, OnlyLoads):
+            assert self.connector_worker is not None
             assert self._arrivals is not None, "then no step is one"
-            self._arrivals.wait(worker.await_finished, _MAX_LOAD_WAIT)
+            worker = self.connector_worker.worker
+            if isinstance(worker, HostWorker):
+                self._arrivals.wait(worker.await_finished, _MAX_LOAD_WAIT)
         return super().get_finished(finished_req_ids)
 
     def _check_store(self, job_id: int, job: TransferJob) -> None:
@@ -252,7 +250,7 @@ class XavierConnector(OffloadingConnector):
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         """vLLM calls this once per step, when it has the step's output."""
-        self._manager.steps.end(time.monotonic())
+        self._steps.end(time.monotonic())
         return ()  # the manager has none
 
     # -- where nothing is to be done, vLLM's own methods take their time to find that out ----------

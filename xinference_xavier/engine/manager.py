@@ -36,7 +36,7 @@ from xinference_xavier.engine.policy.donor_selection import DonorSelection
 from xinference_xavier.engine.policy.prefill_rate import PrefillRate
 from xinference_xavier.engine.probes import SALT
 from xinference_xavier.engine.request import Request
-from xinference_xavier.engine.steps import Step, Steps
+from xinference_xavier.engine.steps import Steps
 from xinference_xavier.engine.tier_lookup import HIT, MISS, TierLookup
 from xinference_xavier.engine.view import EngineView
 from xinference_xavier.pool.pool import Pool, Reservation, Row
@@ -207,12 +207,11 @@ class XavierManager(OffloadingManager):
 
     # -- steps --------------------------------------------------------------------------------
 
-    def step_begins(self, tokens: int, prompts: dict[str, int], depth: float) -> bool:
-        """vLLM scheduled a step: see `Step`. True if there is nothing to do but to await loads."""
-        self.steps.begin(Step(self._clock(), tokens, prompts, sum(prompts.values()), depth))
-        if tokens or self.steps.computing:
-            return False
-        return self.tier_lookup.idle_wait.nothing_runs(self._requests.keys(), self._jobs)
+    def wait_if_idle(self) -> bool:
+        """Called in a step without tokens: see `IdleWait.nothing_runs`."""
+        return not self.steps.computing and self.tier_lookup.idle_wait.nothing_runs(
+            self._requests.keys(), self._jobs
+        )
 
     def has_pending_work(self) -> bool:
         return bool(self.tier_lookup.fetches)

@@ -11,6 +11,7 @@ from copy import copy
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from xinference_xavier.engine import compat
+from xinference_xavier.engine.steps import Step
 
 MAX_DECODE_TOKENS = 16
 """Of one request in a step: one token, and the speculated ones."""
@@ -55,19 +56,23 @@ def without_quiet(step: SchedulerOutput) -> SchedulerOutput:
     return without
 
 
-def prompts_of(step: SchedulerOutput) -> dict[str, int]:
-    """How many prompt tokens of each request are in this step. Cheap for steps that only decode."""
-    if step.total_num_scheduled_tokens == len(step.num_scheduled_tokens):  # one each
-        return {}
-    return {
+def step_of(step: SchedulerOutput, began: float) -> Step:
+    """Cheap for steps that only decode."""
+    tokens = step.total_num_scheduled_tokens
+    if tokens == len(step.num_scheduled_tokens):  # one each
+        return Step(began, tokens, {})
+    prompts = {
         req_id: count
         for req_id, count in step.num_scheduled_tokens.items()
         if count > MAX_DECODE_TOKENS
     }
+    return Step(began, tokens, prompts, sum(prompts.values()), _depth_of(prompts, step))
 
 
-def depth_of(prompts: dict[str, int], step: SchedulerOutput) -> float:
+def _depth_of(prompts: dict[str, int], step: SchedulerOutput) -> float:
     """The mean number of tokens before each of these prompt tokens."""
+    if not prompts:
+        return 0.0
     cached = step.scheduled_cached_reqs
     before = {new.req_id: new.num_computed_tokens for new in step.scheduled_new_reqs}
     before |= zip(cached.req_ids, cached.num_computed_tokens, strict=True)

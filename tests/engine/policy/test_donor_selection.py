@@ -58,7 +58,7 @@ class Engine(Scheduling):
     def steps(self, seconds: dict[int, float]) -> None:
         """Compute 1,000 tokens per step; `seconds` is the duration by depth."""
         for depth, took in [*seconds.items()] * 5:
-            self.manager.step_begins(1000, {"r": 1000}, depth)
+            self.begin_step(1000, {"r": 1000}, depth)
             self.clock.now += took
             self.manager.steps.end(self.clock())
 
