@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import tracemalloc
+from collections.abc import Iterator
 
 import pytest
 
@@ -252,15 +253,30 @@ def test_an_update_is_applied_in_pieces(mirror: Mirror) -> None:
 
 
 def test_a_snapshot_frees_the_old_keys_in_pieces(mirror: Mirror) -> None:
-    mirror.apply(update(adds("a", 1, *(os.urandom(4) for _ in range(5 * PIECE)))))
+    mirror.apply(update(adds("a", 1, *(os.urandom(4) for _ in range(20 * PIECE)))))
     shards = mirror._shards
     steps = mirror.apply_in_pieces(update(replaces("b", 7, OTHER), snapshot=True))
     counts = []
     for _ in steps:
-        counts.append(len(shards))
-    assert len(set(counts)) >= 4
-    assert shards == []
+        counts.append(sum(map(len, shards)))
+    assert len(set(counts)) >= 9
+    assert not any(shards)
     assert mirror.holders(OTHER) == ("b",)
+
+
+def test_who_reads_while_a_snapshot_frees_the_old_keys_finds_fewer(mirror: Mirror) -> None:
+    every = [number.to_bytes(4) for number in range(10)]
+
+    class Interrupted(list[bytes]):
+        """Keys between which another thread applies a snapshot."""
+
+        def __iter__(self) -> Iterator[bytes]:
+            yield every[0]
+            mirror.apply(update(replaces("a", 2, *every), snapshot=True))
+            yield from every[1:]
+
+    mirror.apply(update(adds("a", 1, *every)))
+    assert mirror.usable_run(Interrupted(every), ~0) == (1, mirror.usable_set(every[0]))
 
 
 def test_a_snapshot_of_known_peers_takes_as_long_as_the_first(mirror: Mirror) -> None:
