@@ -59,6 +59,10 @@ class ScriptedTier(Tier):
         self.holders = self.mirror.usable_set
         self.is_ready = True
         self.listening = True
+        self.forget()
+
+    def forget(self) -> None:
+        """What it was asked for so far."""
         self.stored_rows: list[Row] = []
         self.evicted_keys: list[bytes] = []
         self.fetches: list[Fetch] = []
