@@ -84,9 +84,13 @@ def _compared(name: str) -> Callable[[Part], Values]:
     return lambda part: {"": part["compared"][name]["ratio"]}
 
 
+def _steps_per_s(part: Part) -> Values:
+    return {"": part["steps"]["per_s"]["ratio"]}
+
+
 def _half_width(part: Part) -> Values:
-    throughput = part["compared"]["requests_per_s"]
-    return {"": (throughput["high"] - throughput["low"]) / 2}
+    steps = part["steps"]["per_s"]
+    return {"": (steps["high"] - steps["low"]) / 2}
 
 
 def _step_cost(part: Part) -> Values:
@@ -145,6 +149,10 @@ _STORING = (
     "processors and 1 to 2 of the tracker's, and where the model computes on all processors, each "
     "of them delays it by more than two"
 )
+_INTERFACE = (
+    "what vLLM does to call a connector, in each layer and around the model, which takes most of "
+    "the step's cost ([table](performance.md#what-a-step-pays-for-the-connector))"
+)
 _MEMORY = (
     "memory: each chunk is looked up in three dictionaries that other work has put out of the "
     "processor's cache ([Evictions](performance.md#evictions))"
@@ -190,7 +198,8 @@ BARS: Mapping[str, tuple[Bar, ...]] = {
             at_least=True,
             limited_by=_STORING,
         ),
-        Bar("half of the throughput's confidence interval", 0.01, _half_width),
+        Bar("steps a second ÷ those without a connector", 0.99, _steps_per_s, True, _INTERFACE),
+        Bar("half of the steps' confidence interval", 0.01, _half_width),
         Bar("p99 time between tokens ÷ that without a connector", 1.02, _compared("gap_p99_s")),
         Bar("ms that a step costs", 0.25, _step_cost),
         Bar("ms of our own Python in it", 0.04, _own_python, limited_by=_COLD),

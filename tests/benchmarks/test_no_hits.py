@@ -29,6 +29,7 @@ def test_steps_are_compared_within_each_load() -> None:
     assert whole["cost"]["samples"] == pytest.approx([0.2] * 5)
     assert STEPS["parts"]["update"]["cost"]["median"] == 0.0
     assert (STEPS["ours"]["median"], STEPS["vllms"]["median"]) == pytest.approx((0.03, 0.06))
+    assert STEPS["per_s"]["ratio"] == pytest.approx(5.0 / 5.2)
     assert STEPS["counted"] == 10
 
 
@@ -80,6 +81,8 @@ def test_the_page_compares_and_tells_what_is_ours() -> None:
     assert "| thread `xavier-copy` | 1.00 " in text
     assert "| the whole step | 5.200 (5.200–5.200) | 5.000 (5.000–5.000) | 0.200 " in text
     assert "| ms that a step costs ≤ 0.25 | 0.2 | met |" in text
+    assert "| steps a second ÷ those without a connector ≥ 0.99 | 0.962 | **missed**" in text
+    assert "So it makes 0.962 times (0.962–0.962) as many steps a second as without." in text
 
 
 def test_the_page_of_what_is_served_has_every_data_set() -> None:
