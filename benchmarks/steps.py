@@ -171,10 +171,12 @@ class _Recorder:
             OffloadingConnector,
         )
 
+        kinds_of_connector = type(self._connector).mro()
+        manager = self._connector.connector_scheduler.manager
         worker = self._agent.connector_worker.worker
-        ours = type(self._connector), type(self._connector.connector_scheduler.manager)
+        ours = kinds_of_connector[: kinds_of_connector.index(OffloadingConnector)]
         for owner, kinds in {
-            "ours": (*ours, type(worker)),
+            "ours": (*ours, type(manager), type(worker)),
             "vllms": (OffloadingConnector,),
         }.items():
             for kind in kinds:

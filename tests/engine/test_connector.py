@@ -11,9 +11,6 @@ import pytest
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
-    OffloadingConnectorMetadata,
-)
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
@@ -22,12 +19,10 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-from tests.engine.caches import cell_bytes, kv_caches
 from tests.engine.vllm_scheduler import BLOCK_TOKENS, Engine, engine_config
-from xinference_xavier.engine.connector import OnlyLoads, XavierConnector
-from xinference_xavier.engine.worker.cpu import HostWorker
+from xinference_xavier.engine.connector import XavierConnector
+from xinference_xavier.engine.worker.connector import OnlyLoads
 from xinference_xavier.errors import ConfigError
-from xinference_xavier.pool.region import Region
 
 
 def worker(config: VllmConfig, cache_config: KVCacheConfig) -> XavierConnector:
@@ -111,29 +106,6 @@ if "hisparse_host_num_blocks" in {field.name for field in fields(KVCacheConfig)}
         config = engine_config(model_folder)
         with pytest.raises(ConfigError, match="hisparse_config"):
             worker(config, replace(cache_config, hisparse_host_num_blocks=4))
-
-
-def test_a_worker_waits_in_steps_that_have_nothing_but_loads(
-    model_folder: Path, cache_config: KVCacheConfig
-) -> None:
-    waited: list[float] = []
-
-    class Watched(HostWorker):
-        def await_finished(self, seconds: float) -> bool:
-            waited.append(seconds)
-            return True
-
-    connector = worker(engine_config(model_folder), cache_config)
-    assert connector.connector_worker is not None
-    caches = kv_caches([[64]])
-    region = Region.create(1, cell_bytes(caches, 1))
-    connector.connector_worker.worker = Watched(caches, region, 1, 0)
-    for metadata in (OffloadingConnectorMetadata({}, {}), OnlyLoads({}, {})):
-        connector.bind_connector_metadata(metadata)
-        assert connector.get_finished(set()) == (set(), set())
-    assert len(waited) == 1
-    connector.shutdown()
-    region.close()
 
 
 def test_a_load_makes_a_step_that_has_nothing_else(

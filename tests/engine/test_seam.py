@@ -6,10 +6,12 @@ among the supported versions are in `engine/compat.py`.
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import re
 from collections.abc import Callable
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 from vllm.config import VllmConfig
@@ -197,6 +199,24 @@ def test_what_the_connector_leaves_out_does_nothing() -> None:
     assert "not connector.has_connector_metadata():\n            return func(" in layer
     for name in ("wait_for_layer_load", "save_kv_layer"):
         assert inspect.getsource(getattr(OffloadingConnector, name)).rstrip().endswith("pass")
+
+
+def test_a_worker_s_connector_sees_the_jobs_of_each_step_before_vllm_takes_any() -> None:
+    """`WorkerSide` counts them in `handle_preemptions`, which both model runners call first."""
+    first = {
+        "gpu_model_runner": r"\n {8}if has_kv_transfer_group\(\):\n"
+        r" {12}kv_connector_metadata = .*\n {12}assert .*\n"
+        r" {12}get_kv_transfer_group\(\)\.handle_preemptions\(kv_connector_metadata\)\n",
+        "gpu.kv_connector": r"\n {8}self\.kv_connector\.handle_preemptions\(kv_connector_metadata\)\n"
+        r" {8}self\.kv_connector\.bind_connector_metadata\(kv_connector_metadata\)\n",
+    }
+    for name, calls in first.items():
+        spec = importlib.util.find_spec(f"vllm.v1.worker.{name}")
+        assert spec is not None
+        assert spec.origin is not None
+        assert re.search(calls, Path(spec.origin).read_text()), name
+    begun = inspect.getsource(worker.OffloadingConnectorWorker.handle_preemptions)
+    assert "in self._unsubmitted_store_jobs:" in begun, "also those of the step before"
 
 
 def test_an_engine_s_process_receives_requests_where_we_look_for_them() -> None:

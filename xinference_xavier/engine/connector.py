@@ -7,7 +7,6 @@ chunk size. A manager does not see how many of a request's tokens vLLM's own pre
 import os
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 
 import torch
 from vllm.config import VllmConfig
@@ -21,7 +20,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import GroupOffloadConfig
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -45,25 +43,15 @@ from xinference_xavier.engine.prompt_keys import PromptChunker
 from xinference_xavier.engine.scheduled import goes_on, step_of, without_quiet
 from xinference_xavier.engine.sketches import describe_pages
 from xinference_xavier.engine.spec import IDENTITY, WorkerNote, XavierSpec
-from xinference_xavier.engine.worker.cpu import HostWorker
+from xinference_xavier.engine.worker.connector import OnlyLoads, WorkerSide
 from xinference_xavier.engine.workload import Workload
 from xinference_xavier.errors import ConfigError
 from xinference_xavier.protocol.load import Serving
 
-_MAX_LOAD_WAIT = 0.01
-"""Seconds that an idle engine waits for its loads, at a time. Otherwise it would poll a thousand
-times a second and hold Python's lock a third of the time, which the copy threads need."""
-
-
 _NO_CHANGES = ScheduleEndContext([], ())
 
 
-@dataclass
-class OnlyLoads(OffloadingConnectorMetadata):
-    """Of a step in which the engine has nothing to do but to wait for loads."""
-
-
-class XavierConnector(OffloadingConnector):
+class XavierConnector(WorkerSide):
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
@@ -223,15 +211,6 @@ class XavierConnector(OffloadingConnector):
             return metadata
         return OnlyLoads(**vars(metadata))
 
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
-        if isinstance(self._connector_metadata, OnlyLoads):
-            assert self.connector_worker is not None
-            assert self._arrivals is not None, "then no step is one"
-            worker = self.connector_worker.worker
-            if isinstance(worker, HostWorker):
-                self._arrivals.wait(worker.await_finished, _MAX_LOAD_WAIT)
-        return super().get_finished(finished_req_ids)
-
     def _check_store(self, job_id: int, job: TransferJob) -> None:
         """Void a store of chunks that miss blocks, in which the blocks behind them move up.
 
@@ -263,10 +242,6 @@ class XavierConnector(OffloadingConnector):
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         counted, self._counted = self._counted, False
         return super().get_kv_connector_stats() if counted else None
-
-    def has_connector_metadata(self) -> bool:
-        """vLLM asks in each layer: there is nothing to load or to save for a layer alone."""
-        return False
 
 
 def lookup_group(group: GroupOffloadConfig) -> Group:

@@ -49,7 +49,7 @@ LOCATE_DEADLINE = 15.0
 """Seconds to find the tracker: it may take calls to the worker and to the supervisor."""
 LEAVE_DEADLINE = 1.0
 CLAIM_DEADLINE = 0.5
-PIECE_PAUSE = 0.0005
+PIECE_PAUSE = 0.001
 """Seconds between two pieces of an update: a waiting thread wakes and takes Python's lock."""
 CLAIM_FACTOR = 4.0  # a claim lasts this many times as long as computing is expected to take
 MIN_BACKOFF, MAX_BACKOFF = 0.1, 2.0  # seconds before the next session
