@@ -207,7 +207,8 @@ def test_a_worker_s_connector_sees_the_jobs_of_each_step_before_vllm_takes_any()
         "gpu_model_runner": r"\n {8}if has_kv_transfer_group\(\):\n"
         r" {12}kv_connector_metadata = .*\n {12}assert .*\n"
         r" {12}get_kv_transfer_group\(\)\.handle_preemptions\(kv_connector_metadata\)\n",
-        "gpu.kv_connector": r"\n {8}self\.kv_connector\.handle_preemptions\(kv_connector_metadata\)\n"
+        "gpu.kv_connector": r"\n {8}self\.kv_connector\."
+        r"handle_preemptions\(kv_connector_metadata\)\n"
         r" {8}self\.kv_connector\.bind_connector_metadata\(kv_connector_metadata\)\n",
     }
     for name, calls in first.items():
