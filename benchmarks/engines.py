@@ -36,6 +36,7 @@ from xinference_xavier.config import XavierConfig
 from xinference_xavier.errors import NotSharing
 from xinference_xavier.kv_transfer_config import kv_transfer_config
 from xinference_xavier.protocol.tracker import Member
+from xinference_xavier.replica.peer_tier import GATHER
 from xinference_xavier.runtime.addresses import replica_uid
 from xinference_xavier.tracker.fanout import flush_all
 
@@ -54,8 +55,8 @@ _STOP_TIMEOUT = 20.0
 _PATIENCE = 300.0
 _INTERVAL = 0.02
 _CLONE_NEWNET = 0x40000000  # of linux/sched.h; Python 3.12 has os.setns
-SETTLE = 0.2
-"""Seconds until an update has reached every mirror; more than is ever needed."""
+SETTLE = GATHER + 0.2
+"""Seconds until what was stored is in every mirror; more than is ever needed."""
 REST = 0.3
 """Seconds of rest before a request. OpenMP's threads spin for 0.2 s after they have computed, and a
 request within that time is faster than a later one. So all requests start from the same state."""

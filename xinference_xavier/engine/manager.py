@@ -72,7 +72,6 @@ class XavierManager(OffloadingManager):
         self._pool, self._held = pool, pool.held
         self._tier, self._holders = tier, tier.holders
         self._on_shutdown = on_shutdown
-        self._clock = clock
         self._requests: dict[str, Request] = {}
         self._adapters = Adapters()
         self._shares = self._all_share = shares  # all requests, so far

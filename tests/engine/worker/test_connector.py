@@ -72,8 +72,8 @@ def step(model_folder: Path, cache_config: KVCacheConfig) -> Iterator[Steps]:
     region.close()
 
 
-def nothing(**jobs: set[int]) -> OffloadingConnectorMetadata:
-    return OffloadingConnectorMetadata({}, {}, **jobs)
+def nothing() -> OffloadingConnectorMetadata:
+    return OffloadingConnectorMetadata({}, {})
 
 
 def block(number: int) -> GPULoadStoreSpec:
