@@ -55,7 +55,7 @@ _STOP_TIMEOUT = 20.0
 _PATIENCE = 300.0
 _INTERVAL = 0.02
 _CLONE_NEWNET = 0x40000000  # of linux/sched.h; Python 3.12 has os.setns
-SETTLE = GATHER + 0.2
+SETTLE = GATHER + 0.1
 """Seconds until what was stored is in every mirror; more than is ever needed."""
 REST = 0.3
 """Seconds of rest before a request. OpenMP's threads spin for 0.2 s after they have computed, and a

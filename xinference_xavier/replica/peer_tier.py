@@ -24,7 +24,7 @@ from xinference_xavier.runtime.tasks import spawn
 from xinference_xavier.tiers.base import Claim, Fetch, Tier
 
 MAX_BACKLOG = 10_000  # posted actions that may wait for the background loop
-GATHER = 0.25
+GATHER = 0.1
 """Seconds between two publications of stored rows, at least. What is stored meanwhile is published
 together: most of what a publication costs does not depend on how many chunks it has. What follows a
 quiet time, such as the next step of a long prompt, is published at once."""
