@@ -6,6 +6,8 @@ import math
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.engine.scheduling import CHUNK, ROW_BYTES
 from xinference_xavier.engine.policy.cost_model import MAX_PAUSE, RETRY_AFTER, CostModel
@@ -218,3 +220,21 @@ def test_the_number_of_known_peers_is_bounded() -> None:
     assert len(cost_model._left_out) <= 1000
     assert len(cost_model.report()["left_out"]) <= 100, "a heartbeat carries it"
     assert not cost_model._pending
+
+
+@given(
+    fetches=st.lists(
+        st.tuples(st.integers(1, 1000), st.integers(0, 1000), st.floats(0, 100)), max_size=20
+    ),
+    rows=st.integers(1, 10_000),
+)
+def test_whatever_was_measured_predictions_and_patience_are_numbers_of_at_least_zero(
+    fetches: list[tuple[int, int, float]], rows: int
+) -> None:
+    peer = Peer()
+    for wanted, arrived, seconds in fetches:
+        peer.fetch(wanted, seconds, arrived=min(wanted, arrived), reason="timeout")
+    assert 0 <= peer.cost_model.rate("a", peer.now).predict(rows) < math.inf
+    assert peer.cost_model.patience("a", rows, peer.now) > 0
+    for rate in peer.cost_model.report()["rates"].values():
+        assert rate["bytes_per_s"] is None or rate["bytes_per_s"] > 0

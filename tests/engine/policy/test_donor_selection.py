@@ -85,6 +85,25 @@ def test_only_chunks_that_arrive_in_time_are_fetched() -> None:
     assert len(vllm.tier.fetches[-1].rows) == pytest.approx(50, abs=2)
 
 
+def test_nothing_is_fetched_when_less_time_is_left_than_any_fetch_takes() -> None:
+    """A request waits for KV blocks after a fetch, and a peer computes one more of its chunks."""
+    vllm = Engine()
+    vllm.learn(0.1, 0.001)
+    keys = chunks("prompt", 33)
+    vllm.tier.peers_hold(a=keys[:30])
+    request = vllm.arrive("r", keys)
+    assert vllm.attempt(request) is None
+    vllm.tier.fetches[-1].transport = "gloo"
+    vllm.tier.end(vllm.tier.fetches[-1], seconds=0.13)
+    assert vllm.attempt(request) == 30
+    vllm.tier.peers_hold(a=keys[:31])
+    deadline = vllm.state(request).deadline
+    assert deadline is not None
+    vllm.clock.now = deadline - 0.05
+    assert vllm.attempt(request) == 30
+    assert vllm.manager.stats()["scheduler_errors"] == 0
+
+
 def test_a_slow_peer_is_tried_again_after_a_while() -> None:
     vllm = Engine()
     vllm.learn(0.0, 1.0)

@@ -6,6 +6,8 @@ import math
 import random
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from xinference_xavier.engine.policy.linear_fit import LinearFit
 
@@ -63,3 +65,16 @@ class TestPrediction:
         assert fit.largest(0.01) == 0.0
         rounded = fit_of((17200, 13.5 / 1000), (9700, 2.0 / 1000))
         assert rounded.predict(0) == 0.0
+
+    @given(
+        points=st.lists(st.tuples(st.integers(0, 10_000), st.floats(0, 1e4)), max_size=30),
+        x=st.integers(0, 100_000),
+        y=st.floats(-1e4, 1e5),
+    )
+    def test_is_a_number_of_at_least_zero_whatever_was_measured(
+        self, points: list[tuple[int, float]], x: int, y: float
+    ) -> None:
+        fit = fit_of(*points)
+        assert 0 <= fit.predict(x) < math.inf
+        assert fit.largest(y) >= 0  # NaN would not be
+        assert fit.slope is None or 0 <= fit.slope < math.inf

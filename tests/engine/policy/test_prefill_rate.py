@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from xinference_xavier.engine.policy.prefill_rate import PrefillRate
 
@@ -99,3 +103,18 @@ class TestLine:
         for depth, seconds in ((17200.0, 13.5), (9700.0, 2.0)):
             rate.add(1000, seconds, depth)
         assert rate.line() == (0.0, pytest.approx(5.76e-7, rel=0.01))
+
+
+@given(
+    steps=st.lists(st.tuples(st.integers(1, 1 << 20), st.floats(0, 1e4), st.floats(0, 1e6))),
+    first=st.integers(0, 1 << 20),
+    tokens=st.integers(0, 1 << 20),
+)
+def test_a_prediction_is_a_number_of_at_least_zero(
+    steps: list[tuple[int, float, float]], first: int, tokens: int
+) -> None:
+    rate = PrefillRate()
+    for step in steps:
+        rate.add(*step)
+    predicted = rate.seconds(first, first + tokens)
+    assert predicted is None or 0 <= predicted < math.inf

@@ -49,10 +49,10 @@ class LinearFit:
         return max(0.0, self.y + slope * (x - self.x))  # rounding can make it less
 
     def largest(self, y: float) -> float:
-        """The x up to which the prediction is at most `y`."""
+        """The x up to which the prediction is at most `y`: 0 where even that is more."""
         slope = self.slope
         if slope:
-            return self.x + (y - self.y) / slope
+            return max(0.0, self.x + (y - self.y) / slope)
         if y >= self.y:
             return math.inf
-        return 0.0 if slope is not None else self.x * y / self.y
+        return 0.0 if slope is not None or y <= 0 else self.x * y / self.y
