@@ -500,7 +500,7 @@ class _Inside:
     async def forget(self) -> None:
         """Reset vLLM's own prefix cache, but not the pool."""
         end = time.monotonic() + _PATIENCE
-        while not await self._engine.reset_prefix_cache():
+        while not await self._engine.engine_core.call_utility_async(forking.FORGET):
             if time.monotonic() > end:
                 raise TimeoutError("blocks stay in use")
             await asyncio.sleep(_INTERVAL)

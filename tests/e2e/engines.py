@@ -241,6 +241,10 @@ class _Inside:
             reason = one.finish_reason or ""
         return Answer(tuple(said), cached, reason)
 
+    async def forget(self) -> None:
+        """Empty vLLM's own prefix cache, but not the pool."""
+        assert await self._engine.engine_core.call_utility_async(forking.FORGET)
+
     async def load_weights(self, folder: str) -> None:
         await self._engine.collective_rpc("reload_weights", kwargs={"weights_path": folder})
 

@@ -275,7 +275,7 @@ class TestReset:
         """vLLM refuses the reset while a request loads. The request ends well; then it works."""
         a, asked = cluster.a, fresh()
         cluster.hold(a, asked, cluster.original)
-        assert a.call("reset_prefix_cache")
+        a.call("forget")
         with closed(a.gates, Gate.COPIES):
             loading = a.ask(asked)
             cluster.wait_for_pool(a, pinned=CHUNKS)
@@ -414,7 +414,7 @@ class TestShortOfRoom:
         blocks for it, and stay until there are."""
         a, b, asked = cluster.a, cluster.b, fresh()
         cluster.hold(b if where == "peer" else a, asked, cluster.original)
-        assert a.call("reset_prefix_cache")
+        a.call("forget")
         long = [fresh() for _ in range(3)]
         running = [a.ask(each, 30) for each in long]
         answer = cluster.check(a.ask(asked).result(PATIENCE), asked, cluster.original)
@@ -474,7 +474,7 @@ if find_spec("vllm.v1.metrics.cache_hit_source"):  # from 0.32 on
                 }
 
             grown("p2p", WHOLE)
-            assert b.call("reset_prefix_cache")
+            b.call("forget")
             grown("host", WHOLE)
             cluster.nothing_is_left()
 
@@ -501,7 +501,7 @@ class TestAtTheSameTime:
         a, b, asked = cluster.a, cluster.b, fresh()
         cluster.hold(a if under_way == "fetch" else b, asked, cluster.original)
         gates, gate = (a.gates, Gate.SENDS) if under_way == "fetch" else (b.gates, Gate.COPIES)
-        assert b.call("reset_prefix_cache")
+        b.call("forget")
         with closed(gates, gate):
             names = [f"{under_way} {number}" for number in range(12)]
             storm = [b.ask(asked, name=name) for name in names]

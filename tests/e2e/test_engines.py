@@ -21,21 +21,22 @@ PROGRAM = """
 import json, sys
 from vllm import LLM, SamplingParams
 
-def ask():
-    (output,) = llm.generate([order["prompt"]], SamplingParams(temperature=0, max_tokens=8))
+def ask(prompt):
+    (output,) = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=8))
     tokens = list(output.outputs[0].token_ids)
     return [len(output.prompt_token_ids), output.num_cached_tokens, tokens]
 
 if __name__ == "__main__":
     order = json.load(sys.stdin)
     llm = LLM(order["model"], dtype="float32", enforce_eager=True, max_model_len=4096,
-              block_size=128, tensor_parallel_size=order["workers"],
+              block_size=128, num_gpu_blocks_override=40, tensor_parallel_size=order["workers"],
               kv_transfer_config=order["kv_transfer_config"])
-    answers = [ask()]
+    answers = [ask(order["prompt"])]
+    for other in order["others"]:  # they take all blocks
+        ask(other)
+    answers.append(ask(order["prompt"]))  # from the pool
     llm.reset_prefix_cache()
-    answers.append(ask())  # from the pool
-    llm.reset_prefix_cache(reset_connector=True)
-    answers.append(ask())  # cold
+    answers.append(ask(order["prompt"]))  # cold
     print("ANSWERS " + json.dumps(answers))
 """
 
@@ -61,6 +62,7 @@ async def test_the_pool_serves_a_prefix_that_vllm_has_dropped(
             "workers": workers,
             "model": str(model_folder),
             "prompt": document(300, 40),
+            "others": [document(300, number) for number in range(41, 49)],
             "kv_transfer_config": kv_transfer_config(config),
         }
         environment = {

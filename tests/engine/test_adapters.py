@@ -3,24 +3,36 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from vllm.lora.request import LoRARequest
 
-from tests.engine.scheduling import Scheduling, chunks, prefix_scan
-from xinference_xavier.engine.adapters import Adapter, Adapters, salted
+from tests.engine.scheduling import CHUNK, Scheduling, chunks, prefix_scan
+from xinference_xavier.engine.adapters import Adapter, Adapters, Look, salted
 
 
 class Loaded(Adapters):
     """Waits until an adapter's content is read."""
 
+    def look(self, request: LoRARequest) -> Look:
+        look = super().look(request)
+        look.ended.wait()
+        settle(self)
+        return look
+
     def find(self, request: LoRARequest) -> Adapter:
-        adapter = super().find(request)
-        read = threading.Event()
-        self._thread.submit(read.set)
-        read.wait()
+        adapter = self.look(request).adapter
+        assert adapter is not None
         return adapter
+
+
+def settle(adapters: Adapters) -> None:
+    """Wait until all files are looked at and read."""
+    for thread in (adapters._looking, adapters._reading):
+        thread.submit(lambda: None).result()
 
 
 def adapter(folder: Path, content: str = "weights") -> Path:
@@ -107,21 +119,133 @@ def test_a_key_keeps_its_group() -> None:
     assert salted(mixed, b"\x01" * 32) == key
 
 
+def test_an_adapter_of_the_same_name_replaces_the_former_one(tmp_path: Path) -> None:
+    """Whether vLLM loads it in place or under another number. vLLM's own cache knows the name."""
+    adapters = Loaded()
+    first = adapters.find(request(adapter(tmp_path / "a")))
+    assert not first.replaces
+    assert not adapters.find(request(tmp_path / "a", 2)).replaces, "it is the same one"
+    adapter(tmp_path / "a", "other weights")
+    assert adapters.find(request(tmp_path / "a", 3)).replaces
+    adapter(tmp_path / "a", "third weights")
+    in_place = adapters.find(request(tmp_path / "a", 3, load_inplace=True))
+    assert in_place.replaces
+    adapters.forget_replaced()
+    settle(adapters)
+    assert not in_place.replaces
+
+
+@contextmanager
+def hanging(adapters: Adapters) -> Iterator[None]:
+    """The file system does not answer meanwhile."""
+    answers = threading.Event()
+    adapters._looking.submit(answers.wait)
+    try:
+        yield
+    finally:
+        answers.set()
+
+
+class TestPreloaded:
+    """vLLM loads an adapter before any request needs it."""
+
+    def test_it_is_what_was_loaded_then(self, tmp_path: Path) -> None:
+        adapters = Loaded()
+        lora = request(adapter(tmp_path / "a"))
+        assert adapters.load(lora, lambda: True)
+        adapter(tmp_path / "a", "written after it was loaded")
+        assert adapters.find(lora).digest is None, "what vLLM has is not on the disk any more"
+
+    def test_it_is_shared_if_its_files_stay(self, tmp_path: Path) -> None:
+        adapters = Loaded()
+        lora = request(adapter(tmp_path / "a"))
+        assert adapters.load(lora, lambda: True)
+        assert adapters.find(lora).digest == digest(tmp_path / "a")
+
+    def test_files_that_change_while_vllm_loads_them_are_not_shared(self, tmp_path: Path) -> None:
+        adapters = Loaded()
+        lora = request(adapter(tmp_path / "a"))
+
+        def load() -> bool:
+            adapter(tmp_path / "a", "written meanwhile")
+            return True
+
+        assert adapters.load(lora, load)
+        settle(adapters)
+        assert adapters.find(lora).digest is None
+
+    def test_an_error_of_vllm_is_passed_on(self, tmp_path: Path) -> None:
+        def fail() -> bool:
+            raise ValueError("no such adapter")
+
+        with pytest.raises(ValueError, match="no such adapter"):
+            Loaded().load(request(tmp_path / "a"), fail)
+
+
+class TestSlowFiles:
+    """The scheduler thread never waits for a file system."""
+
+    @pytest.fixture
+    def vllm(self) -> Scheduling:
+        return Scheduling()
+
+    @staticmethod
+    def look(vllm: Scheduling, req_id: str, lora: LoRARequest) -> int | None:
+        if req_id not in vllm.manager.view.requests:
+            vllm.arrive(req_id, chunks("prompt", 4))
+        context = vllm.manager.view.requests[req_id].context
+        vllm.manager.begin_lookups(req_id, 0, lora_request=lora)
+        hits = prefix_scan(vllm.manager.lookup, chunks("prompt", 4), context)
+        vllm.end_step()
+        return hits
+
+    def test_a_request_waits_until_they_are_looked_at(
+        self, vllm: Scheduling, tmp_path: Path
+    ) -> None:
+        lora = request(adapter(tmp_path / "a"))
+        with hanging(vllm.manager.adapters):
+            assert self.look(vllm, "r", lora) is None
+        settle(vllm.manager.adapters)
+        assert self.look(vllm, "r", lora) == 0
+        found = vllm.manager.view.requests["r"].adapter
+        assert found is not None
+        assert found.digest == digest(tmp_path / "a")
+
+    def test_it_waits_for_a_second_and_shares_nothing_then(
+        self, vllm: Scheduling, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """vLLM loads the adapter meanwhile, so nobody can tell what it has loaded."""
+        lora = request(adapter(tmp_path / "a"))
+        with hanging(vllm.manager.adapters):
+            assert self.look(vllm, "r", lora) is None
+            vllm.clock.now += 1.0
+            assert self.look(vllm, "r", lora) == 0
+            assert self.look(vllm, "the next one does not wait", lora) == 0
+        settle(vllm.manager.adapters)
+        assert self.look(vllm, "later", lora) in (None, 0)
+        settle(vllm.manager.adapters)
+        assert [each.shares for each in vllm.manager.view.requests.values()] == [False] * 3
+        assert "adapter's files answer too slowly" in caplog.text
+
+
 class TestRequests:
     """Through the manager, whose adapters have been read."""
 
     @pytest.fixture
     def vllm(self) -> Scheduling:
         vllm = Scheduling()
-        vllm.manager._adapters = Loaded()
+        vllm.manager.adapters = Loaded(vllm.clock)
         return vllm
 
     @staticmethod
-    def run(vllm: Scheduling, req_id: str, lora: LoRARequest | None) -> int | None:
-        """The hits of a request for one prompt, which then stores what is missing."""
+    def run(
+        vllm: Scheduling, req_id: str, lora: LoRARequest | None, own_prefix: int = 0
+    ) -> int | None:
+        """The hits of a request for one prompt, which then stores all of it. vLLM's own cache has
+        `own_prefix` tokens of it, and hits there and in the pool overlap."""
         keys = chunks("prompt", 4)
         request = vllm.arrive(req_id, keys)
-        vllm.manager.begin_lookups(req_id, 0, lora_request=lora)
+        vllm.manager.begin_lookups(req_id, own_prefix, lora_request=lora)
         hits = prefix_scan(vllm.manager.lookup, keys, request.context)
         vllm.end_step()
         vllm.schedule(request, hits or 0)
@@ -167,4 +291,39 @@ class TestRequests:
     ) -> None:
         lora = request(tmp_path / "hub" / "name")
         assert [self.run(vllm, str(number), lora) for number in range(2)] == [0, 0]
+        assert vllm.tier.stored_rows == []
+
+    def test_what_a_replaced_adapter_computed_is_not_stored_as_the_new_ones(
+        self, vllm: Scheduling, tmp_path: Path
+    ) -> None:
+        """vLLM's own cache hands the old adapter's blocks to requests of the new one."""
+        self.run(vllm, "old", request(adapter(tmp_path / "a", "old")))
+        vllm.tier.forget()
+        new = request(adapter(tmp_path / "a", "new"), load_inplace=True)
+        self.run(vllm, "hit", new, own_prefix=CHUNK)
+        assert vllm.tier.stored_rows == []
+        assert self.run(vllm, "all its own", new) == 0
+        assert len(vllm.tier.stored_rows) == 4
+        assert self.run(vllm, "loads", new, own_prefix=CHUNK) == 4
+
+    def test_once_vllm_has_emptied_its_own_cache_all_is_stored(
+        self, vllm: Scheduling, tmp_path: Path
+    ) -> None:
+        self.run(vllm, "old", request(adapter(tmp_path / "a", "old")))
+        new = request(adapter(tmp_path / "a", "new"), load_inplace=True)
+        self.run(vllm, "first", new, own_prefix=CHUNK)
+        vllm.manager.on_prefix_cache_reset(True)
+        vllm.manager.reset_cache()
+        settle(vllm.manager.adapters)
+        vllm.tier.forget()
+        self.run(vllm, "after", new, own_prefix=CHUNK)
+        assert len(vllm.tier.stored_rows) == 4
+
+    def test_a_part_of_a_block_may_be_the_old_adapters_too(
+        self, vllm: Scheduling, tmp_path: Path
+    ) -> None:
+        vllm.manager.reuses_partial_blocks = True
+        self.run(vllm, "old", request(adapter(tmp_path / "a", "old")))
+        vllm.tier.forget()
+        self.run(vllm, "new", request(adapter(tmp_path / "a", "new"), load_inplace=True))
         assert vllm.tier.stored_rows == []

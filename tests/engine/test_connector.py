@@ -115,7 +115,7 @@ def test_a_load_makes_a_step_that_has_nothing_else(
     prompt = list(range(300, 300 + 130))
     engine.ask("first", prompt, tokens=2)
     engine.run()
-    engine.scheduler.reset_prefix_cache()
+    engine.forget()
     engine.ask("again", prompt, tokens=2)
     assert isinstance(engine.step().kv_connector_metadata, OnlyLoads)
     assert not isinstance(engine.step().kv_connector_metadata, OnlyLoads)
@@ -186,7 +186,7 @@ def test_all_that_is_counted_is_reported(
     for req_id in ("first", "again"):
         engine.ask(req_id, range(300, 430), tokens=5)
         engine.run()
-        engine.scheduler.reset_prefix_cache()
+        engine.forget()
     assert reported["vllm:xavier_computed_tokens"] == 130 + 2
     assert reported["vllm:xavier_local_pool_tokens"] == 128
     assert engine.connector.get_kv_connector_stats() is None

@@ -19,6 +19,8 @@ def test_rows_of_old_jobs_are_quarantined_until_a_later_job_ends(vllm: Schedulin
     vllm.manager.reset_cache()
     assert vllm.pool.counts() == PoolCounts(rows=32, ready=0, filling=0, pinned=4, quarantined=7)
 
+    assert vllm.begin_store(storing, stored) == [], "they are of before the reset"
+    vllm.manager.begin_lookups(storing.req_id, 0)
     begun = vllm.begin_store(storing, stored)
     assert vllm.pool.counts().quarantined == 7
     vllm.stored(storing, begun)

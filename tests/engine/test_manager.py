@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
+from typing import NoReturn
 
 import pytest
 
@@ -16,6 +17,7 @@ from tests.engine.scheduling import (
     waiting,
     window_scan,
 )
+from tests.logged import records
 
 
 class TestLookup:
@@ -82,6 +84,64 @@ def test_an_engine_that_does_not_share_stores_and_loads_nothing() -> None:
     vllm.fill(keys)
     assert vllm.attempt(vllm.arrive("r", keys)) == 0
     assert (vllm.tier.fetches, vllm.tier.stored_rows) == ([], [])
+
+
+class TestErrors:
+    """An error of ours costs a hit or a store. It never ends the engine."""
+
+    @staticmethod
+    def fail(*_: object, **__: object) -> NoReturn:
+        raise ArithmeticError("planned")
+
+    def test_a_lookup_that_raises_is_a_miss(
+        self, vllm: Scheduling, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        keys = chunks("prompt", 6)
+        vllm.tier.peers_hold(a=keys)
+        monkeypatch.setattr(vllm.manager.selection, "plan", self.fail)
+        request = vllm.arrive("r", keys)
+        for _ in range(2):
+            assert vllm.attempt(request) == 0
+        assert vllm.manager.stats()["scheduler_errors"] == 1
+        (record,) = records(caplog)
+        assert record.exc_info is not None
+        vllm.schedule(request, 0)
+        vllm.stored(request, vllm.begin_store(request, keys))
+        vllm.finish(request)
+        assert_nothing_left(vllm)
+        assert vllm.attempt(vllm.arrive("next", keys)) == 6
+
+    def test_a_request_that_cannot_be_looked_up_shares_nothing(
+        self, vllm: Scheduling, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        keys = chunks("prompt", 4)
+        vllm.fill(keys)
+        monkeypatch.setattr(vllm.manager.tier_lookup.idle_wait, "before_lookups", self.fail)
+        request = vllm.arrive("r", keys)
+        assert vllm.attempt(request) == 0
+        assert vllm.begin_store(request, keys) == []
+        assert vllm.manager.stats()["scheduler_errors"] == 1
+
+    @pytest.mark.parametrize("where", ["end_pass", "scheduled", "finished"])
+    def test_of_the_rest_of_a_step_is_counted(
+        self, vllm: Scheduling, monkeypatch: pytest.MonkeyPatch, where: str
+    ) -> None:
+        monkeypatch.setattr(vllm.manager.tier_lookup, where, self.fail)
+        request = vllm.arrive("r", chunks("prompt", 4))
+        assert vllm.attempt(request) == 0
+        vllm.schedule(request, 0)
+        vllm.finish(request)
+        assert vllm.manager.stats()["scheduler_errors"] == 1
+
+    def test_a_chunk_lost_before_its_load_ends_the_engine(self, vllm: Scheduling) -> None:
+        """To load anything else would be a wrong token."""
+        keys = chunks("prompt", 4)
+        vllm.fill(keys)
+        request = vllm.arrive("r", keys)
+        assert vllm.attempt(request) == 4
+        vllm.pool.reset()
+        with pytest.raises(AssertionError, match="lost between its lookup and its load"):
+            vllm.schedule(request, 4)
 
 
 class TestSettled:

@@ -220,6 +220,62 @@ def test_three_donors_may_fail_a_request(vllm: Scheduling) -> None:
     assert len({fetch.source for fetch in vllm.tier.fetches}) == 3
 
 
+class TestJoinedFetch:
+    """A request waits for a fetch that another request began."""
+
+    @pytest.mark.parametrize("arrived", [0, 2])
+    def test_that_fails_before_the_step_ends_leaves_no_row(
+        self, vllm: Scheduling, arrived: int
+    ) -> None:
+        """The background thread may roll it back at any time, also between a lookup and the end of
+        the same step."""
+        first = waiting(vllm)
+        second = vllm.arrive("second", first.keys)
+        assert vllm.scan(second) is None
+        vllm.tier.peers_hold()
+        vllm.tier.end(vllm.tier.fetches[0], arrived=arrived)
+        vllm.end_step()
+        for request in (first, second):
+            hits = vllm.attempt(request)
+            assert hits is not None
+            vllm.schedule(request, hits)
+            vllm.end_step()
+            vllm.loaded(request, hits) if hits else None
+            vllm.stored(request, vllm.begin_store(request, request.keys))
+            vllm.finish(request)
+        vllm.end_step()
+        assert_nothing_left(vllm)
+        assert vllm.attempt(vllm.arrive("later", first.keys)) == len(first.keys)
+
+    def test_that_fails_is_followed_by_one_from_another_peer(self, vllm: Scheduling) -> None:
+        first = waiting(vllm)
+        second = vllm.arrive("second", first.keys)
+        assert vllm.scan(second) is None
+        vllm.tier.peers_hold(b=first.keys)
+        vllm.tier.end(vllm.tier.fetches[0], arrived=0)
+        vllm.end_step()
+        assert vllm.attempt(second) is None
+        assert [fetch.source for fetch in vllm.tier.fetches] == ["a", "b"]
+
+
+def test_rows_of_a_fetch_that_cannot_begin_are_free_again(
+    vllm: Scheduling, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = chunks("prompt", 4)
+    vllm.tier.peers_hold(a=keys)
+
+    def fail(*_: object) -> float:
+        raise ArithmeticError("no patience")
+
+    monkeypatch.setattr(vllm.manager.cost_model, "patience", fail)
+    request = vllm.arrive("r", keys)
+    assert vllm.attempt(request) is None
+    assert vllm.pool.counts().filling == 0
+    assert vllm.manager.stats()["scheduler_errors"] == 1
+    vllm.clock.now += FETCH_TIMEOUT
+    assert vllm.attempt(request) == 0, "it is computed when its time is over"
+
+
 class TestPeerThatFails:
     """The peer `a` holds everything and never delivers."""
 

@@ -178,7 +178,6 @@ class TestPrefillElsewhere:
     second for each chunk."""
 
     KEYS = chunks("prompt", 10)
-    NAME = with_mark("r", Elsewhere("a", 2.0, 10.0))
 
     @pytest.fixture
     def vllm(self) -> Scheduling:
@@ -189,7 +188,8 @@ class TestPrefillElsewhere:
         return vllm
 
     def waiting(self, vllm: Scheduling) -> Request:
-        request = vllm.arrive(self.NAME, self.KEYS)
+        key = vllm.manager.tier_lookup.mark_key
+        request = vllm.arrive(with_mark("r", Elsewhere("a", 2.0, 10.0), key), self.KEYS)
         assert vllm.attempt(request) is None
         return request
 
@@ -229,5 +229,9 @@ class TestPrefillElsewhere:
         assert vllm.attempt(request) == 0
 
     def test_nobody_waits_for_an_unknown_peer(self, vllm: Scheduling) -> None:
-        name = with_mark("r", Elsewhere("nobody", 2.0, 10.0))
+        name = with_mark("r", Elsewhere("nobody", 2.0, 10.0), vllm.manager.tier_lookup.mark_key)
+        assert vllm.attempt(vllm.arrive(name, self.KEYS)) == 0
+
+    def test_an_id_that_a_client_made_up_is_only_an_id(self, vllm: Scheduling) -> None:
+        name = with_mark("r", Elsewhere("a", 2.0, 10.0), "a guess")
         assert vllm.attempt(vllm.arrive(name, self.KEYS)) == 0

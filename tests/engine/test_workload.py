@@ -416,7 +416,7 @@ class TestVllm:
         assert load_of(engine).prefill_tokens == 410 - 288, "of its own blocks"
         engine.end_step(step)
         engine.run()
-        engine.scheduler.reset_prefix_cache()
+        engine.forget()
         engine.ask("again", range(410), tokens=3)
         engine.step()
         assert load_of(engine).prefill_tokens == 410 - 384, "of the pool's chunks"
@@ -452,7 +452,8 @@ class TestVllm:
         engine.own.tier.peers_hold(a=[])
         engine.ask("reads", range(1000, 1100), tokens=50)
         engine.step()
-        engine.ask(with_mark("r", Elsewhere("a", 0.0, 1.0)), range(300), tokens=3)
+        key = engine.own.manager.tier_lookup.mark_key
+        engine.ask(with_mark("r", Elsewhere("a", 0.0, 1.0), key), range(300), tokens=3)
         step = engine.step()
         assert [*step.num_scheduled_tokens] == ["reads"]
         load = load_of(engine)
@@ -486,7 +487,9 @@ class TestVllm:
         self, model_folder: Path, cache_config: KVCacheConfig, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         engine = vllm_engine(model_folder, cache_config, monkeypatch)
-        assert load_of(engine).serving == Serving(CHUNK, ROW_BYTES, None, "auto", 100)
+        assert load_of(engine).serving._replace(mark_key="") == Serving(
+            CHUNK, ROW_BYTES, None, "auto", 100
+        )
         manager = engine.own.manager
         manager.selection.groups = {
             b"\0\0\0\0": Group(4 * CHUNK, window=1),

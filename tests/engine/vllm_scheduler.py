@@ -17,6 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
 )
 from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import (
     get_request_block_hasher,
     init_none_hash,
@@ -137,6 +138,10 @@ class Engine:
     def _sampled(self, req_id: str) -> list[int]:
         request = self.scheduler.requests[req_id]
         return [7] if request.num_computed_tokens >= request.num_tokens else []
+
+    def forget(self) -> None:
+        """Empty vLLM's own prefix cache, but not the pool."""
+        assert KVCacheManager.reset_prefix_cache(self.scheduler.kv_cache_manager)
 
     def run(self) -> None:
         while self.scheduler.has_requests():

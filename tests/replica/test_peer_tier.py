@@ -14,6 +14,7 @@ from xinference_xavier.mirror.mirror import Mirror
 from xinference_xavier.pool.pool import Pool, Row
 from xinference_xavier.protocol.tracker import Change, Member, Settings, Update
 from xinference_xavier.replica import peer_tier as module
+from xinference_xavier.replica.fetcher import Fetcher, PeerFetch
 from xinference_xavier.replica.namespace import SharedNamespace
 from xinference_xavier.replica.peer_tier import GATHER, PeerTier
 from xinference_xavier.tiers.base import Claim, Fetch
@@ -66,6 +67,45 @@ class Loop:
 
     def close(self) -> None:
         self._loop.close()
+
+
+async def test_nothing_is_fetched_between_a_reset_and_the_move_to_another_namespace() -> None:
+    """A row that a warm join reserves just after the pool was reset would get the old weights'
+    bytes."""
+    pool, mirror = Pool(ROWS), Mirror("own")
+    moved = asyncio.Event()
+
+    async def move(_: str) -> None:
+        await moved.wait()
+
+    namespace = SharedNamespace("namespace", move)
+    peers: Any = SimpleNamespace(trusts=lambda _: True)
+    rolled_back: list[str] = []
+    fetcher = Fetcher(
+        incarnation="own",
+        pool=pool,
+        row_bytes=1,
+        process=peers,
+        namespace=namespace,
+        mirror=mirror,
+        canary=peers,
+        arrived=lambda rows: None,
+        rolled_back=lambda fetch, reason: rolled_back.append(reason),
+    )
+
+    async def fetch() -> None:
+        rows = pool.reserve([b"key"], redundant=None).rows
+        await fetcher.start(PeerFetch("donor", rows, asyncio.get_running_loop().time() + 60.0))
+
+    namespace.announce_reset()
+    pool.reset()
+    isolating = asyncio.ensure_future(namespace.isolate())
+    await fetch()
+    moved.set()
+    await isolating
+    await fetch()
+    assert rolled_back == ["reset", "donor gone"], "then it knows no peers"
+    assert pool.counts().filling == 0
 
 
 @pytest.fixture

@@ -3,9 +3,16 @@
 vLLM's chunk keys name an adapter, and since 0.31 its path, but not its content. An adapter that is
 replaced on one host, or differs between hosts, would share rows under the same keys.
 
-Threading: the scheduler thread calls `find`, which reads the files' attributes; a thread reads
-their content. Until then, and when nobody can tell what vLLM has loaded, there is no digest, and
-the adapter's rows are neither stored nor loaded.
+A digest must be that of the content which vLLM has loaded. vLLM loads an adapter before the first
+step that needs it, or when it is told to. So the files are looked at before: their attributes tell
+whether they are still those that were loaded. While nobody can tell, there is no digest, and the
+adapter's rows are neither stored nor loaded.
+
+vLLM's own prefix cache keeps the blocks of a replaced adapter and hands them to requests of the new
+one. Such requests store nothing (`Adapter.replaces`).
+
+Threading: the scheduler thread calls the methods, which return at once; a folder may be on a file
+system that hangs. One thread looks at the files, another one reads them.
 """
 
 from __future__ import annotations
@@ -13,26 +20,34 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import threading
+import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 
 from vllm.lora.request import LoRARequest
 
 logger = logging.getLogger(__name__)
 
 _PREFIXES = ("adapter", "new_embeddings")  # of the files that vLLM loads
+_PATIENCE = 1.0
+"""Seconds that a request waits for a look at its adapter's files."""
 
 _Version = tuple[tuple[str, int, int, int], ...]
 """(path, inode, size, time of the last change) of each file."""
 
 
 class Adapter:
-    """An adapter as vLLM has loaded it."""
+    """One content of an adapter."""
 
     def __init__(self, version: _Version) -> None:
         self.version = version
         self.content: bytes | None = None  # its digest
         self.changed = False
         """Its files changed after vLLM may have loaded them, so its content is unknown."""
+        self.replaces = False
+        """vLLM's own cache may hold blocks that another adapter of this name computed."""
 
     @property
     def digest(self) -> bytes | None:
@@ -40,12 +55,84 @@ class Adapter:
         return None if self.changed else self.content
 
 
-class Adapters:
-    def __init__(self) -> None:
-        self._loaded: dict[int, Adapter] = {}  # by vLLM's number of the adapter
-        self._thread = ThreadPoolExecutor(1, "xavier-adapters")
+@dataclass(eq=False)
+class Look:
+    """One look at an adapter's files. Once `ended` is set, `adapter` is what was found.
 
-    def find(self, request: LoRARequest) -> Adapter:
+    The scheduler thread sets `too_late` if vLLM may load the adapter before that. It does so after
+    `deadline`, in seconds of its clock.
+    """
+
+    deadline: float
+    adapter: Adapter | None = None
+    too_late: bool = False
+    ended: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def hangs(self) -> bool:
+        return self.too_late and not self.ended.is_set()
+
+    @property
+    def digest(self) -> bytes | None:
+        """32 bytes; None if unknown."""
+        return None if self.adapter is None or self.too_late else self.adapter.digest
+
+    @property
+    def replaces(self) -> bool:
+        return self.adapter is not None and self.adapter.replaces
+
+
+class Adapters:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._loaded: dict[int, Adapter] = {}  # by vLLM's number of the adapter
+        self._versions: dict[str, _Version] = {}  # of the latest adapter of each name
+        self._looking = ThreadPoolExecutor(1, "xavier-adapter-files")
+        self._reading = ThreadPoolExecutor(1, "xavier-adapters")
+        self._latest: Look | None = None
+
+    def look(self, request: LoRARequest) -> Look:
+        """Look at the files that vLLM loads before it computes `request`, or has loaded."""
+        look = Look(self._clock() + _PATIENCE)
+        latest = self._latest
+        look.too_late = latest is not None and latest.hangs
+        self._latest = look
+        self._looking.submit(self._look, look, request)
+        return look
+
+    def look_again(self, request: LoRARequest) -> None:
+        """Notice a change since the request's own look, a little later."""
+        if self._latest is None or self._latest.ended.is_set():
+            self.look(request)
+
+    def load(self, request: LoRARequest, load: Callable[[], bool]) -> bool:
+        """Have vLLM load the adapter before any request needs it."""
+        look = self.look(request)
+        look.too_late |= not look.ended.wait(0.0 if look.too_late else _PATIENCE)
+        try:
+            return load()
+        finally:
+            self.look_again(request)
+
+    def forget_replaced(self) -> None:
+        """vLLM's own prefix cache is empty."""
+        self._looking.submit(self._forget_replaced)
+
+    # -- on the thread that looks ---------------------------------------------------------------
+
+    def _forget_replaced(self) -> None:
+        for adapter in self._loaded.values():
+            adapter.replaces = False
+
+    def _look(self, look: Look, request: LoRARequest) -> None:
+        try:
+            look.adapter = self._find(request, look)
+        except Exception:
+            logger.exception("cannot tell adapters apart; not shared: name=%s", request.lora_name)
+        finally:
+            look.ended.set()
+
+    def _find(self, request: LoRARequest, look: Look) -> Adapter:
         version = _version(request.lora_path)
         adapter = self._loaded.get(request.lora_int_id)
         if adapter is not None and adapter.version == version:
@@ -61,8 +148,18 @@ class Adapters:
         if adapter is not None:
             adapter.changed = True  # running requests compute with both
         adapter = self._loaded[request.lora_int_id] = Adapter(version)
-        if version:
-            self._thread.submit(self._read, adapter, request)
+        former = self._versions.get(request.lora_name, version)
+        self._versions[request.lora_name] = version
+        adapter.replaces = former != version
+        if look.too_late:
+            adapter.changed = True
+            logger.warning(
+                "adapter's files answer too slowly; its rows are not shared: name=%s path=%s",
+                request.lora_name,
+                request.lora_path,
+            )
+        elif version:
+            self._reading.submit(self._read, adapter, request)
         else:
             logger.warning(
                 "adapter has no files here; its rows are not shared: name=%s path=%s",
@@ -70,6 +167,8 @@ class Adapters:
                 request.lora_path,
             )
         return adapter
+
+    # -- on the thread that reads ---------------------------------------------------------------
 
     def _read(self, adapter: Adapter, request: LoRARequest) -> None:
         try:

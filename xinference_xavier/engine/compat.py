@@ -7,13 +7,18 @@ since 0.32, `on_reset_flushed` since 0.33.
 
 import inspect
 import os
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import chain
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.config import CacheConfig, VllmConfig
+from vllm.lora.request import LoRARequest
 from vllm.v1.core import kv_cache_utils
+from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig
 from vllm.v1.kv_offload.base import CanonicalKVCaches, ReqContext
@@ -80,6 +85,30 @@ def copies_blocks(step: SchedulerOutput) -> bool:
         or getattr(step, "partial_tail_offloads", None)
         or (state is not None and state.boundary_state_offloads)
     )
+
+
+def reuses_partial_blocks(kv_cache_manager: KVCacheManager) -> bool:
+    """Whether requests may begin with a part of a block of vLLM's own cache."""
+    return bool(getattr(kv_cache_manager.coordinator, "enable_partial_hash_hits", False))
+
+
+def watch_adapters(load: Callable[[LoRARequest, Callable[[], bool]], bool]) -> None:
+    """Let `load` see each adapter that the engine loads before any request needs it, and do it by
+    calling its second argument. Call it on the thread that makes the engine."""
+    core = _engine_core(sys._getframe())
+    if core is not None:
+        add = core.add_lora
+        core.add_lora = lambda request: load(request, partial(add, request))
+
+
+def _engine_core(frame: FrameType | None) -> Any | None:
+    """vLLM's `EngineCore`, which makes the scheduler and hands it no reference to itself."""
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if "model_executor" in getattr(owner, "__dict__", {}) and hasattr(owner, "add_lora"):
+            return owner
+        frame = frame.f_back
+    return None
 
 
 def load_source(from_peer: bool) -> "CacheHitSource":

@@ -22,7 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import GroupOffloadConfig
 from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, ScheduleEndContext
@@ -33,6 +33,7 @@ from vllm.v1.request import Request
 from xinference_xavier.config import XAVIER, XavierConfig
 from xinference_xavier.engine import compat, namespace
 from xinference_xavier.engine.chunks import chunk_tokens_for, stores_whole_chunks, window_tokens
+from xinference_xavier.engine.guard import SchedulerErrors, guarded, nothing
 from xinference_xavier.engine.idle import Arrivals
 from xinference_xavier.engine.manager import XavierManager
 from xinference_xavier.engine.page_format import page_format
@@ -52,6 +53,8 @@ _NO_CHANGES = ScheduleEndContext([], ())
 
 
 class XavierConnector(WorkerSide):
+    errors: SchedulerErrors
+
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
@@ -83,6 +86,7 @@ class XavierConnector(WorkerSide):
                 ),
             }
         self._asked = False  # vLLM's scheduler, since it built metadata
+        self._is_reset = False  # and nothing was scheduled since
         self._counted = False  # something, since the latest stats
         super().__init__(vllm_config, role, kv_cache_config)
         if role is KVConnectorRole.SCHEDULER:
@@ -112,7 +116,9 @@ class XavierConnector(WorkerSide):
             )
             manager.tier_lookup.idle_wait.arrivals = self._arrivals
             manager.tier_lookup.step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
+            self.errors = manager.errors
             self._manager, self._steps = manager, manager.steps
+            compat.watch_adapters(manager.adapters.load)
 
     def _serving(self, manager: XavierManager) -> Serving:
         groups = manager.selection.groups.values()
@@ -129,11 +135,27 @@ class XavierConnector(WorkerSide):
             config.queue,
             config.role,
             config.prefill_threshold,
+            manager.tier_lookup.mark_key,
         )
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         tokens = min(group.kv_cache_spec.block_size for group in self._groups.values())
         self._workload.free_tokens = lambda: gpu_block_pool.get_num_free_blocks() * tokens
+
+    def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
+        super().bind_kv_cache_manager(kv_cache_manager)
+        self._manager.reuses_partial_blocks = compat.reuses_partial_blocks(kv_cache_manager)
+        reset = kv_cache_manager.reset_prefix_cache
+
+        def reset_both() -> bool:
+            done = reset()
+            self._manager.on_prefix_cache_reset(done)
+            self.reset_cache()
+            return done
+
+        # vLLM does not tell its connector, unless it is asked to. But who resets the prefix cache
+        # has perhaps changed the weights, and our rows are of the old ones.
+        kv_cache_manager.reset_prefix_cache = reset_both  # type: ignore[method-assign]
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self._describe_caches(kv_caches)
@@ -174,8 +196,12 @@ class XavierConnector(WorkerSide):
             request.lora_request,
             request.cache_salt,
         )
-        self._workload.found(request.request_id, request.num_tokens, num_computed_tokens)
+        self._found(request, num_computed_tokens)
         return super().get_num_new_matched_tokens(request, num_computed_tokens)
+
+    @guarded(nothing)
+    def _found(self, request: Request, num_computed_tokens: int) -> None:
+        self._workload.found(request.request_id, request.num_tokens, num_computed_tokens)
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
@@ -195,6 +221,7 @@ class XavierConnector(WorkerSide):
         )
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        self._is_reset = False
         asked, self._asked = self._asked, False
         if asked or not goes_on(scheduler_output):
             self._counted = True
@@ -206,10 +233,14 @@ class XavierConnector(WorkerSide):
             metadata = OffloadingConnectorMetadata({}, {})
             if not self._manager.settled:
                 self._manager.on_schedule_end(_NO_CHANGES)
-        self._steps.begin(step_of(scheduler_output, time.monotonic()))
+        self._begin_step(scheduler_output)
         if scheduler_output.total_num_scheduled_tokens or not self._manager.wait_if_idle():
             return metadata
         return OnlyLoads(**vars(metadata))
+
+    @guarded(nothing)
+    def _begin_step(self, scheduler_output: SchedulerOutput) -> None:
+        self._steps.begin(step_of(scheduler_output, time.monotonic()))
 
     def _check_store(self, job_id: int, job: TransferJob) -> None:
         """Void a store of chunks that miss blocks, in which the blocks behind them move up.
@@ -224,9 +255,12 @@ class XavierConnector(WorkerSide):
             self._manager.void_store(job.req_id, keys)
 
     def reset_cache(self) -> bool | None:
-        self._asked = True
+        if self._is_reset:
+            return True
+        self._asked = self._is_reset = True
         return super().reset_cache()
 
+    @guarded(tuple)
     def take_events(self) -> Iterable[KVCacheEvent]:
         """vLLM calls this once per step, when it has the step's output."""
         self._steps.end(time.monotonic())

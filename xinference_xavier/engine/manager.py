@@ -7,6 +7,7 @@ rows, and only in `on_schedule_end` and `prepare_store`, so a HIT stays one for 
 The manager answers for chunks in the pool, `TierLookup` for all others.
 """
 
+import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict
@@ -29,6 +30,7 @@ from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
 from xinference_xavier.engine.adapters import Adapters
 from xinference_xavier.engine.compat import load_source
+from xinference_xavier.engine.guard import SchedulerErrors, guarded, nothing
 from xinference_xavier.engine.jobs import Jobs
 from xinference_xavier.engine.metrics import HitReporter
 from xinference_xavier.engine.policy.cost_model import CostModel
@@ -46,9 +48,15 @@ from xinference_xavier.tiers.base import Tier
 if TYPE_CHECKING:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+logger = logging.getLogger(__name__)
+
 _EVICTED_AHEAD = 128
 """Rows that a step evicts at most. It takes a tenth of a millisecond, and a step that stores as
 many computes for much longer."""
+
+
+def _nothing_to_store() -> PrepareStoreOutput:
+    return PrepareStoreOutput([], CPULoadStoreSpec([]), [])
 
 
 class XavierManager(OffloadingManager):
@@ -72,8 +80,11 @@ class XavierManager(OffloadingManager):
         self._pool, self._held = pool, pool.held
         self._tier, self._holders = tier, tier.holders
         self._on_shutdown = on_shutdown
+        self.errors = SchedulerErrors(logger)
         self._requests: dict[str, Request] = {}
-        self._adapters = Adapters()
+        self.adapters = Adapters(clock)
+        self._prefix_cache_is_stale = False  # vLLM's own: it may have blocks of other weights
+        self.reuses_partial_blocks = False  # vLLM, without telling us
         self._shares = self._all_share = shares  # all requests, so far
         self._finished_requests = 0
         self._jobs = Jobs(pool)
@@ -114,6 +125,7 @@ class XavierManager(OffloadingManager):
             "vllm": vllm.__version__,
             "hits": asdict(self._hits),
             "requests": self._finished_requests,
+            "scheduler_errors": self.errors.count,
             "longest_scheduling_wait_s": self.tier_lookup.longest_scheduling_wait,
             "prefill_tokens_per_s": rate,
             "seconds_saved": reused / rate if rate else 0.0,
@@ -142,36 +154,67 @@ class XavierManager(OffloadingManager):
         The request's fetches belong to the trace that `trace_headers` names.
         """
         request = self._requests[req_id]
+        reuses = prefix_tokens > 0 or self.reuses_partial_blocks
+        request.looked_up(prefix_tokens, reuses, self._prefix_cache_is_stale)
+        try:
+            self._begin_lookups(request, trace_headers, lora_request, salt)
+        except Exception:
+            self.errors.caught("begin_lookups")
+            request.excluded, self._all_share = True, False
+
+    def _begin_lookups(
+        self,
+        request: Request,
+        trace_headers: Mapping[str, str] | None,
+        lora_request: LoRARequest | None,
+        salt: str | None,
+    ) -> None:
         self.tier_lookup.idle_wait.before_lookups(self._requests.keys(), request.pending)
-        request.looked_up(prefix_tokens)
         if salt is not None and salt.startswith(SALT):
             request.probe, request.given_up, request.counted = salt, True, True
         request.trace_headers = trace_headers
         if lora_request is not None:
             self._all_share = False
-            request.adapter = self._adapters.find(lora_request)
+            if request.adapter is None:
+                request.adapter = self.adapters.look(lora_request)
+            else:
+                self.adapters.look_again(lora_request)
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        row_key: bytes = key
-        if not self._all_share:
-            request = _of(req_context)
-            if not request.shares:
-                return MISS
-            row_key = request.row_key(key)
-        if row_key in self._held and self._pool.lookup(row_key) is not None:
-            return HIT
-        request = self._requests[req_context.req_id]
-        if request.computes_missing and row_key not in self._coming and not self._holders(row_key):
-            return MISS  # most are like this
-        return self.tier_lookup.lookup(row_key, request)
+        try:
+            row_key: bytes = key
+            if not self._all_share:
+                request = _of(req_context)
+                if (waits := self.tier_lookup.wait_for_adapter(key, request)) is not None:
+                    return waits
+                if not request.shares:
+                    return MISS
+                row_key = request.row_key(key)
+            if row_key in self._held and self._pool.lookup(row_key) is not None:
+                return HIT
+            request = self._requests[req_context.req_id]
+            if (
+                request.computes_missing
+                and row_key not in self._coming
+                and not self._holders(row_key)
+            ):
+                return MISS  # most are like this
+            return self.tier_lookup.lookup(row_key, request)
+        except Exception:
+            self.errors.caught("lookup")
+            _of(req_context).given_up = True
+            return MISS
 
+    @guarded(nothing)
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        self.settled = False
         began, evicted = self.tier_lookup.end_pass(), list[bytes]()
         if not began:  # else the step has done enough
             evicted = self._pool.evict_ahead(_EVICTED_AHEAD, self._is_redundant)
             self._tier.on_evicted(evicted)
         self.settled = began is None and not evicted
 
+    @guarded(nothing)
     def count_prompt(
         self, req_id: str, prompt: int, loaded: int, tokens: Sequence[int] | None = None
     ) -> None:
@@ -196,16 +239,18 @@ class XavierManager(OffloadingManager):
         self._hits.remote += remote
         self._hits.computed += max(0, prompt - request.prefix_tokens - loaded)
 
+    @guarded(nothing)
     def on_request_finished(self, req_context: ReqContext) -> None:
-        self._finished_requests += _of(req_context).probe is None
-        # vLLM does not report its own hits. In reverse, so that a prefix is evicted from its end.
         request = self._requests.pop(req_context.req_id)
+        self._finished_requests += request.probe is None
+        # vLLM does not report its own hits. In reverse, so that a prefix is evicted from its end.
         self._pool.touch(reversed(keys := request.row_keys()))
         self.view.finished(keys)
         self.tier_lookup.finished(request)
 
     # -- steps --------------------------------------------------------------------------------
 
+    @guarded(bool)
     def wait_if_idle(self) -> bool:
         """Called in a step without tokens: see `IdleWait.nothing_runs`."""
         return not self.steps.computing and self.tier_lookup.idle_wait.nothing_runs(
@@ -226,6 +271,7 @@ class XavierManager(OffloadingManager):
         self._jobs.begin_load(req_context.req_id, rows)
         return CPULoadStoreSpec([row.slot for row in rows])
 
+    @guarded(nothing)
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         self._jobs.end_load(req_context.req_id)
 
@@ -234,12 +280,13 @@ class XavierManager(OffloadingManager):
         request = _of(req_context)
         return load_source(request.row_key(key) in request.fetched)
 
+    @guarded(_nothing_to_store)
     def prepare_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext
     ) -> PrepareStoreOutput | None:
         request = _of(req_context)
-        if not request.shares:
-            return PrepareStoreOutput([], CPULoadStoreSpec([]), [])
+        if not request.stores:
+            return _nothing_to_store()
         offered = {request.row_key(key): key for key in keys}
         rows, evicted = self._reserve(offered, request.row_keys() or list(offered))
         stored = [offered[row.key] for row in rows]
@@ -265,6 +312,7 @@ class XavierManager(OffloadingManager):
         """vLLM's workers do not get all blocks of these chunks."""
         self._jobs.void_store(req_id, keys)
 
+    @guarded(nothing)
     def complete_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True
     ) -> None:
@@ -283,15 +331,27 @@ class XavierManager(OffloadingManager):
     # -- the whole cache ----------------------------------------------------------------------
 
     def reset_cache(self) -> None:
-        """vLLM forgot all blocks and will not report the jobs under way."""
+        """vLLM forgot all blocks and will not report the jobs under way.
+
+        Requests that go on have blocks from before, until vLLM looks them up again.
+        """
+        for request in self._requests.values():
+            request.stale = True
         self._jobs.reset()
         self.view.reset()
         self.tier_lookup.reset(self._requests.values())
+
+    def on_prefix_cache_reset(self, done: bool) -> None:
+        """vLLM tried to empty its own prefix cache, which it refuses while any block is in use."""
+        self._prefix_cache_is_stale = not done
+        if done:
+            self.adapters.forget_replaced()
 
     def on_reset_flushed(self) -> None:
         """Called by vLLM 0.33 and later, when no job from before the reset is under way."""
         self._jobs.free_stale()
 
+    @guarded(nothing)
     def get_stats(self) -> OffloadingConnectorStats | None:
         return self._hit_reporter.delta()
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from vllm.v1.kv_offload.base import ReqContext
 
-from xinference_xavier.engine.adapters import Adapter, salted
+from xinference_xavier.engine.adapters import Look, salted
 from xinference_xavier.engine.compat import known_keys
 from xinference_xavier.engine.policy.cost_model import CostModel
 from xinference_xavier.engine.policy.prefill_wait import Wait
@@ -28,6 +28,7 @@ MAX_DONORS = 3
 class Request:
     context: ReqContext
     prefix_tokens: int = 0  # at its start that vLLM has in its own cache
+    reuses: bool = False  # blocks of vLLM's own cache, perhaps
     prompt_tokens: int = 0  # with answered ones before a preemption; 0 before its lookups
     missing: int = 0  # of them, still to compute
     reported: bool = False  # to routers
@@ -43,7 +44,8 @@ class Request:
     fetched: set[bytes] = field(default_factory=set)  # keys that arrived from a peer for it
     trace_headers: Mapping[str, str] | None = None
     excluded: bool = False  # neither stores nor loads anything
-    adapter: Adapter | None = None
+    stale: bool = False  # vLLM may have computed its blocks with other weights
+    adapter: Look | None = None
     probe: str | None = None  # the salt of a probe
     asked: bool = False  # the tracker, whether a peer computes its prefix
     wait: Wait | None = None  # for that peer, even if it is over
@@ -60,6 +62,12 @@ class Request:
         known = self.adapter is None or self.adapter.digest is not None
         return known and not self.excluded
 
+    @property
+    def stores(self) -> bool:
+        """Whether its blocks may be stored: they must be its own weights' and its own adapter's."""
+        replaced = self.adapter is not None and self.adapter.replaces
+        return self.shares and not (self.stale or (replaced and self.reuses))
+
     def row_key(self, key: bytes) -> bytes:
         """The pool's key for vLLM's `key`. Call it only if the request `shares`."""
         digest = None if self.adapter is None else self.adapter.digest
@@ -70,9 +78,11 @@ class Request:
         keys = known_keys(self.context) if self.shares else []
         return keys if self.adapter is None else [self.row_key(key) for key in keys]
 
-    def looked_up(self, prefix_tokens: int) -> None:
-        """vLLM is about to look the request up: in its own cache it has `prefix_tokens` of it."""
+    def looked_up(self, prefix_tokens: int, reuses: bool, stale: bool) -> None:
+        """vLLM is about to look the request up: in its own cache it has `prefix_tokens` of it, and
+        perhaps a part of the next block. These may be `stale`; it has no others."""
         self.prefix_tokens = prefix_tokens
+        self.reuses, self.stale = reuses, reuses and stale
         self.counted = self.computes_missing = False
         self.groups = None  # it may have more keys than at the last time
 

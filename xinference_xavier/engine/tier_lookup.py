@@ -17,6 +17,7 @@ few milliseconds (`IdleWait`).
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Iterable
 
 from vllm.v1.kv_offload.base import LookupResult
@@ -67,6 +68,7 @@ class TierLookup:
         self.fetches = Fetches(pool, cost_model, fetch_timeout)
         self.idle_wait = IdleWait()
         self.wait_counts = WaitCounts()
+        self.mark_key = secrets.token_hex(16)  # for routers' marks
         self.longest_scheduling_wait = 0.0  # seconds that a request waited because of us
         self.step_tokens = chunk_tokens  # that the engine computes in one step at most
         self._plans: dict[Request, FetchPlan | None] = {}  # made in this pass
@@ -97,6 +99,20 @@ class TierLookup:
         request.computes_missing = request.asked and request.wait is None and plan is None
         return MISS
 
+    def wait_for_adapter(self, key: bytes, request: Request) -> LookupResult | None:
+        """The answer while nobody has looked at the files of the request's adapter; None then."""
+        look = request.adapter
+        if look is None or look.too_late or look.ended.is_set():
+            return None
+        group = (request.req_id, key[GROUP])
+        if group in self._deferred:
+            return MISS
+        if self._clock() >= look.deadline:
+            look.too_late = True
+            return None
+        self._deferred[group] = 0.0
+        return RETRY
+
     def end_pass(self) -> bool | None:
         """The scheduler has made all lookups of this step. Returns whether a fetch began; None if
         there was nothing to do."""
@@ -104,16 +120,16 @@ class TierLookup:
             self.idle_wait.pass_ended(frozenset(), None, 0.0)
             return None
         begun: list[Fetch] = []
-        deferred = {req_id for req_id, _ in self._deferred}
-        for request, plan in self._plans.items():
+        plans, self._plans = self._plans, {}
+        waiting, self._deferred = self._deferred, {}
+        deferred = {req_id for req_id, _ in waiting}
+        for request, plan in plans.items():
             if plan is not None:
                 begun += self._begin_fetches(request, plan)
                 deferred |= {request.req_id} if request.fetches else set()
-        self._plans.clear()
         if self.fetches:
             self.fetches.settle(self._clock())
-        pause = min(self._deferred.values(), default=0.0)
-        self._deferred.clear()
+        pause = min(waiting.values(), default=0.0)
         self.idle_wait.pass_ended(deferred, begun[-1] if begun else None, pause)
         return bool(begun)
 
@@ -183,6 +199,8 @@ class TierLookup:
         begun: list[Fetch] = []
         fetches = self.fetches.bringing_run(plan.keys)
         if not fetches:
+            if not plan.donors:  # the others' fetches failed meanwhile; the next pass plans anew
+                return []
             fetches = begun = self._new_fetches(request, plan)
         if plan.is_probe:
             return []
@@ -200,16 +218,21 @@ class TierLookup:
         rows = self._reserve(plan.keys, request.row_keys()).rows
         parts = min(len(plan.donors), len(rows))
         fetches = []
-        for part, donor in enumerate(plan.donors[:parts]):
-            share = rows[len(rows) * part // parts : len(rows) * (part + 1) // parts]
-            for row in share:
-                row.origin = row.replicated_from = donor
-            deadline = min(latest, now + self._cost_model.patience(donor, len(share), now))
-            fetch = self._tier.submit_load(donor, share, deadline, request.trace_headers)
-            if fetch is not None:
-                self.fetches.add(fetch, plan.is_probe)
-                self._cost_model.begun(fetch, plan.prefill_seconds, self._clock())
-                fetches.append(fetch)
+        handed_over = 0
+        try:
+            for part, donor in enumerate(plan.donors[:parts]):
+                share = rows[handed_over : len(rows) * (part + 1) // parts]
+                for row in share:
+                    row.origin = row.replicated_from = donor
+                deadline = min(latest, now + self._cost_model.patience(donor, len(share), now))
+                handed_over += len(share)
+                fetch = self._tier.submit_load(donor, share, deadline, request.trace_headers)
+                if fetch is not None:
+                    self.fetches.add(fetch, plan.is_probe)
+                    self._cost_model.begun(fetch, plan.prefill_seconds, self._clock())
+                    fetches.append(fetch)
+        finally:
+            self._pool.abort(*rows[handed_over:])
         self._cost_model.decisions.fetched += bool(fetches) and not plan.is_probe
         return fetches
 
@@ -257,7 +280,7 @@ class TierLookup:
         start = place * size
 
         step = -(-self.step_tokens // size)
-        if (elsewhere := mark_of(request.req_id)) is not None:
+        if (elsewhere := mark_of(request.req_id, self.mark_key)) is not None:
             share = elsewhere.seconds / len(rest)
             claim = Claim(rest, elsewhere.seconds, held_by_peer=len(rest))
             wait = Wait(claim, lambda chunks: chunks * share, step, self._clock())

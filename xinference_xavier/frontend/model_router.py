@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NoReturn
 
 from xinference_xavier.mirror.mirror import Mirror
-from xinference_xavier.protocol.elsewhere import Elsewhere
+from xinference_xavier.protocol.elsewhere import Elsewhere, with_mark
 from xinference_xavier.protocol.load import (
     Load,
     Observation,
@@ -66,6 +66,8 @@ class Route:
     """xinference's name for it."""
     elsewhere: Elsewhere | None = None
     """Which replica prefills it, for the one that answers."""
+    mark_key: str = ""
+    """Of the one that answers."""
     prefill_replica: str = ""
     """xinference's name for that."""
     prefill: asyncio.Future[None] | None = None
@@ -78,6 +80,12 @@ class Route:
         if (prefill := choice.prefill) is not None:
             self.elsewhere, self.prefill_replica = Elsewhere(*prefill), replicas[prefill.replica]
         self.sent, self.lost = now, asyncio.Event()
+
+    def marked(self, name: str) -> str:
+        """The request's `name` for the replica that answers it."""
+        if self.elsewhere is None:
+            return name
+        return with_mark(name, self.elsewhere, self.mark_key)
 
     def headers(self) -> list[tuple[bytes, bytes]]:
         """Of the answer: where the request went, and why, in seconds."""
@@ -128,6 +136,7 @@ class ModelRouter:
         self._queue = Queue(0, PATIENCE)
         self._waiting: dict[str, tuple[Route, asyncio.Future[None]]] = {}
         self._replicas: dict[str, str] = {}  # names, by incarnation
+        self._mark_keys: dict[str, str] = {}  # by incarnation
         self._routes: dict[str, Route] = {}
         # Requests by the ids that replicas know, also those that have ended: they may be reported.
         self._names = _Latest(MAX_NAMES)
@@ -151,6 +160,7 @@ class ModelRouter:
             if self._serving is None:
                 self._begin(load.serving)
             self._replicas[incarnation] = replica
+            self._mark_keys[incarnation] = load.serving.mark_key
             limit = load.serving.request_limit
             report = self._report(load, now - age)
             self._router.report(incarnation, report, limit=math.inf if limit is None else limit)
@@ -186,6 +196,7 @@ class ModelRouter:
 
     def _lost(self, incarnation: str) -> None:
         self._replicas.pop(incarnation, None)
+        self._mark_keys.pop(incarnation, None)
         if self._serving is None:
             return
         for request in self._router.lost(incarnation):
@@ -277,6 +288,7 @@ class ModelRouter:
         if choice is None:
             return False
         route.go(choice, self._replicas, now)
+        route.mark_key = self._mark_keys[choice.replica]
         self._router.sent(route.request, choice, now)
         self._texts.sent(route.request, route.text)
         self._routes[route.request] = route

@@ -37,6 +37,8 @@ class Serving(NamedTuple):
     role: Role = "any"
     prefill_threshold: Count | None = None
     """Tokens beyond which prefills are left to a prefill replica; None if that is predicted."""
+    mark_key: Annotated[str, Field(max_length=64)] = ""
+    """With which routers sign what they tell the replica in a request's id."""
 
 
 class Load(NamedTuple):

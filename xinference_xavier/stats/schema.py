@@ -251,6 +251,10 @@ class ReplicaStats(Counters):
         "longest_scheduling_wait_seconds",
         "The longest time that a request waited for a decision about its fetch.",
     )
+    scheduler_errors: int = metric(
+        "scheduler_errors_total",
+        "Errors of sharing in vLLM's scheduler, each of which cost a hit or a store.",
+    )
     refused_posts: int = metric(
         "backlog_refused_total",
         "Stores, claims and fetches given up because the background thread was behind.",

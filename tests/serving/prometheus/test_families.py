@@ -46,6 +46,7 @@ def stats(**changes: Any) -> dict[str, Any]:
         "warm_join": {"chunks": 27, "seconds": 3.5, "failures": 28},
         "hooks": {"failed": 23, "dropped": 24},
         "refused_posts": 25,
+        "scheduler_errors": 29,
         "transfer_restarts": 1,
         "transfer_failed_calls": 26,
         **changes,
@@ -104,7 +105,7 @@ def test_each_figure_has_its_metric() -> None:
             "fetch_prediction_error_seconds_total", "claimed_prefixes_total", "wait_seconds_total",
             "unreleased_grants_total", "mirror_dropped_chunks_total", "backlog_refused_total",
             "transfer_failed_calls_total", "warm_join_chunks_total", "warm_join_seconds",
-            "warm_join_failures_total",
+            "warm_join_failures_total", "scheduler_errors_total",
         )
     } == {
         "requests_total": 5, "prefill_tokens_per_second": 600.0, "saved_seconds": 7.5,
@@ -116,6 +117,7 @@ def test_each_figure_has_its_metric() -> None:
         "unreleased_grants_total": 21, "mirror_dropped_chunks_total": 22,
         "backlog_refused_total": 25, "transfer_failed_calls_total": 26,
         "warm_join_chunks_total": 27, "warm_join_seconds": 3.5, "warm_join_failures_total": 28,
+        "scheduler_errors_total": 29,
     }  # fmt: skip
     for way, count in (("fetched", 11), ("computed", 12)):
         assert value(found, "fetch_decisions_total", way=way) == count

@@ -60,7 +60,7 @@ async def test_both_replicas_get_the_request_at_the_same_time(serving: Serving) 
     await serving.prefilled()
     assert await serving.asked("prefill") == ["r:prefill"]
     (name,) = await serving.asked("decode")
-    elsewhere = mark_of(name)
+    elsewhere = mark_of(name, "")
     assert elsewhere is not None
     assert elsewhere.replica == "prefill now"
     assert serving.cluster.router.loads()["prefill"].requests == 0

@@ -15,7 +15,6 @@ import xoscar as xo
 
 from xinference_xavier.errors import XavierError
 from xinference_xavier.frontend.model_router import ModelRouter, Route
-from xinference_xavier.protocol.elsewhere import with_mark
 from xinference_xavier.runtime.tasks import spawn
 from xinference_xavier.serving.routing.prefill import prefill
 
@@ -61,9 +60,8 @@ class RoutedModel:
         return await self._request("chat", args, kwargs)
 
     async def abort_request(self, name: str, *args: Any) -> Any:
-        elsewhere = self._route.elsewhere
-        if name == self._name and elsewhere is not None:
-            name = with_mark(name, elsewhere)
+        if name == self._name:
+            name = self._route.marked(name)
         return await self._model.abort_request(name, *args)
 
     async def _request(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -74,7 +72,7 @@ class RoutedModel:
             route.prefill = spawn(
                 prefill(self._router, route, self._connect, method, args, {**kwargs})
             )
-            kwargs["request_id"] = with_mark(self._name, route.elsewhere)
+            kwargs["request_id"] = route.marked(self._name)
         self._router.named(route, kwargs["request_id"])
 
         async def ask() -> Any:

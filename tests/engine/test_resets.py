@@ -1,0 +1,133 @@
+"""Whoever resets vLLM's prefix cache may have changed the weights: nothing from before is used.
+
+vLLM's own scheduler, with our connector and a pool.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from vllm.v1.kv_cache_interface import KVCacheConfig
+
+from tests.engine.vllm_scheduler import Engine, engine_config
+
+PROMPT = list(range(300, 300 + 300))
+"""Two whole chunks and a bit."""
+Reset = Callable[[Engine], bool]
+
+
+def vllms_own(engine: Engine) -> bool:
+    return engine.scheduler.reset_prefix_cache()
+
+
+def with_the_connector(engine: Engine) -> bool:
+    return engine.scheduler.reset_prefix_cache(reset_connector=True)
+
+
+def with_all_that_runs(engine: Engine) -> bool:
+    return engine.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+
+
+@pytest.fixture
+def engine(
+    model_folder: Path, cache_config: KVCacheConfig, monkeypatch: pytest.MonkeyPatch
+) -> Engine:
+    return Engine(engine_config(model_folder), cache_config, monkeypatch)
+
+
+def ready(engine: Engine) -> int:
+    return engine.own.pool.counts().ready
+
+
+def hold(engine: Engine) -> None:
+    """Compute and store the prompt."""
+    engine.ask("before", PROMPT, tokens=2)
+    engine.run()
+    engine.step()  # in which the last store ends
+    assert ready(engine) == 2
+
+
+def computed(engine: Engine, name: str, tokens: int = 2) -> int:
+    """The prompt's tokens that the engine computes in the first step of a request for it."""
+    engine.ask(name, PROMPT, tokens)
+    return engine.step().num_scheduled_tokens.get(name, 0)
+
+
+@pytest.mark.parametrize("reset", [vllms_own, with_the_connector, with_all_that_runs])
+def test_no_row_from_before_is_loaded(engine: Engine, reset: Reset) -> None:
+    hold(engine)
+    assert reset(engine)
+    assert ready(engine) == 0
+    assert computed(engine, "after") == len(PROMPT)
+    engine.run()
+    engine.step()
+    assert ready(engine) == 2, "what is computed since is stored"
+
+
+@pytest.mark.parametrize("reset", [vllms_own, with_the_connector])
+def test_a_request_that_goes_on_stores_nothing_that_it_computed_before(
+    engine: Engine, reset: Reset
+) -> None:
+    """vLLM offers all of its chunks again, from the first on."""
+    assert computed(engine, "runs", tokens=100) == len(PROMPT)
+    assert not reset(engine), "vLLM refuses while blocks are in use"
+    engine.run()
+    engine.step()
+    assert ready(engine) == 0
+
+
+def test_blocks_that_vllm_refused_to_forget_are_not_stored(engine: Engine) -> None:
+    assert computed(engine, "runs", tokens=100) == len(PROMPT)
+    assert not vllms_own(engine)
+    assert computed(engine, "hit") < len(PROMPT), "vLLM's own cache still has the old blocks"
+    engine.run()
+    engine.step()
+    assert ready(engine) == 0
+    assert vllms_own(engine)
+    assert computed(engine, "after") == len(PROMPT)
+    engine.run()
+    engine.step()
+    assert ready(engine) == 2
+
+
+def test_a_request_that_is_preempted_for_the_reset_stores_what_it_computes_afterwards(
+    engine: Engine,
+) -> None:
+    assert computed(engine, "runs") == len(PROMPT)
+    assert with_all_that_runs(engine)
+    assert ready(engine) == 0
+    engine.run()
+    engine.step()
+    assert ready(engine) == 2
+
+
+def test_two_resets_in_a_row_are_one(engine: Engine) -> None:
+    """Also while jobs are under way."""
+    assert computed(engine, "runs", tokens=100) == len(PROMPT)
+    engine.step()
+    for reset in (vllms_own, with_the_connector, with_all_that_runs):
+        reset(engine)
+    engine.run()
+    engine.step()
+    counts = engine.own.pool.counts()
+    assert (counts.filling, counts.pinned) == (0, 0)
+
+
+def test_a_refused_reset_leaves_the_engine_alive(engine: Engine) -> None:
+    """vLLM preempts all that runs, then refuses because another request loads. Up to 0.32 it fails
+    in the next step if a preempted request loads then."""
+    hold(engine)
+    engine.forget()
+    engine.ask("runs", range(1000, 1140), tokens=100)
+    for _ in range(3):  # its chunks are stored
+        engine.step()
+    engine.ask("loads", PROMPT[:140], tokens=2)
+    loading = engine.begin_step()
+    assert "loads" not in loading.num_scheduled_tokens
+    with pytest.raises(RuntimeError, match="Failed to reset KV cache"):
+        with_all_that_runs(engine)
+    engine.end_step(loading)
+    engine.run()
+    assert ready(engine) == 0
