@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.engine.scheduling import CHUNK, Clock, Scheduling, assert_nothing_left, chunks
-from xinference_xavier.engine.probes import AUDIT_INTERVAL, AUDIT_SHARE, SALT, Probes
+from xinference_xavier.engine.probes import AUDIT_INTERVAL, AUDIT_SHARE, CANARY, Probes
 from xinference_xavier.pool.pool import Row
 from xinference_xavier.replica.canary import Sketch
 
@@ -50,11 +50,12 @@ class Scene:
 
 class TestCanary:
     def test_it_is_one_chunk_and_equal_everywhere(self) -> None:
-        canary = Scene().probes.next()
-        assert canary == Scene().probes.next()
+        canary, other = Scene().probes.next(), Scene().probes.next()
         assert canary is not None
+        assert other is not None
+        assert canary.tokens == other.tokens
         assert len(canary.tokens) == CHUNK + 1
-        assert canary.salt.startswith(SALT)
+        assert canary.salt != other.salt, "or a client could guess it"
 
     def test_it_has_no_special_tokens(self) -> None:
         """They are at the ends of a vocabulary."""
@@ -71,7 +72,7 @@ class TestCanary:
         scene.probes.stored(canary.salt, [Row(b"hash\0\0\0\1", 0)])
         assert scene.probes.next() is None
         (result,) = scene.probes.take_results()
-        assert (result.key, result.sketch) == (b"hash", scene.samples.sample([1]))
+        assert (result.key, result.sketch) == (CANARY, scene.samples.sample([1]))
         assert scene.probes.take_results() == []
 
 
@@ -123,6 +124,15 @@ class TestAudit:
         scene.computed += 1
         assert scene.probes.next() is not None
 
+    def test_it_counts_once_however_many_groups_are_stored(self) -> None:
+        scene = Scene().after_canary()
+        self.audit(scene)
+        probe = scene.probes.next()
+        assert probe is not None
+        for _ in range(2):
+            scene.probes.stored(probe.salt, [Row(b"again", 1)])
+        assert len(scene.probes.take_results()) == 1
+
     def test_it_can_be_switched_off(self) -> None:
         scene = Scene(audits=False).after_canary()
         self.audit(scene)
@@ -139,7 +149,9 @@ class TestRequest:
         keys = chunks("canary", 1)
         vllm.tier.peers_hold(a=keys)
         request = vllm.arrive("probe", keys)
-        vllm.manager.begin_lookups("probe", 0, salt=f"{SALT}-canary")
+        canary = scene.probes.next()
+        assert canary is not None
+        vllm.manager.begin_lookups("probe", 0, salt=canary.salt)
         assert vllm.manager.lookup(keys[0], request.context).name == "MISS"
         vllm.end_step()
         vllm.schedule(request, 0)
@@ -150,9 +162,25 @@ class TestRequest:
         assert vllm.pool.lookup(keys[0]) is None
         assert_nothing_left(vllm)
         (result,) = scene.probes.take_results()
-        assert result.key == keys[0][:-4]
+        assert result.key == CANARY
         stats = vllm.manager.stats()
         assert (stats["requests"], stats["hits"]["computed"]) == (0, 0)
+
+    @pytest.mark.parametrize("salt", ["xavier-probe-canary", f"xavier-probe-{CHUNK}"])
+    def test_a_clients_salt_makes_no_probe(self, salt: str) -> None:
+        vllm = Scheduling()
+        scene = Scene()
+        vllm.manager.view.probes = scene.probes
+        keys = chunks("prompt", 1)
+        request = vllm.arrive("r", keys)
+        vllm.manager.begin_lookups("r", 0, salt=salt)
+        vllm.end_step()
+        vllm.stored(request, vllm.begin_store(request, keys))
+        vllm.finish(request)
+        assert vllm.pool.lookup(keys[0]) is not None
+        assert scene.probes.take_results() == []
+        assert scene.probes.next() is not None, "the canary is still to be computed"
+        assert vllm.manager.stats()["requests"] == 1
 
     def test_a_loaded_prompt_is_a_candidate(self) -> None:
         vllm = Scheduling()
@@ -177,7 +205,7 @@ class TestReset:
         scene = Scene().after_canary()
         assert scene.probes.next() is None
         scene.probes.reset()
-        assert scene.probes.next() == Scene().probes.next()
+        assert scene.probes.next() is not None
 
     def test_rows_from_before_are_not_audited(self) -> None:
         scene = Scene().after_canary()

@@ -34,7 +34,6 @@ from xinference_xavier.engine.metrics import HitReporter
 from xinference_xavier.engine.policy.cost_model import CostModel
 from xinference_xavier.engine.policy.donor_selection import DonorSelection
 from xinference_xavier.engine.policy.prefill_rate import PrefillRate
-from xinference_xavier.engine.probes import SALT
 from xinference_xavier.engine.request import Request
 from xinference_xavier.engine.steps import Steps
 from xinference_xavier.engine.tier_lookup import HIT, MISS, TierLookup
@@ -144,7 +143,7 @@ class XavierManager(OffloadingManager):
         request = self._requests[req_id]
         self.tier_lookup.idle_wait.before_lookups(self._requests.keys(), request.pending)
         request.looked_up(prefix_tokens)
-        if salt is not None and salt.startswith(SALT):
+        if salt is not None and self.view.is_probe(salt):
             request.probe, request.given_up, request.counted = salt, True, True
         request.trace_headers = trace_headers
         if lora_request is not None:

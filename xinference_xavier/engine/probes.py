@@ -2,8 +2,8 @@
 
 The first is the canary, equal in all engines of a model: see `replica.canary`. The others are
 audits: the first chunk of a prompt, whose rows were fetched or loaded, computed again. xinference's
-worker takes them from `next` and gives them to the model as requests of their own, which have our
-salt. Their rows are sampled and dropped.
+worker takes them from `next` and gives them to the model as requests of their own. Their salts are
+secrets of this process, as clients choose salts, too. Their rows are sampled and dropped.
 
 Threading: `next` and `take_results` are for the replica's background thread, everything else is
 for the scheduler thread.
@@ -11,17 +11,17 @@ for the scheduler thread.
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from xinference_xavier.engine.request import GROUP
 from xinference_xavier.engine.sketches import Sketcher
 from xinference_xavier.pool.pool import Row
 from xinference_xavier.replica.canary import Probe, ProbeResult, Sketch, difference
 
-SALT = "xavier-probe"
-"""How the salts of probes begin; no other prompt has their keys."""
+CANARY = b"canary"
+"""What peers call the canary's chunk: its own key depends on the salt."""
 AUDIT_INTERVAL = 60.0
 AUDIT_SHARE = 1000
 """At most one token is audited for this many computed ones."""
@@ -55,7 +55,7 @@ class Probes:
         self._audits = audits
         self._can_audit = can_audit
         self._clock = clock
-        self._first = Probe(_canary(chunk_tokens, vocabulary), f"{SALT}-canary")
+        self._first = Probe(_canary(chunk_tokens, vocabulary), _salt())
         self._canary: Probe | None = self._first  # None once it was computed
         self._candidate: _Audit | None = None
         self._running: dict[str, _Audit] = {}  # by salt
@@ -75,14 +75,18 @@ class Probes:
             return None
         self._candidate, self._audited = None, tokens
         self._next_audit = now + AUDIT_INTERVAL
-        salt = f"{SALT}-{self._audited}"
-        self._running = {salt: candidate}
-        return Probe([*candidate.tokens, candidate.tokens[0]], salt)
+        probe = Probe([*candidate.tokens, candidate.tokens[0]], _salt())
+        self._running = {probe.salt: candidate}
+        return probe
 
     def take_results(self) -> list[ProbeResult]:
         return [self._results.popleft() for _ in range(len(self._results))]
 
     # -- called by the scheduler thread -------------------------------------------------------
+
+    def has(self, salt: str) -> bool:
+        """Whether it is a probe's."""
+        return salt == self._first.salt or salt in self._running
 
     def reset(self) -> None:
         """The engine's weights may have changed: compute the canary again, and audit nothing from
@@ -104,13 +108,21 @@ class Probes:
         sketch = self._sketcher.sample(rows)
         if not sketch:
             return
-        audit = self._running.pop(salt, None)
+        audit = self._running.get(salt)
         if audit is None:
-            self._canary = None
-            self._results.append(ProbeResult(rows[0].key[: GROUP.start], sketch))
+            if salt == self._first.salt:  # else it is an audit that a reset ended
+                self._canary = None
+                self._results.append(ProbeResult(CANARY, sketch))
             return
+        if not sketch.keys() & audit.sketch.keys():  # rows of another KV-cache group
+            return
+        del self._running[salt]
         found = difference(audit.sketch, sketch)
         self._results.append(ProbeResult(None, sketch, audit.donor, found))
+
+
+def _salt() -> str:
+    return f"xavier-probe-{secrets.token_hex(16)}"
 
 
 def _canary(chunk_tokens: int, vocabulary: int) -> list[int]:

@@ -48,6 +48,10 @@ class EngineView:
     def next_probe(self) -> Probe | None:
         return None if self.probes is None else self.probes.next()
 
+    def is_probe(self, salt: str) -> bool:
+        """Called by the scheduler thread: see `Probes`."""
+        return self.probes is not None and self.probes.has(salt)
+
     def reset(self) -> None:
         """Called by the scheduler thread."""
         if self.probes is not None:
