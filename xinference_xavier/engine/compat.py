@@ -109,11 +109,6 @@ def group_number(group: OffloadingGroupConfig, place: int) -> int:
     return getattr(group, "group_id", place)
 
 
-def cache_layout(cache: CacheConfig) -> str | None:
-    """vLLM's layout of its KV cache. None up to 0.28, where the offloading connector chooses it."""
-    return getattr(cache, "kv_cache_layout", None)
-
-
 def cpu_kernel(vllm_config: VllmConfig, spec: AttentionSpec) -> str:
     """The CPU backend's attention kernel for a layer, for example "amx".
 
