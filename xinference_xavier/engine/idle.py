@@ -16,12 +16,12 @@ import threading
 import time
 from collections.abc import Callable, Set
 from queue import Queue
-from types import FrameType
 from typing import Any
 
 from vllm.config import VllmConfig
 
 from xinference_xavier.engine.jobs import Jobs
+from xinference_xavier.engine.own_requests import engine_core
 from xinference_xavier.tiers.base import Fetch
 
 _MAX_WAIT = 0.005  # seconds for a fetch, at a time
@@ -44,7 +44,8 @@ class Arrivals:
         parallel = config.parallel_config
         if parallel.pipeline_parallel_size > 1 or parallel.data_parallel_size > 1:
             return None
-        return cls(_input_queue(sys._getframe()))
+        core = engine_core(sys._getframe())
+        return cls(None if core is None else core.input_queue)
 
     def wait(self, ended: Callable[[float], object], seconds: float) -> None:
         """Wait until something arrives, for `seconds` at most, or until `ended` is true, which
@@ -56,19 +57,6 @@ class Arrivals:
         while self._received.empty() and (left := until - time.monotonic()) > 0:
             if ended(min(left, _SLICE)):
                 return
-
-
-def _input_queue(frame: FrameType | None) -> Queue[Any] | None:
-    """vLLM's `EngineCoreProc` makes it before the rest of the engine, and its own thread fills it.
-
-    An engine without a process of its own has none: its caller's thread runs the steps.
-    """
-    while frame is not None:
-        received = getattr(frame.f_locals.get("self"), "__dict__", {}).get("input_queue")
-        if isinstance(received, Queue):
-            return received
-        frame = frame.f_back
-    return None
 
 
 class IdleWait:
