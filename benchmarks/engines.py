@@ -24,7 +24,6 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 import psutil
-import xoscar
 
 from benchmarks import forking
 from benchmarks.asynchronous import schedule_asynchronously
@@ -37,7 +36,6 @@ from xinference_xavier.errors import NotSharing
 from xinference_xavier.kv_transfer_config import kv_transfer_config
 from xinference_xavier.protocol.tracker import Member
 from xinference_xavier.replica.peer_tier import GATHER
-from xinference_xavier.runtime.addresses import replica_uid
 from xinference_xavier.tracker.fanout import flush_all
 
 CHUNK = 128
@@ -54,6 +52,7 @@ _START_TIMEOUT = 480.0
 _STOP_TIMEOUT = 20.0
 _PATIENCE = 300.0
 _INTERVAL = 0.02
+_CANARIES = 2  # that each engine computes: a short one and a long one
 _CLONE_NEWNET = 0x40000000  # of linux/sched.h; Python 3.12 has os.setns
 SETTLE = GATHER + 0.1
 """Seconds until what was stored is in every mirror; more than is ever needed."""
@@ -329,24 +328,18 @@ class Fleet:
         return all(replicas.get(name, {}).get("stats", {}).get("transfer_pid") for name in names)
 
     def _compare(self) -> None:
-        """Have each engine compute the canary, as xinference's worker does."""
+        """Wait until each engine has computed both canaries, and trusts its like."""
         sharing = {
-            name: replica
+            name
             for name, replica in self.replicas().items()
             if replica["stats"]["not_sharing"] != NotSharing.NO_PREFIX_CACHING
         }
-        for name, replica in sharing.items():
-            engine, _, rank = name.partition("_dp")
-            actor = self.run(xoscar.actor_ref(replica["address"], replica_uid(name)))
-            tokens, salt = self.run(actor.next_probe())
-            prompt = {"prompt_token_ids": tokens, "cache_salt": salt}
-            settings = {"max_tokens": 1, "detokenize": False}
-            self[engine].do("generate", prompt, settings, None, int(rank) if rank else None)
 
         def have_compared() -> bool:
             groups = self.run(self.actor.status())["namespaces"].values()
             return all(
                 replica["stats"]["comparison"]["compared"] == len(group["replicas"]) - 1
+                and replica["stats"]["comparison"]["canaries"] == _CANARIES
                 for group in groups
                 for replica in group["replicas"]
                 if replica["incarnation"] in sharing

@@ -36,7 +36,7 @@ from xinference_xavier.pool.region import Region
 from xinference_xavier.pool.sweep import shared_keys
 from xinference_xavier.protocol.load import Load, ScheduledPrompt
 from xinference_xavier.protocol.tracker import tracker_uid
-from xinference_xavier.replica.canary import Probe, ProbeResult, Sketch
+from xinference_xavier.replica.canary import ProbeResult, Sketch
 from xinference_xavier.replica.explain import Chunked, Chunker
 from xinference_xavier.replica.kept_prefixes import ComputedPrefix
 from xinference_xavier.replica.replica import Replica
@@ -112,7 +112,6 @@ class _Engine:
         self.comparable = False
         self.sketch: Callable[[bytes], Sketch | None] = lambda key: None
         self.counted: dict[str, Any] = {}
-        self.probe: Probe | None = None
         self.results: list[ProbeResult] = []
         self.load: Callable[[], Load | None] = lambda: None
         self.take_prompts: Callable[[], tuple[ScheduledPrompt, ...]] = lambda: ()
@@ -123,14 +122,11 @@ class _Engine:
     def stats(self) -> Callable[[], dict[str, Any]]:
         return lambda: self.counted
 
-    def next_probe(self) -> Probe | None:
-        return self.probe
-
     def take_finished(self) -> list[Sequence[bytes]]:
         finished, self.finished = self.finished, []
         return finished
 
-    def take_probe_results(self) -> list[ProbeResult]:
+    def work_on_probes(self) -> list[ProbeResult]:
         results, self.results = self.results, []
         return results
 
@@ -295,6 +291,11 @@ class _Inside:
 
     def stats(self) -> dict[str, Any]:
         return self.replica.stats()
+
+    def probed(self, name: bytes, factor: float) -> None:
+        """As if the engine had computed the canary `name`."""
+        sketch = {"layer": ("float32", [factor] * 32)}
+        self.engine.results.append(ProbeResult(name, sketch))
 
     def count(self, engine_stats: dict[str, Any]) -> None:
         """Set the engine's counts."""

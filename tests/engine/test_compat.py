@@ -11,7 +11,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from vllm.config import CacheConfig
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -68,7 +67,6 @@ def test_a_hash_that_can_collide_keeps_its_random_seed(
 def test_fields_that_only_some_versions_have_are_optional() -> None:
     cache = KVCacheConfig(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=[])
     assert not compat.keeps_cache_in_host_memory(cache)
-    assert compat.cache_layout(CacheConfig()) is None
     group = SimpleNamespace(tokens_per_block=16)
     assert compat.group_number(group, 3) == 3  # type: ignore[arg-type]
     group.group_id = 5

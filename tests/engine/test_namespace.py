@@ -6,8 +6,9 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from copy import copy
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,13 +17,17 @@ import pytest
 import torch
 import vllm
 from safetensors.torch import load_file, save_file
-from vllm.config import VllmConfig
+from vllm.config import KVTransferConfig, MultiModalConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms.interface import DeviceCapability
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
+from xinference_xavier.config import XavierConfig
+from xinference_xavier.engine import configuration
 from xinference_xavier.engine import namespace as module
+from xinference_xavier.engine.configuration import is_irrelevant
 from xinference_xavier.engine.namespace import digest, weights_fingerprint
+from xinference_xavier.kv_transfer_config import kv_transfer_config
 
 CHUNK_TOKENS = 256
 
@@ -72,11 +77,37 @@ def test_it_does_not_depend_on_where_the_model_is(
     assert namespace(engine_config(folder), cache_config) == own
 
 
-def test_arguments_that_change_no_byte_do_not_matter(
-    own: str, model_folder: Path, cache_config: KVCacheConfig
+def test_replicas_of_one_launch_match_wherever_they_run(
+    own: str, model_folder: Path, cache_config: KVCacheConfig, tmp_path: Path
 ) -> None:
-    config = engine_config(model_folder, max_model_len=1024, max_num_seqs=3)
+    """On hosts with other folders, addresses and amounts of memory."""
+    folder = shutil.copytree(model_folder, tmp_path / "copy")
+    config = engine_config(
+        folder,
+        gpu_memory_utilization=0.5,
+        num_gpu_blocks_override=77,
+        kv_cache_memory_bytes=1 << 30,
+        max_num_seqs=3,
+        max_num_batched_tokens=512,
+        seed=7,
+        served_model_name="another",
+        download_dir=str(tmp_path),
+        kv_transfer_config=KVTransferConfig(**kv_transfer_config(XavierConfig("m", "h:1"))),
+    )
+    parallel = config.parallel_config
+    parallel.data_parallel_rank = parallel.rank = 1
+    parallel.data_parallel_master_ip, parallel.data_parallel_master_port = "10.0.0.1", 4711
+    config.cache_config.num_gpu_blocks = 77
     assert namespace(config, replace(cache_config, num_blocks=99)) == own
+
+
+def test_each_field_has_a_name_that_an_operator_knows(
+    config: VllmConfig, cache_config: KVCacheConfig
+) -> None:
+    found = module.readable(module.fingerprint_fields(config, cache_config, CHUNK_TOKENS))
+    assert found["model.max_model_len"] == "2048"
+    assert found["model.hf_config.rms_norm_eps"] == "1e-06"
+    assert found["parallel.tensor_parallel_size"] == "1"
 
 
 def test_other_weights_of_the_same_shape(
@@ -106,25 +137,6 @@ def test_a_fine_tune_of_one_tensor(
     assert namespace(engine_config(folder), cache_config) != own
 
 
-def test_long_rope_depends_on_the_longest_possible_prompt(
-    model_folder: Path, cache_config: KVCacheConfig
-) -> None:
-    """It chooses its factors by that limit, for all prompts."""
-    rope = {
-        "rope_type": "longrope",
-        "rope_theta": 10000.0,
-        "short_factor": [1.0] * 32,
-        "long_factor": [2.0] * 32,
-        "original_max_position_embeddings": 1024,
-    }
-    overrides = {"rope_parameters": rope}
-    short, long = (
-        engine_config(model_folder, max_model_len=length, hf_overrides=overrides)
-        for length in (1024, 2048)
-    )
-    assert namespace(short, cache_config) != namespace(long, cache_config)
-
-
 def test_another_protocol_version(
     own: str, config: VllmConfig, cache_config: KVCacheConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -150,7 +162,8 @@ def test_another_architecture_over_the_same_weights(
         {"prefix_caching_hash_algo": "sha256_cbor"},
         {"kv_cache_dtype": "fp8_e5m2"},
         {"hf_overrides": {"rope_parameters": {"rope_theta": 500.0, "rope_type": "default"}}},
-        {"revision": "another"},
+        {"max_model_len": 1024},
+        {"override_generation_config": {"attn_temperature_tuning": True}},
     ],
     ids=lambda arguments: next(iter(arguments)),
 )
@@ -160,28 +173,144 @@ def test_another_engine_argument(
     assert namespace(engine_config(model_folder, **arguments), cache_config) != own
 
 
-@pytest.mark.parametrize(
-    ("part", "name", "value"),
-    [
-        ("model_config", "quantization", "fp8"),
-        ("cache_config", "kv_cache_layout", "LBHNC"),
-        ("parallel_config", "tensor_parallel_size", 2),
-        ("parallel_config", "pipeline_parallel_size", 2),
-        ("parallel_config", "decode_context_parallel_size", 2),
-        ("parallel_config", "world_size", 2),
-    ],
-)
-def test_arguments_that_this_machine_does_not_support(
-    own: str,
-    config: VllmConfig,
-    cache_config: KVCacheConfig,
-    monkeypatch: pytest.MonkeyPatch,
-    part: str,
-    name: str,
-    value: object,
+def leaves(part: Any, prefix: str = "") -> Iterator[tuple[Any, str, str]]:
+    """Each field with its owner and path. An irrelevant part is one field."""
+    for field in fields(part):
+        path, value = prefix + field.name, getattr(part, field.name)
+        if not is_irrelevant(path) and is_dataclass(value) and not hasattr(value, "to_dict"):
+            yield from leaves(value, f"{path}.")
+        else:
+            yield part, field.name, path
+
+
+def set_to(owner: Any, name: str, value: object) -> None:
+    """Without vLLM's checks: this machine does not support every value."""
+    object.__setattr__(owner, name, value)
+
+
+def with_all_parts(model_folder: Path) -> VllmConfig:
+    """One in which the parts that most engines lack are not None."""
+    config = engine_config(model_folder, enable_lora=True)
+    draft = {"method": "draft_model", "num_speculative_tokens": 3, "model": str(model_folder)}
+    config.speculative_config = engine_config(
+        model_folder, speculative_config=draft
+    ).speculative_config
+    config.model_config.multimodal_config = MultiModalConfig()
+    return config
+
+
+def test_every_field_counts_unless_it_is_known_not_to(model_folder: Path) -> None:
+    config = with_all_parts(model_folder)
+    before = configuration.fields(config, str)
+    wrong = []
+    for owner, name, path in leaves(config):
+        value = getattr(owner, name)
+        set_to(owner, name, "another value")
+        counts = configuration.fields(config, str) != before
+        set_to(owner, name, value)
+        if counts is is_irrelevant(path):
+            wrong.append(path)
+    assert wrong == []
+
+
+OTHER_VERSIONS = {
+    "cache_config.simple_cpu_offload_num_blocks",
+    "cache_config.user_specified_mamba_block_size",
+    "logging_config",
+    "watchdog_config",
+    "watermark_config",
+}
+
+
+def test_what_does_not_matter_exists(model_folder: Path) -> None:
+    """A field that vLLM renames counts under its new name."""
+    known = {path for _, _, path in leaves(with_all_parts(model_folder))}
+    named = {name for names in configuration.IRRELEVANT.values() for name in names}
+    assert named - known <= OTHER_VERSIONS
+
+
+def test_a_field_that_only_another_vllm_has(
+    own: str, config: VllmConfig, cache_config: KVCacheConfig
 ) -> None:
-    monkeypatch.setattr(getattr(config, part), name, value, raising=False)  # vLLM 0.27 lacks one
-    assert namespace(config, cache_config) != own
+    @dataclass
+    class Newer(type(config.attention_config)):  # type: ignore[misc]
+        rotate_twice: bool = True
+
+    newer = copy(config)
+    set_to(newer, "attention_config", Newer())
+    assert namespace(newer, cache_config) != own
+
+
+@pytest.mark.parametrize(
+    "name", ["generation_config.json", "preprocessor_config.json", "modeling_own.py"]
+)
+def test_a_file_that_says_how_to_compute(
+    own: str, model_folder: Path, cache_config: KVCacheConfig, tmp_path: Path, name: str
+) -> None:
+    folder = shutil.copytree(model_folder, tmp_path / "other")
+    (folder / name).write_text('{"size": 99}')
+    assert namespace(engine_config(folder), cache_config) != own
+
+
+@pytest.mark.parametrize("name", ["README.md", "tokenizer_config.json", ".gitattributes"])
+def test_a_file_that_does_not(
+    own: str, model_folder: Path, cache_config: KVCacheConfig, tmp_path: Path, name: str
+) -> None:
+    folder = shutil.copytree(model_folder, tmp_path / "other")
+    (folder / name).write_text("{}")
+    assert namespace(engine_config(folder), cache_config) == own
+
+
+def test_what_a_value_says_counts_and_not_where_it_is(tmp_path: Path) -> None:
+    one, same, other = (tmp_path / name for name in ("one", "same", "other"))
+    for file, text in ((one, "1"), (same, "1"), (other, "2")):
+        file.write_text(text)
+    assert module.contents(one) == module.contents(same) != module.contents(other)
+    assert module.contents(tmp_path / "none") == str(tmp_path / "none")
+
+
+class TestHub:
+    """A model that is named, not given as a folder."""
+
+    def cached(self, cache: Path, model_folder: Path, commit: str, value: int) -> None:
+        """As the hub's client keeps it: snapshots by commit, and the commit that "main" is."""
+        repository = cache / "models--org--name"
+        snapshot = shutil.copytree(model_folder, repository / "snapshots" / commit)
+        weights = snapshot / "model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:-8] + bytes([value] * 8))
+        (repository / "refs").mkdir(exist_ok=True)
+        (repository / "refs" / "main").write_text(commit)
+
+    def fingerprint(
+        self, config: VllmConfig, cache_config: KVCacheConfig, cache: Path, revision: str | None
+    ) -> str:
+        named = copy(config)
+        set_to(named, "model_config", copy(config.model_config))
+        set_to(named, "load_config", copy(config.load_config))
+        set_to(named.model_config, "model", "org/name")
+        set_to(named.model_config, "revision", revision)
+        set_to(named.load_config, "download_dir", str(cache))
+        return namespace(named, cache_config)
+
+    def test_its_files_in_the_local_cache_count(
+        self, config: VllmConfig, cache_config: KVCacheConfig, model_folder: Path, tmp_path: Path
+    ) -> None:
+        found = []
+        for number, commit in enumerate(("a" * 40, "b" * 40)):
+            self.cached(tmp_path, model_folder, commit, number)
+            found.append(self.fingerprint(config, cache_config, tmp_path, None))
+            by_commit = self.fingerprint(config, cache_config, tmp_path, commit)
+            assert by_commit == found[-1], "main is this commit"
+        assert found[0] != found[1]
+
+    def test_without_them_its_name_and_revision_do(
+        self, config: VllmConfig, cache_config: KVCacheConfig, tmp_path: Path
+    ) -> None:
+        one, other = (
+            self.fingerprint(config, cache_config, tmp_path, revision)
+            for revision in (None, "another")
+        )
+        assert one != other
 
 
 @pytest.mark.parametrize(

@@ -1,17 +1,32 @@
-"""An engine asks for probes to be computed, whose rows are neither found nor counted."""
+"""An engine computes probes, whose rows are sampled on another thread, and neither found nor
+counted."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from queue import Queue
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequestType
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.engine.output_processor import OutputProcessor
+from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from tests.engine.scheduling import CHUNK, Clock, Scheduling, assert_nothing_left, chunks
-from xinference_xavier.engine.probes import AUDIT_INTERVAL, AUDIT_SHARE, SALT, Probes
-from xinference_xavier.pool.pool import Row
-from xinference_xavier.replica.canary import Sketch
+from tests.engine.vllm_scheduler import BLOCK_TOKENS, Engine, engine_config
+from xinference_xavier.engine.own_requests import OwnRequests
+from xinference_xavier.engine.probes import AUDIT_INTERVAL, AUDIT_SHARE, DEEP, Probe, Probes
+from xinference_xavier.engine.request import GROUP
+from xinference_xavier.pool.pool import Pool, Row
+from xinference_xavier.replica.canary import ProbeResult, Sketch
 
 VOCABULARY = 999
+LONG = (DEEP // CHUNK + 1) * CHUNK
+"""Where the long canary ends."""
 
 
 class Samples:
@@ -19,114 +34,329 @@ class Samples:
 
     def __init__(self) -> None:
         self.value = 1.0
+        self.sampled = 0
 
-    def sample(self, rows: list[Row]) -> Sketch:
+    def sample(self, rows: Sequence[Row]) -> Sketch:
+        self.sampled += len(rows)
         return {"layer": ("float32", [self.value] * 4)} if rows else {}
 
 
+class Queued:
+    """An engine's queue of its own requests."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[list[int], str]] = []
+        self.aborted: list[str] = []
+        self.error: Exception | None = None
+
+    def ask(self, tokens: Sequence[int], salt: str) -> str | None:
+        if self.error is not None:
+            raise self.error
+        self.asked.append((list(tokens), salt))
+        return f"probe {len(self.asked)}"
+
+    def abort(self, req_id: str) -> None:
+        self.aborted.append(req_id)
+
+
 class Scene:
-    def __init__(self, *, audits: bool = True) -> None:
+    def __init__(self, *, audits: bool = True, max_tokens: int = 2 * CHUNK - 1) -> None:
         self.samples: Any = Samples()
+        self.queued: Any = Queued()
         self.clock = Clock()
-        self.computed = 0
+        self.computed: float = 0  # tokens; less than none while the engine has something to do
+        self.pool = Pool(8)
+        self.made = 0  # rows
+        self.depth = -1  # of the chunk that is audited, among those that are loaded
         self.probes = Probes(
+            self.queued,
             self.samples,
+            self.pool,
             chunk_tokens=CHUNK,
+            max_tokens=max_tokens,
             vocabulary=VOCABULARY,
             audits=audits,
             can_audit=lambda tokens: self.computed >= tokens,
             clock=self.clock,
+            choose=lambda ends: ends[self.depth],
         )
 
-    def after_canary(self) -> Scene:
-        canary = self.probes.next()
-        assert canary is not None
-        self.probes.stored(canary.salt, [Row(b"canary", 0)])
-        self.probes.take_results()
+    def running(self) -> Probe:
+        probe = self.probes.of(self.queued.asked[-1][1])
+        assert probe is not None
+        return probe
+
+    def rows(self, *ends: int) -> tuple[list[Row], dict[bytes, int]]:
+        """Of chunks with these ends, as a worker has just stored them."""
+        self.made += 1
+        keys = {end: chunks(f"{self.made}: prompt to {end}", 1)[0] for end in ends}
+        return self.pool.reserve(keys.values()).rows, {
+            key[: GROUP.start]: end for end, key in keys.items()
+        }
+
+    def compute(self, probe: Probe) -> list[ProbeResult]:
+        rows, ends = self.rows(*probe.ends)
+        self.pool.quarantine(*rows)
+        self.probes.stored(probe, rows, ends)
+        return self.probes.work()
+
+    def load(self, *ends: int, origin: str | None = "peer") -> None:
+        rows, by_key = self.rows(*ends)
+        for row in rows:
+            row.origin = origin
+            self.pool.commit(row, pins=1)  # for the request
+        assert self.probes.wants_audit()
+        self.probes.loaded(range(max(ends)), rows, by_key)
+        self.pool.unpin(rows)
+
+    def after_canaries(self) -> Scene:
+        self.probes.work()
+        self.compute(self.running())
         self.clock.now += AUDIT_INTERVAL
-        self.computed = CHUNK * AUDIT_SHARE
+        self.computed = LONG * AUDIT_SHARE
         return self
 
 
 class TestCanary:
     def test_it_is_one_chunk_and_equal_everywhere(self) -> None:
-        canary = Scene().probes.next()
-        assert canary == Scene().probes.next()
-        assert canary is not None
-        assert len(canary.tokens) == CHUNK + 1
-        assert canary.salt.startswith(SALT)
+        (one, secret), (other, another) = (
+            scene.queued.asked[0] for scene in (Scene(), Scene()) if scene.probes.work() == []
+        )
+        assert one == other
+        assert len(one) == CHUNK + 1
+        assert secret != another, "or a client could guess it"
 
     def test_it_has_no_special_tokens(self) -> None:
         """They are at the ends of a vocabulary."""
-        canary = Scene().probes.next()
-        assert canary is not None
-        assert min(canary.tokens) > 100
-        assert max(canary.tokens) < VOCABULARY - 100
-
-    def test_it_is_asked_for_until_it_was_computed(self) -> None:
         scene = Scene()
-        canary = scene.probes.next()
-        assert canary is not None
-        assert scene.probes.next() == canary
-        scene.probes.stored(canary.salt, [Row(b"hash\0\0\0\1", 0)])
-        assert scene.probes.next() is None
-        (result,) = scene.probes.take_results()
-        assert (result.key, result.sketch) == (b"hash", scene.samples.sample([1]))
-        assert scene.probes.take_results() == []
+        scene.probes.work()
+        tokens, _ = scene.queued.asked[0]
+        assert min(tokens) > 100
+        assert max(tokens) < VOCABULARY - 100
+
+    def test_it_is_computed_once(self) -> None:
+        scene = Scene()
+        for _ in range(2):
+            assert scene.probes.work() == []
+        assert len(scene.queued.asked) == 1
+        (result,) = scene.compute(scene.running())
+        assert (result.key, result.sketch) == (b"canary/128", scene.samples.sample([1]))
+        assert scene.probes.work() == []
+        assert len(scene.queued.asked) == 1
+        assert_free(scene.pool)
+
+    def test_a_long_one_follows_when_the_engine_is_idle(self) -> None:
+        scene = Scene(max_tokens=100_000)
+        scene.computed = -1
+        scene.probes.work()
+        scene.compute(scene.running())
+        assert len(scene.queued.asked) == 1
+        scene.computed = 0
+        scene.probes.work()
+        tokens, _ = scene.queued.asked[1]
+        assert len(tokens) == LONG + 1
+        (result,) = scene.compute(scene.running())
+        assert result.key == f"canary/{LONG}".encode()
+
+    def test_a_busy_engine_computes_it_at_last(self) -> None:
+        scene = Scene(max_tokens=100_000)
+        scene.computed = -1
+        scene.probes.work()
+        scene.compute(scene.running())
+        scene.clock.now += 600
+        scene.probes.work()
+        assert len(scene.queued.asked) == 2
+
+    def test_the_long_one_is_as_long_as_the_engine_allows(self) -> None:
+        scene = Scene(max_tokens=5 * CHUNK)
+        scene.probes.work()
+        scene.compute(scene.running())
+        assert [len(tokens) for tokens, _ in scene.queued.asked] == [CHUNK + 1, 4 * CHUNK + 1]
+
+
+class TestLost:
+    def test_a_probe_that_is_not_computed_in_time_is_aborted_counted_and_repeated(self) -> None:
+        scene = Scene()
+        scene.probes.work()
+        scene.clock.now += 600
+        (result,) = scene.probes.work()
+        assert result.lost
+        assert scene.queued.aborted == ["probe 1"]
+        assert scene.probes.of(scene.queued.asked[0][1]) is None
+        scene.clock.now += 10
+        assert scene.probes.work() == []
+        assert len(scene.queued.asked) == 2
+
+    def test_one_whose_request_ended_early_is_soon_repeated(self) -> None:
+        scene = Scene()
+        scene.probes.work()
+        scene.probes.ended(scene.running())
+        scene.clock.now += 10
+        (result,) = scene.probes.work()
+        assert result.lost
+
+    def test_rows_that_come_too_late_are_freed_and_not_compared(self) -> None:
+        scene = Scene()
+        scene.probes.work()
+        late = scene.running()
+        scene.clock.now += 600
+        scene.probes.work()
+        assert scene.compute(late) == []
+        assert_free(scene.pool)
+
+    def test_an_engine_that_refuses_is_asked_again_later(self) -> None:
+        scene = Scene()
+        scene.queued.error = RuntimeError("another vLLM")
+        assert scene.probes.work() == []
+        scene.queued.error = None
+        scene.probes.work()
+        assert scene.queued.asked == []
+        scene.clock.now += 10
+        scene.probes.work()
+        assert len(scene.queued.asked) == 1
+
+
+def assert_free(pool: Pool) -> None:
+    counts = pool.counts()
+    assert (counts.filling, counts.pinned, counts.quarantined) == (0, 0, 0)
 
 
 class TestAudit:
-    TOKENS = tuple(range(500))
+    @pytest.fixture
+    def scene(self) -> Scene:
+        scene = Scene().after_canaries()
+        scene.probes._max_tokens = 100_000  # without a long canary
+        scene.probes._deep = True
+        return scene
 
-    def audit(self, scene: Scene, origin: str | None = "peer") -> None:
-        scene.probes.loaded(self.TOKENS, Row(b"key", 0, origin=origin))
-
-    def test_the_first_chunk_of_a_loaded_prompt_is_computed_again(self) -> None:
-        scene = Scene().after_canary()
-        self.audit(scene)
-        probe = scene.probes.next()
-        assert probe is not None
-        assert probe.tokens[:CHUNK] == list(self.TOKENS[:CHUNK])
-        assert len(probe.tokens) == CHUNK + 1
-        scene.probes.stored(probe.salt, [Row(b"again", 1)])
-        (result,) = scene.probes.take_results()
+    def test_the_first_chunk_and_a_deep_one_are_computed_again(self, scene: Scene) -> None:
+        scene.load(CHUNK, 5 * CHUNK)
+        scene.probes.work()
+        tokens, _ = scene.queued.asked[-1]
+        assert tokens[: 5 * CHUNK] == list(range(5 * CHUNK))
+        assert len(tokens) == 5 * CHUNK + 1
+        probe = scene.running()
+        assert probe.ends == {CHUNK, 5 * CHUNK}
+        (result,) = scene.compute(probe)
         assert (result.key, result.donor, result.difference) == (None, "peer", None)
+        assert_free(scene.pool)
+
+    def test_a_difference_that_begins_deep_is_found(self, scene: Scene) -> None:
+        scene.load(CHUNK, 5 * CHUNK)
+        scene.probes.work()
+        probe = scene.running()
+        rows, ends = scene.rows(CHUNK)
+        scene.pool.quarantine(*rows)
+        scene.probes.stored(probe, rows, ends)
+        assert scene.probes.work() == [], "the first chunk is equal"
+        scene.samples.value = 2.0
+        rows, ends = scene.rows(5 * CHUNK)
+        scene.pool.quarantine(*rows)
+        scene.probes.stored(probe, rows, ends)
+        (result,) = scene.probes.work()
+        assert result.difference == ("layer", 0.5)
 
     @pytest.mark.parametrize("origin", ["peer", None])
-    def test_a_difference_names_where_the_rows_came_from(self, origin: str | None) -> None:
-        scene = Scene().after_canary()
-        self.audit(scene, origin)
-        probe = scene.probes.next()
-        assert probe is not None
+    def test_a_difference_names_where_the_rows_came_from(
+        self, scene: Scene, origin: str | None
+    ) -> None:
+        scene.load(CHUNK, origin=origin)
+        scene.probes.work()
         scene.samples.value = 2.0
-        scene.probes.stored(probe.salt, [Row(b"again", 1)])
-        (result,) = scene.probes.take_results()
+        (result,) = scene.compute(scene.running())
         assert result.donor == origin
         assert result.difference == ("layer", 0.5)
 
-    def test_at_most_one_a_minute(self) -> None:
-        scene = Scene().after_canary()
-        scene.computed *= 2
-        self.audit(scene)
-        assert scene.probes.next() is not None
-        self.audit(scene)
-        assert scene.probes.next() is None
-        scene.clock.now += AUDIT_INTERVAL
-        self.audit(scene)
-        assert scene.probes.next() is not None
+    def test_the_scheduler_thread_samples_nothing(self, scene: Scene) -> None:
+        before = scene.samples.sampled
+        scene.load(CHUNK)
+        assert scene.samples.sampled == before
+        assert scene.pool.counts().pinned == 1, "the row stays as it is"
+        scene.probes.work()
+        assert scene.samples.sampled == before + 1
+        assert_free(scene.pool)
 
-    def test_at_most_one_token_for_a_thousand_computed_ones(self) -> None:
-        scene = Scene().after_canary()
-        scene.computed -= 1
-        self.audit(scene)
-        assert scene.probes.next() is None
-        scene.computed += 1
-        assert scene.probes.next() is not None
+    def test_every_other_one_is_of_the_first_chunk_alone(self) -> None:
+        """Deep ones cost so much that an engine may not afford them for long."""
+        scene = Scene().after_canaries()
+        scene.probes._max_tokens = 100_000
+        found = []
+        for _ in range(3):
+            scene.load(CHUNK, 5 * CHUNK)
+            scene.probes.work()
+            found.append(len(scene.running().ends))
+            scene.compute(scene.running())
+            scene.clock.now += AUDIT_INTERVAL
+        assert found == [1, 2, 1]
+
+    def test_at_most_one_a_minute(self, scene: Scene) -> None:
+        scene.load(CHUNK)
+        scene.probes.work()
+        scene.compute(scene.running())
+        asked = len(scene.queued.asked)
+        assert not scene.probes.wants_audit()
+        scene.probes.work()
+        assert len(scene.queued.asked) == asked
+        scene.clock.now += AUDIT_INTERVAL
+        scene.load(CHUNK)
+        scene.probes.work()
+        assert len(scene.queued.asked) == asked + 1
+
+    def test_at_most_one_token_for_a_thousand_computed_ones(self, scene: Scene) -> None:
+        cost = (3 * CHUNK + 1) * AUDIT_SHARE
+        scene.computed = cost - 1
+        scene.load(3 * CHUNK)
+        scene.probes.work()
+        assert len(scene.queued.asked) == 1
+        scene.computed = cost
+        scene.probes.work()
+        assert len(scene.queued.asked) == 2
+
+    def test_a_candidate_that_is_too_long_gives_way_to_a_shorter_one(self, scene: Scene) -> None:
+        scene.computed = (CHUNK + 1) * AUDIT_SHARE
+        scene.load(3 * CHUNK)
+        scene.probes.work()
+        scene.clock.now += AUDIT_INTERVAL
+        scene.load(CHUNK)
+        scene.probes.work()
+        assert len(scene.queued.asked[-1][0]) == CHUNK + 1
 
     def test_it_can_be_switched_off(self) -> None:
-        scene = Scene(audits=False).after_canary()
-        self.audit(scene)
-        assert scene.probes.next() is None
+        assert not Scene(audits=False).after_canaries().probes.wants_audit()
+
+
+class TestReset:
+    """The engine's weights may have changed."""
+
+    def test_the_canary_is_computed_again(self) -> None:
+        scene = Scene().after_canaries()
+        scene.probes.reset()
+        scene.probes.work()
+        (one, _), (again, _) = scene.queued.asked
+        assert one == again
+
+    def test_what_was_computed_before_is_not_compared(self) -> None:
+        scene = Scene()
+        scene.probes.work()
+        before = scene.running()
+        scene.probes.reset()
+        assert scene.compute(before) == []
+        assert_free(scene.pool)
+
+    @pytest.mark.parametrize("sampled", [False, True])
+    def test_rows_from_before_are_not_audited(self, sampled: bool) -> None:
+        scene = Scene().after_canaries()
+        scene.load(CHUNK)
+        if sampled:
+            scene.probes._sample_loaded()
+        scene.probes.reset()
+        scene.pool.reset()
+        scene.probes.work()
+        scene.compute(scene.running())
+        asked = len(scene.queued.asked)
+        scene.probes.work()
+        assert len(scene.queued.asked) == asked
+        assert_free(scene.pool)
 
 
 class TestRequest:
@@ -135,28 +365,63 @@ class TestRequest:
     def test_it_is_computed_and_leaves_nothing(self) -> None:
         vllm = Scheduling()
         scene = Scene()
+        scene.pool = vllm.pool
+        scene.probes._pool = vllm.pool
         vllm.manager.view.probes = scene.probes
         keys = chunks("canary", 1)
         vllm.tier.peers_hold(a=keys)
+        scene.probes.work()
+        _, salt = scene.queued.asked[0]
         request = vllm.arrive("probe", keys)
-        vllm.manager.begin_lookups("probe", 0, salt=f"{SALT}-canary")
+        vllm.manager.begin_lookups("probe", 0, salt=salt)
         assert vllm.manager.lookup(keys[0], request.context).name == "MISS"
         vllm.end_step()
         vllm.schedule(request, 0)
         vllm.stored(request, vllm.begin_store(request, keys))
         vllm.finish(request)
+        (result,) = scene.probes.work()
+        assert result.key == b"canary/128"
         assert vllm.tier.fetches == []
         assert vllm.tier.stored_rows == []
         assert vllm.pool.lookup(keys[0]) is None
         assert_nothing_left(vllm)
-        (result,) = scene.probes.take_results()
-        assert result.key == keys[0][:-4]
         stats = vllm.manager.stats()
         assert (stats["requests"], stats["hits"]["computed"]) == (0, 0)
 
+    def test_only_the_chunks_that_are_compared_are_stored(self) -> None:
+        vllm = Scheduling()
+        scene = Scene(max_tokens=3 * CHUNK + 1)
+        vllm.manager.view.probes = scene.probes
+        scene.probes.work()
+        scene.compute(scene.running())
+        keys = chunks("long canary", 3)
+        request = vllm.arrive("probe", keys)
+        vllm.manager.begin_lookups("probe", 0, salt=scene.queued.asked[1][1])
+        vllm.end_step()
+        assert vllm.begin_store(request, keys) == keys[-1:]
+
+    @pytest.mark.parametrize("salt", ["xavier-probe-canary", f"xavier-probe-{CHUNK}"])
+    def test_a_clients_salt_makes_no_probe(self, salt: str) -> None:
+        vllm = Scheduling()
+        scene = Scene()
+        vllm.manager.view.probes = scene.probes
+        scene.probes.work()
+        keys = chunks("prompt", 1)
+        request = vllm.arrive("r", keys)
+        vllm.manager.begin_lookups("r", 0, salt=salt)
+        vllm.end_step()
+        vllm.stored(request, vllm.begin_store(request, keys))
+        vllm.finish(request)
+        assert vllm.pool.lookup(keys[0]) is not None
+        assert scene.probes.work() == []
+        assert vllm.manager.stats()["requests"] == 1
+
     def test_a_loaded_prompt_is_a_candidate(self) -> None:
         vllm = Scheduling()
-        scene = Scene().after_canary()
+        scene = Scene().after_canaries()
+        scene.probes._max_tokens = 100_000
+        scene.probes._deep = True
+        scene.probes._pool = vllm.pool
         vllm.manager.view.probes = scene.probes
         keys = chunks("prompt", 3)
         vllm.fill(keys)
@@ -165,25 +430,70 @@ class TestRequest:
         vllm.manager.prepare_load(keys, request.context)
         tokens = list(range(3 * CHUNK))
         vllm.manager.count_prompt("r", 3 * CHUNK, 3 * CHUNK, tokens)
-        probe = scene.probes.next()
-        assert probe is not None
-        assert probe.tokens[:CHUNK] == tokens[:CHUNK]
+        scene.probes.work()
+        assert scene.queued.asked[-1][0][:-1] == tokens
+        assert scene.running().ends == {CHUNK, 3 * CHUNK}
 
 
-class TestReset:
-    """The engine's weights may have changed."""
+class Core:
+    """What `OwnRequests` needs of vLLM's engine core, over vLLM's own scheduler."""
 
-    def test_the_canary_is_computed_again(self) -> None:
-        scene = Scene().after_canary()
-        assert scene.probes.next() is None
-        scene.probes.reset()
-        assert scene.probes.next() == Scene().probes.next()
+    def __init__(self, engine: Engine) -> None:
+        self.input_queue: Queue[tuple[EngineCoreRequestType, Any]] = Queue()
+        self.scheduler = engine.scheduler
+        self.request_block_hasher: Any = engine._hasher
+        self.mm_receiver_cache = None
+        self.preprocess_add_request = partial(EngineCore.preprocess_add_request, self)  # type: ignore[arg-type]
 
-    def test_rows_from_before_are_not_audited(self) -> None:
-        scene = Scene().after_canary()
-        scene.probes.loaded(range(500), Row(b"key", 0))
-        scene.probes.reset()
-        canary = scene.probes.next()
-        assert canary is not None
-        scene.probes.stored(canary.salt, [Row(b"key", 0)])
-        assert scene.probes.next() is None
+    def take(self) -> Iterable[Any]:
+        while not self.input_queue.empty():
+            kind, content = self.input_queue.get()
+            assert kind is EngineCoreRequestType.ADD
+            yield content
+
+
+class TestEngine:
+    """vLLM's own scheduler computes the probes that the engine gives itself."""
+
+    @pytest.fixture
+    def engine(
+        self, model_folder: Path, cache_config: KVCacheConfig, monkeypatch: pytest.MonkeyPatch
+    ) -> Engine:
+        config = engine_config(model_folder, chunk_tokens=2 * BLOCK_TOKENS)
+        engine = Engine(config, cache_config, monkeypatch)
+        probes = engine.own.manager.view.probes
+        assert probes is not None
+        probes._sketcher = Samples()  # type: ignore[assignment]
+        return engine
+
+    def test_it_computes_both_canaries_by_itself(self, engine: Engine) -> None:
+        core = Core(engine)
+        view = engine.own.manager.view
+        assert view.probes is not None
+        view.probes._requests = OwnRequests(core)
+        found: list[bytes | None] = []
+        for _ in range(4):
+            found += [result.key for result in view.work_on_probes()]
+            for request, _ in core.take():
+                engine.scheduler.add_request(request)
+            engine.run()
+        # Half of the KV cache is seven blocks.
+        assert found == [b"canary/64", b"canary/192"]
+        assert_nothing_left(engine.own)
+
+    def test_it_takes_none_before_it_is_made_or_while_it_is_paused(self, engine: Engine) -> None:
+        core = Core(engine)
+        requests = OwnRequests(core)
+        core.request_block_hasher = None
+        assert requests.ask([1], "salt") is None
+        core.request_block_hasher = engine._hasher
+        core.scheduler = SimpleNamespace(pause_state=SimpleNamespace(name="PAUSED_NEW"))  # type: ignore[assignment]
+        assert requests.ask([1], "salt") is None
+        assert core.input_queue.empty()
+        assert OwnRequests(None).ask([1], "salt") is None
+
+    def test_clients_hear_nothing_of_it(self) -> None:
+        """The API process gets the output, of a request that it does not know."""
+        outputs = OutputProcessor(tokenizer=None, log_stats=True)
+        processed = outputs.process_outputs([EngineCoreOutput("xavier-probe-1", [7])], 0.0, None)
+        assert (processed.request_outputs, processed.reqs_to_abort) == ([], [])

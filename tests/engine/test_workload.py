@@ -18,7 +18,7 @@ from tests.engine.scheduling import CHUNK, ROW_BYTES, Request, Scheduling, chunk
 from tests.engine.vllm_scheduler import BLOCK_TOKENS, Engine, engine_config
 from xinference_xavier.engine import workload as workload_module
 from xinference_xavier.engine.policy.donor_selection import Group
-from xinference_xavier.engine.probes import SALT
+from xinference_xavier.engine.probes import Probe
 from xinference_xavier.engine.scheduled import MAX_DECODE_TOKENS
 from xinference_xavier.engine.steps import Step
 from xinference_xavier.engine.workload import _OVERHEAD, _SPEED, Workload
@@ -339,9 +339,13 @@ class TestPrompts:
         engine.start("r", 7)
         assert engine.prompts() == (ScheduledPrompt("r", 7, b""),)
 
-    def test_of_probes_are_none_of_a_router_s_business(self, engine: Counted) -> None:
+    def test_of_probes_are_none_of_a_router_s_business(
+        self, engine: Counted, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        probe = Probe([], frozenset(), 0, salt="secret")
+        monkeypatch.setattr(engine.manager.view, "probe", {"secret": probe}.get)
         request = engine.arrive("r", chunks("probe", 1))
-        engine.found(request, CHUNK + 1, salt=f"{SALT}1")
+        engine.found(request, CHUNK + 1, salt="secret")
         engine.manager.count_prompt("r", CHUNK + 1, 0)
         engine.workload.scheduled("r", CHUNK + 1, 0)
         assert engine.prompts() == ()

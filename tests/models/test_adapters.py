@@ -50,6 +50,15 @@ def load(engines: Engines, lora: dict[str, Any]) -> None:
             engines.ask(name, engines.prompts.fresh(20), lora=lora)
 
 
+def test_engines_compare_themselves_although_nobody_asks_them_anything(engines: Engines) -> None:
+    """So those that get only requests with adapters or images can share, too."""
+    for name in (FIRST, SECOND):
+        stats = engines.stats(name)
+        assert stats["requests"] == 0
+        assert (stats["comparison"]["compared"], stats["comparison"]["canaries"]) == (1, 2)
+        assert stats["comparison"]["lost_probes"] == 0
+
+
 def test_each_adapter_shares_with_itself_only(engines: Engines, base: Path, tmp_path: Path) -> None:
     prompt = engines.prompts.fresh(PROMPT)
     answers = [engines.share(prompt)]

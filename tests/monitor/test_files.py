@@ -112,7 +112,7 @@ def test_every_panel_has_a_source_a_unit_and_a_place() -> None:
         assert panel["datasource"]["uid"] == "${datasource}"
         assert panel["fieldConfig"]["defaults"]["unit"]
         assert panel["description"].endswith(".")
-        assert {target["refId"] for target in panel["targets"]} <= set("ABCD")
+        assert {target["refId"] for target in panel["targets"]} <= set("ABCDE")
     for one, other in combinations([panel["gridPos"] for panel in everything], 2):
         beside = one["x"] + one["w"] <= other["x"] or other["x"] + other["w"] <= one["x"]
         above = one["y"] + one["h"] <= other["y"] or other["y"] + other["h"] <= one["y"]

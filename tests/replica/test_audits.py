@@ -54,6 +54,12 @@ def test_an_audit_without_a_difference_is_counted() -> None:
     assert (recorded.stats.audits, recorded.stats.failed_audits) == (1, 0)
 
 
+def test_a_probe_that_the_engine_did_not_compute_is_counted() -> None:
+    recorded = taken(ProbeResult(None, {}, lost=True))
+    assert recorded.told == []
+    assert (recorded.stats.lost_probes, recorded.stats.audits) == (1, 0)
+
+
 @pytest.mark.parametrize("donor", ["peer", None])
 def test_after_a_difference_all_rows_from_that_donor_are_dropped(donor: str | None) -> None:
     recorded = taken(ProbeResult(None, SKETCH, donor, FOUND))

@@ -145,6 +145,39 @@ class TestReplicas:
                 for _, text in replica.logged()
             )
 
+    def test_that_differ_only_deep_in_a_prompt_part_when_they_know_it(
+        self, tracker_process: TrackerProcess
+    ) -> None:
+        common, other = fresh_keys(2)
+        with computing(tracker_process, a=1.0, b=1.0, c=1.0) as (a, b, c):
+            for replica in (a, b, c):
+                replica.probed(b"short", 1.0)
+            wait_until(lambda: compared(c) == 2, "they trust each other")
+            a.store([common])
+            wait_until(lambda: c.holders(common) == ("a",), "c knows of the chunk")
+            assert c.fetch("a", [common], DEADLINE).state == "COMMITTED"
+            for replica, factor in ((a, 1.0), (b, 1.0), (c, 2.0)):
+                replica.probed(b"long", factor)
+            wait_until(lambda: are_parted((a, b), (c,)), "c is alone")
+            assert c.counts().ready == 0, "what it had fetched may be wrong"
+            a.store([other])
+            wait_until(lambda: b.holders(other) == ("a",), "the others still share")
+
+    def test_of_which_only_one_has_computed_the_long_canary_go_on_sharing(
+        self, tracker_process: TrackerProcess
+    ) -> None:
+        (key,) = fresh_keys(1)
+        with computing(tracker_process, a=1.0, b=1.0) as (a, b):
+            for replica in (a, b):
+                replica.probed(b"short", 1.0)
+            wait_until(lambda: compared(a) == compared(b) == 1, "they trust each other")
+            a.probed(b"long", 1.0)
+            wait_until(lambda: a.stats()["comparison"]["canaries"] == 2, "a has both")
+            a.store([key])
+            wait_until(lambda: b.holders(key) == ("a",), "b knows of the chunk")
+            b.probed(b"long", 2.0)
+            wait_until(lambda: are_parted((a,), (b,)), "b asks, as it comes later")
+
     def test_do_not_compare_what_they_have_copied(self, tracker_process: TrackerProcess) -> None:
         """A copy's rows are the donor's, and would say nothing about this replica."""
         common, copied = fresh_keys(2)

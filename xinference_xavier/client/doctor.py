@@ -12,6 +12,7 @@ from xinference_xavier.stats.reading import read
 from xinference_xavier.stats.schema import HookStats, ModelStatus, ReplicaStatus
 
 _FEW_ROWS = 64
+_FIELDS = 8  # that are named, if replicas differ in more
 _OPEN_PORTS = (
     "let the hosts reach each other's ports: launch with --xavier_port_range LOW-HIGH, "
     "and open that range in the firewall, such as iptables -I INPUT -p tcp --dport "
@@ -108,9 +109,9 @@ def _namespaces(model_uid: str, replicas: list[_Replica]) -> Iterator[Finding]:
             if theirs.get(name) != ours.get(name)
         ]
         if differing:
-            problem = (
-                f"cannot share with {first.status.replica}: they differ in {', '.join(differing)}"
-            )
+            named = ", ".join(differing[:_FIELDS])
+            more = f" and {len(differing) - _FIELDS} more" if len(differing) > _FIELDS else ""
+            problem = f"cannot share with {first.status.replica}: they differ in {named}{more}"
             remedy = (
                 f"xinference terminate --model-uid {model_uid}, and launch all replicas with the "
                 "same arguments, files and versions"

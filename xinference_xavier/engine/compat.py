@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import chain
+from queue import Queue
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -92,23 +93,31 @@ def reuses_partial_blocks(kv_cache_manager: KVCacheManager) -> bool:
     return bool(getattr(kv_cache_manager.coordinator, "enable_partial_hash_hits", False))
 
 
-def watch_adapters(load: Callable[[LoRARequest, Callable[[], bool]], bool]) -> None:
-    """Let `load` see each adapter that the engine loads before any request needs it, and do it by
-    calling its second argument. Call it on the thread that makes the engine."""
-    core = _engine_core(sys._getframe())
-    if core is not None:
-        add = core.add_lora
-        core.add_lora = lambda request: load(request, partial(add, request))
+def engine_core() -> Any:
+    """vLLM's `EngineCore` that is being made on this thread; None in a worker's process.
 
-
-def _engine_core(frame: FrameType | None) -> Any | None:
-    """vLLM's `EngineCore`, which makes the scheduler and hands it no reference to itself."""
+    It hands its scheduler no reference to itself. Only one that has a process of its own has an
+    `input_queue`; else its caller's thread runs the steps.
+    """
+    frame: FrameType | None = sys._getframe()
     while frame is not None:
         owner = frame.f_locals.get("self")
-        if "model_executor" in getattr(owner, "__dict__", {}) and hasattr(owner, "add_lora"):
+        members = getattr(owner, "__dict__", {})
+        if isinstance(members.get("input_queue"), Queue):
+            return owner
+        if "model_executor" in members and hasattr(owner, "add_lora"):
             return owner
         frame = frame.f_back
     return None
+
+
+def watch_adapters(load: Callable[[LoRARequest, Callable[[], bool]], bool]) -> None:
+    """Let `load` see each adapter that the engine loads before any request needs it, and do it by
+    calling its second argument. Call it on the thread that makes the engine."""
+    core = engine_core()
+    if core is not None:
+        add = core.add_lora
+        core.add_lora = lambda request: load(request, partial(add, request))
 
 
 def load_source(from_peer: bool) -> "CacheHitSource":
@@ -136,11 +145,6 @@ def group_number(group: OffloadingGroupConfig, place: int) -> int:
     """The number at the end of a group's chunk keys: its place up to 0.29, which offloads all
     groups."""
     return getattr(group, "group_id", place)
-
-
-def cache_layout(cache: CacheConfig) -> str | None:
-    """vLLM's layout of its KV cache. None up to 0.28, where the offloading connector chooses it."""
-    return getattr(cache, "kv_cache_layout", None)
 
 
 def cpu_kernel(vllm_config: VllmConfig, spec: AttentionSpec) -> str:

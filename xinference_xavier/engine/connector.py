@@ -36,6 +36,7 @@ from xinference_xavier.engine.chunks import chunk_tokens_for, stores_whole_chunk
 from xinference_xavier.engine.guard import SchedulerErrors, guarded, nothing
 from xinference_xavier.engine.idle import Arrivals
 from xinference_xavier.engine.manager import XavierManager
+from xinference_xavier.engine.own_requests import OwnRequests
 from xinference_xavier.engine.page_format import page_format
 from xinference_xavier.engine.policy.donor_selection import Group
 from xinference_xavier.engine.probes import Probes
@@ -93,14 +94,18 @@ class XavierConnector(WorkerSide):
             assert self.connector_scheduler is not None
             manager = self.connector_scheduler.manager
             assert isinstance(manager, XavierManager)
-            assert manager.view.sketcher is not None
-            manager.view.probes = Probes(
-                manager.view.sketcher,
-                chunk_tokens=chunk_tokens,
-                vocabulary=vllm_config.model_config.get_vocab_size(),
-                audits=self._config.audit,
-                can_audit=manager.view.can_audit,
-            )
+            if manager.shares:
+                assert manager.view.sketcher is not None
+                manager.view.probes = Probes(
+                    OwnRequests.at(vllm_config),
+                    manager.view.sketcher,
+                    manager.pool,
+                    chunk_tokens=chunk_tokens,
+                    max_tokens=_longest_probe(vllm_config, kv_cache_config),
+                    vocabulary=vllm_config.model_config.get_vocab_size(),
+                    audits=self._config.audit,
+                    can_audit=manager.view.can_audit,
+                )
             manager.view.chunker = PromptChunker(vllm_config, offloading, chunk_tokens)
             manager.selection.groups = {
                 group.group_idx.to_bytes(4): lookup_group(group)
@@ -276,6 +281,15 @@ class XavierConnector(WorkerSide):
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         counted, self._counted = self._counted, False
         return super().get_kv_connector_stats() if counted else None
+
+
+def _longest_probe(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:
+    """The tokens of a request that answers one more and takes half of the KV cache at most."""
+    groups = kv_cache_config.kv_cache_groups
+    blocks = kv_cache_config.num_blocks // (2 * max(1, len(groups)))
+    tokens = blocks * min(group.kv_cache_spec.block_size for group in groups)
+    longest: int = vllm_config.model_config.max_model_len
+    return min(longest - 1, tokens)
 
 
 def lookup_group(group: GroupOffloadConfig) -> Group:

@@ -11,16 +11,15 @@ Belongs to the scheduler thread; `Arrivals` also to the worker's.
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections.abc import Callable, Set
 from queue import Queue
-from types import FrameType
 from typing import Any
 
 from vllm.config import VllmConfig
 
+from xinference_xavier.engine import compat
 from xinference_xavier.engine.jobs import Jobs
 from xinference_xavier.tiers.base import Fetch
 
@@ -44,7 +43,7 @@ class Arrivals:
         parallel = config.parallel_config
         if parallel.pipeline_parallel_size > 1 or parallel.data_parallel_size > 1:
             return None
-        return cls(_input_queue(sys._getframe()))
+        return cls(getattr(compat.engine_core(), "input_queue", None))
 
     def wait(self, ended: Callable[[float], object], seconds: float) -> None:
         """Wait until something arrives, for `seconds` at most, or until `ended` is true, which
@@ -56,19 +55,6 @@ class Arrivals:
         while self._received.empty() and (left := until - time.monotonic()) > 0:
             if ended(min(left, _SLICE)):
                 return
-
-
-def _input_queue(frame: FrameType | None) -> Queue[Any] | None:
-    """vLLM's `EngineCoreProc` makes it before the rest of the engine, and its own thread fills it.
-
-    An engine without a process of its own has none: its caller's thread runs the steps.
-    """
-    while frame is not None:
-        received = getattr(frame.f_locals.get("self"), "__dict__", {}).get("input_queue")
-        if isinstance(received, Queue):
-            return received
-        frame = frame.f_back
-    return None
 
 
 class IdleWait:

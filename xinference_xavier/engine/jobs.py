@@ -27,11 +27,6 @@ class Jobs:
         """`rows` come with vLLM's keys."""
         self._stores.update(((req_id, key), row) for key, row in rows)
 
-    def storing(self, req_id: str, keys: Iterable[bytes]) -> list[Row]:
-        """The rows that vLLM's workers still are to store, except void ones."""
-        jobs = ((req_id, key) for key in keys)
-        return [self._stores[job] for job in jobs if job not in self._void]
-
     def void_store(self, req_id: str, keys: Iterable[bytes]) -> None:
         """These rows do not get their chunks' bytes."""
         self._void.update((req_id, key) for key in keys)
@@ -48,6 +43,21 @@ class Jobs:
             elif self._pool.commit(row):
                 ready.append(row)
         return ready
+
+    def take_store(self, req_id: str, keys: Iterable[bytes]) -> list[Row]:
+        """Like `end_store`, of rows that no lookup may find. They are in quarantine until whoever
+        takes them aborts them."""
+        self.free_stale()
+        taken = []
+        for key in keys:
+            row = self._stores.pop((req_id, key))
+            self._pool.quarantine(row)
+            if (req_id, key) in self._void:
+                self._void.discard((req_id, key))
+                self._pool.abort(row)
+            else:
+                taken.append(row)
+        return taken
 
     def begin_load(self, req_id: str, rows: list[Row]) -> None:
         """`rows` must be pinned."""

@@ -36,8 +36,7 @@ from xinference_xavier.engine.metrics import HitReporter
 from xinference_xavier.engine.policy.cost_model import CostModel
 from xinference_xavier.engine.policy.donor_selection import DonorSelection
 from xinference_xavier.engine.policy.prefill_rate import PrefillRate
-from xinference_xavier.engine.probes import SALT
-from xinference_xavier.engine.request import Request
+from xinference_xavier.engine.request import GROUP, Request
 from xinference_xavier.engine.steps import Steps
 from xinference_xavier.engine.tier_lookup import HIT, MISS, TierLookup
 from xinference_xavier.engine.view import EngineView
@@ -85,7 +84,8 @@ class XavierManager(OffloadingManager):
         self.adapters = Adapters(clock)
         self._prefix_cache_is_stale = False  # vLLM's own: it may have blocks of other weights
         self.reuses_partial_blocks = False  # vLLM, without telling us
-        self._shares = self._all_share = shares  # all requests, so far
+        self.pool, self.shares = pool, shares
+        self._all_share = shares  # all requests, so far
         self._finished_requests = 0
         self._jobs = Jobs(pool)
         self._hits = Hits()
@@ -136,7 +136,7 @@ class XavierManager(OffloadingManager):
     # -- requests -----------------------------------------------------------------------------
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        request = Request(req_context, excluded=not self._shares)
+        request = Request(req_context, excluded=not self.shares)
         self._requests[req_context.req_id] = request
         req_context.set_state(request)
         return RequestOffloadingContext()
@@ -170,8 +170,8 @@ class XavierManager(OffloadingManager):
         salt: str | None,
     ) -> None:
         self.tier_lookup.idle_wait.before_lookups(self._requests.keys(), request.pending)
-        if salt is not None and salt.startswith(SALT):
-            request.probe, request.given_up, request.counted = salt, True, True
+        if salt is not None and (probe := self.view.probe(salt)) is not None:
+            request.probe, request.given_up, request.counted = probe, True, True
         request.trace_headers = trace_headers
         if lora_request is not None:
             self._all_share = False
@@ -232,8 +232,8 @@ class XavierManager(OffloadingManager):
         rows = self._jobs.loading(req_id)
         fetched = sum(row.key in request.fetched for row in rows)
         remote = loaded * fetched // max(1, len(rows))
-        if rows and tokens is not None and rows[0].key == self.selection.first_key(request):
-            self.view.loaded(tokens, rows[0])
+        if rows and tokens is not None and self.view.wants_audit():
+            self.view.loaded(tokens, rows, self.selection.ends(request))
         self._hits.prefix_cache += request.prefix_tokens
         self._hits.local_pool += loaded - remote
         self._hits.remote += remote
@@ -247,6 +247,8 @@ class XavierManager(OffloadingManager):
         self._pool.touch(reversed(keys := request.row_keys()))
         self.view.finished(keys)
         self.tier_lookup.finished(request)
+        if request.probe is not None:
+            self.view.probe_ended(request.probe)
 
     # -- steps --------------------------------------------------------------------------------
 
@@ -287,6 +289,9 @@ class XavierManager(OffloadingManager):
         request = _of(req_context)
         if not request.stores:
             return _nothing_to_store()
+        if request.probe is not None:  # the others would only evict something
+            ends = self.selection.ends(request)
+            keys = [key for key in keys if ends.get(key[: GROUP.start]) in request.probe.ends]
         offered = {request.row_key(key): key for key in keys}
         rows, evicted = self._reserve(offered, request.row_keys() or list(offered))
         stored = [offered[row.key] for row in rows]
@@ -316,11 +321,11 @@ class XavierManager(OffloadingManager):
     def complete_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True
     ) -> None:
-        req_id, probe = req_context.req_id, _of(req_context).probe
-        if probe is not None:
-            self.view.stored(probe, self._jobs.storing(req_id, keys) if success else [])
-            success = False  # no lookup may find the rows
-        if rows := self._jobs.end_store(req_id, keys, success):
+        request = _of(req_context)
+        if request.probe is not None and success:
+            taken = self._jobs.take_store(request.req_id, keys)
+            self.view.stored(request.probe, taken, self.selection.ends(request))
+        elif rows := self._jobs.end_store(request.req_id, keys, success):
             self._tier.on_stored(rows)
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:

@@ -6,26 +6,41 @@ of its cache. The digest is computed over canonical JSON, so it is the same on e
 
 import hashlib
 import json
+import logging
 import os
 from collections.abc import Mapping
 from io import FileIO
 from pathlib import Path
 
 import vllm
+from huggingface_hub import snapshot_download
 from vllm import envs
-from vllm.config import VllmConfig
+from vllm.config import LoadConfig, ModelConfig, VllmConfig
 from vllm.platforms import current_platform
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from xinference_xavier.engine import compat
+from xinference_xavier.engine import compat, configuration
 from xinference_xavier.protocol.transfer import PROTOCOL_VERSION
+
+logger = logging.getLogger(__name__)
 
 _GROUP_INDEX_BYTES = 4  # that vLLM appends to a block hash to make an offload key
 _SAMPLE_BYTES = 64
 _MAX_READABLE = 60  # characters
 _SAMPLES = 1024  # per file, divided among its tensors
 _MIN_SAMPLES_PER_TENSOR = 4
+_NOT_SETTINGS = (
+    ".",
+    "__",
+    "config.json",  # as vLLM has read it, it is part of its configuration
+    "tokenizer",  # keys are of tokens, whatever text they stand for
+    "tekken",
+    "vocab",
+    "added_tokens",
+    "special_tokens_map",
+    "chat_template",
+)
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 
 
@@ -38,49 +53,88 @@ def key_bytes(vllm_config: VllmConfig) -> int:
 def fingerprint_fields(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, chunk_tokens: int
 ) -> dict[str, object]:
-    """All that two engines must have in common, except `page_format`. Reads samples of the
-    weights."""
-    model = vllm_config.model_config
+    """All that two engines must have in common, except `page_format`: vLLM's configuration by
+    names such as "model.max_model_len", and what it does not say. Reads samples of the weights."""
     cache = vllm_config.cache_config
-    parallel = vllm_config.parallel_config
     capability = current_platform.get_device_capability()
-    architecture = model.hf_config.to_dict()  # includes what was overridden at launch
-    architecture.pop("_name_or_path", None)  # differs between hosts
     groups = [
         {"layers": group.layer_names, "spec": repr(group.kv_cache_spec)}
         for group in kv_cache_config.kv_cache_groups
     ]
     return {
+        **configuration.fields(vllm_config, contents),
+        **_model_files("", vllm_config.model_config, vllm_config.load_config),
+        **_draft_files(vllm_config),
         "protocol": PROTOCOL_VERSION,  # so that two versions of ours never meet
         "vllm": vllm.__version__,
         "device": current_platform.device_type,
         "capability": capability and capability.as_version_str(),  # vLLM chooses kernels by it
         "model_runner": "V2" if vllm_config.use_v2_model_runner else "V1",
-        "architecture": architecture,
-        "weights": weights_fingerprint(Path(model.model)),
-        "revision": model.revision,
-        # Long RoPE chooses its factors by the longest possible prompt.
-        "length": model.max_model_len if "longrope" in str(architecture) else None,
-        "dtype": model.dtype,
-        "quantization": model.quantization,
-        "cache_dtype": cache.cache_dtype,
-        "layout": compat.cache_layout(cache),
         "layout_environment": {
             name: value() for name, value in envs.environment_variables.items() if "LAYOUT" in name
         },
-        "hash": cache.prefix_caching_hash_algo,
         "hash_seed": compat.hash_seed(cache.prefix_caching_hash_algo),
-        "block_tokens": cache.block_size,
         "chunk_tokens": chunk_tokens,
         "groups": groups,
-        "parallel": [
-            parallel.tensor_parallel_size,
-            parallel.pipeline_parallel_size,
-            parallel.decode_context_parallel_size,
-            parallel.world_size,
-        ],
-        "speculation": repr(vllm_config.speculative_config),
     }
+
+
+def _draft_files(vllm_config: VllmConfig) -> dict[str, object]:
+    speculative = vllm_config.speculative_config
+    draft = getattr(speculative, "draft_model_config", None)
+    if draft is None or draft.model == vllm_config.model_config.model:
+        return {}
+    load = getattr(speculative, "draft_load_config", None) or vllm_config.load_config
+    return _model_files("draft_", draft, load)
+
+
+def _model_files(prefix: str, model: ModelConfig, load: LoadConfig) -> dict[str, object]:
+    folder = _snapshot(model, load) if not os.path.exists(model.model) else Path(model.model)
+    if folder is None:
+        return {f"{prefix}weights": model.model, f"{prefix}revision": model.revision}
+    settings = {f"{prefix}file {name}": found for name, found in _settings(folder).items()}
+    return {f"{prefix}weights": weights_fingerprint(folder), **settings}
+
+
+def _snapshot(model: ModelConfig, load: LoadConfig) -> Path | None:
+    """What the local cache has of a hub's model."""
+    try:
+        found = snapshot_download(
+            model.model,
+            revision=model.revision,
+            cache_dir=load.download_dir,
+            local_files_only=True,
+        )
+    except Exception as error:  # another hub's, another loader's, or no model's name
+        logger.warning(
+            "cannot find the model's files, so its name stands for them: model=%s error=%r",
+            model.model,
+            error,
+        )
+        return None
+    return Path(found)
+
+
+def _settings(folder: Path) -> dict[str, str]:
+    """Digests of the files beside the weights that say how to compute: settings, and the model's
+    own code."""
+    files = [*folder.glob("*.json"), *folder.rglob("*.py")] if folder.is_dir() else []
+    return {
+        str(file.relative_to(folder)): hashlib.sha256(file.read_bytes()).hexdigest()[:32]
+        for file in sorted(files)
+        if file.is_file() and not file.name.startswith(_NOT_SETTINGS)
+    }
+
+
+def contents(path: Path) -> str:
+    """A digest of the file at `path`, or of the model there; of the path itself, if there is
+    neither."""
+    if path.is_file():
+        return hashlib.sha256(path.read_bytes()).hexdigest()[:32]
+    settings = _settings(path)
+    if not settings:
+        return str(path)
+    return digest({**settings, "weights": weights_fingerprint(path)})
 
 
 def digest(fingerprint_fields: Mapping[str, object]) -> str:
@@ -103,10 +157,10 @@ def weights_fingerprint(path: Path) -> str:
     """32 hex digits over the sizes and samples of every tensor at `path`, a folder or one file.
 
     Two fine-tunes of one model differ. Reads a few hundred bytes per tensor, so it is fast for any
-    size. Without weights there (the name of a model on a hub), it covers the name.
+    size. Without weights there, it covers the path.
     """
     found = [path] if path.is_file() else sorted(path.rglob("*"))
-    files = [file for file in found if file.suffix in _WEIGHT_SUFFIXES]
+    files = [file for file in found if file.suffix in _WEIGHT_SUFFIXES and file.is_file()]
     fingerprint = hashlib.sha256(b"" if files else str(path).encode())
     for file in files:
         fingerprint.update(f"{file.name}:{file.stat().st_size};".encode())

@@ -1,119 +1,285 @@
 """Prompts that this engine computes only for a comparison.
 
-The first is the canary, equal in all engines of a model: see `replica.canary`. The others are
-audits: the first chunk of a prompt, whose rows were fetched or loaded, computed again. xinference's
-worker takes them from `next` and gives them to the model as requests of their own, which have our
-salt. Their rows are sampled and dropped.
+The first are canaries, equal in all engines of a model: see `replica.canary`. One is a single
+chunk; the other is long, as some differences begin deep in a prompt. The rest are audits: the
+beginning of a prompt, of which rows were fetched or loaded, computed again up to one of them.
 
-Threading: `next` and `take_results` are for the replica's background thread, everything else is
-for the scheduler thread.
+The engine gives itself these requests (`OwnRequests`). Their salts are secrets, as clients choose
+salts, too. The rows that are compared are sampled and dropped; no others are stored.
+
+Threading: `work` is for the replica's background thread, everything else is for the scheduler
+thread, which samples nothing: it pins rows, or keeps them in quarantine, until `work` has done so.
 """
 
 from __future__ import annotations
 
+import logging
+import random
+import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
+from xinference_xavier.engine.own_requests import OwnRequests
 from xinference_xavier.engine.request import GROUP
 from xinference_xavier.engine.sketches import Sketcher
-from xinference_xavier.pool.pool import Row
-from xinference_xavier.replica.canary import Probe, ProbeResult, Sketch, difference
+from xinference_xavier.pool.pool import Pool, Row
+from xinference_xavier.replica.canary import ProbeResult, Sketch, difference
+from xinference_xavier.runtime.rate_limited_log import RateLimitedLog
 
-SALT = "xavier-probe"
-"""How the salts of probes begin; no other prompt has their keys."""
+logger = logging.getLogger(__name__)
+
 AUDIT_INTERVAL = 60.0
 AUDIT_SHARE = 1000
 """At most one token is audited for this many computed ones."""
+DEEP = 8192
+"""The long canary's last chunk begins here, if the model takes so many tokens: Llama 4 changes its
+attention there."""
+_BUSY = 600.0  # seconds for which the long canary waits for an idle engine
+_DEADLINE = 600.0  # of a probe: the engine may be busy
+_STORE_TIME = 10.0  # seconds from the end of a probe's request until its last row is stored
+_PAUSE, _LONGEST_PAUSE = 10.0, 3600.0  # seconds until another probe, after one that was lost
 _EXCLUSIVE = 3  # special tokens are at the ends of most vocabularies
 
 
-class _Audit:
-    def __init__(self, tokens: Sequence[int], donor: str | None, sketch: Sketch) -> None:
-        self.tokens = tokens
-        self.donor = donor
-        self.sketch = sketch
+@dataclass(eq=False, slots=True)
+class Probe:
+    """Its chunks that end after `ends` tokens are compared."""
+
+    tokens: Sequence[int]
+    ends: frozenset[int]
+    epoch: int
+    audit: dict[int, _Loaded] = field(default_factory=dict)  # empty for a canary
+    salt: str = field(default_factory=lambda: f"xavier-probe-{secrets.token_hex(16)}")
+    sketches: dict[int, Sketch] = field(default_factory=dict)
+    req_id: str = ""
+    deadline: float = 0.0
+
+
+@dataclass(eq=False, slots=True)
+class _Loaded:
+    """Rows of one chunk, which a request loads."""
+
+    rows: Sequence[Row]
+    sketch: Sketch = field(default_factory=dict)
+
+    @property
+    def donor(self) -> str | None:
+        return self.rows[0].origin
 
 
 class Probes:
-    """`sketcher` samples rows; a chunk has `chunk_tokens`. Without `audits` there is only the
-    canary. `can_audit(tokens)` tells whether the engine has nothing else to do and has computed
-    enough."""
+    """`sketcher` samples rows of `pool`; a chunk has `chunk_tokens`, and a probe at most
+    `max_tokens`. Without `audits` there are only canaries. `can_audit(tokens)` tells whether the
+    engine has nothing else to do and has computed so many tokens."""
 
     def __init__(
         self,
+        requests: OwnRequests,
         sketcher: Sketcher,
+        pool: Pool,
         *,
         chunk_tokens: int,
+        max_tokens: int,
         vocabulary: int,
         audits: bool,
         can_audit: Callable[[int], bool],
         clock: Callable[[], float] = time.monotonic,
+        choose: Callable[[Sequence[int]], int] = random.choice,
     ) -> None:
+        self._requests = requests
         self._sketcher = sketcher
+        self._pool = pool
         self._chunk_tokens = chunk_tokens
+        self._vocabulary = vocabulary
         self._audits = audits
         self._can_audit = can_audit
         self._clock = clock
-        self._first = Probe(_canary(chunk_tokens, vocabulary), f"{SALT}-canary")
-        self._canary: Probe | None = self._first  # None once it was computed
-        self._candidate: _Audit | None = None
-        self._running: dict[str, _Audit] = {}  # by salt
-        self._next_audit = clock() + AUDIT_INTERVAL
+        self._choose = choose
+        self._max_tokens = max_tokens
+        most = (max_tokens - 1) // chunk_tokens
+        chunks = sorted({1, min(DEEP // chunk_tokens + 1, most)} - {0})
+        self._canaries = [number * chunk_tokens for number in chunks]  # where they end
+        self._computed: dict[int, int] = {}  # the epoch in which each was
+        self._since = clock()
+        self._epoch = 0  # resets
+        self._running: Probe | None = None
+        self._candidate: Probe | None = None
         self._audited = 0  # tokens
-        self._results: deque[ProbeResult] = deque(maxlen=100)
+        self._deep = False  # whether the next audit may be
+        self._next_audit = self._next_candidate = clock() + AUDIT_INTERVAL
+        self._log = RateLimitedLog(logger)
+        self._not_before = 0.0  # the next request, after one was lost
+        self._pause = _PAUSE
+        self._loaded: deque[Probe] = deque()
+        self._stored: deque[tuple[Probe, int, Sequence[Row]]] = deque()
 
     # -- called by the background thread ------------------------------------------------------
 
-    def next(self) -> Probe | None:
-        """The prompt to compute now, if any. The canary is repeated until it has been computed."""
-        if self._canary is not None:
-            return self._canary
-        candidate, now = self._candidate, self._clock()
-        tokens = self._audited + self._chunk_tokens
-        if candidate is None or now < self._next_audit or not self._can_audit(tokens * AUDIT_SHARE):
-            return None
-        self._candidate, self._audited = None, tokens
-        self._next_audit = now + AUDIT_INTERVAL
-        salt = f"{SALT}-{self._audited}"
-        self._running = {salt: candidate}
-        return Probe([*candidate.tokens, candidate.tokens[0]], salt)
+    def work(self) -> list[ProbeResult]:
+        """Go on: sample what was loaded and stored, and ask for the next probe. Returns what there
+        is to compare."""
+        self._sample_loaded()
+        results = self._sample_stored()
+        now = self._clock()
+        running = self._running
+        if running is not None and now >= running.deadline:
+            self._running = None
+            self._requests.abort(running.req_id)
+            self._wait(now)
+            self._log.warn("lost", "the engine did not compute a probe: id=%s", running.req_id)
+            results.append(ProbeResult(None, {}, lost=True))
+        if self._running is None and now >= self._not_before:
+            self._ask(now)
+        return results
 
-    def take_results(self) -> list[ProbeResult]:
-        return [self._results.popleft() for _ in range(len(self._results))]
+    def _sample_loaded(self) -> None:
+        while self._loaded:
+            candidate = self._loaded.popleft()
+            for loaded in candidate.audit.values():
+                try:
+                    loaded.sketch = self._sketcher.sample(loaded.rows)
+                finally:
+                    self._pool.unpin(loaded.rows)
+            if all(loaded.sketch for loaded in candidate.audit.values()):
+                self._candidate = candidate
+
+    def _sample_stored(self) -> list[ProbeResult]:
+        results = []
+        while self._stored:
+            probe, end, rows = self._stored.popleft()
+            try:
+                sketch = self._sketcher.sample(rows)
+            finally:
+                self._pool.abort(*rows)
+            if not sketch or end not in probe.ends:
+                continue
+            if probe is not self._running or probe.epoch != self._epoch:
+                continue
+            probe.sketches[end] = {**probe.sketches.get(end, {}), **sketch}
+            if not probe.audit:
+                results.append(ProbeResult(_canary_name(end), sketch))
+            if probe.sketches.keys() == probe.ends:
+                self._running, self._pause = None, _PAUSE
+                if probe.audit:
+                    results.append(_compared(probe))
+                else:
+                    self._computed[end] = probe.epoch
+        return results
+
+    def _ask(self, now: float) -> None:
+        epoch = self._epoch
+        probe = self._next_canary(now, epoch) or self._next_audit_of(now, epoch)
+        if probe is None:
+            return
+        probe.deadline = now + _DEADLINE
+        self._running = probe
+        try:
+            req_id = self._requests.ask(probe.tokens, probe.salt)
+        except Exception as error:  # whatever it is, the engine serves
+            self._log.warn("ask", "cannot compute a probe: error=%r", error)
+            self._wait(now)
+            req_id = None
+        if req_id is None:
+            self._running = None
+            return
+        probe.req_id = req_id
+        if probe.audit:
+            self._candidate = None
+            self._next_audit = now + AUDIT_INTERVAL
+            self._deep = not self._deep
+            self._audited += len(probe.tokens)
+
+    def _wait(self, now: float) -> None:
+        """Longer each time in a row: each try costs the engine a prompt."""
+        self._not_before = now + self._pause
+        self._pause = min(2 * self._pause, _LONGEST_PAUSE)
+
+    def _next_canary(self, now: float, epoch: int) -> Probe | None:
+        end = next((end for end in self._canaries if self._computed.get(end) != epoch), None)
+        if end is None:
+            return None
+        if end > self._chunk_tokens and not self._can_audit(0) and now < self._since + _BUSY:
+            return None
+        return Probe(_canary(end, self._vocabulary), frozenset([end]), epoch)
+
+    def _next_audit_of(self, now: float, epoch: int) -> Probe | None:
+        candidate = self._candidate
+        if candidate is None or candidate.epoch != epoch or now < self._next_audit:
+            return None
+        tokens = self._audited + len(candidate.tokens)
+        return candidate if self._can_audit(tokens * AUDIT_SHARE) else None
 
     # -- called by the scheduler thread -------------------------------------------------------
 
+    def of(self, salt: str) -> Probe | None:
+        """The probe whose request has this salt."""
+        running = self._running
+        return running if running is not None and running.salt == salt else None
+
     def reset(self) -> None:
-        """The engine's weights may have changed: compute the canary again, and audit nothing from
+        """The engine's weights may have changed: compute the canaries again, and audit nothing from
         before."""
-        self._canary = self._first
-        self._candidate = None
-        self._running = {}
+        self._epoch += 1
+        self._since = self._clock()
+        self._candidate = self._running = None
 
-    def loaded(self, tokens: Sequence[int], row: Row) -> None:
-        """A request loads `row`, the first chunk of its `tokens`."""
-        if not self._audits or self._candidate is not None or self._clock() < self._next_audit:
+    def wants_audit(self) -> bool:
+        """Whether `loaded` would do anything. A candidate that the engine cannot afford yet gives
+        way to another one, which may be shorter."""
+        return self._audits and self._clock() >= self._next_candidate
+
+    def loaded(self, tokens: Sequence[int], rows: Iterable[Row], ends: Mapping[bytes, int]) -> None:
+        """A request loads `rows` for its `tokens`; `ends` says where its chunks end, by their keys
+        without the group. The first one is compared, and every other time one at any depth."""
+        found: dict[int, list[Row]] = {}
+        for row in rows:
+            end = ends.get(row.key[: GROUP.start])
+            if end is not None and end < self._max_tokens:
+                found.setdefault(end, []).append(row)
+        if not found:
             return
-        sketch = self._sketcher.sample([row])
-        if sketch:
-            self._candidate = _Audit(list(tokens[: self._chunk_tokens]), row.origin, sketch)
+        self._next_candidate = self._clock() + AUDIT_INTERVAL
+        last = self._choose(sorted(found)) if self._deep else min(found)
+        chosen = {min(found), last} if min(found) <= self._chunk_tokens else {last}
+        audit: dict[int, _Loaded] = {}
+        for end in chosen:
+            pinned = [row for row in found[end] if self._pool.pin_row(row)]
+            if pinned:
+                audit[end] = _Loaded(pinned)
+        if audit:
+            prompt = list(tokens[:last])
+            self._loaded.append(Probe([*prompt, prompt[0]], frozenset(audit), self._epoch, audit))
 
-    def stored(self, salt: str, rows: Sequence[Row]) -> None:
-        """Rows of a probe are complete: all, or those of some groups."""
-        sketch = self._sketcher.sample(rows)
-        if not sketch:
-            return
-        audit = self._running.pop(salt, None)
-        if audit is None:
-            self._canary = None
-            self._results.append(ProbeResult(rows[0].key[: GROUP.start], sketch))
-            return
-        found = difference(audit.sketch, sketch)
-        self._results.append(ProbeResult(None, sketch, audit.donor, found))
+    def stored(self, probe: Probe, rows: Iterable[Row], ends: Mapping[bytes, int]) -> None:
+        """These rows of a probe are complete. They are in quarantine until they are sampled."""
+        found: dict[int, list[Row]] = {}
+        for row in rows:
+            found.setdefault(ends.get(row.key[: GROUP.start], 0), []).append(row)
+        self._stored.extend((probe, end, each) for end, each in found.items())
+
+    def ended(self, probe: Probe) -> None:
+        """Its request has ended, perhaps early."""
+        probe.deadline = min(probe.deadline, self._clock() + _STORE_TIME)
 
 
-def _canary(chunk_tokens: int, vocabulary: int) -> list[int]:
-    """One chunk, and one token more, because vLLM stores what it has computed a step before."""
+def _compared(audit: Probe) -> ProbeResult:
+    """The first difference, or that there is none."""
+    results = [
+        ProbeResult(None, sketch, loaded.donor, difference(loaded.sketch, sketch))
+        for end, loaded in sorted(audit.audit.items())
+        for sketch in (audit.sketches[end],)
+    ]
+    return next((result for result in results if result.difference), results[0])
+
+
+def _canary_name(end: int) -> bytes:
+    """What peers call a canary's chunk: its own key depends on the salt."""
+    return f"canary/{end}".encode()
+
+
+def _canary(end: int, vocabulary: int) -> list[int]:
+    """Its chunks, and one token more, because vLLM stores what it has computed a step before."""
     first = vocabulary // _EXCLUSIVE
-    return [first + place * 31 % max(1, first) for place in range(chunk_tokens + 1)]
+    return [first + place * 31 % max(1, first) for place in range(end + 1)]

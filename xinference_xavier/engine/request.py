@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from vllm.v1.kv_offload.base import ReqContext
 
@@ -17,6 +18,9 @@ from xinference_xavier.engine.policy.cost_model import CostModel
 from xinference_xavier.engine.policy.prefill_wait import Wait
 from xinference_xavier.pool.pool import Pool
 from xinference_xavier.tiers.base import Fetch, FetchState
+
+if TYPE_CHECKING:
+    from xinference_xavier.engine.probes import Probe
 
 GROUP = slice(-4, None)
 """The part of an offload key that is the number of its KV-cache group."""
@@ -46,7 +50,7 @@ class Request:
     excluded: bool = False  # neither stores nor loads anything
     stale: bool = False  # vLLM may have computed its blocks with other weights
     adapter: Look | None = None
-    probe: str | None = None  # the salt of a probe
+    probe: Probe | None = None  # that it computes
     asked: bool = False  # the tracker, whether a peer computes its prefix
     wait: Wait | None = None  # for that peer, even if it is over
     groups: dict[bytes, list[bytes]] | None = None  # see `DonorSelection.groups_of`

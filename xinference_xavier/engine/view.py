@@ -6,13 +6,13 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from xinference_xavier.engine.probes import Probes
+from xinference_xavier.engine.probes import Probe, Probes
 from xinference_xavier.engine.request import Request
 from xinference_xavier.engine.sketches import Sketcher
 from xinference_xavier.engine.workload import Workload
 from xinference_xavier.pool.pool import Row
 from xinference_xavier.protocol.load import Load, ScheduledPrompt
-from xinference_xavier.replica.canary import Probe, ProbeResult, Sketch
+from xinference_xavier.replica.canary import ProbeResult, Sketch
 from xinference_xavier.replica.explain import Chunker
 from xinference_xavier.replica.kept_prefixes import ComputedPrefix
 from xinference_xavier.replica.recent_prompts import MAX_REQUESTS
@@ -45,23 +45,33 @@ class EngineView:
     def sketch(self, key: bytes) -> Sketch | None:
         return None if self.sketcher is None else self.sketcher.sketch(key)
 
-    def next_probe(self) -> Probe | None:
-        return None if self.probes is None else self.probes.next()
+    def probe(self, salt: str) -> Probe | None:
+        """Called by the scheduler thread: see `Probes`."""
+        return None if self.probes is None else self.probes.of(salt)
+
+    def probe_ended(self, probe: Probe) -> None:
+        """Called by the scheduler thread: see `Probes`."""
+        if self.probes is not None:
+            self.probes.ended(probe)
 
     def reset(self) -> None:
         """Called by the scheduler thread."""
         if self.probes is not None:
             self.probes.reset()
 
-    def loaded(self, tokens: Sequence[int], row: Row) -> None:
+    def wants_audit(self) -> bool:
+        """Called by the scheduler thread: see `Probes`."""
+        return self.probes is not None and self.probes.wants_audit()
+
+    def loaded(self, tokens: Sequence[int], rows: Sequence[Row], ends: Mapping[bytes, int]) -> None:
         """Called by the scheduler thread: see `Probes`."""
         if self.probes is not None:
-            self.probes.loaded(tokens, row)
+            self.probes.loaded(tokens, rows, ends)
 
-    def stored(self, salt: str, rows: Sequence[Row]) -> None:
+    def stored(self, probe: Probe, rows: Sequence[Row], ends: Mapping[bytes, int]) -> None:
         """Called by the scheduler thread: see `Probes`."""
-        if rows and self.probes is not None:
-            self.probes.stored(salt, rows)
+        if self.probes is not None:
+            self.probes.stored(probe, rows, ends)
 
     def scheduled(self, req_id: str, prompt: int, have: int) -> None:
         """Called by the scheduler thread: see `Workload`."""
@@ -75,8 +85,8 @@ class EngineView:
     def take_finished(self) -> list[Sequence[bytes]]:
         return [self._finished.popleft() for _ in range(len(self._finished))]
 
-    def take_probe_results(self) -> list[ProbeResult]:
-        return [] if self.probes is None else self.probes.take_results()
+    def work_on_probes(self) -> list[ProbeResult]:
+        return [] if self.probes is None else self.probes.work()
 
     def load(self) -> Load | None:
         return None if self.workload is None else self.workload.load()

@@ -14,6 +14,9 @@ def take_result(
 ) -> None:
     """Compare peers by a canary. After a failed audit, drop all rows with the same origin as the
     chunk, and fetch no more from there."""
+    if result.lost:
+        canary.stats.lost_probes += 1
+        return
     if result.key is not None:
         canary.probed(result.key, result.sketch)
         return

@@ -2,7 +2,8 @@
 
 The namespace lists what two replicas must have in common. In case the list has a hole, rows move
 only between peers that computed the same ones: both sketch a chunk that both have computed.
-Under xinference each replica computes such a chunk at launch; otherwise it is the first that two
+Each replica computes canaries at its start: one of a chunk, by which two replicas trust each other,
+and later a long one, by which they may stop. Where an engine cannot, it is the first chunk that two
 replicas happen to have in common.
 
 A replica whose sketch differs from that of the namespace's eldest member moves to the next
@@ -53,24 +54,19 @@ class Difference(NamedTuple):
     amount: float  # relative; infinite if the layers cannot be compared
 
 
-class Probe(NamedTuple):
-    """A prompt for an engine to compute, in tokens."""
-
-    tokens: list[int]
-    salt: str
-
-
 class ProbeResult(NamedTuple):
-    """With a `key` (without the group's number), the `sketch` of the canary.
+    """With a `key`, the `sketch` of a canary's chunk, by the name that all engines have for it.
 
     Without a key, the result of an audit: `donor` is where the rows came from (None: this engine),
-    and `difference` how they differ from what the engine computes now (None: not at all).
+    and `difference` how they differ from what the engine computes now (None: not at all). If the
+    probe was `lost`, the engine did not compute it.
     """
 
     key: bytes | None
     sketch: Sketch
     donor: str | None = None
     difference: Difference | None = None
+    lost: bool = False
 
 
 def difference(own: Sketch, other: Sketch) -> Difference | None:
@@ -118,6 +114,7 @@ class Canary:
         self._own: OrderedDict[bytes, None] = OrderedDict()  # the latest last
         self._probes: dict[bytes, Sketch] = {}
         self._tried: set[tuple[str, bytes]] = set()
+        self._compared: set[tuple[str, bytes]] = set()  # and found equal
         self._news = asyncio.Event()
         self.trusts_all = sketch is None
         self._log = RateLimitedLog(logger)
@@ -125,16 +122,19 @@ class Canary:
         self._set_trusted(self._trusted)
 
     def probed(self, key: bytes, sketch: Sketch) -> None:
-        """The engine has computed the canary, or some groups of it. Peers do the same, so it is
-        not published."""
+        """The engine has computed a canary's chunk, or some groups of it. Peers do the same, so it
+        is not published."""
         self._probes[key] = {**self._probes.get(key, {}), **sketch}
+        self.stats.canaries = len(self._probes)
         self._news.set()
 
     def reset(self) -> None:
         """The engine's weights may have changed: forget what it computed, and all comparisons."""
         self._probes.clear()
+        self.stats.canaries = 0
         self._own.clear()
         self._tried.clear()
+        self._compared.clear()
         self.differing.clear()
         self._set_trusted(frozenset())
 
@@ -150,6 +150,7 @@ class Canary:
     def doubt(self, peer: str) -> None:
         """Compare again: `peer` does not trust us, perhaps since a reset that we missed."""
         self._set_trusted(self._trusted - {peer})
+        self._compared = {(name, key) for name, key in self._compared if name != peer}
         self._news.set()
 
     def trusts(self, peer: str) -> bool:
@@ -159,6 +160,7 @@ class Canary:
         self._set_trusted(self._trusted & members)
         self.differing &= members
         self._tried = {(peer, key) for peer, key in self._tried if peer in members}
+        self._compared = {(peer, key) for peer, key in self._compared if peer in members}
         self._news.set()
 
     def computed(self, keys: Iterable[bytes]) -> None:
@@ -182,7 +184,7 @@ class Canary:
             return None
         own = self._own_sketch(key)
         if own and other and own.keys() & other.keys():
-            spawn(self._judge(peer, own, other))
+            spawn(self._judge(peer, key, own, other))
         return own
 
     def _own_sketch(self, key: bytes) -> Sketch | None:
@@ -194,13 +196,17 @@ class Canary:
             with suppress(TimeoutError):  # peers may have published something
                 await within(_MAX_PAUSE, self._news.wait())
             self._news.clear()
-            for peer in self._mirror.peers - self._trusted - self.differing:
+            for peer in self._mirror.peers - self.differing:
                 key = self._common_chunk(peer)
                 if key is not None:
                     await self._compare(peer, key)
             await asyncio.sleep(_MIN_PAUSE)
 
     def _common_chunk(self, peer: str) -> bytes | None:
+        """A chunk to compare: of a peer that is trusted already, only a canary's."""
+        if peer in self._trusted:
+            done = self._tried | self._compared
+            return next((key for key in self._probes if (peer, key) not in done), None)
         bit = self._mirror.sets.set_of((peer,))
         published = (key for key in reversed(self._own) if self._mirror.full_set(key) & bit)
         keys = itertools.chain(self._probes, published)
@@ -223,13 +229,17 @@ class Canary:
                 self._tried.clear()
             self._tried.add((peer, key))
         else:
-            await self._judge(peer, own, other)
+            await self._judge(peer, key, own, other)
 
-    async def _judge(self, peer: str, own: Sketch, other: Sketch) -> None:
-        if peer not in self._mirror.peers - self._trusted - self.differing:
+    async def _judge(self, peer: str, key: bytes, own: Sketch, other: Sketch) -> None:
+        if peer not in self._mirror.peers - self.differing:
             return  # it has left, or was faster
         found = difference(own, other)
         if found is None:
+            if key in self._probes:
+                self._compared.add((peer, key))
+            if peer in self._trusted:
+                return
             self._set_trusted(self._trusted | {peer})
             logger.info("peer computes equal rows: incarnation=%s peer=%s", self._incarnation, peer)
             return

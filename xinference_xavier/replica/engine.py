@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from xinference_xavier.replica.canary import Probe, ProbeResult, Sketch
+from xinference_xavier.replica.canary import ProbeResult, Sketch
 from xinference_xavier.replica.explain import Chunker
 from xinference_xavier.replica.kept_prefixes import ComputedPrefix
 from xinference_xavier.replica.load_reporter import Source
@@ -26,11 +26,8 @@ class Engine(Source, Protocol):
     def sketch(self, key: bytes) -> Sketch | None:
         """Samples of a chunk that it computed and still has."""
 
-    def next_probe(self) -> Probe | None:
-        """A prompt to compute now for a comparison."""
-
-    def take_probe_results(self) -> list[ProbeResult]:
-        """The results since the last call."""
+    def work_on_probes(self) -> list[ProbeResult]:
+        """Go on with what it computes for comparisons. Returns the results since the last call."""
 
     def take_computed(self) -> tuple[ComputedPrefix, ...]:
         """The prefixes that it was given since the last call."""

@@ -27,7 +27,7 @@ from xinference_xavier.pool.region import Region
 from xinference_xavier.protocol.startup_errors import replica_name
 from xinference_xavier.protocol.transfer import Endpoint, Grant, GrantRequest
 from xinference_xavier.replica.audits import take_result
-from xinference_xavier.replica.canary import Canary
+from xinference_xavier.replica.canary import Canary, Difference
 from xinference_xavier.replica.checksums import Checksums
 from xinference_xavier.replica.departures import Departures
 from xinference_xavier.replica.donor import Donor
@@ -74,7 +74,6 @@ class ReplicaActor(xoscar.StatelessActor):  # type: ignore[misc]  # xoscar has n
         self.self_check = replica.self_check
         self.explain = replica.explainer.explain
         self.sketch = replica.canary.answer
-        self.next_probe = replica.engine.next_probe
         self.hottest = replica.recent.hottest
         self.warm_join = replica.warm_join.wait
         self.keep = replica.kept.keep
@@ -154,7 +153,7 @@ class Replica:
             self.engine.sketch if self.engine.comparable else None,
             self.mirror,
             self._namespace,
-            self._events.differs,
+            self._differs,
         )
         self.kept = KeptPrefixes(self._pool, config.pin_fraction, self.engine.take_computed)
         self.recent = RecentPrompts(self._pool, self.engine.take_finished, self.kept.prompts)
@@ -198,10 +197,10 @@ class Replica:
             arrived=lambda rows: publish([row.key for row in rows]),
             rolled_back=self._events.rolled_back,
         )
-        # Without xinference the first comparison takes a request, so there is nothing to wait for.
-        compares = config.replica is None or not self.engine.comparable
+        # Without xinference nothing holds requests back meanwhile.
+        waits = config.replica is None or not self.engine.comparable
         self.warm_join = WarmJoin(
-            config.warm_join if compares and not self._never_sharing else 0.0,
+            config.warm_join if waits and not self._never_sharing else 0.0,
             incarnation=self._incarnation,
             key_bytes=self._key_bytes,
             pool=self._pool,
@@ -246,6 +245,11 @@ class Replica:
         self._client.publisher.enqueue(keys, held=True)
         self.canary.computed(keys)
 
+    def _differs(self, peer: str, found: Difference) -> None:
+        """What we have fetched from the peer may be wrong, too."""
+        self._events.differs(peer, found)
+        self.flush(peer)
+
     async def _housekeep(self) -> None:
         sharing_log = SharingLog(self._incarnation)
         while True:
@@ -254,7 +258,7 @@ class Replica:
             self._client.publisher.flush()
             self.donor.grants.expire(time.monotonic())
             self.recent.collect()
-            for result in self.engine.take_probe_results():
+            for result in self.engine.work_on_probes():
                 take_result(result, self.canary, self._events, self.flush)
             sharing_log.update(self._not_sharing(), len(self.mirror.peers))
 

@@ -189,6 +189,10 @@ class ComparisonStats:
     failed_audits: int = metric(
         "failed_audits_total", "Audits in which the rows differed from what the replica computes."
     )
+    canaries: int = 0  # that the replica has computed, since its last reset
+    lost_probes: int = metric(
+        "lost_probes_total", "Canaries and audits that the engine did not compute in time."
+    )
     peer: str | None = None
     layer: str | None = None
     amount: float | None = None

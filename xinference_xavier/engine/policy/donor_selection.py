@@ -227,10 +227,12 @@ class DonorSelection:
         main = max(numbers, key=lambda number: self.group(number).rank, default=b"")
         return groups.get(main, [])
 
-    def first_key(self, request: Request) -> bytes | None:
-        """That of the first chunk in the first group."""
-        keys = next(iter(self.groups_of(request).values()), [])
-        return keys[0] if keys else None
+    def ends(self, request: Request) -> dict[bytes, int]:
+        """How many tokens there are up to the end of each chunk of the group with the highest rank,
+        by its key without the group."""
+        keys = self.main_keys(request)
+        size = self.group(keys[0]).chunk_tokens if keys else 0
+        return {key[: GROUP.start]: number * size for number, key in enumerate(keys, 1)}
 
     def _sorted_groups(self, request: Request) -> _Groups:
         """Those with windows last."""

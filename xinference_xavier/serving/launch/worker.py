@@ -11,9 +11,7 @@ from xinference_xavier.config import SHARES
 from xinference_xavier.errors import ReplicaStartError
 from xinference_xavier.kv_transfer_config import configuration, for_worker, own_transfer_config
 from xinference_xavier.protocol.startup_errors import pop_startup_error
-from xinference_xavier.runtime.tasks import spawn
 from xinference_xavier.serving.launch import Method
-from xinference_xavier.serving.launch.probing import keep_probing
 from xinference_xavier.serving.launch.readiness import wait_until_serving
 
 
@@ -71,7 +69,6 @@ def serving_when_ready(original: Method) -> Method:
         transfer = own_transfer_config(launch.get("kv_transfer_config"))
         if state == "ready" and transfer is not None:
             model, config = worker._model_uid_to_model.get(model_uid), configuration(transfer)
-            spawn(keep_probing(worker, model_uid, config))
             await wait_until_serving(worker, model_uid, config, _engines(launch))
             if worker._model_uid_to_model.get(model_uid) is not model:
                 return None  # it was terminated meanwhile
