@@ -21,7 +21,7 @@ from xinference_xavier.errors import (
     ModelNotFoundError,
     UnknownPrefixError,
 )
-from xinference_xavier.stats.answers import EventRecord, Explanation, NamedPrefix
+from xinference_xavier.stats.answers import SALT_HEADER, EventRecord, Explanation, NamedPrefix
 from xinference_xavier.stats.reading import read
 from xinference_xavier.stats.schema import ModelStatus
 
@@ -30,6 +30,7 @@ _LONG_TIMEOUT = 90.0
 _SILENCE = 60.0
 """Seconds without a message after which a stream is abandoned; it sends one every second."""
 
+_NO_HEADERS: Mapping[str, str] = {}
 Messages = Sequence[Mapping[str, Any]]
 _NOT_FOUND = {"model": ModelNotFoundError, "prefix": UnknownPrefixError}
 _T = TypeVar("_T")
@@ -111,19 +112,24 @@ class XavierClient:
 
     def prefixes(self, model_uid: str, cache_salt: str | None = None) -> list[NamedPrefix]:
         """Those with this `cache_salt`, or without one."""
-        path = _prefixes_path(model_uid, cache_salt)
-        return self._send("GET", path, lambda answer: [*map(NamedPrefix.of, answer["prefixes"])])
+        return self._send(
+            "GET",
+            _path(model_uid, "/prefixes"),
+            lambda answer: [*map(NamedPrefix.of, answer["prefixes"])],
+            headers=_tenant(cache_salt),
+        )
 
     def prefix(self, model_uid: str, name: str, cache_salt: str | None = None) -> NamedPrefix:
         """Raises UnknownPrefixError."""
-        return self._send("GET", _prefixes_path(model_uid, cache_salt, name), NamedPrefix.of)
+        path, headers = _prefix_path(model_uid, name), _tenant(cache_salt)
+        return self._send("GET", path, NamedPrefix.of, headers=headers)
 
     def watch_prefix(
         self, model_uid: str, name: str, cache_salt: str | None = None
     ) -> Iterator[NamedPrefix]:
         """Every second, until it is kept, has failed or is removed. Raises UnknownPrefixError."""
-        path = _prefixes_path(model_uid, cache_salt, name, "/events")
-        return self._listen(path, "prefix", NamedPrefix.of)
+        path = _prefix_path(model_uid, name, "/events")
+        return self._listen(path, "prefix", NamedPrefix.of, _tenant(cache_salt))
 
     def change_prefix(
         self,
@@ -138,13 +144,13 @@ class XavierClient:
         """Change what is not None. Raises UnknownPrefixError."""
         fields = {"ttl": ttl, "copies": copies, "retention": retention}
         terms = {key: value for key, value in fields.items() if value is not None}
-        path = _prefixes_path(model_uid, cache_salt, name)
-        return self._send("PATCH", path, NamedPrefix.of, terms)
+        path, headers = _prefix_path(model_uid, name), _tenant(cache_salt)
+        return self._send("PATCH", path, NamedPrefix.of, terms, headers=headers)
 
     def remove_prefix(self, model_uid: str, name: str, cache_salt: str | None = None) -> None:
         """Raises UnknownPrefixError."""
-        path = _prefixes_path(model_uid, cache_salt, name)
-        return self._send("DELETE", path, lambda answer: None)
+        path, headers = _prefix_path(model_uid, name), _tenant(cache_salt)
+        return self._send("DELETE", path, lambda answer: None, headers=headers)
 
     def cluster(self) -> dict[str, Any]:
         """What `doctor` examines."""
@@ -165,13 +171,20 @@ class XavierClient:
         read_answer: Callable[[Any], _T],
         body: object = None,
         timeout: float = _TIMEOUT,
+        headers: Mapping[str, str] = _NO_HEADERS,
     ) -> _T:
         with _failures(self._http.base_url):
-            answer = self._http.request(method, path, json=body, timeout=timeout)
+            answer = self._http.request(method, path, json=body, timeout=timeout, headers=headers)
         return read_answer(_decoded(answer))
 
-    def _listen(self, path: str, event: str, read_data: Callable[[Any], _T]) -> Iterator[_T]:
-        connecting = connect_sse(self._http, "GET", path, timeout=_SILENCE)
+    def _listen(
+        self,
+        path: str,
+        event: str,
+        read_data: Callable[[Any], _T],
+        headers: Mapping[str, str] = _NO_HEADERS,
+    ) -> Iterator[_T]:
+        connecting = connect_sse(self._http, "GET", path, timeout=_SILENCE, headers=headers)
         with _failures(self._http.base_url), connecting as source:
             if not _is_stream(source):
                 source.response.read()
@@ -232,15 +245,22 @@ class AsyncXavierClient:
         read_answer: Callable[[Any], _T],
         body: object = None,
         timeout: float = _TIMEOUT,
+        headers: Mapping[str, str] = _NO_HEADERS,
     ) -> _T:
         with _failures(self._http.base_url):
-            answer = await self._http.request(method, path, json=body, timeout=timeout)
+            answer = await self._http.request(
+                method, path, json=body, timeout=timeout, headers=headers
+            )
         return read_answer(_decoded(answer))
 
     async def _listen(
-        self, path: str, event: str, read_data: Callable[[Any], _T]
+        self,
+        path: str,
+        event: str,
+        read_data: Callable[[Any], _T],
+        headers: Mapping[str, str] = _NO_HEADERS,
     ) -> AsyncIterator[_T]:
-        connecting = aconnect_sse(self._http, "GET", path, timeout=_SILENCE)
+        connecting = aconnect_sse(self._http, "GET", path, timeout=_SILENCE, headers=headers)
         with _failures(self._http.base_url):
             async with connecting as source:
                 if not _is_stream(source):
@@ -259,13 +279,13 @@ def _path(model_uid: str, action: str = "") -> str:
     return f"/v1/xavier/{quote(model_uid, safe='')}{action}"
 
 
-def _prefixes_path(
-    model_uid: str, cache_salt: str | None, name: str | None = None, action: str = ""
-) -> str:
-    path = _path(model_uid, "/prefixes")
-    if name is not None:
-        path += f"/{quote(name, safe='')}{action}"
-    return path if cache_salt is None else f"{path}?cache_salt={quote(cache_salt, safe='')}"
+def _prefix_path(model_uid: str, name: str, action: str = "") -> str:
+    return _path(model_uid, f"/prefixes/{quote(name, safe='')}{action}")
+
+
+def _tenant(cache_salt: str | None) -> dict[str, str]:
+    """Headers that name it."""
+    return {} if cache_salt is None else {SALT_HEADER: quote(cache_salt, safe="")}
 
 
 def _headers(api_key: str | None) -> dict[str, str]:

@@ -14,7 +14,6 @@ from xinference_xavier.errors import NOT_FOUND_HEADER, PrefixNotFoundError
 from xinference_xavier.frontend.prefixes.keeper import TICK
 from xinference_xavier.frontend.prefixes.prefix import (
     Prefix,
-    check_tenant,
     read_new,
     read_terms,
 )
@@ -25,6 +24,8 @@ from xinference_xavier.serving.answers import (
     add_route,
     answered_for,
     model_access,
+    tenant_of,
+    tenant_of_header,
 )
 from xinference_xavier.serving.prefixes.install import Prefixes
 from xinference_xavier.serving.sse import Listeners, Message, message
@@ -60,12 +61,13 @@ class PrefixRoutes:
         if len(body) > MAX_BODY:
             raise HTTPException(413, f"the body has {len(body)} bytes, more than {MAX_BODY}")
         new = _checked(lambda: read_new(body))
+        new = new._replace(tenant=tenant_of(request, new.tenant or None))
         added = await _refused(answered_for(model_uid, self._prefixes.keeper.add(model_uid, new)))
         return JSONResponse(added, 201)
 
     async def list(self, model_uid: str, request: Request) -> JSONResponse:
         self._check(request, model_uid)
-        tenant = _tenant(request)
+        tenant = tenant_of_header(request)
         prefixes = [
             self._prefixes.keeper.report(each)
             for each in self._prefixes.names.of(model_uid)
@@ -114,13 +116,9 @@ class PrefixRoutes:
     def _find(self, model_uid: str, name: str, request: Request) -> Prefix:
         self._check(request, model_uid)
         try:
-            return self._prefixes.names.find(model_uid, _tenant(request), name)
+            return self._prefixes.names.find(model_uid, tenant_of_header(request), name)
         except PrefixNotFoundError as error:
             raise HTTPException(404, error.reason, {NOT_FOUND_HEADER: "prefix"}) from error
-
-
-def _tenant(request: Request) -> str:
-    return _checked(lambda: check_tenant(request.query_params.get("cache_salt")))
 
 
 def _checked(check: Callable[[], _T]) -> _T:

@@ -21,7 +21,13 @@ from xinference_xavier.frontend.routers import Routers
 from xinference_xavier.runtime.deadline import within
 from xinference_xavier.serving.prefixes.kept_model import KeptModel
 from xinference_xavier.serving.prefixes.named_model import NamedModel
-from xinference_xavier.serving.routing.middleware import Asked, RoutingMiddleware, current
+from xinference_xavier.serving.routing.middleware import (
+    TEXT_ENDPOINTS,
+    Asked,
+    RoutingMiddleware,
+    current,
+    remember_texts,
+)
 from xinference_xavier.serving.routing.routed_model import RoutedModel
 
 logger = logging.getLogger(__name__)
@@ -52,6 +58,12 @@ def add_routing(context: Any, routers: Routers, prefixes: Prefixes) -> None:
     if original is None:
         logger.warning("this xinference gives requests to replicas in turn: no require_model")
         return
+    missing = TEXT_ENDPOINTS - remember_texts(context.router)
+    if missing:
+        logger.warning(
+            "requests go to replicas in turn where this xinference has no: %s",
+            ", ".join(sorted(missing)),
+        )
     restful_api.require_model = routing_require(original, routers, prefixes)
     context.app.add_middleware(RoutingMiddleware)
     routers.in_use = True
