@@ -7,13 +7,16 @@
 neither torch nor vLLM. A client may be used by one thread at a time.
 """
 
+import asyncio
+import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Concatenate, ParamSpec, Self, TypeVar
+from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar
 from urllib.parse import quote
 
 import httpx
-from httpx_sse import EventSource, aconnect_sse, connect_sse
+from httpx_sse import EventSource, ServerSentEvent, aconnect_sse, connect_sse
 
 from xinference_xavier.errors import (
     NOT_FOUND_HEADER,
@@ -21,7 +24,13 @@ from xinference_xavier.errors import (
     ModelNotFoundError,
     UnknownPrefixError,
 )
-from xinference_xavier.stats.answers import SALT_HEADER, EventRecord, Explanation, NamedPrefix
+from xinference_xavier.stats.answers import (
+    ENDED,
+    SALT_HEADER,
+    EventRecord,
+    Explanation,
+    NamedPrefix,
+)
 from xinference_xavier.stats.reading import read
 from xinference_xavier.stats.schema import ModelStatus
 
@@ -30,6 +39,10 @@ _LONG_TIMEOUT = 90.0
 _SILENCE = 60.0
 """Seconds without a message after which a stream is abandoned; it sends one every second."""
 
+_PAUSE = 1.0
+"""Seconds before a stream is asked for again that its server has ended."""
+_REMEMBERED = 1000
+"""Events. A stream begins with at most 100."""
 _NO_HEADERS: Mapping[str, str] = {}
 Messages = Sequence[Mapping[str, Any]]
 _NOT_FOUND = {"model": ModelNotFoundError, "prefix": UnknownPrefixError}
@@ -129,7 +142,8 @@ class XavierClient:
     ) -> Iterator[NamedPrefix]:
         """Every second, until it is kept, has failed or is removed. Raises UnknownPrefixError."""
         path = _prefix_path(model_uid, name, "/events")
-        return self._listen(path, "prefix", NamedPrefix.of, _tenant(cache_salt))
+        following = _Following("prefix", NamedPrefix.of, lambda each: each.state in ENDED)
+        return self._listen(path, following, _tenant(cache_salt))
 
     def change_prefix(
         self,
@@ -158,11 +172,11 @@ class XavierClient:
 
     def events(self, model_uid: str) -> Iterator[EventRecord]:
         """Recent events, then new ones as they happen, until the model ends."""
-        return self._listen(_path(model_uid, "/events"), "event", EventRecord.of)
+        return self._listen(_path(model_uid, "/events"), _Following("event", EventRecord.of))
 
     def watch(self, model_uid: str) -> Iterator[ModelStatus]:
         """The status every second, until the model ends."""
-        return self._listen(_path(model_uid, "/events"), "status", _model)
+        return self._listen(_path(model_uid, "/events"), _Following("status", _model))
 
     def _send(
         self,
@@ -178,20 +192,19 @@ class XavierClient:
         return read_answer(_decoded(answer))
 
     def _listen(
-        self,
-        path: str,
-        event: str,
-        read_data: Callable[[Any], _T],
-        headers: Mapping[str, str] = _NO_HEADERS,
+        self, path: str, following: "_Following[_T]", headers: Mapping[str, str] = _NO_HEADERS
     ) -> Iterator[_T]:
-        connecting = connect_sse(self._http, "GET", path, timeout=_SILENCE, headers=headers)
-        with _failures(self._http.base_url), connecting as source:
-            if not _is_stream(source):
-                source.response.read()
-                _decoded(source.response)
-            for message in source.iter_sse():
-                if message.event == event:
-                    yield read_data(message.json())
+        while True:
+            connecting = connect_sse(self._http, "GET", path, timeout=_SILENCE, headers=headers)
+            with _failures(self._http.base_url), connecting as source:
+                if not _is_stream(source):
+                    source.response.read()
+                    _decoded(source.response)
+                for message in source.iter_sse():
+                    yield from following.read(message)
+                    if following.ended:
+                        return
+            time.sleep(_PAUSE)
 
 
 def _awaited(
@@ -254,21 +267,54 @@ class AsyncXavierClient:
         return read_answer(_decoded(answer))
 
     async def _listen(
+        self, path: str, following: "_Following[_T]", headers: Mapping[str, str] = _NO_HEADERS
+    ) -> AsyncIterator[_T]:
+        while True:
+            connecting = aconnect_sse(self._http, "GET", path, timeout=_SILENCE, headers=headers)
+            with _failures(self._http.base_url):
+                async with connecting as source:
+                    if not _is_stream(source):
+                        await source.response.aread()
+                        _decoded(source.response)
+                    async for message in source.aiter_sse():
+                        for each in following.read(message):
+                            yield each
+                        if following.ended:
+                            return
+            await asyncio.sleep(_PAUSE)
+
+
+class _Following(Generic[_T]):
+    """What has been heard of one kind of event. A server that is replaced ends its streams; the
+    next one begins with recent events, of which those that were heard are left out."""
+
+    def __init__(
         self,
-        path: str,
         event: str,
         read_data: Callable[[Any], _T],
-        headers: Mapping[str, str] = _NO_HEADERS,
-    ) -> AsyncIterator[_T]:
-        connecting = aconnect_sse(self._http, "GET", path, timeout=_SILENCE, headers=headers)
-        with _failures(self._http.base_url):
-            async with connecting as source:
-                if not _is_stream(source):
-                    await source.response.aread()
-                    _decoded(source.response)
-                async for message in source.aiter_sse():
-                    if message.event == event:
-                        yield read_data(message.json())
+        is_last: Callable[[_T], bool] = lambda each: False,
+    ) -> None:
+        self.ended = False
+        self._event = event
+        self._read_data = read_data
+        self._is_last = is_last
+        self._heard = deque[str](maxlen=_REMEMBERED)
+
+    def read(self, message: ServerSentEvent) -> Iterator[_T]:
+        if message.event == "gone":
+            self.ended = True
+        elif message.event == self._event and not self._again(message):
+            data = self._read_data(message.json())
+            self.ended = self._is_last(data)
+            yield data
+
+    def _again(self, message: ServerSentEvent) -> bool:
+        if message.event != "event":  # those are numbered
+            return False
+        event = f"{message.id} {message.data}"
+        again = event in self._heard
+        self._heard.append(event)
+        return again
 
 
 def _model(answer: Any) -> ModelStatus:
@@ -305,7 +351,8 @@ def _failures(endpoint: httpx.URL) -> Iterator[None]:
 
 
 def _is_stream(source: EventSource) -> bool:
-    return "text/event-stream" in source.response.headers.get("content-type", "")
+    kind = source.response.headers.get("content-type", "")
+    return source.response.is_success and "text/event-stream" in kind
 
 
 def _decoded(answer: httpx.Response) -> Any:

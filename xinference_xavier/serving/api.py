@@ -8,7 +8,6 @@ from typing import Any
 
 from fastapi import HTTPException, Request
 from fastapi.responses import JSONResponse
-from sse_starlette.sse import EventSourceResponse
 
 from xinference_xavier.frontend.asked import prompt_text
 from xinference_xavier.protocol.tracker import (
@@ -31,13 +30,14 @@ from xinference_xavier.serving.answers import (
     model_access,
 )
 from xinference_xavier.serving.diagnostics import cluster_info
-from xinference_xavier.serving.sse import Listeners, live
+from xinference_xavier.serving.sse import Listeners, Stream, live, notice_servers
 from xinference_xavier.serving.tracker_gateway import TrackerGateway
 from xinference_xavier.tracker.fanout import EXPLAIN_DEADLINE
 
 
 def add_routes(context: Any, trackers: TrackerGateway) -> None:
     """`context` is xinference's APIExtensionContext."""
+    notice_servers()
     routes = _Routes(trackers, model_access(context))
     add_route(context, "GET", "/v1/xavier", READ_SCOPE, routes.all_models)
     add_route(context, "GET", "/v1/xavier_cluster", READ_SCOPE, routes.cluster)
@@ -77,11 +77,10 @@ class _Routes:
     async def one_model(self, model_uid: str) -> JSONResponse:
         return JSONResponse(await answered_for(model_uid, self._trackers.report(model_uid)))
 
-    async def events(self, model_uid: str) -> EventSourceResponse:
-        self._listeners.check()
+    async def events(self, model_uid: str) -> Stream:
         # A later error would be part of the stream.
         await answered_for(model_uid, self._trackers.find(model_uid))
-        return EventSourceResponse(self._listeners.counted(live(self._trackers, model_uid)))
+        return Stream(self._listeners, live(self._trackers, model_uid))
 
     async def change(self, model_uid: str, request: Request) -> JSONResponse:
         change = _checked_change(await request.body())

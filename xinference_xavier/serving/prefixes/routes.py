@@ -8,7 +8,6 @@ from typing import Any, TypeVar
 
 from fastapi import HTTPException, Request
 from fastapi.responses import JSONResponse
-from sse_starlette.sse import EventSourceResponse
 
 from xinference_xavier.errors import NOT_FOUND_HEADER, PrefixNotFoundError
 from xinference_xavier.frontend.prefixes.keeper import TICK
@@ -28,7 +27,7 @@ from xinference_xavier.serving.answers import (
     tenant_of_header,
 )
 from xinference_xavier.serving.prefixes.install import Prefixes
-from xinference_xavier.serving.sse import Listeners, Message, message
+from xinference_xavier.serving.sse import Listeners, Message, Stream, message
 from xinference_xavier.stats.answers import ENDED
 
 MAX_BODY = 9 << 20
@@ -78,10 +77,9 @@ class PrefixRoutes:
     async def show(self, model_uid: str, name: str, request: Request) -> JSONResponse:
         return JSONResponse(self._prefixes.keeper.report(self._find(model_uid, name, request)))
 
-    async def events(self, model_uid: str, name: str, request: Request) -> EventSourceResponse:
+    async def events(self, model_uid: str, name: str, request: Request) -> Stream:
         prefix = self._find(model_uid, name, request)
-        self._listeners.check()
-        return EventSourceResponse(self._listeners.counted(self._progress(prefix)))
+        return Stream(self._listeners, self._progress(prefix))
 
     async def _progress(self, prefix: Prefix) -> AsyncIterator[Message]:
         """Until it is kept or has failed."""
