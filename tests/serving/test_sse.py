@@ -108,6 +108,13 @@ async def test_the_status_is_repeated(trackers: TrackerGateway, tracker: Any) ->
     assert report["replicas"][0]["replica"] == "m-0"
 
 
+async def test_a_listener_sees_of_a_status_what_it_may(
+    trackers: TrackerGateway, tracker: Any
+) -> None:
+    messages = live(trackers, "m", lambda report: {"model_uid": report["model_uid"]})
+    assert await heard(messages, "status") == {"model_uid": "m"}
+
+
 async def test_events_come_as_they_happen(
     trackers: TrackerGateway, tracker: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -30,7 +30,7 @@ from xinference_xavier.serving.answers import (
     model_access,
 )
 from xinference_xavier.serving.diagnostics import cluster_info
-from xinference_xavier.serving.sse import Listeners, Stream, live, notice_servers
+from xinference_xavier.serving.sse import Filter, Listeners, Stream, live, notice_servers
 from xinference_xavier.serving.tracker_gateway import TrackerGateway
 from xinference_xavier.tracker.fanout import EXPLAIN_DEADLINE
 
@@ -54,10 +54,14 @@ class _Routes:
         self._access = access
         self._listeners = Listeners()
 
-    async def all_models(self) -> JSONResponse:
+    async def all_models(self, request: Request) -> JSONResponse:
         uids = await answered("the supervisor", self._trackers.models())
         answers = await asyncio.gather(*map(self._report_or_reason, uids))
-        reports = [answer for answer in answers if isinstance(answer, dict)]
+        reports = [
+            self._visible(request, uid)(answer)
+            for uid, answer in zip(uids, answers, strict=True)
+            if isinstance(answer, dict)
+        ]
         unavailable = {
             uid: answer
             for uid, answer in zip(uids, answers, strict=True)
@@ -71,16 +75,27 @@ class _Routes:
         except HTTPException as error:
             return str(error.detail)
 
+    def _visible(self, request: Request, model_uid: str) -> Filter:
+        """What the caller may see of a model's report: names are texts of those who may ask it."""
+        try:
+            self._access(request, model_uid)
+        except HTTPException:
+            return lambda report: {**report, "prefixes": []}
+        return lambda report: report
+
     async def cluster(self) -> JSONResponse:
         return JSONResponse(await answered("the supervisor", cluster_info(self._trackers)))
 
-    async def one_model(self, model_uid: str) -> JSONResponse:
-        return JSONResponse(await answered_for(model_uid, self._trackers.report(model_uid)))
+    async def one_model(self, model_uid: str, request: Request) -> JSONResponse:
+        report = await answered_for(model_uid, self._trackers.report(model_uid))
+        return JSONResponse(self._visible(request, model_uid)(report))
 
-    async def events(self, model_uid: str) -> Stream:
+    async def events(self, model_uid: str, request: Request) -> Stream:
         # A later error would be part of the stream.
         await answered_for(model_uid, self._trackers.find(model_uid))
-        return Stream(self._listeners, live(self._trackers, model_uid))
+        return Stream(
+            self._listeners, live(self._trackers, model_uid, self._visible(request, model_uid))
+        )
 
     async def change(self, model_uid: str, request: Request) -> JSONResponse:
         change = _checked_change(await request.body())

@@ -7,7 +7,7 @@ import asyncio
 import functools
 import json
 import weakref
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -32,6 +32,7 @@ Message = dict[str, str]
 """For `sse_starlette`: `event`, `data` and, for events, `id`."""
 
 
+Filter = Callable[[dict[str, Any]], dict[str, Any]]
 _LOOK = 0.25
 """Seconds between two looks whether the server drains."""
 
@@ -113,11 +114,14 @@ def notice_servers() -> None:
     uvicorn.Server.on_tick = on_tick  # type: ignore[method-assign]
 
 
-async def live(trackers: TrackerGateway, model_uid: str) -> AsyncIterator[Message]:
+async def live(
+    trackers: TrackerGateway, model_uid: str, visible: Filter = lambda report: report
+) -> AsyncIterator[Message]:
+    """`visible` makes of a report what the listener may see."""
     available = True
     while True:
         try:
-            async for sent in _session(trackers, model_uid):
+            async for sent in _session(trackers, model_uid, visible):
                 available = True
                 yield sent
         except NotFoundError as error:
@@ -132,7 +136,9 @@ async def live(trackers: TrackerGateway, model_uid: str) -> AsyncIterator[Messag
             await asyncio.sleep(RETRY_PAUSE)
 
 
-async def _session(trackers: TrackerGateway, model_uid: str) -> AsyncIterator[Message]:
+async def _session(
+    trackers: TrackerGateway, model_uid: str, visible: Filter
+) -> AsyncIterator[Message]:
     """Ends with an error when the tracker stops answering."""
     tracker = await trackers.find(model_uid)
     yield message("history", await within(DEADLINE, tracker.history()))
@@ -150,7 +156,7 @@ async def _session(trackers: TrackerGateway, model_uid: str) -> AsyncIterator[Me
             left = STATUS_INTERVAL
             # At most half an interval old, so that streams which share a report stay current.
             report = await trackers.shared_report(model_uid, STATUS_INTERVAL / 2)
-            yield message("status", report)
+            yield message("status", visible(report))
         recent = await within(left + DEADLINE, tracker.wait_events(last, left))
 
 
