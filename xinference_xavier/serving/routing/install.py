@@ -19,6 +19,7 @@ from xinference_xavier.frontend.model_router import AT_LIMIT, ModelRouter, Queue
 from xinference_xavier.frontend.request_body import ClientGoneError
 from xinference_xavier.frontend.routers import Routers
 from xinference_xavier.runtime.deadline import within
+from xinference_xavier.serving.answers import add_middleware
 from xinference_xavier.serving.prefixes.kept_model import KeptModel
 from xinference_xavier.serving.prefixes.named_model import NamedModel
 from xinference_xavier.serving.routing.middleware import (
@@ -65,7 +66,7 @@ def add_routing(context: Any, routers: Routers, prefixes: Prefixes) -> None:
             ", ".join(sorted(missing)),
         )
     restful_api.require_model = routing_require(original, routers, prefixes)
-    context.app.add_middleware(RoutingMiddleware)
+    add_middleware(context, RoutingMiddleware)
     routers.in_use = True
 
 
