@@ -21,6 +21,7 @@ from httpx_sse import EventSource, ServerSentEvent, aconnect_sse, connect_sse
 from xinference_xavier.errors import (
     NOT_FOUND_HEADER,
     ApiError,
+    ConfigError,
     ModelNotFoundError,
     UnknownPrefixError,
 )
@@ -36,6 +37,7 @@ from xinference_xavier.stats.schema import ModelStatus
 
 _TIMEOUT = 30.0
 _LONG_TIMEOUT = 90.0
+_MAX_PORT = 65535
 _SILENCE = 60.0
 """Seconds without a message after which a stream is abandoned; it sends one every second."""
 
@@ -51,9 +53,11 @@ _P = ParamSpec("_P")
 
 
 class XavierClient:
-    """`endpoint` is xinference's; `api_key` is needed where authentication is on."""
+    """`endpoint` is xinference's; `api_key` is needed where authentication is on. Raises
+    ConfigError if either cannot be one."""
 
     def __init__(self, endpoint: str, api_key: str | None = None) -> None:
+        check_url("endpoint", endpoint)
         self._http = httpx.Client(base_url=endpoint, headers=_headers(api_key))
 
     def __enter__(self) -> Self:
@@ -224,6 +228,7 @@ class AsyncXavierClient:
     """`XavierClient` for an event loop; see there."""
 
     def __init__(self, endpoint: str, api_key: str | None = None) -> None:
+        check_url("endpoint", endpoint)
         self._http = httpx.AsyncClient(base_url=endpoint, headers=_headers(api_key))
 
     async def __aenter__(self) -> Self:
@@ -334,8 +339,27 @@ def _tenant(cache_salt: str | None) -> dict[str, str]:
     return {} if cache_salt is None else {SALT_HEADER: quote(cache_salt, safe="")}
 
 
+def check_url(option: str, text: str) -> httpx.URL:
+    """Raises ConfigError for what cannot be a server's."""
+    try:
+        url = httpx.URL(text)
+        url.host.encode("idna")  # as whoever looks it up does
+    except (httpx.InvalidURL, UnicodeError):
+        url = httpx.URL()
+    if url.scheme in ("http", "https") and url.host and (url.port or 0) <= _MAX_PORT:
+        return url
+    raise ConfigError(
+        option, text, "is not a server's URL", "write for example http://10.0.0.1:9997"
+    )
+
+
 def _headers(api_key: str | None) -> dict[str, str]:
-    return {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+    if api_key is None:
+        return {}
+    odd = "".join(each for each in api_key if not " " < each <= "~")
+    if odd:
+        raise ConfigError("api_key", odd, "is no part of a key", "copy the key again")
+    return {"Authorization": f"Bearer {api_key}"}
 
 
 @contextmanager

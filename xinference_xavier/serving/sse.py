@@ -111,7 +111,7 @@ def notice_servers() -> None:
         (_servers.discard if ends else _servers.add)(server)
         return ends
 
-    uvicorn.Server.on_tick = on_tick  # type: ignore[method-assign]
+    uvicorn.Server.on_tick = on_tick  # type: ignore[method-assign, assignment]
 
 
 async def live(

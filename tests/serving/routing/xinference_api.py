@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import xoscar as xo
 from fastapi import APIRouter, FastAPI
+from fastapi.routing import APIRoute
 from xinference.api import restful_api
 from xinference.api.restful_api import RESTfulAPI
 from xinference.api.routers import llm
@@ -105,7 +106,7 @@ class XinferenceApi:
         self.paths = {
             route.path: route.endpoint.__name__
             for route in router.routes
-            if route.endpoint.__name__ in BODIES  # type: ignore[attr-defined]
+            if isinstance(route, APIRoute) and route.endpoint.__name__ in BODIES
         }
         self.client = httpx.AsyncClient(
             transport=httpx.ASGITransport(app),
