@@ -319,6 +319,14 @@ async def test_any_other_question_is_refused(address: str, tracker: Any, body: b
     assert "the body must be" in answer.json()["detail"]
 
 
+async def test_a_body_that_is_too_long_is_not_parsed(address: str, tracker: Any) -> None:
+    async with client_of(address) as client:
+        answer = await client.post("/v1/xavier/m/explain", content=b" " * (10 << 20))
+        assert (answer.status_code, "it has 10485760 bytes" in answer.text) == (400, True)
+        answer = await client.post("/v1/xavier/m", content=b" " * 1024 + b'{"enabled": true}')
+        assert answer.status_code == 400
+
+
 async def test_an_unknown_model_is_not_found(address: str) -> None:
     async with client_of(address) as client:
         for answer in (

@@ -34,6 +34,10 @@ from xinference_xavier.serving.sse import Filter, Listeners, Stream, live, notic
 from xinference_xavier.serving.tracker_gateway import TrackerGateway
 from xinference_xavier.tracker.fanout import EXPLAIN_DEADLINE
 
+MAX_CHANGE = 1 << 10
+MAX_QUESTION = MAX_QUESTION_BYTES + (1 << 20)
+"""Bytes of a body; it may have spaces that do not count."""
+
 
 def add_routes(context: Any, trackers: TrackerGateway) -> None:
     """`context` is xinference's APIExtensionContext."""
@@ -121,17 +125,27 @@ class _Routes:
 
     async def explain(self, model_uid: str, request: Request) -> JSONResponse:
         self._access(request, model_uid)
-        question = _checked_question(await request.body())
+        # A long one would hold up the event loop.
+        question = await asyncio.to_thread(_checked_question, await request.body())
         deadline = EXPLAIN_DEADLINE + 1
         explaining = self._trackers.call(model_uid, "explain", question, deadline=deadline)
         explanation = await answered_for(model_uid, explaining)
         router = self._trackers.routers.get(model_uid)
-        forecasts = {} if router is None else router.explain(prompt_text(question))
+        forecasts = {}
+        if router is not None:
+            forecasts = router.explain(await asyncio.to_thread(prompt_text, question))
         return JSONResponse({**explanation, "routing": forecasts})
+
+
+def _check_size(body: bytes, most: int) -> None:
+    """Before it is parsed."""
+    if len(body) > most:
+        raise ValueError(f"it has {len(body)} bytes")
 
 
 def _checked_change(body: bytes) -> dict[str, Any]:
     with suppress(ValueError):  # refused below
+        _check_size(body, MAX_CHANGE)
         change: dict[str, Any] = json.loads(body)
         match change:
             case {"enabled": enabled} if len(change) == 1:
@@ -153,6 +167,7 @@ def _checked_change(body: bytes) -> dict[str, Any]:
 
 def _checked_question(body: bytes) -> dict[str, Any]:
     try:
+        _check_size(body, MAX_QUESTION)
         question: dict[str, Any] = json.loads(body)
         check_question(question)
         return question

@@ -59,7 +59,7 @@ class PrefixRoutes:
         body = await request.body()
         if len(body) > MAX_BODY:
             raise HTTPException(413, f"the body has {len(body)} bytes, more than {MAX_BODY}")
-        new = _checked(lambda: read_new(body))
+        new = await asyncio.to_thread(_checked, lambda: read_new(body))
         new = new._replace(tenant=tenant_of(request, new.tenant or None))
         added = await _refused(answered_for(model_uid, self._prefixes.keeper.add(model_uid, new)))
         return JSONResponse(added, 201)
