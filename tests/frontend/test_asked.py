@@ -115,25 +115,24 @@ PLAIN = {"prompt": "text", "cache_salt": "tenant"}
 @pytest.mark.parametrize(
     ("fields", "header", "keep"),
     [
-        ({}, None, Keep()),
+        ({}, None, Keep("", "tenant")),
         ({"prefix_name": "story"}, None, Keep("story", "tenant")),
         ({}, "story", Keep("story", "tenant")),
         ({"prefix_name": "another"}, "story", Keep("story", "tenant")),
-        ({"prefix_name": 7}, None, Keep("", "tenant")),
         ({"prompt_cache_retention": "24h"}, None, Keep("", "tenant", 86400.0)),
         ({"prompt_cache_retention": ["24h"]}, None, Keep("", "tenant")),
-        ({"system": [{"cache_control": {}}]}, None, Keep("", "tenant", 0.0, True)),
     ],
 )
-async def test_what_a_request_says_about_keeping_its_prefix(
+def test_what_a_request_says_about_keeping_its_prefix(
     fields: dict[str, Any], header: str | None, keep: Keep
 ) -> None:
-    assert await read_keep(json.dumps({**PLAIN, **fields}).encode(), header) == keep
+    assert read_keep({**PLAIN, **fields}, header, False) == keep
 
 
-@pytest.mark.parametrize("body", [b'"prefix_name"', b'["prefix_name"]', b'\xff"cache_control"'])
-async def test_nothing_can_be_kept_of_a_body_that_cannot_be_read(body: bytes) -> None:
-    assert (await read_keep(body, "story"))[:3] == ("story", "", 0.0)
+@pytest.mark.parametrize("name", [7, ["story"], {}, False, ""])
+def test_what_cannot_be_a_name_is_refused(name: object) -> None:
+    with pytest.raises(ValueError, match=r"prefix_name=.* is not the name of a prefix"):
+        read_keep({"prefix_name": name}, None, False)
 
 
 @pytest.mark.parametrize(

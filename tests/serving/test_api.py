@@ -88,12 +88,16 @@ async def tracker(address: str) -> Any:
     return await xo.create_actor(BlockTracker, "m", address=address, uid=tracker_uid("m"))
 
 
-def client_of(address: str, **auth: Any) -> httpx.AsyncClient:
+def client_of(
+    address: str, prefixes: dict[str, Any] | None = None, **auth: Any
+) -> httpx.AsyncClient:
     app, router = FastAPI(), APIRouter()
 
     async def get_supervisor_ref() -> Any:
         return await xo.actor_ref(address=address, uid="supervisor")
 
+    trackers = TrackerGateway(get_supervisor_ref)
+    trackers.prefixes = lambda model_uid: prefixes or {}
     add_routes(
         APIExtensionContext(
             app=app,
@@ -102,7 +106,7 @@ def client_of(address: str, **auth: Any) -> httpx.AsyncClient:
             auth_enabled=bool(auth),
             get_supervisor_ref=get_supervisor_ref,
         ),
-        TrackerGateway(get_supervisor_ref),
+        trackers,
     )
     app.include_router(router)
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://api")
@@ -315,6 +319,14 @@ async def test_any_other_question_is_refused(address: str, tracker: Any, body: b
     assert "the body must be" in answer.json()["detail"]
 
 
+async def test_a_body_that_is_too_long_is_not_parsed(address: str, tracker: Any) -> None:
+    async with client_of(address) as client:
+        answer = await client.post("/v1/xavier/m/explain", content=b" " * (10 << 20))
+        assert (answer.status_code, "it has 10485760 bytes" in answer.text) == (400, True)
+        answer = await client.post("/v1/xavier/m", content=b" " * 1024 + b'{"enabled": true}')
+        assert answer.status_code == 400
+
+
 async def test_an_unknown_model_is_not_found(address: str) -> None:
     async with client_of(address) as client:
         for answer in (
@@ -360,3 +372,23 @@ async def test_each_route_requires_its_scope(address: str) -> None:
             assert (await client.request(method, path)).status_code == 403, path
     expected = ["models:list"] * len(reading) + ["models:read"] + ["models:write"] * len(changing)
     assert demanded == [[scope] for scope in expected]
+
+
+class Keys:
+    """Lets everybody in. A key for another model is "elsewhere"."""
+
+    async def __call__(self, security_scopes: SecurityScopes) -> None:
+        pass
+
+    def validate_model_access(self, token: str, model_uid: str, kind: str) -> bool:
+        return token != "elsewhere"
+
+
+async def test_only_those_who_may_ask_a_model_see_its_names(address: str, tracker: Any) -> None:
+    named = {"prefixes": [{"name": "guide"}], "prefix_states": {"kept": 1}}
+    async with client_of(address, named, service=Keys()) as client:
+        for path in ("/v1/xavier", "/v1/xavier/m"):
+            for key in ("here", "elsewhere"):
+                answer = await client.get(path, headers={"authorization": f"Bearer {key}"})
+                assert ("guide" in answer.text) == (key == "here")
+                assert '"kept":1' in answer.text

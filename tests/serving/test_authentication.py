@@ -161,6 +161,20 @@ def test_a_key_for_another_model_neither_explains_nor_names_texts_of_this_one(
     assert ask(guarded, "GET /v1/xavier/{model_uid}", headers).status_code == 200
 
 
+def test_a_key_for_another_model_reads_no_names_of_this_one(guarded: Guarded) -> None:
+    """The rest of a report is for everybody who may list models."""
+    assert ask(guarded, ADD, guarded.api.admin.headers).is_success
+    for route in ("GET /v1/xavier", "GET /v1/xavier/{model_uid}"):
+        for key, named in ((guarded.key, True), (guarded.elsewhere, False)):
+            answer = ask(guarded, route, bearer(key))
+            assert answer.is_success
+            assert ("guide" in answer.text) == named
+    headers, path = bearer(guarded.elsewhere), f"/v1/xavier/{MODEL}/events"
+    with guarded.api.http.stream("GET", path, headers=headers) as answer:
+        status = next(line for line in answer.iter_lines() if '"prefixes"' in line)
+    assert '"prefixes": []' in status
+
+
 def test_without_permission_nobody_learns_whether_a_model_exists(guarded: Guarded) -> None:
     for path in (MODEL, "other"):
         assert guarded.api.http.get(f"/v1/xavier/{path}").status_code == 401

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import inspect
 import json
+from typing import Any
 
-from fastapi import APIRouter, FastAPI
+import httpx
+from fastapi import APIRouter, FastAPI, Request, Response
 from xinference.extensions import EXTENSION_API_VERSION, APIExtensionContext
 
 from xinference_xavier import __version__
@@ -48,3 +50,30 @@ def test_it_adds_its_routes_and_pages() -> None:
     )
     paths = {route.path for route in router.routes}
     assert paths >= {"/v1/xavier/{model_uid}", "/xavier/", "/xavier"}
+
+
+async def test_what_xinference_refuses_costs_nothing() -> None:
+    """As for an address that is not allowed."""
+    app, asked = FastAPI(), []
+
+    @app.middleware("http")
+    async def refuse(request: Request, _: Any) -> Response:
+        return Response("Access denied", 403)
+
+    async def get_supervisor_ref() -> object:
+        asked.append("the supervisor")
+        raise ConnectionRefusedError
+
+    XavierExtension().configure_api(
+        APIExtensionContext(
+            app=app,
+            router=APIRouter(),
+            auth_service=None,
+            auth_enabled=False,
+            get_supervisor_ref=get_supervisor_ref,
+        )
+    )
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://api") as client:
+        answer = await client.get("/metrics")
+    assert (answer.status_code, asked) == (403, [])

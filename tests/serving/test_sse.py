@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import AsyncIterator
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
+import uvicorn
 import xoscar as xo
-from fastapi import HTTPException
+from fastapi import FastAPI
+from uvicorn.lifespan.off import LifespanOff
 
 from xinference_xavier.errors import NotFoundError
 from xinference_xavier.protocol.tracker import Member, Settings, tracker_uid
 from xinference_xavier.serving import sse as module
-from xinference_xavier.serving.sse import Listeners, live
+from xinference_xavier.serving.sse import Listeners, Stream, live
 from xinference_xavier.serving.tracker_gateway import TrackerGateway
 from xinference_xavier.tracker.actor import BlockTracker
 
@@ -101,6 +108,13 @@ async def test_the_status_is_repeated(trackers: TrackerGateway, tracker: Any) ->
     assert report["replicas"][0]["replica"] == "m-0"
 
 
+async def test_a_listener_sees_of_a_status_what_it_may(
+    trackers: TrackerGateway, tracker: Any
+) -> None:
+    messages = live(trackers, "m", lambda report: {"model_uid": report["model_uid"]})
+    assert await heard(messages, "status") == {"model_uid": "m"}
+
+
 async def test_events_come_as_they_happen(
     trackers: TrackerGateway, tracker: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -181,18 +195,117 @@ async def test_all_listeners_share_one_report(
     assert reads == ["m", "m"]
 
 
+async def endless() -> AsyncIterator[dict[str, str]]:
+    while True:
+        yield {"data": "and so on"}
+        await asyncio.sleep(0.01)
+
+
+def app_of(messages: Callable[[], AsyncIterator[dict[str, str]]]) -> FastAPI:
+    app, listeners = FastAPI(), Listeners()
+
+    @app.get("/")
+    async def listen() -> Stream:
+        return Stream(listeners, messages())
+
+    return app
+
+
+class Listener:
+    """A request for a stream, until it is cancelled."""
+
+    def __init__(self, app: FastAPI) -> None:
+        self.status: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        scope = {"type": "http", "method": "GET", "path": "/", "query_string": b"", "headers": []}
+        self.task = asyncio.ensure_future(app(scope, self._receive, self._send))
+
+    async def _receive(self) -> Any:
+        await asyncio.Event().wait()
+
+    async def _send(self, message: Any) -> None:
+        if message["type"] == "http.response.start":
+            self.status.set_result(message["status"])
+
+    async def leave(self) -> None:
+        self.task.cancel()
+        await asyncio.wait({self.task})
+
+
 async def test_only_so_many_listen_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also when all come at once, and none has received anything."""
     monkeypatch.setattr(module, "MAX_LISTENERS", 2)
-    listeners = Listeners()
+    app = app_of(endless)
+    listeners = [Listener(app) for _ in range(5)]
+    statuses = await asyncio.gather(*(each.status for each in listeners))
+    assert sorted(statuses) == [200, 200, 503, 503, 503]
+    for each in listeners:
+        await each.leave()
+    late = Listener(app)
+    assert await late.status == 200
+    await late.leave()
+
+
+async def test_a_refused_stream_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_LISTENERS", 0)
+    transport = httpx.ASGITransport(app_of(endless))
+    async with httpx.AsyncClient(transport=transport, base_url="http://api") as client:
+        answer = await client.get("/")
+    assert answer.status_code == 503
+    assert answer.json() == {"detail": "0 streams are open; close another page first"}
+
+
+class Draining(uvicorn.Server):
+    """What xinference 4.1 has and 4.0 has not: a server that gives way to another one."""
+
+    draining = False
+
+    def begin_drain(self) -> None:
+        self.draining = True
+
+    async def on_tick(self, counter: int) -> bool:
+        self.should_exit = self.draining and not self.server_state.connections
+        return await super().on_tick(counter)
+
+
+def draining_server(app: FastAPI) -> Any:
+    config = uvicorn.Config(app, log_level="critical", lifespan="off")
+    try:
+        from xinference.deploy.api_worker import HostedServer
+    except ImportError:
+        return Draining(config)
+    server = HostedServer(config, None, {})
+    config.lifespan_class = LifespanOff  # its own waits for xinference
+    server.notify = nothing
+    server.writer = SimpleNamespace(close=lambda: None, wait_closed=nothing)
+    return server
+
+
+async def nothing(*_: object) -> None:
+    pass
+
+
+@pytest.mark.parametrize("silent", [True, False])
+async def test_a_server_that_drains_ends_its_streams(silent: bool) -> None:
+    """xinference relaunches its API: the old process stays until its last connection is closed."""
 
     async def messages() -> AsyncIterator[dict[str, str]]:
-        yield {}
+        yield {"data": "the first"}
+        if silent:
+            await asyncio.Event().wait()
+        async for each in endless():
+            yield each
 
-    streams = [listeners.counted(messages()) for _ in range(2)]
-    for stream in streams:
-        listeners.check()
-        assert await anext(stream) == {}
-    with pytest.raises(HTTPException, match="2 streams are open"):
-        listeners.check()
-    await streams[0].aclose()  # type: ignore[attr-defined]
-    listeners.check()
+    module.notice_servers()
+    server = draining_server(app_of(messages))
+    server.capture_signals = nullcontext
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        serving = asyncio.ensure_future(server.serve(sockets=[listener]))
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        async with httpx.AsyncClient(timeout=30) as client, client.stream("GET", url) as answer:
+            lines = answer.aiter_lines()
+            assert await anext(lines) == "data: the first"
+            server.begin_drain()
+            async for _ in lines:
+                pass
+            await serving
+    assert answer.headers["connection"] == "close"

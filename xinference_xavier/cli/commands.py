@@ -21,7 +21,7 @@ from xinference_xavier.cli.prefixes import prefix, question
 from xinference_xavier.client import XavierClient
 from xinference_xavier.client.doctor import diagnose
 from xinference_xavier.config import parse_options
-from xinference_xavier.errors import ConfigError
+from xinference_xavier.errors import ConfigError, shown
 from xinference_xavier.options import MAX_QUEUE, PARSERS
 from xinference_xavier.stats.answers import EventRecord
 
@@ -43,7 +43,18 @@ _CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 _EITHER_DASH = {"token_normalize_func": lambda name: name.replace("-", "_"), **_CONTEXT}
 
 
-@click.group(context_settings=_CONTEXT, epilog=_EPILOG)
+class _Commands(click.Group):
+    def invoke(self, context: click.Context) -> Any:
+        try:
+            return super().invoke(context)
+        except UnicodeEncodeError as error:
+            # An argument's bytes that are no UTF-8 become halves of characters.
+            if not error.reason.startswith("surrogates"):
+                raise
+            raise click.UsageError(f"{shown(error.object)} is not UTF-8; convert it") from None
+
+
+@click.group(cls=_Commands, context_settings=_CONTEXT, epilog=_EPILOG)
 @click.version_option(__version__, prog_name="xinference-xavier")
 def main() -> None:
     """Watch and steer how vLLM replicas of xinference models share their KV cache."""
@@ -119,7 +130,7 @@ def explain(client: XavierClient, model: str, prompt_file: Any, chat: bool, as_j
 
     vLLM's own prefix cache may add to that; its content is not known here.
     """
-    asked = question(prompt_file.read(), chat)
+    asked = question(prompt_file, chat)
     asked.pop("tools", None)
     answer = client.explain(model, **asked)
     if as_json:
@@ -230,11 +241,17 @@ def tracker(model: str, address: str, xavier_hooks: str | None) -> None:
     """
     from xinference_xavier.cli import standalone
 
+    try:
+        standalone.endpoint(address)
+        hooks = parse_options({"xavier_hooks": xavier_hooks}).get("hooks")
+    except ConfigError as error:
+        raise click.UsageError(str(error)) from None
+
     async def serve() -> None:
         await standalone.serve(
             model,
             address,
-            hooks=parse_options({"xavier_hooks": xavier_hooks}).get("hooks"),
+            hooks=hooks,
             listening=lambda where: click.echo(f"the tracker of {model} listens at {where}"),
             on_event=lambda event: click.echo(_line(EventRecord.of(event))),
             until=_interrupted(),

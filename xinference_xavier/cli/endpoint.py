@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from xinference_xavier.client import XavierClient
-from xinference_xavier.errors import ApiError, ModelNotFoundError, UnknownPrefixError
+from xinference_xavier.errors import ApiError, ConfigError, ModelNotFoundError, UnknownPrefixError
 
 NOT_FOUND, NO_ANSWER = 4, 3
 """Exit codes."""
@@ -40,6 +40,8 @@ def with_client(command: Callable[..., Any]) -> Callable[..., Any]:
         try:
             with XavierClient(endpoint, api_key or stored_token(endpoint)) as client:
                 return command(client, *args, **kwargs)
+        except ConfigError as error:
+            raise click.UsageError(str(error)) from None
         except ApiError as error:
             click.echo(f"Error: {error}", err=True)
             missing = isinstance(error, (ModelNotFoundError, UnknownPrefixError))
@@ -54,5 +56,5 @@ def stored_token(endpoint: str) -> str | None:
     file = home / "auth" / hashlib.sha256(endpoint.encode()).hexdigest()
     try:
         return file.read_text().strip() or None
-    except OSError:
+    except (OSError, UnicodeDecodeError):
         return None

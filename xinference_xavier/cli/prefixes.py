@@ -16,17 +16,25 @@ from xinference_xavier.client import XavierClient
 from xinference_xavier.stats.answers import NamedPrefix
 
 
-def question(text: str, chat: bool) -> dict[str, Any]:
-    """The prompt in `text`, or the messages, perhaps with tools."""
+def question(file: Any, chat: bool) -> dict[str, Any]:
+    """The prompt in the file, or the messages, perhaps with tools."""
+    try:
+        text = file.read()
+    except UnicodeDecodeError as error:
+        raise click.UsageError(f"{file.name} is not UTF-8 ({error}); convert it") from None
     if not chat:
         return {"prompt": text}
     try:
         found = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise click.UsageError(f"--chat: the file is not JSON ({error})") from None
-    if not isinstance(found, dict):
-        return {"messages": found}
-    return {name: found[name] for name in ("messages", "tools") if name in found}
+    fields = found if isinstance(found, dict) else {"messages": found}
+    if not isinstance(fields.get("messages"), list):
+        raise click.UsageError(
+            f"--chat: {file.name} has no list of messages; write "
+            '[{"role": …, "content": …}, …] or {"messages": […]}'
+        )
+    return {name: fields[name] for name in ("messages", "tools") if name in fields}
 
 
 _salted = click.option("--cache-salt", metavar="TEXT", help="Of the tenant that it belongs to.")
@@ -63,7 +71,7 @@ def add(
     Requests use it with the header X-Xavier-Prefix, or with prefix_name in their body.
     """
     terms["copies"] = "all" if terms["copies"] == "all" else 1
-    added = client.add_prefix(model, name, **question(file.read(), chat), **terms)
+    added = client.add_prefix(model, name, **question(file, chat), **terms)
     if not no_wait:
         added = _wait(client, model, added, terms["cache_salt"])
     if added.state == "failed":

@@ -9,11 +9,11 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import httpx
 import uvicorn
 import xoscar
 
 from xinference_xavier.cli.standalone import check_name, check_reachable
+from xinference_xavier.client.client import check_url
 from xinference_xavier.errors import ConfigError, NotFoundError
 from xinference_xavier.frontend.model_router import ModelRouter
 from xinference_xavier.frontend.proxy import make_app
@@ -51,11 +51,10 @@ def parse_replicas(given: Sequence[str]) -> dict[str, str]:
 
 def _is_url(text: str) -> bool:
     try:
-        url = httpx.URL(text)
-    except httpx.InvalidURL:
+        url = check_url(_OPTION, text)
+    except ConfigError:
         return False
-    plain = not (url.userinfo or url.query or url.fragment)
-    return url.scheme in ("http", "https") and bool(url.host) and plain
+    return not (url.userinfo or url.query or url.fragment)
 
 
 class _Server(uvicorn.Server):
@@ -113,7 +112,7 @@ def _listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((without_brackets(host), port), family=family, backlog=2048)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
         raise ConfigError(
             "address",
             join_address(host, port),

@@ -16,6 +16,7 @@ from xinference_xavier.errors import ConfigError
 from xinference_xavier.kv_transfer_config import kv_transfer_config
 from xinference_xavier.protocol.tracker import tracker_uid
 from xinference_xavier.runtime.addresses import is_wildcard, join_address, split_address
+from xinference_xavier.runtime.validate import MAX_PORT, check_count
 from xinference_xavier.tracker.actor import BlockTracker
 
 _WATCH = 30.0  # seconds
@@ -111,11 +112,14 @@ async def _forward_events(tracker: Any, on_event: Callable[[Mapping[str, Any]], 
 def endpoint(address: str) -> tuple[str, int]:
     """Host and port; raises ConfigError."""
     try:
-        return split_address(address)
+        host, port = split_address(address)
+        host.encode("idna")  # as whoever looks it up does
+        check_count("port", port, 0, MAX_PORT)
+        return host, port
     except ValueError:
         raise ConfigError(
             "address",
             address,
-            "is not of the form host:port",
+            "is not of the form host:port, with a port of at most 65535",
             "use an address such as 10.0.0.1:9920",
         ) from None

@@ -7,29 +7,45 @@
 neither torch nor vLLM. A client may be used by one thread at a time.
 """
 
+import asyncio
+import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Concatenate, ParamSpec, Self, TypeVar
+from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar
 from urllib.parse import quote
 
 import httpx
-from httpx_sse import EventSource, aconnect_sse, connect_sse
+from httpx_sse import EventSource, ServerSentEvent, aconnect_sse, connect_sse
 
 from xinference_xavier.errors import (
     NOT_FOUND_HEADER,
     ApiError,
+    ConfigError,
     ModelNotFoundError,
     UnknownPrefixError,
 )
-from xinference_xavier.stats.answers import EventRecord, Explanation, NamedPrefix
+from xinference_xavier.stats.answers import (
+    ENDED,
+    SALT_HEADER,
+    EventRecord,
+    Explanation,
+    NamedPrefix,
+)
 from xinference_xavier.stats.reading import read
 from xinference_xavier.stats.schema import ModelStatus
 
 _TIMEOUT = 30.0
 _LONG_TIMEOUT = 90.0
+_MAX_PORT = 65535
 _SILENCE = 60.0
 """Seconds without a message after which a stream is abandoned; it sends one every second."""
 
+_PAUSE = 1.0
+"""Seconds before a stream is asked for again that its server has ended."""
+_REMEMBERED = 1000
+"""Events. A stream begins with at most 100."""
+_NO_HEADERS: Mapping[str, str] = {}
 Messages = Sequence[Mapping[str, Any]]
 _NOT_FOUND = {"model": ModelNotFoundError, "prefix": UnknownPrefixError}
 _T = TypeVar("_T")
@@ -37,9 +53,11 @@ _P = ParamSpec("_P")
 
 
 class XavierClient:
-    """`endpoint` is xinference's; `api_key` is needed where authentication is on."""
+    """`endpoint` is xinference's; `api_key` is needed where authentication is on. Raises
+    ConfigError if either cannot be one."""
 
     def __init__(self, endpoint: str, api_key: str | None = None) -> None:
+        check_url("endpoint", endpoint)
         self._http = httpx.Client(base_url=endpoint, headers=_headers(api_key))
 
     def __enter__(self) -> Self:
@@ -111,19 +129,25 @@ class XavierClient:
 
     def prefixes(self, model_uid: str, cache_salt: str | None = None) -> list[NamedPrefix]:
         """Those with this `cache_salt`, or without one."""
-        path = _prefixes_path(model_uid, cache_salt)
-        return self._send("GET", path, lambda answer: [*map(NamedPrefix.of, answer["prefixes"])])
+        return self._send(
+            "GET",
+            _path(model_uid, "/prefixes"),
+            lambda answer: [*map(NamedPrefix.of, answer["prefixes"])],
+            headers=_tenant(cache_salt),
+        )
 
     def prefix(self, model_uid: str, name: str, cache_salt: str | None = None) -> NamedPrefix:
         """Raises UnknownPrefixError."""
-        return self._send("GET", _prefixes_path(model_uid, cache_salt, name), NamedPrefix.of)
+        path, headers = _prefix_path(model_uid, name), _tenant(cache_salt)
+        return self._send("GET", path, NamedPrefix.of, headers=headers)
 
     def watch_prefix(
         self, model_uid: str, name: str, cache_salt: str | None = None
     ) -> Iterator[NamedPrefix]:
         """Every second, until it is kept, has failed or is removed. Raises UnknownPrefixError."""
-        path = _prefixes_path(model_uid, cache_salt, name, "/events")
-        return self._listen(path, "prefix", NamedPrefix.of)
+        path = _prefix_path(model_uid, name, "/events")
+        following = _Following("prefix", NamedPrefix.of, lambda each: each.state in ENDED)
+        return self._listen(path, following, _tenant(cache_salt))
 
     def change_prefix(
         self,
@@ -138,13 +162,13 @@ class XavierClient:
         """Change what is not None. Raises UnknownPrefixError."""
         fields = {"ttl": ttl, "copies": copies, "retention": retention}
         terms = {key: value for key, value in fields.items() if value is not None}
-        path = _prefixes_path(model_uid, cache_salt, name)
-        return self._send("PATCH", path, NamedPrefix.of, terms)
+        path, headers = _prefix_path(model_uid, name), _tenant(cache_salt)
+        return self._send("PATCH", path, NamedPrefix.of, terms, headers=headers)
 
     def remove_prefix(self, model_uid: str, name: str, cache_salt: str | None = None) -> None:
         """Raises UnknownPrefixError."""
-        path = _prefixes_path(model_uid, cache_salt, name)
-        return self._send("DELETE", path, lambda answer: None)
+        path, headers = _prefix_path(model_uid, name), _tenant(cache_salt)
+        return self._send("DELETE", path, lambda answer: None, headers=headers)
 
     def cluster(self) -> dict[str, Any]:
         """What `doctor` examines."""
@@ -152,11 +176,11 @@ class XavierClient:
 
     def events(self, model_uid: str) -> Iterator[EventRecord]:
         """Recent events, then new ones as they happen, until the model ends."""
-        return self._listen(_path(model_uid, "/events"), "event", EventRecord.of)
+        return self._listen(_path(model_uid, "/events"), _Following("event", EventRecord.of))
 
     def watch(self, model_uid: str) -> Iterator[ModelStatus]:
         """The status every second, until the model ends."""
-        return self._listen(_path(model_uid, "/events"), "status", _model)
+        return self._listen(_path(model_uid, "/events"), _Following("status", _model))
 
     def _send(
         self,
@@ -165,20 +189,26 @@ class XavierClient:
         read_answer: Callable[[Any], _T],
         body: object = None,
         timeout: float = _TIMEOUT,
+        headers: Mapping[str, str] = _NO_HEADERS,
     ) -> _T:
         with _failures(self._http.base_url):
-            answer = self._http.request(method, path, json=body, timeout=timeout)
+            answer = self._http.request(method, path, json=body, timeout=timeout, headers=headers)
         return read_answer(_decoded(answer))
 
-    def _listen(self, path: str, event: str, read_data: Callable[[Any], _T]) -> Iterator[_T]:
-        connecting = connect_sse(self._http, "GET", path, timeout=_SILENCE)
-        with _failures(self._http.base_url), connecting as source:
-            if not _is_stream(source):
-                source.response.read()
-                _decoded(source.response)
-            for message in source.iter_sse():
-                if message.event == event:
-                    yield read_data(message.json())
+    def _listen(
+        self, path: str, following: "_Following[_T]", headers: Mapping[str, str] = _NO_HEADERS
+    ) -> Iterator[_T]:
+        while True:
+            connecting = connect_sse(self._http, "GET", path, timeout=_SILENCE, headers=headers)
+            with _failures(self._http.base_url), connecting as source:
+                if not _is_stream(source):
+                    source.response.read()
+                    _decoded(source.response)
+                for message in source.iter_sse():
+                    yield from following.read(message)
+                    if following.ended:
+                        return
+            time.sleep(_PAUSE)
 
 
 def _awaited(
@@ -198,6 +228,7 @@ class AsyncXavierClient:
     """`XavierClient` for an event loop; see there."""
 
     def __init__(self, endpoint: str, api_key: str | None = None) -> None:
+        check_url("endpoint", endpoint)
         self._http = httpx.AsyncClient(base_url=endpoint, headers=_headers(api_key))
 
     async def __aenter__(self) -> Self:
@@ -232,23 +263,63 @@ class AsyncXavierClient:
         read_answer: Callable[[Any], _T],
         body: object = None,
         timeout: float = _TIMEOUT,
+        headers: Mapping[str, str] = _NO_HEADERS,
     ) -> _T:
         with _failures(self._http.base_url):
-            answer = await self._http.request(method, path, json=body, timeout=timeout)
+            answer = await self._http.request(
+                method, path, json=body, timeout=timeout, headers=headers
+            )
         return read_answer(_decoded(answer))
 
     async def _listen(
-        self, path: str, event: str, read_data: Callable[[Any], _T]
+        self, path: str, following: "_Following[_T]", headers: Mapping[str, str] = _NO_HEADERS
     ) -> AsyncIterator[_T]:
-        connecting = aconnect_sse(self._http, "GET", path, timeout=_SILENCE)
-        with _failures(self._http.base_url):
-            async with connecting as source:
-                if not _is_stream(source):
-                    await source.response.aread()
-                    _decoded(source.response)
-                async for message in source.aiter_sse():
-                    if message.event == event:
-                        yield read_data(message.json())
+        while True:
+            connecting = aconnect_sse(self._http, "GET", path, timeout=_SILENCE, headers=headers)
+            with _failures(self._http.base_url):
+                async with connecting as source:
+                    if not _is_stream(source):
+                        await source.response.aread()
+                        _decoded(source.response)
+                    async for message in source.aiter_sse():
+                        for each in following.read(message):
+                            yield each
+                        if following.ended:
+                            return
+            await asyncio.sleep(_PAUSE)
+
+
+class _Following(Generic[_T]):
+    """What has been heard of one kind of event. A server that is replaced ends its streams; the
+    next one begins with recent events, of which those that were heard are left out."""
+
+    def __init__(
+        self,
+        event: str,
+        read_data: Callable[[Any], _T],
+        is_last: Callable[[_T], bool] = lambda each: False,
+    ) -> None:
+        self.ended = False
+        self._event = event
+        self._read_data = read_data
+        self._is_last = is_last
+        self._heard = deque[str](maxlen=_REMEMBERED)
+
+    def read(self, message: ServerSentEvent) -> Iterator[_T]:
+        if message.event == "gone":
+            self.ended = True
+        elif message.event == self._event and not self._again(message):
+            data = self._read_data(message.json())
+            self.ended = self._is_last(data)
+            yield data
+
+    def _again(self, message: ServerSentEvent) -> bool:
+        if message.event != "event":  # those are numbered
+            return False
+        event = f"{message.id} {message.data}"
+        again = event in self._heard
+        self._heard.append(event)
+        return again
 
 
 def _model(answer: Any) -> ModelStatus:
@@ -259,17 +330,36 @@ def _path(model_uid: str, action: str = "") -> str:
     return f"/v1/xavier/{quote(model_uid, safe='')}{action}"
 
 
-def _prefixes_path(
-    model_uid: str, cache_salt: str | None, name: str | None = None, action: str = ""
-) -> str:
-    path = _path(model_uid, "/prefixes")
-    if name is not None:
-        path += f"/{quote(name, safe='')}{action}"
-    return path if cache_salt is None else f"{path}?cache_salt={quote(cache_salt, safe='')}"
+def _prefix_path(model_uid: str, name: str, action: str = "") -> str:
+    return _path(model_uid, f"/prefixes/{quote(name, safe='')}{action}")
+
+
+def _tenant(cache_salt: str | None) -> dict[str, str]:
+    """Headers that name it."""
+    return {} if cache_salt is None else {SALT_HEADER: quote(cache_salt, safe="")}
+
+
+def check_url(option: str, text: str) -> httpx.URL:
+    """Raises ConfigError for what cannot be a server's."""
+    try:
+        url = httpx.URL(text)
+        url.host.encode("idna")  # as whoever looks it up does
+    except (httpx.InvalidURL, UnicodeError):
+        url = httpx.URL()
+    if url.scheme in ("http", "https") and url.host and (url.port or 0) <= _MAX_PORT:
+        return url
+    raise ConfigError(
+        option, text, "is not a server's URL", "write for example http://10.0.0.1:9997"
+    )
 
 
 def _headers(api_key: str | None) -> dict[str, str]:
-    return {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+    if api_key is None:
+        return {}
+    odd = "".join(each for each in api_key if not " " < each <= "~")
+    if odd:
+        raise ConfigError("api_key", odd, "is no part of a key", "copy the key again")
+    return {"Authorization": f"Bearer {api_key}"}
 
 
 @contextmanager
@@ -285,7 +375,8 @@ def _failures(endpoint: httpx.URL) -> Iterator[None]:
 
 
 def _is_stream(source: EventSource) -> bool:
-    return "text/event-stream" in source.response.headers.get("content-type", "")
+    kind = source.response.headers.get("content-type", "")
+    return source.response.is_success and "text/event-stream" in kind
 
 
 def _decoded(answer: httpx.Response) -> Any:

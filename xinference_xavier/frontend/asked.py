@@ -1,6 +1,7 @@
-"""Reads from the body of a request to a text route what its prompt is made of.
+"""Reads from a request to a text route what its prompt is made of and whether to keep it.
 
-Never fails: what cannot be read has no text, and the request goes by backlog alone.
+What only decides where a request goes never fails: what cannot be read has no text, and the request
+goes by backlog alone. What decides what the model is given is read, or refused.
 """
 
 from __future__ import annotations
@@ -10,17 +11,19 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+from xinference_xavier.errors import shown
 from xinference_xavier.frontend.model_router import NO_TEXT
 from xinference_xavier.routing.texts import Text, text_of
 
 MAX_BODY = 4 << 20
-"""Bytes. Reading a longer body would take longer than the choice may take."""
+"""Bytes. Hashing a longer one would take longer than the choice may take."""
+SALT = "cache_salt"
+"""The field that names a tenant."""
 ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses")
-_FIELDS = ("cache_salt", "tools", "system", "instructions", "prompt", "messages", "input")
+_FIELDS = (SALT, "tools", "system", "instructions", "prompt", "messages", "input")
 """What a prompt is made of, in the order in which templates put it."""
 RETENTIONS = {"in_memory": 600.0, "in-memory": 600.0, "24h": 86400.0}
 """Seconds, by OpenAI's `prompt_cache_retention`."""
-_KEEPING = (b'"prefix_name"', b'"prompt_cache_retention"')
 _LONG = 64 << 10
 """Bytes of a body that is read by another thread."""
 
@@ -35,20 +38,36 @@ class Question(NamedTuple):
     """That the client gives the request; empty if it gives none."""
 
 
-async def read_question(
-    body: bytes, session: str | None, before: Mapping[str, Any] | None = None
-) -> Question:
-    """`session` is the value of the header `x-session-id`, `before` the content of a named prefix
-    with which the request begins."""
+async def read_question(body: bytes, session: str | None) -> Question:
+    """`session` is the value of the header `x-session-id`."""
 
     def read() -> Question:
         request = read_body(body)
-        named = request.get("request_id")
-        request_id = named if isinstance(named, str) else ""
-        text = prompt_text(request if before is None else with_prefix(request, before))
-        return Question(text, session_of(request, session), request_id)
+        return _question(request, prompt_text(request), session)
 
     return read() if len(body) < _LONG else await asyncio.to_thread(read)
+
+
+async def parsed_question(
+    request: Mapping[str, Any],
+    size: int,
+    session: str | None,
+    before: Mapping[str, Any] | None = None,
+) -> Question:
+    """The same of a body of that size that has been read already. `before` is the content of a
+    named prefix with which the request begins."""
+
+    def read() -> Question:
+        whole = request if before is None else with_prefix(request, before)
+        text = NO_TEXT if size > MAX_BODY else prompt_text(whole)
+        return _question(request, text, session)
+
+    return read() if size < _LONG and before is None else await asyncio.to_thread(read)
+
+
+def _question(request: Mapping[str, Any], text: Text, session: str | None) -> Question:
+    named = request.get("request_id")
+    return Question(text, session_of(request, session), named if isinstance(named, str) else "")
 
 
 class Keep(NamedTuple):
@@ -64,24 +83,16 @@ class Keep(NamedTuple):
     """Whether parts of it may be marked, as in Anthropic's API."""
 
 
-async def read_keep(body: bytes, header: str | None) -> Keep:
-    """`header` is the value of `x-xavier-prefix`."""
-    marks = b'"cache_control"' in body
-    if header is None and not marks and not any(field in body for field in _KEEPING):
-        return Keep()
-
-    def read() -> Keep:
-        request = read_body(body)
-        name, salt = header or request.get("prefix_name"), request.get("cache_salt")
-        retention = request.get("prompt_cache_retention")
-        return Keep(
-            name if isinstance(name, str) else "",
-            salt if isinstance(salt, str) else "",
-            RETENTIONS.get(retention, 0.0) if isinstance(retention, str) else 0.0,
-            marks,
+def read_keep(request: Mapping[str, Any], header: str | None, marks: bool) -> Keep:
+    """`header` is the value of `x-xavier-prefix`; `cache_salt` is valid. Raises ValueError."""
+    name = header or request.get("prefix_name")
+    if name is not None and (not isinstance(name, str) or not name):
+        raise ValueError(
+            f"prefix_name={shown(name)} is not the name of a prefix; give a text, or leave it out"
         )
-
-    return read() if len(body) < _LONG else await asyncio.to_thread(read)
+    retention = request.get("prompt_cache_retention")
+    seconds = RETENTIONS.get(retention, 0.0) if isinstance(retention, str) else 0.0
+    return Keep(name or "", request.get(SALT) or "", seconds, marks)
 
 
 def with_prefix(request: Mapping[str, Any], content: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,15 +1,20 @@
-"""What the REST routes have in common: failures as HTTP answers, and who may ask a model."""
+"""What the REST routes have in common: failures as HTTP answers, who may ask a model, and for which
+tenant."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
+from urllib.parse import unquote_to_bytes
 
 from fastapi import HTTPException, Request, Security
+from starlette.middleware import Middleware
 from starlette.responses import Response
 
 from xinference_xavier.errors import NOT_FOUND_HEADER, ExplainError, NotFoundError
+from xinference_xavier.frontend.prefixes.prefix import check_tenant
 from xinference_xavier.serving.tracker_gateway import UNREACHABLE
+from xinference_xavier.stats.answers import SALT_HEADER
 
 MODEL = "/v1/xavier/{model_uid}"
 READ_SCOPE = "models:list"
@@ -26,6 +31,13 @@ def add_route(
     """`context` is xinference's APIExtensionContext."""
     guard = [Security(context.auth_service, scopes=[scope])] if context.auth_enabled else []
     context.router.add_api_route(path, endpoint, methods=[method], dependencies=guard)
+
+
+def add_middleware(context: Any, middleware: Any, **options: object) -> None:
+    """Inside xinference's own, so that what those refuse (addresses, too many requests) costs
+    nothing here. `context` is xinference's APIExtensionContext."""
+    # Not add_middleware: the last one added is the outermost.
+    context.app.user_middleware.append(Middleware(middleware, **options))
 
 
 def model_access(context: Any) -> Access:
@@ -46,6 +58,43 @@ def model_access(context: Any) -> Access:
             raise HTTPException(403, f"the API key is not valid for model {model_uid!r}")
 
     return check
+
+
+def tenant_of(request: Request, given: object) -> str:
+    """The `cache_salt` with which xinference computes what this request asks: that of an extension
+    which supplies salts, or else the one that the client has `given`. Empty if there is none.
+    Raises HTTPException."""
+    from xinference import extensions
+
+    resolve = getattr(extensions, "resolve_cache_salt", None)  # from 4.1 on
+    try:
+        supplied = None if resolve is None else resolve(request)
+    except Exception:
+        # Like xinference, without the error: it may contain credentials.
+        raise HTTPException(500, "the extension that supplies cache_salt fails") from None
+    try:
+        return check_tenant(given if supplied is None else supplied.value)
+    except ValueError as error:
+        raise HTTPException(400, str(error)) from error
+
+
+def tenant_of_header(request: Request) -> str:
+    """The same where a header has what the client gives. Raises HTTPException."""
+    if "cache_salt" in request.query_params:
+        raise HTTPException(
+            400,
+            f"cache_salt is in the URL, which servers write to logs; use the header {SALT_HEADER}",
+        )
+    given = request.headers.get(SALT_HEADER)
+    if given is None:
+        return tenant_of(request, None)
+    try:
+        salt = unquote_to_bytes(given.encode("latin-1")).decode()
+    except UnicodeDecodeError as error:
+        raise HTTPException(
+            400, f"{SALT_HEADER} is not UTF-8 ({error}); percent-encode it"
+        ) from error
+    return tenant_of(request, salt)
 
 
 async def answered_for(model_uid: str, work: Awaitable[_T]) -> _T:

@@ -8,7 +8,6 @@ from typing import Any
 
 from fastapi import HTTPException, Request
 from fastapi.responses import JSONResponse
-from sse_starlette.sse import EventSourceResponse
 
 from xinference_xavier.frontend.asked import prompt_text
 from xinference_xavier.protocol.tracker import (
@@ -31,13 +30,18 @@ from xinference_xavier.serving.answers import (
     model_access,
 )
 from xinference_xavier.serving.diagnostics import cluster_info
-from xinference_xavier.serving.sse import Listeners, live
+from xinference_xavier.serving.sse import Filter, Listeners, Stream, live, notice_servers
 from xinference_xavier.serving.tracker_gateway import TrackerGateway
 from xinference_xavier.tracker.fanout import EXPLAIN_DEADLINE
+
+MAX_CHANGE = 1 << 10
+MAX_QUESTION = MAX_QUESTION_BYTES + (1 << 20)
+"""Bytes of a body; it may have spaces that do not count."""
 
 
 def add_routes(context: Any, trackers: TrackerGateway) -> None:
     """`context` is xinference's APIExtensionContext."""
+    notice_servers()
     routes = _Routes(trackers, model_access(context))
     add_route(context, "GET", "/v1/xavier", READ_SCOPE, routes.all_models)
     add_route(context, "GET", "/v1/xavier_cluster", READ_SCOPE, routes.cluster)
@@ -54,10 +58,14 @@ class _Routes:
         self._access = access
         self._listeners = Listeners()
 
-    async def all_models(self) -> JSONResponse:
+    async def all_models(self, request: Request) -> JSONResponse:
         uids = await answered("the supervisor", self._trackers.models())
         answers = await asyncio.gather(*map(self._report_or_reason, uids))
-        reports = [answer for answer in answers if isinstance(answer, dict)]
+        reports = [
+            self._visible(request, uid)(answer)
+            for uid, answer in zip(uids, answers, strict=True)
+            if isinstance(answer, dict)
+        ]
         unavailable = {
             uid: answer
             for uid, answer in zip(uids, answers, strict=True)
@@ -71,17 +79,27 @@ class _Routes:
         except HTTPException as error:
             return str(error.detail)
 
+    def _visible(self, request: Request, model_uid: str) -> Filter:
+        """What the caller may see of a model's report: names are texts of those who may ask it."""
+        try:
+            self._access(request, model_uid)
+        except HTTPException:
+            return lambda report: {**report, "prefixes": []}
+        return lambda report: report
+
     async def cluster(self) -> JSONResponse:
         return JSONResponse(await answered("the supervisor", cluster_info(self._trackers)))
 
-    async def one_model(self, model_uid: str) -> JSONResponse:
-        return JSONResponse(await answered_for(model_uid, self._trackers.report(model_uid)))
+    async def one_model(self, model_uid: str, request: Request) -> JSONResponse:
+        report = await answered_for(model_uid, self._trackers.report(model_uid))
+        return JSONResponse(self._visible(request, model_uid)(report))
 
-    async def events(self, model_uid: str) -> EventSourceResponse:
-        self._listeners.check()
+    async def events(self, model_uid: str, request: Request) -> Stream:
         # A later error would be part of the stream.
         await answered_for(model_uid, self._trackers.find(model_uid))
-        return EventSourceResponse(self._listeners.counted(live(self._trackers, model_uid)))
+        return Stream(
+            self._listeners, live(self._trackers, model_uid, self._visible(request, model_uid))
+        )
 
     async def change(self, model_uid: str, request: Request) -> JSONResponse:
         change = _checked_change(await request.body())
@@ -107,17 +125,27 @@ class _Routes:
 
     async def explain(self, model_uid: str, request: Request) -> JSONResponse:
         self._access(request, model_uid)
-        question = _checked_question(await request.body())
+        # A long one would hold up the event loop.
+        question = await asyncio.to_thread(_checked_question, await request.body())
         deadline = EXPLAIN_DEADLINE + 1
         explaining = self._trackers.call(model_uid, "explain", question, deadline=deadline)
         explanation = await answered_for(model_uid, explaining)
         router = self._trackers.routers.get(model_uid)
-        forecasts = {} if router is None else router.explain(prompt_text(question))
+        forecasts = {}
+        if router is not None:
+            forecasts = router.explain(await asyncio.to_thread(prompt_text, question))
         return JSONResponse({**explanation, "routing": forecasts})
+
+
+def _check_size(body: bytes, most: int) -> None:
+    """Before it is parsed."""
+    if len(body) > most:
+        raise ValueError(f"it has {len(body)} bytes")
 
 
 def _checked_change(body: bytes) -> dict[str, Any]:
     with suppress(ValueError):  # refused below
+        _check_size(body, MAX_CHANGE)
         change: dict[str, Any] = json.loads(body)
         match change:
             case {"enabled": enabled} if len(change) == 1:
@@ -139,6 +167,7 @@ def _checked_change(body: bytes) -> dict[str, Any]:
 
 def _checked_question(body: bytes) -> dict[str, Any]:
     try:
+        _check_size(body, MAX_QUESTION)
         question: dict[str, Any] = json.loads(body)
         check_question(question)
         return question

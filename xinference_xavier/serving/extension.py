@@ -20,6 +20,7 @@ class XavierExtension:
         """Add our routes, metrics and pages; `context` is xinference's APIExtensionContext."""
         from xinference.constants import XINFERENCE_HOME
 
+        from xinference_xavier.serving.answers import add_middleware
         from xinference_xavier.serving.api import add_routes
         from xinference_xavier.serving.prefixes.install import Prefixes, Starting
         from xinference_xavier.serving.prefixes.routes import add_prefix_routes
@@ -31,7 +32,7 @@ class XavierExtension:
         trackers = TrackerGateway(context.get_supervisor_ref)
         prefixes = Prefixes(trackers, context.get_supervisor_ref, Path(XINFERENCE_HOME))
         add_routing(context, trackers.routers, prefixes)
-        context.app.add_middleware(Starting, prefixes=prefixes)
+        add_middleware(context, Starting, prefixes=prefixes)
         add_routes(context, trackers)
         add_prefix_routes(context, prefixes)
         add_metrics(context, trackers)

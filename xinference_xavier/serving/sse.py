@@ -1,15 +1,21 @@
-"""One model's sharing as server-sent events, which docs/api.md lists.
+"""Streams of server-sent events, and one model's sharing as such a stream, which docs/api.md lists.
 
-Threading: a stream is one generator on the API's event loop and has no task of its own.
+Threading: everything is on the API's event loop.
 """
 
 import asyncio
+import functools
 import json
-from collections.abc import AsyncIterator
+import weakref
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import uvicorn
 import xoscar as xo
 from fastapi import HTTPException
+from sse_starlette.sse import EventSourceResponse
+from starlette.types import Receive, Scope, Send
 
 from xinference_xavier.errors import NotFoundError
 from xinference_xavier.runtime.deadline import within
@@ -26,31 +32,96 @@ Message = dict[str, str]
 """For `sse_starlette`: `event`, `data` and, for events, `id`."""
 
 
+Filter = Callable[[dict[str, Any]], dict[str, Any]]
+_LOOK = 0.25
+"""Seconds between two looks whether the server drains."""
+
+_servers = weakref.WeakSet[uvicorn.Server]()
+
+
 class Listeners:
-    """Of streams; only so many at a time."""
+    """The open streams; only so many at a time."""
 
     def __init__(self) -> None:
         self._count = 0
 
-    def check(self) -> None:
+    @contextmanager
+    def one_more(self) -> Iterator[None]:
         """Raises HTTPException if there are too many."""
         if self._count >= MAX_LISTENERS:
             raise HTTPException(503, f"{MAX_LISTENERS} streams are open; close another page first")
-
-    async def counted(self, messages: AsyncIterator[Message]) -> AsyncIterator[Message]:
         self._count += 1
         try:
-            async for sent in messages:
-                yield sent
+            yield
         finally:
             self._count -= 1
 
 
-async def live(trackers: TrackerGateway, model_uid: str) -> AsyncIterator[Message]:
+class Stream(EventSourceResponse):
+    """An answer that may be endless. It ends early, with its connection, when the server drains:
+    from 4.1 on, xinference's waits for all connections to close before it gives way to another.
+    Clients connect again."""
+
+    def __init__(self, listeners: Listeners, messages: AsyncIterator[Message]) -> None:
+        super().__init__(until_drained(messages))
+        self.headers["Connection"] = "close"
+        self._listeners = listeners
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._listeners.one_more():
+            await super().__call__(scope, receive, send)
+
+
+async def until_drained(messages: AsyncIterator[Message]) -> AsyncIterator[Message]:
+    coming: asyncio.Task[Message | None] | None = None
+    try:
+        while not _drains():
+            coming = coming or asyncio.ensure_future(_next(messages))
+            await asyncio.wait({coming}, timeout=_LOOK)
+            if coming.done():
+                sent, coming = coming.result(), None
+                if sent is None:
+                    return
+                yield sent
+    finally:
+        if coming is not None:
+            coming.cancel()
+
+
+async def _next(messages: AsyncIterator[Message]) -> Message | None:
+    return await anext(messages, None)
+
+
+def _drains() -> bool:
+    """Whether a server of this process takes no more connections, and waits until all are closed.
+    Only xinference's has such a state."""
+    return any(getattr(server, "draining", False) for server in _servers)
+
+
+def notice_servers() -> None:
+    """Learn which servers run in this process from their ticks, ten a second: an application is not
+    told. Idempotent."""
+    original = uvicorn.Server.on_tick
+    if hasattr(original, "__wrapped__"):
+        return
+
+    @functools.wraps(original)
+    async def on_tick(server: uvicorn.Server, counter: int) -> bool:
+        ends = await original(server, counter)
+        (_servers.discard if ends else _servers.add)(server)
+        return ends
+
+    uvicorn.Server.on_tick = on_tick  # type: ignore[method-assign, assignment]
+
+
+async def live(
+    trackers: TrackerGateway, model_uid: str, visible: Filter = lambda report: report
+) -> AsyncIterator[Message]:
+    """`visible` makes of a report what the listener may see."""
     available = True
     while True:
         try:
-            async for sent in _session(trackers, model_uid):
+            async for sent in _session(trackers, model_uid, visible):
                 available = True
                 yield sent
         except NotFoundError as error:
@@ -65,7 +136,9 @@ async def live(trackers: TrackerGateway, model_uid: str) -> AsyncIterator[Messag
             await asyncio.sleep(RETRY_PAUSE)
 
 
-async def _session(trackers: TrackerGateway, model_uid: str) -> AsyncIterator[Message]:
+async def _session(
+    trackers: TrackerGateway, model_uid: str, visible: Filter
+) -> AsyncIterator[Message]:
     """Ends with an error when the tracker stops answering."""
     tracker = await trackers.find(model_uid)
     yield message("history", await within(DEADLINE, tracker.history()))
@@ -83,7 +156,7 @@ async def _session(trackers: TrackerGateway, model_uid: str) -> AsyncIterator[Me
             left = STATUS_INTERVAL
             # At most half an interval old, so that streams which share a report stay current.
             report = await trackers.shared_report(model_uid, STATUS_INTERVAL / 2)
-            yield message("status", report)
+            yield message("status", visible(report))
         recent = await within(left + DEADLINE, tracker.wait_events(last, left))
 
 

@@ -100,6 +100,8 @@ class PrefixCopy:
     firm: bool = False
 
 
+SALT_HEADER = "x-xavier-cache-salt"
+"""Names the tenant whose prefixes a request is about, percent-encoded; URLs are written to logs."""
 ENDED = ("kept", "failed")
 """States in which nothing is left to do for a prefix."""
 

@@ -78,6 +78,9 @@ WRONG = [
     (body(retention="firm"), "retention='firm' is neither"),
     (body(cache_salt=""), "cache_salt='' is not a text"),
     (body(cache_salt=7), "cache_salt=7 is not a text"),
+    (body(cache_salt="x" * 257), "is not a text of 1 to 256 characters"),
+    (body(cache_salt="a\n"), "without control characters"),
+    (body(cache_salt="\ud800"), "is not a text"),
 ]
 
 

@@ -10,14 +10,17 @@ from typing import Any
 import httpx
 import pytest
 from fastapi import FastAPI, HTTPException, Request
+from xinference import extensions
 
 from tests.frontend.prefixes.test_keeper import Cluster
+from xinference_xavier.client.client import _tenant
 from xinference_xavier.frontend.prefixes import keeper
 from xinference_xavier.frontend.prefixes.prefix import MAX_NAME
 from xinference_xavier.serving import sse
 from xinference_xavier.serving.prefixes import routes as module
 from xinference_xavier.serving.prefixes.install import Prefixes
 from xinference_xavier.serving.prefixes.routes import PrefixRoutes
+from xinference_xavier.stats.answers import SALT_HEADER
 
 PATH = "/v1/xavier/model/prefixes"
 GUIDE = {"name": "travel guide", "prompt": "text"}
@@ -67,8 +70,9 @@ async def client(prefixes: Prefixes) -> AsyncIterator[httpx.AsyncClient]:
         yield client
 
 
-async def names(client: httpx.AsyncClient, path: str = PATH) -> list[str]:
-    return [each["name"] for each in (await client.get(path)).json()["prefixes"]]
+async def names(client: httpx.AsyncClient, salt: str | None = None) -> list[str]:
+    answer = await client.get(PATH, headers={} if salt is None else {SALT_HEADER: salt})
+    return [each["name"] for each in answer.json()["prefixes"]]
 
 
 async def test_a_prefix_is_added_shown_changed_and_removed(client: httpx.AsyncClient) -> None:
@@ -93,8 +97,9 @@ async def test_progress_is_a_stream_of_events(
     assert answer.headers["content-type"].startswith("text/event-stream")
     events = [line for line in answer.text.splitlines() if line.startswith("event: ")]
     assert set(events) == {"event: prefix"}
-    assert '"state": "waiting"' in answer.text.partition("\n\r\n")[0]
-    assert '"state": "kept"' in answer.text
+    *before, last = answer.text.strip().split("\r\n\r\n")
+    assert '"state": "kept"' in last
+    assert not any('"state": "kept"' in each for each in before)
 
 
 async def test_only_so_many_listen_to_progress(
@@ -118,9 +123,56 @@ async def test_the_stream_of_a_name_that_is_removed_ends(
 
 async def test_no_tenant_sees_another_s_names(client: httpx.AsyncClient) -> None:
     await client.post(PATH, json={**GUIDE, "cache_salt": "a"})
-    assert await names(client) == await names(client, f"{PATH}?cache_salt=b") == []
-    assert await names(client, f"{PATH}?cache_salt=a") == ["travel guide"]
+    assert await names(client) == await names(client, "b") == []
+    assert await names(client, "a") == ["travel guide"]
     assert (await client.get(f"{PATH}/travel%20guide")).status_code == 404
+
+
+async def test_a_salt_in_a_url_is_refused(client: httpx.AsyncClient) -> None:
+    """Those who sent it there would see the names of no tenant."""
+    answer = await client.get(f"{PATH}?cache_salt=a")
+    assert (answer.status_code, SALT_HEADER in answer.text) == (400, True)
+
+
+@pytest.mark.parametrize("salt", [" a ", "a+b/c==", "100%41", "手册", "x" * 256])
+async def test_a_salt_of_any_text_fits_into_the_header(
+    client: httpx.AsyncClient, salt: str
+) -> None:
+    answer = await client.post(PATH, json={**GUIDE, "cache_salt": salt})
+    assert answer.status_code == 201, answer.text
+    assert await names(client, _tenant(salt)[SALT_HEADER]) == ["travel guide"]
+
+
+async def test_prefixes_are_of_the_salt_that_an_extension_supplies(
+    client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client that claims another one sees and changes nothing of it."""
+
+    def supply(request: Request) -> SimpleNamespace:
+        return SimpleNamespace(value=request.headers["x-key"])
+
+    await client.post(PATH, json={**GUIDE, "cache_salt": "alice"})
+    monkeypatch.setattr(extensions, "resolve_cache_salt", supply, raising=False)
+    claim = {"x-key": "mallory", SALT_HEADER: "alice"}
+    path = f"{PATH}/travel%20guide"
+    assert (await client.get(PATH, headers=claim)).json() == {"prefixes": []}
+    for method in ("GET", "PATCH", "DELETE"):
+        assert (await client.request(method, path, json={}, headers=claim)).status_code == 404
+    added = await client.post(PATH, json={**GUIDE, "cache_salt": "alice"}, headers=claim)
+    assert added.status_code == 201
+    assert (await client.delete(path, headers=claim)).status_code == 200
+    assert (await client.get(path, headers={"x-key": "alice"})).status_code == 200
+
+
+async def test_without_the_supplied_salt_there_is_no_answer(
+    client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(request: Request) -> None:
+        raise RuntimeError("the password is 1234")
+
+    monkeypatch.setattr(extensions, "resolve_cache_salt", fail, raising=False)
+    answer = await client.get(PATH)
+    assert (answer.status_code, "1234" in answer.text) == (500, False)
 
 
 @pytest.mark.parametrize("method", ["GET", "PATCH", "DELETE"])
@@ -140,7 +192,8 @@ async def test_a_model_that_does_not_share(client: httpx.AsyncClient) -> None:
 async def test_wrong_requests(client: httpx.AsyncClient, cluster: Cluster) -> None:
     answer = await client.post(PATH, json={**GUIDE, "name": "x" * (MAX_NAME + 1)})
     assert (answer.status_code, "use at most 200" in answer.text) == (400, True)
-    assert (await client.get(f"{PATH}?cache_salt=")).status_code == 400
+    for wrong in ("", "%ff", "%00", "x" * 257):
+        assert (await client.get(PATH, headers={SALT_HEADER: wrong})).status_code == 400
     cluster.tokens = 5
     answer = await client.post(PATH, json=GUIDE)
     assert (answer.status_code, "give a prefix of at least 128" in answer.text) == (400, True)

@@ -8,17 +8,18 @@ from typing import Any
 
 import httpx
 import pytest
-from fastapi import FastAPI, Request
+from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 
 from tests.frontend.cluster import Cluster
 from tests.serving.routing.replicas import Replica
 from xinference_xavier.errors import PrefixNotFoundError
+from xinference_xavier.frontend.asked import MAX_BODY
 from xinference_xavier.frontend.model_router import ModelRouter
 from xinference_xavier.frontend.routers import Routers
 from xinference_xavier.serving.routing import install as module
 from xinference_xavier.serving.routing.install import routing_require
-from xinference_xavier.serving.routing.middleware import RoutingMiddleware
+from xinference_xavier.serving.routing.middleware import RoutingMiddleware, remember_texts
 from xinference_xavier.serving.routing.replica import xavier_replica
 
 CHAT = "/v1/chat/completions"
@@ -70,8 +71,15 @@ class Api:
         self.prefixes = Prefixes()
         app = FastAPI()
         app.add_middleware(RoutingMiddleware)
-        for path in (CHAT, COUNT, "/v1/embeddings"):
-            app.add_api_route(path, self.answer, methods=["POST"], response_model=None)
+        router = APIRouter()
+        for path, endpoint in (
+            (CHAT, self.create_chat_completion),
+            (COUNT, self.answer),
+            ("/v1/embeddings", self.answer),
+        ):
+            router.add_api_route(path, endpoint, methods=["POST"], response_model=None)
+        remember_texts(router)
+        app.include_router(router)
         self.require = routing_require(
             self.require_in_turn, Known(self.cluster.router), self.prefixes
         )
@@ -93,6 +101,9 @@ class Api:
 
     async def require_in_turn(self, get_supervisor_ref: Any, model_uid: str, report: Any) -> Any:
         return self.in_turn.model
+
+    async def create_chat_completion(self, request: Request) -> Any:
+        return await self.answer(request)
 
     async def answer(self, request: Request) -> Any:
         self.bodies.append(await request.body())
@@ -200,6 +211,25 @@ async def test_a_named_prefix_goes_before_the_prompt(api: Api, by: str, mode: st
     assert answer.json().startswith("Once upon a time, there was")
 
 
+@pytest.mark.parametrize("by", ["header", "body"])
+async def test_a_long_body_keeps_its_prefix_and_its_tenant(api: Api, by: str) -> None:
+    long = "x" * (MAX_BODY + 1)
+    named = {"prefix_name": "story"} if by == "body" else {}
+    headers = {"x-xavier-prefix": "story"} if by == "header" else {}
+    body = {"model": "m", "prompt": long, "cache_salt": "tenant", **named}
+    answer = await api.client.post(CHAT, json=body, headers=headers)
+    assert answer.json().startswith("Once upon a timexxx")
+    del body["cache_salt"]
+    assert (await api.client.post(CHAT, json=body, headers=headers)).status_code == 404
+
+
+@pytest.mark.parametrize("wrong", [7, ["story"], {}, False, ""])
+async def test_what_cannot_be_the_name_of_a_prefix_is_refused(api: Api, wrong: object) -> None:
+    answer = await api.ask(prefix_name=wrong, cache_salt="tenant")
+    assert answer.status_code == 400
+    assert "is not the name of a prefix" in answer.json()["detail"]
+
+
 @pytest.mark.parametrize("body", [{"prefix_name": "another"}, {"prefix_name": "story"}])
 async def test_an_unknown_prefix_is_a_404(api: Api, body: dict[str, str]) -> None:
     answer = await api.ask(**body)
@@ -220,7 +250,9 @@ def test_an_xinference_without_require_model_keeps_its_own_way(
 
     monkeypatch.delattr(restful_api, "require_model")
     app = FastAPI()
-    module.add_routing(SimpleNamespace(app=app), Routers(lambda uid: None), Prefixes())  # type: ignore[arg-type, return-value]
+    module.add_routing(
+        SimpleNamespace(app=app, router=APIRouter()), Routers(lambda uid: None), Prefixes()
+    )  # type: ignore[arg-type, return-value]
     assert not app.user_middleware
     assert "gives requests to replicas in turn" in caplog.text
 
@@ -231,6 +263,8 @@ def test_it_is_put_before_xinferences_own_function(monkeypatch: pytest.MonkeyPat
     original = restful_api.require_model
     monkeypatch.setattr(restful_api, "require_model", original)  # to restore it
     app = FastAPI()
-    module.add_routing(SimpleNamespace(app=app), Routers(lambda uid: None), Prefixes())  # type: ignore[arg-type, return-value]
+    module.add_routing(
+        SimpleNamespace(app=app, router=APIRouter()), Routers(lambda uid: None), Prefixes()
+    )  # type: ignore[arg-type, return-value]
     assert restful_api.require_model is not original
     assert [each.cls for each in app.user_middleware] == [RoutingMiddleware]

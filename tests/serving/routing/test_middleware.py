@@ -1,4 +1,4 @@
-"""The middleware remembers what a request asks, and changes nothing of it."""
+"""The router learns what a request asks as xinference has read it. Nothing of it is changed."""
 
 from __future__ import annotations
 
@@ -6,18 +6,20 @@ import json
 from typing import Any
 
 import pytest
+from fastapi import Request
 
 from tests.frontend.cluster import Cluster
-from xinference_xavier.frontend.asked import MAX_BODY, ROUTES
+from xinference_xavier.frontend.asked import MAX_BODY
 from xinference_xavier.routing.texts import Text
 from xinference_xavier.serving.routing.middleware import (
     Asked,
     ClientGoneError,
     RoutingMiddleware,
+    _asked,
     current,
 )
 
-SCOPE = {"type": "http", "path": ROUTES[0], "headers": []}
+SCOPE = {"type": "http", "path": "/v1/completions", "headers": []}
 
 
 def receiver(*messages: dict[str, Any]) -> Any:
@@ -49,9 +51,11 @@ async def told_with(*messages: dict[str, Any], **scope: Any) -> Told:
 
 
 async def asked_with(*messages: dict[str, Any], **scope: Any) -> Asked:
-    asked = Asked({**SCOPE, **scope}, receiver(*messages))
-    for _ in messages:
-        await asked.receive()
+    whole = {**SCOPE, **scope}
+    receive = receiver(*messages)
+    asked = Asked(whole, receive)
+    asked.request = Request(whole, receive)
+    await asked.request.body()
     return asked
 
 
@@ -66,12 +70,17 @@ async def test_a_long_body_is_read_aside() -> None:
     assert (await told_with(body(whole))).length == 300_000
 
 
-async def test_no_more_of_a_body_is_kept_than_is_read() -> None:
-    asked = await asked_with(*(body(b"x" * (1 << 20), more=True) for _ in range(20)))
-    assert sum(map(len, asked._body)) <= MAX_BODY + (1 << 20)
-    told = Told()
-    await asked.route_by(told)  # type: ignore[arg-type]
-    assert (told.length, told.session) == (0, "")
+async def test_the_text_of_a_very_long_body_is_not_hashed() -> None:
+    """What else the client says of it counts."""
+    whole = json.dumps({"prompt": "x" * MAX_BODY, "prompt_cache_key": "chat"}).encode()
+    told = await told_with(body(whole))
+    assert (told.length, told.session) == (0, "chat")
+
+
+async def test_a_named_text_is_part_of_it() -> None:
+    told, asked = Told(), await asked_with(body(b'{"prompt": "x"}'))
+    await asked.route_by(told, {"prompt": "y" * 9_999})  # type: ignore[arg-type]
+    assert told.length == 10_000
 
 
 async def test_a_session_may_be_named_by_a_header() -> None:
@@ -91,8 +100,7 @@ async def test_a_client_that_goes_while_it_waits_leaves_the_queue() -> None:
     "scope",
     [
         {"type": "lifespan"},
-        {"type": "websocket", "path": ROUTES[0]},
-        {**SCOPE, "path": "/v1/models"},
+        {"type": "websocket", "path": "/v1/completions"},
     ],
 )
 async def test_other_requests_pass(scope: dict[str, Any]) -> None:
@@ -106,24 +114,21 @@ async def test_other_requests_pass(scope: dict[str, Any]) -> None:
     assert seen == [(scope, receive, send, None)]
 
 
-async def test_the_api_may_be_below_another_path() -> None:
-    below = {**SCOPE, "path": f"/xinference{ROUTES[0]}", "root_path": "/xinference"}
-    seen = []
+async def test_requests_of_other_routes_ask_for_no_text() -> None:
+    async def app(*passed: Any) -> None:
+        assert current() is None
 
-    async def app(*_: Any) -> None:
-        seen.append(current())
-
-    await RoutingMiddleware(app)(below, receiver(), receiver())
-    assert isinstance(seen[0], Asked)
+    await RoutingMiddleware(app)(SCOPE, receiver(), receiver())
 
 
 async def test_the_route_ends_with_the_request_even_if_it_fails() -> None:
     cluster = Cluster("m-0")
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
-        await receive()
-        asked = current()
+        asked = _asked.get()
         assert asked is not None
+        asked.request = Request(scope, receive)
+        assert current() is asked
         assert await asked.route_by(cluster.router) is not None
         assert cluster.router._routes
         raise RuntimeError("the handler fails")

@@ -17,6 +17,8 @@ from xinference_xavier.protocol.tracker import check_question
 
 MAX_NAME = 200
 """Characters."""
+MAX_SALT = 256
+"""Characters; xinference accepts as many."""
 MAX_TTL = 366 * 86400.0
 """Seconds."""
 DEFAULT_TTL = 3600.0
@@ -28,6 +30,8 @@ Retention = Literal["soft", "hard"]
 Copies = Literal[1, "all"]
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _TTL = re.compile(r"(\d+(?:\.\d+)?)\s*([smhd])", re.ASCII)
+_SALT = re.compile(rf"[^\x00-\x1f\x7f\ud800-\udfff]{{1,{MAX_SALT}}}")
+"""What xinference accepts."""
 _FIELDS = (
     "name",
     "prompt",
@@ -130,10 +134,10 @@ def check_name(name: object) -> str:
 def check_tenant(salt: object) -> str:
     if salt is None:
         return ""
-    if not isinstance(salt, str) or not 0 < len(salt) <= MAX_NAME:
+    if not isinstance(salt, str) or not _SALT.fullmatch(salt):
         raise ValueError(
-            f"cache_salt={shown(salt)} is not a text of 1 to {MAX_NAME} characters; leave it out "
-            "or use the one of your requests"
+            f"cache_salt={shown(salt)} is not a text of 1 to {MAX_SALT} characters without control "
+            "characters; leave it out or use the one of your requests"
         )
     return salt
 

@@ -8,13 +8,11 @@ from typing import Any, TypeVar
 
 from fastapi import HTTPException, Request
 from fastapi.responses import JSONResponse
-from sse_starlette.sse import EventSourceResponse
 
 from xinference_xavier.errors import NOT_FOUND_HEADER, PrefixNotFoundError
 from xinference_xavier.frontend.prefixes.keeper import TICK
 from xinference_xavier.frontend.prefixes.prefix import (
     Prefix,
-    check_tenant,
     read_new,
     read_terms,
 )
@@ -25,9 +23,11 @@ from xinference_xavier.serving.answers import (
     add_route,
     answered_for,
     model_access,
+    tenant_of,
+    tenant_of_header,
 )
 from xinference_xavier.serving.prefixes.install import Prefixes
-from xinference_xavier.serving.sse import Listeners, Message, message
+from xinference_xavier.serving.sse import Listeners, Message, Stream, message
 from xinference_xavier.stats.answers import ENDED
 
 MAX_BODY = 9 << 20
@@ -59,13 +59,14 @@ class PrefixRoutes:
         body = await request.body()
         if len(body) > MAX_BODY:
             raise HTTPException(413, f"the body has {len(body)} bytes, more than {MAX_BODY}")
-        new = _checked(lambda: read_new(body))
+        new = await asyncio.to_thread(_checked, lambda: read_new(body))
+        new = new._replace(tenant=tenant_of(request, new.tenant or None))
         added = await _refused(answered_for(model_uid, self._prefixes.keeper.add(model_uid, new)))
         return JSONResponse(added, 201)
 
     async def list(self, model_uid: str, request: Request) -> JSONResponse:
         self._check(request, model_uid)
-        tenant = _tenant(request)
+        tenant = tenant_of_header(request)
         prefixes = [
             self._prefixes.keeper.report(each)
             for each in self._prefixes.names.of(model_uid)
@@ -76,10 +77,9 @@ class PrefixRoutes:
     async def show(self, model_uid: str, name: str, request: Request) -> JSONResponse:
         return JSONResponse(self._prefixes.keeper.report(self._find(model_uid, name, request)))
 
-    async def events(self, model_uid: str, name: str, request: Request) -> EventSourceResponse:
+    async def events(self, model_uid: str, name: str, request: Request) -> Stream:
         prefix = self._find(model_uid, name, request)
-        self._listeners.check()
-        return EventSourceResponse(self._listeners.counted(self._progress(prefix)))
+        return Stream(self._listeners, self._progress(prefix))
 
     async def _progress(self, prefix: Prefix) -> AsyncIterator[Message]:
         """Until it is kept or has failed."""
@@ -114,13 +114,9 @@ class PrefixRoutes:
     def _find(self, model_uid: str, name: str, request: Request) -> Prefix:
         self._check(request, model_uid)
         try:
-            return self._prefixes.names.find(model_uid, _tenant(request), name)
+            return self._prefixes.names.find(model_uid, tenant_of_header(request), name)
         except PrefixNotFoundError as error:
             raise HTTPException(404, error.reason, {NOT_FOUND_HEADER: "prefix"}) from error
-
-
-def _tenant(request: Request) -> str:
-    return _checked(lambda: check_tenant(request.query_params.get("cache_salt")))
 
 
 def _checked(check: Callable[[], _T]) -> _T:

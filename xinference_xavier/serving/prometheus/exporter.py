@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from xinference_xavier.errors import NotFoundError
 from xinference_xavier.runtime.deadline import within
 from xinference_xavier.runtime.rate_limited_log import RateLimitedLog
+from xinference_xavier.serving.answers import add_middleware
 from xinference_xavier.serving.prometheus.families import (
     FAMILIES,
     PREFIX,
@@ -43,7 +44,7 @@ def add_metrics(context: Any, trackers: TrackerGateway) -> None:
     exporter = Exporter(trackers)
     # The registry of xinference's own endpoint.
     exporter.register(getattr(context.app.state, "registry", REGISTRY))
-    context.app.add_middleware(FreshMetrics, exporter=exporter)
+    add_middleware(context, FreshMetrics, exporter=exporter)
 
 
 class FreshMetrics:

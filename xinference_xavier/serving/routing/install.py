@@ -19,9 +19,16 @@ from xinference_xavier.frontend.model_router import AT_LIMIT, ModelRouter, Queue
 from xinference_xavier.frontend.request_body import ClientGoneError
 from xinference_xavier.frontend.routers import Routers
 from xinference_xavier.runtime.deadline import within
+from xinference_xavier.serving.answers import add_middleware
 from xinference_xavier.serving.prefixes.kept_model import KeptModel
 from xinference_xavier.serving.prefixes.named_model import NamedModel
-from xinference_xavier.serving.routing.middleware import Asked, RoutingMiddleware, current
+from xinference_xavier.serving.routing.middleware import (
+    TEXT_ENDPOINTS,
+    Asked,
+    RoutingMiddleware,
+    current,
+    remember_texts,
+)
 from xinference_xavier.serving.routing.routed_model import RoutedModel
 
 logger = logging.getLogger(__name__)
@@ -52,8 +59,14 @@ def add_routing(context: Any, routers: Routers, prefixes: Prefixes) -> None:
     if original is None:
         logger.warning("this xinference gives requests to replicas in turn: no require_model")
         return
+    missing = TEXT_ENDPOINTS - remember_texts(context.router)
+    if missing:
+        logger.warning(
+            "requests go to replicas in turn where this xinference has no: %s",
+            ", ".join(sorted(missing)),
+        )
     restful_api.require_model = routing_require(original, routers, prefixes)
-    context.app.add_middleware(RoutingMiddleware)
+    add_middleware(context, RoutingMiddleware)
     routers.in_use = True
 
 
