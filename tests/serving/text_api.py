@@ -3,7 +3,7 @@ before model actors. There is no engine and no supervisor's process."""
 
 from __future__ import annotations
 
-import inspect
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -16,9 +16,8 @@ from tests.serving.text_models import TextModel
 from xinference_xavier.errors import PrefixNotFoundError
 from xinference_xavier.frontend.model_router import ModelRouter
 from xinference_xavier.frontend.routers import Routers
-from xinference_xavier.serving.routing.install import routing_require
-from xinference_xavier.serving.routing.middleware import RoutingMiddleware
-from xinference_xavier.serving.routing.replica import xavier_replica
+from xinference_xavier.serving.routing.install import add_routing
+from xinference_xavier.serving.routing.replica import finding_replicas
 
 __all__ = ["TEXT_ROUTES", "NoPrefixes", "TextApi"]
 
@@ -49,6 +48,14 @@ class _Known(Routers):
         return self.router if model_uid == "m" else None
 
 
+class Worker:
+    def __init__(self, models: dict[str, Any]) -> None:
+        self._models = models
+
+    async def get_model(self, model_uid: str) -> Any:
+        return self._models[model_uid]
+
+
 class Supervisor:
     """Knows where the replicas are. In turn is their order."""
 
@@ -57,16 +64,12 @@ class Supervisor:
     def __init__(self, models: dict[str, Any]) -> None:
         self.models = models
         self._turn = 0
-        self._replica_model_uid_to_worker = dict.fromkeys(models, self)
+        self._replica_model_uid_to_worker = dict.fromkeys(models, Worker(models))
 
+    @finding_replicas
     async def get_model(self, model_uid: str, **_: Any) -> Any:
-        if model_uid in self.models:
-            return self.models[model_uid]
         self._turn += 1
         return [*self.models.values()][self._turn % len(self.models)]
-
-    async def xavier_replica(self, replica: str) -> Any:
-        return await xavier_replica(self, replica)
 
     async def describe_model(self, model_uid: str) -> dict[str, str]:
         return {"model_family": "qwen2.5-instruct", "model_name": "qwen2.5-instruct"}
@@ -109,12 +112,9 @@ class TextApi:
         api._router = APIRouter(route_class=ModelRequestLoggingRoute)
         llm.register_routes(api)
         self._original = restful_api.require_model
-        restful_api.require_model = routing_require(
-            inspect.unwrap(self._original),
-            _Known(self.cluster.router if routed else None),
-            prefixes or NoPrefixes(),
-        )
-        self.app.add_middleware(RoutingMiddleware)
+        routers = _Known(self.cluster.router if routed else None)
+        context = SimpleNamespace(app=self.app, router=api._router)
+        add_routing(context, routers, prefixes or NoPrefixes())
         self.app.include_router(api._router)
         self.client = httpx.AsyncClient(
             transport=httpx.ASGITransport(self.app),

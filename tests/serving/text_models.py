@@ -1,7 +1,7 @@
 """Model actors like xinference's, in a process of their own.
 
 What an actor of another process raises has xoscar's mark; what the connection to it raises has
-none. Actors of the caller's own process raise everything without it.
+none. In the caller's own process, the errors of streams have none either.
 """
 
 from __future__ import annotations

@@ -41,7 +41,8 @@ a while after the process is gone that requests go through."""
 MAX_SESSIONS = 10_000
 MAX_NAMES = 100_000
 NO_TEXT = Text(0, ())
-AT_LIMIT = "all replicas are at their request limit; try again later"
+AT_LIMIT = "Rate limit reached: all replicas are at their request limit; try again later"
+"""Begins like a refusal of xinference's own, because its handlers know one by that."""
 
 
 class QueueFullError(Exception):
@@ -69,6 +70,10 @@ class Route:
     prefill_replica: str = ""
     """xinference's name for that."""
     prefill: asyncio.Future[None] | None = None
+    at_end: list[Callable[[], object]] = field(default_factory=list)
+    """What ends with the request."""
+    retry_after: int = 0
+    """Seconds after which the client may ask again, if the request was refused."""
     sent: float = 0.0
     lost: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -81,6 +86,8 @@ class Route:
 
     def headers(self) -> list[tuple[bytes, bytes]]:
         """Of the answer: where the request went, and why, in seconds."""
+        if self.retry_after:
+            return [(b"retry-after", str(self.retry_after).encode())]
         terms = self.choice.terms._asdict().items()
         reason = "; ".join((self.choice.reason, ", ".join(f"{n}={v:.3f}" for n, v in terms)))
         return [(b"x-xavier-replica", self.replica.encode()), (b"x-xavier-route", reason.encode())]
@@ -257,8 +264,9 @@ class ModelRouter:
 
     def end(self, route: Route) -> None:
         """The request has been answered, has failed, or its client has gone."""
-        if route.prefill is not None:
-            route.prefill.cancel()
+        for ends in route.at_end:
+            ends()
+        route.at_end.clear()
         self._router.ended(route.request)
         self._routes.pop(route.request, None)
         self._admit()
@@ -294,14 +302,14 @@ class ModelRouter:
 
     async def _wait(self, route: Route) -> None:
         if not self._queue.join(route.request, self._clock()):
-            self._refuse()
+            self.refuse(route)
         admitted = asyncio.get_running_loop().create_future()
         self._waiting[route.request] = route, admitted
         try:
             async with asyncio.timeout(self._queue.patience):
                 await admitted
         except TimeoutError:
-            self._refuse()
+            self.refuse(route)
         finally:
             del self._waiting[route.request]
             self._queue.leave(route.request)
@@ -317,9 +325,11 @@ class ModelRouter:
             if not admitted.done():
                 admitted.set_result(None)
 
-    def _refuse(self) -> NoReturn:
+    def refuse(self, route: Route) -> NoReturn:
+        """No replica accepts the request. Raises QueueFullError."""
         self.counts.refused += 1
-        raise QueueFullError(self._queue.retry_after(self._clock()))
+        route.retry_after = self._queue.retry_after(self._clock())
+        raise QueueFullError(route.retry_after)
 
     # -- reports -------------------------------------------------------------------------------
 

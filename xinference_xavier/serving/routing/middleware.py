@@ -1,6 +1,7 @@
 """Keeps what a request asks at hand until a replica is chosen for it, and ends its route.
 
-The body is recorded as xinference reads it. Nothing is read, changed or held back.
+The body is recorded as xinference reads it. Nothing is read, changed or held back but the beginning
+of the answer, until its first byte.
 """
 
 from __future__ import annotations
@@ -10,11 +11,15 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextvars import ContextVar
 from typing import Any
 
+from starlette.responses import JSONResponse
+
 from xinference_xavier.frontend.asked import MAX_BODY, ROUTES, Keep, read_keep, read_question
-from xinference_xavier.frontend.model_router import ModelRouter, Route
+from xinference_xavier.frontend.model_router import AT_LIMIT, ModelRouter, Route
 from xinference_xavier.frontend.request_body import ClientGoneError, Message, Receive
 
 Send = Callable[[Message], Awaitable[None]]
+
+TOO_MANY_REQUESTS = 429
 
 _asked: ContextVar[Asked | None] = ContextVar("xavier_asked", default=None)
 
@@ -99,13 +104,50 @@ class RoutingMiddleware:
         asked = Asked(scope, receive)
         token = _asked.set(asked)
 
-        async def answer(message: Message) -> None:
-            if message["type"] == "http.response.start" and asked.route is not None:
-                message["headers"] = [*message.get("headers", ()), *asked.route.headers()]
-            await send(message)
-
+        answer = Answer(asked, send)
         try:
-            await self._app(scope, asked.receive, answer)
+            await self._app(scope, asked.receive, answer.pass_on)
+            await answer.end(scope, receive)
         finally:
             _asked.reset(token)
             asked.end()
+
+
+class Answer:
+    """The answer to a request. It begins with its first byte: xinference's streams begin before a
+    replica has accepted the request, and if none does, the status can still say so."""
+
+    def __init__(self, asked: Asked, send: Send) -> None:
+        self._asked = asked
+        self._send = send
+        self._start: Message | None = None  # that is held back
+        self._refused = False
+
+    async def pass_on(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self._start = message
+            return
+        start, self._start = self._start, None
+        if start is not None:
+            self._refused = self._retry_after > 0 and start["status"] != TOO_MANY_REQUESTS
+            if not self._refused:
+                start["headers"] = [*start.get("headers", ()), *self._headers(start)]
+                await self._send(start)
+        if not self._refused:
+            await self._send(message)
+
+    async def end(self, scope: Message, receive: Receive) -> None:
+        """The application has nothing more to send."""
+        if self._refused:
+            headers = {"Retry-After": str(self._retry_after)}
+            refusal = JSONResponse({"detail": AT_LIMIT}, TOO_MANY_REQUESTS, headers)
+            await refusal(scope, receive, self._send)
+
+    @property
+    def _retry_after(self) -> int:
+        return 0 if self._asked.route is None else self._asked.route.retry_after
+
+    def _headers(self, start: Message) -> list[tuple[bytes, bytes]]:
+        own = [] if self._asked.route is None else self._asked.route.headers()
+        given = {name.lower() for name, _ in start.get("headers", ())}
+        return [header for header in own if header[0] not in given]
