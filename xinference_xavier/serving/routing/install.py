@@ -107,13 +107,22 @@ async def _model_of(get_supervisor_ref: Any, replica: str) -> Any:
     try:
         supervisor = await get_supervisor_ref()
         call = supervisor.get_model(replica, xavier_replica=True)
-        return await within(_CONNECT_DEADLINE, call)
+        model = await within(_CONNECT_DEADLINE, call)
     except ReplicaNotServingError:
         raise
     except Exception as error:
         raise SupervisorError(
             f"xinference's supervisor does not say where replica {replica} is ({error!r})"
         ) from error
+    return _correlated(model)
+
+
+def _correlated(model: Any) -> Any:
+    """Lets the model's log name the request, as xinference's own `require_model` does."""
+    from xinference.api.model_request_logging import get_current_model_request_id
+    from xinference.core.rpc_context import correlate_model_ref
+
+    return correlate_model_ref(model, get_current_model_request_id())
 
 
 async def _routed(
