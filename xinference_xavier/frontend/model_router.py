@@ -133,7 +133,8 @@ class ModelRouter:
         self._router: Router
         self._texts: Texts
         self._queue = Queue(0, PATIENCE)
-        self._waiting: dict[str, tuple[Route, asyncio.Future[None]]] = {}
+        self._closed = False
+        self._waiting: dict[str, tuple[Route, asyncio.Future[bool]]] = {}
         self._replicas: dict[str, str] = {}  # names, by incarnation
         self._routes: dict[str, Route] = {}
         # Requests by the ids that replicas know, also those that have ended: they may be reported.
@@ -220,15 +221,25 @@ class ModelRouter:
             return None
         route = Route(f"{next(self._numbers)}", text, session, whole)
         try:
-            await self._place(route)
+            placed = await self._place(route)
         except BaseException:  # the client may go at the moment at which it gets its turn
             self.end(route)
             raise
-        return route
+        return route if placed else None
 
     def _accepts(self) -> bool:
         """Whether there is a replica that reports and works, even if it is at its limit."""
-        return self._serving is not None and self._router.loads.works(self._clock())
+        if self._closed or self._serving is None:
+            return False
+        return self._router.loads.works(self._clock())
+
+    def close(self) -> None:
+        """Another router takes its place. Requests are no longer routed here, those that wait
+        included; those that run stay until they end."""
+        self._closed = True
+        for _, admitted in self._waiting.values():
+            if not admitted.done():
+                admitted.set_result(False)
 
     async def move(self, route: Route, full: bool = False) -> bool:
         """The replica failed the request, or is `full`. True if the request was sent to another, as
@@ -244,8 +255,7 @@ class ModelRouter:
         if not self._accepts():
             return False
         self.counts.moved += 1
-        await self._place(route)
-        return True
+        return await self._place(route)
 
     def named(self, route: Route, name: str) -> None:
         """The replica knows the request as `name`."""
@@ -273,9 +283,11 @@ class ModelRouter:
 
     # -- choosing and waiting ------------------------------------------------------------------
 
-    async def _place(self, route: Route) -> None:
+    async def _place(self, route: Route) -> bool:
+        """False if the router is closed meanwhile. Raises QueueFullError."""
         if self._queue.first or not self._send(route):
-            await self._wait(route)
+            return await self._wait(route)
+        return True
 
     def _send(self, route: Route) -> bool:
         """To the best replica; False if none accepts a request now."""
@@ -300,14 +312,14 @@ class ModelRouter:
         last = self._sessions.get(session, "")
         return self._router.choose(prompt, now, preferred=last, whole=whole)
 
-    async def _wait(self, route: Route) -> None:
+    async def _wait(self, route: Route) -> bool:
         if not self._queue.join(route.request, self._clock()):
             self.refuse(route)
         admitted = asyncio.get_running_loop().create_future()
         self._waiting[route.request] = route, admitted
         try:
             async with asyncio.timeout(self._queue.patience):
-                await admitted
+                return await admitted
         except TimeoutError:
             self.refuse(route)
         finally:
@@ -316,14 +328,14 @@ class ModelRouter:
 
     def _admit(self) -> None:
         """Those that wait, as far as replicas accept them."""
-        while self._queue.first:
+        while self._queue.first and not self._closed:
             route, admitted = self._waiting[self._queue.first]
             if not self._send(route):
                 return
             self.counts.waited += 1
             self.counts.waited_s += self._queue.admit(self._clock())
             if not admitted.done():
-                admitted.set_result(None)
+                admitted.set_result(True)
 
     def refuse(self, route: Route) -> NoReturn:
         """No replica accepts the request. Raises QueueFullError."""
