@@ -6,14 +6,15 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import httpx
 import pytest
 import xoscar as xo
 from PIL import UnidentifiedImageError
 
-from tests.serving.text_api import TEXT_ROUTES, Supervisor, TextApi
+from tests.e2e.text_routes import CHAT, COMPLETIONS
+from tests.serving.text_api import TEXT_ROUTES, NoPrefixes, Supervisor, TextApi
 from xinference_xavier.frontend.model_router import Route
 from xinference_xavier.serving.prefixes.kept_model import KeptModel
 from xinference_xavier.serving.routing import install
@@ -301,3 +302,59 @@ async def test_a_stream_that_begins_as_its_request_is_cancelled_leaves_its_place
         await asking
     await left(text_api)
     assert await replica.closed() == 1
+
+
+class Named(NoPrefixes):
+    CONTENTS: ClassVar[dict[str, Any]] = {
+        "story": {"prompt": "Once upon a time"},
+        "guide": {"messages": [{"role": "system", "content": "You are a guide."}]},
+        "poet": {"prompt": "A rose", "lora_name": "poet"},
+        "poets": {"messages": [{"role": "user", "content": "A rose"}], "lora_name": "poet"},
+    }
+
+    async def content_of(self, model_uid: str, tenant: str, name: str) -> Any:
+        return self.CONTENTS[name]
+
+
+@STREAMS
+@pytest.mark.parametrize(
+    ("path", "body", "reason"),
+    [
+        (COMPLETIONS, {"prefix_name": "guide"}, "'guide' has messages; use it on a route of chats"),
+        (COMPLETIONS, {"prefix_name": "poet"}, "'poet' belongs to adapter 'poet'"),
+        *(
+            (path, {"prefix_name": name}, reason)
+            for path in TEXT_ROUTES
+            if path != COMPLETIONS
+            for name, reason in (
+                ("story", "'story' has a prompt; use it on the route of completions"),
+                ("poets", "'poets' belongs to adapter 'poet'"),
+            )
+        ),
+    ],
+)
+async def test_a_prefix_of_another_kind_or_adapter_is_a_400_with_its_reason(
+    start_text_api: Start, path: str, body: dict[str, Any], reason: str, stream: bool
+) -> None:
+    api = await start_text_api(Named())
+    answer = await api.ask(path, stream=stream, **body)
+    assert answer.status_code == 400, answer.text
+    assert reason in answer.text
+    assert not any([await model.asked() for model in api.models.values()])
+
+
+async def test_a_prefix_of_the_right_kind_and_adapter_goes_before_the_request(
+    start_text_api: Start,
+) -> None:
+    api = await start_text_api(Named())
+    poet = {"lora_name": "poet"}
+    for path, name, text, adapter in (
+        (COMPLETIONS, "story", "Once upon a time", {}),
+        (COMPLETIONS, "poet", "A rose", poet),
+        (CHAT, "guide", "You are a guide.", {}),
+        (CHAT, "poets", "A rose", poet),
+    ):
+        answer = await api.ask(path, prefix_name=name, **adapter)
+        assert answer.status_code == 200, answer.text
+        asked = (await api.models[answer.headers["x-xavier-replica"]].asked())[-1]
+        assert text in str(asked.content)

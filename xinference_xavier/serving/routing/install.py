@@ -26,7 +26,7 @@ from xinference_xavier.frontend.routers import Routers
 from xinference_xavier.runtime.deadline import within
 from xinference_xavier.runtime.rate_limited_log import RateLimitedLog
 from xinference_xavier.serving.prefixes.kept_model import KeptModel
-from xinference_xavier.serving.prefixes.named_model import NamedModel
+from xinference_xavier.serving.prefixes.named_model import NamedModel, WrongKindError, check
 from xinference_xavier.serving.routing.middleware import Asked, RoutingMiddleware, current
 from xinference_xavier.serving.routing.routed_model import AtLimitError, Connect, RoutedModel
 
@@ -73,6 +73,10 @@ def routing_require(original: Require, routers: Routers, prefixes: Prefixes) -> 
         keep, content = await asked.keep(), None
         if keep.name:
             content = await _content(prefixes, model_uid, keep)
+            try:
+                check(keep.name, content, await asked.body())
+            except WrongKindError as error:  # xinference makes a 500 of what its model raises
+                raise HTTPException(400, str(error)) from error
 
         async def connect(replica: str) -> Any:
             return await _model_of(get_supervisor_ref, replica)

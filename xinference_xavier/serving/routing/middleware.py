@@ -13,7 +13,14 @@ from typing import Any
 
 from starlette.responses import JSONResponse
 
-from xinference_xavier.frontend.asked import MAX_BODY, ROUTES, Keep, read_keep, read_question
+from xinference_xavier.frontend.asked import (
+    MAX_BODY,
+    ROUTES,
+    Keep,
+    read_body,
+    read_keep,
+    read_question,
+)
 from xinference_xavier.frontend.model_router import AT_LIMIT, ModelRouter, Route
 from xinference_xavier.frontend.request_body import ClientGoneError, Message, Receive
 
@@ -50,6 +57,11 @@ class Asked:
     async def keep(self) -> Keep:
         """What the request says about keeping its prefix."""
         return await read_keep(b"".join(self._body), self._header(b"x-xavier-prefix"))
+
+    async def body(self) -> Mapping[str, Any]:
+        """The request as far as it can be read."""
+        body = b"".join(self._body)
+        return await asyncio.to_thread(read_body, body)
 
     async def route_by(
         self, router: ModelRouter, before: Mapping[str, Any] | None = None
