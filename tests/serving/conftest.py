@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -24,7 +25,7 @@ async def start_text_api(
     """Starts a `TextApi`, with the arguments of `TextApi.start`."""
     started: list[TextApi] = []
 
-    async def start(*args: object, **how: object) -> TextApi:
+    async def start(*args: Any, **how: Any) -> TextApi:
         started.append(await TextApi(model_process.address).start(*args, **how))
         return started[-1]
 
