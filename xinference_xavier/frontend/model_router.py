@@ -315,7 +315,7 @@ class ModelRouter:
     async def _wait(self, route: Route) -> bool:
         if not self._queue.join(route.request, self._clock()):
             self.refuse(route)
-        admitted = asyncio.get_running_loop().create_future()
+        admitted: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._waiting[route.request] = route, admitted
         try:
             async with asyncio.timeout(self._queue.patience):
