@@ -126,8 +126,8 @@ class RoutingMiddleware:
 
 
 class Answer:
-    """The answer to a request. It begins with its first byte: xinference's streams begin before a
-    replica has accepted the request, and if none does, the status can still say so."""
+    """The answer to a request. A routed one begins with its first byte: xinference's streams begin
+    before a replica has accepted the request, and if none does, the status can still say so."""
 
     def __init__(self, asked: Asked, send: Send) -> None:
         self._asked = asked
@@ -136,7 +136,7 @@ class Answer:
         self._refused = False
 
     async def pass_on(self, message: Message) -> None:
-        if message["type"] == "http.response.start":
+        if message["type"] == "http.response.start" and self._asked.route is not None:
             self._start = message
             return
         start, self._start = self._start, None
