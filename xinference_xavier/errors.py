@@ -57,6 +57,14 @@ class PrefixNotFoundError(ReasonError, LookupError):
     """The model has no prefix of that name."""
 
 
+class ReplicaNotServingError(ReasonError, LookupError):
+    """The replica takes no requests: it starts, ends or has ended."""
+
+
+class SupervisorError(XavierError):
+    """xinference's supervisor does not say where a replica is."""
+
+
 class ReplicaStartError(XavierError):
     """An engine refused to start; the text is the engine's."""
 

@@ -248,6 +248,22 @@ async def test_a_client_that_goes_when_its_turn_comes_keeps_no_place() -> None:
     assert (await stays).replica == "m-0"
 
 
+async def test_requests_that_wait_for_a_router_that_is_closed_go_in_turn() -> None:
+    cluster = Cluster("m-0", request_limit=1)
+    running = await route(cluster)
+    asking = asyncio.create_task(cluster.router.route())
+    moving = asyncio.create_task(cluster.router.move(running, full=True))
+    for _ in range(5):
+        await asyncio.sleep(0)
+    cluster.router.close()
+    assert await asking is None
+    assert not await moving
+    assert await cluster.router.route() is None
+    cluster.router.end(running)
+    assert not cluster.router._routes
+    assert not cluster.router._queue.first
+
+
 async def test_ten_thousand_requests_wait() -> None:
     cluster = Cluster("m-0", request_limit=1, queue=10_000)
     running = await route(cluster)

@@ -140,6 +140,19 @@ async def test_a_request_arrives_as_it_was_sent(proxy: Proxy) -> None:
     assert not {"x-hop", "x-request-id"} & a.headers.keys()
 
 
+@pytest.mark.parametrize("target", ["/v1/a/../b?q", "/v1/./a//b?q", '/v1/a?q="x"&r=[1]'])
+async def test_a_target_arrives_letter_by_letter(proxy: Proxy, target: str) -> None:
+    engine = Engine("a")
+    await proxy.start(engine)
+    url = proxy.client.base_url
+    reader, writer = await asyncio.open_connection(url.host, url.port)
+    writer.write(f"GET {target} HTTP/1.1\r\nhost: h\r\nconnection: close\r\n\r\n".encode())
+    assert (await reader.read()).startswith(b"HTTP/1.1 200 ")
+    writer.close()
+    scope, _ = engine.asked[-1]
+    assert (scope["raw_path"] + b"?" + scope["query_string"]).decode() == target
+
+
 @pytest.mark.parametrize("body", [b"", b"\xff\xfe", b"[" * 100_000, b'{"prompt": 5}'])
 async def test_bodies_are_not_judged(proxy: Proxy, body: bytes) -> None:
     a = Engine("a")
@@ -302,6 +315,15 @@ async def test_a_server_that_breaks_before_the_first_byte_is_replaced(
         assert (answer.text, replica(answer)) == ("b", "b")
         await proxy.rests()
         assert proxy.cluster.router.counts.moved == (path == CHAT)
+
+
+async def test_what_changes_a_server_is_not_sent_to_another_when_it_breaks(proxy: Proxy) -> None:
+    engines = [Engine(name, "begin") for name in ("a", "b")]
+    await proxy.start(*engines)
+    answer = await proxy.ask("/v1/load_lora_adapter")
+    assert answer.status_code == 502
+    assert sum(len(engine.asked) for engine in engines) == 1
+    await proxy.rests()
 
 
 async def test_a_request_that_breaks_two_servers_does_not_break_a_third(proxy: Proxy) -> None:

@@ -63,9 +63,10 @@ async def routers(pool: Any, monkeypatch: pytest.MonkeyPatch) -> Followed:
     routers = Followed(pool.external_address)
     observe = module.observe
 
-    async def noticed(tracker: Any, router: ModelRouter) -> None:
-        await observe(tracker, router)
+    async def noticed(tracker: Any, router: ModelRouter) -> bool:
+        same = await observe(tracker, router)
         routers.observed.set()
+        return same
 
     monkeypatch.setattr(module, "observe", noticed)
     return routers
@@ -108,19 +109,48 @@ async def test_a_model_that_does_not_share_is_not_looked_for_at_each_request(
     assert routers.asked == 1
 
 
-async def test_a_tracker_that_is_replaced_is_found_again(tracker: Any, routers: Followed) -> None:
+async def test_a_tracker_that_is_replaced_has_a_router_of_its_own(
+    tracker: Any, routers: Followed
+) -> None:
+    """The model may have been terminated and launched again, differently."""
     await join(tracker, A)
     await report(tracker)
     router = await routers.router(routes)
     await xo.destroy_actor(tracker)
     successor = await create_tracker(routers.address)
     await join(successor, A)
-    await report(successor, LOAD._replace(prefill_s=9.0))
-    again = await routers.router(
-        lambda router: router.report()["loads"].get("a", {}).get("backlog_s", 0.0) > 1.0
-    )
+    await report(successor, LOAD._replace(serving=SERVING._replace(routing="off")))
+    again = await routers.router(lambda router: router.routing == "off")
+    assert again is not router
+    assert await again.route() is None
+    assert await router.route() is None
+
+
+async def test_a_tracker_that_cannot_be_reached_for_a_while_keeps_its_router(
+    tracker: Any, routers: Followed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await join(tracker, A)
+    await report(tracker)
+    router = await routers.router(routes)
+    find, observe, failed = routers._find, module.observe, asyncio.Event()
+
+    async def unreachable(model_uid: str) -> Any:
+        routers._find = find
+        failed.set()
+        raise ConnectionRefusedError("nobody listens")
+
+    async def broken(tracker: Any, router: ModelRouter) -> bool:
+        monkeypatch.setattr(module, "observe", observe)
+        routers._find = unreachable
+        raise ConnectionResetError("the connection broke")
+
+    monkeypatch.setattr(module, "observe", broken)
+    await report(tracker)
+    await failed.wait()
+    await report(tracker, LOAD._replace(prefill_s=9.0))
+    again = await routers.router(lambda router: router.report()["loads"]["a"]["backlog_s"] > 1.0)
     assert again is router
-    assert router.counts.failures > 0
+    assert router.counts.failures == 2
 
 
 async def test_a_model_that_has_ended_is_forgotten(tracker: Any, routers: Followed) -> None:

@@ -7,7 +7,9 @@ import math
 import numpy as np
 import pytest
 
+from xinference_xavier.mirror.mirror import PIECE, Mirror
 from xinference_xavier.mirror.peer_sets import PeerSets
+from xinference_xavier.protocol.tracker import Change, Member, Settings, Update, pack
 from xinference_xavier.routing.load import IN_TRANSIT, Loads, Rates, Report
 
 RATES = Rates(0.001)
@@ -152,8 +154,12 @@ def test_loads_follow_the_numbers_of_the_index() -> None:
     loads.report("a", report(10.0, 1.0))
     loads.report("b", report(10.0, 2.0))
     loads.renumber()
-    index.sets.bit("c")
+    assert (loads.number("a"), loads.number("b")) == (0, 1)
+    index.sets.bit("a")
+    index.sets.bit("b")
     assert not loads.renumber()  # nobody else has an old number
+    index.sets.bit("c")
+    assert not loads.renumber()
     index.sets.forget(["a"])
     index.sets.bit("d")
     loads.forget("a")
@@ -171,3 +177,23 @@ def test_a_number_without_a_replica_gets_nothing() -> None:
     loads = Loads(index)
     loads.report("a", report(10.0))
     assert loads.backlog(10.0).tolist() == [math.inf, 0.0]
+
+
+def test_a_replica_without_a_number_costs_the_index_nothing() -> None:
+    """One of another namespace reports its load, too. The mirror would forget its number with each
+    update, in a pass over all keys."""
+    held = [b"key %08d" % number for number in range(10 * PIECE)]
+    mirror = Mirror("")
+    loads = Loads(mirror)
+    members = (Member("a", "127.0.0.1:1"),)
+    changes = (Change("a", 1, pack(held), b"", False),)
+    mirror.apply(Update(1, "epoch", True, Settings(), 12, members, changes))
+    for name in ("elsewhere", "a"):
+        loads.report(name, report(10.0))
+    for revision in (2, 3):
+        assert sorted(loads.backlog(10.0).tolist()) == [0.0, 0.0]
+        key = b"new %08d" % revision
+        changes = (Change("a", revision, pack([key]), b"", False),)
+        update = Update(revision, "epoch", False, Settings(), 12, (), changes)
+        assert [*mirror.apply_in_pieces(update)] == []
+        assert loads.names[mirror.full_set(key).bit_length() - 1] == "a"

@@ -134,3 +134,50 @@ def test_the_oldest_requests_go_that_nobody_reports(
     learned = [texts.prompt(text).keys[0] for text in each]
     assert learned[1:] == [keys(1, "1-")[0], keys(1, "2-")[0]]
     assert learned[0] != keys(1, "0-")[0]
+
+
+def image(number: int) -> str:
+    return f"data:image/png;base64,{number:08}" + "iVBORw0K" * 131_072  # a megabyte
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        ["image_url", "url", image(1)],
+        ["image_url", "url", "https://example.org/1.png"],
+        ["source", "type", "base64", "media_type", "image/png", "data", "iVBORw0K" * 131_072],
+    ],
+    ids=["data", "address", "base64"],
+)
+def test_images_teach_nothing_of_the_tokens_of_a_text(texts: Texts, parts: list[str]) -> None:
+    learn(texts, text_of([DOCUMENT]), 4000)
+    new = text_of(["another text " * 3000])
+    before = texts.prompt(new).tokens
+    for _ in range(4):
+        learn(texts, text_of(["What is this?", *parts]), 1500)
+    assert texts.prompt(new).tokens == before
+    assert text_of(["What is this?", *parts]).length < 1000
+
+
+def test_texts_with_different_images_are_different() -> None:
+    one, another = (text_of([image(number), DOCUMENT]) for number in (1, 2))
+    assert not set(one.hashes) & set(another.hashes)
+    assert text_of([image(1), DOCUMENT]) == one
+
+
+def test_a_long_prompt_says_more_of_the_tokens_of_a_text_than_a_short_one(texts: Texts) -> None:
+    long = text_of(["a word " * 10_000])
+    for _ in range(40):
+        learn(texts, long, 20_000, "long")
+        learn(texts, text_of(["short"]), 50, "short")  # the template alone
+    assert texts.prompt(text_of(["new one" * 10_000])).tokens == pytest.approx(20_000, rel=0.1)
+
+
+@pytest.mark.parametrize(("tokens", "least", "most"), [(1, 600, 700), (10**9, 9000, 10_000)])
+def test_a_report_that_cannot_be_true_of_a_text_does_little(
+    texts: Texts, tokens: int, least: int, most: int
+) -> None:
+    for _ in range(99):
+        texts.sent("request", text_of([DOCUMENT]))
+        texts.scheduled("request", tokens, [])
+    assert least <= texts.prompt(text_of(["0123456789" * 1000])).tokens <= most

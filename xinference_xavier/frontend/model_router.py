@@ -41,7 +41,8 @@ a while after the process is gone that requests go through."""
 MAX_SESSIONS = 10_000
 MAX_NAMES = 100_000
 NO_TEXT = Text(0, ())
-AT_LIMIT = "all replicas are at their request limit; try again later"
+AT_LIMIT = "Rate limit reached: all replicas are at their request limit; try again later"
+"""Begins like a refusal of xinference's own, because its handlers know one by that."""
 
 
 class QueueFullError(Exception):
@@ -71,6 +72,10 @@ class Route:
     prefill_replica: str = ""
     """xinference's name for that."""
     prefill: asyncio.Future[None] | None = None
+    at_end: list[Callable[[], object]] = field(default_factory=list)
+    """What ends with the request."""
+    retry_after: int = 0
+    """Seconds after which the client may ask again, if the request was refused."""
     sent: float = 0.0
     lost: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -89,6 +94,8 @@ class Route:
 
     def headers(self) -> list[tuple[bytes, bytes]]:
         """Of the answer: where the request went, and why, in seconds."""
+        if self.retry_after:
+            return [(b"retry-after", str(self.retry_after).encode())]
         terms = self.choice.terms._asdict().items()
         reason = "; ".join((self.choice.reason, ", ".join(f"{n}={v:.3f}" for n, v in terms)))
         return [(b"x-xavier-replica", self.replica.encode()), (b"x-xavier-route", reason.encode())]
@@ -134,7 +141,8 @@ class ModelRouter:
         self._router: Router
         self._texts: Texts
         self._queue = Queue(0, PATIENCE)
-        self._waiting: dict[str, tuple[Route, asyncio.Future[None]]] = {}
+        self._closed = False
+        self._waiting: dict[str, tuple[Route, asyncio.Future[bool]]] = {}
         self._replicas: dict[str, str] = {}  # names, by incarnation
         self._mark_keys: dict[str, str] = {}  # by incarnation
         self._routes: dict[str, Route] = {}
@@ -224,15 +232,25 @@ class ModelRouter:
             return None
         route = Route(f"{next(self._numbers)}", text, session, whole)
         try:
-            await self._place(route)
+            placed = await self._place(route)
         except BaseException:  # the client may go at the moment at which it gets its turn
             self.end(route)
             raise
-        return route
+        return route if placed else None
 
     def _accepts(self) -> bool:
         """Whether there is a replica that reports and works, even if it is at its limit."""
-        return self._serving is not None and self._router.loads.works(self._clock())
+        if self._closed or self._serving is None:
+            return False
+        return self._router.loads.works(self._clock())
+
+    def close(self) -> None:
+        """Another router takes its place. Requests are no longer routed here, those that wait
+        included; those that run stay until they end."""
+        self._closed = True
+        for _, admitted in self._waiting.values():
+            if not admitted.done():
+                admitted.set_result(False)
 
     async def move(self, route: Route, full: bool = False) -> bool:
         """The replica failed the request, or is `full`. True if the request was sent to another, as
@@ -248,8 +266,7 @@ class ModelRouter:
         if not self._accepts():
             return False
         self.counts.moved += 1
-        await self._place(route)
-        return True
+        return await self._place(route)
 
     def named(self, route: Route, name: str) -> None:
         """The replica knows the request as `name`."""
@@ -268,17 +285,20 @@ class ModelRouter:
 
     def end(self, route: Route) -> None:
         """The request has been answered, has failed, or its client has gone."""
-        if route.prefill is not None:
-            route.prefill.cancel()
+        for ends in route.at_end:
+            ends()
+        route.at_end.clear()
         self._router.ended(route.request)
         self._routes.pop(route.request, None)
         self._admit()
 
     # -- choosing and waiting ------------------------------------------------------------------
 
-    async def _place(self, route: Route) -> None:
+    async def _place(self, route: Route) -> bool:
+        """False if the router is closed meanwhile. Raises QueueFullError."""
         if self._queue.first or not self._send(route):
-            await self._wait(route)
+            return await self._wait(route)
+        return True
 
     def _send(self, route: Route) -> bool:
         """To the best replica; False if none accepts a request now."""
@@ -304,34 +324,36 @@ class ModelRouter:
         last = self._sessions.get(session, "")
         return self._router.choose(prompt, now, preferred=last, whole=whole)
 
-    async def _wait(self, route: Route) -> None:
+    async def _wait(self, route: Route) -> bool:
         if not self._queue.join(route.request, self._clock()):
-            self._refuse()
-        admitted = asyncio.get_running_loop().create_future()
+            self.refuse(route)
+        admitted: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._waiting[route.request] = route, admitted
         try:
             async with asyncio.timeout(self._queue.patience):
-                await admitted
+                return await admitted
         except TimeoutError:
-            self._refuse()
+            self.refuse(route)
         finally:
             del self._waiting[route.request]
             self._queue.leave(route.request)
 
     def _admit(self) -> None:
         """Those that wait, as far as replicas accept them."""
-        while self._queue.first:
+        while self._queue.first and not self._closed:
             route, admitted = self._waiting[self._queue.first]
             if not self._send(route):
                 return
             self.counts.waited += 1
             self.counts.waited_s += self._queue.admit(self._clock())
             if not admitted.done():
-                admitted.set_result(None)
+                admitted.set_result(True)
 
-    def _refuse(self) -> NoReturn:
+    def refuse(self, route: Route) -> NoReturn:
+        """No replica accepts the request. Raises QueueFullError."""
         self.counts.refused += 1
-        raise QueueFullError(self._queue.retry_after(self._clock()))
+        route.retry_after = self._queue.retry_after(self._clock())
+        raise QueueFullError(route.retry_after)
 
     # -- reports -------------------------------------------------------------------------------
 

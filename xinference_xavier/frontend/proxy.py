@@ -50,6 +50,13 @@ _HOP_BY_HOP = frozenset(
 )
 _OWN = frozenset({b"host", b"expect"})
 _FULL = (429, 503)
+_REPEATED = {
+    *ROUTES,
+    *("/v1/embeddings", "/tokenize", "/detokenize", "/pooling", "/classify"),
+    *("/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"),
+}
+"""Routes whose requests another server may get, too, after one that had them broke. Others may
+change a server, such as `/v1/load_lora_adapter`."""
 _HEADER_VALUE = re.compile(r"[\x21-\x7e]{1,1000}")
 IN_TURN = "in turn"
 
@@ -158,7 +165,8 @@ class Exchange:
                 self._tried[upstream] = str(error)
                 self._upstreams.close(upstream)
                 self._broken += error.reached
-                upstream = await self._another(full=False) if self._broken < 2 else None
+                again = not error.reached or (self._broken < 2 and self._repeatable)
+                upstream = await self._another(full=False) if again else None
             else:
                 status = answer.response.status_code
                 self._tried[upstream] = f"status {status}"
@@ -169,6 +177,10 @@ class Exchange:
             await self._leave()
         happened = ", ".join(f"{each.name}: {what}" for each, what in self._tried.items())
         raise NoReplicaError(f"no replica answers ({happened})")
+
+    @property
+    def _repeatable(self) -> bool:
+        return self._method in ("GET", "HEAD") or self._path in _REPEATED
 
     async def _first(self) -> Upstream | None:
         if self._method == "POST" and self._path in ROUTES:

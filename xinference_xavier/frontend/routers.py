@@ -62,7 +62,7 @@ class Routers:
     async def _run(self, model_uid: str) -> None:
         """Observe the model until it no longer shares."""
         try:
-            await self._observe(model_uid, self._make())
+            await self._observe(model_uid)
         except NotFoundError:
             self._absent[model_uid] = time.monotonic() + _ASK_AGAIN
             if len(self._absent) > _MAX_ABSENT:
@@ -71,13 +71,16 @@ class Routers:
             del self._looking[model_uid]
             self._routers.pop(model_uid, None)
 
-    async def _observe(self, model_uid: str, router: ModelRouter) -> None:
-        backoff = _MIN_BACKOFF
+    async def _observe(self, model_uid: str) -> None:
+        router, backoff = self._make(), _MIN_BACKOFF
         while True:
             try:
                 tracker = await self._find(model_uid)
                 while True:
-                    await observe(tracker, router)
+                    if not await observe(tracker, router):
+                        router.close()
+                        router = self._make()
+                        continue
                     self._routers[model_uid] = router
                     backoff = _MIN_BACKOFF
             except NotFoundError:
@@ -89,9 +92,14 @@ class Routers:
             backoff = min(_MAX_BACKOFF, 2 * backoff)
 
 
-async def observe(tracker: Any, router: ModelRouter) -> None:
-    """Let `router` know what is new. Waits for news."""
+async def observe(tracker: Any, router: ModelRouter) -> bool:
+    """Let `router` know what is new. Waits for news. False if this is another tracker than before:
+    the model may have been launched again, with other settings."""
     mirror = router.mirror
     call = tracker.observe(mirror.epoch, mirror.revision, router.version, WATCH)
-    for _ in router.observe(await within(WATCH + _DEADLINE, call)):
+    news = await within(WATCH + _DEADLINE, call)
+    if news.complete and router.version:
+        return False
+    for _ in router.observe(news):
         await asyncio.sleep(_PIECE_PAUSE)
+    return True

@@ -46,7 +46,7 @@ class Upstream:
         self.used = 0
         """The number of its latest request."""
         self.closed_until = 0.0
-        self._url = url.rstrip("/")
+        self._url = httpx.URL(url)
         self._transport = transport
 
     async def send(
@@ -56,10 +56,13 @@ class Upstream:
 
         The request has no body if `content` is None.
         """
-        extensions = {"timeout": httpx.Timeout(None, connect=_CONNECT).as_dict()}
         try:
+            # As part of a URL it would be normalized.
+            whole = self._url.raw_path.rstrip(b"/") + target.encode("latin-1")
+            timeout = httpx.Timeout(None, connect=_CONNECT).as_dict()
+            extensions = {"timeout": timeout, "target": whole}
             request = httpx.Request(
-                method, self._url + target, headers=headers, content=content, extensions=extensions
+                method, self._url, headers=headers, content=content, extensions=extensions
             )
             return await self._transport.handle_async_request(request)
         except httpx.TransportError as error:

@@ -29,6 +29,11 @@ class PeerSets:
     def peers(self) -> Set[str]:
         return self._numbers.keys()
 
+    @property
+    def size(self) -> int:
+        """All numbers are below it."""
+        return len(self._names)
+
     def bit(self, peer: str) -> int:
         """The set of this peer alone, which may be a new one."""
         if peer not in self._numbers:

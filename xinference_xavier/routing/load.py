@@ -7,13 +7,14 @@ two reports spreads over the replicas.
 Pure: no I/O, no clock. Times are monotonic seconds of the router. Belongs to one thread.
 
 Arrays have one element for each number that the index has given to a replica, so that sets of
-holders and loads fit together. Where the index renumbers its replicas, the arrays are made again.
+holders and loads fit together. Replicas to which it has given none come behind them. Where the
+index renumbers its replicas, the arrays are made again.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -75,13 +76,17 @@ class Known(NamedTuple):
 
 
 class Numbers(Protocol):
-    """The index's numbers of replicas."""
+    """The index's numbers of replicas. It alone gives them."""
 
     version: int
     """Changes whenever a number is given or freed."""
 
-    def bit(self, peer: str) -> int:
-        """1 << the number of `peer`, which gets one if it has none."""
+    @property
+    def size(self) -> int:
+        """All numbers are below it."""
+
+    def set_of(self, peers: Iterable[str]) -> int:
+        """The bits of their numbers; 0 for one without a number, which holds nothing."""
 
 
 class Numbered(Protocol):
@@ -293,11 +298,13 @@ class Loads:
         if self._is_numbered():
             return False
         old, self._numbers = self.names, self._index.sets
-        bits = [self._numbers.bit(name) for name in self._replicas]
-        self._version = self._numbers.version
-        self._allocate(max(bits, default=0).bit_length())
-        for bit, (name, replica) in zip(bits, self._replicas.items(), strict=True):
-            replica.number = bit.bit_length() - 1
+        self._version, size = self._numbers.version, self._numbers.size
+        for name, replica in self._replicas.items():
+            replica.number = self._numbers.set_of((name,)).bit_length() - 1
+            if replica.number < 0:
+                replica.number, size = size, size + 1
+        self._allocate(size)
+        for name, replica in self._replicas.items():
             self.names[replica.number] = name
             self._show(replica)
         kept = len(old) <= len(self.names)

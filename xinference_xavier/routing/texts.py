@@ -28,25 +28,40 @@ MAX_PIECES = 200_000
 be of requests that no replica has reported yet."""
 MAX_UNDERWAY = 10_000
 _BYTES_PER_TOKEN = 4.0  # before the first report
+_TOKENS = 1000.0  # that this counts for
 _WEIGHT = 0.1  # of the latest report
+_LEAST, _MOST = 1.0, 16.0  # bytes of a token; anything else is no text
+_MEDIA = {"audio_url", "document", "image", "image_url", "input_audio", "input_image", "video_url"}
+"""Names in a request beside what is no text."""
 
 
 class Text(NamedTuple):
-    """What goes into a prompt: its length in bytes, and the hashes of its leading pieces."""
+    """What goes into a prompt: its length in bytes, and the hashes of its leading pieces. A prompt
+    with `media` has tokens that are no text's."""
 
     length: int
     hashes: Sequence[bytes]
+    media: bool = False
 
 
 def text_of(parts: Iterable[str]) -> Text:
-    """Parts that differ only in where they are divided are different texts."""
-    encoded = b"\0".join(part.encode("utf-8", "surrogatepass") for part in parts)
+    """Parts that differ only in where they are divided are different texts. Encoded images and the
+    like are counted as their hashes: their length says nothing of their tokens."""
+    plain, before, media = list[bytes](), "", False
+    for part in parts:
+        encoded = part.encode("utf-8", "surrogatepass")
+        if part.startswith("data:") or (before == "data" and len(part) > PIECE):
+            encoded, media = hashlib.blake2b(encoded, digest_size=16).digest(), True
+        media = media or part in _MEDIA
+        plain.append(encoded)
+        before = part
+    encoded = b"\0".join(plain)
     digest = hashlib.blake2b(digest_size=16)
     hashes = []
     for start in range(0, len(encoded) - PIECE + 1, PIECE):
         digest.update(encoded[start : start + PIECE])
         hashes.append(digest.copy().digest())
-    return Text(len(encoded), hashes)
+    return Text(len(encoded), hashes, media)
 
 
 class _Known(NamedTuple):
@@ -62,7 +77,8 @@ class Texts:
 
     def __init__(self, chunk_tokens: int) -> None:
         self._chunk_tokens = chunk_tokens
-        self._bytes_per_token = _BYTES_PER_TOKEN
+        # Sums over the reports, in which the latest counts most.
+        self._bytes, self._tokens = _BYTES_PER_TOKEN * _TOKENS, _TOKENS
         # By the hash of each piece, with the bytes up to its end.
         self._pieces: OrderedDict[bytes, tuple[_Known, int]] = OrderedDict()
         self._underway: OrderedDict[str, Text] = OrderedDict()
@@ -80,7 +96,8 @@ class Texts:
             for piece in text.hashes[:known]:
                 if piece in pieces:
                     pieces.move_to_end(piece)
-        tokens += (text.length - end) / self._bytes_per_token
+        bytes_per_token = min(_MOST, max(_LEAST, self._bytes / self._tokens))
+        tokens += (text.length - end) / bytes_per_token
         step = max(1, round(self._chunk_tokens * _BYTES_PER_TOKEN / PIECE))
         new = (n for n in range(known + 1, len(text.hashes) + 1) if n % step == 0)
         keys += [text.hashes[n - 1] for n in new]
@@ -106,7 +123,9 @@ class Texts:
         text = self._forget(request)
         if text is None or not tokens or not text.length:
             return
-        self._bytes_per_token += _WEIGHT * (text.length / tokens - self._bytes_per_token)
+        if not text.media:
+            self._bytes += _WEIGHT * (text.length - self._bytes)
+            self._tokens += _WEIGHT * (tokens - self._tokens)
         known = _Known(tokens, keys, text.length)
         for number, piece in enumerate(text.hashes, 1):
             self._pieces[piece] = known, number * PIECE

@@ -27,6 +27,8 @@ def test_before_4_1_the_outer_method_is_wrapped() -> None:
         async def launch_builtin_model(self, model_uid: str | None, **kwargs: Any) -> str | None:
             return model_uid
 
+        async def get_model(self, model_uid: str) -> None: ...
+
         async def terminate_model(self, model_uid: str) -> None: ...
 
     before = Supervisor.launch_builtin_model

@@ -20,7 +20,7 @@ from xinference_xavier.frontend.routers import Routers
 from xinference_xavier.serving.routing import install as module
 from xinference_xavier.serving.routing.install import routing_require
 from xinference_xavier.serving.routing.middleware import RoutingMiddleware, remember_texts
-from xinference_xavier.serving.routing.replica import xavier_replica
+from xinference_xavier.serving.routing.replica import xavier_replica as find
 
 CHAT = "/v1/chat/completions"
 COUNT = "/v1/messages/count_tokens"
@@ -62,7 +62,7 @@ class Api:
         self.replicas = {name: await Replica().start(name) for name in ("m-0", "m-1")}
         self.in_turn = await Replica().start("in turn")
         self.supervisor = SimpleNamespace(
-            xavier_replica=lambda name: xavier_replica(self.supervisor, name),
+            get_model=lambda name, xavier_replica: find(self.supervisor, name),
             _replica_model_uid_to_worker={
                 name: SimpleNamespace(get_model=self.get_model) for name in self.replicas
             },

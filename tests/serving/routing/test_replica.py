@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
-from xinference_xavier.serving.routing.replica import xavier_replica
+from xinference_xavier.errors import ReplicaNotServingError
+from xinference_xavier.serving.routing.replica import finding_replicas, xavier_replica
 
 
 class Worker:
@@ -35,6 +36,29 @@ async def test_with_data_parallelism_an_engine_is_reached_through_its_replica() 
     assert found == "model actor of m-rep0"
 
 
-async def test_a_replica_that_has_ended_is_unknown() -> None:
-    with pytest.raises(KeyError):
-        await xavier_replica(supervisor(), "m-rep0")
+class Stopping:
+    async def get_model(self, model_uid: str) -> str:
+        raise RuntimeError(f"Model {model_uid} is in stopping state")
+
+
+@pytest.mark.parametrize("workers", [{}, {"m_rep0": Stopping()}])
+async def test_a_replica_that_ends_or_has_ended_takes_no_requests(workers: Any) -> None:
+    with pytest.raises(ReplicaNotServingError, match="replica m-rep0 takes no requests"):
+        await xavier_replica(supervisor(**workers), "m-rep0")
+
+
+class Supervisor:
+    """While xinference relaunches it, only `get_model` reaches it."""
+
+    _replica_model_uid_to_worker: ClassVar[dict[str, Any]] = {"m-rep1": Worker()}
+
+    @finding_replicas
+    async def get_model(self, model_uid: str, **more: Any) -> Any:
+        return model_uid, more
+
+
+async def test_it_is_asked_by_a_method_of_xinferences_own() -> None:
+    supervisor = Supervisor()
+    found = await supervisor.get_model("m-rep1", xavier_replica=True)
+    assert found == "model actor of m-rep1"
+    assert await supervisor.get_model("m", other=1) == ("m", {"other": 1})

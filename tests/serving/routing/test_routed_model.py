@@ -124,11 +124,10 @@ async def test_an_error_of_the_request_itself_is_the_clients(serving: Serving) -
 
 async def test_a_request_moves_only_once(serving: Serving) -> None:
     for replica in serving.replicas.values():
-        await replica.model.prepare(fails=ConnectionResetError("down"))
-    with pytest.raises(ConnectionResetError):
+        await replica.stop()
+    with pytest.raises(ConnectionRefusedError):
         await serving.chat("an", "answer")
-    for replica in serving.replicas.values():
-        assert len((await replica.model.requests())[0]) == 1
+    assert serving.cluster.router.counts.moved == 1
 
 
 async def test_an_answer_that_has_begun_ends_with_its_replica(serving: Serving) -> None:
@@ -156,6 +155,6 @@ async def test_an_abandoned_stream_is_closed(serving: Serving) -> None:
 
 async def test_without_another_replica_the_error_is_the_clients(serving: Serving) -> None:
     serving.cluster.tell(gone=[serving.other_name])
-    await serving.chosen.model.prepare(fails=ConnectionResetError("down"))
-    with pytest.raises(ConnectionResetError):
+    await serving.chosen.stop()
+    with pytest.raises(ConnectionRefusedError):
         await serving.chat("an", "answer")

@@ -18,7 +18,7 @@ from tests.frontend.cluster import Cluster
 from xinference_xavier.frontend.model_router import ModelRouter
 from xinference_xavier.frontend.routers import Routers
 from xinference_xavier.serving.routing import install
-from xinference_xavier.serving.routing.replica import xavier_replica
+from xinference_xavier.serving.routing.replica import finding_replicas
 
 BODIES: dict[str, dict[str, Any]] = {
     "create_completion": {"prompt": "hi"},
@@ -139,13 +139,14 @@ class XinferenceApi:
 
     @property
     def _replica_model_uid_to_worker(self) -> dict[str, Any]:
-        return dict.fromkeys(self.models, self)
+        return dict.fromkeys(self.models, SimpleNamespace(get_model=self._model))
 
-    async def get_model(self, model_uid: str) -> Any:
+    async def _model(self, model_uid: str) -> Any:
         return self.models[model_uid]
 
-    async def xavier_replica(self, name: str) -> Any:
-        return await xavier_replica(self, name)
+    @finding_replicas
+    async def get_model(self, model_uid: str) -> Any:
+        return self.models[model_uid]
 
     async def describe_model(self, model_uid: str) -> dict[str, str]:
         return {"model_family": "qwen2.5-instruct", "model_name": "qwen2.5-instruct"}

@@ -18,7 +18,7 @@ from xinference_xavier.serving.launch.worker import (
     localizing_launch,
     serving_when_ready,
 )
-from xinference_xavier.serving.routing.replica import xavier_replica
+from xinference_xavier.serving.routing.replica import finding_replicas, xavier_replica
 
 _WRAPPED = "_xavier_wrapped"
 
@@ -45,6 +45,7 @@ def wrap_supervisor(supervisor: type[Any]) -> None:
     _wrap_once(supervisor, "terminate_model", notifying_terminate)
     if hasattr(supervisor, "cancel_launch_builtin_model"):  # from 4.1 on
         _wrap_once(supervisor, "cancel_launch_builtin_model", thorough_cancel)
+    _wrap_once(supervisor, "get_model", finding_replicas)
     supervisor.xavier_tracker_address = xavier_tracker_address
     supervisor.xavier_models = xavier_models
     supervisor.xavier_process_info = supervisor_process_info

@@ -31,12 +31,25 @@ async def counted(answer: _Text, kept: Kept) -> _Text:
     return text if isinstance(answer, str) else text.encode()
 
 
-async def counted_stream(stream: Any, kept: Kept) -> AsyncIterator[Any]:
-    try:
-        async for item in stream:
-            yield await counted(item, kept) if isinstance(item, (bytes, str)) else item
-    finally:
-        await stream.aclose()
+def counted_stream(stream: Any, kept: Kept) -> AsyncIterator[Any]:
+    """The same of each item."""
+    return _Counted(stream, kept)
+
+
+class _Counted(AsyncIterator[Any]):
+    """A class, because it owns `stream` before its first item is asked for: to close a generator
+    that has not begun has no effect."""
+
+    def __init__(self, stream: Any, kept: Kept) -> None:
+        self._stream = stream
+        self._kept = kept
+
+    async def __anext__(self) -> Any:
+        item = await anext(self._stream)
+        return await counted(item, self._kept) if isinstance(item, (bytes, str)) else item
+
+    async def aclose(self) -> None:
+        await self._stream.aclose()
 
 
 def _line(line: str, tokens: float) -> str:

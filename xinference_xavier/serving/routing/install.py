@@ -13,15 +13,21 @@ from typing import Any, Protocol
 
 from fastapi import HTTPException
 
-from xinference_xavier.errors import NOT_FOUND_HEADER, PrefixNotFoundError
+from xinference_xavier.errors import (
+    NOT_FOUND_HEADER,
+    PrefixNotFoundError,
+    ReplicaNotServingError,
+    SupervisorError,
+)
 from xinference_xavier.frontend.asked import Keep
 from xinference_xavier.frontend.model_router import AT_LIMIT, ModelRouter, QueueFullError
 from xinference_xavier.frontend.request_body import ClientGoneError
 from xinference_xavier.frontend.routers import Routers
 from xinference_xavier.runtime.deadline import within
+from xinference_xavier.runtime.rate_limited_log import RateLimitedLog
 from xinference_xavier.serving.answers import add_middleware
 from xinference_xavier.serving.prefixes.kept_model import KeptModel
-from xinference_xavier.serving.prefixes.named_model import NamedModel
+from xinference_xavier.serving.prefixes.named_model import NamedModel, WrongKindError, check
 from xinference_xavier.serving.routing.middleware import (
     TEXT_ENDPOINTS,
     Asked,
@@ -29,9 +35,10 @@ from xinference_xavier.serving.routing.middleware import (
     current,
     remember_texts,
 )
-from xinference_xavier.serving.routing.routed_model import RoutedModel
+from xinference_xavier.serving.routing.routed_model import AtLimitError, Connect, RoutedModel
 
 logger = logging.getLogger(__name__)
+_log = RateLimitedLog(logger)
 
 _CONNECT_DEADLINE = 5.0  # seconds
 _CLIENT_CLOSED_REQUEST = 499  # nginx's; nobody sees it
@@ -79,10 +86,13 @@ def routing_require(original: Require, routers: Routers, prefixes: Prefixes) -> 
         keep, content = await asked.keep(), None
         if keep.name:
             content = await _content(prefixes, model_uid, keep)
+            try:
+                check(keep.name, content, await asked.body())
+            except WrongKindError as error:  # xinference makes a 500 of what its model raises
+                raise HTTPException(400, str(error)) from error
 
         async def connect(replica: str) -> Any:
-            supervisor = await get_supervisor_ref()
-            return await within(_CONNECT_DEADLINE, supervisor.xavier_replica(replica))
+            return await _model_of(get_supervisor_ref, replica)
 
         router = routers.get(model_uid)
         model: Any = None
@@ -108,22 +118,48 @@ async def _content(prefixes: Prefixes, model_uid: str, keep: Keep) -> Mapping[st
         raise HTTPException(404, error.reason, {NOT_FOUND_HEADER: "prefix"}) from error
 
 
+async def _model_of(get_supervisor_ref: Any, replica: str) -> Any:
+    """A reference to the model actor of a replica. Raises ReplicaNotServingError; SupervisorError
+    says nothing about the replica."""
+    try:
+        supervisor = await get_supervisor_ref()
+        call = supervisor.get_model(replica, xavier_replica=True)
+        model = await within(_CONNECT_DEADLINE, call)
+    except ReplicaNotServingError:
+        raise
+    except Exception as error:
+        raise SupervisorError(
+            f"xinference's supervisor does not say where replica {replica} is ({error!r})"
+        ) from error
+    return _correlated(model)
+
+
+def _correlated(model: Any) -> Any:
+    """Lets the model's log name the request, as xinference's own `require_model` does."""
+    from xinference.api.model_request_logging import get_current_model_request_id
+    from xinference.core.rpc_context import correlate_model_ref
+
+    return correlate_model_ref(model, get_current_model_request_id())
+
+
 async def _routed(
-    asked: Asked, router: ModelRouter, connect: Any, before: Mapping[str, Any] | None
+    asked: Asked, router: ModelRouter, connect: Connect, before: Mapping[str, Any] | None
 ) -> RoutedModel | None:
+    """None where requests go in turn."""
     try:
         route = await asked.route_by(router, before)
+        while route is not None:
+            try:
+                return RoutedModel(router, route, await connect(route.replica), connect)
+            except ReplicaNotServingError as error:
+                logger.warning("request goes to another replica: error=%r", error)
+                if not await router.move(route):
+                    break
     except QueueFullError as error:
-        headers = {"Retry-After": str(error.retry_after)}
-        raise HTTPException(429, AT_LIMIT, headers) from error
+        raise AtLimitError(AT_LIMIT, error.retry_after) from error
     except ClientGoneError as error:
         raise HTTPException(_CLIENT_CLOSED_REQUEST) from error
-    while route is not None:
-        try:
-            return RoutedModel(router, route, await connect(route.replica), connect)
-        except Exception:
-            logger.warning("replica %s does not take requests", route.replica, exc_info=True)
-            if not await router.move(route):
-                asked.end()
-                return None
+    except SupervisorError as error:
+        _log.warn("supervisor", "requests go to the replicas in turn: %s", error)
+    asked.end()
     return None

@@ -1,7 +1,7 @@
 """Keeps a request of a text route at hand until a replica is chosen for it, and ends its route.
 
-The request is xinference's own, with the body as xinference has read it. Nothing is read twice,
-changed or held back.
+The request is xinference's own, with the body as xinference has read it. Nothing is read twice or
+changed, and nothing is held back but the beginning of a routed answer, until its first byte.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from typing import Any
 
 from fastapi import APIRouter, Depends, HTTPException, Request
 from fastapi.routing import APIRoute
+from starlette.responses import JSONResponse
 
 from xinference_xavier.frontend.asked import SALT, Keep, parsed_question, read_keep
-from xinference_xavier.frontend.model_router import ModelRouter, Route
+from xinference_xavier.frontend.model_router import AT_LIMIT, ModelRouter, Route
 from xinference_xavier.frontend.request_body import ClientGoneError, Message, Receive
 from xinference_xavier.serving.answers import tenant_of
 
@@ -24,6 +25,7 @@ Send = Callable[[Message], Awaitable[None]]
 MESSAGE = "create_message"
 TEXT_ENDPOINTS = {"create_chat_completion", "create_completion", MESSAGE, "create_response"}
 """xinference's functions that answer with a text, at whatever paths."""
+TOO_MANY_REQUESTS = 429
 
 _asked: ContextVar[Asked | None] = ContextVar("xavier_asked", default=None)
 
@@ -69,7 +71,7 @@ class Asked:
 
     async def keep(self) -> Keep:
         """What the request says about keeping its prefix. Raises HTTPException."""
-        body = await self._read()
+        body = await self.body()
         assert self.request is not None
         marks = _name(self.request.scope["route"]) == MESSAGE
         try:
@@ -77,7 +79,7 @@ class Asked:
         except ValueError as error:
             raise HTTPException(400, str(error)) from error
 
-    async def _read(self) -> Mapping[str, Any]:
+    async def body(self) -> Mapping[str, Any]:
         """The body, as xinference has read it when it asks for a model, with the salt that counts.
         Raises HTTPException."""
         if self._body is None:
@@ -94,7 +96,7 @@ class Asked:
         Raises ClientGoneError if the client goes while it waits."""
         assert self.request is not None
         size, session = len(await self.request.body()), self._header(b"x-session-id")
-        question = await parsed_question(await self._read(), size, session, before)
+        question = await parsed_question(await self.body(), size, session, before)
         # A client that names its request may abort it by this name.
         whole = bool(question.request_id)
         routing = asyncio.ensure_future(router.route(question.text, question.session, whole=whole))
@@ -137,13 +139,50 @@ class RoutingMiddleware:
         asked = Asked(scope, receive)
         token = _asked.set(asked)
 
-        async def answer(message: Message) -> None:
-            if message["type"] == "http.response.start" and asked.route is not None:
-                message["headers"] = [*message.get("headers", ()), *asked.route.headers()]
-            await send(message)
-
+        answer = Answer(asked, send)
         try:
-            await self._app(scope, receive, answer)
+            await self._app(scope, receive, answer.pass_on)
+            await answer.end(scope, receive)
         finally:
             _asked.reset(token)
             asked.end()
+
+
+class Answer:
+    """The answer to a request. A routed one begins with its first byte: xinference's streams begin
+    before a replica has accepted the request, and if none does, the status can still say so."""
+
+    def __init__(self, asked: Asked, send: Send) -> None:
+        self._asked = asked
+        self._send = send
+        self._start: Message | None = None  # that is held back
+        self._refused = False
+
+    async def pass_on(self, message: Message) -> None:
+        if message["type"] == "http.response.start" and self._asked.route is not None:
+            self._start = message
+            return
+        start, self._start = self._start, None
+        if start is not None:
+            self._refused = self._retry_after > 0 and start["status"] != TOO_MANY_REQUESTS
+            if not self._refused:
+                start["headers"] = [*start.get("headers", ()), *self._headers(start)]
+                await self._send(start)
+        if not self._refused:
+            await self._send(message)
+
+    async def end(self, scope: Message, receive: Receive) -> None:
+        """The application has nothing more to send."""
+        if self._refused:
+            headers = {"Retry-After": str(self._retry_after)}
+            refusal = JSONResponse({"detail": AT_LIMIT}, TOO_MANY_REQUESTS, headers)
+            await refusal(scope, receive, self._send)
+
+    @property
+    def _retry_after(self) -> int:
+        return 0 if self._asked.route is None else self._asked.route.retry_after
+
+    def _headers(self, start: Message) -> list[tuple[bytes, bytes]]:
+        own = [] if self._asked.route is None else self._asked.route.headers()
+        given = {name.lower() for name, _ in start.get("headers", ())}
+        return [header for header in own if header[0] not in given]

@@ -7,14 +7,15 @@ import asyncio
 import logging
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import suppress
 from typing import Any, TypeVar
 
 import anyio
 import xoscar as xo
+from fastapi import HTTPException
 
-from xinference_xavier.errors import XavierError
-from xinference_xavier.frontend.model_router import ModelRouter, Route
+from xinference_xavier.errors import ReplicaNotServingError, XavierError
+from xinference_xavier.frontend.model_router import AT_LIMIT, ModelRouter, QueueFullError, Route
+from xinference_xavier.runtime.deadline import within
 from xinference_xavier.runtime.tasks import spawn
 from xinference_xavier.serving.routing.prefill import prefill
 
@@ -22,15 +23,26 @@ logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 Connect = Callable[[str], Awaitable[Any]]
-"""Returns a reference to the model actor of a replica."""
-_GONE = (OSError, xo.ServerClosed, xo.ActorNotExist)
+"""Returns a reference to the model actor of a replica. Raises ReplicaNotServingError."""
 _DEAD = "EngineDeadError"
-_OF_ITS_REPLICA = {"address", "decrease_serve_count", "uid"}
+_OF_ITS_REPLICA = {"address", "uid"}
 _FULL = "Rate limit reached"
+_CLOSE_TIMEOUT = 5.0  # seconds
 
 
 class ReplicaLostError(XavierError):
     """The tracker has lost the replica."""
+
+
+class AtLimitError(HTTPException):
+    """All replicas are at their limit, and no more requests may wait. Some of xinference's handlers
+    let an HTTPException pass; the others know a refusal by its text."""
+
+    def __init__(self, text: str, retry_after: int) -> None:
+        super().__init__(429, text, {"Retry-After": f"{retry_after}"})
+
+    def __str__(self) -> str:
+        return str(self.detail)
 
 
 class RoutedModel:
@@ -40,6 +52,7 @@ class RoutedModel:
         self._router = router
         self._route = route
         self._model = model
+        self._replica = route.replica  # that `model` is of
         self._connect = connect
         self._name: str | None = None  # of the request, as xinference knows it
 
@@ -72,6 +85,7 @@ class RoutedModel:
             route.prefill = spawn(
                 prefill(self._router, route, self._connect, method, args, {**kwargs})
             )
+            route.at_end.append(route.prefill.cancel)
             kwargs["request_id"] = route.marked(self._name)
         self._router.named(route, kwargs["request_id"])
 
@@ -79,51 +93,63 @@ class RoutedModel:
             return await self._call(method, args, kwargs)
 
         result = await self._with_another(ask)
-        if not hasattr(result, "__anext__"):
+        if not isinstance(result, _Place):
             self._router.answered(self._route, streamed=False)
             return result
-        return self._stream(result, ask)
+        stream = _Stream(result, lambda: self._begin(stream, ask))
+        route.at_end.append(stream.abandon)
+        return stream
 
-    async def _stream(
-        self, iterator: AsyncIterator[Any], ask: Callable[[], Awaitable[Any]]
-    ) -> AsyncIterator[Any]:
-        iterators = [iterator]
+    async def _begin(self, stream: _Stream, ask: Callable[[], Awaitable[Any]]) -> Any:
+        """The first item of a stream."""
 
         async def first() -> Any:
-            if not iterators:
-                iterators.append(await ask())
+            place = stream.place = stream.place or await ask()
             try:
-                return await self._unless_lost(_next(iterators[0]))
+                return await self._unless_lost(anext(place.iterator))
             except Exception:
-                await _close(iterators.pop())
+                stream.place = None
+                spawn(place.leave())
                 raise
 
-        try:
-            item = await self._with_another(first)
-            self._router.answered(self._route, streamed=True)
-            while item is not _END:
-                yield item
-                item = await _next(iterators[0])
-        finally:
-            for each in iterators:
-                await _close(each)
+        item = await self._with_another(first)
+        self._router.answered(self._route, streamed=True)
+        return item
 
     async def _with_another(self, ask: Callable[[], Awaitable[_T]]) -> _T:
         """Ask the replica, and if that fails another one."""
+        while True:
+            try:
+                if self._replica != self._route.replica:
+                    self._model = await self._connect(self._route.replica)
+                    self._replica = self._route.replica
+                return await ask()
+            except Exception as error:
+                full = _FULL in str(error)
+                if not (full or _is_lost(error)) or not await self._moves(full):
+                    raise
+                logger.warning(
+                    "request goes to another replica: replica=%s error=%r", self._replica, error
+                )
+
+    async def _moves(self, full: bool) -> bool:
+        """Whether the request was sent to another replica. Raises AtLimitError."""
         try:
-            return await ask()
-        except Exception as error:
-            full = _FULL in str(error)
-            if not (full or _is_lost(error)) or not await self._router.move(self._route, full):
-                raise
-            logger.warning(
-                "request goes to another replica: replica=%s error=%r", self._route.replica, error
-            )
-            self._model = await self._connect(self._route.replica)
-            return await ask()
+            moves = await self._router.move(self._route, full)
+            if full and not moves:
+                self._router.refuse(self._route)
+        except QueueFullError as error:
+            raise AtLimitError(AT_LIMIT, error.retry_after) from error
+        return moves
 
     async def _call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return await self._unless_lost(getattr(self._model, method)(*args, **kwargs))
+        model = self._model
+
+        async def call() -> Any:
+            result = await getattr(model, method)(*args, **kwargs)
+            return _Place(model, result) if hasattr(result, "__anext__") else result
+
+        return await self._unless_lost(call())
 
     async def _unless_lost(self, call: Awaitable[_T]) -> _T:
         """Raises ReplicaLostError once the tracker has lost the replica."""
@@ -131,32 +157,90 @@ class RoutedModel:
         losing = asyncio.ensure_future(self._route.lost.wait())
         try:
             await asyncio.wait({answering, losing}, return_when=asyncio.FIRST_COMPLETED)
-            if answering.done():
-                return answering.result()
-            raise ReplicaLostError(f"replica {self._route.replica} is lost")
+            if not answering.done():
+                raise ReplicaLostError(f"replica {self._replica} is lost")
+        except BaseException:
+            answering.add_done_callback(_give_back)
+            answering.cancel()
+            raise
         finally:
             losing.cancel()
-            answering.cancel()
+        return answering.result()
 
 
-_END = object()
+class _Place:
+    """A stream of a replica. It occupies a place in the replica's request limit, which xinference
+    gives back for streams of its own only."""
+
+    def __init__(self, model: Any, iterator: Any) -> None:
+        self.iterator = iterator
+        self._model = model
+        iterator._gc_destroy = False  # collected unclosed, it would block the event loop
+
+    async def leave(self) -> None:
+        """The replica may be gone."""
+        for call in (self.iterator.destroy, self._model.decrease_serve_count):
+            try:
+                await within(_CLOSE_TIMEOUT, call())
+            except Exception:
+                logger.debug("a stream is not closed by its replica", exc_info=True)
 
 
-async def _next(iterator: AsyncIterator[Any]) -> Any:
-    return await anext(iterator, _END)
+class _Stream(AsyncIterator[Any]):
+    """An answer, which `begin` begins. At its end, or once it is closed, its place is left.
+
+    A class, because it owns a place before its first item is asked for: to close a generator that
+    has not begun has no effect.
+    """
+
+    def __init__(self, place: _Place, begin: Callable[[], Awaitable[Any]]) -> None:
+        self.place: _Place | None = place
+        self._begin: Callable[[], Awaitable[Any]] | None = begin
+        self._closing: asyncio.Future[None] | None = None
+
+    async def __anext__(self) -> Any:
+        if self._closing is not None:
+            raise StopAsyncIteration
+        begin, self._begin = self._begin, None
+        try:
+            if begin is not None:
+                return await begin()
+            assert self.place is not None
+            return await anext(self.place.iterator)
+        except BaseException:  # the end of the stream is one
+            await self.aclose()
+            raise
+
+    async def aclose(self) -> None:
+        self.abandon()
+        assert self._closing is not None
+        with anyio.CancelScope(shield=True):
+            await asyncio.shield(self._closing)
+
+    def abandon(self) -> None:
+        """Close it in the background."""
+        if self._closing is None:
+            self._closing = spawn(self._leave())
+
+    async def _leave(self) -> None:
+        place, self.place = self.place, None
+        if place is not None:
+            await place.leave()
 
 
 def _is_lost(error: Exception) -> bool:
-    names = {each.__name__ for each in type(error).__mro__}
-    return isinstance(error, (*_GONE, ReplicaLostError)) or _DEAD in names
+    """Whether the replica is lost, rather than the request refused. What the model actor itself
+    raised is the request's error whatever its type, such as the OSError of an unreadable image;
+    xoscar marks it with the actor's process. What the connection raised has no mark."""
+    if isinstance(error, OSError):
+        return not hasattr(error, "pid")
+    gone = (xo.ServerClosed, xo.ActorNotExist, ReplicaLostError, ReplicaNotServingError)
+    return isinstance(error, gone) or _DEAD in {each.__name__ for each in type(error).__mro__}
 
 
-async def _close(iterator: Any) -> None:
-    """An xoscar iterator that is collected unclosed would block the event loop. Its replica may be
-    gone."""
-    with anyio.CancelScope(shield=True), suppress(Exception):
-        if hasattr(iterator, "aclose"):
-            await iterator.aclose()
-        else:
-            iterator._gc_destroy = False
-            await iterator.destroy()
+def _give_back(asked: asyncio.Future[Any]) -> None:
+    """What arrives after all, although nobody waits for it any more."""
+    if not asked.cancelled() and asked.exception() is None:
+        result = asked.result()
+        if isinstance(result, _Place):
+            spawn(result.leave())

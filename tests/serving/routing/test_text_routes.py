@@ -1,0 +1,360 @@
+"""The text routes of xinference itself, through the router."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import httpx
+import pytest
+import xoscar as xo
+from PIL import UnidentifiedImageError
+
+from tests.e2e.text_routes import CHAT, COMPLETIONS
+from tests.serving.text_api import TEXT_ROUTES, NoPrefixes, Supervisor, TextApi
+from xinference_xavier.frontend.model_router import Route
+from xinference_xavier.serving.prefixes.kept_model import KeptModel
+from xinference_xavier.serving.routing import install
+from xinference_xavier.serving.routing.routed_model import RoutedModel
+
+Start = Callable[..., Awaitable[TextApi]]
+STREAMS = pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+ROUTES = pytest.mark.parametrize("path", TEXT_ROUTES)
+
+
+@STREAMS
+async def test_every_route_is_answered_by_the_chosen_replica(
+    text_api: TextApi, stream: bool
+) -> None:
+    for path in TEXT_ROUTES:
+        answer = await text_api.ask(path, stream=stream)
+        assert answer.status_code == 200, answer.text
+        assert answer.headers["x-xavier-replica"] in answer.text
+    assert await text_api.serving() == {"m-0": 0, "m-1": 0}
+
+
+def assert_refused(answer: httpx.Response) -> None:
+    assert answer.status_code == 429, answer.text
+    assert int(answer.headers["retry-after"]) >= 1
+    assert len(answer.headers.get_list("retry-after")) == 1
+    assert "limit" in answer.text
+    assert "x-xavier-replica" not in answer.headers
+
+
+@ROUTES
+@STREAMS
+async def test_a_request_that_every_replica_refuses_is_a_429_with_retry_after(
+    text_api: TextApi, path: str, stream: bool
+) -> None:
+    await text_api.prepare(limit=0)
+    assert_refused(await text_api.ask(path, stream=stream))
+    assert [len(await model.asked()) for model in text_api.models.values()] == [1, 1]
+
+
+@ROUTES
+@STREAMS
+async def test_a_refused_request_that_may_not_wait_is_a_429_with_retry_after(
+    start_text_api: Start, path: str, stream: bool
+) -> None:
+    api = await start_text_api(queue=0, request_limit=1)
+    await api.cluster.router.route()
+    await api.prepare(limit=0)
+    assert_refused(await api.ask(path, stream=stream))
+
+
+@ROUTES
+@STREAMS
+async def test_a_request_of_a_lost_replica_that_may_not_wait_is_a_429_with_retry_after(
+    start_text_api: Start, path: str, stream: bool
+) -> None:
+    api = await start_text_api(queue=0, request_limit=1)
+    route = await api.cluster.router.route()
+    assert route is not None
+    (lost,) = api.models.keys() - {route.replica}
+    await api.end(lost)
+    assert_refused(await api.ask(path, stream=stream))
+
+
+@ROUTES
+async def test_a_stream_that_loses_its_replica_before_its_first_word_is_a_429_with_retry_after(
+    start_text_api: Start, path: str
+) -> None:
+    api = await start_text_api(queue=0, request_limit=1)
+    await api.cluster.router.route()
+    await api.prepare(breaks=xo.ServerClosed("the engine has ended"))
+    assert_refused(await api.ask(path, stream=True))
+
+
+async def test_a_replica_that_is_gone_for_a_request_that_may_not_wait_is_a_429(
+    start_text_api: Start,
+) -> None:
+    api = await start_text_api(queue=0, request_limit=1)
+    route = await api.cluster.router.route()
+    assert route is not None
+    (gone,) = api.models.keys() - {route.replica}
+    del api.supervisor._replica_model_uid_to_worker[gone]
+    for path in TEXT_ROUTES:
+        assert_refused(await api.ask(path))
+
+
+@ROUTES
+@STREAMS
+@pytest.mark.parametrize(
+    "error",
+    [
+        UnidentifiedImageError("cannot identify image file"),
+        OSError(28, "No space left on device"),
+        TimeoutError("the image did not arrive"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+async def test_what_the_model_raises_is_the_error_of_the_request(
+    text_api: TextApi, path: str, stream: bool, error: Exception
+) -> None:
+    await text_api.prepare(fails=error)
+    await text_api.ask(path, stream=stream)
+    await text_api.prepare(breaks=error)
+    await text_api.ask(path, stream=stream)
+    asked = [len(await model.asked()) for model in text_api.models.values()]
+    assert sum(asked) == 2
+    await text_api.prepare()
+    answers = [await text_api.ask(path) for _ in range(4)]
+    assert {each.headers["x-xavier-replica"] for each in answers} == {*text_api.models}
+
+
+@STREAMS
+async def test_while_a_supervisor_is_relaunched_requests_are_routed(
+    text_api: TextApi, stream: bool
+) -> None:
+    """Only what xinference's gateway calls reads reaches the supervisor then."""
+    async with relaunching(text_api):
+        for path in TEXT_ROUTES:
+            answer = await text_api.ask(path, stream=stream)
+            assert answer.headers["x-xavier-replica"] in answer.text
+
+
+@asynccontextmanager
+async def relaunching(api: TextApi) -> AsyncIterator[None]:
+    from xinference.core.supervisor_upgrade import SupervisorGateway
+
+    pool = await xo.create_actor_pool("127.0.0.1:0", n_process=0, use_uvloop=False)
+    address = pool.external_address
+    supervisor = await xo.create_actor(ActorOf, api.supervisor, address=address, uid="supervisor")
+    gateway = await xo.create_actor(SupervisorGateway, address=address, uid="gateway")
+    await gateway.select_supervisor(supervisor)
+    await gateway.prepare_supervisor_switch()
+    api.supervisor = gateway
+    yield
+    await gateway.release_supervisor()
+    await pool.stop()
+
+
+class ActorOf(xo.StatelessActor):
+    """A supervisor as an actor."""
+
+    def __init__(self, supervisor: Supervisor) -> None:
+        super().__init__()
+        self._supervisor = supervisor
+
+    async def get_model(self, model_uid: str, **more: Any) -> Any:
+        return await self._supervisor.get_model(model_uid, **more)
+
+    async def describe_model(self, model_uid: str) -> Any:
+        return await self._supervisor.describe_model(model_uid)
+
+    async def resolve_token_router_runtime(self, model_uid: str) -> None:
+        return None
+
+
+async def silent(*_: object, **__: object) -> None:
+    await asyncio.Event().wait()
+
+
+async def broken(*_: object, **__: object) -> None:
+    raise xo.ServerClosed("the supervisor has ended")
+
+
+@pytest.mark.parametrize("find", [silent, broken])
+async def test_a_supervisor_that_does_not_answer_is_not_held_against_a_replica(
+    text_api: TextApi, monkeypatch: pytest.MonkeyPatch, find: Any
+) -> None:
+    monkeypatch.setattr(install, "_CONNECT_DEADLINE", 0.01)
+    in_turn = text_api.supervisor.get_model
+
+    async def get_model(model_uid: str, xavier_replica: bool = False, **more: Any) -> Any:
+        return await (find() if xavier_replica else in_turn(model_uid, **more))
+
+    monkeypatch.setattr(text_api.supervisor, "get_model", get_model)
+    for path in TEXT_ROUTES:
+        answer = await text_api.ask(path)
+        assert answer.status_code == 200
+        assert "x-xavier-replica" not in answer.headers
+    monkeypatch.undo()
+    answers = [await text_api.ask(path) for path in TEXT_ROUTES]
+    assert {each.headers["x-xavier-replica"] for each in answers} == {*text_api.models}
+
+
+async def test_routed_requests_keep_xinferences_correlation_id(text_api: TextApi) -> None:
+    for path in TEXT_ROUTES:
+        answer = await text_api.ask(path)
+        asked = (await text_api.models[answer.headers["x-xavier-replica"]].asked())[-1]
+        assert asked.correlation == answer.headers["x-request-id"]
+
+
+async def test_streams_leave_their_places_where_they_were_admitted(text_api: TextApi) -> None:
+    """Also the one from which a stream was moved: the replica hangs, and the tracker loses it."""
+    for path in TEXT_ROUTES:
+        await text_api.prepare(hangs=True)
+        asking = asyncio.create_task(text_api.ask(path, stream=True))
+        first = await asked_one(text_api)
+        (other,) = text_api.models.keys() - {first}
+        await text_api.models[other].prepare()
+        text_api.cluster.tell(gone=[first])
+        answer = await asking
+        assert answer.headers["x-xavier-replica"] == other
+        assert other in answer.text
+        await left(text_api)
+        text_api.cluster.tell(text_api.cluster.load(first))
+
+
+async def asked_one(api: TextApi) -> str:
+    """The replica that a request occupies, once it does."""
+    while True:
+        for name, count in (await api.serving()).items():
+            if count:
+                return name
+
+
+async def left(api: TextApi) -> None:
+    """Until no request occupies a replica any more."""
+    async with asyncio.timeout(30):
+        while any((await api.serving()).values()):
+            pass
+
+
+@ROUTES
+async def test_a_stream_whose_client_goes_before_its_first_word_is_closed(
+    text_api: TextApi, path: str
+) -> None:
+    await text_api.prepare(hangs=True)
+    asking = asyncio.create_task(text_api.ask(path, stream=True))
+    await asked_one(text_api)
+    asking.cancel()
+    await left(text_api)
+    assert sum([await model.closed() for model in text_api.models.values()]) == 1
+
+
+async def routed(api: TextApi) -> tuple[RoutedModel, Any, Route]:
+    """A routed model, and the replica to which its request goes."""
+    route = await api.cluster.router.route()
+    assert route is not None
+    model = api.models[route.replica]
+    return RoutedModel(api.cluster.router, route, model, api.supervisor.get_model), model, route
+
+
+STREAM = {"stream": True}
+
+
+@pytest.mark.parametrize("kept", [False, True])
+async def test_a_stream_that_is_closed_before_its_first_item_leaves_its_place(
+    text_api: TextApi, kept: bool
+) -> None:
+    """`cache_control` and `prompt_cache_retention` put a stream around it."""
+    model, replica, _ = await routed(text_api)
+    asked: Any = KeptModel(model, lambda *_: None, silent, 60.0) if kept else model
+    stream = await asked.chat([], STREAM)
+    await stream.aclose()
+    with pytest.raises(StopAsyncIteration):
+        await anext(stream)
+    assert (await replica.serving(), await replica.closed()) == (0, 1)
+
+
+async def test_a_stream_that_nobody_closes_leaves_its_place_when_the_request_ends(
+    text_api: TextApi,
+) -> None:
+    model, replica, route = await routed(text_api)
+    await model.chat([], STREAM)
+    text_api.cluster.router.end(route)
+    await left(text_api)
+    assert await replica.closed() == 1
+
+
+async def test_a_stream_that_begins_as_its_request_is_cancelled_leaves_its_place(
+    text_api: TextApi,
+) -> None:
+    model, replica, _ = await routed(text_api)
+    begun = asyncio.Event()
+    chat = replica.chat
+
+    async def noticed(*args: Any, **kwargs: Any) -> Any:
+        stream = await chat(*args, **kwargs)
+        begun.set()
+        return stream
+
+    model._model = SimpleNamespace(chat=noticed, decrease_serve_count=replica.decrease_serve_count)
+    asking = asyncio.create_task(model.chat([], STREAM))
+    await begun.wait()
+    asking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asking
+    await left(text_api)
+    assert await replica.closed() == 1
+
+
+class Named(NoPrefixes):
+    CONTENTS: ClassVar[dict[str, Any]] = {
+        "story": {"prompt": "Once upon a time"},
+        "guide": {"messages": [{"role": "system", "content": "You are a guide."}]},
+        "poet": {"prompt": "A rose", "lora_name": "poet"},
+        "poets": {"messages": [{"role": "user", "content": "A rose"}], "lora_name": "poet"},
+    }
+
+    async def content_of(self, model_uid: str, tenant: str, name: str) -> Any:
+        return self.CONTENTS[name]
+
+
+@STREAMS
+@pytest.mark.parametrize(
+    ("path", "body", "reason"),
+    [
+        (COMPLETIONS, {"prefix_name": "guide"}, "'guide' has messages; use it on a route of chats"),
+        (COMPLETIONS, {"prefix_name": "poet"}, "'poet' belongs to adapter 'poet'"),
+        *(
+            (path, {"prefix_name": name}, reason)
+            for path in TEXT_ROUTES
+            if path != COMPLETIONS
+            for name, reason in (
+                ("story", "'story' has a prompt; use it on the route of completions"),
+                ("poets", "'poets' belongs to adapter 'poet'"),
+            )
+        ),
+    ],
+)
+async def test_a_prefix_of_another_kind_or_adapter_is_a_400_with_its_reason(
+    start_text_api: Start, path: str, body: dict[str, Any], reason: str, stream: bool
+) -> None:
+    api = await start_text_api(Named())
+    answer = await api.ask(path, stream=stream, **body)
+    assert answer.status_code == 400, answer.text
+    assert reason in answer.text
+    assert not any([await model.asked() for model in api.models.values()])
+
+
+async def test_a_prefix_of_the_right_kind_and_adapter_goes_before_the_request(
+    start_text_api: Start,
+) -> None:
+    api = await start_text_api(Named())
+    poet = {"lora_name": "poet"}
+    for path, name, text, adapter in (
+        (COMPLETIONS, "story", "Once upon a time", {}),
+        (COMPLETIONS, "poet", "A rose", poet),
+        (CHAT, "guide", "You are a guide.", {}),
+        (CHAT, "poets", "A rose", poet),
+    ):
+        answer = await api.ask(path, prefix_name=name, **adapter)
+        assert answer.status_code == 200, answer.text
+        asked = (await api.models[answer.headers["x-xavier-replica"]].asked())[-1]
+        assert text in str(asked.content)

@@ -1,0 +1,154 @@
+"""xinference's own handlers of the text routes, with our middleware, `require_model` and router
+before model actors. There is no engine and no supervisor's process."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import xoscar as xo
+from fastapi import APIRouter, FastAPI
+
+from tests.e2e.text_routes import TEXT_ROUTES, body_of
+from tests.frontend.cluster import Cluster
+from tests.serving.text_models import TextModel
+from xinference_xavier.errors import PrefixNotFoundError
+from xinference_xavier.frontend.model_router import ModelRouter
+from xinference_xavier.frontend.routers import Routers
+from xinference_xavier.serving.routing.install import add_routing
+from xinference_xavier.serving.routing.replica import finding_replicas
+
+__all__ = ["TEXT_ROUTES", "NoPrefixes", "TextApi"]
+
+HEADERS = {"anthropic-version": "2023-06-01"}
+REPLICAS = ("m-0", "m-1")
+
+
+class NoPrefixes:
+    """None is named, and nothing is kept."""
+
+    async def content_of(self, model_uid: str, tenant: str, name: str) -> Any:
+        raise PrefixNotFoundError(f"no prefix named {name!r}")
+
+    def keep(self, *kept: object) -> None:
+        pass
+
+    async def measure(self, *_: object) -> int:
+        return 0
+
+
+class _Known(Routers):
+    """The router of the model "m" only."""
+
+    def __init__(self, router: ModelRouter | None) -> None:
+        self.router = router
+
+    def get(self, model_uid: str) -> ModelRouter | None:
+        return self.router if model_uid == "m" else None
+
+
+class Worker:
+    def __init__(self, models: dict[str, Any]) -> None:
+        self._models = models
+
+    async def get_model(self, model_uid: str) -> Any:
+        return self._models[model_uid]
+
+
+class Supervisor:
+    """Knows where the replicas are. In turn is their order."""
+
+    address = "127.0.0.1:1"
+
+    def __init__(self, models: dict[str, Any]) -> None:
+        self.models = models
+        self._turn = 0
+        self._replica_model_uid_to_worker = dict.fromkeys(models, Worker(models))
+
+    @finding_replicas
+    async def get_model(self, model_uid: str, **_: Any) -> Any:
+        self._turn += 1
+        return [*self.models.values()][self._turn % len(self.models)]
+
+    async def describe_model(self, model_uid: str) -> dict[str, str]:
+        return {"model_family": "qwen2.5-instruct", "model_name": "qwen2.5-instruct"}
+
+    async def resolve_token_router_runtime(self, model_uid: str) -> None:
+        return None
+
+
+class TextApi:
+    """The API of a model "m" with two replicas at `address`, a pool in another process. `client`
+    asks it, `cluster` is what the router is told."""
+
+    models: dict[str, Any]
+    client: httpx.AsyncClient
+    app: FastAPI
+    cluster: Cluster
+    supervisor: Supervisor
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+
+    async def start(self, prefixes: Any = None, *, routed: bool = True, **serving: Any) -> TextApi:
+        """`serving` is how the replicas were launched."""
+        from xinference.api import restful_api
+        from xinference.api.model_request_logging import ModelRequestLoggingRoute
+        from xinference.api.routers import llm
+
+        self.models = {}
+        for name in REPLICAS:
+            model = await xo.create_actor(TextModel, name, address=self._address, uid=name)
+            await model.prepare()
+            self.models[name] = model
+        self.supervisor = Supervisor(self.models)
+        self.cluster = Cluster(*REPLICAS, **serving)
+        api = object.__new__(restful_api.RESTfulAPI)
+        api._advanced_auth_service = api._auth_service = None
+        api._get_supervisor_ref = self._get_supervisor_ref
+        api._report_error_event = self._report_error_event
+        self.app = api._app = FastAPI()
+        api._router = APIRouter(route_class=ModelRequestLoggingRoute)
+        llm.register_routes(api)
+        self._original = restful_api.require_model
+        routers = _Known(self.cluster.router if routed else None)
+        context = SimpleNamespace(app=self.app, router=api._router)
+        add_routing(context, routers, prefixes or NoPrefixes())
+        self.app.include_router(api._router)
+        self.client = httpx.AsyncClient(
+            transport=httpx.ASGITransport(self.app),
+            base_url="http://api",
+            headers=HEADERS,
+            timeout=60,
+        )
+        return self
+
+    async def stop(self) -> None:
+        from xinference.api import restful_api
+
+        restful_api.require_model = self._original
+        await self.client.aclose()
+        for name in [*self.models]:
+            await self.end(name)
+
+    async def ask(self, path: str, text: str = "hi", **more: Any) -> httpx.Response:
+        return await self.client.post(path, json=body_of(path, "m", text, **more))
+
+    async def prepare(self, **how: Any) -> None:
+        """All replicas; see `TextModel`."""
+        for model in self.models.values():
+            await model.prepare(**how)
+
+    async def end(self, replica: str) -> None:
+        await xo.destroy_actor(self.models.pop(replica))
+
+    async def serving(self) -> dict[str, int]:
+        """The places that requests occupy, by replica."""
+        return {name: await model.serving() for name, model in self.models.items()}
+
+    async def _get_supervisor_ref(self) -> Supervisor:
+        return self.supervisor
+
+    async def _report_error_event(self, *_: object) -> None:
+        pass
