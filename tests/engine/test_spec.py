@@ -96,8 +96,15 @@ class TestPool:
         with pytest.raises(ConfigError) as refused:
             spec.get_worker(kv_caches([PAGES]))
         message = str(refused.value)
-        assert message.startswith(f"xavier_pool_bytes={1 << 60} is more than the ")
+        assert message.startswith(f"xavier_pool_bytes={1 << 60} takes ")
         assert "use less, or leave it out" in message
+
+    def test_the_page_tables_of_a_pool_must_fit_too(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Three mappings of it take 3/512 more."""
+        spec = XavierSpec(offloading_config(options()))
+        monkeypatch.setattr(spec_module, "free_memory_bytes", lambda: 1 << 20)
+        with pytest.raises(ConfigError, match="with its page tables, more than the 1048576 that"):
+            spec.get_worker(kv_caches([PAGES]))
 
 
 class TestWorkers:

@@ -48,6 +48,7 @@ logger = logging.getLogger(__name__)
 IDENTITY = "xavier_identity"  # our second entry in the connector's extra configuration
 MIN_ROWS = 16
 _REGION_TIMEOUT = 60.0  # seconds to wait for the first worker
+_BYTES_PER_PAGE_TABLE_BYTE = 512  # that one mapping needs: 8 bytes for each page of 4 KiB
 _POPULATE_AT_ONCE = 1 << 30  # bytes; a larger region is populated in the background
 
 
@@ -137,12 +138,15 @@ class XavierSpec(OffloadingSpec):
         self, rows: int, row_bytes: int, kv_caches: CanonicalKVCaches, cells: Sequence[int]
     ) -> Region:
         size = rows * row_bytes
+        # The workers, the scheduler's side and the transfer process map all of it.
+        mappings = self.config.parallel.world_size + 2
+        needed = size + mappings * size // _BYTES_PER_PAGE_TABLE_BYTE
         free = free_memory_bytes()
-        if size > free:
+        if needed > free:
             raise ConfigError(
                 "xavier_pool_bytes",
                 self._xavier.pool_bytes or size,
-                f"is more than the {free} bytes of memory that are free here",
+                f"takes {needed} bytes with its page tables, more than the {free} that are free",
                 "use less, or leave it out for a tenth of what is free",
             )
         region = Region.create(rows, row_bytes)
