@@ -20,15 +20,19 @@ from xinference_xavier.runtime.parent import GRACE, await_end, parent_pid
 
 logger = logging.getLogger(__name__)
 
+_watching = set[int]()
+"""Processes with such a thread: a fork has its parent's entry, but not the thread."""
+
 
 def end_with_parent() -> None:
     """Send SIGTERM to this process when its parent ends, and SIGKILL if that is not enough, from a
     thread that waits for that.
 
-    Does nothing unless multiprocessing started this process.
+    Does nothing unless multiprocessing started this process. Idempotent.
     """
     parent = parent_pid()
-    if parent is not None:
+    if parent is not None and os.getpid() not in _watching:
+        _watching.add(os.getpid())
         threading.Thread(target=_watch, args=(parent,), name="xavier-parent", daemon=True).start()
 
 

@@ -86,8 +86,7 @@ class XavierSpec(OffloadingSpec):
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         if self._worker is None:
-            if self.config.parallel.world_size > 1:  # then it has a process of its own
-                end_with_parent()
+            end_with_parent()  # it may have a process of its own
             rank = 0 if self.replicated_layout else self.config.parallel.rank
             cells = self._gather_cells()
             rows, row_bytes = self._lay_out(cells)
