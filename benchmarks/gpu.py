@@ -106,7 +106,7 @@ def copies() -> dict[str, Any]:
     rows = CPULoadStoreSpec([*range(COPIED_CHUNKS)])
 
     def worker_over(region: Region) -> Any:
-        return device_worker(caches, per_chunk, region.rows, DeviceRegion(region, 0, row_bytes))
+        return device_worker(caches, per_chunk, region.rows, DeviceRegion(region, 0, [row_bytes]))
 
     def seconds_of(copy: Any) -> float:
         torch.cuda.synchronize()

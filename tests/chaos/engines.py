@@ -12,7 +12,7 @@ import contextlib
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
 from itertools import islice
 from pathlib import Path
@@ -22,10 +22,11 @@ from examples.local_cluster import LocalCluster
 from examples.make_model import make_model
 from examples.waiting import until
 from tests.chaos.engines_fleet import Fleet
+from tests.chaos.engines_inside import install
 from tests.chaos.engines_kinds import FETCH_TIMEOUT, KINDS, RETURN_TIME, Scene
 from tests.chaos.engines_questions import all_questions, ask_for_reference
 from tests.chaos.engines_rest import come_to_rest, look_after_stop, look_after_terminate
-from tests.chaos.engines_schedule import ADDED, HEAVY, REMOVED, Step, schedule
+from tests.chaos.engines_schedule import ADDED, HEAVY, REMOVED, STEADY, Step, schedule
 from tests.chaos.engines_traffic import CONVERSATIONS, Traffic
 from tests.chaos.report import Report
 from tests.faults import ORDERS
@@ -44,7 +45,6 @@ _ENGINE: dict[str, Any] = {
 }
 _SHARING: dict[str, Any] = {
     "enable_xavier": True,
-    "xavier_routing": "off",
     "xavier_pool_bytes": 48 * _BLOCK_BYTES,  # five of the thirty prompts; salts make more
     "xavier_fetch_timeout": FETCH_TIMEOUT,
     "xavier_min_fetch_tokens": 256,  # slow fetches are faults here, and must not end fetching
@@ -65,21 +65,27 @@ def run(
     report: Report,
     *,
     steps: int | None = None,
+    only: Sequence[str] | None = None,
     say: Callable[[str], None] = _say,
 ) -> int:
     """Fill `report`; returns how many steps of the schedule were carried out.
 
-    Ends about `seconds` after it began, or after `steps` steps, or when something is wrong.
+    Ends about `seconds` after it began, or after `steps` steps, or when something is wrong. `only`
+    restricts the schedule to some kinds.
     """
     report.deadline_s = FETCH_TIMEOUT
     until_time = time.monotonic() + seconds - _REST
     with tempfile.TemporaryDirectory(prefix="chaos-orders-") as orders:
-        environment = {"PYTHONPATH": str(ROOT), ORDERS: orders}
+        install(Path(orders))
+        environment = {"PYTHONPATH": f"{ROOT}:{orders}", ORDERS: orders}
         log = ROOT / "build" / "chaos-xinference.log"
+        order = (step for step in schedule(seed) if only is None or step.kind in only)
         cluster = LocalCluster(log, environment=environment, say=say)
         try:
             cluster.start()
-            carried_out = _with(cluster, Path(orders), seed, until_time, steps, report, say)
+            carried_out = _with(
+                cluster, Path(orders), seed, islice(order, steps), until_time, report, say
+            )
         finally:
             look_after_stop(cluster.stop(), report)
     if report.failures():
@@ -92,8 +98,8 @@ def _with(
     cluster: LocalCluster,
     orders: Path,
     seed: int,
+    steps: Iterator[Step],
     until_time: float,
-    steps: int | None,
     report: Report,
     say: Callable[[str], None],
 ) -> int:
@@ -110,7 +116,7 @@ def _with(
     with _running(fleet.watch(), *map(traffic.converse, range(CONVERSATIONS))) as loop:
         scene = Scene(cluster, fleet, traffic, loop, orders, wanted=2)
         breaking = _Run(scene, report, say)
-        carried_out = breaking.run(islice(schedule(seed), steps), until_time)
+        carried_out = breaking.run(steps, until_time)
         come_to_rest(scene, report)
         breaking.conclude()
         cluster.terminate(UID)
@@ -167,7 +173,7 @@ class _Run:
                 break
             carried_out = step.number
             self._progress(step)
-            if step.kind in (*HEAVY, ADDED, REMOVED) and not self._wait_for_all():
+            if step.kind in (*HEAVY, *STEADY, ADDED, REMOVED) and not self._wait_for_all():
                 break
             if step.kind == ADDED:
                 self._adding = threading.Thread(target=self._carry_out, args=(step,))

@@ -3,7 +3,7 @@ observed.
 
 A kind is a function of the scene and the step. It returns whether the effect was observed and
 undoes the fault, except for a killed replica, which xinference starts again. At least two replicas
-are up when it is called; for the kinds of `HEAVY`, all of them.
+are up when it is called; for the kinds of `HEAVY` and `STEADY`, all of them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ import random
 import threading
 import time
 import uuid
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,13 +24,17 @@ import psutil
 import requests
 import xoscar
 
-from examples.local_cluster import LocalCluster
+from examples.local_cluster import Completion, LocalCluster
 from examples.waiting import until
 from tests.chaos.engines_fleet import LEASE, Fleet, Replica
+from tests.chaos.engines_inside import with_image
+from tests.chaos.engines_questions import Question, generation
 from tests.chaos.engines_schedule import ADDED, REMOVED, Step
-from tests.chaos.engines_traffic import Traffic
+from tests.chaos.engines_traffic import REQUEST_TIMEOUT, Traffic
 from tests.e2e.processes import frozen, kill, wait_gone
 from tests.faults import Order, order, taken, withdraw
+from xinference_xavier.client import XavierClient
+from xinference_xavier.errors import XavierError
 from xinference_xavier.runtime.deadline import within
 
 FETCH_TIMEOUT = 3.0
@@ -39,6 +45,10 @@ LEASE_TIME = 3 * LEASE
 RETURN_TIME = 300.0
 """Seconds until a replica is up again, on a machine that is busy with the others."""
 TERMINATE_TIME = 60.0
+
+_AFTER_RESET = 20
+"""Answers that are compared before the replica that was reset is started again."""
+_REPLICA = "X-Xavier-Replica"
 
 _T = TypeVar("_T")
 
@@ -172,6 +182,25 @@ def _killed(part: Callable[[Replica], psutil.Process]) -> Kind:
     return bring_about
 
 
+def _reset(connector: bool) -> Kind:
+    """Reset a replica's caches under load: vLLM's own, or with it what it holds for others. Then
+    its replica is started again: one that was reset has a namespace of its own."""
+
+    def bring_about(scene: Scene, step: Step) -> bool:
+        replica, traffic = scene.choose(step), scene.traffic
+
+        def reset() -> bool:  # vLLM refuses while a request loads rows
+            asking = replica.model.reset_prefix_cache(connector)
+            return bool(scene.await_(asking, REQUEST_TIMEOUT))
+
+        done = until(reset, EFFECT_TIME)
+        answered = traffic.answered
+        seen = until(lambda: traffic.answered > answered + _AFTER_RESET, RETURN_TIME)
+        return _killed(lambda replica: replica.processes.engine)(scene, step) and done and seen
+
+    return bring_about
+
+
 def _removed(scene: Scene, step: Step) -> bool:
     """Remove a replica once it has answered its requests."""
     replica = scene.choose(step)
@@ -209,6 +238,11 @@ def _tracker_destroyed(scene: Scene, step: Step) -> bool:
         await xoscar.destroy_actor(await scene.fleet.tracker())
 
     scene.await_(destroy(), EFFECT_TIME)
+    return _is_filled(scene, before)
+
+
+def _is_filled(scene: Scene, before: set[str]) -> bool:
+    """Whether a new tracker knows these replicas in time, and what they hold."""
     looks = scene.fleet.looks + 1  # a look may have been under way
 
     def is_filled() -> bool:
@@ -258,6 +292,133 @@ def _aborted_while_it_waits(scene: Scene, step: Step) -> bool:
     )
 
 
+# -- of xinference's other processes: meanwhile requests come over REST, none of which may fail ---
+
+
+def _supervisor_relaunched(scene: Scene, step: Step) -> bool:
+    before = {replica.incarnation for replica in scene.fleet.up()}
+    with _asking(scene, step) as answers:
+        done = _relaunch(scene, "supervisor") and _is_filled(scene, before)
+        routed = until(lambda: _REPLICA in answers[-1].headers, LEASE_TIME)
+    return done and routed
+
+
+def _api_relaunched(scene: Scene, step: Step) -> bool:
+    """The old process ends although somebody listens to it."""
+    events = f"{scene.cluster.endpoint}/v1/xavier/{scene.fleet.model_uid}/events"
+    with _asking(scene, step), requests.get(events, stream=True, timeout=EFFECT_TIME) as listening:
+        listens = next(listening.iter_content(1)) is not None
+        return _relaunch(scene, "api") and listens
+
+
+def _relaunch(scene: Scene, part: str) -> bool:
+    """Have xinference replace one of its processes. Returns once the old one has ended."""
+    cluster = scene.cluster
+    number = cluster.call("POST", f"/v1/{part}/relaunch", {})["operation_id"]
+
+    def state() -> str:
+        # A new connection each time: one that is kept would keep the old process.
+        answer = requests.get(
+            f"{cluster.endpoint}/v1/{part}-relaunches/{number}", timeout=RETURN_TIME
+        )
+        answer.raise_for_status()
+        return str(answer.json()["status"])
+
+    if not until(lambda: state() in ("succeeded", "failed"), RETURN_TIME, 0.2):
+        raise TimeoutError(f"the relaunch of the {part} is {state()}")
+    return state() == "succeeded"
+
+
+def _disk_full(scene: Scene, step: Step) -> bool:
+    """No file of the process that keeps the names can grow. Requests for what has a name go on."""
+    question, model, name = scene.traffic.any_question(step.strength), scene.fleet.model_uid, "full"
+    half = len(question.text) // 2
+    with XavierClient(scene.cluster.endpoint) as client:
+        client.add_prefix(model, name, question.text[:half])
+        with _asking(scene, step), _no_room(scene):
+            for _ in range(3):
+                _complete(scene, question, prompt=question.text[half:], prefix_name=name)
+            try:
+                client.add_prefix(model, "more", question.text[:half])
+            except XavierError:
+                refused = True
+            else:
+                refused = False
+        client.add_prefix(model, "more", question.text[:half])  # there is room again
+        for each in (name, "more"):
+            client.remove_prefix(model, each)
+    return refused
+
+
+@contextmanager
+def _no_room(scene: Scene) -> Iterator[None]:
+    keepers = [
+        process
+        for process in scene.cluster.processes()
+        if any(file.path.endswith("prefixes.db") for file in process.open_files())
+    ]
+    limits = {process: process.rlimit(psutil.RLIMIT_FSIZE) for process in keepers}
+    for process, (_, hard) in limits.items():
+        process.rlimit(psutil.RLIMIT_FSIZE, (1, hard))
+    try:
+        yield
+    finally:
+        for process, limit in limits.items():
+            process.rlimit(psutil.RLIMIT_FSIZE, limit)
+
+
+def _unreadable_image(scene: Scene, step: Step) -> bool:
+    """It is its request's error, and no replica's."""
+    question = scene.traffic.any_question(step.strength)
+    url = f"{scene.cluster.endpoint}/v1/chat/completions"
+    body = {"model": scene.fleet.model_uid, "messages": with_image("What is it?", b"no image")}
+    with _asking(scene, step):
+        if _REPLICA not in _complete(scene, question).headers:
+            return False  # a replica was lost just before
+        answers = [requests.post(url, json=body, timeout=REQUEST_TIMEOUT) for _ in range(3)]
+        if _REPLICA not in _complete(scene, question).headers:
+            raise RuntimeError("after a request with an unreadable image none is routed")
+    return all(not answer.ok for answer in answers)
+
+
+@contextmanager
+def _asking(scene: Scene, step: Step) -> Iterator[list[requests.Response]]:
+    """Ask over REST meanwhile, one question after the other. Raises what failed."""
+    source, over, asked = random.Random(step.number), threading.Event(), threading.Event()
+    answers: list[requests.Response] = []
+
+    def ask() -> None:
+        try:
+            while not over.is_set():
+                answers.append(_complete(scene, scene.traffic.any_question(source.random())))
+                asked.set()
+        finally:
+            asked.set()
+
+    with ThreadPoolExecutor(1) as pool:
+        asking = pool.submit(ask)
+        try:
+            asked.wait()
+            yield answers
+        finally:
+            over.set()
+        asking.result()
+
+
+def _complete(scene: Scene, question: Question, **more: object) -> requests.Response:
+    """Ask over REST and compare the answer. Raises requests.RequestException."""
+    body = generation(model=scene.fleet.model_uid, prompt=question.text) | more
+    url = f"{scene.cluster.endpoint}/v1/completions"
+    answer = requests.post(url, json=body, timeout=REQUEST_TIMEOUT)
+    if not answer.ok:
+        raise requests.HTTPError(f"{answer.status_code} {answer.text}")
+    completion = Completion.of(answer.json(), 0.0)
+    scene.loop.call_soon_threadsafe(
+        scene.traffic.compare, question, completion, answer.headers.get(_REPLICA, "some replica")
+    )
+    return answer
+
+
 KINDS: Mapping[str, Kind] = {
     Order.DAMAGE: _of_transport(Order.DAMAGE, "checksum"),
     Order.SWAP: _of_transport(Order.SWAP, "checksum"),
@@ -277,10 +438,16 @@ KINDS: Mapping[str, Kind] = {
     "engine killed": _killed(lambda replica: replica.processes.engine),
     "model process killed": _killed(lambda replica: replica.processes.model),
     "worker process killed": _killed(lambda replica: replica.processes.workers[0]),
+    "vLLM's cache reset": _reset(connector=False),
+    "all caches reset": _reset(connector=True),
     REMOVED: _removed,
     ADDED: _added,
     "tracker destroyed": _tracker_destroyed,
     "sharing switched off and on": _switched,
+    "supervisor relaunched": _supervisor_relaunched,
+    "API relaunched": _api_relaunched,
+    "disk full": _disk_full,
+    "unreadable image": _unreadable_image,
     "request aborted": _aborted,
     "request aborted while it waits": _aborted_while_it_waits,
 }

@@ -40,7 +40,8 @@ def leaks_of(scene: Scene) -> Leaks:
     regions = mapped_regions(everything)
     return Leaks(
         grants=_sum(stats, "grants", "live"),
-        slots=_sum(stats, "pool", "filling") + _sum(stats, "pool", "pinned"),
+        filling=_sum(stats, "pool", "filling"),
+        pinned=_sum(stats, "pool", "pinned"),
         quarantined=_sum(stats, "pool", "quarantined"),
         bytes=sum(size for inode, size in regions.items() if inode in fleet.dead_regions),
         processes=len(_of_the_dead(fleet)) + abs(len(_transfers(everything)) - len(fleet.up())),

@@ -1,7 +1,8 @@
 """The order of faults for a model's replicas: pure data that follows from a seed.
 
 Killed replicas take a minute or more to return, so each `HEAVY` step is followed by `LIGHT` ones,
-which hit the others meanwhile. A schedule has no end; a run takes a prefix of it.
+which hit the others meanwhile. `STEADY` ones need all replicas, too, but bring none down. A
+schedule has no end; a run takes a prefix of it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,14 @@ from tests.faults import Order
 
 ADDED = "replica added"
 REMOVED = "replica removed"
-HEAVY = ("engine killed", "model process killed", "worker process killed")
+HEAVY = (
+    "engine killed",
+    "model process killed",
+    "worker process killed",
+    "vLLM's cache reset",
+    "all caches reset",
+)
+STEADY = ("supervisor relaunched", "API relaunched", "disk full", "unreadable image")
 
 LIGHT: Mapping[str, int] = {
     # All replicas read the same orders, so a port cannot be closed for one of them.
@@ -45,18 +53,19 @@ class Step(NamedTuple):
 
 
 def schedule(seed: int) -> Iterator[Step]:
-    """All light kinds with two replicas, then a third replica, then heavy kinds in turn."""
+    """All light and steady kinds with two replicas, then a third replica, then heavy and steady
+    kinds in turn."""
     source = random.Random(seed)
     for number, kind in enumerate(_kinds(source), 1):
         yield Step(number, str(kind), source.random())
 
 
 def _kinds(source: random.Random) -> Iterator[str]:
-    yield from source.sample(list(LIGHT), len(LIGHT))
+    yield from source.sample([*STEADY, *LIGHT], len(STEADY) + len(LIGHT))
     yield ADDED
     yield from _light(source)
     while True:
-        for kind in source.sample(HEAVY, len(HEAVY)):
+        for kind in source.sample([*HEAVY, *STEADY], len(HEAVY) + len(STEADY)):
             yield kind
             yield from _light(source)
         yield REMOVED

@@ -3,7 +3,7 @@
 A conversation puts the questions about one document to one replica after the other, so that the
 second can fetch what the first computed. Many conversations have a salt of their own, which changes
 keys but no answer, so that they begin cold. Each request goes directly to a replica's actor, so
-that a failure can be attributed to its replica.
+that a failure can be attributed to its replica; kinds of faults of the API ask over REST.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Traffic:
             answer = await within(
                 REQUEST_TIMEOUT, replica.model.generate(question.text, _configuration(salt))
             )
-            self._compare(question, Completion.of(json.loads(answer), 0.0), replica)
+            self.compare(question, Completion.of(json.loads(answer), 0.0), replica.incarnation)
         except Exception as error:
             self.failures.append(Failure(replica, began, time.monotonic(), repr(error)))
         finally:
@@ -107,12 +107,12 @@ class Traffic:
         await asyncio.sleep(_PUBLISHING)
         await self.ask(consumer, question, salt)
 
-    def _compare(self, question: Question, answer: Completion, replica: Replica) -> None:
+    def compare(self, question: Question, answer: Completion, by: str) -> None:
         self.answered += 1
         expected = self._expected[question]
         if not expected.matches(answer):
             self.wrong.append(
-                f"{replica.incarnation} answered {answer.tokens} {answer.logprobs} with "
+                f"{by} answered {answer.tokens} {answer.logprobs} with "
                 f"{answer.cached_tokens} cached tokens, expected {expected}"
             )
 

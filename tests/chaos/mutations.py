@@ -16,6 +16,8 @@ class Mutation(StrEnum):
     """Consumers accept whatever arrives."""
     QUARANTINE = "quarantine"
     """The slots of an abandoned fetch are reused at once."""
+    ABORT = "abort"
+    """What a store that failed had reserved stays reserved."""
     PIN = "pin"
     """Rows may be evicted while they are read."""
     CANARY = "canary"
@@ -41,6 +43,11 @@ class CountingPool(Pool):
 class _WithoutQuarantine(CountingPool):
     def quarantine(self, *rows: Row) -> None:
         self.abort(*rows)
+
+
+class _WithoutAborts(CountingPool):
+    def abort(self, *rows: Row) -> None:
+        pass
 
 
 class _WithoutPins(CountingPool):
@@ -71,6 +78,7 @@ class _WithoutProtection(CountingPool):
 def make_pool(slots: int, mutation: Mutation | None) -> CountingPool:
     kinds: dict[Mutation | None, type[CountingPool]] = {
         Mutation.QUARANTINE: _WithoutQuarantine,
+        Mutation.ABORT: _WithoutAborts,
         Mutation.PIN: _WithoutPins,
         Mutation.FIRM: _WithoutProtection,
     }

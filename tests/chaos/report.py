@@ -29,10 +29,12 @@ FULL = {"replicas": Bars(faults=1000, kinds=15), "engines": Bars(faults=15, kind
 
 @dataclass
 class Leaks:
-    """What was left at the end: `bytes` of memory, otherwise counts."""
+    """What was left at the end: `bytes` of memory, otherwise counts. When nothing runs, no row is
+    FILLING or pinned."""
 
     grants: int = 0
-    slots: int = 0
+    filling: int = 0
+    pinned: int = 0
     quarantined: int = 0
     bytes: int = 0
     threads: int = 0

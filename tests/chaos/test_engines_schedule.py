@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from tests.chaos.engines_fleet import Replica
 from tests.chaos.engines_kinds import KINDS
-from tests.chaos.engines_schedule import ADDED, HEAVY, LIGHT, REMOVED, schedule
+from tests.chaos.engines_schedule import ADDED, HEAVY, LIGHT, REMOVED, STEADY, schedule
 from tests.chaos.engines_traffic import Failure
 
 MANY = 200
@@ -20,14 +20,14 @@ def test_it_follows_from_the_seed() -> None:
 
 
 def test_it_begins_with_all_faults_that_two_replicas_can_bear() -> None:
-    kinds = [step.kind for step in islice(schedule(7), len(LIGHT) + 1)]
-    assert sorted(kinds[:-1]) == sorted(LIGHT)
+    kinds = [step.kind for step in islice(schedule(7), len(LIGHT) + len(STEADY) + 1)]
+    assert sorted(kinds[:-1]) == sorted([*LIGHT, *STEADY])
     assert kinds[-1] == ADDED
 
 
 def test_every_kind_occurs_and_is_known() -> None:
     kinds = {step.kind for step in islice(schedule(7), MANY)}
-    assert kinds == {*LIGHT, *HEAVY, ADDED, REMOVED} == set(KINDS)
+    assert kinds == {*LIGHT, *HEAVY, *STEADY, ADDED, REMOVED} == set(KINDS)
 
 
 def test_no_more_than_three_replicas_are_wanted() -> None:

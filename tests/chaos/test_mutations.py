@@ -20,6 +20,7 @@ POOLS = {"n0": 48, "n1": 96, "n2": 48}
 CASES = {
     Mutation.CHECKSUM: (["damaged row", "swapped rows"], "wrong bytes"),
     Mutation.QUARANTINE: (["late bytes"], "wrong bytes"),
+    Mutation.ABORT: (["store fails"], " filling"),
     Mutation.PIN: (["donor is slow"], "rows arrived damaged"),
     Mutation.CANARY: (["rows of other weights"], "wrong"),
     Mutation.FIRM: (["donor is slow"], "chunks of hard names were evicted"),

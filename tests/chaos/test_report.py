@@ -57,7 +57,7 @@ def test_the_parts_are_merged_into_one_report() -> None:
         operations=5,
         rollbacks=Counter(timeout=3),
         longest_scheduling_wait_s=1.5,
-        leaks=Leaks(slots=1),
+        leaks=Leaks(filling=1),
     )
     other = engines(
         faults=Counter(b=1, c=4), rollbacks=Counter(link=1), longest_scheduling_wait_s=5.1
@@ -67,14 +67,14 @@ def test_the_parts_are_merged_into_one_report() -> None:
     assert report["faults"] == {"a": 2, "b": 2, "c": 4}
     assert report["rollbacks"] == {"link": 1, "timeout": 3}
     assert (report["longest_scheduling_wait_s"], report["deadline_s"]) == (1.5, 1.0)
-    assert report["leaks"]["slots"] == 1
+    assert report["leaks"]["filling"] == 1
     assert set(report) == {
         *("seed", "faults", "operations", "requests", "failed_requests"),
         *("failed_requests_on_killed_replica", "wrong_outputs", "wrong_bytes", "rollbacks"),
         *("longest_scheduling_wait_s", "deadline_s", "leaks"),
     }
     assert set(report["leaks"]) == {
-        *("grants", "slots", "quarantined", "bytes", "threads", "file_descriptors"),
+        *("grants", "filling", "pinned", "quarantined", "bytes", "threads", "file_descriptors"),
         *("processes", "shared_memory", "actors"),
     }
 

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
+import ctypes
 import logging
 import multiprocessing
 import os
 import signal
 import threading
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 
 import psutil
 import pytest
 
 from xinference_xavier.engine.process import end_with_parent, follow
+from xinference_xavier.pool.region import Region
+from xinference_xavier.replica.transfer_process import TransferProcess
 
 PATIENCE = 60.0  # seconds
 
@@ -31,25 +36,75 @@ def engine_that_starts_late(pipe: Connection) -> None:
     threading.Event().wait()
 
 
-def parent(pipe: Connection, method: str, late: bool) -> None:
-    target = engine_that_starts_late if late else engine
-    multiprocessing.get_context(method).Process(target=target, args=(pipe,)).start()
+def engine_that_ignores_a_signal(pipe: Connection) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    engine(pipe)
+
+
+def engine_that_hangs_in_c(pipe: Connection) -> None:
+    """As in a collective whose other workers have died. Python's handlers do not run there."""
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    end_with_parent()
+    pipe.send(os.getpid())
+    while True:
+        ctypes.CDLL(None).sleep(1000)
+
+
+def engine_that_hangs_with_pythons_lock(pipe: Connection) -> None:
+    """No thread of its own runs any more."""
+    end_with_parent()
+    asyncio.run(hang_with_transfer_process(pipe))
+
+
+async def hang_with_transfer_process(pipe: Connection) -> None:
+    ready = asyncio.Event()
+    process = TransferProcess(
+        Region.create(8, 4096),
+        incarnation="a",
+        host="127.0.0.1",
+        port_range=None,
+        transports=("tests.transfer.no_transport:NoTransport",),
+        on_ready=lambda _: ready.set(),
+    )
+    await process.configure(b"secret")
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(process.run())
+        await ready.wait()
+        pipe.send(os.getpid())
+        ctypes.PyDLL(None).sleep(1000)
+
+
+ENGINES: list[tuple[str, Callable[[Connection], None]]] = [
+    ("spawn", engine),
+    ("fork", engine),
+    ("fork", engine_that_starts_late),
+    ("fork", engine_that_ignores_a_signal),
+    ("fork", engine_that_hangs_in_c),
+    ("fork", engine_that_hangs_with_pythons_lock),
+]
+
+
+def parent(pipe: Connection) -> None:
+    for method, target in ENGINES:
+        multiprocessing.get_context(method).Process(target=target, args=(pipe,)).start()
     threading.Event().wait()
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_it_ends_when_its_parent_is_killed(method: str, late: bool) -> None:
+def test_engines_end_when_their_parent_is_killed() -> None:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=parent, args=(theirs, method, late))
+    process = context.Process(target=parent, args=(theirs,))
     process.start()
-    child = psutil.Process(ours.recv())
-    assert child.is_running()
+    engines = [psutil.Process(ours.recv()) for _ in ENGINES]
+    helpers = [helper for each in engines for helper in each.children()]
+    assert len(helpers) == 1  # a transfer process
     os.kill(process.pid or 0, signal.SIGKILL)
     process.join()
-    child.wait(PATIENCE)
+    _, alive = psutil.wait_procs(engines + helpers, PATIENCE)
+    for each in alive:
+        each.kill()
+    assert not alive
 
 
 def test_an_engine_in_its_user_s_process_is_left_alone() -> None:

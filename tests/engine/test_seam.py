@@ -243,7 +243,7 @@ def test_our_region_has_every_attribute_that_vllm_s_worker_reads() -> None:
     assert len({"num_cpu_chunks", "num_cpu_blocks"} & set(taken)) == 1
     read = set(re.findall(r"region\.(\w+)", inspect.getsource(gpu_worker)))
     read.discard("create_next_canonical_view")  # for a layout that our spec never uses
-    region = DeviceRegion(Region.create(1, 4096), 0, 4096)
+    region = DeviceRegion(Region.create(1, 4096), 0, [4096])
     assert read >= {"is_pinned", "cleanup", "rank"}
     assert read & {"create_next_worker_view", "create_next_view"}
     assert {name for name in read if not hasattr(region, name)} == set()

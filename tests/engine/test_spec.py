@@ -1,15 +1,21 @@
-"""All processes of one engine compute the same sizes, and errors name the remedy."""
+"""All processes of one engine agree on the layout of its rows, and errors name the remedy."""
 
 from __future__ import annotations
 
+import multiprocessing
 import re
 import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
-from vllm.v1.kv_offload.base import CanonicalKVCaches, GPULoadStoreSpec
+import torch
+from vllm.v1.kv_offload.base import CanonicalKVCaches, GPULoadStoreSpec, OffloadingWorker
 from vllm.v1.kv_offload.config import (
     OffloadingCacheConfig,
     OffloadingConfig,
@@ -22,7 +28,9 @@ from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from tests.engine.any_version import made
 from tests.engine.caches import cell_bytes, kv_caches, pages_of
 from xinference_xavier.config import XAVIER, XavierConfig
-from xinference_xavier.engine.spec import MIN_ROWS, XavierSpec
+from xinference_xavier.engine import spec as spec_module
+from xinference_xavier.engine.manager import XavierManager
+from xinference_xavier.engine.spec import IDENTITY, MIN_ROWS, XavierSpec
 from xinference_xavier.engine.worker.cpu import HostWorker
 from xinference_xavier.errors import ConfigError, RegionError
 from xinference_xavier.pool.region import ROW_ALIGNMENT
@@ -71,12 +79,16 @@ def offloading_config(xavier: XavierConfig, *, rank: int = 0, workers: int = 1) 
 
 class TestPool:
     def test_a_pool_for_too_few_chunks_is_refused_with_the_minimum(self) -> None:
+        def worker(pool_bytes: int) -> OffloadingWorker:
+            spec = XavierSpec(offloading_config(options(pool_bytes=pool_bytes)))
+            return spec.get_worker(kv_caches([PAGES]))
+
         with pytest.raises(ConfigError, match="xavier_pool_bytes=100000 holds") as refused:
-            XavierSpec(offloading_config(options(pool_bytes=100_000)))
+            worker(100_000)
         minimum = int(re.findall(r"use at least (\d+)", str(refused.value))[0])
-        XavierSpec(offloading_config(options(pool_bytes=minimum)))
+        worker(minimum).shutdown()
         with pytest.raises(ConfigError):
-            XavierSpec(offloading_config(options(pool_bytes=minimum - 1)))
+            worker(minimum - 1)
         assert minimum % MIN_ROWS == 0
 
     def test_a_pool_larger_than_memory_is_refused(self) -> None:
@@ -84,8 +96,15 @@ class TestPool:
         with pytest.raises(ConfigError) as refused:
             spec.get_worker(kv_caches([PAGES]))
         message = str(refused.value)
-        assert message.startswith(f"xavier_pool_bytes={1 << 60} is more than the ")
+        assert message.startswith(f"xavier_pool_bytes={1 << 60} takes ")
         assert "use less, or leave it out" in message
+
+    def test_the_page_tables_of_a_pool_must_fit_too(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Three mappings of it take 3/512 more."""
+        spec = XavierSpec(offloading_config(options()))
+        monkeypatch.setattr(spec_module, "free_memory_bytes", lambda: 1 << 20)
+        with pytest.raises(ConfigError, match="with its page tables, more than the 1048576 that"):
+            spec.get_worker(kv_caches([PAGES]))
 
 
 class TestWorkers:
@@ -143,3 +162,75 @@ class TestWorkers:
         with pytest.raises(RegionError, match="this process expects"):
             XavierSpec(other).get_worker(kv_caches([PAGES]))
         worker.shutdown()
+
+
+STAGES = (9, 10, 9)  # layers; the first stage is not the largest one
+STAGES_POOL = 2 << 20
+SLOT = 5
+
+
+def stage_config(rank: int, engine_id: str) -> OffloadingConfig:
+    config = offloading_config(options(pool_bytes=STAGES_POOL), rank=rank, workers=len(STAGES))
+    return replace(
+        config,
+        engine_id=engine_id,
+        extra_config=config.extra_config
+        | {IDENTITY: {"prefix_caching": True, "key_bytes": 36, "fingerprint_fields": {}}},
+        worker_kv_bytes_per_block=STAGES[rank] * PAGES[0],
+        parallel=replace(config.parallel, tp_size=1, pp_size=len(STAGES)),
+    )
+
+
+def stage(rank: int, engine_id: str, meeting: Path, pipe: Connection) -> None:
+    """A stage's worker, which stores a chunk and, when told to, loads it into other blocks."""
+    torch.distributed.init_process_group(
+        "gloo", f"file://{meeting}", world_size=len(STAGES), rank=rank
+    )
+    # vLLM's own group would leave segments in /dev/shm.
+    pipeline = SimpleNamespace(cpu_group=torch.distributed.group.WORLD)
+    caches = kv_caches([PAGES[:1] * STAGES[rank]], seed=rank)
+    with patch.object(spec_module, "get_pp_group", lambda: pipeline):
+        worker = XavierSpec(stage_config(rank, engine_id)).get_worker(caches)
+    blocks = GPULoadStoreSpec([0, 1, 2, 3], group_sizes=[4], block_indices=[0])
+    worker.submit_store(1, blocks, CPULoadStoreSpec([SLOT]))
+    worker.wait({1})
+    pipe.send("stored")
+    pipe.recv()
+    others = GPULoadStoreSpec([8, 9, 10, 11], group_sizes=[4], block_indices=[0])
+    worker.submit_load(2, CPULoadStoreSpec([SLOT]), others)
+    worker.wait({2})
+    pipe.send(all(pages_of(caches, 0, to + 8) == pages_of(caches, 0, to) for to in range(4)))
+    pipe.recv()  # the region is there until then
+
+
+@pytest.mark.process
+def test_stages_with_different_numbers_of_layers_share_rows(tmp_path: Path) -> None:
+    """vLLM gives each stage's worker its own layers only, and the scheduler's side the first's."""
+    context = multiprocessing.get_context("spawn")
+    engine_id = str(uuid.uuid4())
+    pipes, processes = [], []
+    try:
+        for rank in range(len(STAGES)):
+            ours, theirs = context.Pipe()
+            arguments = (rank, engine_id, tmp_path / "meeting", theirs)
+            process = context.Process(target=stage, args=arguments, daemon=True)
+            process.start()
+            theirs.close()  # then a stage that fails ends the wait for it
+            pipes.append(ours)
+            processes.append(process)
+        assert [pipe.recv() for pipe in pipes] == ["stored"] * len(STAGES)
+        for pipe in pipes:
+            pipe.send("load")
+        assert [pipe.recv() for pipe in pipes] == [True] * len(STAGES)
+        manager = XavierSpec(stage_config(0, engine_id)).get_manager()
+        assert isinstance(manager, XavierManager)
+        try:
+            cells = BLOCKS_PER_CHUNK * PAGES[0] * sum(STAGES)
+            assert 0 <= manager.row_bytes - cells < ROW_ALIGNMENT
+            assert manager._pool.slots == STAGES_POOL // manager.row_bytes
+        finally:
+            manager.shutdown()
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()

@@ -82,7 +82,7 @@ def mapped_again(region: Region) -> Region:
 @contextmanager
 def of_the_card(caches: CanonicalKVCaches, region: Region, rank: int) -> Iterator[OffloadingWorker]:
     """vLLM's worker, which closes `region` at the end."""
-    view = DeviceRegion(region, rank, cell_bytes(caches, BLOCKS_PER_CHUNK))
+    view = DeviceRegion(region, rank, [cell_bytes(caches, BLOCKS_PER_CHUNK)] * WORKERS)
     worker = device_worker(caches, BLOCKS_PER_CHUNK, region.rows, view)
     try:
         yield worker
@@ -170,7 +170,7 @@ def test_the_region_is_pinned_until_it_is_given_back(layout: Layout) -> None:
     region = region_for(caches, layout.rows)
     other = mapped_again(region)
     for _ in range(2):  # the driver has released the first one
-        view = DeviceRegion(region, 0, cell_bytes(caches, BLOCKS_PER_CHUNK))
+        view = DeviceRegion(region, 0, [cell_bytes(caches, BLOCKS_PER_CHUNK)])
         worker = device_worker(caches, BLOCKS_PER_CHUNK, region.rows, view)
         assert view.is_pinned
         assert view.base_tensor.is_pinned()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import fcntl
+import logging
 import multiprocessing
 import os
+import resource
 import socket
 import struct
 import threading
@@ -174,6 +176,55 @@ def test_a_file_that_is_not_a_region_is_refused_and_closed(
         serving.join()
     assert descriptors_of(fd) == before
     os.close(fd)
+
+
+class _Told(logging.Handler):
+    """Tells the test of each log line."""
+
+    def __init__(self, pipe: Connection) -> None:
+        super().__init__()
+        self.pipe = pipe
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.pipe.send(record.getMessage())
+
+
+def _serve_without_a_free_descriptor(pipe: Connection, incarnation: str) -> None:
+    region_module.logger.addHandler(_Told(pipe))
+    region_module.logger.propagate = False
+    RegionServer(Region.create(ROWS, ROW_BYTES), incarnation)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))  # less than it has
+    pipe.send("full")
+    pipe.recv()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    pipe.recv()
+
+
+def test_a_server_without_free_descriptors_serves_as_soon_as_it_has_some(incarnation: str) -> None:
+    context = multiprocessing.get_context("spawn")
+    pipe, theirs = context.Pipe()
+    process = context.Process(
+        target=_serve_without_a_free_descriptor, args=(theirs, incarnation), daemon=True
+    )
+    process.start()
+    theirs.close()
+    received: list[Region] = []
+    receiving = threading.Thread(target=lambda: received.append(receive_region(incarnation, 30)))
+    try:
+        assert pipe.recv() == "full"
+        # The kernel may have reserved a descriptor for the first one.
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as first:
+            first.connect(region_module._socket_name(incarnation))
+            assert "Too many open files" in pipe.recv()
+            receiving.start()
+            pipe.send("go on")
+            receiving.join()
+        assert [region.size for region in received] == [ROWS * ROW_BYTES]
+        received[0].close()
+    finally:
+        process.kill()
+        process.join()
 
 
 def _ask_as_nobody(pipe: Connection, incarnation: str) -> None:

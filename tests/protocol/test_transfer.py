@@ -63,7 +63,7 @@ def test_a_ticket_of_another_engine_is_worthless() -> None:
 
 @pytest.mark.parametrize("port_range", [None, (40000, 40100)])
 def test_a_startup_message_arrives_as_it_was(port_range: tuple[int, int] | None) -> None:
-    startup = Startup("id", 7, 64, 4096, "::1", port_range, TRANSPORTS, KEY.hex())
+    startup = Startup("id", 7, 64, 4096, "::1", port_range, TRANSPORTS, KEY.hex(), parent=77)
     line = startup.to_json()
     assert line.endswith(b"\n")
     assert line.count(b"\n") == 1
@@ -210,6 +210,8 @@ STARTUP = Startup("id", 7, 64, 4096, "::1", (40000, 40100), TRANSPORTS, KEY.hex(
         {"transports": ["module:Class", 7]},
         {"key": "xyz"},
         {"key": None},
+        {"parent": 0},
+        {"parent": "7"},
         {"another": 1},
     ],
 )

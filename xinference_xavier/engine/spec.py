@@ -1,20 +1,24 @@
 """Makes vLLM's offloading connector use our pool: lays out the region, makes workers and manager.
 
-The scheduler's process and every worker each make a spec from the same configuration and compute
-the same layout. Life cycle: the first worker creates the region when it gets its KV cache. The
-other workers receive it, and so does the scheduler's side after warm-up.
+The scheduler's process and every worker each make a spec. Life cycle: the workers agree on the
+layout when they get their KV caches, and the first one creates the region. The other workers
+receive it, and so does the scheduler's side after warm-up.
 
 A row is `[worker 0's cell | worker 1's cell | … | padding to a page]`. A cell holds the chunk's
-pages, tensor after tensor. The connector chooses the chunk size. Importing this module has no side
-effects, because vLLM imports it in its API process too.
+pages, tensor after tensor. The stages of a pipeline can have different numbers of layers, so what
+vLLM tells a spec about pages is its own worker's, and on the scheduler's side the first worker's.
+The connector chooses the chunk size. Importing this module has no side effects, because vLLM
+imports it in its API process too.
 """
 
 import json
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import torch
+from vllm.distributed.parallel_state import get_pp_group
 from vllm.platforms import current_platform
 from vllm.v1.kv_offload.base import (
     CanonicalKVCaches,
@@ -44,6 +48,7 @@ logger = logging.getLogger(__name__)
 IDENTITY = "xavier_identity"  # our second entry in the connector's extra configuration
 MIN_ROWS = 16
 _REGION_TIMEOUT = 60.0  # seconds to wait for the first worker
+_BYTES_PER_PAGE_TABLE_BYTE = 512  # that one mapping needs: 8 bytes for each page of 4 KiB
 _POPULATE_AT_ONCE = 1 << 30  # bytes; a larger region is populated in the background
 
 
@@ -53,6 +58,7 @@ class WorkerNote(NamedTuple):
     pages: list[dict[str, Any]]  # its `page_format`
     prefix_caching: bool  # whether it is on there
     parts: dict[str, list[Any]]  # from `describe_pages`
+    cells: Sequence[int] = ()  # bytes of each worker's cell
 
 
 class XavierSpec(OffloadingSpec):
@@ -67,10 +73,7 @@ class XavierSpec(OffloadingSpec):
         super().__init__(config)
         self._chunk_tokens = self.blocks_per_chunk * max(self.tokens_per_block)
         self.replicated_layout = config.replicated_layout and current_platform.is_cuda_alike()
-        self._cell_bytes = config.worker_kv_bytes_per_block * self.blocks_per_chunk
-        cells = 1 if self.replicated_layout else config.parallel.world_size
-        self._row_bytes = -(-self._cell_bytes * cells // ROW_ALIGNMENT) * ROW_ALIGNMENT
-        self._rows = self._count_rows()
+        self._cell_bytes = config.worker_kv_bytes_per_block * self.blocks_per_chunk  # its own
         self.describe: Callable[[CanonicalKVCaches], WorkerNote] = lambda _: WorkerNote(
             [], True, {}
         )
@@ -79,66 +82,89 @@ class XavierSpec(OffloadingSpec):
         self._worker: OffloadingWorker | None = None
         self._manager: XavierManager | None = None
 
-    def _count_rows(self) -> int:
-        pool_bytes = self._xavier.pool_bytes
-        assert pool_bytes is not None, "the launcher of a replica sets its pool's size"
-        rows = pool_bytes // self._row_bytes
-        if rows < MIN_ROWS:
-            raise ConfigError(
-                "xavier_pool_bytes",
-                pool_bytes,
-                f"holds {rows} chunks of {self._row_bytes} bytes, fewer than {MIN_ROWS}",
-                f"use at least {MIN_ROWS * self._row_bytes}",
-            )
-        return rows
-
     # -- a worker's side ----------------------------------------------------------------------
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         if self._worker is None:
+            end_with_parent()  # it may have a process of its own
             rank = 0 if self.replicated_layout else self.config.parallel.rank
-            first = self.config.parallel.rank == 0
-            region = self._create_region(kv_caches) if first else self._receive()
+            cells = self._gather_cells()
+            rows, row_bytes = self._lay_out(cells)
+            if self.config.parallel.rank == 0:
+                region = self._create_region(rows, row_bytes, kv_caches, cells)
+            else:
+                region = self._receive(rows, row_bytes)
             if current_platform.is_cpu():
                 self._worker = HostWorker(
-                    kv_caches, region, self.blocks_per_chunk, rank * self._cell_bytes
+                    kv_caches, region, self.blocks_per_chunk, sum(cells[:rank])
                 )
             else:
                 self._worker = compat.device_worker(
-                    kv_caches,
-                    self.blocks_per_chunk,
-                    self._rows,
-                    DeviceRegion(region, rank, self._cell_bytes),
+                    kv_caches, self.blocks_per_chunk, rows, DeviceRegion(region, rank, cells)
                 )
         return self._worker
 
-    def _create_region(self, kv_caches: CanonicalKVCaches) -> Region:
-        size = self._rows * self._row_bytes
+    def _gather_cells(self) -> list[int]:
+        """The bytes of each cell in a row. Waits for the other stages of a pipeline, which vLLM
+        gives their KV caches at the same time."""
+        parallel = self.config.parallel
+        if self.replicated_layout:
+            return [self._cell_bytes]
+        stages = [self._cell_bytes] * parallel.pp_size
+        if parallel.pp_size > 1:
+            torch.distributed.all_gather_object(
+                stages, self._cell_bytes, group=get_pp_group().cpu_group
+            )
+        workers = parallel.world_size // parallel.pp_size  # of each stage, with equal caches
+        return [cell for cell in stages for _ in range(workers)]
+
+    def _lay_out(self, cells: Sequence[int]) -> tuple[int, int]:
+        """The number of rows and their size in bytes."""
+        pool_bytes = self._xavier.pool_bytes
+        assert pool_bytes is not None, "the launcher of a replica sets its pool's size"
+        row_bytes = -(-sum(cells) // ROW_ALIGNMENT) * ROW_ALIGNMENT
+        rows = pool_bytes // row_bytes
+        if rows < MIN_ROWS:
+            raise ConfigError(
+                "xavier_pool_bytes",
+                pool_bytes,
+                f"holds {rows} chunks of {row_bytes} bytes, fewer than {MIN_ROWS}",
+                f"use at least {MIN_ROWS * row_bytes}",
+            )
+        return rows, row_bytes
+
+    def _create_region(
+        self, rows: int, row_bytes: int, kv_caches: CanonicalKVCaches, cells: Sequence[int]
+    ) -> Region:
+        size = rows * row_bytes
+        # The workers, the scheduler's side and the transfer process map all of it.
+        mappings = self.config.parallel.world_size + 2
+        needed = size + mappings * size // _BYTES_PER_PAGE_TABLE_BYTE
         free = free_memory_bytes()
-        if size > free:
+        if needed > free:
             raise ConfigError(
                 "xavier_pool_bytes",
                 self._xavier.pool_bytes or size,
-                f"is more than the {free} bytes of memory that are free here",
+                f"takes {needed} bytes with its page tables, more than the {free} that are free",
                 "use less, or leave it out for a tenth of what is free",
             )
-        region = Region.create(self._rows, self._row_bytes)
-        note = json.dumps(self.describe(kv_caches)).encode()
+        region = Region.create(rows, row_bytes)
+        note = json.dumps(self.describe(kv_caches)._replace(cells=cells)).encode()
         self._region_server = RegionServer(region, self.config.engine_id, note)
         if size <= _POPULATE_AT_ONCE:
             region.populate()
         else:
             threading.Thread(target=region.populate, name="xavier-populate", daemon=True).start()
-        logger.info("pool created: chunks=%d chunk_bytes=%d", self._rows, self._row_bytes)
+        logger.info("pool created: chunks=%d chunk_bytes=%d", rows, row_bytes)
         return region
 
-    def _receive(self) -> Region:
+    def _receive(self, rows: int, row_bytes: int) -> Region:
         region = receive_region(self.config.engine_id, _REGION_TIMEOUT)
-        if (region.rows, region.row_bytes) != (self._rows, self._row_bytes):
+        if (region.rows, region.row_bytes) != (rows, row_bytes):
             raise RegionError(
                 f"the first worker made {region.rows} rows of {region.row_bytes} bytes, but this "
-                f"process expects {self._rows} of {self._row_bytes}; start all workers of a "
-                "replica with the same arguments and versions"
+                f"process expects {rows} of {row_bytes}; start all workers of a replica with the "
+                "same arguments and versions"
             )
         return region
 
@@ -146,7 +172,7 @@ class XavierSpec(OffloadingSpec):
 
     def get_manager(self) -> OffloadingManager:
         if self._manager is None:
-            region = self._receive()
+            region = receive_region(self.config.engine_id, _REGION_TIMEOUT)
             identity = self.extra_config[IDENTITY]
             note = WorkerNote(*json.loads(region.note))
             # vLLM also switches it off itself, perhaps in its workers only. Then it computes
@@ -154,8 +180,12 @@ class XavierSpec(OffloadingSpec):
             shares = identity["prefix_caching"] and note.prefix_caching
             if not shares:
                 logger.warning("nothing is shared because prefix caching is off")
-            fingerprint_fields = {**identity["fingerprint_fields"], "pages": note.pages}
-            pool = Pool(self._rows)
+            fingerprint_fields = {
+                **identity["fingerprint_fields"],
+                "pages": note.pages,
+                "cells": note.cells,
+            }
+            pool = Pool(region.rows)
             replica = Replica(
                 self._xavier,
                 incarnation=self.config.engine_id,
@@ -171,23 +201,20 @@ class XavierSpec(OffloadingSpec):
                 pool,
                 replica.tier,
                 chunk_tokens=self._chunk_tokens,
-                row_bytes=self._row_bytes,
+                row_bytes=region.row_bytes,
                 min_fetch_tokens=self._xavier.least_fetch_tokens,
                 adaptive=adaptive,
                 fetch_timeout=self._xavier.fetch_timeout,
                 shares=shares,
                 on_shutdown=replica.stop,
             )
-            parallel = self.config.parallel
-            comparable = (
-                1 if self.replicated_layout or parallel.pp_size > 1 else parallel.world_size
-            )
             self._manager.view.sketcher = Sketcher(
                 region,
                 pool,
                 note.parts,
-                cells=comparable,
-                cell_bytes=self._cell_bytes,
+                # The first worker has described its pages: other stages have other layers.
+                cells=1 if self.config.parallel.pp_size > 1 else len(note.cells),
+                cell_bytes=note.cells[0],
                 blocks_per_chunk=self.blocks_per_chunk,
             )
             replica.start(self._manager.view)

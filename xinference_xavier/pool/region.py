@@ -11,6 +11,7 @@ Threading: a `Region` is immutable after creation. The pool decides who may writ
 import array
 import ctypes
 import fcntl
+import logging
 import mmap
 import os
 import socket
@@ -25,12 +26,16 @@ import numpy.typing as npt
 import xxhash
 
 from xinference_xavier.errors import RegionError
+from xinference_xavier.runtime.rate_limited_log import RateLimitedLog
+
+logger = logging.getLogger(__name__)
 
 _HEADER = struct.Struct("!8sQQ")
 _MAGIC = b"XAVIER01"
 _CREDENTIALS = struct.Struct("iII")
 _POPULATE_STEP = 64 << 20
 _MAX_NOTE = 1 << 20
+_ACCEPT_PAUSE = 0.1  # seconds after an error, as with too many open files
 _MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23  # Linux 5.14
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 ROW_ALIGNMENT = mmap.PAGESIZE
@@ -160,15 +165,21 @@ class RegionServer:
             self._listener.close()
             raise
         self.refused = 0
+        self._closing = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="xavier-region", daemon=True)
         self._thread.start()
 
     def _serve(self) -> None:
+        log = RateLimitedLog(logger)
         while True:
             try:
                 peer, _ = self._listener.accept()
-            except OSError:  # closed
-                return
+            except OSError as error:
+                if self._closing.is_set():
+                    return
+                log.warn("accept", "cannot hand over the pool yet: error=%r", error)
+                self._closing.wait(_ACCEPT_PAUSE)
+                continue
             with peer:
                 try:
                     peer.settimeout(1.0)
@@ -179,6 +190,7 @@ class RegionServer:
                     self.refused += 1
 
     def close(self) -> None:
+        self._closing.set()
         self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         self._thread.join()

@@ -80,7 +80,8 @@ _Version = Annotated[int, PlainValidator(check_version)]
 
 @dataclass(frozen=True)
 class Startup:
-    """The first message to a transfer process. `key` (hex) signs the engine's tickets."""
+    """The first message to a transfer process. `key` (hex) signs the engine's tickets. The engine
+    must not outlive the process with the number `parent`."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
@@ -94,6 +95,7 @@ class Startup:
     # "module:Class" of each Transport, best first
     transports: Annotated[tuple[Identifier, ...], Field(min_length=1)]
     key: Annotated[str, Field(pattern=r"^([0-9a-f]{2})+$")]
+    parent: Annotated[int, Field(ge=1, le=_MAX_ROWS)] | None = None
 
     def to_json(self) -> bytes:
         return _STARTUP.dump_json(self) + b"\n"

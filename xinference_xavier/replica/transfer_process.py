@@ -28,6 +28,7 @@ from xinference_xavier.protocol.transfer import (
     parse_started,
 )
 from xinference_xavier.runtime.deadline import UNREACHABLE, within
+from xinference_xavier.runtime.parent import parent_pid
 from xinference_xavier.runtime.rate_limited_log import RateLimitedLog
 from xinference_xavier.runtime.rollback import Rollback
 
@@ -76,6 +77,7 @@ class TransferProcess:
             port_range=port_range,
             transports=tuple(transports),
             key=self._key.hex(),
+            parent=parent_pid(),
         )
         self._secret: bytes | None = None
         self._configured: bytes | None = None  # the secret that the child has

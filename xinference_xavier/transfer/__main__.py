@@ -1,7 +1,8 @@
 """The transfer process: `python -m xinference_xavier.transfer FD`, started by the engine.
 
 FD is one end of a socket pair. The process reads its `Startup` from it and answers with its
-`Endpoint`, each a line of JSON. It ends when the other end closes, however the engine ended.
+`Endpoint`, each a line of JSON. It ends when the other end closes, however the engine ended. It
+also kills an engine that outlives its own parent.
 """
 
 import asyncio
@@ -9,9 +10,11 @@ import gc
 import json
 import logging
 import os
+import signal
 import socket
 import sys
 import threading
+import time
 
 import xoscar
 
@@ -19,8 +22,11 @@ from xinference_xavier.errors import LinkError, XavierError
 from xinference_xavier.pool.region import Region
 from xinference_xavier.protocol.transfer import MAX_LINE, TRANSFER_UID, Endpoint, Startup
 from xinference_xavier.runtime.net import listen
+from xinference_xavier.runtime.parent import GRACE, await_end
 from xinference_xavier.transfer.actor import TransferActor, load_transport
 from xinference_xavier.transfer.transports.selection import TransportSelector
+
+logger = logging.getLogger(__name__)
 
 
 async def _serve(engine: socket.socket, startup: Startup) -> None:
@@ -57,6 +63,19 @@ def _end_with(engine: socket.socket) -> None:
         os._exit(0)
 
 
+def _end_engine_after(parent: int) -> None:
+    """The engine ends by itself unless it hangs in C, perhaps with Python's lock."""
+    try:
+        engine = os.pidfd_open(os.getppid())
+        await_end(parent)
+    except OSError as error:
+        logger.warning("cannot watch the engine's parent process: pid=%d error=%r", parent, error)
+        return
+    time.sleep(GRACE)
+    logger.warning("the engine outlives its parent process, killing it: pid=%d", os.getppid())
+    signal.pidfd_send_signal(engine, signal.SIGKILL)
+
+
 def main() -> None:
     engine = socket.socket(fileno=int(sys.argv[1]))
     logging.basicConfig(format="%(asctime)s xavier-transfer %(levelname)s %(message)s")
@@ -66,6 +85,9 @@ def main() -> None:
         _give_up(engine, error)
         return
     threading.Thread(target=_end_with, args=(engine,), daemon=True).start()
+    if startup.parent is not None:
+        watching = (startup.parent,)
+        threading.Thread(target=_end_engine_after, args=watching, daemon=True).start()
     asyncio.run(_serve(engine, startup))
 
 

@@ -30,7 +30,7 @@ def region(caches: CanonicalKVCaches) -> Region:
 
 def views(region: Region, rank: int, caches: CanonicalKVCaches) -> list[bytes]:
     """The row as a device worker of this rank sees it, tensor by tensor."""
-    device = DeviceRegion(region, rank, cell_bytes(caches, BLOCKS_PER_CHUNK))
+    device = DeviceRegion(region, rank, [cell_bytes(caches, BLOCKS_PER_CHUNK)] * WORKERS)
     sizes = [tensor.page_size_bytes * BLOCKS_PER_CHUNK for tensor in caches.tensors]
     return [device.create_next_worker_view(size)[SLOT].numpy().tobytes() for size in sizes]
 
@@ -54,7 +54,7 @@ def test_a_row_written_through_the_view_is_loaded_by_the_cpu_worker(
     rank: int, region: Region, caches: CanonicalKVCaches
 ) -> None:
     cell = cell_bytes(caches, BLOCKS_PER_CHUNK)
-    device = DeviceRegion(region, rank, cell)
+    device = DeviceRegion(region, rank, [cell] * WORKERS)
     for tensor in caches.tensors:
         view = device.create_next_worker_view(tensor.page_size_bytes * BLOCKS_PER_CHUNK)
         view[SLOT] = tensor.tensor[4:6].reshape(-1)
@@ -67,7 +67,7 @@ def test_a_row_written_through_the_view_is_loaded_by_the_cpu_worker(
 
 
 def test_a_view_covers_every_row(region: Region, caches: CanonicalKVCaches) -> None:
-    view = DeviceRegion(region, 1, 2720).create_next_worker_view(1280)
+    view = DeviceRegion(region, 1, [2720, 1280]).create_next_worker_view(1280)
     assert view.shape == (ROWS, 1280)
     assert view.stride() == (region.row_bytes, 1)
     view.fill_(1)
@@ -76,29 +76,30 @@ def test_a_view_covers_every_row(region: Region, caches: CanonicalKVCaches) -> N
 
 
 def test_a_worker_gets_no_more_than_its_cell(region: Region) -> None:
-    device = DeviceRegion(region, 0, 1000)
+    device = DeviceRegion(region, 0, [1000])
     device.create_next_worker_view(1000)
     with pytest.raises(AssertionError):
         device.create_next_worker_view(1)
 
 
-@pytest.mark.parametrize("rank", range(WORKERS))
+@pytest.mark.parametrize("rank", range(3))
+@pytest.mark.parametrize("cells", [[2720] * 3, [2720, 4080, 1360]], ids=["equal", "unequal"])
 def test_the_ranges_to_register_are_whole_pages_around_the_cells(
-    rank: int, region: Region, caches: CanonicalKVCaches
+    rank: int, cells: list[int], region: Region
 ) -> None:
-    cell = cell_bytes(caches, BLOCKS_PER_CHUNK)
-    ranges = list(DeviceRegion(region, rank, cell).iter_worker_slot_ranges())
+    ranges = list(DeviceRegion(region, rank, cells).iter_worker_slot_ranges())
     assert len(ranges) == ROWS
     for row, (offset, length) in enumerate(ranges):
-        start = row * region.row_bytes + rank * cell
+        start = row * region.row_bytes + sum(cells[:rank])
         assert offset % ROW_ALIGNMENT == length % ROW_ALIGNMENT == 0
         assert offset <= start < offset + ROW_ALIGNMENT
-        assert start + cell <= offset + length < start + cell + ROW_ALIGNMENT
+        end = start + cells[rank]
+        assert end <= offset + length < end + ROW_ALIGNMENT
         assert offset + length <= region.size
 
 
 def test_cleaning_up_twice_is_harmless(region: Region) -> None:
-    device = DeviceRegion(region, 0, 1000)
+    device = DeviceRegion(region, 0, [1000])
     device.cleanup()
     device.cleanup()
     assert region.fd == -1

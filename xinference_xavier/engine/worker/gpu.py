@@ -4,7 +4,7 @@
 attributes that it reads differ between releases; `DeviceRegion` has those of vLLM 0.27 to 0.33.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -13,15 +13,18 @@ from xinference_xavier.pool.region import ROW_ALIGNMENT, Region
 
 
 class DeviceRegion:
-    """The view of one worker, whose cell begins `rank * cell_bytes` bytes into each row."""
+    """The view of one worker, whose cell follows those of lower ranks in each row.
+
+    `cells` has the bytes of each cell.
+    """
 
     page_size = ROW_ALIGNMENT
 
-    def __init__(self, region: Region, rank: int, cell_bytes: int) -> None:
+    def __init__(self, region: Region, rank: int, cells: Sequence[int]) -> None:
         self.rank = rank
         self.num_chunks = region.rows
         self.total_size_bytes = region.size
-        self.cpu_page_size = cell_bytes
+        self.cpu_page_size = cells[rank]
         self.is_pinned = False
         self.pinned_addresses: list[int] = []
         self._row_stride = region.row_bytes
@@ -29,7 +32,7 @@ class DeviceRegion:
         self._base: torch.Tensor | None = torch.from_numpy(region.array.reshape(-1)).view(
             torch.int8
         )
-        self._next_offset = rank * cell_bytes
+        self._start = self._next_offset = sum(cells[:rank])
 
     @property
     def base_tensor(self) -> torch.Tensor:
@@ -45,7 +48,7 @@ class DeviceRegion:
             storage_offset=self._next_offset,
         )
         self._next_offset += tensor_page_size
-        assert self._next_offset <= (self.rank + 1) * self.cpu_page_size
+        assert self._next_offset <= self._start + self.cpu_page_size
         return view
 
     create_next_view = create_next_worker_view  # its name in vLLM 0.27
@@ -56,7 +59,7 @@ class DeviceRegion:
         vLLM 0.33 registers these instead of the region where that saves enough.
         """
         for row in range(self.num_chunks):
-            start = row * self._row_stride + self.rank * self.cpu_page_size
+            start = row * self._row_stride + self._start
             first = start - start % self.page_size
             end = -(-(start + self.cpu_page_size) // self.page_size) * self.page_size
             yield first, end - first
