@@ -121,6 +121,7 @@ PLAIN = {"prompt": "text", "cache_salt": "tenant"}
         ({"prefix_name": "another"}, "story", Keep("story", "tenant")),
         ({"prefix_name": 7}, None, Keep("", "tenant")),
         ({"prompt_cache_retention": "24h"}, None, Keep("", "tenant", 86400.0)),
+        ({"prompt_cache_retention": "24h", "request_id": "mine"}, None, Keep("", "tenant")),
         ({"prompt_cache_retention": ["24h"]}, None, Keep("", "tenant")),
         ({"system": [{"cache_control": {}}]}, None, Keep("", "tenant", 0.0, True)),
     ],

@@ -74,6 +74,8 @@ async def read_keep(body: bytes, header: str | None) -> Keep:
         request = read_body(body)
         name, salt = header or request.get("prefix_name"), request.get("cache_salt")
         retention = request.get("prompt_cache_retention")
+        if request.get("request_id"):  # by which its client may abort it: it must stay as it is
+            retention = None
         return Keep(
             name if isinstance(name, str) else "",
             salt if isinstance(salt, str) else "",

@@ -156,7 +156,9 @@ class Replica:
             self._namespace,
             self._events.differs,
         )
-        self.kept = KeptPrefixes(self._pool, config.pin_fraction, self.engine.take_computed)
+        self.kept = KeptPrefixes(
+            self._pool, config.pin_fraction, self.engine.take_computed, self.engine.take_marked
+        )
         self.recent = RecentPrompts(self._pool, self.engine.take_finished, self.kept.prompts)
         server = await listen(self._host, config.port_range)
         scope.undo(server.stop)
@@ -254,6 +256,7 @@ class Replica:
             self._client.publisher.flush()
             self.donor.grants.expire(time.monotonic())
             self.recent.collect()
+            self.kept.collect()
             for result in self.engine.take_probe_results():
                 take_result(result, self.canary, self._events, self.flush)
             sharing_log.update(self._not_sharing(), len(self.mirror.peers))

@@ -115,33 +115,3 @@ async def test_a_model_has_so_many_names(names: Names, monkeypatch: pytest.Monke
     with pytest.raises(TooManyError, match="'model' has 2 named prefixes; remove some first"):
         await names.add("model", new("c"))
     await names.add("other", new("c"))
-
-
-async def test_what_requests_ask_to_keep_has_no_name(names: Names, clock: Clock) -> None:
-    await names.keep("model", "tenant", CONTENT, 300.0)
-    (kept,) = names.of("model")
-    assert (kept.is_named, kept.tenant, kept.terms) == (False, "tenant", Terms(300.0))
-    assert await names.content(kept) == CONTENT
-    clock.now += 200.0
-    await names.keep("model", "tenant", CONTENT, 300.0)
-    clock.now += 200.0
-    assert await names.expire("model"), "keeping it again was a use"
-    assert names.of("model") == [kept]
-    await names.keep("model", "tenant", CONTENT, 3600.0)
-    assert kept.terms.ttl == 3600.0
-    await names.keep("model", "another", CONTENT, 300.0)
-    assert len(names.of("model")) == 2
-    with pytest.raises(PrefixNotFoundError, match=r"'\\x00.*'$"):
-        names.find("model", "", kept.name)
-
-
-async def test_of_unnamed_ones_the_last_used_stay(
-    names: Names, clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "MAX_UNNAMED", 2)
-    await names.add("model", new())
-    for text in ("a", "b", "a", "c"):
-        clock.now += 1.0
-        await names.keep("model", "", {"prompt": text}, 300.0)
-    kept = [await names.content(each) for each in names.of("model")]
-    assert kept == [CONTENT, {"prompt": "a"}, {"prompt": "c"}]

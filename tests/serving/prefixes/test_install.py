@@ -72,7 +72,6 @@ async def test_a_file_that_cannot_be_read_is_said_and_leaves_the_server_alone(
     (tmp_path / FILE).mkdir(parents=True)
     await prefixes.start()
     assert "the names of prefixes cannot be read" in prefixes.failure
-    prefixes.keep(MODEL, "", GUIDE.content, 60.0)
     assert prefixes.status(MODEL) == {"prefixes": [], "prefix_states": {}}
 
 
@@ -80,7 +79,6 @@ async def test_only_names_without_a_tenant_are_public(prefixes: Prefixes) -> Non
     await prefixes.start()
     await prefixes.names.add(MODEL, GUIDE)
     await prefixes.names.add(MODEL, GUIDE._replace(name="secret", tenant="a"))
-    await prefixes.names.keep(MODEL, "", {"prompt": "unnamed"}, 60.0)
     status = prefixes.status(MODEL)
     assert [each["name"] for each in status["prefixes"]] == ["guide"]
     assert status["prefix_states"] == {"waiting": 2}

@@ -135,20 +135,6 @@ class Keeper:
         self._tend(model_uid)
         return self.report(prefix)
 
-    async def keep(
-        self, model_uid: str, tenant: str, content: Mapping[str, Any], ttl: float
-    ) -> None:
-        """Keep what a request asks for, without a name."""
-        await self._names.keep(model_uid, tenant, content, ttl)
-        self._tend(model_uid)
-
-    async def tokens(self, model_uid: str, tenant: str, content: Mapping[str, Any]) -> int:
-        """Of a content without a name. Raises what the tracker raises."""
-        known = self._names.kept(model_uid, tenant, content)
-        if known is not None and (tokens := self.report(known)["tokens"]):
-            return int(tokens)
-        return int((await self._explain(model_uid, content))["prompt_tokens"])
-
     async def change(self, prefix: Prefix, terms: Terms) -> dict[str, Any]:
         """Raises RefusedError."""
         model = self._models.get(prefix.model_uid, _Model())

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import difflib
-import json
 import time
 from collections.abc import Callable, Mapping
-from hashlib import sha256
 from typing import Any
 
 from xinference_xavier.errors import PrefixNotFoundError, shown
-from xinference_xavier.frontend.prefixes.prefix import UNNAMED, NewPrefix, Prefix, Terms, new_id
+from xinference_xavier.frontend.prefixes.prefix import NewPrefix, Prefix, Terms, new_id
 from xinference_xavier.frontend.prefixes.store import Store
 from xinference_xavier.protocol.prefixes import MAX_PREFIXES
 
-MAX_UNNAMED = 200
-"""Of a model. The one that was used last stays longest."""
 _NEAR = 3
 _USED_APART = 10.0
 """Seconds between two notes of when a prefix was used. A restart may forget so many."""
@@ -59,8 +55,7 @@ class Names:
         prefix = of_model.get((tenant, name))
         if prefix is not None and prefix.expires > self._clock():
             return prefix
-        named = (each for each in of_model.values() if each.is_named)
-        names = [each.name for each in named if each.tenant == tenant]
+        names = [each.name for each in of_model.values() if each.tenant == tenant]
         near = difflib.get_close_matches(name, names, n=_NEAR, cutoff=0.5)
         hint = f"; did you mean {', '.join(map(shown, near))}?" if near else ""
         raise PrefixNotFoundError(f"model {model_uid!r} has no prefix named {shown(name)}{hint}")
@@ -77,25 +72,6 @@ class Names:
         await self._store.add(prefix, new.content)
         self._remember(prefix)
         return prefix
-
-    async def keep(
-        self, model_uid: str, tenant: str, content: Mapping[str, Any], ttl: float
-    ) -> None:
-        """Without a name. Keeping the same content again is a use of it."""
-        of_model = self._by_model.get(model_uid, {})
-        name, known = _unnamed(content), self.kept(model_uid, tenant, content)
-        if known is not None:
-            known.terms = known.terms._replace(ttl=max(ttl, known.terms.ttl))
-            await self.use(known)
-            return
-        unnamed = [prefix for prefix in of_model.values() if not prefix.is_named]
-        if len(unnamed) >= MAX_UNNAMED:
-            await self.remove(min(unnamed, key=lambda prefix: prefix.used))
-        await self.add(model_uid, NewPrefix(name, tenant, content, Terms(ttl)))
-
-    def kept(self, model_uid: str, tenant: str, content: Mapping[str, Any]) -> Prefix | None:
-        """The prefix without a name that has this content."""
-        return self._by_model.get(model_uid, {}).get((tenant, _unnamed(content)))
 
     async def change(self, prefix: Prefix, terms: Terms) -> None:
         prefix.terms, prefix.used = terms, self._clock()
@@ -135,7 +111,3 @@ class Names:
                 self._by_model.pop(prefix.model_uid, None)
             self._noted.pop(prefix.id, None)
         await self._store.remove([prefix.id for prefix in prefixes])
-
-
-def _unnamed(content: Mapping[str, Any]) -> str:
-    return UNNAMED + sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -20,8 +20,6 @@ MAX_NAME = 200
 MAX_TTL = 366 * 86400.0
 """Seconds."""
 DEFAULT_TTL = 3600.0
-UNNAMED = "\0"
-"""How the names of unnamed prefixes begin; no client can use them."""
 LORA = "lora_name"
 """The field of a request, and of a content, that names an adapter. Its rows are the adapter's."""
 Retention = Literal["soft", "hard"]
@@ -63,10 +61,6 @@ class Prefix:
     created: float
     used: float
     """Wall-clock seconds."""
-
-    @property
-    def is_named(self) -> bool:
-        return not self.name.startswith(UNNAMED)
 
     @property
     def expires(self) -> float:

@@ -72,6 +72,8 @@ class Store:
         if version == 0:
             self._connection.execute(_SCHEMA)
             self._connection.execute(f"PRAGMA user_version = {VERSION}")
+        # Earlier versions wrote down what requests asked to keep, under names that begin so.
+        self._connection.execute("DELETE FROM prefixes WHERE name < ?", ("\1",))
         rows = self._connection.execute(
             "SELECT id, model_uid, tenant, name, ttl, copies, retention, created, used"
             " FROM prefixes ORDER BY created"

@@ -15,7 +15,6 @@ from xinference_xavier.frontend.prefixes.prefix import LORA
 from xinference_xavier.frontend.prefixes.store import SchemaError, Store
 from xinference_xavier.frontend.request_body import Message, Receive
 from xinference_xavier.runtime.deadline import within
-from xinference_xavier.runtime.tasks import spawn
 from xinference_xavier.serving.tracker_gateway import TrackerGateway
 from xinference_xavier.stats.routing import KnownLoad
 
@@ -60,19 +59,12 @@ class Prefixes:
 
     def status(self, model_uid: str) -> dict[str, Any]:
         """Reports of the names that belong to no tenant, and how many are in each state."""
-        named = [prefix for prefix in self.names.of(model_uid) if prefix.is_named]
+        named = self.names.of(model_uid)
         reports = [(prefix.tenant, self.keeper.report(prefix)) for prefix in named]
         return {
             "prefixes": [report for tenant, report in reports if not tenant],
             "prefix_states": Counter(report["state"] for _, report in reports),
         }
-
-    def keep(self, model_uid: str, tenant: str, content: Mapping[str, Any], ttl: float) -> None:
-        if not self.failure:
-            spawn(self.keeper.keep(model_uid, tenant, content, ttl))
-
-    async def measure(self, model_uid: str, tenant: str, content: Mapping[str, Any]) -> int:
-        return await self.keeper.tokens(model_uid, tenant, content)
 
     def _loads(self, model_uid: str) -> Mapping[str, KnownLoad]:
         router = self._trackers.routers.get(model_uid)

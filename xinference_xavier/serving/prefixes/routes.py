@@ -69,7 +69,7 @@ class PrefixRoutes:
         prefixes = [
             self._prefixes.keeper.report(each)
             for each in self._prefixes.names.of(model_uid)
-            if each.is_named and each.tenant == tenant
+            if each.tenant == tenant
         ]
         return JSONResponse({"prefixes": prefixes})
 
