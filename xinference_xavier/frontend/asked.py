@@ -48,7 +48,8 @@ async def read_question(
         text = prompt_text(request if before is None else with_prefix(request, before))
         return Question(text, session_of(request, session), request_id)
 
-    return read() if len(body) < _LONG else await asyncio.to_thread(read)
+    short = len(body) < _LONG and before is None  # a named text may have megabytes
+    return read() if short else await asyncio.to_thread(read)
 
 
 class Keep(NamedTuple):
