@@ -38,7 +38,7 @@ from xinference_xavier.protocol.load import Load, ScheduledPrompt
 from xinference_xavier.protocol.tracker import tracker_uid
 from xinference_xavier.replica.canary import ProbeResult, Sketch
 from xinference_xavier.replica.explain import Chunked, Chunker
-from xinference_xavier.replica.kept_prefixes import ComputedPrefix
+from xinference_xavier.replica.kept_prefixes import ComputedPrefix, MarkedPrompt
 from xinference_xavier.replica.replica import Replica
 from xinference_xavier.tiers.base import Claim, Fetch, FetchState
 from xinference_xavier.tracker.actor import BlockTracker
@@ -116,6 +116,7 @@ class _Engine:
         self.load: Callable[[], Load | None] = lambda: None
         self.take_prompts: Callable[[], tuple[ScheduledPrompt, ...]] = lambda: ()
         self.take_computed: Callable[[], tuple[ComputedPrefix, ...]] = lambda: ()
+        self.take_marked: Callable[[], tuple[MarkedPrompt, ...]] = lambda: ()
         self.finished: list[Sequence[bytes]] = []
 
     @property

@@ -53,6 +53,9 @@ class NamedWork:
     def take_computed(self) -> tuple[ComputedPrefix, ...]:
         return tuple(self._named.popleft() for _ in range(len(self._named)))
 
+    def take_marked(self) -> tuple[()]:
+        return ()
+
     def scheduled(self, req_id: str, prompt: int, have: int) -> None:
         pass
 

@@ -96,7 +96,7 @@ class NamedPrefixes:
 
     # -- what the keeper calls ----------------------------------------------------------------
 
-    async def _call(self, model_uid: str, method: str, *args: Any) -> Any:
+    async def _call(self, model_uid: str, method: str, *args: Any, deadline: float = 10.0) -> Any:
         if method == "explain":
             tokens = CHUNKS * CHUNK_TOKENS
             return {

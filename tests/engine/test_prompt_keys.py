@@ -105,6 +105,14 @@ def test_messages_go_through_the_model_s_template(vllm_config: VllmConfig) -> No
     assert asked == chunker({"prompt": written})
 
 
+def test_tools_are_counted(vllm_config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    chunker = chunker_of(vllm_config)
+    template = "{% for tool in tools %}{{ tool.name }}{% endfor %}{{ messages[0].content }}"
+    monkeypatch.setattr(chunker._loaded_tokenizer(), "chat_template", template)
+    asked = {"messages": [{"role": "user", "content": "?"}], "tools": [{"name": "look " * 300}]}
+    assert chunker(asked) == chunker({"prompt": "look " * 300 + "?"})
+
+
 def test_a_template_that_fails_is_an_error(
     vllm_config: VllmConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -32,6 +32,7 @@ from xinference_xavier.protocol.load import (
     check_load,
     check_prompts,
 )
+from xinference_xavier.protocol.prefixes import Keeping, with_keeping
 from xinference_xavier.protocol.tracker import SHORT_KEY, unpack
 from xinference_xavier.runtime.validate import MAX_IDENTIFIER
 
@@ -314,6 +315,16 @@ class TestRates:
                 engine.end_step()
         rates = engine.load().rates
         assert rates == pytest.approx((1 / SPEED, 0.0, 0.2, 0.02 / ROW_BYTES))
+
+
+class TestPromptsToKeep:
+    def test_are_those_whose_requests_say_so(self, engine: Counted) -> None:
+        keeping = Keeping(300.0, 0.5)
+        keys = chunks("prompt", 3)
+        engine.start(f"0_{with_keeping('r', keeping)}-0123abcd", 3 * CHUNK, keys=keys)
+        engine.start("s", 3 * CHUNK, keys=keys)
+        assert engine.workload.take_marked() == ((keeping, tuple(keys)),)
+        assert engine.workload.take_marked() == ()
 
 
 class TestPrompts:

@@ -120,6 +120,7 @@ PLAIN = {"prompt": "text", "cache_salt": "tenant"}
         ({}, "story", Keep("story", "tenant")),
         ({"prefix_name": "another"}, "story", Keep("story", "tenant")),
         ({"prompt_cache_retention": "24h"}, None, Keep("", "tenant", 86400.0)),
+        ({"prompt_cache_retention": "24h", "request_id": "mine"}, None, Keep("", "tenant")),
         ({"prompt_cache_retention": ["24h"]}, None, Keep("", "tenant")),
     ],
 )

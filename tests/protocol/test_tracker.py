@@ -24,7 +24,12 @@ def test_unpacked_keys_are_those_that_were_packed_in_order() -> None:
 
 
 @pytest.mark.parametrize(
-    "question", [{"prompt": "why?"}, {"messages": [{"role": "user", "content": "why?"}]}]
+    "question",
+    [
+        {"prompt": "why?"},
+        {"messages": [{"role": "user", "content": "why?"}]},
+        {"messages": [{"role": "user", "content": "why?"}], "tools": [{"name": "look"}]},
+    ],
 )
 def test_a_question_is_a_prompt_or_a_chat(question: dict[str, Any]) -> None:
     check_question(question)
@@ -41,10 +46,12 @@ def test_a_question_is_a_prompt_or_a_chat(question: dict[str, Any]) -> None:
         {"messages": ["why?"]},
         {"messages": [{"content": "why?"}]},
         {"messages": [{"role": "user", "content": float("nan")}]},
+        {"prompt": "why?", "tools": []},
+        {"messages": [{"role": "user", "content": "why?"}], "tools": "question"},
     ],
 )
 def test_any_other_question_is_refused(wrong: object) -> None:
-    with pytest.raises(ValueError, match=r"question|message"):
+    with pytest.raises(ValueError, match=r"question|message|tools"):
         check_question(wrong)
 
 

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import pytest
 
 from xinference_xavier.pool.pool import Pool
-from xinference_xavier.protocol.prefixes import KeptPrefix
-from xinference_xavier.replica.kept_prefixes import ComputedPrefix, KeptPrefixes
+from xinference_xavier.protocol.prefixes import Keeping, KeptPrefix
+from xinference_xavier.replica import kept_prefixes as module
+from xinference_xavier.replica.kept_prefixes import ComputedPrefix, KeptPrefixes, MarkedPrompt
 
 A, B, C = ("a" * 16, "b" * 16, "c" * 16)
 SLOTS = 8
@@ -20,11 +21,30 @@ class Replica:
     def __init__(self) -> None:
         self.pool = Pool(SLOTS)
         self.computed: list[ComputedPrefix] = []
-        self.kept = KeptPrefixes(self.pool, 0.5, self.take)
+        self.marked: list[MarkedPrompt] = []
+        self.now = 0.0
+        self.kept = KeptPrefixes(
+            self.pool, 0.5, self.take, self.take_marked, clock=lambda: self.now
+        )
 
     def take(self) -> Sequence[ComputedPrefix]:
         taken, self.computed = self.computed, []
         return taken
+
+    def take_marked(self) -> Sequence[MarkedPrompt]:
+        taken, self.marked = self.marked, []
+        return taken
+
+    def mark(self, keys: bytes, seconds: float = 300.0, share: float = 1.0) -> None:
+        self.marked.append(MarkedPrompt(Keeping(seconds, share), split(keys)))
+        self.store(keys)
+        self.kept.collect()
+
+    def survivors(self) -> bytes:
+        """What is left when others have filled the rest of the pool."""
+        others = bytes(range(200, 200 + SLOTS - len(self.kept._uses)))
+        self.store(others)
+        return self.holds().translate(None, others)
 
     def compute(self, prefix: str, keys: bytes) -> None:
         self.computed.append(ComputedPrefix(prefix, 100, split(keys)))
@@ -71,8 +91,77 @@ def test_what_nobody_wants_is_not_kept(replica: Replica) -> None:
     assert replica.kept.keep({A: True}).prefixes == {}, "it has to be computed again"
     replica.compute(A, b"abc")
     replica.kept.keep({A: True})
-    assert replica.kept.keep({}).prefixes == {}
+    assert replica.kept.keep({}).firm_chunks == 0
+    replica.now += 6.0
+    replica.kept.collect()
+    assert replica.kept.keep(None).prefixes == {}
     assert len(replica.pool.reserve(split(b"01234567")).rows) == SLOTS
+
+
+def test_what_one_keeper_does_not_know_yet_is_not_dropped_for_another(replica: Replica) -> None:
+    for _ in range(10):
+        replica.now += 0.5
+        replica.kept.keep({A: False, B: True})
+        if not replica.kept.prompts():
+            replica.compute(B, b"xy")
+        replica.now += 0.5
+        replica.kept.keep({A: False})
+    kept = replica.kept.keep({A: False, B: True})
+    assert kept.prefixes == {B: KeptPrefix(100, 2, 2, True)}
+
+
+def test_a_marked_prompt_is_kept_until_it_expires(replica: Replica) -> None:
+    replica.mark(b"abc", seconds=300.0)
+    assert replica.survivors() == b"abc"
+    replica.now += 300.0
+    replica.kept.collect()
+    assert len(replica.pool.reserve(split(b"01234567")).rows) == SLOTS
+    assert replica.holds() == b""
+
+
+def test_each_turn_of_a_conversation_takes_the_place_of_the_last_one(replica: Replica) -> None:
+    for turn in (b"ab", b"abc", b"abcd"):
+        replica.mark(turn)
+    assert [mark.keys for mark in replica.kept._marks] == [split(b"abcd")]
+    assert replica.survivors() == b"abcd"
+
+
+def test_a_mark_that_lives_longer_stays(replica: Replica) -> None:
+    replica.mark(b"ab", seconds=3600.0)
+    replica.mark(b"abc", seconds=300.0)
+    replica.now += 301.0
+    replica.kept.collect()
+    assert replica.survivors() == b"ab"
+
+
+def test_only_the_marked_part_of_each_group_is_kept(replica: Replica) -> None:
+    first, second = (b"%d\0\0\0\1" % number for number in range(2))
+    others = [b"%d\0\0\0\2" % number for number in range(4)]
+    replica.marked.append(MarkedPrompt(Keeping(300.0, 0.5), [first, second, *others]))
+    replica.kept.collect()
+    assert [mark.keys for mark in replica.kept._marks] == [[first, *others[:2]]]
+
+
+def test_marks_are_bounded_by_their_number_and_by_the_pool(
+    replica: Replica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MAX_MARKS", 2)
+    for keys in (b"ab", b"cd", b"ef"):
+        replica.mark(keys)
+    assert [mark.keys for mark in replica.kept._marks] == [split(b"cd"), split(b"ef")]
+    replica.mark(b"ghijk")
+    assert [mark.keys for mark in replica.kept._marks] == [split(b"ef"), split(b"ghijk")]
+    replica.mark(b"0123456789")
+    assert len(replica.kept._marks) == 2, "more than the pool holds"
+
+
+def test_chunks_of_a_name_stay_when_a_mark_of_them_expires(replica: Replica) -> None:
+    replica.compute(A, b"abc")
+    replica.kept.keep({A: False})
+    replica.mark(b"abcd", seconds=1.0)
+    replica.now += 2.0
+    replica.kept.collect()
+    assert replica.survivors() == b"abc"
 
 
 def test_chunks_stay_as_long_as_any_prefix_needs_them(replica: Replica) -> None:

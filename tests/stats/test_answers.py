@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from xinference_xavier.stats.answers import Chunk, EventRecord, Explanation, Forecast, Reuse
+from xinference_xavier.stats.answers import (
+    Chunk,
+    EventRecord,
+    Explanation,
+    Forecast,
+    NamedPrefix,
+    PrefixCopy,
+    Reuse,
+)
 
 
 def test_an_event_keeps_all_of_its_fields() -> None:
@@ -45,3 +53,15 @@ def test_the_replica_that_answers_first_has_the_least_to_do_in_all() -> None:
     assert explanation.forecasts == {"m-0": Forecast(0.25, 0.0, 2.0), "m-1": Forecast(0.5, 0.5, 1)}
     assert [each.total for each in explanation.forecasts.values()] == [2.25, 2.0]
     assert explanation.first == "m-1"
+
+
+def test_a_prefix_of_a_later_server_may_have_more_fields() -> None:
+    raw = {
+        **{"name": "guide", "state": "kept", "reason": "", "tokens": 300, "chunks": 2},
+        **{"ttl": 60.0, "copies": 1, "retention": "soft", "wings": 2},
+        **{"created": 1.0, "used": 2.0, "expires": 62.0},
+        "replicas": {"m-0": {"tokens": 300, "chunks": 2, "held": 1, "feathers": 3}},
+    }
+    prefix = NamedPrefix.of(raw)
+    assert (prefix.name, prefix.raw["wings"]) == ("guide", 2)
+    assert prefix.replicas == {"m-0": PrefixCopy(300, 2, 1)}

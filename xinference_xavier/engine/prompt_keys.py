@@ -51,7 +51,7 @@ class PromptChunker:
         self._tokenizer: Any = None
 
     def __call__(self, question: dict[str, Any]) -> Chunked:
-        """Chunk `{"prompt": text}` or `{"messages": [...]}`.
+        """Chunk `{"prompt": text}` or `{"messages": [...]}`, which may have `tools`, too.
 
         Raises:
             ExplainError: there is no tokenizer, or it rejects the question.
@@ -81,7 +81,10 @@ class PromptChunker:
             if not getattr(tokenizer, "chat_template", None):
                 raise ExplainError("the model's tokenizer has no chat template; ask with a prompt")
             prompt = tokenizer.apply_chat_template(
-                question["messages"], tokenize=False, add_generation_prompt=True
+                question["messages"],
+                tools=question.get("tools") or None,
+                tokenize=False,
+                add_generation_prompt=True,
             )
         tokens: list[int] = tokenizer.encode(prompt)
         return tokens

@@ -14,7 +14,7 @@ from xinference_xavier.pool.pool import Row
 from xinference_xavier.protocol.load import Load, ScheduledPrompt
 from xinference_xavier.replica.canary import ProbeResult, Sketch
 from xinference_xavier.replica.explain import Chunker
-from xinference_xavier.replica.kept_prefixes import ComputedPrefix
+from xinference_xavier.replica.kept_prefixes import ComputedPrefix, MarkedPrompt
 from xinference_xavier.replica.recent_prompts import MAX_REQUESTS
 from xinference_xavier.stats.schema import Hits
 
@@ -96,3 +96,6 @@ class EngineView:
 
     def take_computed(self) -> tuple[ComputedPrefix, ...]:
         return () if self.workload is None else self.workload.take_computed()
+
+    def take_marked(self) -> tuple[MarkedPrompt, ...]:
+        return () if self.workload is None else self.workload.take_marked()

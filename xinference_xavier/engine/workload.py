@@ -28,9 +28,9 @@ from xinference_xavier.protocol.load import (
     Serving,
     reported_id,
 )
-from xinference_xavier.protocol.prefixes import MAX_PREFIXES, prefix_of
+from xinference_xavier.protocol.prefixes import MAX_PREFIXES, keeping_of, prefix_of
 from xinference_xavier.protocol.tracker import SHORT_KEY, pack
-from xinference_xavier.replica.kept_prefixes import ComputedPrefix
+from xinference_xavier.replica.kept_prefixes import MAX_MARKS, ComputedPrefix, MarkedPrompt
 
 _OWN_ID = re.compile(r"(?:\d+_)?(.+?)(?:-[0-9a-f]{8})?")
 """vLLM appends eight digits to a request's id, and puts a number before each of several answers."""
@@ -64,6 +64,7 @@ class Workload:
         self._clock = clock
         self._prompts: deque[ScheduledPrompt] = deque(maxlen=MAX_PROMPTS)
         self._computed: deque[ComputedPrefix] = deque(maxlen=MAX_PREFIXES)
+        self._marked: deque[MarkedPrompt] = deque(maxlen=MAX_MARKS)
 
     # -- called by the scheduler thread ------------------------------------------------------
 
@@ -86,6 +87,8 @@ class Workload:
         if (prefix := prefix_of(name)) is not None:
             every = tuple(dict.fromkeys(request.row_keys()))
             self._computed.append(ComputedPrefix(prefix, prompt, every))
+        elif (keeping := keeping_of(name)) is not None:
+            self._marked.append(MarkedPrompt(keeping, tuple(dict.fromkeys(request.row_keys()))))
         if name.isprintable():
             keys = self._selection.main_keys(request)[:MAX_PROMPT_KEYS]
             short = pack(key[-SHORT_KEY:] for key in keys)
@@ -142,6 +145,10 @@ class Workload:
     def take_computed(self) -> tuple[ComputedPrefix, ...]:
         """The prefixes that were scheduled since the last call."""
         return tuple(self._computed.popleft() for _ in range(len(self._computed)))
+
+    def take_marked(self) -> tuple[MarkedPrompt, ...]:
+        """The prompts to keep that were scheduled since the last call."""
+        return tuple(self._marked.popleft() for _ in range(len(self._marked)))
 
 
 def _own_id(req_id: str) -> str:

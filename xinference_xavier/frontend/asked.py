@@ -62,7 +62,8 @@ async def parsed_question(
         text = NO_TEXT if size > MAX_BODY else prompt_text(whole)
         return _question(request, text, session)
 
-    return read() if size < _LONG and before is None else await asyncio.to_thread(read)
+    short = size < _LONG and before is None  # a named text may have megabytes
+    return read() if short else await asyncio.to_thread(read)
 
 
 def _question(request: Mapping[str, Any], text: Text, session: str | None) -> Question:
@@ -91,6 +92,8 @@ def read_keep(request: Mapping[str, Any], header: str | None, marks: bool) -> Ke
             f"prefix_name={shown(name)} is not the name of a prefix; give a text, or leave it out"
         )
     retention = request.get("prompt_cache_retention")
+    if request.get("request_id"):  # by which its client may abort it: it must stay as it is
+        retention = None
     seconds = RETENTIONS.get(retention, 0.0) if isinstance(retention, str) else 0.0
     return Keep(name or "", request.get(SALT) or "", seconds, marks)
 

@@ -170,15 +170,17 @@ def check_weights_version(version: object) -> None:
 
 
 def check_question(question: object) -> None:
-    """A prompt, or the messages of a chat, as in a request."""
+    """A prompt, or the messages of a chat and perhaps its tools, as in a request."""
     names = list(question) if isinstance(question, dict) else []
     match question:
         case {"prompt": str() as prompt} if names == ["prompt"] and prompt:
             pass
-        case {"messages": [_, *_] as messages} if names == ["messages"]:
+        case {"messages": [_, *_] as messages, **rest} if rest.keys() <= {"tools"}:
             for message in messages:
                 if not isinstance(message, dict) or not isinstance(message.get("role"), str):
                     raise ValueError(f"message={shown(message)} is not an object with a role")
+            if not isinstance(tools := rest.get("tools", []), list):
+                raise ValueError(f"tools={shown(tools)} is not a list")
         case _:
             raise ValueError('the question is neither {"prompt": "…"} nor {"messages": […]}')
     check_json_size("question", question, MAX_QUESTION_BYTES)

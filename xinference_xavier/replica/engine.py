@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from xinference_xavier.replica.canary import ProbeResult, Sketch
 from xinference_xavier.replica.explain import Chunker
-from xinference_xavier.replica.kept_prefixes import ComputedPrefix
+from xinference_xavier.replica.kept_prefixes import ComputedPrefix, MarkedPrompt
 from xinference_xavier.replica.load_reporter import Source
 from xinference_xavier.replica.recent_prompts import Prompt
 
@@ -31,6 +31,9 @@ class Engine(Source, Protocol):
 
     def take_computed(self) -> tuple[ComputedPrefix, ...]:
         """The prefixes that it was given since the last call."""
+
+    def take_marked(self) -> tuple[MarkedPrompt, ...]:
+        """The prompts that it was given since the last call and that are to be kept."""
 
     def take_finished(self) -> Sequence[Prompt]:
         """The prompts of the requests that ended since the last call."""

@@ -1,10 +1,18 @@
 """The prefixes that a replica keeps in its pool, as the chunks that its engine made of them.
 
-Threading: on the replica's background loop. Bounded: the replica keeps only what the tracker wants.
+Named ones are kept as long as a keeper wants them. Several keepers may: one API process takes the
+place of another. So a prefix stays for some seconds after the last message that wanted it, and what
+one keeper does not know yet is not dropped for another. Marked prompts, which requests asked to
+keep, need no keeper: they expire.
+
+Threading: on the replica's background loop. Bounded: the replica keeps only what trackers want, and
+of marked prompts no more than its pool holds.
 """
 
 from __future__ import annotations
 
+import math
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +21,13 @@ from typing import NamedTuple
 from xinference_xavier.pool.eviction import Protection
 from xinference_xavier.pool.pool import Pool
 from xinference_xavier.pool.sweep import protect
-from xinference_xavier.protocol.prefixes import Kept, KeptPrefix, check_wanted
+from xinference_xavier.protocol.prefixes import Keeping, Kept, KeptPrefix, check_wanted
+
+MAX_MARKS = 1000
+"""Marked prompts. Those that were used last stay."""
+_SETTLING = 5.0
+"""Seconds for which a prefix stays that no keeper wants any more."""
+_GROUP = slice(-4, None)  # the part of a key that is the number of its KV-cache group
 
 
 class ComputedPrefix(NamedTuple):
@@ -24,6 +38,13 @@ class ComputedPrefix(NamedTuple):
     keys: Sequence[bytes]
 
 
+class MarkedPrompt(NamedTuple):
+    """vLLM has scheduled a request whose prompt is to be kept. `keys` are those of its chunks."""
+
+    keeping: Keeping
+    keys: Sequence[bytes]
+
+
 @dataclass(slots=True)
 class _Prefix:
     tokens: int
@@ -31,17 +52,32 @@ class _Prefix:
     firm: bool = False
 
 
+class _Mark(NamedTuple):
+    keys: Sequence[bytes]
+    expires: float
+
+
 class KeptPrefixes:
     """At most `fraction` of the pool is kept firmly. Prefixes beyond that are evicted last."""
 
     def __init__(
-        self, pool: Pool, fraction: float, take_computed: Callable[[], Iterable[ComputedPrefix]]
+        self,
+        pool: Pool,
+        fraction: float,
+        take_computed: Callable[[], Iterable[ComputedPrefix]],
+        take_marked: Callable[[], Iterable[MarkedPrompt]] = tuple,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`take_computed` returns the prefixes that the engine was given since its last call."""
+        """`take_computed` returns the prefixes that the engine was given since its last call, and
+        `take_marked` the prompts to keep. `clock` returns monotonic seconds."""
         self._pool = pool
         self._take_computed = take_computed
+        self._take_marked = take_marked
+        self._clock = clock
         self._budget = int(pool.slots * fraction)
+        self._wanted: dict[str, float] = {}  # when a keeper wanted it last
         self._prefixes: dict[str, _Prefix] = {}
+        self._marks: list[_Mark] = []  # the one that was used last at the end
         self._uses: Counter[bytes] = Counter()
         self._firm_uses: Counter[bytes] = Counter()
 
@@ -62,17 +98,35 @@ class KeptPrefixes:
         return Kept(kept, self._pool.slots, self._budget, len(self._firm_uses))
 
     def prompts(self) -> list[Sequence[bytes]]:
-        """The keys of each."""
+        """The keys of each named prefix."""
         return [prefix.keys for prefix in self._prefixes.values()]
 
+    def collect(self) -> None:
+        """Call it now and then: keeps what was marked, and drops what nobody needs any more."""
+        now = self._clock()
+        for keeping, keys in self._take_marked():
+            self._mark(_leading(keys, keeping.share), now + keeping.seconds)
+        for mark in [mark for mark in self._marks if mark.expires <= now]:
+            self._unmark(mark)
+        for name in [name for name, at in self._wanted.items() if now - at > _SETTLING]:
+            del self._wanted[name]
+            if name in self._prefixes:
+                self._drop(name)
+
+    # -- named prefixes ------------------------------------------------------------------------
+
     def _change(self, wanted: Mapping[str, bool]) -> None:
-        for name in self._prefixes.keys() - wanted.keys():
-            self._drop(name)
+        self._wanted.update(dict.fromkeys(wanted, self._clock()))
+        self.collect()
         for computed in self._take_computed():
-            if computed.prefix in wanted:
+            if computed.prefix in self._wanted:
                 self._add(computed)
+        # What is not wanted makes room at once for firm ones that are.
         for name, prefix in self._prefixes.items():
-            self._set_firm(prefix, wanted[name])
+            if not wanted.get(name, False):
+                self._set_firm(prefix, False)
+        for name, prefix in self._prefixes.items():
+            self._set_firm(prefix, wanted.get(name, False))
 
     def _add(self, computed: ComputedPrefix) -> None:
         name, tokens, keys = computed
@@ -98,6 +152,39 @@ class KeptPrefixes:
         prefix = self._prefixes.pop(name)
         self._set_firm(prefix, False)
         protect(self._pool, _remove(self._uses, prefix.keys), Protection.NONE)
+
+    # -- marked prompts ------------------------------------------------------------------------
+
+    def _mark(self, keys: Sequence[bytes], expires: float) -> None:
+        """Takes the place of each mark that it covers, such as that of the conversation's last
+        turn, unless that one lives longer."""
+        if not 0 < len(keys) <= self._pool.slots:
+            return
+        mark, covered = _Mark(keys, expires), frozenset(keys)
+        protect(self._pool, _add(self._uses, keys), Protection.SOFT)
+        for earlier in [*self._marks]:
+            if earlier.expires <= expires and covered.issuperset(earlier.keys):
+                self._unmark(earlier)
+        self._marks.append(mark)
+        while (
+            len(self._marks) > MAX_MARKS
+            or sum(len(each.keys) for each in self._marks) > self._pool.slots
+        ):
+            self._unmark(self._marks[0])
+
+    def _unmark(self, mark: _Mark) -> None:
+        self._marks.remove(mark)
+        protect(self._pool, _remove(self._uses, mark.keys), Protection.NONE)
+
+
+def _leading(keys: Sequence[bytes], share: float) -> Sequence[bytes]:
+    """That part of each group's chunks, and the one in which it ends."""
+    if share == 1.0:
+        return keys
+    groups: dict[bytes, list[bytes]] = {}
+    for key in keys:
+        groups.setdefault(key[_GROUP], []).append(key)
+    return [key for each in groups.values() for key in each[: math.ceil(len(each) * share)]]
 
 
 def _add(uses: Counter[bytes], keys: Iterable[bytes]) -> list[bytes]:

@@ -155,7 +155,9 @@ class Replica:
             self._namespace,
             self._differs,
         )
-        self.kept = KeptPrefixes(self._pool, config.pin_fraction, self.engine.take_computed)
+        self.kept = KeptPrefixes(
+            self._pool, config.pin_fraction, self.engine.take_computed, self.engine.take_marked
+        )
         self.recent = RecentPrompts(self._pool, self.engine.take_finished, self.kept.prompts)
         server = await listen(self._host, config.port_range)
         scope.undo(server.stop)
@@ -258,6 +260,7 @@ class Replica:
             self._client.publisher.flush()
             self.donor.grants.expire(time.monotonic())
             self.recent.collect()
+            self.kept.collect()
             for result in self.engine.work_on_probes():
                 take_result(result, self.canary, self._events, self.flush)
             sharing_log.update(self._not_sharing(), len(self.mirror.peers))

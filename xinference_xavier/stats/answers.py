@@ -1,7 +1,7 @@
 """Typed answers of the REST interface, other than stats."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Self
 
 from xinference_xavier.stats.reading import read
@@ -129,7 +129,9 @@ class NamedPrefix:
     @classmethod
     def of(cls, raw: Mapping[str, Any]) -> Self:
         copies = {name: read(PrefixCopy, copy) for name, copy in raw["replicas"].items()}
-        return cls(**{**raw, "replicas": copies}, raw=raw)
+        own = {each.name for each in fields(cls)}
+        known = {name: value for name, value in raw.items() if name in own}
+        return cls(**{**known, "replicas": copies, "raw": raw})
 
     @property
     def progress(self) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from xinference_xavier.stats.routing import KnownLoad
 
 MODEL = "model"
 CHUNK, CONTEXT, BUDGET = 128, 4096, 10
+SETTLING = 5.0
+"""Seconds for which a replica keeps what nobody wants any more."""
 PATIENCE = 30.0
 """Seconds after which a test that waits has failed."""
 
@@ -27,6 +30,7 @@ PATIENCE = 30.0
 class Replica:
     def __init__(self) -> None:
         self.wanted: Mapping[str, bool] = {}
+        self.wanted_at: dict[str, float] = {}
         self.held: dict[str, int] = {}
         """Chunks of prefixes that were computed here."""
         self.requests: list[str] = []
@@ -46,12 +50,14 @@ class Cluster:
         self.runs = True
         self.failure: Exception | None = None
         self.asked = asyncio.Event()
+        self.question: Mapping[str, Any] = {}
 
-    async def call(self, model_uid: str, method: str, argument: Any) -> Any:
+    async def call(self, model_uid: str, method: str, argument: Any, deadline: float = 10.0) -> Any:
         if model_uid != MODEL or not self.runs:
             raise NotFoundError(f"model {model_uid!r} does not share its cache here")
         if method == "explain":
-            assert set(argument) <= {"prompt", "messages"}
+            assert deadline > 60.0, "the first question loads the tokenizer"
+            self.question = argument
             sizes = {"chunk_tokens": CHUNK, "context_tokens": CONTEXT}
             return {"prompt_tokens": self.tokens, **sizes}
         assert method == "keep_prefixes"
@@ -63,11 +69,16 @@ class Cluster:
     def keep(self, replica: Replica, wanted: Mapping[str, bool] | None) -> Kept:
         if wanted is not None:
             replica.wanted = wanted
-            replica.held = {name: held for name, held in replica.held.items() if name in wanted}
+            replica.wanted_at.update(dict.fromkeys(wanted, self.now))
+            replica.held = {
+                name: held
+                for name, held in replica.held.items()
+                if self.now - replica.wanted_at[name] <= SETTLING
+            }
         chunks = self.tokens // CHUNK
-        firm = sum(chunks for name in replica.held if replica.wanted[name])
+        firm = sum(chunks for name in replica.held if replica.wanted.get(name))
         prefixes = {
-            name: KeptPrefix(self.tokens, chunks, held, replica.wanted[name])
+            name: KeptPrefix(self.tokens, chunks, held, replica.wanted.get(name, False))
             for name, held in replica.held.items()
         }
         return Kept(prefixes, 2 * BUDGET, BUDGET, firm)
@@ -81,7 +92,7 @@ class Cluster:
         if self.failure is not None:
             raise self.failure
         prefix = prefix_of(number)
-        assert prefix in replica.wanted, "it was told before to keep it"
+        assert prefix in replica.wanted_at, "it was told before to keep it"
         replica.held[prefix] = self.tokens // CHUNK
 
     def loads(self, model_uid: str) -> Mapping[str, KnownLoad]:
@@ -127,6 +138,7 @@ class Kit:
         """The keeper looks once, or twice."""
         for _ in range(10):
             await asyncio.sleep(0)
+        await self.names.refresh()  # waits for the thread that reads the file
 
 
 @pytest.fixture(autouse=True)
@@ -143,12 +155,12 @@ def cluster() -> Cluster:
 @pytest.fixture
 async def kit(cluster: Cluster, tmp_path: Path) -> AsyncIterator[Kit]:
     store = Store(tmp_path / "prefixes.db")
-    names = Names(store, cluster.clock)
+    names = Names(store, cluster.clock, cluster.clock)
     await names.load()
     kit = Kit(cluster, names)
     yield kit
     await kit.keeper.close()
-    await store.close()
+    await names.close()
 
 
 async def test_one_copy_is_made_at_the_replica_that_has_least_to_do(kit: Kit) -> None:
@@ -271,7 +283,7 @@ async def test_a_prefix_that_nobody_uses_is_dropped(kit: Kit) -> None:
     await kit.kept()
     kit.cluster.now += 61.0
     await kit.until(lambda: not any(each.wanted for each in kit.cluster.replicas.values()))
-    assert kit.names.models() == []
+    assert kit.names.of(MODEL) == []
 
 
 @pytest.mark.parametrize(
@@ -302,3 +314,92 @@ async def test_firm_prefixes_have_a_budget(kit: Kit) -> None:
     changed = await kit.keeper.change(kit.names.find(MODEL, "", "a"), Terms())
     assert changed["retention"] == "soft"
     await kit.until(lambda: kit.cluster.replicas["m-0"].wanted != {})
+
+
+async def test_a_hard_one_needs_room_at_all_replicas_before_it_is_copied_to_them(kit: Kit) -> None:
+    await kit.add("a", Terms(retention="hard"))
+    (home,) = (await kit.kept("a"))["replicas"]
+    for number in range(2):
+        await kit.add(f"b{number}", Terms(copies="all", retention="soft"))
+        await kit.kept(f"b{number}")
+    other = next(name for name in kit.cluster.replicas if name != home)
+    await kit.names.change(kit.names.find(MODEL, "", "b0"), Terms(copies="all", retention="hard"))
+    await kit.until(lambda: kit.report("b0")["replicas"][other]["firm"])
+    kit.cluster.tokens = 6 * CHUNK
+    with pytest.raises(RefusedError, match="retention=hard needs"):
+        await kit.keeper.change(
+            kit.names.find(MODEL, "", "a"), Terms(copies="all", retention="hard")
+        )
+    changed = await kit.keeper.change(kit.names.find(MODEL, "", "a"), Terms(60.0, retention="hard"))
+    assert changed["ttl"] == 60.0
+
+
+async def test_tools_count(kit: Kit) -> None:
+    content = {"messages": [{"role": "user", "content": "?"}], "tools": [{"name": "look"}]}
+    await kit.keeper.add(MODEL, NewPrefix("agent", "", content, Terms()))
+    assert kit.cluster.question == content
+
+
+async def test_two_keepers_of_one_file_want_the_same(kit: Kit, tmp_path: Path) -> None:
+    """One API process takes the place of another, which has not ended yet."""
+    await kit.add("first")
+    await kit.kept("first")
+    names = Names(Store(tmp_path / "prefixes.db"), kit.cluster.clock, kit.cluster.clock)
+    await names.load()
+    other = Kit(kit.cluster, names)
+    other.keeper._loads = lambda model_uid: {"m-2": KnownLoad(-1.0)}  # it knows others' loads
+    other.keeper.begin()
+    await other.kept("first")
+    await other.add("second", Terms(retention="hard"))
+    await other.kept("second")
+    await kit.until(lambda: "second" in [each.name for each in kit.names.of(MODEL)])
+    await kit.kept("second")
+    requests = kit.requests()
+    for _ in range(50):
+        await kit.round()
+        await other.round()
+        assert [kit.report(name)["state"] for name in ("first", "second")] == ["kept", "kept"]
+        assert other.report("second")["state"] == "kept"
+        kit.cluster.now += 1.0
+    assert kit.requests() == requests
+    assert [*kit.report("second")["replicas"]] == [*other.report("second")["replicas"]] == ["m-2"]
+    await other.keeper.close()
+    await names.close()
+
+
+async def test_a_file_that_cannot_be_read_for_a_while_ends_no_keeper(
+    kit: Kit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed = asyncio.Event()
+    kit.keeper.begin()
+
+    def fails() -> int:
+        failed.set()
+        raise sqlite3.OperationalError("disk I/O error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kit.names._store, "_version", fails)
+        await asyncio.wait_for(failed.wait(), PATIENCE)
+    await kit.add()
+    await kit.kept()
+
+
+async def test_others_get_their_turn_while_many_names_are_looked_through(
+    kit: Kit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_PIECE", 2)
+    turns = 0
+
+    async def count() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    for number in range(20):
+        await kit.add(f"{number}")
+    prefixes = {each.id: each for each in kit.names.of(MODEL)}
+    counting = asyncio.ensure_future(count())
+    await kit.keeper._count(module._Model(), prefixes)
+    assert turns >= 9
+    counting.cancel()

@@ -67,6 +67,8 @@ WRONG = [
     (body(name=None), "name=None is not a name"),
     (body(name="x" * 201), "has 201 characters; use at most 200"),
     (body(name="a/b"), "has a slash"),
+    (body(name="."), "name='.' is what clients and proxies take out of a path"),
+    (body(name=".."), "name='..' is what clients and proxies take out of a path"),
     (body(name="a\nb"), "cannot be printed"),
     (body(prompt=""), "either a prompt or messages"),
     (body(messages=MESSAGES), "either a prompt or messages"),

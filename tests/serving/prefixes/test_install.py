@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import sqlite3
 from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fastapi import HTTPException
 
 from tests.frontend.prefixes.test_keeper import Cluster
 from xinference_xavier.errors import PrefixNotFoundError
 from xinference_xavier.frontend.prefixes.prefix import NewPrefix, Terms
+from xinference_xavier.serving.prefixes import install as module
 from xinference_xavier.serving.prefixes.install import FILE, Prefixes, Starting
 
 MODEL = "model"
@@ -64,6 +68,8 @@ async def test_they_are_kept_with_the_server_s_start(prefixes: Prefixes, tmp_pat
     await starting({"type": "lifespan"}, None, None)  # type: ignore[arg-type]
     assert reached == [("http", "the server starts; ask again"), ("lifespan", "")]
     assert (tmp_path / FILE).exists()
+    assert prefixes.failure == "the server ends"
+    assert [each.name for each in (tmp_path / FILE).parent.iterdir()] == [FILE.name], "closed"
 
 
 async def test_a_file_that_cannot_be_read_is_said_and_leaves_the_server_alone(
@@ -72,7 +78,6 @@ async def test_a_file_that_cannot_be_read_is_said_and_leaves_the_server_alone(
     (tmp_path / FILE).mkdir(parents=True)
     await prefixes.start()
     assert "the names of prefixes cannot be read" in prefixes.failure
-    prefixes.keep(MODEL, "", GUIDE.content, 60.0)
     assert prefixes.status(MODEL) == {"prefixes": [], "prefix_states": {}}
 
 
@@ -80,10 +85,12 @@ async def test_only_names_without_a_tenant_are_public(prefixes: Prefixes) -> Non
     await prefixes.start()
     await prefixes.names.add(MODEL, GUIDE)
     await prefixes.names.add(MODEL, GUIDE._replace(name="secret", tenant="a"))
-    await prefixes.names.keep(MODEL, "", {"prompt": "unnamed"}, 60.0)
     status = prefixes.status(MODEL)
     assert [each["name"] for each in status["prefixes"]] == ["guide"]
-    assert status["prefix_states"] == {"waiting": 2}
+    async with asyncio.timeout(30):
+        while status["prefix_states"] != {"waiting": 2}:
+            await asyncio.sleep(0)
+            status = prefixes.status(MODEL)
 
 
 async def test_a_request_gets_a_name_s_content(prefixes: Prefixes) -> None:
@@ -92,6 +99,35 @@ async def test_a_request_gets_a_name_s_content(prefixes: Prefixes) -> None:
     assert await prefixes.content_of(MODEL, "", "guide") == GUIDE.content
     with pytest.raises(PrefixNotFoundError):
         await prefixes.content_of(MODEL, "b", "guide")
+
+
+async def test_the_status_shows_those_that_were_used_last(
+    prefixes: Prefixes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MAX_SHOWN", 2)
+    await prefixes.start()
+    for name in "abcd":
+        await prefixes.names.add(MODEL, GUIDE._replace(name=name))
+    await prefixes.content_of(MODEL, "", "b")
+    assert [each["name"] for each in prefixes.status(MODEL)["prefixes"]] == ["b", "d"]
+
+
+async def test_while_names_cannot_be_read_a_request_is_told_so(
+    prefixes: Prefixes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(HTTPException, match="503: the server starts"):
+        await prefixes.content_of(MODEL, "", "guide")
+    await prefixes.start()
+    await prefixes.names.add(MODEL, GUIDE)
+
+    def fails(*args: object) -> Any:
+        raise sqlite3.OperationalError("disk I/O error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(prefixes.names._store, "_version", fails)
+        with pytest.raises(HTTPException, match="503: the names of prefixes cannot be read: disk"):
+            await prefixes.content_of(MODEL, "", "guide")
+    assert await prefixes.content_of(MODEL, "", "guide") == GUIDE.content
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,7 @@
-"""What a request marks is kept, and the request goes on unchanged."""
+"""What a request marks is kept by the replica that computes it, and the request goes on."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import AsyncIterator
 from typing import Any
@@ -10,71 +9,73 @@ from typing import Any
 import pytest
 
 from tests.serving.prefixes.test_named_model import GUIDE, HELLO, Model
-from xinference_xavier.serving.prefixes import kept_model
+from xinference_xavier.protocol.prefixes import Keeping, keeping_of
 from xinference_xavier.serving.prefixes.kept_model import KeptModel
 
 TOOLS = [{"name": "look"}]
+GUIDE_LENGTH, HELLO_LENGTH, TOOLS_LENGTH = (
+    len("".join(str(value) for each in items for value in each.values()))
+    for items in ([GUIDE], [HELLO], TOOLS)
+)
 
 
-class Asking:
-    def __init__(self, prompt_s: float = 0.0, model: Any = None) -> None:
-        self.kept: list[tuple[Any, float]] = []
-        self.tokens: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self.model = KeptModel(
-            model or Model(), lambda *kept: self.kept.append(kept), self.measure, prompt_s
-        )
-
-    async def measure(self, content: Any) -> int:
-        return await self.tokens
+def kept(answer: Any) -> Keeping | None:
+    """What the replica is asked to keep."""
+    return keeping_of(answer[-1].get("request_id", ""))
 
 
-async def test_a_prompt_is_kept() -> None:
-    asking = Asking(600.0)
-    assert await asking.model.generate("text", {}) == ("text", {}, {})
-    await asking.model.generate([1, 2, 3], {})
-    assert asking.kept == [({"prompt": "text"}, 600.0)]
+async def test_a_whole_prompt_is_kept() -> None:
+    model = KeptModel(Model(), 600.0)
+    prompt, config, kwargs = await model.generate("text", {}, request_id="r")
+    assert (prompt, config) == ("text", {})
+    assert kwargs["request_id"].endswith("-r")
+    assert kept([kwargs]) == Keeping(600.0, 1.0)
+    assert kept(await model.chat([HELLO], {})) == Keeping(600.0, 1.0), "a route may give no id"
 
 
-async def test_messages_and_tools_are_kept() -> None:
-    asking = Asking(600.0)
-    assert await asking.model.chat([HELLO], {"tools": TOOLS}) == ([HELLO], {"tools": TOOLS}, {})
-    await asking.model.chat([HELLO], {})
-    assert asking.kept == [
-        ({"messages": [HELLO], "tools": TOOLS}, 600.0),
-        ({"messages": [HELLO]}, 600.0),
-    ]
+async def test_a_request_is_aborted_by_the_id_that_xinference_gave_it() -> None:
+    class Aborted(Model):
+        async def abort_request(self, name: str) -> str:
+            return name
 
-
-async def test_it_is_kept_for_the_adapter_that_is_asked() -> None:
-    asking = Asking(600.0)
-    await asking.model.generate("text", {"lora_name": "poet"})
-    await asking.model.chat([HELLO], {"lora_name": "poet"})
-    assert [content["lora_name"] for content, _ in asking.kept] == ["poet", "poet"]
+    model = KeptModel(Aborted(), 600.0)
+    *_, kwargs = await model.generate("text", {}, request_id="r")
+    assert await model.abort_request("r") == kwargs["request_id"]
+    assert await model.abort_request("another") == "another"
 
 
 @pytest.mark.parametrize(
-    ("tools", "kept"),
-    [({}, {"tools": TOOLS}), ({"tools": []}, {}), ({"tools": TOOLS}, {"tools": TOOLS})],
+    ("tools", "share"),
+    [
+        ({}, (GUIDE_LENGTH + TOOLS_LENGTH) / (GUIDE_LENGTH + HELLO_LENGTH + TOOLS_LENGTH)),
+        ({"tools": []}, GUIDE_LENGTH / (GUIDE_LENGTH + HELLO_LENGTH + TOOLS_LENGTH)),
+    ],
 )
-async def test_a_chat_is_kept_up_to_its_mark(tools: Any, kept: Any) -> None:
-    asking = Asking()
-    config = {
-        "tools": TOOLS,
-        "_anthropic_cache_control": {"messages": [GUIDE], "ttl": 300, **tools},
-    }
-    prepared = await asking.model.prepare_anthropic_request([GUIDE, HELLO], config)
+async def test_a_chat_is_kept_up_to_its_mark(tools: Any, share: float) -> None:
+    model = KeptModel(Model(), 0.0)
+    marks = {"messages": [GUIDE], "ttl": 300, **tools}
+    config = {"tools": TOOLS, "_anthropic_cache_control": marks}
+    prepared = await model.prepare_anthropic_request([GUIDE, HELLO], config)
     assert prepared == {"messages": [GUIDE, HELLO], "generate_config": config}
-    await asking.model.chat([GUIDE, HELLO], {})
-    assert asking.kept == [({"messages": [GUIDE], **kept}, 300.0)]
+    found = kept(await model.chat([GUIDE, HELLO], {}, request_id="r"))
+    assert found is not None
+    assert found.seconds == 300
+    assert found.share == pytest.approx(share, abs=0.001)
+
+
+async def test_a_mark_at_the_end_keeps_all_of_it() -> None:
+    model = KeptModel(Model(), 0.0)
+    marks = {"messages": [GUIDE, HELLO], "ttl": 3600}
+    await model.prepare_anthropic_request([GUIDE, HELLO], {"_anthropic_cache_control": marks})
+    assert kept(await model.chat([GUIDE, HELLO], {}, request_id="r")) == Keeping(3600, 1.0)
 
 
 async def test_without_a_mark_nothing_is_kept() -> None:
-    asking = Asking()
-    await asking.model.prepare_anthropic_request([HELLO], {})
-    await asking.model.chat([HELLO], {})
-    await asking.model.generate("text", {})
-    assert asking.kept == []
-    assert asking.model.uid == "m-0"
+    model = KeptModel(Model(), 0.0)
+    await model.prepare_anthropic_request([HELLO], {})
+    assert await model.chat([HELLO], {}, request_id="r") == ([HELLO], {}, {"request_id": "r"})
+    assert await model.generate("text", {}) == ("text", {}, {})
+    assert model.uid == "m-0"
 
 
 USAGE = {"prompt_tokens": 1000, "prompt_tokens_details": {"cached_tokens": 256}}
@@ -100,13 +101,14 @@ def created(answer: bytes) -> int | None:
 
 
 async def test_usage_says_how_much_is_kept_that_was_in_no_cache() -> None:
-    assert created(await Asking(600.0, Answering()).model.generate("text", {})) == 744
+    assert created(await KeptModel(Answering(), 600.0).generate("text", {})) == 744
 
 
-async def streamed(asking: Asking, messages: list[Any]) -> bytes:
+async def streamed(messages: list[Any]) -> bytes:
+    model = KeptModel(Answering(), 0.0)
     marks = {"_anthropic_cache_control": {"messages": [GUIDE], "ttl": 300}}
-    await asking.model.prepare_anthropic_request(messages, marks)
-    first, last = [item async for item in await asking.model.chat(messages, {})]
+    await model.prepare_anthropic_request(messages, marks)
+    first, last = [item async for item in await model.chat(messages, {})]
     assert first == b'data: {"choices": []}\r\n\r\n'
     assert last.endswith(b"\r\n\r\n")
     found: bytes = last
@@ -114,25 +116,14 @@ async def streamed(asking: Asking, messages: list[Any]) -> bytes:
 
 
 async def test_of_what_is_marked_only_that_is_counted() -> None:
-    asking = Asking(model=Answering())
-    asking.tokens.set_result(600)
-    assert created(await streamed(asking, [GUIDE, HELLO])) == 344
-    whole = await streamed(Asking(model=Answering()), [GUIDE])
-    assert created(whole) == 744, "a whole prompt needs no measuring"
+    assert created(await streamed([GUIDE])) == 744
+    assert created(await streamed([GUIDE, GUIDE])) == 500 - 256
 
 
-@pytest.mark.parametrize("cached", [0, 1])
-async def test_it_is_never_negative(cached: int) -> None:
-    asking = Asking(model=Answering())
-    asking.tokens.set_result(200 + cached)
-    assert created(await streamed(asking, [GUIDE, HELLO])) == 0
-
-
-async def test_an_answer_does_not_wait_long_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept_model, "_PATIENCE", 0.01)
-    assert created(await streamed(Asking(model=Answering()), [GUIDE, HELLO])) is None
+async def test_it_is_never_negative() -> None:
+    assert created(await streamed([GUIDE] * 10)) == 0
 
 
 async def test_an_answer_without_a_mark_is_left_alone() -> None:
-    answer = await Asking(model=Answering()).model.generate("text", {})
+    answer = await KeptModel(Answering(), 0.0).generate("text", {})
     assert answer == await Answering().generate("text", {})

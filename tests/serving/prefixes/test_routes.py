@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -205,6 +206,25 @@ async def test_a_body_that_is_too_long(
 ) -> None:
     monkeypatch.setattr(module, "MAX_BODY", 10)
     assert (await client.post(PATH, json=GUIDE)).status_code == 413
+
+
+async def test_a_file_that_cannot_be_written(
+    prefixes: Prefixes, client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await client.post(PATH, json=GUIDE)
+
+    def full(*args: object) -> Any:
+        raise sqlite3.OperationalError("database or disk is full")
+
+    for method in ("_add", "_delete"):
+        monkeypatch.setattr(prefixes.names._store, method, full)
+    for answer in (
+        await client.post(PATH, json=GUIDE),
+        await client.delete(f"{PATH}/travel%20guide"),
+    ):
+        assert answer.status_code == 503
+        assert "the names of prefixes cannot be changed: database or disk is full" in answer.text
+    assert await names(client) == ["travel guide"]
 
 
 async def test_only_those_who_may_ask_the_model(client: httpx.AsyncClient) -> None:

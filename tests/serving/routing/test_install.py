@@ -17,6 +17,7 @@ from xinference_xavier.errors import PrefixNotFoundError
 from xinference_xavier.frontend.asked import MAX_BODY
 from xinference_xavier.frontend.model_router import ModelRouter
 from xinference_xavier.frontend.routers import Routers
+from xinference_xavier.protocol.prefixes import Keeping, keeping_of
 from xinference_xavier.serving.routing import install as module
 from xinference_xavier.serving.routing.install import routing_require
 from xinference_xavier.serving.routing.middleware import RoutingMiddleware, remember_texts
@@ -37,21 +38,12 @@ class Known(Routers):
 
 
 class Prefixes:
-    """A story, and what is kept."""
-
-    def __init__(self) -> None:
-        self.kept: list[tuple[object, ...]] = []
+    """A story."""
 
     async def content_of(self, model_uid: str, tenant: str, name: str) -> Mapping[str, Any]:
         if (model_uid, tenant, name) != ("m", "tenant", "story"):
             raise PrefixNotFoundError(f"no prefix named {name!r}")
         return {"prompt": "Once upon a time"}
-
-    def keep(self, *kept: object) -> None:
-        self.kept.append(kept)
-
-    async def measure(self, model_uid: str, tenant: str, content: Mapping[str, Any]) -> int:
-        return 0
 
 
 class Api:
@@ -237,10 +229,10 @@ async def test_an_unknown_prefix_is_a_404(api: Api, body: dict[str, str]) -> Non
 
 
 async def test_a_prompt_is_kept_as_openai_s_clients_ask(api: Api) -> None:
-    await api.ask(prompt_cache_retention="24h", cache_salt="tenant")
-    await api.ask(prompt_cache_retention="for ever")
-    await api.ask()
-    assert api.prefixes.kept == [("m", "tenant", {"prompt": "text "}, 86400.0)]
+    for retention in ("24h", "for ever", None):
+        await api.ask(prompt_cache_retention=retention)
+    requests = [name for each in api.replicas.values() for name in (await each.model.requests())[0]]
+    assert [*filter(None, map(keeping_of, requests))] == [Keeping(86400.0, 1.0)]
 
 
 def test_an_xinference_without_require_model_keeps_its_own_way(

@@ -88,6 +88,12 @@ async def test_a_session_may_be_named_by_a_header() -> None:
     assert told.session == "chat"
 
 
+@pytest.mark.parametrize("sent", ["手册".encode(), "café".encode("latin-1"), "café".encode()])
+async def test_a_name_in_a_header_is_in_utf_8_or_latin_1(sent: bytes) -> None:
+    asked = await asked_with(body(b"{}"), headers=[(b"x-xavier-prefix", sent)])
+    assert (await asked.keep()).name in ("手册", "café")
+
+
 async def test_a_client_that_goes_while_it_waits_leaves_the_queue() -> None:
     cluster = Cluster("m-0", request_limit=0, queue=5)
     asked = await asked_with(body(b"{}"))

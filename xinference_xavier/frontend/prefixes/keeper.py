@@ -5,7 +5,10 @@ What is missing it asks the replica to compute, with a request like a client's f
 replica fetches what peers hold. One prefix of a model at a time, and what was there before only
 while its replica rests.
 
-Threading: one event loop.
+There may be several keepers for a while, in processes that share the names' file. All of them go by
+the file, and by what replicas say that they hold: so they want the same.
+
+Threading: one event loop, which gets its turn while thousands of names are looked through.
 """
 
 from __future__ import annotations
@@ -14,9 +17,10 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from xinference_xavier.errors import NotFoundError
 from xinference_xavier.frontend.prefixes.names import Names
@@ -40,6 +44,11 @@ _TRIES = 2
 _FAILURES = 2
 """In a row before a prefix has failed: a replica may have been about to start or to end."""
 _MAX_REASON = 500  # characters
+_EXPLAIN_DEADLINE = 61.0
+"""Seconds: the first question loads the tokenizer. The tracker waits a little less for it."""
+_PIECE = 200
+"""Prefixes that are looked through at a stretch."""
+_T = TypeVar("_T")
 
 
 class RefusedError(ValueError):
@@ -79,10 +88,13 @@ class _Model:
     homes: dict[str, str] = field(default_factory=dict)
     """The replica of each prefix of which there is one copy."""
     making: dict[str, _Making] = field(default_factory=dict)
+    states: Counter[str] = field(default_factory=Counter)
+    """How many prefixes are in each."""
 
 
 Call = Callable[..., Awaitable[Any]]
-"""Calls a method of a model's tracker: the model's uid, the method, arguments."""
+"""Calls a method of a model's tracker: the model's uid, the method, arguments, and perhaps the
+deadline in seconds."""
 Ask = Callable[[str, str, Mapping[str, Any], str, str], Awaitable[None]]
 """Lets a replica compute a prefix: the model's uid, replica, content, tenant, request id."""
 Loads = Callable[[str], Mapping[str, KnownLoad]]
@@ -96,8 +108,9 @@ class Keeper:
         call: Call,
         ask: Ask,
         loads: Loads,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`clock` returns monotonic seconds."""
         self._names = names
         self._call = call
         self._ask = ask
@@ -106,21 +119,29 @@ class Keeper:
         self._log = RateLimitedLog(logger)
         self._models: dict[str, _Model] = {}
         self._tending: dict[str, asyncio.Task[None]] = {}
+        self._running: asyncio.Task[None] | None = None
 
     def begin(self) -> None:
-        """Keep the prefixes of all models that have some."""
-        for model_uid in self._names.models():
-            self._tend(model_uid)
+        """Look after the names, and keep the prefixes of all models that have some."""
+        if self._running is None:
+            self._running = asyncio.ensure_future(self._tend())
 
-    def _tend(self, model_uid: str) -> None:
-        if model_uid not in self._tending:
-            task = asyncio.ensure_future(self._run(model_uid))
-            self._tending[model_uid] = task
+    async def _tend(self) -> None:
+        while True:
+            try:
+                await self._names.tend()
+            except Exception as error:
+                self._log.warn("names", "the names' file cannot be read: error=%r", error)
+            for model_uid in self._names.models():
+                if model_uid not in self._tending:
+                    self._tending[model_uid] = asyncio.ensure_future(self._run(model_uid))
+            await asyncio.sleep(TICK)
 
     async def close(self) -> None:
-        for task in self._tending.values():
+        tasks = [*self._tending.values(), *filter(None, [self._running])]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tending.values(), return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     # -- what clients ask for --------------------------------------------------------------------
 
@@ -132,31 +153,18 @@ class Keeper:
         prefix = await self._names.add(model_uid, new)
         model = self._models.setdefault(model_uid, _Model())
         model.making[prefix.id] = _Making(chunks)
-        self._tend(model_uid)
+        self.begin()
         return self.report(prefix)
-
-    async def keep(
-        self, model_uid: str, tenant: str, content: Mapping[str, Any], ttl: float
-    ) -> None:
-        """Keep what a request asks for, without a name."""
-        await self._names.keep(model_uid, tenant, content, ttl)
-        self._tend(model_uid)
-
-    async def tokens(self, model_uid: str, tenant: str, content: Mapping[str, Any]) -> int:
-        """Of a content without a name. Raises what the tracker raises."""
-        known = self._names.kept(model_uid, tenant, content)
-        if known is not None and (tokens := self.report(known)["tokens"]):
-            return int(tokens)
-        return int((await self._explain(model_uid, content))["prompt_tokens"])
 
     async def change(self, prefix: Prefix, terms: Terms) -> dict[str, Any]:
         """Raises RefusedError."""
         model = self._models.get(prefix.model_uid, _Model())
-        if terms.retention == "hard" and prefix.terms.retention != "hard":
-            chunks = max((kept.chunks for kept in _at(model, prefix.id).values()), default=0)
-            await self._check_budget(prefix.model_uid, chunks, terms)
-        await self._names.change(prefix, terms)
-        return self.report(prefix)
+        at = _at(model, prefix.id)
+        chunks = max((kept.chunks for kept in at.values()), default=0)
+        held = {name for name, kept in at.items() if kept.firm}
+        if (terms.retention, terms.copies) != (prefix.terms.retention, prefix.terms.copies):
+            await self._check_budget(prefix.model_uid, chunks, terms, held)
+        return self.report(await self._names.change(prefix, terms))
 
     async def _check_size(self, model_uid: str, new: NewPrefix) -> int:
         """The prefix's chunks."""
@@ -175,14 +183,22 @@ class Keeper:
         return int(tokens // chunk)
 
     async def _explain(self, model_uid: str, content: Mapping[str, Any]) -> Mapping[str, Any]:
-        explained: Mapping[str, Any] = await self._call(model_uid, "explain", question_of(content))
+        explained: Mapping[str, Any] = await self._call(
+            model_uid, "explain", question_of(content), deadline=_EXPLAIN_DEADLINE
+        )
         return explained
 
-    async def _check_budget(self, model_uid: str, chunks: int, terms: Terms) -> None:
+    async def _check_budget(
+        self, model_uid: str, chunks: int, terms: Terms, held: Collection[str] = ()
+    ) -> None:
+        """The replicas that have `held` it firmly have room for it."""
         if terms.retention != "hard":
             return
         kept = await self._call(model_uid, "keep_prefixes", None)
-        free = [each.budget_chunks - each.firm_chunks for each in kept.values()] or [0]
+        free = [
+            each.budget_chunks - each.firm_chunks + chunks * (name in held)
+            for name, each in kept.items()
+        ] or [0]
         most = min(free) if terms.copies == "all" else max(free)
         if chunks > most:
             raise RefusedError(
@@ -196,14 +212,7 @@ class Keeper:
         model = self._models.get(prefix.model_uid, _Model())
         making = model.making.get(prefix.id, _Making())
         at = _at(model, prefix.id)
-        complete = [name for name, kept in at.items() if kept.held == kept.chunks]
-        wanted = len(model.kept) if prefix.terms.copies == "all" else 1
-        if making.computing:
-            state = "computing"
-        elif complete and len(complete) >= wanted:
-            state = "kept"
-        else:
-            state = "failed" if making.failures >= _FAILURES else "waiting"
+        state = _state(model, prefix, making, at)
         return {
             "name": prefix.name,
             "state": state,
@@ -219,13 +228,17 @@ class Keeper:
             "expires": prefix.expires,
         }
 
+    def states(self, model_uid: str) -> Counter[str]:
+        """How many prefixes were in each state when they were looked through last."""
+        return self._models.get(model_uid, _Model()).states
+
     # -- keeping ---------------------------------------------------------------------------------
 
     async def _run(self, model_uid: str) -> None:
         """Until the model has no prefix left."""
         model = self._models.setdefault(model_uid, _Model())
         try:
-            while await self._names.expire(model_uid) or model.kept:
+            while self._names.of(model_uid) or model.kept:
                 try:
                     await self._keep(model_uid, model)
                     pause = TICK
@@ -234,6 +247,8 @@ class Keeper:
                 except Exception as error:
                     model.kept, pause = {}, _ABSENT
                     self._log.warn(model_uid, "prefixes wait: model=%s error=%r", model_uid, error)
+                if not model.kept:
+                    model.states = Counter(waiting=len(self._names.of(model_uid)))
                 await asyncio.sleep(pause)
         finally:
             del self._tending[model_uid], self._models[model_uid]
@@ -244,39 +259,55 @@ class Keeper:
             for gone in known.keys() - prefixes.keys():
                 del known[gone]
         # At first only learn which replicas there are, and what they keep.
-        wanted = self._wanted(model_uid, model, prefixes) if model.kept else None
+        wanted = await self._wanted(model_uid, model, prefixes) if model.kept else None
         model.kept = await self._call(model_uid, "keep_prefixes", wanted)
         if not prefixes:
             model.kept = {}
-        elif wanted is not None and not any(making.computing for making in model.making.values()):
-            self._compute_next(model_uid, model, prefixes)
+        await self._count(model, prefixes)
+        if wanted is not None and not any(each.computing for each in model.making.values()):
+            await self._compute_next(model_uid, model, prefixes)
 
-    def _wanted(
+    async def _wanted(
         self, model_uid: str, model: _Model, prefixes: Mapping[str, Prefix]
     ) -> dict[str, dict[str, bool]]:
         """By replica: the prefixes that it keeps, and whether firmly."""
         wanted: dict[str, dict[str, bool]] = {replica: {} for replica in model.kept}
         loads = self._loads(model_uid)
-        for prefix in prefixes.values():
+        async for prefix in _in_pieces([*prefixes.values()]):
             firm = prefix.terms.retention == "hard"
             if prefix.terms.copies == "all":
                 homes = [*wanted]
             else:
-                home = model.homes.get(prefix.id, "")
-                if home not in wanted:
-                    at = _at(model, prefix.id)
-                    home = min(wanted, key=lambda name: (name not in at, _backlog(loads, name)))
-                    model.homes[prefix.id] = home
-                homes = [home]
+                homes = [self._home(model, prefix, loads)]
             for replica in homes:
                 wanted[replica][prefix.id] = firm
         return wanted
 
-    def _compute_next(self, model_uid: str, model: _Model, prefixes: Mapping[str, Prefix]) -> None:
+    def _home(self, model: _Model, prefix: Prefix, loads: Mapping[str, KnownLoad]) -> str:
+        """The one replica that keeps it: where it is. So other keepers choose the same."""
+        at = _at(model, prefix.id)
+        home = model.homes.get(prefix.id, "")
+        if at:
+            home = max(at, key=lambda name: (at[name].held, name))
+        elif home not in model.kept:
+            home = min(model.kept, key=lambda name: _backlog(loads, name))
+        model.homes[prefix.id] = home
+        return home
+
+    async def _count(self, model: _Model, prefixes: Mapping[str, Prefix]) -> None:
+        states: Counter[str] = Counter()
+        async for prefix in _in_pieces([*prefixes.values()]):
+            making = model.making.get(prefix.id, _Making())
+            states[_state(model, prefix, making, _at(model, prefix.id))] += 1
+        model.states = states
+
+    async def _compute_next(
+        self, model_uid: str, model: _Model, prefixes: Mapping[str, Prefix]
+    ) -> None:
         """What somebody waits for, else what was used last."""
         loads, now = self._loads(model_uid), self._clock()
         found: list[tuple[bool, float, Prefix, str]] = []
-        for prefix in prefixes.values():
+        async for prefix in _in_pieces([*prefixes.values()]):
             making = model.making.setdefault(prefix.id, _Making(fresh=False))
             missing = self._missing(model, prefix)
             # Chunks that are evicted at once must not be computed again at once.
@@ -326,6 +357,23 @@ class Keeper:
         tried.not_before = self._clock() + tried.backoff
         tried.backoff = min(_MAX_BACKOFF, 2 * tried.backoff)
         making.computing = ""
+
+
+def _state(model: _Model, prefix: Prefix, making: _Making, at: Mapping[str, KeptPrefix]) -> str:
+    complete = sum(kept.held == kept.chunks for kept in at.values())
+    if making.computing:
+        return "computing"
+    if complete and complete >= (len(model.kept) if prefix.terms.copies == "all" else 1):
+        return "kept"
+    return "failed" if making.failures >= _FAILURES else "waiting"
+
+
+async def _in_pieces(items: Sequence[_T]) -> AsyncIterator[_T]:
+    """Others get their turn now and then."""
+    for number, item in enumerate(items):
+        if number % _PIECE == _PIECE - 1:
+            await asyncio.sleep(0)
+        yield item
 
 
 def _at(model: _Model, prefix: str) -> dict[str, KeptPrefix]:

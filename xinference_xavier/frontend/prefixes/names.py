@@ -1,57 +1,99 @@
-"""All named prefixes, by model, tenant and name. Their texts are only in the store."""
+"""All named prefixes, by model, tenant and name, as they are in the file. Their texts are only
+there.
+
+Other processes may change the file: call `refresh` before what must be up to date. When prefixes
+were used is noted in memory and written by `tend`, so that no request waits for the disk.
+"""
 
 from __future__ import annotations
 
 import difflib
-import json
+import logging
+import sqlite3
 import time
-from collections.abc import Callable, Mapping
-from hashlib import sha256
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from itertools import islice
 from typing import Any
 
 from xinference_xavier.errors import PrefixNotFoundError, shown
-from xinference_xavier.frontend.prefixes.prefix import UNNAMED, NewPrefix, Prefix, Terms, new_id
+from xinference_xavier.frontend.prefixes.prefix import NewPrefix, Prefix, Terms, new_id
 from xinference_xavier.frontend.prefixes.store import Store
-from xinference_xavier.protocol.prefixes import MAX_PREFIXES
+from xinference_xavier.runtime.rate_limited_log import RateLimitedLog
 
-MAX_UNNAMED = 200
-"""Of a model. The one that was used last stays longest."""
-_NEAR = 3
+logger = logging.getLogger(__name__)
+
+_NEAR, _NEAR_AMONG, _NEAR_LENGTH = 3, 200, 40
+"""Similar names that are listed; of so many, and only up to so many characters. Comparing takes
+time that grows with the square of their length."""
 _USED_APART = 10.0
-"""Seconds between two notes of when a prefix was used. A restart may forget so many."""
-
-
-class TooManyError(ValueError):
-    """One more prefix would exceed the limit of a model."""
+"""Seconds between two notes in the file of when prefixes were used. A restart may forget so
+many."""
+_SETTLING = 300.0
+"""Seconds for which an expired prefix stays in the file: another process may have used it, or the
+clock be ahead for a moment."""
 
 
 class Names:
-    """Belongs to one event loop. `clock` returns wall-clock seconds."""
+    """Belongs to one event loop. `clock` returns wall-clock seconds, `monotonic` those of a clock
+    that nobody sets."""
 
-    def __init__(self, store: Store, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        store: Store,
+        clock: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.failed_writes = 0
+        """Of notes that are not essential; they are tried again."""
         self._store = store
         self._clock = clock
+        self._monotonic = monotonic
+        self._log = RateLimitedLog(logger)
         self._by_model: dict[str, dict[tuple[str, str], Prefix]] = {}
-        self._noted: dict[str, float] = {}  # when the store was told of the last use, by id
+        self._by_id: dict[str, Prefix] = {}
+        self._used: dict[str, float] = {}  # by id; not in the file yet
+        self._write_due = -float("inf")
+        self._expired: dict[str, float] = {}  # since when, by id
 
     async def load(self) -> None:
-        for prefix in await self._store.open():
-            self._remember(prefix)
+        self._take(await self._store.open())
 
     async def close(self) -> None:
+        await self._write_uses()
         await self._store.close()
 
-    def _remember(self, prefix: Prefix) -> None:
-        of_model = self._by_model.setdefault(prefix.model_uid, {})
-        of_model[prefix.tenant, prefix.name] = prefix
-        self._noted[prefix.id] = prefix.used
+    async def refresh(self) -> None:
+        """Take in what other processes have changed. Raises sqlite3.Error."""
+        changed = await self._store.changes()
+        if changed is not None:
+            self._take(changed)
+
+    def _take(self, prefixes: Iterable[Prefix]) -> None:
+        self._by_id = {prefix.id: prefix for prefix in prefixes}
+        self._by_model = {}
+        for prefix in self._by_id.values():
+            of_model = self._by_model.setdefault(prefix.model_uid, {})
+            of_model[prefix.tenant, prefix.name] = prefix
+        for id_, used in [*self._used.items()]:
+            if id_ in self._by_id:
+                self._by_id[id_].used = max(self._by_id[id_].used, used)
+            else:
+                del self._used[id_]
+
+    # -- what there is -------------------------------------------------------------------------
 
     def models(self) -> list[str]:
         """That have prefixes."""
         return [*self._by_model]
 
     def of(self, model_uid: str) -> list[Prefix]:
-        return [*self._by_model.get(model_uid, {}).values()]
+        now = self._clock()
+        return [each for each in self._by_model.get(model_uid, {}).values() if each.expires > now]
+
+    def current(self, prefix: Prefix) -> Prefix | None:
+        """The same with its terms now; None if it is no longer there."""
+        known = self._by_id.get(prefix.id)
+        return known if known is not None and known.expires > self._clock() else None
 
     def find(self, model_uid: str, tenant: str, name: str) -> Prefix:
         """Raises PrefixNotFoundError, which lists similar names of the tenant."""
@@ -59,55 +101,13 @@ class Names:
         prefix = of_model.get((tenant, name))
         if prefix is not None and prefix.expires > self._clock():
             return prefix
-        named = (each for each in of_model.values() if each.is_named)
-        names = [each.name for each in named if each.tenant == tenant]
-        near = difflib.get_close_matches(name, names, n=_NEAR, cutoff=0.5)
+        near: list[str] = []
+        if len(name) <= _NEAR_LENGTH:
+            names = (each for owner, each in of_model if owner == tenant and each != name)
+            short = islice((each for each in names if len(each) <= _NEAR_LENGTH), _NEAR_AMONG)
+            near = difflib.get_close_matches(name, short, n=_NEAR, cutoff=0.5)
         hint = f"; did you mean {', '.join(map(shown, near))}?" if near else ""
         raise PrefixNotFoundError(f"model {model_uid!r} has no prefix named {shown(name)}{hint}")
-
-    async def add(self, model_uid: str, new: NewPrefix) -> Prefix:
-        """Takes the place of one of the same name. Raises TooManyError."""
-        of_model = self._by_model.get(model_uid, {})
-        if len(of_model) >= MAX_PREFIXES and (new.tenant, new.name) not in of_model:
-            raise TooManyError(
-                f"model {model_uid!r} has {MAX_PREFIXES} named prefixes; remove some first"
-            )
-        now = self._clock()
-        prefix = Prefix(new_id(), model_uid, new.tenant, new.name, new.terms, now, now)
-        await self._store.add(prefix, new.content)
-        self._remember(prefix)
-        return prefix
-
-    async def keep(
-        self, model_uid: str, tenant: str, content: Mapping[str, Any], ttl: float
-    ) -> None:
-        """Without a name. Keeping the same content again is a use of it."""
-        of_model = self._by_model.get(model_uid, {})
-        name, known = _unnamed(content), self.kept(model_uid, tenant, content)
-        if known is not None:
-            known.terms = known.terms._replace(ttl=max(ttl, known.terms.ttl))
-            await self.use(known)
-            return
-        unnamed = [prefix for prefix in of_model.values() if not prefix.is_named]
-        if len(unnamed) >= MAX_UNNAMED:
-            await self.remove(min(unnamed, key=lambda prefix: prefix.used))
-        await self.add(model_uid, NewPrefix(name, tenant, content, Terms(ttl)))
-
-    def kept(self, model_uid: str, tenant: str, content: Mapping[str, Any]) -> Prefix | None:
-        """The prefix without a name that has this content."""
-        return self._by_model.get(model_uid, {}).get((tenant, _unnamed(content)))
-
-    async def change(self, prefix: Prefix, terms: Terms) -> None:
-        prefix.terms, prefix.used = terms, self._clock()
-        await self._store.update([prefix])
-
-    async def use(self, prefix: Prefix) -> Mapping[str, Any]:
-        """Its content, for a request. Raises PrefixNotFoundError if it has just been removed."""
-        prefix.used = self._clock()
-        if prefix.used >= self._noted.get(prefix.id, 0.0) + _USED_APART:
-            self._noted[prefix.id] = prefix.used
-            await self._store.update([prefix])
-        return await self.content(prefix)
 
     async def content(self, prefix: Prefix) -> Mapping[str, Any]:
         content = await self._store.content(prefix.id)
@@ -115,27 +115,60 @@ class Names:
             raise PrefixNotFoundError(f"prefix {shown(prefix.name)} has been removed")
         return content
 
-    async def remove(self, prefix: Prefix) -> None:
-        await self._remove([prefix])
+    async def use(self, prefix: Prefix) -> Mapping[str, Any]:
+        """Its content, for a request. Raises PrefixNotFoundError if it has just been removed."""
+        known = self._by_id.get(prefix.id, prefix)
+        known.used = self._used[prefix.id] = self._clock()
+        return await self.content(prefix)
 
-    async def expire(self, model_uid: str) -> bool:
-        """Remove those that nobody has used in time; whether there are others."""
+    # -- changes -------------------------------------------------------------------------------
+
+    async def add(self, model_uid: str, new: NewPrefix) -> Prefix:
+        """Takes the place of one of the same name. Raises TooManyError."""
         now = self._clock()
-        expired = [each for each in self.of(model_uid) if each.expires <= now]
-        if expired:
-            await self._remove(expired)
-        return model_uid in self._by_model
+        prefix = Prefix(new_id(), model_uid, new.tenant, new.name, new.terms, now, now)
+        await self._store.add(prefix, new.content)
+        await self.refresh()
+        return self._by_id.get(prefix.id, prefix)
 
-    async def _remove(self, prefixes: list[Prefix]) -> None:
-        for prefix in prefixes:
-            of_model = self._by_model.get(prefix.model_uid, {})
-            if of_model.get((prefix.tenant, prefix.name)) is prefix:
-                del of_model[prefix.tenant, prefix.name]
-            if not of_model:
-                self._by_model.pop(prefix.model_uid, None)
-            self._noted.pop(prefix.id, None)
-        await self._store.remove([prefix.id for prefix in prefixes])
+    async def change(self, prefix: Prefix, terms: Terms) -> Prefix:
+        await self._store.change(prefix.id, terms, self._clock())
+        await self.refresh()
+        return self._by_id.get(prefix.id, prefix)
 
+    async def remove(self, prefix: Prefix) -> None:
+        await self._store.remove([prefix.id])
+        await self.refresh()
 
-def _unnamed(content: Mapping[str, Any]) -> str:
-    return UNNAMED + sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    async def tend(self) -> None:
+        """Call it every second: writes uses, takes in what others have changed, and removes what
+        nobody has used in time. Raises sqlite3.Error if the file cannot be read."""
+        if self._used and self._monotonic() >= self._write_due:
+            await self._write_uses()
+        await self.refresh()
+        await self._remove_expired()
+
+    async def _write_uses(self) -> None:
+        used = {**self._used}
+        self._write_due = self._monotonic() + _USED_APART
+        if used and await self._wrote(self._store.note_uses(used)):
+            for id_, at in used.items():
+                if self._used.get(id_) == at:
+                    del self._used[id_]
+
+    async def _remove_expired(self) -> None:
+        wall, now = self._clock(), self._monotonic()
+        expired = [each.id for each in self._by_id.values() if each.expires <= wall]
+        self._expired = {id_: self._expired.get(id_, now) for id_ in expired}
+        settled = [id_ for id_, since in self._expired.items() if now - since >= _SETTLING]
+        if settled and await self._wrote(self._store.remove_unused(settled, wall)):
+            await self.refresh()
+
+    async def _wrote(self, writing: Awaitable[None]) -> bool:
+        try:
+            await writing
+        except sqlite3.Error as error:
+            self.failed_writes += 1
+            self._log.warn("write", "the names' file cannot be written: error=%r", error)
+            return False
+        return True

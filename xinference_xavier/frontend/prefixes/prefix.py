@@ -22,8 +22,6 @@ MAX_SALT = 256
 MAX_TTL = 366 * 86400.0
 """Seconds."""
 DEFAULT_TTL = 3600.0
-UNNAMED = "\0"
-"""How the names of unnamed prefixes begin; no client can use them."""
 LORA = "lora_name"
 """The field of a request, and of a content, that names an adapter. Its rows are the adapter's."""
 Retention = Literal["soft", "hard"]
@@ -67,10 +65,6 @@ class Prefix:
     created: float
     used: float
     """Wall-clock seconds."""
-
-    @property
-    def is_named(self) -> bool:
-        return not self.name.startswith(UNNAMED)
 
     @property
     def expires(self) -> float:
@@ -128,6 +122,10 @@ def check_name(name: object) -> str:
         raise ValueError(
             f"name={shown(name)} has a slash or characters that cannot be printed; leave them out"
         )
+    if name in (".", ".."):
+        raise ValueError(
+            f"name={shown(name)} is what clients and proxies take out of a path; choose another"
+        )
     return name
 
 
@@ -147,15 +145,14 @@ def check_content(content: Mapping[str, Any]) -> None:
         raise ValueError("tools are a list that goes with messages")
     if LORA in content and not isinstance(content[LORA], str):
         raise ValueError(f"lora_name={shown(content[LORA])} is not the name of an adapter")
-    question = question_of(content)
-    if len(question) != 1:
+    if ("prompt" in content) == ("messages" in content):
         raise ValueError("a prefix has either a prompt or messages; give one of them")
-    check_question(question)
+    check_question(question_of(content))
 
 
 def question_of(content: Mapping[str, Any]) -> dict[str, Any]:
     """What `explain` is asked."""
-    return {key: value for key, value in content.items() if key in ("prompt", "messages")}
+    return {key: value for key, value in content.items() if key in ("prompt", "messages", "tools")}
 
 
 def _terms(fields: Mapping[str, Any], terms: Terms) -> Terms:

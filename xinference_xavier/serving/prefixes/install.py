@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 import sqlite3
-from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
+from heapq import nlargest
 from pathlib import Path
 from typing import Any
+
+from fastapi import HTTPException
 
 from xinference_xavier.frontend.prefixes.keeper import Keeper
 from xinference_xavier.frontend.prefixes.names import Names
@@ -15,7 +17,6 @@ from xinference_xavier.frontend.prefixes.prefix import LORA
 from xinference_xavier.frontend.prefixes.store import SchemaError, Store
 from xinference_xavier.frontend.request_body import Message, Receive
 from xinference_xavier.runtime.deadline import within
-from xinference_xavier.runtime.tasks import spawn
 from xinference_xavier.serving.tracker_gateway import TrackerGateway
 from xinference_xavier.stats.routing import KnownLoad
 
@@ -23,7 +24,17 @@ logger = logging.getLogger(__name__)
 
 FILE = Path("xavier") / "prefixes.db"
 """In xinference's data folder."""
+MAX_SHOWN = 100
+"""Names in a model's status, which is sent every second."""
 _CONNECT_DEADLINE = 5.0
+
+
+def not_read(error: Exception) -> str:
+    return f"the names of prefixes cannot be read: {error}"
+
+
+def not_written(error: Exception) -> str:
+    return f"the names of prefixes cannot be changed: {error}"
 
 
 class Prefixes:
@@ -43,7 +54,7 @@ class Prefixes:
         try:
             await self.names.load()
         except (OSError, sqlite3.Error, SchemaError) as error:
-            self.failure = f"the names of prefixes cannot be read: {error}"
+            self.failure = not_read(error)
             logger.exception("no prefix is kept")
         else:
             self.failure = ""
@@ -52,27 +63,37 @@ class Prefixes:
     async def close(self) -> None:
         await self.keeper.close()
         if not self.failure:
+            self.failure = "the server ends"
             await self.names.close()
 
+    async def refresh(self) -> None:
+        """Know what other processes have changed. Raises HTTPException if names cannot be read."""
+        if self.failure:
+            raise HTTPException(503, self.failure)
+        try:
+            await self.names.refresh()
+        except sqlite3.Error as error:
+            raise HTTPException(503, not_read(error)) from error
+
     async def content_of(self, model_uid: str, tenant: str, name: str) -> Mapping[str, Any]:
-        """For a request. Raises PrefixNotFoundError."""
-        return await self.names.use(self.names.find(model_uid, tenant, name))
+        """For a request. Raises PrefixNotFoundError, and HTTPException if it cannot be read."""
+        await self.refresh()
+        prefix = self.names.find(model_uid, tenant, name)
+        try:
+            return await self.names.use(prefix)
+        except sqlite3.Error as error:
+            raise HTTPException(503, not_read(error)) from error
 
     def status(self, model_uid: str) -> dict[str, Any]:
-        """Reports of the names that belong to no tenant, and how many are in each state."""
-        named = [prefix for prefix in self.names.of(model_uid) if prefix.is_named]
-        reports = [(prefix.tenant, self.keeper.report(prefix)) for prefix in named]
+        """Reports of the names that belong to no tenant, at most `MAX_SHOWN` that were used last,
+        and how many of all are in each state."""
+        public = (prefix for prefix in self.names.of(model_uid) if not prefix.tenant)
+        shown = nlargest(MAX_SHOWN, public, key=lambda prefix: prefix.used)
+        shown.sort(key=lambda prefix: prefix.created)
         return {
-            "prefixes": [report for tenant, report in reports if not tenant],
-            "prefix_states": Counter(report["state"] for _, report in reports),
+            "prefixes": [self.keeper.report(prefix) for prefix in shown],
+            "prefix_states": self.keeper.states(model_uid),
         }
-
-    def keep(self, model_uid: str, tenant: str, content: Mapping[str, Any], ttl: float) -> None:
-        if not self.failure:
-            spawn(self.keeper.keep(model_uid, tenant, content, ttl))
-
-    async def measure(self, model_uid: str, tenant: str, content: Mapping[str, Any]) -> int:
-        return await self.keeper.tokens(model_uid, tenant, content)
 
     def _loads(self, model_uid: str) -> Mapping[str, KnownLoad]:
         router = self._trackers.routers.get(model_uid)
@@ -97,7 +118,7 @@ class Prefixes:
 
 
 class Starting:
-    """ASGI middleware that starts `prefixes` with the server."""
+    """ASGI middleware that starts and ends `prefixes` with the server."""
 
     def __init__(
         self, app: Callable[[Message, Receive, Any], Awaitable[None]], prefixes: Prefixes
@@ -106,6 +127,11 @@ class Starting:
         self._prefixes = prefixes
 
     async def __call__(self, scope: Message, receive: Receive, send: Any) -> None:
-        if scope["type"] == "lifespan":
-            await self._prefixes.start()
-        await self._app(scope, receive, send)
+        if scope["type"] != "lifespan":
+            await self._app(scope, receive, send)
+            return
+        await self._prefixes.start()
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            await self._prefixes.close()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import sqlite3
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeVar
 
 from fastapi import HTTPException, Request
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, Response
 
 from xinference_xavier.errors import NOT_FOUND_HEADER, PrefixNotFoundError
 from xinference_xavier.frontend.prefixes.keeper import TICK
@@ -26,13 +28,15 @@ from xinference_xavier.serving.answers import (
     tenant_of,
     tenant_of_header,
 )
-from xinference_xavier.serving.prefixes.install import Prefixes
+from xinference_xavier.serving.prefixes.install import Prefixes, not_written
 from xinference_xavier.serving.sse import Listeners, Message, Stream, message
 from xinference_xavier.stats.answers import ENDED
 
 MAX_BODY = 9 << 20
 """Bytes: a prefix may have as many as a question, and its other fields."""
 
+_PIECE = 100
+"""Prefixes that are reported at a stretch."""
 _PREFIX = f"{MODEL}/prefixes/{{name}}"
 _T = TypeVar("_T")
 
@@ -55,7 +59,7 @@ class PrefixRoutes:
         self._listeners = Listeners()
 
     async def add(self, model_uid: str, request: Request) -> JSONResponse:
-        self._check(request, model_uid)
+        await self._check(request, model_uid)
         body = await request.body()
         if len(body) > MAX_BODY:
             raise HTTPException(413, f"the body has {len(body)} bytes, more than {MAX_BODY}")
@@ -64,37 +68,41 @@ class PrefixRoutes:
         added = await _refused(answered_for(model_uid, self._prefixes.keeper.add(model_uid, new)))
         return JSONResponse(added, 201)
 
-    async def list(self, model_uid: str, request: Request) -> JSONResponse:
-        self._check(request, model_uid)
+    async def list(self, model_uid: str, request: Request) -> Response:
+        await self._check(request, model_uid)
         tenant = tenant_of_header(request)
-        prefixes = [
-            self._prefixes.keeper.report(each)
-            for each in self._prefixes.names.of(model_uid)
-            if each.is_named and each.tenant == tenant
-        ]
-        return JSONResponse({"prefixes": prefixes})
+        prefixes = []
+        for each in self._prefixes.names.of(model_uid):
+            if each.tenant == tenant:
+                prefixes.append(self._prefixes.keeper.report(each))
+                if len(prefixes) % _PIECE == 0:
+                    await asyncio.sleep(0)
+        text = await asyncio.to_thread(json.dumps, {"prefixes": prefixes})
+        return Response(text, media_type="application/json")
 
     async def show(self, model_uid: str, name: str, request: Request) -> JSONResponse:
-        return JSONResponse(self._prefixes.keeper.report(self._find(model_uid, name, request)))
+        prefix = await self._find(model_uid, name, request)
+        return JSONResponse(self._prefixes.keeper.report(prefix))
 
     async def events(self, model_uid: str, name: str, request: Request) -> Stream:
-        prefix = self._find(model_uid, name, request)
+        prefix = await self._find(model_uid, name, request)
         return Stream(self._listeners, self._progress(prefix))
 
     async def _progress(self, prefix: Prefix) -> AsyncIterator[Message]:
         """Until it is kept or has failed."""
         while True:
-            if prefix not in self._prefixes.names.of(prefix.model_uid):
+            known = self._prefixes.names.current(prefix)
+            if known is None:
                 yield message("gone", {"detail": f"prefix {prefix.name!r} has been removed"})
                 return
-            report = self._prefixes.keeper.report(prefix)
+            report = self._prefixes.keeper.report(known)
             yield message("prefix", report)
             if report["state"] in ENDED:
                 return
             await asyncio.sleep(TICK)
 
     async def change(self, model_uid: str, name: str, request: Request) -> JSONResponse:
-        prefix = self._find(model_uid, name, request)
+        prefix = await self._find(model_uid, name, request)
         body = await request.body()
         terms = _checked(lambda: read_terms(body, prefix.terms))
         changed = await _refused(
@@ -103,16 +111,15 @@ class PrefixRoutes:
         return JSONResponse(changed)
 
     async def remove(self, model_uid: str, name: str, request: Request) -> JSONResponse:
-        await self._prefixes.names.remove(self._find(model_uid, name, request))
+        await _refused(self._prefixes.names.remove(await self._find(model_uid, name, request)))
         return JSONResponse({"removed": name})
 
-    def _check(self, request: Request, model_uid: str) -> None:
+    async def _check(self, request: Request, model_uid: str) -> None:
         self._access(request, model_uid)
-        if self._prefixes.failure:
-            raise HTTPException(503, self._prefixes.failure)
+        await self._prefixes.refresh()
 
-    def _find(self, model_uid: str, name: str, request: Request) -> Prefix:
-        self._check(request, model_uid)
+    async def _find(self, model_uid: str, name: str, request: Request) -> Prefix:
+        await self._check(request, model_uid)
         try:
             return self._prefixes.names.find(model_uid, tenant_of_header(request), name)
         except PrefixNotFoundError as error:
@@ -131,3 +138,5 @@ async def _refused(work: Awaitable[_T]) -> _T:
         return await work
     except ValueError as error:
         raise HTTPException(400, str(error)) from error
+    except sqlite3.Error as error:
+        raise HTTPException(503, not_written(error)) from error

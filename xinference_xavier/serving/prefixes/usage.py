@@ -12,8 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeVar
 
 Kept = Callable[[], Awaitable[float | None]]
-"""The tokens of the prompt that are kept, infinity for all; None if it is not known in time."""
-ALL = math.inf
+"""The share of the prompt that is kept; None if it is not known."""
 _Text = TypeVar("_Text", bytes, str)
 
 
@@ -22,12 +21,12 @@ async def counted(answer: _Text, kept: Kept) -> _Text:
     text = answer if isinstance(answer, str) else answer.decode()
     if '"prompt_tokens"' not in text:
         return answer
-    tokens = await kept()
-    if tokens is None:
+    share = await kept()
+    if share is None:
         return answer
     # An event's lines, of which one has all the data.
     lines = text.split("\n")
-    text = "\n".join(_line(line, tokens) if '"prompt_tokens"' in line else line for line in lines)
+    text = "\n".join(_line(line, share) if '"prompt_tokens"' in line else line for line in lines)
     return text if isinstance(answer, str) else text.encode()
 
 
@@ -52,7 +51,7 @@ class _Counted(AsyncIterator[Any]):
         await self._stream.aclose()
 
 
-def _line(line: str, tokens: float) -> str:
+def _line(line: str, share: float) -> str:
     start = line.find("{")
     if start < 0:
         return line
@@ -64,5 +63,6 @@ def _line(line: str, tokens: float) -> str:
     if not isinstance(usage, dict) or not isinstance(usage.get("prompt_tokens"), int):
         return line
     cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-    usage["cache_creation_input_tokens"] = max(0, int(min(tokens, usage["prompt_tokens"])) - cached)
+    tokens = math.ceil(share * usage["prompt_tokens"])
+    usage["cache_creation_input_tokens"] = max(0, tokens - cached)
     return line[:start] + json.dumps(answer, ensure_ascii=False) + line[start + end :]

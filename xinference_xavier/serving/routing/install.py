@@ -46,16 +46,10 @@ Require = Callable[..., Awaitable[Any]]
 
 
 class Prefixes(Protocol):
-    """What requests may begin with, and what they ask to keep."""
+    """What requests may begin with."""
 
     async def content_of(self, model_uid: str, tenant: str, name: str) -> Mapping[str, Any]:
         """Raises PrefixNotFoundError."""
-
-    def keep(self, model_uid: str, tenant: str, content: Mapping[str, Any], ttl: float) -> None:
-        """For so many seconds after its last use; in the background."""
-
-    async def measure(self, model_uid: str, tenant: str, content: Mapping[str, Any]) -> int:
-        """The tokens of what is to be kept."""
 
 
 def add_routing(context: Any, routers: Routers, prefixes: Prefixes) -> None:
@@ -100,12 +94,7 @@ def routing_require(original: Require, routers: Routers, prefixes: Prefixes) -> 
             model = await _routed(asked, router, connect, content)
         model = model or await original(get_supervisor_ref, model_uid, *args)
         if router is not None and (keep.marks or keep.prompt_s):
-            model = KeptModel(
-                model,
-                functools.partial(prefixes.keep, model_uid, keep.tenant),
-                functools.partial(prefixes.measure, model_uid, keep.tenant),
-                keep.prompt_s,
-            )
+            model = KeptModel(model, keep.prompt_s)
         return model if content is None else NamedModel(model, keep.name, content)
 
     return require_model

@@ -113,8 +113,14 @@ class Asked:
         return self.route
 
     def _header(self, name: bytes) -> str | None:
-        found = next((value for key, value in self._scope["headers"] if key == name), None)
-        return None if found is None else found.decode("latin-1")
+        headers: list[tuple[bytes, bytes]] = self._scope["headers"]
+        found = next((value for key, value in headers if key == name), None)
+        if found is None:
+            return None
+        try:
+            return found.decode()
+        except UnicodeDecodeError:
+            return found.decode("latin-1")
 
     async def _leaves(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
