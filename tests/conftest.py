@@ -18,6 +18,7 @@ from tests.replica_process import TrackerProcess, replicas
 from tests.tracker_pools import MODEL, TRACKER_PROCESS, create_tracker
 
 E2E = Path(__file__).parent / "e2e"
+ENGINES = {E2E, *(Path(__file__).parent / name for name in ("models", "benchmarks", "chaos"))}
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -25,6 +26,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if E2E in item.path.parents:
             item.add_marker(pytest.mark.process)
+        if item.get_closest_marker("process") and ENGINES.intersection(item.path.parents):
+            item.add_marker(pytest.mark.engine)
 
 
 def pytest_sessionfinish() -> None:

@@ -123,10 +123,11 @@ REFUSALS = (
     "not compared",
     "not held",
     "other namespace",
+    "reset",
     "sharing is off",
     "too many rows",
 )
-"""Reasons why a donor grants no rows."""
+"""Reasons why no rows are granted."""
 OUT_OF_REACH = ("memory not shared", "other machine", "other network namespace", "other user")
 """Reasons why a replica that shares only within its host cannot fetch from a donor."""
 ROLLBACKS = (
@@ -138,7 +139,6 @@ ROLLBACKS = (
     "link",
     "malformed",
     "refused",
-    "reset",
     "stopped",
     "timeout",
     "transfer process died",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -55,9 +56,14 @@ def engine_config(folder: Path, chunk_tokens: int | None = None, **arguments: An
     ).create_engine_config()
 
 
-def _called(function: Callable[..., Any], **arguments: Any) -> Any:
+@cache
+def _parameters(function: Callable[..., Any]) -> Collection[str]:
+    return inspect.signature(function).parameters.keys()
+
+
+def called(function: Callable[..., Any], **arguments: Any) -> Any:
     """With those of the `arguments` that the installed version takes."""
-    taken = inspect.signature(function).parameters
+    taken = _parameters(function)
     return function(**{name: value for name, value in arguments.items() if name in taken})
 
 
@@ -89,7 +95,7 @@ class Engine:
 
     def ask(self, req_id: str, prompt: Sequence[int], tokens: int) -> None:
         self.scheduler.add_request(
-            _called(
+            called(
                 Request,
                 request_id=req_id,
                 prompt_token_ids=list(prompt),
@@ -120,7 +126,7 @@ class Engine:
         req_ids = list(scheduled.num_scheduled_tokens)
         self.scheduler.update_from_output(
             scheduled,
-            _called(
+            called(
                 ModelRunnerOutput,
                 req_ids=req_ids,
                 req_id_to_index={req_id: index for index, req_id in enumerate(req_ids)},

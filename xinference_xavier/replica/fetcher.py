@@ -39,7 +39,6 @@ from xinference_xavier.tiers.base import Fetch, FetchState
 
 logger = logging.getLogger(__name__)
 
-_RESET = "reset"
 _RELEASE_TIMEOUT = 2.0
 _REPORT_TIME = 0.1  # seconds before the deadline, left for the report of the rows that arrived
 
@@ -123,7 +122,7 @@ class Fetcher:
                 reason = await self._pull(fetch, grant)
         except GrantRefusedError as error:
             # A peer must not be able to add a counter per text of its choice.
-            reason = error.reason if error.reason in (*REFUSALS, _RESET) else "refused"
+            reason = error.reason if error.reason in REFUSALS else "refused"
             if reason == "not compared":
                 self._canary.doubt(fetch.source)
         except TimeoutError:
@@ -150,7 +149,7 @@ class Fetcher:
     async def _grant(self, fetch: PeerFetch) -> Grant:
         # Its rows may have been reserved since the pool was reset, and for the namespace of before.
         if not self._namespace.is_settled:
-            raise GrantRefusedError(_RESET)
+            raise GrantRefusedError("reset")
         if not self._canary.trusts(fetch.source):
             raise GrantRefusedError("not compared")
         request = GrantRequest(
@@ -221,7 +220,7 @@ class Fetcher:
             self.counts.received[fetch.source] += len(fetch.committed)
         self._arrived(fetch.committed)
         if len(fetch.committed) < result.verified:
-            return _RESET
+            return "reset"
         return result.reason
 
     def _finish(self, fetch: PeerFetch, reason: str | None) -> None:

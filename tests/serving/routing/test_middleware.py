@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -90,7 +91,8 @@ async def test_a_session_may_be_named_by_a_header() -> None:
 
 @pytest.mark.parametrize("sent", ["手册".encode(), "café".encode("latin-1"), "café".encode()])
 async def test_a_name_in_a_header_is_in_utf_8_or_latin_1(sent: bytes) -> None:
-    asked = await asked_with(body(b"{}"), headers=[(b"x-xavier-prefix", sent)])
+    route = SimpleNamespace(endpoint=SimpleNamespace(__name__="create_completion"))
+    asked = await asked_with(body(b"{}"), headers=[(b"x-xavier-prefix", sent)], route=route)
     assert (await asked.keep()).name in ("手册", "café")
 
 

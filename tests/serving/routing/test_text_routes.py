@@ -264,7 +264,7 @@ async def test_a_stream_that_is_closed_before_its_first_item_leaves_its_place(
 ) -> None:
     """`cache_control` and `prompt_cache_retention` put a stream around it."""
     model, replica, _ = await routed(text_api)
-    asked: Any = KeptModel(model, lambda *_: None, silent, 60.0) if kept else model
+    asked: Any = KeptModel(model, 60.0) if kept else model
     stream = await asked.chat([], STREAM)
     await stream.aclose()
     with pytest.raises(StopAsyncIteration):
