@@ -85,8 +85,7 @@ def test_blocks_that_vllm_refused_to_forget_are_not_stored(engine: Engine) -> No
     engine.run()
     engine.step()
     assert ready(engine) == 0
-    assert vllms_own(engine)
-    assert computed(engine, "after") == len(PROMPT)
+    assert computed(engine, "after") == len(PROMPT), "they are forgotten once nothing runs"
     engine.run()
     engine.step()
     assert ready(engine) == 2

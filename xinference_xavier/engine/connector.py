@@ -150,17 +150,16 @@ class XavierConnector(WorkerSide):
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
         self._manager.reuses_partial_blocks = compat.reuses_partial_blocks(kv_cache_manager)
-        reset = kv_cache_manager.reset_prefix_cache
-
-        def reset_both() -> bool:
-            done = reset()
-            self._manager.on_prefix_cache_reset(done)
-            self.reset_cache()
-            return done
-
+        self._reset_prefix_cache = kv_cache_manager.reset_prefix_cache
         # vLLM does not tell its connector, unless it is asked to. But who resets the prefix cache
         # has perhaps changed the weights, and our rows are of the old ones.
-        kv_cache_manager.reset_prefix_cache = reset_both  # type: ignore[method-assign]
+        kv_cache_manager.reset_prefix_cache = self._reset_both  # type: ignore[method-assign]
+
+    def _reset_both(self) -> bool:
+        done = self._reset_prefix_cache()
+        self._manager.on_prefix_cache_reset(done)
+        self.reset_cache()
+        return done
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self._describe_caches(kv_caches)
@@ -239,6 +238,9 @@ class XavierConnector(WorkerSide):
             if not self._manager.settled:
                 self._manager.on_schedule_end(_NO_CHANGES)
         self._begin_step(scheduler_output)
+        if self._manager.prefix_cache_is_stale and not self._manager.view.requests:
+            # vLLM refused to reset it while blocks were in use.
+            self._manager.on_prefix_cache_reset(self._reset_prefix_cache())
         if scheduler_output.total_num_scheduled_tokens or not self._manager.wait_if_idle():
             return metadata
         return OnlyLoads(**vars(metadata))

@@ -82,7 +82,7 @@ class XavierManager(OffloadingManager):
         self.errors = SchedulerErrors(logger)
         self._requests: dict[str, Request] = {}
         self.adapters = Adapters(clock)
-        self._prefix_cache_is_stale = False  # vLLM's own: it may have blocks of other weights
+        self.prefix_cache_is_stale = False  # vLLM's own: it may have blocks of other weights
         self.reuses_partial_blocks = False  # vLLM, without telling us
         self.pool, self.shares = pool, shares
         self._all_share = shares  # all requests, so far
@@ -155,7 +155,7 @@ class XavierManager(OffloadingManager):
         """
         request = self._requests[req_id]
         reuses = prefix_tokens > 0 or self.reuses_partial_blocks
-        request.looked_up(prefix_tokens, reuses, self._prefix_cache_is_stale)
+        request.looked_up(prefix_tokens, reuses, self.prefix_cache_is_stale)
         try:
             self._begin_lookups(request, trace_headers, lora_request, salt)
         except Exception:
@@ -348,7 +348,7 @@ class XavierManager(OffloadingManager):
 
     def on_prefix_cache_reset(self, done: bool) -> None:
         """vLLM tried to empty its own prefix cache, which it refuses while any block is in use."""
-        self._prefix_cache_is_stale = not done
+        self.prefix_cache_is_stale = not done
         if done:
             self.adapters.forget_replaced()
 

@@ -29,12 +29,12 @@ MAX_SHOWN = 100
 _CONNECT_DEADLINE = 5.0
 
 
-def not_read(error: Exception) -> str:
-    return f"the names of prefixes cannot be read: {error}"
+def not_read(error: Exception) -> HTTPException:
+    return HTTPException(503, f"the names of prefixes cannot be read: {error}")
 
 
-def not_written(error: Exception) -> str:
-    return f"the names of prefixes cannot be changed: {error}"
+def not_written(error: Exception) -> HTTPException:
+    return HTTPException(503, f"the names of prefixes cannot be changed: {error}")
 
 
 class Prefixes:
@@ -54,7 +54,7 @@ class Prefixes:
         try:
             await self.names.load()
         except (OSError, sqlite3.Error, SchemaError) as error:
-            self.failure = not_read(error)
+            self.failure = str(not_read(error).detail)
             logger.exception("no prefix is kept")
         else:
             self.failure = ""
@@ -73,7 +73,7 @@ class Prefixes:
         try:
             await self.names.refresh()
         except sqlite3.Error as error:
-            raise HTTPException(503, not_read(error)) from error
+            raise not_read(error) from error
 
     async def content_of(self, model_uid: str, tenant: str, name: str) -> Mapping[str, Any]:
         """For a request. Raises PrefixNotFoundError, and HTTPException if it cannot be read."""
@@ -82,7 +82,7 @@ class Prefixes:
         try:
             return await self.names.use(prefix)
         except sqlite3.Error as error:
-            raise HTTPException(503, not_read(error)) from error
+            raise not_read(error) from error
 
     def status(self, model_uid: str) -> dict[str, Any]:
         """Reports of the names that belong to no tenant, at most `MAX_SHOWN` that were used last,

@@ -139,4 +139,4 @@ async def _refused(work: Awaitable[_T]) -> _T:
     except ValueError as error:
         raise HTTPException(400, str(error)) from error
     except sqlite3.Error as error:
-        raise HTTPException(503, not_written(error)) from error
+        raise not_written(error) from error
