@@ -114,6 +114,18 @@ def test_two_resets_in_a_row_are_one(engine: Engine) -> None:
     assert (counts.filling, counts.pinned) == (0, 0)
 
 
+def test_rows_of_jobs_from_before_are_free_when_the_next_step_has_ended(engine: Engine) -> None:
+    """It begins with a flush. If every row were in quarantine, no later job could begin."""
+    engine.ask("runs", PROMPT, tokens=100)
+    while not engine.own.pool.counts().filling:
+        engine.step()
+    assert not vllms_own(engine)
+    assert engine.own.pool.counts().quarantined == 2
+    engine.step()
+    counts = engine.own.pool.counts()
+    assert (counts.quarantined, counts.filling, counts.ready) == (0, 0, 0)
+
+
 def test_a_refused_reset_leaves_the_engine_alive(engine: Engine) -> None:
     """vLLM preempts all that runs, then refuses because another request loads. Up to 0.32 it fails
     in the next step if a preempted request loads then."""

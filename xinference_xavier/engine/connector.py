@@ -88,6 +88,8 @@ class XavierConnector(WorkerSide):
             }
         self._asked = False  # vLLM's scheduler, since it built metadata
         self._is_reset = False  # and nothing was scheduled since
+        self._unflushed_steps: int | None = None
+        """Steps that have to end until no job from before the latest reset is under way."""
         self._counted = False  # something, since the latest stats
         super().__init__(vllm_config, role, kv_cache_config)
         if role is KVConnectorRole.SCHEDULER:
@@ -265,12 +267,19 @@ class XavierConnector(WorkerSide):
         if self._is_reset:
             return True
         self._asked = self._is_reset = True
+        self._unflushed_steps = len(self._steps) + 1
         return super().reset_cache()
 
     @guarded(tuple)
     def take_events(self) -> Iterable[KVCacheEvent]:
         """vLLM calls this once per step, when it has the step's output."""
-        self._steps.end(time.monotonic())
+        ended = self._steps.end(time.monotonic())
+        if self._unflushed_steps is not None and ended is not None:
+            self._unflushed_steps -= 1
+            # A step begins with the flush. One that computes has begun on all workers.
+            if self._unflushed_steps <= 0 and ended[0].tokens:
+                self._unflushed_steps = None
+                self._manager.on_reset_flushed()
         return ()  # the manager has none
 
     # -- where nothing is to be done, vLLM's own methods take their time to find that out ----------

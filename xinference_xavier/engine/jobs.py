@@ -1,7 +1,8 @@
 """Rows that vLLM's workers are writing (stores) or reading (loads).
 
 Belongs to the scheduler thread. After a reset vLLM no longer reports the jobs under way, so their
-rows stay in quarantine until a later job ends: jobs of one direction end in order.
+rows stay in quarantine until a later job ends, as jobs of one direction end in order, or until a
+step that began with a flush of all jobs has ended.
 """
 
 from __future__ import annotations

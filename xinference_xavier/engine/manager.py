@@ -353,7 +353,7 @@ class XavierManager(OffloadingManager):
             self.adapters.forget_replaced()
 
     def on_reset_flushed(self) -> None:
-        """Called by vLLM 0.33 and later, when no job from before the reset is under way."""
+        """No job from before the reset is under way. vLLM 0.33 and later call this, too."""
         self._jobs.free_stale()
 
     @guarded(nothing)

@@ -43,6 +43,10 @@ class Steps:
         self._computed = 0.0  # seconds in which any step was computed
         self._busy_since = 0.0
 
+    def __len__(self) -> int:
+        """The number of pending steps."""
+        return len(self._pending)
+
     @property
     def computing(self) -> bool:
         """Whether a pending step computes anything."""

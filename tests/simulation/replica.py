@@ -1,0 +1,523 @@
+"""One replica: vLLM's scheduler, both sides of our connector, pool, rows and copy jobs.
+
+Everything is real but the model, the peers, the clock and the threads. Whatever other threads and
+processes of a replica would do happens when the simulation does it: between two steps, or between
+two calls of vLLM's into our manager (`interrupt`).
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from copy import deepcopy
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+from unittest.mock import Mock
+
+import numpy as np
+import pytest
+from vllm import SamplingParams
+from vllm.config import KVTransferConfig, VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import (
+    get_request_block_hasher,
+    init_none_hash,
+    resolve_kv_cache_block_sizes,
+)
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_offload.base import (
+    CanonicalKVCaches,
+    LoadStoreSpec,
+    LookupResult,
+    OffloadingManager,
+    OffloadingWorker,
+    OffloadKey,
+    PrepareStoreOutput,
+    ReqContext,
+    ScheduleEndContext,
+    make_offload_key,
+)
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+
+from tests.engine.scheduling import Clock
+from tests.engine.vllm_scheduler import NOBODY, called
+from tests.simulation.contents import (
+    BLOCK_TOKENS,
+    LAYERS,
+    Group,
+    Layout,
+    Numbers,
+    Text,
+    ages,
+    layout,
+)
+from tests.simulation.options import Options
+from tests.simulation.peers import Peers
+from tests.simulation.worker import CopyJobs, ModelRunner, WrongBytesError
+from xinference_xavier.config import XavierConfig
+from xinference_xavier.engine import connector as connector_module
+from xinference_xavier.engine import namespace
+from xinference_xavier.engine.connector import XavierConnector
+from xinference_xavier.engine.idle import Arrivals
+from xinference_xavier.engine.manager import XavierManager
+from xinference_xavier.engine.spec import XavierSpec
+from xinference_xavier.kv_transfer_config import kv_transfer_config
+from xinference_xavier.pool.pool import Pool, Row, RowState
+from xinference_xavier.pool.region import Region
+
+
+class Manager(XavierManager):
+    """Calls `interrupt` before most of vLLM's calls, as other threads run meanwhile."""
+
+    interrupt: Callable[[], None]
+    check_loaded: Callable[[Sequence[bytes], LoadStoreSpec], None]
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        self.interrupt()
+        return super().lookup(key, req_context)
+
+    def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
+        self.interrupt()
+        slots = super().prepare_load(keys, req_context)
+        self.check_loaded([*keys], slots)
+        return slots
+
+    def prepare_store(
+        self, keys: Collection[OffloadKey], req_context: ReqContext
+    ) -> PrepareStoreOutput | None:
+        self.interrupt()
+        return super().prepare_store(keys, req_context)
+
+    def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        self.interrupt()
+        super().on_schedule_end(context)
+
+
+class _NoWaits(Arrivals):
+    """An idle engine gives the others time instead of waiting for them."""
+
+    def __init__(self, interrupt: Callable[[], None]) -> None:
+        super().__init__(None)
+        self._interrupt = interrupt
+
+    def wait(self, ended: Callable[[float], object], seconds: float) -> None:
+        self._interrupt()
+        ended(0.0)
+
+
+class _NoGrammars:
+    """In place of what constrains answers."""
+
+    def should_advance(self, request: Request) -> bool:
+        return False
+
+    def accept_tokens(self, request: Request, tokens: list[int]) -> bool:
+        return True
+
+
+class Asked(NamedTuple):
+    """A request: its text with the whole answer, of which the first `prompt` tokens are asked."""
+
+    req_id: str
+    text: Text
+    prompt: int
+    answer: int
+
+
+class Chunk(NamedTuple):
+    """What a key of a pool stands for: the tokens of `text` up to `end`, in one group."""
+
+    text: Text
+    end: int
+    group: int
+
+
+class _Batch(NamedTuple):
+    step: SchedulerOutput
+    sampled: dict[str, list[int]]
+    output: list[ModelRunnerOutput]  # once the worker has computed it
+
+
+class Replica:
+    """`config` is vLLM's for some small model; `patch` undoes what this replaces in modules."""
+
+    def __init__(
+        self,
+        options: Options,
+        config: VllmConfig,
+        rng: random.Random,
+        patch: pytest.MonkeyPatch,
+        log: Callable[[str], None],
+    ) -> None:
+        self.options, self._rng, self.log = options, rng, log
+        self.layout: Layout = layout(options.groups, options.blocks, options.window)
+        self.clock = Clock()
+        self.weights = 0
+        self.oldest_allowed = 0
+        """The weights that were there when all caches were last reset with success."""
+        self.texts: dict[str, Text] = {}
+        self.asked: dict[str, Asked] = {}
+        self.chunks: dict[bytes, Chunk] = {}
+        self.batches: deque[_Batch] = deque()
+        self.sending: list[Row] = []  # pinned for a peer that copies them
+        self._busy = False
+        self._scheduling = self._computing = False
+
+        config = self._config(config)
+        caches = self.layout.config
+        blocks_per_chunk = options.chunk_blocks
+        self.region = Region.create(options.slots, LAYERS * 8 * BLOCK_TOKENS * blocks_per_chunk)
+        self.rows = self.region.array.view(np.uint64).reshape(options.slots, LAYERS, -1)
+        self.pool = Pool(options.slots)
+        self.peers = Peers(
+            self.pool,
+            self.region,
+            rng,
+            clock=self.clock,
+            write=self._write_row,
+            stored=self._check_stored,
+            log=log,
+        )
+        chunk_tokens = blocks_per_chunk * BLOCK_TOKENS
+        self.manager = Manager(
+            self.pool,
+            self.peers,
+            chunk_tokens=chunk_tokens,
+            row_bytes=self.region.row_bytes,
+            min_fetch_tokens=chunk_tokens,
+            adaptive=options.adaptive,
+            fetch_timeout=5.0,
+            clock=self.clock,
+        )
+        self.manager.interrupt = self._interrupted
+        self.manager.check_loaded = self._check_loaded
+        self.manager.view.sketcher = Mock()
+
+        def worker(spec: XavierSpec, pages: CanonicalKVCaches) -> OffloadingWorker:
+            self.copy_jobs = CopyJobs(pages, self.region, spec.blocks_per_chunk)
+            return self.copy_jobs
+
+        def manager(spec: XavierSpec) -> OffloadingManager:
+            return self.manager
+
+        patch.setattr(XavierSpec, "get_manager", manager)
+        patch.setattr(XavierSpec, "get_worker", worker)
+        patch.setattr(namespace, "fingerprint_fields", lambda *_: {})
+        patch.setattr(connector_module, "time", SimpleNamespace(monotonic=self.clock))
+        patch.setattr(Arrivals, "at", lambda _: _NoWaits(self._interrupted))
+
+        block, hashed = resolve_kv_cache_block_sizes(caches, config)
+        kind = AsyncScheduler if options.batches > 1 else Scheduler
+        no_grammars: Any = _NoGrammars()
+        self.scheduler: Scheduler = kind(
+            vllm_config=config,
+            kv_cache_config=caches,
+            structured_output_manager=no_grammars,
+            block_size=block,
+            hash_block_size=hashed,
+        )
+        self.connector = XavierConnector(deepcopy(config), KVConnectorRole.WORKER, caches)
+        self.runner = ModelRunner(
+            self.layout,
+            self.connector,
+            self.texts,
+            weights=lambda: self.weights,
+            oldest_allowed=lambda: self.oldest_allowed,
+        )
+        self.connector.register_kv_caches(self.runner.kv_caches)
+        digest = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
+        init_none_hash(digest)
+        self._hasher = get_request_block_hasher(hashed, digest)
+        self._hash_tokens = hashed
+
+    def _config(self, config: VllmConfig) -> VllmConfig:
+        options, config = self.options, deepcopy(config)
+        xavier = XavierConfig(
+            "model",
+            NOBODY,
+            pool_bytes=1 << 26,
+            chunk_tokens=options.chunk_blocks * BLOCK_TOKENS,
+            audit=False,
+        )
+        config.kv_transfer_config = KVTransferConfig(**kv_transfer_config(xavier))
+        config.cache_config.block_size = BLOCK_TOKENS
+        config.cache_config.num_gpu_blocks = options.blocks
+        config.cache_config.prefix_match_unit = options.hash_tokens
+        config.cache_config.prefix_cache_retention_interval = options.retention
+        if "recurrent" in options.groups:
+            config.cache_config.mamba_cache_mode = "align"
+        scheduling = config.scheduler_config
+        scheduling.max_num_batched_tokens = options.step_tokens
+        scheduling.max_num_seqs = options.running
+        scheduling.async_scheduling = options.batches > 1
+        return config
+
+    def close(self) -> None:
+        self.connector.shutdown()
+        self.region.close()
+
+    # -- what clients do ----------------------------------------------------------------------
+
+    def ask(self, asked: Asked) -> None:
+        asked.text.continue_to(asked.prompt + asked.answer + 4)
+        self.asked[asked.req_id], self.texts[asked.req_id] = asked, asked.text
+        self.learn(asked.text)
+        self.scheduler.add_request(
+            self._request(asked.req_id, asked.text, asked.prompt, asked.answer)
+        )
+
+    def _request(self, req_id: str, text: Text, prompt: int, answer: int) -> Request:
+        request: Request = called(
+            Request,
+            request_id=req_id,
+            prompt_token_ids=text.tokens[:prompt],
+            sampling_params=SamplingParams(max_tokens=answer, ignore_eos=True),
+            pooling_params=None,
+            arrival_time=0.0,
+            cache_salt=text.salt,
+            block_hasher=self._hasher,
+        )
+        return request
+
+    def learn(self, text: Text) -> list[list[bytes]]:
+        """Know what the keys of the text stand for. Returns those of whole chunks, by group."""
+        hashes = self._request("", text, len(text.tokens), 1).block_hashes
+        for number in range(len(self.layout.groups)):
+            for place, block_hash in enumerate(hashes):
+                key = make_offload_key(block_hash, number)
+                self.chunks[key] = Chunk(text, (place + 1) * self._hash_tokens, number)
+        hashes_per_chunk = self.options.chunk_blocks * BLOCK_TOKENS // self._hash_tokens
+        return [
+            [
+                make_offload_key(each, number)
+                for each in hashes[hashes_per_chunk - 1 :: hashes_per_chunk]
+            ]
+            for number in range(len(self.layout.groups))
+        ]
+
+    def abort(self, req_id: str) -> None:
+        self.scheduler.finish_requests(req_id, RequestStatus.FINISHED_ABORTED)
+
+    # -- what an engine does ------------------------------------------------------------------
+
+    def schedule(self) -> None:
+        self._scheduling = True
+        step = self.scheduler.schedule()
+        self._scheduling = False
+        spans = self._ends(step)
+        sampled = {
+            req_id: []
+            if self.scheduler.requests[req_id].is_prefill_chunk
+            else self.texts[req_id].tokens[end : end + 1]
+            for req_id, end in spans.items()
+        }
+        self.batches.append(_Batch(step, sampled, []))
+        self.log(
+            f"schedules {dict(step.num_scheduled_tokens)}"
+            + (f" preempted {set(step.preempted_req_ids)}" if step.preempted_req_ids else "")
+            + (f" finished {set(step.finished_req_ids)}" if step.finished_req_ids else "")
+            + self._jobs_of(step)
+        )
+
+    @staticmethod
+    def _jobs_of(step: SchedulerOutput) -> str:
+        metadata: Any = step.kv_connector_metadata
+        told = ""
+        for job_id, job in metadata.load_jobs.items():
+            told += f"; load {job_id} for {job.req_id}: {job.src_spec.block_ids.tolist()}"
+            told += f" -> {job.dst_spec.block_ids.tolist()}"
+        for job_id, job in metadata.store_jobs.items():
+            told += f"; store {job_id} for {job.req_id}: {job.src_spec.block_ids.tolist()}"
+            told += f" -> {job.dst_spec.block_ids.tolist()}"
+        if metadata.jobs_to_flush:
+            told += f"; flush {metadata.jobs_to_flush}"
+        return told
+
+    @staticmethod
+    def _ends(step: SchedulerOutput) -> dict[str, int]:
+        cached = step.scheduled_cached_reqs
+        starts = {new.req_id: new.num_computed_tokens for new in step.scheduled_new_reqs}
+        starts |= zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+        return {req_id: starts[req_id] + n for req_id, n in step.num_scheduled_tokens.items()}
+
+    def compute(self) -> None:
+        """The worker computes the oldest batch that it has not computed."""
+        batch = next((batch for batch in self.batches if not batch.output), None)
+        if batch is not None and not self._computing:
+            self._computing = True
+            batch.output.append(self.runner.execute(batch.step, batch.sampled))
+            self._computing = False
+
+    def take_output(self) -> None:
+        """vLLM's scheduler gets the output of the oldest batch."""
+        while not self.batches[0].output:
+            self.compute()
+        batch = self.batches.popleft()
+        self.scheduler.update_from_output(batch.step, batch.output[0])
+
+    def _may_reset(self, connector: bool, running: bool) -> bool:
+        """Unless that leads to a known defect: see `Options`."""
+        options, requests = self.options, self.scheduler.requests.values()
+        vllm: Any = self.scheduler.connector
+        vllm = vllm.connector_scheduler
+        hold_blocks = any(request.num_computed_tokens for request in requests)
+        if connector and not running and hold_blocks and not options.requests_go_on:
+            return False
+        if running and not options.refused_resets:
+            loads = RequestStatus.WAITING_FOR_REMOTE_KVS
+            if self.batches or any(each.status is loads or each.is_finished() for each in requests):
+                return False
+        if connector and not options.two_resets and vllm._current_batch_jobs_to_flush:
+            return False
+        counts = self.pool.counts()
+        in_use = counts.filling + counts.pinned + counts.quarantined
+        return not connector or options.resets_of_busy_pools or in_use < counts.rows
+
+    def reset(self, connector: bool, running: bool) -> None:
+        """The weights change. Unless vLLM refuses, its cache is reset for them, and with
+        `connector` ours too."""
+        if not self._may_reset(connector, running):
+            return
+        try:
+            done = self.scheduler.reset_prefix_cache(running, connector)
+        except RuntimeError:  # requests load, or are still being computed
+            self.log(f"reset refused: connector={connector} running={running}")
+            return
+        self.log(f"reset: connector={connector} running={running} -> {done}")
+        if connector:
+            self.weights += 1
+            if done:
+                self.oldest_allowed = self.weights
+
+    # -- what other threads do ----------------------------------------------------------------
+
+    def _interrupted(self) -> None:
+        if not self._busy and self._rng.random() < self.options.interrupts:
+            self.background()
+
+    def background(self) -> None:  # noqa: PLR0912  # one branch for each thing that happens
+        """One of the things that happen on other threads and in other processes."""
+        self._busy = True
+        try:
+            rng, pool = self._rng, self.pool
+            match rng.choice(
+                ("fetch",) * 4 + ("copy",) * 4 + ("rows", "rows", "compute", "claim", "join")
+            ):
+                case "fetch":
+                    if self.options.fetches_end_within_steps or not self._scheduling:
+                        self.peers.go_on(self.clock())
+                case "copy":
+                    if rng.random() < self.options.copies:
+                        self.copy_jobs.run_one()
+                case "compute":
+                    self.compute()
+                case "claim":
+                    for claim in self.peers.claims:
+                        if claim.held_by_peer is None:
+                            claim.held_by_peer = rng.randrange(len(claim.keys) + 1)
+                case "join":
+                    self.peers.go_on_joining()
+                case "rows":
+                    self._send(rng)
+                    for row in pool.rows():
+                        if (
+                            row.state is RowState.READY
+                            and row.checksum is None
+                            and rng.random() < 0.5
+                        ):
+                            pool.set_checksum(row, 1)
+        finally:
+            self._busy = False
+
+    def _send(self, rng: random.Random) -> None:
+        """A peer begins to copy a few rows, or has copied them."""
+        if self.sending:
+            for row in self.sending:
+                self._check_row(row, "is sent")
+            self.pool.unpin(self.sending)
+            self.sending = []
+        elif rows := self.pool.rows():
+            wanted = [row.key for row in rng.sample(rows, min(3, len(rows)))]
+            self.sending = self.pool.pin_shared(wanted)
+
+    def flush(self) -> None:
+        flushed = self.pool.flush(self.pool.rows())
+        self.log(f"flushed {len(flushed)} rows")
+
+    # -- rows ---------------------------------------------------------------------------------
+
+    def _view(self, row: Row) -> tuple[Group, Numbers, Numbers]:
+        """The row's group, the numbers in it that the group uses, of shape (layers, tokens), and
+        the hashes for which they should stand."""
+        text, end, number = self.chunks[row.key]
+        group, size = self.layout.groups[number], self.options.chunk_blocks * BLOCK_TOKENS
+        numbers: Numbers = self.rows[row.slot]
+        if group.is_recurrent:  # the last block's state
+            return group, numbers[:, size - BLOCK_TOKENS][:, None], text.hashes(end - 1, end)
+        first = (end - 1) // size * size  # the key may be that of a part of a chunk
+        return group, numbers[:, : end - first], text.hashes(first, end)
+
+    def _write_row(self, row: Row, weights: int) -> None:
+        group, numbers, hashes = self._view(row)
+        numbers[:] = group.numbers(hashes, weights)
+
+    def _check_row(self, row: Row, what: str, oldest: int = 0) -> None:
+        group, found, hashes = self._view(row)
+        if group.faults(found, hashes):
+            raise WrongBytesError(f"{row} {what}, but its bytes are not those of its key")
+        if (age := int(ages(found).min())) < oldest:
+            raise WrongBytesError(
+                f"{row} {what}, but depends on weights {age}; its cache was reset for {oldest}"
+            )
+
+    def _check_stored(self, rows: Sequence[Row]) -> None:
+        for row in rows:
+            self._check_row(row, "was stored", self._oldest_row)
+
+    def _check_loaded(self, keys: Sequence[bytes], slots: LoadStoreSpec) -> None:
+        read: Any = slots
+        for key, slot in zip(keys, read.block_ids.tolist(), strict=True):
+            row = self.pool._held[key]
+            assert row.slot == slot
+            self._check_row(row, "is loaded", self._oldest_row)
+
+    @property
+    def _oldest_row(self) -> int:
+        """Of the weights that a row may depend on: those that came with the connector's latest
+        reset, even if vLLM did not reset its own cache then, because requests ran."""
+        return self.weights
+
+    def check_at_rest(self) -> None:
+        """Nothing runs: nothing is held, half done or waited for."""
+        counts, manager = self.pool.counts(), self.manager
+        states = {
+            "rows being filled": counts.filling,
+            "rows pinned": counts.pinned,
+            "slots in quarantine": counts.quarantined,
+            "slots lost": counts.rows
+            - counts.ready
+            - len(self.pool._free)
+            - len(self.pool._flushed)
+            - counts.filling
+            - counts.quarantined,
+            "requests in the manager": len(manager._requests),
+            "jobs in the manager": bool(manager._jobs),
+            "fetches": len(manager.tier_lookup.fetches),
+            "deferred requests": len(manager.tier_lookup._deferred)
+            + len(manager.tier_lookup._plans),
+            "jobs of the worker": not self.copy_jobs.is_at_rest,
+            "jobs in the worker's connector": len(self.connector._jobs),
+            "requests in vLLM": len(self.scheduler.requests),
+            "blocks in use": self.options.blocks
+            - 1
+            - self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
+        }
+        if left := {what: count for what, count in states.items() if count}:
+            raise AssertionError(f"nothing runs any more, but there are {left}")
+        for row in self.pool.rows():
+            self._check_row(row, "is at rest", self._oldest_row)
