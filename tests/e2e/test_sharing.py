@@ -297,7 +297,7 @@ def test_doctor_finds_nothing_that_keeps_them_from_sharing(model: LocalCluster) 
     assert all(set(each["peers"].values()) == {None} for each in self_checks)
     first, second = (each["fingerprint_fields"] for each in self_checks)
     assert first == second
-    assert first["dtype"] == "torch.float32"
+    assert first["model.dtype"] == "torch.float32"
 
 
 def test_events_are_heard_over_xinferences_own_server(model: LocalCluster) -> None:
