@@ -119,9 +119,9 @@ unit: $(VENV)/.docs
 
 test-e2e: test-replicas test-engines
 
-# Each test starts processes of its own, so two files run at a time.
+# Replicas, trackers and servers, each in a process of its own.
 test-replicas: venv
-	$(PYTEST) -n 2 --dist loadfile -m "process and not engine and not long and not gpu"
+	$(PYTEST) -m "process and not engine and not long and not gpu"
 
 test-engines: COVERAGE =
 test-engines: venv
