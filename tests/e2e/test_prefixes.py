@@ -197,6 +197,37 @@ def test_in_full_pools_hard_ones_stay_and_soft_ones_give_way(cluster: LocalClust
     cluster.terminate(uid)
 
 
+@pytest.mark.long
+def test_marks_that_move_with_a_chat_cost_no_request(
+    model: LocalCluster, client: XavierClient
+) -> None:
+    def requests_of_replicas() -> int:
+        return sum(each.requests for each in client.status(UID).replicas)
+
+    for name in ("report", "guide"):
+        kept(client, name)
+    before, messages = requests_of_replicas(), list[dict[str, Any]]()
+    for turn in range(3):
+        text = document(60 + turn, 10)
+        marked = [{"type": "text", "text": text, "cache_control": {"type": "ephemeral"}}]
+        body = {"model": UID, "max_tokens": 8}
+        answer = requests.post(
+            f"{model.endpoint}/v1/messages",
+            json={**body, "messages": [*messages, {"role": "user", "content": marked}]},
+            headers={"anthropic-version": "2023-06-01"},
+            timeout=TIMEOUT,
+        ).json()
+        usage = answer["usage"]
+        assert usage["cache_creation_input_tokens"] > 100
+        assert (usage["cache_read_input_tokens"] > 0) == (turn > 0)
+        messages += [{"role": "user", "content": text}, {"role": "assistant", "content": "So?"}]
+    # The keeper looks every second: by the time that it has computed another name, it has looked.
+    client.add_prefix(UID, "later", document(63, ROWS))
+    kept(client, "later")
+    assert requests_of_replicas() == before + 3 + 1
+    client.remove_prefix(UID, "later")
+
+
 def test_a_removed_name_is_unknown(model: LocalCluster, client: XavierClient) -> None:
     for name in ("report", "guide"):
         client.remove_prefix(UID, name)
