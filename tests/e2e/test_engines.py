@@ -55,7 +55,7 @@ async def test_the_pool_serves_a_prefix_that_vllm_has_dropped(
     async with pool:
         address = pool.external_address
         await xoscar.create_actor(BlockTracker, "m", address=address, uid=tracker_uid("m"))
-        config = XavierConfig(model_uid="m", tracker_address=address, pool_bytes=128 << 20)
+        config = XavierConfig(model_uid="m", tracker_address=address, pool_bytes=512 << 20)
         program = tmp_path / "engine.py"  # a file, which vLLM's worker processes can import
         program.write_text(PROGRAM)
         order = {

@@ -151,7 +151,8 @@ ARCHITECTURES = {
             "qk_rope_head_dim": 64, "v_head_dim": 32, "n_routed_experts": 4,
             "first_k_dense_replace": 4, "num_key_value_heads": 4, "head_dim": 64,
         },
-        {"num_gpu_blocks_override": 512},  # vLLM uses blocks of 16 tokens here
+        # vLLM uses blocks of 16 tokens here. Its backend for AMX takes no float32.
+        {"num_gpu_blocks_override": 512, "attention_backend": "CPU_MLA"},
         shares=False,
         fills_pool=False,
         common=True,

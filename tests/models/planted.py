@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -48,10 +49,15 @@ def _copy_reversed(self: HostWorker, is_store: bool, placements: Iterator[Any]) 
     return _copy_blocks(self, is_store, reversed_pages)
 
 
-class ReversedPages(ThreadTimes):
-    """A worker whose rows hold each page backwards, like a kernel with another layout of equal
-    size."""
+REVERSED = "PLANTED_REVERSED"
+"""An environment variable, since the configuration of the two must be equal."""
+
+
+class PerhapsReversedPages(ThreadTimes):
+    """A worker whose rows hold each page backwards if `REVERSED` is set, like a kernel with another
+    layout of equal size."""
 
     def __new__(cls, *arguments: Any, **more: Any) -> Any:
-        HostWorker._copy_blocks = _copy_reversed  # type: ignore[method-assign]
+        if REVERSED in os.environ:
+            HostWorker._copy_blocks = _copy_reversed  # type: ignore[method-assign]
         return super().__new__(cls)

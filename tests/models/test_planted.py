@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.engines import Fleet
+from tests.models import planted
 from tests.models.architectures import VOCABULARY, make
 from tests.models.planted import tune_between_samples
 from tests.models.sharing import FIRST, PLAIN, SECOND, TOLERANCE, Engines, difference, kind
@@ -25,10 +26,12 @@ def engines(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Engines]
     if request.param == "weights":
         other = tune_between_samples(folder, tmp_path / "tuned")
         assert weights_fingerprint(other) == weights_fingerprint(folder)
-        arguments = {"model": str(other)}
+        kinds = {FIRST: kind(), SECOND: kind({"model": str(other)})}
     else:
-        arguments = {"worker_extension_cls": "tests.models.planted.ReversedPages"}
-    kinds = {FIRST: kind(), SECOND: kind(arguments), PLAIN: kind(arguments, transport=None)}
+        extension = {"worker_extension_cls": "tests.models.planted.PerhapsReversedPages"}
+        reverses = {planted.REVERSED: "1"}
+        kinds = {FIRST: kind(extension), SECOND: kind(extension, environment=reverses)}
+    kinds[PLAIN] = kinds[SECOND]._replace(transport=None)
     with Fleet(kinds, model=folder) as fleet:
         yield Engines(fleet, VOCABULARY)
 
