@@ -294,7 +294,7 @@ class _Inside:
         return self.replica.stats()
 
     def probed(self, name: bytes, factor: float) -> None:
-        """As if the engine had computed the canary `name`."""
+        """Do what happens when the engine has computed the canary `name`."""
         sketch = {"layer": ("float32", [factor] * 32)}
         self.engine.results.append(ProbeResult(name, sketch))
 

@@ -120,7 +120,7 @@ def test_a_key_keeps_its_group() -> None:
 
 
 def test_an_adapter_of_the_same_name_replaces_the_former_one(tmp_path: Path) -> None:
-    """Whether vLLM loads it in place or under another number. vLLM's own cache knows the name."""
+    """vLLM may load it in place or under another number; its own cache knows only the name."""
     adapters = Loaded()
     first = adapters.find(request(adapter(tmp_path / "a")))
     assert not first.replaces

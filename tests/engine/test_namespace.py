@@ -273,7 +273,7 @@ class TestHub:
     """A model that is named, not given as a folder."""
 
     def cached(self, cache: Path, model_folder: Path, commit: str, value: int) -> None:
-        """As the hub's client keeps it: snapshots by commit, and the commit that "main" is."""
+        """The layout of the hub's client: snapshots by commit, and the commit that "main" is."""
         repository = cache / "models--org--name"
         snapshot = shutil.copytree(model_folder, repository / "snapshots" / commit)
         weights = snapshot / "model.safetensors"

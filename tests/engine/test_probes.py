@@ -26,7 +26,7 @@ from xinference_xavier.replica.canary import ProbeResult, Sketch
 
 VOCABULARY = 999
 LONG = (DEEP // CHUNK + 1) * CHUNK
-"""Where the long canary ends."""
+"""The end of the long canary, in tokens."""
 
 
 class Samples:
@@ -87,7 +87,7 @@ class Scene:
         return probe
 
     def rows(self, *ends: int) -> tuple[list[Row], dict[bytes, int]]:
-        """Of chunks with these ends, as a worker has just stored them."""
+        """Rows of chunks with these ends, which a worker has just stored."""
         self.made += 1
         keys = {end: chunks(f"{self.made}: prompt to {end}", 1)[0] for end in ends}
         return self.pool.reserve(keys.values()).rows, {

@@ -60,7 +60,7 @@ async def loaded(file: Path, clock: Clock) -> Names:
 
 @pytest.fixture
 async def other(file: Path, clock: Clock, names: Names) -> AsyncIterator[Names]:
-    """Those of another process."""
+    """The names that another process knows."""
     other = Names(Store(file), clock, clock)
     await other.load()
     yield other
