@@ -242,7 +242,7 @@ def _tracker_destroyed(scene: Scene, step: Step) -> bool:
 
 
 def _is_filled(scene: Scene, before: set[str]) -> bool:
-    """True once a new tracker knows these replicas and what they hold; False if that takes too long."""
+    """True once a new tracker knows these replicas and what they hold."""
     looks = scene.fleet.looks + 1  # a look may have been under way
 
     def is_filled() -> bool:

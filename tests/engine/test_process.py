@@ -42,7 +42,7 @@ def engine_that_ignores_a_signal(pipe: Connection) -> None:
 
 
 def engine_that_hangs_in_c(pipe: Connection) -> None:
-    """A hang like that of a collective whose other workers have died. Python's handlers do not run there."""
+    """A hang like that of a collective without its other workers: no Python handler runs."""
     signal.signal(signal.SIGTERM, lambda *_: None)
     end_with_parent()
     pipe.send(os.getpid())
