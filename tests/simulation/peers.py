@@ -153,7 +153,8 @@ class Peers(ScriptedTier):
             self.pool.abort(row)
             return
         self._write(row, weights)
-        self.pool.commit(row, checksum=1)
+        if not self.pool.commit(row, checksum=1):  # there was a reset
+            self.pool.abort(row)
 
     @property
     def is_at_rest(self) -> bool:
