@@ -10,16 +10,14 @@ import httpx
 import xoscar as xo
 from fastapi import APIRouter, FastAPI
 
-from tests.e2e.text_routes import TEXT_ROUTES, body_of
+from tests.e2e.text_routes import body_of
 from tests.frontend.cluster import Cluster
-from tests.serving.text_models import TextModel
+from tests.serving.text_models import Asked, TextModel
 from xinference_xavier.errors import PrefixNotFoundError
 from xinference_xavier.frontend.model_router import ModelRouter
 from xinference_xavier.frontend.routers import Routers
 from xinference_xavier.serving.routing.install import add_routing
 from xinference_xavier.serving.routing.replica import finding_replicas
-
-__all__ = ["TEXT_ROUTES", "NoPrefixes", "TextApi"]
 
 HEADERS = {"anthropic-version": "2023-06-01"}
 REPLICAS = ("m-0", "m-1")
@@ -78,6 +76,19 @@ class Supervisor:
         return None
 
 
+def llm_router(**attributes: Any) -> APIRouter:
+    """xinference's routes of LLMs, of an API with these attributes."""
+    from xinference.api.model_request_logging import ModelRequestLoggingRoute
+    from xinference.api.restful_api import RESTfulAPI
+    from xinference.api.routers import llm
+
+    api = object.__new__(RESTfulAPI)
+    vars(api).update(attributes, _advanced_auth_service=None, _auth_service=None)
+    api._router = APIRouter(route_class=ModelRequestLoggingRoute)
+    llm.register_routes(api)
+    return api._router  # type: ignore[no-any-return]
+
+
 class TextApi:
     """The API of a model "m" with two replicas at `address`, a pool in another process. `client`
     asks it, `cluster` is what the router is told."""
@@ -94,8 +105,6 @@ class TextApi:
     async def start(self, prefixes: Any = None, *, routed: bool = True, **serving: Any) -> TextApi:
         """`serving` is how the replicas were launched."""
         from xinference.api import restful_api
-        from xinference.api.model_request_logging import ModelRequestLoggingRoute
-        from xinference.api.routers import llm
 
         self.models = {}
         for name in REPLICAS:
@@ -104,18 +113,17 @@ class TextApi:
             self.models[name] = model
         self.supervisor = Supervisor(self.models)
         self.cluster = Cluster(*REPLICAS, **serving)
-        api = object.__new__(restful_api.RESTfulAPI)
-        api._advanced_auth_service = api._auth_service = None
-        api._get_supervisor_ref = self._get_supervisor_ref
-        api._report_error_event = self._report_error_event
-        self.app = api._app = FastAPI()
-        api._router = APIRouter(route_class=ModelRequestLoggingRoute)
-        llm.register_routes(api)
+        self.app = FastAPI()
+        router = llm_router(
+            _app=self.app,
+            _get_supervisor_ref=self._get_supervisor_ref,
+            _report_error_event=self._report_error_event,
+        )
         self._original = restful_api.require_model
         routers = _Known(self.cluster.router if routed else None)
-        context = SimpleNamespace(app=self.app, router=api._router)
+        context = SimpleNamespace(app=self.app, router=router)
         add_routing(context, routers, prefixes or NoPrefixes())
-        self.app.include_router(api._router)
+        self.app.include_router(router)
         self.client = httpx.AsyncClient(
             transport=httpx.ASGITransport(self.app),
             base_url="http://api",
@@ -132,8 +140,14 @@ class TextApi:
         for name in [*self.models]:
             await self.end(name)
 
-    async def ask(self, path: str, text: str = "hi", **more: Any) -> httpx.Response:
-        return await self.client.post(path, json=body_of(path, "m", text, **more))
+    async def ask(
+        self, path: str, text: str = "hi", headers: dict[str, str] | None = None, **more: Any
+    ) -> httpx.Response:
+        return await self.client.post(path, json=body_of(path, "m", text, **more), headers=headers)
+
+    async def asked(self) -> list[Asked]:
+        """What the replicas were asked."""
+        return [each for model in self.models.values() for each in await model.asked()]
 
     async def prepare(self, **how: Any) -> None:
         """All replicas; see `TextModel`."""

@@ -13,8 +13,8 @@ import pytest
 import xoscar as xo
 from PIL import UnidentifiedImageError
 
-from tests.e2e.text_routes import CHAT, COMPLETIONS
-from tests.serving.text_api import TEXT_ROUTES, NoPrefixes, Supervisor, TextApi
+from tests.e2e.text_routes import CHAT, COMPLETIONS, TEXT_ROUTES
+from tests.serving.text_api import NoPrefixes, Supervisor, TextApi
 from xinference_xavier.frontend.model_router import Route
 from xinference_xavier.serving.prefixes.kept_model import KeptModel
 from xinference_xavier.serving.routing import install

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import Awaitable, Callable
 from types import ModuleType
 from typing import Any
 from unittest.mock import ANY
@@ -12,8 +12,8 @@ import pytest
 from fastapi.routing import APIRoute
 from xinference import extensions
 
-from tests.serving.routing.test_install import Prefixes
-from tests.serving.routing.xinference_api import BODIES, XinferenceApi, llm_router
+from tests.e2e.text_routes import CHAT, COMPLETIONS, TEXT_ROUTES, body_of
+from tests.serving.text_api import NoPrefixes, TextApi, llm_router
 from xinference_xavier.errors import PrefixNotFoundError
 from xinference_xavier.frontend.asked import prompt_text
 from xinference_xavier.serving.routing.middleware import TEXT_ENDPOINTS, remember_texts
@@ -24,11 +24,10 @@ WITHOUT_A_TEXT = {
     "anthropic_get_model",
     "create_flexible_infer",
 }
-ANTHROPIC = "/anthropic/v1/messages"
-PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/messages", ANTHROPIC, "/v1/responses")
+PATHS = (*TEXT_ROUTES, "/anthropic/v1/messages")
 
 
-class Contracts(Prefixes):
+class Contracts(NoPrefixes):
     """The contract of each tenant."""
 
     async def content_of(self, model_uid: str, tenant: str, name: str) -> Any:
@@ -40,10 +39,8 @@ class Contracts(Prefixes):
 
 
 @pytest.fixture
-async def api() -> AsyncIterator[XinferenceApi]:
-    api = await XinferenceApi().start(Contracts())
-    yield api
-    await api.stop()
+async def api(start_text_api: Callable[..., Awaitable[TextApi]]) -> TextApi:
+    return await start_text_api(Contracts())
 
 
 @pytest.fixture
@@ -70,50 +67,49 @@ def test_every_route_of_an_llm_is_known() -> None:
     router = llm_router()
     endpoints = {each.endpoint.__name__ for each in router.routes if isinstance(each, APIRoute)}
     assert endpoints == TEXT_ENDPOINTS | WITHOUT_A_TEXT
-    assert remember_texts(router) == TEXT_ENDPOINTS == set(BODIES)
+    assert remember_texts(router) == TEXT_ENDPOINTS
 
 
-def test_the_paths_of_text_routes_are_tested(api: XinferenceApi) -> None:
-    assert {*api.paths} == {*PATHS}
+def test_the_paths_of_text_routes_are_tested() -> None:
+    routes = [each for each in llm_router().routes if isinstance(each, APIRoute)]
+    assert {each.path for each in routes if each.endpoint.__name__ in TEXT_ENDPOINTS} == {*PATHS}
 
 
 @pytest.mark.parametrize("path", PATHS)
-async def test_every_text_route_goes_through_the_router(api: XinferenceApi, path: str) -> None:
+async def test_every_text_route_goes_through_the_router(api: TextApi, path: str) -> None:
     answer = await api.ask(path)
     assert answer.status_code == 200, answer.text
     assert answer.headers["x-xavier-replica"] in api.models
 
 
 @pytest.mark.parametrize("path", PATHS)
-async def test_every_text_route_knows_names(api: XinferenceApi, path: str) -> None:
+async def test_every_text_route_knows_names(api: TextApi, path: str) -> None:
     assert (await api.ask(path, prefix_name="another")).status_code == 404
     assert (await api.ask(path, prefix_name=7)).status_code == 400
     assert not await api.asked()
 
 
 @pytest.mark.parametrize("path", PATHS[1:])
-async def test_every_route_of_chats_begins_with_what_is_named(
-    api: XinferenceApi, path: str
-) -> None:
+async def test_every_route_of_chats_begins_with_what_is_named(api: TextApi, path: str) -> None:
     assert (await api.ask(path, prefix_name="contract")).status_code == 200
-    ((messages, _),) = await api.asked()
-    assert [each["content"] for each in messages] == ["everybody's contract", ANY]
+    (asked,) = await api.asked()
+    assert [each["content"] for each in asked.content] == ["everybody's contract", ANY]
 
 
 async def test_a_tenants_prefix_is_of_the_salt_that_an_extension_supplies(
-    api: XinferenceApi, tenant: str
+    api: TextApi, tenant: str
 ) -> None:
     answer = await api.ask(
-        "/v1/completions", {"x-key": "mallory"}, prefix_name="contract", cache_salt="alice"
+        COMPLETIONS, headers={"x-key": "mallory"}, prefix_name="contract", cache_salt="alice"
     )
     assert answer.status_code == 200, answer.text
-    ((prompt, _),) = await api.asked()
-    assert prompt == f"{tenant}'s contracthi"
+    (asked,) = await api.asked()
+    assert asked.content == f"{tenant}'s contracthi"
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses"])
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/v1/responses"])
 async def test_what_the_router_hashes_is_of_the_supplied_salt(
-    api: XinferenceApi, tenant: str, path: str, monkeypatch: pytest.MonkeyPatch
+    api: TextApi, tenant: str, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     route, texts = api.cluster.router.route, []
 
@@ -123,7 +119,6 @@ async def test_what_the_router_hashes_is_of_the_supplied_salt(
 
     monkeypatch.setattr(api.cluster.router, "route", note)
     more = {"instructions": "many words " * 100}
-    answer = await api.ask(path, {"x-key": "mallory"}, cache_salt="alice", **more)
+    answer = await api.ask(path, headers={"x-key": "mallory"}, cache_salt="alice", **more)
     assert answer.status_code == 200, answer.text
-    whole = {**BODIES[api.paths[path]], **more}
-    assert texts == [prompt_text({**whole, "cache_salt": tenant})]
+    assert texts == [prompt_text(body_of(path, "m", "hi", **more, cache_salt=tenant))]
