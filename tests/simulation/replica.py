@@ -70,6 +70,8 @@ from xinference_xavier.kv_transfer_config import kv_transfer_config
 from xinference_xavier.pool.pool import Pool, Row, RowState
 from xinference_xavier.pool.region import Region
 
+_LOADS = RequestStatus.WAITING_FOR_REMOTE_KVS
+
 
 class Manager(XavierManager):
     """Calls `interrupt` before most of vLLM's calls, as other threads run meanwhile."""
@@ -165,6 +167,7 @@ class Replica:
         self.chunks: dict[bytes, Chunk] = {}
         self.batches: deque[_Batch] = deque()
         self.sending: list[Row] = []  # pinned for a peer that copies them
+        self.tokens = 0  # scheduled
         self._busy = False
         self._scheduling = self._computing = False
 
@@ -303,12 +306,26 @@ class Replica:
     def abort(self, req_id: str) -> None:
         self.scheduler.finish_requests(req_id, RequestStatus.FINISHED_ABORTED)
 
+    def stuck_in_vllm(self) -> str | None:
+        """A request that vLLM up to 0.32 lets wait for ever, so that its client gives up: it was
+        loaded, and now there is no block for the rest of it. When loads are begun, vLLM reserves
+        too few blocks of sliding windows for those under way: it counts the ones that they have
+        left behind as theirs (`SingleTypeKVCacheManager.get_num_blocks_to_allocate`)."""
+        scheduler = self.scheduler
+        if scheduler.running or "window" not in self.options.groups:
+            return None
+        for request in getattr(scheduler, "kv_holding_waiting", scheduler.waiting):
+            if request.num_computed_tokens and request.status is not _LOADS:
+                return str(request.request_id)
+        return None
+
     # -- what an engine does ------------------------------------------------------------------
 
     def schedule(self) -> None:
         self._scheduling = True
         step = self.scheduler.schedule()
         self._scheduling = False
+        self.tokens += step.total_num_scheduled_tokens
         spans = self._ends(step)
         sampled = {
             req_id: []
@@ -368,10 +385,9 @@ class Replica:
         hold_blocks = any(request.num_computed_tokens for request in requests)
         if connector and not running and hold_blocks and not options.requests_go_on:
             return False
-        if running and not options.refused_resets:
-            loads = RequestStatus.WAITING_FOR_REMOTE_KVS
-            if self.batches or any(each.status is loads or each.is_finished() for each in requests):
-                return False
+        busy = any(each.status is _LOADS or each.is_finished() for each in requests)
+        if running and not options.refused_resets and (self.batches or busy):
+            return False
         if connector and not options.two_resets and vllm._current_batch_jobs_to_flush:
             return False
         counts = self.pool.counts()

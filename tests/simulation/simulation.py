@@ -24,8 +24,8 @@ from tests.simulation.replica import Asked, Replica
 
 LAST = 60
 """Events that a failure prints."""
-_PATIENCE = 4000
-"""Steps until all requests must have their answers."""
+_PATIENCE = 2000
+"""Steps in a row in which nothing was computed, until requests hang."""
 
 
 Mutation = Callable[[pytest.MonkeyPatch], None]
@@ -104,13 +104,18 @@ class Simulation:
         replica.check_at_rest()
 
     def _finish(self) -> None:
-        replica = self._replica
-        for _ in range(_PATIENCE):
-            if not (replica.scheduler.has_requests() or replica.batches):
-                break
+        replica, idle = self._replica, 0
+        while replica.scheduler.has_requests() or replica.batches:
+            before = replica.tokens
             self._step()
-        else:
-            raise AssertionError(f"requests hang: {set(replica.scheduler.requests)}")
+            idle = 0 if replica.tokens > before else idle + 1
+            if idle > _PATIENCE:
+                stuck = replica.stuck_in_vllm()
+                if stuck is None:
+                    raise AssertionError(f"requests hang: {set(replica.scheduler.requests)}")
+                self._log(f"gives up {stuck}")
+                replica.abort(stuck)
+                idle = 0
         while not (replica.peers.is_at_rest and not replica.sending):
             replica.clock.now += 1.0
             replica.background()

@@ -343,7 +343,8 @@ PREFIX_STATES = ("kept", "computing", "waiting", "failed")
 @dataclass(kw_only=True)
 class ModelStatus:
     """`enabled` is the operator's switch, `routing` that of the process that answered,
-    `prefix_states` how many named prefixes are in each of `PREFIX_STATES`. `raw` is the server's
+    `prefix_states` how many named prefixes are in each of `PREFIX_STATES`, `prefix_file_failures`
+    how often the file of all models' names could not be read or written. `raw` is the server's
     answer."""
 
     model_uid: str
@@ -353,4 +354,5 @@ class ModelStatus:
     tracker: TrackerStats = field(default_factory=TrackerStats)
     routing: RoutingStats = field(default_factory=RoutingStats)
     prefix_states: dict[str, int] = field(default_factory=dict)
+    prefix_file_failures: int = 0
     raw: dict[str, Any] = field(default_factory=dict, repr=False)

@@ -46,39 +46,54 @@ def supervisor() -> Supervisor:
     return Supervisor()
 
 
-@pytest.fixture
-async def prefixes(supervisor: Supervisor, tmp_path: Path) -> AsyncIterator[Prefixes]:
+def made(supervisor: Supervisor, home: Path) -> Prefixes:
     async def get() -> Supervisor:
         return supervisor
 
     trackers: Any = SimpleNamespace(call=Cluster().call, routers={})
-    prefixes = Prefixes(trackers, get, tmp_path)
+    return Prefixes(trackers, get, home)
+
+
+@pytest.fixture
+async def prefixes(supervisor: Supervisor, tmp_path: Path) -> AsyncIterator[Prefixes]:
+    prefixes = made(supervisor, tmp_path)
     yield prefixes
     await prefixes.close()
 
 
-async def test_they_are_kept_with_the_server_s_start(prefixes: Prefixes, tmp_path: Path) -> None:
-    reached = []
+async def test_they_are_kept_with_the_server_s_start(
+    supervisor: Supervisor, tmp_path: Path
+) -> None:
+    prefixes, reached = made(supervisor, tmp_path), []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
-        reached.append((scope["type"], prefixes.failure))
+        reached.append((scope["type"], prefixes.names.failure))
 
     starting = Starting(app, prefixes)
     await starting({"type": "http"}, None, None)  # type: ignore[arg-type]
     await starting({"type": "lifespan"}, None, None)  # type: ignore[arg-type]
     assert reached == [("http", "the server starts; ask again"), ("lifespan", "")]
     assert (tmp_path / FILE).exists()
-    assert prefixes.failure == "the server ends"
+    assert prefixes.names.failure == "the server ends"
     assert [each.name for each in (tmp_path / FILE).parent.iterdir()] == [FILE.name], "closed"
 
 
-async def test_a_file_that_cannot_be_read_is_said_and_leaves_the_server_alone(
+async def test_a_file_that_cannot_be_opened_leaves_the_server_alone_and_is_tried_again(
     prefixes: Prefixes, tmp_path: Path
 ) -> None:
     (tmp_path / FILE).mkdir(parents=True)
     await prefixes.start()
-    assert "the names of prefixes cannot be read" in prefixes.failure
-    assert prefixes.status(MODEL) == {"prefixes": [], "prefix_states": {}}
+    with pytest.raises(HTTPException) as refused:
+        await prefixes.content_of(MODEL, "", "guide")
+    assert refused.value.status_code == 503
+    assert "the names of prefixes cannot be read" in refused.value.detail
+    status = prefixes.status(MODEL)
+    assert status["prefix_file_failures"] == 1
+    assert (status["prefixes"], status["prefix_states"]) == ([], {})
+    (tmp_path / FILE).rmdir()
+    await prefixes.names.tend()
+    await prefixes.names.add(MODEL, GUIDE)
+    assert await prefixes.content_of(MODEL, "", "guide") == GUIDE.content
 
 
 async def test_only_names_without_a_tenant_are_public(prefixes: Prefixes) -> None:

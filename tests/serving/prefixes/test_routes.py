@@ -241,4 +241,4 @@ async def test_names_that_cannot_be_read(cluster: Cluster, tmp_path: Path, clien
     (tmp_path / "home" / "xavier" / "prefixes.db").write_bytes(b"something else" * 1000)
     prefixes = Named(cluster, tmp_path / "home")
     await prefixes.start()
-    assert prefixes.failure.startswith("the names of prefixes cannot be read: ")
+    assert prefixes.names.failure.startswith("the names of prefixes cannot be read: ")

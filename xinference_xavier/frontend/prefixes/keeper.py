@@ -18,7 +18,14 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Mapping,
+    Sequence,
+)
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -128,10 +135,7 @@ class Keeper:
 
     async def _tend(self) -> None:
         while True:
-            try:
-                await self._names.tend()
-            except Exception as error:
-                self._log.warn("names", "the names' file cannot be read: error=%r", error)
+            await self._names.tend()
             for model_uid in self._names.models():
                 if model_uid not in self._tending:
                     self._tending[model_uid] = asyncio.ensure_future(self._run(model_uid))
@@ -265,7 +269,7 @@ class Keeper:
             model.kept = {}
         await self._count(model, prefixes)
         if wanted is not None and not any(each.computing for each in model.making.values()):
-            await self._compute_next(model_uid, model, prefixes)
+            await self._compute_next(model_uid, model, prefixes, told=wanted.keys())
 
     async def _wanted(
         self, model_uid: str, model: _Model, prefixes: Mapping[str, Prefix]
@@ -302,9 +306,14 @@ class Keeper:
         model.states = states
 
     async def _compute_next(
-        self, model_uid: str, model: _Model, prefixes: Mapping[str, Prefix]
+        self,
+        model_uid: str,
+        model: _Model,
+        prefixes: Mapping[str, Prefix],
+        told: Collection[str],
     ) -> None:
-        """What somebody waits for, else what was used last."""
+        """What somebody waits for, else what was used last, at a replica that was told to keep
+        it. One that has just joined was not."""
         loads, now = self._loads(model_uid), self._clock()
         found: list[tuple[bool, float, Prefix, str]] = []
         async for prefix in _in_pieces([*prefixes.values()]):
@@ -317,7 +326,7 @@ class Keeper:
                 if name in missing or now < each.not_before
             }
             making.fresh &= bool(missing) and making.requests < len(model.kept) + _TRIES
-            for replica in missing:
+            for replica in (name for name in missing if name in told):
                 tried = making.tries.setdefault(replica, _Try())
                 if now >= tried.not_before and (making.fresh or _rests(loads, replica)):
                     found.append((making.fresh, prefix.used, prefix, replica))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import difflib
 import logging
-import sqlite3
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from itertools import islice
@@ -43,8 +42,10 @@ class Names:
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.failed_writes = 0
-        """Of notes that are not essential; they are tried again."""
+        self.failures = 0
+        """Of the file, where no client was told: what failed is tried again."""
+        self.failure = "the server starts; ask again"
+        """Why no name is known; empty if they are."""
         self._store = store
         self._clock = clock
         self._monotonic = monotonic
@@ -56,9 +57,16 @@ class Names:
         self._expired: dict[str, float] = {}  # since when, by id
 
     async def load(self) -> None:
-        self._take(await self._store.open())
+        """If the file cannot be opened, `failure` says why, and `tend` tries again."""
+        try:
+            self._take(await self._store.open())
+            self.failure = ""
+        except Exception as error:  # whatever it is, the server starts
+            self.failure = f"the names of prefixes cannot be read: {error}"
+            self._note("opened", error)
 
     async def close(self) -> None:
+        self.failure = "the server ends"
         await self._write_uses()
         await self._store.close()
 
@@ -142,16 +150,19 @@ class Names:
 
     async def tend(self) -> None:
         """Call it every second: writes uses, takes in what others have changed, and removes what
-        nobody has used in time. Raises sqlite3.Error if the file cannot be read."""
+        nobody has used in time. Never raises: what fails is counted, and tried again."""
+        if self.failure:
+            await self.load()
+            return
         if self._used and self._monotonic() >= self._write_due:
             await self._write_uses()
-        await self.refresh()
-        await self._remove_expired()
+        if await self._done("read", self.refresh()):
+            await self._remove_expired()
 
     async def _write_uses(self) -> None:
         used = {**self._used}
         self._write_due = self._monotonic() + _USED_APART
-        if used and await self._wrote(self._store.note_uses(used)):
+        if used and await self._done("written", self._store.note_uses(used)):
             for id_, at in used.items():
                 if self._used.get(id_) == at:
                     del self._used[id_]
@@ -161,14 +172,17 @@ class Names:
         expired = [each.id for each in self._by_id.values() if each.expires <= wall]
         self._expired = {id_: self._expired.get(id_, now) for id_ in expired}
         settled = [id_ for id_, since in self._expired.items() if now - since >= _SETTLING]
-        if settled and await self._wrote(self._store.remove_unused(settled, wall)):
-            await self.refresh()
+        if settled and await self._done("written", self._store.remove_unused(settled, wall)):
+            await self._done("read", self.refresh())
 
-    async def _wrote(self, writing: Awaitable[None]) -> bool:
+    async def _done(self, what: str, work: Awaitable[None]) -> bool:
         try:
-            await writing
-        except sqlite3.Error as error:
-            self.failed_writes += 1
-            self._log.warn("write", "the names' file cannot be written: error=%r", error)
+            await work
+        except Exception as error:  # whatever it is, it is tried again
+            self._note(what, error)
             return False
         return True
+
+    def _note(self, what: str, error: Exception) -> None:
+        self.failures += 1
+        self._log.warn(what, "the names' file cannot be %s: error=%r", what, error)

@@ -67,30 +67,26 @@ class Store:
         self._file = file
         self._reading = ThreadPoolExecutor(1, "xavier-prefixes")
         self._writing = ThreadPoolExecutor(1, "xavier-prefixes-writer")
-        self._reader: sqlite3.Connection
-        self._writer: sqlite3.Connection
+        # Until the file is open, there is an empty one in memory.
+        self._reader = self._writer = self._connect(":memory:")
         self._seen = -1  # the version of the data that was read last
         self._has_deleted = True  # also what an earlier process left in the log
         self._log = RateLimitedLog(logger)
 
     async def open(self) -> list[Prefix]:
-        """All prefixes. Raises SchemaError, OSError, sqlite3.Error."""
-        try:
-            await self._write(self._open)
-            return await self._read(self._open_reader)
-        except BaseException:
-            self._reading.shutdown(wait=False)
-            self._writing.shutdown(wait=False)
-            raise
+        """All prefixes. Raises SchemaError, OSError, sqlite3.Error; then it can be called again."""
+        await self._write(self._open)
+        return await self._read(self._open_reader)
 
-    def _connect(self) -> sqlite3.Connection:
+    def _connect(self, file: str | Path) -> sqlite3.Connection:
         return sqlite3.connect(
-            self._file, timeout=_PATIENCE, isolation_level=None, check_same_thread=False
+            file, timeout=_PATIENCE, isolation_level=None, check_same_thread=False
         )
 
     def _open(self) -> None:
         self._file.parent.mkdir(parents=True, exist_ok=True)
-        self._writer = connection = self._connect()
+        self._writer.close()
+        self._writer = connection = self._connect(self._file)
         self._file.chmod(0o600)  # it has people's texts
         _use_log(connection)
         connection.execute("PRAGMA secure_delete = ON")
@@ -111,7 +107,8 @@ class Store:
         self._empty_log()
 
     def _open_reader(self) -> list[Prefix]:
-        self._reader = self._connect()
+        self._reader.close()
+        self._reader = self._connect(self._file)
         return self._read_all()
 
     async def close(self) -> None:

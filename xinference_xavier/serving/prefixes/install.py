@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sqlite3
 from collections.abc import Awaitable, Callable, Mapping
 from heapq import nlargest
@@ -14,13 +13,11 @@ from fastapi import HTTPException
 from xinference_xavier.frontend.prefixes.keeper import Keeper
 from xinference_xavier.frontend.prefixes.names import Names
 from xinference_xavier.frontend.prefixes.prefix import LORA
-from xinference_xavier.frontend.prefixes.store import SchemaError, Store
+from xinference_xavier.frontend.prefixes.store import Store
 from xinference_xavier.frontend.request_body import Message, Receive
 from xinference_xavier.runtime.deadline import within
 from xinference_xavier.serving.tracker_gateway import TrackerGateway
 from xinference_xavier.stats.routing import KnownLoad
-
-logger = logging.getLogger(__name__)
 
 FILE = Path("xavier") / "prefixes.db"
 """In xinference's data folder."""
@@ -43,33 +40,22 @@ class Prefixes:
     def __init__(self, trackers: TrackerGateway, get_supervisor_ref: Any, home: Path) -> None:
         self.names = Names(Store(home / FILE))
         self.keeper = Keeper(self.names, trackers.call, self._ask, self._loads)
-        self.failure = "the server starts; ask again"
-        """Why no name is known; empty if they are."""
         self._trackers = trackers
         trackers.prefixes = self.status
         self._get_supervisor_ref = get_supervisor_ref
 
     async def start(self) -> None:
-        """Never fails."""
-        try:
-            await self.names.load()
-        except (OSError, sqlite3.Error, SchemaError) as error:
-            self.failure = str(not_read(error).detail)
-            logger.exception("no prefix is kept")
-        else:
-            self.failure = ""
-            self.keeper.begin()
+        await self.names.load()
+        self.keeper.begin()
 
     async def close(self) -> None:
         await self.keeper.close()
-        if not self.failure:
-            self.failure = "the server ends"
-            await self.names.close()
+        await self.names.close()
 
     async def refresh(self) -> None:
         """Know what other processes have changed. Raises HTTPException if names cannot be read."""
-        if self.failure:
-            raise HTTPException(503, self.failure)
+        if self.names.failure:
+            raise HTTPException(503, self.names.failure)
         try:
             await self.names.refresh()
         except sqlite3.Error as error:
@@ -86,13 +72,14 @@ class Prefixes:
 
     def status(self, model_uid: str) -> dict[str, Any]:
         """Reports of the names that belong to no tenant, at most `MAX_SHOWN` that were used last,
-        and how many of all are in each state."""
+        how many of all are in each state, and how often their file failed."""
         public = (prefix for prefix in self.names.of(model_uid) if not prefix.tenant)
         shown = nlargest(MAX_SHOWN, public, key=lambda prefix: prefix.used)
         shown.sort(key=lambda prefix: prefix.created)
         return {
             "prefixes": [self.keeper.report(prefix) for prefix in shown],
             "prefix_states": self.keeper.states(model_uid),
+            "prefix_file_failures": self.names.failures,
         }
 
     def _loads(self, model_uid: str) -> Mapping[str, KnownLoad]:

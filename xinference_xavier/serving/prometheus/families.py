@@ -225,6 +225,12 @@ _OF_MODEL = (
     ),
     *_declared(RoutingStats, _MODEL, "routing"),
     Family("named_prefixes", "Named prefixes by state.", (*_MODEL, "state"), _prefixes),
+    Family(
+        "prefix_file_failures_total",
+        "Failed attempts to read or write the file of all models' names; they are repeated.",
+        _MODEL,
+        lambda model: model.prefix_file_failures,
+    ),
 )
 _REPLICA_UP = Family(
     "replica_up",
