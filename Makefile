@@ -121,7 +121,7 @@ test-e2e: test-replicas test-engines
 
 # Replicas, trackers and servers, each in a process of its own.
 test-replicas: venv
-	$(PYTEST) -m "process and not engine and not long and not gpu"
+	$(PYTEST) -n 2 --dist loadfile -m "process and not engine and not long and not gpu"
 
 test-engines: venv
 	$(PYTEST) -m "engine and not long and not gpu"

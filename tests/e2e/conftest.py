@@ -44,8 +44,8 @@ def can_fetch(cluster: LocalCluster, model_uid: str, count: int) -> bool:
         replicas = cluster.xavier(model_uid)["replicas"]
     except ClusterError:  # no tracker, or no supervisor to ask for it
         return False
-    ready = [replica for replica in replicas if replica["transfer_pid"] and not replica["stale"]]
-    return len(ready) == len(replicas) == count
+    ready = [each["serves"] and each["transfer_pid"] and not each["stale"] for each in replicas]
+    return len(ready) == count and all(ready)
 
 
 @pytest.fixture(scope="session")

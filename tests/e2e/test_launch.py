@@ -32,22 +32,14 @@ def test_bad_input_is_refused_before_anything_exists(
     assert nothing_left(cluster)
 
 
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        (
-            {"xavier_chunk_tokens": 200},
-            "xavier_chunk_tokens=200 is not a multiple of the model's block size, 128 tokens; "
-            "use 256",
-        ),
-        ({"xavier_pool_bytes": "1MiB"}, "xavier_pool_bytes=1048576 holds 0 chunks of 2097152"),
-    ],
-)
 def test_what_only_the_engine_can_know_fails_the_launch_with_its_own_words(
-    cluster: LocalCluster, options: dict[str, object], sentence: str
+    cluster: LocalCluster,
 ) -> None:
     with pytest.raises(ClusterError) as failure:
-        cluster.launch("small", UID, replica=1, **ARGUMENTS | options)
+        cluster.launch("small", UID, replica=1, **ARGUMENTS | {"xavier_chunk_tokens": 200})
+    sentence = (
+        "xavier_chunk_tokens=200 is not a multiple of the model's block size, 128 tokens; use 256"
+    )
     assert sentence in str(failure.value)
     assert nothing_left(cluster)
 

@@ -46,13 +46,7 @@ _TWO_ENGINES = (
 )
 _OWN_ENVIRONMENT = ("-m", "long", "tests/e2e/test_virtual_env.py")
 _SERVING = ("tests/serving", "tests/cli", "tests/client")
-_SHARING = (
-    "tests/e2e/test_launch.py",
-    "tests/e2e/test_sharing.py",
-    "tests/e2e/test_faults.py",
-    "tests/e2e/test_routing.py",
-    "tests/e2e/test_prefixes.py",
-)
+_SHARING = ("tests/e2e/test_launch.py", "tests/e2e/one_launch", "tests/e2e/test_faults.py")
 
 
 def _vllm(version: str, *more: str) -> Version:

@@ -6,7 +6,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,7 +21,8 @@ from benchmarks import asynchronous
 from examples import long_document_questions, multi_turn_chat, retrieval
 from examples.documents import document, prompt, questions
 from examples.local_cluster import Completion, LocalCluster
-from tests.e2e.conftest import ARGUMENTS, wait_until
+from tests.e2e.conftest import can_fetch, wait_until
+from tests.e2e.one_launch.conftest import UID
 from xinference_xavier.client import XavierClient
 from xinference_xavier.pool.region import receive_region
 from xinference_xavier.protocol.tracker import tracker_uid
@@ -31,46 +32,10 @@ from xinference_xavier.stats.answers import Reuse
 
 pytestmark = pytest.mark.main_job
 
-UID = "sharing"
 CHUNK = 128
 ROWS = 60  # of a document's table: about 3,000 tokens
 SALTS = find_spec("xinference.cache_isolation") is not None
 """From 4.1 on, xinference passes a request's `cache_salt` on."""
-
-
-@pytest.fixture(scope="module")
-def model(cluster: LocalCluster) -> Iterator[LocalCluster]:
-    launch_by_command_line(cluster)
-    assert can_fetch(cluster, 2), "a launch is ready when its replicas can"
-    yield cluster
-    if any(model["id"] == UID for model in cluster.call("GET", "/v1/models")["data"]):
-        cluster.terminate(UID)
-
-
-def launch_by_command_line(cluster: LocalCluster) -> None:
-    """Launch with the command line, as the README does; other modules use other ways."""
-    options = {
-        "endpoint": cluster.endpoint,
-        "model-name": "small",
-        "model-uid": UID,
-        "model-engine": "vLLM",
-        "model-format": "pytorch",
-        "size-in-billions": "1",
-        "quantization": "none",
-        "replica": "2",
-        "enforce_eager": "true",
-        "tensor_parallel_size": "1",  # without a GPU, the command line would make it 0
-        **{name: str(value) for name, value in ARGUMENTS.items()},
-    }
-    words = [word for name, value in options.items() for word in (f"--{name}", value)]
-    program = Path(sys.executable).parent / "xinference"
-    subprocess.run([program, "launch", *words], check=True, capture_output=True)
-    cluster.wait_ready(UID, 2)
-
-
-def can_fetch(cluster: LocalCluster, count: int) -> bool:
-    replicas = cluster.xavier(UID)["replicas"]
-    return len(replicas) == count and all(replica["serves"] for replica in replicas)
 
 
 def replicas(cluster: LocalCluster) -> dict[str, dict[str, Any]]:
@@ -351,7 +316,7 @@ def test_a_killed_transfer_process_costs_a_recomputation_at_most(model: LocalClu
     os.kill(replicas(model)[consumer]["transfer_pid"], 9)
     _, answer = ask(model, question(106))
     assert answer.tokens == cold.tokens
-    wait_until(lambda: can_fetch(model, 2), "the transfer process is back")
+    wait_until(lambda: can_fetch(model, UID, 2), "the transfer process is back")
     _, _, again = share(model, seed=107)
     assert again.cached_tokens > 0
     assert replicas(model)[consumer]["transfer_restarts"] == 1
@@ -363,7 +328,7 @@ def test_a_replica_added_later_gets_hits(model: LocalCluster) -> None:
     cold = model.complete(UID, text)
     held = sum(replica["holdings"] for replica in replicas(model).values())
     model.add_replica(UID)
-    wait_until(lambda: can_fetch(model, 3), "the third replica has joined")
+    wait_until(lambda: can_fetch(model, UID, 3), "the third replica has joined")
     (added,) = set(replicas(model)) - known
     assert held > 0
     answers = [ask(model, text) for _ in range(3)]

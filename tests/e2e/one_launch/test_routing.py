@@ -14,26 +14,31 @@ import requests
 from examples.documents import document
 from examples.local_cluster import LocalCluster
 from tests.e2e import processes
-from tests.e2e.conftest import ARGUMENTS, can_fetch, wait_for_engine, wait_until
+from tests.e2e.conftest import can_fetch, wait_for_engine, wait_until
+from tests.e2e.one_launch.conftest import UID
 from tests.e2e.text_routes import CHAT, COMPLETIONS, TEXT_ROUTES, body_of, question, route_of
 
-UID = "routed"
 ROWS = 60  # of a document's table: about 3,000 tokens
 TIMEOUT = 60.0
 ERROR = re.compile(r'"error": *["{]')
 
 
-@pytest.fixture(scope="module")
-def model(cluster: LocalCluster) -> Iterator[LocalCluster]:
-    arguments = {**ARGUMENTS, "xavier_routing": "auto", "request_limits": 2, "xavier_queue": 20}
-    cluster.launch("small", UID, **arguments)
-    wait_for_engine(lambda: can_fetch(cluster, UID, 2), "both replicas can fetch")
-    ask(cluster, "Hello")  # the first one only lets the API process look for the model
-    wait_until(lambda: bool(route_of(ask(cluster, "Hello"))[0]), "requests are routed")
+@pytest.fixture(scope="module", autouse=True)
+def routed(model: LocalCluster) -> Iterator[None]:
+    switch_routing(model, "auto")
     with ThreadPoolExecutor(2) as clients:  # so that both replicas know how fast they are
-        all_of([clients.submit(ask, cluster, text) for text in itertools.islice(documents(1), 6)])
-    yield cluster
-    cluster.terminate(UID)
+        all_of([clients.submit(ask, model, text) for text in itertools.islice(documents(1), 6)])
+    yield
+    switch_routing(model, "off")
+
+
+def switch_routing(cluster: LocalCluster, mode: str) -> None:
+    cluster.call("POST", f"/v1/xavier/{UID}", {"routing": mode})
+
+    def is_switched() -> bool:
+        return bool(route_of(ask(cluster, "Hello"))[0]) == (mode == "auto")
+
+    wait_until(is_switched, f"routing is {mode}")
 
 
 def ask(cluster: LocalCluster, prompt: str, tokens: int = 1, **more: Any) -> requests.Response:
@@ -121,12 +126,8 @@ def test_requests_beyond_the_limit_wait(model: LocalCluster) -> None:
 
 
 def test_an_operator_switches_routing_off_and_on(model: LocalCluster) -> None:
-    model.call("POST", f"/v1/xavier/{UID}", {"routing": "off"})
-    try:
-        wait_until(lambda: route_of(ask(model, "Hello")) == ("", ""), "requests go in turn")
-    finally:
-        model.call("POST", f"/v1/xavier/{UID}", {"routing": "auto"})
-    wait_until(lambda: bool(route_of(ask(model, "Hello"))[0]), "requests are routed again")
+    switch_routing(model, "off")
+    switch_routing(model, "auto")
 
 
 @pytest.mark.long

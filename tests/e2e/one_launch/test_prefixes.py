@@ -15,13 +15,13 @@ from examples.local_cluster import LocalCluster
 from examples.make_model import Shape, make_model
 from tests.e2e import processes
 from tests.e2e.conftest import ARGUMENTS, can_fetch, wait_for_engine, wait_until
+from tests.e2e.one_launch.conftest import UID
 from tests.e2e.text_routes import CHAT, COMPLETIONS, TEXT_ROUTES, body_of
 from xinference_xavier.client import XavierClient
 from xinference_xavier.errors import ApiError, UnknownPrefixError
 from xinference_xavier.stats.answers import NamedPrefix
 from xinference_xavier.stats.schema import ReplicaStatus
 
-UID = "named"
 ROWS = 60  # of a document's table: about 3,000 tokens
 TIMEOUT = 60.0
 OTHER_WEIGHTS = Shape(512, 7, 8, 4, 896)
@@ -30,22 +30,15 @@ MESSAGES = [{"role": "system", "content": document(41, ROWS)}]
 
 
 @pytest.fixture(scope="module")
-def model(cluster: LocalCluster) -> Iterator[LocalCluster]:
-    cluster.launch("small", UID, **ARGUMENTS)
-    wait_for_engine(lambda: can_fetch(cluster, UID, 2), "both replicas can fetch")
-    with XavierClient(cluster.endpoint) as client:
+def client(model: LocalCluster) -> Iterator[XavierClient]:
+    with XavierClient(model.endpoint) as client:
         client.add_prefix(UID, "report", REPORT, copies="all")
         client.add_prefix(UID, "guide", messages=MESSAGES, copies="all")
         for name in ("report", "guide"):
             kept(client, name)
-    yield cluster
-    cluster.terminate(UID)
-
-
-@pytest.fixture
-def client(model: LocalCluster) -> Iterator[XavierClient]:
-    with XavierClient(model.endpoint) as client:
         yield client
+        for found in client.prefixes(UID):
+            client.remove_prefix(UID, found.name)
 
 
 def kept(client: XavierClient, name: str, uid: str = UID) -> NamedPrefix:
