@@ -37,7 +37,8 @@ class Supervisor:
     def __init__(self) -> None:
         self.models = {"m-0": Model()}
 
-    async def xavier_replica(self, name: str) -> Model:
+    async def get_model(self, name: str, xavier_replica: bool = False) -> Model:
+        assert xavier_replica
         return self.models[name]
 
 

@@ -18,7 +18,7 @@ from xinference_xavier.serving.launch.worker import (
     localizing_launch,
     serving_when_ready,
 )
-from xinference_xavier.serving.routing.replica import finding_replicas, xavier_replica
+from xinference_xavier.serving.routing.replica import finding_replicas
 
 _WRAPPED = "_xavier_wrapped"
 
@@ -49,7 +49,6 @@ def wrap_supervisor(supervisor: type[Any]) -> None:
     supervisor.xavier_tracker_address = xavier_tracker_address
     supervisor.xavier_models = xavier_models
     supervisor.xavier_process_info = supervisor_process_info
-    supervisor.xavier_replica = xavier_replica
 
 
 def wrap_worker(worker: type[Any]) -> None:

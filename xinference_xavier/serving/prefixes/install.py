@@ -90,7 +90,8 @@ class Prefixes:
         self, model_uid: str, replica: str, content: Mapping[str, Any], tenant: str, number: str
     ) -> None:
         supervisor = await self._get_supervisor_ref()
-        model: Any = await within(_CONNECT_DEADLINE, supervisor.xavier_replica(replica))
+        finding = supervisor.get_model(replica, xavier_replica=True)
+        model: Any = await within(_CONNECT_DEADLINE, finding)
         config: dict[str, Any] = {"max_tokens": 1}
         if tenant:
             config["cache_salt"] = tenant

@@ -11,8 +11,7 @@ from xinference_xavier.serving.launch import Method
 
 
 async def xavier_replica(supervisor: Any, replica: str) -> Any:
-    """A reference to the model actor of one replica; becomes a SupervisorActor's method. Raises
-    ReplicaNotServingError."""
+    """A reference to the model actor of one replica. Raises ReplicaNotServingError."""
     replica = without_rank(replica)
     try:
         worker = supervisor._replica_model_uid_to_worker[replica]
