@@ -410,6 +410,9 @@ def test_a_lost_text_is_seen_to_come_back(page: Any, stage: Stage) -> None:
     browser.wait_text("#prefix-list", "Being computed 1,000 2 / 7")
     stage.share(two() | {"prefixes": [kept]})
     browser.wait_text("#prefix-list", "Kept 1,000 7 / 7")
+    assert "not shown" not in browser.text("#prefixes")
+    stage.share(two() | {"prefixes": [kept], "prefix_states": {"kept": 1000, "failed": 2}})
+    browser.wait_text("#prefixes", "1,001 more are not shown")
 
 
 def explained(*held: str, tokens: int = 3 * 128 + 50) -> dict[str, Any]:

@@ -5,12 +5,15 @@ const naming = { busy: false, problem: null };
 function prefixesView(report) {
   const text = language.words;
   const prefixes = report.prefixes ?? [];
+  const all = Object.values(report.prefix_states ?? {}).reduce((sum, some) => sum + some, 0);
   return h("section", { class: "card", id: "prefixes" },
     h("h2", null, text.prefixes),
     h("p", { class: "muted small" }, text.prefixesHelp),
     group(prefixes.length > 0 && table("prefix-list", [[text.name], [text.state],
       [text.tokens, true], [text.chunksHeld, true], [text.keptAt], [text.expires, true], [""]],
     prefixes.map((prefix) => prefixRow(prefix, text)))),
+    group(all > prefixes.length
+      && h("p", { class: "muted small" }, text.morePrefixes(count(all - prefixes.length)))),
     h("details", { id: "name-text" }, h("summary", null, text.nameText), namingForm(text)));
 }
 
