@@ -12,7 +12,7 @@ def test_only_rows_from_one_donor_are_flushed() -> None:
     pool = Pool(3)
     rows = ready(pool, b"a", b"b", b"c")
     rows[1].origin = "peer"
-    assert flush(pool, "peer") == [b"b"]
+    assert flush(pool, lambda row: row.origin == "peer") == [b"b"]
     assert [row.key for row in rows if pool.lookup(row.key)] == [b"a", b"c"]
     assert pool.reserve([b"d", b"e"]).evicted == [b"a"]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import signal
 from collections.abc import Iterator
@@ -17,8 +18,13 @@ from tests.replica_process import (
     replicas,
     wait_until,
 )
-from xinference_xavier.replica.canary import Difference, difference
+from xinference_xavier.mirror.mirror import Mirror
+from xinference_xavier.protocol.tracker import Member, Settings, Update
+from xinference_xavier.protocol.transfer import PROTOCOL_VERSION
+from xinference_xavier.replica.canary import Canary, Difference, difference
+from xinference_xavier.replica.namespace import SharedNamespace
 
+KEY = b"a canary"
 SAMPLES = [1.0, -2.0, 3.0]
 SKETCH = {"layer 0": ("float32", SAMPLES), "layer 1": ("bfloat16", SAMPLES)}
 
@@ -69,6 +75,56 @@ class TestDifference:
     def test_of_zeros_is_none(self) -> None:
         zero = {"layer 0": ("float32", [0.0, 0.0])}
         assert difference(zero, zero) is None
+
+
+class TestWhatDiffers:
+    """From us, of two peers in our namespace."""
+
+    @pytest.fixture
+    def mirror(self) -> Mirror:
+        mirror = Mirror("own")
+        self.join(mirror, "eldest", "own", "peer")
+        return mirror
+
+    @pytest.fixture
+    def canary(self, mirror: Mirror) -> Canary:
+        self.moves: list[str] = []
+        self.told: list[tuple[str, bool]] = []
+
+        async def move(namespace: str) -> None:
+            self.moves.append(namespace)
+
+        def differs(peer: str, found: Difference, parts: bool) -> None:
+            self.told.append((peer, parts))
+
+        namespace = SharedNamespace("namespace", move)
+        canary = Canary("own", lambda _: None, mirror, namespace, differs)
+        canary.probed(KEY, SKETCH)
+        return canary
+
+    def join(self, mirror: Mirror, *names: str) -> None:
+        members = tuple(Member(name, "host:1") for name in names)
+        mirror.apply(Update(1, "epoch", True, Settings(1, True), 1, members, ()))
+
+    def ask(self, canary: Canary, peer: str) -> None:
+        assert canary.answer(PROTOCOL_VERSION, "namespace", peer, KEY, scaled(2.0)) == SKETCH
+
+    async def test_from_the_eldest_member_leaves_the_namespace(self, canary: Canary) -> None:
+        self.ask(canary, "peer")
+        await asyncio.sleep(0)
+        assert (self.told, self.moves) == ([("peer", False)], [])
+        self.ask(canary, "eldest")
+        await asyncio.sleep(0)
+        assert self.told[1:] == [("eldest", True)], "what other members gave may be wrong, too"
+        assert self.moves == ["namespace~1"]
+
+    async def test_is_told_although_the_peer_was_faster_and_has_left(
+        self, canary: Canary, mirror: Mirror
+    ) -> None:
+        self.ask(canary, "peer")
+        self.join(mirror, "eldest", "own")
+        await asyncio.sleep(0)
+        assert self.told == [("peer", False)]
 
 
 @contextmanager
@@ -159,7 +215,7 @@ class TestReplicas:
             for replica, factor in ((a, 1.0), (b, 1.0), (c, 2.0)):
                 replica.probed(b"long", factor)
             wait_until(lambda: are_parted((a, b), (c,)), "c is alone")
-            assert c.counts().ready == 0, "what it had fetched may be wrong"
+            wait_until(lambda: c.counts().ready == 0, "what it had fetched may be wrong")
             a.store([other])
             wait_until(lambda: b.holders(other) == ("a",), "the others still share")
 

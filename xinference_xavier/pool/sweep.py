@@ -5,11 +5,11 @@ Between two portions other threads run, or the scheduler thread would wait for t
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 from xinference_xavier.pool.eviction import Protection
-from xinference_xavier.pool.pool import Pool, RowState
+from xinference_xavier.pool.pool import Pool, Row, RowState
 
 PORTION = 1024  # rows
 _PAUSE = 1e-6  # seconds
@@ -26,12 +26,12 @@ def shared_keys(pool: Pool) -> list[bytes]:
     ]
 
 
-def flush(pool: Pool, origin: str | None = None) -> list[bytes]:
-    """Make lookups miss every READY row, or those from `origin`; returns their keys."""
+def flush(pool: Pool, of: Callable[[Row], bool] = lambda _: True) -> list[bytes]:
+    """Make lookups miss every READY row, or those for which `of` is true; returns their keys."""
     return [
         row.key
         for rows in _in_portions(pool.rows())
-        for row in pool.flush(row for row in rows if origin in (None, row.origin))
+        for row in pool.flush(row for row in rows if of(row))
     ]
 
 

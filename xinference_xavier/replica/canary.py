@@ -92,7 +92,8 @@ def _distance(one: Sequence[float], other: Sequence[float]) -> float:
 class Canary:
     """`sketch(key)` samples a chunk that this engine computed; without it, all peers are trusted.
 
-    `differs(peer, difference)` is called once for each peer that computes differently.
+    `differs(peer, difference, parts)` is called once for each peer that computes differently;
+    `parts` if we leave the namespace because of it.
     """
 
     def __init__(
@@ -101,7 +102,7 @@ class Canary:
         sketch: Callable[[bytes], Sketch | None] | None,
         mirror: Mirror,
         namespace: SharedNamespace,
-        differs: Callable[[str, Difference], None],
+        differs: Callable[[str, Difference, bool], None],
     ) -> None:
         self._incarnation = incarnation
         self._sketch = sketch
@@ -138,14 +139,14 @@ class Canary:
         self.differing.clear()
         self._set_trusted(frozenset())
 
-    def distrust(self, peer: str, found: Difference) -> None:
-        """Stop trusting `peer`, whose rows differ from ours."""
+    def distrust(self, peer: str, found: Difference, *, parts: bool = False) -> None:
+        """Stop trusting `peer`, whose rows differ from ours. `parts`: we leave its namespace."""
         self._set_trusted(self._trusted - {peer})
         self.differing.add(peer)
         self.stats.differing += 1
         self.stats.peer, self.stats.layer = peer, found.layer
         self.stats.amount = min(found.amount, 1e9)  # JSON has no infinity
-        self._differs(peer, found)
+        self._differs(peer, found, parts)
 
     def doubt(self, peer: str) -> None:
         """Compare again: `peer` does not trust us, perhaps since a reset that we missed."""
@@ -232,10 +233,12 @@ class Canary:
             await self._judge(peer, key, own, other)
 
     async def _judge(self, peer: str, key: bytes, own: Sketch, other: Sketch) -> None:
-        if peer not in self._mirror.peers - self.differing:
-            return  # it has left, or was faster
+        if peer in self.differing:
+            return  # it was faster
         found = difference(own, other)
         if found is None:
+            if peer not in self._mirror.peers:
+                return
             if key in self._probes:
                 self._compared.add((peer, key))
             if peer in self._trusted:
@@ -243,8 +246,10 @@ class Canary:
             self._set_trusted(self._trusted | {peer})
             logger.info("peer computes equal rows: incarnation=%s peer=%s", self._incarnation, peer)
             return
-        self.distrust(peer, found)
-        if peer == self._mirror.eldest:
+        # Also of one that has left meanwhile, perhaps because it was faster to find out.
+        parts = peer == self._mirror.eldest
+        self.distrust(peer, found, parts=parts)
+        if parts:
             await self._namespace.part()
 
     async def _ask(self, peer: str, key: bytes, own: Sketch) -> Sketch | None:

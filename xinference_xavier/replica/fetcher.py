@@ -112,6 +112,7 @@ class Fetcher:
         try:
             async with Rollback() as scope:
                 scope.undo(self._pool.abort, *fetch.rows)  # does nothing to committed ones
+                parts = self._namespace.parts
                 grant = await self._grant(fetch)
                 fetch.span.add_event("granted", chunks=len(grant.checksums))
                 if grant.grant_id:
@@ -119,7 +120,7 @@ class Fetcher:
                 self._record_missing(fetch, grant)
                 if not grant.grant_id:
                     raise GrantRefusedError("not held")
-                reason = await self._pull(fetch, grant)
+                reason = await self._pull(fetch, grant, parts)
         except GrantRefusedError as error:
             # A peer must not be able to add a counter per text of its choice.
             reason = error.reason if error.reason in REFUSALS else "refused"
@@ -178,8 +179,10 @@ class Fetcher:
         if held < len(fetch.rows) and not grant.more_is_held:
             self._mirror.record_stale(fetch.rows[held].key, fetch.source, grant.sequence)
 
-    async def _pull(self, fetch: PeerFetch, grant: Grant) -> str | None:
-        """Returns why not all granted rows were committed; None if they were."""
+    async def _pull(self, fetch: PeerFetch, grant: Grant, parts: int) -> str | None:
+        """Returns why not all granted rows were committed; None if they were. Raises
+        GrantRefusedError if meanwhile we found that the donor computes differently, or have left
+        the namespace: `parts` is how often we had before."""
         rows = fetch.rows[: len(grant.checksums)]
         remaining = fetch.deadline - time.monotonic()
         order = PullOrder(
@@ -205,6 +208,8 @@ class Fetcher:
                 self._transports[fetch.source] = result.transport
         if fetch.state is not FetchState.PENDING:
             return fetch.reason
+        if fetch.source in self._canary.differing or parts != self._namespace.parts:
+            raise GrantRefusedError("not compared")
         reason = self._commit(fetch, grant, result)
         if len(fetch.committed) == len(fetch.rows):
             self._finish(fetch, reason)  # at once: only the grant is left to release

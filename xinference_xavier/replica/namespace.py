@@ -16,11 +16,12 @@ class SharedNamespace:
         self.current = own
         self.is_isolated = False  # since a reset, until an operator sets the weights version
         self._own = self._base = own
-        self._parts = 0
         self._move = move
         self._moving = asyncio.Lock()
         self._announced = 0  # resets
         self._done = 0
+        self.parts = 0
+        """How often we have left peers that compute different rows, since the last reset."""
 
     @property
     def is_settled(self) -> bool:
@@ -54,11 +55,11 @@ class SharedNamespace:
     async def part(self) -> None:
         """Leave peers that compute different rows: move to the next namespace of a series."""
         async with self._moving:
-            self._parts += 1
-            await self._change(f"{self._base}~{self._parts}")
+            self.parts += 1
+            await self._change(f"{self._base}~{self.parts}")
 
     async def _begin(self, namespace: str) -> None:
-        self._base, self._parts = namespace, 0
+        self._base, self.parts = namespace, 0
         await self._change(namespace)
 
     async def _change(self, namespace: str) -> None:

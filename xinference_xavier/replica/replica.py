@@ -10,7 +10,7 @@ process in the background, and the engine waits for neither. `stop` ends the thr
 import asyncio
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -22,7 +22,7 @@ from xinference_xavier.errors import NotSharing
 from xinference_xavier.mirror.mirror import Mirror
 from xinference_xavier.options import TRANSPORTS
 from xinference_xavier.pool import sweep
-from xinference_xavier.pool.pool import Pool
+from xinference_xavier.pool.pool import Pool, Row
 from xinference_xavier.pool.region import Region
 from xinference_xavier.protocol.startup_errors import replica_name
 from xinference_xavier.protocol.transfer import Endpoint, Grant, GrantRequest
@@ -247,10 +247,11 @@ class Replica:
         self._client.publisher.enqueue(keys, held=True)
         self.canary.computed(keys)
 
-    def _differs(self, peer: str, found: Difference) -> None:
-        """What we have fetched from the peer may be wrong, too."""
+    def _differs(self, peer: str, found: Difference, parts: bool) -> None:
+        """What we have fetched from the peer may be wrong, too. If we leave the namespace, so may
+        what we have from its other members, with which we can no longer compare ourselves."""
         self._events.differs(peer, found)
-        self.flush(peer)
+        self._forget(lambda row: row.origin is not None and (parts or row.origin == peer))
 
     async def _housekeep(self) -> None:
         sharing_log = SharingLog(self._incarnation)
@@ -302,7 +303,10 @@ class Replica:
     def flush(self, donor: str | None = None) -> int:
         """Forget all READY chunks, or those from `donor`; returns how many. vLLM's prefix cache
         keeps what it has."""
-        keys = sweep.flush(self._pool, donor)
+        return self._forget(lambda row: donor in (None, row.origin))
+
+    def _forget(self, of: Callable[[Row], bool]) -> int:
+        keys = sweep.flush(self._pool, of)
         self._client.publisher.enqueue(keys, held=False)
         self._client.publisher.flush()
         return len(keys)
