@@ -153,8 +153,7 @@ def _with_peers(vllm: Scheduling, peers: int, known: list[bytes]) -> dict[str, A
         costs["dict"].append(_of_a_dictionary(prompt))
         calls.append(timed.longest)
         own.append(timed.longest_own * 1e3)
-        for fetch in fetches:
-            flush(vllm.pool, lambda row: row.origin == fetch.source)
+        flush(vllm.pool, lambda row: row.origin is not None)
         _compute(vllm, chunks(f"refill {peers} {number}", CHUNKS))
     names = sorted({name for longest in calls for name in longest})
     return {
