@@ -38,6 +38,17 @@ SALTS = find_spec("xinference.cache_isolation") is not None
 """From 4.1 on, xinference passes a request's `cache_salt` on."""
 
 
+@pytest.fixture(scope="module", autouse=True)
+def empty_pools(model: LocalCluster) -> None:
+    """Tests count what replicas hold; what other modules have left would be evicted meanwhile."""
+    with XavierClient(model.endpoint) as client:
+        client.flush(UID)
+    wait_until(
+        lambda: not any(each["holdings"] for each in replicas(model).values()),
+        "the tracker knows that the pools are empty",
+    )
+
+
 def replicas(cluster: LocalCluster) -> dict[str, dict[str, Any]]:
     return {replica["incarnation"]: replica for replica in cluster.xavier(UID)["replicas"]}
 
