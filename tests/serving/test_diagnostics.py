@@ -90,11 +90,11 @@ async def test_every_process_reports_its_facts(address: str) -> None:
 async def test_each_worker_without_an_answer_is_an_error_of_its_own(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(diagnostics, "_WORKER_DEADLINE", 0.2)
+    monkeypatch.setattr(diagnostics, "_WORKER_DEADLINE", 2.0)
     kinds = {"good": Worker, "silent": Silent, "broken": Broken, "bare": Bare}
     workers = (await gathered(address, **kinds))["workers"]
     assert "error" not in workers["good"]
-    assert "no answer within 0.2 s" in workers["silent"]["error"]
+    assert "no answer within 2 s" in workers["silent"]["error"]
     assert "no idea" in workers["broken"]["error"]
     assert "xavier_process_info" in workers["bare"]["error"]
 
