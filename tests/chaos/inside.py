@@ -93,6 +93,7 @@ class Inside:
             view.sketcher = Unsketched()  # type: ignore[assignment]
         view.workload = NamedWork(self.scheduler.named)  # type: ignore[assignment]
         self.watch = Watch(self._firmly_held)
+        self._differing = 0  # peers that computed differently
         self.replica.start(view)
         self._show(settings.weights)
         self.scheduler.start()
@@ -109,7 +110,12 @@ class Inside:
 
     def _report(self) -> None:
         """On the scheduler's thread. The replica's stats belong to its background loop."""
-        self.watch.look()
+        differing = self.replica.canary.stats.differing
+        if differing > self._differing:  # what they gave is dropped on purpose
+            self._differing = differing
+            self.watch.reset()
+        else:
+            self.watch.look()
         self.replica.tier._loop.call_soon_threadsafe(self._write_figures)
 
     def _write_figures(self) -> None:

@@ -125,7 +125,7 @@ class Watch:
     """Of one replica: `lost` counts chunks of firm prefixes that were evicted.
 
     `held` returns how many chunks of each firm prefix are in the pool. It may only grow, until the
-    weights change.
+    weights change or a peer turns out to compute differently.
     """
 
     def __init__(self, held: Callable[[], Mapping[str, int]]) -> None:
