@@ -86,8 +86,7 @@ def copies() -> dict[str, Any]:
     )
     from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
-    from xinference_xavier.engine.compat import device_worker
-    from xinference_xavier.engine.worker.gpu import DeviceRegion
+    from xinference_xavier.engine.worker.gpu import DeviceRegion, device_worker
     from xinference_xavier.pool.region import Region
 
     per_chunk = CHUNK // BLOCK
@@ -106,7 +105,7 @@ def copies() -> dict[str, Any]:
     rows = CPULoadStoreSpec([*range(COPIED_CHUNKS)])
 
     def worker_over(region: Region) -> Any:
-        return device_worker(caches, per_chunk, region.rows, DeviceRegion(region, 0, [row_bytes]))
+        return device_worker(caches, per_chunk, DeviceRegion(region, 0, [row_bytes]))
 
     def seconds_of(copy: Any) -> float:
         torch.cuda.synchronize()

@@ -19,7 +19,6 @@ from vllm.v1.kv_offload.base import (
     make_offload_key,
 )
 
-from xinference_xavier.engine.compat import RecordedKeys
 from xinference_xavier.engine.manager import XavierManager
 from xinference_xavier.engine.steps import Step
 from xinference_xavier.mirror.mirror import Mirror
@@ -164,24 +163,15 @@ class ScriptedTier(Tier):
             self.pool.abort(row)
 
 
-def record_keys(context: ReqContext, groups: Sequence[Sequence[OffloadKey]]) -> None:
-    """Done by vLLM before a request's first lookup, and up to 0.30 by our connector."""
-    record = getattr(context, "set_offload_key_position", None)
-    if record is None:
-        context.set_state(RecordedKeys([list(keys) for keys in groups]))
-        return
-    for keys in groups:
-        for number, key in enumerate(keys):
-            record(key, (number + 1) * CHUNK)
-
-
 class Request:
     """A request of vLLM's, as its keys by KV-cache group."""
 
     def __init__(self, req_id: str, *groups: Sequence[OffloadKey]) -> None:
         self.groups = groups
         self.context = ReqContext(req_id=req_id)
-        record_keys(self.context, groups)
+        for keys in groups:  # as vLLM records them before a request's first lookup
+            for number, key in enumerate(keys):
+                self.context.set_offload_key_position(key, (number + 1) * CHUNK)
 
     @property
     def req_id(self) -> str:

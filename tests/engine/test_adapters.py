@@ -272,7 +272,7 @@ class TestRequests:
         assert stored == {salted(key, own) for key in chunks("prompt", 4)}
 
     def test_two_that_store_the_same_prompt_at_once(self, vllm: Scheduling, tmp_path: Path) -> None:
-        """Up to vLLM 0.30 their keys are equal."""
+        """vLLM's keys do not tell two contents of one path apart."""
         keys = chunks("prompt", 2)
         stores = []
         for number in (1, 2):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -70,16 +70,6 @@ def test_keys_that_no_other_process_computes_are_refused(
     worker(config, cache_config)
 
 
-def test_scales_of_its_own_are_refused(
-    model_folder: Path, cache_config: KVCacheConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = engine_config(model_folder)
-    # vLLM from 0.28 on has no such setting any more.
-    monkeypatch.setattr(config.cache_config, "calculate_kv_scales", True, raising=False)
-    with pytest.raises(ConfigError, match=r"calculate_kv_scales=True gives each replica its own"):
-        worker(config, cache_config)
-
-
 def test_a_chunk_is_not_longer_than_the_sliding_window(
     model_folder: Path, cache_config: KVCacheConfig
 ) -> None:
@@ -98,14 +88,12 @@ def test_a_chunk_is_not_longer_than_the_sliding_window(
     assert connector.connector_worker.spec.blocks_per_chunk == 3
 
 
-if "hisparse_host_num_blocks" in {field.name for field in fields(KVCacheConfig)}:  # since 0.30
-
-    def test_a_cache_that_loads_in_a_later_step_is_refused(
-        model_folder: Path, cache_config: KVCacheConfig
-    ) -> None:
-        config = engine_config(model_folder)
-        with pytest.raises(ConfigError, match="hisparse_config"):
-            worker(config, replace(cache_config, hisparse_host_num_blocks=4))
+def test_a_cache_that_loads_in_a_later_step_is_refused(
+    model_folder: Path, cache_config: KVCacheConfig
+) -> None:
+    config = engine_config(model_folder)
+    with pytest.raises(ConfigError, match="hisparse_config"):
+        worker(config, replace(cache_config, hisparse_host_num_blocks=4))
 
 
 def test_a_load_makes_a_step_that_has_nothing_else(
@@ -230,3 +218,15 @@ def test_vllm_stores_as_much_without_requests_that_go_on_within_their_blocks(
     monkeypatch.setattr(f"{XavierConnector.__module__}.goes_on", lambda step: False)
     monkeypatch.setattr(f"{XavierConnector.__module__}.without_quiet", lambda step: step)
     assert stored() == without
+
+
+@pytest.mark.parametrize("answer", [55, 56, 57])
+def test_the_slot_of_the_last_answered_token_is_not_stored(
+    model_folder: Path, cache_config: KVCacheConfig, monkeypatch: pytest.MonkeyPatch, answer: int
+) -> None:
+    """Nobody computes it. An answer of 56 tokens ends on the edge of the second chunk."""
+    engine = Engine(engine_config(model_folder), cache_config, monkeypatch)
+    engine.ask("r", range(300, 500), answer)
+    engine.run()
+    computed = 200 + answer - 1
+    assert len(engine.stored_blocks) == computed // 128 * 4

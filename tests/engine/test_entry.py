@@ -21,21 +21,21 @@ def test_connector_and_spec_are_found() -> None:
         entry.Nothing  # noqa: B018
 
 
-@pytest.mark.parametrize("version", ["0.27.0", "0.27.1", "0.33.0", "0.33.1rc2", "0.32.0+cu130"])
+@pytest.mark.parametrize("version", ["0.31.0", "0.33.0", "0.33.1rc2", "0.32.0+cu130"])
 def test_tested_versions_are_accepted(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
     monkeypatch.setattr(vllm, "__version__", version)
     entry.check_version()
 
 
-@pytest.mark.parametrize("version", ["0.21.0", "0.26.1", "0.34.0", "1.0.0"])
+@pytest.mark.parametrize("version", ["0.21.0", "0.30.1", "0.34.0", "1.0.0"])
 def test_other_versions_are_refused(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
     monkeypatch.setattr(vllm, "__version__", version)
     for name in ("XavierConnector", "XavierSpec"):
         with pytest.raises(ConfigError) as refused:
             getattr(entry, name)
         assert str(refused.value) == (
-            f"vllm='{version}' is what this model's environment has, and sharing needs 0.27 to "
-            "0.33; launch with virtual_env_packages=['vllm>=0.27,<0.34'], or without "
+            f"vllm='{version}' is what this model's environment has, and sharing needs 0.31 to "
+            "0.33; launch with virtual_env_packages=['vllm>=0.31,<0.34'], or without "
             "enable_xavier"
         )
 

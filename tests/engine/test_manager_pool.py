@@ -102,17 +102,6 @@ class TestRecency:
         vllm.fill(chunks("other", 2))
         assert vllm.tier.evicted_keys == [keys[5], keys[4]]
 
-    def test_touch_counts_as_use(self) -> None:
-        """vLLM up to 0.30 calls it."""
-        vllm = Scheduling(slots=6)
-        hot, cold = chunks("hot", 3), chunks("cold", 3)
-        vllm.fill(hot)
-        vllm.fill(cold)
-        request = vllm.arrive("r", hot)
-        vllm.manager.touch(hot, request.context)
-        vllm.fill(chunks("another", 3))
-        assert sorted(vllm.tier.evicted_keys) == sorted(cold)
-
 
 class TestCapacity:
     """Eviction while peers hold some of the chunks."""

@@ -69,7 +69,7 @@ def test_an_untested_vllm_ends_where_it_should_share(
     monkeypatch.setattr(vllm, "__version__", "0.21.0")
     startup_errors.install()
     monkeypatch.setenv(SHARES, "1")
-    with pytest.raises(ConfigError, match=r"vllm='0\.21\.0' .* sharing needs 0\.27 to 0\.33"):
+    with pytest.raises(ConfigError, match=r"vllm='0\.21\.0' .* sharing needs 0\.31 to 0\.33"):
         startup_errors.install()
 
 

@@ -19,9 +19,8 @@ from vllm.v1.kv_offload.base import CanonicalKVCaches, GPULoadStoreSpec, Offload
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
 from tests.engine.caches import cell_bytes, kv_caches, pages_of
-from xinference_xavier.engine.compat import device_worker
 from xinference_xavier.engine.worker.cpu import HostWorker
-from xinference_xavier.engine.worker.gpu import DeviceRegion
+from xinference_xavier.engine.worker.gpu import DeviceRegion, device_worker
 from xinference_xavier.pool.region import ROW_ALIGNMENT, Region, RegionServer, receive_region
 
 pytestmark = pytest.mark.gpu
@@ -83,7 +82,7 @@ def mapped_again(region: Region) -> Region:
 def of_the_card(caches: CanonicalKVCaches, region: Region, rank: int) -> Iterator[OffloadingWorker]:
     """vLLM's worker, which closes `region` at the end."""
     view = DeviceRegion(region, rank, [cell_bytes(caches, BLOCKS_PER_CHUNK)] * WORKERS)
-    worker = device_worker(caches, BLOCKS_PER_CHUNK, region.rows, view)
+    worker = device_worker(caches, BLOCKS_PER_CHUNK, view)
     try:
         yield worker
     finally:
@@ -171,7 +170,7 @@ def test_the_region_is_pinned_until_it_is_given_back(layout: Layout) -> None:
     other = mapped_again(region)
     for _ in range(2):  # the driver has released the first one
         view = DeviceRegion(region, 0, [cell_bytes(caches, BLOCKS_PER_CHUNK)])
-        worker = device_worker(caches, BLOCKS_PER_CHUNK, region.rows, view)
+        worker = device_worker(caches, BLOCKS_PER_CHUNK, view)
         assert view.is_pinned
         assert view.base_tensor.is_pinned()
         worker.shutdown()

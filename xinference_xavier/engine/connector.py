@@ -6,7 +6,7 @@ chunk size. A manager does not see how many of a request's tokens vLLM's own pre
 
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 import torch
 from vllm.config import VllmConfig
@@ -20,7 +20,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import GroupOffloadConfig
-from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -67,10 +66,10 @@ class XavierConnector(WorkerSide):
         _refuse_unsupported(vllm_config, kv_cache_config)
         offloading = _offloading_config(vllm_config, kv_cache_config)
         block_tokens = [group.tokens_per_block for group in offloading.groups]
-        numbers = [
-            compat.group_number(group, place) for place, group in enumerate(offloading.groups)
-        ]
-        groups = {number: kv_cache_config.kv_cache_groups[number] for number in numbers}
+        groups = {
+            group.group_id: kv_cache_config.kv_cache_groups[group.group_id]
+            for group in offloading.groups
+        }
         windows = [window_tokens(group) for group in groups.values()]
         chunk_tokens = chunk_tokens_for(self._config, block_tokens, windows)
         self._groups = groups
@@ -151,7 +150,7 @@ class XavierConnector(WorkerSide):
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
-        self._manager.reuses_partial_blocks = compat.reuses_partial_blocks(kv_cache_manager)
+        self._manager.reuses_partial_blocks = kv_cache_manager.coordinator.enable_partial_hash_hits
         self._reset_prefix_cache = kv_cache_manager.reset_prefix_cache
         # vLLM does not tell its connector, unless it is asked to. But who resets the prefix cache
         # has perhaps changed the weights, and our rows are of the old ones.
@@ -164,19 +163,6 @@ class XavierConnector(WorkerSide):
         return done
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        self._describe_caches(kv_caches)
-        super().register_kv_caches(kv_caches)
-
-    def register_cross_layers_kv_cache(
-        self, kv_cache: torch.Tensor, attn_backend: type[AttentionBackend]
-    ) -> None:
-        """Called by vLLM up to 0.28, which can keep all layers in one tensor."""
-        groups = self._kv_cache_config.kv_cache_groups
-        self._describe_caches({group.layer_names[0]: kv_cache for group in groups})
-        assert self.connector_worker is not None
-        self.connector_worker.register_cross_layers_kv_cache(kv_cache, attn_backend)  # type: ignore[attr-defined]
-
-    def _describe_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         assert self.connector_worker is not None
         spec = self.connector_worker.spec
         assert isinstance(spec, XavierSpec)
@@ -188,13 +174,12 @@ class XavierConnector(WorkerSide):
                 self._groups, kv_caches, pages, self._blocks_per_chunk, cache.cache_dtype
             ),
         )
+        super().register_kv_caches(kv_caches)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         self._asked = True
-        assert self.connector_scheduler is not None
-        compat.record_keys(self.connector_scheduler, request.request_id)
         self._manager.begin_lookups(
             request.request_id,
             num_computed_tokens,
@@ -341,15 +326,8 @@ def _refuse_unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig)
             "has a random seed in each process, so no two replicas would find the same chunk",
             "use sha256, or set PYTHONHASHSEED to the same number for all replicas",
         )
-    if compat.calculates_scales(vllm_config.cache_config):
-        raise ConfigError(
-            "calculate_kv_scales",
-            True,
-            "gives each replica its own scales, so that one cannot read another's cache",
-            "leave it out, or launch without enable_xavier",
-        )
     # With it, vLLM 0.33 prepares loads in a later step than the HIT, which protects no row so long.
-    if compat.keeps_cache_in_host_memory(kv_cache_config):
+    if kv_cache_config.hisparse_host_num_blocks is not None:
         raise ConfigError(
             "hisparse_config",
             vllm_config.attention_config.hisparse_config,

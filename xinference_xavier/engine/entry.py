@@ -12,7 +12,7 @@ from typing import Any
 
 from xinference_xavier.errors import ConfigError
 
-OLDEST, NEWEST = (0, 27), (0, 33)
+OLDEST, NEWEST = (0, 31), (0, 33)
 """Both are supported; `make test-matrix` tests all versions between them."""
 _AFTER = (NEWEST[0], NEWEST[1] + 1)
 _MODULES = {"XavierConnector": "connector", "XavierSpec": "spec"}

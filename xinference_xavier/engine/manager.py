@@ -328,11 +328,6 @@ class XavierManager(OffloadingManager):
         elif rows := self._jobs.end_store(request.req_id, keys, success):
             self._tier.on_stored(rows)
 
-    def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        """Called by vLLM up to 0.30."""
-        if (request := _of(req_context)).shares:
-            self._pool.touch([request.row_key(key) for key in reversed(list(keys))])
-
     # -- the whole cache ----------------------------------------------------------------------
 
     def reset_cache(self) -> None:

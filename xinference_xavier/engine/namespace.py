@@ -20,7 +20,7 @@ from vllm.platforms import current_platform
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from xinference_xavier.engine import compat, configuration
+from xinference_xavier.engine import configuration
 from xinference_xavier.protocol.transfer import PROTOCOL_VERSION
 
 logger = logging.getLogger(__name__)
@@ -55,7 +55,6 @@ def fingerprint_fields(
 ) -> dict[str, object]:
     """All that two engines must have in common, except `page_format`: vLLM's configuration by
     names such as "model.max_model_len", and what it does not say. Reads samples of the weights."""
-    cache = vllm_config.cache_config
     capability = current_platform.get_device_capability()
     groups = [
         {"layers": group.layer_names, "spec": repr(group.kv_cache_spec)}
@@ -73,7 +72,7 @@ def fingerprint_fields(
         "layout_environment": {
             name: value() for name, value in envs.environment_variables.items() if "LAYOUT" in name
         },
-        "hash_seed": compat.hash_seed(cache.prefix_caching_hash_algo),
+        "hash_seed": os.environ.get("PYTHONHASHSEED"),
         "chunk_tokens": chunk_tokens,
         "groups": groups,
     }

@@ -16,7 +16,6 @@ from vllm.v1.core.kv_cache_utils import BlockHash, hash_block_tokens
 from vllm.v1.kv_offload.base import make_offload_key
 from vllm.v1.kv_offload.config import OffloadingConfig
 
-from xinference_xavier.engine import compat
 from xinference_xavier.errors import ExplainError
 from xinference_xavier.replica.explain import Chunked
 
@@ -43,10 +42,10 @@ class PromptChunker:
         blocks_per_chunk = chunk_tokens // max(group.tokens_per_block for group in groups)
         self._groups = [
             _Group(
-                compat.group_number(group, place),
+                group.group_id,
                 group.tokens_per_block * blocks_per_chunk // self._tokens_per_hash,
             )
-            for place, group in enumerate(groups)
+            for group in groups
         ]
         self._tokenizer: Any = None
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from vllm.v1.kv_offload.base import ReqContext
 
 from xinference_xavier.engine.adapters import Look, salted
-from xinference_xavier.engine.compat import known_keys
+from xinference_xavier.engine.compat import key_positions
 from xinference_xavier.engine.policy.cost_model import CostModel
 from xinference_xavier.engine.policy.prefill_wait import Wait
 from xinference_xavier.pool.pool import Pool
@@ -79,8 +79,8 @@ class Request:
 
     def row_keys(self) -> list[bytes]:
         """The pool's keys of the request's chunks, group by group; empty before its lookups."""
-        keys = known_keys(self.context) if self.shares else []
-        return keys if self.adapter is None else [self.row_key(key) for key in keys]
+        keys = key_positions(self.context) if self.shares else {}
+        return [*keys] if self.adapter is None else [self.row_key(key) for key in keys]
 
     def looked_up(self, prefix_tokens: int, reuses: bool, stale: bool) -> None:
         """vLLM is about to look the request up: in its own cache it has `prefix_tokens` of it, and

@@ -30,13 +30,13 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.config import OffloadingConfig
 
 from xinference_xavier.config import XAVIER, XavierConfig
-from xinference_xavier.engine import compat, metrics
+from xinference_xavier.engine import metrics
 from xinference_xavier.engine.manager import XavierManager
 from xinference_xavier.engine.namespace import digest, readable
 from xinference_xavier.engine.process import end_with_parent
 from xinference_xavier.engine.sketches import Sketcher
 from xinference_xavier.engine.worker.cpu import HostWorker
-from xinference_xavier.engine.worker.gpu import DeviceRegion
+from xinference_xavier.engine.worker.gpu import DeviceRegion, device_worker
 from xinference_xavier.errors import ConfigError, NotSharing, RegionError
 from xinference_xavier.pool.pool import Pool
 from xinference_xavier.pool.region import ROW_ALIGNMENT, Region, RegionServer, receive_region
@@ -99,8 +99,8 @@ class XavierSpec(OffloadingSpec):
                     kv_caches, region, self.blocks_per_chunk, sum(cells[:rank])
                 )
             else:
-                self._worker = compat.device_worker(
-                    kv_caches, self.blocks_per_chunk, rows, DeviceRegion(region, rank, cells)
+                self._worker = device_worker(
+                    kv_caches, self.blocks_per_chunk, DeviceRegion(region, rank, cells)
                 )
         return self._worker
 

@@ -202,19 +202,15 @@ class DonorSelection:
         """The keys of the request's whole chunks in order, by the number of their group."""
         if request.groups is None:
             groups: dict[bytes, list[bytes]] = {}
-            number, keys, size = b"", [], 0
-            positions = key_positions(request.context)
+            positions = key_positions(request.context).items()
             if len(self.groups) == 1:  # as mostly, and quicker
                 ((number, group),) = self.groups.items()
-                size = group.chunk_tokens
-                groups[number] = [key for key, end in positions if end is None or not end % size]
-                positions = ()
-            for key, end in positions:
-                if key[GROUP] != number:
-                    number, size = key[GROUP], self.group(key).chunk_tokens
-                    keys = groups.setdefault(number, [])
-                if end is None or end == (len(keys) + 1) * size:
-                    keys.append(key)
+                groups[number] = [key for key, end in positions if not end % group.chunk_tokens]
+            else:
+                for key, end in positions:
+                    keys = groups.setdefault(key[GROUP], [])
+                    if end == (len(keys) + 1) * self.group(key).chunk_tokens:
+                        keys.append(key)
             if request.adapter is not None:
                 groups = {each: [*map(request.row_key, keys)] for each, keys in groups.items()}
             request.groups = groups

@@ -1,12 +1,13 @@
-"""Our region in the shape that vLLM's worker for CUDA and XPU expects of its own.
+"""vLLM's worker for CUDA and XPU, over our region in the shape that it expects of its own.
 
-`CPUOffloadingWorker` registers the memory with the driver and carves its tensors out of it. The
-attributes that it reads differ between releases; `DeviceRegion` has those of vLLM 0.27 to 0.33.
+`CPUOffloadingWorker` registers the memory with the driver and carves its tensors out of it.
 """
 
 from collections.abc import Iterator, Sequence
 
 import torch
+from vllm.v1.kv_offload.base import CanonicalKVCaches
+from vllm.v1.kv_offload.cpu.gpu_worker import CPUOffloadingWorker
 
 from xinference_xavier.engine.compat import host_unregister
 from xinference_xavier.pool.region import ROW_ALIGNMENT, Region
@@ -51,8 +52,6 @@ class DeviceRegion:
         assert self._next_offset <= self._start + self.cpu_page_size
         return view
 
-    create_next_view = create_next_worker_view  # its name in vLLM 0.27
-
     def iter_worker_slot_ranges(self) -> Iterator[tuple[int, int]]:
         """(offset, length) in bytes of the whole pages around each of this worker's cells.
 
@@ -72,3 +71,14 @@ class DeviceRegion:
             self.is_pinned = False
         self._base = None
         self._region.close()
+
+
+def device_worker(
+    kv_caches: CanonicalKVCaches, blocks_per_chunk: int, region: DeviceRegion
+) -> CPUOffloadingWorker:
+    return CPUOffloadingWorker(
+        kv_caches=kv_caches,
+        blocks_per_chunk=blocks_per_chunk,
+        num_cpu_chunks=region.num_chunks,
+        mmap_region=region,  # type: ignore[arg-type]  # has what it reads of vLLM's own
+    )
