@@ -38,7 +38,7 @@ CHUNKS = 5
 """Whole chunks of a prompt, unless a test says otherwise; with its tail it takes 6 blocks."""
 KV_BLOCKS = 20
 """Blocks of an engine's own KV cache: three prompts, as vLLM keeps one block for itself."""
-POOL_ROWS = 20
+POOL_ROWS = 25
 """Rows of an engine's pool: four prompts."""
 CONTEXT = 2048
 ROW_BYTES = 2 << 20

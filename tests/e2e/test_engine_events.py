@@ -185,11 +185,21 @@ class Cluster:
             )
         return done
 
-    def send_version(self) -> dict[str, list[str]]:
-        """Announce that both engines have the same weights."""
-        return self.tracker.set_weights_version(f"version {next(self._versions)}")
+    def share_again(self) -> None:
+        """Announce that both engines have the same weights, and wait until they share."""
+        joined = self.tracker.set_weights_version(f"version {next(self._versions)}")["joined"]
+        assert sorted(joined) == ["a", "b"]
+        self.wait_until_compared()
 
-    def both_share(self) -> None:
+    def wait_until_compared(self) -> None:
+        """Wait until each engine knows that the other computes as it does, which takes requests of
+        their own after each reset."""
+        for engine in self.engines:
+            wait_until(
+                lambda engine=engine: self.known(engine).stats["not_sharing"] is None,
+                f"{engine.name} compared itself with its peer",
+                interval=0.02,
+            )
         a, b = map(self.known, self.engines)
         assert a.namespace == b.namespace
 
@@ -198,9 +208,9 @@ class Cluster:
         for engine in self.engines:
             self.load(engine, self.original)
             assert self.reset(engine)
-        assert sorted(self.send_version()["joined"]) == ["a", "b"]
-        self.both_share()
-        self.wait_for_pool(self.a, ready=0)
+        self.share_again()
+        for engine in self.engines:
+            self.wait_for_pool(engine, ready=0, filling=0)
 
 
 @pytest.fixture(scope="module", params=["one step at a time", "asynchronous"])
@@ -309,7 +319,7 @@ class TestWeightUpdate:
         for engine in cluster.engines:
             cluster.load(engine, cluster.tuned)
             self.reset_and_resume(cluster, engine, mode)
-        assert sorted(cluster.send_version()["joined"]) == ["a", "b"]
+        cluster.share_again()
         reasons = [request.result(PATIENCE).reason for request in load]
         assert set(reasons) <= ({"abort", "length"} if mode == "abort" else {"length"})
         for asked in prompts:
@@ -354,6 +364,7 @@ class TestWeightUpdate:
         assert cluster.tracker.set_weights_version(version) == {
             "joined": ["b"], "not_reset": ["a"], "unreachable": [],
         }  # fmt: skip
+        cluster.wait_until_compared()
         wait_until(
             lambda: cluster.known(b).stats["mirror"]["keys"] == CHUNKS, "b knows what a holds"
         )
