@@ -88,6 +88,7 @@ class LocalCluster:
     """`with LocalCluster(log) as cluster:` starts the cluster and stops it.
 
     `environment` is added to that of the servers and their engines. `port` 0 means any free port.
+    `python` is the interpreter of the environment that has xinference.
     """
 
     def __init__(
@@ -97,9 +98,11 @@ class LocalCluster:
         host: str = "127.0.0.1",
         port: int = 0,
         environment: dict[str, str] | None = None,
+        python: Path = Path(sys.executable),
         say: Callable[[str], None] = lambda _line: None,
     ) -> None:
         self.log = log
+        self._python = python
         self._host = host
         self._port = port
         self._added_environment = environment or {}
@@ -329,10 +332,10 @@ class LocalCluster:
     # Inside
 
     def _start_servers(self, home: Path) -> None:
-        program = str(Path(sys.executable).parent / "xinference-local")
+        program = "from xinference.deploy.cmdline import local; local()"
         with self.log.open("wb") as log:
             self._server = subprocess.Popen(
-                [program, "-H", self._host, "-p", str(self._port)],
+                [self._python, "-c", program, "-H", self._host, "-p", str(self._port)],
                 env=self._environment(home),
                 stdin=subprocess.DEVNULL,
                 stdout=log,

@@ -76,9 +76,86 @@ def test_a_refusal_names_value_reason_and_remedy_in_one_sentence() -> None:
     )
 
 
-@pytest.mark.parametrize("name", sorted(UPSTREAM_OPTIONS))
-def test_upstream_options_exclude_ours(name: str) -> None:
-    assert "built into xinference, which excludes this one" in refusal(**{name: 1})
+class TestWhoseLaunchItIs:
+    """Ours, or that of the Xavier built into xinference, which gets its arguments untouched."""
+
+    @pytest.fixture(autouse=True)
+    def _no_default(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delenv("XINFERENCE_XAVIER_BACKEND", raising=False)
+
+    def is_ours(self, foreign: bool = False, **options: Any) -> bool:
+        kwargs = {ENABLE: "true", "dtype": "float32", **options}
+        before = {name: value for name, value in kwargs.items() if name != "xavier_backend"}
+        ours = take_launch_options(kwargs, foreign) is not None
+        assert kwargs == ({"dtype": "float32"} if ours else before)
+        return ours
+
+    def test_it_is_ours_unless_something_speaks_for_theirs(self) -> None:
+        assert self.is_ours()
+        assert not self.is_ours(foreign=True)
+
+    @pytest.mark.parametrize("name", sorted(UPSTREAM_OPTIONS))
+    def test_their_options_make_it_theirs(self, name: str) -> None:
+        assert not self.is_ours(**{name: 1})
+        assert not self.is_ours(**{name.replace("_", "-"): 1})
+
+    def test_ours_make_it_ours(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("XINFERENCE_XAVIER_BACKEND", "builtin")
+        assert self.is_ours(xavier_pool_bytes="1GiB")
+        assert self.is_ours(xavier_pool_bytes="1GiB", foreign=True), "which its launch refuses"
+
+    @pytest.mark.parametrize("name", sorted(UPSTREAM_OPTIONS))
+    def test_both_are_refused(self, name: str) -> None:
+        message = refusal(**{name: 1, "xavier_pool_bytes": "1GiB"})
+        assert "built into xinference, which excludes this one" in message
+        assert "use xavier_backend=builtin" in message
+
+    @pytest.mark.parametrize("name", ["xavier_backend", "xavier-backend"])
+    def test_a_word_decides(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        kwargs = {ENABLE: True, name: " Builtin "}
+        assert take_launch_options(kwargs) is None
+        assert kwargs == {ENABLE: True}
+        monkeypatch.setenv("XINFERENCE_XAVIER_BACKEND", "builtin")
+        assert self.is_ours(xavier_backend="extension")
+        assert self.is_ours(xavier_backend="extension", foreign=True), "which its launch refuses"
+
+    def test_a_word_against_the_options_is_refused(self) -> None:
+        assert refusal(xavier_backend="builtin", xavier_queue=3) == (
+            "xavier_queue=3 is an option of this extension, which xavier_backend=builtin leaves "
+            "out; leave it out, or use xavier_backend=extension"
+        )
+        message = refusal(xavier_backend="extension", xavier_cache_bytes=1)
+        assert "belongs to the Xavier built into xinference" in message
+        assert "use one of extension, builtin" in refusal(xavier_backend="lmcache")
+
+    def test_the_cluster_has_a_default(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("XINFERENCE_XAVIER_BACKEND", "builtin")
+        assert not self.is_ours()
+        monkeypatch.setenv("XINFERENCE_XAVIER_BACKEND", "")
+        assert self.is_ours()
+        monkeypatch.setenv("XINFERENCE_XAVIER_BACKEND", "mine")
+        assert refusal().startswith("XINFERENCE_XAVIER_BACKEND='mine' is not a Xavier; use one of")
+
+
+class TestDefaultsOfTheCluster:
+    def test_they_are_environment_variables(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("XINFERENCE_XAVIER_POOL_BYTES", "4GiB")
+        monkeypatch.setenv("XINFERENCE_XAVIER_QUEUE", "7")
+        monkeypatch.setenv("XINFERENCE_XAVIER_HOST", "")
+        options = parsed(xavier_queue="8", xavier_audit=False, xavier_pool_bytes=None)
+        assert options == {
+            "pool_bytes": 4 * GiB,
+            "queue": 8,
+            "audit": False,
+            "from_environment": ("pool_bytes",),
+        }
+        config = XavierConfig("m", "10.0.0.1:9999", **options)
+        assert XavierConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+    def test_a_wrong_one_is_refused_by_its_name(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("XINFERENCE_XAVIER_POOL_BYTES", "all")
+        assert refusal().startswith("XINFERENCE_XAVIER_POOL_BYTES='all' is not a size; use a")
+        assert parsed(xavier_pool_bytes="1GiB") == {"pool_bytes": GiB}
 
 
 @pytest.mark.parametrize("off", [{}, {ENABLE: False}, {ENABLE: "false"}])
@@ -93,10 +170,14 @@ def test_upstream_options_stay_untouched_without_ours(off: dict[str, Any]) -> No
 def test_our_options_without_enable_are_dropped_with_a_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    kwargs: dict[str, Any] = {"xavier-pool-bytes": "nonsense", "dtype": "float32"}
+    kwargs: dict[str, Any] = {
+        "xavier-pool-bytes": "nonsense",
+        "xavier_backend": "builtin",
+        "dtype": "float32",
+    }
     assert take_launch_options(kwargs) is None
     assert kwargs == {"dtype": "float32"}
-    assert "xavier-pool-bytes ignored" in caplog.text
+    assert "xavier-pool-bytes, xavier_backend ignored" in caplog.text
 
 
 def test_a_refusal_leaves_the_arguments_as_they_were() -> None:

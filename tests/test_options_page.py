@@ -8,13 +8,16 @@ from typing import NamedTuple
 
 import pytest
 
-from xinference_xavier.config import ENABLE, XavierConfig, take_launch_options
+from xinference_xavier.config import BACKEND, ENABLE, XavierConfig, take_launch_options
 from xinference_xavier.errors import ConfigError
 from xinference_xavier.options import PARSERS
 
 ROOT = Path(__file__).parents[1]
 FIELD = re.compile(r"^- (?P<name>Type|Default|Range|Such as|Refused): (?P<text>.+)$", re.MULTILINE)
-EVERY_OPTION = [ENABLE, *PARSERS]
+EVERY_OPTION = [ENABLE, BACKEND, *PARSERS]
+
+OF_THE_LAUNCH = {ENABLE: "false", BACKEND: "extension"}
+"""The defaults of those that are no field of a configuration."""
 
 
 class Option(NamedTuple):
@@ -26,7 +29,8 @@ class Option(NamedTuple):
 
 def options() -> dict[str, Option]:
     found = {}
-    for section in re.split(r"^## ", (ROOT / "docs" / "options.md").read_text(), flags=re.M)[1:]:
+    page = re.sub(r"^## .*$", "", (ROOT / "docs" / "options.md").read_text(), flags=re.M)
+    for section in re.split(r"^### ", page, flags=re.M)[1:]:
         fields = {match["name"]: match["text"] for match in FIELD.finditer(section)}
         assert set(fields) == {"Type", "Default", "Range", "Such as", "Refused"}, section
         name = section.splitlines()[0].strip("`")
@@ -40,6 +44,7 @@ def options() -> dict[str, Option]:
 
 
 def test_the_page_has_every_option_and_no_other() -> None:
+    """The basic ones first."""
     assert list(options()) == EVERY_OPTION
 
 
@@ -53,7 +58,7 @@ def test_the_readmes_name_no_other_option(readme: str) -> None:
 def test_defaults_are_those_of_the_code() -> None:
     config = XavierConfig(model_uid="m", tracker_address="10.0.0.1:1")
     for option in options().values():
-        value = False if option.name == ENABLE else getattr(config, option.name[len("xavier_") :])
+        value = OF_THE_LAUNCH.get(option.name) or getattr(config, option.name[len("xavier_") :])
         if match := re.fullmatch(r"`([^`]+)`", option.default):
             assert match[1] == shown(value)
         else:

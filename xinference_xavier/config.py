@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import logging
+import os
 from collections.abc import Mapping, MutableMapping
 from typing import Annotated, Any
 
@@ -22,8 +23,10 @@ from xinference_xavier.options import (
     LEAST_FETCH_TOKENS,
     MAX_WARM_JOIN,
     PARSERS,
+    Backend,
     Role,
     Routing,
+    parse_backend,
     parse_bool,
 )
 from xinference_xavier.runtime.addresses import without_brackets
@@ -34,9 +37,12 @@ logger = logging.getLogger(__name__)
 MAX_DEFAULT_POOL_BYTES = 16 << 30
 
 ENABLE = "enable_xavier"
+BACKEND = "xavier_backend"
 SHARES = "XAVIER_SHARES"  # the environment variable that tells a replica's processes to share
+UNTESTED = "untested"  # its value where vLLM may be newer than those that we have tested
 XAVIER = "xavier"  # our key in the extra configuration of vLLM's connector
 _PREFIX = "xavier_"
+_VARIABLES = "XINFERENCE_"  # and an option's name in capitals: the variable that has its default
 
 # The Xavier built into xinference has options with the same prefix.
 UPSTREAM_OPTIONS = frozenset(
@@ -46,6 +52,7 @@ UPSTREAM_OPTIONS = frozenset(
         "xavier_cache_backend_config",
         "xavier_gpu_cache_bytes",
         "xavier_config",
+        "xavier_transfer_block_num",
     }
 )
 
@@ -61,7 +68,7 @@ class XavierConfig:
     model's block size, which only the engine knows. With ``min_fetch_tokens`` None the engine
     measures whether a run of ``least_fetch_tokens`` or more is worth a fetch. ``roles`` are
     those of the launch's replicas, ``role`` is this one's. ``replica`` is the replica's name
-    without xinference.
+    without xinference. ``from_environment`` are the fields whose values are the cluster's defaults.
     """
 
     model_uid: str
@@ -79,6 +86,8 @@ class XavierConfig:
     queue: Annotated[int, pydantic.Field(ge=0)] = DEFAULT_QUEUE
     pin_fraction: Annotated[float, pydantic.Field(ge=0, le=1)] = DEFAULT_PIN_FRACTION
     warm_join: Annotated[float, pydantic.Field(ge=0, le=MAX_WARM_JOIN)] = DEFAULT_WARM_JOIN
+    untested_vllm: bool = False
+    from_environment: Annotated[tuple[str, ...], pydantic.Strict(False)] = ()
     request_limit: Annotated[int, pydantic.Field(ge=1)] | None = None
     roles: Annotated[tuple[Role, ...], pydantic.Strict(False)] | None = None
     role: Role = "any"
@@ -118,11 +127,14 @@ class XavierConfig:
         )
 
 
-def take_launch_options(kwargs: MutableMapping[str, Any]) -> dict[str, Any] | None:
+def take_launch_options(
+    kwargs: MutableMapping[str, Any], foreign: bool = False
+) -> dict[str, Any] | None:
     """Remove our options, with ``-`` or ``_``, from a launch's keyword arguments and parse them.
 
-    None without ``enable_xavier=true``: the options of xinference's own Xavier stay, and ours are
-    dropped with a warning, because vLLM would refuse to start with them.
+    None if the launch is not ours: without ``enable_xavier=true``, or with the Xavier built into
+    xinference. Its options stay then. Ours are dropped with a warning, because vLLM would refuse to
+    start with them. A launch is ``foreign`` if only the built-in Xavier may do something for it.
 
     Raises:
         ConfigError: an option is wrong; ``kwargs`` are unchanged.
@@ -135,6 +147,10 @@ def take_launch_options(kwargs: MutableMapping[str, Any]) -> dict[str, Any] | No
     if not switches or not parse_bool(ENABLE, kwargs[switches[0]]):
         _drop_stray_options(kwargs, switches)
         return None
+    if _backend(kwargs, foreign) == "builtin":
+        for name in [name for name in kwargs if _plain(name) == BACKEND]:
+            del kwargs[name]
+        return None
     options = parse_options(kwargs)
     for name in list(kwargs):
         if name in switches or _plain(name).startswith(_PREFIX):
@@ -142,22 +158,72 @@ def take_launch_options(kwargs: MutableMapping[str, Any]) -> dict[str, Any] | No
     return options
 
 
+def _backend(given: Mapping[str, Any], foreign: bool) -> Backend:
+    """Whose launch it is: as it says, else whose options it has, else the cluster's default."""
+    named = {_plain(name): value for name, value in given.items() if value is not None}
+    own = next((name for name in named if name in PARSERS), None)
+    if BACKEND in named:
+        backend = parse_backend(BACKEND, named[BACKEND])
+        if backend == "builtin" and own is not None:
+            raise ConfigError(
+                own,
+                named[own],
+                "is an option of this extension, which xavier_backend=builtin leaves out",
+                "leave it out, or use xavier_backend=extension",
+            )
+        return backend
+    if own is not None:
+        return "extension"
+    if foreign or UPSTREAM_OPTIONS & named.keys():
+        return "builtin"
+    return default_backend()
+
+
+def default_backend() -> Backend:
+    """The cluster's. Raises ConfigError."""
+    variable = _variable(BACKEND)
+    return parse_backend(variable, os.environ.get(variable) or "extension")
+
+
 def parse_options(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of XavierConfig, from our options among those ``given``. Raises ConfigError."""
+    """Fields of XavierConfig, from our options among those ``given``, and for the others from the
+    environment. Raises ConfigError."""
     ours: dict[str, Any] = {}
     for name, value in given.items():
         plain = _plain(name)
-        if not plain.startswith(_PREFIX):
+        if not plain.startswith(_PREFIX) or plain == BACKEND:
             continue
         _refuse_foreign_name(name, plain, value)
         if plain in ours:
             raise ConfigError(name, value, "is given twice", f"give {plain} once")
         ours[plain] = value
-    return {
-        plain.removeprefix(_PREFIX): PARSERS[plain](plain, value)
-        for plain, value in ours.items()
-        if value is not None
+    options = {
+        plain: PARSERS[plain](plain, value) for plain, value in ours.items() if value is not None
     }
+    defaults = {
+        plain: parse(variable, os.environ[variable])
+        for plain, parse in PARSERS.items()
+        if os.environ.get(variable := _variable(plain)) and plain not in options
+    }
+    fields = {plain.removeprefix(_PREFIX): value for plain, value in (defaults | options).items()}
+    if defaults:
+        fields["from_environment"] = tuple(plain.removeprefix(_PREFIX) for plain in defaults)
+    return fields
+
+
+def _variable(option: str) -> str:
+    """The environment variable with the cluster's default for an option."""
+    return f"{_VARIABLES}{option.upper()}"
+
+
+def is_xavier_option(name: str) -> bool:
+    """Whether an argument of a launch is for a Xavier, ours or the one built into xinference."""
+    return _plain(name) == ENABLE or _plain(name).startswith(_PREFIX)
+
+
+def is_own_option(name: str) -> bool:
+    """Whether it is for ours only."""
+    return _plain(name) in {*PARSERS, BACKEND}
 
 
 def _plain(name: str) -> str:
@@ -171,7 +237,7 @@ def default_pool_bytes(replicas_per_host: int) -> int:
 
 
 def _drop_stray_options(kwargs: MutableMapping[str, Any], switches: list[str]) -> None:
-    stray = sorted(name for name in kwargs if _plain(name) in PARSERS)
+    stray = sorted(filter(is_own_option, kwargs))
     for name in [*stray, *switches]:
         del kwargs[name]
     if stray:
@@ -187,7 +253,7 @@ def _refuse_foreign_name(name: str, plain: str, value: object) -> None:
             name,
             value,
             "belongs to the Xavier built into xinference, which excludes this one",
-            "leave it out, or launch without enable_xavier=true",
+            "leave it out, or leave out this extension's options and use xavier_backend=builtin",
         )
     if plain not in PARSERS:
         near = difflib.get_close_matches(plain, PARSERS, n=1, cutoff=0.0)[0]

@@ -19,6 +19,8 @@ _GLOO = "xinference_xavier.transfer.transports.gloo:GlooTransport"
 _SHARED_MEMORY = "xinference_xavier.transfer.transports.shared_memory:SharedMemoryTransport"
 Routing = Literal["auto", "backlog", "off"]
 """Requests go to the replica that answers first, to that with the smallest backlog, or in turn."""
+Backend = Literal["extension", "builtin"]
+"""This extension's Xavier, or the one built into xinference."""
 Role = Literal["any", "prefill", "decode"]
 """A replica that prefills for others, one that answers and leaves long prefills to those, or one
 that does both for itself."""
@@ -216,6 +218,15 @@ def _parse_routing(option: str, value: object) -> str:
     raise ConfigError(option, value, "is not a way to route requests", remedy)
 
 
+def parse_backend(option: str, value: object) -> Backend:
+    name = value.strip().lower() if isinstance(value, str) else ""
+    for backend in get_args(Backend):
+        if name == backend:
+            return cast(Backend, backend)
+    remedy = f"use one of {', '.join(get_args(Backend))}"
+    raise ConfigError(option, value, "is not a Xavier", remedy)
+
+
 def _parse_queue(option: str, value: object) -> int:
     remedy = f"use a number of requests from 0 to {MAX_QUEUE}"
     length = _parse_int(option, value, remedy)
@@ -265,20 +276,25 @@ def _parse_warm_join(option: str, value: object) -> float:
     return seconds
 
 
-PARSERS: dict[str, Callable[[str, object], Any]] = {
+BASIC: dict[str, Callable[[str, object], Any]] = {
     "xavier_pool_bytes": _parse_size,
-    "xavier_chunk_tokens": _parse_chunk_tokens,
-    "xavier_transport": _parse_transport,
+    "xavier_routing": _parse_routing,
+    "xavier_roles": _parse_roles,
     "xavier_host": _parse_host,
     "xavier_port_range": _parse_port_range,
+}
+EXPERT: dict[str, Callable[[str, object], Any]] = {
+    "xavier_chunk_tokens": _parse_chunk_tokens,
+    "xavier_transport": _parse_transport,
     "xavier_fetch_timeout": _parse_fetch_timeout,
     "xavier_min_fetch_tokens": _parse_tokens,
-    "xavier_hooks": _parse_hooks,
-    "xavier_audit": parse_bool,
-    "xavier_routing": _parse_routing,
     "xavier_queue": _parse_queue,
-    "xavier_pin_fraction": _parse_pin_fraction,
-    "xavier_roles": _parse_roles,
     "xavier_prefill_threshold": _parse_tokens,
+    "xavier_pin_fraction": _parse_pin_fraction,
     "xavier_warm_join": _parse_warm_join,
+    "xavier_audit": parse_bool,
+    "xavier_hooks": _parse_hooks,
+    "xavier_untested_vllm": parse_bool,
 }
+"""Their defaults suit most clusters."""
+PARSERS = BASIC | EXPERT

@@ -184,12 +184,21 @@ def test_a_forecast_tells_who_would_prefill() -> None:
 
 def test_grave_findings_look_grave() -> None:
     replicas = [
-        {"replica": "m-0", "incarnation": "a", "vllm": "0.32.0"},
+        {
+            "replica": "m-0",
+            "incarnation": "a",
+            "vllm": "0.32.0",
+            "from_environment": ["pool_bytes", "queue"],
+        },
         {"incarnation": "b", "vllm": None},
     ]
     models = {"m": {"report": {"replicas": replicas}}, "lost": {"error": "no tracker"}}
     facts = {"models": models, "workers": {"w": {}, "x": {}}}
-    versions = ["m: m-0 runs vLLM 0.32.0", "m: b runs vLLM unknown"]
+    versions = [
+        "m: m-0 runs vLLM 0.32.0",
+        "m: m-0 has xavier_pool_bytes, xavier_queue from the environment",
+        "m: b runs vLLM unknown",
+    ]
     healthy = [line.rstrip() for line in shown(findings_list([], facts)).splitlines()]
     assert healthy == ["No problems found (models: 2, workers: 2).", *versions]
     findings = [

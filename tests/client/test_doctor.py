@@ -289,6 +289,15 @@ def test_shared_memory_is_required_where_it_is_impossible() -> None:
     assert finding.remedy == "launch with --xavier_transport auto"
 
 
+def test_a_vllm_that_was_never_tested() -> None:
+    replica = ReplicaStatus(
+        incarnation="a", address="h:1", namespace="n", vllm="0.40.0", vllm_untested=True
+    )
+    (finding,) = doctor._untested(doctor._Replica(replica, {}))
+    assert finding.problem == "runs vLLM 0.40.0, with which sharing was never tested"
+    assert not finding.grave
+
+
 def test_a_full_tracker_and_failing_hooks() -> None:
     def found(tracker: TrackerStats, hooks: HookStats) -> list[tuple[str, str, bool]]:
         replicas = [

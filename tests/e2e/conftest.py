@@ -65,6 +65,7 @@ def cluster(model_folder: Path, fault: Path) -> Iterator[LocalCluster]:
         SCRIPT: str(fault),
         "XINFERENCE_DISABLE_METRICS": "0",
         "XINFERENCE_TRUST_REMOTE_CODE": "1",  # for a model whose code lacks a module
+        "XINFERENCE_XAVIER_FETCH_TIMEOUT": "6",  # a default of the cluster
     }
     log = ROOT / "build" / "test-cluster.log"
     with LocalCluster(log, host="0.0.0.0", environment=environment) as cluster:

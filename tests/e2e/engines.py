@@ -39,7 +39,7 @@ CHUNKS = 5
 KV_BLOCKS = 20
 """Blocks of an engine's own KV cache: three prompts, as vLLM keeps one block for itself."""
 POOL_ROWS = 25
-"""Rows of an engine's pool: four prompts."""
+"""Rows of an engine's pool: four prompts, and what engines store to compare themselves."""
 CONTEXT = 2048
 ROW_BYTES = 2 << 20
 """Bytes of a chunk: 8 layers, keys and values, 4 heads of 64 float32 numbers."""

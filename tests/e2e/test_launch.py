@@ -32,6 +32,28 @@ def test_bad_input_is_refused_before_anything_exists(
     assert nothing_left(cluster)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ({"xavier_cache_bytes": 0}, "xavier_cache_bytes requires MLX Xavier or SGLang/TRT-LLM"),
+        ({"xavier_gpu_cache_bytes": -1}, "must be a non-negative integer"),
+        (
+            {"model_engine": "MLX", "vllm_transfer_backend_type": "nixl"},
+            "MLX Xavier requires the xavier transport",
+        ),
+        ({"model_engine": "SGLang", "xavier_cache_bytes": 0}, "a positive integer"),
+    ],
+)
+def test_a_launch_of_the_built_in_xavier_reaches_it(
+    cluster: LocalCluster, arguments: dict[str, object], sentence: str
+) -> None:
+    """Its engines are not here, but xinference says what it does not like about the arguments."""
+    with pytest.raises(ClusterError) as refusal:
+        cluster.launch("small", UID, enable_xavier=True, **arguments)
+    assert sentence in str(refusal.value)
+    assert nothing_left(cluster)
+
+
 def test_what_only_the_engine_can_know_fails_the_launch_with_its_own_words(
     cluster: LocalCluster,
 ) -> None:

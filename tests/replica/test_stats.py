@@ -34,6 +34,7 @@ class Mirror:
 def stats(counts: FetchCounts) -> ReplicaStats:
     return replica_stats(
         {"hits": HITS, "requests": 2},
+        ("queue",),
         counts,
         row_bytes=64,
         pool=SimpleNamespace(counts=lambda: PoolCounts(16, 5, 4, 3, 2)),  # type: ignore[arg-type]
@@ -56,6 +57,7 @@ def test_every_count_is_reported() -> None:
         received=Counter(a=2, b=8),
     )
     assert stats(counts) == ReplicaStats(
+        from_environment=("queue",),
         hits=HITS,
         requests=2,
         bytes_received=640,

@@ -17,6 +17,7 @@ from rich.live import Live
 from xinference_xavier._version import __version__
 from xinference_xavier.cli import tables
 from xinference_xavier.cli.endpoint import with_client
+from xinference_xavier.cli.launches import launches
 from xinference_xavier.cli.prefixes import prefix, question
 from xinference_xavier.client import XavierClient
 from xinference_xavier.client.doctor import diagnose
@@ -61,6 +62,7 @@ def main() -> None:
 
 
 main.add_command(prefix)
+main.add_command(launches)
 
 
 @main.command()

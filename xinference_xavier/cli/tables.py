@@ -182,6 +182,9 @@ def findings_list(findings: list[Finding], cluster: Mapping[str, Any]) -> Render
         for replica in model.get("report", {}).get("replicas", ()):
             name = replica.get("replica", replica["incarnation"])
             lines.append(f"{uid}: {name} runs vLLM {replica['vllm'] or 'unknown'}\n", style="dim")
+            if given := replica.get("from_environment"):
+                options = ", ".join(f"xavier_{option}" for option in given)
+                lines.append(f"{uid}: {name} has {options} from the environment\n", style="dim")
     lines.rstrip()
     return lines
 

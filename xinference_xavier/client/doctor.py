@@ -60,6 +60,7 @@ def _model_findings(model_uid: str, model: Info) -> Iterator[Finding]:
     names = {replica.incarnation: replica.replica for replica in status.replicas}
     for replica in replicas:
         yield from _hooks(replica.where, replica.status.hooks)
+        yield from _untested(replica)
         yield from _pool(replica)
         yield from _comparison(replica, names)
         yield from _left_out(replica, names)
@@ -198,6 +199,16 @@ def _pool(replica: _Replica) -> Iterator[Finding]:
             replica.where,
             f"its pool holds only {pool.rows} chunks: one long prompt evicts all others",
             f"launch with --xavier_pool_bytes {_FEW_ROWS * 4 * pool.row_bytes} or more",
+            grave=False,
+        )
+
+
+def _untested(replica: _Replica) -> Iterator[Finding]:
+    if replica.status.vllm_untested:
+        yield Finding(
+            replica.where,
+            f"runs vLLM {replica.status.vllm}, with which sharing was never tested",
+            "launch without xavier_untested_vllm, or try a newer version of xinference-xavier",
             grave=False,
         )
 

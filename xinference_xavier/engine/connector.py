@@ -4,11 +4,13 @@ A spec gets no `VllmConfig`, which the namespace depends on, and is made too lat
 chunk size. A manager does not see how many of a request's tokens vLLM's own prefix cache served.
 """
 
+import logging
 import os
 import time
 from collections.abc import Iterable
 
 import torch
+import vllm
 from vllm.config import VllmConfig
 from vllm.distributed.kv_events import KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
@@ -29,6 +31,7 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
+from xinference_xavier import vllm_versions
 from xinference_xavier.config import XAVIER, XavierConfig
 from xinference_xavier.engine import compat, namespace
 from xinference_xavier.engine.chunks import chunk_tokens_for, stores_whole_chunks, window_tokens
@@ -49,6 +52,8 @@ from xinference_xavier.engine.workload import Workload
 from xinference_xavier.errors import ConfigError
 from xinference_xavier.protocol.load import Serving
 
+logger = logging.getLogger(__name__)
+
 _NO_CHANGES = ScheduleEndContext([], ())
 
 
@@ -63,6 +68,7 @@ class XavierConnector(WorkerSide):
         assert transfer is not None, "vLLM makes a connector from a transfer configuration"
         extra = transfer.kv_connector_extra_config
         self._config = XavierConfig.from_dict(extra[XAVIER])
+        vllm_versions.check(vllm.__version__, self._config.untested_vllm)
         _refuse_unsupported(vllm_config, kv_cache_config)
         offloading = _offloading_config(vllm_config, kv_cache_config)
         block_tokens = [group.tokens_per_block for group in offloading.groups]
@@ -125,6 +131,8 @@ class XavierConnector(WorkerSide):
             self.errors = manager.errors
             self._manager, self._steps = manager, manager.steps
             compat.watch_adapters(manager.adapters.load)
+            if vllm_versions.is_newer(vllm.__version__):
+                logger.warning("sharing was never tested with this vLLM: vllm=%s", vllm.__version__)
 
     def _serving(self, manager: XavierManager) -> Serving:
         groups = manager.selection.groups.values()

@@ -28,6 +28,7 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
+from xinference_xavier import vllm_versions
 from xinference_xavier.engine.adapters import Adapters
 from xinference_xavier.engine.compat import load_source
 from xinference_xavier.engine.guard import SchedulerErrors, guarded, nothing
@@ -123,6 +124,7 @@ class XavierManager(OffloadingManager):
         reused = self._hits.local_pool + self._hits.remote
         return {
             "vllm": vllm.__version__,
+            "vllm_untested": vllm_versions.is_newer(vllm.__version__),
             "hits": asdict(self._hits),
             "requests": self._finished_requests,
             "scheduler_errors": self.errors.count,

@@ -2,8 +2,8 @@
 
 vLLM calls `install` in each of its processes (entry point `vllm.general_plugins`). Engines and
 their worker processes log the error that ends their start, and this module listens. If the model
-should share, `install` also refuses an untested vLLM before it does anything else. The module is
-loaded even where nothing is shared, so it imports neither vLLM nor torch.
+should share, `install` also refuses a vLLM that is too old or too new before it does anything else.
+The module is loaded even where nothing is shared, and then imports neither vLLM nor torch.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import logging
 import os
 import traceback
 
-from xinference_xavier.config import SHARES, XAVIER, XavierConfig
-from xinference_xavier.engine.entry import check_version
+from xinference_xavier import vllm_versions
+from xinference_xavier.config import SHARES, UNTESTED, XAVIER, XavierConfig
 from xinference_xavier.protocol.startup_errors import report_startup_error
 
 _LOGGERS = ("vllm.v1.engine.core", "vllm.v1.executor.multiproc_executor")
@@ -21,9 +21,12 @@ _PHRASE = "failed to start"
 
 
 def install() -> None:
-    """Raises ConfigError if this process should share and its vLLM is untested."""
+    """Raises ConfigError if this process should share and its vLLM does not do."""
     if SHARES in os.environ:
-        check_version()
+        import vllm
+
+        version = getattr(vllm, "__version__", "dev")
+        vllm_versions.check(version, untested=os.environ[SHARES] == UNTESTED)
     for name in _LOGGERS:
         logger = logging.getLogger(name)
         if not any(isinstance(handler, _Listener) for handler in logger.handlers):

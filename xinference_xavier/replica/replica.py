@@ -324,6 +324,7 @@ class Replica:
         return asdict(
             replica_stats(
                 self.engine.stats(),
+                self._config.from_environment,
                 self._fetcher.counts,
                 row_bytes=self._region.row_bytes,
                 pool=self._pool,

@@ -19,6 +19,7 @@ _MAX_DONORS = 100  # reported by name
 
 def replica_stats(
     engine: dict[str, Any],
+    from_environment: tuple[str, ...],
     counts: FetchCounts,
     *,
     row_bytes: int,
@@ -35,6 +36,7 @@ def replica_stats(
     """`engine` are the fields that the engine counts."""
     return schema.ReplicaStats(
         **engine,
+        from_environment=from_environment,
         bytes_received=counts.rows * row_bytes,
         received_from={
             name: rows * row_bytes for name, rows in counts.received.most_common(_MAX_DONORS)

@@ -241,12 +241,16 @@ class Totals(Counters):
 class ReplicaStats(Counters):
     """What a replica reports about itself.
 
-    `vllm` is the version it runs, `not_sharing` why it cannot fetch from any peer. `received_from`
-    has bytes by donor, `fetching` rows by donor. `transport` and `bytes_sent` come from the
+    `vllm` is the version it runs, and `vllm_untested` says that it is newer than all that were
+    tested. `from_environment` are the options whose values are the cluster's defaults.
+    `not_sharing` is why it cannot fetch from any peer. `received_from` has bytes by donor,
+    `fetching` rows by donor. `transport` and `bytes_sent` come from the
     transfer process and are missing in a heartbeat.
     """
 
     vllm: str | None = None
+    vllm_untested: bool = False
+    from_environment: tuple[str, ...] = ()
     not_sharing: str | None = None
     prefill_tokens_per_s: float | None = metric(
         "prefill_tokens_per_second", "Measured speed of computing prompts.", default=None

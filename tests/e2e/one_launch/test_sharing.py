@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 import pytest
 import xoscar
+from click.testing import CliRunner
 from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks import asynchronous
@@ -23,6 +24,7 @@ from examples.documents import document, prompt, questions
 from examples.local_cluster import Completion, LocalCluster
 from tests.e2e.conftest import can_fetch, wait_until
 from tests.e2e.one_launch.conftest import UID
+from xinference_xavier.cli.commands import main
 from xinference_xavier.client import XavierClient
 from xinference_xavier.pool.region import receive_region
 from xinference_xavier.protocol.tracker import tracker_uid
@@ -274,6 +276,17 @@ def test_doctor_finds_nothing_that_keeps_them_from_sharing(model: LocalCluster) 
     first, second = (each["fingerprint_fields"] for each in self_checks)
     assert first == second
     assert first["model.dtype"] == "torch.float32"
+
+
+def test_defaults_of_the_cluster_apply_and_are_named(model: LocalCluster) -> None:
+    """The launch has a queue of its own, and the environment a time limit of fetches."""
+    for replica in model.xavier(UID)["replicas"]:
+        assert replica["from_environment"] == ["fetch_timeout"]
+    with XavierClient(model.endpoint) as client:
+        for check in client.cluster()["models"][UID]["self_checks"].values():
+            assert (check["config"]["fetch_timeout"], check["config"]["queue"]) == (6.0, 20)
+    doctor = CliRunner().invoke(main, ["doctor", "-e", model.endpoint])
+    assert f"{UID}: {UID}-rep0 has xavier_fetch_timeout from the environment" in doctor.output
 
 
 def test_events_are_heard_over_xinferences_own_server(model: LocalCluster) -> None:

@@ -10,22 +10,53 @@ from tests.serving.launch.launching import Device, Placement, has_tracker, start
 from xinference_xavier.errors import ConfigError
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"model_engine": "SGLang"}, "model_engine='SGLang' cannot share its cache; use vLLM"),
-    ({"model_engine": None}, "model_engine=None cannot share"),
-    ({"model_type": "embedding"}, "model_type='embedding' has no prefixes"),
     ({"n_worker": 2}, "n_worker=2 spreads one replica over several workers"),
     ({"n_worker": "2"}, "n_worker='2' spreads"),
     ({"kv_transfer_config": {"kv_connector": "Other"}}, "is set by enable_xavier"),
-    ({"replica_config": [Placement(role="prefill")]}, "role='prefill' splits prefill"),
-    ({"replica_config": [Placement(model_engine="mlx")]}, "model_engine='mlx' cannot share"),
-    ({"xavier_cache_bytes": 1}, "built into xinference"),
+    ({"xavier_cache_bytes": 1, "xavier_queue": 1}, "built into xinference"),
     ({"xavier_pool_bytes": "4QiB"}, "is not a size"),
     ({"xavier_roles": "prefill:1,decode:2", "replica": 2}, "has 3 replicas, but 2 are launched"),
     ({"xavier_roles": "prefill:1,decode:1", "replica": 1}, "has 2 replicas, but 1 is launched"),
 ]
 
 
-@pytest.mark.parametrize(("wrong", "message"), REFUSED)
+FOREIGN: list[tuple[dict[str, Any], str]] = [
+    ({"model_engine": "SGLang"}, "model_engine='SGLang' cannot share its cache; use vLLM"),
+    ({"model_engine": None}, "model_engine=None cannot share"),
+    ({"model_type": "embedding"}, "model_type='embedding' has no prefixes"),
+    ({"replica_config": [Placement(role="prefill")]}, "role='prefill' splits prefill"),
+    ({"replica_config": [Placement(model_engine="mlx")]}, "model_engine='mlx' cannot share"),
+]
+THEIRS: list[dict[str, Any]] = [
+    *(arguments for arguments, _ in FOREIGN),
+    {"xavier_cache_bytes": 1 << 30, "xavier_cache_backend": "lmcache"},
+    {"xavier_backend": "builtin"},
+]
+
+
+@pytest.mark.parametrize("arguments", THEIRS, ids=str)
+async def test_what_the_built_in_xavier_can_do_is_left_to_it(
+    supervisor: Any, arguments: dict[str, Any]
+) -> None:
+    await start(supervisor, **arguments)
+    (call,) = supervisor.calls
+    assert call["enable_xavier"] == "true"
+    assert "kv_transfer_config" not in call
+    assert "xavier_backend" not in call
+    for name in arguments.keys() & call.keys():
+        assert call[name] == arguments[name]
+    assert supervisor._xavier_cache_mapping == {}
+    assert not await has_tracker(supervisor)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        *REFUSED,
+        *((arguments | {"xavier_backend": "extension"}, text) for arguments, text in FOREIGN),
+        *((arguments | {"xavier_queue": 1}, text) for arguments, text in FOREIGN),
+    ],
+)
 async def test_what_cannot_share_is_refused_before_anything_exists(
     supervisor: Any, wrong: dict[str, Any], message: str
 ) -> None:

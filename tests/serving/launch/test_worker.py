@@ -10,8 +10,8 @@ import pytest
 import xoscar as xo
 
 from tests.serving.launch.launching import config_of
-from xinference_xavier.config import SHARES, XavierConfig
-from xinference_xavier.errors import ReplicaStartError
+from xinference_xavier.config import SHARES, UNTESTED, XavierConfig
+from xinference_xavier.errors import ConfigError, ReplicaStartError
 from xinference_xavier.kv_transfer_config import kv_transfer_config
 from xinference_xavier.protocol.tracker import INITIAL_SETTINGS, Member, tracker_uid
 from xinference_xavier.serving.launch import install
@@ -55,6 +55,7 @@ async def test_a_worker_puts_itself_into_our_configuration() -> None:
     assert config.tracker_address == "10.0.0.1:9999"
     assert config.pool_bytes is not None
     assert kept["envs"] == {SHARES: "1"}
+    assert kept["virtual_env_packages"] is None, "what is installed does"
     again = await Worker().launch_builtin_model("m-rep0", **kept | {"envs": {"A": "b"}})
     assert config_of(again).worker_address == "127.0.0.1:70"
     assert again["envs"] == {"A": "b", SHARES: "1"}
@@ -86,6 +87,51 @@ async def test_a_replica_has_the_role_of_its_number() -> None:
         assert config_of(kept).role == role
         again = await Worker().launch_builtin_model("m-rep1", **kept)  # on another worker
         assert config_of(again).role == "decode"
+
+
+async def test_a_vllm_that_does_not_share_is_refused_before_anything_is_downloaded() -> None:
+    transfer, worker = kv_transfer_config(XavierConfig("m", "0.0.0.0:9999")), Worker()
+    with pytest.raises(ConfigError, match="is what the launch asks for, and sharing needs"):
+        await worker.launch_builtin_model(
+            "m-rep0",
+            kv_transfer_config=transfer,
+            virtual_env_packages=["vllm==0.27.1"],
+            enable_virtual_env=True,
+        )
+    assert worker._model_uid_to_launch_args == {}
+
+
+async def test_an_untested_vllm_is_allowed_in_the_engines_processes() -> None:
+    config = XavierConfig("m", "0.0.0.0:9999", untested_vllm=True)
+    kept = await Worker().launch_builtin_model(
+        "m-rep0",
+        kv_transfer_config=kv_transfer_config(config),
+        virtual_env_packages=["vllm==0.34.0"],
+        enable_virtual_env=True,
+    )
+    assert kept["virtual_env_packages"] == ["vllm==0.34.0"]
+    assert kept["envs"] == {SHARES: UNTESTED}
+
+
+class RacingWorker(Worker):
+    """Another replica has just made the link of the model's files."""
+
+    raced = False
+
+    async def launch_builtin_model(self, model_uid: str, **kwargs: Any) -> dict[str, Any]:
+        if not self.raced:
+            self.raced = True
+            raise FileExistsError(17, "File exists", "/models/a", "/cache/m")
+        return await Worker.launch_builtin_model(self, model_uid, **kwargs)
+
+
+install.wrap_worker(RacingWorker)
+
+
+async def test_a_replica_that_lost_the_race_for_a_link_is_launched_again() -> None:
+    worker, transfer = RacingWorker(), kv_transfer_config(XavierConfig("m", "0.0.0.0:9999"))
+    kept = await worker.launch_builtin_model("m-rep0", kv_transfer_config=transfer)
+    assert config_of(kept).worker_address == "127.0.0.1:70"
 
 
 async def test_a_worker_leaves_other_launches_alone() -> None:

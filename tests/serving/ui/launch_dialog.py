@@ -105,14 +105,20 @@ class LaunchDialog:
     def _fields(self, kind: str) -> list[WebElement]:
         return self.section.find_elements(By.CSS_SELECTOR, kind)
 
-    def unfold(self) -> None:
+    def unfold(self, expert: bool = False) -> None:
+        """The options, and those for experts if asked."""
         self._browser.find(f"{_SECTION} summary").click()
-
-    def choose_transport(self, name: str) -> None:
-        Select(self._fields("select")[0]).select_by_value(name)
+        if expert:
+            self._browser.find(f"{_SECTION} details details summary").click()
 
     def choose_routing(self, title: str) -> None:
+        Select(self._fields("select")[0]).select_by_visible_text(title)
+
+    def choose_backend(self, title: str) -> None:
         Select(self._fields("select")[1]).select_by_visible_text(title)
+
+    def choose_transport(self, name: str) -> None:
+        Select(self._fields("select")[2]).select_by_value(name)
 
     def _button(self, text: str) -> WebElement:
         return self._browser.find(f"{_DIALOG}//button[normalize-space()='{text}']")

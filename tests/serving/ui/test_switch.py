@@ -48,7 +48,7 @@ def test_it_sends_what_the_command_line_sends(browser: Browser, stage: Stage) ->
     assert not dialog.sharing
     dialog.switch.click()
     assert dialog.sharing
-    dialog.unfold()
+    dialog.unfold(expert=True)
     dialog.pool.send_keys("512MiB")
     dialog.choose_transport("gloo")
     dialog.choose_routing("to the least busy replica")
@@ -150,7 +150,9 @@ def test_other_engines_have_no_switch(browser: Browser, stage: Stage) -> None:
     dialog.choose("Model Engine", "vLLM")
     dialog.switch.click()
     dialog.choose("Model Engine", "Transformers")
-    # The launch would be refused: the note says so, and the switch can be turned off.
+    browser.wait(lambda: "built into xinference" in dialog.note, "the note says who gets it")
+    # With an option of ours the launch would be refused: the note says so.
+    dialog.add_parameter("xavier_queue", "3")
     browser.wait(lambda: "Only the vLLM engine can share" in dialog.note, "the note says why not")
     dialog.switch.click()
     browser.wait(lambda: not dialog.has_switch, "once off, the switch is gone")
@@ -158,9 +160,39 @@ def test_other_engines_have_no_switch(browser: Browser, stage: Stage) -> None:
 
 def test_a_parameter_that_excludes_sharing_is_named(browser: Browser, stage: Stage) -> None:
     dialog = open_dialog(browser, stage)
+    dialog.add_parameter("xavier_queue", "3")
     dialog.add_parameter("xavier_gpu_cache_bytes", "1")
     browser.wait(lambda: "xavier_gpu_cache_bytes" in dialog.note, "the note names it")
     assert not dialog.switch.is_enabled()
+
+
+def test_a_launch_with_options_of_the_built_in_xavier_is_its(
+    browser: Browser, stage: Stage
+) -> None:
+    dialog = open_dialog(browser, stage)
+    dialog.add_parameter("xavier_gpu_cache_bytes", "1")
+    dialog.switch.click()
+    browser.wait(lambda: "built into xinference" in dialog.note, "the note says who gets it")
+    dialog.unfold()
+    assert not dialog.pool.is_displayed()
+    dialog.deploy()
+    assert ours(launched(browser, stage)) == {"enable_xavier": True, "xavier_gpu_cache_bytes": 1}
+
+
+def test_which_xavier_a_launch_uses_can_be_chosen(browser: Browser, stage: Stage) -> None:
+    """The built-in one refuses our options, so that they go."""
+    dialog = open_dialog(browser, stage)
+    dialog.switch.click()
+    dialog.unfold()
+    dialog.pool.send_keys("1GiB")
+    dialog.choose_backend("built into xinference")
+    browser.wait(lambda: "built into xinference" in dialog.note, "the note says who gets it")
+    dialog.choose_backend("xinference-xavier")
+    browser.wait(lambda: "copies a prefix" in dialog.note, "it is ours again")
+    dialog.choose_backend("built into xinference")
+    dialog.deploy()
+    body = launched(browser, stage)
+    assert ours(body) == {"enable_xavier": True, "xavier_backend": "builtin"}
 
 
 def test_an_invalid_pool_size_is_marked(browser: Browser, stage: Stage) -> None:
@@ -177,7 +209,7 @@ def test_an_invalid_pool_size_is_marked(browser: Browser, stage: Stage) -> None:
 def test_an_invalid_number_of_waiting_requests_is_marked(browser: Browser, stage: Stage) -> None:
     dialog = open_dialog(browser, stage)
     dialog.switch.click()
-    dialog.unfold()
+    dialog.unfold(expert=True)
     dialog.queue.send_keys("100001")
     assert dialog.queue.get_attribute("aria-invalid") == "true"
     assert "a whole number from 0 to 100000" in dialog.section.text

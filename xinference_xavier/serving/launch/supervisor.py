@@ -24,6 +24,7 @@ from xinference_xavier.runtime.rollback import Rollback
 from xinference_xavier.serving.launch import Method
 from xinference_xavier.serving.launch.cancellation import release_uid
 from xinference_xavier.serving.launch.validate import (
+    foreign,
     refuse_roles_without_replicas,
     refuse_several_hosts,
     refuse_unshareable,
@@ -84,10 +85,12 @@ def sharing_launch(original: Method) -> Method:
         call = signature.bind(supervisor, *args, **kwargs)
         call.apply_defaults()
         extra = call.arguments["kwargs"] = dict(call.arguments["kwargs"])
-        options = take_launch_options(extra)
+        reason = foreign(call.arguments)
+        options = take_launch_options(extra, foreign=reason is not None)
         if options is None:
             return await original(*call.args, **call.kwargs)
-
+        if reason is not None:
+            raise reason
         refuse_unshareable(call.arguments, extra)
         refuse_roles_without_replicas(call.arguments, options.get("roles", ()))
         if options.get("transport") == "shared_memory":

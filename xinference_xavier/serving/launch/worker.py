@@ -2,17 +2,21 @@
 replica is ready."""
 
 import functools
+import logging
 from collections.abc import Mapping
 from typing import Any
 
 from xinference.core.utils import parse_replica_model_uid
 
-from xinference_xavier.config import SHARES
+from xinference_xavier.config import SHARES, UNTESTED
 from xinference_xavier.errors import ReplicaStartError
 from xinference_xavier.kv_transfer_config import configuration, for_worker, own_transfer_config
 from xinference_xavier.protocol.startup_errors import pop_startup_error
 from xinference_xavier.serving.launch import Method
+from xinference_xavier.serving.launch.environment import packages_with_vllm
 from xinference_xavier.serving.launch.readiness import wait_until_serving
+
+logger = logging.getLogger(__name__)
 
 
 def localizing_launch(original: Method) -> Method:
@@ -28,7 +32,15 @@ def localizing_launch(original: Method) -> Method:
                 number=parse_replica_model_uid(name)[1],
                 engines=_engines(kwargs),
             )
-            kwargs["envs"] = {**(kwargs.get("envs") or {}), SHARES: "1"}
+            untested = configuration(transfer).untested_vllm
+            kwargs["virtual_env_packages"] = packages_with_vllm(kwargs, untested)
+            shares = UNTESTED if untested else "1"
+            kwargs["envs"] = {**(kwargs.get("envs") or {}), SHARES: shares}
+            try:
+                return await original(worker, *args, **kwargs)
+            except FileExistsError as error:
+                # xinference links a model's files. Of replicas that do it at once, one fails.
+                logger.info("launched again: replica=%s error=%r", name, error)
         return await original(worker, *args, **kwargs)
 
     return launch

@@ -6,17 +6,21 @@ Neither holds data, so both are public, like xinference's own pages.
 import functools
 import hashlib
 import json
+import logging
 from pathlib import Path
 from typing import Any, get_args
 
 from fastapi.responses import HTMLResponse, Response
 
 from xinference_xavier._version import __version__
-from xinference_xavier.config import UPSTREAM_OPTIONS
-from xinference_xavier.options import MAX_QUEUE, TRANSPORTS, Routing
+from xinference_xavier.config import UPSTREAM_OPTIONS, default_backend
+from xinference_xavier.errors import ConfigError
+from xinference_xavier.options import MAX_QUEUE, PARSERS, TRANSPORTS, Backend, Routing
 from xinference_xavier.serving.ui.script import ScriptInPages
 from xinference_xavier.stats.routing import CHOICES
 from xinference_xavier.stats.schema import HIT_SOURCES
+
+logger = logging.getLogger(__name__)
 
 PAGE_PATH = "/xavier/"
 _SCRIPT_PATH = "/xavier/launch.js"
@@ -69,6 +73,9 @@ def dialog_script() -> str:
     scripts = _scripts(
         "dialog",
         _DIALOG_SCRIPTS,
+        BACKENDS=get_args(Backend),
+        DEFAULT_BACKEND=_default_backend(),
+        OWN_OPTIONS=list(PARSERS),
         TRANSPORTS=list(TRANSPORTS),
         ROUTINGS=_ROUTINGS,
         MAX_QUEUE=MAX_QUEUE,
@@ -76,6 +83,14 @@ def dialog_script() -> str:
         PAGE_PATH=PAGE_PATH,
     )
     return f'"use strict";\n(() => {{\n{scripts}}})();\n'
+
+
+def _default_backend() -> str:
+    try:
+        return default_backend()
+    except ConfigError as error:  # which refuses the launch
+        logger.warning("%s", error)
+        return "extension"
 
 
 def _scripts(folder: str, names: tuple[str, ...], **constants: object) -> str:

@@ -4,6 +4,7 @@
 // it shows from the form.
 
 const ENABLE = "enable_xavier";
+const BACKEND = "xavier_backend";
 const POOL = "xavier_pool_bytes";
 const TRANSPORT = "xavier_transport";
 const ROUTING = "xavier_routing";
@@ -40,7 +41,8 @@ const STYLE = `
   color: hsl(var(--muted-foreground, 215 25% 40%)); }
 .xavier-share .xavier-options { display: grid; grid-template-columns: repeat(auto-fit, minmax(12rem,
   1fr)); gap: .75rem 1rem; margin-top: .5rem; }
-.xavier-share label { display: block; font-weight: 500; }
+.xavier-share [hidden] { display: none; }
+.xavier-share label:not([hidden]) { display: block; font-weight: 500; }
 .xavier-share input, .xavier-share select { display: block; width: 100%; height: 2.25rem;
   margin-top: .25rem; padding: 0 .75rem; border: 1px solid hsl(var(--input, 214 32% 91%));
   border-radius: .375rem; font-weight: 400; color: inherit;
@@ -69,6 +71,10 @@ class ShareSwitch {
     this.button.setAttribute("aria-describedby", this.note.id);
     this.button.addEventListener("click", () => this.turn());
     this.summary = make("summary", {});
+    this.expertSummary = make("summary", {});
+    this.backendLabel = make("span", {});
+    this.backend = make("select", {});
+    this.backend.addEventListener("change", () => this.choose(this.backend.value));
     this.poolLabel = make("span", {});
     this.pool = make("input", { type: "text", autocomplete: "off" });
     this.pool.addEventListener("input", () => this.change(POOL, this.pool.value.trim() || null));
@@ -101,11 +107,19 @@ class ShareSwitch {
       (this.details = make("details", {}, [
         this.summary,
         make("div", { className: "xavier-options" }, [
-          make("div", {}, [make("label", {}, [this.poolLabel, this.pool]), this.poolNote]),
-          make("label", {}, [this.transportLabel, this.transport]),
-          make("label", {}, [this.routingLabel, this.routing]),
-          make("div", {}, [make("label", {}, [this.queueLabel, this.queue]), this.queueNote]),
+          (this.pooled = make("div", {}, [
+            make("label", {}, [this.poolLabel, this.pool]), this.poolNote,
+          ])),
+          (this.routed = make("label", {}, [this.routingLabel, this.routing])),
+          make("label", {}, [this.backendLabel, this.backend]),
         ]),
+        (this.expert = make("details", {}, [
+          this.expertSummary,
+          make("div", { className: "xavier-options" }, [
+            make("label", {}, [this.transportLabel, this.transport]),
+            make("div", {}, [make("label", {}, [this.queueLabel, this.queue]), this.queueNote]),
+          ]),
+        ])),
       ])),
     ]);
   }
@@ -124,17 +138,23 @@ class ShareSwitch {
     const values = this.form.getFieldsValue();
     const parameters = parametersOf(values);
     const on = isOn(parameters);
-    const obstacle = obstacleTo(values, parameters, text);
+    const backend = backendOf(values, parameters);
+    const builtin = backend === "builtin";
+    const obstacle = builtin ? null : obstacleTo(values, parameters, text);
     this.section.hidden = !(isVllm(values) || on);
     this.button.setAttribute("aria-checked", String(on));
     this.button.disabled = !on && obstacle !== null;
     set(this.title, text.title);
-    const alone = on && Number(values.replica) === 1;
-    set(this.note, obstacle ?? (alone ? text.alone : text.hint));
+    const alone = on && Number(values.replica) === 1 ? text.alone : null;
+    set(this.note, obstacle ?? (on && builtin ? text.builtin : alone ?? text.hint));
     this.note.classList.toggle("xavier-wrong", on && obstacle !== null);
 
     set(this.summary, text.options);
     this.details.hidden = !on;
+    set(this.backendLabel, text.backend);
+    showChoice(this.backend, BACKENDS, backend, text.backends);
+    set(this.expertSummary, text.expert);
+    for (const part of [this.routed, this.pooled, this.expert]) part.hidden = builtin;
     set(this.poolLabel, text.pool);
     this.pool.placeholder = text.poolDefault;
     showTyped(this.pool, this.poolNote, parameters.get(POOL) ?? "", isSize, text.poolWrong);
@@ -158,6 +178,20 @@ class ShareSwitch {
     } else {
       setParameters(this.form, { [ENABLE]: "true", ...this.before });
     }
+    this.edited();
+  }
+
+  // The built-in Xavier refuses our options.
+  choose(backend) {
+    const values = this.form.getFieldsValue();
+    const parameters = parametersOf(values);
+    parameters.delete(BACKEND);
+    const gone = backend === "builtin" ? OWN_OPTIONS : [];
+    for (const name of gone) parameters.delete(name);
+    const unsaid = backendOf(values, parameters) === backend;
+    setParameters(this.form, {
+      ...Object.fromEntries(gone.map((name) => [name, null])), [BACKEND]: unsaid ? null : backend,
+    });
     this.edited();
   }
 
@@ -210,6 +244,15 @@ function isOn(parameters) {
 
 function isVllm(values) {
   return String(values.model_engine ?? "").toLowerCase() === "vllm";
+}
+
+// The Xavier that a launch with these values gets; the server decides likewise.
+function backendOf(values, parameters) {
+  const said = parameters.get(BACKEND)?.trim().toLowerCase();
+  if (said) return said;
+  if (OWN_OPTIONS.some((name) => parameters.has(name))) return "extension";
+  const theirs = UPSTREAM_OPTIONS.some((name) => parameters.has(name));
+  return theirs || !isVllm(values) ? "builtin" : DEFAULT_BACKEND;
 }
 
 // Why this launch cannot share, or null.
