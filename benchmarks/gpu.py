@@ -1,33 +1,37 @@
-"""`python -m benchmarks.gpu [PART …] [--graphs]`: what sharing gains on one NVIDIA card.
+"""`python -m benchmarks.gpu [PART …] [--graphs] [--brief]`: what sharing gains on one NVIDIA card.
 
 Two engines with the shape of Qwen2.5-7B share the card; vLLM makes the same random weights for
-both. The parts are `copies` (between the card and a pool), `hits` (time to first token) and
-`no_hits` (what sharing costs if nothing hits). With `--graphs` the engines use CUDA graphs,
-otherwise they are eager. The program writes `build/gpu-report.json` and the end of `docs/gpu.md`;
-both keep the results of parts that are not measured.
+both. The parts are `copies` (between the card and a pool), `mappings` (whether the card may read
+a pool of another process), `hits` (time to first token) and `no_hits` (what sharing costs if
+nothing hits). With `--graphs` the engines use CUDA graphs, otherwise they are eager. `--brief`
+leaves out the longest prompts and some rounds. The program writes `build/gpu-report.json` and the
+end of `docs/gpu.md`; both keep the results of parts that are not measured.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import mmap
+import multiprocessing
+import os
 import signal
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.engines import CHUNK, Fleet, Kind, Prompts, whole_chunks
 from benchmarks.figures import figure, ratio, shown
+from xinference_xavier.pool.region import ROW_ALIGNMENT
 
 ROOT = Path(__file__).resolve().parent.parent
 REPORT = ROOT / "build" / "gpu-report.json"
 PAGE = ROOT / "docs" / "gpu.md"
 HEADING = "## What was measured\n"
-LENGTHS = (2_000, 9_000, 32_000, 48_000)
-ROUNDS = 5
 TRANSPORTS = {"shared_memory": "shared memory", "gloo": "Gloo"}
 LAYERS = 28
 SHAPE = {
@@ -56,10 +60,23 @@ BLOCK = 16
 PAGE_BYTES = 32 << 10
 """The keys and values of a block in one layer."""
 COPIED_CHUNKS = 64
+MAPPED_BYTES = 1 << 30
 COPIES = 7
 PINNED_BYTES = 16 << 30
 PROMPTS, PROMPT_TOKENS, ANSWER_TOKENS, AT_ONCE = 64, 1000, 128, 32
 """A round without hits."""
+
+
+class Scope(NamedTuple):
+    """How engines run, and how much is measured."""
+
+    graphs: bool
+    lengths: Sequence[int] = (2_000, 9_000, 32_000, 48_000)
+    """Tokens of prompts."""
+    rounds: int = 5
+
+
+BRIEF_LENGTHS, BRIEF_ROUNDS = (2_000, 9_000, 32_000), 3
 
 
 class Sample(NamedTuple):
@@ -176,26 +193,119 @@ def _copies_lines(part: dict[str, Any]) -> list[str]:
     return lines
 
 
+# -- a pool of another process ----------------------------------------------------------------
+
+
+def mappings() -> dict[str, Any]:
+    """What the driver says if another process registers its own mapping of a pool, and how fast the
+    card then copies from and to it. If it does, a hit on the same host needs no copy in between."""
+    from xinference_xavier.pool.region import Region, RegionServer
+
+    region = Region.create(MAPPED_BYTES // ROW_ALIGNMENT, ROW_ALIGNMENT)
+    region.populate()
+    region.array.reshape(-1)[:] = 7
+    name = f"xavier-mappings-{os.getpid()}"
+    server = RegionServer(region, name)
+    try:
+        context = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(1, mp_context=context) as other:
+            found = {way: other.submit(_register, name, way).result() for way in _WAYS}
+    finally:
+        server.close()
+        region.close()
+    return {"bytes": MAPPED_BYTES, "ways": found}
+
+
+_WAYS = {"writable": (mmap.PROT_READ | mmap.PROT_WRITE, 0), "read-only": (mmap.PROT_READ, 8)}
+"""Protection of the mapping and `cudaHostRegister`'s flags; 8 is `cudaHostRegisterReadOnly`."""
+
+
+def _register(name: str, way: str) -> dict[str, Any]:
+    """In the other process."""
+    from xinference_xavier.pool.region import receive_region
+
+    protection, flags = _WAYS[way]
+    region = receive_region(name, 10.0)
+    try:
+        with mmap.mmap(region.fd, region.size, mmap.MAP_SHARED, protection) as memory:
+            return _copies_with(memory, flags, writable=bool(protection & mmap.PROT_WRITE))
+    finally:
+        region.close()
+
+
+def _copies_with(memory: mmap.mmap, flags: int, *, writable: bool) -> dict[str, Any]:
+    import numpy
+    import torch
+
+    host = torch.from_numpy(numpy.frombuffer(memory, numpy.int8))
+    card = torch.empty_like(host, device="cuda")  # and the driver is there
+    driver: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch has no types for it
+    status = int(driver.cudaHostRegister(host.data_ptr(), len(memory), flags))
+    found: dict[str, Any] = {"register": status, "is_pinned": host.is_pinned()}
+    if status == 0:
+        found["load_gb_per_s"] = _speed(lambda: card.copy_(host, non_blocking=True))
+        found["read_right"] = bool((card == 7).all())
+        if writable:
+            found["store_gb_per_s"] = _speed(lambda: host.copy_(card, non_blocking=True))
+        driver.cudaHostUnregister(host.data_ptr())
+    return found
+
+
+def _speed(copy: Callable[[], object]) -> dict[str, float]:
+    import torch
+
+    taken = []
+    for turn in range(COPIES + 1):  # the first one warms up
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        copy()
+        torch.cuda.synchronize()
+        if turn:
+            taken.append(MAPPED_BYTES / (time.perf_counter() - began) / 1e9)
+    return figure(taken)
+
+
+def _mappings_lines(part: dict[str, Any]) -> list[str]:
+    lines = [
+        f"Another process maps a pool of {part['bytes'] / (1 << 20):.0f} MiB and registers its "
+        f"mapping with the driver; {COPIES} copies each.",
+        "",
+        "| mapping | cudaHostRegister | pinned | card reads, GB/s | right | card writes, GB/s |",
+        "|---|---|---|---|---|---|",
+    ]
+    for way, found in part["ways"].items():
+        speeds = [
+            shown(found[name]) if name in found else "–"
+            for name in ("load_gb_per_s", "store_gb_per_s")
+        ]
+        cells = [way, str(found["register"]), str(found["is_pinned"]), speeds[0]]
+        lines.append(f"| {' | '.join([*cells, str(found.get('read_right', '–')), speeds[1]])} |")
+    return lines
+
+
 # -- with engines -----------------------------------------------------------------------------
 
 
-def hits(graphs: bool) -> dict[str, Any]:
+def hits(scope: Scope) -> dict[str, Any]:
     """Unknown prompts, one after the other, over each transport."""
-    return {"transports": {name: _hits_over(name, graphs) for name in TRANSPORTS}}
+    return {
+        "rounds": scope.rounds,
+        "transports": {name: _hits_over(name, scope) for name in TRANSPORTS},
+    }
 
 
-def _hits_over(transport: str, graphs: bool) -> dict[str, Any]:
+def _hits_over(transport: str, scope: Scope) -> dict[str, Any]:
     prompts = Prompts()
-    found: dict[int, list[Sample]] = {tokens: [] for tokens in LENGTHS}
-    kinds = {name: _kind(transport, graphs) for name in ("donor", "consumer")}
+    found: dict[int, list[Sample]] = {tokens: [] for tokens in scope.lengths}
+    kinds = {name: _kind(transport, scope.graphs) for name in ("donor", "consumer")}
     with _fleet(kinds) as fleet:
-        for tokens in LENGTHS:  # warm up, and make the links
+        for tokens in scope.lengths:  # warm up, and make the links
             _ask_everybody(fleet, prompts.fresh(tokens))
-        for _ in range(ROUNDS):
-            for tokens in LENGTHS:
+        for _ in range(scope.rounds):
+            for tokens in scope.lengths:
                 found[tokens].append(_ask_everybody(fleet, prompts.fresh(tokens)))
         stats = {name: replica["stats"] for name, replica in fleet.replicas().items()}
-    longest = max(LENGTHS)
+    longest = max(scope.lengths)
     return {
         "lengths": [_row(tokens, samples) for tokens, samples in found.items()],
         "used": stats["consumer"]["fetches"]["by_transport"],
@@ -238,8 +348,8 @@ def _row(tokens: int, samples: Sequence[Sample]) -> dict[str, Any]:
 def _hits_lines(part: dict[str, Any]) -> list[str]:
     lines = [
         f"Time to first token at the engine, ms: medians, with minimum and maximum in brackets, of "
-        f"{ROUNDS} prompts of each length. Reused is the part of the donor's chunks that a remote "
-        "hit took from it; the engine decided this by its own measurements.",
+        f"{part['rounds']} prompts of each length. Reused is the part of the donor's chunks that a "
+        "remote hit took from it; the engine decided this by its own measurements.",
         "",
         "| tokens | transport | cold | local hit | pool hit | remote hit | cold ÷ remote "
         "| remote ÷ local | reused |",
@@ -263,19 +373,20 @@ def _hits_lines(part: dict[str, Any]) -> list[str]:
     return lines
 
 
-def no_hits(graphs: bool) -> dict[str, Any]:
+def no_hits(scope: Scope) -> dict[str, Any]:
     """Prompts that share nothing, in turn for an engine that shares and for one that does not."""
     prompts = Prompts()
-    kinds = {"sharing": _kind("auto", graphs), "alone": _kind(None, graphs)}
+    kinds = {name: _kind(way, scope.graphs) for name, way in (("sharing", "auto"), ("alone", None))}
     rates: dict[str, list[float]] = {name: [] for name in kinds}
     with _fleet(kinds) as fleet:
-        for turn in range(ROUNDS + 1):  # the first one warms up
+        for turn in range(scope.rounds + 1):  # the first one warms up
             for name in [*kinds][:: 1 if turn % 2 else -1]:
                 asked = [prompts.fresh(PROMPT_TOKENS) for _ in range(PROMPTS)]
                 load = fleet[name].do("serve", asked, [ANSWER_TOKENS] * PROMPTS, AT_ONCE)
                 if turn:
                     rates[name].append(PROMPTS * ANSWER_TOKENS / load.seconds)
     return {
+        "rounds": scope.rounds,
         **{f"{name}_tokens_per_s": figure(those) for name, those in rates.items()},
         "sharing/alone": ratio(rates["sharing"], rates["alone"]),
     }
@@ -284,7 +395,7 @@ def no_hits(graphs: bool) -> dict[str, Any]:
 def _no_hits_lines(part: dict[str, Any]) -> list[str]:
     return [
         f"{PROMPTS} prompts of {PROMPT_TOKENS} tokens that share nothing, {AT_ONCE} at a time, "
-        f"{ANSWER_TOKENS} output tokens each, {ROUNDS} times in turn: "
+        f"{ANSWER_TOKENS} output tokens each, {part['rounds']} times in turn: "
         f"{shown(part['sharing_tokens_per_s'], 0)} tokens per second with sharing, "
         f"{shown(part['alone_tokens_per_s'], 0)} without; {shown(part['sharing/alone'], 3)} ×.",
     ]
@@ -315,14 +426,20 @@ def _fleet(kinds: dict[str, Kind]) -> Fleet:
 
 class Part(NamedTuple):
     title: str
-    measure: Callable[[bool], dict[str, Any]]
+    measure: Callable[[Scope], dict[str, Any]]
     lines: Callable[[dict[str, Any]], list[str]]
     has_engines: bool = True
 
 
 PARTS = {
     "copies": Part(
-        "Copies between card and pool", lambda _graphs: copies(), _copies_lines, has_engines=False
+        "Copies between card and pool", lambda _scope: copies(), _copies_lines, has_engines=False
+    ),
+    "mappings": Part(
+        "A pool of another process",
+        lambda _scope: mappings(),
+        _mappings_lines,
+        has_engines=False,
     ),
     "hits": Part("Hits", hits, _hits_lines),
     "no_hits": Part("Without hits", no_hits, _no_hits_lines),
@@ -357,15 +474,15 @@ def section(found: dict[str, Any]) -> str:
     )
 
 
-def main(names: Sequence[str], *, graphs: bool) -> None:
+def main(names: Sequence[str], scope: Scope) -> None:
     if unknown := sorted(set(names) - set(PARTS)):
         sys.exit(f"unknown part {', '.join(unknown)}; the parts are {', '.join(PARTS)}")
     report = json.loads(REPORT.read_text()) if REPORT.exists() else {}
     for name in names or PARTS:
-        mode = ("CUDA graphs" if graphs else "eager") if PARTS[name].has_engines else ""
+        mode = ("CUDA graphs" if scope.graphs else "eager") if PARTS[name].has_engines else ""
         print(f"[{name}] {mode} …", flush=True)
         began = time.monotonic()
-        found = PARTS[name].measure(graphs)
+        found = PARTS[name].measure(scope)
         key = f"{name} {mode}".strip()
         report[key] = {
             "part": name,
@@ -391,6 +508,8 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
     parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(PARTS))
     parser.add_argument("--graphs", action="store_true", help="CUDA graphs, not eager engines")
+    parser.add_argument("--brief", action="store_true", help="fewer lengths and rounds")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # end the engines too
-    main(options.parts, graphs=options.graphs)
+    brief = (BRIEF_LENGTHS, BRIEF_ROUNDS) if options.brief else ()
+    main(options.parts, Scope(options.graphs, *brief))

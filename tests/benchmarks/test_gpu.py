@@ -25,7 +25,21 @@ FOUND: dict[str, dict[str, Any]] = {
         "pin_s": 2.5,
         "unpin_s": 1.5,
     },
+    "mappings": {
+        "bytes": 1 << 30,
+        "ways": {
+            "writable": {
+                "register": 0,
+                "is_pinned": True,
+                "load_gb_per_s": RATES,
+                "read_right": True,
+                "store_gb_per_s": RATES,
+            },
+            "read-only": {"register": 801, "is_pinned": False},
+        },
+    },
     "hits": {
+        "rounds": 5,
         "transports": {
             name: {
                 "lengths": [gpu._row(9000, [HIT] * 5)],
@@ -35,9 +49,10 @@ FOUND: dict[str, dict[str, Any]] = {
                 "true_tokens_per_s": figure([9000.0] * 5),
             }
             for name in gpu.TRANSPORTS
-        }
+        },
     },
     "no_hits": {
+        "rounds": 5,
         "sharing_tokens_per_s": RATES,
         "alone_tokens_per_s": RATES,
         "sharing/alone": ratio([0.99] * 5, [1.0] * 5),
@@ -61,6 +76,15 @@ def report_of(name: str, mode: str) -> dict[str, Any]:
                 "| store | 10.00 (10.00–10.00) | 10.00 (10.00–10.00) | 0.90 (0.90–0.90) |",
                 "Touching 16 GiB for the first time took 5.0 s, pinning them 2.5 s, giving them "
                 "back 1.5 s (once).",
+            ],
+        ),
+        (
+            "mappings",
+            "",
+            [
+                "### A pool of another process",
+                "| writable | 0 | True | 10.00 (10.00–10.00) | True | 10.00 (10.00–10.00) |",
+                "| read-only | 801 | False | – | – | – |",
             ],
         ),
         (

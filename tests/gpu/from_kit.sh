@@ -5,12 +5,14 @@
 # be reduced to one kind of card, and its dependencies except Python 3.12, torch, triton,
 # transformers, pytest, psutil, httpx, xxhash, pandas and scipy, which the machine must have. STAGE
 # is one of these; each takes less than ten minutes:
+#   day      all of it in one call, the most telling first; results also in $OUT as they come
 #   tests    tests/gpu, and the speed of copies between card and pool
 #   eager    benchmarks.gpu with eager engines
 #   graphs   the same with CUDA graphs
 #   dry      without a card: imports vLLM and our package, with a stub for the driver
 # Results are in build/gpu-report.json and at the end of docs/gpu.md.
 set -euo pipefail
+began=$SECONDS
 kit=$(cd "$1" && pwd)
 stage=$2
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
@@ -30,6 +32,7 @@ run_tests() { # without the project's own configuration, which needs missing pac
 }
 
 case $stage in
+day) exec python3 -m tests.gpu.day "${OUT:-build/gpu-day}" $((560 - SECONDS + began)) ;;
 tests)
 	status=0
 	run_tests --durations 10 || status=$?
@@ -56,6 +59,7 @@ dry)
 		print("vLLM", vllm.__version__, XavierConnector, XavierSpec, TransferActor)
 	PROGRAM
 	python3 -m benchmarks.gpu --help
+	python3 -m tests.gpu.day "${OUT:-build/gpu-day}" 60 || true # each step says that there is no card
 	run_tests --collect-only -q
 	;;
 *)
