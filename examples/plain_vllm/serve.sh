@@ -28,7 +28,7 @@ if ! python -c 'import importlib.metadata as m; m.version("vllm")' 2>/dev/null; 
     SERVE=(python -m vllm.entrypoints.openai.api_server --model)
 fi
 for PORT in ${PORTS:-8001 8002}; do
-    # All get the same configuration but for their names, by which a proxy knows them.
+    # All get the same configuration but for their names, which events have.
     CONFIG=$(xinference-xavier transfer-config "$NAME" --address "$TRACKER" --name "vllm-$PORT" --xavier_pool_bytes "${POOL:-1GiB}")
     # The usage of each answer tells how many tokens were reused.
     "${SERVE[@]}" "$MODEL" --host "$HOST" --port "$PORT" --kv-transfer-config "$CONFIG" \

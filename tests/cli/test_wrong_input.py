@@ -13,12 +13,10 @@ from xinference_xavier.cli.commands import main
 NO_TEXT = "\udcff"
 """What Python makes of an argument's byte that is no UTF-8."""
 LONG = "a" * 300
-PROXY = ["proxy", "--tracker", "10.0.0.1:9920", "--model-uid", "m"]
 POOL = ["--xavier_pool_bytes", "1GiB"]
 CONVERT = "is not UTF-8; convert it"
 URL = "is not a server's URL; write for example"
 ADDRESS = "is not of the form host:port, with a port of at most 65535; use an address such as"
-SERVER = "is not a name and a URL; write for example"
 
 
 def refused(*words: str) -> str:
@@ -45,10 +43,6 @@ def refused(*words: str) -> str:
         (["tracker", "m", "--address", f"{LONG}:9920"], ADDRESS),
         (["tracker", "m", "--address", "host:9920", "--xavier_hooks", "x"], "name a function"),
         (["transfer-config", "m", "--address", "host:99999", *POOL], ADDRESS),
-        ([*PROXY, "--replica", "a=http://host:99999"], SERVER),
-        ([*PROXY, "--replica", "a=http://host:port"], SERVER),
-        ([*PROXY, "--replica", f"a=http://{LONG}"], SERVER),
-        ([*PROXY, "--tracker", "host:99999", "--replica", "a=http://host"], ADDRESS),
     ],
 )
 def test_arguments(words: list[str], message: str) -> None:

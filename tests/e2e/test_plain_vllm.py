@@ -1,4 +1,4 @@
-"""Two `vllm serve`, a tracker and a proxy, without xinference: the example, as in its README."""
+"""Two `vllm serve` and a tracker, without xinference: the example, as in its README."""
 
 from __future__ import annotations
 
@@ -8,24 +8,18 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import httpx
 import psutil
 import pytest
 import xoscar
 
-from examples.documents import document
 from examples.local_cluster import answers, free_port
 from examples.plain_vllm import ask
 from tests.e2e.conftest import ROOT, wait_for_engine, wait_until
-from tests.e2e.text_routes import CHAT, COMPLETIONS, TEXT_ROUTES, body_of, route_of
 from xinference_xavier.protocol.tracker import tracker_uid
-from xinference_xavier.replica.load_reporter import INTERVAL
-from xinference_xavier.routing.expected import GRACE
 
 pytestmark = pytest.mark.long
 
@@ -34,7 +28,6 @@ SCRIPT = ROOT / "examples" / "plain_vllm" / "serve.sh"
 ARGUMENTS = "--block-size 128 --dtype float32 --enforce-eager --max-model-len 4096"
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
 END_TIMEOUT = 120.0
-PROGRAM = Path(sys.executable).parent / "xinference-xavier"
 
 
 class Servers(NamedTuple):
@@ -114,65 +107,3 @@ def test_what_one_server_has_computed_the_other_copies(
     first, second = re.findall(r"(\d+) of (\d+) tokens reused", capsys.readouterr().out)
     assert first[0] == "0"
     assert int(second[0]) > 0.9 * int(second[1])
-
-
-@pytest.fixture(scope="module")
-def proxy(servers: Servers) -> Iterator[httpx.Client]:
-    port = free_port(HOST)
-    replicas = [f"--replica={name}={url}" for name, url in servers.endpoints.items()]
-    words = ["--tracker", servers.tracker, "--model-uid", "plain", "--port", str(port), *replicas]
-    process = subprocess.Popen([PROGRAM, "proxy", *words], stderr=subprocess.PIPE, text=True)
-    try:
-        with httpx.Client(base_url=f"http://{HOST}:{port}", timeout=END_TIMEOUT) as client:
-            wait_until(lambda: answers(f"http://{HOST}:{port}/health"), "the proxy answers")
-            wait_until(lambda: report(client)["loads"].keys() == servers.endpoints.keys(), "loads")
-            yield client
-        process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=END_TIMEOUT)
-        assert (process.returncode, said) == (0, "")
-    finally:
-        process.kill()
-        process.wait()
-
-
-def report(proxy: httpx.Client) -> dict[str, Any]:
-    routing: dict[str, Any] = proxy.get("/xavier").raise_for_status().json()
-    return routing
-
-
-def backlog(proxy: httpx.Client, replica: str) -> float:
-    """Seconds, as the proxy expects."""
-    return float(report(proxy)["loads"][replica]["backlog_s"])
-
-
-@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
-def test_questions_about_a_document_go_to_the_server_that_computed_it(
-    proxy: httpx.Client, path: str
-) -> None:
-    model = proxy.get("/v1/models").json()["data"][0]["id"]
-    text = document(7 + len(path), 40)
-
-    def put(number: int) -> httpx.Response:
-        body = body_of(path, model, f"{text} question {number}")
-        return proxy.post(path, json=body).raise_for_status()
-
-    replica, _ = route_of(put(0))
-    # What the proxy expects for having sent it is over: now it must know the document by the ids in
-    # the server's report.
-    time.sleep(INTERVAL + GRACE + backlog(proxy, replica))
-    asked = []
-    for number in range(1, 5):
-        wait_until(lambda: backlog(proxy, replica) == 0, "nothing keeps it from answering first")
-        asked.append(put(number))
-    assert [route_of(answer) for answer in asked] == [(replica, "local")] * 4
-    usage = [answer.json()["usage"] for answer in asked]
-    assert min(each["prompt_tokens_details"]["cached_tokens"] for each in usage) > 1000
-
-
-@pytest.mark.parametrize("stream", [True, False])
-def test_every_text_route_is_routed(proxy: httpx.Client, stream: bool) -> None:
-    model = proxy.get("/v1/models").json()["data"][0]["id"]
-    for path in TEXT_ROUTES:
-        answer = proxy.post(path, json=body_of(path, model, "Hello", 4, stream=stream))
-        assert route_of(answer.raise_for_status())[1] != "in turn", path
-    assert report(proxy)["unrouted"] == 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from xinference_xavier.frontend.model_router import ModelRouter
@@ -35,12 +35,10 @@ def keys(name: str, count: int) -> list[bytes]:
 class Cluster:
     """A router and what it is told. Time passes only when it is told something."""
 
-    def __init__(
-        self, *replicas: str, router: Mapping[str, Any] | None = None, **serving: Any
-    ) -> None:
+    def __init__(self, *replicas: str, **serving: Any) -> None:
         self.now = 100.0
         self.serving = SERVING._replace(**serving)
-        self.router = ModelRouter(random.Random(0), clock=lambda: self.now, **(router or {}))
+        self.router = ModelRouter(random.Random(0), clock=lambda: self.now)
         self._members: list[str] = []
         self._revisions = itertools.count(1)
         self._settings = Settings()

@@ -3,7 +3,6 @@ does any harm."""
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
@@ -12,8 +11,8 @@ from xinference_xavier.frontend import asked as module
 from xinference_xavier.frontend.asked import (
     Keep,
     prompt_text,
-    read_body,
     read_keep,
+    read_question,
     session_of,
     with_prefix,
 )
@@ -76,29 +75,31 @@ def test_what_changes_the_beginning_of_a_prompt_changes_its_text(change: dict[st
     assert shared(request, {**request, **change}) == 0
 
 
+def nested(depth: int) -> list[Any]:
+    found: list[Any] = []
+    for _ in range(depth):
+        found = [found]
+    return found
+
+
 @pytest.mark.parametrize(
-    "body",
+    "request_",
     [
-        b"",
-        b"null",
-        b"[]",
-        b"{",
-        b"\xff\xfe\x00",
-        b'"text"',
-        b"[" * 200_000,
-        b'{"messages":' + b"[" * 20_000 + b"]" * 20_000 + b"}",
-        b'{"prompt": "' + b"x" * module.MAX_BODY + b'"}',
-        json.dumps(
-            {"messages": {"role": 1}, "tools": 5, "prompt": {"a": [None, True, 1e400]}}
-        ).encode(),
-        b'{"prompt": "\\ud800", "messages": [[[[]]]], "input": {"": ""}}',
+        {"messages": nested(100_000)},
+        {"messages": {"role": 1}, "tools": 5, "prompt": {"a": [None, True, 1e400]}},
+        {"prompt": "\ud800", "messages": [[[[]]]], "input": {"": ""}},
     ],
+    ids=["deep", "of other types", "strange"],
 )
-def test_nothing_a_client_sends_does_any_harm(body: bytes) -> None:
-    request = read_body(body)
-    text = prompt_text(request)
-    assert not text.length or len(body) < module.MAX_BODY
-    assert session_of(request, None) == ""
+async def test_nothing_a_client_sends_does_any_harm(request_: dict[str, Any]) -> None:
+    question = await read_question(request_, 100, None)
+    assert (question.session, question.request_id) == ("", "")
+
+
+async def test_a_body_that_is_too_long_has_no_text() -> None:
+    request = {"prompt": LONG}
+    assert (await read_question(request, module.MAX_BODY, None)).text == prompt_text(request)
+    assert (await read_question(request, module.MAX_BODY + 1, None)).text.length == 0
 
 
 def test_a_session_is_named_by_header_or_by_openais_field() -> None:

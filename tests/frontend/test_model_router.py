@@ -194,32 +194,6 @@ async def test_beyond_its_bound_the_queue_refuses_requests() -> None:
     task.cancel()
 
 
-async def test_a_router_may_have_a_queue_of_its_own() -> None:
-    cluster = Cluster("m-0", request_limit=1, queue=0, router={"queue": 1})
-    await route(cluster)
-    (task,) = await waiting(cluster)
-    with pytest.raises(QueueFullError):
-        await cluster.router.route()
-    task.cancel()
-
-
-async def test_replicas_that_it_cannot_reach_are_not_chosen_but_fetched_from() -> None:
-    cluster = Cluster("m-0", "m-1", "m-2", router={"serves": lambda name: name == "m-1"})
-    assert {(await route(cluster)).replica for _ in range(6)} == {"m-1"}
-    text = document("long")
-    await learn(cluster, text, 5000, "long")
-    elsewhere = Cluster("m-0", "m-1", router={"serves": lambda name: name == "m-1"})
-    first = await route(elsewhere, text)
-    elsewhere.router.named(first, "long")
-    known = keys("long", 5000 // CHUNK)
-    elsewhere.tell(prompts=[ScheduledPrompt("long", 5000, pack(known))])
-    elsewhere.hold("m-0", known)
-    elsewhere.router.end(first)
-    elsewhere.now += 3600.0
-    elsewhere.tell(elsewhere.load("m-0"), elsewhere.load("m-1"))
-    assert (await route(elsewhere, text)).choice.reason == "fetch"
-
-
 async def test_a_request_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = Cluster("m-0", request_limit=1)
     cluster.router._queue.patience = 0.01

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import logging
 import signal
 import subprocess
 import sys
@@ -23,13 +22,13 @@ from xinference_xavier.client import XavierClient
 from xinference_xavier.client.doctor import diagnose
 from xinference_xavier.config import parse_options
 from xinference_xavier.errors import ConfigError, shown
-from xinference_xavier.options import MAX_QUEUE, PARSERS
+from xinference_xavier.options import PARSERS
 from xinference_xavier.stats.answers import EventRecord
 
 _EPILOG = """\b
 Exit codes:
   0  success, and doctor found nothing
-  1  doctor found something, demo or bench failed, or tracker or proxy cannot listen
+  1  doctor found something, demo or bench failed, or tracker cannot listen
   2  wrong usage
   3  xinference does not answer, refuses, or lacks the extension
   4  no such model shares its cache, or it has no prefix of that name
@@ -262,55 +261,6 @@ def tracker(model: str, address: str, xavier_hooks: str | None) -> None:
     _run(serve())
 
 
-@main.command()
-@click.option("--tracker", required=True, metavar="HOST:PORT", help="Where the tracker listens.")
-@click.option("--model-uid", required=True, metavar="MODEL", help="As the tracker was given it.")
-@click.option(
-    "--replica",
-    "replicas",
-    required=True,
-    multiple=True,
-    metavar="NAME=URL",
-    help="A server: its transfer-config --name, and where it answers. Give one for each.",
-)
-@click.option("--host", default="127.0.0.1", show_default=True, help="Where the proxy listens.")
-@click.option("--port", default=8000, show_default=True, type=click.IntRange(0, 65535))
-@click.option(
-    "--queue",
-    type=click.IntRange(0, MAX_QUEUE),
-    metavar="REQUESTS",
-    help="How many may wait while all servers refuse more; else the servers' xavier_queue.",
-)
-def proxy(
-    tracker: str, model_uid: str, replicas: tuple[str, ...], host: str, port: int, queue: int | None
-) -> None:
-    """Send requests to vLLM servers without xinference: each to the one that will answer it first.
-
-    Ends when the answers under way are complete, at a second interrupt at once.
-    """
-    from xinference_xavier.cli import proxy as proxying
-
-    try:
-        urls = proxying.parse_replicas(replicas)
-        proxying.check_reachable(tracker)
-    except ConfigError as error:
-        raise click.UsageError(str(error)) from None
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.WARNING)
-
-    async def serve() -> None:
-        await proxying.serve(
-            model_uid,
-            tracker,
-            urls,
-            at=(host, port),
-            queue=queue,
-            listening=lambda where: click.echo(f"the proxy of {model_uid} listens at {where}"),
-            until=_interrupted(),
-        )
-
-    _run(serve())
-
-
 def _interrupted() -> asyncio.Event:
     """Set by the first interrupt; the next one ends the process."""
     until, loop = asyncio.Event(), asyncio.get_running_loop()
@@ -340,7 +290,7 @@ def _launch_options(command: Callable[..., None]) -> Callable[..., None]:
 @main.command("transfer-config", context_settings=_EITHER_DASH)
 @click.argument("model")
 @click.option("--address", required=True, metavar="HOST:PORT", help="Where the tracker listens.")
-@click.option("--name", help="Of the server, if there is a proxy.")
+@click.option("--name", help="Of the server, in events and figures.")
 @_launch_options
 def transfer_config(model: str, address: str, name: str | None, **options: str | None) -> None:
     """Print the `vllm serve --kv-transfer-config` of servers that share MODEL's caches.

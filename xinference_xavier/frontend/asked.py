@@ -7,7 +7,6 @@ goes by backlog alone. What decides what the model is given is read, or refused.
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -19,7 +18,6 @@ MAX_BODY = 4 << 20
 """Bytes. Hashing a longer one would take longer than the choice may take."""
 SALT = "cache_salt"
 """The field that names a tenant."""
-ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses")
 _FIELDS = (SALT, "tools", "system", "instructions", "prompt", "messages", "input")
 """What a prompt is made of, in the order in which templates put it."""
 RETENTIONS = {"in_memory": 600.0, "in-memory": 600.0, "24h": 86400.0}
@@ -38,24 +36,14 @@ class Question(NamedTuple):
     """That the client gives the request; empty if it gives none."""
 
 
-async def read_question(body: bytes, session: str | None) -> Question:
-    """`session` is the value of the header `x-session-id`."""
-
-    def read() -> Question:
-        request = read_body(body)
-        return _question(request, prompt_text(request), session)
-
-    return read() if len(body) < _LONG else await asyncio.to_thread(read)
-
-
-async def parsed_question(
+async def read_question(
     request: Mapping[str, Any],
     size: int,
     session: str | None,
     before: Mapping[str, Any] | None = None,
 ) -> Question:
-    """The same of a body of that size that has been read already. `before` is the content of a
-    named prefix with which the request begins."""
+    """`size` is that of the request's body. `session` is the value of the header `x-session-id`,
+    `before` the content of a named prefix with which the request begins."""
 
     def read() -> Question:
         whole = request if before is None else with_prefix(request, before)
@@ -108,17 +96,6 @@ def with_prefix(request: Mapping[str, Any], content: Mapping[str, Any]) -> dict[
         if isinstance(items := request.get(field, []), list):
             found[field] = [*content.get(field, ()), *items]
     return found
-
-
-def read_body(body: bytes) -> Mapping[str, Any]:
-    """The request; empty if it cannot be read."""
-    if len(body) > MAX_BODY:
-        return {}
-    try:
-        request = json.loads(body)
-    except (ValueError, RecursionError):
-        return {}
-    return request if isinstance(request, dict) else {}
 
 
 def prompt_text(request: Mapping[str, Any]) -> Text:

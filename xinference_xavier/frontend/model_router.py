@@ -116,17 +116,12 @@ class _Latest(OrderedDict[str, str]):
 
 
 class ModelRouter:
-    """`clock` returns monotonic seconds. `queue` is the number of requests that may wait; without
-    it, that with which the replicas were launched. `serves` says whether requests can be sent to
-    the replica of a name; from others the chosen ones may fetch."""
+    """`clock` returns monotonic seconds."""
 
     def __init__(
         self,
         source: random.Random | None = None,
         clock: Callable[[], float] = time.monotonic,
-        *,
-        queue: int | None = None,
-        serves: Callable[[str], bool] = lambda replica: True,
     ) -> None:
         self.counts = RoutingStats()
         self.mirror = Mirror("")
@@ -134,8 +129,6 @@ class ModelRouter:
         """Of the loads that were observed last."""
         self._clock = clock
         self._source = source or random.Random()
-        self._bound = queue
-        self._serves = serves
         self._numbers = itertools.count()
         self._serving: Serving | None = None
         self._router: Router
@@ -163,8 +156,6 @@ class ModelRouter:
         for incarnation in [*gone]:
             self._lost(incarnation)
         for incarnation, replica, age, load in good.loads:
-            if not self._serves(replica):
-                continue
             if self._serving is None:
                 self._begin(load.serving)
             self._replicas[incarnation] = replica
@@ -186,7 +177,7 @@ class ModelRouter:
         size = Chunks(serving.chunk_tokens, serving.chunk_bytes)
         self._router = Router(self.mirror, size, self._source, threshold=serving.prefill_threshold)
         self._texts = Texts(serving.chunk_tokens)
-        self._queue.bound = serving.queue if self._bound is None else self._bound
+        self._queue.bound = serving.queue
 
     def _report(self, load: Load, made: float) -> Report:
         sent = {self._names[name] for name in load.known if name in self._names}

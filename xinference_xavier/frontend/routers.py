@@ -34,11 +34,8 @@ share."""
 
 
 class Routers:
-    """`make` returns the router of a model."""
-
-    def __init__(self, find: Find, make: Callable[[], ModelRouter] = ModelRouter) -> None:
+    def __init__(self, find: Find) -> None:
         self._find = find
-        self._make = make
         self._log = RateLimitedLog(logger)
         self._routers: dict[str, ModelRouter] = {}
         self._looking: dict[str, asyncio.Future[None]] = {}
@@ -72,14 +69,14 @@ class Routers:
             self._routers.pop(model_uid, None)
 
     async def _observe(self, model_uid: str) -> None:
-        router, backoff = self._make(), _MIN_BACKOFF
+        router, backoff = ModelRouter(), _MIN_BACKOFF
         while True:
             try:
                 tracker = await self._find(model_uid)
                 while True:
                     if not await observe(tracker, router):
                         router.close()
-                        router = self._make()
+                        router = ModelRouter()
                         continue
                     self._routers[model_uid] = router
                     backoff = _MIN_BACKOFF

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from fastapi import HTTPException
+from starlette.types import Message, Receive
 
 from xinference_xavier.frontend.prefixes.keeper import Keeper
 from xinference_xavier.frontend.prefixes.names import Names
 from xinference_xavier.frontend.prefixes.prefix import LORA
 from xinference_xavier.frontend.prefixes.store import Store
-from xinference_xavier.frontend.request_body import Message, Receive
 from xinference_xavier.runtime.deadline import within
 from xinference_xavier.serving.tracker_gateway import TrackerGateway
 from xinference_xavier.stats.routing import KnownLoad

@@ -21,7 +21,6 @@ from xinference_xavier.errors import (
 )
 from xinference_xavier.frontend.asked import Keep
 from xinference_xavier.frontend.model_router import AT_LIMIT, ModelRouter, QueueFullError
-from xinference_xavier.frontend.request_body import ClientGoneError
 from xinference_xavier.frontend.routers import Routers
 from xinference_xavier.runtime.deadline import within
 from xinference_xavier.runtime.rate_limited_log import RateLimitedLog
@@ -31,6 +30,7 @@ from xinference_xavier.serving.prefixes.named_model import NamedModel, WrongKind
 from xinference_xavier.serving.routing.middleware import (
     TEXT_ENDPOINTS,
     Asked,
+    ClientGoneError,
     RoutingMiddleware,
     current,
     remember_texts,

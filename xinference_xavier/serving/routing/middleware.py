@@ -14,18 +14,21 @@ from typing import Any
 from fastapi import APIRouter, Depends, HTTPException, Request
 from fastapi.routing import APIRoute
 from starlette.responses import JSONResponse
+from starlette.types import Message, Receive, Send
 
-from xinference_xavier.frontend.asked import SALT, Keep, parsed_question, read_keep
+from xinference_xavier.frontend.asked import SALT, Keep, read_keep, read_question
 from xinference_xavier.frontend.model_router import AT_LIMIT, ModelRouter, Route
-from xinference_xavier.frontend.request_body import ClientGoneError, Message, Receive
 from xinference_xavier.serving.answers import tenant_of
-
-Send = Callable[[Message], Awaitable[None]]
 
 MESSAGE = "create_message"
 TEXT_ENDPOINTS = {"create_chat_completion", "create_completion", MESSAGE, "create_response"}
 """xinference's functions that answer with a text, at whatever paths."""
 TOO_MANY_REQUESTS = 429
+
+
+class ClientGoneError(Exception):
+    """Nobody waits for the answer any more."""
+
 
 _asked: ContextVar[Asked | None] = ContextVar("xavier_asked", default=None)
 
@@ -96,7 +99,7 @@ class Asked:
         Raises ClientGoneError if the client goes while it waits."""
         assert self.request is not None
         size, session = len(await self.request.body()), self._header(b"x-session-id")
-        question = await parsed_question(await self.body(), size, session, before)
+        question = await read_question(await self.body(), size, session, before)
         # A client that names its request may abort it by this name.
         whole = bool(question.request_id)
         routing = asyncio.ensure_future(router.route(question.text, question.session, whole=whole))
