@@ -22,17 +22,16 @@ def __getattr__(name: str) -> Any:
 
     version = getattr(vllm, "__version__", "dev")
     vllm_versions.check(version, untested=True)
+    if vllm_versions.is_newer(version):
+        _check_seam(version)
+    return getattr(importlib.import_module(f"xinference_xavier.engine.{_MODULES[name]}"), name)
+
+
+def _check_seam(version: str) -> None:
+    """Raises ConfigError if this vLLM lacks what we use."""
     try:
-        module = importlib.import_module(f"xinference_xavier.engine.{_MODULES[name]}")
-        faults = _faults() if vllm_versions.is_newer(version) else []
+        from xinference_xavier.engine.seam import faults
     except ImportError as error:
         raise vllm_versions.refusal(version, f"lacks what sharing uses ({error})") from error
-    if faults:
-        raise vllm_versions.refusal(version, f"differs where sharing meets it ({faults[0]})")
-    return getattr(module, name)
-
-
-def _faults() -> list[str]:
-    from xinference_xavier.engine.seam import faults
-
-    return faults()
+    if found := faults():
+        raise vllm_versions.refusal(version, f"differs where sharing meets it ({found[0]})")
