@@ -18,7 +18,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from examples.local_cluster import ClusterError, LocalCluster
+from examples.local_cluster import LAUNCH_TIMEOUT, ClusterError, LocalCluster
+from examples.waiting import until
 from tests.e2e import processes
 from tests.e2e.conftest import ARGUMENTS, can_fetch, wait_for_engine, wait_until
 from tests.e2e.test_launch import nothing_left
@@ -128,7 +129,8 @@ def appeared(replica: str) -> psutil.Process:
             return bool(processes.model_process(replica))
         return False
 
-    wait_for_engine(exists, f"{replica} has a process")
+    # Seen at once: a tenth of a second later it reads the model's configuration.
+    assert until(exists, LAUNCH_TIMEOUT, interval=0.005), f"{replica} never had a process"
     return processes.model_process(replica)
 
 
