@@ -107,6 +107,62 @@ def _quantise(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(description))
 
 
+def _random(*shape: int) -> torch.Tensor:
+    made: torch.Tensor = torch.randn(*shape) * 2.0 * shape[-1] ** -0.5
+    return made
+
+
+def _add_head(folder: Path, layer: int, to: str, more: Mapping[str, tuple[int, ...]]) -> None:
+    """A head that predicts the token after the next one: a layer like the model's `layer`, and
+    `more` tensors by their shapes."""
+    weights = load_file(folder / "model.safetensors")
+    own = f"model.layers.{layer}."
+    head = {
+        f"{to}{name.removeprefix(own)}": tensor.clone()
+        for name, tensor in weights.items()
+        if name.startswith(own)
+    }
+    head |= {
+        name: _random(*shape) if len(shape) > 1 else torch.ones(*shape)
+        for name, shape in more.items()
+    }
+    save_file(weights | head, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def _glm4_moe_head(folder: Path) -> None:
+    to = "model.layers.4."
+    norms = {f"{to}{name}.weight": (128,) for name in ("enorm", "hnorm", "shared_head.norm")}
+    tables = {
+        f"{to}{name}.weight": (VOCABULARY, 128) for name in ("embed_tokens", "shared_head.head")
+    }
+    _add_head(folder, 3, to, norms | tables | {f"{to}eh_proj.weight": (128, 256)})
+
+
+def _add_eagle(folder: Path) -> None:
+    """A drafter of one layer, which reads the model's last hidden states."""
+    eagle = folder / EAGLE
+    config = transformers.LlamaConfig(**_SIZES | {"num_hidden_layers": 1})
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(eagle)
+    shapes = {
+        "embed_tokens": (VOCABULARY, 128),
+        "fc": (128, 256),
+        "layers.0.self_attn.q_proj": (128, 128),
+        "layers.0.self_attn.k_proj": (64, 128),
+        "layers.0.self_attn.v_proj": (64, 128),
+        "layers.0.self_attn.o_proj": (128, 128),
+        "layers.0.mlp.gate_proj": (256, 128),
+        "layers.0.mlp.up_proj": (256, 128),
+        "layers.0.mlp.down_proj": (128, 256),
+    }
+    weights = {f"{name}.weight": _random(*shape) for name, shape in shapes.items()}
+    weights["layers.0.post_attention_layernorm.weight"] = torch.ones(128)
+    save_file(weights, eagle / "model.safetensors", metadata={"format": "pt"})
+
+
+EAGLE = "eagle"
+_EAGLE = {"method": "eagle", "num_speculative_tokens": 2, "model": f"{FOLDER}/{EAGLE}"}
+_MTP = {"method": "mtp", "num_speculative_tokens": 1}
 _NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
 _DRAFT = {"method": "draft_model", "num_speculative_tokens": 3, "model": FOLDER}
 
@@ -190,6 +246,19 @@ ARCHITECTURES = {
     "ngram": Architecture(transformers.LlamaConfig, arguments={"speculative_config": _NGRAM}),
     "draft": Architecture(
         transformers.LlamaConfig, arguments={"speculative_config": _DRAFT}, pool_bytes=14 << 20
+    ),
+    "eagle": Architecture(
+        transformers.LlamaConfig, arguments={"speculative_config": _EAGLE}, finish=_add_eagle
+    ),
+    "glm4_moe_mtp": Architecture(
+        transformers.Glm4MoeConfig,
+        {
+            "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
+            "n_shared_experts": 1, "first_k_dense_replace": 1, "num_nextn_predict_layers": 1,
+            "partial_rotary_factor": 0.5,
+        },
+        {"speculative_config": _MTP},
+        finish=_glm4_moe_head,
     ),
     "unchunked": Architecture(
         transformers.LlamaConfig,

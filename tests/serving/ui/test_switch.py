@@ -182,6 +182,7 @@ def test_a_launch_with_options_of_the_built_in_xavier_is_its(
 def test_which_xavier_a_launch_uses_can_be_chosen(browser: Browser, stage: Stage) -> None:
     """The built-in one refuses our options, so that they go."""
     dialog = open_dialog(browser, stage)
+    dialog.set_replicas(2)
     dialog.switch.click()
     dialog.unfold()
     dialog.pool.send_keys("1GiB")
