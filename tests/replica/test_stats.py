@@ -57,7 +57,7 @@ def test_every_count_is_reported() -> None:
         received=Counter(a=2, b=8),
     )
     assert stats(counts) == ReplicaStats(
-        from_environment=("queue",),
+        from_environment=["queue"],
         hits=HITS,
         requests=2,
         bytes_received=640,

@@ -36,7 +36,7 @@ def replica_stats(
     """`engine` are the fields that the engine counts."""
     return schema.ReplicaStats(
         **engine,
-        from_environment=from_environment,
+        from_environment=[*from_environment],
         bytes_received=counts.rows * row_bytes,
         received_from={
             name: rows * row_bytes for name, rows in counts.received.most_common(_MAX_DONORS)

@@ -250,7 +250,7 @@ class ReplicaStats(Counters):
 
     vllm: str | None = None
     vllm_untested: bool = False
-    from_environment: tuple[str, ...] = ()
+    from_environment: list[str] = field(default_factory=list)
     not_sharing: str | None = None
     prefill_tokens_per_s: float | None = metric(
         "prefill_tokens_per_second", "Measured speed of computing prompts.", default=None
