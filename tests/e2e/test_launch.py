@@ -39,7 +39,7 @@ def test_bad_input_is_refused_before_anything_exists(
         ({"xavier_gpu_cache_bytes": -1}, "must be a non-negative integer"),
         (
             {"model_engine": "MLX", "vllm_transfer_backend_type": "nixl"},
-            "MLX Xavier requires the xavier transport",
+            "NIXL requires explicit prefill and decode replica roles",
         ),
         ({"model_engine": "SGLang", "xavier_cache_bytes": 0}, "a positive integer"),
     ],
