@@ -208,8 +208,10 @@ def mappings() -> dict[str, Any]:
     server = RegionServer(region, name)
     try:
         context = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(1, mp_context=context) as other:
-            found = {way: other.submit(_register, name, way).result() for way in _WAYS}
+        # A process for each: after an error the driver refuses all that follows.
+        with ProcessPoolExecutor(1, context, max_tasks_per_child=1) as others:
+            asked = {way: others.submit(_register, name, way) for way in _WAYS}
+            found = {way: each.result(timeout=60.0) for way, each in asked.items()}
     finally:
         server.close()
         region.close()
@@ -221,7 +223,7 @@ _WAYS = {"writable": (mmap.PROT_READ | mmap.PROT_WRITE, 0), "read-only": (mmap.P
 
 
 def _register(name: str, way: str) -> dict[str, Any]:
-    """In the other process."""
+    """What the driver says in the other process, or its error."""
     from xinference_xavier.pool.region import receive_region
 
     protection, flags = _WAYS[way]
@@ -229,6 +231,8 @@ def _register(name: str, way: str) -> dict[str, Any]:
     try:
         with mmap.mmap(region.fd, region.size, mmap.MAP_SHARED, protection) as memory:
             return _copies_with(memory, flags, writable=bool(protection & mmap.PROT_WRITE))
+    except RuntimeError as error:  # torch's for the driver's
+        return {"register": str(error).splitlines()[0], "is_pinned": False}
     finally:
         region.close()
 
@@ -242,11 +246,14 @@ def _copies_with(memory: mmap.mmap, flags: int, *, writable: bool) -> dict[str, 
     driver: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch has no types for it
     status = int(driver.cudaHostRegister(host.data_ptr(), len(memory), flags))
     found: dict[str, Any] = {"register": status, "is_pinned": host.is_pinned()}
-    if status == 0:
+    if status != 0:
+        return found
+    try:
         found["load_gb_per_s"] = _speed(lambda: card.copy_(host, non_blocking=True))
         found["read_right"] = bool((card == 7).all())
         if writable:
             found["store_gb_per_s"] = _speed(lambda: host.copy_(card, non_blocking=True))
+    finally:
         driver.cudaHostUnregister(host.data_ptr())
     return found
 

@@ -152,6 +152,16 @@ class TestDefaultsOfTheCluster:
         config = XavierConfig("m", "10.0.0.1:9999", **options)
         assert XavierConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
+    def test_a_misspelt_one_is_named(
+        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        monkeypatch.setenv("XINFERENCE_XAVIER_PROFILE", "1")  # xinference's own
+        monkeypatch.setenv("XINFERENCE_XAVIER_POOL_SIZE", "4GiB")
+        assert parsed() == {}
+        (said,) = caplog.messages
+        assert said.startswith("XINFERENCE_XAVIER_POOL_SIZE is no default of an option; did you")
+        assert said.endswith("mean XINFERENCE_XAVIER_POOL_BYTES?")
+
     def test_a_wrong_one_is_refused_by_its_name(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("XINFERENCE_XAVIER_POOL_BYTES", "all")
         assert refusal().startswith("XINFERENCE_XAVIER_POOL_BYTES='all' is not a size; use a")

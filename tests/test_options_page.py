@@ -10,7 +10,7 @@ import pytest
 
 from xinference_xavier.config import BACKEND, ENABLE, XavierConfig, take_launch_options
 from xinference_xavier.errors import ConfigError
-from xinference_xavier.options import PARSERS
+from xinference_xavier.options import BASIC, EXPERT, PARSERS
 
 ROOT = Path(__file__).parents[1]
 FIELD = re.compile(r"^- (?P<name>Type|Default|Range|Such as|Refused): (?P<text>.+)$", re.MULTILINE)
@@ -44,8 +44,14 @@ def options() -> dict[str, Option]:
 
 
 def test_the_page_has_every_option_and_no_other() -> None:
-    """The basic ones first."""
     assert list(options()) == EVERY_OPTION
+
+
+def test_the_basic_options_have_a_part_of_their_own() -> None:
+    page = (ROOT / "docs" / "options.md").read_text()
+    basic, expert = page.split("## Basic options")[1].split("## Expert options")
+    assert re.findall(r"^### `(\w+)`", basic, re.M) == [ENABLE, BACKEND, *BASIC]
+    assert re.findall(r"^### `(\w+)`", expert, re.M) == [*EXPERT]
 
 
 @pytest.mark.parametrize("readme", ["README.md", "README.zh.md"])

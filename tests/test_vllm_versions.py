@@ -1,4 +1,4 @@
-"""Which versions of vLLM may share, and what a refusal says."""
+"""Old versions of vLLM are refused, and newer ones unless they may be tried."""
 
 from __future__ import annotations
 

@@ -38,8 +38,6 @@ MAX_DEFAULT_POOL_BYTES = 16 << 30
 
 ENABLE = "enable_xavier"
 BACKEND = "xavier_backend"
-SHARES = "XAVIER_SHARES"  # the environment variable that tells a replica's processes to share
-UNTESTED = "untested"  # its value where vLLM may be newer than those that we have tested
 XAVIER = "xavier"  # our key in the extra configuration of vLLM's connector
 _PREFIX = "xavier_"
 _VARIABLES = "XINFERENCE_"  # and an option's name in capitals: the variable that has its default
@@ -55,6 +53,7 @@ UPSTREAM_OPTIONS = frozenset(
         "xavier_transfer_block_num",
     }
 )
+UPSTREAM_VARIABLES = frozenset({"XINFERENCE_XAVIER_PROFILE"})
 
 
 @pydantic.dataclasses.dataclass(
@@ -128,9 +127,12 @@ class XavierConfig:
 
 
 def take_launch_options(
-    kwargs: MutableMapping[str, Any], foreign: bool = False
+    kwargs: MutableMapping[str, Any],
+    foreign: bool = False,
+    environment: Mapping[str, str] = os.environ,
 ) -> dict[str, Any] | None:
     """Remove our options, with ``-`` or ``_``, from a launch's keyword arguments and parse them.
+    The supervisor's ``environment`` has the cluster's defaults.
 
     None if the launch is not ours: without ``enable_xavier=true``, or with the Xavier built into
     xinference. Its options stay then. Ours are dropped with a warning, because vLLM would refuse to
@@ -147,18 +149,18 @@ def take_launch_options(
     if not switches or not parse_bool(ENABLE, kwargs[switches[0]]):
         _drop_stray_options(kwargs, switches)
         return None
-    if _backend(kwargs, foreign) == "builtin":
+    if _backend(kwargs, foreign, environment) == "builtin":
         for name in [name for name in kwargs if _plain(name) == BACKEND]:
             del kwargs[name]
         return None
-    options = parse_options(kwargs)
+    options = parse_options(kwargs, environment)
     for name in list(kwargs):
         if name in switches or _plain(name).startswith(_PREFIX):
             del kwargs[name]
     return options
 
 
-def _backend(given: Mapping[str, Any], foreign: bool) -> Backend:
+def _backend(given: Mapping[str, Any], foreign: bool, environment: Mapping[str, str]) -> Backend:
     """Whose launch it is: as it says, else whose options it has, else the cluster's default."""
     named = {_plain(name): value for name, value in given.items() if value is not None}
     own = next((name for name in named if name in PARSERS), None)
@@ -176,18 +178,21 @@ def _backend(given: Mapping[str, Any], foreign: bool) -> Backend:
         return "extension"
     if foreign or UPSTREAM_OPTIONS & named.keys():
         return "builtin"
-    return default_backend()
+    return default_backend(environment)
 
 
-def default_backend() -> Backend:
+def default_backend(environment: Mapping[str, str] = os.environ) -> Backend:
     """The cluster's. Raises ConfigError."""
     variable = _variable(BACKEND)
-    return parse_backend(variable, os.environ.get(variable) or "extension")
+    return parse_backend(variable, environment.get(variable) or "extension")
 
 
-def parse_options(given: Mapping[str, Any]) -> dict[str, Any]:
+def parse_options(
+    given: Mapping[str, Any], environment: Mapping[str, str] = os.environ
+) -> dict[str, Any]:
     """Fields of XavierConfig, from our options among those ``given``, and for the others from the
-    environment. Raises ConfigError."""
+    ``environment``. Raises ConfigError."""
+    _warn_of_unknown(environment)
     ours: dict[str, Any] = {}
     for name, value in given.items():
         plain = _plain(name)
@@ -201,14 +206,23 @@ def parse_options(given: Mapping[str, Any]) -> dict[str, Any]:
         plain: PARSERS[plain](plain, value) for plain, value in ours.items() if value is not None
     }
     defaults = {
-        plain: parse(variable, os.environ[variable])
+        plain: parse(variable, environment[variable])
         for plain, parse in PARSERS.items()
-        if os.environ.get(variable := _variable(plain)) and plain not in options
+        if environment.get(variable := _variable(plain)) and plain not in options
     }
     fields = {plain.removeprefix(_PREFIX): value for plain, value in (defaults | options).items()}
     if defaults:
         fields["from_environment"] = tuple(plain.removeprefix(_PREFIX) for plain in defaults)
     return fields
+
+
+def _warn_of_unknown(environment: Mapping[str, str]) -> None:
+    """Of a default that is misspelt. xinference has variables of such names, too."""
+    known = {_variable(option) for option in (BACKEND, *PARSERS)} | UPSTREAM_VARIABLES
+    for name in environment.keys() - known:
+        if name.startswith(_variable(_PREFIX)):
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
+            logger.warning("%s is no default of an option; did you mean %s?", name, near)
 
 
 def _variable(option: str) -> str:
@@ -222,7 +236,7 @@ def is_xavier_option(name: str) -> bool:
 
 
 def is_own_option(name: str) -> bool:
-    """Whether it is for ours only."""
+    """Whether an argument of a launch is for ours only."""
     return _plain(name) in {*PARSERS, BACKEND}
 
 

@@ -6,6 +6,11 @@ import re
 
 from xinference_xavier.errors import ConfigError
 
+SHARES = "XAVIER_SHARES"
+"""The environment variable that tells a replica's processes to share."""
+UNTESTED = "untested"
+"""Its value where vLLM may be newer than all that were tested."""
+
 OLDEST, NEWEST = (0, 31), (0, 33)
 """Both are supported; `make test-matrix` tests all versions between them."""
 
@@ -16,7 +21,7 @@ def _name(version: tuple[int, int]) -> str:
 
 SUPPORTED = f">={_name(OLDEST)},<{_name((NEWEST[0], NEWEST[1] + 1))}"
 """As the specifier of a requirement."""
-UNTESTED = f">={_name(OLDEST)}"
+SUPPORTED_OR_NEWER = f">={_name(OLDEST)}"
 """Likewise, with `xavier_untested_vllm`."""
 
 

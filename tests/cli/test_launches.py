@@ -25,9 +25,14 @@ SAVED: dict[str, dict[str, Any]] = {
     "theirs": {**VLLM, "enable_xavier": True, "xavier_cache_bytes": 1},
     "chosen": {**VLLM, "enable_xavier": True, "xavier_backend": "builtin"},
     "sglang": {"model_engine": "SGLang", "enable_xavier": True},
+    "roles": {**VLLM, "enable_xavier": True, "replica_config": [{"role": "prefill"}]},
     "confused": {"model_engine": "SGLang", "enable_xavier": True, "xavier_queue": 3},
     "wrong": {**VLLM, "enable_xavier": True, "xavier_queue": "many"},
 }
+
+
+SUPERVISOR: dict[str, str] = {}
+"""Its environment."""
 
 
 class Saving:
@@ -59,8 +64,10 @@ def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Saving:
     app = FastAPI()
     app.state.api = api
     app.include_router(api._router)
+    app.add_api_route("/v1/xavier_cluster", lambda: {"supervisor": {"environment": SUPERVISOR}})
     monkeypatch.setenv("XINFERENCE_HOME", str(tmp_path))
-    monkeypatch.delenv("XINFERENCE_XAVIER_BACKEND", raising=False)
+    SUPERVISOR.clear()
+    monkeypatch.setenv("XINFERENCE_XAVIER_BACKEND", "builtin")  # this process is not asked
     monkeypatch.setattr(httpx, "Client", lambda **settings: TestClient(app))
     return api
 
@@ -77,7 +84,8 @@ def lines(*words: str) -> dict[str, str]:
 def test_each_launch_with_options_is_listed_with_both_meanings() -> None:
     shown = lines()
     shown.pop("uid")
-    wrong = shown.pop("wrong")
+    confused, wrong = shown.pop("confused"), shown.pop("wrong")
+    assert "refused: model_engine='SGLang' cannot share its cache" in confused
     assert "refused: xavier_queue='many' is not a whole number" in wrong
     assert "fails: nobody knows xavier_queue" in wrong
     assert shown == {
@@ -90,18 +98,24 @@ def test_each_launch_with_options_is_listed_with_both_meanings() -> None:
         "chosen": "enable_xavier=True, xavier_backend=builtin the built-in Xavier "
         "fails: nobody knows xavier_backend",
         "sglang": "enable_xavier=True the built-in Xavier the built-in Xavier",
-        "confused": "enable_xavier=True, xavier_queue=3 refused: SGLang cannot share "
-        "fails: nobody knows xavier_queue",
+        "roles": "enable_xavier=True the built-in Xavier the built-in Xavier",
     }
 
 
+@pytest.mark.usefixtures("api")
+def test_the_cluster_s_default_is_the_supervisor_s() -> None:
+    SUPERVISOR["XINFERENCE_XAVIER_BACKEND"] = "builtin"
+    assert lines()["ours"] == "enable_xavier=True the built-in Xavier the built-in Xavier"
+
+
 def test_before_a_removal_they_are_taken_out(api: Saving) -> None:
-    """Of what this account has saved: xinference hides the others' options."""
+    """Another account's launches stay: xinference hides their options."""
     api.save("another's", SAVED["sized"], account="somebody")
     shown = CliRunner().invoke(main, ["launches", "--strip"])
-    assert shown.output == "8 saved launches no longer have options of a Xavier\n"
+    assert shown.output == "9 saved launches no longer have options of a Xavier\n"
     saved = api.saved()
     assert saved.pop("another's") == SAVED["sized"]
-    assert set(map(str, saved.values())) == {str(VLLM), str({"model_engine": "SGLang"})}
+    assert not [name for arguments in saved.values() for name in arguments if "xavier" in name]
+    assert saved["ours"] == saved["plain"] == VLLM
     shown = CliRunner().invoke(main, ["launches"])
     assert "No saved launch has options of a Xavier" in shown.output

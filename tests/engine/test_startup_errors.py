@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import logging
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from importlib.metadata import entry_points
 from types import SimpleNamespace
@@ -11,9 +15,10 @@ from typing import Any
 import pytest
 import vllm
 
-from xinference_xavier.config import SHARES, XAVIER, XavierConfig
-from xinference_xavier.engine import startup_errors
+from xinference_xavier.config import XAVIER, XavierConfig
+from xinference_xavier.engine import plugin, startup_errors
 from xinference_xavier.errors import ConfigError
+from xinference_xavier.vllm_versions import SHARES, UNTESTED
 
 CONFIG = XavierConfig("model", "10.0.0.1:9999")
 ENGINE, WORKER = startup_errors._LOGGERS
@@ -59,18 +64,46 @@ def test_vllm_finds_the_plugin() -> None:
         for handler in entry_points(group="vllm.general_plugins")
         if handler.name == "xavier"
     )
-    assert ours.load() is startup_errors.install
+    assert ours.load() is plugin.install
+
+
+def test_where_nothing_is_shared_it_imports_next_to_nothing() -> None:
+    """vLLM calls it in each of its processes."""
+    program = (
+        "import sys\n"
+        "from xinference_xavier.engine.plugin import install\n"
+        "install()\n"
+        "print({name for name in sys.modules if name.startswith('xinference_xavier.')})\n"
+        "print({'pydantic', 'xoscar', 'torch', 'vllm', 'numpy'} & sys.modules.keys())\n"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != SHARES}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, check=True, capture_output=True, text=True
+    )
+    ours, heavy = map(ast.literal_eval, done.stdout.replace("set()", "()").splitlines())
+    assert len(ours) <= 5
+    assert not heavy
 
 
 def test_an_untested_vllm_ends_where_it_should_share(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Elsewhere it is left alone."""
-    monkeypatch.setattr(vllm, "__version__", "0.21.0")
-    startup_errors.install()
+    monkeypatch.setattr(vllm, "__version__", "0.40.0")
+    plugin.install()
     monkeypatch.setenv(SHARES, "1")
-    with pytest.raises(ConfigError, match=r"vllm='0\.21\.0' .* sharing needs 0\.31 to 0\.33"):
-        startup_errors.install()
+    with pytest.raises(ConfigError, match=r"vllm='0\.40\.0' .* sharing needs 0\.31 to 0\.33"):
+        plugin.install()
+
+
+def test_where_it_may_be_untested_it_goes_on(
+    monkeypatch: pytest.MonkeyPatch, reported: list[tuple[XavierConfig, str]]
+) -> None:
+    monkeypatch.setattr(vllm, "__version__", "0.40.0")
+    monkeypatch.setenv(SHARES, UNTESTED)
+    plugin.install()
+    fail(ENGINE, "EngineCore failed to start.", {XAVIER: CONFIG.to_dict()})
+    assert reported == [(CONFIG, "no memory")]
 
 
 @pytest.mark.parametrize(

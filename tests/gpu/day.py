@@ -14,13 +14,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.gpu import REPORT
 
 SECONDS = 560.0
-"""Of a call that may take ten minutes, unpacking included."""
+"""What a call of ten minutes leaves for the steps."""
 _PATIENCE = 10.0  # seconds in which a step that is out of time may end its engines
 _TAIL = 2000  # characters of what a step said
 
@@ -52,7 +53,7 @@ STEPS = (
 
 
 def run(steps: Sequence[Step], folder: Path, seconds: float) -> bool:
-    """Whether all steps ran and succeeded."""
+    """Run the steps one after the other. True if all succeeded."""
     folder.mkdir(parents=True, exist_ok=True)
     end = time.monotonic() + seconds
     good = True
@@ -82,6 +83,7 @@ def _done(step: Step, folder: Path, left: float) -> dict[str, Any]:
         status: int | str = process.wait(min(step.seconds, left))
     except subprocess.TimeoutExpired:
         status = "out of time"
+    finally:
         _end(process)
     return {
         "step": step.name,
@@ -92,13 +94,13 @@ def _done(step: Step, folder: Path, left: float) -> dict[str, Any]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """The step, and the engines that it has started."""
+    """End the step and the engines that it has started, which hold memory of the card."""
     process.terminate()
-    try:
+    with suppress(subprocess.TimeoutExpired):
         process.wait(_PATIENCE)
-    except subprocess.TimeoutExpired:
+    with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+    process.wait()
 
 
 if __name__ == "__main__":

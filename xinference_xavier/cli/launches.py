@@ -4,6 +4,7 @@ without it."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import click
@@ -22,6 +23,10 @@ from xinference_xavier.config import (
 )
 from xinference_xavier.errors import ConfigError
 from xinference_xavier.options import parse_bool
+from xinference_xavier.serving.launch.validate import foreign
+
+_PLACEMENT = {"model_engine": None, "role": "hybrid"}
+"""What xinference assumes of an item of `replica_config`."""
 
 
 class SavedLaunch(NamedTuple):
@@ -29,7 +34,7 @@ class SavedLaunch(NamedTuple):
 
     model_name: str
     model_uid: str
-    starts_by_itself: bool
+    autostart: bool
     is_own: bool
     """The account that asks has saved it. xinference shows nobody else its options."""
     arguments: Mapping[str, Any]
@@ -47,24 +52,25 @@ class SavedLaunch(NamedTuple):
 
     @property
     def options(self) -> dict[str, Any]:
-        """Those of a Xavier, ours or the built-in one."""
+        """The options of a Xavier, ours or the built-in one."""
         return {name: value for name, value in self.arguments.items() if is_xavier_option(name)}
 
     @property
     def other_arguments(self) -> dict[str, Any]:
         return {name: value for name, value in self.arguments.items() if name not in self.options}
 
-    def with_extension(self) -> str:
-        """Who gets the launch here."""
-        engine = self.arguments.get("model_engine")
-        foreign = str(engine).lower() != "vllm"
+    def with_extension(self, environment: Mapping[str, str]) -> str:
+        """Who gets the launch here, where the supervisor has this `environment`."""
+        items = self.arguments.get("replica_config") or ()
+        placements = [SimpleNamespace(**{**_PLACEMENT, **item}) for item in items]
+        reason = foreign({**self.arguments, "replica_config": placements})
         try:
-            ours = take_launch_options(self.options, foreign) is not None
+            ours = take_launch_options(self.options, reason is not None, environment) is not None
         except ConfigError as error:
-            return f"refused: {error}"
+            return _refused(error)
         if not ours:
             return self._built_in()
-        return f"refused: {engine} cannot share" if foreign else "this extension"
+        return "this extension" if reason is None else _refused(reason)
 
     def without_extension(self) -> str:
         """What becomes of it in a cluster that has removed the extension."""
@@ -76,6 +82,10 @@ class SavedLaunch(NamedTuple):
     def _built_in(self) -> str:
         options = {name.replace("-", "_"): value for name, value in self.options.items()}
         return "the built-in Xavier" if parse_bool(ENABLE, options.get(ENABLE)) else "nothing"
+
+
+def _refused(error: ConfigError) -> str:
+    return f"refused: {error.option}={error.value!r} {error.reason}"
 
 
 @click.command()
@@ -90,7 +100,8 @@ def launches(client: XavierClient, strip: bool) -> None:
     extension and without it."""
     saved = [each for each in map(SavedLaunch.of, client.saved_launches()) if each.options]
     if not strip:
-        console().print(_table(saved))
+        supervisor = client.cluster()["supervisor"]
+        console().print(_table(saved, supervisor.get("environment", {})))
         return
     own = [each for each in saved if each.is_own]
     for each in own:
@@ -98,7 +109,7 @@ def launches(client: XavierClient, strip: bool) -> None:
     click.echo(f"{len(own)} saved launches no longer have options of a Xavier")
 
 
-def _table(saved: Iterable[SavedLaunch]) -> RenderableType:
+def _table(saved: Iterable[SavedLaunch], environment: Mapping[str, str]) -> RenderableType:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for title in ("model", "uid", "autostart", "options", "with this extension", "without it"):
         table.add_column(title)
@@ -107,9 +118,9 @@ def _table(saved: Iterable[SavedLaunch]) -> RenderableType:
         table.add_row(
             each.model_name,
             each.model_uid,
-            "yes" if each.starts_by_itself else "",
+            "yes" if each.autostart else "",
             options,
-            each.with_extension(),
+            each.with_extension(environment),
             each.without_extension(),
         )
     return table if table.row_count else Text("No saved launch has options of a Xavier.")

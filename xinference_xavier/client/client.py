@@ -175,8 +175,7 @@ class XavierClient:
         return self._send("GET", "/v1/xavier_cluster", dict[str, Any], timeout=_LONG_TIMEOUT)
 
     def saved_launches(self) -> list[dict[str, Any]]:
-        """xinference's launch history, from xinference 4.1 on. Only what this account has saved is
-        there in full."""
+        """xinference's launch history. Only what this account has saved is there in full."""
         return self._send("GET", "/v1/launch_history", list)
 
     def save_launch(self, model_name: str, model_uid: str, arguments: Mapping[str, Any]) -> None:

@@ -1,9 +1,8 @@
 """Reports to the launcher why an engine did not start; vLLM itself only logs it.
 
-vLLM calls `install` in each of its processes (entry point `vllm.general_plugins`). Engines and
-their worker processes log the error that ends their start, and this module listens. If the model
-should share, `install` also refuses a vLLM that is too old or too new before it does anything else.
-The module is loaded even where nothing is shared, and then imports neither vLLM nor torch.
+vLLM calls `install` in each process that should share. Engines and their worker processes log the
+error that ends their start, and this module listens. First it refuses a vLLM that is too old or too
+new.
 """
 
 from __future__ import annotations
@@ -12,21 +11,21 @@ import logging
 import os
 import traceback
 
+import vllm
+
 from xinference_xavier import vllm_versions
-from xinference_xavier.config import SHARES, UNTESTED, XAVIER, XavierConfig
+from xinference_xavier.config import XAVIER, XavierConfig
 from xinference_xavier.protocol.startup_errors import report_startup_error
+from xinference_xavier.vllm_versions import SHARES, UNTESTED
 
 _LOGGERS = ("vllm.v1.engine.core", "vllm.v1.executor.multiproc_executor")
 _PHRASE = "failed to start"
 
 
 def install() -> None:
-    """Raises ConfigError if this process should share and its vLLM does not do."""
-    if SHARES in os.environ:
-        import vllm
-
-        version = getattr(vllm, "__version__", "dev")
-        vllm_versions.check(version, untested=os.environ[SHARES] == UNTESTED)
+    """Raises ConfigError if this vLLM does not do."""
+    version = getattr(vllm, "__version__", "dev")
+    vllm_versions.check(version, untested=os.environ.get(SHARES) == UNTESTED)
     for name in _LOGGERS:
         logger = logging.getLogger(name)
         if not any(isinstance(handler, _Listener) for handler in logger.handlers):

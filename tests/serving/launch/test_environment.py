@@ -18,7 +18,7 @@ AN_OLD_ONE_OF_ITS_DEFINITION = "qwen3.8-max"  # vllm==0.27.1
 
 @pytest.fixture(autouse=True)
 def _models() -> None:
-    """As a worker knows them."""
+    """The models that a worker knows."""
     import xinference.model.llm
 
     if not BUILTIN_LLM_FAMILIES:
@@ -126,7 +126,7 @@ def test_without_an_environment_of_its_own_the_one_beside_xinference_decides(
     with pytest.raises(ConfigError, match=r"vllm='0\.27\.1' is what this model's environment has"):
         packages_with_vllm(shared)
     monkeypatch.setattr(environment, "_installed", lambda: None)
-    assert packages_with_vllm(shared) is None  # xinference says that there is none
+    assert packages_with_vllm(shared) is None  # xinference itself refuses it
 
 
 def test_xinference_s_own_setting_counts_where_a_launch_says_nothing(

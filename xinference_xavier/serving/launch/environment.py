@@ -1,4 +1,4 @@
-"""The vLLM of a replica: one that sharing supports, or none is downloaded.
+"""The vLLM that a replica gets.
 
 xinference installs the newest vLLM that a model's definition allows into an environment of its own,
 which inherits what is installed beside xinference. Requirements are checked here, before anything
@@ -26,7 +26,7 @@ def packages_with_vllm(launch: Mapping[str, Any], untested: bool = False) -> lis
         ConfigError: the launch, the model's definition, or what is installed here excludes it.
     """
     given: list[str] | None = launch.get("virtual_env_packages")
-    wanted = SpecifierSet(vllm_versions.UNTESTED if untested else vllm_versions.SUPPORTED)
+    wanted = SpecifierSet(vllm_versions.SUPPORTED_OR_NEWER if untested else vllm_versions.SUPPORTED)
     here = _installed()
     if not _has_own_environment(launch.get("enable_virtual_env")):
         if here is not None:

@@ -8,13 +8,13 @@ from typing import Any
 
 from xinference.core.utils import parse_replica_model_uid
 
-from xinference_xavier.config import SHARES, UNTESTED
 from xinference_xavier.errors import ReplicaStartError
 from xinference_xavier.kv_transfer_config import configuration, for_worker, own_transfer_config
 from xinference_xavier.protocol.startup_errors import pop_startup_error
 from xinference_xavier.serving.launch import Method
 from xinference_xavier.serving.launch.environment import packages_with_vllm
 from xinference_xavier.serving.launch.readiness import wait_until_serving
+from xinference_xavier.vllm_versions import SHARES, UNTESTED
 
 logger = logging.getLogger(__name__)
 
