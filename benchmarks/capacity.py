@@ -20,8 +20,8 @@ from vllm.v1.kv_offload.base import OffloadKey
 from benchmarks.figures import figure, ratio, shown
 from tests.engine.scheduling import KEY_BYTES, Scheduling, ScriptedTier, chunks
 from xinference_xavier.pool.pool import Pool, Row
+from xinference_xavier.pool.tier import Fetch, FetchState
 from xinference_xavier.protocol.tracker import Member, pack
-from xinference_xavier.tiers.base import Fetch, FetchState
 from xinference_xavier.tracker.index import Index
 
 TITLE = "Capacity"

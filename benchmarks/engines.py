@@ -31,9 +31,8 @@ from benchmarks.steps import Step
 from benchmarks.watchers import MODEL, TrackerProcess
 from examples.make_model import CONTEXT, make_model
 from examples.waiting import until
-from xinference_xavier.config import XavierConfig
+from xinference_xavier.config import XavierConfig, kv_transfer_config
 from xinference_xavier.errors import NotSharing
-from xinference_xavier.kv_transfer_config import kv_transfer_config
 from xinference_xavier.protocol.tracker import Member
 from xinference_xavier.replica.peer_tier import GATHER
 from xinference_xavier.tracker.fanout import flush_all

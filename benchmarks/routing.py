@@ -24,7 +24,7 @@ from benchmarks import rivals, simulator, traces
 from benchmarks.figures import figure, shown
 from benchmarks.simulator import ENGINE, Maker, Result, Simulator
 from benchmarks.traces import CHUNK, Request
-from xinference_xavier.mirror.mirror import Mirror
+from xinference_xavier.mirror import Mirror
 from xinference_xavier.protocol.tracker import INITIAL_SETTINGS, Change, Member, Update
 from xinference_xavier.routing.choice import Prompt
 from xinference_xavier.routing.load import Report

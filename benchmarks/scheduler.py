@@ -24,8 +24,8 @@ from vllm.v1.kv_offload.base import LookupResult, OffloadKey
 from benchmarks.figures import figure, shown
 from benchmarks.traces import GROUP
 from tests.engine.scheduling import CHUNK, KEY_BYTES, Request, Scheduling, chunks
-from xinference_xavier.engine.policy.donor_selection import Group
-from xinference_xavier.mirror.mirror import Mirror
+from xinference_xavier.engine.donors import Group
+from xinference_xavier.mirror import Mirror
 from xinference_xavier.pool.sweep import flush
 from xinference_xavier.protocol.tracker import INITIAL_SETTINGS, Change, Member, Update
 from xinference_xavier.replica.tracker_client import PIECE_PAUSE

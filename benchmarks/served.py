@@ -29,8 +29,7 @@ from benchmarks.report import ROOT
 from benchmarks.watchers import MODEL, TrackerProcess
 from examples.local_cluster import answers, free_port
 from examples.waiting import until
-from xinference_xavier.config import XavierConfig
-from xinference_xavier.kv_transfer_config import kv_transfer_config
+from xinference_xavier.config import XavierConfig, kv_transfer_config
 
 TITLE = "Served with nothing to share"
 PROMPT_TOKENS = 500

@@ -22,7 +22,7 @@ from heapq import heappop, heappush
 from typing import Any, NamedTuple, Protocol
 
 from benchmarks.traces import CHUNK, GROUP, Request
-from xinference_xavier.mirror.mirror import Mirror
+from xinference_xavier.mirror import Mirror
 from xinference_xavier.pool.pool import Pool, Row
 from xinference_xavier.protocol.tracker import Member, pack
 from xinference_xavier.routing.choice import Choice, Chunks, Prompt

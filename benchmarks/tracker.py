@@ -22,7 +22,7 @@ import psutil
 from benchmarks import propagation
 from benchmarks.figures import figure, ratio, shown
 from benchmarks.watchers import KEY_BYTES, NAMESPACE, TrackerProcess
-from xinference_xavier.mirror.mirror import Mirror
+from xinference_xavier.mirror import Mirror
 from xinference_xavier.protocol.tracker import Member, Settings, unpack
 from xinference_xavier.tracker.index import Index
 

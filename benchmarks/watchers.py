@@ -20,7 +20,7 @@ from typing import Any, Self
 import psutil
 import xoscar
 
-from xinference_xavier.mirror.mirror import Mirror
+from xinference_xavier.mirror import Mirror
 from xinference_xavier.protocol.tracker import Change, Member, Settings, tracker_uid, unpack
 from xinference_xavier.runtime.addresses import join_address
 from xinference_xavier.tracker.actor import BlockTracker

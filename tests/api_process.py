@@ -19,18 +19,17 @@ from aioprometheus.asgi.starlette import metrics
 from aioprometheus.collectors import Registry
 from fastapi import APIRouter, FastAPI, Header, HTTPException
 from fastapi.security import SecurityScopes
-from xoscar.backends.context import IndigenActorContext
-from xoscar.backends.indigen.pool import MainActorPool
-from xoscar.backends.message import MessageType
 
 from tests.replica_process import DEADLINE, MODEL
 from xinference_xavier.protocol.tracker import tracker_uid
-from xinference_xavier.runtime.cancels import patch_cancels
 from xinference_xavier.serving.api import add_routes
-from xinference_xavier.serving.diagnostics import supervisor_process_info, worker_process_info
+from xinference_xavier.serving.gateway import (
+    TrackerGateway,
+    supervisor_process_info,
+    worker_process_info,
+)
 from xinference_xavier.serving.launch.supervisor import xavier_models, xavier_tracker_address
-from xinference_xavier.serving.prometheus.exporter import add_metrics
-from xinference_xavier.serving.tracker_gateway import TrackerGateway
+from xinference_xavier.serving.metrics import add_metrics
 from xinference_xavier.tracker.actor import BlockTracker
 
 API_KEY = "sk-secret"
@@ -55,19 +54,6 @@ class Supervisor(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no type
 
     async def lose_tracker(self) -> None:
         await xo.destroy_actor(self._xavier_cache_mapping[MODEL])
-
-    async def let_a_cancel_circle(self) -> None:
-        """In a second pool, with xoscar unpatched, until `end_the_cancel`."""
-        MainActorPool._message_handler[MessageType.cancel] = MainActorPool.cancel
-        self._pool = await xo.create_actor_pool("0.0.0.0:0", n_process=0, use_uvloop=False)
-        reached = self._pool.external_address.replace("0.0.0.0", "127.0.0.1")
-        self._cancel = asyncio.ensure_future(IndigenActorContext().cancel(reached, os.urandom(32)))
-
-    async def end_the_cancel(self) -> None:
-        patch_cancels()
-        self._cancel.cancel()  # its answer may have been lost
-        await asyncio.gather(self._cancel, return_exceptions=True)
-        await self._pool.stop()
 
     async def set_workers(self, *kinds: str) -> None:
         """A "good" worker has our extension, a "bare" one does not."""

@@ -34,13 +34,13 @@ from xinference_xavier.config import XavierConfig
 from xinference_xavier.pool.pool import Pool, PoolCounts
 from xinference_xavier.pool.region import Region
 from xinference_xavier.pool.sweep import shared_keys
+from xinference_xavier.pool.tier import Claim, Fetch, FetchState
 from xinference_xavier.protocol.load import Load, ScheduledPrompt
 from xinference_xavier.protocol.tracker import tracker_uid
 from xinference_xavier.replica.canary import ProbeResult, Sketch
-from xinference_xavier.replica.explain import Chunked, Chunker
+from xinference_xavier.replica.inspect import Chunked, Chunker
 from xinference_xavier.replica.kept_prefixes import ComputedPrefix, MarkedPrompt
 from xinference_xavier.replica.replica import Replica
-from xinference_xavier.tiers.base import Claim, Fetch, FetchState
 from xinference_xavier.tracker.actor import BlockTracker
 
 ROW_BYTES = 64 << 10

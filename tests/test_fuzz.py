@@ -31,7 +31,7 @@ from xinference_xavier.errors import (
     RegionError,
     TransportError,
 )
-from xinference_xavier.mirror.mirror import Mirror
+from xinference_xavier.mirror import Mirror
 from xinference_xavier.options import PARSERS
 from xinference_xavier.pool import region as region_module
 from xinference_xavier.pool.region import Region
@@ -68,7 +68,7 @@ from xinference_xavier.protocol.transfer import (
 )
 from xinference_xavier.runtime.addresses import split_address
 from xinference_xavier.tracker.actor import BlockTracker
-from xinference_xavier.transfer.transports import auth, gloo
+from xinference_xavier.transfer.transports import base, gloo
 
 Check = Callable[[Any], None]
 
@@ -194,7 +194,7 @@ def a_rendezvous(example: bytes) -> None:
 
 def a_sealed_rendezvous(example: Any) -> None:
     with pytest.raises(LinkError):
-        auth.unseal(KEY, "rendezvous 0", example, 100)
+        base.unseal(KEY, "rendezvous 0", example, 100)
 
 
 def an_update(example: Any) -> None:

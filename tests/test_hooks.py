@@ -12,10 +12,9 @@ import pytest
 
 from tests.recording import FILE, RECORD
 from tests.replica_process import TrackerProcess, fresh_keys, replicas, wait_until
-from xinference_xavier import hooks as module
+from xinference_xavier import events as module
 from xinference_xavier.errors import ConfigError
-from xinference_xavier.events import Event, TrackerLost, TrackerRegained
-from xinference_xavier.hooks import Hooks, hooks_of, load_hook
+from xinference_xavier.events import Event, Hooks, TrackerLost, TrackerRegained, hooks_of, load_hook
 
 
 def event(number: int = 0) -> Event:

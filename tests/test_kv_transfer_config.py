@@ -6,8 +6,12 @@ import copy
 import json
 from typing import Any
 
-from xinference_xavier.config import XavierConfig
-from xinference_xavier.kv_transfer_config import for_worker, kv_transfer_config, own_transfer_config
+from xinference_xavier.config import (
+    XavierConfig,
+    for_worker,
+    kv_transfer_config,
+    own_transfer_config,
+)
 
 CONFIG = XavierConfig("m", "0.0.0.0:9999", replicas_per_host=2)
 

@@ -14,7 +14,7 @@ import pytest
 from tests.error_messages import messages, normal
 from xinference_xavier import errors
 from xinference_xavier.replica import fetcher
-from xinference_xavier.transfer import receiver
+from xinference_xavier.transfer import links
 
 PAGE = Path(__file__).parents[1] / "docs" / "troubleshooting.md"
 PASSED_ON = {"Error: …"}
@@ -73,7 +73,7 @@ def test_errors_that_pass_on_another_message_have_no_entry() -> None:
 def reasons() -> set[str]:
     """The possible reasons of rollbacks."""
     found = {*errors.REFUSALS, *errors.OUT_OF_REACH}
-    for file in (Path(fetcher.__file__), Path(receiver.__file__)):
+    for file in (Path(fetcher.__file__), Path(links.__file__)):
         for node in ast.walk(ast.parse(file.read_text())):
             match node:
                 case ast.Assign(targets=[ast.Name("reason")], value=value):

@@ -22,7 +22,7 @@ import xoscar
 
 from tests.e2e.processes import ReplicaProcesses, of_member
 from xinference_xavier.protocol.tracker import tracker_uid
-from xinference_xavier.runtime.deadline import within
+from xinference_xavier.runtime.aio import within
 
 LEASE = 10.0
 """The tracker's lease, in seconds."""

@@ -35,7 +35,7 @@ from tests.e2e.processes import frozen, kill, wait_gone
 from tests.faults import Order, order, taken, withdraw
 from xinference_xavier.client import XavierClient
 from xinference_xavier.errors import XavierError
-from xinference_xavier.runtime.deadline import within
+from xinference_xavier.runtime.aio import within
 
 FETCH_TIMEOUT = 3.0
 OCCASION_TIME = 20.0

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from examples.local_cluster import Completion
 from tests.chaos.engines_fleet import Fleet, Replica
 from tests.chaos.engines_questions import Expected, Question, generation
-from xinference_xavier.runtime.deadline import within
+from xinference_xavier.runtime.aio import within
 
 CONVERSATIONS = 4
 SALTED = 0.6

@@ -26,7 +26,7 @@ from xinference_xavier.pool.region import Region
 from xinference_xavier.pool.sweep import shared_keys
 from xinference_xavier.replica.kept_prefixes import ComputedPrefix
 from xinference_xavier.replica.replica import Replica
-from xinference_xavier.runtime import tasks
+from xinference_xavier.runtime import aio
 
 CANARY = b"canary"
 
@@ -263,7 +263,7 @@ class Inside:
             "serving": set(self.replica.mirror.serving),
             "namespace": self.replica._client.namespace,
             "connected": self.replica._client.joined.is_set(),
-            "tasks": len(tasks._running),
+            "tasks": len(aio._running),
             "links": self._links(),
             "threads": sorted(thread.name for thread in threading.enumerate()),
             "descriptors": process.num_fds(),

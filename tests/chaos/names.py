@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from examples.waiting import until
-from xinference_xavier.frontend.prefixes.keeper import Keeper
-from xinference_xavier.frontend.prefixes.names import Names
-from xinference_xavier.frontend.prefixes.prefix import Copies, NewPrefix, Retention, Terms
-from xinference_xavier.frontend.prefixes.store import Store
-from xinference_xavier.stats.routing import KnownLoad
+from xinference_xavier.frontend.keeper import Keeper
+from xinference_xavier.frontend.names import Names, Store
+from xinference_xavier.frontend.prefix import Copies, NewPrefix, Retention, Terms
+from xinference_xavier.stats.schema import KnownLoad
 
 MODEL = "model"
 CHUNKS = 8

@@ -26,10 +26,10 @@ from tests.chaos.workload import prompt
 from tests.engine.scheduling import CHUNK, Request, Scheduling, chunks
 from xinference_xavier.engine.manager import XavierManager
 from xinference_xavier.pool.pool import Pool
+from xinference_xavier.pool.tier import FetchState
 from xinference_xavier.protocol.prefixes import prefix_of
 from xinference_xavier.replica.kept_prefixes import ComputedPrefix
 from xinference_xavier.replica.replica import Replica
-from xinference_xavier.tiers.base import FetchState
 
 STEP = 0.015
 """Seconds per step of the engine, in place of computing."""

@@ -13,8 +13,7 @@ from click.testing import CliRunner, Result
 from examples.local_cluster import free_port
 from tests.replica_process import MODEL, ReplicaProcess
 from xinference_xavier.cli.commands import main
-from xinference_xavier.config import XavierConfig
-from xinference_xavier.kv_transfer_config import own_transfer_config
+from xinference_xavier.config import XavierConfig, own_transfer_config
 from xinference_xavier.options import PARSERS
 
 pytestmark = pytest.mark.process

@@ -9,9 +9,9 @@ import pytest
 from rich.console import Console, RenderableType
 
 from xinference_xavier.cli.tables import explanation_table, findings_list, model_table, models_table
-from xinference_xavier.client.processes import Finding
+from xinference_xavier.client.doctor import Finding
 from xinference_xavier.stats.answers import Explanation
-from xinference_xavier.stats.reading import read
+from xinference_xavier.stats.report import read
 from xinference_xavier.stats.schema import ModelStatus
 
 MIB = 1 << 20

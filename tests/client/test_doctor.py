@@ -23,7 +23,7 @@ from tests.replica_process import MODEL, ReplicaProcess, wait_until
 from xinference_xavier import __version__
 from xinference_xavier.cli.commands import main
 from xinference_xavier.client import XavierClient, doctor
-from xinference_xavier.client.processes import Finding
+from xinference_xavier.client.doctor import Finding
 from xinference_xavier.runtime.net import local_host_towards
 from xinference_xavier.stats.schema import (
     ComparisonStats,
@@ -132,17 +132,6 @@ def test_workers_without_the_extension(pair: Pair) -> None:
         result.finds("workers", "none is registered", f"{EXTENSION} xinference-worker")
     finally:
         pair.api.set_workers("good")
-
-
-def test_a_cancelled_call_that_takes_a_core(pair: Pair) -> None:
-    pair.api.let_a_cancel_circle()
-    try:
-        result = diagnose(pair.api.endpoint)
-    finally:
-        pair.api.end_the_cancel()
-    for where in ("supervisor", f"tracker of {MODEL}", "worker"):
-        result.finds(where, "sends a cancelled call to itself", "restart it with -H", grave=False)
-    assert "cancelled call" not in diagnose(pair.api.endpoint).output
 
 
 # -- replicas: one cluster, each replica with problems of its own ----------------------------

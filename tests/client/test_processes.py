@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from xinference_xavier.client.processes import Finding, process_findings
+from xinference_xavier.client.doctor import Finding, process_findings
 from xinference_xavier.runtime.host import process_info
 
 

@@ -29,8 +29,7 @@ from benchmarks import forking
 from benchmarks.asynchronous import schedule_asynchronously
 from tests.e2e.gates import FOLDER
 from tests.replica_process import TrackerProcess, wait_until
-from xinference_xavier.config import XavierConfig
-from xinference_xavier.kv_transfer_config import kv_transfer_config
+from xinference_xavier.config import XavierConfig, kv_transfer_config
 
 CHUNK = 128
 """Tokens; also the block size."""

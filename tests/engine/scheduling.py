@@ -20,11 +20,11 @@ from vllm.v1.kv_offload.base import (
 )
 
 from xinference_xavier.engine.manager import XavierManager
-from xinference_xavier.engine.steps import Step
-from xinference_xavier.mirror.mirror import Mirror
+from xinference_xavier.engine.workload import Step
+from xinference_xavier.mirror import Mirror
 from xinference_xavier.pool.pool import Pool, Row
+from xinference_xavier.pool.tier import Claim, Fetch, FetchState, Tier
 from xinference_xavier.protocol.tracker import Change, Member, Settings, Update, pack
-from xinference_xavier.tiers.base import Claim, Fetch, FetchState, Tier
 
 CHUNK = 128
 """Tokens per chunk."""

@@ -18,7 +18,7 @@ from vllm.v1.kv_offload.base import GPULoadStoreSpec
 
 from tests.engine.scheduling import chunks
 from xinference_xavier.config import XavierConfig
-from xinference_xavier.engine.chunks import chunk_tokens_for, stores_whole_chunks, window_tokens
+from xinference_xavier.engine.keys import chunk_tokens_for, stores_whole_chunks, window_tokens
 from xinference_xavier.errors import ConfigError
 
 BLOCKS_PER_CHUNK = 4

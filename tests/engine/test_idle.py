@@ -17,9 +17,9 @@ from tests.engine.scheduling import (
     slow_engine,
     waiting_for_prefill,
 )
-from xinference_xavier.engine import idle
-from xinference_xavier.engine.idle import Arrivals
-from xinference_xavier.tiers.base import Fetch
+from xinference_xavier.engine import waiting
+from xinference_xavier.engine.waiting import Arrivals
+from xinference_xavier.pool.tier import Fetch
 
 KEYS = chunks("prompt", 10)
 PAUSE = pytest.approx(2.0 / 50)
@@ -79,7 +79,7 @@ def test_an_engine_pauses_while_all_requests_wait_for_peers(vllm: Scheduling, wa
     assert paused() == PAUSE
     vllm.tier.peers_hold(a=KEYS[:4])
     vllm.attempt(request)
-    assert paused() == idle._MAX_WAIT, "rows are on their way"
+    assert paused() == waiting._MAX_WAIT, "rows are on their way"
     vllm.tier.end(vllm.tier.fetches[-1])
     vllm.attempt(request)
     assert paused() == PAUSE, "it waits for more"
@@ -207,7 +207,7 @@ def test_whatever_arrives_ends_the_wait() -> None:
         return False
 
     Arrivals(received).wait(request_comes, 3600.0)
-    assert slices == [idle._SLICE]
+    assert slices == [waiting._SLICE]
     Arrivals(received).wait(request_comes, 3600.0)
     assert len(slices) == 1, "it is still there"
 
@@ -227,7 +227,7 @@ def test_a_wait_ends_after_its_time() -> None:
 def test_where_arrivals_are_not_known_a_wait_is_as_short_as_vllm_s_own_pause() -> None:
     slices: list[float] = []
     Arrivals(None).wait(lambda seconds: slices.append(seconds), 3600.0)
-    assert slices == [idle._SLICE]
+    assert slices == [waiting._SLICE]
 
 
 def config(**parallel: int) -> Any:

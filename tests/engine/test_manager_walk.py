@@ -11,7 +11,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 from vllm.v1.kv_offload.base import BlockIDsLoadStoreSpec, OffloadKey
 
 from tests.engine.scheduling import FETCH_TIMEOUT, Request, Scheduling, chunks
-from xinference_xavier.tiers.base import Fetch, FetchState
+from xinference_xavier.pool.tier import Fetch, FetchState
 
 SLOTS = 8
 PROMPTS = ("one", "two")

@@ -22,12 +22,11 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms.interface import DeviceCapability
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
-from xinference_xavier.config import XavierConfig
+from xinference_xavier.config import XavierConfig, kv_transfer_config
 from xinference_xavier.engine import configuration
-from xinference_xavier.engine import namespace as module
+from xinference_xavier.engine import identity as module
 from xinference_xavier.engine.configuration import is_irrelevant
-from xinference_xavier.engine.namespace import digest, weights_fingerprint
-from xinference_xavier.kv_transfer_config import kv_transfer_config
+from xinference_xavier.engine.identity import digest, weights_fingerprint
 
 CHUNK_TOKENS = 256
 
@@ -416,7 +415,7 @@ ROWS, COLUMNS = 300, 1000
 @pytest.mark.process
 def test_a_digest_is_the_same_in_every_process_and_order() -> None:
     code = (
-        "import torch; from xinference_xavier.engine.namespace import digest;"
+        "import torch; from xinference_xavier.engine.identity import digest;"
         "print(digest({'none': None, 'chunk_tokens': 128, 'layers': ['a', 'b'],"
         " 'dtype': torch.float32}))"
     )

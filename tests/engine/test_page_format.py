@@ -11,8 +11,8 @@ from vllm.platforms import current_platform
 from vllm.platforms.interface import CpuArchEnum
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
-from xinference_xavier.engine import page_format as module
-from xinference_xavier.engine.page_format import page_format, tensor_format
+from xinference_xavier.engine import identity as module
+from xinference_xavier.engine.identity import page_format, tensor_format
 
 BLOCKS = 24
 LAYERS = [["full.0", "full.1"], ["window.0"]]

@@ -18,8 +18,14 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from tests.engine.scheduling import CHUNK, Clock, Scheduling, assert_nothing_left, chunks
 from tests.engine.vllm_scheduler import BLOCK_TOKENS, Engine, engine_config
-from xinference_xavier.engine.own_requests import OwnRequests
-from xinference_xavier.engine.probes import AUDIT_INTERVAL, AUDIT_SHARE, DEEP, Probe, Probes
+from xinference_xavier.engine.probes import (
+    AUDIT_INTERVAL,
+    AUDIT_SHARE,
+    DEEP,
+    OwnRequests,
+    Probe,
+    Probes,
+)
 from xinference_xavier.engine.request import GROUP
 from xinference_xavier.pool.pool import Pool, Row
 from xinference_xavier.replica.canary import ProbeResult, Sketch

@@ -22,10 +22,9 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.kv_offload.base import make_offload_key
 from vllm.v1.request import Request
 
-from xinference_xavier.config import XavierConfig
-from xinference_xavier.engine.prompt_keys import PromptChunker
+from xinference_xavier.config import XavierConfig, kv_transfer_config
+from xinference_xavier.engine.keys import PromptChunker
 from xinference_xavier.errors import ExplainError
-from xinference_xavier.kv_transfer_config import kv_transfer_config
 
 BLOCK = 32
 CHUNK = 128

@@ -7,8 +7,7 @@ from collections.abc import Callable
 import pytest
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 
-from xinference_xavier.engine.scheduled import goes_on, step_of, without_quiet
-from xinference_xavier.engine.steps import Step
+from xinference_xavier.engine.workload import Step, goes_on, step_of, without_quiet
 
 
 def test_prompt_tokens_of_a_step_and_their_mean_depth() -> None:

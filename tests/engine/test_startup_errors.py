@@ -16,12 +16,12 @@ import pytest
 import vllm
 
 from xinference_xavier.config import XAVIER, XavierConfig
-from xinference_xavier.engine import plugin, startup_errors
+from xinference_xavier.engine import plugin, process
 from xinference_xavier.errors import ConfigError
 from xinference_xavier.vllm_versions import SHARES, UNTESTED
 
 CONFIG = XavierConfig("model", "10.0.0.1:9999")
-ENGINE, WORKER = startup_errors._LOGGERS
+ENGINE, WORKER = process._LOGGERS
 
 
 @pytest.fixture
@@ -29,19 +29,17 @@ def reported(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[XavierConfi
     """What the tracker gets, as (configuration, text)."""
     errors: list[tuple[XavierConfig, str]] = []
     monkeypatch.setattr(
-        startup_errors,
+        process,
         "report_startup_error",
         lambda config, error: errors.append((config, str(error))),
     )
-    startup_errors.install()
-    startup_errors.install()  # vLLM may do so more than once
+    process.install()
+    process.install()  # vLLM may do so more than once
     yield errors
-    for name in startup_errors._LOGGERS:
+    for name in process._LOGGERS:
         logger = logging.getLogger(name)
         logger.handlers = [
-            handler
-            for handler in logger.handlers
-            if not isinstance(handler, startup_errors._Listener)
+            handler for handler in logger.handlers if not isinstance(handler, process._Listener)
         ]
 
 

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import pytest
 
 from tests.engine.scheduling import FETCH_TIMEOUT, Scheduling, chunks
-from xinference_xavier.engine.policy.prefill_rate import PrefillRate
-from xinference_xavier.engine.steps import Step, Steps
+from xinference_xavier.engine.costs import PrefillRate
+from xinference_xavier.engine.workload import Step, Steps
 
 
 def test_without_a_step_there_is_nothing_to_end() -> None:

@@ -15,7 +15,7 @@ from tests.engine.scheduling import (
     prefix_scan,
     waiting,
 )
-from xinference_xavier.tiers.base import Fetch, FetchState
+from xinference_xavier.pool.tier import Fetch, FetchState
 
 
 def every_prompts_chunks(prompts: int) -> list[OffloadKey]:

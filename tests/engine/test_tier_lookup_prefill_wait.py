@@ -15,7 +15,7 @@ from tests.engine.scheduling import (
     slow_engine,
     waiting_for_prefill,
 )
-from xinference_xavier.protocol.elsewhere import Elsewhere, with_mark
+from xinference_xavier.protocol.load import Elsewhere, with_mark
 
 
 class TestOnePrefillPerCluster:

@@ -17,20 +17,19 @@ from vllm.v1.kv_offload.base import OffloadKey
 from tests.engine.scheduling import CHUNK, ROW_BYTES, Request, Scheduling, chunks
 from tests.engine.vllm_scheduler import BLOCK_TOKENS, Engine, engine_config
 from xinference_xavier.engine import workload as workload_module
-from xinference_xavier.engine.policy.donor_selection import Group
+from xinference_xavier.engine.donors import Group
 from xinference_xavier.engine.probes import Probe
-from xinference_xavier.engine.scheduled import MAX_DECODE_TOKENS
-from xinference_xavier.engine.steps import Step
-from xinference_xavier.engine.workload import _OVERHEAD, _SPEED, Workload
-from xinference_xavier.protocol.elsewhere import Elsewhere, with_mark
+from xinference_xavier.engine.workload import _OVERHEAD, _SPEED, MAX_DECODE_TOKENS, Step, Workload
 from xinference_xavier.protocol.load import (
     MAX_KNOWN,
     MAX_PROMPTS,
+    Elsewhere,
     Load,
     ScheduledPrompt,
     Serving,
     check_load,
     check_prompts,
+    with_mark,
 )
 from xinference_xavier.protocol.prefixes import Keeping, with_keeping
 from xinference_xavier.protocol.tracker import SHORT_KEY, unpack

@@ -32,10 +32,9 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 
 from tests.engine.scheduling import Scheduling
-from xinference_xavier.config import XavierConfig
+from xinference_xavier.config import XavierConfig, kv_transfer_config
 from xinference_xavier.engine.connector import XavierConnector
 from xinference_xavier.engine.spec import XavierSpec
-from xinference_xavier.kv_transfer_config import kv_transfer_config
 
 BLOCK_TOKENS = 32
 NOBODY = "127.0.0.1:1"

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from xinference_xavier.frontend import asked as module
-from xinference_xavier.frontend.asked import (
+from xinference_xavier.frontend import question as module
+from xinference_xavier.frontend.question import (
     Keep,
     prompt_text,
     read_keep,

@@ -12,9 +12,8 @@ import xoscar as xo
 from tests.frontend.cluster import SERVING
 from tests.tracker_pools import MODEL, NAMESPACE, create_tracker, join, let_others_run
 from xinference_xavier.errors import NotFoundError
-from xinference_xavier.frontend import routers as module
-from xinference_xavier.frontend.model_router import ModelRouter
-from xinference_xavier.frontend.routers import Routers
+from xinference_xavier.frontend import model_router as module
+from xinference_xavier.frontend.model_router import ModelRouter, Routers
 from xinference_xavier.protocol.load import Load
 from xinference_xavier.protocol.tracker import Member, tracker_uid
 

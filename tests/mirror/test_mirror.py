@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from xinference_xavier.mirror.mirror import MAX_STALE, PIECE, Mirror
+from xinference_xavier.mirror import MAX_STALE, PIECE, Mirror
 from xinference_xavier.protocol.tracker import Change, Member, Settings, Update, pack
 
 KEY = b"key1"

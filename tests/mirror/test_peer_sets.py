@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from xinference_xavier.mirror import peer_sets
-from xinference_xavier.mirror.peer_sets import PeerSets
+from xinference_xavier import mirror
+from xinference_xavier.mirror import PeerSets
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ def test_equal_sets_are_one_object(sets: PeerSets) -> None:
 def test_sets_that_exist_no_more_are_forgotten(
     sets: PeerSets, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peer_sets, "MAX_SHARED", 2)
+    monkeypatch.setattr(mirror, "MAX_SHARED", 2)
     for names in ("a", "ab", "abc"):
         assert sorted(sets.names(sets.shared(sets.set_of(names)))) == list(names)
     assert len(sets._shared) == 2

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.threads import ThreadTimes
-from xinference_xavier.engine import namespace
+from xinference_xavier.engine import identity
 from xinference_xavier.engine.worker.cpu import HostWorker
 
 
@@ -20,12 +20,12 @@ def tune_between_samples(folder: Path, copy: Path) -> Path:
     shutil.copytree(folder, copy)
     (weights,) = copy.glob("*.safetensors")
     with weights.open("r+b", buffering=0) as file:
-        _, spans = namespace._safetensors_header(file)
+        _, spans = identity._safetensors_header(file)
         for start, end in spans:
             file.seek(start)
             numbers = np.frombuffer(bytearray(file.read(end - start)), np.float32)
             changed = numbers * 1.7
-            for offset in namespace._sample_offsets(start, end, namespace._SAMPLES // len(spans)):
+            for offset in identity._sample_offsets(start, end, identity._SAMPLES // len(spans)):
                 sampled = slice((offset - start) // 4, -(-(offset - start + 64) // 4))
                 changed[sampled] = numbers[sampled]
             file.seek(start)

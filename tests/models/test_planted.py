@@ -12,7 +12,7 @@ from tests.models import planted
 from tests.models.architectures import VOCABULARY, make
 from tests.models.planted import tune_between_samples
 from tests.models.sharing import FIRST, PLAIN, SECOND, TOLERANCE, Engines, difference, kind
-from xinference_xavier.engine.namespace import weights_fingerprint
+from xinference_xavier.engine.identity import weights_fingerprint
 
 pytestmark = pytest.mark.process
 

@@ -19,7 +19,7 @@ from tests.replica_process import (
     wait_until,
 )
 from xinference_xavier.protocol.load import Load, Serving
-from xinference_xavier.serving.prometheus.families import PREFIX
+from xinference_xavier.serving.metrics import PREFIX
 
 HITS = {"prefix_cache": 100, "local_pool": 200, "remote": 300, "computed": 400}
 COUNTED = {

@@ -9,7 +9,7 @@ import yaml
 
 from tests.monitor.files import DASHBOARD, DOCUMENT, alerts, dashboard, panels, queries
 from xinference_xavier.errors import ROLLBACKS, NotSharing
-from xinference_xavier.serving.prometheus.families import FAMILIES, PREFIX
+from xinference_xavier.serving.metrics import FAMILIES, PREFIX
 from xinference_xavier.stats.schema import HIT_SOURCES
 
 RULE_TESTS = "alerts_test.yml"

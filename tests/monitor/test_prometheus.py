@@ -13,7 +13,7 @@ from tests.monitor.prometheus import Prometheus, promtool
 from tests.monitor.scene import COUNTED, IDLE, ROW_BYTES, Scene
 from tests.pair import Pair
 from tests.replica_process import replicas, wait_until
-from xinference_xavier.serving.prometheus.families import PREFIX
+from xinference_xavier.serving.metrics import PREFIX
 
 pytestmark = pytest.mark.long
 

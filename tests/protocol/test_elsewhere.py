@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from xinference_xavier.protocol.elsewhere import Elsewhere, mark_of, with_mark
+from xinference_xavier.protocol.load import Elsewhere, mark_of, with_mark
 
 ELSEWHERE = Elsewhere("4c742c4f-37a2-43ce-99f9-01d1bf27af26_dp1", 0.25, 1.5)
 KEY = "3a" * 16

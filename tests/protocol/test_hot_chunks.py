@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from xinference_xavier.errors import LinkError
-from xinference_xavier.protocol.hot_chunks import MAX_HOT, HotChunks, check_hot
+from xinference_xavier.protocol.transfer import MAX_HOT, HotChunks, check_hot
 
 GOOD = HotChunks(b"aaaabbbb", (3, 2), 1)
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from xinference_xavier.replica.audits import take_result
 from xinference_xavier.replica.canary import Difference, ProbeResult
+from xinference_xavier.replica.replica import take_result
 from xinference_xavier.stats.schema import ComparisonStats
 
 SKETCH = {"layer": ("float32", [1.0])}

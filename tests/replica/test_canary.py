@@ -18,7 +18,7 @@ from tests.replica_process import (
     replicas,
     wait_until,
 )
-from xinference_xavier.mirror.mirror import Mirror
+from xinference_xavier.mirror import Mirror
 from xinference_xavier.protocol.tracker import Member, Settings, Update
 from xinference_xavier.protocol.transfer import PROTOCOL_VERSION
 from xinference_xavier.replica.canary import Canary, Difference, difference

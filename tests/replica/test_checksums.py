@@ -11,7 +11,7 @@ import pytest
 
 from xinference_xavier.pool.pool import Pool, Row
 from xinference_xavier.pool.region import Region
-from xinference_xavier.replica.checksums import Checksums
+from xinference_xavier.replica.donor import Checksums
 
 SLOTS = 4
 PATIENCE = 30.0

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from xinference_xavier.mirror.mirror import Mirror
+from xinference_xavier.mirror import Mirror
 from xinference_xavier.pool.pool import Pool
 from xinference_xavier.protocol.tracker import Change, Member, Settings, Update, pack
-from xinference_xavier.replica.explain import Chunked, explanation
+from xinference_xavier.replica.inspect import Chunked, explanation
 
 CHUNK = 10
 PROMPT = 85

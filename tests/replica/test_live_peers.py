@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from xinference_xavier.replica.live_peers import LivePeers
+from xinference_xavier.replica.tracker_client import LivePeers
 
 LEASE = 10.0
 

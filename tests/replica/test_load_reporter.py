@@ -11,8 +11,8 @@ import pytest
 from tests.tracker_pools import let_others_run
 from xinference_xavier.protocol.load import Load, ScheduledPrompt, Serving
 from xinference_xavier.protocol.tracker import NotMemberError
-from xinference_xavier.replica import load_reporter as reporter_module
-from xinference_xavier.replica.load_reporter import LoadReporter
+from xinference_xavier.replica import reports as reporter_module
+from xinference_xavier.replica.reports import LoadReporter
 
 INTERVAL = 3600.0
 RATES = (1e-3, 0.0, 0.0, 0.0)

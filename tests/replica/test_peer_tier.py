@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from xinference_xavier.mirror.mirror import Mirror
+from xinference_xavier.mirror import Mirror
 from xinference_xavier.pool.pool import Pool, Row
+from xinference_xavier.pool.tier import Claim, Fetch
 from xinference_xavier.protocol.tracker import Change, Member, Settings, Update
 from xinference_xavier.replica import peer_tier as module
 from xinference_xavier.replica.fetcher import Fetcher, PeerFetch
 from xinference_xavier.replica.namespace import SharedNamespace
 from xinference_xavier.replica.peer_tier import GATHER, PeerTier
-from xinference_xavier.tiers.base import Claim, Fetch
 
 NEVER = math.inf
 ROWS = 8

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from xinference_xavier.protocol.tracker import Change, Member, NotMemberError
-from xinference_xavier.replica import publisher as publisher_module
-from xinference_xavier.replica.publisher import Counters, Publisher
+from xinference_xavier.replica import reports as publisher_module
+from xinference_xavier.replica.reports import Counters, Publisher
 from xinference_xavier.tracker.index import Index
 
 K1, K2, K3 = b"key1", b"key2", b"key3"

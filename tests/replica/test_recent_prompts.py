@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 
 from xinference_xavier.pool.pool import Pool
-from xinference_xavier.replica import recent_prompts as module
-from xinference_xavier.replica.recent_prompts import RecentPrompts
+from xinference_xavier.replica import warm_join as module
+from xinference_xavier.replica.warm_join import RecentPrompts
 
 SLOTS = 64
 OTHER_GROUP = 1

@@ -12,9 +12,9 @@ import pytest
 import xoscar as xo
 
 from xinference_xavier.config import XavierConfig
-from xinference_xavier.mirror.mirror import Mirror
+from xinference_xavier.mirror import Mirror
 from xinference_xavier.protocol.tracker import Member, Settings, Update
-from xinference_xavier.replica.self_check import MAX_PEERS, self_check
+from xinference_xavier.replica.inspect import MAX_PEERS, self_check
 from xinference_xavier.runtime.addresses import replica_uid
 
 HOST = "127.0.0.1"

@@ -6,7 +6,7 @@ import pytest
 
 from tests.logged import records
 from xinference_xavier.errors import NotSharing
-from xinference_xavier.replica.sharing_log import SharingLog
+from xinference_xavier.replica.replica import SharingLog
 
 
 @pytest.fixture

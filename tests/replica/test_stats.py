@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 from xinference_xavier.pool.pool import PoolCounts
 from xinference_xavier.replica.fetcher import FetchCounts
-from xinference_xavier.replica.stats import replica_stats
+from xinference_xavier.replica.replica import replica_stats
 from xinference_xavier.stats.schema import (
     ComparisonStats,
     FetchStats,
@@ -18,8 +18,8 @@ from xinference_xavier.stats.schema import (
     PoolStats,
     ReplicaFetches,
     ReplicaStats,
+    WarmJoinStats,
 )
-from xinference_xavier.stats.warm_join import WarmJoinStats
 
 HITS = Hits(remote=3)
 

@@ -10,8 +10,8 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from xinference_xavier.replica import tracing
-from xinference_xavier.replica.tracing import FetchSpan
+from xinference_xavier.replica import fetcher
+from xinference_xavier.replica.fetcher import FetchSpan
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 HEADERS = {"traceparent": f"00-{TRACE}-{PARENT}-01"}
@@ -22,7 +22,7 @@ def exported(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemorySpanExporter]:
     """The spans that an operator would get."""
     exporter, provider = InMemorySpanExporter(), TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
-    monkeypatch.setattr(tracing, "_TRACER", provider.get_tracer("test"))
+    monkeypatch.setattr(fetcher, "_TRACER", provider.get_tracer("test"))
     yield exporter
     provider.shutdown()
 
@@ -75,8 +75,8 @@ def test_without_tracing_no_attributes_are_computed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """There is no tracer provider."""
-    monkeypatch.setattr(tracing, "_prefixed", lambda attributes: pytest.fail("made"))
-    monkeypatch.setattr(tracing, "_TRACER", trace.NoOpTracer())
+    monkeypatch.setattr(fetcher, "_prefixed", lambda attributes: pytest.fail("made"))
+    monkeypatch.setattr(fetcher, "_TRACER", trace.NoOpTracer())
     span = FetchSpan(HEADERS)
     span.add_event("granted", chunks=5)
     span.end("timeout", donor="a")

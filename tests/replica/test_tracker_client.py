@@ -15,11 +15,11 @@ import xoscar as xo
 
 from tests.tracker_pools import MODEL, create_tracker
 from xinference_xavier.events import TrackerLost, event_dict
-from xinference_xavier.mirror.mirror import Mirror
+from xinference_xavier.mirror import Mirror
 from xinference_xavier.protocol.load import Load, Observation, Serving
 from xinference_xavier.protocol.tracker import Outcome, Update, tracker_uid
 from xinference_xavier.replica import tracker_client as client_module
-from xinference_xavier.replica.load_reporter import LoadReporter
+from xinference_xavier.replica.reports import LoadReporter
 from xinference_xavier.replica.tracker_client import Claim, TrackerClient
 from xinference_xavier.tracker.actor import BlockTracker
 

@@ -10,7 +10,7 @@ import xoscar as xo
 
 from xinference_xavier.config import XavierConfig
 from xinference_xavier.errors import NotFoundError
-from xinference_xavier.replica.tracker_location import TrackerLocation
+from xinference_xavier.replica.tracker_client import TrackerLocation
 
 CONFIGURED = "10.0.0.1:9999"
 

@@ -18,8 +18,8 @@ from tests.replica_process import (
     replicas,
     wait_until,
 )
-from xinference_xavier.protocol.hot_chunks import HotChunks
 from xinference_xavier.protocol.load import Load, Serving
+from xinference_xavier.protocol.transfer import HotChunks
 from xinference_xavier.replica.warm_join import Answer, chosen
 
 ROWS = 64

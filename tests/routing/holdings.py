@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from xinference_xavier.mirror.peer_sets import PeerSets
+from xinference_xavier.mirror import PeerSets
 
 
 class Held:

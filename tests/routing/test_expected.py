@@ -5,7 +5,7 @@ from __future__ import annotations
 import hypothesis.strategies as st
 from hypothesis import given, settings
 
-from xinference_xavier.routing.expected import Expected
+from xinference_xavier.routing.router import Expected
 
 
 def test_chunks_are_expected_for_a_while() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from xinference_xavier.routing.in_flight import InFlight
+from xinference_xavier.routing.router import InFlight
 
 
 @pytest.fixture

@@ -7,8 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from xinference_xavier.mirror.mirror import PIECE, Mirror
-from xinference_xavier.mirror.peer_sets import PeerSets
+from xinference_xavier.mirror import PIECE, Mirror, PeerSets
 from xinference_xavier.protocol.tracker import Change, Member, Settings, Update, pack
 from xinference_xavier.routing.load import IN_TRANSIT, Loads, Rates, Report
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from xinference_xavier.routing.queue import Queue
+from xinference_xavier.routing.router import Queue
 
 BOUND, PATIENCE = 3, 10.0
 

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from tests.routing.holdings import Held
-from xinference_xavier.mirror.peer_sets import PeerSets
+from xinference_xavier.mirror import PeerSets
 from xinference_xavier.routing.choice import Choice, Chunks, Prompt
 from xinference_xavier.routing.load import Rates, Report
 from xinference_xavier.routing.router import Router

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from xinference_xavier.runtime.deadline import within
+from xinference_xavier.runtime.aio import within
 
 
 class Stubborn:

@@ -7,8 +7,7 @@ import threading
 
 import pytest
 
-from xinference_xavier.runtime.loop_thread import LoopThread
-from xinference_xavier.runtime.rollback import Rollback
+from xinference_xavier.runtime.aio import LoopThread, Rollback
 
 PATIENCE = 30.0
 

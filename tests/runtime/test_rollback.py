@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from tests.logged import messages
-from xinference_xavier.runtime import rollback
-from xinference_xavier.runtime.rollback import Rollback
+from xinference_xavier.runtime import aio
+from xinference_xavier.runtime.aio import Rollback
 
 
 class FirstError(Exception):
@@ -78,7 +78,7 @@ async def test_a_failing_undo_neither_stops_the_others_nor_hides_the_error(
 async def test_a_hanging_undo_ends_at_its_own_deadline_even_if_it_resists(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(rollback, "UNDO_DEADLINE", 0.01)
+    monkeypatch.setattr(aio, "UNDO_DEADLINE", 0.01)
     undone: list[str] = []
     released = asyncio.Event()
 

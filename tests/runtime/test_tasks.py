@@ -7,7 +7,7 @@ import gc
 
 import pytest
 
-from xinference_xavier.runtime.tasks import retrieve, spawn
+from xinference_xavier.runtime.aio import retrieve, spawn
 
 
 async def test_a_task_is_not_collected_while_it_waits() -> None:

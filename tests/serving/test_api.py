@@ -18,8 +18,8 @@ from xinference_xavier.protocol.load import Load, Serving
 from xinference_xavier.protocol.tracker import Member, Settings, tracker_uid
 from xinference_xavier.runtime.addresses import replica_uid
 from xinference_xavier.serving.api import add_routes
-from xinference_xavier.serving.tracker_gateway import TrackerGateway
-from xinference_xavier.stats.reading import read
+from xinference_xavier.serving.gateway import TrackerGateway
+from xinference_xavier.stats.report import read
 from xinference_xavier.stats.schema import ReplicaStats
 from xinference_xavier.tracker.actor import BlockTracker
 

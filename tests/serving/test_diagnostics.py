@@ -12,13 +12,13 @@ import xoscar as xo
 
 from xinference_xavier import __version__
 from xinference_xavier.protocol.tracker import Member, Settings, tracker_uid
-from xinference_xavier.serving import diagnostics
-from xinference_xavier.serving.diagnostics import (
+from xinference_xavier.serving import gateway
+from xinference_xavier.serving.gateway import (
+    TrackerGateway,
     cluster_info,
     supervisor_process_info,
     worker_process_info,
 )
-from xinference_xavier.serving.tracker_gateway import TrackerGateway
 from xinference_xavier.tracker.actor import BlockTracker
 
 KEY_BYTES = 36
@@ -90,7 +90,7 @@ async def test_every_process_reports_its_facts(address: str) -> None:
 async def test_each_worker_without_an_answer_is_an_error_of_its_own(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(diagnostics, "_WORKER_DEADLINE", 2.0)
+    monkeypatch.setattr(gateway, "_WORKER_DEADLINE", 2.0)
     kinds = {"good": Worker, "silent": Silent, "broken": Broken, "bare": Bare}
     workers = (await gathered(address, **kinds))["workers"]
     assert "error" not in workers["good"]

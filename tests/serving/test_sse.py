@@ -20,8 +20,8 @@ from uvicorn.lifespan.off import LifespanOff
 from xinference_xavier.errors import NotFoundError
 from xinference_xavier.protocol.tracker import Member, Settings, tracker_uid
 from xinference_xavier.serving import sse as module
+from xinference_xavier.serving.gateway import TrackerGateway
 from xinference_xavier.serving.sse import Listeners, Stream, live
-from xinference_xavier.serving.tracker_gateway import TrackerGateway
 from xinference_xavier.tracker.actor import BlockTracker
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from xinference_xavier.errors import NotFoundError
-from xinference_xavier.serving.tracker_gateway import TrackerGateway
+from xinference_xavier.serving.gateway import TrackerGateway
 
 
 class Counting(TrackerGateway):

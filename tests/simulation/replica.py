@@ -59,14 +59,13 @@ from tests.simulation.contents import (
 from tests.simulation.options import Options
 from tests.simulation.peers import Peers
 from tests.simulation.worker import CopyJobs, ModelRunner, WrongBytesError
-from xinference_xavier.config import XavierConfig
+from xinference_xavier.config import XavierConfig, kv_transfer_config
 from xinference_xavier.engine import connector as connector_module
-from xinference_xavier.engine import namespace
+from xinference_xavier.engine import identity
 from xinference_xavier.engine.connector import XavierConnector
-from xinference_xavier.engine.idle import Arrivals
 from xinference_xavier.engine.manager import XavierManager
 from xinference_xavier.engine.spec import XavierSpec
-from xinference_xavier.kv_transfer_config import kv_transfer_config
+from xinference_xavier.engine.waiting import Arrivals
 from xinference_xavier.pool.pool import Pool, Row, RowState
 from xinference_xavier.pool.region import Region
 
@@ -210,7 +209,7 @@ class Replica:
 
         patch.setattr(XavierSpec, "get_manager", manager)
         patch.setattr(XavierSpec, "get_worker", worker)
-        patch.setattr(namespace, "fingerprint_fields", lambda *_: {})
+        patch.setattr(identity, "fingerprint_fields", lambda *_: {})
         patch.setattr(connector_module, "time", SimpleNamespace(monotonic=self.clock))
         patch.setattr(Arrivals, "at", lambda _: _NoWaits(self._interrupted))
 

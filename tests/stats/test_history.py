@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from xinference_xavier.stats import history as module
-from xinference_xavier.stats.history import INTERVAL, MAX_SAMPLES, History
+from xinference_xavier.stats import report as module
+from xinference_xavier.stats.report import INTERVAL, MAX_SAMPLES, History
 
 
 def stats(peers: int) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from xinference_xavier.stats.metrics import metric, shown_as
+from xinference_xavier.stats.schema import metric, shown_as
 
 
 @dataclass

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from xinference_xavier.stats.reading import MAX_NUMBER, add, read
+from xinference_xavier.stats.report import MAX_NUMBER, add, read
 
 
 @dataclass

@@ -8,9 +8,8 @@ import textwrap
 from dataclasses import asdict
 
 from xinference_xavier.routing import choice
-from xinference_xavier.stats.reading import read
-from xinference_xavier.stats.routing import CHOICES, KnownLoad, RoutingStats
-from xinference_xavier.stats.schema import ModelStatus
+from xinference_xavier.stats.report import read
+from xinference_xavier.stats.schema import CHOICES, KnownLoad, ModelStatus, RoutingStats
 
 STATUS = {"model_uid": "m", "enabled": True, "replicas": [], "totals": {}}
 

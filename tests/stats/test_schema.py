@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 
 from xinference_xavier.errors import ROLLBACKS
 from xinference_xavier.replica import donor, fetcher, transfer_process
-from xinference_xavier.stats.reading import read
-from xinference_xavier.stats.routing import KnownLoad, RoutingStats
+from xinference_xavier.stats.report import read
 from xinference_xavier.stats.schema import (
     BYTES_BOUNDS,
     SECONDS_BOUNDS,
@@ -26,15 +25,17 @@ from xinference_xavier.stats.schema import (
     FetchStats,
     Histogram,
     Hits,
+    KnownLoad,
     ModelStatus,
     PoolStats,
     ReplicaFetches,
     ReplicaStatus,
+    RoutingStats,
     TrackerStats,
     WaitCounts,
 )
-from xinference_xavier.transfer import receiver
-from xinference_xavier.transfer.receiver import ChecksumError
+from xinference_xavier.transfer import links
+from xinference_xavier.transfer.links import ChecksumError
 
 API = Path(__file__).parents[2] / "docs" / "api.md"
 
@@ -160,8 +161,8 @@ def test_metrics_know_every_reason() -> None:
     """They would show any other as "other"."""
     given = {
         reason
-        for module in (fetcher, receiver, transfer_process, donor)
+        for module in (fetcher, links, transfer_process, donor)
         for reason in REASON.findall(inspect.getsource(module))
-    } | {receiver._reason(error) for error in (ChecksumError(), TimeoutError(), OSError())}
+    } | {links._reason(error) for error in (ChecksumError(), TimeoutError(), OSError())}
     assert {"timeout", "checksum", "busy", "stopped", "donor gone", "refused", "link"} <= given
     assert given <= set(ROLLBACKS)

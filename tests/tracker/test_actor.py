@@ -27,7 +27,7 @@ from xinference_xavier.protocol.tracker import (
     Settings,
     tracker_uid,
 )
-from xinference_xavier.tracker import watchers as watchers_module
+from xinference_xavier.tracker import namespaces as watchers_module
 from xinference_xavier.tracker.actor import BlockTracker
 
 A, B = Member("a", "127.0.0.1:1"), Member("b", "127.0.0.1:1")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from xinference_xavier.tracker import claims as claims_module
-from xinference_xavier.tracker.claims import Claims
+from xinference_xavier.tracker import index as claims_module
+from xinference_xavier.tracker.index import Claims
 
 ONE = [b"a", b"b", b"c"]
 LONGER = [*ONE, b"d"]

@@ -9,9 +9,9 @@ import pytest
 
 from xinference_xavier.events import FetchRolledBack, check_event, event_dict
 from xinference_xavier.protocol.tracker import Member, Settings
-from xinference_xavier.tracker import event_log as module
+from xinference_xavier.tracker import log as module
 from xinference_xavier.tracker.actor import BlockTracker
-from xinference_xavier.tracker.event_log import EventLog
+from xinference_xavier.tracker.log import EventLog
 
 NS = "namespace"
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import xoscar as xo
 
-from xinference_xavier.mirror.mirror import Mirror
+from xinference_xavier.mirror import Mirror
 from xinference_xavier.protocol import tracker as checks_module
 from xinference_xavier.protocol.load import Load, ScheduledPrompt, Serving
 from xinference_xavier.protocol.tracker import (
@@ -20,9 +20,9 @@ from xinference_xavier.protocol.tracker import (
     TrackerFullError,
     Update,
 )
-from xinference_xavier.tracker import membership as membership_module
+from xinference_xavier.tracker import log as membership_module
 from xinference_xavier.tracker import namespaces as namespaces_module
-from xinference_xavier.tracker import watchers as watchers_module
+from xinference_xavier.tracker import namespaces as watchers_module
 
 NS = "namespace"
 A, B = Member("a", "127.0.0.1:1"), Member("b", "127.0.0.1:1")

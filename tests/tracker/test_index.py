@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from xinference_xavier.mirror.mirror import Mirror
+from xinference_xavier.mirror import Mirror
 from xinference_xavier.protocol.tracker import (
     Change,
     Member,
@@ -277,56 +277,11 @@ def test_keys_beyond_the_bound_are_dropped_and_counted() -> None:
     assert len(mirror) == 3
 
 
-def test_a_prefix_matches_up_to_the_first_gap() -> None:
-    index = index_of(A, B)
-    index.publish("a", 1, keys(1, 2, 4), b"")
-    index.publish("b", 1, keys(1, 2, 3, 4), b"")
-    prompt = [key(number) for number in (1, 2, 3, 4, 5)]
-    assert index.match_prefix(prompt) == {"a": 2, "b": 4}
-    assert index.match_prefix(iter(prompt[:1])) == {"a": 1, "b": 1}
-    assert index.match_prefix(prompt[2:]) == {"b": 2}
-    assert index.match_prefix(prompt[4:]) == index.match_prefix([]) == {}
-
-
-def test_only_members_match_a_prefix() -> None:
-    index = index_of(A, B)
-    for name in ("a", "b"):
-        index.publish(name, 1, keys(1), b"")
-    index.renew("b", 5.0)
-    index.expire(10.0)
-    assert index.match_prefix([key(1)]) == {"b": 1}
-    index.leave("b")
-    assert index.match_prefix([key(1)]) == {}
-
-
 REPLICAS = ("a", "b", "c")
 WATCHERS = ("a", "b", "onlooker")
 UNIVERSE = [key(number) for number in range(8)]
 some_keys = st.sets(st.sampled_from(UNIVERSE), max_size=5)
 replica = st.sampled_from(REPLICAS)
-
-
-def prefix_matches(held: dict[str, set[bytes]], prompt: list[bytes]) -> dict[str, int]:
-    """`match_prefix` by brute force."""
-    lengths = range(1, len(prompt) + 1)
-    counts = {
-        name: max((n for n in lengths if own.issuperset(prompt[:n])), default=0)
-        for name, own in held.items()
-    }
-    return {name: count for name, count in counts.items() if count}
-
-
-@given(
-    held=st.dictionaries(replica, st.sets(st.sampled_from(UNIVERSE))),
-    prompt=st.lists(st.sampled_from(UNIVERSE), max_size=10),
-)
-def test_any_prefix_matches_as_in_the_model(
-    held: dict[str, set[bytes]], prompt: list[bytes]
-) -> None:
-    index = index_of(*(Member(name, "h:1") for name in held))
-    for name, own in held.items():
-        index.publish(name, 1, pack(own), b"", replaces=True)
-    assert index.match_prefix(prompt) == prefix_matches(held, prompt)
 
 
 class Sharing(RuleBasedStateMachine):
@@ -434,7 +389,6 @@ class Sharing(RuleBasedStateMachine):
             name: len(held) for name, held in self.known.items()
         }
         assert len(self.index) == len(self.known)
-        assert self.index.match_prefix(UNIVERSE) == prefix_matches(self.known, UNIVERSE)
 
     @invariant()
     def who_is_in_step_is_known_exactly(self) -> None:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import pytest
 
 from xinference_xavier.protocol.load import Load, ReplicaLoad, ScheduledPrompt, Serving
-from xinference_xavier.tracker import loads as loads_module
-from xinference_xavier.tracker.loads import Loads, News
+from xinference_xavier.tracker import observers as loads_module
+from xinference_xavier.tracker.observers import Loads, News
 
 SERVING = Serving(128, 1 << 20)
 NAMES = {"a": "model-0", "b": "model-1"}

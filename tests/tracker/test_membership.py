@@ -6,8 +6,8 @@ import pytest
 
 from xinference_xavier.events import ReplicaJoined, ReplicaLost, ReplicaRecovered
 from xinference_xavier.protocol.tracker import Member
-from xinference_xavier.tracker import membership as membership_module
-from xinference_xavier.tracker.membership import Membership
+from xinference_xavier.tracker import log as membership_module
+from xinference_xavier.tracker.log import Membership
 
 FIRST, SECOND = Member("engine-1", "host:1"), Member("engine-2", "host:2")
 

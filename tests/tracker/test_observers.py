@@ -26,7 +26,7 @@ from xinference_xavier.protocol.tracker import (
     TrackerFullError,
     tracker_uid,
 )
-from xinference_xavier.tracker import watchers as watchers_module
+from xinference_xavier.tracker import namespaces as watchers_module
 from xinference_xavier.tracker.actor import BlockTracker
 from xinference_xavier.tracker.namespaces import Namespaces
 from xinference_xavier.tracker.observers import LISTENS_FOR, Observers

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from xinference_xavier.tracker import watchers as watchers_module
-from xinference_xavier.tracker.watchers import WatcherBatcher
+from xinference_xavier.tracker import namespaces as watchers_module
+from xinference_xavier.tracker.namespaces import WatcherBatcher
 
 PATIENCE = 60.0
 """Seconds after which a test that waits has failed."""

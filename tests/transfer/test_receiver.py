@@ -31,7 +31,7 @@ from xinference_xavier.protocol.transfer import (
     PullResult,
 )
 from xinference_xavier.runtime.net import listen
-from xinference_xavier.transfer import receiver
+from xinference_xavier.transfer import links
 from xinference_xavier.transfer.transports.base import Check
 
 
@@ -207,7 +207,7 @@ async def test_whatever_a_donor_answers_the_pull_ends_in_order(
 async def test_the_link_that_was_not_used_for_longest_makes_room(
     sides: Sides, consumer: Side, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(receiver, "MAX_LINKS", 2)
+    monkeypatch.setattr(links, "MAX_LINKS", 2)
     first, second, third = [await sides.start(name) for name in ("first", "second", "third")]
     for donor in (first, second, first, third):
         assert await consumer.pull(donor, [1]) == PullResult(1, None)
@@ -224,7 +224,7 @@ async def linked_to(side: Side) -> dict[str, str]:
 async def test_a_link_that_carries_a_batch_makes_no_room(
     sides: Sides, consumer: Side, donor: Side, kind: Kind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(receiver, "MAX_LINKS", 1)
+    monkeypatch.setattr(links, "MAX_LINKS", 1)
     holding = Holding(kind)
     busy = await sides.start("busy", holding.transport)
     first = asyncio.ensure_future(consumer.pull(busy, [1]))
@@ -240,7 +240,7 @@ async def test_a_link_that_carries_a_batch_makes_no_room(
 async def test_links_that_are_made_at_the_same_time_are_bounded_too(
     sides: Sides, consumer: Side, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(receiver, "MAX_LINKS", 2)
+    monkeypatch.setattr(links, "MAX_LINKS", 2)
     donors = [await sides.start(f"donor {number}") for number in range(4)]
     await asyncio.gather(*(consumer.pull(donor, [1]) for donor in donors))
     assert await consumer.links() <= 2

@@ -30,7 +30,7 @@ from xinference_xavier.protocol.transfer import (
     PullResult,
     Ticket,
 )
-from xinference_xavier.transfer import sender
+from xinference_xavier.transfer import links
 from xinference_xavier.transfer.links import close_link
 from xinference_xavier.transfer.transports.shared_memory import DonorLink
 
@@ -106,14 +106,14 @@ async def test_another_protocol_version_is_refused(donor: Side) -> None:
 async def test_the_link_that_was_not_used_for_longest_makes_room(
     sides: Sides, donor: Side, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sender, "MAX_LINKS", 2)
-    closed, close = [], sender.Sender._close
+    monkeypatch.setattr(links, "MAX_LINKS", 2)
+    closed, close = [], links.Sender._close
 
-    async def closing(self: sender.Sender, link_id: str) -> None:
+    async def closing(self: links.Sender, link_id: str) -> None:
         closed.append(self._links[link_id].consumer)
         await close(self, link_id)
 
-    monkeypatch.setattr(sender.Sender, "_close", closing)
+    monkeypatch.setattr(links.Sender, "_close", closing)
     first, second, third = [await sides.start(name) for name in ("first", "second", "third")]
     for number, consumer in enumerate((first, second, first, third)):
         assert await consumer.pull(donor, [number]) == PullResult(1, None)
@@ -126,7 +126,7 @@ async def test_the_link_that_was_not_used_for_longest_makes_room(
 async def test_a_link_that_carries_a_batch_makes_no_room(
     sides: Sides, consumer: Side, kind: Kind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sender, "MAX_LINKS", 1)
+    monkeypatch.setattr(links, "MAX_LINKS", 1)
     holding = Holding(kind)
     donor = await sides.start("donor", holding.transport)
     other = await sides.start("other")
@@ -143,7 +143,7 @@ async def test_links_that_are_asked_for_at_the_same_time_are_bounded_too(
     sides: Sides, donor: Side, kind: Kind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each counts from the first moment, not from when it is made."""
-    monkeypatch.setattr(sender, "MAX_LINKS", 2)
+    monkeypatch.setattr(links, "MAX_LINKS", 2)
     region = Region.create(ROWS, ROW_BYTES)
     transport = kind.plain(region, HOST, None)
     offers = [transport.offer(SECRET, time.monotonic() + 1.0) for _ in range(6)]

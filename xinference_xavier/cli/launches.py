@@ -23,7 +23,7 @@ from xinference_xavier.config import (
 )
 from xinference_xavier.errors import ConfigError
 from xinference_xavier.options import parse_bool
-from xinference_xavier.serving.launch.validate import foreign
+from xinference_xavier.serving.launch.supervisor import foreign
 
 _PLACEMENT = {"model_engine": None, "role": "hybrid"}
 """What xinference assumes of an item of `replica_config`."""

@@ -11,9 +11,8 @@ from typing import Any
 
 import xoscar
 
-from xinference_xavier.config import XavierConfig
+from xinference_xavier.config import XavierConfig, kv_transfer_config
 from xinference_xavier.errors import ConfigError
-from xinference_xavier.kv_transfer_config import kv_transfer_config
 from xinference_xavier.protocol.tracker import tracker_uid
 from xinference_xavier.runtime.addresses import is_wildcard, join_address, split_address
 from xinference_xavier.runtime.validate import MAX_PORT, check_count

@@ -11,10 +11,15 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from xinference_xavier.client.processes import Finding
+from xinference_xavier.client.doctor import Finding
 from xinference_xavier.stats.answers import Explanation, NamedPrefix
-from xinference_xavier.stats.routing import RoutingStats
-from xinference_xavier.stats.schema import HIT_SOURCES, Counters, ModelStatus, PoolStats
+from xinference_xavier.stats.schema import (
+    HIT_SOURCES,
+    Counters,
+    ModelStatus,
+    PoolStats,
+    RoutingStats,
+)
 
 _UNITS = ["B", "KiB", "MiB", "GiB", "TiB"]
 _WIDTH = 64  # of a prompt's picture; a character stands for one chunk or several

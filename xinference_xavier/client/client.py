@@ -32,7 +32,7 @@ from xinference_xavier.stats.answers import (
     Explanation,
     NamedPrefix,
 )
-from xinference_xavier.stats.reading import read
+from xinference_xavier.stats.report import read
 from xinference_xavier.stats.schema import ModelStatus
 
 _TIMEOUT = 30.0

@@ -33,22 +33,24 @@ from vllm.v1.request import Request
 
 from xinference_xavier import vllm_versions
 from xinference_xavier.config import XAVIER, XavierConfig
-from xinference_xavier.engine import compat, namespace
-from xinference_xavier.engine.chunks import chunk_tokens_for, stores_whole_chunks, window_tokens
+from xinference_xavier.engine import compat, identity
+from xinference_xavier.engine.donors import Group
 from xinference_xavier.engine.guard import SchedulerErrors, guarded, nothing
-from xinference_xavier.engine.idle import Arrivals
+from xinference_xavier.engine.identity import page_format
+from xinference_xavier.engine.keys import (
+    PromptChunker,
+    chunk_tokens_for,
+    stores_whole_chunks,
+    window_tokens,
+)
 from xinference_xavier.engine.manager import XavierManager
-from xinference_xavier.engine.own_requests import OwnRequests
-from xinference_xavier.engine.page_format import page_format
-from xinference_xavier.engine.policy.donor_selection import Group
-from xinference_xavier.engine.probes import Probes
+from xinference_xavier.engine.probes import OwnRequests, Probes
 from xinference_xavier.engine.process import log_like_vllm
-from xinference_xavier.engine.prompt_keys import PromptChunker
-from xinference_xavier.engine.scheduled import goes_on, step_of, without_quiet
 from xinference_xavier.engine.sketches import describe_pages
 from xinference_xavier.engine.spec import IDENTITY, WorkerNote, XavierSpec
+from xinference_xavier.engine.waiting import Arrivals
 from xinference_xavier.engine.worker.connector import OnlyLoads, WorkerSide
-from xinference_xavier.engine.workload import Workload
+from xinference_xavier.engine.workload import Workload, goes_on, step_of, without_quiet
 from xinference_xavier.errors import ConfigError
 from xinference_xavier.protocol.load import Serving
 
@@ -86,8 +88,8 @@ class XavierConnector(WorkerSide):
         if role is KVConnectorRole.SCHEDULER:
             extra[IDENTITY] = {
                 "prefix_caching": bool(vllm_config.cache_config.enable_prefix_caching),
-                "key_bytes": namespace.key_bytes(vllm_config),
-                "fingerprint_fields": namespace.fingerprint_fields(
+                "key_bytes": identity.key_bytes(vllm_config),
+                "fingerprint_fields": identity.fingerprint_fields(
                     vllm_config, kv_cache_config, chunk_tokens
                 ),
             }

@@ -31,19 +31,18 @@ from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from xinference_xavier import vllm_versions
 from xinference_xavier.engine.adapters import Adapters
 from xinference_xavier.engine.compat import load_source
+from xinference_xavier.engine.costs import CostModel, PrefillRate
+from xinference_xavier.engine.donors import DonorSelection
 from xinference_xavier.engine.guard import SchedulerErrors, guarded, nothing
 from xinference_xavier.engine.jobs import Jobs
 from xinference_xavier.engine.metrics import HitReporter
-from xinference_xavier.engine.policy.cost_model import CostModel
-from xinference_xavier.engine.policy.donor_selection import DonorSelection
-from xinference_xavier.engine.policy.prefill_rate import PrefillRate
 from xinference_xavier.engine.request import GROUP, Request
-from xinference_xavier.engine.steps import Steps
 from xinference_xavier.engine.tier_lookup import HIT, MISS, TierLookup
 from xinference_xavier.engine.view import EngineView
+from xinference_xavier.engine.workload import Steps
 from xinference_xavier.pool.pool import Pool, Reservation, Row
+from xinference_xavier.pool.tier import Tier
 from xinference_xavier.stats.schema import Hits
-from xinference_xavier.tiers.base import Tier
 
 if TYPE_CHECKING:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource

@@ -12,6 +12,6 @@ from xinference_xavier.vllm_versions import SHARES
 def install() -> None:
     """Raises ConfigError if this process should share and its vLLM does not do."""
     if SHARES in os.environ:
-        from xinference_xavier.engine.startup_errors import install as listen
+        from xinference_xavier.engine.process import install as listen
 
         listen()

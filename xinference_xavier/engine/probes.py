@@ -4,8 +4,10 @@ The first are canaries, equal in all engines of a model: see `replica.canary`. O
 chunk; the other is long, as some differences begin deep in a prompt. The rest are audits: the
 beginning of a prompt, of which rows were fetched or loaded, computed again up to one of them.
 
-The engine gives itself these requests (`OwnRequests`). Their salts are secrets, as clients choose
-salts, too. The rows that are compared are sampled and dropped; no others are stored.
+The engine gives itself these requests (`OwnRequests`). They go the way of clients' requests: into
+the queue that vLLM's input thread fills. Their outputs go to the first API process, which ignores
+outputs of requests that it does not know. Their salts are secrets, as clients choose salts, too.
+The rows that are compared are sampled and dropped; no others are stored.
 
 Threading: `work` is for the replica's background thread, everything else is for the scheduler
 thread, which samples nothing: it pins rows, or keeps them in quarantine, until `work` has done so.
@@ -20,13 +22,74 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from xinference_xavier.engine.own_requests import OwnRequests
+from vllm import SamplingParams
+from vllm.config import VllmConfig
+from vllm.v1.engine import EngineCoreRequest, EngineCoreRequestType
+from vllm.v1.engine.core import DPEngineCoreProc
+
+from xinference_xavier.engine import compat
 from xinference_xavier.engine.request import GROUP
 from xinference_xavier.engine.sketches import Sketcher
 from xinference_xavier.pool.pool import Pool, Row
 from xinference_xavier.replica.canary import ProbeResult, Sketch, difference
 from xinference_xavier.runtime.rate_limited_log import RateLimitedLog
+
+_NO_WAVE = -1
+"""With data parallelism, it makes an engine that idles wake the others, which compute in step."""
+
+
+class OwnRequests:
+    def __init__(self, core: Any) -> None:
+        """Without a `core`, and in vain, nothing is ever computed."""
+        self._core = core
+
+    @classmethod
+    def at(cls, config: VllmConfig) -> OwnRequests:
+        """Of the engine that is being made on this thread."""
+        generates = config.model_config.runner_type == "generate"
+        core = compat.engine_core()
+        return cls(core if generates and hasattr(core, "input_queue") else None)
+
+    def ask(self, tokens: Sequence[int], salt: str) -> str | None:
+        """Compute `tokens` and one more. Returns the request's id; None if the engine takes none
+        now."""
+        core = self._core
+        if core is None or not _takes_requests(core):
+            return None
+        request = EngineCoreRequest(
+            request_id=f"xavier-probe-{secrets.token_hex(8)}",
+            prompt_token_ids=list(tokens),
+            mm_features=None,
+            sampling_params=SamplingParams(
+                max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False
+            ),
+            pooling_params=None,
+            arrival_time=time.time(),
+            lora_request=None,
+            cache_salt=salt,
+            data_parallel_rank=None,
+            current_wave=_NO_WAVE,
+        )
+        core.input_queue.put_nowait(
+            (EngineCoreRequestType.ADD, core.preprocess_add_request(request))
+        )
+        return request.request_id
+
+    def abort(self, req_id: str) -> None:
+        """Does nothing if the request has ended."""
+        self._core.input_queue.put_nowait((EngineCoreRequestType.ABORT, [req_id]))
+
+
+def _takes_requests(core: Any) -> bool:
+    if getattr(core, "request_block_hasher", None) is None:  # it is being made
+        return False
+    steps_with_others = isinstance(core, DPEngineCoreProc)
+    if steps_with_others and not core.has_coordinator:  # nobody would wake them
+        return False
+    return bool(core.scheduler.pause_state.name == "UNPAUSED")
+
 
 logger = logging.getLogger(__name__)
 

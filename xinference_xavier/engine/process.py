@@ -1,4 +1,4 @@
-"""Ends an engine with its parent process, and makes our log lines look like vLLM's.
+"""An engine's process ends with its parent, logs like vLLM, and reports why it could not start.
 
 vLLM's engine outlives a parent that was killed. Such an orphan would keep its memory and offer its
 rows while xinference starts another engine in its place. If it hangs in C and holds Python's lock,
@@ -6,6 +6,10 @@ no thread of its own can end it; then its transfer process does.
 
 vLLM configures only its own logger, so Python drops other packages' lines below WARNING and prints
 the rest without a format.
+
+vLLM logs why an engine did not start, but does not report it to the launcher. It calls `install` in
+each process that should share, which first refuses a vLLM that is too old or too new, then listens
+to the log of engines and their workers.
 """
 
 from __future__ import annotations
@@ -15,8 +19,15 @@ import os
 import signal
 import threading
 import time
+import traceback
 
-from xinference_xavier.runtime.parent import GRACE, await_end, parent_pid
+import vllm
+
+from xinference_xavier import vllm_versions
+from xinference_xavier.config import XAVIER, XavierConfig
+from xinference_xavier.protocol.startup_errors import report_startup_error
+from xinference_xavier.runtime.host import GRACE, await_end, parent_pid
+from xinference_xavier.vllm_versions import SHARES, UNTESTED
 
 logger = logging.getLogger(__name__)
 
@@ -59,3 +70,38 @@ def follow(ours: logging.Logger, vllms: logging.Logger) -> None:
     for handler in vllms.handlers:
         ours.addHandler(handler)
     ours.setLevel(vllms.level)
+
+
+_LOGGERS = ("vllm.v1.engine.core", "vllm.v1.executor.multiproc_executor")
+_PHRASE = "failed to start"
+
+
+def install() -> None:
+    """Raises ConfigError if this vLLM does not do."""
+    version = getattr(vllm, "__version__", "dev")
+    vllm_versions.check(version, untested=os.environ.get(SHARES) == UNTESTED)
+    for name in _LOGGERS:
+        logger = logging.getLogger(name)
+        if not any(isinstance(handler, _Listener) for handler in logger.handlers):
+            logger.addHandler(_Listener(logging.ERROR))
+
+
+class _Listener(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        error = record.exc_info[1] if record.exc_info else None
+        if error is None or _PHRASE not in record.getMessage():
+            return
+        config = _config_of(error)
+        if config is not None:
+            report_startup_error(config, error)
+
+
+def _config_of(error: BaseException) -> XavierConfig | None:
+    """The configuration of the engine that failed to start; None if it shares nothing."""
+    # The log record names no engine, but the code that failed had the engine's configuration.
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        transfer = getattr(frame.f_locals.get("vllm_config"), "kv_transfer_config", None)
+        extra = getattr(transfer, "kv_connector_extra_config", None)
+        if extra and XAVIER in extra:
+            return XavierConfig.from_dict(extra[XAVIER])
+    return None

@@ -14,10 +14,10 @@ from vllm.v1.kv_offload.base import ReqContext
 
 from xinference_xavier.engine.adapters import Look, salted
 from xinference_xavier.engine.compat import key_positions
-from xinference_xavier.engine.policy.cost_model import CostModel
-from xinference_xavier.engine.policy.prefill_wait import Wait
+from xinference_xavier.engine.costs import CostModel
+from xinference_xavier.engine.waiting import Wait
 from xinference_xavier.pool.pool import Pool
-from xinference_xavier.tiers.base import Fetch, FetchState
+from xinference_xavier.pool.tier import Fetch, FetchState
 
 if TYPE_CHECKING:
     from xinference_xavier.engine.probes import Probe

@@ -18,7 +18,7 @@ import torch
 from vllm.v1.kv_cache_interface import KVCacheGroupSpec, MambaSpec
 from vllm.v1.kv_offload.base import CanonicalKVCaches
 
-from xinference_xavier.engine.page_format import tensors_of
+from xinference_xavier.engine.identity import tensors_of
 from xinference_xavier.engine.request import GROUP
 from xinference_xavier.pool.pool import Pool, Row
 from xinference_xavier.pool.region import Region

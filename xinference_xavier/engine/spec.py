@@ -31,8 +31,8 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 
 from xinference_xavier.config import XAVIER, XavierConfig
 from xinference_xavier.engine import metrics
+from xinference_xavier.engine.identity import digest, readable
 from xinference_xavier.engine.manager import XavierManager
-from xinference_xavier.engine.namespace import digest, readable
 from xinference_xavier.engine.process import end_with_parent
 from xinference_xavier.engine.sketches import Sketcher
 from xinference_xavier.engine.worker.cpu import HostWorker

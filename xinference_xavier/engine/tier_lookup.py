@@ -22,16 +22,15 @@ from collections.abc import Callable, Iterable
 
 from vllm.v1.kv_offload.base import LookupResult
 
-from xinference_xavier.engine.idle import IdleWait
-from xinference_xavier.engine.policy.cost_model import CostModel
-from xinference_xavier.engine.policy.donor_selection import DonorSelection, FetchPlan
-from xinference_xavier.engine.policy.prefill_wait import MIN_PREFILL_SECONDS, Wait
+from xinference_xavier.engine.costs import CostModel
+from xinference_xavier.engine.donors import DonorSelection, FetchPlan
 from xinference_xavier.engine.request import GROUP, Fetches, Request
-from xinference_xavier.engine.steps import Steps
+from xinference_xavier.engine.waiting import MIN_PREFILL_SECONDS, IdleWait, Wait
+from xinference_xavier.engine.workload import Steps
 from xinference_xavier.pool.pool import Pool, Reservation
-from xinference_xavier.protocol.elsewhere import mark_of
+from xinference_xavier.pool.tier import Claim, Fetch, Tier
+from xinference_xavier.protocol.load import mark_of
 from xinference_xavier.stats.schema import WaitCounts
-from xinference_xavier.tiers.base import Claim, Fetch, Tier
 
 Reserve = Callable[[Iterable[bytes], list[bytes]], Reservation]
 """Reserves rows for keys; the second argument is the whole prefix that they belong to."""

@@ -13,9 +13,9 @@ from xinference_xavier.engine.workload import Workload
 from xinference_xavier.pool.pool import Row
 from xinference_xavier.protocol.load import Load, ScheduledPrompt
 from xinference_xavier.replica.canary import ProbeResult, Sketch
-from xinference_xavier.replica.explain import Chunker
+from xinference_xavier.replica.inspect import Chunker
 from xinference_xavier.replica.kept_prefixes import ComputedPrefix, MarkedPrompt
-from xinference_xavier.replica.recent_prompts import MAX_REQUESTS
+from xinference_xavier.replica.warm_join import MAX_REQUESTS
 from xinference_xavier.stats.schema import Hits
 
 

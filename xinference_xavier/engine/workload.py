@@ -1,7 +1,15 @@
-"""What this engine has to compute, for routers.
+"""What the engine computes in each step, how long that takes, and what it still has to compute.
 
-The scheduler thread writes, the replica's background thread reads: each reads or replaces one
-object at a time.
+With asynchronous scheduling, CUDA's default, and with pipeline parallelism, vLLM schedules a step
+while it still computes the one before. Steps end one by one, in the order in which they began. So a
+step is timed from its beginning, or from the end of the step before it if that is later.
+
+Most steps answer one token to each request, and nothing else happens. Where that is so, neither
+vLLM's offloading scheduler nor we need to look at each request.
+
+`Workload` is for routers: the scheduler thread writes, the replica's background thread reads, and
+each reads or replaces one object at a time. Everything else belongs to the scheduler thread, except
+that any thread may call `under_way`. Times are monotonic seconds.
 """
 
 from __future__ import annotations
@@ -10,15 +18,17 @@ import re
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from copy import copy
 from itertools import islice
 from statistics import fmean
+from typing import NamedTuple
 
-from xinference_xavier.engine.policy.cost_model import CostModel
-from xinference_xavier.engine.policy.donor_selection import DonorSelection
-from xinference_xavier.engine.policy.prefill_rate import PrefillRate
+from vllm.v1.core.sched.output import SchedulerOutput
+
+from xinference_xavier.engine import compat
+from xinference_xavier.engine.costs import CostModel, PrefillRate
+from xinference_xavier.engine.donors import DonorSelection
 from xinference_xavier.engine.request import Request
-from xinference_xavier.engine.scheduled import MAX_DECODE_TOKENS
-from xinference_xavier.engine.steps import Steps
 from xinference_xavier.protocol.load import (
     MAX_KNOWN,
     MAX_PROMPT_KEYS,
@@ -31,6 +41,154 @@ from xinference_xavier.protocol.load import (
 from xinference_xavier.protocol.prefixes import MAX_PREFIXES, keeping_of, prefix_of
 from xinference_xavier.protocol.tracker import SHORT_KEY, pack
 from xinference_xavier.replica.kept_prefixes import MAX_MARKS, ComputedPrefix, MarkedPrompt
+
+
+class Step(NamedTuple):
+    """Of `tokens`, `prompt_tokens` belong to prompts, with `depth` others before each on average.
+
+    `prompts` has how many of them by request, without those that were preempted meanwhile. A step
+    without tokens computes nothing. It only carries messages to the workers.
+    """
+
+    began: float
+    tokens: int
+    prompts: dict[str, int]
+    prompt_tokens: int = 0
+    depth: float = 0.0
+
+
+class Steps:
+    """Of `requests`, which are those that vLLM has. They tell how fast prompts are computed."""
+
+    def __init__(self, requests: Mapping[str, Request], prefill_rate: PrefillRate) -> None:
+        self._requests = requests
+        self._prefill_rate = prefill_rate
+        self._pending: deque[Step] = deque()
+        self._computing = 0  # pending steps that compute anything
+        self._ended = 0.0  # when the latest step ended
+        self._computed = 0.0  # seconds in which any step was computed
+        self._busy_since = 0.0
+
+    def __len__(self) -> int:
+        """The number of pending steps."""
+        return len(self._pending)
+
+    @property
+    def computing(self) -> bool:
+        """Whether a pending step computes anything."""
+        return self._computing > 0
+
+    def begin(self, step: Step) -> None:
+        if step.tokens:
+            if not self._computing:
+                self._busy_since = step.began
+            self._computing += 1
+        self._pending.append(step)
+
+    def end(self, now: float) -> tuple[Step, float] | None:
+        """vLLM received the output of the oldest step: what it computed is not missing any more.
+        Returns it with its duration in seconds; None without a step."""
+        if not self._pending:
+            return None
+        step = self._pending.popleft()
+        seconds = now - max(step.began, self._ended)
+        self._ended = now
+        if step.tokens:
+            self._computing -= 1
+            if not self._computing:
+                self._computed += now - self._busy_since
+        if step.prompt_tokens:
+            self._prefill_rate.add(step.prompt_tokens, seconds, step.depth)
+            for req_id, tokens in step.prompts.items():
+                if (request := self._requests.get(req_id)) is not None:
+                    request.missing -= tokens
+        return step, seconds
+
+    def preempted(self, req_id: str) -> None:
+        """What the pending steps compute for the request is lost."""
+        for step in self._pending:
+            step.prompts.pop(req_id, None)
+
+    def under_way(self) -> tuple[Step, float] | None:
+        """The step that is being computed, and since when."""
+        try:
+            step = self._pending[0]
+        except IndexError:
+            return None
+        return step, max(step.began, self._ended)
+
+    def idle_time(self, now: float) -> float:
+        """A clock that stands still while the engine computes: a request would wait then anyway."""
+        computed = self._computed + (now - self._busy_since if self._computing else 0.0)
+        return now - computed
+
+
+MAX_DECODE_TOKENS = 16
+"""Of one request in a step: one token, and the speculated ones."""
+
+
+def goes_on(step: SchedulerOutput) -> bool:
+    """Whether all requests only go on within their blocks, so that vLLM's scheduler would find
+    nothing to do, unless it was asked something before."""
+    cached = step.scheduled_cached_reqs
+    return not (
+        step.scheduled_new_reqs
+        or step.finished_req_ids
+        or step.preempted_req_ids
+        or cached.resumed_req_ids
+        or any(cached.new_block_ids)
+        or compat.copies_blocks(step)
+    )
+
+
+def without_quiet(step: SchedulerOutput) -> SchedulerOutput:
+    """The step without the requests that go on within their blocks, as most do while they answer.
+
+    A full block is followed by a new one, or by the end. So vLLM stores the same chunks, those that
+    answers have filled a step later than otherwise.
+    """
+    cached = step.scheduled_cached_reqs
+    loud = {
+        req_id: blocks
+        for req_id, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True)
+        if blocks or req_id in cached.resumed_req_ids
+    }
+    if len(loud) == len(cached.req_ids) or compat.copies_blocks(step):
+        return step
+    quiet = set(cached.req_ids) - loud.keys()
+    without = copy(step)
+    without.scheduled_cached_reqs = copy(cached)
+    without.scheduled_cached_reqs.req_ids = list(loud)
+    without.scheduled_cached_reqs.new_block_ids = list(loud.values())
+    without.num_scheduled_tokens = {
+        req_id: count for req_id, count in step.num_scheduled_tokens.items() if req_id not in quiet
+    }
+    return without
+
+
+def step_of(step: SchedulerOutput, began: float) -> Step:
+    """Cheap for steps that only decode."""
+    tokens = step.total_num_scheduled_tokens
+    if tokens == len(step.num_scheduled_tokens):  # one each
+        return Step(began, tokens, {})
+    prompts = {
+        req_id: count
+        for req_id, count in step.num_scheduled_tokens.items()
+        if count > MAX_DECODE_TOKENS
+    }
+    return Step(began, tokens, prompts, sum(prompts.values()), _depth_of(prompts, step))
+
+
+def _depth_of(prompts: dict[str, int], step: SchedulerOutput) -> float:
+    """The mean number of tokens before each of these prompt tokens."""
+    if not prompts:
+        return 0.0
+    cached = step.scheduled_cached_reqs
+    before = {new.req_id: new.num_computed_tokens for new in step.scheduled_new_reqs}
+    before |= zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+    depths = sum((before.get(req_id, 0) + count / 2) * count for req_id, count in prompts.items())
+    return depths / sum(prompts.values())
+
 
 _OWN_ID = re.compile(r"(?:\d+_)?(.+?)(?:-[0-9a-f]{8})?")
 """vLLM appends eight digits to a request's id, and puts a number before each of several answers."""

@@ -1,37 +1,44 @@
-"""Sends the requests of one model to its replicas, and lets them wait where all are at their limit.
+"""Sends the requests of each model to its replicas; they wait while all are at their limit.
 
-A request belongs to one `Route` from its arrival to the end of its answer. Threading: one event
-loop. Whatever cannot be decided here is left to the caller, who has a way of its own.
+A request belongs to one `Route` from its arrival to the end of its answer. Whatever cannot be
+decided here is left to the caller, who has a way of its own. The model's tracker keeps its router
+informed (`Routers`). No request waits for a tracker: a model's first requests are not routed.
+
+Threading: one event loop.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import math
 import random
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NoReturn
 
-from xinference_xavier.mirror.mirror import Mirror
-from xinference_xavier.protocol.elsewhere import Elsewhere, with_mark
+from xinference_xavier.errors import NotFoundError
+from xinference_xavier.mirror import Mirror
 from xinference_xavier.protocol.load import (
+    Elsewhere,
     Load,
     Observation,
     Serving,
     check_observation,
     reported_id,
+    with_mark,
 )
 from xinference_xavier.protocol.tracker import SHORT_KEY, unpack
 from xinference_xavier.routing.choice import Choice, Chunks
 from xinference_xavier.routing.load import Rates, Report
-from xinference_xavier.routing.queue import Queue
-from xinference_xavier.routing.router import Router
+from xinference_xavier.routing.router import Queue, Router
 from xinference_xavier.routing.texts import Text, Texts
-from xinference_xavier.stats.routing import KnownLoad, RoutingStats
+from xinference_xavier.runtime.aio import CANCEL_GRACE, within
+from xinference_xavier.runtime.rate_limited_log import RateLimitedLog
+from xinference_xavier.stats.schema import KnownLoad, RoutingStats
 
 PATIENCE = 30.0
 """Seconds that a request waits for a replica that accepts it."""
@@ -369,3 +376,88 @@ class ModelRouter:
         """What `RoutingStats` is read from; JSON-able."""
         waiting, loads = len(self._queue), self.loads()
         return asdict(replace(self.counts, mode=self.routing, waiting=waiting, loads=loads))
+
+
+logger = logging.getLogger(__name__)
+
+WATCH = 10.0
+"""Seconds that an observation may wait for news."""
+_DEADLINE = 5.0
+_PIECE_PAUSE = 0.0005
+_MIN_BACKOFF, _MAX_BACKOFF = 0.1, 2.0
+_ASK_AGAIN = 2.0
+"""Seconds after which a model that did not share is looked for again."""
+_MAX_ABSENT = 1000
+
+Find = Callable[[str], Awaitable[Any]]
+"""Returns a reference to the tracker of a model. Raises NotFoundError for one that does not
+share."""
+
+
+class Routers:
+    def __init__(self, find: Find) -> None:
+        self._find = find
+        self._log = RateLimitedLog(logger)
+        self._routers: dict[str, ModelRouter] = {}
+        self._looking: dict[str, asyncio.Future[None]] = {}
+        self._absent: dict[str, float] = {}  # until when, by model uid
+        self.in_use = False
+        """Whether requests are routed through it."""
+
+    def get(self, model_uid: str) -> ModelRouter | None:
+        """None while the model is not known to share; it is looked for in the background."""
+        router = self._routers.get(model_uid)
+        if model_uid not in self._looking and time.monotonic() >= self._absent.get(model_uid, 0.0):
+            self._looking[model_uid] = asyncio.ensure_future(self._run(model_uid))
+        return router
+
+    async def close(self) -> None:
+        """End all observations, and leave the trackers time to hear of it."""
+        for looking in self._looking.values():
+            looking.cancel()
+        await asyncio.sleep(CANCEL_GRACE)
+
+    async def _run(self, model_uid: str) -> None:
+        """Observe the model until it no longer shares."""
+        try:
+            await self._observe(model_uid)
+        except NotFoundError:
+            self._absent[model_uid] = time.monotonic() + _ASK_AGAIN
+            if len(self._absent) > _MAX_ABSENT:
+                del self._absent[next(iter(self._absent))]
+        finally:
+            del self._looking[model_uid]
+            self._routers.pop(model_uid, None)
+
+    async def _observe(self, model_uid: str) -> None:
+        router, backoff = ModelRouter(), _MIN_BACKOFF
+        while True:
+            try:
+                tracker = await self._find(model_uid)
+                while True:
+                    if not await observe(tracker, router):
+                        router.close()
+                        router = ModelRouter()
+                        continue
+                    self._routers[model_uid] = router
+                    backoff = _MIN_BACKOFF
+            except NotFoundError:
+                raise
+            except Exception:
+                router.counts.failures += 1
+                self._log.warn(model_uid, "no news for routing: model=%s", model_uid, exc_info=True)
+            await asyncio.sleep(backoff * random.uniform(0.5, 1.0))
+            backoff = min(_MAX_BACKOFF, 2 * backoff)
+
+
+async def observe(tracker: Any, router: ModelRouter) -> bool:
+    """Let `router` know what is new. Waits for news. False if this is another tracker than before:
+    the model may have been launched again, with other settings."""
+    mirror = router.mirror
+    call = tracker.observe(mirror.epoch, mirror.revision, router.version, WATCH)
+    news = await within(WATCH + _DEADLINE, call)
+    if news.complete and router.version:
+        return False
+    for _ in router.observe(news):
+        await asyncio.sleep(_PIECE_PAUSE)
+    return True

@@ -5,7 +5,6 @@ call is O(1) per row, with no I/O. The scheduler thread may take a thousand rows
 them costs little more than its moves from dictionary to dictionary.
 """
 
-from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable
 from enum import Enum, auto
@@ -28,48 +27,11 @@ class Protection(Enum):
     FIRM = auto()  # never evicted
 
 
-class EvictionPolicy(ABC, Generic[R]):
-    """Holds the rows that may be evicted, in four classes.
+class SegmentedLRU(Generic[R]):
+    """Holds the rows that may be evicted, and gives up the least recently used one first.
 
-    Redundant rows, which a peer can give back, go first. Protected rows go last, and firmly
-    protected ones never. Everything else is in between.
-    """
-
-    @abstractmethod
-    def add(self, row: R) -> None:
-        """Add the row as the most recently used one."""
-
-    @abstractmethod
-    def remove(self, key: bytes) -> None:
-        """Raises KeyError if the row is not here."""
-
-    @abstractmethod
-    def touch(self, keys: Iterable[bytes]) -> None:
-        """Make those rows that are here the most recently used, the last one most recently."""
-
-    @abstractmethod
-    def clear(self) -> None:
-        """Forget all rows, but not which keys are protected."""
-
-    @abstractmethod
-    def protect(self, key: bytes, how: Protection) -> None:
-        """Protect this key's row, now or later. The last call for a key counts. The caller bounds
-        how many keys are protected."""
-
-    @abstractmethod
-    def take(
-        self,
-        count: int,
-        redundant: Callable[[R], bool],
-        keep: Collection[bytes] = (),
-        protected: bool = True,
-    ) -> list[R]:
-        """Remove and return `count` victims; fewer if nothing but `keep` is left, or nothing but
-        rows that are `protected` and shall not be taken."""
-
-
-class SegmentedLRU(EvictionPolicy[R]):
-    """Least recently used first, except that redundant rows go first among the older half.
+    Redundant rows, which a peer can give back, go first among the older half. Protected rows go
+    last, firmly protected ones never.
 
     The older half is the probation segment. If it were smaller, it would soon hold only rows that
     are not redundant. If it held all rows, copies in use would be evicted and fetched again.
@@ -87,15 +49,18 @@ class SegmentedLRU(EvictionPolicy[R]):
         self._segment_of: dict[bytes, OrderedDict[bytes, R]] = {}  # of protected keys
 
     def add(self, row: R) -> None:
+        """Add the row as the most recently used one."""
         self._segment_of.get(row.key, self._recent)[row.key] = row
 
     def remove(self, key: bytes) -> None:
+        """Raises KeyError if the row is not here."""
         for segment in (self._recent, self._probation, self._protected):
             if segment.pop(key, None) is not None:
                 return
         del self._firm[key]
 
     def touch(self, keys: Iterable[bytes]) -> None:
+        """Make those rows that are here the most recently used, the last one most recently."""
         recent, probation, protected = self._recent, self._probation, self._protected
         for key in keys:
             if key in recent:
@@ -106,12 +71,15 @@ class SegmentedLRU(EvictionPolicy[R]):
                 protected.move_to_end(key)
 
     def clear(self) -> None:
+        """Forget all rows, but not which keys are protected."""
         self._recent.clear()
         self._probation.clear()
         self._protected.clear()
         self._firm.clear()
 
     def protect(self, key: bytes, how: Protection) -> None:
+        """Protect this key's row, now or later. The last call for a key counts. The caller bounds
+        how many keys are protected."""
         if how is not Protection.NONE:
             self._segment_of[key] = self._protected if how is Protection.SOFT else self._firm
         elif self._segment_of.pop(key, None) is None:
@@ -128,6 +96,8 @@ class SegmentedLRU(EvictionPolicy[R]):
         keep: Collection[bytes] = (),
         protected: bool = True,
     ) -> list[R]:
+        """Remove and return `count` victims; fewer if nothing but `keep` is left, or nothing but
+        `protected` rows while these shall not be taken."""
         recent, probation = self._recent, self._probation
         victims: list[R] = []
         # A row that is examined joins probation, or probation gives one victim less.

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import NamedTuple
 
-from xinference_xavier.pool.eviction import EvictionPolicy, Protection, SegmentedLRU
+from xinference_xavier.pool.eviction import Protection, SegmentedLRU
 
 
 class RowState(Enum):
@@ -88,7 +88,7 @@ class Pool:
         self.slots, self._lock = slots, threading.Lock()
         self._free = list(range(slots - 1, -1, -1))
         self._held: dict[bytes, Row] = {}  # FILLING, READY and FLUSHED
-        self._idle: EvictionPolicy[Row] = SegmentedLRU(slots)  # READY and unpinned
+        self._idle = SegmentedLRU[Row](slots)  # READY and unpinned
         self.held: Set[bytes] = self._held.keys()  # most lookups are of others, and end here
         self._flushed: dict[bytes, Row] = {}  # FLUSHED and unpinned
         self._filling = self._ready = self._pinned = self._quarantined = 0

@@ -17,7 +17,7 @@ import xoscar
 from xinference_xavier.config import XavierConfig
 from xinference_xavier.errors import XavierError
 from xinference_xavier.protocol.tracker import tracker_uid
-from xinference_xavier.runtime.deadline import UNREACHABLE, within
+from xinference_xavier.runtime.aio import UNREACHABLE, within
 
 logger = logging.getLogger(__name__)
 

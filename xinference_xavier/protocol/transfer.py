@@ -1,8 +1,10 @@
-"""The messages between engines and transfer processes, and their checks.
+"""The messages between replicas: between engines and transfer processes, and of a warm join.
 
 A receiver checks each message before it does anything else, and uses what the check returns. A
 check raises LinkError, and nothing else unless it says so, whatever it is given.
 """
+
+from __future__ import annotations
 
 import hmac
 import json
@@ -16,6 +18,7 @@ from pydantic_core import from_json
 
 from xinference_xavier.errors import GrantRefusedError, LinkError, TransportError, shown
 from xinference_xavier.options import MAX_FETCH_TIMEOUT
+from xinference_xavier.protocol.tracker import checked, unpack
 from xinference_xavier.runtime.validate import (
     MAX_KEY_BYTES,
     MAX_PORT,
@@ -101,7 +104,7 @@ class Startup:
         return _STARTUP.dump_json(self) + b"\n"
 
     @classmethod
-    def from_json(cls, line: bytes) -> "Startup":
+    def from_json(cls, line: bytes) -> Startup:
         """Raises LinkError, also after an upgrade under a running engine."""
         with checking("start-up message"):
             return _STARTUP.validate_json(line, strict=True)
@@ -141,7 +144,7 @@ class Ticket(NamedTuple):
     signature: Annotated[bytes, Field(min_length=_SIGNATURE_BYTES, max_length=_SIGNATURE_BYTES)]
 
     @classmethod
-    def sign(cls, key: bytes, consumer: str, slots: Sequence[int], expires: float) -> "Ticket":
+    def sign(cls, key: bytes, consumer: str, slots: Sequence[int], expires: float) -> Ticket:
         return cls(consumer, tuple(slots), expires, _signature(key, consumer, slots, expires))
 
     def is_valid(self, key: bytes, now: float) -> bool:
@@ -245,3 +248,35 @@ _TICKET = TypeAdapter(Ticket)
 _REQUEST = TypeAdapter(GrantRequest)
 _GRANT = TypeAdapter(Grant)
 _ORDER = TypeAdapter(PullOrder)
+
+
+MAX_HOT = MAX_ROWS_PER_FETCH
+"""Chunks of one answer."""
+
+
+class HotChunks(NamedTuple):
+    """The chunks with which a replica's latest prompts began, the most important ones first, and
+    each behind those before it in its prompt.
+
+    `keys` are packed; `uses` says how many prompts had each. The first `named` of them belong to
+    named prefixes.
+    """
+
+    keys: bytes
+    uses: Annotated[tuple[int, ...], Field(max_length=MAX_HOT), up_to(1 << 31)]
+    named: Count
+
+
+_HOT = TypeAdapter(HotChunks)
+
+
+def check_hot(answer: object, key_bytes: int) -> tuple[HotChunks, list[bytes]]:
+    """The answer, and its keys of `key_bytes` each. Raises LinkError."""
+    try:
+        hot = checked(_HOT, "hot chunks", answer)
+        keys = unpack(hot.keys, key_bytes)
+    except ValueError as error:
+        raise LinkError(str(error)) from None
+    if len(keys) != len(hot.uses):
+        raise LinkError(f"malformed hot chunks: {len(keys)} keys have {len(hot.uses)} uses")
+    return hot, keys

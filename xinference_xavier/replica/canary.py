@@ -25,13 +25,12 @@ from typing import Any, NamedTuple
 import xoscar
 
 from xinference_xavier.errors import LinkError, shown
-from xinference_xavier.mirror.mirror import Mirror
+from xinference_xavier.mirror import Mirror
 from xinference_xavier.protocol.transfer import PROTOCOL_VERSION, check_version
 from xinference_xavier.replica.namespace import SharedNamespace
 from xinference_xavier.runtime.addresses import replica_uid
-from xinference_xavier.runtime.deadline import within
+from xinference_xavier.runtime.aio import spawn, within
 from xinference_xavier.runtime.rate_limited_log import RateLimitedLog
-from xinference_xavier.runtime.tasks import spawn
 from xinference_xavier.stats.schema import ComparisonStats
 
 logger = logging.getLogger(__name__)

@@ -1,18 +1,64 @@
-"""The donor's side of a fetch in the engine: grants, which keep rows in place for a consumer.
+"""The donor's side of a fetch in the engine: checksums and grants.
 
-Threading: the replica's background loop, so that answers do not wait for the engine. `Grants` is
+No row is offered without its checksum; a grant keeps rows in place for a consumer.
+
+Threading: the replica's background loop, so that answers do not wait for the engine. Checksums are
+computed on a thread of their own, which releases the GIL, while the rows are pinned. `Grants` is
 pure bookkeeping over the pool's pins; time is passed in.
 """
 
+import asyncio
 import itertools
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 from typing import NamedTuple
 
 from xinference_xavier.errors import GrantRefusedError, LinkError
 from xinference_xavier.pool.pool import Pool, Row
+from xinference_xavier.pool.region import Region
 from xinference_xavier.protocol.transfer import Grant, GrantRequest, check_request
 from xinference_xavier.replica.transfer_process import TransferProcess
+
+_BATCH = 16  # rows
+
+
+class Checksums:
+    """Calls `offer(keys)` with chunks that may be shared from now on."""
+
+    def __init__(self, region: Region, pool: Pool, offer: Callable[[list[bytes]], None]) -> None:
+        self._region = region
+        self._pool = pool
+        self._offer = offer
+        # By slot: a new row replaces an evicted one, so there are never more than slots.
+        self._waiting: dict[int, Row] = {}
+        self._work = asyncio.Event()
+        self._thread = ThreadPoolExecutor(1, "xavier-checksum")
+
+    def add(self, rows: Sequence[Row]) -> None:
+        self._waiting.update((row.slot, row) for row in rows)
+        self._work.set()
+
+    async def run(self) -> None:
+        """Compute checksums until cancelled."""
+        loop = asyncio.get_running_loop()
+        while True:
+            await self._work.wait()
+            batch = [self._waiting.pop(slot) for slot in list(islice(self._waiting, _BATCH))]
+            if not self._waiting:
+                self._work.clear()
+            pinned = [row for row in batch if self._pool.pin_row(row)]
+            try:
+                checksums = await loop.run_in_executor(self._thread, self._checksum, pinned)
+                # Without an await between the two, so that a withdrawal can only follow the offer.
+                pairs = zip(pinned, checksums, strict=True)
+                self._offer([row.key for row, c in pairs if self._pool.set_checksum(row, c)])
+            finally:
+                self._pool.unpin(pinned)
+
+    def _checksum(self, rows: Sequence[Row]) -> list[int]:
+        return [self._region.checksum(row.slot, row.key) for row in rows]
 
 
 class Donor:

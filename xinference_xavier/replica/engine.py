@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from xinference_xavier.replica.canary import ProbeResult, Sketch
-from xinference_xavier.replica.explain import Chunker
+from xinference_xavier.replica.inspect import Chunker
 from xinference_xavier.replica.kept_prefixes import ComputedPrefix, MarkedPrompt
-from xinference_xavier.replica.load_reporter import Source
-from xinference_xavier.replica.recent_prompts import Prompt
+from xinference_xavier.replica.reports import Source
+from xinference_xavier.replica.warm_join import Prompt
 
 
 class Engine(Source, Protocol):

@@ -16,11 +16,11 @@ from xinference_xavier.events import (
     TrackerLost,
     TrackerRegained,
     event_dict,
+    hooks_of,
 )
-from xinference_xavier.hooks import hooks_of
+from xinference_xavier.pool.tier import Fetch
 from xinference_xavier.protocol.tracker import MAX_REPORTED
 from xinference_xavier.replica.canary import Difference
-from xinference_xavier.tiers.base import Fetch
 
 logger = logging.getLogger(__name__)
 

@@ -3,20 +3,28 @@
 Threading: the scheduler thread makes a `Fetch` and reads its `state`; everything else happens on
 the replica's background loop. A fetch ends by its deadline even if its rows may still be written:
 those stay in quarantine until the transfer process is done with them.
+
+Each fetch is a span where the engine traces with OpenTelemetry. Without a tracer provider from
+vLLM, a span records nothing and its attributes are not computed.
 """
+
+from __future__ import annotations
 
 import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import xoscar
+from opentelemetry import trace
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from xinference_xavier.errors import REFUSALS, GrantRefusedError, XavierError
-from xinference_xavier.mirror.mirror import Mirror
+from xinference_xavier.mirror import Mirror
 from xinference_xavier.pool.pool import Pool, Row
+from xinference_xavier.pool.tier import Fetch, FetchState
 from xinference_xavier.protocol.transfer import (
     PROTOCOL_VERSION,
     Grant,
@@ -27,15 +35,41 @@ from xinference_xavier.protocol.transfer import (
 )
 from xinference_xavier.replica.canary import Canary
 from xinference_xavier.replica.namespace import SharedNamespace
-from xinference_xavier.replica.tracing import FetchSpan
 from xinference_xavier.replica.transfer_process import TransferProcess
 from xinference_xavier.runtime.addresses import replica_uid
-from xinference_xavier.runtime.deadline import UNREACHABLE, within
+from xinference_xavier.runtime.aio import UNREACHABLE, Rollback, spawn, within
 from xinference_xavier.runtime.rate_limited_log import RateLimitedLog
-from xinference_xavier.runtime.rollback import Rollback
-from xinference_xavier.runtime.tasks import spawn
 from xinference_xavier.stats.schema import COMMITTED, ROLLED_BACK, FetchStats, ReplicaFetches
-from xinference_xavier.tiers.base import Fetch, FetchState
+
+SPAN_NAME = "xavier.fetch"
+_TRACER = trace.get_tracer("xinference_xavier")
+_PROPAGATOR = TraceContextTextMapPropagator()
+_PREFIX = "xavier."
+
+
+class FetchSpan:
+    """Belongs to the trace that `headers` names: those of the request that began the fetch."""
+
+    def __init__(self, headers: Mapping[str, str] | None) -> None:
+        context = _PROPAGATOR.extract(headers) if headers else None
+        self._span = _TRACER.start_span(SPAN_NAME, context=context, kind=trace.SpanKind.CLIENT)
+
+    def add_event(self, name: str, **attributes: str | int) -> None:
+        if self._span.is_recording():
+            self._span.add_event(f"{_PREFIX}{name}", _prefixed(attributes))
+
+    def end(self, failure: str | None, **attributes: str | int) -> None:
+        """`failure` says why the fetch was rolled back; None if it was committed."""
+        if self._span.is_recording():
+            self._span.set_attributes(_prefixed(attributes))
+            if failure is not None:
+                self._span.set_status(trace.Status(trace.StatusCode.ERROR, failure))
+        self._span.end()
+
+
+def _prefixed(attributes: Mapping[str, str | int]) -> dict[str, str | int]:
+    return {f"{_PREFIX}{name}": value for name, value in attributes.items()}
+
 
 logger = logging.getLogger(__name__)
 

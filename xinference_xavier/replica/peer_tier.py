@@ -11,17 +11,17 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from xinference_xavier.mirror.mirror import Mirror
+from xinference_xavier.mirror import Mirror
 from xinference_xavier.pool.pool import Pool, Row
+from xinference_xavier.pool.tier import Claim, Fetch, Tier
 from xinference_xavier.replica.canary import Canary
-from xinference_xavier.replica.checksums import Checksums
+from xinference_xavier.replica.donor import Checksums
 from xinference_xavier.replica.fetcher import Fetcher, PeerFetch
 from xinference_xavier.replica.namespace import SharedNamespace
-from xinference_xavier.replica.publisher import MAX_QUEUED
+from xinference_xavier.replica.reports import MAX_QUEUED
 from xinference_xavier.replica.tracker_client import TrackerClient
 from xinference_xavier.replica.transfer_process import TransferProcess
-from xinference_xavier.runtime.tasks import spawn
-from xinference_xavier.tiers.base import Claim, Fetch, Tier
+from xinference_xavier.runtime.aio import spawn
 
 MAX_BACKLOG = 10_000  # posted actions that may wait for the background loop
 GATHER = 0.1

@@ -7,6 +7,8 @@ Life cycle: `start` returns when the replica listens. It joins the tracker and s
 process in the background, and the engine waits for neither. `stop` ends the thread.
 """
 
+from __future__ import annotations
+
 import asyncio
 import logging
 import time
@@ -19,39 +21,168 @@ import xoscar
 
 from xinference_xavier.config import XavierConfig
 from xinference_xavier.errors import NotSharing
-from xinference_xavier.mirror.mirror import Mirror
+from xinference_xavier.events import Hooks
+from xinference_xavier.mirror import Mirror
 from xinference_xavier.options import TRANSPORTS
 from xinference_xavier.pool import sweep
 from xinference_xavier.pool.pool import Pool, Row
 from xinference_xavier.pool.region import Region
 from xinference_xavier.protocol.startup_errors import replica_name
 from xinference_xavier.protocol.transfer import Endpoint, Grant, GrantRequest
-from xinference_xavier.replica.audits import take_result
-from xinference_xavier.replica.canary import Canary, Difference
-from xinference_xavier.replica.checksums import Checksums
-from xinference_xavier.replica.departures import Departures
-from xinference_xavier.replica.donor import Donor
+from xinference_xavier.replica.canary import Canary, Difference, ProbeResult
+from xinference_xavier.replica.donor import Checksums, Donor
 from xinference_xavier.replica.engine import Engine
 from xinference_xavier.replica.event_reporter import EventReporter
-from xinference_xavier.replica.explain import Explainer
-from xinference_xavier.replica.fetcher import Fetcher
+from xinference_xavier.replica.fetcher import FetchCounts, Fetcher
+from xinference_xavier.replica.inspect import Explainer, self_check
 from xinference_xavier.replica.kept_prefixes import KeptPrefixes
-from xinference_xavier.replica.load_reporter import LoadReporter
 from xinference_xavier.replica.namespace import SharedNamespace
 from xinference_xavier.replica.peer_tier import PeerTier
-from xinference_xavier.replica.recent_prompts import RecentPrompts
-from xinference_xavier.replica.self_check import self_check
-from xinference_xavier.replica.sharing_log import SharingLog
-from xinference_xavier.replica.stats import replica_stats
-from xinference_xavier.replica.tracker_client import TrackerClient
-from xinference_xavier.replica.tracker_location import TrackerLocation
+from xinference_xavier.replica.reports import LoadReporter
+from xinference_xavier.replica.tracker_client import TrackerClient, TrackerLocation
 from xinference_xavier.replica.transfer_process import TransferProcess
-from xinference_xavier.replica.warm_join import WarmJoin
+from xinference_xavier.replica.warm_join import RecentPrompts, WarmJoin
 from xinference_xavier.runtime.addresses import replica_uid
-from xinference_xavier.runtime.loop_thread import LoopThread
+from xinference_xavier.runtime.aio import LoopThread, Rollback, spawn
 from xinference_xavier.runtime.net import check_range, listen, own_host
-from xinference_xavier.runtime.rollback import Rollback
-from xinference_xavier.runtime.tasks import spawn
+from xinference_xavier.stats import schema
+from xinference_xavier.stats.schema import WarmJoinStats
+
+
+def take_result(
+    result: ProbeResult,
+    canary: Canary,
+    events: EventReporter,
+    flush: Callable[[str | None], int],
+) -> None:
+    """Compare peers by a canary. After a failed audit, drop all rows with the same origin as the
+    chunk, and fetch no more from there."""
+    if result.lost:
+        canary.stats.lost_probes += 1
+        return
+    if result.key is not None:
+        canary.probed(result.key, result.sketch)
+        return
+    canary.stats.audits += 1
+    if result.difference is None:
+        return
+    canary.stats.failed_audits += 1
+    events.audit_failed(result.donor, result.difference)
+    if result.donor is not None:
+        canary.distrust(result.donor, result.difference)
+    flush(result.donor)
+
+
+_INTERVAL = 10.0
+
+
+class Departures:
+    def __init__(
+        self, process: TransferProcess, fetcher: Fetcher, donor: Donor, canary: Canary
+    ) -> None:
+        self._process = process
+        self._fetcher = fetcher
+        self._donor = donor
+        self._canary = canary
+        self._members: frozenset[str] = frozenset()
+
+    def members_changed(self, members: frozenset[str]) -> None:
+        gone, self._members = self._members - members, members
+        self._canary.members_changed(members)
+        for incarnation in gone:
+            self._fetcher.forget(incarnation)
+        if gone:
+            spawn(self._forget(gone))
+
+    async def _forget(self, gone: frozenset[str]) -> None:
+        # Links first: while a link is open, granted rows may be in flight.
+        await self._process.close_links_except(self._members)
+        for incarnation in gone:
+            self._donor.grants.forget(incarnation)
+
+    async def close_late_links(self) -> None:
+        """Close links that a replica opened after its lease expired, before it knew."""
+        while True:
+            await asyncio.sleep(_INTERVAL)
+            await self._process.close_links_except(self._members)
+
+
+logger = logging.getLogger(__name__)
+
+_EXPLAINED = {
+    NotSharing.NO_PREFIX_CACHING: "prefix caching is off",
+    NotSharing.SWITCHED_OFF: "switched off by an operator",
+    NotSharing.NOT_JOINED: "no tracker found yet",
+    NotSharing.RESETTING: "the prefix cache is being reset",
+    NotSharing.NO_TRANSFER_PROCESS: "the transfer process ended and is being restarted",
+    NotSharing.ALONE: "the prefix cache was reset and the weights version is not set",
+    NotSharing.NOT_COMPARED: "no peer has computed the same chunk yet, or none equally",
+    NotSharing.NO_PEERS: "no other replica in this namespace",
+}
+
+
+class SharingLog:
+    """Logs transitions, beginning with the first time that sharing works."""
+
+    def __init__(self, incarnation: str) -> None:
+        self._incarnation = incarnation
+        self._works = False
+
+    def update(self, reason: NotSharing | None, peers: int) -> None:
+        """`reason` is why the replica does not share, None if it does, with `peers` peers."""
+        if self._works == (reason is None):
+            return
+        self._works = reason is None
+        if reason is None:
+            logger.info("sharing works: incarnation=%s peers=%d", self._incarnation, peers)
+        else:
+            logger.warning(
+                "sharing stopped, %s: incarnation=%s", _EXPLAINED[reason], self._incarnation
+            )
+
+
+_MAX_DONORS = 100  # reported by name
+
+
+def replica_stats(
+    engine: dict[str, Any],
+    from_environment: tuple[str, ...],
+    counts: FetchCounts,
+    *,
+    row_bytes: int,
+    pool: Pool,
+    donor: Donor,
+    mirror: Mirror,
+    canary: Canary,
+    warm_join: WarmJoinStats,
+    process: TransferProcess,
+    hooks: Hooks,
+    not_sharing: str | None,
+    refused_posts: int,
+) -> schema.ReplicaStats:
+    """`engine` are the fields that the engine counts."""
+    return schema.ReplicaStats(
+        **engine,
+        from_environment=[*from_environment],
+        bytes_received=counts.rows * row_bytes,
+        received_from={
+            name: rows * row_bytes for name, rows in counts.received.most_common(_MAX_DONORS)
+        },
+        fetching=dict(counts.in_flight.most_common(_MAX_DONORS)),
+        fetches=counts.fetches,
+        pool=schema.PoolStats(**pool.counts()._asdict(), row_bytes=row_bytes),
+        grants=schema.GrantStats(live=len(donor.grants), refused=donor.refused),
+        mirror=schema.MirrorStats(keys=len(mirror), dropped=mirror.dropped),
+        comparison=canary.stats,
+        warm_join=warm_join,
+        hooks=schema.HookStats(failed=hooks.failed, dropped=hooks.dropped),
+        not_sharing=not_sharing,
+        refused_posts=refused_posts,
+        transfer_pid=process.pid,
+        transfer_restarts=max(0, process.starts - 1),
+        transfer_failed_calls=process.failed_calls,
+    )
+
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +194,7 @@ _STOP_TIMEOUT = 3.0
 class ReplicaActor(xoscar.StatelessActor):  # type: ignore[misc]  # xoscar has no types
     """The calls that peers and the tracker make."""
 
-    def __init__(self, replica: "Replica") -> None:
+    def __init__(self, replica: Replica) -> None:
         super().__init__()
         self.grant = replica.grant
         self.release = replica.donor.grants.release

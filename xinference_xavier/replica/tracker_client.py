@@ -4,7 +4,7 @@ Threading: the replica's background loop. Any thread may read the mirror.
 
 Life cycle: `run` serves one session after the other until it is cancelled or the replica leaves.
 
-    locate → join → publish all holdings → { watch, heartbeat, publish, tell whether it serves }
+    locate → join → publish all holdings → { watch, heartbeat, publish, report whether it serves }
        ↑______________ wait a little ← any failure ______________|
 
 The tracker may be away, hang, lose its memory or come back elsewhere; meanwhile the mirror stays.
@@ -21,9 +21,13 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
+import xoscar
 import xoscar as xo
 
-from xinference_xavier.mirror.mirror import Mirror
+from xinference_xavier.config import XavierConfig
+from xinference_xavier.errors import NotFoundError
+from xinference_xavier.mirror import Mirror
+from xinference_xavier.pool.tier import Claim
 from xinference_xavier.protocol.tracker import (
     MAX_CLAIM_SECONDS,
     MAX_REPORTED,
@@ -35,12 +39,78 @@ from xinference_xavier.protocol.tracker import (
     pack,
     tracker_uid,
 )
-from xinference_xavier.replica.live_peers import LivePeers
-from xinference_xavier.replica.load_reporter import LoadReporter
-from xinference_xavier.replica.publisher import Counters, Publisher
-from xinference_xavier.runtime.deadline import within
+from xinference_xavier.replica.reports import Counters, LoadReporter, Publisher
+from xinference_xavier.runtime.addresses import reachable_address
+from xinference_xavier.runtime.aio import within
 from xinference_xavier.runtime.validate import check_count
-from xinference_xavier.tiers.base import Claim
+
+_WORKER_UID = "worker"
+
+
+class TrackerLocation:
+    """First the configured address; later the one that our worker's supervisor names. The
+    supervisor creates a new tracker if necessary."""
+
+    def __init__(self, config: XavierConfig) -> None:
+        self._config = config
+        self._is_first = True
+
+    async def find(self) -> str:
+        """Return the address of the tracker's pool. Raises whatever the calls to worker and
+        supervisor raise."""
+        is_first, self._is_first = self._is_first, False
+        if is_first or self._config.worker_address is None:
+            return self._config.tracker_address
+        worker = await xoscar.actor_ref(self._config.worker_address, _WORKER_UID)
+        supervisor = await worker.get_supervisor_ref(add_worker=False)
+        try:
+            address: str = await supervisor.xavier_tracker_address(
+                self._config.model_uid, True, self._config.hooks
+            )
+        except NotFoundError:
+            # A restarted supervisor knows no model until its workers register again, which they do
+            # only every 15 s. If ours has registered already, this does nothing.
+            await worker.get_supervisor_ref(add_worker=True)
+            return self._config.tracker_address
+        return reachable_address(address, via=supervisor.address)
+
+
+class LivePeers:
+    """Reports the live peers whenever they change.
+
+    A new tracker does not know the peers that have not joined it yet. They count as alive for one
+    lease after it appeared, unless it saw them leave.
+    """
+
+    def __init__(self, on_members: Callable[[frozenset[str]], None]) -> None:
+        self._on_members = on_members
+        self._alive: frozenset[str] = frozenset()
+        self._seen: frozenset[str] = frozenset()
+        self._epoch = ""
+        self._grace_until = 0.0
+
+    def start(self, epoch: str, lease: float) -> None:
+        """Begin a session with the tracker's index `epoch`."""
+        if epoch != self._epoch:
+            self._epoch, self._seen = epoch, frozenset()
+            self._grace_until = asyncio.get_running_loop().time() + lease
+
+    def update(self, peers: frozenset[str]) -> None:
+        """Take over `peers`, the members that the tracker reports."""
+        departed, self._seen = self._seen - peers, self._seen | peers
+        in_grace = asyncio.get_running_loop().time() < self._grace_until
+        self._set_alive(peers | (self._alive - departed) if in_grace else peers)
+
+    def clear(self) -> None:
+        """The replica leaves its peers."""
+        self._seen, self._epoch = frozenset(), ""
+        self._set_alive(frozenset())
+
+    def _set_alive(self, alive: frozenset[str]) -> None:
+        if alive != self._alive:
+            self._alive = alive
+            self._on_members(alive)
+
 
 logger = logging.getLogger(__name__)
 

@@ -27,10 +27,9 @@ from xinference_xavier.protocol.transfer import (
     Ticket,
     parse_started,
 )
-from xinference_xavier.runtime.deadline import UNREACHABLE, within
-from xinference_xavier.runtime.parent import parent_pid
+from xinference_xavier.runtime.aio import UNREACHABLE, Rollback, within
+from xinference_xavier.runtime.host import parent_pid
 from xinference_xavier.runtime.rate_limited_log import RateLimitedLog
-from xinference_xavier.runtime.rollback import Rollback
 
 logger = logging.getLogger(__name__)
 

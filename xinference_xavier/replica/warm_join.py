@@ -2,12 +2,13 @@
 
 It begins when the replica can fetch, and ends after a few seconds at the latest. Until then the
 replica reports no load, so that routers leave it alone, and a launch is not ready. Where no peer
-holds anything, it ends at once.
+holds anything, it ends at once. Chunks go only into free rows. They arrive most important first,
+and as whole prefixes: nothing is requested behind a chunk that did not arrive.
 
-Chunks come only into free rows. They arrive most important first, and whole prefixes: what is
-behind a chunk that did not arrive is not asked for.
+`RecentPrompts` is the peers' part: which chunks of a pool the latest requests used most. It is
+bounded by requests, and by chunks of all of them.
 
-Threading: on the replica's background loop.
+Threading: the replica's background loop.
 """
 
 from __future__ import annotations
@@ -16,21 +17,98 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import xoscar
 
-from xinference_xavier.mirror.mirror import Mirror
+from xinference_xavier.mirror import Mirror
 from xinference_xavier.pool.pool import Pool, Row
-from xinference_xavier.protocol.hot_chunks import HotChunks, check_hot
+from xinference_xavier.pool.sweep import PORTION
+from xinference_xavier.pool.tier import FetchState
+from xinference_xavier.protocol.tracker import pack
+from xinference_xavier.protocol.transfer import MAX_HOT, HotChunks, check_hot
 from xinference_xavier.replica.canary import Canary
 from xinference_xavier.replica.fetcher import Fetcher, PeerFetch
 from xinference_xavier.runtime.addresses import replica_uid
-from xinference_xavier.runtime.deadline import within
+from xinference_xavier.runtime.aio import within
 from xinference_xavier.runtime.rate_limited_log import RateLimitedLog
-from xinference_xavier.stats.warm_join import WarmJoinStats
-from xinference_xavier.tiers.base import FetchState
+from xinference_xavier.stats.schema import WarmJoinStats
+
+MAX_REQUESTS = 1000
+MAX_KEYS = 100_000
+LEAST_USES = 2
+"""What only one request had is not hot."""
+_GROUP = slice(-4, None)  # the part of a key that is the number of its KV-cache group
+_PAUSE = 1e-6  # seconds, in which other threads get Python's lock
+
+Prompt = Sequence[bytes]
+"""The keys of a prompt's chunks, group by group."""
+
+
+class RecentPrompts:
+    """`take_finished` returns the prompts of the requests that ended since its last call, `named`
+    those of the named prefixes that are kept."""
+
+    def __init__(
+        self,
+        pool: Pool,
+        take_finished: Callable[[], Iterable[Prompt]],
+        named: Callable[[], Iterable[Prompt]],
+    ) -> None:
+        self._pool = pool
+        self._take_finished = take_finished
+        self._named = named
+        self._prompts: deque[Prompt] = deque()
+        self._keys = 0
+
+    def collect(self) -> None:
+        """Call it now and then: what takes no more room is forgotten."""
+        for prompt in self._take_finished():
+            self._prompts.append(prompt)
+            self._keys += len(prompt)
+        while len(self._prompts) > MAX_REQUESTS or self._keys > MAX_KEYS:
+            self._keys -= len(self._prompts.popleft())
+
+    def hottest(self, most: int) -> HotChunks:
+        """At most so many chunks that peers may fetch.
+
+        A chunk is used by no more requests than the one before it, and no later. So each is behind
+        the one before it, however the list is cut.
+        """
+        self.collect()
+        uses: dict[bytes, int] = {}  # of the latest prompt first
+        for prompt in reversed(self._prompts):
+            for key in self._shared(prompt):
+                uses[key] = uses.get(key, 0) + 1
+        named = {key for prompt in self._named() for key in self._shared(prompt)}
+        for prompt in self._named():
+            uses.update((key, 0) for key in prompt if key in named and key not in uses)
+        found = [key for key, count in uses.items() if key in named or count >= LEAST_USES]
+        found.sort(key=lambda key: (key not in named, -uses[key]))
+        del found[min(most, MAX_HOT) :]
+        return HotChunks(
+            pack(found), tuple(uses[key] for key in found), sum(key in named for key in found)
+        )
+
+    def _shared(self, prompt: Prompt) -> Iterator[bytes]:
+        """The run of chunks of each group that peers may fetch. Where the model looks back only so
+        far, it may begin behind the prompt's start."""
+        begun: set[bytes] = set()
+        ended: set[bytes] = set()
+        for number, key in enumerate(prompt):
+            if number % PORTION == 0:
+                time.sleep(_PAUSE)
+            group, row = key[_GROUP], self._pool.lookup(key)
+            if group in ended:
+                continue
+            if row is not None and row.checksum is not None:
+                begun.add(group)
+                yield key
+            elif group in begun:
+                ended.add(group)
+
 
 logger = logging.getLogger(__name__)
 

@@ -1,7 +1,11 @@
-"""Which replica answers a prompt first: backlog + computing or fetching what it lacks.
+"""Which replica answers a prompt first: backlog + computing or fetching what it lacks; and which
+replica computes a long prefill for it (`with_prefill_replicas`).
 
 Pure: no I/O, no clock. With a thousand replicas and a prompt of a hundred chunks, a choice is one
 pass over the chunks with sets as integers, then a few operations on arrays.
+
+A prefill stalls every response that its replica is streaming. If a prefill replica computes it, the
+decode replica fetches the chunks meanwhile, and only this request waits, perhaps longer.
 """
 
 from __future__ import annotations
@@ -16,6 +20,45 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xinference_xavier.routing.load import Floats, Loads, Numbers
+
+
+def with_prefill_replicas(
+    loads: Loads, found: Forecast, size: Chunks, threshold: int | None
+) -> Forecast:
+    """`found` as it is where decode replicas leave the prefill to the earliest prefill replica, if
+    that pays.
+
+    It does if the request waits less longer than the requests in the decode replica would wait
+    together, or if more than `threshold` tokens are missing; but never if the prefill replica's
+    queue takes longer than computing.
+    """
+    finish = np.where(loads.prefills, found.total, np.inf)
+    if not finish.size or finish.min() == np.inf:
+        return found
+    number = int(finish.argmin())
+    queue = float(found.backlog[number])
+    _, _, fetch_s, byte_s = loads.rates
+    whole = found.prompt.tokens // size.tokens
+    moving = queue + byte_s * (size.bytes * np.maximum(whole - found.runs, 0))
+    is_open = np.isfinite(found.backlog)
+    backlog = np.where(is_open, found.backlog, 0.0)
+    answer = np.maximum(backlog, np.maximum(finish[number], moving) + fetch_s)
+    if threshold is None:
+        here = backlog + found.fetch + found.compute
+        pays = answer - here < found.compute * loads.running
+    else:
+        pays = found.prompt.tokens - found.runs * size.tokens > threshold
+    pays &= loads.decodes & is_open & (queue <= found.compute)
+    if not pays.any():
+        return found
+    return replace(
+        found,
+        fetch=np.where(pays, answer - backlog, found.fetch),
+        compute=np.where(pays, 0.0, found.compute),
+        prefill=Prefill(loads.names[number], queue, float(finish[number]) - queue),
+        left=pays,
+    )
+
 
 TIE = 0.01
 """Forecasts are equal that differ by less than this share, or by `_TIE_S`."""

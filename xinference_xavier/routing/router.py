@@ -1,5 +1,12 @@
 """The router: what is known of the replicas, and what it has itself sent there.
 
+It also expects the chunks of the prompts that it sent (`Expected`): the index learns of a chunk
+only when it has been computed. It remembers which request is at which replica (`InFlight`): if the
+replica is lost before the first byte of an answer, the request goes to another one, but only once,
+as a request that brings its replica down must not bring down all. And requests wait while every
+replica is at its limit (`Queue`); they leave in order of arrival, or when they have waited too long
+or their client has gone.
+
 Pure: no I/O; times are passed in, in monotonic seconds, and chance comes from `source`. Belongs to
 one thread, which is also the one that writes `holdings`.
 """
@@ -8,7 +15,10 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
 
 from xinference_xavier.routing.choice import (
     Choice,
@@ -19,11 +29,146 @@ from xinference_xavier.routing.choice import (
     choose,
     forecast,
     held_runs,
+    with_prefill_replicas,
 )
-from xinference_xavier.routing.expected import GRACE, Expected
-from xinference_xavier.routing.in_flight import InFlight
 from xinference_xavier.routing.load import Loads, Report
-from xinference_xavier.routing.roles import with_prefill_replicas
+
+GRACE = 2.0
+"""Seconds in which a chunk that has been computed reaches the index."""
+
+
+class Expected:
+    def __init__(self) -> None:
+        self.sets: dict[bytes, int] = {}
+        """By key, the numbers of the replicas as bits, as in the index."""
+        self._until: dict[tuple[bytes, int], float] = {}
+        self._ends: list[tuple[float, int, Sequence[bytes]]] = []  # a heap
+
+    def add(self, bit: int, keys: Sequence[bytes], until: float) -> None:
+        """Expect `keys` at the replica with this bit up to `until`."""
+        for key in keys:
+            self.sets[key] = self.sets.get(key, 0) | bit
+            self._until[key, bit] = max(until, self._until.get((key, bit), until))
+        if keys:
+            heappush(self._ends, (until, bit, keys))
+
+    def expire(self, now: float) -> None:
+        while self._ends and self._ends[0][0] <= now:
+            _, bit, keys = heappop(self._ends)
+            self._remove(bit, (key for key in keys if self._until.get((key, bit), now) <= now))
+
+    def _remove(self, bit: int, keys: Iterable[bytes]) -> None:
+        for key in keys:
+            if self._until.pop((key, bit), None) is None:
+                continue
+            self.sets[key] &= ~bit
+            if not self.sets[key]:
+                del self.sets[key]
+
+    def clear(self) -> None:
+        self.sets.clear()
+        self._until.clear()
+        self._ends.clear()
+
+
+@dataclass(slots=True)
+class _Request:
+    replica: str
+    answered: bool = False
+    moved: bool = False
+
+
+class InFlight:
+    def __init__(self) -> None:
+        self._requests: dict[str, _Request] = {}
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def sent(self, request: str, replica: str) -> None:
+        known = self._requests.setdefault(request, _Request(""))
+        assert not known.replica, "it is at a replica"
+        known.replica = replica
+
+    def answered(self, request: str) -> None:
+        """A byte of the answer has arrived."""
+        if (known := self._requests.get(request)) is not None:
+            known.answered = True
+
+    def at(self, request: str) -> str:
+        """The replica that the request is at; empty if at none, or if it has ended."""
+        known = self._requests.get(request)
+        return known.replica if known else ""
+
+    def ended(self, request: str) -> str:
+        """The replica that the request was at, as `at` says."""
+        replica = self.at(request)
+        self._requests.pop(request, None)
+        return replica
+
+    def failed(self, request: str) -> bool:
+        """Its replica is of no use to it. True if it can go elsewhere; if not, it has ended."""
+        known = self._requests.get(request)
+        if known is None or known.answered or known.moved:
+            self._requests.pop(request, None)
+            return False
+        known.replica, known.moved = "", True
+        return True
+
+    def lost(self, replica: str) -> list[str]:
+        """The replica has failed or hangs. Returns the requests that can go elsewhere, in the order
+        in which they were sent; its others have ended."""
+        there = [request for request, known in self._requests.items() if known.replica == replica]
+        return [request for request in there if self.failed(request)]
+
+
+_MEASURED = 20  # admissions that the estimate is made from
+
+
+class Queue:
+    """At most `bound` requests wait, each for at most `patience` seconds."""
+
+    def __init__(self, bound: int, patience: float) -> None:
+        self.bound = bound
+        self.patience = patience
+        self._arrived: OrderedDict[str, float] = OrderedDict()
+        self._admitted: deque[float] = deque(maxlen=_MEASURED)
+
+    def __len__(self) -> int:
+        return len(self._arrived)
+
+    def join(self, request: str, now: float) -> bool:
+        """False if the queue is full: the request is refused."""
+        if len(self._arrived) >= self.bound:
+            return False
+        self._arrived[request] = now
+        return True
+
+    def leave(self, request: str) -> None:
+        """It has waited for too long, or its client has gone. Does nothing for one that does not
+        wait."""
+        self._arrived.pop(request, None)
+
+    @property
+    def first(self) -> str:
+        """The request that is admitted next; empty if none waits."""
+        return next(iter(self._arrived), "")
+
+    def admit(self, now: float) -> float:
+        """A replica takes the first request, which leaves the queue. Returns for how many seconds
+        it waited. Raises KeyError if none waits."""
+        _, arrived = self._arrived.popitem(last=False)
+        self._admitted.append(now)
+        return max(0.0, now - arrived)
+
+    def retry_after(self, now: float) -> int:
+        """Seconds after which a refused client may find a place: as long as those that wait now
+        will take at the pace of the latest admissions. At least one, at most the patience."""
+        longest = max(1, math.ceil(self.patience))
+        if len(self._admitted) < 2:
+            return longest
+        pace = (now - self._admitted[0]) / len(self._admitted)
+        return min(longest, max(1, math.ceil(pace * max(1, len(self._arrived)))))
 
 
 class Router:

@@ -8,7 +8,6 @@ itself, forever, and occupies up to a whole core.
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import logging
 from typing import Any
@@ -16,8 +15,6 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 _PATCHED = "_xavier_patched"
-_OBSERVED = 0.1  # seconds
-_SAMPLES = 5
 
 
 def patch_cancels() -> None:
@@ -47,29 +44,3 @@ def patch_cancels() -> None:
 
     setattr(cancel, _PATCHED, True)
     handlers[MessageType.cancel] = cancel
-
-
-async def cancel_circles() -> bool:
-    """Whether a pool of the running loop sends itself a cancel in a loop, which it would do some
-    thousand times a second. Observes it for 0.1 s."""
-    before = _pending_cancels()
-    for _ in range(_SAMPLES):
-        await asyncio.sleep(_OBSERVED / _SAMPLES)
-        if not _pending_cancels() <= before:
-            return True
-    return False
-
-
-def _pending_cancels() -> set[str]:
-    """The names of the tasks in which a main pool waits for the answer to a cancel that it has
-    forwarded. A cancel that reaches the right pool is answered at once."""
-    from xoscar.backends.message import CancelMessage
-
-    def waits(task: asyncio.Task[Any]) -> bool:
-        frame = getattr(task.get_coro(), "cr_frame", None)
-        values = frame.f_locals if frame is not None else {}
-        pool, message = values.get("self"), values.get("message")
-        sub_pools = getattr(pool, "sub_processes", ())
-        return isinstance(message, CancelMessage) and message.address not in sub_pools
-
-    return {task.get_name() for task in asyncio.all_tasks() if waits(task)}

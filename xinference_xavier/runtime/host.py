@@ -1,9 +1,11 @@
-"""Facts about a process and its host: free memory, versions and limits. Linux only."""
+"""Facts about a process, its host and its parent: free memory, versions, limits. Linux only."""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import resource
+import select
 import socket
 import sys
 from collections.abc import Iterator
@@ -111,3 +113,25 @@ def _version(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
+
+
+GRACE = 10.0
+"""Seconds that an engine without a parent has to end by itself."""
+
+
+def parent_pid() -> int | None:
+    """None unless multiprocessing started this process."""
+    parent = multiprocessing.parent_process()
+    return None if parent is None else parent.pid
+
+
+def await_end(pid: int) -> None:
+    """Return when the process has ended. Raises OSError if it cannot be watched."""
+    try:
+        process = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return  # it ended already
+    waiting = select.poll()
+    waiting.register(process, select.POLLIN)
+    waiting.poll()
+    os.close(process)

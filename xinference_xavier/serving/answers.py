@@ -12,8 +12,8 @@ from starlette.middleware import Middleware
 from starlette.responses import Response
 
 from xinference_xavier.errors import NOT_FOUND_HEADER, ExplainError, NotFoundError
-from xinference_xavier.frontend.prefixes.prefix import check_tenant
-from xinference_xavier.serving.tracker_gateway import UNREACHABLE
+from xinference_xavier.frontend.prefix import check_tenant
+from xinference_xavier.serving.gateway import UNREACHABLE
 from xinference_xavier.stats.answers import SALT_HEADER
 
 MODEL = "/v1/xavier/{model_uid}"

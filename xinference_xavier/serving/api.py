@@ -9,7 +9,7 @@ from typing import Any
 from fastapi import HTTPException, Request
 from fastapi.responses import JSONResponse
 
-from xinference_xavier.frontend.asked import prompt_text
+from xinference_xavier.frontend.question import prompt_text
 from xinference_xavier.protocol.tracker import (
     MAX_QUESTION_BYTES,
     MAX_WEIGHTS_VERSION,
@@ -29,9 +29,8 @@ from xinference_xavier.serving.answers import (
     answered_for,
     model_access,
 )
-from xinference_xavier.serving.diagnostics import cluster_info
+from xinference_xavier.serving.gateway import TrackerGateway, cluster_info
 from xinference_xavier.serving.sse import Filter, Listeners, Stream, live, notice_servers
-from xinference_xavier.serving.tracker_gateway import TrackerGateway
 from xinference_xavier.tracker.fanout import EXPLAIN_DEADLINE
 
 MAX_CHANGE = 1 << 10

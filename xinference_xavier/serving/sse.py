@@ -18,8 +18,8 @@ from sse_starlette.sse import EventSourceResponse
 from starlette.types import Receive, Scope, Send
 
 from xinference_xavier.errors import NotFoundError
-from xinference_xavier.runtime.deadline import within
-from xinference_xavier.serving.tracker_gateway import DEADLINE, UNREACHABLE, TrackerGateway
+from xinference_xavier.runtime.aio import within
+from xinference_xavier.serving.gateway import DEADLINE, UNREACHABLE, TrackerGateway
 
 STATUS_INTERVAL = 1.0
 RETRY_PAUSE = 1.0

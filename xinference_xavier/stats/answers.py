@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Self
 
-from xinference_xavier.stats.reading import read
+from xinference_xavier.stats.report import read
 
 
 @dataclass(frozen=True)

@@ -1,25 +1,35 @@
-"""The reported figures of sharing, declared once, with the metric that each field becomes.
+"""The figures of sharing and routing, declared once, with the metric that each field becomes.
 
-As JSON, an object is a dictionary of its fields. `stats.reading` does not trust it, because it
+As JSON, an object is a dictionary of its fields. `stats.report` does not trust it, because it
 comes from peers and perhaps from another version.
 
 Times are in seconds, sizes in bytes, and rows are chunks. Counters begin at zero when a replica is
-started.
+started; those of routing, when a process that sends requests to replicas is.
 """
 
 from bisect import bisect_left
 from dataclasses import dataclass, field, fields
 from typing import Any, Self
 
-from xinference_xavier.stats.metrics import metric, shown_as
-from xinference_xavier.stats.routing import RoutingStats
-from xinference_xavier.stats.warm_join import WarmJoinStats
-
 SECONDS_BOUNDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 """Buckets of a fetch's duration; `xavier_fetch_timeout` is 5 s by default."""
 BYTES_BOUNDS = tuple(float(1 << power) for power in range(16, 34, 2))
 """Buckets of a fetch's size: 64 KiB to 4 GiB."""
 COMMITTED, ROLLED_BACK = OUTCOMES = ("committed", "rolled_back")
+
+
+def shown_as(name: str, text: str, label: str = "") -> dict[str, str]:
+    """A field's metadata: its metric, without prefix.
+
+    A dictionary is shown as the sum of its values. With `label`, an object is shown as one series
+    per field, and the field's name is the label's value.
+    """
+    return {"metric": name, "help": text, "label": label}
+
+
+def metric(name: str, text: str, default: float | None = 0) -> Any:
+    """A dataclass field with a metric."""
+    return field(default=default, metadata=shown_as(name, text))
 
 
 @dataclass
@@ -237,6 +247,19 @@ class Totals(Counters):
     holdings: int = 0
 
 
+@dataclass
+class WarmJoinStats:
+    """`failures` are peers that did not say what they use most."""
+
+    chunks: int = metric(
+        "warm_join_chunks_total", "Chunks that the replica fetched before its first request."
+    )
+    seconds: float = metric(
+        "warm_join_seconds", "Time for which the replica fetched before its first request."
+    )
+    failures: int = metric("warm_join_failures_total", "Peers that did not say what they use most.")
+
+
 @dataclass(kw_only=True)
 class ReplicaStats(Counters):
     """What a replica reports about itself.
@@ -339,6 +362,87 @@ class TrackerStats:
             label="reason",
         ),
     )
+
+
+CHOICES = ("local", "fetch", "compute", "backlog", "prefill")
+"""Why a replica is chosen: see `routing.choice.Choice`."""
+
+
+@dataclass
+class KnownLoad:
+    """What a replica has to do now: seconds of prefill, and the `requests` that wait or run there.
+    One at its request limit does not accept more. `role` is "any", "prefill" or "decode"."""
+
+    backlog_s: float = 0.0
+    requests: int = 0
+    accepts: bool = True
+    role: str = "any"
+
+
+@dataclass
+class RoutingStats:
+    """`mode` is "auto", "backlog" or "off"; empty before the first replica has reported its load.
+
+    `loads` has the replicas whose load is known now, `choices` the requests that were sent, by
+    reason, and `replicas` the same by xinference's name for the replica. A request that is `moved`
+    is sent again. Those that are `unrouted` go in turn.
+
+    `forecasts` counts requests whose answers were streamed; `predicted_s`, `actual_s` and `error_s`
+    are sums over them, of the time until the first byte.
+    """
+
+    mode: str = ""
+    loads: dict[str, KnownLoad] = field(default_factory=dict)
+    choices: dict[str, int] = field(default_factory=dict)
+    replicas: dict[str, int] = field(default_factory=dict)
+    waiting: int = metric(
+        "routing_waiting_requests",
+        "Requests that wait now because all replicas are at their limit.",
+    )
+    waited: int = metric("routing_waits_total", "Requests that waited until a replica took them.")
+    waited_s: float = metric("routing_wait_seconds_total", "Time that these requests waited.")
+    refused: int = metric(
+        "routing_refused_total",
+        "Requests that were refused because too many waited, or that waited for too long.",
+    )
+    moved: int = metric(
+        "routing_moved_total", "Requests sent to another replica because theirs was lost."
+    )
+    failed_prefills: int = metric(
+        "routing_failed_prefills_total",
+        "Prefills that a prefill replica was to do for another one and that failed.",
+    )
+    unrouted: int = metric(
+        "unrouted_requests_total",
+        "Requests that went to the replicas in turn: routing was off, or no load was known.",
+    )
+    failures: int = metric(
+        "routing_failures_total", "Times that the router could not ask the tracker what is new."
+    )
+    forecasts: int = metric(
+        "routing_forecasts_total", "Streamed answers whose first byte had been predicted."
+    )
+    predicted_s: float = metric(
+        "routing_predicted_seconds_total", "Predicted time until the first byte of these answers."
+    )
+    actual_s: float = metric(
+        "routing_actual_seconds_total", "Time until the first byte of these answers."
+    )
+    error_s: float = metric(
+        "routing_prediction_error_seconds_total", "Absolute error of these predictions."
+    )
+
+    def sent(self, reason: str, replica: str) -> None:
+        """A request was sent to a replica."""
+        self.choices[reason] = self.choices.get(reason, 0) + 1
+        self.replicas[replica] = self.replicas.get(replica, 0) + 1
+
+    def answered(self, predicted: float, actual: float) -> None:
+        """The first byte of a streamed answer came after `actual` seconds."""
+        self.forecasts += 1
+        self.predicted_s += predicted
+        self.actual_s += actual
+        self.error_s += abs(predicted - actual)
 
 
 PREFIX_STATES = ("kept", "computing", "waiting", "failed")

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from xinference_xavier.hooks import hooks_of
+from xinference_xavier.events import hooks_of
 from xinference_xavier.protocol.load import Load, ScheduledPrompt, check_load, check_prompts
 from xinference_xavier.protocol.tracker import (
     MAX_CLAIM_SECONDS,

@@ -15,7 +15,7 @@ from xinference_xavier.errors import ExplainError
 from xinference_xavier.protocol.prefixes import Kept, check_kept
 from xinference_xavier.protocol.tracker import Member, check_explanation, check_stats
 from xinference_xavier.runtime.addresses import replica_uid
-from xinference_xavier.runtime.deadline import within
+from xinference_xavier.runtime.aio import within
 from xinference_xavier.tracker.namespaces import Namespace, Namespaces
 
 logger = logging.getLogger(__name__)

@@ -1,7 +1,8 @@
-"""Which replica of one namespace holds which chunks, with a version that watchers can follow.
+"""Which replica of one namespace holds which chunks, with a version that watchers can follow; and
+which replica is computing which chunks (`Claims`), so that the others wait instead of computing.
 
-A pure data structure: no I/O, no clock, no lock. Its owner calls it from one thread and passes the
-time in, in monotonic seconds.
+Pure data structures: no I/O, no clock, no lock. Their owner calls them from one thread and passes
+the time in, in monotonic seconds.
 
 Keys are `bytes` of one length per namespace and are never interpreted. On the wire and in the log
 they are *packed*, concatenated into one `bytes`: sending a list costs four times as much.
@@ -13,11 +14,14 @@ repeated publication neither loses a key nor revives one.
 **Revisions.** Every change that a watcher could see raises the revision. Changes are kept in a log
 that is bounded in bytes. A watcher that is further behind than the log reaches, or that followed
 another index (another epoch), gets a snapshot. Members travel as changes, too: there may be many.
+
+**Claims.** A claim is a hint. It ends when its chunks are published, when the request that made it
+ends, when its replica is lost, and when its time is up.
 """
 
 import secrets
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import NamedTuple
@@ -189,21 +193,6 @@ class Index:
     def leases(self) -> list[Lease]:
         return list(self._leases.values())
 
-    def match_prefix(self, keys: Iterable[bytes]) -> dict[str, int]:
-        """Return {incarnation: count}: how many leading `keys` each member holds without a gap.
-
-        `keys` are chunk keys in the order of a prompt. Members without the first one are left out.
-        O(members + sum of the counts) set lookups; no holdings are copied.
-        """
-        counts: dict[str, int] = {}
-        holders = list(self._leases.items())
-        for count, key in enumerate(keys, 1):
-            holders = [(incarnation, lease) for incarnation, lease in holders if key in lease.keys]
-            if not holders:
-                break
-            counts |= {incarnation: count for incarnation, _ in holders}
-        return counts
-
     # Watching
 
     def configure(self, settings: Settings) -> None:
@@ -276,3 +265,59 @@ class Index:
 def _log_cost(entry: News) -> int:
     keys = len(entry.added) + len(entry.removed) if isinstance(entry, Change) else 0
     return CHANGE_OVERHEAD + keys
+
+
+MAX_CLAIMED = 100_000
+"""Chunks of one namespace; beyond them no replica waits for another."""
+
+
+class _Claim(NamedTuple):
+    incarnation: str
+    until: float
+
+
+class Claims:
+    """`refused` counts the keys that exceeded `MAX_CLAIMED`."""
+
+    def __init__(self) -> None:
+        self.refused = 0
+        self._claims: dict[bytes, _Claim] = {}
+
+    def __len__(self) -> int:
+        return len(self._claims)
+
+    def claim(self, incarnation: str, keys: Sequence[bytes], now: float, seconds: float) -> int:
+        """Claim the ordered `keys` of a prefix for `seconds` and return 0; or change nothing and
+        return how many leading keys a peer is computing or has computed.
+
+        A key stands for its whole prefix, so a peer that computes one also has those before it, or
+        knows which peer does.
+        """
+        for owner, until in filter(None, map(self._claims.get, keys)):
+            if owner != incarnation and now < until:
+                return max(count for count, key in enumerate(keys, 1) if self._is_of(key, owner))
+        if len(self._claims) + len(keys) > MAX_CLAIMED:
+            self._expire(now)
+        if len(self._claims) + len(keys) > MAX_CLAIMED:
+            self.refused += len(keys)
+        else:
+            self._claims |= dict.fromkeys(keys, _Claim(incarnation, now + seconds))
+        return 0
+
+    def release(self, incarnation: str, keys: Iterable[bytes]) -> None:
+        """End the claims of `incarnation` on `keys`."""
+        for key in keys:
+            if self._is_of(key, incarnation):
+                del self._claims[key]
+
+    def forget(self, incarnation: str) -> None:
+        """End all claims of `incarnation`."""
+        self._claims = {
+            key: claim for key, claim in self._claims.items() if claim.incarnation != incarnation
+        }
+
+    def _expire(self, now: float) -> None:
+        self._claims = {key: claim for key, claim in self._claims.items() if now < claim.until}
+
+    def _is_of(self, key: bytes, incarnation: str) -> bool:
+        return key in self._claims and self._claims[key].incarnation == incarnation

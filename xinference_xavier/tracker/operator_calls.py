@@ -11,11 +11,11 @@ import xoscar as xo
 from xinference_xavier.events import (
     CacheFlushed,
     Event,
+    Hooks,
     RoutingChanged,
     SharingSwitched,
     event_dict,
 )
-from xinference_xavier.hooks import Hooks
 from xinference_xavier.protocol.load import Observation
 from xinference_xavier.protocol.prefixes import Kept
 from xinference_xavier.protocol.tracker import (
@@ -26,16 +26,13 @@ from xinference_xavier.protocol.tracker import (
     check_switch,
     check_weights_version,
 )
-from xinference_xavier.runtime.cancels import cancel_circles
 from xinference_xavier.runtime.host import process_info
 from xinference_xavier.runtime.validate import check_count, check_identifier
-from xinference_xavier.stats.history import History
+from xinference_xavier.stats.report import History
 from xinference_xavier.tracker import fanout
-from xinference_xavier.tracker.event_log import EventLog, EventRecord
-from xinference_xavier.tracker.membership import Membership, StartupErrors
-from xinference_xavier.tracker.namespaces import Namespaces
+from xinference_xavier.tracker.log import EventLog, EventRecord, Membership, StartupErrors
+from xinference_xavier.tracker.namespaces import Namespaces, WatchLimit
 from xinference_xavier.tracker.observers import Observers
-from xinference_xavier.tracker.watchers import WatchLimit
 
 
 class OperatorCalls(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no types
@@ -139,11 +136,7 @@ class OperatorCalls(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no t
 
     async def process_info(self) -> dict[str, Any]:
         """What the process that runs this tracker knows about itself; JSON-able."""
-        return {
-            **process_info(),
-            "address": self.address,
-            "cancel_circles": await cancel_circles(),
-        }
+        return {**process_info(), "address": self.address}
 
     async def set_enabled(self, enabled: bool) -> Settings:
         """Switch sharing on or off for all replicas of the model."""

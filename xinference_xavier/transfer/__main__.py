@@ -21,8 +21,8 @@ import xoscar
 from xinference_xavier.errors import LinkError, XavierError
 from xinference_xavier.pool.region import Region
 from xinference_xavier.protocol.transfer import MAX_LINE, TRANSFER_UID, Endpoint, Startup
+from xinference_xavier.runtime.host import GRACE, await_end
 from xinference_xavier.runtime.net import listen
-from xinference_xavier.runtime.parent import GRACE, await_end
 from xinference_xavier.transfer.actor import TransferActor, load_transport
 from xinference_xavier.transfer.transports.selection import TransportSelector
 

@@ -13,9 +13,7 @@ import xoscar
 from xinference_xavier.pool.region import Region
 from xinference_xavier.protocol.transfer import Startup
 from xinference_xavier.runtime.rate_limited_log import RateLimitedLog
-from xinference_xavier.transfer.links import LinkContext, LinkStats
-from xinference_xavier.transfer.receiver import Receiver
-from xinference_xavier.transfer.sender import Sender
+from xinference_xavier.transfer.links import LinkContext, LinkStats, Receiver, Sender
 from xinference_xavier.transfer.transports.base import Transport
 from xinference_xavier.transfer.transports.selection import TransportSelector
 

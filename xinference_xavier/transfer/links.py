@@ -1,13 +1,41 @@
-"""What both directions of a transfer process's links share."""
+"""The links of a transfer process in both directions.
+
+A `Sender` owns the links on which this replica is the donor: it sends rows that its engine granted.
+A `Receiver` owns those on which it is the consumer: it receives and verifies rows of donors.
+"""
 
 import asyncio
+import logging
+import os
+import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import NamedTuple
+from weakref import WeakValueDictionary
 
+import xoscar
+
+from xinference_xavier.errors import OUT_OF_REACH, LinkError, XavierError
+from xinference_xavier.options import MAX_FETCH_TIMEOUT
 from xinference_xavier.pool.region import Region
+from xinference_xavier.protocol.transfer import (
+    PROTOCOL_VERSION,
+    TRANSFER_UID,
+    Endpoint,
+    PullOrder,
+    PullResult,
+    Ticket,
+    check_order,
+    check_ticket,
+    check_version,
+    checking,
+)
+from xinference_xavier.runtime.aio import Rollback, remaining, spawn, within
 from xinference_xavier.runtime.rate_limited_log import RateLimitedLog
-from xinference_xavier.transfer.transports.base import Link
-from xinference_xavier.transfer.transports.selection import TransportSelector
+from xinference_xavier.runtime.validate import check_identifier, check_seconds
+from xinference_xavier.transfer.transports.base import Acceptance, Link, Transport
+from xinference_xavier.transfer.transports.selection import OutOfReachError, TransportSelector
 
 MAX_LINKS = 256  # per direction
 
@@ -41,3 +69,384 @@ class LinkContext:
 async def close_link(link: Link) -> None:
     """Close `link`, even if the caller is cancelled: nobody else would."""
     await asyncio.shield(asyncio.get_running_loop().run_in_executor(None, link.close))
+
+
+logger = logging.getLogger(__name__)
+
+
+class _AcceptedLink(NamedTuple):
+    consumer: str
+    transport: str
+    link: asyncio.Task[Link | None]  # None: the consumer did not complete it
+
+
+class Sender:
+    """At most one complete link to each consumer. Our engine signs its tickets with `key`."""
+
+    def __init__(self, context: LinkContext, key: bytes) -> None:
+        self._context = context
+        self._key = key
+        self._links: dict[str, _AcceptedLink] = {}  # by id, the one used last at the end
+        self._busy: set[str] = set()  # ids of links that carry a batch
+
+    def transports(self) -> list[str]:
+        """The transport of each link."""
+        return [accepted.transport for accepted in self._links.values()]
+
+    async def close_links_except(self, members: frozenset[str]) -> None:
+        for consumer in {accepted.consumer for accepted in self._links.values()} - members:
+            await self._close_all_to(consumer)
+
+    async def open_link(
+        self,
+        version: int,
+        link_id: str,
+        consumer: str,
+        transport: str,
+        hello: bytes,
+        timeout: float,
+    ) -> bytes:
+        """Accept a link from `consumer`; returns the answer that completes its side."""
+        check_version(version)
+        with checking("request for a link"):
+            check_identifier("link_id", link_id)
+            check_identifier("consumer", consumer)
+            check_identifier("transport", transport)
+            check_seconds("timeout", timeout, MAX_FETCH_TIMEOUT)
+        if self._context.secret is None:
+            raise LinkError("the donor has not joined a tracker yet")
+        own = self._context.selector.named(transport)
+        # A consumer has one link to us, and asks for another only after it has closed that one.
+        await self._close_all_to(consumer)
+        await self._make_room()
+        if link_id in self._links:
+            raise LinkError(f"there is a link {link_id} already")
+        deadline = time.monotonic() + timeout
+        loop = asyncio.get_running_loop()
+        half = own.accept(hello, self._context.secret, deadline)
+        answering = loop.run_in_executor(self._context.threads, lambda: half.answer)
+        link = asyncio.ensure_future(self._complete(link_id, half, answering, deadline))
+        # Without an await since there was room, so that concurrent calls count it.
+        self._links[link_id] = _AcceptedLink(consumer, own.name, link)
+        return await answering
+
+    async def _complete(
+        self, link_id: str, half: Acceptance, answering: asyncio.Future[bytes], deadline: float
+    ) -> Link | None:
+        """The complete link; None if the consumer did not complete its side."""
+        loop = asyncio.get_running_loop()
+        try:
+            async with Rollback() as scope:
+                scope.undo(self._links.pop, link_id, None)
+                scope.undo(loop.run_in_executor, None, half.withdraw)
+                await asyncio.wait({answering})
+                threads = self._context.threads
+                link = await loop.run_in_executor(threads, half.complete, deadline)
+                scope.commit()
+            return link
+        except XavierError as error:
+            self._context.log.warn("link", "link not completed: id=%s error=%s", link_id, error)
+            return None
+
+    async def serve(
+        self, version: int, link_id: str, ticket: Ticket, row_bytes: int, timeout: float
+    ) -> None:
+        """Send the rows of `ticket` over the link; returns once they have left our memory."""
+        check_version(version)
+        with checking("request for rows"):
+            check_identifier("link_id", link_id)
+            check_seconds("timeout", timeout, MAX_FETCH_TIMEOUT)
+        ticket = check_ticket(ticket, self._context.region.rows)
+        accepted = self._links.get(link_id)
+        if accepted is None:
+            raise LinkError("no such link")
+        if link_id in self._busy:
+            raise LinkError("the link carries a batch already")
+        if row_bytes != self._context.region.row_bytes:
+            raise LinkError(
+                f"the consumer's rows have {row_bytes} bytes, the donor's "
+                f"{self._context.region.row_bytes}"
+            )
+        if accepted.consumer != ticket.consumer or not ticket.is_valid(self._key, time.monotonic()):
+            raise LinkError("the ticket is not valid for this link or has expired")
+        deadline = time.monotonic() + timeout
+        loop = asyncio.get_running_loop()
+        self._links[link_id] = self._links.pop(link_id)
+        self._busy.add(link_id)
+        try:
+            link = await asyncio.shield(accepted.link)
+            if link is None:
+                raise LinkError("the link was not completed")
+            await loop.run_in_executor(self._context.threads, link.send, ticket.slots, deadline)
+        except BaseException:
+            await self._close(link_id)
+            raise
+        finally:
+            self._busy.discard(link_id)
+        self._context.stats[accepted.transport].bytes_sent += len(ticket.slots) * row_bytes
+
+    async def _make_room(self) -> None:
+        """For one more link: close idle ones, those not used for longest first."""
+        while len(self._links) >= MAX_LINKS:
+            complete = (link_id for link_id, link in self._links.items() if link.link.done())
+            idle = next((link_id for link_id in complete if link_id not in self._busy), None)
+            if idle is None:
+                raise LinkError(f"the donor's {MAX_LINKS} links are all in use")
+            logger.debug("closing an idle link to make room: id=%s", idle)
+            await self._close(idle)
+
+    async def _close_all_to(self, consumer: str) -> None:
+        for link_id, accepted in list(self._links.items()):
+            # An incomplete link ends at its own deadline.
+            if accepted.consumer == consumer and accepted.link.done():
+                await self._close(link_id)
+
+    async def _close(self, link_id: str) -> None:
+        accepted = self._links.pop(link_id, None)
+        if accepted is not None and accepted.link.done():
+            link = accepted.link.result()
+            if link is not None:
+                await close_link(link)
+
+
+logger = logging.getLogger(__name__)
+
+_FIRST_TRY_SECONDS = 1.0
+"""For the best transport if there is another; at most half of the time left."""
+
+
+class ChecksumError(LinkError):
+    """A complete row has the wrong content."""
+
+
+class _OpenLink(NamedTuple):
+    link_id: str
+    address: str  # of the donor's transfer process
+    peer: xoscar.ActorRefType  # its actor; kept, because finding it costs a round trip
+    transport: str
+    link: Link
+
+
+@dataclass
+class _Progress:
+    """Of a pull."""
+
+    verified: int = 0  # rows
+    transport: str | None = None
+
+
+class Receiver:
+    """At most one link from each donor. A link carries one batch at a time."""
+
+    def __init__(self, context: LinkContext) -> None:
+        self._context = context
+        self._links: dict[str, _OpenLink] = {}  # by donor, the one used last at the end
+        # By donor; held while its link carries a batch.
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+
+    def linked_to(self) -> dict[str, str]:
+        """The transport of each donor's link."""
+        return {donor: opened.transport for donor, opened in self._links.items()}
+
+    async def close_links_except(self, members: frozenset[str]) -> None:
+        self._context.selector.forget_except(members)
+        for donor in self._links.keys() - members:
+            await self._close(donor)
+
+    async def pull(self, order: PullOrder) -> PullResult:
+        """Fetch the rows of `order`. Never raises; when it returns, nothing writes to its rows."""
+        try:
+            order = check_order(order, self._context.region.rows)
+        except LinkError as error:
+            self._context.log.warn("order", "pull refused: error=%s", error)
+            return PullResult(0, "malformed")
+        deadline = time.monotonic() + order.timeout
+        progress = _Progress()
+        reason: str | None = None
+        serving: asyncio.Future[None] | None = None
+        lock = self._locks.setdefault(order.donor, asyncio.Lock())
+        try:
+            await asyncio.wait_for(lock.acquire(), order.timeout)
+        except TimeoutError:
+            return PullResult(0, "timeout")
+        reused = order.donor in self._links
+        try:
+            try:
+                serving = await self._pull(order, deadline, progress)
+            except LinkError as error:
+                # An idle link can break unnoticed. A new one shows whether the donor is alive.
+                if not reused or progress.verified or isinstance(error, ChecksumError):
+                    raise
+                logger.debug("idle link broke: donor=%s error=%s", order.donor, error)
+                await self._close(order.donor)
+                serving = await self._pull(order, deadline, progress)
+        except Exception as error:  # a peer's exception can have any type
+            reason = _reason(error) if progress.verified < len(order.slots) else None
+            await self._fail(order.donor, error)
+        finally:
+            if serving is None:
+                lock.release()
+            else:
+                spawn(self._end_batch(order.donor, lock, serving))
+        if progress.verified and progress.transport is not None:
+            stats = self._context.stats[progress.transport]
+            stats.fetches += 1
+            stats.bytes_received += progress.verified * self._context.region.row_bytes
+        return PullResult(progress.verified, reason, progress.transport)
+
+    async def probe_link(self, donor: str, endpoint: Endpoint, timeout: float) -> str | None:
+        """Open a link to `donor` unless there is one. Returns why it failed, or None."""
+        deadline = time.monotonic() + timeout
+        lock = self._locks.setdefault(donor, asyncio.Lock())
+        if lock.locked():
+            return None  # the link is in use
+        async with lock:
+            opened = self._links.get(donor)
+            if opened is not None and opened.address == endpoint.address:
+                return None
+            try:
+                await self._close(donor)
+                candidates = self._context.selector.candidates(donor, *endpoint)
+                await self._connect(donor, endpoint.address, candidates, deadline)
+            except OutOfReachError as error:
+                return str(error)
+            except Exception as error:  # a peer's exception can have any type
+                return f"no link to {endpoint.address}: {str(error) or type(error).__name__}"
+        return None
+
+    async def _end_batch(
+        self, donor: str, lock: asyncio.Lock, serving: asyncio.Future[None]
+    ) -> None:
+        """Complete rows count at once; only the link's next batch waits for the donor to finish."""
+        try:
+            await serving
+        except Exception as error:  # a peer's exception can have any type
+            await self._fail(donor, error)
+        finally:
+            lock.release()
+
+    async def _fail(self, donor: str, error: Exception) -> None:
+        self._context.log.warn(f"pull from {donor}", "pull from %s failed: error=%s", donor, error)
+        await self._close(donor)
+
+    async def _pull(
+        self, order: PullOrder, deadline: float, progress: _Progress
+    ) -> asyncio.Future[None]:
+        """Receive all rows. The future is done when the donor has finished the batch too."""
+        opened = self._links.get(order.donor)
+        if opened is None or opened.address != order.address:
+            await self._close(order.donor)
+            candidates = self._context.selector.candidates(order.donor, order.address, order.host)
+            progress.transport = candidates[-1].name  # if none of them makes a link
+            opened = await self._connect(order.donor, order.address, candidates, deadline)
+        else:
+            self._links[order.donor] = self._links.pop(order.donor)
+        progress.transport = opened.transport
+
+        wanted = dict(zip(order.slots, zip(order.keys, order.checksums, strict=True), strict=True))
+
+        def check(slot: int) -> None:
+            key, checksum = wanted[slot]
+            if self._context.region.checksum(slot, key) != checksum:
+                raise ChecksumError(f"the row of chunk {key.hex()[:16]} arrived damaged")
+
+        def receive() -> None:
+            granted = order.ticket.slots
+            for _ in opened.link.receive(order.slots, granted, check, deadline):
+                progress.verified += 1
+
+        loop = asyncio.get_running_loop()
+        receiving = loop.run_in_executor(self._context.threads, receive)
+        served = opened.peer.serve(
+            PROTOCOL_VERSION,
+            opened.link_id,
+            order.ticket,
+            self._context.region.row_bytes,
+            deadline - time.monotonic(),
+        )
+        serving = asyncio.ensure_future(within(remaining(deadline), served))
+        try:
+            await asyncio.wait({receiving, serving}, return_when=asyncio.FIRST_COMPLETED)
+            if serving.done():
+                serving.result()  # a refusal ends the wait at once
+            await receiving
+        except BaseException:
+            serving.cancel()
+            if not receiving.done():
+                await loop.run_in_executor(None, opened.link.close)
+                await asyncio.wait({receiving})
+                receiving.exception()  # retrieved, but only the first error is reported
+            raise
+        return serving
+
+    async def _connect(
+        self, donor: str, address: str, candidates: Sequence[Transport], deadline: float
+    ) -> _OpenLink:
+        await self._make_room()
+        peer = await within(remaining(deadline), xoscar.actor_ref(address, TRANSFER_UID))
+        best, *others = candidates
+        if not others:
+            return await self._open(best, donor, address, peer, deadline)
+        now = time.monotonic()
+        first_deadline = now + min(_FIRST_TRY_SECONDS, (deadline - now) / 2)
+        try:
+            return await self._open(best, donor, address, peer, first_deadline)
+        except Exception as error:  # a peer's exception can have any type
+            opened = await self._open(others[0], donor, address, peer, deadline)
+            self._context.selector.record_fallback(donor, address, error)
+            return opened
+
+    async def _open(
+        self,
+        transport: Transport,
+        donor: str,
+        address: str,
+        peer: xoscar.ActorRefType,
+        deadline: float,
+    ) -> _OpenLink:
+        if self._context.secret is None:
+            raise LinkError("this replica has not joined a tracker yet")
+        loop = asyncio.get_running_loop()
+        threads = self._context.threads
+        async with Rollback() as scope:
+            offer = transport.offer(self._context.secret, deadline)
+            scope.undo(loop.run_in_executor, None, offer.withdraw)
+            link_id = os.urandom(8).hex()
+            hello = await loop.run_in_executor(threads, lambda: offer.hello)
+            timeout = deadline - time.monotonic()
+            opening = peer.open_link(
+                PROTOCOL_VERSION, link_id, self._context.incarnation, transport.name, hello, timeout
+            )
+            answer = await within(remaining(deadline), opening)
+            link = await loop.run_in_executor(threads, offer.complete, answer, deadline)
+            scope.commit()
+        self._links[donor] = _OpenLink(link_id, address, peer, transport.name, link)
+        return self._links[donor]
+
+    async def _make_room(self) -> None:
+        """Close idle links, those not used for longest first, until there may be one more for each
+        donor whose lock is held, ours included."""
+        while True:
+            busy = {donor for donor, lock in self._locks.items() if lock.locked()}
+            idle = [donor for donor in self._links if donor not in busy]
+            if len(busy) + len(idle) <= MAX_LINKS:
+                return
+            if not idle:
+                raise LinkError(f"all {MAX_LINKS} links are in use")
+            logger.debug("closing an idle link to make room: donor=%s", idle[0])
+            await self._close(idle[0])
+
+    async def _close(self, donor: str) -> None:
+        opened = self._links.pop(donor, None)
+        if opened is not None:
+            await close_link(opened.link)
+
+
+def _reason(error: Exception) -> str:
+    """The reason that a failed pull is counted under."""
+    if isinstance(error, ChecksumError):
+        return "checksum"
+    # A peer's own words must not become labels of our metrics.
+    if isinstance(error, OutOfReachError) and error.reason in OUT_OF_REACH:
+        return error.reason
+    return "timeout" if isinstance(error, TimeoutError) else "link"

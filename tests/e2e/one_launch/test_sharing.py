@@ -29,7 +29,7 @@ from xinference_xavier.client import XavierClient
 from xinference_xavier.pool.region import receive_region
 from xinference_xavier.protocol.tracker import tracker_uid
 from xinference_xavier.runtime.addresses import reachable_address
-from xinference_xavier.serving.prometheus.families import PREFIX
+from xinference_xavier.serving.metrics import PREFIX
 from xinference_xavier.stats.answers import Reuse
 
 pytestmark = pytest.mark.main_job

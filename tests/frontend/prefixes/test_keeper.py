@@ -11,13 +11,12 @@ from typing import Any
 import pytest
 
 from xinference_xavier.errors import NotFoundError
-from xinference_xavier.frontend.prefixes import keeper as module
-from xinference_xavier.frontend.prefixes.keeper import Keeper, RefusedError
-from xinference_xavier.frontend.prefixes.names import Names
-from xinference_xavier.frontend.prefixes.prefix import NewPrefix, Terms
-from xinference_xavier.frontend.prefixes.store import Store
+from xinference_xavier.frontend import keeper as module
+from xinference_xavier.frontend.keeper import Keeper, RefusedError
+from xinference_xavier.frontend.names import Names, Store
+from xinference_xavier.frontend.prefix import NewPrefix, Terms
 from xinference_xavier.protocol.prefixes import Kept, KeptPrefix, prefix_of
-from xinference_xavier.stats.routing import KnownLoad
+from xinference_xavier.stats.schema import KnownLoad
 
 MODEL = "model"
 CHUNK, CONTEXT, BUDGET = 128, 4096, 10

@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 
 from xinference_xavier.errors import PrefixNotFoundError
-from xinference_xavier.frontend.prefixes import store as store_module
-from xinference_xavier.frontend.prefixes.names import Names
-from xinference_xavier.frontend.prefixes.prefix import NewPrefix, Prefix, Terms
-from xinference_xavier.frontend.prefixes.store import Store, TooManyError
+from xinference_xavier.frontend import names as store_module
+from xinference_xavier.frontend.names import Names, Store, TooManyError
+from xinference_xavier.frontend.prefix import NewPrefix, Prefix, Terms
 
 CONTENT = {"prompt": "text"}
 

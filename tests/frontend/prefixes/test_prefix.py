@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from xinference_xavier.frontend.prefixes import prefix as module
-from xinference_xavier.frontend.prefixes.prefix import Terms, read_new, read_terms, read_ttl
+from xinference_xavier.frontend import prefix as module
+from xinference_xavier.frontend.prefix import Terms, read_new, read_terms, read_ttl
 
 MESSAGES = [{"role": "system", "content": "You are a guide."}]
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from xinference_xavier.frontend.prefixes import store as module
-from xinference_xavier.frontend.prefixes.prefix import Prefix, Terms
-from xinference_xavier.frontend.prefixes.store import SchemaError, Store, TooManyError
+from xinference_xavier.frontend import names as module
+from xinference_xavier.frontend.names import SchemaError, Store, TooManyError
+from xinference_xavier.frontend.prefix import Prefix, Terms
 
 GUIDE = Prefix("0" * 16, "model", "tenant", "guide", Terms(60.0, "all", "hard"), 1.0, 2.0)
 OTHER = Prefix("1" * 16, "model", "", "guide", Terms(60.0, 1, "soft"), 3.0, 3.0)

@@ -13,7 +13,7 @@ import pytest
 
 from tests.serving.launch.launching import has_tracker, launched_at_once, start
 from xinference_xavier.errors import LaunchCancelledError
-from xinference_xavier.serving.launch import cancellation
+from xinference_xavier.serving.launch import supervisor as module
 
 UID = "m"
 
@@ -92,7 +92,7 @@ async def test_a_replica_that_takes_its_time_ends_all_the_same(
     supervisor: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An engine cannot be interrupted while it loads; the cancel itself does not wait for it."""
-    monkeypatch.setattr(cancellation, "_PATIENCE", 0.01)
+    monkeypatch.setattr(module, "_PATIENCE", 0.01)
     slow = Worker(may=asyncio.Event())
     launch = await launch_until_loading(supervisor, [slow])
     await supervisor.cancel_launch_builtin_model(UID)

@@ -8,8 +8,8 @@ import pytest
 from xinference.model.llm.llm_family import BUILTIN_LLM_FAMILIES
 
 from xinference_xavier.errors import ConfigError
-from xinference_xavier.serving.launch import environment
-from xinference_xavier.serving.launch.environment import packages_with_vllm
+from xinference_xavier.serving.launch import worker
+from xinference_xavier.serving.launch.worker import packages_with_vllm
 
 SUPPORTED = "vllm<0.34,>=0.31"
 NEWEST_OF_ITS_DEFINITION = "qwen2.5-instruct"
@@ -28,7 +28,7 @@ def _models() -> None:
 @pytest.fixture(params=[None, ("vllm", "0.27.1"), ("vllm", "0.40.0")], ids=str)
 def beside_xinference(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """A vLLM that does not do, or none."""
-    monkeypatch.setattr(environment, "_installed", lambda: request.param)
+    monkeypatch.setattr(worker, "_installed", lambda: request.param)
 
 
 def launch(model: str = "of-mine", **changed: Any) -> dict[str, Any]:
@@ -42,7 +42,7 @@ def launch(model: str = "of-mine", **changed: Any) -> dict[str, Any]:
 
 
 def installed(monkeypatch: pytest.MonkeyPatch, name: str, version: str) -> None:
-    monkeypatch.setattr(environment, "_installed", lambda: (name, version))
+    monkeypatch.setattr(worker, "_installed", lambda: (name, version))
 
 
 @pytest.mark.usefixtures("beside_xinference")
@@ -125,7 +125,7 @@ def test_without_an_environment_of_its_own_the_one_beside_xinference_decides(
     installed(monkeypatch, "vllm", "0.27.1")
     with pytest.raises(ConfigError, match=r"vllm='0\.27\.1' is what this model's environment has"):
         packages_with_vllm(shared)
-    monkeypatch.setattr(environment, "_installed", lambda: None)
+    monkeypatch.setattr(worker, "_installed", lambda: None)
     assert packages_with_vllm(shared) is None  # xinference itself refuses it
 
 

@@ -11,7 +11,7 @@ import xoscar as xo
 from xinference_xavier.config import XavierConfig
 from xinference_xavier.protocol.tracker import INITIAL_SETTINGS, Member, tracker_uid
 from xinference_xavier.runtime.addresses import replica_uid
-from xinference_xavier.serving.launch import readiness
+from xinference_xavier.serving.launch import worker as module
 from xinference_xavier.tracker.actor import BlockTracker
 
 NS = "namespace"
@@ -25,8 +25,8 @@ class Worker:
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(readiness, "_LONGEST_PAUSE", 0.01)
-    monkeypatch.setattr(readiness, "_PATIENCE", PATIENCE)
+    monkeypatch.setattr(module, "_LONGEST_PAUSE", 0.01)
+    monkeypatch.setattr(module, "_PATIENCE", PATIENCE)
 
 
 async def join(tracker: Any, name: str, incarnation: str) -> None:
@@ -36,7 +36,7 @@ async def join(tracker: Any, name: str, incarnation: str) -> None:
 
 def waiting(worker: Worker, address: str, engines: int = 1) -> asyncio.Task[None]:
     config = XavierConfig("m", address)
-    return asyncio.create_task(readiness.wait_until_serving(worker, "m-rep0", config, engines))
+    return asyncio.create_task(module.wait_until_serving(worker, "m-rep0", config, engines))
 
 
 async def still_waits(task: asyncio.Task[None], tracker: Any) -> bool:
@@ -82,7 +82,7 @@ async def test_one_that_was_lost_does_not_stand_for_its_successor(
 async def test_a_replica_that_never_serves_is_launched_all_the_same(
     tracker: Any, address: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(readiness, "_PATIENCE", 0.05)
+    monkeypatch.setattr(module, "_PATIENCE", 0.05)
     await join(tracker, "m-rep0", "a")
     await waiting(Worker(), address)
     assert "peers cannot fetch from this replica yet" in caplog.text

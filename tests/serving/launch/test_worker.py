@@ -10,9 +10,8 @@ import pytest
 import xoscar as xo
 
 from tests.serving.launch.launching import config_of
-from xinference_xavier.config import XavierConfig
+from xinference_xavier.config import XavierConfig, kv_transfer_config
 from xinference_xavier.errors import ConfigError, ReplicaStartError
-from xinference_xavier.kv_transfer_config import kv_transfer_config
 from xinference_xavier.protocol.tracker import INITIAL_SETTINGS, Member, tracker_uid
 from xinference_xavier.serving.launch import install
 from xinference_xavier.tracker.actor import BlockTracker

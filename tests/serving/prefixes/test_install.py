@@ -14,7 +14,7 @@ from fastapi import HTTPException
 
 from tests.frontend.prefixes.test_keeper import Cluster
 from xinference_xavier.errors import PrefixNotFoundError
-from xinference_xavier.frontend.prefixes.prefix import NewPrefix, Terms
+from xinference_xavier.frontend.prefix import NewPrefix, Terms
 from xinference_xavier.serving.prefixes import install as module
 from xinference_xavier.serving.prefixes.install import FILE, Prefixes, Starting
 

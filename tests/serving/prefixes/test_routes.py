@@ -15,8 +15,8 @@ from xinference import extensions
 
 from tests.frontend.prefixes.test_keeper import Cluster
 from xinference_xavier.client.client import _tenant
-from xinference_xavier.frontend.prefixes import keeper
-from xinference_xavier.frontend.prefixes.prefix import MAX_NAME
+from xinference_xavier.frontend import keeper
+from xinference_xavier.frontend.prefix import MAX_NAME
 from xinference_xavier.serving import sse
 from xinference_xavier.serving.prefixes import routes as module
 from xinference_xavier.serving.prefixes.install import Prefixes

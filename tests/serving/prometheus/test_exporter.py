@@ -26,11 +26,10 @@ from tests.logged import messages
 from tests.replica_process import MODEL, TrackerProcess
 from xinference_xavier.errors import NotFoundError
 from xinference_xavier.protocol.tracker import Member, Settings, tracker_uid
-from xinference_xavier.runtime.deadline import within
-from xinference_xavier.serving.prometheus import exporter as exporter_module
-from xinference_xavier.serving.prometheus.exporter import Exporter, add_metrics
-from xinference_xavier.serving.prometheus.families import FAMILIES, PREFIX
-from xinference_xavier.serving.tracker_gateway import TrackerGateway
+from xinference_xavier.runtime.aio import within
+from xinference_xavier.serving import metrics as exporter_module
+from xinference_xavier.serving.gateway import TrackerGateway
+from xinference_xavier.serving.metrics import FAMILIES, PREFIX, Exporter, add_metrics
 from xinference_xavier.tracker.actor import BlockTracker
 
 SHORT = 0.3

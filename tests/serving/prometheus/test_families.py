@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from xinference_xavier.errors import ROLLBACKS, NotSharing
-from xinference_xavier.serving.prometheus.families import FAMILIES, Labels, Samples, samples
+from xinference_xavier.serving.metrics import FAMILIES, Labels, Samples, samples
 from xinference_xavier.stats.report import report
 from xinference_xavier.stats.schema import BYTES_BOUNDS, SECONDS_BOUNDS, FetchStats
 

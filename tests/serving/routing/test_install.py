@@ -14,9 +14,8 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from tests.frontend.cluster import Cluster
 from tests.serving.routing.replicas import Replica
 from xinference_xavier.errors import PrefixNotFoundError
-from xinference_xavier.frontend.asked import MAX_BODY
-from xinference_xavier.frontend.model_router import ModelRouter
-from xinference_xavier.frontend.routers import Routers
+from xinference_xavier.frontend.model_router import ModelRouter, Routers
+from xinference_xavier.frontend.question import MAX_BODY
 from xinference_xavier.protocol.prefixes import Keeping, keeping_of
 from xinference_xavier.serving.routing import install as module
 from xinference_xavier.serving.routing.install import routing_require

@@ -10,7 +10,7 @@ import pytest
 from fastapi import Request
 
 from tests.frontend.cluster import Cluster
-from xinference_xavier.frontend.asked import MAX_BODY
+from xinference_xavier.frontend.question import MAX_BODY
 from xinference_xavier.routing.texts import Text
 from xinference_xavier.serving.routing.middleware import (
     Asked,

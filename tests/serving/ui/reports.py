@@ -8,9 +8,8 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from xinference_xavier.stats.reading import read
-from xinference_xavier.stats.report import report
-from xinference_xavier.stats.routing import RoutingStats
+from xinference_xavier.stats.report import read, report
+from xinference_xavier.stats.schema import RoutingStats
 
 ROW_BYTES = 2 << 20
 HITS = {"prefix_cache": 12_000, "local_pool": 8_000, "remote": 20_000, "computed": 40_000}

@@ -24,7 +24,7 @@ from tests.serving.ui.reports import (
     routing,
 )
 from tests.serving.ui.stage import TOKEN, Stage
-from xinference_xavier.stats.reading import read
+from xinference_xavier.stats.report import read
 from xinference_xavier.stats.schema import TrackerStats
 
 pytestmark = pytest.mark.long

@@ -12,8 +12,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 
 from tests.serving.ui.stage import Stage
-from xinference_xavier.serving.ui.routes import dialog_script, page
-from xinference_xavier.serving.ui.script import ScriptInPages
+from xinference_xavier.serving.ui.routes import ScriptInPages, dialog_script, page
 
 HTML = {"accept": "text/html,application/xhtml+xml"}
 TAG = '<script src="/s.js" defer></script>'

@@ -11,7 +11,7 @@ import pytest
 from xinference_xavier.events import Event
 from xinference_xavier.options import Routing
 from xinference_xavier.serving.ui import routes
-from xinference_xavier.stats.routing import CHOICES
+from xinference_xavier.stats.schema import CHOICES
 
 FOLDER = Path(routes.__file__).parent
 WORDS = FOLDER / "page" / "words.js"

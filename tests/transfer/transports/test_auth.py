@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from xinference_xavier.errors import LinkError
-from xinference_xavier.transfer.transports.auth import PROOF_BYTES, prove, seal, unseal, verify
+from xinference_xavier.transfer.transports.base import PROOF_BYTES, prove, seal, unseal, verify
 
 SECRET = b"s" * 32
 MOST = 100

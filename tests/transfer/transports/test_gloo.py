@@ -19,7 +19,7 @@ from tests.replica_process import wait_until
 from xinference_xavier.errors import LinkError, LinkTimeoutError, TransportError
 from xinference_xavier.pool.region import Region
 from xinference_xavier.transfer.transports import gloo
-from xinference_xavier.transfer.transports.auth import seal
+from xinference_xavier.transfer.transports.base import seal
 from xinference_xavier.transfer.transports.gloo import GlooLink, GlooTransport
 
 HOST = "127.0.0.1"

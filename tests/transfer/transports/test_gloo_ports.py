@@ -12,8 +12,7 @@ import pytest
 
 from xinference_xavier.errors import TransportError
 from xinference_xavier.runtime.net import _ephemeral_ports
-from xinference_xavier.transfer.transports.gloo import _PORT_ATTEMPTS
-from xinference_xavier.transfer.transports.gloo_ports import only_free_ports
+from xinference_xavier.transfer.transports.gloo import _PORT_ATTEMPTS, only_free_ports
 
 pytestmark = pytest.mark.process
 
@@ -99,7 +98,7 @@ def test_a_range_outside_the_ephemeral_ports_is_refused_with_the_remedy(
 def test_too_few_open_files_are_an_error_with_the_remedy() -> None:
     code = (
         "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (300, 300))\n"
-        "from xinference_xavier.transfer.transports.gloo_ports import only_free_ports\n"
+        "from xinference_xavier.transfer.transports.gloo import only_free_ports\n"
         f"with only_free_ports({HOST!r}, {LAST - 1}, {LAST}): pass"
     )
     refused = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

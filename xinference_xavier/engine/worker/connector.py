@@ -16,7 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 
-from xinference_xavier.engine.idle import Arrivals
+from xinference_xavier.engine.waiting import Arrivals
 from xinference_xavier.engine.worker.cpu import HostWorker
 
 if TYPE_CHECKING:

@@ -4,12 +4,12 @@ from collections.abc import Callable
 from typing import Any
 
 from xinference_xavier.runtime.cancels import patch_cancels
-from xinference_xavier.serving.diagnostics import supervisor_process_info, worker_process_info
+from xinference_xavier.serving.gateway import supervisor_process_info, worker_process_info
 from xinference_xavier.serving.launch import Method
-from xinference_xavier.serving.launch.cancellation import thorough_cancel
 from xinference_xavier.serving.launch.supervisor import (
     notifying_terminate,
     sharing_launch,
+    thorough_cancel,
     xavier_models,
     xavier_tracker_address,
 )

@@ -1,35 +1,167 @@
-"""The supervisor's part of a launch: a transaction that creates the model's tracker.
+"""The supervisor's part of a launch: refusals, the model's tracker, and cancels.
 
-It destroys the tracker if the launch fails. A launch in the background (`wait_ready=False`) is
+What could never share is refused before anything is created. Creating the tracker is a transaction:
+it destroys the tracker if the launch fails. A launch in the background (`wait_ready=False`) is
 cleaned up by xinference, which destroys the actors in its `_xavier_cache_mapping`.
+
+Cancels: xinference 4.1 stops the replicas that its workers count as being launched. A vLLM engine
+loads on a thread of its own, and after one second its worker counts the replica as launched. The
+cancel then ignores it, and the launch succeeds with replicas that no list shows and whose uid stays
+taken. So they are terminated here. The model is no longer listed, which tells the launch wrapper
+that it was cancelled. xinference also keeps the replicas' workers on record, which blocks the uid.
 """
 
+import asyncio
 import functools
 import inspect
 import logging
+import re
 import sys
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any
 
 import xoscar as xo
 
-from xinference_xavier.config import XavierConfig, take_launch_options
-from xinference_xavier.errors import ConfigError, LaunchCancelledError, NotFoundError
-from xinference_xavier.events import LaunchRolledBack
-from xinference_xavier.hooks import Hooks, load_hook
-from xinference_xavier.kv_transfer_config import kv_transfer_config
-from xinference_xavier.protocol.tracker import tracker_uid
-from xinference_xavier.runtime.rollback import Rollback
-from xinference_xavier.serving.launch import Method
-from xinference_xavier.serving.launch.cancellation import release_uid
-from xinference_xavier.serving.launch.validate import (
-    foreign,
-    refuse_roles_without_replicas,
-    refuse_several_hosts,
-    refuse_unshareable,
+from xinference_xavier.config import (
+    BACKEND,
+    ENABLE,
+    XavierConfig,
+    kv_transfer_config,
+    take_launch_options,
 )
+from xinference_xavier.errors import ConfigError, LaunchCancelledError, NotFoundError
+from xinference_xavier.events import Hooks, LaunchRolledBack, load_hook
+from xinference_xavier.protocol.tracker import tracker_uid
+from xinference_xavier.runtime.aio import Rollback, spawn
+from xinference_xavier.serving.launch import Method
 from xinference_xavier.tracker.actor import BlockTracker
+
+logger = logging.getLogger(__name__)
+
+
+_WITHOUT = f"launch with {BACKEND}=builtin, or without {ENABLE}=true"
+
+
+def foreign(arguments: Mapping[str, Any]) -> ConfigError | None:
+    """Why only the Xavier built into xinference may do something for a launch; None if we can."""
+    placements = arguments.get("replica_config") or ()
+    engines = [arguments.get("model_engine")]
+    engines += [item.model_engine for item in placements if item.model_engine is not None]
+    for engine in engines:
+        if str(engine).lower() != "vllm":
+            remedy = f"use vLLM, or {_WITHOUT}"
+            return ConfigError("model_engine", engine, "cannot share its cache", remedy)
+    model_type = arguments.get("model_type")
+    if str(model_type or "LLM").lower() != "llm":
+        return ConfigError("model_type", model_type, "has no prefixes to share", _WITHOUT)
+    for item in placements:
+        if item.role != "hybrid":
+            reason = "splits prefill from decoding, which sharing does not support"
+            return ConfigError("role", item.role, reason, _WITHOUT)
+    return None
+
+
+def refuse_unshareable(arguments: Mapping[str, Any], extra: Mapping[str, Any]) -> None:
+    """Raises ConfigError for a launch that cannot share; warns of a single replica."""
+    n_worker = arguments.get("n_worker")
+    if str(1 if n_worker is None else n_worker) != "1":
+        raise ConfigError(
+            "n_worker",
+            n_worker,
+            "spreads one replica over several workers, which sharing does not support",
+            f"use n_worker=1, or {_WITHOUT}",
+        )
+    if extra.get("kv_transfer_config") is not None:
+        raise ConfigError(
+            "kv_transfer_config",
+            extra["kv_transfer_config"],
+            f"is set by {ENABLE}",
+            f"leave it out, or {_WITHOUT}",
+        )
+    if arguments.get("replica") == 1:
+        logger.warning("%s with one replica: nothing is shared until another is added", ENABLE)
+
+
+def refuse_roles_without_replicas(arguments: Mapping[str, Any], roles: Sequence[str]) -> None:
+    """Raises ConfigError if there are more `roles` than replicas."""
+    replica = arguments.get("replica")
+    count = replica if isinstance(replica, int) else 1
+    if len(roles) > count:
+        raise ConfigError(
+            "xavier_roles",
+            ",".join(roles),
+            f"has {len(roles)} replicas, but {count} {'is' if count == 1 else 'are'} launched",
+            f"launch with replica={len(roles)}, or give fewer roles",
+        )
+
+
+def refuse_several_hosts(supervisor: Any, arguments: Mapping[str, Any]) -> None:
+    """Raises ConfigError if `replica_config` places replicas on hosts that cannot share memory. If
+    xinference places the replicas itself, only their fetches show where they are."""
+    placements = arguments.get("replica_config") or ()
+    hosts = {device.worker_ip for item in placements for device in item.devices}
+    if len(hosts) > 1 and not supervisor.is_local_deployment():
+        raise ConfigError(
+            "xavier_transport",
+            "shared_memory",
+            f"needs one host, but replica_config names {', '.join(sorted(map(str, hosts)))}",
+            "place all replicas on one host, or use auto",
+        )
+
+
+logger = logging.getLogger(__name__)
+
+_PATIENCE = 30.0
+"""Seconds that a cancel waits for replicas to end. A loading engine ends when it has loaded."""
+
+
+def thorough_cancel(original: Method) -> Method:
+    """Wraps SupervisorActor.cancel_launch_builtin_model, for models with our tracker only."""
+
+    @functools.wraps(original)
+    async def cancel(supervisor: Any, model_uid: str) -> Any:
+        tracker = supervisor._xavier_cache_mapping.get(model_uid)
+        ours = tracker is not None and tracker.uid == tracker_uid(model_uid).encode()
+        info = supervisor._model_uid_to_replica_info.get(model_uid)
+        result = await original(supervisor, model_uid)
+        if ours and info is not None:
+            endings = [
+                worker.terminate_model(model_uid=f"{model_uid}-rep{replica_id}")
+                for replica_id in info.active_replica_ids
+                for worker in info.replica_to_worker_refs[replica_id]
+            ]
+            # A launch in the background no longer finds the model, and so does not clean up.
+            if supervisor._xavier_cache_mapping.pop(model_uid, None) is not None:
+                endings.append(xo.destroy_actor(tracker))
+            if endings:
+                # Replicas that take longer than this go on ending in the background.
+                await asyncio.wait([spawn(_end(each)) for each in endings], timeout=_PATIENCE)
+            release_uid(supervisor, model_uid)
+        return result
+
+    return cancel
+
+
+def release_uid(supervisor: Any, model_uid: str) -> None:
+    """Remove what a cancelled launch left on record, so that the uid can be launched again."""
+    replica_uid = re.compile(re.escape(model_uid) + r"-rep\d+")
+    for book in (
+        supervisor._replica_model_uid_to_worker,
+        supervisor._replica_model_uid_to_worker_shards,
+    ):
+        for uid in list(filter(replica_uid.fullmatch, book)):
+            del book[uid]
+
+
+async def _end(ending: Awaitable[Any]) -> None:
+    """Log a failure instead of raising, so that the others end too. It may be gone already, its
+    worker may be lost, or xinference's own cancel may be unwinding its launch."""
+    try:
+        await ending
+    except Exception as error:
+        logger.warning("cleanup after a cancelled launch is incomplete: error=%r", error)
+
 
 logger = logging.getLogger(__name__)
 

@@ -11,13 +11,12 @@ from typing import Any
 from fastapi import HTTPException
 from starlette.types import Message, Receive
 
-from xinference_xavier.frontend.prefixes.keeper import Keeper
-from xinference_xavier.frontend.prefixes.names import Names
-from xinference_xavier.frontend.prefixes.prefix import LORA
-from xinference_xavier.frontend.prefixes.store import Store
-from xinference_xavier.runtime.deadline import within
-from xinference_xavier.serving.tracker_gateway import TrackerGateway
-from xinference_xavier.stats.routing import KnownLoad
+from xinference_xavier.frontend.keeper import Keeper
+from xinference_xavier.frontend.names import Names, Store
+from xinference_xavier.frontend.prefix import LORA
+from xinference_xavier.runtime.aio import within
+from xinference_xavier.serving.gateway import TrackerGateway
+from xinference_xavier.stats.schema import KnownLoad
 
 FILE = Path("xavier") / "prefixes.db"
 """In xinference's data folder."""

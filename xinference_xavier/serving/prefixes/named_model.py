@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from xinference_xavier.frontend.prefixes.prefix import LORA
+from xinference_xavier.frontend.prefix import LORA
 
 
 class WrongKindError(ValueError):

@@ -12,8 +12,8 @@ from fastapi import HTTPException, Request
 from fastapi.responses import JSONResponse, Response
 
 from xinference_xavier.errors import NOT_FOUND_HEADER, PrefixNotFoundError
-from xinference_xavier.frontend.prefixes.keeper import TICK
-from xinference_xavier.frontend.prefixes.prefix import (
+from xinference_xavier.frontend.keeper import TICK
+from xinference_xavier.frontend.prefix import (
     Prefix,
     read_new,
     read_terms,

@@ -19,10 +19,9 @@ from xinference_xavier.errors import (
     ReplicaNotServingError,
     SupervisorError,
 )
-from xinference_xavier.frontend.asked import Keep
-from xinference_xavier.frontend.model_router import AT_LIMIT, ModelRouter, QueueFullError
-from xinference_xavier.frontend.routers import Routers
-from xinference_xavier.runtime.deadline import within
+from xinference_xavier.frontend.model_router import AT_LIMIT, ModelRouter, QueueFullError, Routers
+from xinference_xavier.frontend.question import Keep
+from xinference_xavier.runtime.aio import within
 from xinference_xavier.runtime.rate_limited_log import RateLimitedLog
 from xinference_xavier.serving.answers import add_middleware
 from xinference_xavier.serving.prefixes.kept_model import KeptModel

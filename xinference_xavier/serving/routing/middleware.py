@@ -16,8 +16,8 @@ from fastapi.routing import APIRoute
 from starlette.responses import JSONResponse
 from starlette.types import Message, Receive, Send
 
-from xinference_xavier.frontend.asked import SALT, Keep, read_keep, read_question
 from xinference_xavier.frontend.model_router import AT_LIMIT, ModelRouter, Route
+from xinference_xavier.frontend.question import SALT, Keep, read_keep, read_question
 from xinference_xavier.serving.answers import tenant_of
 
 MESSAGE = "create_message"

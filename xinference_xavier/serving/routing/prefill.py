@@ -11,7 +11,7 @@ from typing import Any
 import anyio
 
 from xinference_xavier.frontend.model_router import ModelRouter, Route
-from xinference_xavier.runtime.deadline import within
+from xinference_xavier.runtime.aio import within
 
 logger = logging.getLogger(__name__)
 

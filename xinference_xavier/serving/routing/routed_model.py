@@ -15,8 +15,7 @@ from fastapi import HTTPException
 
 from xinference_xavier.errors import ReplicaNotServingError, XavierError
 from xinference_xavier.frontend.model_router import AT_LIMIT, ModelRouter, QueueFullError, Route
-from xinference_xavier.runtime.deadline import within
-from xinference_xavier.runtime.tasks import spawn
+from xinference_xavier.runtime.aio import spawn, within
 from xinference_xavier.serving.routing.prefill import prefill
 
 logger = logging.getLogger(__name__)

@@ -11,15 +11,22 @@ Gloo's failures shape this module (probed with torch 2.13):
 
 The rendezvous needs no port: the keys that Gloo sets in each side's store travel in the link's
 hello and answer. All groups of a device share one listening port.
+
+Gloo cannot be told which port to use: the kernel chooses among the ephemeral ports, the lower half
+first, and in each half odd ports first (`inet_csk_find_open_port`, for sockets with SO_REUSEADDR).
+So for some milliseconds we bind the ports outside the range that the kernel would prefer.
 """
 
+import errno
 import itertools
 import logging
+import resource
+import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from typing import Literal, Protocol, cast
 
@@ -32,10 +39,83 @@ from torch.distributed.distributed_c10d import Store, Work
 from xinference_xavier.errors import LinkError, LinkTimeoutError, TransportError
 from xinference_xavier.pool.region import Region
 from xinference_xavier.protocol.transfer import checking
-from xinference_xavier.runtime.deadline import remaining
-from xinference_xavier.transfer.transports.auth import PROOF_BYTES, prove, seal, unseal, verify
-from xinference_xavier.transfer.transports.base import Check, Link, Transport
-from xinference_xavier.transfer.transports.gloo_ports import only_free_ports
+from xinference_xavier.runtime.aio import remaining
+from xinference_xavier.runtime.net import check_range
+from xinference_xavier.transfer.transports.base import (
+    PROOF_BYTES,
+    Check,
+    Link,
+    Transport,
+    prove,
+    seal,
+    unseal,
+    verify,
+)
+
+
+@contextmanager
+def only_free_ports(host: str, low: int, high: int) -> Iterator[None]:
+    """Within this context, the kernel chooses a port between `low` and `high` on `host`.
+
+    Another process may free a port outside at that moment, so check the port and try again.
+    Raises TransportError if the kernel would choose none of them.
+    """
+    first, last = check_range(low, high)
+    with _raised_file_limit(), ExitStack() as bound:
+        try:
+            found = any(
+                _bind_all_except(host, ports, range(low, high + 1), bound)
+                for ports in _in_kernel_order(first, last)
+            )
+        except OSError as error:
+            raise TransportError(
+                f"xavier_port_range={low}-{high} cannot be used for Gloo on host {host!r} "
+                f"({error}); raise the limit of open files, or choose a range close to {first}"
+            ) from None
+        if not found:
+            raise TransportError(
+                f"xavier_port_range={low}-{high} has no free port for Gloo; choose another one"
+            )
+        yield
+
+
+@contextmanager
+def _raised_file_limit() -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def _in_kernel_order(first: int, last: int) -> list[range]:
+    half = first + (last + 1 - first) // 4 * 2
+    return [
+        range(start + parity, stop, 2)
+        for start, stop in ((first, half), (half, last + 1))
+        for parity in (1, 0)
+    ]
+
+
+def _bind_all_except(host: str, ports: range, wanted: range, bound: ExitStack) -> bool:
+    """Bind those of `ports` that are not wanted. Returns whether a wanted one is free."""
+    found = False
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    for port in ports:
+        with ExitStack() as brief:
+            holder = bound if port not in wanted else brief
+            blocker = holder.enter_context(socket.socket(family, socket.SOCK_STREAM))
+            try:
+                blocker.bind((host, port))
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise
+                blocker.close()
+            else:
+                found = found or port in wanted
+    return found
+
 
 logger = logging.getLogger(__name__)
 

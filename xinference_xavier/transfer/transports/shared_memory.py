@@ -24,9 +24,17 @@ import numpy as np
 from xinference_xavier.errors import LinkError, LinkTimeoutError, RegionError
 from xinference_xavier.pool.copy_threads import COPY_THREADS, copy_threads
 from xinference_xavier.pool.region import Region, check_same_user, offer_to_read, take_region
-from xinference_xavier.runtime.deadline import remaining
-from xinference_xavier.transfer.transports.auth import PROOF_BYTES, prove, seal, unseal, verify
-from xinference_xavier.transfer.transports.base import Check, Link, Transport
+from xinference_xavier.runtime.aio import remaining
+from xinference_xavier.transfer.transports.base import (
+    PROOF_BYTES,
+    Check,
+    Link,
+    Transport,
+    prove,
+    seal,
+    unseal,
+    verify,
+)
 from xinference_xavier.transfer.transports.selection import host_identity
 
 _NAME_BYTES = 16

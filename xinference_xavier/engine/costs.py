@@ -1,0 +1,248 @@
+"""What computing and fetching cost, measured: predictions for `docs/fetch-or-compute.md`.
+
+`PrefillRate` is how fast this engine computes prompts. Only steps with many prompt tokens count.
+The rate is the sum of their tokens over the sum of their seconds: if vLLM reads a step's output
+late, that step seems too long and the next one too short. A token takes longer the deeper it is,
+because attention covers all tokens before it; a line through the latest steps measures by how much.
+
+`CostModel` predicts how long fetches from each peer take, and which peers to leave out.
+
+Belongs to the scheduler thread; any thread may read, and call `report`. Times are monotonic
+seconds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from dataclasses import asdict, dataclass, field
+from itertools import takewhile
+from typing import Any, NamedTuple
+
+from xinference_xavier.pool.tier import Fetch
+from xinference_xavier.stats.schema import Decisions
+
+_WEIGHT = 0.2  # of the newest point: about the last ten count
+_MIN_SPREAD = 0.05  # variance of x over its squared mean
+
+
+class LinearFit:
+    """A decaying linear fit of y over x. `x` and `y` are the weighted means."""
+
+    def __init__(self) -> None:
+        self.x = 0.0
+        self.y = 0.0
+        self._count = 0
+        self._variance = 0.0
+        self._covariance = 0.0
+
+    def add(self, x: float, y: float) -> None:
+        self._count += 1
+        weight = max(_WEIGHT, 1 / self._count)
+        more_x, more_y = x - self.x, y - self.y
+        self.x += weight * more_x
+        self.y += weight * more_y
+        self._variance = (1 - weight) * (self._variance + weight * more_x**2)
+        self._covariance = (1 - weight) * (self._covariance + weight * more_x * more_y)
+
+    def __bool__(self) -> bool:
+        return self._count > 0
+
+    @property
+    def slope(self) -> float | None:
+        """At least 0 and at most y / x, so that the line is never negative for x > 0.
+
+        None while all x are about equal.
+        """
+        if self._variance <= _MIN_SPREAD * self.x**2:
+            return None
+        return min(max(self._covariance / self._variance, 0.0), self.y / self.x)
+
+    def predict(self, x: float) -> float:
+        """y at `x`, 0 without points. While all x are about equal, the least that any such line has
+        there: y is constant above them and proportional below."""
+        slope = self.slope
+        if slope is None:
+            return self.y * min(1.0, x / self.x) if self.x else 0.0
+        return max(0.0, self.y + slope * (x - self.x))  # rounding can make it less
+
+    def largest(self, y: float) -> float:
+        """The x up to which the prediction is at most `y`: 0 where even that is more."""
+        slope = self.slope
+        if slope:
+            return max(0.0, self.x + (y - self.y) / slope)
+        if y >= self.y:
+            return math.inf
+        return 0.0 if slope is not None or y <= 0 else self.x * y / self.y
+
+
+_MIN_TOKENS = 256
+_RATE_WEIGHT = 0.2  # of the newest step: about the last ten count
+
+
+class PrefillRate:
+    def __init__(self) -> None:
+        self.tokens_per_second: float | None = None
+        self._tokens = 0.0  # mean per step
+        self._seconds = 0.0
+        self._fit = LinearFit()  # seconds per token over depth
+
+    def add(self, tokens: int, seconds: float, depth: float = 0.0) -> None:
+        """Count a step of `tokens` prompt tokens, with `depth` tokens before each on average."""
+        if tokens < _MIN_TOKENS or seconds <= 0:
+            return
+        weight = 1.0 if self.tokens_per_second is None else _RATE_WEIGHT
+        self._tokens += weight * (tokens - self._tokens)
+        self._seconds += weight * (seconds - self._seconds)
+        self.tokens_per_second = self._tokens / self._seconds
+        self._fit.add(depth, seconds / tokens)
+
+    def seconds(self, first: int, last: int) -> float | None:
+        """Predict how long it takes to compute a prompt's tokens from `first` up to `last`.
+
+        None before the first measurement. Depth is ignored while all steps were about equally deep.
+        """
+        if (line := self.line()) is None:
+            return None
+        token_s, depth_s = line
+        return (last - first) * (token_s + depth_s * (first + last) / 2)
+
+    def line(self) -> tuple[float, float] | None:
+        """Seconds that a prompt's first token takes, and how much longer a token takes for each
+        before it. None before the first measurement."""
+        if self.tokens_per_second is None:
+            return None
+        slope = self._fit.slope  # another thread may change it
+        if not slope:
+            return 1 / self.tokens_per_second, 0.0
+        return self._fit.predict(0.0), slope
+
+
+RETRY_AFTER = 30.0
+"""Seconds after the last fetch from a peer for which its rate counts."""
+MAX_FAILURES = 2  # in a row, before a peer is left out
+MAX_PAUSE = 60.0  # seconds between two probes
+_BLAMELESS = frozenset({"not held", "not compared", "donor gone", "reset", "stopped"})
+"""Reasons for which a fetch is rolled back that say nothing about the donor."""
+_PATIENCE, _MIN_PATIENCE = 4.0, 1.0  # predictions and seconds that a fetch may take
+_MAX_PEERS, _MAX_REPORTED = 1000, 100
+_UNKNOWN = LinearFit()
+
+
+class _Prediction(NamedTuple):
+    fetch_seconds: float  # 0 if unknown
+    prefill_seconds: float | None
+    began: float
+
+
+@dataclass
+class _Peer:
+    tried: float = 0.0  # when the latest fetch began
+    measured: float = 0.0  # when the latest measured fetch began
+    transport: str = ""  # of the latest measured fetch
+    rates: dict[str, LinearFit] = field(default_factory=dict)  # seconds over rows, by transport
+    failures: int = 0  # in a row
+    probe_at: float = 0.0  # if it is left out
+    reason: str = ""  # of the latest failure
+
+    @property
+    def rate(self) -> LinearFit:
+        return self.rates.get(self.transport, _UNKNOWN)
+
+
+class CostModel:
+    def __init__(self, *, row_bytes: int) -> None:
+        self.decisions = Decisions()
+        self._row_bytes = row_bytes
+        self._peers: OrderedDict[str, _Peer] = OrderedDict()  # the latest tried is last
+        self._pending: dict[Fetch, _Prediction] = {}
+        self._left_out: dict[str, _Peer] = {}
+
+    def rate(self, donor: str, now: float = -math.inf) -> LinearFit:
+        """Seconds over rows of fetches from `donor`; empty if unknown, so that it predicts 0.
+
+        Without `now`, it counts however old it is."""
+        peer = self._peers.get(donor)
+        return _UNKNOWN if peer is None or now - peer.tried > RETRY_AFTER else peer.rate
+
+    def patience(self, donor: str, rows: int, now: float) -> float:
+        """How many seconds to wait for a fetch from `donor`; infinite if its rate is unknown."""
+        rate = self.rate(donor, now)
+        return max(_MIN_PATIENCE, _PATIENCE * rate.predict(rows)) if rate else math.inf
+
+    def measured(self, now: float) -> list[str]:
+        """The peers whose rates are known, the latest tried first."""
+        latest = reversed(self._peers.items())
+        recent = takewhile(lambda each: now - each[1].tried <= RETRY_AFTER, latest)
+        return [name for name, peer in recent if peer.rate]
+
+    def left_out(self, probe_by: float = math.inf) -> list[str]:
+        """The peers that are left out and may be probed at the time `probe_by`."""
+        return [name for name, peer in self._left_out.items() if peer.probe_at <= probe_by]
+
+    def begun(self, fetch: Fetch, prefill_seconds: float | None, now: float) -> None:
+        """A fetch began that saves `prefill_seconds` of computing, if that is known."""
+        predicted = self.rate(fetch.source, now).predict(len(fetch.rows))
+        self._pending[fetch] = _Prediction(predicted, prefill_seconds, now)
+        peer = self._peers.setdefault(fetch.source, _Peer())
+        peer.tried = now
+        peer.probe_at = math.inf  # not before this one has ended
+        self._peers.move_to_end(fetch.source)
+        if len(self._peers) > _MAX_PEERS:
+            oldest, _ = self._peers.popitem(last=False)
+            self._left_out.pop(oldest, None)
+
+    def ended(self, fetch: Fetch, now: float) -> None:
+        """Learn from the fetch; further calls for it do nothing."""
+        prediction, peer = self._pending.pop(fetch, None), self._peers.get(fetch.source)
+        if prediction is None or peer is None:
+            return
+        if not fetch.committed:
+            self._failed(peer, fetch, now)
+            return
+        if self._left_out.pop(fetch.source, None):
+            peer.rates.clear()
+        peer.failures = 0
+        self._learn(peer, fetch, prediction.began)
+        decisions, (predicted, prefill, _) = self.decisions, prediction
+        decisions.slower_than_prefill += prefill is not None and fetch.seconds > prefill
+        if predicted and len(fetch.committed) == len(fetch.rows):
+            decisions.predictions += 1
+            decisions.predicted_s += predicted
+            decisions.actual_s += fetch.seconds
+            decisions.error_s += abs(fetch.seconds - predicted)
+
+    def _failed(self, peer: _Peer, fetch: Fetch, now: float) -> None:
+        if fetch.reason not in _BLAMELESS:
+            peer.failures += 1
+            peer.reason = fetch.reason or ""
+            if peer.rate:
+                peer.rate.add(len(fetch.rows), fetch.seconds)
+        if peer.failures >= MAX_FAILURES:
+            doublings = min(peer.failures - MAX_FAILURES, 6)
+            peer.probe_at = now + min(2.0**doublings, MAX_PAUSE)
+            self._left_out[fetch.source] = peer
+
+    def _learn(self, peer: _Peer, fetch: Fetch, began: float) -> None:
+        opened_link = fetch.transport not in peer.rates
+        stale = began - peer.measured > RETRY_AFTER
+        peer.measured, peer.transport = max(began, peer.measured), fetch.transport
+        if opened_link or stale:
+            peer.rates[fetch.transport] = LinearFit()
+        if not opened_link:
+            peer.rate.add(len(fetch.committed), fetch.seconds)
+
+    def report(self) -> dict[str, Any]:
+        """`Decisions` as JSON."""
+        rates = {}
+        for donor, peer in [*self._peers.items()][-_MAX_REPORTED:]:
+            if rate := peer.rate:
+                per_row = rate.y / rate.x if rate.slope is None else rate.slope
+                rates[donor] = {
+                    "transport": peer.transport,
+                    "overhead_s": rate.y - per_row * rate.x,
+                    "bytes_per_s": self._row_bytes / per_row if per_row else None,
+                }
+        left_out = [*self._left_out.items()][-_MAX_REPORTED:]
+        reasons = {donor: peer.reason for donor, peer in left_out}
+        return {**asdict(self.decisions), "rates": rates, "left_out": reasons}

@@ -1,0 +1,344 @@
+"""From which peers a request fetches its missing chunks, and whether that pays.
+
+Belongs to the scheduler thread. A hit needs, up to its end, all chunks of the groups with full
+attention and the last few of each group with a sliding window or a recurrent state. What counts is
+what it saves: with windows, a few chunks can save a whole prompt.
+
+A set of peers is an integer: see `Tier.holders`.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from xinference_xavier.engine.compat import key_positions
+from xinference_xavier.engine.costs import CostModel, PrefillRate
+from xinference_xavier.engine.request import GROUP, Request
+from xinference_xavier.pool.pool import Pool
+from xinference_xavier.pool.tier import Tier
+
+_SHORTER = 0.8  # time with one more donor, relative to without
+_MAX_ATTEMPTS = 16  # to find where the windows of a hit are
+_ENOUGH = 8
+"""Donors of measured speed among which to choose. Others are not tried as long as there are so
+many, because the first fetch from each opens a link."""
+
+
+class Group(NamedTuple):
+    """A KV-cache group. A hit needs the last `window` of its chunks; None: all."""
+
+    chunk_tokens: int
+    window: int | None = None
+
+    @property
+    def rank(self) -> tuple[bool, int]:
+        """The chunks of the group with the highest rank tell how much of a prompt a replica
+        holds."""
+        return self.window is None, self.chunk_tokens
+
+
+class FetchPlan(NamedTuple):
+    """`keys` in the order of their tokens, to be divided equally among `donors`, the best first.
+
+    Without donors, other fetches bring all of them. The request does not wait for a probe.
+    """
+
+    donors: list[str]
+    keys: list[bytes]
+    prefill_seconds: float | None  # that the fetch saves; None if unknown
+    is_probe: bool = False
+
+
+class _Reach(NamedTuple):
+    """A hit up to `end`, which saves computing from `start` on, once the chunks of `keys` are here,
+    which end at `ends`; all in tokens, and in their order.
+
+    Each of `holders` has all of those that are not coming already.
+    """
+
+    start: int
+    end: int
+    ends: list[int]
+    keys: list[bytes]
+    holders: int
+
+
+_Groups = list[tuple[Group, list[bytes]]]
+"""A request's groups with their keys."""
+_IsComing = Callable[[bytes], object]
+
+
+class DonorSelection:
+    """`groups` are by the number at the end of their keys. A group without an entry has chunks of
+    `chunk_tokens` tokens and no window."""
+
+    def __init__(
+        self,
+        pool: Pool,
+        tier: Tier,
+        prefill_rate: PrefillRate,
+        cost_model: CostModel,
+        *,
+        chunk_tokens: int,
+        min_fetch_tokens: int,
+        adaptive: bool,
+    ) -> None:
+        """Hits that save fewer than `min_fetch_tokens` are not worth a fetch. Unless `adaptive`,
+        all others are, without a prediction."""
+        self.groups: Mapping[bytes, Group] = {}
+        self.adaptive = adaptive
+        self.prefill_seconds = prefill_rate.seconds
+        self.min_tokens = max(chunk_tokens, min_fetch_tokens)
+        self._pool = pool
+        self._tier = tier
+        self._cost_model = cost_model
+        self._default_group = Group(chunk_tokens)
+
+    def group(self, key: bytes) -> Group:
+        return self.groups.get(key[GROUP], self._default_group)
+
+    def plan(
+        self,
+        request: Request,
+        deadline: float,
+        busy: Mapping[str, int],
+        is_coming: _IsComing,
+        now: float,
+    ) -> FetchPlan | None:
+        """Choose donors and keys for the longest hit that can be complete by `deadline`.
+
+        `busy` counts the pending fetches by donor, and `is_coming` tells which chunks they bring.
+        If the missing chunks are nowhere, or not worth a fetch: a probe, or None.
+        """
+        groups = self._sorted_groups(request)
+        eligible = ~self._tier.set_of([*self._cost_model.left_out(), *request.failed])
+        reach = self._reach(request, groups, eligible, is_coming)
+        donors = self._ranked(reach.holders, len(reach.keys), busy, now) if reach else []
+        if self.adaptive and donors:
+            in_time = self._cost_model.rate(donors[0], now).largest(deadline - now)
+            while reach is not None and len(reach.keys) > in_time:
+                limit = reach.ends[int(in_time)] - 1
+                reach = self._reach(request, groups, eligible, is_coming, limit)
+        if reach is None or reach.end - reach.start < self.min_tokens:
+            return self._probe(groups, now)
+        start, end, _, keys, _ = reach
+        fast = [donor for donor in donors if self._is_faster(donor, len(keys), start, end, now)]
+        if donors and not fast:
+            self._cost_model.decisions.computed += not request.computes
+            request.computes = True
+            return self._probe(groups, now)
+        fast = fast[: self._count_donors(fast, len(keys), busy)]
+        return FetchPlan(fast, keys, self.prefill_seconds(start, end))
+
+    def _probe(self, groups: _Groups, now: float) -> FetchPlan | None:
+        """Fetch a chunk from a peer that has been left out for long enough."""
+        for donor in self._cost_model.left_out(now):
+            holder = self._tier.set_of((donor,))
+            for _, keys in groups:
+                # A failure costs the pool this chunk, so take the last one.
+                for key in reversed(keys):
+                    if self._tier.holders(key) & holder and not self._pool.holds(key):
+                        return FetchPlan([donor], [key], None, is_probe=True)
+        return None
+
+    def may_become_worth_fetching(self, key: bytes, request: Request, now: float) -> bool:
+        """False if even all chunks of the prompt are predicted to be computed faster."""
+        holders = self._tier.holders(key)
+        if not holders:
+            return True
+        groups = self._sorted_groups(request)
+        start, end = request.prefix_tokens, _end(groups)
+        rows = sum(len(_needed(group, start, end)) for group, _ in groups)
+        return end - start >= self.min_tokens and any(
+            self._is_faster(peer, rows, start, end, now)
+            for peer in self._ranked(holders, rows, {}, now)
+        )
+
+    def _ranked(self, holders: int, rows: int, busy: Mapping[str, int], now: float) -> list[str]:
+        """Donors to choose from: the fastest first; among equals the least busy, then any, to
+        spread the load."""
+        measured = self._tier.sources(holders & self._tier.set_of(self._cost_model.measured(now)))
+        donors = measured
+        if len(measured) < _ENOUGH:
+            others = self._tier.sources(holders & ~self._tier.set_of(measured))
+            donors = measured + random.sample(others, min(_ENOUGH, len(others)))
+
+        def rank(donor: str) -> tuple[float, int, float]:
+            seconds, pending = self._cost_model.rate(donor, now).predict(rows), busy.get(donor, 0)
+            return seconds * (1 + pending), pending, random.random()
+
+        return sorted(donors, key=rank)
+
+    def _is_faster(self, donor: str, rows: int, start: int, end: int, now: float) -> bool:
+        """Whether a fetch is predicted to take less time than to compute from `start` to `end`."""
+        prefill = self.prefill_seconds(start, end)
+        if prefill is None or not self.adaptive:
+            return True
+        return self._cost_model.rate(donor, now).predict(rows) < prefill
+
+    def _count_donors(self, donors: Sequence[str], rows: int, busy: Mapping[str, int]) -> int:
+        """Among how many of the donors to divide a fetch.
+
+        One more donor must make it clearly shorter, because its messages cost processor time.
+        """
+        rates = [self._cost_model.rate(donor) for donor in donors]
+        pending = [1 + busy.get(donor, 0) for donor in donors]
+
+        def seconds(count: int) -> float:
+            share = -(-rows // count)
+            parts = zip(rates[:count], pending, strict=False)
+            return max(rate.predict(share) * times if rate else math.inf for rate, times in parts)
+
+        count = 1
+        while count < min(len(donors), rows) and seconds(count + 1) < seconds(count) * _SHORTER:
+            count += 1
+        return count
+
+    def groups_of(self, request: Request) -> dict[bytes, list[bytes]]:
+        """The keys of the request's whole chunks in order, by the number of their group."""
+        if request.groups is None:
+            groups: dict[bytes, list[bytes]] = {}
+            positions = key_positions(request.context).items()
+            if len(self.groups) == 1:  # as mostly, and quicker
+                ((number, group),) = self.groups.items()
+                groups[number] = [key for key, end in positions if not end % group.chunk_tokens]
+            else:
+                for key, end in positions:
+                    keys = groups.setdefault(key[GROUP], [])
+                    if end == (len(keys) + 1) * self.group(key).chunk_tokens:
+                        keys.append(key)
+            if request.adapter is not None:
+                groups = {each: [*map(request.row_key, keys)] for each, keys in groups.items()}
+            request.groups = groups
+        return request.groups
+
+    def main_keys(self, request: Request) -> list[bytes]:
+        """Those of the group with the highest rank."""
+        groups = self.groups_of(request)
+        numbers = self.groups or groups
+        main = max(numbers, key=lambda number: self.group(number).rank, default=b"")
+        return groups.get(main, [])
+
+    def ends(self, request: Request) -> dict[bytes, int]:
+        """How many tokens there are up to the end of each chunk of the group with the highest rank,
+        by its key without the group."""
+        keys = self.main_keys(request)
+        size = self.group(keys[0]).chunk_tokens if keys else 0
+        return {key[: GROUP.start]: number * size for number, key in enumerate(keys, 1)}
+
+    def _sorted_groups(self, request: Request) -> _Groups:
+        """Those with windows last."""
+        pairs = [(self.group(keys[0]), keys) for keys in self.groups_of(request).values() if keys]
+        return sorted(pairs, key=lambda pair: pair[0].window is not None)
+
+    def _reach(
+        self,
+        request: Request,
+        groups: _Groups,
+        eligible: int,
+        is_coming: _IsComing,
+        limit: float = math.inf,
+    ) -> _Reach | None:
+        """The longest hit up to `limit` tokens from one of the `eligible` donors; None if nothing
+        is missing, or too much."""
+        step = math.lcm(*(group.chunk_tokens for group, _ in groups))
+        begin, end = request.prefix_tokens, int(min(limit, _end(groups)))
+        windows = [pair for pair in groups if pair[0].window is not None]
+        for _ in range(_MAX_ATTEMPTS):
+            end = end // step * step
+            while (gap := self._gap(windows, is_coming, begin, end)) is not None:
+                end = gap // step * step
+            walk = _Walk(self._pool, self._tier, is_coming, eligible)
+            reached = end
+            for group, keys in groups:
+                reached = walk.to_gap(group, keys, begin, reached)
+            if reached == end or not windows:
+                return walk.reach(begin, reached // step * step)
+            end = reached
+        return None
+
+    def _gap(self, windows: _Groups, is_coming: _IsComing, begin: int, end: int) -> int | None:
+        """Where a chunk begins that nobody has, but a hit up to `end` needs. Recurrent states are
+        stored here and there only, so there may be many."""
+        for group, keys in windows:
+            for place in _needed(group, begin, end):
+                key = keys[place]
+                if not (self._pool.holds(key) or self._tier.holders(key) or is_coming(key)):
+                    return place * group.chunk_tokens
+        return None
+
+
+class _Walk:
+    """Collects the chunks that a hit misses, and who has all of them."""
+
+    def __init__(self, pool: Pool, tier: Tier, is_coming: _IsComing, eligible: int) -> None:
+        self._pool = pool
+        self._tier = tier
+        self._is_coming = is_coming
+        self._holders = eligible  # negative until a chunk is asked for
+        self._missing: list[tuple[Group, list[bytes], Sequence[int]]] = []  # places of the keys
+
+    def to_gap(self, group: Group, keys: list[bytes], begin: int, end: int) -> int:
+        """Return `end`, or where a chunk starts that is neither here, nor coming, nor held by a
+        peer that holds all others."""
+        places = _needed(group, begin, end)
+        wanted = [keys[place] for place in places]
+        if self._pool.held.isdisjoint(wanted):  # as mostly
+            count, self._holders = self._tier.run(wanted, self._holders)
+            self._missing.append((group, keys, places[:count]))
+            return end if count == len(places) else places[count] * group.chunk_tokens
+        holders = self._tier.holders
+        common, missing = self._holders, list[int]()
+        for place, key in zip(places, wanted, strict=True):
+            if self._pool.holds(key):
+                if self._pool.lookup(key) is not None:
+                    continue
+                if not self._is_coming(key):  # it is being stored
+                    end = place * group.chunk_tokens
+                    break
+            elif having := common & holders(key):
+                common = having
+            else:
+                end = place * group.chunk_tokens
+                break
+            missing.append(place)
+        self._holders = common
+        self._missing.append((group, keys, missing))
+        return end
+
+    def reach(self, begin: int, end: int) -> _Reach | None:
+        """The hit up to `end`; None if nothing is missing."""
+        start, ends, missing = end, list[int](), list[bytes]()
+        for group, keys, places in self._missing:
+            size = group.chunk_tokens
+            within = places
+            if places and (max(places[0], places[-1]) + 1) * size > end:
+                within = [place for place in places if (place + 1) * size <= end]
+            if within:
+                # Without its window, the whole prefix would be computed.
+                start = min(start, begin if group.window is not None else within[0] * size)
+            ends += [(place + 1) * size for place in within]
+            missing += [keys[place] for place in within]
+        if not missing:
+            return None
+        if len(self._missing) > 1 or ends[0] > ends[-1]:
+            ordered = sorted(zip(ends, missing, strict=True))
+            ends, missing = [each for each, _ in ordered], [key for _, key in ordered]
+        return _Reach(start, end, ends, missing, max(self._holders, 0))
+
+
+def _end(groups: _Groups) -> int:
+    """The tokens that all groups have keys for."""
+    return min((group.chunk_tokens * len(keys) for group, keys in groups), default=0)
+
+
+def _needed(group: Group, start: int, end: int) -> Sequence[int]:
+    """The places of the chunks that a hit from `start` to `end` needs, those with a window from
+    the end."""
+    first, last = start // group.chunk_tokens, end // group.chunk_tokens
+    if group.window is None:
+        return range(first, last)
+    return range(max(first, last - group.window), last)[::-1]

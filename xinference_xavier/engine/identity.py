@@ -1,0 +1,269 @@
+"""The namespace: a digest of everything that two engines must share before they may exchange bytes.
+
+A chunk key covers tokens, adapters, images and salts. The namespace covers the model and the layout
+of its cache. The digest is computed over canonical JSON, so it is the same on every host.
+
+The layout includes how a worker's attention kernels arrange a page (`page_format`). Pages of equal
+size can hold equal numbers in different orders: each backend has its own layout, the CPU backend
+has one per instruction set, and a kernel may split a block into smaller ones. Only a worker with
+its KV cache can tell.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Iterable, Mapping
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+import torch
+import vllm
+from huggingface_hub import snapshot_download
+from vllm import envs
+from vllm.config import LoadConfig, ModelConfig, VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
+from vllm.platforms import current_platform
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, KVCacheSpec
+
+from xinference_xavier.engine import compat, configuration
+from xinference_xavier.protocol.transfer import PROTOCOL_VERSION
+
+
+def page_format(
+    vllm_config: VllmConfig,
+    kv_cache_config: KVCacheConfig,
+    kv_caches: Mapping[str, torch.Tensor | list[torch.Tensor]],
+) -> list[dict[str, Any]]:
+    """One JSON-able entry per KV-cache group. `kv_caches` are this worker's tensors by layer.
+
+    The result does not depend on the number of blocks.
+    """
+    return [
+        {
+            "backends": _backends(vllm_config, group.layer_names),
+            "kernels": _cpu_kernels(vllm_config, group.kv_cache_spec),
+            "tensors": sorted(
+                {
+                    tensor_format(tensor, kv_cache_config.num_blocks)
+                    for layer in group.layer_names
+                    for tensor in tensors_of(kv_caches.get(layer))
+                }
+            ),
+        }
+        for group in kv_cache_config.kv_cache_groups
+    ]
+
+
+def tensor_format(tensor: torch.Tensor, blocks: int) -> str:
+    """Type, shape and memory order of the dimensions, outermost first.
+
+    The number of blocks is replaced by the number of kernel blocks per vLLM block.
+    """
+    strides = tensor.stride()
+    order = sorted(range(tensor.ndim), key=lambda axis: strides[axis], reverse=True)
+    shape = [str(size) for size in tensor.shape]
+    for axis in order:
+        if tensor.shape[axis] >= blocks and tensor.shape[axis] % blocks == 0:
+            shape[axis] = f"{tensor.shape[axis] // blocks} × blocks"
+            break
+    return f"{tensor.dtype} ({', '.join(shape)}) in the order {order}"
+
+
+def _backends(vllm_config: VllmConfig, layers: list[str]) -> list[str]:
+    return sorted(backend.get_name() for backend in get_current_attn_backends(vllm_config, layers))
+
+
+def _cpu_kernels(vllm_config: VllmConfig, spec: KVCacheSpec) -> list[str]:
+    """The CPU backend's kernels. AMX packs K and V, VEC keeps K by column, NEON differs again."""
+    if not current_platform.is_cpu():
+        return []
+    specs = getattr(spec, "kv_cache_specs", {"": spec}).values()  # by layer, if they differ
+    return sorted(
+        {
+            compat.cpu_kernel(vllm_config, layer)
+            for layer in specs
+            if isinstance(layer, AttentionSpec)
+        }
+    )
+
+
+def tensors_of(cache: torch.Tensor | list[torch.Tensor] | None) -> Iterable[torch.Tensor]:
+    if cache is None:  # another worker's layer
+        return ()
+    return (cache,) if isinstance(cache, torch.Tensor) else cache
+
+
+logger = logging.getLogger(__name__)
+
+_GROUP_INDEX_BYTES = 4  # that vLLM appends to a block hash to make an offload key
+_SAMPLE_BYTES = 64
+_MAX_READABLE = 60  # characters
+_SAMPLES = 1024  # per file, divided among its tensors
+_MIN_SAMPLES_PER_TENSOR = 4
+_NOT_SETTINGS = (
+    ".",
+    "__",
+    "config.json",  # as vLLM has read it, it is part of its configuration
+    "tokenizer",  # keys are of tokens, whatever text they stand for
+    "tekken",
+    "vocab",
+    "added_tokens",
+    "special_tokens_map",
+    "chat_template",
+)
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+
+
+def key_bytes(vllm_config: VllmConfig) -> int:
+    """Length of this engine's offload keys."""
+    hash_block = get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo)
+    return len(hash_block(b"")) + _GROUP_INDEX_BYTES
+
+
+def fingerprint_fields(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, chunk_tokens: int
+) -> dict[str, object]:
+    """All that two engines must have in common, except `page_format`: vLLM's configuration by
+    names such as "model.max_model_len", and what it does not say. Reads samples of the weights."""
+    capability = current_platform.get_device_capability()
+    groups = [
+        {"layers": group.layer_names, "spec": repr(group.kv_cache_spec)}
+        for group in kv_cache_config.kv_cache_groups
+    ]
+    return {
+        **configuration.fields(vllm_config, contents),
+        **_model_files("", vllm_config.model_config, vllm_config.load_config),
+        **_draft_files(vllm_config),
+        "protocol": PROTOCOL_VERSION,  # so that two versions of ours never meet
+        "vllm": vllm.__version__,
+        "device": current_platform.device_type,
+        "capability": capability and capability.as_version_str(),  # vLLM chooses kernels by it
+        "model_runner": "V2" if vllm_config.use_v2_model_runner else "V1",
+        "layout_environment": {
+            name: value() for name, value in envs.environment_variables.items() if "LAYOUT" in name
+        },
+        "hash_seed": os.environ.get("PYTHONHASHSEED"),
+        "chunk_tokens": chunk_tokens,
+        "groups": groups,
+    }
+
+
+def _draft_files(vllm_config: VllmConfig) -> dict[str, object]:
+    speculative = vllm_config.speculative_config
+    draft = getattr(speculative, "draft_model_config", None)
+    if draft is None or draft.model == vllm_config.model_config.model:
+        return {}
+    load = getattr(speculative, "draft_load_config", None) or vllm_config.load_config
+    return _model_files("draft_", draft, load)
+
+
+def _model_files(prefix: str, model: ModelConfig, load: LoadConfig) -> dict[str, object]:
+    folder = _snapshot(model, load) if not os.path.exists(model.model) else Path(model.model)
+    if folder is None:
+        return {f"{prefix}weights": model.model, f"{prefix}revision": model.revision}
+    settings = {f"{prefix}file {name}": found for name, found in _settings(folder).items()}
+    return {f"{prefix}weights": weights_fingerprint(folder), **settings}
+
+
+def _snapshot(model: ModelConfig, load: LoadConfig) -> Path | None:
+    """What the local cache has of a hub's model."""
+    try:
+        found = snapshot_download(
+            model.model,
+            revision=model.revision,
+            cache_dir=load.download_dir,
+            local_files_only=True,
+        )
+    except Exception as error:  # another hub's, another loader's, or no model's name
+        logger.warning(
+            "cannot find the model's files, so its name stands for them: model=%s error=%r",
+            model.model,
+            error,
+        )
+        return None
+    return Path(found)
+
+
+def _settings(folder: Path) -> dict[str, str]:
+    """Digests of the files beside the weights that say how to compute: settings, and the model's
+    own code."""
+    files = [*folder.glob("*.json"), *folder.rglob("*.py")] if folder.is_dir() else []
+    return {
+        str(file.relative_to(folder)): hashlib.sha256(file.read_bytes()).hexdigest()[:32]
+        for file in sorted(files)
+        if file.is_file() and not file.name.startswith(_NOT_SETTINGS)
+    }
+
+
+def contents(path: Path) -> str:
+    """A digest of the file at `path`, or of the model there; of the path itself, if there is
+    neither."""
+    if path.is_file():
+        return hashlib.sha256(path.read_bytes()).hexdigest()[:32]
+    settings = _settings(path)
+    if not settings:
+        return str(path)
+    return digest({**settings, "weights": weights_fingerprint(path)})
+
+
+def digest(fingerprint_fields: Mapping[str, object]) -> str:
+    """32 hex digits."""
+    text = json.dumps(fingerprint_fields, sort_keys=True, separators=(",", ":"), default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def readable(fingerprint_fields: Mapping[str, object]) -> dict[str, str]:
+    """Each field as a short text that people can compare; equal for equal values."""
+    return {
+        name: text
+        if len(text := str(value)) <= _MAX_READABLE
+        else f"digest {digest({name: value})[:12]}"
+        for name, value in fingerprint_fields.items()
+    }
+
+
+def weights_fingerprint(path: Path) -> str:
+    """32 hex digits over the sizes and samples of every tensor at `path`, a folder or one file.
+
+    Two fine-tunes of one model differ. Reads a few hundred bytes per tensor, so it is fast for any
+    size. Without weights there, it covers the path.
+    """
+    found = [path] if path.is_file() else sorted(path.rglob("*"))
+    files = [file for file in found if file.suffix in _WEIGHT_SUFFIXES and file.is_file()]
+    fingerprint = hashlib.sha256(b"" if files else str(path).encode())
+    for file in files:
+        fingerprint.update(f"{file.name}:{file.stat().st_size};".encode())
+        # Without a buffer and read-ahead. On a network file system each of thousands of samples
+        # would read a whole block of it, 1 MiB or more.
+        with file.open("rb", buffering=0) as weights:
+            os.posix_fadvise(weights.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
+            if file.suffix == ".safetensors":
+                header, spans = _safetensors_header(weights)
+                fingerprint.update(header)
+            else:
+                spans = [(0, file.stat().st_size)]
+            for start, end in spans:
+                for offset in _sample_offsets(start, end, _SAMPLES // len(spans)):
+                    weights.seek(offset)
+                    fingerprint.update(weights.read(min(_SAMPLE_BYTES, end - offset)))
+    return fingerprint.hexdigest()[:32]
+
+
+def _safetensors_header(weights: FileIO) -> tuple[bytes, list[tuple[int, int]]]:
+    """The header's bytes, and the (start, end) of each tensor's bytes in the file."""
+    length = int.from_bytes(weights.read(8), "little")
+    header = weights.read(length)
+    tensors = [entry for name, entry in json.loads(header).items() if name != "__metadata__"]
+    offsets = (entry["data_offsets"] for entry in tensors)
+    return header, [(8 + length + start, 8 + length + end) for start, end in offsets]
+
+
+def _sample_offsets(start: int, end: int, samples: int) -> range:
+    samples = max(_MIN_SAMPLES_PER_TENSOR, samples)
+    step = max(1, (end - start - _SAMPLE_BYTES) // (samples - 1))
+    return range(start, max(start + 1, end - _SAMPLE_BYTES + 1), step)

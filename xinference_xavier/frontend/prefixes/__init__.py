@@ -1,1 +1,0 @@
-"""Texts that have a name, and that replicas keep at hand."""

@@ -1,0 +1,376 @@
+"""A copy of the index: which replicas hold a chunk, without a call.
+
+The peers that hold a chunk are an integer: each peer has a number, and a set has their bits
+(`PeerSets`). So a lookup, or the search for the holders of a whole prefix, costs almost the same
+whatever the number of peers. Once a peer has left, its number is reused, so a set that was read
+before may name the wrong peer.
+
+Threading: any thread may read at any time without a lock: a reader looks at one dictionary or one
+attribute. All other methods are for one writing thread, that of the tracker's client, which can
+apply an update in short pieces and let other threads run in between. A reader may see part of an
+update. The mirror is only a hint anyway.
+
+Memory: under 120 bytes a key (measured), because a key is known by its last 12 bytes: 64 bits of
+its hash, and its group. Two keys that share them cost a fetch of a chunk that its donor lacks.
+Equal sets of holders are one integer. At most `max_keys` keys are kept; beyond that, the keys
+published or used least recently are dropped.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence, Set
+from itertools import islice
+from struct import iter_unpack
+
+from xinference_xavier.protocol.tracker import (
+    INITIAL_SETTINGS,
+    SHORT_KEY,
+    Change,
+    Member,
+    Update,
+    check_update,
+)
+
+MAX_SHARED = 100_000
+"""Sets that are one object wherever they are held; beyond them each holder has its own."""
+
+
+class PeerSets:
+    def __init__(self) -> None:
+        self.version = 0
+        """Changes whenever a number is given or freed."""
+        self._numbers: dict[str, int] = {}
+        self._names: list[str] = []  # by number
+        self._free: deque[int] = deque()  # numbers of peers that have left
+        self._shared: dict[int, int] = {}
+
+    def __contains__(self, peer: str) -> bool:
+        return peer in self._numbers
+
+    @property
+    def peers(self) -> Set[str]:
+        return self._numbers.keys()
+
+    @property
+    def size(self) -> int:
+        """All numbers are below it."""
+        return len(self._names)
+
+    def bit(self, peer: str) -> int:
+        """The set of this peer alone, which may be a new one."""
+        if peer not in self._numbers:
+            if self._free:
+                number = self._free.popleft()
+                self._names[number] = peer
+            else:
+                number = len(self._names)
+                self._names.append(peer)
+            self._numbers[peer] = number
+            self.version += 1
+        return 1 << self._numbers[peer]
+
+    def set_of(self, peers: Iterable[str]) -> int:
+        """Ignores peers without a number."""
+        found = 0
+        for peer in peers:
+            number = self._numbers.get(peer)
+            if number is not None:
+                found |= 1 << number
+        return found
+
+    def names(self, peers: int) -> list[str]:
+        """Those that are known here: the set may be older than this object."""
+        names, found = self._names, []
+        while peers:
+            number = peers.bit_length() - 1
+            if number < len(names):
+                found.append(names[number])
+            peers ^= 1 << number
+        return found
+
+    def shared(self, peers: int) -> int:
+        """The same set as one object: with a thousand peers, each takes 160 bytes."""
+        if len(self._shared) >= MAX_SHARED:
+            return self._shared.get(peers, peers)
+        return self._shared.setdefault(peers, peers)
+
+    def forget(self, peers: Iterable[str]) -> None:
+        """They have left, and no set has them any more."""
+        gone = self.set_of(peers)
+        self.version += 1
+        for peer in peers:
+            self._free.append(self._numbers.pop(peer))
+        self._shared = {held: held for held in self._shared if not held & gone}
+
+
+MAX_STALE = 10_000  # stale entries remembered for each peer; the oldest go first
+PIECE = 250
+"""Keys of a piece: about an eighth of a millisecond."""
+_SHARDS = 256
+"""Dictionaries that keys are divided among by a byte of their hash, because a dictionary that grows
+holds Python's lock for as long as it copies its entries."""
+
+_SHORT = slice(-SHORT_KEY, None)  # made once: lookups are many
+_Shards = list[dict[bytes, int]]
+
+
+class Mirror:
+    """What the replicas other than `incarnation` hold, as of `revision` of `epoch`.
+
+    `enabled` is the operator's switch. `serving` are the peers that can be fetched from now; others
+    may hold chunks, too. `dropped` counts the keys left out because of `max_keys`.
+    """
+
+    def __init__(self, incarnation: str, *, max_keys: int = 2_000_000) -> None:
+        self.enabled = True
+        self.settings = INITIAL_SETTINGS
+        self.dropped = 0
+        self._incarnation = incarnation
+        self._max_keys = max_keys
+        self._trusted: frozenset[str] | None = None
+        self.clear()
+
+    def __len__(self) -> int:
+        return sum(map(len, self._shards))
+
+    # -- reading ------------------------------------------------------------------------------
+
+    def usable_set(self, key: bytes) -> int:
+        """The peers that `key` can be fetched from."""
+        short = key[_SHORT]
+        return self._shards[short[0]].get(short, 0) & self._usable
+
+    def usable_run(self, keys: Sequence[bytes], among: int) -> tuple[int, int]:
+        """The number of leading `keys` that one peer of the set `among` can send, and the set of
+        peers that can send all of them: `among` if the number is 0. Quicker than key by key."""
+        shards, common = self._shards, among & self._usable
+        for count, key in enumerate(keys):
+            short = key[_SHORT]
+            having = common & shards[short[0]].get(short, 0)
+            if not having:
+                return count, common if count else among
+            common = having
+        return len(keys), common if keys else among
+
+    def full_set(self, key: bytes) -> int:
+        """The peers that hold `key`, even if nothing can be fetched from them."""
+        short = key[_SHORT]
+        return self._shards[short[0]].get(short, 0)
+
+    def holders(self, key: bytes) -> tuple[str, ...]:
+        """`usable_set` by name, for people."""
+        return tuple(sorted(self.sets.names(self.usable_set(key))))
+
+    def address(self, incarnation: str) -> str | None:
+        """The address of a peer's actor; None if it is not a member."""
+        return self._members.get(incarnation)
+
+    def is_usable(self, peer: str) -> bool:
+        """Whether chunks of `peer` can be fetched, if it holds any."""
+        trusted = self._trusted is None or peer in self._trusted
+        return self.enabled and trusted and peer in self.serving
+
+    @property
+    def peers(self) -> frozenset[str]:
+        """The incarnations of the other members."""
+        return frozenset(self._members)
+
+    # -- writing ------------------------------------------------------------------------------
+
+    def clear(self) -> None:
+        """Forget everything but the operator's switch and who is trusted."""
+        self.epoch, self.revision = "", 0
+        self._shards = _empty()
+        self._size = 0
+        self._usable = 0  # the set of peers that can be fetched from
+        self.sets = PeerSets()
+        self._members: dict[str, str] = {}  # addresses, by incarnation
+        self._roster: dict[str, Member] = {}  # with this replica, in the order of joining
+        self.serving: frozenset[str] = frozenset()
+        self.eldest = ""  # the incarnation of the member that joined first
+        self._applied: dict[str, int] = {}  # sequences, by incarnation
+        self._stale: dict[str, dict[bytes, int]] = {}  # sequences, by incarnation and key
+
+    def trust(self, peers: frozenset[str] | None) -> None:
+        """Only these peers can be fetched from; None: all."""
+        self._trusted = peers
+        self._set_usable()
+
+    def apply(self, update: Update) -> None:
+        """Apply `update`, or raise ValueError and change nothing."""
+        for _ in self.apply_in_pieces(update):
+            pass
+
+    def apply_in_pieces(self, update: Update) -> Iterator[None]:
+        """Like `apply`, which is complete at the end of the iterator. If it is not exhausted, the
+        same update, or a later one since the same revision, must follow."""
+        touched = 0
+        for keys in self._steps(check_update(update)):
+            touched += keys
+            if touched >= PIECE:
+                touched = 0
+                yield
+
+    def _steps(self, update: Update) -> Iterator[int]:
+        """Yields how many keys each step has touched."""
+        if update.settings.version >= self.settings.version:
+            self.settings = update.settings
+            self.enabled = update.settings.enabled
+        if update.snapshot or update.members or update.left:
+            self._apply_members(update)
+        self._set_usable()
+        # Build a snapshot aside, so that readers never find it half empty.
+        shards = _empty() if update.snapshot else self._shards
+        if update.snapshot:
+            self._size = 0
+        # Peers that may hold some of `shards`, from which a new holding takes a pass over all keys.
+        listed = set[str]() if update.snapshot else set(self.sets.peers)
+        for change in update.changes:
+            if change.incarnation != self._incarnation:
+                if change.replaces and change.incarnation in listed:
+                    yield from self._remove_all(shards, ~self.sets.bit(change.incarnation))
+                listed.add(change.incarnation)
+                yield from self._apply(shards, change, update.key_bytes)
+        if left := self.sets.peers - self._members.keys():
+            yield from self._forget(shards, left)
+        old, self._shards = self._shards, shards
+        self._set_usable()
+        self.epoch, self.revision = update.epoch, update.revision
+        while update.snapshot and any(old):
+            yield _free_latest(old)
+
+    def _apply_members(self, update: Update) -> None:
+        if update.snapshot:
+            self._roster = {}
+        for incarnation in update.left:
+            self._roster.pop(incarnation, None)
+        self._roster |= {member.incarnation: member for member in update.members}
+        peers = [each for name, each in self._roster.items() if name != self._incarnation]
+        self._members = {peer.incarnation: peer.address for peer in peers}
+        self.serving = frozenset(peer.incarnation for peer in peers if peer.serves)
+        self.eldest = next(iter(self._roster), "")
+
+    def record_stale(self, key: bytes, incarnation: str, sequence: int) -> None:
+        """Remove an entry: a donor that had published up to `sequence` does not hold `key`.
+
+        Publications up to `sequence` that arrive later do not bring it back, later ones do. If a
+        later one has been applied already, it is newer than the answer, and the entry stays.
+        """
+        if sequence < self._applied.get(incarnation, 0) or incarnation not in self._members:
+            return
+        short = key[_SHORT]
+        self._remove(self._shards, ~self.sets.set_of((incarnation,)), (short,))
+        stale = self._stale.setdefault(incarnation, {})
+        stale[short] = sequence
+        if len(stale) > MAX_STALE:
+            del stale[next(iter(stale))]
+
+    def used(self, keys: Iterable[bytes]) -> None:
+        """These keys go last."""
+        for key in keys:
+            short = key[_SHORT]
+            shard = self._shards[short[0]]
+            if short in shard and self._moves:
+                shard[short] = shard.pop(short)
+
+    @property
+    def _moves(self) -> bool:
+        """Whether order matters yet. Moving keys makes a dictionary grow."""
+        return self._size > self._max_keys // 2
+
+    def _set_usable(self) -> None:
+        usable = self.serving if self._trusted is None else self.serving & self._trusted
+        self._usable = self.sets.set_of(usable) if self.enabled else 0
+
+    def _apply(self, shards: _Shards, change: Change, key_bytes: int) -> Iterator[int]:
+        incarnation, sequence = change.incarnation, change.sequence
+        bit = self.sets.bit(incarnation)
+        for keys in _pieces(change.removed, key_bytes):
+            self._remove(shards, ~bit, keys)
+            yield len(keys)
+        stale = self._stale.get(incarnation, {})
+        for keys in _pieces(change.added, key_bytes):
+            if stale:
+                keys = [key for key in keys if stale.get(key, -1) < sequence]
+            self._add(shards, bit, keys)
+            yield len(keys)
+        self._applied[incarnation] = sequence
+        if stale:
+            # Publications arrive in order: older ones than this no longer come.
+            stale = {key: last for key, last in stale.items() if last >= sequence}
+            self._stale[incarnation] = stale
+
+    def _add(self, shards: _Shards, bit: int, keys: Iterable[bytes]) -> None:
+        wider: dict[int, int] = {}
+        moves = self._moves
+        for key in keys:
+            shard = shards[key[0]]
+            held = shard.get(key, 0)
+            if not held:
+                if self._size >= self._max_keys:
+                    self._drop(shards, key[0])
+                    shard = shards[key[0]]
+                self._size += 1
+            elif moves:
+                del shard[key]
+            held_now = wider.get(held)
+            if held_now is None:
+                held_now = wider[held] = self.sets.shared(held | bit)
+            shard[key] = held_now
+
+    def _drop(self, shards: _Shards, first: int) -> None:
+        """Make room. Keys are spread evenly, so that any shard's oldest are about the oldest."""
+        places = ((first + n) % _SHARDS for n in range(_SHARDS))
+        place = next(place for place in places if shards[place])
+        count = len(shards[place]) // 16 + 1
+        shards[place] = dict(islice(shards[place].items(), count, None))
+        self.dropped += count
+        self._size -= count
+
+    def _remove(self, shards: _Shards, kept: int, keys: Iterable[bytes]) -> None:
+        """Only the set `kept` may still hold these keys."""
+        narrower: dict[int, int] = {}
+        for key in keys:
+            shard = shards[key[0]]
+            held = shard.get(key, 0)
+            held_now = narrower.get(held)
+            if held_now is None:
+                held_now = narrower[held] = self.sets.shared(held & kept)
+            if held_now:
+                shard[key] = held_now
+            elif held:
+                del shard[key]
+                self._size -= 1
+
+    def _remove_all(self, shards: _Shards, kept: int) -> Iterator[int]:
+        # Rare, so a pass over all keys is cheaper than keeping a set of keys for each peer.
+        for shard in shards:
+            yield len(shard)
+            self._remove(shards, kept, [key for key, held in shard.items() if held & ~kept])
+
+    def _forget(self, shards: _Shards, left: set[str]) -> Iterator[int]:
+        yield from self._remove_all(shards, ~self.sets.set_of(left))
+        self.sets.forget(left)
+        for incarnation in left:
+            self._applied.pop(incarnation, None)
+            self._stale.pop(incarnation, None)
+
+
+def _empty() -> _Shards:
+    return [{} for _ in range(_SHARDS)]
+
+
+def _free_latest(shards: _Shards) -> int:
+    """Free the latest two keys of each shard; returns how many. To free all keys at once would take
+    long, and shard by shard, all of the memory would go back to the system with the last one."""
+    return sum(1 for shard in 2 * shards if shard and shard.popitem())
+
+
+def _pieces(packed: bytes, key_bytes: int) -> Iterator[list[bytes]]:
+    """The short forms of packed keys."""
+    short = min(key_bytes, SHORT_KEY)
+    for start in range(0, len(packed), PIECE * key_bytes):
+        piece = memoryview(packed)[start : start + PIECE * key_bytes]
+        # Slicing takes twice as long.
+        yield [key for (key,) in iter_unpack(f"{key_bytes - short}x{short}s", piece)]

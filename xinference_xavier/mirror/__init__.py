@@ -1,1 +1,0 @@
-"""A copy of the tracker's index, for whoever watches it: a replica, or a router."""

@@ -1,0 +1,200 @@
+"""What operators ask a replica: where a prompt's chunks are (`Explainer`), and whether the replica
+and its links work (`self_check`).
+
+The explanation estimates what the scheduler would find now. It ignores vLLM's own prefix cache,
+counts a chunk only if all its KV-cache groups are there, and assumes that fetches from peers that
+serve succeed and are faster than computing, with the same `xavier_min_fetch_tokens` everywhere.
+
+Threading: the replica's background loop. A check of a link may open it; later fetches use it.
+"""
+
+import asyncio
+import functools
+import itertools
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import xoscar
+
+from xinference_xavier.config import XavierConfig
+from xinference_xavier.errors import ExplainError, TransportError
+from xinference_xavier.mirror import Mirror
+from xinference_xavier.pool.pool import Pool
+from xinference_xavier.protocol.transfer import Endpoint, check_endpoint
+from xinference_xavier.replica.transfer_process import TransferProcess
+from xinference_xavier.runtime.addresses import replica_uid
+from xinference_xavier.runtime.aio import within
+from xinference_xavier.runtime.host import process_info
+from xinference_xavier.runtime.net import check_range, free_ports
+
+
+class Chunked(NamedTuple):
+    """A prompt's whole chunks in order, each as its keys, one per KV-cache group."""
+
+    prompt_tokens: int
+    context_tokens: int
+    chunk_tokens: int
+    chunks: list[tuple[bytes, ...]]
+
+
+Chunker = Callable[[dict[str, Any]], Chunked]
+"""Divides `{"prompt": text}` or `{"messages": [...]}` into chunks. Blocks; raises ExplainError."""
+
+
+class Explainer:
+    """One question at a time, because a long one takes a while."""
+
+    def __init__(
+        self,
+        chunker: Callable[[], Chunker | None],
+        *,
+        incarnation: str,
+        pool: Pool,
+        mirror: Mirror,
+        min_fetch_tokens: int,
+    ) -> None:
+        self._chunker = chunker
+        self._incarnation = incarnation
+        self._pool = pool
+        self._mirror = mirror
+        self._min_fetch_tokens = min_fetch_tokens
+        self._asked = asyncio.Lock()
+
+    async def explain(self, question: dict[str, Any]) -> dict[str, Any]:
+        """Answer `{"prompt": text}` or `{"messages": [...]}` with an `explanation`. Raises
+        ExplainError if there is no chunker yet, or it rejects the question."""
+        chunker = self._chunker()
+        if chunker is None:
+            raise ExplainError(f"replica {self._incarnation} is still starting; ask again")
+        async with self._asked:
+            chunked = await asyncio.to_thread(chunker, question)
+        return explanation(
+            chunked,
+            incarnation=self._incarnation,
+            pool=self._pool,
+            mirror=self._mirror,
+            min_fetch_tokens=self._min_fetch_tokens,
+        )
+
+
+def explanation(
+    chunked: Chunked, *, incarnation: str, pool: Pool, mirror: Mirror, min_fetch_tokens: int
+) -> dict[str, Any]:
+    """JSON-able. `reuse` has each replica's tokens: in its pool, fetched from peers, computed."""
+    held = {incarnation: [all(map(pool.lookup, keys)) for keys in chunked.chunks]}
+    holders = [
+        functools.reduce(operator.and_, map(mirror.full_set, keys)) for keys in chunked.chunks
+    ]
+    for peer in sorted(mirror.peers):
+        bit = mirror.sets.set_of((peer,))
+        held[peer] = [bool(peers & bit) for peers in holders]
+    donors = mirror.serving | {incarnation} if mirror.enabled else frozenset()
+    min_chunks = max(1, -(-min_fetch_tokens // chunked.chunk_tokens))
+    size = chunked.chunk_tokens
+    return {
+        "prompt_tokens": chunked.prompt_tokens,
+        "context_tokens": chunked.context_tokens,
+        "chunk_tokens": size,
+        "chunks": [
+            {
+                "from": place * size,
+                "to": (place + 1) * size,
+                "replicas": {
+                    replica: "pool" if chunks[place] else "none" for replica, chunks in held.items()
+                },
+            }
+            for place in range(len(chunked.chunks))
+        ],
+        "reuse": {
+            replica: _reuse(replica, held, donors - {replica}, min_chunks, chunked)
+            for replica in held
+        },
+    }
+
+
+def _reuse(
+    replica: str,
+    held: dict[str, list[bool]],
+    donors: frozenset[str],
+    min_chunks: int,
+    chunked: Chunked,
+) -> dict[str, int]:
+    """Walk through the chunks as the scheduler would: the own pool's run, one donor's run, …"""
+    own = held[replica]
+    others = [held[donor] for donor in donors]
+    place = from_pool = from_peers = 0
+    while place < len(own):
+        if own[place]:
+            place, from_pool = place + 1, from_pool + 1
+            continue
+        wanted = _run(own, place, False)
+        fetched = min(wanted, max((_run(chunks, place, True) for chunks in others), default=0))
+        if fetched < min_chunks:
+            break
+        place, from_peers = place + fetched, from_peers + fetched
+    size = chunked.chunk_tokens
+    return {
+        "local_pool": from_pool * size,
+        "remote": from_peers * size,
+        "computed": chunked.prompt_tokens - (from_pool + from_peers) * size,
+    }
+
+
+def _run(chunks: list[bool], start: int, value: bool) -> int:
+    """The number of chunks from `start` on that are all `value`."""
+    return sum(1 for _ in itertools.takewhile(value.__eq__, chunks[start:]))
+
+
+PROBE_DEADLINE = 5.0  # seconds for a peer's answer, and again for its link to open
+MAX_PEERS = 64  # that are probed
+
+
+async def self_check(
+    config: XavierConfig,
+    host: str,
+    mirror: Mirror,
+    process: TransferProcess,
+    fingerprint_fields: Mapping[str, str],
+) -> dict[str, Any]:
+    """JSON-able. `host` is this replica's address, `fingerprint_fields` are its namespace's.
+    `peers` maps each peer to why no link to it opens; None if one does."""
+    peers = sorted(mirror.peers)[:MAX_PEERS]
+    probed = await asyncio.gather(*(_probe(peer, mirror, process) for peer in peers))
+    return {
+        **process_info(),
+        "config": config.to_dict(),
+        "fingerprint_fields": dict(fingerprint_fields),
+        "transfer_address": process.endpoint and process.endpoint.address,
+        "transfer_starts": process.starts,
+        "transfer_error": process.error,
+        **await asyncio.to_thread(_ports, host, config.port_range),
+        "peers": dict(zip(peers, probed, strict=True)),
+    }
+
+
+def _ports(host: str, port_range: tuple[int, int] | None) -> dict[str, Any]:
+    if port_range is None:
+        return {"free_ports": None, "port_range_error": None}
+    error = None
+    try:
+        check_range(*port_range)
+    except TransportError as failure:
+        error = str(failure)
+    return {"free_ports": free_ports(host, port_range), "port_range_error": error}
+
+
+async def _probe(peer: str, mirror: Mirror, process: TransferProcess) -> str | None:
+    address = mirror.address(peer)
+    if address is None:
+        return None  # it just left
+    try:
+        actor = await within(PROBE_DEADLINE, xoscar.actor_ref(address, replica_uid(peer)))
+        endpoint: Endpoint | None = await within(PROBE_DEADLINE, actor.transfer_endpoint())
+        if endpoint is not None:
+            endpoint = check_endpoint(endpoint)
+    except Exception as error:  # xoscar raises whatever the peer raised
+        return f"its engine at {address} does not answer: {str(error) or type(error).__name__}"
+    if endpoint is None:
+        return "it has no transfer process"
+    return await process.probe_link(peer, endpoint, PROBE_DEADLINE)

@@ -1,0 +1,179 @@
+"""asyncio with deadlines: calls that end in time, undone transactions, a loop in a thread."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import threading
+import time
+from collections.abc import Awaitable, Callable, Collection
+from contextlib import AsyncExitStack, suppress
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import xoscar
+
+T = TypeVar("T")
+
+UNREACHABLE = (OSError, TimeoutError, xoscar.ActorNotExist, xoscar.ServerClosed)
+"""What a call raises when its actor cannot be reached."""
+CANCEL_GRACE = 0.5
+"""Seconds in which an abandoned call can tell its peer that nobody waits for the answer."""
+
+
+def remaining(deadline: float) -> float:
+    """Seconds until `deadline` (`time.monotonic()`), but never 0, which often means no limit."""
+    return max(0.001, deadline - time.monotonic())
+
+
+async def within(seconds: float, call: Awaitable[T]) -> T:
+    """Await `call` for at most `seconds`; then raise TimeoutError.
+
+    `asyncio.wait_for` is not enough: it waits for the cancelled call to end, and a cancelled
+    xoscar call first asks the peer to cancel, without a deadline. Here the call is cancelled in the
+    background, twice, because the second time also ends that question. Cancelling the caller
+    abandons the call in the same way.
+    """
+    task = asyncio.ensure_future(call)
+    try:
+        await asyncio.wait({task}, timeout=seconds)
+    finally:
+        if not task.done():
+            task.add_done_callback(retrieve)
+            task.cancel()
+            asyncio.get_running_loop().call_later(CANCEL_GRACE, task.cancel)
+    if task.cancelled() or not task.done():
+        raise TimeoutError(f"no answer within {seconds:g} s")
+    return task.result()
+
+
+_running: set[asyncio.Future[Any]] = set()
+
+
+def spawn(work: Awaitable[Any]) -> asyncio.Future[Any]:
+    """Run `work` on the running loop; unlike asyncio, keep the task from being collected."""
+    task = asyncio.ensure_future(work)
+    _running.add(task)
+    task.add_done_callback(_running.discard)
+    return task
+
+
+def retrieve(task: asyncio.Future[Any]) -> None:
+    """As a done callback: keep asyncio from reporting an exception that nobody retrieved."""
+    if not task.cancelled():
+        task.exception()
+
+
+logger = logging.getLogger(__name__)
+
+UNDO_DEADLINE = 5.0  # seconds
+
+
+class Rollback:
+    """Undoes a transaction's steps unless all of them succeed. An asynchronous context manager::
+
+    async with Rollback() as scope:
+        actor = await create()
+        scope.undo(destroy, actor)
+        await rest_of_the_work(actor)
+        scope.commit()
+
+    Enter the scope, acquire, register the undo at once, and ``commit()`` last. A scope that ends
+    without a commit, by an exception or a cancellation, runs its undos in reverse order, each
+    within `UNDO_DEADLINE`. A failed undo is logged; it neither stops the others nor replaces the
+    original error. A scope belongs to one asyncio task.
+    """
+
+    def __init__(self) -> None:
+        self._stack = AsyncExitStack()
+
+    def undo(self, action: Callable[..., object], *args: object) -> None:
+        """Register ``action(*args)``, which may return an awaitable. A synchronous action must not
+        block: it runs on the event loop."""
+        self._stack.push_async_callback(self._run, action, args)
+
+    def commit(self) -> None:
+        """Drop the undos registered so far."""
+        self._stack.pop_all()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        # In a task of its own: our cancellation, even a second one, must not reach the undos.
+        unwinding = asyncio.ensure_future(self._stack.aclose())
+        cancelled: asyncio.CancelledError | None = None
+        while not unwinding.done():
+            try:
+                await asyncio.shield(unwinding)
+            except asyncio.CancelledError as late:
+                cancelled = late
+        unwinding.result()
+        # With an error, that one propagates already.
+        if cancelled is not None and error is None:
+            raise cancelled
+
+    async def _run(self, action: Callable[..., object], args: tuple[object, ...]) -> None:
+        try:
+            outcome = action(*args)
+            if inspect.isawaitable(outcome):
+                await within(UNDO_DEADLINE, outcome)
+        # A failed undo must neither stop the others nor hide the original error.
+        except (Exception, asyncio.CancelledError) as error:
+            name = getattr(action, "__qualname__", action)
+            logger.warning("undo failed: action=%s error=%r", name, error)
+
+
+Begin = Callable[[Rollback], Awaitable[Collection[asyncio.Task[None]]]]
+"""Starts the tasks of the loop; the scope's undos run when the loop ends."""
+
+
+class LoopThread:
+    """An event loop in a thread of its own, beside code that is not asynchronous. It ends at
+    `stop`, or when a task fails."""
+
+    def __init__(self, name: str, begin: Begin) -> None:
+        self._begin = begin
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._up = threading.Event()
+        self._error: Exception | None = None
+        self._loop: asyncio.AbstractEventLoop
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self, timeout: float) -> None:
+        """Return when `begin` has returned. Raises what it raised, or TimeoutError."""
+        self._thread.start()
+        if not self._up.wait(timeout):
+            raise TimeoutError(f"{self._thread.name} did not start within {timeout:g} s")
+        if self._error is not None:
+            raise self._error
+
+    def stop(self, timeout: float) -> None:
+        """Cancel the tasks and wait for the thread, `timeout` seconds at most."""
+        if self._task is None:
+            return
+        with suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(self._task.cancel)
+        self._thread.join(timeout)
+
+    def _run(self) -> None:
+        with suppress(asyncio.CancelledError):  # `stop`
+            asyncio.run(self._main())
+
+    async def _main(self) -> None:
+        self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
+        async with Rollback() as scope:  # never committed
+            try:
+                tasks = await self._begin(scope)
+            except Exception as error:  # `start` raises it
+                self._error = error
+                return
+            finally:
+                self._up.set()
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)

@@ -1,0 +1,173 @@
+"""The API process's way to the models' trackers, through xinference's supervisor, and what `doctor`
+gathers there from every process of a cluster:
+
+    {"api": info, "supervisor": info, "workers": {address: info},
+     "models": {model_uid: {"report": …, "tracker": info, "self_checks": {incarnation: …}}}}
+
+`info` is that of `process_info`, with `address` where there is an actor pool; that of the API has
+`routes`, whether requests are routed. An `error` stands in place of a missing part.
+
+Threading: event loops of API, supervisor and workers; every call has a deadline.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict
+from typing import Any, NamedTuple
+
+import xoscar as xo
+
+from xinference_xavier.errors import NotFoundError
+from xinference_xavier.frontend.model_router import Routers
+from xinference_xavier.protocol.tracker import tracker_uid
+from xinference_xavier.runtime.addresses import reachable_address
+from xinference_xavier.runtime.aio import retrieve, within
+from xinference_xavier.runtime.host import process_info
+from xinference_xavier.stats.report import report
+from xinference_xavier.stats.schema import RoutingStats
+from xinference_xavier.tracker.fanout import SELF_CHECK_DEADLINE
+
+DEADLINE = 10.0
+"""Seconds for any answer except an explanation."""
+UNREACHABLE = (OSError, TimeoutError, xo.ServerClosed)
+
+
+class _Reading(NamedTuple):
+    began: float  # monotonic seconds
+    report: asyncio.Task[dict[str, Any]]
+
+
+class TrackerGateway:
+    """Belongs to one event loop. `get_supervisor_ref` is xinference's.
+
+    Every method raises NotFoundError for a model that does not share, and one of `UNREACHABLE` if
+    the supervisor or the tracker does not answer.
+    """
+
+    def __init__(self, get_supervisor_ref: Callable[[], Awaitable[Any]]) -> None:
+        self.routers = Routers(self.find)
+        self.prefixes: Callable[[str], dict[str, Any]] = lambda model_uid: {}
+        """What the status of a model says of its named prefixes."""
+        self._get_supervisor_ref = get_supervisor_ref
+        self._readings: dict[str, _Reading] = {}
+
+    async def models(self) -> list[str]:
+        """The uids of all models that share."""
+        return list(await self.ask_supervisor("xavier_models"))
+
+    async def ask_supervisor(self, method: str) -> Any:
+        """Raises whatever a supervisor without this extension raises."""
+
+        async def ask() -> Any:
+            supervisor = await self._get_supervisor_ref()
+            return await getattr(supervisor, method)()
+
+        return await within(DEADLINE, ask())
+
+    async def find(self, model_uid: str) -> Any:
+        """A reference to the model's tracker."""
+
+        async def ask() -> Any:
+            supervisor = await self._get_supervisor_ref()
+            address = await supervisor.xavier_tracker_address(model_uid)
+            return await xo.actor_ref(
+                address=reachable_address(address, via=supervisor.address),
+                uid=tracker_uid(model_uid),
+            )
+
+        return await _found(model_uid, within(DEADLINE, ask()))
+
+    async def call(
+        self, model_uid: str, method: str, *args: object, deadline: float = DEADLINE
+    ) -> Any:
+        tracker = await self.find(model_uid)
+        return await _found(model_uid, within(deadline, getattr(tracker, method)(*args)))
+
+    async def report(self, model_uid: str) -> dict[str, Any]:
+        status = report(await self.call(model_uid, "status"))
+        router = self.routers.get(model_uid)
+        routing = asdict(RoutingStats()) if router is None else router.report()
+        return {**status, "routing": routing, **self.prefixes(model_uid)}
+
+    async def shared_report(self, model_uid: str, max_age: float) -> dict[str, Any]:
+        """A report begun at most `max_age` seconds ago, shared by all callers."""
+        now = time.monotonic()
+        for uid, reading in list(self._readings.items()):
+            if now - reading.began > max_age and reading.report.done():
+                del self._readings[uid]
+        current = self._readings.get(model_uid)
+        if current is None:
+            current = _Reading(now, asyncio.ensure_future(self.report(model_uid)))
+            current.report.add_done_callback(retrieve)
+            self._readings[model_uid] = current
+        # Shielded: the caller that began the reading may be cancelled while others wait for it.
+        return await asyncio.shield(current.report)
+
+
+async def _found(model_uid: str, call: Awaitable[Any]) -> Any:
+    try:
+        return await call
+    except xo.ActorNotExist as error:
+        raise NotFoundError(f"model {model_uid!r} does not share its cache here") from error
+
+
+_WORKER_DEADLINE = 5.0
+
+
+async def worker_process_info(worker: Any) -> dict[str, Any]:
+    """Becomes WorkerActor's method `xavier_process_info`."""
+    return {**process_info(), "address": worker.address}
+
+
+async def supervisor_process_info(supervisor: Any) -> dict[str, Any]:
+    """Becomes SupervisorActor's method `xavier_process_info`; includes those of its `workers`."""
+    workers = dict(supervisor._worker_address_to_worker)
+    answers = await asyncio.gather(*map(_ask_worker, workers.values()))
+    return {
+        **process_info(),
+        "address": supervisor.address,
+        "workers": dict(zip(workers, answers, strict=True)),
+    }
+
+
+async def cluster_info(trackers: TrackerGateway) -> dict[str, Any]:
+    supervisor = await _or_error(lambda: trackers.ask_supervisor("xavier_process_info"))
+    models: dict[str, Any] = {}
+    if "error" not in supervisor:
+        uids = await trackers.models()
+        models = dict(
+            zip(uids, await asyncio.gather(*(_model(trackers, uid) for uid in uids)), strict=True)
+        )
+    return {
+        "api": {**process_info(), "routes": trackers.routers.in_use},
+        "workers": supervisor.pop("workers", {}),
+        "supervisor": supervisor,
+        "models": models,
+    }
+
+
+async def _ask_worker(worker: Any) -> dict[str, Any]:
+    # Within `_or_error`: a worker in this process lacks the method at once.
+    return await _or_error(lambda: within(_WORKER_DEADLINE, worker.xavier_process_info()))
+
+
+async def _model(trackers: TrackerGateway, model_uid: str) -> dict[str, Any]:
+    try:
+        report = await trackers.report(model_uid)
+        tracker = await trackers.call(model_uid, "process_info")
+        self_checks = await trackers.call(
+            model_uid, "self_checks", deadline=SELF_CHECK_DEADLINE + 1
+        )
+        return {"report": report, "tracker": tracker, "self_checks": self_checks}
+    except NotFoundError:
+        return {"error": "no tracker"}
+    except UNREACHABLE as error:
+        return {"error": f"the tracker does not answer: {error!r}"}
+
+
+async def _or_error(ask: Callable[[], Awaitable[dict[str, Any]]]) -> dict[str, Any]:
+    try:
+        return await ask()
+    except Exception as error:  # a process without this extension may raise anything
+        return {"error": str(error) or type(error).__name__}

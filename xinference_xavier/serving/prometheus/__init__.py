@@ -1,1 +1,0 @@
-"""Our metrics on xinference's `/metrics`."""

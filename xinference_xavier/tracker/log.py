@@ -1,0 +1,148 @@
+"""What happened to a model's replicas, and the latest events of its sharing.
+
+`Membership` is who joined, left and returned, `StartupErrors` why some never started. `EventLog`
+numbers the events for readers that wait for new ones.
+
+Runs on the tracker's event loop. Bounded: the oldest entries are dropped. Events are dictionaries
+as `xinference_xavier.events` makes them.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import time
+from collections import deque
+from typing import Any, NamedTuple
+
+from xinference_xavier.errors import shown
+from xinference_xavier.events import (
+    Event,
+    ReplicaJoined,
+    ReplicaLost,
+    ReplicaRecovered,
+    check_event,
+)
+from xinference_xavier.protocol.tracker import MAX_REPORTED, Member
+
+MAX_REMEMBERED = 10_000
+"""Incarnations, and names of lost replicas."""
+MAX_STARTUP_ERRORS = 1000
+MAX_STARTUP_ERROR = 2000
+"""Characters kept of why a replica did not start."""
+
+
+class Membership:
+    """Turns joins and losses into events. A replica keeps its name over its incarnations; without a
+    name it goes by its incarnation."""
+
+    def __init__(self, model_uid: str) -> None:
+        self._model_uid = model_uid
+        self._names: dict[str, str] = {}  # by incarnation
+        self._lost: dict[str, str] = {}  # incarnations, by name
+
+    def joined(self, name: str, member: Member) -> Event | None:
+        """The event to report; None for a member that only renews or changes its namespace."""
+        incarnation, address, _ = member
+        name = name or incarnation
+        has_joined = self._names.get(incarnation) == name
+        _remember(self._names, incarnation, name)
+        if self._lost.pop(name, None) is not None:
+            event: type[ReplicaJoined | ReplicaRecovered] = ReplicaRecovered
+        elif has_joined:
+            return None
+        else:
+            event = ReplicaJoined
+        return event(
+            model_uid=self._model_uid, replica=name, incarnation=incarnation, address=address
+        )
+
+    def name_of(self, incarnation: str) -> str:
+        return self._names.get(incarnation, incarnation)
+
+    def lost(self, incarnation: str) -> Event:
+        name = self.name_of(incarnation)
+        _remember(self._lost, name, incarnation)
+        return ReplicaLost(model_uid=self._model_uid, replica=name, incarnation=incarnation)
+
+
+def _remember(entries: dict[str, str], key: str, value: str) -> None:
+    entries.pop(key, None)
+    entries[key] = value
+    if len(entries) > MAX_REMEMBERED:
+        del entries[next(iter(entries))]
+
+
+class StartupErrors:
+    """Why replicas did not start. `refused` counts those beyond `MAX_STARTUP_ERRORS`."""
+
+    def __init__(self) -> None:
+        self.refused = 0
+        self._causes: dict[str, str] = {}
+
+    def record(self, replica: str, cause: object) -> None:
+        """Keep `cause` unless there is an earlier one, of which it may be a consequence."""
+        if not isinstance(cause, str):
+            raise ValueError(f"cause={shown(cause)} is not text")
+        if len(self._causes) < MAX_STARTUP_ERRORS or replica in self._causes:
+            self._causes.setdefault(replica, cause[:MAX_STARTUP_ERROR])
+        else:
+            self.refused += 1
+
+    def pop(self, replica: str) -> str | None:
+        return self._causes.pop(replica, None)
+
+
+MAX_EVENTS = 200
+
+
+class EventRecord(NamedTuple):
+    number: int
+    event: dict[str, Any]
+
+
+class EventLog:
+    """The last `MAX_EVENTS` events. `refused` counts malformed reports."""
+
+    def __init__(self) -> None:
+        # Above all numbers of earlier logs, so that their readers miss no event of this one.
+        self._numbers = itertools.count(time.time_ns() // 1000)
+        self._records: deque[EventRecord] = deque(maxlen=MAX_EVENTS)
+        self._added = asyncio.Event()
+        self.refused = 0
+
+    def add(self, event: dict[str, Any]) -> None:
+        """Add `event` unless it is there: a report is repeated if its answer was lost."""
+        if any(event == record.event for record in self._records):
+            return
+        self._records.append(EventRecord(next(self._numbers), event))
+        self.wake()
+        self._added = asyncio.Event()
+
+    def add_reported(self, events: object) -> None:
+        """Add the events of a replica, which stays a member even if they are malformed."""
+        if not isinstance(events, tuple) or len(events) > MAX_REPORTED:
+            self.refused += 1
+            return
+        for event in events:
+            try:
+                check_event(event)
+            except ValueError:
+                self.refused += 1
+            else:
+                self.add(event)
+
+    def since(self, number: int) -> list[EventRecord]:
+        """The events after `number`, oldest first."""
+        return [record for record in self._records if record.number > number]
+
+    async def wait_since(self, number: int, timeout: float) -> list[EventRecord]:
+        """Like `since`; if there are none, wait up to `timeout` seconds for one."""
+        if not self.since(number):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(timeout):
+                    await self._added.wait()
+        return self.since(number)
+
+    def wake(self) -> None:
+        """Release the waiting readers."""
+        self._added.set()
