@@ -15,7 +15,7 @@ from fastapi.routing import APIRoute
 
 from xinference_xavier import errors, events
 from xinference_xavier.serving.api import add_routes
-from xinference_xavier.serving.prefixes.routes import add_prefix_routes
+from xinference_xavier.serving.prefixes import add_prefix_routes
 from xinference_xavier.stats.schema import HIT_SOURCES
 
 TESTS = Path(__file__).parent

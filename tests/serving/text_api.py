@@ -15,8 +15,8 @@ from tests.frontend.cluster import Cluster
 from tests.serving.text_models import Asked, TextModel
 from xinference_xavier.errors import PrefixNotFoundError
 from xinference_xavier.frontend.model_router import ModelRouter, Routers
-from xinference_xavier.serving.routing.install import add_routing
-from xinference_xavier.serving.routing.replica import finding_replicas
+from xinference_xavier.serving.launch.supervisor import finding_replicas
+from xinference_xavier.serving.routing import add_routing
 
 HEADERS = {"anthropic-version": "2023-06-01"}
 REPLICAS = ("m-0", "m-1")

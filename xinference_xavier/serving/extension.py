@@ -24,9 +24,8 @@ class XavierExtension:
         from xinference_xavier.serving.api import add_routes
         from xinference_xavier.serving.gateway import TrackerGateway
         from xinference_xavier.serving.metrics import add_metrics
-        from xinference_xavier.serving.prefixes.install import Prefixes, Starting
-        from xinference_xavier.serving.prefixes.routes import add_prefix_routes
-        from xinference_xavier.serving.routing.install import add_routing
+        from xinference_xavier.serving.prefixes import Prefixes, Starting, add_prefix_routes
+        from xinference_xavier.serving.routing import add_routing
         from xinference_xavier.serving.ui.routes import add_pages
 
         trackers = TrackerGateway(context.get_supervisor_ref)

@@ -17,10 +17,9 @@ from xinference_xavier.errors import PrefixNotFoundError
 from xinference_xavier.frontend.model_router import ModelRouter, Routers
 from xinference_xavier.frontend.question import MAX_BODY
 from xinference_xavier.protocol.prefixes import Keeping, keeping_of
-from xinference_xavier.serving.routing import install as module
-from xinference_xavier.serving.routing.install import routing_require
-from xinference_xavier.serving.routing.middleware import RoutingMiddleware, remember_texts
-from xinference_xavier.serving.routing.replica import xavier_replica as find
+from xinference_xavier.serving import routing as module
+from xinference_xavier.serving.launch.supervisor import xavier_replica as find
+from xinference_xavier.serving.routing import RoutingMiddleware, remember_texts, routing_require
 
 CHAT = "/v1/chat/completions"
 COUNT = "/v1/messages/count_tokens"

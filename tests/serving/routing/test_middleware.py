@@ -12,7 +12,7 @@ from fastapi import Request
 from tests.frontend.cluster import Cluster
 from xinference_xavier.frontend.question import MAX_BODY
 from xinference_xavier.routing.texts import Text
-from xinference_xavier.serving.routing.middleware import (
+from xinference_xavier.serving.routing import (
     Asked,
     ClientGoneError,
     RoutingMiddleware,

@@ -12,8 +12,7 @@ from tests.frontend.cluster import Cluster, document
 from tests.serving.routing.replicas import Replica
 from xinference_xavier.frontend.model_router import Route
 from xinference_xavier.protocol.load import mark_of
-from xinference_xavier.serving.routing.prefill import one_token
-from xinference_xavier.serving.routing.routed_model import RoutedModel
+from xinference_xavier.serving.routed_model import RoutedModel, one_token
 
 
 class Serving:

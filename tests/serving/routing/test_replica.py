@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import pytest
 
 from xinference_xavier.errors import ReplicaNotServingError
-from xinference_xavier.serving.routing.replica import finding_replicas, xavier_replica
+from xinference_xavier.serving.launch.supervisor import finding_replicas, xavier_replica
 
 
 class Worker:

@@ -11,7 +11,7 @@ import pytest
 from tests.frontend.cluster import Cluster
 from tests.serving.routing.replicas import Replica
 from xinference_xavier.frontend.model_router import Route
-from xinference_xavier.serving.routing.routed_model import RoutedModel
+from xinference_xavier.serving.routed_model import RoutedModel
 
 
 class Serving:

@@ -16,9 +16,9 @@ from PIL import UnidentifiedImageError
 from tests.e2e.text_routes import CHAT, COMPLETIONS, TEXT_ROUTES
 from tests.serving.text_api import NoPrefixes, Supervisor, TextApi
 from xinference_xavier.frontend.model_router import Route
-from xinference_xavier.serving.prefixes.kept_model import KeptModel
-from xinference_xavier.serving.routing import install
-from xinference_xavier.serving.routing.routed_model import RoutedModel
+from xinference_xavier.serving import routing
+from xinference_xavier.serving.model_proxy import ModelProxy
+from xinference_xavier.serving.routed_model import RoutedModel
 
 Start = Callable[..., Awaitable[TextApi]]
 STREAMS = pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
@@ -181,7 +181,7 @@ async def broken(*_: object, **__: object) -> None:
 async def test_a_supervisor_that_does_not_answer_is_not_held_against_a_replica(
     text_api: TextApi, monkeypatch: pytest.MonkeyPatch, find: Any
 ) -> None:
-    monkeypatch.setattr(install, "_CONNECT_DEADLINE", 0.01)
+    monkeypatch.setattr(routing, "_CONNECT_DEADLINE", 0.01)
     in_turn = text_api.supervisor.get_model
 
     async def get_model(model_uid: str, xavier_replica: bool = False, **more: Any) -> Any:
@@ -264,7 +264,7 @@ async def test_a_stream_that_is_closed_before_its_first_item_leaves_its_place(
 ) -> None:
     """`cache_control` and `prompt_cache_retention` put a stream around it."""
     model, replica, _ = await routed(text_api)
-    asked: Any = KeptModel(model, 60.0) if kept else model
+    asked: Any = ModelProxy(model, prompt_s=60.0) if kept else model
     stream = await asked.chat([], STREAM)
     await stream.aclose()
     with pytest.raises(StopAsyncIteration):

@@ -7,6 +7,7 @@ from xinference_xavier.runtime.cancels import patch_cancels
 from xinference_xavier.serving.gateway import supervisor_process_info, worker_process_info
 from xinference_xavier.serving.launch import Method
 from xinference_xavier.serving.launch.supervisor import (
+    finding_replicas,
     notifying_terminate,
     sharing_launch,
     thorough_cancel,
@@ -18,7 +19,6 @@ from xinference_xavier.serving.launch.worker import (
     localizing_launch,
     serving_when_ready,
 )
-from xinference_xavier.serving.routing.replica import finding_replicas
 
 _WRAPPED = "_xavier_wrapped"
 

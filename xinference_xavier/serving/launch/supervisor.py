@@ -1,4 +1,4 @@
-"""The supervisor's part of a launch: refusals, the model's tracker, and cancels.
+"""The supervisor's part of a launch: refusals, the model's tracker, cancels, and finding a replica.
 
 What could never share is refused before anything is created. Creating the tracker is a transaction:
 it destroys the tracker if the launch fails. A launch in the background (`wait_ready=False`) is
@@ -10,6 +10,8 @@ cancel then ignores it, and the launch succeeds with replicas that no list shows
 taken. So they are terminated here. The model is no longer listed, which tells the launch wrapper
 that it was cancelled. xinference also keeps the replicas' workers on record, which blocks the uid.
 """
+
+from __future__ import annotations
 
 import asyncio
 import functools
@@ -30,8 +32,14 @@ from xinference_xavier.config import (
     kv_transfer_config,
     take_launch_options,
 )
-from xinference_xavier.errors import ConfigError, LaunchCancelledError, NotFoundError
+from xinference_xavier.errors import (
+    ConfigError,
+    LaunchCancelledError,
+    NotFoundError,
+    ReplicaNotServingError,
+)
 from xinference_xavier.events import Hooks, LaunchRolledBack, load_hook
+from xinference_xavier.protocol.startup_errors import without_rank
 from xinference_xavier.protocol.tracker import tracker_uid
 from xinference_xavier.runtime.aio import Rollback, spawn
 from xinference_xavier.serving.launch import Method
@@ -344,3 +352,28 @@ async def _destroy_tracker(address: str, model_uid: str) -> None:
 def _forget(trackers: dict[str, Any], model_uid: str, tracker: Any) -> None:
     if trackers.get(model_uid) is tracker:
         del trackers[model_uid]
+
+
+async def xavier_replica(supervisor: Any, replica: str) -> Any:
+    """A reference to the model actor of one replica. Raises ReplicaNotServingError."""
+    replica = without_rank(replica)
+    try:
+        worker = supervisor._replica_model_uid_to_worker[replica]
+        if isinstance(worker, (list, tuple)):  # a replica of several workers
+            worker = worker[0]
+        return await worker.get_model(model_uid=replica)
+    except Exception as error:
+        raise ReplicaNotServingError(f"replica {replica} takes no requests ({error!r})") from error
+
+
+def finding_replicas(get_model: Method) -> Method:
+    """Makes `get_model(replica, xavier_replica=True)` do what `xavier_replica` does. While
+    xinference 4.1 relaunches its supervisor, it lets only some methods of its own through."""
+
+    @functools.wraps(get_model)
+    async def find(supervisor: Any, model_uid: str, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.pop("xavier_replica", False):
+            return await xavier_replica(supervisor, model_uid)
+        return await get_model(supervisor, model_uid, *args, **kwargs)
+
+    return find

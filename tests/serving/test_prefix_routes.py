@@ -13,14 +13,13 @@ import pytest
 from fastapi import FastAPI, HTTPException, Request
 from xinference import extensions
 
-from tests.frontend.prefixes.test_keeper import Cluster
+from tests.frontend.test_keeper import Cluster
 from xinference_xavier.client.client import _tenant
 from xinference_xavier.frontend import keeper
 from xinference_xavier.frontend.prefix import MAX_NAME
+from xinference_xavier.serving import prefixes as module
 from xinference_xavier.serving import sse
-from xinference_xavier.serving.prefixes import routes as module
-from xinference_xavier.serving.prefixes.install import Prefixes
-from xinference_xavier.serving.prefixes.routes import PrefixRoutes
+from xinference_xavier.serving.prefixes import Prefixes, PrefixRoutes
 from xinference_xavier.stats.answers import SALT_HEADER
 
 PATH = "/v1/xavier/model/prefixes"

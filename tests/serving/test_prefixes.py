@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from fastapi import HTTPException
 
-from tests.frontend.prefixes.test_keeper import Cluster
+from tests.frontend.test_keeper import Cluster
 from xinference_xavier.errors import PrefixNotFoundError
 from xinference_xavier.frontend.prefix import NewPrefix, Terms
-from xinference_xavier.serving.prefixes import install as module
-from xinference_xavier.serving.prefixes.install import FILE, Prefixes, Starting
+from xinference_xavier.serving import prefixes as module
+from xinference_xavier.serving.prefixes import FILE, Prefixes, Starting
 
 MODEL = "model"
 GUIDE = NewPrefix("guide", "", {"prompt": "text"}, Terms())

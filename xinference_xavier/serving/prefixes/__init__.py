@@ -1,1 +1,0 @@
-"""Named prefixes in xinference's API."""

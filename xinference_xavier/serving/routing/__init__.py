@@ -1,1 +1,0 @@
-"""Requests of models that share go to the replica that answers first, instead of in turn."""
