@@ -19,7 +19,7 @@ from xinference_xavier.config import take_launch_options
 ROOT = Path(__file__).parents[1]
 PAGES = [
     *ROOT.glob("README*.md"),
-    *(ROOT / "docs").glob("*.md"),
+    *(ROOT / "docs").rglob("*.md"),
     *(ROOT / "examples").rglob("*.md"),
     *(ROOT / "examples").rglob("*.sh"),
 ]
