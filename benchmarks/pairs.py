@@ -88,8 +88,7 @@ def summary(pairs: Sequence[Pair]) -> dict[str, Any]:
     }
 
 
-def line(title: str, found: Mapping[str, Any], scale: float = 1.0, digits: int = 1) -> str:
-    """A line of a table: with Xavier, without, and the ratio."""
-    on, off = (found[side]["median"] * scale for side in ("on", "off"))
-    bounds = f"{found['ratio']:.3f} ({found['low']:.3f}–{found['high']:.3f})"
-    return f"| {title} | {on:.{digits}f} | {off:.{digits}f} | {bounds} |"
+def cells(found: Mapping[str, Any], scale: float = 1.0, digits: int = 1) -> list[str]:
+    """Cells of a table: with Xavier, without, and the ratio."""
+    on, off = (f"{found[side]['median'] * scale:.{digits}f}" for side in ("on", "off"))
+    return [on, off, f"{found['ratio']:.3f} ({found['low']:.3f}–{found['high']:.3f})"]

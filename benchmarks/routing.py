@@ -20,8 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import rivals, simulator, traces
-from benchmarks.figures import figure, shown
+from benchmarks import rivals, traces
+from benchmarks.figures import figure, shown, table
 from benchmarks.simulator import ENGINE, Maker, Result, Simulator
 from benchmarks.traces import CHUNK, Request
 from xinference_xavier.mirror.mirror import Mirror
@@ -30,7 +30,6 @@ from xinference_xavier.routing.choice import Prompt
 from xinference_xavier.routing.load import Report
 from xinference_xavier.routing.router import Router
 
-TITLE = "Routing"
 REPLICAS = (2, 4, 8, 64, 1000)
 LOADS = (0.5, 0.8, 0.95)
 WHOLE = (4, 1000)
@@ -165,85 +164,24 @@ def _choices(every: int, lengths: int) -> list[float]:
 
 
 def markdown(part: dict[str, Any]) -> str:
-    runs = part["runs"]
-    names = list(POLICIES)
-    lines = [
-        "Mooncake's traces on simulated replicas with the real router, index, mirror and pools, in "
-        "simulated time. A replica computes one prompt after another, "
-        f"{ENGINE.prefill:,} tokens a second; fetches {ENGINE.fetch:,} tokens a second "
-        f"after {ENGINE.fetch_s * 1e3:g} ms, from one peer, which is not slowed down; keeps "
-        f"{ENGINE.slots:,} chunks of {CHUNK} tokens ({ENGINE.size.bytes >> 20} MiB each); reports "
-        f"every {simulator.REPORTS:g} s; decodes nothing. A request is {ENGINE.transit * 1e3:g} "
-        f"ms on its way, a publication {simulator.NEWS * 1e3:g} ms. The load is the tokens of all "
-        "prompts ÷ those that all replicas can compute; arrivals are scaled to it. Pools are empty "
-        "at the beginning. With more than eight replicas the trace is cut into "
-        f"{PIECES} pieces, which are played at once. Everybody's choice sees the same reports, "
-        "chunks and requests under way; all but the first share prefixes.",
-        "",
-        "Seconds to the first token, mean / 99 of 100. “Ideal” is the mean of one queue for all "
-        "replicas, each of which holds everything that was ever computed.",
-        "",
-        "| trace | replicas | load | requests, seconds | " + " | ".join(names) + " | ideal |",
-        "|---|---|---|---|" + "---|" * (len(names) + 1),
-    ]
-    for run in runs:
-        load = f"{run['load']:g}" + (f", ± {run['error']:.0%}" if run["error"] else "")
-        cells = [
-            f"{found['mean_s']:.2f} / {found['p99_s']:.1f}"
-            for found in (run["policies"][name] for name in names)
-        ]
-        lines.append(
-            f"| {run['trace']} | {run['replicas']:,} | {load} | {run['requests']:,}, "
-            f"{run['seconds']:,.0f} | {' | '.join(cells)} | {run['ideal_s']:.2f} |"
-        )
-    lines += [
-        "",
-        "“±” marks runs in which each prompt takes by up to that share longer or less than anybody "
-        "knows before.",
-        "",
-        "| trace | replicas | load | choice | mean, s | median, s | 99 of 100, s | local | fetched "
-        "| computed | moved, GB | µs of the router per request |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    for run in runs:
-        if run["replicas"] not in WHOLE or run["load"] != ERROR_LOAD or run["error"]:
-            continue
-        for name, found in run["policies"].items():
-            lines.append(
-                f"| {run['trace']} | {run['replicas']:,} | {run['load']:g} | {name} "
-                f"| {found['mean_s']:.2f} | {found['median_s']:.2f} | {found['p99_s']:.2f} "
-                f"| {found['local']:.2f} | {found['fetched']:.2f} | {found['computed']:.2f} "
-                f"| {found['moved_bytes'] / 1e9:,.0f} | {found['choice_us']:.0f} |"
-            )
-    lines += [
-        "",
-        f"A choice among {CHOICE_REPLICAS:,} replicas for a prompt of {CHOICE_CHUNKS} chunks, ms "
-        f"(median, minimum and maximum of {CHOICES}):",
-        "",
-        "| held | ms |",
-        "|---|---|",
-        *(f"| {name} | {shown(value, 3)} |" for name, value in part["choice_ms"].items()),
-    ]
-    return "\n".join(lines)
+    """Seconds to the first token, mean / 99 of 100; of the ideal, the mean."""
+    columns = ("trace", "replicas", "load", "requests, seconds", *POLICIES, "ideal")
+    runs = table(columns, map(_cells, part["runs"]))
+    choice = table(
+        (f"a choice among {CHOICE_REPLICAS:,} replicas; the prompt is held", "ms"),
+        ((name, shown(value, 3)) for name, value in part["choice_ms"].items()),
+    )
+    return f"{runs}\n\n{choice}"
 
 
-def plot(part: dict[str, Any], axes: Any) -> None:
-    trace, load = traces.NAMES[0], LOADS[1]
-    runs = [
-        run
-        for run in part["runs"]
-        if (run["trace"], run["load"], run["error"]) == (trace, load, 0.0)
+def _cells(run: Mapping[str, Any]) -> list[str]:
+    error = f", ± {run['error']:.0%}" if run["error"] else ""
+    found = [run["policies"][name] for name in POLICIES]
+    return [
+        run["trace"],
+        f"{run['replicas']:,}",
+        f"{run['load']:g}{error}",
+        f"{run['requests']:,}, {run['seconds']:,.0f}",
+        *(f"{each['mean_s']:.2f} / {each['p99_s']:.1f}" for each in found),
+        f"{run['ideal_s']:.2f}",
     ]
-    for name in POLICIES:
-        axes.plot(
-            [run["replicas"] for run in runs],
-            [run["policies"][name]["mean_s"] for run in runs],
-            marker="o",
-            label=name,
-            linewidth=2.5 if name == OURS else 1,
-        )
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    axes.set_xlabel(f"replicas ({trace}, load {load:g})")
-    axes.set_ylabel("seconds to the first token (mean)")
-    axes.legend(fontsize="small", ncols=2)

@@ -6,7 +6,8 @@ other processes, because no call of the manager waits for it. The mirror knows 4
 and the pool is full, so that every new chunk evicts another. The reference is one dictionary
 lookup.
 
-Beside it, steps of a millisecond are timed while another thread applies a snapshot of 500,000 keys.
+Beside it, steps of a millisecond are timed while another thread applies a snapshot of 500,000 keys,
+in turns with as much time without one.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any
 
 from vllm.v1.kv_offload.base import LookupResult, OffloadKey
 
-from benchmarks.figures import figure, shown
+from benchmarks.figures import figure, ratio, shown, table
 from benchmarks.traces import GROUP
 from tests.engine.scheduling import CHUNK, KEY_BYTES, Request, Scheduling, chunks
 from xinference_xavier.engine.policy.donor_selection import Group
@@ -30,7 +31,6 @@ from xinference_xavier.pool.sweep import flush
 from xinference_xavier.protocol.tracker import INITIAL_SETTINGS, Change, Member, Update
 from xinference_xavier.replica.tracker_client import PIECE_PAUSE
 
-TITLE = "Scheduler thread"
 CHUNKS = 1000
 PEERS = (1, 32, 200, 1000)
 STEP = 64
@@ -49,42 +49,21 @@ _ANSWERS = {
 }
 
 
-class _Collections:
-    """How long Python's garbage collector holds up whoever makes an object, in seconds."""
-
-    def __init__(self) -> None:
-        self.total = self.longest = self._began = 0.0
-
-    def __call__(self, phase: str, _: dict[str, int]) -> None:
-        if phase == "start":
-            self._began = time.perf_counter()
-        else:
-            took = time.perf_counter() - self._began
-            self.total += took
-            self.longest = max(self.longest, took)
-
-
 class _Timed:
     """A manager whose calls are timed; the many lookups are timed one by one."""
 
-    def __init__(self, manager: Any, collections: _Collections) -> None:
+    def __init__(self, manager: Any) -> None:
         self._manager = manager
-        self._collections = collections
         self.longest: dict[str, float] = {}
-        self.longest_own = 0.0
-        """But for garbage collection."""
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         method = getattr(self._manager, name)
 
         def call(*arguments: Any) -> Any:
-            collected = self._collections.total
             began = time.perf_counter()
             answer = method(*arguments)
             took = time.perf_counter() - began
-            own = took - (self._collections.total - collected)
             self.longest[name] = max(self.longest.get(name, 0.0), took)
-            self.longest_own = max(self.longest_own, own)
             return answer
 
         return call
@@ -118,6 +97,7 @@ def _measure() -> dict[str, Any]:
         "peers": [{"peers": peers, **_with_peers(vllm, peers, known)} for peers in PEERS],
         "step_quiet_ms": figure(quiet),
         "step_beside_snapshot_ms": figure(busy),
+        "beside/quiet": ratio(busy, quiet),
     }
 
 
@@ -125,13 +105,11 @@ def _with_peers(vllm: Scheduling, peers: int, known: list[bytes]) -> dict[str, A
     """A prompt that so many peers hold."""
     costs: dict[str, list[float]] = {name: [] for name in (*_ANSWERS, "dict", "attempt")}
     calls: list[dict[str, float]] = []
-    own: list[float] = []
-    collections = _Collections()
     prompt = chunks("prompt", CHUNKS)
     vllm.tier.peers_hold(other=known, **{f"peer {number}": prompt for number in range(peers)})
     for number in range(ROUNDS):
         cold = chunks(f"cold {peers} {number}", CHUNKS)
-        with _timed(vllm, collections) as timed:
+        with _timed(vllm) as timed:
             costs["miss"].append(_lookups(vllm, vllm.arrive(f"cold {number}", cold), "miss"))
             request = vllm.arrive(f"warm {number}", prompt)
             vllm.tier.forget()  # else garbage collection takes longer from round to round
@@ -152,7 +130,6 @@ def _with_peers(vllm: Scheduling, peers: int, known: list[bytes]) -> dict[str, A
             _compute(vllm, cold)
         costs["dict"].append(_of_a_dictionary(prompt))
         calls.append(timed.longest)
-        own.append(timed.longest_own * 1e3)
         flush(vllm.pool, lambda row: row.origin is not None)
         _compute(vllm, chunks(f"refill {peers} {number}", CHUNKS))
     names = sorted({name for longest in calls for name in longest})
@@ -164,8 +141,6 @@ def _with_peers(vllm: Scheduling, peers: int, known: list[bytes]) -> dict[str, A
             for name in names
         },
         "longest_ms": figure([max(longest.values()) * 1e3 for longest in calls]),
-        "longest_own_ms": figure(own),
-        "collection_ms": collections.longest * 1e3,
     }
 
 
@@ -228,15 +203,13 @@ def _longest_step(beside: Callable[[], None]) -> float:
 
 
 @contextmanager
-def _timed(vllm: Scheduling, collections: _Collections) -> Iterator[_Timed]:
+def _timed(vllm: Scheduling) -> Iterator[_Timed]:
     manager = vllm.manager
-    timed = _Timed(manager, collections)
+    timed = _Timed(manager)
     vllm.manager = timed  # type: ignore[assignment]  # the same methods
-    gc.callbacks.append(collections)
     try:
         yield timed
     finally:
-        gc.callbacks.remove(collections)
         vllm.manager = manager
 
 
@@ -263,49 +236,29 @@ def _of_a_dictionary(keys: list[OffloadKey]) -> float:
 
 def markdown(part: dict[str, Any]) -> str:
     rows = part["peers"]
-    lines = [
-        f"A prompt of {part['chunks']:,} chunks of {CHUNK} tokens, {ROUNDS} times; the mirror "
-        f"knows {KNOWN_KEYS:,} other chunks, the pool of {SLOTS:,} rows is full. "
-        "Medians, with minimum and maximum in brackets.",
-        "",
-        "| | " + " | ".join(f"{row['peers']:,} peers" for row in rows) + " |",
-        "|---|" + len(rows) * "---|",
-        *(
-            f"| {title} | " + " | ".join(shown(row[name]) for row in rows) + " |"
-            for name, title in {
-                **{f"{name}_us": f"{name}, µs per chunk" for name in (*_ANSWERS, "dict")},
-                "attempt_ms": "the attempt that begins the fetch, ms",
-                "longest_ms": "the longest call, ms",
-                "longest_own_ms": "the longest call but for garbage collection, ms",
-            }.items()
-        ),
-        "",
-        "The longest garbage collection of all rounds took "
-        f"{max(row['collection_ms'] for row in rows):.0f} ms. Python looks for garbage when enough "
-        "objects have been made, in whichever call that is.",
-        "",
-        f"The manager's calls, with {rows[-1]['peers']:,} peers:",
-        "",
-        "| call | longest, ms |",
-        "|---|---|",
-    ]
-    slowest = sorted(rows[-1]["calls_ms"].items(), key=lambda item: -item[1]["median"])
-    lines += [f"| `{name}` | {shown(value, 3)} |" for name, value in slowest]
-    lines += [
-        "",
-        f"The longest of many steps of 1 ms, while another thread applies a snapshot of "
-        f"{SNAPSHOT_KEYS:,} keys, took {shown(part['step_beside_snapshot_ms'])} ms; without it, "
-        f"{shown(part['step_quiet_ms'])} ms ({SNAPSHOTS} snapshots).",
-    ]
-    return "\n".join(lines)
-
-
-def plot(part: dict[str, Any], axes: Any) -> None:
-    rows = part["peers"]
-    axes.plot(
-        [row["peers"] for row in rows], [row["attempt_ms"]["median"] for row in rows], marker="o"
+    peers = [f"{row['peers']:,} peers" for row in rows]
+    titles = {
+        **{f"{name}_us": f"{name}, µs per chunk" for name in (*_ANSWERS, "dict")},
+        "attempt_ms": "the attempt that begins the fetch, ms",
+        "longest_ms": "the longest call, ms",
+    }
+    costs = table(
+        (f"{part['chunks']:,} chunks", *peers),
+        ((title, *(shown(row[name]) for row in rows)) for name, title in titles.items()),
     )
-    axes.set_xscale("log")
-    axes.set_ylim(bottom=0)
-    axes.set_xlabel("peers that hold the prompt")
-    axes.set_ylabel("ms, the attempt that begins the fetch (median)")
+    slowest = sorted(rows[-1]["calls_ms"].items(), key=lambda item: -item[1]["median"])
+    calls = table(
+        (f"call, with {peers[-1]}", "longest, ms"),
+        ((f"`{name}`", shown(value, 3)) for name, value in slowest),
+    )
+    steps = table(
+        ("longest step of 1 ms", "beside a snapshot, ms", "without, ms", "ratio"),
+        [
+            [
+                f"{SNAPSHOT_KEYS:,} keys",
+                *(shown(part[f"step_{name}_ms"]) for name in ("beside_snapshot", "quiet")),
+                shown(part["beside/quiet"]),
+            ]
+        ],
+    )
+    return "\n\n".join((costs, calls, steps))

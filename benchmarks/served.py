@@ -24,7 +24,7 @@ from typing import Any, Self
 
 from benchmarks import pairs
 from benchmarks.engines import CHUNK, DTYPE, POOL_BYTES, engine_environment, own_model
-from benchmarks.no_hits import plot_ratios
+from benchmarks.figures import table
 from benchmarks.report import ROOT
 from benchmarks.watchers import MODEL, TrackerProcess
 from examples.local_cluster import answers, free_port
@@ -32,7 +32,6 @@ from examples.waiting import until
 from xinference_xavier.config import XavierConfig
 from xinference_xavier.kv_transfer_config import kv_transfer_config
 
-TITLE = "Served with nothing to share"
 PROMPT_TOKENS = 500
 PREFIX_TOKENS = 400
 ANSWER_TOKENS = 32
@@ -180,32 +179,16 @@ _LINES = {
 
 
 def markdown(part: dict[str, Any]) -> str:
-    lines = [
-        f"`vllm bench serve` with {REQUESTS} requests of {PROMPT_TOKENS} tokens, {AT_ONCE} at "
-        f"once, {ANSWER_TOKENS} output tokens ({DTYPE}), in turns for a server with Xavier and for "
-        f"one without. Requests of `random` share nothing; those of `prefix_repetition` share "
-        f"{PREFIX_TOKENS} tokens with seven others. Ratios are geometric means over the pairs, "
-        "with 95 % confidence intervals in brackets.",
-        "",
-        "| | with Xavier | vLLM alone | ratio |",
-        "|---|---|---|---|",
-    ]
-    for dataset, found in part["datasets"].items():
-        for name, (title, digits) in _LINES.items():
-            title = f"`{dataset}`, {found['pairs']} pairs: {title}"
-            lines.append(pairs.line(title, found["compared"][name], digits=digits))
-    return "\n".join(lines)
-
-
-def plot(part: dict[str, Any], axes: Any) -> None:
-    titles = {
-        f"{dataset}, {name}": f"{dataset}: {words[0]}"
-        for dataset in part["datasets"]
-        for name, words in _LINES.items()
-    }
-    compared = {
-        f"{dataset}, {name}": value
-        for dataset, found in part["datasets"].items()
-        for name, value in found["compared"].items()
-    }
-    plot_ratios(compared, titles, axes)
+    """Ratios are geometric means over the pairs, with 95 % confidence intervals."""
+    return table(
+        ("data set", "", "with Xavier", "vLLM alone", "ratio"),
+        (
+            (
+                f"`{dataset}`, {found['pairs']} pairs",
+                title,
+                *pairs.cells(found["compared"][name], digits=digits),
+            )
+            for dataset, found in part["datasets"].items()
+            for name, (title, digits) in _LINES.items()
+        ),
+    )
