@@ -9,11 +9,11 @@ import json
 import os
 import platform
 import time
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from benchmarks import bars
+from xinference_xavier.runtime.host import process_info
 
 ROOT = Path(__file__).resolve().parent.parent
 REPORT = ROOT / "build" / "bench-report.json"
@@ -48,7 +48,7 @@ def machine() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "kernel": platform.release(),
         "python": platform.python_version(),
-        "vllm": version("vllm"),
+        "vllm": process_info()["versions"]["vllm"],
         "load": os.getloadavg()[0],
     }
 
