@@ -243,7 +243,6 @@ class Fleet:
     def __enter__(self) -> Self:
         model = self.model or own_model()
         self._tracker = TrackerProcess()
-        self._tracker.__enter__()
         try:
             self.actor = self.run(self._tracker.actor())
             for name, kind in self._kinds.items():

@@ -5,16 +5,12 @@ a prompt of 128,000 tokens that 1, 32, 200 and 1,000 peers hold. Stand-ins repla
 other processes, because no call of the manager waits for it. The mirror knows 400,000 other chunks,
 and the pool is full, so that every new chunk evicts another. The reference is one dictionary
 lookup.
-
-Beside it, steps of a millisecond are timed while another thread applies a snapshot of 500,000 keys,
-in turns with as much time without one.
 """
 
 from __future__ import annotations
 
 import gc
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,14 +18,11 @@ from typing import Any
 
 from vllm.v1.kv_offload.base import LookupResult, OffloadKey
 
-from benchmarks.figures import figure, ratio, shown, table
+from benchmarks.figures import figure, shown, table
 from benchmarks.traces import GROUP
 from tests.engine.scheduling import CHUNK, KEY_BYTES, Request, Scheduling, chunks
 from xinference_xavier.engine.policy.donor_selection import Group
-from xinference_xavier.mirror.mirror import Mirror
 from xinference_xavier.pool.sweep import flush
-from xinference_xavier.protocol.tracker import INITIAL_SETTINGS, Change, Member, Update
-from xinference_xavier.replica.tracker_client import PIECE_PAUSE
 
 CHUNKS = 1000
 PEERS = (1, 32, 200, 1000)
@@ -38,9 +31,6 @@ STEP = 64
 SLOTS = 65_536
 KNOWN_KEYS = 400_000
 ROUNDS = 30
-SNAPSHOT_KEYS = 500_000
-SNAPSHOT_PEERS = 50
-SNAPSHOTS = 5
 QUICK = {"PEERS": (1, 32), "SLOTS": 16_384, "ROUNDS": 5}
 _ANSWERS = {
     "miss": LookupResult.MISS,
@@ -91,13 +81,9 @@ def _measure() -> dict[str, Any]:
     for number in range(SLOTS // CHUNKS + 1):
         vllm.fill(chunks(f"old {number}", CHUNKS))
     known = [os.urandom(KEY_BYTES) for _ in range(KNOWN_KEYS)]
-    quiet, busy = _beside_snapshots()
     return {
         "chunks": CHUNKS,
         "peers": [{"peers": peers, **_with_peers(vllm, peers, known)} for peers in PEERS],
-        "step_quiet_ms": figure(quiet),
-        "step_beside_snapshot_ms": figure(busy),
-        "beside/quiet": ratio(busy, quiet),
     }
 
 
@@ -153,55 +139,6 @@ def _compute(vllm: Scheduling, keys: list[OffloadKey]) -> None:
     vllm.finish(request)
 
 
-def _beside_snapshots() -> tuple[list[float], list[float]]:
-    """The longest step, in ms, in as much time without a snapshot, and beside one."""
-    names = [f"peer {number}" for number in range(SNAPSHOT_PEERS)]
-    keys = SNAPSHOT_KEYS // SNAPSHOT_PEERS
-    update = Update(
-        revision=1,
-        epoch="epoch",
-        snapshot=True,
-        settings=INITIAL_SETTINGS,
-        key_bytes=KEY_BYTES,
-        members=tuple(Member(name, "127.0.0.1:1") for name in names),
-        changes=tuple(Change(name, 1, os.urandom(KEY_BYTES * keys), b"", True) for name in names),
-    )
-
-    mirror = Mirror("own")
-
-    def apply() -> None:
-        for _ in mirror.apply_in_pieces(update):
-            time.sleep(PIECE_PAUSE)
-
-    began = time.perf_counter()
-    apply()
-    seconds = time.perf_counter() - began
-    quiet, busy = [], []
-    for _ in range(SNAPSHOTS):
-        quiet.append(_longest_step(lambda: time.sleep(seconds)))
-        busy.append(_longest_step(apply))
-    return quiet, busy
-
-
-def _longest_step(beside: Callable[[], None]) -> float:
-    """In ms. A step computes for a millisecond and gives Python's lock away five times, as a
-    scheduler does that sends messages."""
-    other = threading.Thread(target=beside)
-    other.start()
-    longest = 0.0
-    while other.is_alive():
-        time.sleep(0.002)
-        began = time.perf_counter()
-        for _ in range(5):
-            until = time.thread_time() + 0.0002
-            while time.thread_time() < until:
-                pass
-            time.sleep(0)
-        longest = max(longest, time.perf_counter() - began)
-    other.join()
-    return longest * 1e3
-
-
 @contextmanager
 def _timed(vllm: Scheduling) -> Iterator[_Timed]:
     manager = vllm.manager
@@ -251,14 +188,4 @@ def markdown(part: dict[str, Any]) -> str:
         (f"call, with {peers[-1]}", "longest, ms"),
         ((f"`{name}`", shown(value, 3)) for name, value in slowest),
     )
-    steps = table(
-        ("longest step of 1 ms", "beside a snapshot, ms", "without, ms", "ratio"),
-        [
-            [
-                f"{SNAPSHOT_KEYS:,} keys",
-                *(shown(part[f"step_{name}_ms"]) for name in ("beside_snapshot", "quiet")),
-                shown(part["beside/quiet"]),
-            ]
-        ],
-    )
-    return "\n\n".join((costs, calls, steps))
+    return f"{costs}\n\n{calls}"

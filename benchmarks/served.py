@@ -80,20 +80,18 @@ def measure() -> dict[str, Any]:
 
 
 class Server:
-    """A vLLM server that runs as long as its `with` block."""
+    """A vLLM server that runs until its `with` block ends."""
 
     def __init__(self, model: Path, transfer: dict[str, Any] | None) -> None:
         self.port = free_port(_HOST)
-        self._command = [
+        command = [
             *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
             *("--model", str(model), "--host", _HOST, "--port", str(self.port)),
             *("--dtype", DTYPE, "--block-size", str(CHUNK), "--enforce-eager"),
             *("--distributed-executor-backend", "uni"),
         ]
         if transfer is not None:
-            self._command += ["--kv-transfer-config", json.dumps(transfer)]
-
-    def __enter__(self) -> Self:
+            command += ["--kv-transfer-config", json.dumps(transfer)]
         _LOG.parent.mkdir(exist_ok=True)
         paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
         environment = {
@@ -104,8 +102,10 @@ class Server:
         }
         with _LOG.open("ab") as log:
             self._process = subprocess.Popen(
-                self._command, env=environment, stdout=log, stderr=subprocess.STDOUT
+                command, env=environment, stdout=log, stderr=subprocess.STDOUT
             )
+
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(

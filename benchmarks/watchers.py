@@ -57,9 +57,11 @@ def _run(main: Any, pipe: Connection, *arguments: Any) -> None:
 
 
 class TrackerProcess:
-    def __enter__(self) -> Self:
+    def __init__(self) -> None:
         self._process = _Process(_track)
         self.address: str = self._process.pipe.recv()
+
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -90,20 +92,17 @@ async def _track(pipe: Connection) -> None:
 
 
 class Watchers:
-    """`count` watchers, all up to date when the `with` block begins."""
+    """`count` watchers, all up to date once they are made."""
 
     def __init__(self, tracker: str, count: int) -> None:
-        self._tracker = tracker
-        self._count = count
-
-    def __enter__(self) -> Self:
-        names = [f"{self._count}-{number}" for number in range(self._count)]
+        names = [f"watcher {number}" for number in range(count)]
         self._processes = [
-            _Process(_watch_all, self._tracker, names[part::_PROCESSES])
-            for part in range(_PROCESSES)
+            _Process(_watch_all, tracker, names[part::_PROCESSES]) for part in range(_PROCESSES)
         ]
         for process in self._processes:
             process.pipe.recv()
+
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
