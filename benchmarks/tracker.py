@@ -220,7 +220,7 @@ async def _runs(tracker: TrackerProcess, watchers: Watchers) -> list[_Run]:
 async def _run(actor: Any, first: int, tracker: TrackerProcess, watchers: Watchers) -> _Run:
     spent = tracker.seconds(), watchers.seconds()
     began = time.monotonic()
-    await _publish(actor, first)
+    await _publish_on_time(actor, first)
     published = time.monotonic() - began
     percentiles = quantiles(watchers.delays(PUBLICATIONS), n=100)
     took = time.monotonic() - began
@@ -233,7 +233,7 @@ async def _run(actor: Any, first: int, tracker: TrackerProcess, watchers: Watche
     )
 
 
-async def _publish(actor: Any, first: int) -> None:
+async def _publish_on_time(actor: Any, first: int) -> None:
     """A call longer than the pause delays those after it."""
     start = time.monotonic()
     for number in range(PUBLICATIONS):
