@@ -51,7 +51,8 @@ def main(names: list[str], *, quick: bool = False) -> None:
         began = time.monotonic()
         part = module.measure()
         report.add(found, name, part, time.monotonic() - began, file)
-        print(f"{bars.markdown(bars.judge(name, part))}{module.markdown(part)}\n", flush=True)
+        judged = bars.markdown(found["parts"][name]["bars"])
+        print(f"{judged}{module.markdown(part)}\n", flush=True)
     print(file.relative_to(report.ROOT))
 
 

@@ -76,15 +76,14 @@ def ratio_of(pairs: Sequence[Pair], name: str) -> Interval:
 
 
 def summary(pairs: Sequence[Pair]) -> dict[str, Any]:
-    """Both sides of each figure that both runs have, and the ratio with its bounds."""
-    names = [name for name in pairs[0][0] if name in pairs[0][1]]
+    """Both sides of each figure, and the ratio with its bounds."""
     return {
         name: {
             "on": figure([on[name] for on, _ in pairs]),
             "off": figure([off[name] for _, off in pairs]),
             **ratio_of(pairs, name)._asdict(),
         }
-        for name in names
+        for name in pairs[0][0]
     }
 
 
