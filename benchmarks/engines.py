@@ -221,7 +221,7 @@ class Fleet:
     """A tracker and named engines, all ready when the `with` block begins.
 
     An engine's name is its incarnation. If an engine in `may_fail` does not start, it is missing
-    from `engines`, and `failed` says why.
+    from `engines`, and the reason is in `failed`.
     """
 
     def __init__(
@@ -290,7 +290,7 @@ class Fleet:
         }
 
     def wait_published(self, name: str, chunks: int) -> None:
-        """Wait until `name` has published `chunks` since the last `flush`, and all others know."""
+        """Wait until `name` has published `chunks` since the last `flush`, and all mirrors have them."""
         self._wait(
             lambda: self.replicas()[name]["holdings"] >= chunks,
             f"{name} has published {chunks} chunks",

@@ -58,7 +58,7 @@ def _of(
     keys = fresh_keys(rows)
     donor.store(keys)
     wait_until(
-        lambda: all(donor.name in consumer.holders(key) for key in keys), "the consumer knows"
+        lambda: all(donor.name in consumer.holders(key) for key in keys), "the consumer's mirror has the keys"
     )
     fetches: list[float] = []
     floors: list[float] = []

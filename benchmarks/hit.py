@@ -4,7 +4,7 @@ There are three vLLM engines: a donor, and a consumer for each transport. The do
 prompt. Then the consumers take turns, several times. Each fetches the prompt from the donor, finds
 it in vLLM's own prefix cache, finds it in its pool after that cache was reset, and forgets it. Each
 time as many rows are moved by memcpy or over raw TCP, which is the least that a fetch could take.
-Consumers are told to fetch in any case.
+Consumers are configured to fetch in any case.
 
 The same is measured with engines that schedule asynchronously, as on GPUs: each schedules a step
 before it has the output of the previous one, which a worker computes in a process of its own.

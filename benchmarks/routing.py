@@ -1,9 +1,9 @@
 """Part `routing`: where requests should go, by replaying real traces on simulated replicas.
 
-The router, the tracker's index, the mirror and the pools are the real ones; `simulator.py` says
-what is simulated, `rivals.py` how others choose. The reference is whichever of them does best. An
-ideal is computed beside it: one queue for all replicas, which hold everything that was ever
-computed.
+The router, the tracker's index, the mirror and the pools are the real ones; the rest is in
+`simulator.py`, and the other choices are in `rivals.py`. The reference is whichever of them does
+best. An ideal is computed beside it: one queue for all replicas, which hold everything that was
+ever computed.
 """
 
 from __future__ import annotations

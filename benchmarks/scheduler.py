@@ -2,7 +2,7 @@
 
 The real manager, pool and mirror are called in the order in which vLLM's scheduler calls them, for
 a prompt of 128,000 tokens that 1, 32, 200 and 1,000 peers hold. Stand-ins replace what talks to
-other processes, because no call of the manager waits for it. The mirror knows 400,000 other chunks,
+other processes, because no call of the manager waits for it. The mirror has 400,000 other chunks,
 and the pool is full, so that every new chunk evicts another. The reference is one dictionary
 lookup.
 """
@@ -157,7 +157,7 @@ def _lookups(vllm: Scheduling, request: Request, name: str) -> float:
     began = time.perf_counter()
     answers = [lookup(key, context) for key in request.keys]
     took = time.perf_counter() - began
-    # Of a request that waits, the first chunk says so.
+    # If a request waits, only its first chunk is sure to be answered with RETRY.
     if answers[0] is not _ANSWERS[name] or set(answers[1:]) - {_ANSWERS[name], LookupResult.MISS}:
         raise RuntimeError(f"lookups that should be {name} were answered with {set(answers)}")
     return took / len(answers) * 1e6

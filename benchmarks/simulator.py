@@ -5,8 +5,8 @@ leading chunks are pinned in the local pool; those that follow are fetched from 
 faster than computing them, and the rest is computed. Fetching keeps the replica as busy as
 computing, but not its donor. Nothing decodes.
 
-With an `error`, each prompt takes by up to that share longer or less than the rates say, which
-nobody knows before. Bytes do not move, and no thread runs.
+With an `error`, each prompt takes by up to that share longer or less than forecast. Bytes do not
+move, and no thread runs.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ Maker = Callable[[Router, random.Random], Policy]
 class _Job:
     request: str
     asked: Request
-    slower: float = 1.0  # than the rates say
+    slower: float = 1.0  # than forecast
     seconds: float = 0.0  # the replica's own forecast
     local: int = 0  # chunks
     rows: list[Row] = field(default_factory=list)

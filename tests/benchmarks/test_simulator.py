@@ -1,4 +1,4 @@
-"""Simulated replicas take as long as their rates say and keep what they have computed."""
+"""Simulated replicas take as long as their rates allow and keep what they have computed."""
 
 from __future__ import annotations
 
