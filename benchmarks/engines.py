@@ -290,7 +290,7 @@ class Fleet:
         }
 
     def wait_published(self, name: str, chunks: int) -> None:
-        """Wait until `name` has published `chunks` since the last `flush`, and all mirrors have them."""
+        """Wait until all mirrors have `chunks` that `name` has published since the last `flush`."""
         self._wait(
             lambda: self.replicas()[name]["holdings"] >= chunks,
             f"{name} has published {chunks} chunks",

@@ -58,7 +58,7 @@ def _of(
     keys = fresh_keys(rows)
     donor.store(keys)
     wait_until(
-        lambda: all(donor.name in consumer.holders(key) for key in keys), "the consumer's mirror has the keys"
+        lambda: all(donor.name in consumer.holders(key) for key in keys), "the keys are mirrored"
     )
     fetches: list[float] = []
     floors: list[float] = []
