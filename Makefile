@@ -24,7 +24,7 @@ MODEL ?=
 ARGS ?=
 
 # Of `make chaos`: replicas or engines (default: both), seconds of faults, the schedule's seed and
-# how many of its steps. Of `make bench`: parts of the report (default: all but three long ones); with
+# how many of its steps. Of `make bench`: parts of the report (default: all, about 20 minutes); with
 # QUICK=1 less of each, in about three minutes, which does not become part of the report.
 PART ?=
 QUICK ?=
@@ -52,7 +52,7 @@ help:
 	@echo "make test-long  browsers, Prometheus, and clusters, hosts and engines that are broken on purpose: takes long"
 	@echo "make test-gpu  the tests that need an NVIDIA card, with the CUDA build of vLLM"
 	@echo "make test-matrix  the tests with other versions of vLLM and xinference, an hour (VERSIONS='vllm-0.31.0 …')"
-	@echo "make bench   what sharing costs, beside what this machine can do (PART='hit …' QUICK=1)"
+	@echo "make bench   what sharing gains and costs, beside what this machine can do (PART='hit …' QUICK=1)"
 	@echo "make docs    the documentation, as build/docs/index.html"
 	@echo "make links   whether what the documentation links to elsewhere is there: asks for each, needs a network"
 	@echo "make lint    ruff, and who imports whom"

@@ -1,1 +1,1 @@
-"""What sharing costs, compared with what the machine can do: `python -m benchmarks`."""
+"""What sharing gains and costs, compared with what the machine can do: `python -m benchmarks`."""

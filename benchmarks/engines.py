@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-import ctypes
 import getpass
 import os
 import tempfile
@@ -52,7 +51,6 @@ _STOP_TIMEOUT = 20.0
 _PATIENCE = 300.0
 _INTERVAL = 0.02
 _CANARIES = 2  # that each engine computes: a short one and a long one
-_CLONE_NEWNET = 0x40000000  # of linux/sched.h; Python 3.12 has os.setns
 SETTLE = GATHER + 0.1
 """Seconds until what was stored is in every mirror; more than is ever needed."""
 REST = 0.3
@@ -143,8 +141,6 @@ class Kind(NamedTuple):
     asynchronous: bool = False
     """On the CPU platform: schedule ahead of a worker that computes in a process of its own."""
     environment: Mapping[str, str] = {}
-    network: Path | None = None
-    """The file of the network namespace that its processes run in; that of this one if None."""
 
 
 ALWAYS_FETCH = {"min_fetch_tokens": CHUNK}
@@ -224,7 +220,7 @@ class Fleet:
     """A tracker and named engines, all ready when the `with` block begins.
 
     An engine's name is its incarnation. If an engine in `may_fail` does not start, it is missing
-    from `engines`, and `failed` says why.
+    from `engines`, and the reason is in `failed`.
     """
 
     def __init__(
@@ -234,10 +230,8 @@ class Fleet:
         model: Path | None = None,
         may_fail: Sequence[str] = (),
         step_tokens: int = STEP_TOKENS,
-        host: str = "127.0.0.1",
     ) -> None:
         self._kinds = kinds
-        self._host = host
         self.model = model
         self._may_fail = may_fail
         self._step_tokens = step_tokens
@@ -247,8 +241,7 @@ class Fleet:
 
     def __enter__(self) -> Self:
         model = self.model or own_model()
-        self._tracker = TrackerProcess(self._host)
-        self._tracker.__enter__()
+        self._tracker = TrackerProcess()
         try:
             self.actor = self.run(self._tracker.actor())
             for name, kind in self._kinds.items():
@@ -295,12 +288,8 @@ class Fleet:
             replica["incarnation"]: replica for known in namespaces for replica in known["replicas"]
         }
 
-    def namespace(self) -> str:
-        (found,) = self.run(self.actor.status())["namespaces"]
-        return str(found)
-
     def wait_published(self, name: str, chunks: int) -> None:
-        """Wait until `name` has published `chunks` since the last `flush`, and all others know."""
+        """Wait until all mirrors have `chunks` that `name` has published since the last `flush`."""
         self._wait(
             lambda: self.replicas()[name]["holdings"] >= chunks,
             f"{name} has published {chunks} chunks",
@@ -497,10 +486,6 @@ class _Inside:
                 raise TimeoutError("blocks stay in use")
             await asyncio.sleep(_INTERVAL)
 
-    async def threads(self) -> dict[str, float]:
-        (found,) = await self._engine.collective_rpc("benchmark_threads")
-        return dict(found)
-
     async def connect(self, state: str) -> None:
         """Take the connector out or put it back: see `Connector`."""
         await self._engine.collective_rpc("benchmark_connector", args=(state,))
@@ -538,16 +523,8 @@ def _by_token(logprobs: Any) -> tuple[dict[int, float], ...]:
     )
 
 
-def _enter(network: Path) -> None:
-    with network.open() as file:
-        if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), _CLONE_NEWNET):
-            raise OSError(ctypes.get_errno(), f"cannot enter {network}")
-
-
 def _run(pipe: Connection, arguments: dict[str, Any], kind: Kind) -> None:
     os.environ.update(engine_environment(), **kind.environment)
-    if kind.network is not None:
-        _enter(kind.network)
     forking.fork_engine_core()
     if kind.asynchronous:
         schedule_asynchronously()

@@ -13,10 +13,9 @@ from contextlib import ExitStack
 from typing import Any
 
 from benchmarks.ends import MEMCPY, TCP, Pair
-from benchmarks.figures import figure, ratio, shown
+from benchmarks.figures import figure, ratio, shown, table
 from tests.replica_process import ReplicaProcess, TrackerProcess, fresh_keys, replicas, wait_until
 
-TITLE = "A fetch"
 ROWS = {1: (8, 32, 117), 4: (8, 29)}
 """Rows per fetch, by MiB per row."""
 ROUNDS = 7
@@ -59,7 +58,7 @@ def _of(
     keys = fresh_keys(rows)
     donor.store(keys)
     wait_until(
-        lambda: all(donor.name in consumer.holders(key) for key in keys), "the consumer knows"
+        lambda: all(donor.name in consumer.holders(key) for key in keys), "the keys are mirrored"
     )
     fetches: list[float] = []
     floors: list[float] = []
@@ -83,39 +82,15 @@ def _of(
 
 
 def markdown(part: dict[str, Any]) -> str:
-    lines = [
-        "A fetch without an engine, from its beginning until its rows are hits: grant, transfer, "
-        "checksums, commit. The floor is one thread's memcpy of the same rows for shared memory, "
-        "and the same messages over a plain TCP connection for Gloo. Medians of rounds in turn, "
-        "with minimum and maximum in brackets.",
-        "",
-        f"| by | rows | a fetch, ms | floor, ms | fetch ÷ (floor + {ALLOWED_MS:g} ms) |",
-        "|---|---|---|---|---|",
-    ]
-    for size in part["sizes"]:
-        cells = [_SHOWN[size["transport"]], f"{size['rows']} × {size['row_bytes'] // _MIB} MiB"]
-        cells += [shown(size[name]) for name in ("fetch_ms", "floor_ms", "ratio")]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def plot(part: dict[str, Any], axes: Any) -> None:
-    for name, shown_name in _SHOWN.items():
-        of_one = [size for size in part["sizes"] if size["transport"] == name]
-        axes.errorbar(
-            [f"{size['rows']} × {size['row_bytes'] // _MIB} MiB" for size in of_one],
-            [size["ratio"]["median"] for size in of_one],
-            yerr=[
-                [size["ratio"]["median"] - size["ratio"]["least"] for size in of_one],
-                [size["ratio"]["most"] - size["ratio"]["median"] for size in of_one],
-            ],
-            marker="o",
-            capsize=3,
-            linestyle="",
-            label=shown_name,
-        )
-    axes.axhline(2.0, color="grey", linewidth=1, linestyle="--")
-    axes.set_ylim(bottom=0)
-    axes.set_xlabel("rows of a fetch")
-    axes.set_ylabel(f"fetch ÷ (floor + {ALLOWED_MS:g} ms)")
-    axes.legend()
+    columns = ("by", "rows", "a fetch, ms", "floor, ms", f"fetch ÷ (floor + {ALLOWED_MS:g} ms)")
+    return table(
+        columns,
+        (
+            (
+                _SHOWN[size["transport"]],
+                f"{size['rows']} × {size['row_bytes'] // _MIB} MiB",
+                *(shown(size[name]) for name in ("fetch_ms", "floor_ms", "ratio")),
+            )
+            for size in part["sizes"]
+        ),
+    )

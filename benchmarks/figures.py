@@ -1,8 +1,8 @@
-"""Figures with their spread, and ratios of figures that were measured in turns."""
+"""Figures with their spread, ratios of figures that were measured in turns, and tables of them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from statistics import median
 from typing import Any
 
@@ -30,3 +30,9 @@ def ratio(samples: Sequence[float], reference: Sequence[float]) -> dict[str, Any
 def shown(value: dict[str, Any], digits: int = 2) -> str:
     """`median (least–most)`, for a table."""
     return f"{value['median']:.{digits}f} ({value['least']:.{digits}f}–{value['most']:.{digits}f})"
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table in Markdown."""
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

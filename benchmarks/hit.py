@@ -4,39 +4,39 @@ There are three vLLM engines: a donor, and a consumer for each transport. The do
 prompt. Then the consumers take turns, several times. Each fetches the prompt from the donor, finds
 it in vLLM's own prefix cache, finds it in its pool after that cache was reset, and forgets it. Each
 time as many rows are moved by memcpy or over raw TCP, which is the least that a fetch could take.
-Consumers are told to fetch in any case.
+Consumers are configured to fetch in any case.
+
+The same is measured with engines that schedule asynchronously, as on GPUs: each schedules a step
+before it has the output of the previous one, which a worker computes in a process of its own.
+
+Then a prompt that nobody holds goes to several engines at once, in turns with one engine alone.
+Ideally the cluster computes it once, and no request waits longer than computing alone takes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from benchmarks import transport
 from benchmarks.ends import MEMCPY, TCP, Pair
-from benchmarks.engines import (
-    ALWAYS_FETCH,
-    CHUNK,
-    DTYPE,
-    POOL_BYTES,
-    REST,
-    STEP_TOKENS,
-    Asked,
-    Fleet,
-    Kind,
-    Prompts,
-    whole_chunks,
-)
-from benchmarks.figures import figure, ratio, shown
-from examples.make_model import CONTEXT
+from benchmarks.engines import ALWAYS_FETCH, CHUNK, Asked, Fleet, Kind, Prompts, whole_chunks
+from benchmarks.figures import figure, ratio, shown, table
 
-TITLE = "Hits"
-LENGTHS = (1000, 8000)
+MODES = {"synchronous": (1000, 8000), "asynchronous": (4000,)}
+"""Tokens of the prompts, by how the engines schedule."""
 ROUNDS = 5
 """Prompts of each length."""
 REPEATS = 2
 """Hits for each prompt and transport."""
-QUICK = {"LENGTHS": (1000,)}
+AT_ONCE = 3
+"""Engines that get one unknown prompt at once."""
+AT_ONCE_TOKENS = 4000
+QUICK = {
+    "MODES": {"synchronous": (1000,), "asynchronous": (1000,)},
+    "AT_ONCE": 2,
+    "AT_ONCE_TOKENS": 2000,
+}
 REFERENCES = {"shared_memory": MEMCPY, "gloo": TCP}
 ALLOWANCE = 0.005
 """Seconds that a fetch may take beyond moving its bytes."""
@@ -66,14 +66,30 @@ class Round(NamedTuple):
         return REPEATS * len(REFERENCES) - sum(map(len, self.samples.values()))
 
 
+class Rush(NamedTuple):
+    """One prompt, sent to several engines at once: seconds to first token, and tokens computed."""
+
+    first: tuple[float, ...]
+    computed: int
+    """Prompt tokens, over all engines."""
+
+    @classmethod
+    def of(cls, asked: Sequence[Asked], tokens: int) -> Rush:
+        computed = sum(tokens - one.cached for one in asked)
+        return cls(tuple(one.first for one in asked), computed)
+
+
 def measure() -> dict[str, Any]:
-    return measure_of(LENGTHS, ROUNDS)
+    modes = {
+        mode: _hits(lengths, asynchronous=mode == "asynchronous") for mode, lengths in MODES.items()
+    }
+    return {**modes, "at_once": _at_once()}
 
 
-def measure_of(
-    lengths: Sequence[int], rounds: int, *, asynchronous: bool = False
-) -> dict[str, Any]:
-    """`asynchronous` engines schedule ahead, see `Kind`."""
+# -- from one donor ---------------------------------------------------------------------------
+
+
+def _hits(lengths: Sequence[int], *, asynchronous: bool) -> dict[str, Any]:
     kinds = {_DONOR: Kind(asynchronous=asynchronous)} | {
         name: Kind(name, options=ALWAYS_FETCH, asynchronous=asynchronous) for name in REFERENCES
     }
@@ -85,17 +101,15 @@ def measure_of(
             cycle = Cycle(fleet, pair, row_bytes)
             cycle.run(lengths[0])  # warm up, and make the links
             found: dict[int, list[Round]] = {tokens: [] for tokens in lengths}
-            for _ in range(rounds):
+            for _ in range(ROUNDS):
                 for tokens in lengths:
                     found[tokens].append(cycle.run(tokens))
             cycle.check_transports()
     finally:
         pair.close()
-    discarded = sum(one.discarded for those in found.values() for one in those)
     return {
         "row_bytes": row_bytes,
-        "rounds": rounds,
-        "discarded": discarded,
+        "discarded": sum(one.discarded for those in found.values() for one in those),
         "lengths": [summary(tokens, row_bytes, those) for tokens, those in found.items()],
     }
 
@@ -121,7 +135,7 @@ class Cycle:
             for name in [*REFERENCES][:: 1 if turn % 2 else -1]:
                 hits = self._hits(name, prompt)
                 slots = list(range(chunks))
-                rate = transport._rate([self._pair], REFERENCES[name], slots, self._row_bytes)
+                rate = transport.rate([self._pair], REFERENCES[name], slots, self._row_bytes)
                 floor = chunks * self._row_bytes / rate / 1e9
                 if all(hit.cached == chunks * CHUNK for hit in hits):
                     remote, local, pool = (hit.first for hit in hits)
@@ -183,53 +197,93 @@ def _ms(seconds: Iterable[float]) -> dict[str, Any]:
     return figure([value * 1e3 for value in seconds])
 
 
-def markdown(part: dict[str, Any]) -> str:
-    lines = [
-        f"Time to first token at the engine, ms. Three vLLM engines of one model ({DTYPE}, "
-        f"{CONTEXT} tokens at most, {STEP_TOKENS} computed at once), pools of "
-        f"{POOL_BYTES >> 20} MiB, chunks of {CHUNK} tokens, which are rows of "
-        f"{part['row_bytes'] / (1 << 20):g} MiB. A local hit comes from vLLM's own prefix cache, a "
-        "pool hit from the local pool after that cache was reset, a remote hit from a peer. Before "
-        f"each request the engine rests for {REST:g} s. Overhead is remote − local. The floor is "
-        "the time that as many rows took right afterwards by one thread's memcpy or over one plain "
-        "TCP connection. The last column is overhead ÷ (floor + 5 ms). Medians, with minimum and "
-        f"maximum in brackets, of {part['rounds']} prompts of each length, each hit {REPEATS} "
-        f"times by each transport; {part['discarded']} samples were left out because not all "
-        "whole chunks came from the peer.",
-        "",
-        "| tokens | MiB | transport | cold | local hit | pool hit | remote hit | overhead | floor "
-        "| remote ÷ local | cold ÷ remote | overhead ÷ (floor + 5 ms) |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    for row in part["lengths"]:
-        for name, found in row["transports"].items():
-            times = ("local", "pool", "remote", "overhead", "floor")
-            cells = [str(row["tokens"]), f"{row['bytes'] / (1 << 20):.0f}", _SHOWN[name]]
-            cells.append(shown(row["cold_ms"], 0))
-            cells += [shown(found[f"{time}_ms"], 1) for time in times]
-            cells += [shown(found[of]) for of in ("remote/local", "cold/remote", "ratio")]
-            lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+# -- by several at once -----------------------------------------------------------------------
 
 
-def plot(part: dict[str, Any], axes: Any) -> None:
-    tokens = [row["tokens"] for row in part["lengths"]]
+def _at_once() -> dict[str, Any]:
+    names = [f"engine-{number}" for number in range(AT_ONCE)]
+    prompts = Prompts()
+    alone, together = [], []
+    with Fleet(dict.fromkeys(names, Kind())) as fleet:
+        for name in names:  # warm up, and make the links
+            _rush(fleet, [name], prompts.fresh(AT_ONCE_TOKENS // 4))
+            _rush(fleet, names, prompts.fresh(AT_ONCE_TOKENS // 4))
+        for turn in range(ROUNDS):
+            name = names[turn % len(names)]
+            alone.append(_rush(fleet, [name], prompts.fresh(AT_ONCE_TOKENS)))
+            together.append(_rush(fleet, names, prompts.fresh(AT_ONCE_TOKENS)))
+    return of_rushes(AT_ONCE_TOKENS, alone, together)
 
-    def curve(values: Sequence[dict[str, Any]], label: str) -> None:
-        middle = [value["median"] for value in values]
-        below = [value["median"] - value["least"] for value in values]
-        above = [value["most"] - value["median"] for value in values]
-        axes.errorbar(tokens, middle, yerr=[below, above], marker="o", capsize=3, label=label)
 
-    def hits(name: str, time: str) -> list[dict[str, Any]]:
-        return [row["transports"][name][f"{time}_ms"] for row in part["lengths"]]
+def _rush(fleet: Fleet, names: Sequence[str], prompt: list[int]) -> Rush:
+    for name in names:
+        fleet[name].begin("ask", prompt, 1)
+    asked = [fleet[name].finish() for name in names]
+    fleet.flush()
+    return Rush.of(asked, len(prompt))
 
-    curve([row["cold_ms"] for row in part["lengths"]], "computed")
-    curve(hits("gloo", "remote"), "from a peer, Gloo")
-    curve(hits("shared_memory", "remote"), "from a peer, shared memory")
-    curve(hits("shared_memory", "pool"), "from the pool")
-    curve(hits("shared_memory", "local"), "from vLLM's own cache")
-    axes.set_yscale("log")
-    axes.set_xlabel("tokens of the prompt")
-    axes.set_ylabel("ms to the first token")
-    axes.legend()
+
+def of_rushes(tokens: int, alone: Sequence[Rush], together: Sequence[Rush]) -> dict[str, Any]:
+    one = [rush.first[0] for rush in alone]
+    slowest = [max(rush.first) for rush in together]
+    return {
+        "tokens": tokens,
+        "replicas": len(together[0].first),
+        "alone_ms": _ms(one),
+        "first_ms": _ms(min(rush.first) for rush in together),
+        "slowest_ms": _ms(slowest),
+        "slowest/alone": ratio(slowest, one),
+        "computed": figure([rush.computed / tokens for rush in together]),
+    }
+
+
+# -- shown ------------------------------------------------------------------------------------
+
+_TIMES = {
+    "local": "local hit",
+    "pool": "pool hit",
+    "remote": "remote hit",
+    "overhead": "remote − local",
+    "floor": "floor",
+}
+_RATIOS = {
+    "remote/local": "remote ÷ local",
+    "cold/remote": "cold ÷ remote",
+    "ratio": "overhead ÷ (floor + 5 ms)",
+}
+
+
+def markdown(part: Mapping[str, Any]) -> str:
+    """Times in ms."""
+    tables = [f"{mode}\n\n{_of_hits(part[mode])}" for mode in MODES]
+    at_once = part["at_once"]
+    rush = table(
+        ("at once", "tokens", "alone", "first answer", "last answer", "last ÷ alone", "computed"),
+        [
+            [
+                f"{at_once['replicas']}",
+                f"{at_once['tokens']}",
+                *(shown(at_once[f"{name}_ms"], 0) for name in ("alone", "first", "slowest")),
+                *(shown(at_once[name]) for name in ("slowest/alone", "computed")),
+            ]
+        ],
+    )
+    return "\n\n".join([*tables, rush])
+
+
+def _of_hits(found: Mapping[str, Any]) -> str:
+    return table(
+        ("tokens", "MiB", "transport", "cold", *_TIMES.values(), *_RATIOS.values()),
+        (
+            (
+                f"{row['tokens']}",
+                f"{row['bytes'] / (1 << 20):.0f}",
+                _SHOWN[name],
+                shown(row["cold_ms"], 0),
+                *(shown(times[f"{each}_ms"], 1) for each in _TIMES),
+                *(shown(times[each]) for each in _RATIOS),
+            )
+            for row in found["lengths"]
+            for name, times in row["transports"].items()
+        ),
+    )

@@ -76,20 +76,18 @@ def ratio_of(pairs: Sequence[Pair], name: str) -> Interval:
 
 
 def summary(pairs: Sequence[Pair]) -> dict[str, Any]:
-    """Both sides of each figure that both runs have, and the ratio with its bounds."""
-    names = [name for name in pairs[0][0] if name in pairs[0][1]]
+    """Both sides of each figure, and the ratio with its bounds."""
     return {
         name: {
             "on": figure([on[name] for on, _ in pairs]),
             "off": figure([off[name] for _, off in pairs]),
             **ratio_of(pairs, name)._asdict(),
         }
-        for name in names
+        for name in pairs[0][0]
     }
 
 
-def line(title: str, found: Mapping[str, Any], scale: float = 1.0, digits: int = 1) -> str:
-    """A line of a table: with Xavier, without, and the ratio."""
-    on, off = (found[side]["median"] * scale for side in ("on", "off"))
-    bounds = f"{found['ratio']:.3f} ({found['low']:.3f}–{found['high']:.3f})"
-    return f"| {title} | {on:.{digits}f} | {off:.{digits}f} | {bounds} |"
+def cells(found: Mapping[str, Any], scale: float = 1.0, digits: int = 1) -> list[str]:
+    """Cells of a table: with Xavier, without, and the ratio."""
+    on, off = (f"{found[side]['median'] * scale:.{digits}f}" for side in ("on", "off"))
+    return [on, off, f"{found['ratio']:.3f} ({found['low']:.3f}–{found['high']:.3f})"]

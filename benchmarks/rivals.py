@@ -45,7 +45,7 @@ class _Rival(ABC):
         """Tokens that each replica has to compute, by the hits that were known when they were sent;
         they count until the first token."""
         self.tokens = np.zeros(0)
-        """Of all prompts under way."""
+        """Tokens of all prompts under way."""
         self.stored = np.zeros(0)
         """Tokens that were ever new to the replica."""
 

@@ -1,18 +1,13 @@
 """Part `routing`: where requests should go, by replaying real traces on simulated replicas.
 
-The router, the tracker's index, the mirror and the pools are the real ones; `simulator.py` says
-what is simulated, `rivals.py` how others choose. The reference is whichever of them does best. An
-ideal is computed beside it: one queue for all replicas, which hold everything that was ever
-computed.
-
-Then the real router chooses among 1,000 replicas for a prompt of 100 chunks.
+The router, the tracker's index, the mirror and the pools are the real ones; the rest is in
+`simulator.py`, and the other choices are in `rivals.py`. The reference is whichever of them does
+best. An ideal is computed beside it: one queue for all replicas, which hold everything that was
+ever computed.
 """
 
 from __future__ import annotations
 
-import os
-import random
-import time
 from collections.abc import Mapping, Sequence
 from heapq import heapify, heapreplace
 from statistics import mean, median
@@ -20,17 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import rivals, simulator, traces
-from benchmarks.figures import figure, shown
+from benchmarks import rivals, traces
+from benchmarks.figures import table
 from benchmarks.simulator import ENGINE, Maker, Result, Simulator
 from benchmarks.traces import CHUNK, Request
-from xinference_xavier.mirror import Mirror
-from xinference_xavier.protocol.tracker import INITIAL_SETTINGS, Change, Member, Update
-from xinference_xavier.routing.choice import Prompt
-from xinference_xavier.routing.load import Report
-from xinference_xavier.routing.router import Router
 
-TITLE = "Routing"
 REPLICAS = (2, 4, 8, 64, 1000)
 LOADS = (0.5, 0.8, 0.95)
 WHOLE = (4, 1000)
@@ -42,8 +31,7 @@ COPIES = {("synthetic", 1000): 3}
 ERRORS = (0.5, 1.0)
 """By which share a prompt takes longer or less than forecast, in runs of their own."""
 ERROR_REPLICAS, ERROR_LOAD = 4, 0.8
-CHOICE_REPLICAS, CHOICE_CHUNKS, CHOICES = 1000, 100, 200
-QUICK = {"REPLICAS": (4,), "WHOLE": (), "REQUESTS": 500, "ERRORS": (1.0,), "CHOICES": 20}
+QUICK = {"REPLICAS": (4,), "WHOLE": (), "REQUESTS": 500, "ERRORS": (1.0,)}
 OURS, TODAY = "earliest finish", "in turn"
 POLICIES: Mapping[str, tuple[Maker, bool]] = {
     OURS: (rivals.EarliestFinish, True),
@@ -63,10 +51,7 @@ def measure() -> dict[str, Any]:
         trace = traces.load(name)
         runs += [_run(name, trace, replicas, load, 0.0) for replicas in REPLICAS for load in LOADS]
         runs += [_run(name, trace, ERROR_REPLICAS, ERROR_LOAD, error) for error in ERRORS]
-    return {
-        "runs": runs,
-        "choice_ms": {name: figure(_choices(*held)) for name, held in _HELD.items()},
-    }
+    return {"runs": runs}
 
 
 def _run(
@@ -133,117 +118,24 @@ def _ideal(requests: Sequence[Request], replicas: int) -> float:
     return seconds / len(requests)
 
 
-_HELD = {"by all": (1, 1), "more by each than by the one before": (1, 100), "by one": (1000, 1)}
-"""Of which replicas hold the prompt: every n-th; and in how many lengths."""
-
-
-def _choices(every: int, lengths: int) -> list[float]:
-    """ms of each choice, by the real mirror."""
-    keys = [os.urandom(36) for _ in range(CHOICE_CHUNKS)]
-    names = [f"replica {number}" for number in range(CHOICE_REPLICAS)]
-    mirror = Mirror("router")
-    held = {
-        name: CHOICE_CHUNKS * (number % lengths + 1) // lengths if number % every == 0 else 0
-        for number, name in enumerate(names)
-    }
-    changes = (Change(name, 1, b"".join(keys[:n]), b"", True) for name, n in held.items())
-    members = tuple(Member(name, "127.0.0.1:1") for name in names)
-    mirror.apply(Update(1, "epoch", True, INITIAL_SETTINGS, 36, members, tuple(changes)))
-    source = random.Random(0)
-    router = Router(mirror, ENGINE.size, source)
-    for name in names:
-        router.report(name, Report(0.0, 1000, source.random(), 0, ENGINE.rates))
-    prompt = Prompt(CHOICE_CHUNKS * CHUNK + 1, keys)
-    took = []
-    for number in range(CHOICES):
-        began = time.perf_counter()
-        choice = router.choose(prompt, 0.0)
-        if choice is not None:
-            router.sent(f"{number}", choice, 0.0)
-        took.append((time.perf_counter() - began) * 1e3)
-    return took
-
-
 def markdown(part: dict[str, Any]) -> str:
-    runs = part["runs"]
-    names = list(POLICIES)
-    lines = [
-        "Mooncake's traces on simulated replicas with the real router, index, mirror and pools, in "
-        "simulated time. A replica computes one prompt after another, "
-        f"{ENGINE.prefill:,} tokens a second; fetches {ENGINE.fetch:,} tokens a second "
-        f"after {ENGINE.fetch_s * 1e3:g} ms, from one peer, which is not slowed down; keeps "
-        f"{ENGINE.slots:,} chunks of {CHUNK} tokens ({ENGINE.size.bytes >> 20} MiB each); reports "
-        f"every {simulator.REPORTS:g} s; decodes nothing. A request is {ENGINE.transit * 1e3:g} "
-        f"ms on its way, a publication {simulator.NEWS * 1e3:g} ms. The load is the tokens of all "
-        "prompts ÷ those that all replicas can compute; arrivals are scaled to it. Pools are empty "
-        "at the beginning. With more than eight replicas the trace is cut into "
-        f"{PIECES} pieces, which are played at once. Everybody's choice sees the same reports, "
-        "chunks and requests under way; all but the first share prefixes.",
-        "",
-        "Seconds to the first token, mean / 99 of 100. “Ideal” is the mean of one queue for all "
-        "replicas, each of which holds everything that was ever computed.",
-        "",
-        "| trace | replicas | load | requests, seconds | " + " | ".join(names) + " | ideal |",
-        "|---|---|---|---|" + "---|" * (len(names) + 1),
-    ]
-    for run in runs:
-        load = f"{run['load']:g}" + (f", ± {run['error']:.0%}" if run["error"] else "")
-        cells = [
-            f"{found['mean_s']:.2f} / {found['p99_s']:.1f}"
-            for found in (run["policies"][name] for name in names)
-        ]
-        lines.append(
-            f"| {run['trace']} | {run['replicas']:,} | {load} | {run['requests']:,}, "
-            f"{run['seconds']:,.0f} | {' | '.join(cells)} | {run['ideal_s']:.2f} |"
-        )
-    lines += [
-        "",
-        "“±” marks runs in which each prompt takes by up to that share longer or less than anybody "
-        "knows before.",
-        "",
-        "| trace | replicas | load | choice | mean, s | median, s | 99 of 100, s | local | fetched "
-        "| computed | moved, GB | µs of the router per request |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    for run in runs:
-        if run["replicas"] not in WHOLE or run["load"] != ERROR_LOAD or run["error"]:
-            continue
-        for name, found in run["policies"].items():
-            lines.append(
-                f"| {run['trace']} | {run['replicas']:,} | {run['load']:g} | {name} "
-                f"| {found['mean_s']:.2f} | {found['median_s']:.2f} | {found['p99_s']:.2f} "
-                f"| {found['local']:.2f} | {found['fetched']:.2f} | {found['computed']:.2f} "
-                f"| {found['moved_bytes'] / 1e9:,.0f} | {found['choice_us']:.0f} |"
-            )
-    lines += [
-        "",
-        f"A choice among {CHOICE_REPLICAS:,} replicas for a prompt of {CHOICE_CHUNKS} chunks, ms "
-        f"(median, minimum and maximum of {CHOICES}):",
-        "",
-        "| held | ms |",
-        "|---|---|",
-        *(f"| {name} | {shown(value, 3)} |" for name, value in part["choice_ms"].items()),
-    ]
-    return "\n".join(lines)
+    """Seconds to the first token, mean / 99 of 100; of the ideal, the mean."""
+    columns = ("trace", "replicas", "load", "requests, seconds", *POLICIES, "ideal", _CHOICE)
+    return table(columns, map(_cells, part["runs"]))
 
 
-def plot(part: dict[str, Any], axes: Any) -> None:
-    trace, load = traces.NAMES[0], LOADS[1]
-    runs = [
-        run
-        for run in part["runs"]
-        if (run["trace"], run["load"], run["error"]) == (trace, load, 0.0)
+_CHOICE = "µs of our router per request"
+
+
+def _cells(run: Mapping[str, Any]) -> list[str]:
+    error = f", ± {run['error']:.0%}" if run["error"] else ""
+    found = [run["policies"][name] for name in POLICIES]
+    return [
+        run["trace"],
+        f"{run['replicas']:,}",
+        f"{run['load']:g}{error}",
+        f"{run['requests']:,}, {run['seconds']:,.0f}",
+        *(f"{each['mean_s']:.2f} / {each['p99_s']:.1f}" for each in found),
+        f"{run['ideal_s']:.2f}",
+        f"{run['policies'][OURS]['choice_us']:.0f}",
     ]
-    for name in POLICIES:
-        axes.plot(
-            [run["replicas"] for run in runs],
-            [run["policies"][name]["mean_s"] for run in runs],
-            marker="o",
-            label=name,
-            linewidth=2.5 if name == OURS else 1,
-        )
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    axes.set_xlabel(f"replicas ({trace}, load {load:g})")
-    axes.set_ylabel("seconds to the first token (mean)")
-    axes.legend(fontsize="small", ncols=2)

@@ -2,18 +2,15 @@
 
 The real manager, pool and mirror are called in the order in which vLLM's scheduler calls them, for
 a prompt of 128,000 tokens that 1, 32, 200 and 1,000 peers hold. Stand-ins replace what talks to
-other processes, because no call of the manager waits for it. The mirror knows 400,000 other chunks,
+other processes, because no call of the manager waits for it. The mirror has 400,000 other chunks,
 and the pool is full, so that every new chunk evicts another. The reference is one dictionary
 lookup.
-
-Beside it, steps of a millisecond are timed while another thread applies a snapshot of 500,000 keys.
 """
 
 from __future__ import annotations
 
 import gc
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,16 +18,12 @@ from typing import Any
 
 from vllm.v1.kv_offload.base import LookupResult, OffloadKey
 
-from benchmarks.figures import figure, shown
+from benchmarks.figures import figure, shown, table
 from benchmarks.traces import GROUP
 from tests.engine.scheduling import CHUNK, KEY_BYTES, Request, Scheduling, chunks
 from xinference_xavier.engine.donors import Group
-from xinference_xavier.mirror import Mirror
 from xinference_xavier.pool.sweep import flush
-from xinference_xavier.protocol.tracker import INITIAL_SETTINGS, Change, Member, Update
-from xinference_xavier.replica.tracker_client import PIECE_PAUSE
 
-TITLE = "Scheduler thread"
 CHUNKS = 1000
 PEERS = (1, 32, 200, 1000)
 STEP = 64
@@ -38,9 +31,6 @@ STEP = 64
 SLOTS = 65_536
 KNOWN_KEYS = 400_000
 ROUNDS = 30
-SNAPSHOT_KEYS = 500_000
-SNAPSHOT_PEERS = 50
-SNAPSHOTS = 5
 QUICK = {"PEERS": (1, 32), "SLOTS": 16_384, "ROUNDS": 5}
 _ANSWERS = {
     "miss": LookupResult.MISS,
@@ -49,42 +39,21 @@ _ANSWERS = {
 }
 
 
-class _Collections:
-    """How long Python's garbage collector holds up whoever makes an object, in seconds."""
-
-    def __init__(self) -> None:
-        self.total = self.longest = self._began = 0.0
-
-    def __call__(self, phase: str, _: dict[str, int]) -> None:
-        if phase == "start":
-            self._began = time.perf_counter()
-        else:
-            took = time.perf_counter() - self._began
-            self.total += took
-            self.longest = max(self.longest, took)
-
-
 class _Timed:
     """A manager whose calls are timed; the many lookups are timed one by one."""
 
-    def __init__(self, manager: Any, collections: _Collections) -> None:
+    def __init__(self, manager: Any) -> None:
         self._manager = manager
-        self._collections = collections
         self.longest: dict[str, float] = {}
-        self.longest_own = 0.0
-        """But for garbage collection."""
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         method = getattr(self._manager, name)
 
         def call(*arguments: Any) -> Any:
-            collected = self._collections.total
             began = time.perf_counter()
             answer = method(*arguments)
             took = time.perf_counter() - began
-            own = took - (self._collections.total - collected)
             self.longest[name] = max(self.longest.get(name, 0.0), took)
-            self.longest_own = max(self.longest_own, own)
             return answer
 
         return call
@@ -112,12 +81,9 @@ def _measure() -> dict[str, Any]:
     for number in range(SLOTS // CHUNKS + 1):
         vllm.fill(chunks(f"old {number}", CHUNKS))
     known = [os.urandom(KEY_BYTES) for _ in range(KNOWN_KEYS)]
-    quiet, busy = _beside_snapshots()
     return {
         "chunks": CHUNKS,
         "peers": [{"peers": peers, **_with_peers(vllm, peers, known)} for peers in PEERS],
-        "step_quiet_ms": figure(quiet),
-        "step_beside_snapshot_ms": figure(busy),
     }
 
 
@@ -125,13 +91,11 @@ def _with_peers(vllm: Scheduling, peers: int, known: list[bytes]) -> dict[str, A
     """A prompt that so many peers hold."""
     costs: dict[str, list[float]] = {name: [] for name in (*_ANSWERS, "dict", "attempt")}
     calls: list[dict[str, float]] = []
-    own: list[float] = []
-    collections = _Collections()
     prompt = chunks("prompt", CHUNKS)
     vllm.tier.peers_hold(other=known, **{f"peer {number}": prompt for number in range(peers)})
     for number in range(ROUNDS):
         cold = chunks(f"cold {peers} {number}", CHUNKS)
-        with _timed(vllm, collections) as timed:
+        with _timed(vllm) as timed:
             costs["miss"].append(_lookups(vllm, vllm.arrive(f"cold {number}", cold), "miss"))
             request = vllm.arrive(f"warm {number}", prompt)
             vllm.tier.forget()  # else garbage collection takes longer from round to round
@@ -152,7 +116,6 @@ def _with_peers(vllm: Scheduling, peers: int, known: list[bytes]) -> dict[str, A
             _compute(vllm, cold)
         costs["dict"].append(_of_a_dictionary(prompt))
         calls.append(timed.longest)
-        own.append(timed.longest_own * 1e3)
         flush(vllm.pool, lambda row: row.origin is not None)
         _compute(vllm, chunks(f"refill {peers} {number}", CHUNKS))
     names = sorted({name for longest in calls for name in longest})
@@ -164,8 +127,6 @@ def _with_peers(vllm: Scheduling, peers: int, known: list[bytes]) -> dict[str, A
             for name in names
         },
         "longest_ms": figure([max(longest.values()) * 1e3 for longest in calls]),
-        "longest_own_ms": figure(own),
-        "collection_ms": collections.longest * 1e3,
     }
 
 
@@ -178,65 +139,14 @@ def _compute(vllm: Scheduling, keys: list[OffloadKey]) -> None:
     vllm.finish(request)
 
 
-def _beside_snapshots() -> tuple[list[float], list[float]]:
-    """The longest step, in ms, in as much time without a snapshot, and beside one."""
-    names = [f"peer {number}" for number in range(SNAPSHOT_PEERS)]
-    keys = SNAPSHOT_KEYS // SNAPSHOT_PEERS
-    update = Update(
-        revision=1,
-        epoch="epoch",
-        snapshot=True,
-        settings=INITIAL_SETTINGS,
-        key_bytes=KEY_BYTES,
-        members=tuple(Member(name, "127.0.0.1:1") for name in names),
-        changes=tuple(Change(name, 1, os.urandom(KEY_BYTES * keys), b"", True) for name in names),
-    )
-
-    mirror = Mirror("own")
-
-    def apply() -> None:
-        for _ in mirror.apply_in_pieces(update):
-            time.sleep(PIECE_PAUSE)
-
-    began = time.perf_counter()
-    apply()
-    seconds = time.perf_counter() - began
-    quiet, busy = [], []
-    for _ in range(SNAPSHOTS):
-        quiet.append(_longest_step(lambda: time.sleep(seconds)))
-        busy.append(_longest_step(apply))
-    return quiet, busy
-
-
-def _longest_step(beside: Callable[[], None]) -> float:
-    """In ms. A step computes for a millisecond and gives Python's lock away five times, as a
-    scheduler does that sends messages."""
-    other = threading.Thread(target=beside)
-    other.start()
-    longest = 0.0
-    while other.is_alive():
-        time.sleep(0.002)
-        began = time.perf_counter()
-        for _ in range(5):
-            until = time.thread_time() + 0.0002
-            while time.thread_time() < until:
-                pass
-            time.sleep(0)
-        longest = max(longest, time.perf_counter() - began)
-    other.join()
-    return longest * 1e3
-
-
 @contextmanager
-def _timed(vllm: Scheduling, collections: _Collections) -> Iterator[_Timed]:
+def _timed(vllm: Scheduling) -> Iterator[_Timed]:
     manager = vllm.manager
-    timed = _Timed(manager, collections)
+    timed = _Timed(manager)
     vllm.manager = timed  # type: ignore[assignment]  # the same methods
-    gc.callbacks.append(collections)
     try:
         yield timed
     finally:
-        gc.callbacks.remove(collections)
         vllm.manager = manager
 
 
@@ -247,7 +157,7 @@ def _lookups(vllm: Scheduling, request: Request, name: str) -> float:
     began = time.perf_counter()
     answers = [lookup(key, context) for key in request.keys]
     took = time.perf_counter() - began
-    # Of a request that waits, the first chunk says so.
+    # If a request waits, only its first chunk is sure to be answered with RETRY.
     if answers[0] is not _ANSWERS[name] or set(answers[1:]) - {_ANSWERS[name], LookupResult.MISS}:
         raise RuntimeError(f"lookups that should be {name} were answered with {set(answers)}")
     return took / len(answers) * 1e6
@@ -263,49 +173,19 @@ def _of_a_dictionary(keys: list[OffloadKey]) -> float:
 
 def markdown(part: dict[str, Any]) -> str:
     rows = part["peers"]
-    lines = [
-        f"A prompt of {part['chunks']:,} chunks of {CHUNK} tokens, {ROUNDS} times; the mirror "
-        f"knows {KNOWN_KEYS:,} other chunks, the pool of {SLOTS:,} rows is full. "
-        "Medians, with minimum and maximum in brackets.",
-        "",
-        "| | " + " | ".join(f"{row['peers']:,} peers" for row in rows) + " |",
-        "|---|" + len(rows) * "---|",
-        *(
-            f"| {title} | " + " | ".join(shown(row[name]) for row in rows) + " |"
-            for name, title in {
-                **{f"{name}_us": f"{name}, µs per chunk" for name in (*_ANSWERS, "dict")},
-                "attempt_ms": "the attempt that begins the fetch, ms",
-                "longest_ms": "the longest call, ms",
-                "longest_own_ms": "the longest call but for garbage collection, ms",
-            }.items()
-        ),
-        "",
-        "The longest garbage collection of all rounds took "
-        f"{max(row['collection_ms'] for row in rows):.0f} ms. Python looks for garbage when enough "
-        "objects have been made, in whichever call that is.",
-        "",
-        f"The manager's calls, with {rows[-1]['peers']:,} peers:",
-        "",
-        "| call | longest, ms |",
-        "|---|---|",
-    ]
-    slowest = sorted(rows[-1]["calls_ms"].items(), key=lambda item: -item[1]["median"])
-    lines += [f"| `{name}` | {shown(value, 3)} |" for name, value in slowest]
-    lines += [
-        "",
-        f"The longest of many steps of 1 ms, while another thread applies a snapshot of "
-        f"{SNAPSHOT_KEYS:,} keys, took {shown(part['step_beside_snapshot_ms'])} ms; without it, "
-        f"{shown(part['step_quiet_ms'])} ms ({SNAPSHOTS} snapshots).",
-    ]
-    return "\n".join(lines)
-
-
-def plot(part: dict[str, Any], axes: Any) -> None:
-    rows = part["peers"]
-    axes.plot(
-        [row["peers"] for row in rows], [row["attempt_ms"]["median"] for row in rows], marker="o"
+    peers = [f"{row['peers']:,} peers" for row in rows]
+    titles = {
+        **{f"{name}_us": f"{name}, µs per chunk" for name in (*_ANSWERS, "dict")},
+        "attempt_ms": "the attempt that begins the fetch, ms",
+        "longest_ms": "the longest call, ms",
+    }
+    costs = table(
+        (f"{part['chunks']:,} chunks", *peers),
+        ((title, *(shown(row[name]) for row in rows)) for name, title in titles.items()),
     )
-    axes.set_xscale("log")
-    axes.set_ylim(bottom=0)
-    axes.set_xlabel("peers that hold the prompt")
-    axes.set_ylabel("ms, the attempt that begins the fetch (median)")
+    slowest = sorted(rows[-1]["calls_ms"].items(), key=lambda item: -item[1]["median"])
+    calls = table(
+        (f"call, with {peers[-1]}", "longest, ms"),
+        ((f"`{name}`", shown(value, 3)) for name, value in slowest),
+    )
+    return f"{costs}\n\n{calls}"

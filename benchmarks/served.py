@@ -24,14 +24,13 @@ from typing import Any, Self
 
 from benchmarks import pairs
 from benchmarks.engines import CHUNK, DTYPE, POOL_BYTES, engine_environment, own_model
-from benchmarks.no_hits import plot_ratios
+from benchmarks.figures import table
 from benchmarks.report import ROOT
 from benchmarks.watchers import MODEL, TrackerProcess
 from examples.local_cluster import answers, free_port
 from examples.waiting import until
 from xinference_xavier.config import XavierConfig, kv_transfer_config
 
-TITLE = "Served with nothing to share"
 PROMPT_TOKENS = 500
 PREFIX_TOKENS = 400
 ANSWER_TOKENS = 32
@@ -80,20 +79,18 @@ def measure() -> dict[str, Any]:
 
 
 class Server:
-    """A vLLM server that runs as long as its `with` block."""
+    """A vLLM server that runs until its `with` block ends."""
 
     def __init__(self, model: Path, transfer: dict[str, Any] | None) -> None:
         self.port = free_port(_HOST)
-        self._command = [
+        command = [
             *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
             *("--model", str(model), "--host", _HOST, "--port", str(self.port)),
             *("--dtype", DTYPE, "--block-size", str(CHUNK), "--enforce-eager"),
             *("--distributed-executor-backend", "uni"),
         ]
         if transfer is not None:
-            self._command += ["--kv-transfer-config", json.dumps(transfer)]
-
-    def __enter__(self) -> Self:
+            command += ["--kv-transfer-config", json.dumps(transfer)]
         _LOG.parent.mkdir(exist_ok=True)
         paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
         environment = {
@@ -104,8 +101,10 @@ class Server:
         }
         with _LOG.open("ab") as log:
             self._process = subprocess.Popen(
-                self._command, env=environment, stdout=log, stderr=subprocess.STDOUT
+                command, env=environment, stdout=log, stderr=subprocess.STDOUT
             )
+
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -179,32 +178,16 @@ _LINES = {
 
 
 def markdown(part: dict[str, Any]) -> str:
-    lines = [
-        f"`vllm bench serve` with {REQUESTS} requests of {PROMPT_TOKENS} tokens, {AT_ONCE} at "
-        f"once, {ANSWER_TOKENS} output tokens ({DTYPE}), in turns for a server with Xavier and for "
-        f"one without. Requests of `random` share nothing; those of `prefix_repetition` share "
-        f"{PREFIX_TOKENS} tokens with seven others. Ratios are geometric means over the pairs, "
-        "with 95 % confidence intervals in brackets.",
-        "",
-        "| | with Xavier | vLLM alone | ratio |",
-        "|---|---|---|---|",
-    ]
-    for dataset, found in part["datasets"].items():
-        for name, (title, digits) in _LINES.items():
-            title = f"`{dataset}`, {found['pairs']} pairs: {title}"
-            lines.append(pairs.line(title, found["compared"][name], digits=digits))
-    return "\n".join(lines)
-
-
-def plot(part: dict[str, Any], axes: Any) -> None:
-    titles = {
-        f"{dataset}, {name}": f"{dataset}: {words[0]}"
-        for dataset in part["datasets"]
-        for name, words in _LINES.items()
-    }
-    compared = {
-        f"{dataset}, {name}": value
-        for dataset, found in part["datasets"].items()
-        for name, value in found["compared"].items()
-    }
-    plot_ratios(compared, titles, axes)
+    """Ratios are geometric means over the pairs, with 95 % confidence intervals."""
+    return table(
+        ("data set", "", "with Xavier", "vLLM alone", "ratio"),
+        (
+            (
+                f"`{dataset}`, {found['pairs']} pairs",
+                title,
+                *pairs.cells(found["compared"][name], digits=digits),
+            )
+            for dataset, found in part["datasets"].items()
+            for name, (title, digits) in _LINES.items()
+        ),
+    )

@@ -1,18 +1,16 @@
 """Replicas on paper: the real router, index, mirror and pools, with a clock of their own.
 
-A replica computes one prompt after another, in order of arrival, or in steps of so many tokens,
-which end one prompt and begin the next. When a prompt's turn comes, its leading chunks are pinned
-in the local pool; those that follow are fetched from one peer if that is faster than computing
-them, and the rest is computed. Fetching keeps the replica as busy as computing, but not its donor.
-Nothing decodes. Replicas that share a machine with fewer processors slow each other down.
+A replica computes one prompt after another, in order of arrival. When a prompt's turn comes, its
+leading chunks are pinned in the local pool; those that follow are fetched from one peer if that is
+faster than computing them, and the rest is computed. Fetching keeps the replica as busy as
+computing, but not its donor. Nothing decodes.
 
-With an `error`, each prompt takes by up to that share longer or less than the rates say, which
-nobody knows before. Bytes do not move, and no thread runs.
+With an `error`, each prompt takes by up to that share longer or less than forecast. Bytes do not
+move, and no thread runs.
 """
 
 from __future__ import annotations
 
-import math
 import random
 import time
 from collections import deque
@@ -40,48 +38,35 @@ class Engine(NamedTuple):
     """What all simulated replicas are like."""
 
     prefill: float = 12_000
-    """Tokens per second, at the beginning of a prompt."""
-    depth_s: float = 0.0
-    """Seconds that a token takes longer for each token before it."""
+    """Tokens per second."""
     fetch: float = 120_000
     """Tokens per second."""
     fetch_s: float = 0.005
     """Overhead of a fetch, in seconds."""
     transit: float = 0.01
     """Seconds that a request is on its way."""
-    chunk: int = CHUNK
-    """Tokens."""
     slots: int = 4000
     """Chunks in a pool."""
-    processors: float = math.inf
-    """How many replicas can compute at once at full speed."""
-    step: int | None = None
-    """Tokens of a step, at the end of which its prompts are answered; None: those of one prompt."""
 
     @property
     def size(self) -> Chunks:
-        return Chunks(self.chunk, self.chunk * 128 * 1024)
+        return Chunks(CHUNK, CHUNK * 128 * 1024)
 
     @property
     def rates(self) -> Rates:
-        byte_s = self.chunk / self.fetch / self.size.bytes
-        return Rates(1 / self.prefill, self.depth_s, self.fetch_s, byte_s)
+        byte_s = CHUNK / self.fetch / self.size.bytes
+        return Rates(1 / self.prefill, 0.0, self.fetch_s, byte_s)
 
     def missing(self, request: Request, chunks: int) -> int:
         """Tokens to compute if the leading `chunks` are there: at least the last one."""
-        return max(1, request.tokens - chunks * self.chunk)
+        return max(1, request.tokens - chunks * CHUNK)
 
     def compute_seconds(self, request: Request, chunks: int) -> float:
         """If the leading `chunks` are there."""
-        tokens = self.missing(request, chunks)
-        return self.seconds(request.tokens - tokens, tokens)
-
-    def seconds(self, start: int, tokens: int) -> float:
-        """To compute `tokens` of a prompt, from its token `start` on."""
-        return tokens * (1 / self.prefill + (start + tokens / 2) * self.depth_s)
+        return self.missing(request, chunks) / self.prefill
 
     def fetch_seconds(self, chunks: int) -> float:
-        return self.fetch_s + chunks * self.chunk / self.fetch if chunks else 0.0
+        return self.fetch_s + chunks * CHUNK / self.fetch if chunks else 0.0
 
 
 ENGINE = Engine()
@@ -102,21 +87,11 @@ Maker = Callable[[Router, random.Random], Policy]
 class _Job:
     request: str
     asked: Request
-    slower: float = 1.0  # than the rates say
+    slower: float = 1.0  # than forecast
     seconds: float = 0.0  # the replica's own forecast
-    fetch_s: float = 0.0  # still to fetch, once it has begun
-    missing: int = 0  # tokens still to compute, once it has begun
     local: int = 0  # chunks
     rows: list[Row] = field(default_factory=list)
     evicted: list[bytes] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class _Step:
-    ending: list[_Job] = field(default_factory=list)
-    left: float = 0.0  # seconds to compute, if nobody slowed it down
-    since: float = 0.0
-    ends: float = 0.0
 
 
 @dataclass(slots=True)
@@ -125,8 +100,8 @@ class _Replica:
     bit: int
     pool: Pool
     waiting: deque[_Job] = field(default_factory=deque)
-    begun: _Job | None = None  # goes on in the next step
-    step: _Step | None = None
+    running: _Job | None = None
+    ends: float = 0.0  # when the running one is answered
     sequence: int = 0
 
 
@@ -151,9 +126,8 @@ class Simulator:
         engine: Engine = ENGINE,
         shares: bool = True,
         error: float = 0.0,
-        seed: int = 0,
     ) -> None:
-        self._source = random.Random(seed)
+        self._source = random.Random(0)
         self._engine = engine
         self._error = error
         self._index = Index(max_keys=2 * engine.slots)
@@ -166,8 +140,6 @@ class Simulator:
         self._count = 0
         self._news = False
         self._left = 0
-        self._speed = 1.0
-        self._computing: dict[str, tuple[_Replica, _Step]] = {}
         self.result = Result()
         self._replicas: dict[str, _Replica] = {}
         for number in range(replicas):
@@ -215,11 +187,8 @@ class Simulator:
         """The first ones are spread over the time between two."""
         seconds = sum(job.seconds for job in replica.waiting)
         count = len(replica.waiting)
-        if replica.step:
-            seconds += replica.step.ends - self._now
-            count += len(replica.step.ending)
-        if (job := replica.begun) is not None:
-            seconds += self._engine.seconds(job.asked.tokens - job.missing, job.missing)
+        if replica.running is not None:
+            seconds += replica.ends - self._now
             count += 1
         tokens = int(seconds * self._engine.prefill)
         report = Report(self._now, tokens, seconds, count, self._engine.rates)
@@ -244,8 +213,8 @@ class Simulator:
         job.seconds = engine.fetch_seconds(remote)
         job.seconds += engine.compute_seconds(job.asked, local + remote)
         replica.waiting.append(job)
-        if replica.step is None:
-            self._begin_step(replica)
+        if replica.running is None:
+            self._begin(replica)
 
     def _held_by_a_peer(self, replica: _Replica, keys: Sequence[bytes]) -> tuple[int, int]:
         """How many leading keys one peer holds, and the set of these peers."""
@@ -258,45 +227,25 @@ class Simulator:
                 break
             count, peers = count + 1, others
         engine = self._engine
-        faster = engine.fetch_seconds(count) < count * engine.chunk / engine.prefill
+        faster = engine.fetch_seconds(count) < count * CHUNK / engine.prefill
         return (count, peers) if faster else (0, 0)
 
-    def _begin_step(self, replica: _Replica) -> None:
-        """Of the prompts in order of arrival."""
-        engine = self._engine
-        step = replica.step = _Step(since=self._now)
-        room = math.inf if engine.step is None else engine.step
-        while room and (job := replica.begun or self._begin(replica)):
-            tokens = int(min(room, job.missing))
-            seconds = engine.seconds(job.asked.tokens - job.missing, tokens)
-            step.left += job.slower * (job.fetch_s + seconds)
-            job.fetch_s, job.missing = 0.0, job.missing - tokens
-            room = 0 if engine.step is None else room - tokens
-            replica.begun = job if job.missing else None
-            if not job.missing:
-                step.ending.append(job)
-        self._computing[replica.name] = replica, step
-        if not self._share_processors():
-            self._finish_later(replica, step)
-
-    def _begin(self, replica: _Replica) -> _Job | None:
-        """The next prompt, with what is here and what peers gave."""
-        if not replica.waiting:
-            return None
-        job = replica.waiting.popleft()
+    def _begin(self, replica: _Replica) -> None:
+        """Compute the next prompt but for what is here and what a peer gives."""
+        job = replica.running = replica.waiting.popleft()
         keys = job.asked.keys
         job.rows = replica.pool.pin(keys)
         local = job.local = len(job.rows)
         remote, peers = self._held_by_a_peer(replica, keys[local:])
         sent, fetched = self._fetch(replica, job, keys[local : local + remote], peers)
         engine = self._engine
-        job.fetch_s = engine.fetch_seconds(fetched)
-        job.missing = engine.missing(job.asked, local + sent)
-        moved = fetched * engine.chunk
+        missing, moved = engine.missing(job.asked, local + sent), fetched * CHUNK
         self.result.fetched += moved
-        self.result.computed += job.missing
-        self.result.local += job.asked.tokens - moved - job.missing
-        return job
+        self.result.computed += missing
+        self.result.local += job.asked.tokens - moved - missing
+        seconds = engine.fetch_seconds(fetched) + missing / engine.prefill
+        replica.ends = self._now + job.slower * seconds
+        self._at(replica.ends, self._answer, replica, job)
 
     def _fetch(
         self, replica: _Replica, job: _Job, keys: Sequence[bytes], peers: int
@@ -326,35 +275,6 @@ class Simulator:
             self.mirror.usable_set(row.key) & self._replicas[donor].bit
         )
 
-    def _share_processors(self) -> bool:
-        """True if those that compute have become faster or slower."""
-        speed = min(1.0, self._engine.processors / max(1, len(self._computing)))
-        if speed == self._speed:
-            return False
-        for _, step in self._computing.values():
-            step.left -= (self._now - step.since) * self._speed
-            step.since = self._now
-        self._speed = speed
-        for replica, step in self._computing.values():
-            self._finish_later(replica, step)
-        return True
-
-    def _finish_later(self, replica: _Replica, step: _Step) -> None:
-        step.ends = self._now + step.left / self._speed
-        self._at(step.ends, self._finish, replica, step, step.ends)
-
-    def _finish(self, replica: _Replica, step: _Step, ends: float) -> None:
-        if replica.step is not step or ends != step.ends:
-            return  # it has become faster or slower
-        del self._computing[replica.name]
-        for job in step.ending:
-            self._answer(replica, job)
-        replica.step = None
-        if replica.begun or replica.waiting:
-            self._begin_step(replica)
-        else:
-            self._share_processors()
-
     def _answer(self, replica: _Replica, job: _Job) -> None:
         self._reserve(replica, job, job.asked.keys)
         replica.pool.unpin(job.rows)
@@ -369,3 +289,6 @@ class Simulator:
         self._policy.answered(job.request)
         self.result.seconds.append(self._now - job.asked.at)
         self._left -= 1
+        replica.running = None
+        if replica.waiting:
+            self._begin(replica)

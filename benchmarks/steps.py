@@ -10,13 +10,9 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
 from enum import Enum
 from types import FrameType
 from typing import Any, NamedTuple
-from unittest.mock import patch
-
-from benchmarks.threads import ThreadTimes
 
 
 class Connector(Enum):
@@ -24,41 +20,27 @@ class Connector(Enum):
     OUT = "out"
     IN_TURNS = "in turns"
     """Out for two of four steps."""
-    TIMED = "timed"
-    """In, and each call of it is timed, which itself takes some microseconds a step."""
 
 
 class Step(NamedTuple):
-    """Seconds of a step that computed `tokens` for `requests`, and of its parts.
-
-    `ours` and `vllms` are what the connector's Python takes, while it is timed: of what this
-    project has written, and of vLLM's offloading connector that calls it."""
+    """Seconds of a step that computed `tokens` for `requests`, with the connector or without."""
 
     connector: bool
     requests: int
     tokens: int
-    whole: float
-    schedule: float
-    worker: float
-    forward: float
-    update: float
-    ours: float
-    vllms: float
+    seconds: float
 
 
-PARTS = Step._fields[4:]
-
-
-class StepTimes(ThreadTimes):
+class StepTimes:
     """vLLM mixes this into the worker through `worker_extension_cls`."""
 
     def benchmark_connector(self, state: str) -> None:
         """Call it while the engine has no requests."""
-        _recorder(self).turn(Connector(state))
+        _recorder().turn(Connector(state))
 
     def benchmark_steps(self) -> list[Step]:
         """The steps since the last call."""
-        steps = _recorder(self).steps
+        steps = _recorder().steps
         taken = steps[:]
         steps.clear()
         return taken
@@ -67,9 +49,9 @@ class StepTimes(ThreadTimes):
 _made: list[_Recorder] = []
 
 
-def _recorder(worker: Any) -> _Recorder:
+def _recorder() -> _Recorder:
     if not _made:
-        _made.append(_Recorder(_engine_core(sys._getframe()), worker))
+        _made.append(_Recorder(_engine_core(sys._getframe())))
     return _made[0]
 
 
@@ -84,7 +66,7 @@ def _engine_core(frame: FrameType | None) -> Any:
 
 
 class _Recorder:
-    def __init__(self, core: Any, worker: Any) -> None:
+    def __init__(self, core: Any) -> None:
         from vllm.distributed.kv_transfer import kv_transfer_state
 
         self.steps: list[Step] = []
@@ -94,25 +76,15 @@ class _Recorder:
         self._connector = core.scheduler.connector
         self._group: Any = kv_transfer_state
         self._agent = self._group._KV_CONNECTOR_AGENT
-        self._timing = ExitStack()
-        self._seconds: dict[str, float] = {}
         self._scheduled: Any = None
-        self._inner = 0.0  # seconds of charged methods that the present one has called
-        self._wrap(core.scheduler, "schedule", "schedule")
-        self._wrap(core.scheduler, "update_from_output", "update")
-        self._wrap(core.model_executor, "execute_model", "worker")
-        self._wrap(core.model_executor, "sample_tokens", "worker")
-        self._wrap(worker.model_runner, "_model_forward", "forward")
-        step = core.step_fn
+        schedule, step = core.scheduler.schedule, core.step_fn
+        core.scheduler.schedule = lambda *arguments: self._schedule(schedule, *arguments)
         core.step_fn = lambda: self._step(step)
 
     def turn(self, state: Connector) -> None:
         assert not self._core.scheduler.has_requests()
         self._state = state
-        self._timing.close()
         self._put(state is not Connector.OUT)
-        if state is Connector.TIMED:
-            self._time_calls()
 
     def _put(self, connected: bool) -> None:
         self._core.scheduler.connector = self._connector if connected else None
@@ -127,81 +99,24 @@ class _Recorder:
             or self._connector.has_pending_push_work()
         ) and all(request.num_computed_tokens % block for request in scheduler.running)
 
-    def _wrap(self, owner: Any, name: str, part: str) -> None:
-        inner = getattr(owner, name)
+    def _schedule(self, schedule: Callable[..., Any], *arguments: Any) -> Any:
+        self._scheduled = schedule(*arguments)
+        return self._scheduled
 
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            began = time.perf_counter()
-            found = inner(*args, **kwargs)
-            self._seconds[part] = self._seconds.get(part, 0.0) + time.perf_counter() - began
-            if part == "schedule":
-                self._scheduled = found
-            return found
-
-        setattr(owner, name, timed)
-
-    def _step(self, inner: Callable[[], Any]) -> Any:
+    def _step(self, step: Callable[[], Any]) -> Any:
         connected = self._state is not Connector.OUT
         in_turns = self._state is Connector.IN_TURNS and self._may_be_out()
         if in_turns:
             self._turn += 1
             connected = self._turn % 4 < 2
             self._put(connected)
-        self._seconds = dict.fromkeys(PARTS, 0.0)
         self._scheduled = None
         began = time.perf_counter()
-        found = inner()
-        whole = time.perf_counter() - began
+        found = step()
+        seconds = time.perf_counter() - began
         if in_turns:
             self._put(True)
         if self._scheduled is not None and (in_turns or self._state is not Connector.IN_TURNS):
             counts = self._scheduled.num_scheduled_tokens
-            self.steps.append(
-                Step(connected, len(counts), sum(counts.values()), whole, **self._seconds)
-            )
+            self.steps.append(Step(connected, len(counts), sum(counts.values()), seconds))
         return found
-
-    # -- whose Python takes how long ------------------------------------------------------------
-
-    def _time_calls(self) -> None:
-        """Time the methods of the connector, of vLLM's that it extends, and of what we put below.
-
-        Not what is called in each layer: timing it takes longer than the call."""
-        from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import (
-            OffloadingConnector,
-        )
-
-        kinds_of_connector = type(self._connector).mro()
-        manager = self._connector.connector_scheduler.manager
-        worker = self._agent.connector_worker.worker
-        ours = kinds_of_connector[: kinds_of_connector.index(OffloadingConnector)]
-        for owner, kinds in {
-            "ours": (*ours, type(manager), type(worker)),
-            "vllms": (OffloadingConnector,),
-        }.items():
-            for kind in kinds:
-                for name, method in list(vars(kind).items()):
-                    if name in _IN_EACH_LAYER or name.startswith("_") or not callable(method):
-                        continue
-                    self._timing.enter_context(
-                        patch.object(kind, name, self._charged(method, owner))
-                    )
-
-    def _charged(self, method: Callable[..., Any], owner: str) -> Callable[..., Any]:
-        """The method, charged to `owner` but for the charged methods that it calls."""
-
-        def charged(*args: Any, **kwargs: Any) -> Any:
-            entered = time.perf_counter()
-            outer, self._inner = self._inner, 0.0
-            began = time.perf_counter()
-            try:
-                return method(*args, **kwargs)
-            finally:
-                ended = time.perf_counter()
-                self._seconds[owner] += ended - began - self._inner
-                self._inner = outer + time.perf_counter() - entered
-
-        return charged
-
-
-_IN_EACH_LAYER = {"has_connector_metadata", "wait_for_layer_load", "save_kv_layer"}

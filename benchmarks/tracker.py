@@ -2,7 +2,9 @@
 
 Publications and lookups are timed in one process, compared with the least that they could cost:
 filling a set and looking into a dictionary. Throughput is that of one tracker process while
-replicas publish as fast as it answers. `propagation` measures the way to the watchers.
+replicas publish as fast as it answers. Then each publication carries its time, at 10,000 keys a
+second, and watchers note when it is in their mirrors: tracker, watchers and publisher run in
+processes of their own, but share one machine, unlike in a cluster.
 """
 
 from __future__ import annotations
@@ -13,20 +15,19 @@ import multiprocessing
 import os
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from typing import Any
+from statistics import quantiles
+from typing import Any, NamedTuple
 
 import psutil
 
-from benchmarks import propagation
-from benchmarks.figures import figure, ratio, shown
-from benchmarks.watchers import KEY_BYTES, NAMESPACE, TrackerProcess
+from benchmarks.figures import figure, ratio, shown, table
+from benchmarks.watchers import KEY_BYTES, NAMESPACE, TrackerProcess, Watchers, stamped
 from xinference_xavier.mirror import Mirror
 from xinference_xavier.protocol.tracker import Member, Settings, unpack
 from xinference_xavier.tracker.index import Index
 
-TITLE = "Tracker"
 KEYS = 1_000_000
 MEMBERS = 5
 """Members that hold the keys in equal parts; each part is a sample."""
@@ -35,8 +36,15 @@ BATCH = 1000
 LOOKUPS = 200_000
 REPLICAS = (2, 16, 64)
 RUNS = 5
-SECONDS = 1.0
-"""Seconds per run."""
+SECONDS = 0.5
+"""Seconds per run of publishing as fast as possible."""
+KEYS_PER_SECOND = 10_000
+PAUSE = 0.01
+"""Seconds between two publications that are timed on their way."""
+PUBLICATIONS = 50
+"""Publications per run."""
+_TIMED_KEYS = int(KEYS_PER_SECOND * PAUSE)
+_PUBLISHER = "publisher"
 
 
 def measure() -> dict[str, Any]:
@@ -45,8 +53,8 @@ def measure() -> dict[str, Any]:
         holdings = process.submit(_holdings, KEYS).result()
     return {
         **holdings,
-        "throughput": asyncio.run(_throughput(REPLICAS)),
-        "propagation": asyncio.run(propagation.measure(REPLICAS)),
+        "throughput": asyncio.run(_throughput()),
+        "propagation": asyncio.run(_propagation()),
     }
 
 
@@ -83,8 +91,8 @@ def _holdings(total: int) -> dict[str, Any]:
         "lookups_per_s": figure(looking),
         "dict_per_s": figure(getting),
         "lookups/dict": ratio(looking, getting),
-        "index_bytes_per_key": index_bytes,
-        "mirror_bytes_per_key": mirror_bytes,
+        "index_bytes": index_bytes,
+        "mirror_bytes": mirror_bytes,
     }
 
 
@@ -135,9 +143,9 @@ def _memory() -> int:
 # -- from replicas ----------------------------------------------------------------------------
 
 
-async def _throughput(replicas: Sequence[int]) -> list[dict[str, Any]]:
+async def _throughput() -> list[dict[str, Any]]:
     found = []
-    for count in replicas:
+    for count in REPLICAS:
         with TrackerProcess() as tracker:
             actor = await tracker.actor()
             publishers = [_Publisher(actor, f"publisher {number}") for number in range(count)]
@@ -145,9 +153,9 @@ async def _throughput(replicas: Sequence[int]) -> list[dict[str, Any]]:
                 await publisher.join()
             rates = []
             for _ in range(RUNS):
-                until = time.monotonic() + SECONDS / 2
+                until = time.monotonic() + SECONDS
                 keys = await asyncio.gather(*(each.publish_until(until) for each in publishers))
-                rates.append(sum(keys) / (SECONDS / 2))
+                rates.append(sum(keys) / SECONDS)
             found.append({"replicas": count, "keys_per_s": figure(rates)})
     return found
 
@@ -176,64 +184,102 @@ class _Publisher:
         return (self._sequence - first) * BATCH
 
 
+# -- to watchers ------------------------------------------------------------------------------
+
+
+class _Run(NamedTuple):
+    """Delays of updates in ms, the published keys per second, and the processor seconds per
+    second."""
+
+    p50_ms: float
+    p99_ms: float
+    keys_per_s: float
+    tracker_cores: float
+    watchers_cores: float
+
+
+async def _propagation() -> list[dict[str, Any]]:
+    found = []
+    for count in REPLICAS:
+        with TrackerProcess() as tracker, Watchers(tracker.address, count) as watchers:
+            runs = await _runs(tracker, watchers)
+            figures = {name: figure([getattr(run, name) for run in runs]) for name in _Run._fields}
+            found.append({"watchers": count, **figures})
+            tracker.close()  # first, so that it does not answer watchers that have ended
+    return found
+
+
+async def _runs(tracker: TrackerProcess, watchers: Watchers) -> list[_Run]:
+    actor = await tracker.actor()
+    await actor.join(NAMESPACE, Member(_PUBLISHER, "127.0.0.1:1"), KEY_BYTES, Settings())
+    return [
+        await _run(actor, 1 + number * PUBLICATIONS, tracker, watchers) for number in range(RUNS)
+    ]
+
+
+async def _run(actor: Any, first: int, tracker: TrackerProcess, watchers: Watchers) -> _Run:
+    spent = tracker.seconds(), watchers.seconds()
+    began = time.monotonic()
+    await _publish_on_time(actor, first)
+    published = time.monotonic() - began
+    percentiles = quantiles(watchers.delays(PUBLICATIONS), n=100)
+    took = time.monotonic() - began
+    return _Run(
+        p50_ms=percentiles[49],
+        p99_ms=percentiles[98],
+        keys_per_s=PUBLICATIONS * _TIMED_KEYS / published,
+        tracker_cores=(tracker.seconds() - spent[0]) / took,
+        watchers_cores=(watchers.seconds() - spent[1]) / took,
+    )
+
+
+async def _publish_on_time(actor: Any, first: int) -> None:
+    """A call longer than the pause delays those after it."""
+    start = time.monotonic()
+    for number in range(PUBLICATIONS):
+        await asyncio.sleep(max(0.0, start + number * PAUSE - time.monotonic()))
+        await actor.publish(NAMESPACE, _PUBLISHER, first + number, stamped(_TIMED_KEYS), b"")
+
+
 # -- shown ------------------------------------------------------------------------------------
 
 
 def markdown(part: dict[str, Any]) -> str:
-    lines = [
-        f"One process, {KEYS:,} keys of {KEY_BYTES} bytes, held by {MEMBERS} members, "
-        f"published {BATCH} at a time; half of the lookups are of keys that no member holds. "
-        "Medians, with minimum and maximum in brackets.",
-        "",
-        "| | per second | lower bound of the cost | ratio |",
-        "|---|---|---|---|",
-        _line("keys published", part, "publishes", "set", "filling a set"),
-        _line("keys looked up in a mirror", part, "lookups", "dict", "a dictionary's `get`"),
-        "",
-        f"Memory: {part['index_bytes_per_key']:.0f} bytes per key in the tracker, "
-        f"{part['mirror_bytes_per_key']:.0f} in a mirror.",
-        "",
-        f"Replicas publish to one tracker process as fast as it answers, {BATCH} keys at a time, "
-        "and withdraw as many:",
-        "",
-        "| replicas | keys published per second |",
-        "|---|---|",
-        *(f"| {row['replicas']} | {shown(row['keys_per_s'], 0)} |" for row in part["throughput"]),
-        "",
-        propagation.markdown(part["propagation"]),
-    ]
-    return "\n".join(lines)
-
-
-def _line(title: str, part: dict[str, Any], name: str, reference: str, words: str) -> str:
-    cells = (
-        title,
-        shown(part[f"{name}_per_s"], 0),
-        f"{words}: {shown(part[f'{reference}_per_s'], 0)}",
-        shown(part[f"{name}/{reference}"]),
+    index = table(
+        ("in one process", "per second", "the least cost, per second", "ratio"),
+        (
+            (
+                title,
+                shown(part[f"{name}_per_s"], 0),
+                shown(part[f"{reference}_per_s"], 0),
+                shown(part[f"{name}/{reference}"]),
+            )
+            for title, name, reference in (
+                ("keys published; a set filled", "publishes", "set"),
+                ("keys looked up in a mirror; in a dictionary", "lookups", "dict"),
+            )
+        ),
     )
-    return f"| {' | '.join(cells)} |"
-
-
-def plot(part: dict[str, Any], axes: Any) -> None:
-    rows = part["throughput"]
-    _curve(axes, rows, "replicas", "keys_per_s", "C0")
-    axes.set_ylabel("keys published per second", color="C0")
-    news = axes.twinx()
-    _curve(news, part["propagation"], "watchers", "p99_ms", "C1")
-    news.set_ylabel(
-        f"p99 ms until an update arrives, {propagation.KEYS_PER_SECOND:,} keys/s", color="C1"
+    memory = table(
+        ("bytes per key", ""),
+        (("tracker", f"{part['index_bytes']:.0f}"), ("mirror", f"{part['mirror_bytes']:.0f}")),
     )
-    axes.set_xscale("log", base=2)
-    replicas = [row["replicas"] for row in rows]
-    axes.set_xticks(replicas, map(str, replicas))
-    axes.set_xlabel("replicas")
-
-
-def _curve(axes: Any, rows: list[dict[str, Any]], x: str, y: str, color: str) -> None:
-    middle = [row[y]["median"] for row in rows]
-    below = [row[y]["median"] - row[y]["least"] for row in rows]
-    above = [row[y]["most"] - row[y]["median"] for row in rows]
-    places = [row[x] for row in rows]
-    axes.errorbar(places, middle, yerr=[below, above], marker="o", capsize=3, color=color)
-    axes.set_ylim(bottom=0)
+    throughput = table(
+        ("replicas", "keys published per second"),
+        ((f"{row['replicas']}", shown(row["keys_per_s"], 0)) for row in part["throughput"]),
+    )
+    titles = {
+        "p50_ms": ("an update arrives, median, ms", 1),
+        "p99_ms": ("p99, ms", 1),
+        "keys_per_s": ("keys per second", 0),
+        "tracker_cores": ("processors of the tracker", 2),
+        "watchers_cores": ("of all watchers", 2),
+    }
+    propagation = table(
+        ("watchers", *(title for title, _ in titles.values())),
+        (
+            (f"{row['watchers']}", *(shown(row[name], n) for name, (_, n) in titles.items()))
+            for row in part["propagation"]
+        ),
+    )
+    return "\n\n".join((index, memory, throughput, propagation))

@@ -301,10 +301,6 @@ class LocalCluster:
         report: dict[str, Any] = self.call("GET", f"/v1/xavier/{model_uid}")
         return report
 
-    def holdings(self, model_uid: str) -> int:
-        """Chunks that its replicas offer to each other."""
-        return int(self.xavier(model_uid)["totals"]["holdings"])
-
     def switch_sharing(self, model_uid: str, enabled: bool) -> None:
         self.call("POST", f"/v1/xavier/{model_uid}", {"enabled": enabled})
 

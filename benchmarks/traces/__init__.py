@@ -21,7 +21,7 @@ class Request(NamedTuple):
     """Seconds."""
     tokens: int
     keys: Sequence[bytes]
-    """Of the prompt's whole chunks."""
+    """The prompt's whole chunks."""
 
 
 def load(name: str) -> list[Request]:

@@ -1,10 +1,10 @@
-"""The worst value of each bar counts; the page says by how much it missed the bar."""
+"""The worst value of each bar counts, and by how much it missed the bar."""
 
 from __future__ import annotations
 
 import pytest
 
-from benchmarks import bars, report
+from benchmarks import bars
 from benchmarks.__main__ import PARTS
 from benchmarks.bars import Bar, Part, Values
 
@@ -14,7 +14,7 @@ def two_bars(monkeypatch: pytest.MonkeyPatch) -> None:
     def both(part: Part) -> Values:
         return {"one": part["one"], "two": part["two"]}
 
-    speed = Bar("speed", 10.0, both, at_least=True, limited_by="friction")
+    speed = Bar("speed", 10.0, both, at_least=True)
     found = {"part": (speed, Bar("time", 4.0, both))}
     monkeypatch.setattr(bars, "BARS", found)
 
@@ -32,17 +32,11 @@ def test_a_bar_that_is_just_reached_is_met() -> None:
     assert bars.judge("part", {"one": 4.0, "two": 4.0})[1]["met"]
 
 
-def test_the_page_says_by_how_much() -> None:
+def test_a_table_shows_by_how_much() -> None:
     shown = bars.markdown(bars.judge("part", {"one": 12.0, "two": 11.0}))
     assert "| speed ≥ 10 | 11 (two) | met |" in shown
     assert "| time ≤ 4 | 12 (one) | **missed**, 3.00 × |" in shown
     assert shown.endswith("|\n\n")
-
-
-def test_the_page_says_what_limits_a_missed_bar() -> None:
-    shown = bars.markdown(bars.judge("part", {"one": 9.0, "two": 12.0}))
-    assert shown.endswith("|\n\n“speed” is limited by friction.\n\n")
-    assert "friction" not in bars.markdown(bars.judge("part", {"one": 12.0, "two": 12.0}))
 
 
 def test_a_part_without_bars_has_no_table() -> None:
@@ -52,12 +46,3 @@ def test_a_part_without_bars_has_no_table() -> None:
 def test_every_bar_belongs_to_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     assert set(bars.BARS) <= set(PARTS)
-
-
-def test_the_page_judges_every_bar(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One for a size that its part no longer measures would be missing, and could not be missed."""
-    monkeypatch.undo()
-    sections = report.sections(report.PAGE.read_text())
-    for name, of_part in bars.BARS.items():
-        for bar in of_part:
-            assert f"| {bar.what} {'≥' if bar.at_least else '≤'} " in sections[name]

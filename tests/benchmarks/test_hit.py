@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
-from benchmarks import hit
+from benchmarks import bars, hit
 from benchmarks.engines import Asked, Prompts, whole_chunks
-from tests.benchmarks.parts import shown
 
 SAMPLES = [hit.Sample(2.0, 0.050, 0.040, 0.045, 0.005 * n) for n in range(1, 6)]
+ALONE = [hit.Rush((2.0,), 1000)] * 5
+TOGETHER = [hit.Rush((1.0, 3.0), 1100)] * 5
 ROUNDS = [hit.Round(2.0, {name: [sample] for name in hit.REFERENCES}) for sample in SAMPLES]
 
 
@@ -35,11 +36,29 @@ def test_missing_samples_count_as_discarded() -> None:
     assert hit.Round(2.0, samples).discarded == 1
 
 
-def test_the_page_has_a_line_for_each_length_and_transport() -> None:
-    lengths = [hit.summary(tokens, 1 << 20, ROUNDS) for tokens in hit.LENGTHS]
-    text = shown(hit, {"row_bytes": 1 << 20, "rounds": 5, "discarded": 0, "lengths": lengths})
-    for tokens in hit.LENGTHS:
-        assert text.count(f"| {tokens} | ") == 2
+def test_tokens_that_are_not_reused_count_as_computed() -> None:
+    rush = hit.Rush.of([Asked(1.0, (1.0,), 0), Asked(3.0, (3.0,), 896)], 1000)
+    assert rush == hit.Rush((1.0, 3.0), 1104)
+
+
+def test_the_slowest_of_several_is_compared_with_a_request_that_is_alone() -> None:
+    found = hit.of_rushes(1000, ALONE, TOGETHER)
+    assert found["computed"]["median"] == pytest.approx(1.1)
+    assert (found["first_ms"]["median"], found["slowest_ms"]["median"]) == (1000, 3000)
+    assert found["slowest/alone"]["median"] == pytest.approx(1.5)
+
+
+def test_every_length_of_every_mode_has_a_line_and_is_judged() -> None:
+    part: dict[str, Any] = {
+        mode: {"lengths": [hit.summary(tokens, 1 << 20, ROUNDS) for tokens in lengths]}
+        for mode, lengths in hit.MODES.items()
+    }
+    part["at_once"] = hit.of_rushes(4000, ALONE, TOGETHER)
+    text = hit.markdown(part)
+    for tokens in (tokens for lengths in hit.MODES.values() for tokens in lengths):
+        assert text.count(f"| {tokens} | ") == 2 + (tokens == 4000)
+    assert "| 2 | 4000 | 2000 (2000–2000) | 1000 " in text
+    assert len(bars.judge("hit", part)) == len(bars.BARS["hit"])
 
 
 def test_samples_of_another_transport_are_refused() -> None:

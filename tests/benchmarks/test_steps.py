@@ -25,12 +25,8 @@ class Core:
             running=[self.request],
             waiting=[],
             finished_req_ids=set(),
-            schedule=lambda: SimpleNamespace(num_scheduled_tokens={"request": 1}),
-            update_from_output=lambda: None,
+            schedule=lambda throttle: SimpleNamespace(num_scheduled_tokens={"request": 1}),
             has_requests=lambda: False,
-        )
-        self.model_executor = SimpleNamespace(
-            execute_model=lambda: None, sample_tokens=lambda: None
         )
         self.vllm_config = SimpleNamespace(cache_config=SimpleNamespace(block_size=BLOCK))
         self.step_fn = self.step
@@ -40,8 +36,7 @@ class Core:
         with_it = self.scheduler.connector is not None
         assert with_it == kv_transfer_state.has_kv_transfer_group()
         self.connected.append(with_it)
-        self.scheduler.schedule()
-        self.scheduler.update_from_output()
+        self.scheduler.schedule(False)
 
 
 @pytest.fixture
@@ -52,8 +47,7 @@ def core(monkeypatch: pytest.MonkeyPatch) -> Core:
 
 @pytest.fixture
 def recorder(core: Core) -> steps._Recorder:
-    worker = SimpleNamespace(model_runner=SimpleNamespace(_model_forward=lambda: None))
-    return steps._Recorder(core, worker)
+    return steps._Recorder(core)
 
 
 def run(core: Core, count: int) -> list[bool]:

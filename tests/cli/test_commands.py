@@ -213,7 +213,7 @@ def test_the_endpoint_can_come_from_the_environment(
     ("words", "program"),
     [
         (["demo", "--dtype", "bfloat16"], ["examples.demo", "--dtype", "bfloat16"]),
-        (["bench", "hit", "peers", "--quick"], ["benchmarks", "hit", "peers", "--quick"]),
+        (["bench", "hit", "fetch", "--quick"], ["benchmarks", "hit", "fetch", "--quick"]),
     ],
 )
 def test_demo_and_bench_need_the_repository(

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.threads import ThreadTimes
 from xinference_xavier.engine import identity
 from xinference_xavier.engine.worker.cpu import HostWorker
 
@@ -53,7 +52,7 @@ REVERSED = "PLANTED_REVERSED"
 """An environment variable, since the configuration of the two must be equal."""
 
 
-class PerhapsReversedPages(ThreadTimes):
+class PerhapsReversedPages:
     """A worker whose rows hold each page backwards if `REVERSED` is set, like a kernel with another
     layout of equal size."""
 

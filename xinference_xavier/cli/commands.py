@@ -214,10 +214,10 @@ def demo(arguments: tuple[str, ...]) -> None:
 @click.argument("parts", nargs=-1, metavar="[PART]...")
 @click.option("--quick", is_flag=True, help="Measure briefly, to see whether it works.")
 def bench(parts: tuple[str, ...], quick: bool) -> None:
-    """Measure what sharing costs on this machine. Needs a clone of the project.
+    """Measure what sharing gains and costs on this machine. Needs a clone of the project.
 
-    Measures all PARTs of docs/benchmarks.md, or the named ones, such as transport or hit, and
-    updates that page.
+    Measures all PARTs, or the named ones, such as transport or hit, and writes
+    build/bench-report.json.
     """
     _in_a_clone("benchmarks/__main__.py", "benchmarks", (*parts, *(["--quick"] if quick else [])))
 
