@@ -118,6 +118,7 @@ def interpreter(version: Version) -> Path:
         # What lies beside an xinference outside of the environment, it prefers to all others.
         own.append(f"xinference=={metadata.version('xinference')}")
     packages = Path(sysconfig.get_path("purelib", vars={"base": str(folder)}))
+    (folder / "bin" / "uv").symlink_to(Path(sys.executable).with_name("uv"))  # xinference's
     _link_others(packages, {requirement.partition("==")[0] for requirement in own})
     _uv("pip", "install", "-p", str(folder), "--no-deps", *own)
     package, _, number = version.name.partition(" ")
