@@ -17,7 +17,7 @@ from tests.engine.scheduling import (
     window_scan,
 )
 from xinference_xavier.engine.costs import RETRY_AFTER
-from xinference_xavier.engine.donors import Group
+from xinference_xavier.engine.keys import Group
 from xinference_xavier.engine.request import Request as State
 
 PREFILL = 1000.0
@@ -216,7 +216,7 @@ class Hybrid(Engine):
         super().__init__(slots=4000)
         self.window = window
         self.numbers = groups
-        self.manager.selection.groups = {
+        self.manager.layout.groups = {
             number.to_bytes(4): Group(CHUNK, None if number == FULL else window)
             for number in groups
         }
@@ -335,34 +335,34 @@ class TestMainKeys:
     def test_are_those_of_the_only_group(self) -> None:
         vllm = Engine()
         request = vllm.request(3)
-        assert vllm.manager.selection.main_keys(vllm.state(request)) == request.keys
+        assert vllm.state(request).main_keys() == request.keys
 
     def test_are_none_before_the_first_whole_chunk(self) -> None:
         vllm = Engine()
-        assert vllm.manager.selection.main_keys(vllm.state(vllm.request(0))) == []
+        assert vllm.state(vllm.request(0)).main_keys() == []
 
     def test_are_those_of_a_group_without_a_window(self) -> None:
         vllm = Hybrid((*SLIDING, FULL))
         *_, full = groups = vllm.prompt(20)
         request = vllm.arrive("r", *groups)
-        assert vllm.manager.selection.main_keys(vllm.state(request)) == full
+        assert vllm.state(request).main_keys() == full
 
     def test_are_those_of_the_group_with_the_longest_chunks(self) -> None:
         vllm = Engine()
-        vllm.manager.selection.groups = {
+        vllm.manager.layout.groups = {
             (0).to_bytes(4): Group(CHUNK // 2),
             (1).to_bytes(4): Group(CHUNK),
             (2).to_bytes(4): Group(2 * CHUNK, window=1),
         }
         groups = [chunks("prompt", 4, number) for number in range(3)]
         request = vllm.arrive("r", *groups)
-        assert vllm.manager.selection.main_keys(vllm.state(request)) == groups[1]
+        assert vllm.state(request).main_keys() == groups[1]
 
     def test_are_none_where_only_another_group_has_whole_chunks(self) -> None:
         vllm = Engine()
-        vllm.manager.selection.groups = {
+        vllm.manager.layout.groups = {
             (0).to_bytes(4): Group(CHUNK),
             (1).to_bytes(4): Group(4 * CHUNK),
         }
         request = vllm.arrive("r", chunks("prompt", 3, 0))
-        assert vllm.manager.selection.main_keys(vllm.state(request)) == []
+        assert vllm.state(request).main_keys() == []

@@ -18,6 +18,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from tests.engine.scheduling import CHUNK, Clock, Scheduling, assert_nothing_left, chunks
 from tests.engine.vllm_scheduler import BLOCK_TOKENS, Engine, engine_config
+from xinference_xavier.engine.keys import GROUP
 from xinference_xavier.engine.probes import (
     AUDIT_INTERVAL,
     AUDIT_SHARE,
@@ -26,7 +27,6 @@ from xinference_xavier.engine.probes import (
     Probe,
     Probes,
 )
-from xinference_xavier.engine.request import GROUP
 from xinference_xavier.pool.pool import Pool, Row
 from xinference_xavier.replica.canary import ProbeResult, Sketch
 

@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
-import pytest
+from unittest.mock import Mock
 
-from tests.engine.scheduling import FETCH_TIMEOUT, Scheduling, assert_nothing_left, chunks, waiting
+import pytest
+from vllm.v1.kv_offload.base import LookupResult
+
+from tests.engine.scheduling import (
+    FETCH_TIMEOUT,
+    Scheduling,
+    assert_nothing_left,
+    chunks,
+    slow_engine,
+    waiting,
+    waiting_for_prefill,
+)
+from xinference_xavier.engine import request as request_module
+from xinference_xavier.engine.request import MAX_DONORS, Request
 
 
 class TestFetchedRows:
@@ -137,3 +150,86 @@ class TestFetchedRows:
         assert sorted(vllm.tier.evicted_keys) == sorted(chunks("other", 4))
         vllm.tier.end(vllm.tier.fetches[0])
         assert vllm.attempt(request) == 8
+
+
+class TestPhases:
+    """Requests go through the phases as the module's table shows, and no other way."""
+
+    @pytest.fixture(autouse=True)
+    def seen(self, monkeypatch: pytest.MonkeyPatch) -> set[tuple[str, str]]:
+        """The transitions of all requests."""
+        seen = set[tuple[str, str]]()
+
+        def record(request: Request, name: str, value: object) -> None:
+            before = getattr(request, "phase", value)
+            object.__setattr__(request, name, value)
+            if name == "phase" and before is not value:
+                seen.add((before.name, request.phase.name))
+
+        monkeypatch.setattr(Request, "__setattr__", record, raising=False)
+        return seen
+
+    def test_each_way_of_the_table_is_taken_and_no_other(self, seen: set[tuple[str, str]]) -> None:
+        fetches_and_computes_the_rest()
+        has_no_donor_left()
+        is_reset_while_it_fetches()
+        is_reset_while_a_peer_computes_its_prefix()
+        meets_an_error()
+        assert seen == table()
+
+
+def table() -> set[tuple[str, str]]:
+    """Pairs of phases from the module's docstring."""
+    pairs, phase = set[tuple[str, str]](), ""
+    for line in (request_module.__doc__ or "").splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if len(cells) == 3 and line.startswith("| ") and cells[0] != "phase":
+            phase = cells[0] or phase
+            pairs |= {(phase, cells[2].partition(":")[0])} if cells[2] else set()
+    return pairs
+
+
+def fetches_and_computes_the_rest() -> None:
+    vllm = Scheduling()
+    keys = chunks("prompt", 8)
+    vllm.tier.peers_hold(a=keys[:6])
+    request = vllm.arrive("r", keys)
+    assert vllm.attempt(request) is None
+    vllm.tier.end(vllm.tier.fetches[0])
+    assert [vllm.attempt(request) for _ in range(2)] == [6, 6]
+
+
+def has_no_donor_left() -> None:
+    vllm = Scheduling()
+    keys = chunks("prompt", 6)
+    vllm.tier.peers_hold(**dict.fromkeys("abc", keys))
+    request = vllm.arrive("r", keys)
+    while vllm.attempt(request) is None:
+        vllm.tier.end(vllm.tier.fetches[-1], arrived=0)
+    assert len(vllm.tier.fetches) == MAX_DONORS
+
+
+def is_reset_while_it_fetches() -> None:
+    vllm = Scheduling()
+    request = waiting(vllm)
+    vllm.manager.reset_cache()
+    assert vllm.attempt(request) == 0
+
+
+def is_reset_while_a_peer_computes_its_prefix() -> None:
+    vllm = slow_engine()
+    request = waiting_for_prefill(vllm, chunks("prompt", 6))
+    vllm.manager.reset_cache()
+    assert vllm.attempt(request) == 0
+
+
+def meets_an_error() -> None:
+    vllm = Scheduling()
+    keys = chunks("prompt", 6)
+    vllm.tier.peers_hold(a=[])
+    request = vllm.arrive("r", keys)
+    assert vllm.scan(request) == 0
+    vllm.tier.peers_hold(a=keys)
+    vllm.tier.is_ready = True
+    vllm.manager.selection.plan = Mock(side_effect=RuntimeError)  # type: ignore[method-assign]
+    assert vllm.manager.lookup(keys[1], request.context) is LookupResult.MISS

@@ -17,7 +17,7 @@ from vllm.v1.kv_offload.base import OffloadKey
 from tests.engine.scheduling import CHUNK, ROW_BYTES, Request, Scheduling, chunks
 from tests.engine.vllm_scheduler import BLOCK_TOKENS, Engine, engine_config
 from xinference_xavier.engine import workload as workload_module
-from xinference_xavier.engine.donors import Group
+from xinference_xavier.engine.keys import Group
 from xinference_xavier.engine.probes import Probe
 from xinference_xavier.engine.workload import _OVERHEAD, _SPEED, MAX_DECODE_TOKENS, Step, Workload
 from xinference_xavier.protocol.load import (
@@ -52,7 +52,6 @@ class Counted(Scheduling):
             manager.steps,
             manager.prefill_rate,
             manager.cost_model,
-            manager.selection,
             self.clock,
         )
 
@@ -505,7 +504,7 @@ class TestVllm:
             CHUNK, ROW_BYTES, None, "auto", 100
         )
         manager = engine.own.manager
-        manager.selection.groups = {
+        manager.layout.groups = {
             b"\0\0\0\0": Group(4 * CHUNK, window=1),
             b"\0\0\0\1": Group(2 * CHUNK),
             b"\0\0\0\2": Group(CHUNK),

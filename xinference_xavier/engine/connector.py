@@ -34,10 +34,10 @@ from vllm.v1.request import Request
 from xinference_xavier import vllm_versions
 from xinference_xavier.config import XAVIER, XavierConfig
 from xinference_xavier.engine import compat, identity
-from xinference_xavier.engine.donors import Group
 from xinference_xavier.engine.guard import SchedulerErrors, guarded, nothing
 from xinference_xavier.engine.identity import page_format
 from xinference_xavier.engine.keys import (
+    Group,
     PromptChunker,
     chunk_tokens_for,
     stores_whole_chunks,
@@ -116,7 +116,7 @@ class XavierConnector(WorkerSide):
                     can_audit=manager.view.can_audit,
                 )
             manager.view.chunker = PromptChunker(vllm_config, offloading, chunk_tokens)
-            manager.selection.groups = {
+            manager.layout.groups = {
                 group.group_idx.to_bytes(4): lookup_group(group)
                 for group in self.connector_scheduler.config.kv_group_configs
             }
@@ -126,7 +126,6 @@ class XavierConnector(WorkerSide):
                 manager.steps,
                 manager.prefill_rate,
                 manager.cost_model,
-                manager.selection,
             )
             manager.tier_lookup.idle_wait.arrivals = self._arrivals
             manager.tier_lookup.step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
@@ -137,7 +136,7 @@ class XavierConnector(WorkerSide):
                 logger.warning("sharing was never tested with this vLLM: vllm=%s", vllm.__version__)
 
     def _serving(self, manager: XavierManager) -> Serving:
-        groups = manager.selection.groups.values()
+        groups = manager.layout.groups.values()
         tokens = max(groups, key=lambda group: group.rank).chunk_tokens
         # Of groups with a window a hit needs only the last few rows.
         whole = [group for group in groups if group.window is None] or groups

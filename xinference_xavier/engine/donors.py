@@ -14,9 +14,9 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from xinference_xavier.engine.compat import key_positions
 from xinference_xavier.engine.costs import CostModel, PrefillRate
-from xinference_xavier.engine.request import GROUP, Request
+from xinference_xavier.engine.keys import Group
+from xinference_xavier.engine.request import Request
 from xinference_xavier.pool.pool import Pool
 from xinference_xavier.pool.tier import Tier
 
@@ -25,19 +25,6 @@ _MAX_ATTEMPTS = 16  # to find where the windows of a hit are
 _ENOUGH = 8
 """Donors of measured speed among which to choose. Others are not tried as long as there are so
 many, because the first fetch from each opens a link."""
-
-
-class Group(NamedTuple):
-    """A KV-cache group. A hit needs the last `window` of its chunks; None: all."""
-
-    chunk_tokens: int
-    window: int | None = None
-
-    @property
-    def rank(self) -> tuple[bool, int]:
-        """The chunks of the group with the highest rank tell how much of a prompt a replica
-        holds."""
-        return self.window is None, self.chunk_tokens
 
 
 class FetchPlan(NamedTuple):
@@ -72,9 +59,6 @@ _IsComing = Callable[[bytes], object]
 
 
 class DonorSelection:
-    """`groups` are by the number at the end of their keys. A group without an entry has chunks of
-    `chunk_tokens` tokens and no window."""
-
     def __init__(
         self,
         pool: Pool,
@@ -88,17 +72,12 @@ class DonorSelection:
     ) -> None:
         """Hits that save fewer than `min_fetch_tokens` are not worth a fetch. Unless `adaptive`,
         all others are, without a prediction."""
-        self.groups: Mapping[bytes, Group] = {}
         self.adaptive = adaptive
         self.prefill_seconds = prefill_rate.seconds
         self.min_tokens = max(chunk_tokens, min_fetch_tokens)
         self._pool = pool
         self._tier = tier
         self._cost_model = cost_model
-        self._default_group = Group(chunk_tokens)
-
-    def group(self, key: bytes) -> Group:
-        return self.groups.get(key[GROUP], self._default_group)
 
     def plan(
         self,
@@ -127,8 +106,8 @@ class DonorSelection:
         start, end, _, keys, _ = reach
         fast = [donor for donor in donors if self._is_faster(donor, len(keys), start, end, now)]
         if donors and not fast:
-            self._cost_model.decisions.computed += not request.computes
-            request.computes = True
+            self._cost_model.decisions.computed += not request.counted.computes
+            request.counted.computes = True
             return self._probe(groups, now)
         fast = fast[: self._count_donors(fast, len(keys), busy)]
         return FetchPlan(fast, keys, self.prefill_seconds(start, end))
@@ -197,41 +176,10 @@ class DonorSelection:
             count += 1
         return count
 
-    def groups_of(self, request: Request) -> dict[bytes, list[bytes]]:
-        """The keys of the request's whole chunks in order, by the number of their group."""
-        if request.groups is None:
-            groups: dict[bytes, list[bytes]] = {}
-            positions = key_positions(request.context).items()
-            if len(self.groups) == 1:  # as mostly, and quicker
-                ((number, group),) = self.groups.items()
-                groups[number] = [key for key, end in positions if not end % group.chunk_tokens]
-            else:
-                for key, end in positions:
-                    keys = groups.setdefault(key[GROUP], [])
-                    if end == (len(keys) + 1) * self.group(key).chunk_tokens:
-                        keys.append(key)
-            if request.adapter is not None:
-                groups = {each: [*map(request.row_key, keys)] for each, keys in groups.items()}
-            request.groups = groups
-        return request.groups
-
-    def main_keys(self, request: Request) -> list[bytes]:
-        """Those of the group with the highest rank."""
-        groups = self.groups_of(request)
-        numbers = self.groups or groups
-        main = max(numbers, key=lambda number: self.group(number).rank, default=b"")
-        return groups.get(main, [])
-
-    def ends(self, request: Request) -> dict[bytes, int]:
-        """How many tokens there are up to the end of each chunk of the group with the highest rank,
-        by its key without the group."""
-        keys = self.main_keys(request)
-        size = self.group(keys[0]).chunk_tokens if keys else 0
-        return {key[: GROUP.start]: number * size for number, key in enumerate(keys, 1)}
-
     def _sorted_groups(self, request: Request) -> _Groups:
-        """Those with windows last."""
-        pairs = [(self.group(keys[0]), keys) for keys in self.groups_of(request).values() if keys]
+        """The request's groups, those with windows last."""
+        group = request.layout.group
+        pairs = [(group(keys[0]), keys) for keys in request.groups().values() if keys]
         return sorted(pairs, key=lambda pair: pair[0].window is not None)
 
     def _reach(

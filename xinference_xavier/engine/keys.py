@@ -27,15 +27,61 @@ from vllm.v1.kv_cache_interface import (
     MambaSpec,
     SlidingWindowSpec,
 )
-from vllm.v1.kv_offload.base import GPULoadStoreSpec, make_offload_key
+from vllm.v1.kv_offload.base import GPULoadStoreSpec, OffloadKey, make_offload_key
 from vllm.v1.kv_offload.config import OffloadingConfig
 
 from xinference_xavier.config import XavierConfig
-from xinference_xavier.engine.request import GROUP
 from xinference_xavier.errors import ConfigError, ExplainError
 from xinference_xavier.replica.inspect import Chunked
 
 DEFAULT_CHUNK_TOKENS = 128
+GROUP = slice(-4, None)
+"""The part of an offload key that is the number of its KV-cache group."""
+
+
+class Group(NamedTuple):
+    """A KV-cache group. A hit needs the last `window` of its chunks; None: all."""
+
+    chunk_tokens: int
+    window: int | None = None
+
+    @property
+    def rank(self) -> tuple[bool, int]:
+        """The chunks of the group with the highest rank tell how much of a prompt a replica
+        holds."""
+        return self.window is None, self.chunk_tokens
+
+
+class Layout:
+    """The KV-cache groups of an engine, by the number at the end of their keys.
+
+    vLLM lays them out only after it has made the manager. Until then, and where a number has no
+    entry, a group has chunks of `chunk_tokens` tokens and no window.
+    """
+
+    def __init__(self, chunk_tokens: int) -> None:
+        self.groups: Mapping[bytes, Group] = {}
+        self._default = Group(chunk_tokens)
+
+    def group(self, key: bytes) -> Group:
+        return self.groups.get(key[GROUP], self._default)
+
+    def main(self, numbers: Iterable[bytes]) -> bytes:
+        """The number of the group with the highest rank, among all groups or else `numbers`."""
+        return max(self.groups or numbers, key=lambda number: self.group(number).rank, default=b"")
+
+    def whole_chunks(self, positions: Mapping[OffloadKey, int]) -> dict[bytes, list[bytes]]:
+        """The keys of a request's whole chunks in order, by the number of their group. `positions`
+        are the tokens up to each chunk's end."""
+        if len(self.groups) == 1:  # as mostly, and quicker
+            ((number, group),) = self.groups.items()
+            return {number: [key for key, end in positions.items() if not end % group.chunk_tokens]}
+        groups: dict[bytes, list[bytes]] = {}
+        for key, end in positions.items():
+            keys = groups.setdefault(key[GROUP], [])
+            if end == (len(keys) + 1) * self.group(key).chunk_tokens:
+                keys.append(key)
+        return groups
 
 
 def chunk_tokens_for(

@@ -35,8 +35,9 @@ from xinference_xavier.engine.costs import CostModel, PrefillRate
 from xinference_xavier.engine.donors import DonorSelection
 from xinference_xavier.engine.guard import SchedulerErrors, guarded, nothing
 from xinference_xavier.engine.jobs import Jobs
+from xinference_xavier.engine.keys import GROUP, Layout
 from xinference_xavier.engine.metrics import HitReporter
-from xinference_xavier.engine.request import GROUP, Request
+from xinference_xavier.engine.request import Phase, Request
 from xinference_xavier.engine.tier_lookup import HIT, MISS, TierLookup
 from xinference_xavier.engine.view import EngineView
 from xinference_xavier.engine.workload import Steps
@@ -87,6 +88,7 @@ class XavierManager(OffloadingManager):
         self.pool, self.shares = pool, shares
         self._all_share = shares  # all requests, so far
         self._finished_requests = 0
+        self.layout = Layout(chunk_tokens)
         self._jobs = Jobs(pool)
         self._hits = Hits()
         self._hit_reporter = HitReporter(self._hits)
@@ -137,7 +139,7 @@ class XavierManager(OffloadingManager):
     # -- requests -----------------------------------------------------------------------------
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        request = Request(req_context, excluded=not self.shares)
+        request = Request(req_context, self.layout, excluded=not self.shares)
         self._requests[req_context.req_id] = request
         req_context.set_state(request)
         return RequestOffloadingContext()
@@ -172,7 +174,8 @@ class XavierManager(OffloadingManager):
     ) -> None:
         self.tier_lookup.idle_wait.before_lookups(self._requests.keys(), request.pending)
         if salt is not None and (probe := self.view.probe(salt)) is not None:
-            request.probe, request.given_up, request.counted = probe, True, True
+            request.probe, request.counted.prompt = probe, True
+            request.settle()
         request.trace_headers = trace_headers
         if lora_request is not None:
             self._all_share = False
@@ -195,7 +198,7 @@ class XavierManager(OffloadingManager):
                 return HIT
             request = self._requests[req_context.req_id]
             if (
-                request.computes_missing
+                request.phase is Phase.COMPUTING
                 and row_key not in self._coming
                 and not self._holders(row_key)
             ):
@@ -203,7 +206,7 @@ class XavierManager(OffloadingManager):
             return self.tier_lookup.lookup(row_key, request)
         except Exception:
             self.errors.caught("lookup")
-            _of(req_context).given_up = True
+            _of(req_context).settle()
             return MISS
 
     @guarded(nothing)
@@ -225,16 +228,16 @@ class XavierManager(OffloadingManager):
         asynchronous load vLLM schedules the request again, which does not count.
         """
         request = self._requests[req_id]
-        if request.counted:
+        if request.counted.prompt:
             return
-        request.counted = True
+        request.counted.prompt = True
         self.view.scheduled(req_id, prompt, request.prefix_tokens + loaded)
         self.tier_lookup.scheduled(request)
         rows = self._jobs.loading(req_id)
         fetched = sum(row.key in request.fetched for row in rows)
         remote = loaded * fetched // max(1, len(rows))
         if rows and tokens is not None and self.view.wants_audit():
-            self.view.loaded(tokens, rows, self.selection.ends(request))
+            self.view.loaded(tokens, rows, request.ends())
         self._hits.prefix_cache += request.prefix_tokens
         self._hits.local_pool += loaded - remote
         self._hits.remote += remote
@@ -291,7 +294,7 @@ class XavierManager(OffloadingManager):
         if not request.stores:
             return _nothing_to_store()
         if request.probe is not None:  # the others would only evict something
-            ends = self.selection.ends(request)
+            ends = request.ends()
             keys = [key for key in keys if ends.get(key[: GROUP.start]) in request.probe.ends]
         offered = {request.row_key(key): key for key in keys}
         rows, evicted = self._reserve(offered, request.row_keys() or list(offered))
@@ -325,7 +328,7 @@ class XavierManager(OffloadingManager):
         request = _of(req_context)
         if request.probe is not None and success:
             taken = self._jobs.take_store(request.req_id, keys)
-            self.view.stored(request.probe, taken, self.selection.ends(request))
+            self.view.stored(request.probe, taken, request.ends())
         elif rows := self._jobs.end_store(request.req_id, keys, success):
             self._tier.on_stored(rows)
 
@@ -334,10 +337,8 @@ class XavierManager(OffloadingManager):
     def reset_cache(self) -> None:
         """vLLM forgot all blocks and will not report the jobs under way.
 
-        Requests that go on have blocks from before, until vLLM looks them up again.
+        Requests that go on have stale blocks, until vLLM looks them up again.
         """
-        for request in self._requests.values():
-            request.stale = True
         self._jobs.reset()
         self.view.reset()
         self.tier_lookup.reset(self._requests.values())

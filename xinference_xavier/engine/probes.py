@@ -30,7 +30,7 @@ from vllm.v1.engine import EngineCoreRequest, EngineCoreRequestType
 from vllm.v1.engine.core import DPEngineCoreProc
 
 from xinference_xavier.engine import compat
-from xinference_xavier.engine.request import GROUP
+from xinference_xavier.engine.keys import GROUP
 from xinference_xavier.engine.sketches import Sketcher
 from xinference_xavier.pool.pool import Pool, Row
 from xinference_xavier.replica.canary import ProbeResult, Sketch, difference

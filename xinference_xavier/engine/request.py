@@ -1,5 +1,16 @@
 """The state of a request from arrival to end, and the fetches that requests wait for.
 
+| phase     | a lookup of a chunk that the pool lacks  | left for                                  |
+|-----------|------------------------------------------|-------------------------------------------|
+| LOOKING   | plans a fetch, or waits for a peer       | FETCHING: fetches began                   |
+|           |                                          | COMPUTING: nobody holds or computes it    |
+|           |                                          | SETTLED: reset, error, its own probe      |
+| FETCHING  | RETRY until the fetches end              | LOOKING: they ended                       |
+|           |                                          | SETTLED: too many donors failed; reset    |
+| COMPUTING | MISS, unless a peer holds it by now      | LOOKING: a later pass, or a peer holds it |
+|           |                                          | SETTLED: reset, error                     |
+| SETTLED   | MISS                                     |                                           |
+
 Belongs to the scheduler thread. A fetch's rows stay pinned until no request waits for them.
 """
 
@@ -8,6 +19,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from typing import TYPE_CHECKING
 
 from vllm.v1.kv_offload.base import ReqContext
@@ -15,6 +27,7 @@ from vllm.v1.kv_offload.base import ReqContext
 from xinference_xavier.engine.adapters import Look, salted
 from xinference_xavier.engine.compat import key_positions
 from xinference_xavier.engine.costs import CostModel
+from xinference_xavier.engine.keys import GROUP, Layout
 from xinference_xavier.engine.waiting import Wait
 from xinference_xavier.pool.pool import Pool
 from xinference_xavier.pool.tier import Fetch, FetchState
@@ -22,28 +35,41 @@ from xinference_xavier.pool.tier import Fetch, FetchState
 if TYPE_CHECKING:
     from xinference_xavier.engine.probes import Probe
 
-GROUP = slice(-4, None)
-"""The part of an offload key that is the number of its KV-cache group."""
 MAX_DONORS = 3
 """That may fail a request before it is computed."""
+
+
+class Phase(Enum):
+    """What a lookup of a chunk that the pool lacks does: see the module's docstring."""
+
+    LOOKING = auto()
+    FETCHING = auto()
+    COMPUTING = auto()
+    SETTLED = auto()
+
+
+@dataclass(eq=False, slots=True)
+class Counted:
+    """What statistics and routers have received of a request already."""
+
+    prompt: bool = True  # its tokens, since it was last looked up
+    reported: bool = False  # to routers
+    computes: bool = False  # as a decision not to fetch what it could have
 
 
 @dataclass(eq=False, slots=True)
 class Request:
     context: ReqContext
+    layout: Layout
+    phase: Phase = Phase.LOOKING
     prefix_tokens: int = 0  # at its start that vLLM has in its own cache
     reuses: bool = False  # blocks of vLLM's own cache, perhaps
     prompt_tokens: int = 0  # with answered ones before a preemption; 0 before its lookups
     missing: int = 0  # of them, still to compute
-    reported: bool = False  # to routers
-    fetches: list[Fetch] = field(default_factory=list)  # that it waits for, in order of their rows
-    first: set[bytes] = field(default_factory=set)  # keys that get a RETRY: see `waits_for`
-    counted: bool = True  # its prompt tokens, since it was last looked up
-    computes_missing: bool = False  # what nobody holds, with no more to ask in this pass
+    fetches: list[Fetch] = field(default_factory=list)  # while FETCHING, in order of their rows
+    retry_keys: set[bytes] = field(default_factory=set)  # the chunks that defer the request
     deadline: float | None = None  # of all its fetches
     pending_since: float = 0.0  # on the clock of `Steps.idle_time`
-    given_up: bool = False  # no further fetches
-    computes: bool = False  # chunks that it could have fetched
     failed: set[str] = field(default_factory=set)  # donors that it is not fetched from again
     fetched: set[bytes] = field(default_factory=set)  # keys that arrived from a peer for it
     trace_headers: Mapping[str, str] | None = None
@@ -51,14 +77,17 @@ class Request:
     stale: bool = False  # vLLM may have computed its blocks with other weights
     adapter: Look | None = None
     probe: Probe | None = None  # that it computes
-    asked: bool = False  # the tracker, whether a peer computes its prefix
+    claim_asked: bool = False  # the tracker, whether a peer computes its prefix
     wait: Wait | None = None  # for that peer, even if it is over
-    groups: dict[bytes, list[bytes]] | None = None  # see `DonorSelection.groups_of`
+    counted: Counted = field(default_factory=Counted)
+    _groups: dict[bytes, list[bytes]] | None = None
 
     @property
     def req_id(self) -> str:
         req_id: str = self.context.req_id
         return req_id
+
+    # -- what it may share, and under which keys -----------------------------------------------
 
     @property
     def shares(self) -> bool:
@@ -82,13 +111,63 @@ class Request:
         keys = key_positions(self.context) if self.shares else {}
         return [*keys] if self.adapter is None else [self.row_key(key) for key in keys]
 
+    def groups(self) -> dict[bytes, list[bytes]]:
+        """The pool's keys of the request's whole chunks in order, by the number of their group."""
+        if self._groups is None:
+            groups = self.layout.whole_chunks(key_positions(self.context))
+            if self.adapter is not None:
+                groups = {each: [*map(self.row_key, keys)] for each, keys in groups.items()}
+            self._groups = groups
+        return self._groups
+
+    def main_keys(self) -> list[bytes]:
+        """The keys of the group with the highest rank."""
+        groups = self.groups()
+        return groups.get(self.layout.main(groups), [])
+
+    def ends(self) -> dict[bytes, int]:
+        """How many tokens there are up to the end of each chunk of the group with the highest rank,
+        by its key without the group."""
+        keys = self.main_keys()
+        size = self.layout.group(keys[0]).chunk_tokens if keys else 0
+        return {key[: GROUP.start]: number * size for number, key in enumerate(keys, 1)}
+
+    def first_of_each_group(self, keys: Iterable[bytes]) -> set[bytes]:
+        """The first of `keys` in each of the request's groups."""
+        first: dict[bytes, bytes] = {}
+        for key in keys:
+            first.setdefault(key[GROUP], key)
+            if len(first) == len(self._groups or ()):
+                break
+        return set(first.values())
+
+    # -- phases ------------------------------------------------------------------------------
+
     def looked_up(self, prefix_tokens: int, reuses: bool, stale: bool) -> None:
         """vLLM is about to look the request up: in its own cache it has `prefix_tokens` of it, and
         perhaps a part of the next block. These may be `stale`; it has no others."""
         self.prefix_tokens = prefix_tokens
         self.reuses, self.stale = reuses, reuses and stale
-        self.counted = self.computes_missing = False
-        self.groups = None  # it may have more keys than at the last time
+        self.counted.prompt = False
+        self._groups = None  # it may have more keys than at the last time
+        self.looks_again()
+
+    def looks_again(self) -> None:
+        """There may be something to fetch after all."""
+        if self.phase is Phase.COMPUTING:
+            self.phase = Phase.LOOKING
+
+    def computes(self) -> None:
+        """Nobody holds or computes what is missing: the rest of this pass is MISS."""
+        if self.phase is Phase.LOOKING:
+            self.phase = Phase.COMPUTING
+
+    def waits_for(self, fetches: list[Fetch]) -> None:
+        """Wait for `fetches`, in the order of their rows. Until they end, the first chunk of each
+        group in each of them gets a RETRY."""
+        self.phase, self.fetches = Phase.FETCHING, fetches
+        for fetch in fetches:
+            self.retry_keys |= self.first_of_each_group(row.key for row in fetch.rows)
 
     @property
     def pending(self) -> Fetch | None:
@@ -98,30 +177,26 @@ class Request:
         fetch = next((fetch for fetch in self.fetches if fetch.state is not committed), None)
         return fetch if fetch is not None and fetch.state is FetchState.PENDING else None
 
-    def waits_for(self, fetches: list[Fetch]) -> None:
-        """Wait for `fetches`, in the order of their rows. Until they end, the first chunk of each
-        group in each of them gets a RETRY."""
-        self.fetches = fetches
-        for fetch in fetches:
-            self.first |= self.first_of_each_group(row.key for row in fetch.rows)
-
-    def first_of_each_group(self, keys: Iterable[bytes]) -> set[bytes]:
-        """Of those that `groups` has."""
-        first: dict[bytes, bytes] = {}
-        for key in keys:
-            first.setdefault(key[GROUP], key)
-            if len(first) == len(self.groups or ()):
-                break
-        return set(first.values())
-
     def conclude(self) -> None:
-        """Stop waiting: chunks that arrived are HITs. The others are MISSes unless another donor
-        has them."""
+        """Stop waiting for fetches: chunks that arrived are HITs. The others are MISSes unless
+        another donor has them."""
         for fetch in self.fetches:
             self.fetched.update(row.key for row in fetch.committed)
             if fetch.state is not FetchState.COMMITTED:
                 self.failed.add(fetch.source)
-        self.given_up |= len(self.failed) >= MAX_DONORS
+        self.fetches = []
+        if self.phase is Phase.FETCHING:
+            self.phase = Phase.SETTLED if len(self.failed) >= MAX_DONORS else Phase.LOOKING
+
+    def settle(self) -> None:
+        """Compute whatever the pool lacks, from now on."""
+        self.phase = Phase.SETTLED
+
+    def reset(self) -> None:
+        """The chunks that it waits for are void: it computes instead."""
+        self.stale = True
+        if self.fetches or self.wait is not None:
+            self.settle()
         self.fetches = []
 
 

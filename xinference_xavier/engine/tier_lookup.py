@@ -24,7 +24,8 @@ from vllm.v1.kv_offload.base import LookupResult
 
 from xinference_xavier.engine.costs import CostModel
 from xinference_xavier.engine.donors import DonorSelection, FetchPlan
-from xinference_xavier.engine.request import GROUP, Fetches, Request
+from xinference_xavier.engine.keys import GROUP
+from xinference_xavier.engine.request import Fetches, Phase, Request
 from xinference_xavier.engine.waiting import MIN_PREFILL_SECONDS, IdleWait, Wait
 from xinference_xavier.engine.workload import Steps
 from xinference_xavier.pool.pool import Pool, Reservation
@@ -78,24 +79,27 @@ class TierLookup:
 
     def lookup(self, key: bytes, request: Request) -> LookupResult:
         """Answer for a key without a READY row."""
-        if request.fetches:
+        if request.phase is Phase.FETCHING:
             if request.pending and self._has_time(request):
                 # One RETRY per group defers the request; MISS for the rest ends the scan early.
-                if key not in request.first:
+                if key not in request.retry_keys:
                     return MISS
                 self._deferred[request.req_id, key[GROUP]] = 0.0
                 return RETRY
             self._conclude(request)
             if self._pool.lookup(key) is not None:  # it arrived after the manager looked
                 return HIT
-        if request.given_up or not (self._has_time(request) or self._is_waiting(request)):
+        if request.phase is Phase.SETTLED:
+            return MISS
+        if not (self._has_time(request) or self._is_waiting(request)):
             return MISS
         plan = self._plan(key, request)
         if plan is not None and not plan.is_probe:
-            return RETRY if key in request.first else MISS
+            return RETRY if key in request.retry_keys else MISS
         if self._waits_for_peer(key, request):
             return RETRY
-        request.computes_missing = request.asked and request.wait is None and plan is None
+        if request.claim_asked and request.wait is None and plan is None:
+            request.computes()
         return MISS
 
     def wait_for_adapter(self, key: bytes, request: Request) -> LookupResult | None:
@@ -150,8 +154,7 @@ class TierLookup:
     def reset(self, requests: Iterable[Request]) -> None:
         """Void all chunks. Requests that are waiting for some will compute instead."""
         for request in requests:
-            request.given_up |= bool(request.fetches) or request.wait is not None
-            request.fetches = []
+            request.reset()
         self._plans.clear()
         self.fetches.reset()
         self._tier.reset()
@@ -182,12 +185,12 @@ class TierLookup:
         busy, is_coming = self.fetches.by_source(), self.fetches.bringing
         plan = self._selection.plan(request, deadline, busy, is_coming, now)
         if plan is not None and not plan.is_probe:
-            request.first = request.first_of_each_group(plan.keys)
+            request.retry_keys = request.first_of_each_group(plan.keys)
             if deadline != request.deadline:
                 request.deadline = deadline
                 request.pending_since = self._steps.idle_time(now)
         self._plans[request] = plan
-        request.computes_missing = False
+        request.looks_again()
         return plan
 
     def _begin_fetches(self, request: Request, plan: FetchPlan) -> list[Fetch]:
@@ -204,7 +207,7 @@ class TierLookup:
         if plan.is_probe:
             return []
         if not fetches:
-            request.given_up = True
+            request.settle()
             return []
         request.waits_for(fetches)
         for fetch in fetches:
@@ -239,8 +242,8 @@ class TierLookup:
 
     def _waits_for_peer(self, key: bytes, request: Request) -> bool:
         """True once per pass and group: one RETRY defers the request."""
-        if not request.asked:
-            request.asked = True
+        if not request.claim_asked:
+            request.claim_asked = True
             request.wait = self._ask(key, request)
         if request.wait is None:
             return False
@@ -264,8 +267,8 @@ class TierLookup:
     def _ask(self, key: bytes, request: Request) -> Wait | None:
         """Ask whether a peer is computing the chunks from the first missing one on, if that takes
         long enough. If the router has said so, there is nothing to ask."""
-        group = self._selection.group(key)
-        keys = self._selection.groups_of(request).get(key[GROUP], [])
+        group = request.layout.group(key)
+        keys = request.groups().get(key[GROUP], [])
         if key not in keys:  # of a part of a chunk
             return None
         # vLLM looks windows up from the end.

@@ -27,7 +27,6 @@ from vllm.v1.core.sched.output import SchedulerOutput
 
 from xinference_xavier.engine import compat
 from xinference_xavier.engine.costs import CostModel, PrefillRate
-from xinference_xavier.engine.donors import DonorSelection
 from xinference_xavier.engine.request import Request
 from xinference_xavier.protocol.load import (
     MAX_KNOWN,
@@ -209,7 +208,6 @@ class Workload:
         steps: Steps,
         prefill_rate: PrefillRate,
         cost_model: CostModel,
-        selection: DonorSelection,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.free_tokens: Callable[[], int | None] = lambda: None
@@ -218,7 +216,6 @@ class Workload:
         self._steps = steps
         self._prefill_rate = prefill_rate
         self._cost_model = cost_model
-        self._selection = selection
         self._clock = clock
         self._prompts: deque[ScheduledPrompt] = deque(maxlen=MAX_PROMPTS)
         self._computed: deque[ComputedPrefix] = deque(maxlen=MAX_PREFIXES)
@@ -238,9 +235,9 @@ class Workload:
         its tokens, or loads them."""
         request = self._requests[req_id]
         request.missing = request.prompt_tokens - have
-        if request.reported or request.probe is not None or not request.shares:
+        if request.counted.reported or request.probe is not None or not request.shares:
             return
-        request.reported = True
+        request.counted.reported = True
         name = _own_id(req_id)
         if (prefix := prefix_of(name)) is not None:
             every = tuple(dict.fromkeys(request.row_keys()))
@@ -248,7 +245,7 @@ class Workload:
         elif (keeping := keeping_of(name)) is not None:
             self._marked.append(MarkedPrompt(keeping, tuple(dict.fromkeys(request.row_keys()))))
         if name.isprintable():
-            keys = self._selection.main_keys(request)[:MAX_PROMPT_KEYS]
+            keys = request.main_keys()[:MAX_PROMPT_KEYS]
             short = pack(key[-SHORT_KEY:] for key in keys)
             self._prompts.append(ScheduledPrompt(name, prompt, short))
 
