@@ -21,7 +21,7 @@ from vllm.v1.kv_offload.base import LookupResult, OffloadKey
 from benchmarks.figures import figure, shown, table
 from benchmarks.traces import GROUP
 from tests.engine.scheduling import CHUNK, KEY_BYTES, Request, Scheduling, chunks
-from xinference_xavier.engine.keys import Group
+from xinference_xavier.engine.keys import Group, Layout
 from xinference_xavier.pool.sweep import flush
 
 CHUNKS = 1000
@@ -76,8 +76,7 @@ def _frozen_heap() -> Iterator[None]:
 
 
 def _measure() -> dict[str, Any]:
-    vllm = Scheduling(slots=SLOTS)
-    vllm.manager.layout.groups = {GROUP: Group(CHUNK)}
+    vllm = Scheduling(slots=SLOTS, layout=Layout(CHUNK, {GROUP: Group(CHUNK)}))
     for number in range(SLOTS // CHUNKS + 1):
         vllm.fill(chunks(f"old {number}", CHUNKS))
     known = [os.urandom(KEY_BYTES) for _ in range(KNOWN_KEYS)]

@@ -108,7 +108,7 @@ class _Engine:
     """An engine whose counts and chunks a test sets."""
 
     def __init__(self) -> None:
-        self.chunker: Chunker | None = chunk_numbers
+        self.chunker: Chunker = chunk_numbers
         self.comparable = False
         self.sketch: Callable[[bytes], Sketch | None] = lambda key: None
         self.counted: dict[str, Any] = {}
@@ -119,9 +119,8 @@ class _Engine:
         self.take_marked: Callable[[], tuple[MarkedPrompt, ...]] = lambda: ()
         self.finished: list[Sequence[bytes]] = []
 
-    @property
-    def stats(self) -> Callable[[], dict[str, Any]]:
-        return lambda: self.counted
+    def stats(self) -> dict[str, Any]:
+        return self.counted
 
     def take_finished(self) -> list[Sequence[bytes]]:
         finished, self.finished = self.finished, []

@@ -7,9 +7,9 @@ import json
 import os
 import threading
 import time
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
+from unittest.mock import Mock
 
 import psutil
 
@@ -24,6 +24,7 @@ from tests.replica_process import KEY_BYTES
 from xinference_xavier.config import XavierConfig
 from xinference_xavier.pool.region import Region
 from xinference_xavier.pool.sweep import shared_keys
+from xinference_xavier.replica.canary import ProbeResult
 from xinference_xavier.replica.kept_prefixes import ComputedPrefix
 from xinference_xavier.replica.replica import Replica
 from xinference_xavier.runtime import aio
@@ -31,33 +32,39 @@ from xinference_xavier.runtime import aio
 CANARY = b"canary"
 
 
-class Unsketched:
-    """Takes part in comparisons only through canaries."""
+class View:
+    """What the replica asks of `scheduler`, which takes part in comparisons only through canaries
+    and reports no load."""
+
+    def __init__(self, scheduler: Scheduler, comparable: bool) -> None:
+        self._scheduler = scheduler
+        self.comparable = comparable
+        self.chunker = Mock()
+
+    def stats(self) -> dict[str, Any]:
+        return self._scheduler.manager.stats()
 
     def sketch(self, key: bytes) -> None:
         return None
 
-
-class NamedWork:
-    """What an engine says of the named prefixes that it computes."""
-
-    def __init__(self, named: deque[ComputedPrefix]) -> None:
-        self._named = named
+    def work_on_probes(self) -> list[ProbeResult]:
+        return self._scheduler.manager.probes.work()
 
     def load(self) -> None:
         return None
+
+    def take_finished(self) -> list[Sequence[bytes]]:
+        return self._scheduler.manager.take_finished()
 
     def take_prompts(self) -> tuple[()]:
         return ()
 
     def take_computed(self) -> tuple[ComputedPrefix, ...]:
-        return tuple(self._named.popleft() for _ in range(len(self._named)))
+        named = self._scheduler.named
+        return tuple(named.popleft() for _ in range(len(named)))
 
     def take_marked(self) -> tuple[()]:
         return ()
-
-    def scheduled(self, req_id: str, prompt: int, have: int) -> None:
-        pass
 
 
 class Inside:
@@ -88,13 +95,9 @@ class Inside:
             log=self._folder / "died",
             report=self._report,
         )
-        view = self.scheduler.manager.view
-        if settings.mutation is not Mutation.CANARY:
-            view.sketcher = Unsketched()  # type: ignore[assignment]
-        view.workload = NamedWork(self.scheduler.named)  # type: ignore[assignment]
         self.watch = Watch(self._firmly_held)
         self._differing = 0  # peers that computed differently
-        self.replica.start(view)
+        self.replica.start(View(self.scheduler, settings.mutation is not Mutation.CANARY))
         self._show(settings.weights)
         self.scheduler.start()
 

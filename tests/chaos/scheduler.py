@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,15 @@ from vllm.v1.kv_offload.base import BlockIDsLoadStoreSpec, OffloadKey
 
 from tests.chaos.worker import Job, Worker
 from tests.chaos.workload import prompt
-from tests.engine.scheduling import CHUNK, Request, Scheduling, chunks
+from tests.engine.scheduling import (
+    CHUNK,
+    SERVING,
+    Request,
+    Scheduling,
+    chunks,
+    without_requests,
+)
+from xinference_xavier.engine.keys import Layout
 from xinference_xavier.engine.manager import XavierManager
 from xinference_xavier.pool.pool import Pool
 from xinference_xavier.pool.tier import FetchState
@@ -84,11 +93,14 @@ class _Live(Scheduling):
         self.manager = XavierManager(
             pool,
             replica.tier,
-            chunk_tokens=CHUNK,
+            layout=Layout(CHUNK),
+            serving=SERVING,
             row_bytes=1,
+            step_tokens=CHUNK,
             min_fetch_tokens=MIN_FETCH_CHUNKS * CHUNK,
             adaptive=False,
             fetch_timeout=fetch_timeout,
+            probes=partial(without_requests, pool),
         )
         self.manager.prefill_rate.tokens_per_second = PREFILL_RATE
 

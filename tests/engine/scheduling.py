@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from unittest.mock import Mock
 
 from vllm.v1.kv_offload.base import (
     BlockIDsLoadStoreSpec,
@@ -19,11 +21,15 @@ from vllm.v1.kv_offload.base import (
     make_offload_key,
 )
 
+from xinference_xavier.engine.keys import Layout
 from xinference_xavier.engine.manager import XavierManager
+from xinference_xavier.engine.probes import CanAudit, OwnRequests, Probes
+from xinference_xavier.engine.waiting import Arrivals
 from xinference_xavier.engine.workload import Step
 from xinference_xavier.mirror import Mirror
 from xinference_xavier.pool.pool import Pool, Row
 from xinference_xavier.pool.tier import Claim, Fetch, FetchState, Tier
+from xinference_xavier.protocol.load import Serving
 from xinference_xavier.protocol.tracker import Change, Member, Settings, Update, pack
 
 CHUNK = 128
@@ -31,6 +37,7 @@ CHUNK = 128
 
 FETCH_TIMEOUT = 5.0
 ROW_BYTES = 1 << 20
+SERVING = Serving(CHUNK, ROW_BYTES, mark_key="secret")
 KEY_BYTES = 36
 
 
@@ -182,6 +189,20 @@ class Request:
         return self.groups[0]
 
 
+def without_requests(pool: Pool, can_audit: CanAudit) -> Probes:
+    """Probes that are never computed."""
+    return Probes(
+        can_audit,
+        OwnRequests(None),
+        Mock(),
+        pool,
+        chunk_tokens=CHUNK,
+        max_tokens=4 * CHUNK,
+        vocabulary=1000,
+        audits=False,
+    )
+
+
 class Scheduling:
     """A manager over a pool of `slots` rows, and vLLM's scheduler above it."""
 
@@ -192,6 +213,11 @@ class Scheduling:
         adaptive: bool = False,
         name: str = "own",
         shares: bool = True,
+        step_tokens: int = CHUNK,
+        arrivals: Arrivals | None = None,
+        layout: Layout | None = None,
+        serving: Serving = SERVING,
+        probes: Callable[[Pool, CanAudit], Probes] = without_requests,
     ) -> None:
         self.pool = Pool(slots)
         self.tier = ScriptedTier(self.pool, name)
@@ -199,11 +225,15 @@ class Scheduling:
         self.manager = XavierManager(
             self.pool,
             self.tier,
-            chunk_tokens=CHUNK,
+            layout=layout or Layout(CHUNK),
+            serving=serving,
             row_bytes=ROW_BYTES,
+            step_tokens=step_tokens,
             min_fetch_tokens=min_fetch_chunks * CHUNK,
             adaptive=adaptive,
             fetch_timeout=FETCH_TIMEOUT,
+            probes=partial(probes, self.pool),
+            arrivals=arrivals,
             shares=shares,
             clock=self.clock,
         )
@@ -319,12 +349,11 @@ def waiting(vllm: Scheduling, count: int = 6, req_id: str = "r") -> Request:
     return request
 
 
-def slow_engine() -> Scheduling:
+def slow_engine(arrivals: Arrivals | None = None) -> Scheduling:
     """Computes one chunk per second and two per step. Its only peer holds nothing."""
-    vllm = Scheduling()
+    vllm = Scheduling(step_tokens=2 * CHUNK, arrivals=arrivals)
     vllm.tier.peers_hold(a=[])
     vllm.manager.prefill_rate.add(1000, 1000 / CHUNK)
-    vllm.manager.tier_lookup.step_tokens = 2 * CHUNK
     return vllm
 
 

@@ -191,9 +191,9 @@ class TestSlowFiles:
 
     @staticmethod
     def look(vllm: Scheduling, req_id: str, lora: LoRARequest) -> int | None:
-        if req_id not in vllm.manager.view.requests:
+        if req_id not in vllm.manager.requests:
             vllm.arrive(req_id, chunks("prompt", 4))
-        context = vllm.manager.view.requests[req_id].context
+        context = vllm.manager.requests[req_id].context
         vllm.manager.begin_lookups(req_id, 0, lora_request=lora)
         hits = prefix_scan(vllm.manager.lookup, chunks("prompt", 4), context)
         vllm.end_step()
@@ -207,7 +207,7 @@ class TestSlowFiles:
             assert self.look(vllm, "r", lora) is None
         settle(vllm.manager.adapters)
         assert self.look(vllm, "r", lora) == 0
-        found = vllm.manager.view.requests["r"].adapter
+        found = vllm.manager.requests["r"].adapter
         assert found is not None
         assert found.digest == digest(tmp_path / "a")
 
@@ -224,7 +224,7 @@ class TestSlowFiles:
         settle(vllm.manager.adapters)
         assert self.look(vllm, "later", lora) in (None, 0)
         settle(vllm.manager.adapters)
-        assert [each.shares for each in vllm.manager.view.requests.values()] == [False] * 3
+        assert [each.shares for each in vllm.manager.requests.values()] == [False] * 3
         assert "adapter's files answer too slowly" in caplog.text
 
 

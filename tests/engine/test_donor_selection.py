@@ -40,7 +40,7 @@ class Engine(Scheduling):
         return self.arrive(f"request {self._prompts}", keys)
 
     def state(self, request: Request) -> State:
-        return self.manager.view.requests[request.req_id]
+        return self.manager.requests[request.req_id]
 
     def learn(self, overhead: float, per_row: float, peer: str = "a") -> None:
         self.manager.tier_lookup._selection.adaptive = False

@@ -44,9 +44,7 @@ class Waits(Arrivals):
 
 @pytest.fixture
 def vllm(waits: Waits) -> Scheduling:
-    scheduling = slow_engine()
-    scheduling.manager.tier_lookup.idle_wait.arrivals = waits
-    return scheduling
+    return slow_engine(waits)
 
 
 @pytest.fixture
@@ -263,11 +261,11 @@ def test_an_engine_in_its_caller_s_process_receives_nothing_by_itself() -> None:
 
 @pytest.mark.parametrize("ranks", ["pipeline_parallel_size", "data_parallel_size"])
 def test_an_engine_that_others_compute_in_step_with_never_waits(
-    vllm: Scheduling, ranks: str
+    ranks: str,
 ) -> None:
     arrivals = Arrivals.at(config(**{ranks: 2}))
     assert arrivals is None
-    vllm.manager.tier_lookup.idle_wait.arrivals = arrivals
+    vllm = slow_engine(arrivals)
     fetch, request = fetching(vllm)
     fetch.ended = pytest.fail  # type: ignore[assignment]  # it has no `wait`
     empty_step(vllm)

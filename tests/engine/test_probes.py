@@ -75,6 +75,7 @@ class Scene:
         self.made = 0  # rows
         self.depth = -1  # of the chunk that is audited, among those that are loaded
         self.probes = Probes(
+            lambda tokens: self.computed >= tokens,
             self.queued,
             self.samples,
             self.pool,
@@ -82,7 +83,6 @@ class Scene:
             max_tokens=max_tokens,
             vocabulary=VOCABULARY,
             audits=audits,
-            can_audit=lambda tokens: self.computed >= tokens,
             clock=self.clock,
             choose=lambda ends: ends[self.depth],
         )
@@ -373,7 +373,7 @@ class TestRequest:
         scene = Scene()
         scene.pool = vllm.pool
         scene.probes._pool = vllm.pool
-        vllm.manager.view.probes = scene.probes
+        vllm.manager.probes = scene.probes
         keys = chunks("canary", 1)
         vllm.tier.peers_hold(a=keys)
         scene.probes.work()
@@ -397,7 +397,7 @@ class TestRequest:
     def test_only_the_chunks_that_are_compared_are_stored(self) -> None:
         vllm = Scheduling()
         scene = Scene(max_tokens=3 * CHUNK + 1)
-        vllm.manager.view.probes = scene.probes
+        vllm.manager.probes = scene.probes
         scene.probes.work()
         scene.compute(scene.running())
         keys = chunks("long canary", 3)
@@ -410,7 +410,7 @@ class TestRequest:
     def test_a_clients_salt_makes_no_probe(self, salt: str) -> None:
         vllm = Scheduling()
         scene = Scene()
-        vllm.manager.view.probes = scene.probes
+        vllm.manager.probes = scene.probes
         scene.probes.work()
         keys = chunks("prompt", 1)
         request = vllm.arrive("r", keys)
@@ -428,7 +428,7 @@ class TestRequest:
         scene.probes._max_tokens = 100_000
         scene.probes._deep = True
         scene.probes._pool = vllm.pool
-        vllm.manager.view.probes = scene.probes
+        vllm.manager.probes = scene.probes
         keys = chunks("prompt", 3)
         vllm.fill(keys)
         request = vllm.arrive("r", keys)
@@ -467,19 +467,16 @@ class TestEngine:
     ) -> Engine:
         config = engine_config(model_folder, chunk_tokens=2 * BLOCK_TOKENS)
         engine = Engine(config, cache_config, monkeypatch)
-        probes = engine.own.manager.view.probes
-        assert probes is not None
-        probes._sketcher = Samples()  # type: ignore[assignment]
+        engine.own.manager.probes._sketcher = Samples()  # type: ignore[assignment]
         return engine
 
     def test_it_computes_both_canaries_by_itself(self, engine: Engine) -> None:
         core = Core(engine)
-        view = engine.own.manager.view
-        assert view.probes is not None
-        view.probes._requests = OwnRequests(core)
+        probes = engine.own.manager.probes
+        probes._requests = OwnRequests(core)
         found: list[bytes | None] = []
         for _ in range(4):
-            found += [result.key for result in view.work_on_probes()]
+            found += [result.key for result in probes.work()]
             for request, _ in core.take():
                 engine.scheduler.add_request(request)
             engine.run()

@@ -15,6 +15,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.kv_offload.base import CanonicalKVCaches, GPULoadStoreSpec, OffloadingWorker
 from vllm.v1.kv_offload.config import (
     OffloadingCacheConfig,
@@ -27,10 +28,11 @@ from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
 from tests.engine.any_version import made
 from tests.engine.caches import cell_bytes, kv_caches, pages_of
+from tests.engine.vllm_scheduler import engine_config
 from xinference_xavier.config import XAVIER, XavierConfig
 from xinference_xavier.engine import spec as spec_module
 from xinference_xavier.engine.manager import XavierManager
-from xinference_xavier.engine.spec import IDENTITY, MIN_ROWS, XavierSpec
+from xinference_xavier.engine.spec import ENGINE, MIN_ROWS, EngineConfig, XavierSpec
 from xinference_xavier.engine.worker.cpu import HostWorker
 from xinference_xavier.errors import ConfigError, RegionError
 from xinference_xavier.pool.region import ROW_ALIGNMENT
@@ -174,8 +176,6 @@ def stage_config(rank: int, engine_id: str) -> OffloadingConfig:
     return replace(
         config,
         engine_id=engine_id,
-        extra_config=config.extra_config
-        | {IDENTITY: {"prefix_caching": True, "key_bytes": 36, "fingerprint_fields": {}}},
         worker_kv_bytes_per_block=STAGES[rank] * PAGES[0],
         parallel=replace(config.parallel, tp_size=1, pp_size=len(STAGES)),
     )
@@ -204,7 +204,9 @@ def stage(rank: int, engine_id: str, meeting: Path, pipe: Connection) -> None:
 
 
 @pytest.mark.process
-def test_stages_with_different_numbers_of_layers_share_rows(tmp_path: Path) -> None:
+def test_stages_with_different_numbers_of_layers_share_rows(
+    tmp_path: Path, model_folder: Path, cache_config: KVCacheConfig
+) -> None:
     """vLLM gives each stage's worker its own layers only, and the scheduler's side the first's."""
     context = multiprocessing.get_context("spawn")
     engine_id = str(uuid.uuid4())
@@ -222,7 +224,9 @@ def test_stages_with_different_numbers_of_layers_share_rows(tmp_path: Path) -> N
         for pipe in pipes:
             pipe.send("load")
         assert [pipe.recv() for pipe in pipes] == [True] * len(STAGES)
-        manager = XavierSpec(stage_config(0, engine_id)).get_manager()
+        config = stage_config(0, engine_id)
+        config.extra_config[ENGINE] = EngineConfig(engine_config(model_folder), cache_config)
+        manager = XavierSpec(config).get_manager()
         assert isinstance(manager, XavierManager)
         try:
             cells = BLOCKS_PER_CHUNK * PAGES[0] * sum(STAGES)

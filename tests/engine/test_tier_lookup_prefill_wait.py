@@ -8,6 +8,7 @@ from vllm.v1.kv_offload.base import LookupResult
 from tests.engine.scheduling import (
     CHUNK,
     FETCH_TIMEOUT,
+    SERVING,
     Request,
     Scheduling,
     assert_nothing_left,
@@ -182,14 +183,14 @@ class TestPrefillElsewhere:
     @pytest.fixture
     def vllm(self) -> Scheduling:
         """An engine that does not know yet how fast it is."""
-        vllm = Scheduling()
+        vllm = Scheduling(step_tokens=2 * CHUNK)
         vllm.tier.peers_hold(a=[])
-        vllm.manager.tier_lookup.step_tokens = 2 * CHUNK
         return vllm
 
     def waiting(self, vllm: Scheduling) -> Request:
-        key = vllm.manager.tier_lookup.mark_key
-        request = vllm.arrive(with_mark("r", Elsewhere("a", 2.0, 10.0), key), self.KEYS)
+        request = vllm.arrive(
+            with_mark("r", Elsewhere("a", 2.0, 10.0), SERVING.mark_key), self.KEYS
+        )
         assert vllm.attempt(request) is None
         return request
 
@@ -229,7 +230,7 @@ class TestPrefillElsewhere:
         assert vllm.attempt(request) == 0
 
     def test_nobody_waits_for_an_unknown_peer(self, vllm: Scheduling) -> None:
-        name = with_mark("r", Elsewhere("nobody", 2.0, 10.0), vllm.manager.tier_lookup.mark_key)
+        name = with_mark("r", Elsewhere("nobody", 2.0, 10.0), SERVING.mark_key)
         assert vllm.attempt(vllm.arrive(name, self.KEYS)) == 0
 
     def test_an_id_that_a_client_made_up_is_only_an_id(self, vllm: Scheduling) -> None:

@@ -14,12 +14,14 @@ from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.kv_offload.base import OffloadKey
 
-from tests.engine.scheduling import CHUNK, ROW_BYTES, Request, Scheduling, chunks
-from tests.engine.vllm_scheduler import BLOCK_TOKENS, Engine, engine_config
+from tests.engine.scheduling import CHUNK, ROW_BYTES, SERVING, Request, Scheduling, chunks
+from tests.engine.vllm_scheduler import BLOCK_TOKENS, NOBODY, Engine, engine_config
+from xinference_xavier.config import XavierConfig
 from xinference_xavier.engine import workload as workload_module
-from xinference_xavier.engine.keys import Group
+from xinference_xavier.engine.keys import Group, Layout
 from xinference_xavier.engine.probes import Probe
-from xinference_xavier.engine.workload import _OVERHEAD, _SPEED, MAX_DECODE_TOKENS, Step, Workload
+from xinference_xavier.engine.spec import serving_of
+from xinference_xavier.engine.workload import _OVERHEAD, _SPEED, MAX_DECODE_TOKENS, Step
 from xinference_xavier.protocol.load import (
     MAX_KNOWN,
     MAX_PROMPTS,
@@ -35,7 +37,6 @@ from xinference_xavier.protocol.prefixes import Keeping, with_keeping
 from xinference_xavier.protocol.tracker import SHORT_KEY, unpack
 from xinference_xavier.runtime.validate import MAX_IDENTIFIER
 
-SERVING = Serving(CHUNK, ROW_BYTES)
 SPEED = 1000
 """Tokens per second, once they are measured."""
 
@@ -45,15 +46,7 @@ class Counted(Scheduling):
 
     def __init__(self) -> None:
         super().__init__(slots=64)
-        manager = self.manager
-        self.workload = manager.view.workload = Workload(
-            SERVING,
-            manager.view.requests,
-            manager.steps,
-            manager.prefill_rate,
-            manager.cost_model,
-            self.clock,
-        )
+        self.workload = self.manager.workload
 
     def load(self) -> Load:
         """As a tracker takes it."""
@@ -352,7 +345,7 @@ class TestPrompts:
         self, engine: Counted, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         probe = Probe([], frozenset(), 0, salt="secret")
-        monkeypatch.setattr(engine.manager.view, "probe", {"secret": probe}.get)
+        monkeypatch.setattr(engine.manager.probes, "of", {"secret": probe}.get)
         request = engine.arrive("r", chunks("probe", 1))
         engine.found(request, CHUNK + 1, salt="secret")
         engine.manager.count_prompt("r", CHUNK + 1, 0)
@@ -362,7 +355,7 @@ class TestPrompts:
 
     def test_that_are_not_shared_are_not_reported(self, engine: Counted) -> None:
         request = engine.arrive("r", chunks("prompt", 1))
-        engine.manager.view.requests["r"].excluded = True
+        engine.manager.requests["r"].excluded = True
         engine.found(request, CHUNK)
         engine.manager.count_prompt("r", CHUNK, 0)
         assert engine.prompts() == ()
@@ -392,11 +385,11 @@ def vllm_engine(
 
 
 def load_of(engine: Engine) -> Load:
-    return check_load(engine.own.manager.view.load())
+    return check_load(engine.own.manager.workload.load())
 
 
 def prompts_of(engine: Engine) -> list[str]:
-    prompts = check_prompts(engine.own.manager.view.take_prompts())
+    prompts = check_prompts(engine.own.manager.workload.take_prompts())
     return [prompt.request for prompt in prompts]
 
 
@@ -465,7 +458,7 @@ class TestVllm:
         engine.own.tier.peers_hold(a=[])
         engine.ask("reads", range(1000, 1100), tokens=50)
         engine.step()
-        key = engine.own.manager.tier_lookup.mark_key
+        key = load_of(engine).serving.mark_key
         engine.ask(with_mark("r", Elsewhere("a", 0.0, 1.0), key), range(300), tokens=3)
         step = engine.step()
         assert [*step.num_scheduled_tokens] == ["reads"]
@@ -503,11 +496,10 @@ class TestVllm:
         assert load_of(engine).serving._replace(mark_key="") == Serving(
             CHUNK, ROW_BYTES, None, "auto", 100
         )
-        manager = engine.own.manager
-        manager.layout.groups = {
+        groups = {
             b"\0\0\0\0": Group(4 * CHUNK, window=1),
             b"\0\0\0\1": Group(2 * CHUNK),
             b"\0\0\0\2": Group(CHUNK),
         }
-        serving = engine.connector._serving(manager)
+        serving = serving_of(XavierConfig("model", NOBODY), Layout(CHUNK, groups), ROW_BYTES)
         assert (serving.chunk_tokens, serving.chunk_bytes) == (2 * CHUNK, 3 * ROW_BYTES)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -31,10 +31,14 @@ from vllm.v1.kv_offload.base import BlockIDsLoadStoreSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 
-from tests.engine.scheduling import Scheduling
+from tests.engine.scheduling import ROW_BYTES, Scheduling
 from xinference_xavier.config import XavierConfig, kv_transfer_config
 from xinference_xavier.engine.connector import XavierConnector
-from xinference_xavier.engine.spec import XavierSpec
+from xinference_xavier.engine.manager import XavierManager
+from xinference_xavier.engine.probes import CanAudit, OwnRequests, Probes
+from xinference_xavier.engine.spec import ENGINE, XavierSpec, longest_probe, serving_of
+from xinference_xavier.engine.waiting import Arrivals
+from xinference_xavier.pool.pool import Pool
 
 BLOCK_TOKENS = 32
 NOBODY = "127.0.0.1:1"
@@ -66,15 +70,48 @@ def called(function: Callable[..., Any], **arguments: Any) -> Any:
     return function(**{name: value for name, value in arguments.items() if name in taken})
 
 
+def probes_of(
+    config: VllmConfig,
+    caches: KVCacheConfig,
+    chunk_tokens: int,
+    pool: Pool,
+    can_audit: CanAudit,
+    audits: bool = True,
+) -> Probes:
+    """As a spec makes them, but nobody asks for their requests and nothing is sampled."""
+    return Probes(
+        can_audit,
+        OwnRequests(None),
+        Mock(),
+        pool,
+        chunk_tokens=chunk_tokens,
+        max_tokens=longest_probe(config, caches),
+        vocabulary=config.model_config.get_vocab_size(),
+        audits=audits,
+    )
+
+
 class Engine:
     """An engine that answers the same token always. Its workers end every job within a step."""
 
     def __init__(
         self, config: VllmConfig, caches: KVCacheConfig, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        self.own = Scheduling(slots=64)
-        self.own.manager.view.sketcher = Mock()
-        monkeypatch.setattr(XavierSpec, "get_manager", lambda spec: self.own.manager)
+        self.own: Scheduling
+
+        def manager(spec: XavierSpec) -> XavierManager:
+            layout = spec.layout(*spec.extra_config[ENGINE])
+            self.own = Scheduling(
+                slots=64,
+                layout=layout,
+                serving=serving_of(spec._xavier, layout, ROW_BYTES),
+                probes=partial(probes_of, config, caches, layout.chunk_tokens),
+                step_tokens=config.scheduler_config.max_num_batched_tokens,
+                arrivals=Arrivals.at(config),
+            )
+            return self.own.manager
+
+        monkeypatch.setattr(XavierSpec, "get_manager", manager)
         config.cache_config.num_gpu_blocks = caches.num_blocks
         block, hashed = resolve_kv_cache_block_sizes(caches, config)
         self.scheduler = Scheduler(

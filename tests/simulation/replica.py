@@ -11,9 +11,9 @@ import random
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from copy import deepcopy
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -45,7 +45,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from tests.engine.scheduling import Clock
-from tests.engine.vllm_scheduler import NOBODY, called
+from tests.engine.vllm_scheduler import NOBODY, called, probes_of
 from tests.simulation.contents import (
     BLOCK_TOKENS,
     LAYERS,
@@ -64,7 +64,7 @@ from xinference_xavier.engine import connector as connector_module
 from xinference_xavier.engine import identity
 from xinference_xavier.engine.connector import XavierConnector
 from xinference_xavier.engine.manager import XavierManager
-from xinference_xavier.engine.spec import XavierSpec
+from xinference_xavier.engine.spec import ENGINE, XavierSpec, serving_of
 from xinference_xavier.engine.waiting import Arrivals
 from xinference_xavier.pool.pool import Pool, Row, RowState
 from xinference_xavier.pool.region import Region
@@ -185,26 +185,31 @@ class Replica:
             stored=self._check_stored,
             log=log,
         )
-        chunk_tokens = blocks_per_chunk * BLOCK_TOKENS
-        self.manager = Manager(
-            self.pool,
-            self.peers,
-            chunk_tokens=chunk_tokens,
-            row_bytes=self.region.row_bytes,
-            min_fetch_tokens=chunk_tokens,
-            adaptive=options.adaptive,
-            fetch_timeout=5.0,
-            clock=self.clock,
-        )
-        self.manager.interrupt = self._interrupted
-        self.manager.check_loaded = self._check_loaded
-        self.manager.view.sketcher = Mock()
 
         def worker(spec: XavierSpec, pages: CanonicalKVCaches) -> OffloadingWorker:
             self.copy_jobs = CopyJobs(pages, self.region, spec.blocks_per_chunk)
             return self.copy_jobs
 
         def manager(spec: XavierSpec) -> OffloadingManager:
+            groups = spec.layout(*spec.extra_config[ENGINE])
+            self.manager = Manager(
+                self.pool,
+                self.peers,
+                layout=groups,
+                serving=serving_of(spec._xavier, groups, self.region.row_bytes),
+                row_bytes=self.region.row_bytes,
+                step_tokens=options.step_tokens,
+                min_fetch_tokens=groups.chunk_tokens,
+                adaptive=options.adaptive,
+                fetch_timeout=5.0,
+                probes=partial(
+                    probes_of, config, caches, groups.chunk_tokens, self.pool, audits=False
+                ),
+                arrivals=_NoWaits(self._interrupted),
+                clock=self.clock,
+            )
+            self.manager.interrupt = self._interrupted
+            self.manager.check_loaded = self._check_loaded
             return self.manager
 
         patch.setattr(XavierSpec, "get_manager", manager)

@@ -21,7 +21,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
     TransferJob,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import GroupOffloadConfig
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -33,26 +32,22 @@ from vllm.v1.request import Request
 
 from xinference_xavier import vllm_versions
 from xinference_xavier.config import XAVIER, XavierConfig
-from xinference_xavier.engine import compat, identity
+from xinference_xavier.engine import compat
 from xinference_xavier.engine.guard import SchedulerErrors, guarded, nothing
 from xinference_xavier.engine.identity import page_format
 from xinference_xavier.engine.keys import (
-    Group,
-    PromptChunker,
     chunk_tokens_for,
     stores_whole_chunks,
     window_tokens,
 )
 from xinference_xavier.engine.manager import XavierManager
-from xinference_xavier.engine.probes import OwnRequests, Probes
 from xinference_xavier.engine.process import log_like_vllm
 from xinference_xavier.engine.sketches import describe_pages
-from xinference_xavier.engine.spec import IDENTITY, WorkerNote, XavierSpec
+from xinference_xavier.engine.spec import ENGINE, EngineConfig, WorkerNote, XavierSpec
 from xinference_xavier.engine.waiting import Arrivals
 from xinference_xavier.engine.worker.connector import OnlyLoads, WorkerSide
-from xinference_xavier.engine.workload import Workload, goes_on, step_of, without_quiet
+from xinference_xavier.engine.workload import goes_on, step_of, without_quiet
 from xinference_xavier.errors import ConfigError
-from xinference_xavier.protocol.load import Serving
 
 logger = logging.getLogger(__name__)
 
@@ -85,73 +80,23 @@ class XavierConnector(WorkerSide):
         self._blocks_per_chunk = chunk_tokens // max(block_tokens)
         # vLLM's own entry. Since 0.33, not only the spec reads it.
         extra["blocks_per_chunk"] = self._blocks_per_chunk
-        if role is KVConnectorRole.SCHEDULER:
-            extra[IDENTITY] = {
-                "prefix_caching": bool(vllm_config.cache_config.enable_prefix_caching),
-                "key_bytes": identity.key_bytes(vllm_config),
-                "fingerprint_fields": identity.fingerprint_fields(
-                    vllm_config, kv_cache_config, chunk_tokens
-                ),
-            }
+        extra[ENGINE] = EngineConfig(vllm_config, kv_cache_config)
         self._asked = False  # vLLM's scheduler, since it built metadata
         self._is_reset = False  # and nothing was scheduled since
         self._unflushed_steps: int | None = None
         """Steps that have to end until no job from before the latest reset is under way."""
         self._counted = False  # something, since the latest stats
         super().__init__(vllm_config, role, kv_cache_config)
+        del extra[ENGINE]
         if role is KVConnectorRole.SCHEDULER:
             assert self.connector_scheduler is not None
             manager = self.connector_scheduler.manager
             assert isinstance(manager, XavierManager)
-            if manager.shares:
-                assert manager.view.sketcher is not None
-                manager.view.probes = Probes(
-                    OwnRequests.at(vllm_config),
-                    manager.view.sketcher,
-                    manager.pool,
-                    chunk_tokens=chunk_tokens,
-                    max_tokens=_longest_probe(vllm_config, kv_cache_config),
-                    vocabulary=vllm_config.model_config.get_vocab_size(),
-                    audits=self._config.audit,
-                    can_audit=manager.view.can_audit,
-                )
-            manager.view.chunker = PromptChunker(vllm_config, offloading, chunk_tokens)
-            manager.layout.groups = {
-                group.group_idx.to_bytes(4): lookup_group(group)
-                for group in self.connector_scheduler.config.kv_group_configs
-            }
-            self._workload = manager.view.workload = Workload(
-                self._serving(manager),
-                manager.view.requests,
-                manager.steps,
-                manager.prefill_rate,
-                manager.cost_model,
-            )
-            manager.tier_lookup.idle_wait.arrivals = self._arrivals
-            manager.tier_lookup.step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
+            self._manager, self._steps, self._workload = manager, manager.steps, manager.workload
             self.errors = manager.errors
-            self._manager, self._steps = manager, manager.steps
             compat.watch_adapters(manager.adapters.load)
             if vllm_versions.is_newer(vllm.__version__):
                 logger.warning("sharing was never tested with this vLLM: vllm=%s", vllm.__version__)
-
-    def _serving(self, manager: XavierManager) -> Serving:
-        groups = manager.layout.groups.values()
-        tokens = max(groups, key=lambda group: group.rank).chunk_tokens
-        # Of groups with a window a hit needs only the last few rows.
-        whole = [group for group in groups if group.window is None] or groups
-        rows = sum(tokens / group.chunk_tokens for group in whole)
-        config = self._config
-        return Serving(
-            tokens,
-            round(rows * manager.row_bytes),
-            config.request_limit,
-            config.routing,
-            config.queue,
-            config.role,
-            config.prefill_threshold,
-            manager.tier_lookup.mark_key,
-        )
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         tokens = min(group.kv_cache_spec.block_size for group in self._groups.values())
@@ -234,7 +179,7 @@ class XavierConnector(WorkerSide):
             if not self._manager.settled:
                 self._manager.on_schedule_end(_NO_CHANGES)
         self._begin_step(scheduler_output)
-        if self._manager.prefix_cache_is_stale and not self._manager.view.requests:
+        if self._manager.prefix_cache_is_stale and not self._manager.requests:
             # vLLM refused to reset it while blocks were in use.
             self._manager.on_prefix_cache_reset(self._reset_prefix_cache())
         if scheduler_output.total_num_scheduled_tokens or not self._manager.wait_if_idle():
@@ -286,23 +231,6 @@ class XavierConnector(WorkerSide):
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         counted, self._counted = self._counted, False
         return super().get_kv_connector_stats() if counted else None
-
-
-def _longest_probe(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:
-    """The tokens of a request that answers one more and takes half of the KV cache at most."""
-    groups = kv_cache_config.kv_cache_groups
-    blocks = kv_cache_config.num_blocks // (2 * max(1, len(groups)))
-    tokens = blocks * min(group.kv_cache_spec.block_size for group in groups)
-    longest: int = vllm_config.model_config.max_model_len
-    return min(longest - 1, tokens)
-
-
-def lookup_group(group: GroupOffloadConfig) -> Group:
-    """As vLLM looks it up: for a drafter's group, one more chunk than it loads."""
-    window = group.sliding_window_size_in_chunks
-    if window is not None:
-        window += group.is_eagle_group
-    return Group(group.tokens_per_chunk, window)
 
 
 def _offloading_config(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> OffloadingConfig:

@@ -66,7 +66,6 @@ class DonorSelection:
         prefill_rate: PrefillRate,
         cost_model: CostModel,
         *,
-        chunk_tokens: int,
         min_fetch_tokens: int,
         adaptive: bool,
     ) -> None:
@@ -74,7 +73,7 @@ class DonorSelection:
         all others are, without a prediction."""
         self.adaptive = adaptive
         self.prefill_seconds = prefill_rate.seconds
-        self.min_tokens = max(chunk_tokens, min_fetch_tokens)
+        self.min_tokens = min_fetch_tokens
         self._pool = pool
         self._tier = tier
         self._cost_model = cost_model

@@ -53,14 +53,12 @@ class Group(NamedTuple):
 
 
 class Layout:
-    """The KV-cache groups of an engine, by the number at the end of their keys.
+    """The KV-cache `groups` of an engine, by the number at the end of their keys. A group without
+    an entry has chunks of `chunk_tokens` tokens and no window."""
 
-    vLLM lays them out only after it has made the manager. Until then, and where a number has no
-    entry, a group has chunks of `chunk_tokens` tokens and no window.
-    """
-
-    def __init__(self, chunk_tokens: int) -> None:
-        self.groups: Mapping[bytes, Group] = {}
+    def __init__(self, chunk_tokens: int, groups: Mapping[bytes, Group] | None = None) -> None:
+        self.chunk_tokens = chunk_tokens
+        self.groups = groups or {}
         self._default = Group(chunk_tokens)
 
     def group(self, key: bytes) -> Group:

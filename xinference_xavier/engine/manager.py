@@ -9,6 +9,7 @@ The manager answers for chunks in the pool, `TierLookup` for all others.
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -37,12 +38,15 @@ from xinference_xavier.engine.guard import SchedulerErrors, guarded, nothing
 from xinference_xavier.engine.jobs import Jobs
 from xinference_xavier.engine.keys import GROUP, Layout
 from xinference_xavier.engine.metrics import HitReporter
+from xinference_xavier.engine.probes import CanAudit, Probes
 from xinference_xavier.engine.request import Phase, Request
 from xinference_xavier.engine.tier_lookup import HIT, MISS, TierLookup
-from xinference_xavier.engine.view import EngineView
-from xinference_xavier.engine.workload import Steps
+from xinference_xavier.engine.waiting import Arrivals
+from xinference_xavier.engine.workload import Steps, Workload
 from xinference_xavier.pool.pool import Pool, Reservation, Row
 from xinference_xavier.pool.tier import Tier
+from xinference_xavier.protocol.load import Serving
+from xinference_xavier.replica.warm_join import MAX_REQUESTS
 from xinference_xavier.stats.schema import Hits
 
 if TYPE_CHECKING:
@@ -67,15 +71,21 @@ class XavierManager(OffloadingManager):
         pool: Pool,
         tier: Tier,
         *,
-        chunk_tokens: int,
+        layout: Layout,
+        serving: Serving,
         row_bytes: int,
+        step_tokens: int,
         min_fetch_tokens: int,
         adaptive: bool,
         fetch_timeout: float,
+        probes: Callable[[CanAudit], Probes],
+        arrivals: Arrivals | None = None,
         shares: bool = True,
         on_shutdown: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`step_tokens` are computed in one step at most. `probes` makes them, given when they may
+        audit. `arrivals` end an idle engine's wait; without, it never waits."""
         self.row_bytes = row_bytes
         self._pool, self._held = pool, pool.held
         self._tier, self._holders = tier, tier.holders
@@ -88,12 +98,13 @@ class XavierManager(OffloadingManager):
         self.pool, self.shares = pool, shares
         self._all_share = shares  # all requests, so far
         self._finished_requests = 0
-        self.layout = Layout(chunk_tokens)
+        self.layout = layout
         self._jobs = Jobs(pool)
         self._hits = Hits()
         self._hit_reporter = HitReporter(self._hits)
         self.settled = True  # the next step has nothing to do, unless vLLM asks for something
-        self.view = EngineView(self.stats, self._requests, self._hits)
+        self._finished: deque[Sequence[bytes]] = deque(maxlen=MAX_REQUESTS)
+        self.probes = probes(self._can_audit)
         self.prefill_rate = PrefillRate()
         self.steps = Steps(self._requests, self.prefill_rate)
         self.cost_model = CostModel(row_bytes=row_bytes)
@@ -102,8 +113,7 @@ class XavierManager(OffloadingManager):
             tier,
             self.prefill_rate,
             self.cost_model,
-            chunk_tokens=chunk_tokens,
-            min_fetch_tokens=min_fetch_tokens,
+            min_fetch_tokens=max(layout.chunk_tokens, min_fetch_tokens),
             adaptive=adaptive,
         )
         self.tier_lookup = TierLookup(
@@ -113,9 +123,14 @@ class XavierManager(OffloadingManager):
             cost_model=self.cost_model,
             steps=self.steps,
             reserve=self._reserve,
-            chunk_tokens=chunk_tokens,
+            step_tokens=step_tokens,
             fetch_timeout=fetch_timeout,
+            mark_key=serving.mark_key,
+            arrivals=arrivals,
             clock=clock,
+        )
+        self.workload = Workload(
+            serving, self._requests, self.steps, self.prefill_rate, self.cost_model, clock
         )
         self._coming = self.tier_lookup.fetches.by_chunk
 
@@ -135,6 +150,20 @@ class XavierManager(OffloadingManager):
             "fetch_decisions": self.cost_model.report(),
             "waits": asdict(self.tier_lookup.wait_counts),
         }
+
+    @property
+    def requests(self) -> Mapping[str, Request]:
+        """Those that vLLM has, by id."""
+        return self._requests
+
+    def take_finished(self) -> list[Sequence[bytes]]:
+        """The chunks of the requests that ended since the last call. Called by the replica's
+        background thread."""
+        return [self._finished.popleft() for _ in range(len(self._finished))]
+
+    def _can_audit(self, tokens: int) -> bool:
+        """Whether the engine is idle and has computed at least `tokens` prompt tokens."""
+        return not self._requests and self._hits.computed >= tokens
 
     # -- requests -----------------------------------------------------------------------------
 
@@ -173,7 +202,7 @@ class XavierManager(OffloadingManager):
         salt: str | None,
     ) -> None:
         self.tier_lookup.idle_wait.before_lookups(self._requests.keys(), request.pending)
-        if salt is not None and (probe := self.view.probe(salt)) is not None:
+        if salt is not None and (probe := self.probes.of(salt)) is not None:
             request.probe, request.counted.prompt = probe, True
             request.settle()
         request.trace_headers = trace_headers
@@ -231,13 +260,13 @@ class XavierManager(OffloadingManager):
         if request.counted.prompt:
             return
         request.counted.prompt = True
-        self.view.scheduled(req_id, prompt, request.prefix_tokens + loaded)
+        self.workload.scheduled(req_id, prompt, request.prefix_tokens + loaded)
         self.tier_lookup.scheduled(request)
         rows = self._jobs.loading(req_id)
         fetched = sum(row.key in request.fetched for row in rows)
         remote = loaded * fetched // max(1, len(rows))
-        if rows and tokens is not None and self.view.wants_audit():
-            self.view.loaded(tokens, rows, request.ends())
+        if rows and tokens is not None and self.probes.wants_audit():
+            self.probes.loaded(tokens, rows, request.ends())
         self._hits.prefix_cache += request.prefix_tokens
         self._hits.local_pool += loaded - remote
         self._hits.remote += remote
@@ -249,10 +278,10 @@ class XavierManager(OffloadingManager):
         self._finished_requests += request.probe is None
         # vLLM does not report its own hits. In reverse, so that a prefix is evicted from its end.
         self._pool.touch(reversed(keys := request.row_keys()))
-        self.view.finished(keys)
+        self._finished.append(keys)
         self.tier_lookup.finished(request)
         if request.probe is not None:
-            self.view.probe_ended(request.probe)
+            self.probes.ended(request.probe)
 
     # -- steps --------------------------------------------------------------------------------
 
@@ -328,7 +357,7 @@ class XavierManager(OffloadingManager):
         request = _of(req_context)
         if request.probe is not None and success:
             taken = self._jobs.take_store(request.req_id, keys)
-            self.view.stored(request.probe, taken, request.ends())
+            self.probes.stored(request.probe, taken, request.ends())
         elif rows := self._jobs.end_store(request.req_id, keys, success):
             self._tier.on_stored(rows)
 
@@ -340,7 +369,7 @@ class XavierManager(OffloadingManager):
         Requests that go on have stale blocks, until vLLM looks them up again.
         """
         self._jobs.reset()
-        self.view.reset()
+        self.probes.reset()
         self.tier_lookup.reset(self._requests.values())
 
     def on_prefix_cache_reset(self, done: bool) -> None:

@@ -132,13 +132,17 @@ class _Loaded:
         return self.rows[0].origin
 
 
+CanAudit = Callable[[int], bool]
+"""Whether the engine has nothing else to do and has computed so many tokens."""
+
+
 class Probes:
     """`sketcher` samples rows of `pool`; a chunk has `chunk_tokens`, and a probe at most
-    `max_tokens`. Without `audits` there are only canaries. `can_audit(tokens)` tells whether the
-    engine has nothing else to do and has computed so many tokens."""
+    `max_tokens`. Without `audits` there are only canaries."""
 
     def __init__(
         self,
+        can_audit: CanAudit,
         requests: OwnRequests,
         sketcher: Sketcher,
         pool: Pool,
@@ -147,7 +151,6 @@ class Probes:
         max_tokens: int,
         vocabulary: int,
         audits: bool,
-        can_audit: Callable[[int], bool],
         clock: Callable[[], float] = time.monotonic,
         choose: Callable[[Sequence[int]], int] = random.choice,
     ) -> None:

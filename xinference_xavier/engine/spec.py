@@ -13,13 +13,21 @@ imports it in its API process too.
 
 import json
 import logging
+import secrets
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
+    GroupOffloadConfig,
+    SchedulerOffloadConfig,
+)
 from vllm.distributed.parallel_state import get_pp_group
 from vllm.platforms import current_platform
+from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.kv_offload.base import (
     CanonicalKVCaches,
     OffloadingManager,
@@ -30,22 +38,27 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.config import OffloadingConfig
 
 from xinference_xavier.config import XAVIER, XavierConfig
-from xinference_xavier.engine import metrics
-from xinference_xavier.engine.identity import digest, readable
+from xinference_xavier.engine import identity, metrics
+from xinference_xavier.engine.keys import Group, Layout, PromptChunker
 from xinference_xavier.engine.manager import XavierManager
+from xinference_xavier.engine.probes import OwnRequests, Probes
 from xinference_xavier.engine.process import end_with_parent
 from xinference_xavier.engine.sketches import Sketcher
+from xinference_xavier.engine.view import EngineView
+from xinference_xavier.engine.waiting import Arrivals
 from xinference_xavier.engine.worker.cpu import HostWorker
 from xinference_xavier.engine.worker.gpu import DeviceRegion, device_worker
 from xinference_xavier.errors import ConfigError, NotSharing, RegionError
 from xinference_xavier.pool.pool import Pool
 from xinference_xavier.pool.region import ROW_ALIGNMENT, Region, RegionServer, receive_region
+from xinference_xavier.protocol.load import Serving
 from xinference_xavier.replica.replica import Replica
 from xinference_xavier.runtime.host import free_memory_bytes
 
 logger = logging.getLogger(__name__)
 
-IDENTITY = "xavier_identity"  # our second entry in the connector's extra configuration
+ENGINE = "xavier_engine"
+"""The entry of the connector's extra configuration that has an `EngineConfig`."""
 MIN_ROWS = 16
 _REGION_TIMEOUT = 60.0  # seconds to wait for the first worker
 _BYTES_PER_PAGE_TABLE_BYTE = 512  # that one mapping needs: 8 bytes for each page of 4 KiB
@@ -59,6 +72,13 @@ class WorkerNote(NamedTuple):
     prefix_caching: bool  # whether it is on there
     parts: dict[str, list[Any]]  # from `describe_pages`
     cells: Sequence[int] = ()  # bytes of each worker's cell
+
+
+class EngineConfig(NamedTuple):
+    """vLLM's configuration of the engine, which a spec's scheduler side gets from the connector."""
+
+    vllm: VllmConfig
+    kv_cache: KVCacheConfig
 
 
 class XavierSpec(OffloadingSpec):
@@ -173,15 +193,15 @@ class XavierSpec(OffloadingSpec):
     def get_manager(self) -> OffloadingManager:
         if self._manager is None:
             region = receive_region(self.config.engine_id, _REGION_TIMEOUT)
-            identity = self.extra_config[IDENTITY]
+            vllm_config, kv_cache_config = self.extra_config[ENGINE]
             note = WorkerNote(*json.loads(region.note))
             # vLLM also switches it off itself, perhaps in its workers only. Then it computes
             # prompts with loaded rows wrongly.
-            shares = identity["prefix_caching"] and note.prefix_caching
+            shares = bool(vllm_config.cache_config.enable_prefix_caching and note.prefix_caching)
             if not shares:
                 logger.warning("nothing is shared because prefix caching is off")
             fingerprint_fields = {
-                **identity["fingerprint_fields"],
+                **identity.fingerprint_fields(vllm_config, kv_cache_config, self._chunk_tokens),
                 "pages": note.pages,
                 "cells": note.cells,
             }
@@ -189,26 +209,14 @@ class XavierSpec(OffloadingSpec):
             replica = Replica(
                 self._xavier,
                 incarnation=self.config.engine_id,
-                namespace=digest(fingerprint_fields),
-                key_bytes=identity["key_bytes"],
+                namespace=identity.digest(fingerprint_fields),
+                key_bytes=identity.key_bytes(vllm_config),
                 region=region,
                 pool=pool,
-                fingerprint_fields=readable(fingerprint_fields),
+                fingerprint_fields=identity.readable(fingerprint_fields),
                 not_sharing=None if shares else NotSharing.NO_PREFIX_CACHING,
             )
-            adaptive = self._xavier.min_fetch_tokens is None
-            self._manager = XavierManager(
-                pool,
-                replica.tier,
-                chunk_tokens=self._chunk_tokens,
-                row_bytes=region.row_bytes,
-                min_fetch_tokens=self._xavier.least_fetch_tokens,
-                adaptive=adaptive,
-                fetch_timeout=self._xavier.fetch_timeout,
-                shares=shares,
-                on_shutdown=replica.stop,
-            )
-            self._manager.view.sketcher = Sketcher(
+            sketcher = Sketcher(
                 region,
                 pool,
                 note.parts,
@@ -217,6 +225,75 @@ class XavierSpec(OffloadingSpec):
                 cell_bytes=note.cells[0],
                 blocks_per_chunk=self.blocks_per_chunk,
             )
-            replica.start(self._manager.view)
+            layout = self.layout(vllm_config, kv_cache_config)
+            self._manager = XavierManager(
+                pool,
+                replica.tier,
+                layout=layout,
+                serving=serving_of(self._xavier, layout, region.row_bytes),
+                row_bytes=region.row_bytes,
+                step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
+                min_fetch_tokens=self._xavier.least_fetch_tokens,
+                adaptive=self._xavier.min_fetch_tokens is None,
+                fetch_timeout=self._xavier.fetch_timeout,
+                probes=partial(
+                    Probes,
+                    requests=OwnRequests.at(vllm_config) if shares else OwnRequests(None),
+                    sketcher=sketcher,
+                    pool=pool,
+                    chunk_tokens=self._chunk_tokens,
+                    max_tokens=longest_probe(vllm_config, kv_cache_config),
+                    vocabulary=vllm_config.model_config.get_vocab_size(),
+                    audits=self._xavier.audit and shares,
+                ),
+                arrivals=Arrivals.at(vllm_config),
+                shares=shares,
+                on_shutdown=replica.stop,
+            )
+            chunker = PromptChunker(vllm_config, self.config, self._chunk_tokens)
+            replica.start(EngineView(self._manager, sketcher, chunker))
             end_with_parent()
         return self._manager
+
+    def layout(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Layout:
+        """The groups as vLLM's scheduler is about to look them up."""
+        groups = SchedulerOffloadConfig.from_spec(self, vllm_config, kv_cache_config)
+        return Layout(
+            self._chunk_tokens,
+            {group.group_idx.to_bytes(4): lookup_group(group) for group in groups.kv_group_configs},
+        )
+
+
+def lookup_group(group: GroupOffloadConfig) -> Group:
+    """As vLLM looks it up: for a drafter's group, one more chunk than it loads."""
+    window = group.sliding_window_size_in_chunks
+    if window is not None:
+        window += group.is_eagle_group
+    return Group(group.tokens_per_chunk, window)
+
+
+def serving_of(config: XavierConfig, layout: Layout, row_bytes: int) -> Serving:
+    groups = layout.groups.values()
+    tokens = max(groups, key=lambda group: group.rank).chunk_tokens
+    # Of groups with a window a hit needs only the last few rows.
+    whole = [group for group in groups if group.window is None] or groups
+    rows = sum(tokens / group.chunk_tokens for group in whole)
+    return Serving(
+        tokens,
+        round(rows * row_bytes),
+        config.request_limit,
+        config.routing,
+        config.queue,
+        config.role,
+        config.prefill_threshold,
+        mark_key=secrets.token_hex(16),
+    )
+
+
+def longest_probe(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:
+    """The tokens of a request that answers one more and takes half of the KV cache at most."""
+    groups = kv_cache_config.kv_cache_groups
+    blocks = kv_cache_config.num_blocks // (2 * max(1, len(groups)))
+    tokens = blocks * min(group.kv_cache_spec.block_size for group in groups)
+    longest: int = vllm_config.model_config.max_model_len
+    return min(longest - 1, tokens)

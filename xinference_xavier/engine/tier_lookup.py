@@ -17,7 +17,6 @@ few milliseconds (`IdleWait`).
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable, Iterable
 
 from vllm.v1.kv_offload.base import LookupResult
@@ -26,7 +25,7 @@ from xinference_xavier.engine.costs import CostModel
 from xinference_xavier.engine.donors import DonorSelection, FetchPlan
 from xinference_xavier.engine.keys import GROUP
 from xinference_xavier.engine.request import Fetches, Phase, Request
-from xinference_xavier.engine.waiting import MIN_PREFILL_SECONDS, IdleWait, Wait
+from xinference_xavier.engine.waiting import MIN_PREFILL_SECONDS, Arrivals, IdleWait, Wait
 from xinference_xavier.engine.workload import Steps
 from xinference_xavier.pool.pool import Pool, Reservation
 from xinference_xavier.pool.tier import Claim, Fetch, Tier
@@ -52,11 +51,14 @@ class TierLookup:
         cost_model: CostModel,
         steps: Steps,
         reserve: Reserve,
-        chunk_tokens: int,
+        step_tokens: int,
         fetch_timeout: float,
+        mark_key: str,
+        arrivals: Arrivals | None,
         clock: Callable[[], float],
     ) -> None:
-        """`fetch_timeout` bounds, in seconds, how long a request waits for all of its fetches."""
+        """`step_tokens` are computed in one step at most. `fetch_timeout` bounds, in seconds, how
+        long a request waits for all of its fetches. Routers sign their marks with `mark_key`."""
         self._pool = pool
         self._tier = tier
         self._selection = selection
@@ -66,11 +68,11 @@ class TierLookup:
         self._fetch_timeout = fetch_timeout
         self._clock = clock
         self.fetches = Fetches(pool, cost_model, fetch_timeout)
-        self.idle_wait = IdleWait()
+        self.idle_wait = IdleWait(arrivals)
         self.wait_counts = WaitCounts()
-        self.mark_key = secrets.token_hex(16)  # for routers' marks
+        self._mark_key = mark_key
         self.longest_scheduling_wait = 0.0  # seconds that a request waited because of us
-        self.step_tokens = chunk_tokens  # that the engine computes in one step at most
+        self._step_tokens = step_tokens
         self._plans: dict[Request, FetchPlan | None] = {}  # made in this pass
         # Requests deferred in this pass, by group, with the seconds that the engine may sleep.
         self._deferred: dict[tuple[str, bytes], float] = {}
@@ -281,8 +283,8 @@ class TierLookup:
         size = group.chunk_tokens
         start = place * size
 
-        step = -(-self.step_tokens // size)
-        if (elsewhere := mark_of(request.req_id, self.mark_key)) is not None:
+        step = -(-self._step_tokens // size)
+        if (elsewhere := mark_of(request.req_id, self._mark_key)) is not None:
             share = elsewhere.seconds / len(rest)
             claim = Claim(rest, elsewhere.seconds, held_by_peer=len(rest))
             wait = Wait(claim, lambda chunks: chunks * share, step, self._clock())

@@ -131,9 +131,10 @@ class Arrivals:
 
 
 class IdleWait:
-    def __init__(self) -> None:
-        self.arrivals: Arrivals | None = None
-        """None: this engine never waits."""
+    """Without `arrivals`, the engine never waits."""
+
+    def __init__(self, arrivals: Arrivals | None) -> None:
+        self._arrivals = arrivals
         self._idle = False  # since the latest step
         self._deferred: Set[str] = frozenset()
         self._begun: Fetch | None = None
@@ -152,20 +153,20 @@ class IdleWait:
         be what hands them over.
         """
         loading = jobs.requests_loading
-        if self.arrivals is None or not requests - loading <= self._deferred:
+        if self._arrivals is None or not requests - loading <= self._deferred:
             return False
         if jobs:
             return bool(loading)
         self._idle = True
         if self._begun is not None:  # leave Python's lock to the thread that runs it
-            self.arrivals.wait(self._begun.ended.wait, _MAX_WAIT)
+            self._arrivals.wait(self._begun.ended.wait, _MAX_WAIT)
         elif self._pause:
-            self.arrivals.wait(threading.Event().wait, self._pause)
+            self._arrivals.wait(threading.Event().wait, self._pause)
         return False
 
     def before_lookups(self, requests: Set[str], pending: Fetch | None) -> None:
         """Wait for the fetch that the first request of the queue needs. If it arrives, the request
         is scheduled one step earlier."""
         idle, self._idle = self._idle, False  # a request behind it may find the engine busy
-        if idle and pending and self.arrivals is not None and requests <= self._deferred:
-            self.arrivals.wait(pending.ended.wait, _MAX_WAIT)
+        if idle and pending and self._arrivals is not None and requests <= self._deferred:
+            self._arrivals.wait(pending.ended.wait, _MAX_WAIT)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from xinference_xavier.replica.canary import ProbeResult, Sketch
@@ -13,14 +13,14 @@ from xinference_xavier.replica.warm_join import Prompt
 
 
 class Engine(Source, Protocol):
-    chunker: Chunker | None  # None until the engine is ready
+    @property
+    def chunker(self) -> Chunker: ...
 
     @property
     def comparable(self) -> bool:
         """Whether it can `sketch`. If not, as in tests, all peers are trusted."""
 
-    @property
-    def stats(self) -> Callable[[], dict[str, Any]]:
+    def stats(self) -> dict[str, Any]:
         """JSON-able."""
 
     def sketch(self, key: bytes) -> Sketch | None:

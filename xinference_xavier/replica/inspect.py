@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import xoscar
 
 from xinference_xavier.config import XavierConfig
-from xinference_xavier.errors import ExplainError, TransportError
+from xinference_xavier.errors import TransportError
 from xinference_xavier.mirror import Mirror
 from xinference_xavier.pool.pool import Pool
 from xinference_xavier.protocol.transfer import Endpoint, check_endpoint
@@ -47,7 +47,7 @@ class Explainer:
 
     def __init__(
         self,
-        chunker: Callable[[], Chunker | None],
+        chunker: Chunker,
         *,
         incarnation: str,
         pool: Pool,
@@ -63,12 +63,9 @@ class Explainer:
 
     async def explain(self, question: dict[str, Any]) -> dict[str, Any]:
         """Answer `{"prompt": text}` or `{"messages": [...]}` with an `explanation`. Raises
-        ExplainError if there is no chunker yet, or it rejects the question."""
-        chunker = self._chunker()
-        if chunker is None:
-            raise ExplainError(f"replica {self._incarnation} is still starting; ask again")
+        ExplainError if the chunker rejects the question."""
         async with self._asked:
-            chunked = await asyncio.to_thread(chunker, question)
+            chunked = await asyncio.to_thread(self._chunker, question)
         return explanation(
             chunked,
             incarnation=self._incarnation,

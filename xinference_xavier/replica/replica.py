@@ -194,7 +194,7 @@ _STOP_TIMEOUT = 3.0
 class ReplicaActor(xoscar.StatelessActor):  # type: ignore[misc]  # xoscar has no types
     """The calls that peers and the tracker make."""
 
-    def __init__(self, replica: Replica) -> None:
+    def __init__(self, replica: Replica, explainer: Explainer) -> None:
         super().__init__()
         self.grant = replica.grant
         self.release = replica.donor.grants.release
@@ -203,7 +203,7 @@ class ReplicaActor(xoscar.StatelessActor):  # type: ignore[misc]  # xoscar has n
         self.flush = replica.flush
         self.transfer_endpoint = replica.transfer_endpoint
         self.self_check = replica.self_check
-        self.explain = replica.explainer.explain
+        self.explain = explainer.explain
         self.sketch = replica.canary.answer
         self.hottest = replica.recent.hottest
         self.warm_join = replica.warm_join.wait
@@ -241,13 +241,6 @@ class Replica:
         self._events = EventReporter(config, incarnation)
         self.mirror = Mirror(incarnation)
         self.tier = PeerTier(pool, self.mirror, self._namespace)
-        self.explainer = Explainer(
-            lambda: self.engine.chunker,
-            incarnation=incarnation,
-            pool=pool,
-            mirror=self.mirror,
-            min_fetch_tokens=config.least_fetch_tokens,
-        )
         self._thread = LoopThread("xavier-replica", self._begin)
         self._client: TrackerClient
         self._process: TransferProcess
@@ -279,6 +272,13 @@ class Replica:
         if config.port_range is not None:
             check_range(*config.port_range)  # fail now, not when the transfer process starts
         self._host = own_host(config.host, config.tracker_address)
+        explainer = Explainer(
+            self.engine.chunker,
+            incarnation=self._incarnation,
+            pool=self._pool,
+            mirror=self.mirror,
+            min_fetch_tokens=config.least_fetch_tokens,
+        )
         self.canary = Canary(
             self._incarnation,
             self.engine.sketch if self.engine.comparable else None,
@@ -347,7 +347,11 @@ class Replica:
         self._checksums = Checksums(self._region, self._pool, self._offer)
         self._departures = Departures(self._process, self._fetcher, self.donor, self.canary)
         await xoscar.create_actor(
-            ReplicaActor, self, address=server.external_address, uid=replica_uid(self._incarnation)
+            ReplicaActor,
+            self,
+            explainer,
+            address=server.external_address,
+            uid=replica_uid(self._incarnation),
         )
         background = [
             asyncio.ensure_future(work)
