@@ -23,12 +23,15 @@ from xinference_xavier.client.doctor import diagnose
 from xinference_xavier.config import parse_options
 from xinference_xavier.errors import ConfigError, shown
 from xinference_xavier.options import PARSERS
+from xinference_xavier.protocol.tracker import check_weights_version
 from xinference_xavier.stats.answers import EventRecord
+from xinference_xavier.stats.schema import ModelStatus
 
 _EPILOG = """\b
 Exit codes:
   0  success, and doctor found nothing
-  1  doctor found something, demo or bench failed, or tracker cannot listen
+  1  doctor found something, demo or bench failed, tracker cannot listen, or not all joined by
+     weights
   2  wrong usage
   3  xinference does not answer, refuses, or lacks the extension
   4  no such model shares its cache, or it has no prefix of that name
@@ -155,6 +158,54 @@ def flush(client: XavierClient, model: str) -> None:
     if unreachable:
         click.echo(f"no answer from {', '.join(unreachable)}", err=True)
         sys.exit(3)
+
+
+@main.command()
+@click.argument("model")
+@click.argument("version")
+@click.option(
+    "--tracker",
+    metavar="HOST:PORT",
+    help="Of vLLM servers without xinference: where the tracker listens.",
+)
+@with_client
+def weights(client: XavierClient, model: str, version: str, tracker: str | None) -> None:
+    """Let replicas of MODEL share again after their weights were changed and their prefix caches
+    reset. VERSION is any new name for these weights.
+
+    Replicas that were reset since the last such command share with each other from then on.
+    """
+    try:
+        check_weights_version(version)
+    except ValueError as error:
+        raise click.UsageError(f"{error}; choose another name") from None
+    status = _name_weights(client, model, version, tracker)
+    outcomes = _outcomes(status, version)
+    names = {replica.incarnation: replica.replica for replica in status.replicas}
+    tables.console().print(tables.weights_table(outcomes, names))
+    sys.exit(0 if {*outcomes.values()} == {"joined"} else 1)
+
+
+def _name_weights(
+    client: XavierClient, model: str, version: str, tracker: str | None
+) -> ModelStatus:
+    if tracker is None:
+        return client.set_weights_version(model, version)
+    from xinference_xavier.cli import standalone
+
+    return asyncio.run(standalone.set_weights_version(model, tracker, version))
+
+
+def _outcomes(status: ModelStatus, version: str) -> dict[str, str]:
+    """By incarnation. A replica that the same command let join before, and that was not reset
+    since, counts as joined: so the command can be repeated."""
+    answers = status.raw.get("answers", {})
+    outcomes = {each: outcome for outcome, names in answers.items() for each in names}
+    for replica in status.replicas:
+        of_weights = replica.namespace.partition("@")[2]
+        if of_weights == version and outcomes.get(replica.incarnation) == "not_reset":
+            outcomes[replica.incarnation] = "joined"
+    return outcomes
 
 
 @main.command()

@@ -224,8 +224,8 @@ def _namespaces(model_uid: str, replicas: list[_Replica]) -> Iterator[Finding]:
         else:
             problem = f"has not shared with {first.status.replica} since one of them was reset"
             remedy = (
-                f"if their weights are the same: curl -X POST ENDPOINT/v1/xavier/{model_uid} "
-                """-H 'content-type: application/json' -d '{"weights_version": "1"}'"""
+                "if their weights are the same: reset the prefix caches of both, then "
+                f"xinference-xavier weights {model_uid} NAME"
             )
         yield Finding(replica.where, problem, remedy)
 
