@@ -113,7 +113,8 @@ class Tracker(TrackerProcess):
 
 
 class EngineProcess:
-    """An engine in a process; `name` is its incarnation. Without a `config` it shares nothing."""
+    """An engine in a process; `name` is its incarnation. Without a `config` it shares nothing.
+    `more` are arguments of vLLM's."""
 
     def __init__(
         self,
@@ -123,6 +124,7 @@ class EngineProcess:
         gates: Path | None = None,
         *,
         asynchronous: bool = False,
+        **more: Any,
     ) -> None:
         self.name = name
         self.gates = gates
@@ -139,6 +141,7 @@ class EngineProcess:
             "skip_tokenizer_init": True,
             "distributed_executor_backend": "mp" if asynchronous else "uni",
             "max_num_batched_tokens": CONTEXT,
+            **more,
         }
         if config is None:
             arguments["enable_prefix_caching"] = False
