@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from rich.live import Live
 
 from xinference_xavier._version import __version__
 from xinference_xavier.cli import tables
-from xinference_xavier.cli.endpoint import with_client
+from xinference_xavier.cli.endpoint import NO_ANSWER, with_client
 from xinference_xavier.cli.launches import launches
 from xinference_xavier.cli.prefixes import prefix, question
 from xinference_xavier.client import XavierClient
@@ -154,7 +154,47 @@ def flush(client: XavierClient, model: str) -> None:
     click.echo(f"pools of {len(flushed)} replicas are empty")
     if unreachable:
         click.echo(f"no answer from {', '.join(unreachable)}", err=True)
-        sys.exit(3)
+        sys.exit(NO_ANSWER)
+
+
+@main.command()
+@click.argument("model")
+@click.argument("version")
+@click.option(
+    "--tracker",
+    "address",
+    metavar="HOST:PORT",
+    help="Of servers without xinference: where their tracker listens.",
+)
+@with_client
+def weights(client: XavierClient, model: str, version: str, address: str | None) -> None:
+    """Let replicas of MODEL share again after a reset: their weights are VERSION, any name.
+
+    Replicas that were not reset keep sharing among themselves.
+    """
+    if address is None:
+        answers = client.set_weights_version(model, version).raw.get("answers", {})
+    else:
+        answers = _at_tracker(model, address, version)
+    click.echo(f"{len(answers.get('joined', ()))} replicas share as {version}")
+    if left := answers.get("not_reset"):
+        click.echo(f"not reset since the last version: {', '.join(left)}", err=True)
+    if lost := answers.get("unreachable"):
+        click.echo(f"no answer from {', '.join(lost)}", err=True)
+    if left or lost:
+        sys.exit(NO_ANSWER)
+
+
+def _at_tracker(model: str, address: str, version: str) -> Mapping[str, Any]:
+    from xinference_xavier.cli import standalone
+
+    try:
+        return asyncio.run(standalone.set_weights_version(model, address, version))
+    except (ConfigError, ValueError) as error:
+        raise click.UsageError(str(error)) from None
+    except standalone.UNREACHABLE as error:
+        click.echo(f"Error: no tracker of {model} answers at {address} ({error!r})", err=True)
+        sys.exit(NO_ANSWER)
 
 
 @main.command()

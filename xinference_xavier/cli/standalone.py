@@ -14,11 +14,19 @@ import xoscar
 from xinference_xavier.config import XavierConfig, kv_transfer_config
 from xinference_xavier.errors import ConfigError
 from xinference_xavier.protocol.tracker import tracker_uid
-from xinference_xavier.runtime.addresses import is_wildcard, join_address, split_address
+from xinference_xavier.runtime.addresses import (
+    is_wildcard,
+    join_address,
+    split_address,
+    without_brackets,
+)
+from xinference_xavier.runtime.aio import UNREACHABLE as UNREACHABLE
+from xinference_xavier.runtime.aio import within
 from xinference_xavier.runtime.validate import MAX_PORT, check_count
 from xinference_xavier.tracker.actor import BlockTracker
+from xinference_xavier.tracker.fanout import WEIGHTS_DEADLINE
 
-_WATCH = 30.0  # seconds
+_WATCH, _CONNECT_DEADLINE = 30.0, 5.0  # seconds
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,199}", re.ASCII)
 
 
@@ -98,6 +106,17 @@ async def serve(
         forwarding.cancel()
         with suppress(asyncio.CancelledError):
             await forwarding
+
+
+async def set_weights_version(model_uid: str, address: str, version: str) -> dict[str, list[str]]:
+    """See `BlockTracker.set_weights_version`. Raises ConfigError, ValueError for a malformed
+    version, and what `UNREACHABLE` has."""
+    check_reachable(address)
+    finding = xoscar.actor_ref(without_brackets(address), tracker_uid(model_uid))
+    tracker: Any = await within(_CONNECT_DEADLINE, finding)
+    call = tracker.set_weights_version(version)
+    answers: dict[str, list[str]] = await within(WEIGHTS_DEADLINE + 1, call)
+    return answers
 
 
 async def _forward_events(tracker: Any, on_event: Callable[[Mapping[str, Any]], object]) -> None:

@@ -85,6 +85,12 @@ class XavierClient:
         """Change how requests find a replica while the model runs: "auto", "backlog" or "off"."""
         return self._send("POST", _path(model_uid), _model, {"routing": routing})
 
+    def set_weights_version(self, model_uid: str, version: str) -> ModelStatus:
+        """Let the replicas that were reset share again with those whose weights have the same
+        `version`. `raw["answers"]` has the incarnations that "joined", those that were "not_reset"
+        and those that are "unreachable"."""
+        return self._send("POST", _path(model_uid), _model, {"weights_version": version})
+
     def flush(self, model_uid: str) -> ModelStatus:
         """Empty the pools of all replicas."""
         return self._send("POST", _path(model_uid, "/flush"), _model)
@@ -253,6 +259,7 @@ class AsyncXavierClient:
     status = _awaited(XavierClient.status)
     switch = _awaited(XavierClient.switch)
     set_routing = _awaited(XavierClient.set_routing)
+    set_weights_version = _awaited(XavierClient.set_weights_version)
     flush = _awaited(XavierClient.flush)
     explain = _awaited(XavierClient.explain)
     add_prefix = _awaited(XavierClient.add_prefix)
