@@ -223,7 +223,7 @@ def parse_options(
 
 
 def _warn_of_unknown(environment: Mapping[str, str]) -> None:
-    """Of a default that is misspelt. xinference has variables of such names, too."""
+    """Warn of misspelt defaults. xinference has variables of such names, too."""
     known = {_variable(option) for option in (BACKEND, *PARSERS)} | UPSTREAM_VARIABLES
     for name in environment.keys() - known:
         if name.startswith(_variable(_PREFIX)):

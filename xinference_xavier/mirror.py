@@ -80,7 +80,7 @@ class PeerSets:
         return found
 
     def names(self, peers: int) -> list[str]:
-        """Those that are known here: the set may be older than this object."""
+        """The names of known peers: the set may be older than this object."""
         names, found = self._names, []
         while peers:
             number = peers.bit_length() - 1

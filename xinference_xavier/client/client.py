@@ -134,7 +134,7 @@ class XavierClient:
         )
 
     def prefixes(self, model_uid: str, cache_salt: str | None = None) -> list[NamedPrefix]:
-        """Those with this `cache_salt`, or without one."""
+        """The model's named prefixes with this `cache_salt`, or without one."""
         return self._send(
             "GET",
             _path(model_uid, "/prefixes"),

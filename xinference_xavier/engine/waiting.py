@@ -52,7 +52,7 @@ class Wait:
     ) -> None:
         self.claim = claim
         self.peer = ""
-        """That computes them, if the router has said so."""
+        """The peer that computes the keys, if a router has named it."""
         self.head_start = 0.0  # seconds that the peer may begin later than this engine would
         self._began = now
         self._local_seconds = local_seconds
@@ -111,8 +111,8 @@ class Arrivals:
 
     @classmethod
     def at(cls, config: VllmConfig) -> Arrivals | None:
-        """Of the engine that is being made on this thread. None if it must not wait, because others
-        compute in step with it."""
+        """The arrivals of the engine that is being made on this thread. None if it must not wait,
+        because other ranks compute in step with it."""
         parallel = config.parallel_config
         if parallel.pipeline_parallel_size > 1 or parallel.data_parallel_size > 1:
             return None

@@ -36,7 +36,7 @@ from xinference_xavier.stats.schema import ComparisonStats
 logger = logging.getLogger(__name__)
 
 Sketch = Mapping[str, tuple[str, Sequence[float]]]
-"""By layer: the type of its numbers, and samples of them."""
+"""The type of the numbers and samples of them, by layer."""
 
 TOLERANCES = {"float32": 0.01, "bfloat16": 0.1, "float16": 0.1}
 """How far samples may be apart, relative to their size: far above what rounding does to deep
@@ -54,7 +54,8 @@ class Difference(NamedTuple):
 
 
 class ProbeResult(NamedTuple):
-    """With a `key`, the `sketch` of a canary's chunk, by the name that all engines have for it.
+    """The result of a probe: with a `key`, the name of a canary's chunk, which is the same in all
+    engines, the chunk's `sketch`.
 
     Without a key, the result of an audit: `donor` is where the rows came from (None: this engine),
     and `difference` how they differ from what the engine computes now (None: not at all). If the

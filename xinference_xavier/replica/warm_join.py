@@ -117,7 +117,7 @@ _PATIENCE = 30.0
 _CALL_TIMEOUT = 2.0
 _LOOK = 0.05
 MAX_PEERS = 16
-"""That are asked. More of them hardly know of more that is hot."""
+"""Most peers that are asked. More of them rarely report further hot chunks."""
 BATCH = 256
 """Rows of a fetch."""
 _SPARE = 64
@@ -125,7 +125,7 @@ _SPARE = 64
 
 
 class Answer(NamedTuple):
-    """Of a peer: its hot chunks, and their keys."""
+    """A peer's hot chunks, and their keys."""
 
     hot: HotChunks
     keys: list[bytes]
@@ -184,7 +184,7 @@ class WarmJoin:
         return self._ended.is_set()
 
     async def wait(self) -> None:
-        """Until it has ended, which it always does."""
+        """Return when the warm join has ended, which it always does."""
         await self._ended.wait()
 
     async def run(self) -> None:

@@ -60,7 +60,7 @@ def spawn(work: Awaitable[Any]) -> asyncio.Future[Any]:
 
 
 def retrieve(task: asyncio.Future[Any]) -> None:
-    """As a done callback: keep asyncio from reporting an exception that nobody retrieved."""
+    """Done callback that keeps asyncio from reporting an exception that nobody retrieved."""
     if not task.cancelled():
         task.exception()
 

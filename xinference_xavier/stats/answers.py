@@ -91,8 +91,8 @@ class Explanation:
 
 @dataclass(frozen=True)
 class PrefixCopy:
-    """Of a named prefix at one replica: `held` of its `chunks` are in the pool. They are not
-    evicted if it is `firm`."""
+    """A named prefix at one replica: `held` of its `chunks` are in the pool. They are not evicted
+    if it is `firm`."""
 
     tokens: int = 0
     chunks: int = 0

@@ -79,7 +79,8 @@ async def _until_serving(worker: Any, replica: str, config: XavierConfig, engine
 
 
 async def _until_warm(members: list[Member], config: XavierConfig) -> None:
-    """Their replicas end it in time; those that do not answer are lost, or will take requests."""
+    """Wait for the warm joins, which end in time. Members that do not answer are skipped: they are
+    lost, or will take requests."""
 
     async def wait(member: Member) -> None:
         finding = xoscar.actor_ref(member.address, replica_uid(member.incarnation))
@@ -140,7 +141,7 @@ def _narrowed(requirement: Requirement, wanted: SpecifierSet, reason: str) -> st
 
 
 def _requirements(packages: Iterable[str]) -> tuple[list[Requirement], list[str]]:
-    """Those of vLLM, and the other packages. xinference takes the last of several."""
+    """The requirements of vLLM, and the other packages. xinference takes the last of several."""
     found, rest = [], []
     for package in packages:
         try:
