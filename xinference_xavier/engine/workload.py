@@ -43,8 +43,8 @@ from xinference_xavier.replica.kept_prefixes import MAX_MARKS, ComputedPrefix, M
 
 
 class Step(NamedTuple):
-    """A step of the engine, which computes `tokens`. `prompt_tokens` of them belong to prompts, with
-    `depth` tokens before each on average.
+    """A step of the engine, which computes `tokens`: `prompt_tokens` of them belong to prompts, and
+    have `depth` tokens before them on average.
 
     `prompts` are these tokens by request, without requests that were preempted meanwhile. A step
     without tokens only carries messages to the workers.

@@ -53,8 +53,8 @@ async def prefill(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
 ) -> None:
-    """Return when the prompt is computed; if cancelled, the replica stops. A failure is counted, and
-    the replica that answers notices it."""
+    """Return when the prompt is computed; if cancelled, the replica stops. A failure is counted,
+    and the replica that answers notices it."""
     request = f"{kwargs['request_id']}:prefill"
     router.named(route, request)
     asked, *rest = args
