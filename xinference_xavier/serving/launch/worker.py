@@ -212,7 +212,7 @@ def localizing_launch(original: Method) -> Method:
             try:
                 return await original(worker, *args, **kwargs)
             except FileExistsError as error:
-                # Replicas that link a model's files at once: docs/upstream/xinference-link-race.patch.
+                # Replicas made the same link at once: docs/upstream/xinference-link-race.patch.
                 logger.info("launched again: replica=%s error=%r", name, error)
         return await original(worker, *args, **kwargs)
 
