@@ -21,7 +21,7 @@ from xinference_xavier.runtime.addresses import (
     without_brackets,
 )
 from xinference_xavier.runtime.aio import UNREACHABLE as UNREACHABLE
-from xinference_xavier.runtime.aio import within
+from xinference_xavier.runtime.aio import ask
 from xinference_xavier.runtime.validate import MAX_PORT, check_count
 from xinference_xavier.tracker.actor import BlockTracker
 from xinference_xavier.tracker.fanout import WEIGHTS_DEADLINE
@@ -112,10 +112,13 @@ async def set_weights_version(model_uid: str, address: str, version: str) -> dic
     """See `BlockTracker.set_weights_version`. Raises ConfigError, ValueError for a malformed
     version, and what `UNREACHABLE` has."""
     check_reachable(address)
-    finding = xoscar.actor_ref(without_brackets(address), tracker_uid(model_uid))
-    tracker: Any = await within(_CONNECT_DEADLINE, finding)
-    call = tracker.set_weights_version(version)
-    answers: dict[str, list[str]] = await within(WEIGHTS_DEADLINE + 1, call)
+    answers: dict[str, list[str]] = await ask(
+        WEIGHTS_DEADLINE + _CONNECT_DEADLINE,
+        without_brackets(address),
+        tracker_uid(model_uid),
+        "set_weights_version",
+        version,
+    )
     return answers
 
 

@@ -22,14 +22,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-import xoscar
-
 from xinference_xavier.errors import LinkError, shown
 from xinference_xavier.mirror import Mirror
 from xinference_xavier.protocol.transfer import PROTOCOL_VERSION, check_version
 from xinference_xavier.replica.namespace import SharedNamespace
 from xinference_xavier.runtime.addresses import replica_uid
-from xinference_xavier.runtime.aio import spawn, within
+from xinference_xavier.runtime.aio import ask, spawn, within
 from xinference_xavier.runtime.rate_limited_log import RateLimitedLog
 from xinference_xavier.stats.schema import ComparisonStats
 
@@ -256,9 +254,8 @@ class Canary:
         address = self._mirror.address(peer)
         if address is None:
             raise LinkError("it has left")
-        actor = await within(_DEADLINE, xoscar.actor_ref(address, replica_uid(peer)))
-        call = actor.sketch(PROTOCOL_VERSION, self._namespace.current, self._incarnation, key, own)
-        return _checked(await within(_DEADLINE, call))
+        question = PROTOCOL_VERSION, self._namespace.current, self._incarnation, key, own
+        return _checked(await ask(_DEADLINE, address, replica_uid(peer), "sketch", *question))
 
     def _set_trusted(self, trusted: frozenset[str]) -> None:
         self._trusted = trusted

@@ -21,8 +21,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-import xoscar
-
 from xinference_xavier.mirror import Mirror
 from xinference_xavier.pool.pool import Pool, Row
 from xinference_xavier.pool.sweep import PORTION
@@ -32,7 +30,7 @@ from xinference_xavier.protocol.transfer import MAX_HOT, HotChunks, check_hot
 from xinference_xavier.replica.canary import Canary
 from xinference_xavier.replica.fetcher import Fetcher, PeerFetch
 from xinference_xavier.runtime.addresses import replica_uid
-from xinference_xavier.runtime.aio import within
+from xinference_xavier.runtime.aio import ask
 from xinference_xavier.runtime.rate_limited_log import RateLimitedLog
 from xinference_xavier.stats.schema import WarmJoinStats
 
@@ -252,8 +250,7 @@ class WarmJoin:
         if address is None:  # it has left
             return None
         try:
-            actor = await within(_CALL_TIMEOUT, xoscar.actor_ref(address, replica_uid(peer)))
-            answer = await within(_CALL_TIMEOUT, actor.hottest(most))
+            answer = await ask(_CALL_TIMEOUT, address, replica_uid(peer), "hottest", most)
             return Answer(*check_hot(answer, self._key_bytes))
         except Exception as error:  # whatever it is, others may answer
             self.stats.failures += 1

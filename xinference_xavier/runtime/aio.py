@@ -48,6 +48,17 @@ async def within(seconds: float, call: Awaitable[T]) -> T:
     return task.result()
 
 
+async def ask(seconds: float, address: str, uid: str, method: str, *args: object) -> Any:
+    """Call a method of the actor `uid` at `address`. Raises what it raises, and TimeoutError after
+    `seconds` in all."""
+
+    async def call() -> Any:
+        actor = await xoscar.actor_ref(address=address, uid=uid)
+        return await getattr(actor, method)(*args)
+
+    return await within(seconds, call())
+
+
 _running: set[asyncio.Future[Any]] = set()
 
 
