@@ -203,8 +203,9 @@ class Mirror:
             pass
 
     def apply_in_pieces(self, update: Update) -> Iterator[None]:
-        """Like `apply`, which is complete at the end of the iterator. If it is not exhausted, the
-        same update, or a later one since the same revision, must follow."""
+        """Like `apply`, but other threads run between the iterator's items. The update is complete
+        when the iterator is exhausted; if it is not, the same update, or a later one since the same
+        revision, must follow."""
         touched = 0
         for keys in self._steps(check_update(update)):
             touched += keys

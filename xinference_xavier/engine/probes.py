@@ -42,7 +42,7 @@ _NO_WAVE = -1
 
 class OwnRequests:
     def __init__(self, core: Any) -> None:
-        """Without a `core`, and in vain, nothing is ever computed."""
+        """Without a `core`, nothing is ever computed."""
         self._core = core
 
     @classmethod

@@ -147,10 +147,10 @@ class IdleWait:
         self._deferred, self._begun, self._pause = deferred, begun, pause
 
     def nothing_runs(self, requests: Set[str], jobs: Jobs) -> bool:
-        """Wait if all `requests`, which are those that have not ended, do so too.
+        """Block briefly if every one of the unfinished `requests` is itself waiting.
 
-        Returns whether the workers may wait for their loads. Then this step goes on, because it may
-        be what hands them over.
+        Returns whether the workers may block for their loads instead: then this step must go on,
+        because it may be the one that hands the loads over.
         """
         loading = jobs.requests_loading
         if self._arrivals is None or not requests - loading <= self._deferred:

@@ -128,8 +128,8 @@ MAX_DECODE_TOKENS = 16
 
 
 def goes_on(step: SchedulerOutput) -> bool:
-    """Whether all requests only go on within their blocks, so that vLLM's scheduler would find
-    nothing to do, unless it was asked something before."""
+    """True if every request only appends to its current block, so the offloading scheduler has
+    nothing to do, unless it was called earlier in this step."""
     cached = step.scheduled_cached_reqs
     return not (
         step.scheduled_new_reqs

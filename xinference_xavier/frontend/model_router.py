@@ -62,8 +62,8 @@ class QueueFullError(Exception):
 
 @dataclass(eq=False)
 class Route:
-    """Where a request goes, and why. `lost` is set when its replica is lost. A `whole` one is
-    prefilled by the replica that answers it."""
+    """Where a request goes, and why. `lost` is set when its replica is lost. A `whole` request is
+    never divided: the replica that answers it prefills it, too."""
 
     request: str
     text: Text

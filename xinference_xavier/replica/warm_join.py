@@ -70,10 +70,10 @@ class RecentPrompts:
             self._keys -= len(self._prompts.popleft())
 
     def hottest(self, most: int) -> HotChunks:
-        """At most so many chunks that peers may fetch.
+        """The hottest `most` chunks that peers may fetch.
 
-        A chunk is used by no more requests than the one before it, and no later. So each is behind
-        the one before it, however the list is cut.
+        Within a prompt, a chunk is never used more, or more recently, than the chunk before it. So
+        the list has each chunk behind its predecessors, wherever it is cut.
         """
         self.collect()
         uses: dict[bytes, int] = {}  # of the latest prompt first
@@ -132,8 +132,8 @@ class Answer(NamedTuple):
 def chosen(answers: Mapping[str, Answer], most: int) -> dict[str, list[bytes]]:
     """The hottest `most` chunks, by the donor to fetch each from.
 
-    Each is behind those before it in its prompt, because it is so in every answer, and because a
-    donor of a chunk has those before it, too.
+    Each chunk comes behind its predecessors in the prompt, as in every answer, and because a donor
+    of a chunk has its predecessors, too.
     """
     donors: dict[bytes, str] = {}
     uses: dict[bytes, int] = {}

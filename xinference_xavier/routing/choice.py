@@ -25,12 +25,11 @@ from xinference_xavier.routing.load import Floats, Loads, Numbers
 def with_prefill_replicas(
     loads: Loads, found: Forecast, size: Chunks, threshold: int | None
 ) -> Forecast:
-    """`found` as it is where decode replicas leave the prefill to the earliest prefill replica, if
-    that pays.
+    """`found`, with prefills offloaded to the earliest prefill replica where that pays.
 
-    It does if the request waits less longer than the requests in the decode replica would wait
-    together, or if more than `threshold` tokens are missing; but never if the prefill replica's
-    queue takes longer than computing.
+    It pays if it delays this request less than it spares the requests already decoding, or if more
+    than `threshold` tokens are missing; never if the prefill queue alone takes longer than
+    computing here.
     """
     finish = np.where(loads.prefills, found.total, np.inf)
     if not finish.size or finish.min() == np.inf:

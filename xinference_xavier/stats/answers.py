@@ -57,8 +57,8 @@ class Forecast:
 
 @dataclass(frozen=True)
 class Explanation:
-    """`reuse` is by incarnation of the replica that would get the request, `forecasts` are by
-    xinference's name for it: of all replicas that would answer a request now."""
+    """What a request for a prompt would reuse at each replica that could answer it now. `reuse` is
+    keyed by incarnation, `forecasts` by xinference's name for the replica."""
 
     prompt_tokens: int
     chunk_tokens: int
