@@ -218,8 +218,9 @@ class Scheduling:
         layout: Layout | None = None,
         serving: Serving = SERVING,
         probes: Callable[[Pool, CanAudit], Probes] = without_requests,
+        events: bool = False,
     ) -> None:
-        self.pool = Pool(slots)
+        self.pool = Pool(slots, records_changes=events)
         self.tier = ScriptedTier(self.pool, name)
         self.clock = Clock()
         self.manager = XavierManager(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -44,9 +44,16 @@ BLOCK_TOKENS = 32
 NOBODY = "127.0.0.1:1"
 
 
-def engine_config(folder: Path, chunk_tokens: int | None = None, **arguments: Any) -> VllmConfig:
-    """`arguments` are vLLM's."""
+def engine_config(
+    folder: Path,
+    chunk_tokens: int | None = None,
+    extra: Mapping[str, Any] = {},
+    **arguments: Any,
+) -> VllmConfig:
+    """`arguments` are vLLM's, `extra` more of its connector's configuration."""
     xavier = XavierConfig("model", NOBODY, pool_bytes=1 << 26, chunk_tokens=chunk_tokens)
+    transfer = kv_transfer_config(xavier)
+    transfer["kv_connector_extra_config"] |= extra
     return EngineArgs(
         model=str(folder),
         dtype="float32",
@@ -54,7 +61,7 @@ def engine_config(folder: Path, chunk_tokens: int | None = None, **arguments: An
         enforce_eager=True,
         max_model_len=2048,
         skip_tokenizer_init=True,
-        kv_transfer_config=KVTransferConfig(**kv_transfer_config(xavier)),
+        kv_transfer_config=KVTransferConfig(**transfer),
         **arguments,
     ).create_engine_config()
 
@@ -108,6 +115,7 @@ class Engine:
                 probes=partial(probes_of, config, caches, layout.chunk_tokens),
                 step_tokens=config.scheduler_config.max_num_batched_tokens,
                 arrivals=Arrivals.at(config),
+                events=spec.kv_events_config.enable_kv_cache_events,
             )
             return self.own.manager
 

@@ -25,7 +25,8 @@ class PoolAgainstModel(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.pool = Pool(SLOTS)
+        self.pool = Pool(SLOTS, records_changes=True)
+        self.told: set[bytes] = set()  # keys of the changes so far
         self.filling: list[Row] = []
         self.idle: list[Row] = []
         self.flushed: list[Row] = []  # unpinned
@@ -165,6 +166,16 @@ class PoolAgainstModel(RuleBasedStateMachine):
         self.flushed += self.idle
         self.idle = []
 
+    @rule(later=st.sets(KEYS, max_size=2))
+    def take_changes(self, later: set[bytes]) -> None:
+        came, went = self.pool.take_changes(later)
+        assert self.told.isdisjoint(came)
+        assert self.told.issuperset(went)
+        self.told = self.told - {*went} | {*came}
+        ready = {row.key for row in self.ready()}
+        assert self.told <= ready
+        assert ready - self.told <= later
+
     @rule()
     def reset(self) -> None:
         self.pool.reset()
@@ -178,6 +189,11 @@ class PoolAgainstModel(RuleBasedStateMachine):
         assert len({row.slot for row in rows}) == len(rows)
         assert all(row.state is RowState.FILLING for row in self.filling)
         assert all(row.state is RowState.READY for row in self.idle)
+
+    @invariant()
+    def there_are_at_most_two_changes_for_each_slot(self) -> None:
+        assert self.pool.changes is not None
+        assert len(self.pool.changes) <= 2 * SLOTS
 
     @invariant()
     def counts_and_lookups_agree(self) -> None:

@@ -86,6 +86,7 @@ class XavierConnector(WorkerSide):
         self._unflushed_steps: int | None = None
         """Steps that have to end until no job from before the latest reset is under way."""
         self._counted = False  # something, since the latest stats
+        self._reset_events: list[KVCacheEvent] = []  # of the latest reset, not taken yet
         super().__init__(vllm_config, role, kv_cache_config)
         del extra[ENGINE]
         if role is KVConnectorRole.SCHEDULER:
@@ -207,11 +208,26 @@ class XavierConnector(WorkerSide):
             return True
         self._asked = self._is_reset = True
         self._unflushed_steps = len(self._steps) + 1
+        self._report_reset()
         return super().reset_cache()
+
+    @guarded(nothing)
+    def _report_reset(self) -> None:
+        """Forget all rows now: vLLM is about to forget which blocks they have."""
+        if self._manager.pool.changes is not None:
+            self._manager.pool.flush(self._manager.pool.rows())
+            self._reset_events += super().take_events()
 
     @guarded(tuple)
     def take_events(self) -> Iterable[KVCacheEvent]:
         """vLLM calls this once per step, when it has the step's output."""
+        self._end_step()
+        events, self._reset_events = self._reset_events, []
+        if self._manager.has_events:
+            events += super().take_events()
+        return events
+
+    def _end_step(self) -> None:
         ended = self._steps.end(time.monotonic())
         if self._unflushed_steps is not None and ended is not None:
             self._unflushed_steps -= 1
@@ -219,7 +235,6 @@ class XavierConnector(WorkerSide):
             if self._unflushed_steps <= 0 and ended[0].tokens:
                 self._unflushed_steps = None
                 self._manager.on_reset_flushed()
-        return ()  # the manager has none
 
     # -- where nothing is to be done, vLLM's own methods take their time to find that out ----------
 

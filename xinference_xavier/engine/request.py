@@ -29,7 +29,7 @@ from xinference_xavier.engine.compat import key_positions
 from xinference_xavier.engine.costs import CostModel
 from xinference_xavier.engine.keys import GROUP, Layout
 from xinference_xavier.engine.waiting import Wait
-from xinference_xavier.pool.pool import Pool
+from xinference_xavier.pool.pool import Pool, Row
 from xinference_xavier.pool.tier import Fetch, FetchState
 
 if TYPE_CHECKING:
@@ -105,6 +105,13 @@ class Request:
         """The pool's key for vLLM's `key`. Call it only if the request `shares`."""
         digest = None if self.adapter is None else self.adapter.digest
         return key if digest is None else salted(key, digest)
+
+    def name_rows(self, rows: Iterable[Row]) -> None:
+        """Note vLLM's keys, where those of the pool are others."""
+        digest = None if self.adapter is None else self.adapter.digest
+        if digest is not None:
+            for row in rows:
+                row.alias = salted(row.key, digest)  # its own inverse
 
     def row_keys(self) -> list[bytes]:
         """The pool's keys of the request's chunks, group by group; empty before its lookups."""

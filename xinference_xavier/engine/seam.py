@@ -42,10 +42,10 @@ CALLS = {
     "lookup": 2, "on_new_request": 1, "on_request_finished": 1, "on_schedule_end": 1,
     "prepare_load": 2, "complete_load": 2, "prepare_store": 2, "complete_store": 2,
     "has_pending_work": 0, "reset_cache": 0, "get_stats": 0, "shutdown": 0,
-    "get_load_source": 2, "on_reset_flushed": 0,
+    "get_load_source": 2, "on_reset_flushed": 0, "take_events": 0,
 }  # fmt: skip
 """The methods of a manager that some version of vLLM calls, and the number of their arguments."""
-INHERITED = frozenset({"lock", "take_events", "config_info"})
+INHERITED = frozenset({"lock", "config_info"})
 """Attributes of a manager that vLLM uses and we inherit."""
 
 FIELDS = {
@@ -60,6 +60,8 @@ FIELDS = {
         "kv_connector_block_state", "total_num_scheduled_tokens",
     ),
     base.ReqContext: ("req_id", "_offload_key_positions"),
+    base.OffloadingEvent: ("keys", "medium", "removed"),
+    base.OffloadingKVEventsConfig: ("enable_kv_cache_events",),
     base.CanonicalKVCaches: ("tensors", "group_data_refs"),
     base.CanonicalKVCacheTensor: ("tensor", "page_size_bytes"),
     base.CanonicalKVCacheRef: ("tensor_idx", "page_size_bytes"),
@@ -76,6 +78,7 @@ FIELDS = {
 TEXTS: dict[Callable[..., object], tuple[str, ...]] = {
     OffloadingConnector.__init__: ("self.connector_scheduler",),
     scheduler.OffloadingConnectorScheduler.__init__: ("self.manager",),
+    base.OffloadingSpec.__init__: ("self.kv_events_config",),
     build_offloading_config: ('.get("blocks_per_chunk")',),
     Scheduler.update_from_output: ("self.connector.take_events()",),
     Scheduler.add_request: ("self.connector.on_new_request(request)",),

@@ -205,7 +205,8 @@ class XavierSpec(OffloadingSpec):
                 "pages": note.pages,
                 "cells": note.cells,
             }
-            pool = Pool(region.rows)
+            reports = self.kv_events_config.enable_kv_cache_events
+            pool = Pool(region.rows, records_changes=reports)
             replica = Replica(
                 self._xavier,
                 incarnation=self.config.engine_id,

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import NamedTuple
 
+from xinference_xavier.pool.changes import Changes
 from xinference_xavier.pool.eviction import Protection, SegmentedLRU
 
 
@@ -54,6 +55,7 @@ class Row:
     checksum: int | None = None  # not shared until it is computed
     replicated_from: str | None = None  # the donor, until this row is copied itself
     origin: str | None = None  # the donor; None: computed here
+    alias: bytes | None = None  # vLLM's key, where `key` is another
 
     def __repr__(self) -> str:
         return f"Row(slot={self.slot}, {self.state.name}, pins={self.pins})"
@@ -84,7 +86,7 @@ def _never(_: Row) -> bool:
 class Pool:
     """`slots` rows; keys are vLLM's offload keys."""
 
-    def __init__(self, slots: int) -> None:
+    def __init__(self, slots: int, *, records_changes: bool = False) -> None:
         self.slots, self._lock = slots, threading.Lock()
         self._free = list(range(slots - 1, -1, -1))
         self._held: dict[bytes, Row] = {}  # FILLING, READY and FLUSHED
@@ -92,6 +94,7 @@ class Pool:
         self.held: Set[bytes] = self._held.keys()  # most lookups are of others, and end here
         self._flushed: dict[bytes, Row] = {}  # FLUSHED and unpinned
         self._filling = self._ready = self._pinned = self._quarantined = 0
+        self.changes = Changes() if records_changes else None
 
     def lookup(self, key: bytes) -> Row | None:
         """The READY row of `key`. Stays valid while only the calling thread evicts."""
@@ -111,6 +114,15 @@ class Pool:
         with self._lock:
             in_use = self._filling, self._pinned, self._quarantined
             return PoolCounts(self.slots, self._ready, *in_use)
+
+    def take_changes(self, later: Set[bytes] = frozenset()) -> tuple[list[bytes], list[bytes]]:
+        """The rows that lookups find, and those that they no longer find, since the last call, by
+        vLLM's keys. Those that they find with a key in `later` are left for another call."""
+        if self.changes is None:
+            return [], []
+        with self._lock:
+            taken = self.changes.take(later)
+        return [key for key, held in taken if held], [key for key, held in taken if not held]
 
     # -- writing a row ---------------------------------------------------------------------
 
@@ -136,6 +148,7 @@ class Pool:
             if redundant and (lacking := len(wanted) - len(self._free)) > 0:
                 victims = self._idle.take(lacking, redundant, frozenset(prefix))
                 self._ready -= len(victims)
+                self._changed(victims, held=False)
             evicted = [row.key for row in victims]
             rows = [Row(key, self._free.pop()) for key in wanted[: len(self._free)]]
             held.update(zip(wanted, rows, strict=False))
@@ -156,6 +169,7 @@ class Pool:
             self._free_flushed((), target)
             victims = self._idle.take(target - len(self._free), redundant, protected=False)
             self._ready -= len(victims)
+            self._changed(victims, held=False)
             for row in victims:
                 self._forget(row)
         return [row.key for row in victims]
@@ -166,6 +180,10 @@ class Pool:
             self._forget(self._flushed.pop(key))
         while self._flushed and len(self._free) < slots:
             self._forget(self._flushed.popitem()[1])
+
+    def _changed(self, rows: Iterable[Row], held: bool) -> None:
+        if self.changes is not None:
+            self.changes.add(rows, held)
 
     def _forget(self, row: Row) -> None:
         del self._held[row.key]
@@ -186,6 +204,7 @@ class Pool:
                 self._pinned += 1
             else:
                 self._idle.add(row)
+            self._changed((row,), held=True)
             return True
 
     def quarantine(self, *rows: Row) -> None:
@@ -314,12 +333,14 @@ class Pool:
                     self._idle.remove(row.key)
                     self._flushed[row.key] = row
             self._ready -= len(ready)
+            self._changed(ready, held=False)
         return ready
 
     def reset(self) -> None:
         """Forget every chunk. The slot of a FILLING or pinned row stays in quarantine until its
         writer calls `abort` or its readers call `unpin`."""
         with self._lock:
+            self._changed((row for row in self._held.values() if row.state is _READY), held=False)
             for row in self._held.values():
                 if row.state is _FILLING or row.pins:
                     row.state = _QUARANTINED
