@@ -1,9 +1,10 @@
 """The documentation agrees with the code, as far as it can be compared. `make docs` checks its
-links; other tests check the pages about options, troubleshooting and support."""
+links; other tests check the pages about options, monitoring and support."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -58,6 +59,19 @@ def test_every_rest_route_is_listed_and_no_other() -> None:
         r"^\| `((?:GET|POST|PATCH|DELETE) [^`]+)`", (DOCS / "api.md").read_text(), re.MULTILINE
     )
     assert set(listed) == served
+
+
+@pytest.mark.parametrize(
+    ("section", "reasons"),
+    [
+        ("## Why a fetch was rolled back", errors.ROLLBACKS),
+        ("### Why a replica does not share", errors.NotSharing),
+    ],
+)
+def test_every_reason_is_explained_and_no_other(section: str, reasons: Iterable[str]) -> None:
+    page = (DOCS / "troubleshooting.md").read_text()
+    rows = re.split(r"^##", page.partition(f"{section}\n")[2], flags=re.MULTILINE)[0]
+    assert sorted(re.findall(r"^\| `([^`]+)` \|", rows, re.MULTILINE)) == sorted(reasons)
 
 
 def test_every_source_of_tokens_is_explained() -> None:
