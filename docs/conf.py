@@ -9,6 +9,17 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))  # the package of this tree, wherever another one is installed
 
 from xinference_xavier import __version__  # noqa: E402  # found only from here on
+from xinference_xavier.serving.metrics import FAMILIES, PREFIX  # noqa: E402
+
+
+def metrics_table() -> str:
+    """All metrics, for the page about monitoring."""
+    rows = ["| metric | type | labels | meaning |", "|---|---|---|---|"]
+    for family in FAMILIES:
+        labels = ", ".join(f"`{label}`" for label in family.labels)
+        rows.append(f"| `{PREFIX}{family.name}` | {family.kind} | {labels} | {family.help} |")
+    return "\n".join(rows)
+
 
 project = "xinference-xavier"
 copyright = "the authors of xinference-xavier, Apache-2.0"
@@ -17,7 +28,8 @@ version = release = __version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_click"]
 source_suffix = {".md": "markdown"}
 
-myst_enable_extensions = ["deflist"]
+myst_enable_extensions = ["deflist", "substitution"]
+myst_substitutions = {"metrics": metrics_table()}
 myst_heading_anchors = 3
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"

@@ -1,5 +1,5 @@
-"""docs/architecture.md has a map of all folders, and correct, short walks through a remote hit,
-to a request's replica and through what keeps a named prefix."""
+"""docs/architecture.md has a map of all folders, and correct, short walks: a remote hit, a request
+to its replica, a divided request, a named prefix and a launch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import NamedTuple
 import pytest
 
 ROOT = Path(__file__).parents[1]
-MAX_MODULES = 24
+MAX_MODULES = 14
 ROW = re.compile(r"^\| `((?:engine|replica|transfer|pool)/\S+\.py)` \| `(\w+)\.(\w+)` \| ", re.M)
 ROUTE = re.compile(r"^\| `(\S+\.py)` \| `(?:(\w+)\.)?(\w+)` \| ", re.M)
 SHARED = "pool"
@@ -37,10 +37,11 @@ def section(title: str) -> str:
 
 
 WALK = [Stop(*row) for row in ROW.findall(section("One remote hit"))]
-ROUTED, NAMED = (
+ROUTED, DIVIDED, NAMED, LAUNCH = (
     [Stop(*row) for row in ROUTE.findall(section(title))]
-    for title in ("One request", "One named prefix")
+    for title in ("One request", "One divided request", "One named prefix", "One launch")
 )
+OTHERS = [*ROUTED, *DIVIDED, *NAMED, *LAUNCH]
 
 
 def test_the_map_has_every_folder() -> None:
@@ -72,8 +73,14 @@ def test_each_stop_exists(stop: Stop) -> None:
     assert stop.function in {node.name for node in found.body if isinstance(node, functions)}
 
 
-@pytest.mark.parametrize("stop", [*ROUTED, *NAMED], ids=lambda stop: stop.function)
-def test_each_stop_of_a_request_and_of_a_named_prefix_exists(stop: Stop) -> None:
+def test_every_row_of_a_walk_is_checked() -> None:
+    """A stop that the patterns do not match would go unnoticed."""
+    rows = re.findall(r"^\| file \| function \| .*\n\|.*\n((?:\|.*\n)+)", PAGE, re.M)
+    assert sum(table.count("\n") for table in rows) == len(WALK) + len(OTHERS)
+
+
+@pytest.mark.parametrize("stop", OTHERS, ids=lambda stop: stop.function)
+def test_each_stop_of_the_other_walks_exists(stop: Stop) -> None:
     """A class, a function, or a method of a class."""
     within: ast.AST = ast.parse((ROOT / "xinference_xavier" / stop.file).read_text())
     for name in filter(None, (stop.class_name, stop.function)):

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import ast
 import pickle
+import re
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from xinference_xavier.errors import ConfigError, NotFoundError, XavierError
+import xinference_xavier
+from xinference_xavier.errors import ROLLBACKS, ConfigError, NotFoundError, XavierError
+
+SOURCES = sorted(Path(xinference_xavier.__file__).parent.rglob("*.py"))
+REASON = re.compile(r'(?:GrantRefusedError\(|PullResult\(\w+, |\breason(?:: [\w |]+)? = )"([^"]+)"')
 
 
 @pytest.mark.parametrize(
@@ -29,3 +37,37 @@ def test_errors_survive_pickling(error: XavierError) -> None:
 def test_a_refused_option_is_a_value_error() -> None:
     """xinference answers ValueError with status 400."""
     assert issubclass(ConfigError, ValueError)
+
+
+def calls(name: str, arguments: int) -> Iterator[ast.Call]:
+    """The package's calls of `name` with so many arguments."""
+    for file in SOURCES:
+        for node in ast.walk(ast.parse(file.read_text())):
+            match node:
+                case ast.Call(func, args) if ast.unparse(func) == name and len(args) == arguments:
+                    yield node
+
+
+@pytest.mark.parametrize(("name", "arguments"), [("ConfigError", 4), ("Finding", 3)])
+def test_every_refusal_and_every_finding_of_the_doctor_has_a_remedy(
+    name: str, arguments: int
+) -> None:
+    """Messages are all that reaches operators: no page lists them."""
+    found = list(calls(name, arguments))
+    assert len(found) > 15
+    for call in found:
+        remedy = call.args[-1]
+        if isinstance(remedy, ast.Constant):
+            assert len(str(remedy.value).split()) > 1, ast.unparse(call)
+
+
+def test_every_reason_of_a_rollback_is_a_known_one() -> None:
+    """Any other one would be `other` in metrics, and missing in the documentation."""
+    found = {
+        reason
+        for file in SOURCES
+        if file.parent.name in ("replica", "transfer", "protocol")
+        for reason in REASON.findall(file.read_text())
+    }
+    assert len(found) > 10
+    assert found <= set(ROLLBACKS)

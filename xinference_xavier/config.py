@@ -223,7 +223,7 @@ def parse_options(
 
 
 def _warn_of_unknown(environment: Mapping[str, str]) -> None:
-    """Of a default that is misspelt. xinference has variables of such names, too."""
+    """Warn of misspelt defaults. xinference has variables of such names, too."""
     known = {_variable(option) for option in (BACKEND, *PARSERS)} | UPSTREAM_VARIABLES
     for name in environment.keys() - known:
         if name.startswith(_variable(_PREFIX)):
@@ -344,3 +344,25 @@ def for_worker(
     )
     extra[XAVIER] = local.to_dict()
     return {**transfer, _EXTRA: extra}
+
+
+WITHOUT_US = f"launch with {BACKEND}=builtin, or without {ENABLE}=true"
+
+
+def why_foreign(arguments: Mapping[str, Any]) -> ConfigError | None:
+    """Why only the Xavier built into xinference may do something for a launch; None if we can."""
+    placements = arguments.get("replica_config") or ()
+    engines = [arguments.get("model_engine")]
+    engines += [item.model_engine for item in placements if item.model_engine is not None]
+    for engine in engines:
+        if str(engine).lower() != "vllm":
+            remedy = f"use vLLM, or {WITHOUT_US}"
+            return ConfigError("model_engine", engine, "cannot share its cache", remedy)
+    model_type = arguments.get("model_type")
+    if str(model_type or "LLM").lower() != "llm":
+        return ConfigError("model_type", model_type, "has no prefixes to share", WITHOUT_US)
+    for item in placements:
+        if item.role != "hybrid":
+            reason = "splits prefill from decoding, which sharing does not support"
+            return ConfigError("role", item.role, reason, WITHOUT_US)
+    return None

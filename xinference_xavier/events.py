@@ -51,7 +51,7 @@ class ReplicaJoined(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaLost(Event):
-    """Its lease expired: no heartbeat arrived."""
+    """A replica's lease expired: no heartbeat arrived."""
 
     replica: str
     incarnation: str

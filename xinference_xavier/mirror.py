@@ -80,7 +80,7 @@ class PeerSets:
         return found
 
     def names(self, peers: int) -> list[str]:
-        """Those that are known here: the set may be older than this object."""
+        """The names of known peers: the set may be older than this object."""
         names, found = self._names, []
         while peers:
             number = peers.bit_length() - 1
@@ -203,8 +203,9 @@ class Mirror:
             pass
 
     def apply_in_pieces(self, update: Update) -> Iterator[None]:
-        """Like `apply`, which is complete at the end of the iterator. If it is not exhausted, the
-        same update, or a later one since the same revision, must follow."""
+        """Like `apply`, but other threads run between the iterator's items. The update is complete
+        when the iterator is exhausted; if it is not, the same update, or a later one since the same
+        revision, must follow."""
         touched = 0
         for keys in self._steps(check_update(update)):
             touched += keys

@@ -296,5 +296,5 @@ EXPERT: dict[str, Callable[[str, object], Any]] = {
     "xavier_hooks": _parse_hooks,
     "xavier_untested_vllm": parse_bool,
 }
-"""Their defaults suit most clusters."""
+"""Options whose defaults suit most clusters."""
 PARSERS = BASIC | EXPERT

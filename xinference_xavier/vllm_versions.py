@@ -9,7 +9,7 @@ from xinference_xavier.errors import ConfigError
 SHARES = "XAVIER_SHARES"
 """The environment variable that tells a replica's processes to share."""
 UNTESTED = "untested"
-"""Its value where vLLM may be newer than all that were tested."""
+"""The variable's value where vLLM may be newer than all tested versions."""
 
 OLDEST, NEWEST = (0, 31), (0, 33)
 """Both are supported; `make test-matrix` tests all versions between them."""
@@ -20,7 +20,7 @@ def _name(version: tuple[int, int]) -> str:
 
 
 SUPPORTED = f">={_name(OLDEST)},<{_name((NEWEST[0], NEWEST[1] + 1))}"
-"""As the specifier of a requirement."""
+"""The supported versions as the specifier of a requirement."""
 SUPPORTED_OR_NEWER = f">={_name(OLDEST)}"
 """Likewise, with `xavier_untested_vllm`."""
 

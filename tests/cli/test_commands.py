@@ -152,6 +152,13 @@ def test_flush_and_switch(pair: Pair) -> None:
     assert "sharing of model is on" in done(pair.api.endpoint, "switch", MODEL, "on")
 
 
+def test_weights(pair: Pair) -> None:
+    result = run(pair.api.endpoint, "weights", MODEL, "step-1")
+    assert result.exit_code == 3
+    assert "0 replicas share as step-1" in result.output
+    assert "not reset since the last version: " in result.output
+
+
 def test_routing(pair: Pair) -> None:
     assert "routing of model is off" in done(pair.api.endpoint, "routing", MODEL, "off")
     wait_until(
@@ -164,7 +171,15 @@ def test_routing(pair: Pair) -> None:
 
 @pytest.mark.parametrize(
     "words",
-    [["status"], ["flush"], ["switch"], ["routing"], ["explain", "--prompt-file", "-"], ["events"]],
+    [
+        ["status"],
+        ["flush"],
+        ["weights", "1"],
+        ["switch"],
+        ["routing"],
+        ["explain", "--prompt-file", "-"],
+        ["events"],
+    ],
 )
 def test_an_unknown_model_has_an_exit_code_of_its_own(pair: Pair, words: list[str]) -> None:
     command, *rest = words

@@ -26,9 +26,16 @@ def configure(*words: str) -> Result:
     return CliRunner().invoke(main, ["transfer-config", *words])
 
 
+def weights(address: str, version: str) -> tuple[int, str]:
+    """The command's exit code and what it prints."""
+    words = [PROGRAM, "weights", MODEL, version, "--tracker", address]
+    done = subprocess.run(words, capture_output=True, text=True)
+    return done.returncode, done.stdout + done.stderr
+
+
 def test_a_tracker_in_a_process_of_its_own() -> None:
-    """It prints its address and each replica that joins, ends on SIGINT, and refuses a taken
-    port."""
+    """It prints its address and each replica that joins, takes a version of the weights, ends on
+    SIGINT, and refuses a taken port."""
     address = f"127.0.0.1:{free_port('127.0.0.1')}"
     words = [PROGRAM, "tracker", MODEL, "--address", address]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
@@ -38,6 +45,11 @@ def test_a_tracker_in_a_process_of_its_own() -> None:
             replica = ReplicaProcess("first", address)
             try:
                 assert "ReplicaJoined" in process.stdout.readline()
+                code, text = weights(address, "step-1")
+                assert code == 3
+                assert "not reset since the last version: first" in text
+                replica.reset()
+                assert weights(address, "step-2") == (0, "1 replicas share as step-2\n")
             finally:
                 replica.kill()
             second = CliRunner().invoke(main, ["tracker", "m", "--address", address])
@@ -45,6 +57,9 @@ def test_a_tracker_in_a_process_of_its_own() -> None:
             assert f"address='{address}' cannot be used" in second.output
             process.send_signal(signal.SIGINT)
             assert process.wait() == 0
+            code, text = weights(address, "step-3")
+            assert code == 3
+            assert f"no tracker of {MODEL} answers at {address}" in text
         finally:
             process.kill()
 

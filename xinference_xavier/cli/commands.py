@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from rich.live import Live
 
 from xinference_xavier._version import __version__
 from xinference_xavier.cli import tables
-from xinference_xavier.cli.endpoint import with_client
+from xinference_xavier.cli.endpoint import NO_ANSWER, with_client
 from xinference_xavier.cli.launches import launches
 from xinference_xavier.cli.prefixes import prefix, question
 from xinference_xavier.client import XavierClient
@@ -23,15 +23,12 @@ from xinference_xavier.client.doctor import diagnose
 from xinference_xavier.config import parse_options
 from xinference_xavier.errors import ConfigError, shown
 from xinference_xavier.options import PARSERS
-from xinference_xavier.protocol.tracker import check_weights_version
 from xinference_xavier.stats.answers import EventRecord
-from xinference_xavier.stats.schema import ModelStatus
 
 _EPILOG = """\b
 Exit codes:
   0  success, and doctor found nothing
-  1  doctor found something, demo or bench failed, tracker cannot listen, or not all joined by
-     weights
+  1  doctor found something, demo or bench failed, or tracker cannot listen
   2  wrong usage
   3  xinference does not answer, refuses, or lacks the extension
   4  no such model shares its cache, or it has no prefix of that name
@@ -157,7 +154,7 @@ def flush(client: XavierClient, model: str) -> None:
     click.echo(f"pools of {len(flushed)} replicas are empty")
     if unreachable:
         click.echo(f"no answer from {', '.join(unreachable)}", err=True)
-        sys.exit(3)
+        sys.exit(NO_ANSWER)
 
 
 @main.command()
@@ -165,47 +162,39 @@ def flush(client: XavierClient, model: str) -> None:
 @click.argument("version")
 @click.option(
     "--tracker",
+    "address",
     metavar="HOST:PORT",
-    help="Of vLLM servers without xinference: where the tracker listens.",
+    help="Of servers without xinference: where their tracker listens.",
 )
 @with_client
-def weights(client: XavierClient, model: str, version: str, tracker: str | None) -> None:
-    """Let replicas of MODEL share again after their weights were changed and their prefix caches
-    reset. VERSION is any new name for these weights.
+def weights(client: XavierClient, model: str, version: str, address: str | None) -> None:
+    """Let replicas of MODEL share again after a reset: their weights are VERSION, any name.
 
-    Replicas that were reset since the last such command share with each other from then on.
+    Replicas that were not reset keep sharing among themselves.
     """
-    try:
-        check_weights_version(version)
-    except ValueError as error:
-        raise click.UsageError(f"{error}; choose another name") from None
-    status = _name_weights(client, model, version, tracker)
-    outcomes = _outcomes(status, version)
-    names = {replica.incarnation: replica.replica for replica in status.replicas}
-    tables.console().print(tables.weights_table(outcomes, names))
-    sys.exit(0 if {*outcomes.values()} == {"joined"} else 1)
+    if address is None:
+        answers = client.set_weights_version(model, version).raw.get("answers", {})
+    else:
+        answers = _at_tracker(model, address, version)
+    click.echo(f"{len(answers.get('joined', ()))} replicas share as {version}")
+    if left := answers.get("not_reset"):
+        click.echo(f"not reset since the last version: {', '.join(left)}", err=True)
+    if lost := answers.get("unreachable"):
+        click.echo(f"no answer from {', '.join(lost)}", err=True)
+    if left or lost:
+        sys.exit(NO_ANSWER)
 
 
-def _name_weights(
-    client: XavierClient, model: str, version: str, tracker: str | None
-) -> ModelStatus:
-    if tracker is None:
-        return client.set_weights_version(model, version)
+def _at_tracker(model: str, address: str, version: str) -> Mapping[str, Any]:
     from xinference_xavier.cli import standalone
 
-    return asyncio.run(standalone.set_weights_version(model, tracker, version))
-
-
-def _outcomes(status: ModelStatus, version: str) -> dict[str, str]:
-    """By incarnation. A replica that the same command let join before, and that was not reset
-    since, counts as joined: so the command can be repeated."""
-    answers = status.raw.get("answers", {})
-    outcomes = {each: outcome for outcome, names in answers.items() for each in names}
-    for replica in status.replicas:
-        of_weights = replica.namespace.partition("@")[2]
-        if of_weights == version and outcomes.get(replica.incarnation) == "not_reset":
-            outcomes[replica.incarnation] = "joined"
-    return outcomes
+    try:
+        return asyncio.run(standalone.set_weights_version(model, address, version))
+    except (ConfigError, ValueError) as error:
+        raise click.UsageError(str(error)) from None
+    except standalone.UNREACHABLE as error:
+        click.echo(f"Error: no tracker of {model} answers at {address} ({error!r})", err=True)
+        sys.exit(NO_ANSWER)
 
 
 @main.command()

@@ -20,10 +20,10 @@ from xinference_xavier.config import (
     is_own_option,
     is_xavier_option,
     take_launch_options,
+    why_foreign,
 )
 from xinference_xavier.errors import ConfigError
 from xinference_xavier.options import parse_bool
-from xinference_xavier.serving.launch.supervisor import foreign
 
 _PLACEMENT = {"model_engine": None, "role": "hybrid"}
 """What xinference assumes of an item of `replica_config`."""
@@ -63,7 +63,7 @@ class SavedLaunch(NamedTuple):
         """Who gets the launch here, where the supervisor has this `environment`."""
         items = self.arguments.get("replica_config") or ()
         placements = [SimpleNamespace(**{**_PLACEMENT, **item}) for item in items]
-        reason = foreign({**self.arguments, "replica_config": placements})
+        reason = why_foreign({**self.arguments, "replica_config": placements})
         try:
             ours = take_launch_options(self.options, reason is not None, environment) is not None
         except ConfigError as error:

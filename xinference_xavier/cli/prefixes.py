@@ -83,7 +83,7 @@ def add(
 def _wait(
     client: XavierClient, model: str, added: NamedPrefix, cache_salt: str | None
 ) -> NamedPrefix:
-    """Until it is kept or has failed, with a progress bar."""
+    """Show a progress bar until the prefix is kept or has failed."""
     columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %")
     with Progress(*columns, console=tables.console(stderr=True), transient=True) as bar:
         task, latest = bar.add_task(added.name, total=1.0), added

@@ -12,19 +12,21 @@ from typing import Any
 import xoscar
 
 from xinference_xavier.config import XavierConfig, kv_transfer_config
-from xinference_xavier.errors import ApiError, ConfigError, ModelNotFoundError, shown
+from xinference_xavier.errors import ConfigError
 from xinference_xavier.protocol.tracker import tracker_uid
-from xinference_xavier.runtime.addresses import is_wildcard, join_address, split_address
-from xinference_xavier.runtime.aio import UNREACHABLE, within
+from xinference_xavier.runtime.addresses import (
+    is_wildcard,
+    join_address,
+    split_address,
+    without_brackets,
+)
+from xinference_xavier.runtime.aio import UNREACHABLE as UNREACHABLE
+from xinference_xavier.runtime.aio import ask
 from xinference_xavier.runtime.validate import MAX_PORT, check_count
-from xinference_xavier.stats.report import read, report
-from xinference_xavier.stats.schema import ModelStatus
 from xinference_xavier.tracker.actor import BlockTracker
-from xinference_xavier.tracker.fanout import STATS_DEADLINE, WEIGHTS_DEADLINE
+from xinference_xavier.tracker.fanout import WEIGHTS_DEADLINE
 
-_WATCH = 30.0  # seconds
-_ANSWER = WEIGHTS_DEADLINE + STATS_DEADLINE + 4.0
-"""Seconds. The tracker waits for its replicas, and they for it: they join again."""
+_WATCH, _CONNECT_DEADLINE = 30.0, 5.0  # seconds
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,199}", re.ASCII)
 
 
@@ -106,28 +108,18 @@ async def serve(
             await forwarding
 
 
-async def set_weights_version(model_uid: str, address: str, version: str) -> ModelStatus:
-    """Like `XavierClient.set_weights_version`, at the tracker itself. Raises ApiError, and
-    ConfigError for what cannot be the tracker's address."""
+async def set_weights_version(model_uid: str, address: str, version: str) -> dict[str, list[str]]:
+    """See `BlockTracker.set_weights_version`. Raises ConfigError, ValueError for a malformed
+    version, and what `UNREACHABLE` has."""
     check_reachable(address)
-
-    async def ask() -> ModelStatus:
-        tracker = await xoscar.actor_ref(address, tracker_uid(model_uid))
-        answers = await tracker.set_weights_version(version)
-        return read(ModelStatus, {**report(await tracker.status()), "answers": answers})
-
-    try:
-        return await within(_ANSWER, ask())
-    except xoscar.ActorNotExist:
-        raise ModelNotFoundError(
-            f"{address} has no tracker of model {shown(model_uid)}; give the name that its "
-            "`xinference-xavier tracker` was started with"
-        ) from None
-    except UNREACHABLE as error:
-        raise ApiError(
-            f"no tracker answers at {address} ({type(error).__name__}: {error}); is "
-            "`xinference-xavier tracker` running there?"
-        ) from error
+    answers: dict[str, list[str]] = await ask(
+        WEIGHTS_DEADLINE + _CONNECT_DEADLINE,
+        without_brackets(address),
+        tracker_uid(model_uid),
+        "set_weights_version",
+        version,
+    )
+    return answers
 
 
 async def _forward_events(tracker: Any, on_event: Callable[[Mapping[str, Any]], object]) -> None:

@@ -172,24 +172,6 @@ def prefixes_table(prefixes: Iterable[NamedPrefix], now: float) -> RenderableTyp
     return table if table.row_count else Text("No prefix has a name yet.")
 
 
-_OUTCOMES = {
-    "joined": "joined",
-    "not_reset": "not reset: reset its prefix cache, and repeat this command",
-    "unreachable": "no answer: see `xinference-xavier doctor`, and repeat this command",
-}
-
-
-def weights_table(outcomes: Mapping[str, str], names: Mapping[str, str]) -> RenderableType:
-    """`outcomes` of a new version and xinference's `names`, both by incarnation."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("replica", "outcome"):
-        table.add_column(name)
-    named = {names.get(each, each): outcome for each, outcome in outcomes.items()}
-    for name, outcome in sorted(named.items()):
-        table.add_row(name, _OUTCOMES.get(outcome, outcome))
-    return table if table.row_count else Text("No replica has joined yet.")
-
-
 def findings_list(findings: list[Finding], cluster: Mapping[str, Any]) -> RenderableType:
     models, workers = len(cluster["models"]), len(cluster["workers"])
     lines = Text()

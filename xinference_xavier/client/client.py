@@ -86,9 +86,9 @@ class XavierClient:
         return self._send("POST", _path(model_uid), _model, {"routing": routing})
 
     def set_weights_version(self, model_uid: str, version: str) -> ModelStatus:
-        """Name the weights that the replicas have since they were reset: those with the same
-        weights share again. `raw["answers"]` lists incarnations as "joined", "not_reset" and
-        "unreachable"."""
+        """Let the replicas that were reset share again with those whose weights have the same
+        `version`. `raw["answers"]` has the incarnations that "joined", those that were "not_reset"
+        and those that are "unreachable"."""
         return self._send("POST", _path(model_uid), _model, {"weights_version": version})
 
     def flush(self, model_uid: str) -> ModelStatus:
@@ -134,7 +134,7 @@ class XavierClient:
         )
 
     def prefixes(self, model_uid: str, cache_salt: str | None = None) -> list[NamedPrefix]:
-        """Those with this `cache_salt`, or without one."""
+        """The model's named prefixes with this `cache_salt`, or without one."""
         return self._send(
             "GET",
             _path(model_uid, "/prefixes"),

@@ -223,10 +223,7 @@ def _namespaces(model_uid: str, replicas: list[_Replica]) -> Iterator[Finding]:
             )
         else:
             problem = f"has not shared with {first.status.replica} since one of them was reset"
-            remedy = (
-                "if their weights are the same: reset the prefix caches of both, then "
-                f"xinference-xavier weights {model_uid} NAME"
-            )
+            remedy = f"if their weights are the same: xinference-xavier weights {model_uid} 1"
         yield Finding(replica.where, problem, remedy)
 
 

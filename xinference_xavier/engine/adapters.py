@@ -45,7 +45,7 @@ class Adapter:
         self.version = version
         self.content: bytes | None = None  # its digest
         self.changed = False
-        """Its files changed after vLLM may have loaded them, so its content is unknown."""
+        """Whether files changed after vLLM may have loaded them: then the content is unknown."""
         self.replaces = False
         """vLLM's own cache may hold blocks that another adapter of this name computed."""
 

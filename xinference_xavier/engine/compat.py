@@ -38,7 +38,7 @@ def key_positions(context: ReqContext) -> Mapping[OffloadKey, int]:
 
 
 def copies_blocks(step: SchedulerOutput) -> bool:
-    """Whether vLLM gives requests copies of blocks in this step, or hands such to the connector."""
+    """Whether vLLM copies blocks for requests in this step, or hands copies to the connector."""
     state = step.kv_connector_block_state
     return bool(step.kv_cache_block_copies or (state is not None and state.boundary_state_offloads))
 

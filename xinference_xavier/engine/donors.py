@@ -40,10 +40,10 @@ class FetchPlan(NamedTuple):
 
 
 class _Reach(NamedTuple):
-    """A hit up to `end`, which saves computing from `start` on, once the chunks of `keys` are here,
-    which end at `ends`; all in tokens, and in their order.
+    """A candidate hit: once `keys` have arrived, tokens `start` to `end` need no computing.
+    `ends[i]` is the token at which the chunk of `keys[i]` ends.
 
-    Each of `holders` has all of those that are not coming already.
+    Each of `holders` has all chunks that are not on their way already.
     """
 
     start: int
@@ -208,8 +208,8 @@ class DonorSelection:
         return None
 
     def _gap(self, windows: _Groups, is_coming: _IsComing, begin: int, end: int) -> int | None:
-        """Where a chunk begins that nobody has, but a hit up to `end` needs. Recurrent states are
-        stored here and there only, so there may be many."""
+        """The first token of a chunk that a hit up to `end` needs and no replica has; None if there
+        is none. Recurrent states are stored for few chunks, so such gaps are common."""
         for group, keys in windows:
             for place in _needed(group, begin, end):
                 key = keys[place]

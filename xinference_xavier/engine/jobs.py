@@ -46,8 +46,8 @@ class Jobs:
         return ready
 
     def take_store(self, req_id: str, keys: Iterable[bytes]) -> list[Row]:
-        """Like `end_store`, of rows that no lookup may find. They are in quarantine until whoever
-        takes them aborts them."""
+        """Like `end_store`, for rows that no lookup may find: they are quarantined until the caller
+        aborts them."""
         self.free_stale()
         taken = []
         for key in keys:

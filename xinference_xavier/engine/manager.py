@@ -158,7 +158,7 @@ class XavierManager(OffloadingManager):
 
     @property
     def requests(self) -> Mapping[str, Request]:
-        """Those that vLLM has, by id."""
+        """Unfinished requests by id."""
         return self._requests
 
     def take_finished(self) -> list[Sequence[bytes]]:

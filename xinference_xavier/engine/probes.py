@@ -37,17 +37,17 @@ from xinference_xavier.replica.canary import ProbeResult, Sketch, difference
 from xinference_xavier.runtime.rate_limited_log import RateLimitedLog
 
 _NO_WAVE = -1
-"""With data parallelism, it makes an engine that idles wake the others, which compute in step."""
+"""A wave number that makes an idle engine wake the ranks that compute in step with it."""
 
 
 class OwnRequests:
     def __init__(self, core: Any) -> None:
-        """Without a `core`, and in vain, nothing is ever computed."""
+        """Without a `core`, nothing is ever computed."""
         self._core = core
 
     @classmethod
     def at(cls, config: VllmConfig) -> OwnRequests:
-        """Of the engine that is being made on this thread."""
+        """The queue of the engine that is being made on this thread."""
         generates = config.model_config.runner_type == "generate"
         core = compat.engine_core()
         return cls(core if generates and hasattr(core, "input_queue") else None)
@@ -108,7 +108,7 @@ _EXCLUSIVE = 3  # special tokens are at the ends of most vocabularies
 
 @dataclass(eq=False, slots=True)
 class Probe:
-    """Its chunks that end after `ends` tokens are compared."""
+    """A prompt of which the chunks that end after `ends` tokens are compared."""
 
     tokens: Sequence[int]
     ends: frozenset[int]
@@ -326,7 +326,7 @@ class Probes:
         self._stored.extend((probe, end, each) for end, each in found.items())
 
     def ended(self, probe: Probe) -> None:
-        """Its request has ended, perhaps early."""
+        """The probe's request has ended, perhaps early."""
         probe.deadline = min(probe.deadline, self._clock() + _STORE_TIME)
 
 
@@ -346,6 +346,6 @@ def _canary_name(end: int) -> bytes:
 
 
 def _canary(end: int, vocabulary: int) -> list[int]:
-    """Its chunks, and one token more, because vLLM stores what it has computed a step before."""
+    """The canary's tokens, and one more, because vLLM stores what it computed a step before."""
     first = vocabulary // _EXCLUSIVE
     return [first + place * 31 % max(1, first) for place in range(end + 1)]

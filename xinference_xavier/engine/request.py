@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from xinference_xavier.engine.probes import Probe
 
 MAX_DONORS = 3
-"""That may fail a request before it is computed."""
+"""Failed donors after which a request is computed."""
 
 
 class Phase(Enum):

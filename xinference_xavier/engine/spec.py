@@ -266,7 +266,7 @@ class XavierSpec(OffloadingSpec):
 
 
 def lookup_group(group: GroupOffloadConfig) -> Group:
-    """As vLLM looks it up: for a drafter's group, one more chunk than it loads."""
+    """The group as vLLM looks it up: one more chunk than it loads for a drafter's group."""
     window = group.sliding_window_size_in_chunks
     if window is not None:
         window += group.is_eagle_group

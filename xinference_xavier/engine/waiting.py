@@ -52,7 +52,7 @@ class Wait:
     ) -> None:
         self.claim = claim
         self.peer = ""
-        """That computes them, if the router has said so."""
+        """The peer that computes the keys, if a router has named it."""
         self.head_start = 0.0  # seconds that the peer may begin later than this engine would
         self._began = now
         self._local_seconds = local_seconds
@@ -111,8 +111,8 @@ class Arrivals:
 
     @classmethod
     def at(cls, config: VllmConfig) -> Arrivals | None:
-        """Of the engine that is being made on this thread. None if it must not wait, because others
-        compute in step with it."""
+        """The arrivals of the engine that is being made on this thread. None if it must not wait,
+        because other ranks compute in step with it."""
         parallel = config.parallel_config
         if parallel.pipeline_parallel_size > 1 or parallel.data_parallel_size > 1:
             return None
@@ -147,10 +147,10 @@ class IdleWait:
         self._deferred, self._begun, self._pause = deferred, begun, pause
 
     def nothing_runs(self, requests: Set[str], jobs: Jobs) -> bool:
-        """Wait if all `requests`, which are those that have not ended, do so too.
+        """Block briefly if every one of the unfinished `requests` is itself waiting.
 
-        Returns whether the workers may wait for their loads. Then this step goes on, because it may
-        be what hands them over.
+        Returns whether the workers may block for their loads instead: then this step must go on,
+        because it may be the one that hands the loads over.
         """
         loading = jobs.requests_loading
         if self._arrivals is None or not requests - loading <= self._deferred:

@@ -43,10 +43,11 @@ from xinference_xavier.replica.kept_prefixes import MAX_MARKS, ComputedPrefix, M
 
 
 class Step(NamedTuple):
-    """Of `tokens`, `prompt_tokens` belong to prompts, with `depth` others before each on average.
+    """A step of the engine, which computes `tokens`: `prompt_tokens` of them belong to prompts, and
+    have `depth` tokens before them on average.
 
-    `prompts` has how many of them by request, without those that were preempted meanwhile. A step
-    without tokens computes nothing. It only carries messages to the workers.
+    `prompts` are these tokens by request, without requests that were preempted meanwhile. A step
+    without tokens only carries messages to the workers.
     """
 
     began: float
@@ -57,7 +58,7 @@ class Step(NamedTuple):
 
 
 class Steps:
-    """Of `requests`, which are those that vLLM has. They tell how fast prompts are computed."""
+    """The steps that compute `requests`, vLLM's unfinished ones; measures how fast prompts are."""
 
     def __init__(self, requests: Mapping[str, Request], prefill_rate: PrefillRate) -> None:
         self._requests = requests
@@ -123,12 +124,12 @@ class Steps:
 
 
 MAX_DECODE_TOKENS = 16
-"""Of one request in a step: one token, and the speculated ones."""
+"""Most tokens of a decoding request in one step: one, and the speculated ones."""
 
 
 def goes_on(step: SchedulerOutput) -> bool:
-    """Whether all requests only go on within their blocks, so that vLLM's scheduler would find
-    nothing to do, unless it was asked something before."""
+    """True if every request only appends to its current block, so the offloading scheduler has
+    nothing to do, unless it was called earlier in this step."""
     cached = step.scheduled_cached_reqs
     return not (
         step.scheduled_new_reqs
@@ -294,7 +295,7 @@ class Workload:
         return *line, fmean(overheads or [_OVERHEAD]), fmean(speeds or [1 / _SPEED])
 
     def take_prompts(self) -> tuple[ScheduledPrompt, ...]:
-        """Those that were scheduled since the last call."""
+        """The prompts that were scheduled since the last call."""
         return tuple(self._prompts.popleft() for _ in range(len(self._prompts)))
 
     def take_computed(self) -> tuple[ComputedPrefix, ...]:

@@ -46,9 +46,9 @@ _PATIENCE = 600.0
 """Seconds for a prefix to be computed."""
 _MIN_BACKOFF, _MAX_BACKOFF = 2.0, 300.0
 _TRIES = 2
-"""Beyond one per replica, before a new prefix waits until its replicas rest."""
+"""Requests beyond one per replica before a new prefix waits until its replicas are idle."""
 _FAILURES = 2
-"""In a row before a prefix has failed: a replica may have been about to start or to end."""
+"""Consecutive failures before a prefix has failed: a replica may just start or end."""
 _MAX_REASON = 500  # characters
 _EXPLAIN_DEADLINE = 61.0
 """Seconds: the first question loads the tokenizer. The tracker waits a little less for it."""
@@ -63,7 +63,7 @@ class RefusedError(ValueError):
 
 @dataclass(slots=True)
 class _Try:
-    """Of a replica to compute a prefix."""
+    """The backoff of one replica that has computed a prefix."""
 
     backoff: float = _MIN_BACKOFF
     not_before: float = 0.0
@@ -74,7 +74,7 @@ class _Making:
     """A prefix on its way to the replicas."""
 
     chunks: int = 0
-    """As estimated before it was computed."""
+    """Estimated before the prefix is computed."""
     fresh: bool = True
     """Somebody waits for it."""
     requests: int = 0
@@ -82,15 +82,15 @@ class _Making:
     """The replica that computes it."""
     failure: str = ""
     failures: int = 0
-    """In a row."""
+    """Consecutive ones."""
     tries: dict[str, _Try] = field(default_factory=dict)
-    """By replica, until it has had all of it for as long as the last backoff."""
+    """Kept per replica until it has held the whole prefix for as long as the last backoff."""
 
 
 @dataclass(slots=True)
 class _Model:
     kept: Mapping[str, Kept] = field(default_factory=dict)
-    """By xinference's name of the replica."""
+    """What each replica keeps, by xinference's name for it."""
     homes: dict[str, str] = field(default_factory=dict)
     """The replica of each prefix of which there is one copy."""
     making: dict[str, _Making] = field(default_factory=dict)
@@ -238,7 +238,7 @@ class Keeper:
     # -- keeping ---------------------------------------------------------------------------------
 
     async def _run(self, model_uid: str) -> None:
-        """Until the model has no prefix left."""
+        """Keep the model's prefixes until it has none left."""
         model = self._models.setdefault(model_uid, _Model())
         try:
             while self._names.of(model_uid) or model.kept:
@@ -273,7 +273,7 @@ class Keeper:
     async def _wanted(
         self, model_uid: str, model: _Model, prefixes: Mapping[str, Prefix]
     ) -> dict[str, dict[str, bool]]:
-        """By replica: the prefixes that it keeps, and whether firmly."""
+        """The prefixes that each replica keeps, and whether firmly."""
         wanted: dict[str, dict[str, bool]] = {replica: {} for replica in model.kept}
         loads = self._loads(model_uid)
         async for prefix in _in_pieces([*prefixes.values()]):
@@ -385,7 +385,7 @@ async def _in_pieces(items: Sequence[_T]) -> AsyncIterator[_T]:
 
 
 def _at(model: _Model, prefix: str) -> dict[str, KeptPrefix]:
-    """By replica."""
+    """The copies of a prefix, by replica."""
     return {
         name: kept.prefixes[prefix] for name, kept in model.kept.items() if prefix in kept.prefixes
     }

@@ -62,8 +62,8 @@ class QueueFullError(Exception):
 
 @dataclass(eq=False)
 class Route:
-    """Where a request goes, and why. `lost` is set when its replica is lost. A `whole` one is
-    prefilled by the replica that answers it."""
+    """Where a request goes, and why. `lost` is set when its replica is lost. A `whole` request is
+    never divided: the replica that answers it prefills it, too."""
 
     request: str
     text: Text
@@ -75,7 +75,7 @@ class Route:
     elsewhere: Elsewhere | None = None
     """Which replica prefills it, for the one that answers."""
     mark_key: str = ""
-    """Of the one that answers."""
+    """The mark key of the replica that answers."""
     prefill_replica: str = ""
     """xinference's name for that."""
     prefill: asyncio.Future[None] | None = None
@@ -87,7 +87,7 @@ class Route:
     lost: asyncio.Event = field(default_factory=asyncio.Event)
 
     def go(self, choice: Choice, replicas: Mapping[str, str], now: float) -> None:
-        """To the chosen one of the `replicas`, xinference's names by incarnation."""
+        """Send the request to the choice. `replicas` are xinference's names by incarnation."""
         self.choice, self.replica = choice, replicas[choice.replica]
         if (prefill := choice.prefill) is not None:
             self.elsewhere, self.prefill_replica = Elsewhere(*prefill), replicas[prefill.replica]
@@ -100,7 +100,7 @@ class Route:
         return with_mark(name, self.elsewhere, self.mark_key)
 
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """Of the answer: where the request went, and why, in seconds."""
+        """Response headers: where the request went, and why, in seconds."""
         if self.retry_after:
             return [(b"retry-after", str(self.retry_after).encode())]
         terms = self.choice.terms._asdict().items()
@@ -133,7 +133,7 @@ class ModelRouter:
         self.counts = RoutingStats()
         self.mirror = Mirror("")
         self.version = 0
-        """Of the loads that were observed last."""
+        """The version of the loads that were observed last."""
         self._clock = clock
         self._source = source or random.Random()
         self._numbers = itertools.count()
@@ -212,7 +212,7 @@ class ModelRouter:
 
     @property
     def routing(self) -> str:
-        """As the operator says, or as the replicas were launched; empty while neither is known."""
+        """The mode set by the operator or at launch; empty while neither is known."""
         launched = "" if self._serving is None else self._serving.routing
         return self.mirror.settings.routing or launched
 
@@ -299,7 +299,7 @@ class ModelRouter:
         return True
 
     def _send(self, route: Route) -> bool:
-        """To the best replica; False if none accepts a request now."""
+        """Send the request to the best replica; False if none accepts a request now."""
         now = self._clock()
         whole = route.whole or route.elsewhere is not None
         choice = self._choose(route.text, route.session, now, whole)
@@ -337,7 +337,7 @@ class ModelRouter:
             self._queue.leave(route.request)
 
     def _admit(self) -> None:
-        """Those that wait, as far as replicas accept them."""
+        """Send waiting requests as long as replicas accept them."""
         while self._queue.first and not self._closed:
             route, admitted = self._waiting[self._queue.first]
             if not self._send(route):

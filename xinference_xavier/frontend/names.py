@@ -32,7 +32,7 @@ from xinference_xavier.runtime.rate_limited_log import RateLimitedLog
 logger = logging.getLogger(__name__)
 
 VERSION = 1
-"""Of the schema; it is the file's `user_version`."""
+"""Version of the schema, stored as the file's `user_version`."""
 MAX_TEXT = 9 << 20
 """Bytes of one prefix's text, as JSON."""
 MAX_FILE = 4 << 30
@@ -214,7 +214,7 @@ class Store:
         await self._write(lambda: self._delete("DELETE FROM prefixes WHERE id = ?", rows))
 
     async def remove_unused(self, ids: Iterable[str], now: float) -> None:
-        """Those of them that have expired, also by what other processes have noted."""
+        """Remove those of `ids` that have expired, also by what other processes have noted."""
         rows = [(each, now) for each in ids]
         await self._write(
             lambda: self._delete("DELETE FROM prefixes WHERE id = ? AND used + ttl <= ?", rows)
@@ -232,8 +232,8 @@ class Store:
             connection.executemany(statement, rows)
 
     def _empty_log(self) -> None:
-        """If texts were deleted that it may still have. Another process may need it just now; then
-        the next call does it."""
+        """Empty the file's log after texts were deleted that it may still hold. If another process
+        is using the log, the next call does it."""
         if not self._has_deleted:
             return
         try:
@@ -294,7 +294,7 @@ class Names:
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self.failures = 0
-        """Of the file, where no client was told: what failed is tried again."""
+        """Failures of the file that no client was told of; each is retried."""
         self.failure = "the server starts; ask again"
         """Why no name is known; empty if they are."""
         self._store = store
@@ -342,7 +342,7 @@ class Names:
     # -- what there is -------------------------------------------------------------------------
 
     def models(self) -> list[str]:
-        """That have prefixes."""
+        """The models that have prefixes."""
         return [*self._by_model]
 
     def of(self, model_uid: str) -> list[Prefix]:
@@ -375,7 +375,7 @@ class Names:
         return content
 
     async def use(self, prefix: Prefix) -> Mapping[str, Any]:
-        """Its content, for a request. Raises PrefixNotFoundError if it has just been removed."""
+        """The prefix's content, for a request. Raises PrefixNotFoundError if it is gone."""
         known = self._by_id.get(prefix.id, prefix)
         known.used = self._used[prefix.id] = self._clock()
         return await self.content(prefix)

@@ -31,9 +31,9 @@ class Question(NamedTuple):
 
     text: Text
     session: str
-    """That the client names; empty if it names none."""
+    """The session named by the client; empty without one."""
     request_id: str
-    """That the client gives the request; empty if it gives none."""
+    """The request id given by the client; empty without one."""
 
 
 async def read_question(
@@ -63,9 +63,9 @@ class Keep(NamedTuple):
     """What a request says about keeping its prefix."""
 
     name: str = ""
-    """Of the prefix with which it begins."""
+    """The named prefix with which the request begins."""
     tenant: str = ""
-    """Its `cache_salt`."""
+    """The request's `cache_salt`."""
     prompt_s: float = 0.0
     """Seconds for which its whole prompt is to be kept; 0 if it does not say so."""
     marks: bool = False

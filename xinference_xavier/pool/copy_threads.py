@@ -28,8 +28,8 @@ def copy_threads() -> ThreadPoolExecutor:
 
 
 def _processors() -> set[int]:
-    """Of all threads: vLLM binds each computing thread to one processor, and every other thread of
-    its worker to the first one's."""
+    """The processors of all threads: vLLM binds each computing thread to one processor, and every
+    other thread of its worker to the first one's."""
     found: set[int] = set()
     for thread in os.listdir("/proc/self/task"):
         with suppress(ProcessLookupError):  # it has ended

@@ -20,13 +20,13 @@ from xinference_xavier.runtime.validate import MAX_IDENTIFIER, Count, Identifier
 MAX_KNOWN = 4096  # requests of one report
 MAX_PROMPTS = 100  # in one report
 MAX_PROMPT_KEYS = 1 << 16
-"""Of one prompt. A tracker remembers thousands of prompts."""
+"""Most keys of one prompt. A tracker remembers thousands of prompts."""
 
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 def reported_id(request: str) -> str:
-    """By this a replica and a router name the request. Clients choose ids of any length."""
+    """The name that a replica and a router use for a request: clients choose ids of any length."""
     return request[:MAX_IDENTIFIER]
 
 
@@ -36,7 +36,7 @@ class Serving(NamedTuple):
 
     chunk_tokens: Annotated[int, Field(ge=1, le=1 << 30)]
     chunk_bytes: Count
-    """Of all groups."""
+    """Bytes of one chunk in all groups."""
     request_limit: Count | None = None
     routing: Routing = "auto"
     queue: Count = 0
@@ -45,7 +45,7 @@ class Serving(NamedTuple):
     prefill_threshold: Count | None = None
     """Tokens beyond which prefills are left to a prefill replica; None if that is predicted."""
     mark_key: Annotated[str, Field(max_length=64)] = ""
-    """With which routers sign what they tell the replica in a request's id."""
+    """The key with which routers sign the mark in a request's id."""
 
 
 class Load(NamedTuple):
@@ -57,13 +57,13 @@ class Load(NamedTuple):
     prefill_s: Seconds | None
     """The same in seconds; None before the first measurement."""
     requests: Count
-    """That wait or run."""
+    """Waiting and running requests."""
     known: Annotated[tuple[Identifier, ...], Field(max_length=MAX_KNOWN)] = ()
     """The ids of those whose tokens are counted here. vLLM has not looked at the others yet."""
     rates: tuple[Seconds, Seconds, Seconds, Seconds] | None = None
-    """As in `routing.load.Rates`."""
+    """The fields of `routing.load.Rates`."""
     free_tokens: Count | None = None
-    """For which there are free KV blocks; None if unknown."""
+    """Tokens for which there are free KV blocks; None if unknown."""
 
 
 class ScheduledPrompt(NamedTuple):

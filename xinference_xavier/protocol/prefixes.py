@@ -19,7 +19,7 @@ from xinference_xavier.protocol.tracker import checked
 from xinference_xavier.runtime.validate import Count
 
 MAX_PREFIXES = 10_000
-"""Of a model."""
+"""Most prefixes of a model."""
 PrefixId = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
 _REQUEST = "xavier-prefix-"
 _REQUEST_ID = re.compile(re.escape(_REQUEST) + r"([0-9a-f]{16})(-\d+)?")
@@ -61,7 +61,7 @@ _KEPT = TypeAdapter(Kept)
 
 
 def request_id(prefix: str, number: int) -> str:
-    """Of the `number`-th request that computes the prefix."""
+    """The id of the `number`-th request that computes the prefix."""
     return f"{_REQUEST}{prefix}-{number}"
 
 

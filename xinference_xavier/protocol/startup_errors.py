@@ -11,13 +11,12 @@ import logging
 import os
 import re
 import threading
-
-import xoscar
+from typing import Any
 
 from xinference_xavier.config import XavierConfig
 from xinference_xavier.errors import XavierError
 from xinference_xavier.protocol.tracker import tracker_uid
-from xinference_xavier.runtime.aio import UNREACHABLE, within
+from xinference_xavier.runtime.aio import UNREACHABLE, ask
 
 logger = logging.getLogger(__name__)
 
@@ -55,8 +54,7 @@ def report_startup_error(config: XavierConfig, error: BaseException) -> None:
         known = isinstance(error, XavierError)
         try:
             cause = str(error) if known else f"{type(error).__name__}: {error}"
-            tracker = await _tracker(config)
-            await within(_TIMEOUT, tracker.report_startup_error(replica, cause))
+            await _ask_tracker(config, "report_startup_error", replica, cause)
         except Exception:
             logger.exception("cannot report the cause of the failed start")
 
@@ -69,13 +67,12 @@ def report_startup_error(config: XavierConfig, error: BaseException) -> None:
 async def pop_startup_error(config: XavierConfig, replica: str) -> str | None:
     """The cause that the engine of `replica` reported; None if the tracker has none."""
     try:
-        tracker = await _tracker(config)
-        cause: str | None = await within(_TIMEOUT, tracker.pop_startup_error(replica))
+        cause: str | None = await _ask_tracker(config, "pop_startup_error", replica)
     except UNREACHABLE:
         return None
     return cause
 
 
-async def _tracker(config: XavierConfig) -> xoscar.ActorRefType:
-    finding = xoscar.actor_ref(config.tracker_address, tracker_uid(config.model_uid))
-    return await within(_TIMEOUT, finding)
+async def _ask_tracker(config: XavierConfig, method: str, *args: object) -> Any:
+    uid = tracker_uid(config.model_uid)
+    return await ask(_TIMEOUT, config.tracker_address, uid, method, *args)

@@ -22,21 +22,19 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-import xoscar
-
 from xinference_xavier.errors import LinkError, shown
 from xinference_xavier.mirror import Mirror
 from xinference_xavier.protocol.transfer import PROTOCOL_VERSION, check_version
 from xinference_xavier.replica.namespace import SharedNamespace
 from xinference_xavier.runtime.addresses import replica_uid
-from xinference_xavier.runtime.aio import spawn, within
+from xinference_xavier.runtime.aio import ask, spawn, within
 from xinference_xavier.runtime.rate_limited_log import RateLimitedLog
 from xinference_xavier.stats.schema import ComparisonStats
 
 logger = logging.getLogger(__name__)
 
 Sketch = Mapping[str, tuple[str, Sequence[float]]]
-"""By layer: the type of its numbers, and samples of them."""
+"""The type of the numbers and samples of them, by layer."""
 
 TOLERANCES = {"float32": 0.01, "bfloat16": 0.1, "float16": 0.1}
 """How far samples may be apart, relative to their size: far above what rounding does to deep
@@ -54,7 +52,8 @@ class Difference(NamedTuple):
 
 
 class ProbeResult(NamedTuple):
-    """With a `key`, the `sketch` of a canary's chunk, by the name that all engines have for it.
+    """The result of a probe: with a `key`, the name of a canary's chunk, which is the same in all
+    engines, the chunk's `sketch`.
 
     Without a key, the result of an audit: `donor` is where the rows came from (None: this engine),
     and `difference` how they differ from what the engine computes now (None: not at all). If the
@@ -255,9 +254,8 @@ class Canary:
         address = self._mirror.address(peer)
         if address is None:
             raise LinkError("it has left")
-        actor = await within(_DEADLINE, xoscar.actor_ref(address, replica_uid(peer)))
-        call = actor.sketch(PROTOCOL_VERSION, self._namespace.current, self._incarnation, key, own)
-        return _checked(await within(_DEADLINE, call))
+        question = PROTOCOL_VERSION, self._namespace.current, self._incarnation, key, own
+        return _checked(await ask(_DEADLINE, address, replica_uid(peer), "sketch", *question))
 
     def _set_trusted(self, trusted: frozenset[str]) -> None:
         self._trusted = trusted

@@ -297,7 +297,7 @@ class Fetcher:
         )
 
     def _release(self, donor: str, grant_id: int) -> None:
-        """In the background: nothing here depends on it, and grants expire anyway."""
+        """Release the grant in the background: nothing depends on it, and grants expire anyway."""
         spawn(self._send_release(donor, grant_id))
 
     async def _send_release(self, donor: str, grant_id: int) -> None:

@@ -15,8 +15,6 @@ import operator
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-import xoscar
-
 from xinference_xavier.config import XavierConfig
 from xinference_xavier.errors import TransportError
 from xinference_xavier.mirror import Mirror
@@ -24,7 +22,7 @@ from xinference_xavier.pool.pool import Pool
 from xinference_xavier.protocol.transfer import Endpoint, check_endpoint
 from xinference_xavier.replica.transfer_process import TransferProcess
 from xinference_xavier.runtime.addresses import replica_uid
-from xinference_xavier.runtime.aio import within
+from xinference_xavier.runtime.aio import ask
 from xinference_xavier.runtime.host import process_info
 from xinference_xavier.runtime.net import check_range, free_ports
 
@@ -186,8 +184,9 @@ async def _probe(peer: str, mirror: Mirror, process: TransferProcess) -> str | N
     if address is None:
         return None  # it just left
     try:
-        actor = await within(PROBE_DEADLINE, xoscar.actor_ref(address, replica_uid(peer)))
-        endpoint: Endpoint | None = await within(PROBE_DEADLINE, actor.transfer_endpoint())
+        endpoint: Endpoint | None = await ask(
+            PROBE_DEADLINE, address, replica_uid(peer), "transfer_endpoint"
+        )
         if endpoint is not None:
             endpoint = check_endpoint(endpoint)
     except Exception as error:  # xoscar raises whatever the peer raised

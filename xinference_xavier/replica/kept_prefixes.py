@@ -178,7 +178,7 @@ class KeptPrefixes:
 
 
 def _leading(keys: Sequence[bytes], share: float) -> Sequence[bytes]:
-    """That part of each group's chunks, and the one in which it ends."""
+    """The leading `share` of each group's chunks, the chunk in which it ends included."""
     if share == 1.0:
         return keys
     groups: dict[bytes, list[bytes]] = {}
@@ -188,14 +188,14 @@ def _leading(keys: Sequence[bytes], share: float) -> Sequence[bytes]:
 
 
 def _add(uses: Counter[bytes], keys: Iterable[bytes]) -> list[bytes]:
-    """Those that nobody used before."""
+    """Count one more use of each key; returns the keys that were unused before."""
     new = [key for key in keys if key not in uses]
     uses.update(keys)
     return new
 
 
 def _remove(uses: Counter[bytes], keys: Sequence[bytes]) -> list[bytes]:
-    """Those that nobody uses any more."""
+    """Count one use less of each key; returns the keys that are unused now."""
     uses.subtract(keys)
     gone = [key for key in keys if not uses[key]]
     for key in gone:

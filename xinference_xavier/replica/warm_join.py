@@ -21,8 +21,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-import xoscar
-
 from xinference_xavier.mirror import Mirror
 from xinference_xavier.pool.pool import Pool, Row
 from xinference_xavier.pool.sweep import PORTION
@@ -32,7 +30,7 @@ from xinference_xavier.protocol.transfer import MAX_HOT, HotChunks, check_hot
 from xinference_xavier.replica.canary import Canary
 from xinference_xavier.replica.fetcher import Fetcher, PeerFetch
 from xinference_xavier.runtime.addresses import replica_uid
-from xinference_xavier.runtime.aio import within
+from xinference_xavier.runtime.aio import ask
 from xinference_xavier.runtime.rate_limited_log import RateLimitedLog
 from xinference_xavier.stats.schema import WarmJoinStats
 
@@ -72,10 +70,10 @@ class RecentPrompts:
             self._keys -= len(self._prompts.popleft())
 
     def hottest(self, most: int) -> HotChunks:
-        """At most so many chunks that peers may fetch.
+        """The hottest `most` chunks that peers may fetch.
 
-        A chunk is used by no more requests than the one before it, and no later. So each is behind
-        the one before it, however the list is cut.
+        Within a prompt, a chunk is never used more, or more recently, than the chunk before it. So
+        the list has each chunk behind its predecessors, wherever it is cut.
         """
         self.collect()
         uses: dict[bytes, int] = {}  # of the latest prompt first
@@ -117,7 +115,7 @@ _PATIENCE = 30.0
 _CALL_TIMEOUT = 2.0
 _LOOK = 0.05
 MAX_PEERS = 16
-"""That are asked. More of them hardly know of more that is hot."""
+"""Most peers that are asked. More of them rarely report further hot chunks."""
 BATCH = 256
 """Rows of a fetch."""
 _SPARE = 64
@@ -125,7 +123,7 @@ _SPARE = 64
 
 
 class Answer(NamedTuple):
-    """Of a peer: its hot chunks, and their keys."""
+    """A peer's hot chunks, and their keys."""
 
     hot: HotChunks
     keys: list[bytes]
@@ -134,8 +132,8 @@ class Answer(NamedTuple):
 def chosen(answers: Mapping[str, Answer], most: int) -> dict[str, list[bytes]]:
     """The hottest `most` chunks, by the donor to fetch each from.
 
-    Each is behind those before it in its prompt, because it is so in every answer, and because a
-    donor of a chunk has those before it, too.
+    Each chunk comes behind its predecessors in the prompt, as in every answer, and because a donor
+    of a chunk has its predecessors, too.
     """
     donors: dict[bytes, str] = {}
     uses: dict[bytes, int] = {}
@@ -184,7 +182,7 @@ class WarmJoin:
         return self._ended.is_set()
 
     async def wait(self) -> None:
-        """Until it has ended, which it always does."""
+        """Return when the warm join has ended, which it always does."""
         await self._ended.wait()
 
     async def run(self) -> None:
@@ -252,8 +250,7 @@ class WarmJoin:
         if address is None:  # it has left
             return None
         try:
-            actor = await within(_CALL_TIMEOUT, xoscar.actor_ref(address, replica_uid(peer)))
-            answer = await within(_CALL_TIMEOUT, actor.hottest(most))
+            answer = await ask(_CALL_TIMEOUT, address, replica_uid(peer), "hottest", most)
             return Answer(*check_hot(answer, self._key_bytes))
         except Exception as error:  # whatever it is, others may answer
             self.stats.failures += 1

@@ -25,12 +25,11 @@ from xinference_xavier.routing.load import Floats, Loads, Numbers
 def with_prefill_replicas(
     loads: Loads, found: Forecast, size: Chunks, threshold: int | None
 ) -> Forecast:
-    """`found` as it is where decode replicas leave the prefill to the earliest prefill replica, if
-    that pays.
+    """`found`, with prefills offloaded to the earliest prefill replica where that pays.
 
-    It does if the request waits less longer than the requests in the decode replica would wait
-    together, or if more than `threshold` tokens are missing; but never if the prefill replica's
-    queue takes longer than computing.
+    It pays if it delays this request less than it spares the requests already decoding, or if more
+    than `threshold` tokens are missing; never if the prefill queue alone takes longer than
+    computing here.
     """
     finish = np.where(loads.prefills, found.total, np.inf)
     if not finish.size or finish.min() == np.inf:
@@ -77,7 +76,7 @@ class Holdings(Protocol):
         """The replicas that hold `key`."""
 
     def usable_set(self, key: bytes) -> int:
-        """Those of them from which it can be fetched."""
+        """The holders from which the chunk can be fetched."""
 
 
 class Chunks(NamedTuple):
@@ -90,7 +89,7 @@ class Chunks(NamedTuple):
 class Prompt(NamedTuple):
     tokens: int
     keys: Sequence[bytes] = ()
-    """Of its whole chunks, in order. Empty if they are unknown: only backlogs count then."""
+    """Keys of the whole chunks, in order. Empty if unknown: only backlogs count then."""
 
 
 class Terms(NamedTuple):
@@ -111,8 +110,8 @@ class Prefill(NamedTuple):
 
 @dataclass(frozen=True)
 class Forecast:
-    """Of a prompt, for each replica by number. `runs` are the leading chunks that the replica
-    holds, or is expected to; the others are `Terms`. A peer can send the first `fetchable` chunks.
+    """The terms of a prompt for each replica, by number. `runs` are the leading chunks that the
+    replica holds, or is expected to hold. A peer can send the first `fetchable` chunks.
 
     `left` are the decode replicas that leave the prefill to `prefill`: they fetch all of it.
     """
@@ -155,7 +154,7 @@ class Choice:
 
     @property
     def all_terms(self) -> Mapping[str, tuple[Terms, Prefill | None]]:
-        """Of every replica that could have been chosen."""
+        """The terms of every replica that could have been chosen."""
         open_ = np.isfinite(self.forecast.backlog).nonzero()[0].tolist()
         return {self.names[each]: (self._terms(each), self._prefill(each)) for each in open_}
 
@@ -182,8 +181,8 @@ class Choice:
 def held_runs(
     holdings: Holdings, expected: Mapping[bytes, int], keys: Sequence[bytes], count: int
 ) -> tuple[Counts, int]:
-    """Of the replicas with numbers below `count`, how many leading `keys` each holds or is expected
-    to; and how many one replica could send."""
+    """How many leading `keys` each replica with a number below `count` holds or is expected to
+    hold; and how many one replica could send."""
     here, donors = (1 << count) - 1, -1
     fetchable = 0
     distinct: list[int] = []

@@ -32,13 +32,13 @@ class Rates(NamedTuple):
     """What a replica has measured of itself, in seconds."""
 
     token_s: float
-    """Of a prompt's first token."""
+    """Seconds of a prompt's first token."""
     depth_s: float = 0.0
-    """That a token takes longer for each token before it."""
+    """Seconds that a token takes longer for each token before it."""
     fetch_s: float = 0.0
     """Overhead of a fetch."""
     byte_s: float = 0.0
-    """Of a fetched byte."""
+    """Seconds of a fetched byte."""
 
 
 _UNKNOWN = Rates(0.0)
@@ -53,10 +53,10 @@ class Report(NamedTuple):
     prefill_s: float | None
     """The same by the replica's own forecast, fetches included; None if it has no rates yet."""
     requests: int
-    """That wait or run, decoding ones among them."""
+    """Waiting, running and decoding requests."""
     rates: Rates | None = None
     free_tokens: float = math.inf
-    """For which there are free KV blocks."""
+    """Tokens for which there are free KV blocks."""
     known: Collection[str] | None = None
     """The requests that are counted here, if the replica says so. Others have not reached its
     scheduler."""
@@ -68,7 +68,7 @@ class Known(NamedTuple):
     """What a replica has to do now."""
 
     seconds: float
-    """Until it has computed it."""
+    """Seconds until the replica has computed the prompt."""
     requests: int
     accepts: bool
     """Whether it has fewer requests than it accepts."""
@@ -117,7 +117,7 @@ class _Replica:
 
     @property
     def requests(self) -> int:
-        """That wait or run there."""
+        """Waiting and running requests of the replica."""
         return self.running + self.others
 
     def count(self, typical: Rates) -> None:
@@ -162,7 +162,7 @@ class Loads:
 
     def _allocate(self, size: int) -> None:
         self.names: list[str] = [""] * size
-        """By number; empty where no replica has reported."""
+        """Replicas' names by number; empty where no replica has reported."""
         self._until, self._made, self._limit, self._closed_until, self.room = np.zeros((5, size))
         self._made -= math.inf
         self.running = np.zeros(size, np.int64)
@@ -270,7 +270,7 @@ class Loads:
         return [name for name, each in self._replicas.items() if each.report.made <= oldest]
 
     def known(self, now: float) -> dict[str, Known]:
-        """By replica, of those whose lease has not run out."""
+        """The loads of replicas whose lease has not expired."""
         expired = set(self.expired(now))
         return {
             name: Known(

@@ -40,7 +40,7 @@ GRACE = 2.0
 class Expected:
     def __init__(self) -> None:
         self.sets: dict[bytes, int] = {}
-        """By key, the numbers of the replicas as bits, as in the index."""
+        """Replicas as bits, by key, as in the index."""
         self._until: dict[tuple[bytes, int], float] = {}
         self._ends: list[tuple[float, int, Sequence[bytes]]] = []  # a heap
 
@@ -107,7 +107,7 @@ class InFlight:
         return replica
 
     def failed(self, request: str) -> bool:
-        """Its replica is of no use to it. True if it can go elsewhere; if not, it has ended."""
+        """The request's replica failed it. True if it can go elsewhere; if not, it has ended."""
         known = self._requests.get(request)
         if known is None or known.answered or known.moved:
             self._requests.pop(request, None)
@@ -257,8 +257,7 @@ class Router:
         self.loads.ended(self.in_flight.ended(request), request)
 
     def failed(self, request: str) -> bool:
-        """Its replica is of no use to it, so it is sent elsewhere if that is possible: see
-        `InFlight.failed`."""
+        """The request's replica failed it. True if it can go elsewhere: see `InFlight.failed`."""
         self.prefilled(request)
         self.loads.ended(self.in_flight.at(request), request)
         return self.in_flight.failed(request)

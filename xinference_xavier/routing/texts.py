@@ -24,8 +24,8 @@ from xinference_xavier.routing.choice import Prompt
 PIECE = 512
 """Bytes of UTF-8."""
 MAX_PIECES = 200_000
-"""That are remembered: 100 MB of text. Those go first that were not asked for longest. As many may
-be of requests that no replica has reported yet."""
+"""Pieces remembered, about 100 MB of text, evicted least recently used first. A second budget of
+the same size covers requests that no replica has reported yet."""
 MAX_UNDERWAY = 10_000
 _BYTES_PER_TOKEN = 4.0  # before the first report
 _TOKENS = 1000.0  # that this counts for
@@ -73,7 +73,7 @@ class _Known(NamedTuple):
 
 
 class Texts:
-    """For chunks of `chunk_tokens`."""
+    """Learned keys of texts, in chunks of `chunk_tokens` tokens."""
 
     def __init__(self, chunk_tokens: int) -> None:
         self._chunk_tokens = chunk_tokens

@@ -48,6 +48,17 @@ async def within(seconds: float, call: Awaitable[T]) -> T:
     return task.result()
 
 
+async def ask(seconds: float, address: str, uid: str, method: str, *args: object) -> Any:
+    """Call a method of the actor `uid` at `address`. Raises what it raises, and TimeoutError after
+    `seconds` in all."""
+
+    async def call() -> Any:
+        actor = await xoscar.actor_ref(address=address, uid=uid)
+        return await getattr(actor, method)(*args)
+
+    return await within(seconds, call())
+
+
 _running: set[asyncio.Future[Any]] = set()
 
 
@@ -60,7 +71,7 @@ def spawn(work: Awaitable[Any]) -> asyncio.Future[Any]:
 
 
 def retrieve(task: asyncio.Future[Any]) -> None:
-    """As a done callback: keep asyncio from reporting an exception that nobody retrieved."""
+    """Done callback that keeps asyncio from reporting an exception that nobody retrieved."""
     if not task.cancelled():
         task.exception()
 

@@ -44,7 +44,7 @@ def first_reason(error: ValueError) -> str:
 
 
 def up_to(most: int) -> AfterValidator:
-    """For a tuple of whole numbers: all must lie between 0 and `most`.
+    """A validator for tuples of whole numbers, which must lie between 0 and `most`.
 
     Checked over the whole tuple, because pydantic takes ten times as long to compare each number
     above 2**63.

@@ -137,7 +137,7 @@ class _Routes:
 
 
 def _check_size(body: bytes, most: int) -> None:
-    """Before it is parsed."""
+    """Refuse a body that is too long before it is parsed."""
     if len(body) > most:
         raise ValueError(f"it has {len(body)} bytes")
 

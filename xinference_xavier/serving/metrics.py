@@ -58,7 +58,7 @@ HistogramValue = dict[float | str, float]
 Value = float | HistogramValue
 Sample = tuple[Labels, Value]
 Samples = dict[str, list[Sample]]
-"""By a family's name without the prefix."""
+"""Samples by a family's name without the prefix."""
 _ByLabels = Mapping[tuple[str, ...], Value]
 
 

@@ -85,7 +85,8 @@ class Prefixes:
             raise not_read(error) from error
 
     async def content_of(self, model_uid: str, tenant: str, name: str) -> Mapping[str, Any]:
-        """For a request. Raises PrefixNotFoundError, and HTTPException if it cannot be read."""
+        """A prefix's content, for a request. Raises PrefixNotFoundError, and HTTPException if it
+        cannot be read."""
         await self.refresh()
         prefix = self.names.find(model_uid, tenant, name)
         try:
@@ -205,7 +206,7 @@ class PrefixRoutes:
         return Stream(self._listeners, self._progress(prefix))
 
     async def _progress(self, prefix: Prefix) -> AsyncIterator[Message]:
-        """Until it is kept or has failed."""
+        """Reports of the prefix until it is kept or has failed."""
         while True:
             known = self._prefixes.names.current(prefix)
             if known is None:

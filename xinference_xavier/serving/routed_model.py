@@ -53,8 +53,8 @@ async def prefill(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
 ) -> None:
-    """Until the prompt is computed; if cancelled, the replica stops. A failure is counted, and the
-    replica that answers notices it."""
+    """Return when the prompt is computed; if cancelled, the replica stops. A failure is counted,
+    and the replica that answers notices it."""
     request = f"{kwargs['request_id']}:prefill"
     router.named(route, request)
     asked, *rest = args
@@ -125,7 +125,7 @@ class RoutedModel:
             return getattr(self._model, name)
 
         async def ask(*args: Any, **kwargs: Any) -> Any:
-            """Before the request itself, xinference asks a few things about the model."""
+            """Calls about the model that xinference makes before the request itself."""
             return await self._with_another(lambda: self._call(name, args, kwargs))
 
         return ask

@@ -57,8 +57,8 @@ class Forecast:
 
 @dataclass(frozen=True)
 class Explanation:
-    """`reuse` is by incarnation of the replica that would get the request, `forecasts` are by
-    xinference's name for it: of all replicas that would answer a request now."""
+    """What a request for a prompt would reuse at each replica that could answer it now. `reuse` is
+    keyed by incarnation, `forecasts` by xinference's name for the replica."""
 
     prompt_tokens: int
     chunk_tokens: int
@@ -91,8 +91,8 @@ class Explanation:
 
 @dataclass(frozen=True)
 class PrefixCopy:
-    """Of a named prefix at one replica: `held` of its `chunks` are in the pool. They are not
-    evicted if it is `firm`."""
+    """A named prefix at one replica: `held` of its `chunks` are in the pool. They are not evicted
+    if it is `firm`."""
 
     tokens: int = 0
     chunks: int = 0

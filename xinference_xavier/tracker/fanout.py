@@ -9,13 +9,11 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-import xoscar as xo
-
 from xinference_xavier.errors import ExplainError
 from xinference_xavier.protocol.prefixes import Kept, check_kept
 from xinference_xavier.protocol.tracker import Member, check_explanation, check_stats
 from xinference_xavier.runtime.addresses import replica_uid
-from xinference_xavier.runtime.aio import within
+from xinference_xavier.runtime.aio import ask
 from xinference_xavier.tracker.namespaces import Namespace, Namespaces
 
 logger = logging.getLogger(__name__)
@@ -172,14 +170,9 @@ async def _call_all(
 
 async def _call(member: Member, method: str, deadline: float, *args: object) -> Any:
     """Raises what the replica raises, ValueError for a malformed answer, TimeoutError."""
-    address, incarnation = member.address, member.incarnation
-
-    async def call() -> Any:
-        ref = await xo.actor_ref(address=address, uid=replica_uid(incarnation))
-        return await getattr(ref, method)(*args)
-
+    incarnation = member.incarnation
     try:
-        answer = await within(deadline, call())
+        answer = await ask(deadline, member.address, replica_uid(incarnation), method, *args)
         if method in _CHECKS:
             _CHECKS[method](answer)
     except ExplainError:

@@ -290,8 +290,8 @@ class Claims:
         """Claim the ordered `keys` of a prefix for `seconds` and return 0; or change nothing and
         return how many leading keys a peer is computing or has computed.
 
-        A key stands for its whole prefix, so a peer that computes one also has those before it, or
-        knows which peer does.
+        A key stands for its whole prefix: a peer that computes one chunk has its predecessors, or
+        fetches them.
         """
         for owner, until in filter(None, map(self._claims.get, keys)):
             if owner != incarnation and now < until:

@@ -174,7 +174,7 @@ class Namespaces:
         return namespace
 
     def largest(self) -> Namespace | None:
-        """That with the most members, the oldest of such; None while there is no member."""
+        """The namespace with the most members, the oldest on ties; None without members."""
         return max(self._all.values(), key=lambda each: len(each.index), default=None)
 
     def members(self) -> list[tuple[Member, ...]]:

@@ -20,7 +20,7 @@ from xinference_xavier.tracker.namespaces import Namespaces, WatcherBatcher
 MAX_REMEMBERED = 2000
 """Prompts, and incarnations that have left."""
 MAX_PROMPT_BYTES = 16 << 20
-"""Of the remembered prompts' keys."""
+"""Most bytes of the remembered prompts' keys."""
 
 
 _T = TypeVar("_T")

@@ -186,7 +186,7 @@ class Sender:
         self._context.stats[accepted.transport].bytes_sent += len(ticket.slots) * row_bytes
 
     async def _make_room(self) -> None:
-        """For one more link: close idle ones, those not used for longest first."""
+        """Close idle links, least recently used first, until one more fits."""
         while len(self._links) >= MAX_LINKS:
             complete = (link_id for link_id, link in self._links.items() if link.link.done())
             idle = next((link_id for link_id in complete if link_id not in self._busy), None)
@@ -212,7 +212,7 @@ class Sender:
 logger = logging.getLogger(__name__)
 
 _FIRST_TRY_SECONDS = 1.0
-"""For the best transport if there is another; at most half of the time left."""
+"""Most seconds for the best transport if there is another one, and half of the time left."""
 
 
 class ChecksumError(LinkError):
@@ -229,7 +229,7 @@ class _OpenLink(NamedTuple):
 
 @dataclass
 class _Progress:
-    """Of a pull."""
+    """How far a pull has come."""
 
     verified: int = 0  # rows
     transport: str | None = None

@@ -29,7 +29,7 @@ times a second and hold Python's lock a third of the time, which the copy thread
 
 @dataclass
 class OnlyLoads(OffloadingConnectorMetadata):
-    """Of a step in which the engine has nothing to do but to wait for loads."""
+    """The metadata of a step in which the engine only waits for loads."""
 
 
 class WorkerSide(OffloadingConnector):

@@ -26,11 +26,12 @@ from typing import Any
 import xoscar as xo
 
 from xinference_xavier.config import (
-    BACKEND,
     ENABLE,
+    WITHOUT_US,
     XavierConfig,
     kv_transfer_config,
     take_launch_options,
+    why_foreign,
 )
 from xinference_xavier.errors import (
     ConfigError,
@@ -48,28 +49,6 @@ from xinference_xavier.tracker.actor import BlockTracker
 logger = logging.getLogger(__name__)
 
 
-_WITHOUT = f"launch with {BACKEND}=builtin, or without {ENABLE}=true"
-
-
-def foreign(arguments: Mapping[str, Any]) -> ConfigError | None:
-    """Why only the Xavier built into xinference may do something for a launch; None if we can."""
-    placements = arguments.get("replica_config") or ()
-    engines = [arguments.get("model_engine")]
-    engines += [item.model_engine for item in placements if item.model_engine is not None]
-    for engine in engines:
-        if str(engine).lower() != "vllm":
-            remedy = f"use vLLM, or {_WITHOUT}"
-            return ConfigError("model_engine", engine, "cannot share its cache", remedy)
-    model_type = arguments.get("model_type")
-    if str(model_type or "LLM").lower() != "llm":
-        return ConfigError("model_type", model_type, "has no prefixes to share", _WITHOUT)
-    for item in placements:
-        if item.role != "hybrid":
-            reason = "splits prefill from decoding, which sharing does not support"
-            return ConfigError("role", item.role, reason, _WITHOUT)
-    return None
-
-
 def refuse_unshareable(arguments: Mapping[str, Any], extra: Mapping[str, Any]) -> None:
     """Raises ConfigError for a launch that cannot share; warns of a single replica."""
     n_worker = arguments.get("n_worker")
@@ -78,14 +57,14 @@ def refuse_unshareable(arguments: Mapping[str, Any], extra: Mapping[str, Any]) -
             "n_worker",
             n_worker,
             "spreads one replica over several workers, which sharing does not support",
-            f"use n_worker=1, or {_WITHOUT}",
+            f"use n_worker=1, or {WITHOUT_US}",
         )
     if extra.get("kv_transfer_config") is not None:
         raise ConfigError(
             "kv_transfer_config",
             extra["kv_transfer_config"],
             f"is set by {ENABLE}",
-            f"leave it out, or {_WITHOUT}",
+            f"leave it out, or {WITHOUT_US}",
         )
     if arguments.get("replica") == 1:
         logger.warning("%s with one replica: nothing is shared until another is added", ENABLE)
@@ -225,7 +204,7 @@ def sharing_launch(original: Method) -> Method:
         call = signature.bind(supervisor, *args, **kwargs)
         call.apply_defaults()
         extra = call.arguments["kwargs"] = dict(call.arguments["kwargs"])
-        reason = foreign(call.arguments)
+        reason = why_foreign(call.arguments)
         options = take_launch_options(extra, foreign=reason is not None)
         if options is None:
             return await original(*call.args, **call.kwargs)

@@ -17,7 +17,6 @@ from collections.abc import Iterable, Mapping
 from importlib import metadata
 from typing import Any
 
-import xoscar
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.specifiers import SpecifierSet
 from xinference.core.utils import parse_replica_model_uid
@@ -28,7 +27,7 @@ from xinference_xavier.errors import ReplicaStartError
 from xinference_xavier.protocol.startup_errors import pop_startup_error
 from xinference_xavier.protocol.tracker import Member, tracker_uid
 from xinference_xavier.runtime.addresses import replica_uid
-from xinference_xavier.runtime.aio import within
+from xinference_xavier.runtime.aio import ask, within
 from xinference_xavier.serving.launch import Method
 from xinference_xavier.vllm_versions import SHARES, UNTESTED
 
@@ -41,9 +40,10 @@ _CALL_TIMEOUT = 5.0
 
 async def members_of(replica: str, config: XavierConfig) -> list[Member]:
     """The members that belong to xinference's `replica`. Raises whatever xoscar raises."""
-    finding = xoscar.actor_ref(config.tracker_address, tracker_uid(config.model_uid))
-    tracker = await within(_CALL_TIMEOUT, finding)
-    members: list[Member] = await within(_CALL_TIMEOUT, tracker.members_of(replica))
+    uid = tracker_uid(config.model_uid)
+    members: list[Member] = await ask(
+        _CALL_TIMEOUT, config.tracker_address, uid, "members_of", replica
+    )
     return members
 
 
@@ -79,14 +79,13 @@ async def _until_serving(worker: Any, replica: str, config: XavierConfig, engine
 
 
 async def _until_warm(members: list[Member], config: XavierConfig) -> None:
-    """Their replicas end it in time; those that do not answer are lost, or will take requests."""
-
-    async def wait(member: Member) -> None:
-        finding = xoscar.actor_ref(member.address, replica_uid(member.incarnation))
-        actor = await within(_CALL_TIMEOUT, finding)
-        await within(_CALL_TIMEOUT + config.warm_join, actor.warm_join())
-
-    waits = (wait(member) for member in members)
+    """Wait for the warm joins, which end in time. Members that do not answer are skipped: they are
+    lost, or will take requests."""
+    seconds = _CALL_TIMEOUT + config.warm_join
+    waits = (
+        ask(seconds, member.address, replica_uid(member.incarnation), "warm_join")
+        for member in members
+    )
     for outcome in await asyncio.gather(*waits, return_exceptions=True):
         if isinstance(outcome, BaseException):
             logger.debug("cannot wait for a warm join: error=%r", outcome)
@@ -140,7 +139,7 @@ def _narrowed(requirement: Requirement, wanted: SpecifierSet, reason: str) -> st
 
 
 def _requirements(packages: Iterable[str]) -> tuple[list[Requirement], list[str]]:
-    """Those of vLLM, and the other packages. xinference takes the last of several."""
+    """The requirements of vLLM, and the other packages. xinference takes the last of several."""
     found, rest = [], []
     for package in packages:
         try:
@@ -211,7 +210,7 @@ def localizing_launch(original: Method) -> Method:
             try:
                 return await original(worker, *args, **kwargs)
             except FileExistsError as error:
-                # xinference links a model's files. Of replicas that do it at once, one fails.
+                # Replicas made the same link at once: docs/upstream/xinference-link-race.patch.
                 logger.info("launched again: replica=%s error=%r", name, error)
         return await original(worker, *args, **kwargs)
 

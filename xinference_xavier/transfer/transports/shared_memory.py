@@ -42,11 +42,11 @@ _NONCE_BYTES = 16
 _HELLO, _CONSUMER, _DONOR = "hello", "consumer", "donor"
 _CLOSED = "the link was closed"
 _TURN_BYTES = 4 << 20
-"""That a thread copies for one link before it turns to the next: less than a millisecond."""
+"""Bytes that a thread copies for one link before it turns to the next: under a millisecond."""
 
 
 class _Threads(NamedTuple):
-    """Of all links. They end with the transport."""
+    """The threads of all links. They end with the transport."""
 
     copying: ThreadPoolExecutor
     mapping: ThreadPoolExecutor
