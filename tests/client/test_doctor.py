@@ -386,7 +386,7 @@ def test_too_few_replicas_a_lost_replica_and_a_lost_tracker() -> None:
             try:
                 wait_until(second.is_up, "the second replica is up")
                 diagnose(api.endpoint).finds(
-                    "replica", "since one of them was reset", f"weights {MODEL} 1"
+                    "replica", "since one of them was reset", f"weights {MODEL} VERSION"
                 )
             finally:
                 second.kill()

@@ -176,12 +176,13 @@ def weights(client: XavierClient, model: str, version: str, address: str | None)
         answers = client.set_weights_version(model, version).raw.get("answers", {})
     else:
         answers = _at_tracker(model, address, version)
-    click.echo(f"{len(answers.get('joined', ()))} replicas share as {version}")
+    joined = answers.get("joined", [])
+    click.echo(f"{len(joined)} replicas share as {version}")
     if left := answers.get("not_reset"):
         click.echo(f"not reset since the last version: {', '.join(left)}", err=True)
     if lost := answers.get("unreachable"):
         click.echo(f"no answer from {', '.join(lost)}", err=True)
-    if left or lost:
+    if left or lost or not joined:
         sys.exit(NO_ANSWER)
 
 

@@ -223,7 +223,7 @@ def _namespaces(model_uid: str, replicas: list[_Replica]) -> Iterator[Finding]:
             )
         else:
             problem = f"has not shared with {first.status.replica} since one of them was reset"
-            remedy = f"if their weights are the same: xinference-xavier weights {model_uid} 1"
+            remedy = f"reset both, then: xinference-xavier weights {model_uid} VERSION"
         yield Finding(replica.where, problem, remedy)
 
 
