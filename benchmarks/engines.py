@@ -230,8 +230,10 @@ class Fleet:
         model: Path | None = None,
         may_fail: Sequence[str] = (),
         step_tokens: int = STEP_TOKENS,
+        host: str = "127.0.0.1",
     ) -> None:
         self._kinds = kinds
+        self._host = host
         self.model = model
         self._may_fail = may_fail
         self._step_tokens = step_tokens
@@ -241,7 +243,7 @@ class Fleet:
 
     def __enter__(self) -> Self:
         model = self.model or own_model()
-        self._tracker = TrackerProcess()
+        self._tracker = TrackerProcess(self._host)
         try:
             self.actor = self.run(self._tracker.actor())
             for name, kind in self._kinds.items():

@@ -57,8 +57,8 @@ def _run(main: Any, pipe: Connection, *arguments: Any) -> None:
 
 
 class TrackerProcess:
-    def __init__(self) -> None:
-        self._process = _Process(_track)
+    def __init__(self, host: str = "127.0.0.1") -> None:
+        self._process = _Process(_track, host)
         self.address: str = self._process.pipe.recv()
 
     def __enter__(self) -> Self:
@@ -82,8 +82,8 @@ class TrackerProcess:
         return await xoscar.actor_ref(self.address, tracker_uid(MODEL))
 
 
-async def _track(pipe: Connection) -> None:
-    pool = await xoscar.create_actor_pool("127.0.0.1:0", n_process=0, use_uvloop=False)
+async def _track(pipe: Connection, host: str) -> None:
+    pool = await xoscar.create_actor_pool(f"{host}:0", n_process=0, use_uvloop=False)
     address = pool.external_address
     uid = tracker_uid(MODEL)
     await xoscar.create_actor(BlockTracker, MODEL, lease=_LEASE, address=address, uid=uid)
