@@ -113,6 +113,17 @@ class TestManager:
         vllm.fill(keys)
         assert Events(vllm).stored == {*keys}
 
+    def test_whoever_forgot_the_rows_is_told_what_is_held(self, vllm: Scheduling) -> None:
+        """Even of a row whose removal it was not told of."""
+        again, kept, gone = chunks("prompt", 3)
+        vllm.fill([again, kept, gone])
+        assert Events(vllm).stored == {again, kept, gone}
+        vllm.pool.flush([row for key in (again, gone) if (row := vllm.pool.lookup(key))])
+        vllm.pool.restart_changes()
+        vllm.fill([again])
+        events = Events(vllm)
+        assert (events.stored, events.removed) == ({again, kept}, set())
+
     def test_a_reset_removes_them(self, vllm: Scheduling) -> None:
         keys = chunks("prompt", 4)
         vllm.fill(keys)
@@ -245,6 +256,23 @@ class TestConnector:
         assert any(isinstance(event, AllBlocksCleared) for event in events) is not refused
         removed = [event for event in events if isinstance(event, BlockRemoved)]
         assert sorted(hashes(removed)) == sorted(stored)  # type: ignore[type-var]
+
+    def test_what_was_stored_before_vllm_clears_late_is_reported_again(
+        self, engine: Publishing
+    ) -> None:
+        """vLLM refuses to reset its own prefix cache while anything runs."""
+        engine.ask("runs", range(1000, 1020), tokens=9)
+        engine.step()
+        assert not engine.scheduler.reset_prefix_cache()
+        engine.ask("stores", PROMPT, tokens=2)
+        while not engine.own.pool.counts().ready:
+            engine.step()
+        stored = engine.of_the_pool()
+        engine.run()
+        engine.step()
+        cleared, *again = engine.published()[-3:]
+        assert isinstance(cleared, AllBlocksCleared)
+        assert sorted(hashes(again)) == sorted(hashes(stored))  # type: ignore[arg-type, type-var]
 
     def test_steps_are_counted_whether_or_not_there_are_events(
         self, engine: Publishing, monkeypatch: pytest.MonkeyPatch

@@ -177,6 +177,11 @@ class PoolAgainstModel(RuleBasedStateMachine):
         assert ready - self.told <= later
 
     @rule()
+    def restart_changes(self) -> None:
+        self.pool.restart_changes()
+        self.told.clear()
+
+    @rule()
     def reset(self) -> None:
         self.pool.reset()
         self.quarantined += self.filling

@@ -117,6 +117,14 @@ class XavierConnector(WorkerSide):
         self.reset_cache()
         return done
 
+    def _reset_late(self) -> None:
+        done = self._reset_prefix_cache()
+        self._manager.on_prefix_cache_reset(done)
+        if done:
+            # vLLM tells routers that all blocks are gone. But the pool was reset before, and what
+            # it holds was stored since.
+            self._manager.pool.restart_changes()
+
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         assert self.connector_worker is not None
         spec = self.connector_worker.spec
@@ -182,7 +190,7 @@ class XavierConnector(WorkerSide):
         self._begin_step(scheduler_output)
         if self._manager.prefix_cache_is_stale and not self._manager.requests:
             # vLLM refused to reset it while blocks were in use.
-            self._manager.on_prefix_cache_reset(self._reset_prefix_cache())
+            self._reset_late()
         if scheduler_output.total_num_scheduled_tokens or not self._manager.wait_if_idle():
             return metadata
         return OnlyLoads(**vars(metadata))

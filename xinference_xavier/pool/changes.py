@@ -28,6 +28,10 @@ class Changes:
             if self._changes.pop(row.key, None) is None:  # else it is as it was before
                 self._changes[row.key] = (row.alias or row.key, held)
 
+    def restart(self, rows: Iterable[Row]) -> None:
+        """Whoever takes the changes has forgotten all rows. Lookups find these."""
+        self._changes = {row.key: (row.alias or row.key, True) for row in rows}
+
     def take(self, later: Set[bytes]) -> Iterable[tuple[bytes, bool]]:
         """vLLM's keys of the rows, and whether they are held. Held ones with a key in `later` are
         left for another call."""

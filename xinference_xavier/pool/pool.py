@@ -124,6 +124,13 @@ class Pool:
             taken = self.changes.take(later)
         return [key for key, held in taken if held], [key for key, held in taken if not held]
 
+    def restart_changes(self) -> None:
+        """Whoever takes the changes has forgotten all rows: the next call tells which ones lookups
+        find."""
+        if self.changes is not None:
+            with self._lock:
+                self.changes.restart(row for row in self._held.values() if row.state is _READY)
+
     # -- writing a row ---------------------------------------------------------------------
 
     def reserve(
