@@ -46,7 +46,12 @@ def _extensions(cluster: Info) -> Iterator[Finding]:
                 f"runs without this extension, or another version ({info['error']})",
                 f"stop it and start it with {_EXTENSION} {program} …",
             )
-    if not workers and "error" not in cluster["supervisor"]:
+    # With faults, it may not know them.
+    if (
+        not workers
+        and not cluster["supervisor"].get("faults")
+        and "error" not in cluster["supervisor"]
+    ):
         yield Finding(
             "workers",
             "none is registered; the supervisor refuses workers whose extensions are not its own",

@@ -5,8 +5,8 @@ gathers there from every process of a cluster:
      "models": {model_uid: {"report": …, "tracker": info, "self_checks": {incarnation: …}}}}
 
 `info` is that of `process_info`, with `address` where there is an actor pool. Those of API and
-supervisor have `faults`: what their xinference lacks of what we use, and whether this keeps replicas
-from sharing. An `error` stands in place of a missing part.
+supervisor have `faults`: what xinference lacks there of what we use, and whether this keeps
+replicas from sharing. An `error` stands in place of a missing part.
 
 Threading: event loops of API, supervisor and workers; every call has a deadline.
 """

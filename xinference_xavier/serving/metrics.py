@@ -386,7 +386,7 @@ _KINDS = {
 def add_metrics(context: Any, trackers: TrackerGateway) -> None:
     """`context` is xinference's APIExtensionContext."""
     exporter = Exporter(trackers)
-    exporter.register(seam.metrics_registry(context.app))
+    exporter.register(seam.metrics_registry(context.app, collectors.REGISTRY))
     seam.add_middleware(context.app, FreshMetrics, exporter=exporter)
 
 

@@ -15,7 +15,6 @@ from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any
 
-from aioprometheus import collectors
 from packaging.version import Version
 from starlette.middleware import Middleware
 
@@ -190,8 +189,9 @@ def _missing(feature: Feature) -> Iterator[str]:
         except (ImportError, AttributeError):
             yield f"{path.replace(':', '.')} is gone"
         else:
+            known = _names(owner)
             for need in needs:
-                yield from _compared(owner, need)
+                yield from _compared(owner, known, need)
 
 
 def _find(path: str) -> Any:
@@ -207,13 +207,12 @@ def _actor(path: str) -> type[Any] | None:
         return None
 
 
-def _compared(owner: Any, need: str) -> Iterator[str]:
+def _compared(owner: Any, known: set[str], need: str) -> Iterator[str]:
     if need.startswith("'"):
         if not _contains(owner, need.strip("'")):
             yield f"{owner.__name__} lacks {need}"
         return
     names, _, parameters = need.removesuffix(")").partition("(")
-    known = _names(owner)
     name = next((each for each in names.split("|") if each in known), None)
     if name is None:
         yield f"{owner.__name__}.{names} is gone"
@@ -380,9 +379,9 @@ def add_middleware(app: Any, middleware: Any, **options: object) -> None:
         app.add_middleware(middleware, **options)
 
 
-def metrics_registry(app: Any) -> Any:
+def metrics_registry(app: Any, default: Any) -> Any:
     """The registry of xinference's own `/metrics`."""
-    return getattr(app.state, "registry", collectors.REGISTRY)
+    return getattr(app.state, "registry", default)
 
 
 def wrap_require_model(wrap: Callable[[Any], Any]) -> None:
@@ -439,7 +438,7 @@ def is_of_actor(error: Exception) -> bool:
 
 
 def keep_open(stream: Any) -> None:
-    """Leave it to us to close a stream: xoscar would, once it is collected, block the event loop."""
+    """Leave it to us to close a stream. Once it is collected, xoscar would block the event loop."""
     stream._gc_destroy = False
 
 
