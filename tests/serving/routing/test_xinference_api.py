@@ -16,7 +16,8 @@ from tests.e2e.text_routes import CHAT, COMPLETIONS, TEXT_ROUTES, body_of
 from tests.serving.text_api import NoPrefixes, TextApi, llm_router
 from xinference_xavier.errors import PrefixNotFoundError
 from xinference_xavier.frontend.question import prompt_text
-from xinference_xavier.serving.routing import TEXT_ENDPOINTS, remember_texts
+from xinference_xavier.serving.routing import remember_texts
+from xinference_xavier.serving.seam import TEXT_ENDPOINTS
 
 WITHOUT_A_TEXT = {
     "count_anthropic_tokens",
