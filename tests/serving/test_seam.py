@@ -131,6 +131,7 @@ def test_an_api_without_any_of_it_has_our_routes_and_says_what_is_off(
 ) -> None:
     missing = {feature: {"xinference": ("nothing",)} for feature in Feature}
     monkeypatch.setattr(seam, "NEEDS", missing)
+    monkeypatch.setattr(seam, "NEWER", frozenset())
     before, api = restful_api.require_model, context()
     XavierExtension().configure_api(api)
     assert restful_api.require_model is before

@@ -155,6 +155,9 @@ NEEDS: dict[Feature, dict[str, tuple[str, ...]]] = {
 must take the named parameters."""
 
 
+_warned: set[Feature] = set()
+
+
 def works(feature: Feature) -> bool:
     """Whether the installed xinference has what it needs; a warning says once what is missing."""
     missing = faults([feature])
@@ -162,9 +165,6 @@ def works(feature: Feature) -> bool:
         _warned.add(feature)
         logger.warning("this xinference lacks what we use: %s", "; ".join(missing))
     return not missing
-
-
-_warned: set[Feature] = set()
 
 
 def faults(features: Iterable[Feature] = Feature) -> list[str]:
