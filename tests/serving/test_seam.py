@@ -90,7 +90,7 @@ def test_a_change_is_found(monkeypatch: pytest.MonkeyPatch, change: str) -> None
 def test_what_4_0_lacks_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(seam.NEEDS, Feature.SALTS, {"xinference.extensions": ("salts",)})
     for version, faults in (("4.0.1", 0), ("4.1.0", 1)):
-        monkeypatch.setattr(seam.metadata, "version", lambda package, version=version: version)
+        monkeypatch.setattr("importlib.metadata.version", lambda package, version=version: version)
         assert len(seam.faults([Feature.SALTS])) == faults
 
 
