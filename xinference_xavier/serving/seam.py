@@ -40,6 +40,7 @@ class Feature(StrEnum):
     STREAMS = "a stream that is abandoned may block the API"
     ACCESS = "nobody may see the prefixes and explanations of models"
     MIDDLEWARES = "what xinference refuses costs more"
+    FOLDER = "named prefixes are stored in ~/.xinference"
     POOLS = "cancelled calls to a pool on 0.0.0.0 may occupy a core"
     SALTS = "the cache_salt that another extension supplies is not known"
     MARKS = "what cache_control marks is not kept"
@@ -140,6 +141,7 @@ NEEDS: dict[Feature, dict[str, tuple[str, ...]]] = {
         ),
     },
     Feature.MIDDLEWARES: {"fastapi:FastAPI": ("user_middleware",)},
+    Feature.FOLDER: {"xinference.constants": ("XINFERENCE_HOME",)},
     Feature.POOLS: {  # which `runtime.cancels` mends
         "xoscar.backends.indigen.pool:MainActorPool": ("_message_handler",),
         "xoscar.backends.message:MessageType": ("cancel",),
