@@ -66,7 +66,7 @@ def measure() -> dict[str, Any]:
 
 @contextmanager
 def _frozen_heap() -> Iterator[None]:
-    """As in vLLM's engine, garbage is not looked for in what was there at the start."""
+    """The collector skips the objects that exist at the start, as in vLLM's engine."""
     gc.collect()
     gc.freeze()
     try:

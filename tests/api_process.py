@@ -169,7 +169,6 @@ def _application(supervisor: Any, *, guarded: bool = False) -> FastAPI:
     app.state.registry = Registry()  # one per application, as in separate processes
     app.add_route("/metrics", metrics)
     trackers = TrackerGateway(get_supervisor_ref)
-    trackers.routers.in_use = True
     add_routes(context, trackers)
     add_metrics(context, trackers)
     app.include_router(router)

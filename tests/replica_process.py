@@ -302,7 +302,7 @@ class _Inside:
         self.engine.counted = engine_stats
 
     def use(self, prompts: Sequence[Sequence[bytes]]) -> None:
-        """As if requests with these prompts had ended."""
+        """Act as if requests with these prompts had ended."""
         self.engine.finished += prompts
 
     def report_load(self, load: Load | None) -> None:

@@ -268,7 +268,7 @@ REPORTS = st.one_of(
     st.tuples(st.just("ns"), st.just("a"), altered(LOAD)),
     st.tuples(st.just("ns"), st.just("a"), st.just(LOAD), st.tuples(altered(PROMPT))),
 )
-"""Of a member, with one fault."""
+"""A member's messages, each with one fault."""
 CALLS = st.one_of(
     st.tuples(
         st.just("join"),

@@ -37,7 +37,7 @@ class Tracker:
 
 @pytest.mark.parametrize("revisions", [(0, 1, 1, 1), (0, 3), (2, 0, 1)])
 async def test_every_publication_is_noted_once(revisions: tuple[int, ...]) -> None:
-    """Whether it comes alone, with others, or in the first snapshot."""
+    """A key counts alone, with others and in the first snapshot."""
     tracker: Any = Tracker(*revisions)
     watcher = _Watcher("watcher")
     with suppress(asyncio.CancelledError):

@@ -22,7 +22,7 @@ from xinference_xavier.stats.schema import KnownLoad
 
 MODEL = "model"
 CHUNKS = 8
-"""Of each prefix; the smallest pool keeps three of them firmly."""
+"""The length of each prefix; the smallest pool keeps three of them firmly."""
 CHUNK_TOKENS = 128
 KEPT: dict[str, tuple[Retention, Copies]] = {
     "everywhere": ("hard", "all"),
@@ -121,7 +121,7 @@ class NamedPrefixes:
 
 
 class Watch:
-    """Of one replica: `lost` counts chunks of firm prefixes that were evicted.
+    """The names at one replica: `lost` counts chunks of firm prefixes that were evicted.
 
     `held` returns how many chunks of each firm prefix are in the pool. It may only grow, until the
     weights change or a peer turns out to compute differently.

@@ -27,14 +27,22 @@ def byte_code(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
 
 
-@pytest.mark.parametrize("api", [{}, {"routes": True}], ids=["of an earlier version", "routes"])
+@pytest.mark.parametrize("api", [{}, {"faults": {}}], ids=["of an earlier version", "whole"])
 def test_nothing_in_healthy_processes(api: dict[str, Any]) -> None:
     assert found(**api) == []
 
 
-def test_an_api_that_gives_requests_to_replicas_in_turn() -> None:
-    """Sharing works all the same."""
-    (finding,) = found(routes=False)
+@pytest.mark.parametrize("grave", [True, False])
+def test_what_xinference_lacks(grave: bool) -> None:
+    (finding,) = found(faults={"it has no ears: it does not hear": grave})
     assert finding.where == "API process"
-    assert "no require_model" in finding.problem
-    assert not finding.grave
+    assert "it has no ears: it does not hear" in finding.problem
+    assert finding.grave is grave
+
+
+def test_what_xinference_lacks_in_two_processes_is_found_once() -> None:
+    cluster = {"api": {"faults": {"a": False, "b": False}}, "supervisor": {"faults": {"a": False}}}
+    info = process_info()
+    cluster = {name: {**info, **process} for name, process in cluster.items()}
+    findings = process_findings({**cluster, "workers": {}, "models": {}})
+    assert [finding.problem[-1] for finding in findings] == ["a", "b"]

@@ -16,7 +16,7 @@ ANSWER_TIMEOUT = 120.0
 def complete(
     worker_address: str, replica_model_uid: str, prompt: str, *, max_tokens: int = 8
 ) -> Completion:
-    """That replica's greedy continuation. Raises what the worker or the model raises."""
+    """The replica's greedy continuation. Raises what the worker or the model raises."""
     options: dict[str, object] = {
         "max_tokens": max_tokens,
         "temperature": 0.0,

@@ -76,7 +76,7 @@ def replica_name(member: Mapping[str, Any]) -> str:
 
 
 def alive(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
-    """Those that are still running; a zombie is not."""
+    """The processes that still run; a zombie does not."""
     return [process for process in processes if _runs(process)]
 
 

@@ -73,7 +73,7 @@ def cached_tokens(answer: requests.Response) -> int:
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 def test_one_replica_computes_and_another_answers(model: LocalCluster, path: str) -> None:
-    """As long as it keeps to its forecast: one that a busy machine holds up is not waited for."""
+    """A replica that falls behind its forecast is not waited for: another document is tried."""
 
     def is_fetched() -> bool:
         answer = post(model, path, document(next(UNUSED), ROWS), 8)
@@ -164,7 +164,7 @@ def test_settings_mean_the_same_as_with_one_replica(
 
 @pytest.mark.long
 def test_a_prefill_replica_that_hangs_costs_no_request(model: LocalCluster) -> None:
-    """Whether it hangs in the middle of a prefill or before."""
+    """It may hang in the middle of a prefill or before."""
     with ThreadPoolExecutor(1) as clients:
         answering = clients.submit(ask, model, document(75, ROWS), 4)
         wait_until(lambda: requests_at(model, PREFILL) > 0, "it computes")

@@ -23,7 +23,7 @@ def vllm() -> Scheduling:
 
 @pytest.fixture
 def cache_config() -> KVCacheConfig:
-    """Of sixteen blocks, of which vLLM keeps one for itself."""
+    """The cache has sixteen blocks, and vLLM keeps one for itself."""
     spec = FullAttentionSpec(
         block_size=BLOCK_TOKENS, num_kv_heads=4, head_size=64, dtype=torch.float32
     )

@@ -330,7 +330,7 @@ class TestWindows:
 
 
 class TestMainKeys:
-    """Those that tell routers how much of a prompt a replica holds."""
+    """Routers use them to see how much of a prompt a replica holds."""
 
     def test_are_those_of_the_only_group(self) -> None:
         vllm = Engine()

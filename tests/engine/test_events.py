@@ -232,7 +232,7 @@ class TestConnector:
     def test_without_a_description_an_event_names_a_chunk_s_last_block(
         self, model_folder: Path, cache_config: KVCacheConfig, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """As vLLM's own do."""
+        """vLLM's own tiers do the same."""
         engine = Publishing(model_folder, cache_config, monkeypatch, describes=False)
         engine.compute()
         events = engine.of_the_pool()

@@ -139,7 +139,7 @@ class TestFetchedRows:
         assert_nothing_left(vllm)
 
     def test_do_not_evict_the_prefix_they_continue(self) -> None:
-        """That prefix is the oldest in the pool."""
+        """The prefix is the oldest in the pool."""
         vllm = Scheduling(slots=8)
         keys = chunks("prompt", 8)
         vllm.fill(keys[:4])

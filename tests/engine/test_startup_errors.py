@@ -44,7 +44,7 @@ def reported(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[XavierConfi
 
 
 def fail(logger: str, message: str, extra: dict[str, Any] | None) -> None:
-    """As vLLM does."""
+    """An engine process fails to start, in vLLM's way."""
 
     def start(vllm_config: object) -> None:
         raise RuntimeError("no memory")

@@ -49,7 +49,7 @@ class Counted(Scheduling):
         self.workload = self.manager.workload
 
     def load(self) -> Load:
-        """As a tracker takes it."""
+        """The reported load, after the tracker's checks."""
         return check_load(self.workload.load())
 
     def prompts(self) -> tuple[ScheduledPrompt, ...]:
@@ -225,7 +225,7 @@ class TestSeconds:
 
 class TestKnownRequests:
     def test_are_those_that_vllm_has_looked_at(self, engine: Counted) -> None:
-        """Of others it cannot say how much is missing."""
+        """How much other requests lack is not known."""
         request = engine.arrive("r", [])
         assert (engine.load().known, engine.load().requests) == ((), 1)
         engine.found(request, 1000)

@@ -85,7 +85,7 @@ def probes_of(
     can_audit: CanAudit,
     audits: bool = True,
 ) -> Probes:
-    """As a spec makes them, but nobody asks for their requests and nothing is sampled."""
+    """Probes as a spec makes them. Nobody asks for their requests, and nothing is sampled."""
     return Probes(
         can_audit,
         OwnRequests(None),

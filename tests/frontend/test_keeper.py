@@ -118,7 +118,7 @@ class Kit:
         return self.keeper.report(self.names.find(MODEL, "", name))
 
     def requests(self) -> int:
-        """That replicas got to compute prefixes."""
+        """The requests by which replicas compute prefixes."""
         return sum(len(each.requests) for each in self.cluster.replicas.values())
 
     async def until(self, condition: Callable[[], object]) -> None:

@@ -153,7 +153,7 @@ async def test_a_clock_that_jumps_ahead_costs_no_request() -> None:
 
 
 async def test_a_router_that_starts_knows_of_the_requests_that_others_sent() -> None:
-    """As that of a process that was restarted."""
+    """A restarted process has no history of its own."""
     cluster = Cluster(request_limit=2)
     cluster.join("m-0", "m-1")
     cluster.tell(cluster.load("m-0", 0.0, requests=2), cluster.load("m-1", 3.0, requests=1))

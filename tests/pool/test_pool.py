@@ -304,7 +304,7 @@ def test_redundant_rows_of_the_older_half_go_first() -> None:
 
 
 def test_a_row_that_a_peer_copies_is_an_original() -> None:
-    """Of two replicas, at most one may evict a row because the other holds it."""
+    """At most one of two replicas may evict a row because the other holds it."""
     pool = Pool(3)
     rows = ready(pool, b"a", b"b", b"c")
     for row in rows:

@@ -157,7 +157,7 @@ def offered(consumer: ReplicaProcess, keys: list[bytes], *donors: str) -> bool:
 
 
 def test_a_donor_is_not_asked_while_it_has_no_transfer_process(scene: Scene) -> None:
-    """As soon as it is asked again, it serves."""
+    """It serves again with the next request."""
     keys = stored(scene.consumer, scene.plain)
     scene.plain.send_signal(signal.SIGKILL, "transfer")
     wait_until(lambda: offered(scene.consumer, keys), "nobody can be asked")

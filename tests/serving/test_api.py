@@ -176,7 +176,7 @@ async def test_changing_how_requests_are_routed(address: str, tracker: Any) -> N
 
 
 async def test_loads_and_forecasts_of_the_replicas(address: str, tracker: Any) -> None:
-    """As soon as they have reported them."""
+    """Replicas report them first."""
     await xo.create_actor(Replica, address=address, uid=replica_uid("a"))
     await join(tracker, address, "a", 1)
     serving = Serving(chunk_tokens=4, chunk_bytes=1, request_limit=3)

@@ -120,4 +120,3 @@ async def test_a_supervisor_without_the_extension_is_an_error_and_the_rest_is_em
     assert "xavier_process_info" in facts["supervisor"]["error"]
     assert (facts["workers"], facts["models"]) == ({}, {})
     assert facts["api"]["versions"]["xinference-xavier"] == __version__
-    assert facts["api"]["routes"] is False

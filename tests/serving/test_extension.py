@@ -53,7 +53,7 @@ def test_it_adds_its_routes_and_pages() -> None:
 
 
 async def test_what_xinference_refuses_costs_nothing() -> None:
-    """As for an address that is not allowed."""
+    """xinference answers so to an address that is not allowed."""
     app, asked = FastAPI(), []
 
     @app.middleware("http")

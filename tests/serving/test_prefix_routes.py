@@ -129,7 +129,7 @@ async def test_no_tenant_sees_another_s_names(client: httpx.AsyncClient) -> None
 
 
 async def test_a_salt_in_a_url_is_refused(client: httpx.AsyncClient) -> None:
-    """Those who sent it there would see the names of no tenant."""
+    """A client that sent it there would see the names of no tenant."""
     answer = await client.get(f"{PATH}?cache_salt=a")
     assert (answer.status_code, SALT_HEADER in answer.text) == (400, True)
 

@@ -37,7 +37,7 @@ Numbers = npt.NDArray[np.uint64]
 BLOCK_TOKENS = 4
 PAGE_BYTES = 8 * BLOCK_TOKENS
 LAYERS = 2
-"""Of each group."""
+"""One for each group."""
 VOCABULARY = 500
 _AGE = np.uint64(48)
 _HASH = np.uint64((1 << 48) - 1)
@@ -67,7 +67,7 @@ class Text:
             self._append(self._hash % VOCABULARY)
 
     def hashes(self, first: int, last: int) -> Numbers:
-        """Of the prefixes that end with the tokens at `first` to `last`, which is left out."""
+        """Hashes of the prefixes that end with the tokens `first` to `last`, exclusive."""
         return np.array(self._hashes[first:last], dtype=np.uint64)
 
 
@@ -94,7 +94,7 @@ class Group(NamedTuple):
     spec: KVCacheSpec
     names: list[str]
     tags: Numbers
-    """Of the layers, which are mixed into the hashes that they hold; shape (layers, 1)."""
+    """Seeds of the layers, mixed into the hashes that they hold; shape (layers, 1)."""
 
     @property
     def is_recurrent(self) -> bool:

@@ -18,7 +18,7 @@ GROUPS = (
 
 @dataclass(frozen=True)
 class Options:
-    """Of one run. The last ones are switches: to leave something out may show why a run fails."""
+    """The options of one run. The last ones are switches, to find out why a run fails."""
 
     seed: int
     groups: tuple[str, ...] = ("full",)

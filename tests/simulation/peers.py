@@ -139,7 +139,7 @@ class Peers(ScriptedTier):
         self._region.array[row.slot] = noise
 
     def join(self, keys: Iterable[bytes]) -> None:
-        """As a replica that has just joined: reserve free rows for what peers hold."""
+        """Reserve free rows for what peers hold, as a replica does that has just joined."""
         rows = self.pool.reserve(keys, redundant=None).rows
         self.joining += [(row, self.weights) for row in rows]
         for row in rows:

@@ -508,7 +508,7 @@ class Replica:
 
     @property
     def _oldest_row(self) -> int:
-        """Of the weights that a row may depend on: those that came with the connector's latest
+        """The weights that a row may depend on: those that came with the connector's latest
         reset, even if vLLM did not reset its own cache then, because requests ran."""
         return self.weights
 

@@ -123,7 +123,7 @@ class Simulation:
     # -- steps --------------------------------------------------------------------------------
 
     def _step(self) -> None:
-        """As vLLM's `EngineCore` does: fill the queue of batches, else take the oldest output."""
+        """Fill the queue of batches, else take the oldest output, like vLLM's `EngineCore`."""
         replica, rng = self._replica, self._rng
         while rng.random() < 0.5:
             replica.background()

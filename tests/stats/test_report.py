@@ -14,7 +14,7 @@ from xinference_xavier.stats.report import report
 from xinference_xavier.tracker.actor import BlockTracker
 
 RAISES = "json:loads"
-"""As a hook, it raises at every event, because none is JSON text."""
+"""This hook raises at every event, because none is JSON text."""
 
 
 @pytest.fixture

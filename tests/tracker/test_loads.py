@@ -106,7 +106,7 @@ def test_one_that_has_not_reported_cannot_be_gone(loads: Loads) -> None:
 
 @pytest.mark.parametrize("seen", ["nothing", "an earlier tracker", "a later tracker"])
 def test_who_has_followed_another_tracker_gets_everything(loads: Loads, seen: str) -> None:
-    """Those that left are those that are missing."""
+    """The members that are missing have left."""
     first = loads.version
     loads.report("a", load(1), prompts("p"), now=0.0)
     loads.report("b", load(2), (), now=0.0)

@@ -247,7 +247,7 @@ async def test_links_that_are_made_at_the_same_time_are_bounded_too(
 
 
 async def test_a_link_that_died_while_idle_costs_nothing(consumer: Side, donor: Side) -> None:
-    """As when our lease ended while we were cut off: the donor closed it and nobody told us."""
+    """Our lease ended while we were cut off: the donor closed it, and nobody told us."""
     await consumer.pull(donor, [0])
     await donor.actor.close_links_except(NOBODY)
     assert (await consumer.pull(donor, [1]))[:2] == (1, None)

@@ -32,7 +32,7 @@ def process_findings(cluster: Info) -> Iterator[Finding]:
     yield from _extensions(cluster)
     yield from _versions(cluster)
     yield from _byte_code(cluster)
-    yield from _routing(cluster)
+    yield from _faults(cluster)
 
 
 def _extensions(cluster: Info) -> Iterator[Finding]:
@@ -46,7 +46,12 @@ def _extensions(cluster: Info) -> Iterator[Finding]:
                 f"runs without this extension, or another version ({info['error']})",
                 f"stop it and start it with {_EXTENSION} {program} …",
             )
-    if not workers and "error" not in cluster["supervisor"]:
+    # With faults, it may not know them.
+    if (
+        not workers
+        and not cluster["supervisor"].get("faults")
+        and "error" not in cluster["supervisor"]
+    ):
         yield Finding(
             "workers",
             "none is registered; the supervisor refuses workers whose extensions are not its own",
@@ -54,13 +59,18 @@ def _extensions(cluster: Info) -> Iterator[Finding]:
         )
 
 
-def _routing(cluster: Info) -> Iterator[Finding]:
-    if not cluster["api"].get("routes", True):
+def _faults(cluster: Info) -> Iterator[Finding]:
+    """Faults that both processes have are reported once."""
+    found: dict[str, tuple[str, bool]] = {}
+    for where, process in (("supervisor", "supervisor"), ("API process", "api")):
+        faults = cluster[process].get("faults", {})
+        found |= {fault: (where, grave) for fault, grave in faults.items()}
+    for fault, (where, grave) in found.items():
         yield Finding(
-            "API process",
-            "gives requests to the replicas in turn, because this xinference has no require_model",
+            where,
+            f"its xinference is not the one we know: {fault}",
             "pip install 'xinference>=4.0,<4.2' there, and restart it",
-            grave=False,
+            grave,
         )
 
 

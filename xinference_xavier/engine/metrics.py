@@ -31,7 +31,7 @@ class HitReporter:
         self._reported = Hits()
 
     def delta(self) -> OffloadingConnectorStats | None:
-        """The increase since the last call; None if there is none, as after most steps."""
+        """The increase since the last call; None after most steps, which increase nothing."""
         if self._hits == self._reported:
             return None
         stats = OffloadingConnectorStats()

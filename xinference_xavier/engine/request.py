@@ -91,13 +91,13 @@ class Request:
 
     @property
     def shares(self) -> bool:
-        """Whether its rows may be stored and loaded: not while its adapter's content is unknown."""
+        """Whether its rows are stored and loaded. False while its adapter's content is unknown."""
         known = self.adapter is None or self.adapter.digest is not None
         return known and not self.excluded
 
     @property
     def stores(self) -> bool:
-        """Whether its blocks may be stored: they must be its own weights' and its own adapter's."""
+        """Whether its blocks are stored. They must come from its own weights and adapter."""
         replaced = self.adapter is not None and self.adapter.replaces
         return self.shares and not (self.stale or (replaced and self.reuses))
 

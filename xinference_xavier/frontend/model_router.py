@@ -401,8 +401,6 @@ class Routers:
         self._routers: dict[str, ModelRouter] = {}
         self._looking: dict[str, asyncio.Future[None]] = {}
         self._absent: dict[str, float] = {}  # until when, by model uid
-        self.in_use = False
-        """Whether requests are routed through it."""
 
     def get(self, model_uid: str) -> ModelRouter | None:
         """None while the model is not known to share; it is looked for in the background."""

@@ -142,7 +142,7 @@ class Store:
         return int(version)
 
     async def content(self, prefix: str) -> Mapping[str, Any] | None:
-        """None if it has been removed."""
+        """The prefix of that name; None if it has been removed."""
 
         def read() -> Mapping[str, Any] | None:
             row = self._reader.execute(

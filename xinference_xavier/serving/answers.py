@@ -8,11 +8,11 @@ from typing import Any, TypeVar
 from urllib.parse import unquote_to_bytes
 
 from fastapi import HTTPException, Request, Security
-from starlette.middleware import Middleware
 from starlette.responses import Response
 
 from xinference_xavier.errors import NOT_FOUND_HEADER, ExplainError, NotFoundError
 from xinference_xavier.frontend.prefix import check_tenant
+from xinference_xavier.serving import seam
 from xinference_xavier.serving.gateway import UNREACHABLE
 from xinference_xavier.stats.answers import SALT_HEADER
 
@@ -33,28 +33,14 @@ def add_route(
     context.router.add_api_route(path, endpoint, methods=[method], dependencies=guard)
 
 
-def add_middleware(context: Any, middleware: Any, **options: object) -> None:
-    """Inside xinference's own, so that what those refuse (addresses, too many requests) costs
-    nothing here. `context` is xinference's APIExtensionContext."""
-    # Not add_middleware: the last one added is the outermost.
-    context.app.user_middleware.append(Middleware(middleware, **options))
-
-
 def model_access(context: Any) -> Access:
     """Only those who may ask the model may learn what it has computed. `context` is xinference's
     APIExtensionContext."""
     auth_service = context.auth_service if context.auth_enabled else None
+    known = auth_service is None or seam.works(seam.Feature.ACCESS)
 
     def check(request: Request, model_uid: str) -> None:
-        # From 4.1 on, xinference keeps the request's key there; with 4.0, look it up again.
-        key = getattr(request.state, "authenticated_api_key", None)
-        validate = getattr(auth_service, "validate_model_access", None)
-        if key is not None:
-            allowed = key.has_model_access(model_uid, "LLM")
-        else:
-            token = request.headers.get("authorization", "").partition(" ")[2].strip()
-            allowed = validate is None or validate(token, model_uid, "LLM")
-        if not allowed:
+        if not known or not seam.may_ask(auth_service, request, model_uid):
             raise HTTPException(403, f"the API key is not valid for model {model_uid!r}")
 
     return check
@@ -64,11 +50,8 @@ def tenant_of(request: Request, given: object) -> str:
     """The `cache_salt` with which xinference computes what this request asks: that of an extension
     which supplies salts, or else the one that the client has `given`. Empty if there is none.
     Raises HTTPException."""
-    from xinference import extensions
-
-    resolve = getattr(extensions, "resolve_cache_salt", None)  # from 4.1 on
     try:
-        supplied = None if resolve is None else resolve(request)
+        supplied = seam.supplied_salt(request)
     except Exception:
         # Like xinference, without the error: it may contain credentials.
         raise HTTPException(500, "the extension that supplies cache_salt fails") from None

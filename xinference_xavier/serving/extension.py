@@ -4,7 +4,6 @@ xinference calls the factory once in the API process, in the supervisor and in e
 they serve anything. Then it calls the hooks, which must be synchronous and fast.
 """
 
-from pathlib import Path
 from typing import Any
 
 from xinference_xavier._version import __version__
@@ -18,9 +17,7 @@ class XavierExtension:
 
     def configure_api(self, context: Any) -> None:
         """Add our routes, metrics and pages; `context` is xinference's APIExtensionContext."""
-        from xinference.constants import XINFERENCE_HOME
-
-        from xinference_xavier.serving.answers import add_middleware
+        from xinference_xavier.serving import seam
         from xinference_xavier.serving.api import add_routes
         from xinference_xavier.serving.gateway import TrackerGateway
         from xinference_xavier.serving.metrics import add_metrics
@@ -28,10 +25,12 @@ class XavierExtension:
         from xinference_xavier.serving.routing import add_routing
         from xinference_xavier.serving.ui.routes import add_pages
 
+        for feature in seam.Feature:
+            seam.works(feature)  # or a warning says why not
         trackers = TrackerGateway(context.get_supervisor_ref)
-        prefixes = Prefixes(trackers, context.get_supervisor_ref, Path(XINFERENCE_HOME))
+        prefixes = Prefixes(trackers, context.get_supervisor_ref, seam.data_folder())
         add_routing(context, trackers.routers, prefixes)
-        add_middleware(context, Starting, prefixes=prefixes)
+        seam.add_middleware(context.app, Starting, prefixes=prefixes)
         add_routes(context, trackers)
         add_prefix_routes(context, prefixes)
         add_metrics(context, trackers)

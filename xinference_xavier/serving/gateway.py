@@ -4,8 +4,9 @@ gathers there from every process of a cluster:
     {"api": info, "supervisor": info, "workers": {address: info},
      "models": {model_uid: {"report": …, "tracker": info, "self_checks": {incarnation: …}}}}
 
-`info` is that of `process_info`, with `address` where there is an actor pool; that of the API has
-`routes`, whether requests are routed. An `error` stands in place of a missing part.
+`info` is that of `process_info`, with `address` where there is an actor pool. Those of API and
+supervisor have `faults`: what xinference lacks there of what we use, and whether this keeps
+replicas from sharing. An `error` stands in place of a missing part.
 
 Threading: event loops of API, supervisor and workers; every call has a deadline.
 """
@@ -24,6 +25,7 @@ from xinference_xavier.protocol.tracker import tracker_uid
 from xinference_xavier.runtime.addresses import reachable_address
 from xinference_xavier.runtime.aio import retrieve, within
 from xinference_xavier.runtime.host import process_info
+from xinference_xavier.serving import seam
 from xinference_xavier.stats.report import report
 from xinference_xavier.stats.schema import RoutingStats
 from xinference_xavier.tracker.fanout import SELF_CHECK_DEADLINE
@@ -122,10 +124,11 @@ async def worker_process_info(worker: Any) -> dict[str, Any]:
 
 async def supervisor_process_info(supervisor: Any) -> dict[str, Any]:
     """Becomes SupervisorActor's method `xavier_process_info`; includes those of its `workers`."""
-    workers = dict(supervisor._worker_address_to_worker)
+    workers = dict(seam.workers(supervisor))
     answers = await asyncio.gather(*map(_ask_worker, workers.values()))
     return {
         **process_info(),
+        "faults": seam.graded_faults(seam.LAUNCHING),
         "address": supervisor.address,
         "workers": dict(zip(workers, answers, strict=True)),
     }
@@ -140,7 +143,7 @@ async def cluster_info(trackers: TrackerGateway) -> dict[str, Any]:
             zip(uids, await asyncio.gather(*(_model(trackers, uid) for uid in uids)), strict=True)
         )
     return {
-        "api": {**process_info(), "routes": trackers.routers.in_use},
+        "api": {**process_info(), "faults": seam.graded_faults()},
         "workers": supervisor.pop("workers", {}),
         "supervisor": supervisor,
         "models": models,

@@ -28,7 +28,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from xinference_xavier.errors import ROLLBACKS, NotFoundError, NotSharing
 from xinference_xavier.runtime.aio import within
 from xinference_xavier.runtime.rate_limited_log import RateLimitedLog
-from xinference_xavier.serving.answers import add_middleware
+from xinference_xavier.serving import seam
 from xinference_xavier.serving.gateway import TrackerGateway
 from xinference_xavier.stats.report import read
 from xinference_xavier.stats.schema import (
@@ -386,9 +386,8 @@ _KINDS = {
 def add_metrics(context: Any, trackers: TrackerGateway) -> None:
     """`context` is xinference's APIExtensionContext."""
     exporter = Exporter(trackers)
-    # The registry of xinference's own endpoint.
-    exporter.register(getattr(context.app.state, "registry", collectors.REGISTRY))
-    add_middleware(context, FreshMetrics, exporter=exporter)
+    exporter.register(seam.metrics_registry(context.app, collectors.REGISTRY))
+    seam.add_middleware(context.app, FreshMetrics, exporter=exporter)
 
 
 class FreshMetrics:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from xinference_xavier.frontend.prefix import LORA
 from xinference_xavier.protocol.prefixes import Keeping, with_keeping
+from xinference_xavier.serving import seam
 
 
 class WrongKindError(ValueError):
@@ -102,7 +103,7 @@ class ModelProxy:
         """xinference prepares Anthropic's messages before it calls `chat` with the result."""
         messages = self._with_prefix(messages, config)
         self._prepared = True
-        marked = config.get("_anthropic_cache_control") if isinstance(config, dict) else None
+        marked = seam.anthropic_marks(config)
         if isinstance(marked, dict) and marked.get("messages"):
             tools = config.get("tools")
             part = [marked["messages"], marked.get("tools", tools)]

@@ -20,6 +20,7 @@ from fastapi import HTTPException
 from xinference_xavier.errors import ReplicaNotServingError, XavierError
 from xinference_xavier.frontend.model_router import AT_LIMIT, ModelRouter, QueueFullError, Route
 from xinference_xavier.runtime.aio import spawn, within
+from xinference_xavier.serving import seam
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +91,6 @@ Connect = Callable[[str], Awaitable[Any]]
 """Returns a reference to the model actor of a replica. Raises ReplicaNotServingError."""
 _DEAD = "EngineDeadError"
 _OF_ITS_REPLICA = {"address", "uid"}
-_FULL = "Rate limit reached"
 _CLOSE_TIMEOUT = 5.0  # seconds
 
 
@@ -189,7 +189,7 @@ class RoutedModel:
                     self._replica = self._route.replica
                 return await ask()
             except Exception as error:
-                full = _FULL in str(error)
+                full = seam.is_full(error)
                 if not (full or _is_lost(error)) or not await self._moves(full):
                     raise
                 logger.warning(
@@ -239,7 +239,7 @@ class _Place:
     def __init__(self, model: Any, iterator: Any) -> None:
         self.iterator = iterator
         self._model = model
-        iterator._gc_destroy = False  # collected unclosed, it would block the event loop
+        seam.keep_open(iterator)
 
     async def leave(self) -> None:
         """The replica may be gone."""
@@ -294,10 +294,9 @@ class _Stream(AsyncIterator[Any]):
 
 def _is_lost(error: Exception) -> bool:
     """Whether the replica is lost, rather than the request refused. What the model actor itself
-    raised is the request's error whatever its type, such as the OSError of an unreadable image;
-    xoscar marks it with the actor's process. What the connection raised has no mark."""
+    raised is the request's error whatever its type, such as the OSError of an unreadable image."""
     if isinstance(error, OSError):
-        return not hasattr(error, "pid")
+        return not seam.is_of_actor(error)
     gone = (xo.ServerClosed, xo.ActorNotExist, ReplicaLostError, ReplicaNotServingError)
     return isinstance(error, gone) or _DEAD in {each.__name__ for each in type(error).__mro__}
 

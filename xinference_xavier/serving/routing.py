@@ -39,13 +39,11 @@ from xinference_xavier.frontend.model_router import (
 from xinference_xavier.frontend.question import SALT, Keep, read_keep, read_question
 from xinference_xavier.runtime.aio import within
 from xinference_xavier.runtime.rate_limited_log import RateLimitedLog
-from xinference_xavier.serving.answers import add_middleware, tenant_of
+from xinference_xavier.serving import seam
+from xinference_xavier.serving.answers import tenant_of
 from xinference_xavier.serving.model_proxy import ModelProxy, NamedPrefix, WrongKindError
 from xinference_xavier.serving.routed_model import AtLimitError, Connect, RoutedModel
 
-MESSAGE = "create_message"
-TEXT_ENDPOINTS = {"create_chat_completion", "create_completion", MESSAGE, "create_response"}
-"""xinference's functions that answer with a text, at whatever paths."""
 TOO_MANY_REQUESTS = 429
 
 
@@ -73,7 +71,7 @@ def remember_texts(router: APIRouter) -> set[str]:
     """Lets the text routes of `router` remember their requests, from when an application includes
     it. Returns the names of their endpoints."""
     routes = [route for route in router.routes if isinstance(route, APIRoute)]
-    texts = [route for route in routes if _name(route) in TEXT_ENDPOINTS]
+    texts = [route for route in routes if _name(route) in seam.TEXT_ENDPOINTS]
     for route in texts:
         route.dependencies.append(Depends(_remember))  # the last: after authentication
     return {*map(_name, texts)}
@@ -99,7 +97,7 @@ class Asked:
         """What the request says about keeping its prefix. Raises HTTPException."""
         body = await self.body()
         assert self.request is not None
-        marks = _name(self.request.scope["route"]) == MESSAGE
+        marks = _name(self.request.scope["route"]) == seam.MESSAGE
         try:
             return read_keep(body, self._header(b"x-xavier-prefix"), marks)
         except ValueError as error:
@@ -237,21 +235,16 @@ class Prefixes(Protocol):
 
 def add_routing(context: Any, routers: Routers, prefixes: Prefixes) -> None:
     """`context` is xinference's APIExtensionContext."""
-    from xinference.api import restful_api
-
-    original = getattr(restful_api, "require_model", None)
-    if original is None:
-        logger.warning("this xinference gives requests to replicas in turn: no require_model")
+    if not (seam.works(seam.Feature.FINDING) and seam.works(seam.Feature.ROUTING)):
         return
-    missing = TEXT_ENDPOINTS - remember_texts(context.router)
+    missing = seam.TEXT_ENDPOINTS - remember_texts(context.router)
     if missing:
         logger.warning(
             "requests go to replicas in turn where this xinference has no: %s",
             ", ".join(sorted(missing)),
         )
-    restful_api.require_model = routing_require(original, routers, prefixes)
-    add_middleware(context, RoutingMiddleware)
-    routers.in_use = True
+    seam.wrap_require_model(lambda original: routing_require(original, routers, prefixes))
+    seam.add_middleware(context.app, RoutingMiddleware)
 
 
 def routing_require(original: Require, routers: Routers, prefixes: Prefixes) -> Require:
@@ -303,15 +296,7 @@ async def _model_of(get_supervisor_ref: Any, replica: str) -> Any:
         raise SupervisorError(
             f"xinference's supervisor does not say where replica {replica} is ({error!r})"
         ) from error
-    return _correlated(model)
-
-
-def _correlated(model: Any) -> Any:
-    """Lets the model's log name the request, as xinference's own `require_model` does."""
-    from xinference.api.model_request_logging import get_current_model_request_id
-    from xinference.core.rpc_context import correlate_model_ref
-
-    return correlate_model_ref(model, get_current_model_request_id())
+    return seam.correlated(model)
 
 
 async def _routed(

@@ -19,6 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from xinference_xavier.errors import NotFoundError
 from xinference_xavier.runtime.aio import within
+from xinference_xavier.serving import seam
 from xinference_xavier.serving.gateway import DEADLINE, UNREACHABLE, TrackerGateway
 
 STATUS_INTERVAL = 1.0
@@ -93,9 +94,7 @@ async def _next(messages: AsyncIterator[Message]) -> Message | None:
 
 
 def _drains() -> bool:
-    """Whether a server of this process takes no more connections, and waits until all are closed.
-    Only xinference's has such a state."""
-    return any(getattr(server, "draining", False) for server in _servers)
+    return any(map(seam.drains, _servers))
 
 
 def notice_servers() -> None:

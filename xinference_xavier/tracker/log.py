@@ -136,7 +136,7 @@ class EventLog:
         return [record for record in self._records if record.number > number]
 
     async def wait_since(self, number: int, timeout: float) -> list[EventRecord]:
-        """Like `since`; if there are none, wait up to `timeout` seconds for one."""
+        """The same, but wait up to `timeout` seconds for the first one."""
         if not self.since(number):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(timeout):

@@ -124,7 +124,7 @@ def test_two_workers_use_the_same_rows_side_by_side() -> None:
 
 
 def test_a_cell_holds_tensor_after_tensor_block_by_block() -> None:
-    """As vLLM's own worker for devices lays it out."""
+    """vLLM's own worker for devices has the same layout."""
     caches = kv_caches([[64, 40]], padding=24)
     region = Region.create(ROWS, 16 + cell_bytes(caches, 2))
     with worker(caches, 2, region=region, cell_offset=16) as working:

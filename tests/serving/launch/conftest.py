@@ -26,5 +26,5 @@ def supervisor(address: str) -> Any:
 
 @pytest.fixture
 async def tracker(address: str) -> Any:
-    """That of model `m`."""
+    """The tracker of model `m`."""
     return await xo.create_actor(AskedTracker, "m", address=address, uid=tracker_uid("m"))

@@ -45,7 +45,7 @@ class AskedTracker(BlockTracker):
         return members
 
     async def was_asked_twice(self) -> None:
-        """Of the two questions, the second one came after this call."""
+        """The second of the two questions came after this call."""
         while not self.asked.locked():
             await self.asked.acquire()
         for _ in range(2):

@@ -77,7 +77,7 @@ async def test_one_replica_is_allowed_with_a_warning(
 
 
 async def test_memory_that_hosts_cannot_share_is_not_demanded(address: str) -> None:
-    """As far as the launch knows where replicas will be."""
+    """A launch knows the hosts of some replicas only."""
     spread = [Placement([Device(worker)]) for worker in ("10.0.0.2", "10.0.0.1", "10.0.0.2")]
     supervisor = supervisor_class()(address, 2, False)
     with pytest.raises(

@@ -244,7 +244,7 @@ def test_an_xinference_without_require_model_keeps_its_own_way(
         SimpleNamespace(app=app, router=APIRouter()), Routers(lambda uid: None), Prefixes()
     )  # type: ignore[arg-type, return-value]
     assert not app.user_middleware
-    assert "gives requests to replicas in turn" in caplog.text
+    assert "require_model is gone: requests go to replicas in turn" in caplog.text
 
 
 def test_it_is_put_before_xinferences_own_function(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,8 @@ from tests.e2e.text_routes import CHAT, COMPLETIONS, TEXT_ROUTES, body_of
 from tests.serving.text_api import NoPrefixes, TextApi, llm_router
 from xinference_xavier.errors import PrefixNotFoundError
 from xinference_xavier.frontend.question import prompt_text
-from xinference_xavier.serving.routing import TEXT_ENDPOINTS, remember_texts
+from xinference_xavier.serving.routing import remember_texts
+from xinference_xavier.serving.seam import TEXT_ENDPOINTS
 
 WITHOUT_A_TEXT = {
     "count_anthropic_tokens",
@@ -45,7 +46,8 @@ async def api(start_text_api: Callable[..., Awaitable[TextApi]]) -> TextApi:
 
 @pytest.fixture
 def tenant(monkeypatch: pytest.MonkeyPatch) -> str:
-    """Of a request with the key "mallory" and the salt "alice". An extension supplies the salts."""
+    """The tenant of a request with the key "mallory" and the salt "alice", where an extension
+    supplies the salts."""
     if not hasattr(extensions, "CacheSalt"):
         return "alice"  # xinference 4.0 lets no extension do so
 

@@ -2,7 +2,7 @@
 
 What could never share is refused before anything is created. Creating the tracker is a transaction:
 it destroys the tracker if the launch fails. A launch in the background (`wait_ready=False`) is
-cleaned up by xinference, which destroys the actors in its `_xavier_cache_mapping`.
+cleaned up by xinference, which destroys the actors in `seam.trackers`.
 
 Cancels: xinference 4.1 stops the replicas that its workers count as being launched. A vLLM engine
 loads on a thread of its own, and after one second its worker counts the replica as launched. The
@@ -43,6 +43,7 @@ from xinference_xavier.events import Hooks, LaunchRolledBack, load_hook
 from xinference_xavier.protocol.startup_errors import without_rank
 from xinference_xavier.protocol.tracker import tracker_uid
 from xinference_xavier.runtime.aio import Rollback, spawn
+from xinference_xavier.serving import seam
 from xinference_xavier.serving.launch import Method
 from xinference_xavier.tracker.actor import BlockTracker
 
@@ -108,18 +109,17 @@ def thorough_cancel(original: Method) -> Method:
 
     @functools.wraps(original)
     async def cancel(supervisor: Any, model_uid: str) -> Any:
-        tracker = supervisor._xavier_cache_mapping.get(model_uid)
+        tracker = seam.trackers(supervisor).get(model_uid)
         ours = tracker is not None and tracker.uid == tracker_uid(model_uid).encode()
-        info = supervisor._model_uid_to_replica_info.get(model_uid)
+        info = seam.replica_infos(supervisor).get(model_uid)
         result = await original(supervisor, model_uid)
         if ours and info is not None:
             endings = [
-                worker.terminate_model(model_uid=f"{model_uid}-rep{replica_id}")
-                for replica_id in info.active_replica_ids
-                for worker in info.replica_to_worker_refs[replica_id]
+                worker.terminate_model(model_uid=replica)
+                for replica, worker in seam.replicas_of(model_uid, info)
             ]
             # A launch in the background no longer finds the model, and so does not clean up.
-            if supervisor._xavier_cache_mapping.pop(model_uid, None) is not None:
+            if seam.trackers(supervisor).pop(model_uid, None) is not None:
                 endings.append(xo.destroy_actor(tracker))
             if endings:
                 # Replicas that take longer than this go on ending in the background.
@@ -133,10 +133,7 @@ def thorough_cancel(original: Method) -> Method:
 def release_uid(supervisor: Any, model_uid: str) -> None:
     """Remove what a cancelled launch left on record, so that the uid can be launched again."""
     replica_uid = re.compile(re.escape(model_uid) + r"-rep\d+")
-    for book in (
-        supervisor._replica_model_uid_to_worker,
-        supervisor._replica_model_uid_to_worker_shards,
-    ):
+    for book in seam.replica_records(supervisor):
         for uid in list(filter(replica_uid.fullmatch, book)):
             del book[uid]
 
@@ -168,7 +165,7 @@ async def xavier_tracker_address(
     Raises:
         NotFoundError: the model does not run or does not share here.
     """
-    address = _control_address(supervisor)
+    address = seam.control_address(supervisor)
     if not create:
         try:
             await xo.actor_ref(address=address, uid=tracker_uid(model_uid))
@@ -176,7 +173,7 @@ async def xavier_tracker_address(
             raise NotFoundError(f"model {model_uid!r} does not share its cache here") from None
         return address
 
-    running = supervisor._model_uid_to_replica_info
+    running = seam.replica_infos(supervisor)
     if model_uid not in running:
         raise NotFoundError(f"model {model_uid!r} is not running here")
     tracker = await _ensure_tracker(address, model_uid, hooks)
@@ -184,13 +181,13 @@ async def xavier_tracker_address(
         await _destroy_tracker(address, model_uid)
         raise NotFoundError(f"model {model_uid!r} was terminated meanwhile")
     # xinference destroys it from there when the model ends.
-    supervisor._xavier_cache_mapping.setdefault(model_uid, tracker)
+    seam.trackers(supervisor).setdefault(model_uid, tracker)
     return address
 
 
 async def xavier_models(supervisor: Any) -> list[str]:
     """The uids of all models that share; becomes a SupervisorActor's method."""
-    trackers = supervisor._xavier_cache_mapping
+    trackers = seam.trackers(supervisor)
     # The built-in Xavier keeps its trackers there, too.
     return sorted(uid for uid, ref in trackers.items() if ref.uid == tracker_uid(uid).encode())
 
@@ -216,12 +213,12 @@ def sharing_launch(original: Method) -> Method:
             refuse_several_hosts(supervisor, call.arguments)
         model_uid = call.arguments["model_uid"]
         if model_uid is None:
-            model_uid = supervisor._gen_model_uid(call.arguments["model_name"])
+            model_uid = seam.new_model_uid(supervisor, call.arguments["model_name"])
             call.arguments["model_uid"] = model_uid
-        address = _control_address(supervisor)
+        address = seam.control_address(supervisor)
         # No await between check and claim, so that two launches never share a tracker.
         claim = (address, model_uid)
-        if claim in launching or model_uid in supervisor._model_uid_to_replica_info:
+        if claim in launching or model_uid in seam.replica_infos(supervisor):
             raise ConfigError(
                 "model_uid",
                 model_uid,
@@ -245,11 +242,11 @@ def sharing_launch(original: Method) -> Method:
                 # Registered first, because a cancelled creation may still succeed.
                 scope.undo(_destroy_tracker, address, model_uid)
                 tracker = await _ensure_tracker(address, model_uid, config.hooks)
-                trackers = supervisor._xavier_cache_mapping
+                trackers = seam.trackers(supervisor)
                 trackers[model_uid] = tracker
                 scope.undo(_forget, trackers, model_uid, tracker)
                 result = await original(*call.args, **call.kwargs)
-                if model_uid not in supervisor._model_uid_to_replica_info:
+                if model_uid not in seam.replica_infos(supervisor):
                     raise LaunchCancelledError(f"the launch of model {model_uid!r} was cancelled")
                 scope.commit()
             return result
@@ -267,7 +264,7 @@ def notifying_terminate(original: Method) -> Method:
     async def terminate(supervisor: Any, model_uid: str, *args: Any, **kwargs: Any) -> Any:
         # xinference terminates a failed launch within the handler of its error.
         error = sys.exc_info()[1]
-        claim = (_control_address(supervisor), model_uid)
+        claim = (seam.control_address(supervisor), model_uid)
         try:
             return await original(supervisor, model_uid, *args, **kwargs)
         finally:
@@ -296,19 +293,13 @@ def _replicas_per_host(supervisor: Any, arguments: Mapping[str, Any]) -> int:
     if not isinstance(replica, int):
         return 1
     one_host = arguments.get("worker_ip") is not None or supervisor.is_local_deployment()
-    hosts = 1 if one_host else max(1, len(supervisor._worker_address_to_worker))
+    hosts = 1 if one_host else max(1, len(seam.workers(supervisor)))
     return max(1, -(-replica // hosts))
 
 
 def _request_limit(arguments: Mapping[str, Any]) -> int | None:
     limit = arguments.get("request_limits")
     return limit if type(limit) is int and limit > 0 else None
-
-
-def _control_address(supervisor: Any) -> str:
-    # 4.0 has only the actor's own address.
-    address: str = getattr(supervisor, "control_address", supervisor.address)
-    return address
 
 
 async def _ensure_tracker(address: str, model_uid: str, hooks: str | None) -> Any:
@@ -337,10 +328,7 @@ async def xavier_replica(supervisor: Any, replica: str) -> Any:
     """A reference to the model actor of one replica. Raises ReplicaNotServingError."""
     replica = without_rank(replica)
     try:
-        worker = supervisor._replica_model_uid_to_worker[replica]
-        if isinstance(worker, (list, tuple)):  # a replica of several workers
-            worker = worker[0]
-        return await worker.get_model(model_uid=replica)
+        return await seam.worker_of(supervisor, replica).get_model(model_uid=replica)
     except Exception as error:
         raise ReplicaNotServingError(f"replica {replica} takes no requests ({error!r})") from error
 

@@ -19,7 +19,6 @@ from typing import Any
 
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.specifiers import SpecifierSet
-from xinference.core.utils import parse_replica_model_uid
 
 from xinference_xavier import vllm_versions
 from xinference_xavier.config import XavierConfig, configuration, for_worker, own_transfer_config
@@ -28,6 +27,7 @@ from xinference_xavier.protocol.startup_errors import pop_startup_error
 from xinference_xavier.protocol.tracker import Member, tracker_uid
 from xinference_xavier.runtime.addresses import replica_uid
 from xinference_xavier.runtime.aio import ask, within
+from xinference_xavier.serving import seam
 from xinference_xavier.serving.launch import Method
 from xinference_xavier.vllm_versions import SHARES, UNTESTED
 
@@ -62,9 +62,9 @@ async def wait_until_serving(worker: Any, replica: str, config: XavierConfig, en
 
 
 async def _until_serving(worker: Any, replica: str, config: XavierConfig, engines: int) -> None:
-    model = worker._model_uid_to_model.get(replica)
+    model = seam.model_on(worker, replica)
     pause = _FIRST_PAUSE
-    while worker._model_uid_to_model.get(replica) is model:
+    while seam.model_on(worker, replica) is model:
         try:
             members = await members_of(replica, config)
         except Exception as error:  # whatever it is, the model serves
@@ -105,7 +105,7 @@ def packages_with_vllm(launch: Mapping[str, Any], untested: bool = False) -> lis
     given: list[str] | None = launch.get("virtual_env_packages")
     wanted = SpecifierSet(vllm_versions.SUPPORTED_OR_NEWER if untested else vllm_versions.SUPPORTED)
     here = _installed()
-    if not _has_own_environment(launch.get("enable_virtual_env")):
+    if not seam.has_own_environment(launch.get("enable_virtual_env")):
         if here is not None:
             vllm_versions.check(here[1], untested)
         return given
@@ -113,7 +113,7 @@ def packages_with_vllm(launch: Mapping[str, Any], untested: bool = False) -> lis
     named, rest = _requirements(packages)
     if named:
         return [*rest, _narrowed(named[-1], wanted, "is what the launch asks for")]
-    defined, _ = _requirements(_definition(launch))
+    defined, _ = _requirements(seam.defined_packages(launch))
     if defined:
         return [*rest, _narrowed(defined[-1], wanted, "is what the model's definition asks for")]
     if here is not None and wanted.contains(here[1], prereleases=True):
@@ -164,29 +164,6 @@ def _installed() -> tuple[str, str] | None:
     return None
 
 
-def _has_own_environment(asked: bool | None) -> bool:
-    from xinference.constants import XINFERENCE_ENABLE_VIRTUAL_ENV
-
-    return bool(XINFERENCE_ENABLE_VIRTUAL_ENV if asked is None else asked)
-
-
-def _definition(launch: Mapping[str, Any]) -> list[str]:
-    """The packages that xinference would install for the model; empty if it is not known here."""
-    from xinference.core.utils import filter_virtualenv_packages_by_markers
-    from xinference.core.virtual_env_manager import expand_engine_dependency_placeholders
-    from xinference.model.llm.custom import get_user_defined_llm_families
-    from xinference.model.llm.llm_family import BUILTIN_LLM_FAMILIES
-
-    name, engine = launch.get("model_name"), launch.get("model_engine")
-    families = [*get_user_defined_llm_families(), *BUILTIN_LLM_FAMILIES]
-    family = next((family for family in families if family.model_name == name), None)
-    settings = getattr(family, "virtualenv", None)
-    if settings is None:
-        return []
-    packages = expand_engine_dependency_placeholders([*(settings.packages or ())], engine)
-    return filter_virtualenv_packages_by_markers(packages, engine, None)  # type: ignore[no-any-return]
-
-
 logger = logging.getLogger(__name__)
 
 
@@ -199,12 +176,13 @@ def localizing_launch(original: Method) -> Method:
             kwargs["kv_transfer_config"] = for_worker(
                 transfer,
                 worker_address=worker.address,
-                supervisor_address=worker._supervisor_address,
-                number=parse_replica_model_uid(name)[1],
+                supervisor_address=seam.supervisor_address(worker),
+                number=seam.replica_number(name),
                 engines=_engines(kwargs),
             )
             untested = configuration(transfer).untested_vllm
-            kwargs["virtual_env_packages"] = packages_with_vllm(kwargs, untested)
+            if seam.works(seam.Feature.ENVIRONMENTS):
+                kwargs["virtual_env_packages"] = packages_with_vllm(kwargs, untested)
             shares = UNTESTED if untested else "1"
             kwargs["envs"] = {**(kwargs.get("envs") or {}), SHARES: shares}
             try:
@@ -227,7 +205,7 @@ def explaining_load(original: Method) -> Method:
 
     @functools.wraps(original)
     async def wait_for_load(worker: Any, model_uid: str) -> Any:
-        transfer = own_transfer_config(_launch_of(worker, model_uid).get("kv_transfer_config"))
+        transfer = own_transfer_config(seam.launch_of(worker, model_uid).get("kv_transfer_config"))
         try:
             return await original(worker, model_uid)
         except Exception as error:
@@ -248,18 +226,13 @@ def serving_when_ready(original: Method) -> Method:
 
     @functools.wraps(original)
     async def update(worker: Any, model_uid: str, state: str) -> Any:
-        launch = _launch_of(worker, model_uid)
+        launch = seam.launch_of(worker, model_uid)
         transfer = own_transfer_config(launch.get("kv_transfer_config"))
         if state == "ready" and transfer is not None:
-            model, config = worker._model_uid_to_model.get(model_uid), configuration(transfer)
+            model, config = seam.model_on(worker, model_uid), configuration(transfer)
             await wait_until_serving(worker, model_uid, config, _engines(launch))
-            if worker._model_uid_to_model.get(model_uid) is not model:
+            if seam.model_on(worker, model_uid) is not model:
                 return None  # it was terminated meanwhile
         return await original(worker, model_uid, state)
 
     return update
-
-
-def _launch_of(worker: Any, model_uid: str) -> Mapping[str, Any]:
-    """The arguments with which `worker` launched the replica."""
-    return worker._model_uid_to_launch_args.get(model_uid) or {}
