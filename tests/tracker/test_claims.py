@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
+from tests.tracker_pools import MODEL, join
+from tests.tracker_pools import NAMESPACE as NS
+from xinference_xavier.protocol.tracker import Member, NotMemberError
 from xinference_xavier.tracker import index as claims_module
+from xinference_xavier.tracker.actor import BlockTracker
 from xinference_xavier.tracker.index import Claims
 
 ONE = [b"a", b"b", b"c"]
@@ -41,19 +47,6 @@ def test_chunks_before_a_claimed_one_count_as_claimed(claims: Claims) -> None:
     assert claims.claim("second", ONE, 1.0, 10.0) == 3
 
 
-@pytest.mark.parametrize("end", ["released", "forgotten", "expired"])
-def test_a_claim_ends(claims: Claims, end: str) -> None:
-    now = 1.0
-    if end == "released":
-        claims.release("first", ONE)
-    elif end == "forgotten":
-        claims.forget("first")
-    else:
-        now = 10.0
-    assert claims.claim("second", ONE, now, 10.0) == 0
-    assert claims.claim("third", ONE, now, 10.0) == 3
-
-
 def test_a_replica_releases_only_its_own_claims(claims: Claims) -> None:
     claims.release("second", ONE)
     claims.forget("second")
@@ -73,3 +66,37 @@ def test_expired_claims_make_room(claims: Claims, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(claims_module, "MAX_CLAIMED", 4)
     claims.claim("second", [b"x", b"y"], 10.0, 10.0)
     assert (len(claims), claims.refused) == (2, 0)
+
+
+MEMBERS = [Member(name, "127.0.0.1:1") for name in ("first", "second", "third")]
+KEYS = b"key1key2"
+
+
+@pytest.mark.parametrize("end", ["published", "replaced", "released", "left", "expired"])
+async def test_a_claim_ends(end: str) -> None:
+    now = 100.0
+    tracker = BlockTracker(MODEL, clock=lambda: now)
+    await join(tracker, *MEMBERS)
+    assert await tracker.claim(NS, "first", KEYS, 5.0) == 0
+    assert await tracker.claim(NS, "second", KEYS, 5.0) == 2
+    match end:
+        case "published":
+            await tracker.publish(NS, "first", 1, KEYS, b"")
+        case "replaced":
+            await tracker.replace(NS, "first", 1, KEYS)
+        case "released":
+            await tracker.release(NS, "first", KEYS)
+        case "left":
+            await tracker.leave(NS, "first")
+        case "expired":
+            now += 5.0
+    assert await tracker.claim(NS, "second", KEYS, 5.0) == 0
+    assert await tracker.claim(NS, "third", KEYS, 5.0) == 2
+
+
+async def test_only_members_claim(tracker: Any) -> None:
+    await join(tracker, MEMBERS[0])
+    with pytest.raises(NotMemberError, match="'second' is not a member"):
+        await tracker.claim(NS, "second", KEYS, 60.0)
+    await tracker.release(NS, "second", KEYS)
+    await tracker.release("elsewhere", "second", KEYS)
