@@ -12,28 +12,6 @@ from xinference_xavier.routing.router import Queue
 BOUND, PATIENCE = 3, 10.0
 
 
-@pytest.fixture
-def queue() -> Queue:
-    queue = Queue(BOUND, PATIENCE)
-    for time, request in enumerate("abc"):
-        assert queue.join(request, time)
-    return queue
-
-
-def test_the_first_to_come_is_the_first_to_go(queue: Queue) -> None:
-    waited = []
-    while request := queue.first:
-        waited.append((request, queue.admit(5.0)))
-    assert waited == [("a", 5.0), ("b", 4.0), ("c", 3.0)]
-
-
-def test_a_full_queue_refuses(queue: Queue) -> None:
-    assert not queue.join("d", 3.0)
-    queue.leave("b")
-    assert queue.join("d", 3.0)
-    assert [queue.admit(4.0) for _ in range(3)] == [4.0, 2.0, 1.0]
-
-
 def test_nobody_is_admitted_from_an_empty_queue() -> None:
     queue = Queue(BOUND, PATIENCE)
     assert queue.first == ""
@@ -41,8 +19,8 @@ def test_nobody_is_admitted_from_an_empty_queue() -> None:
         queue.admit(0.0)
 
 
-def test_retry_after_is_as_long_as_the_queue_will_take(queue: Queue) -> None:
-    assert queue.retry_after(3.0) == 10  # nothing is known
+def test_retry_after_is_as_long_as_the_queue_will_take() -> None:
+    assert Queue(BOUND, PATIENCE).retry_after(3.0) == 10  # nothing is known
     queue = Queue(100, 60.0)
     for number in range(24):
         queue.join(f"{number}", 0.0)

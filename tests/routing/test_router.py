@@ -5,13 +5,15 @@ from __future__ import annotations
 import random
 from collections import Counter
 
+import hypothesis.strategies as st
 import pytest
+from hypothesis import given, settings
 
 from tests.routing.holdings import Held
 from xinference_xavier.mirror import PeerSets
 from xinference_xavier.routing.choice import Choice, Chunks, Prompt
 from xinference_xavier.routing.load import Rates, Report
-from xinference_xavier.routing.router import Router
+from xinference_xavier.routing.router import Expected, Router
 
 SIZE = Chunks(tokens=100, bytes=1000)
 RATES = Rates(token_s=0.001, fetch_s=0.01, byte_s=1e-5)
@@ -99,6 +101,29 @@ def test_nothing_is_expected_of_a_replica_that_was_lost(cluster: Cluster) -> Non
     assert choice.reason == "backlog"
 
 
+def test_an_unanswered_request_survives_the_loss_of_one_replica(cluster: Cluster) -> None:
+    """A second loss may be its own doing, and must not bring down a third replica."""
+    sent = {f"{number + 1}": cluster.send(prompt(f"{number}")).replica for number in range(12)}
+    lost = sent["1"]
+    moved = cluster.router.lost(lost)
+    assert moved == [request for request, replica in sent.items() if replica == lost]
+    assert cluster.router.lost(lost) == [], "they are at no replica"
+    choice = cluster.router.choose(prompt("0"), 0.0)
+    assert choice is not None
+    cluster.router.sent("1", choice, 0.0)
+    there = [request for request, replica in sent.items() if replica == choice.replica]
+    assert cluster.router.lost(choice.replica) == there
+    assert len(cluster.router.in_flight) == 11
+
+
+def test_a_request_is_at_one_replica_and_ends_once(cluster: Cluster) -> None:
+    choice = cluster.send(prompt("chat"))
+    with pytest.raises(AssertionError, match="it is at a replica"):
+        cluster.router.sent("1", choice, 0.0)
+    assert [cluster.router.in_flight.ended("1") for _ in range(2)] == [choice.replica, ""]
+    cluster.router.answered("1")
+
+
 def test_an_answer_that_has_begun_is_not_sent_again(cluster: Cluster) -> None:
     lost = cluster.send(prompt("chat")).replica
     cluster.router.answered("1")
@@ -113,3 +138,29 @@ def test_nothing_is_expected_of_a_replica_that_has_another_number(cluster: Clust
     choice = cluster.router.choose(prompt("chat"), 0.0)
     assert choice is not None
     assert choice.reason == "backlog"
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from([1, 2, 4]), st.lists(st.sampled_from([b"a", b"b"])), st.integers(1, 9)
+        )
+    ),
+    st.integers(0, 10),
+)
+def test_a_chunk_is_expected_as_long_as_any_request_promises_it(
+    added: list[tuple[int, list[bytes], int]], now: int
+) -> None:
+    expected = Expected()
+    for bit, keys, until in added:
+        expected.add(bit, keys, until)
+    expected.expire(now)
+    sets: dict[bytes, int] = {}
+    for bit, keys, until in added:
+        for key in keys if until > now else ():
+            sets[key] = sets.get(key, 0) | bit
+    assert expected.sets == sets
+    expected.expire(10)
+    assert not expected._until
+    assert not expected._ends
