@@ -505,3 +505,26 @@ def replicas(
             if replica.process.is_alive():
                 replica.stop()
             replica.kill()
+
+
+def stored(consumer: ReplicaProcess, *donors: ReplicaProcess, count: int = 8) -> list[bytes]:
+    """Fresh chunks that all `donors` hold, as `consumer` knows."""
+    keys = fresh_keys(count)
+    for donor in donors:
+        donor.store(keys)
+        wait_until_known(consumer, donor, keys)
+    return keys
+
+
+def wait_until_known(consumer: ReplicaProcess, donor: ReplicaProcess, keys: list[bytes]) -> None:
+    wait_until(
+        lambda: all(donor.name in consumer.holders(key) for key in keys),
+        f"{consumer.name} knows what {donor.name} holds",
+    )
+
+
+def is_free(replica: ReplicaProcess) -> bool:
+    """Whether no row is being filled or pinned, and nothing is granted."""
+    counts = replica.counts()
+    grants = replica.stats()["grants"]["live"]
+    return (counts.filling, counts.pinned, counts.quarantined, grants) == (0, 0, 0, 0)

@@ -10,7 +10,7 @@ import struct
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import psutil
@@ -23,14 +23,19 @@ from tests.replica_process import (
     ROW_BYTES,
     ReplicaProcess,
     TrackerProcess,
-    fresh_keys,
     replicas,
+    stored,
     wait_until,
 )
 from xinference_xavier.errors import GrantRefusedError, LinkError
 from xinference_xavier.pool.region import Region
 from xinference_xavier.protocol.tracker import Member, Settings, tracker_uid
-from xinference_xavier.protocol.transfer import PROTOCOL_VERSION, TRANSFER_UID, GrantRequest
+from xinference_xavier.protocol.transfer import (
+    MAX_ROWS_PER_FETCH,
+    PROTOCOL_VERSION,
+    TRANSFER_UID,
+    GrantRequest,
+)
 from xinference_xavier.runtime.addresses import replica_uid
 from xinference_xavier.transfer.transports.gloo import GlooTransport
 from xinference_xavier.transfer.transports.shared_memory import SharedMemoryTransport
@@ -55,16 +60,21 @@ def scene(tracker_process: TrackerProcess) -> Iterator[Scene]:
         yield Scene(*started)
 
 
-def stored(scene: Scene) -> list[bytes]:
-    keys = fresh_keys(ROWS)
-    scene.donor.store(keys)
-    known = scene.consumer.holders
-    wait_until(lambda: all("guarded" in known(key) for key in keys), "the consumer knows them")
-    return keys
+async def engine_of(scene: Scene) -> Any:
+    """The donor's."""
+    return await xoscar.actor_ref(scene.consumer.address("guarded"), replica_uid("guarded"))
+
+
+async def granted(scene: Scene, consumer: str) -> tuple[Any, Any, Any]:
+    """The actors of the donor's engine and transfer process, and a grant for `consumer`."""
+    keys = tuple(stored(scene.consumer, scene.donor, count=ROWS))
+    engine = await engine_of(scene)
+    grant = await engine.grant(GrantRequest(PROTOCOL_VERSION, "namespace", consumer, keys))
+    return engine, await xoscar.actor_ref(grant.address, TRANSFER_UID), grant
 
 
 def assert_they_share(scene: Scene) -> None:
-    keys = stored(scene)
+    keys = stored(scene.consumer, scene.donor, count=ROWS)
     outcome = scene.consumer.fetch("guarded", keys, PATIENCE)
     assert (outcome.reason, outcome.committed) == (None, ROWS)
     assert scene.consumer.wrong_rows() == []
@@ -78,11 +88,8 @@ async def test_a_link_of_a_non_member_is_closed(
     late = Member("late", f"{HOST}:1")
     secret = (await tracker.join("elsewhere", late, KEY_BYTES, Settings())).secret
     await tracker.leave("elsewhere", "late")
-    engine = await xoscar.actor_ref(scene.consumer.address("guarded"), replica_uid("guarded"))
-    keys = tuple(stored(scene))
-    grant = await engine.grant(GrantRequest(PROTOCOL_VERSION, "namespace", "late", keys))
+    engine, transfer, grant = await granted(scene, "late")
     await engine.release(grant.grant_id)
-    transfer = await xoscar.actor_ref(grant.address, TRANSFER_UID)
     assert_they_share(scene)  # this opens a link that stays
     links = scene.donor.transfer_stats()["links"]
     region = Region.create(ROWS, ROW_BYTES)
@@ -102,11 +109,8 @@ async def test_a_link_of_a_non_member_is_closed(
 @pytest.mark.parametrize("name", TRANSPORTS)
 async def test_a_client_that_has_another_secret_moves_nothing(scene: Scene, name: str) -> None:
     """It speaks our protocol and has a grant, which an engine gives to anybody who asks."""
-    keys = stored(scene)
     sent = scene.donor.transfer_stats()["bytes_sent"]
-    engine = await xoscar.actor_ref(scene.consumer.address("guarded"), replica_uid("guarded"))
-    grant = await engine.grant(GrantRequest(PROTOCOL_VERSION, "namespace", "stranger", tuple(keys)))
-    transfer = await xoscar.actor_ref(grant.address, TRANSFER_UID)
+    engine, transfer, grant = await granted(scene, "stranger")
     region = Region.create(ROWS, ROW_BYTES)
     transport = TRANSPORTS[name](region, HOST, None)
     offer = transport.offer(b"another secret", time.monotonic() + PATIENCE)
@@ -130,11 +134,8 @@ async def test_a_client_that_has_another_secret_moves_nothing(scene: Scene, name
 
 async def test_a_ticket_is_of_no_use_on_a_friends_link(scene: Scene) -> None:
     """A link carries only rows that were granted to its own consumer."""
-    keys = stored(scene)
     assert_they_share(scene)  # this opens a link
-    engine = await xoscar.actor_ref(scene.consumer.address("guarded"), replica_uid("guarded"))
-    grant = await engine.grant(GrantRequest(PROTOCOL_VERSION, "namespace", "stranger", tuple(keys)))
-    transfer = await xoscar.actor_ref(grant.address, TRANSFER_UID)
+    engine, transfer, grant = await granted(scene, "stranger")
     for link_id in ("", "0" * 16, "friend", None, []):
         with pytest.raises(LinkError):
             await transfer.serve(PROTOCOL_VERSION, link_id, grant.ticket, ROW_BYTES, PATIENCE)
@@ -142,28 +143,36 @@ async def test_a_ticket_is_of_no_use_on_a_friends_link(scene: Scene) -> None:
     assert_they_share(scene)
 
 
-async def test_malformed_requests_to_an_engine_are_refused(scene: Scene) -> None:
+async def test_an_engine_refuses_bad_requests(scene: Scene) -> None:
     """They are counted, and pin nothing."""
-    (key,) = fresh_keys(1)
-    scene.donor.store([key])
-    wait_until(lambda: "guarded" in scene.consumer.holders(key), "the consumer knows it")
-    engine = await xoscar.actor_ref(scene.consumer.address("guarded"), replica_uid("guarded"))
+    (key,) = stored(scene.consumer, scene.donor, count=1)
+    engine = await engine_of(scene)
     good = GrantRequest(PROTOCOL_VERSION, "namespace", "stranger", (key,))
     refused = scene.donor.stats()["grants"]["refused"]
-    nonsense = [
-        None,
-        good._replace(keys=(key, [])),  # the second one is not hashable
-        good._replace(keys=[key]),
-        good._replace(consumer="x" * 10_000),
-        good._replace(namespace=None),
-        good._replace(version=PROTOCOL_VERSION + 1),
-    ]
-    for request in nonsense:
-        with pytest.raises((LinkError, GrantRefusedError)):
-            await engine.grant(request)
-    grants = scene.donor.stats()["grants"]
-    assert (grants["live"], grants["refused"]) == (0, refused + len(nonsense))
+    requests = {
+        "malformed": (
+            None,
+            good._replace(keys=(key, [])),  # the second one is not hashable
+            good._replace(keys=[key]),
+            good._replace(consumer="x" * 10_000),
+            good._replace(namespace=None),
+        ),
+        "run the same version": [good._replace(version=PROTOCOL_VERSION + 1)],
+        "other namespace": [good._replace(namespace="another")],
+        "too many rows": [good._replace(keys=(key,) * (MAX_ROWS_PER_FETCH + 1))],
+    }
+    for reason, each in requests.items():
+        for request in each:
+            with pytest.raises((LinkError, GrantRefusedError), match=reason) as error:
+                await engine.grant(request)
+            if isinstance(error.value, GrantRefusedError):
+                assert error.value.reason == reason, "the counted reason, without an address"
+    count = sum(map(len, requests.values()))
+    assert scene.donor.stats()["grants"] == {"live": 0, "refused": refused + count}
     assert scene.donor.counts().pinned == 0
+    grant = await engine.grant(good)
+    assert scene.donor.stats()["grants"]["live"] == 1
+    await engine.release(grant.grant_id)
 
 
 def ports(pid: int) -> list[int]:
