@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -85,20 +85,17 @@ def test_promises_to_the_dead_end_at_once(pool: Pool, grants: Grants) -> None:
     assert len(grants) == pinned(pool) == grants.granted_rows == 1
 
 
-def test_without_a_transfer_process_nothing_is_granted(pool: Pool) -> None:
+@pytest.mark.parametrize(
+    ("trusted", "reason"), [("consumer", "no transfer process"), ("other", "not compared")]
+)
+def test_a_grant_needs_a_transfer_process_and_a_trusted_consumer(
+    pool: Pool, trusted: str, reason: str
+) -> None:
     down: Any = SimpleNamespace(endpoint=None, ready=False)
     donor = Donor(pool, down, LIFETIME)
     request = GrantRequest(PROTOCOL_VERSION, "namespace", "consumer", (A,))
-    with pytest.raises(GrantRefusedError, match="no transfer process"):
-        donor.grant(request, namespace="namespace", sequence=1, trusts=lambda consumer: True)
-    assert (pinned(pool), donor.refused) == (0, 1)
-
-
-def test_a_consumer_that_may_compute_otherwise_gets_nothing(pool: Pool) -> None:
-    donor = Donor(pool, cast(Any, SimpleNamespace(endpoint=None)), LIFETIME)
-    request = GrantRequest(PROTOCOL_VERSION, "namespace", "consumer", (A,))
-    with pytest.raises(GrantRefusedError, match="not compared"):
-        donor.grant(request, namespace="namespace", sequence=1, trusts={"other"}.__contains__)
+    with pytest.raises(GrantRefusedError, match=reason):
+        donor.grant(request, namespace="namespace", sequence=1, trusts=lambda name: name == trusted)
     assert (pinned(pool), donor.refused) == (0, 1)
 
 

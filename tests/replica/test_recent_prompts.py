@@ -80,7 +80,6 @@ def test_named_prefixes_come_before_all_others(scene: Scene) -> None:
 def test_what_is_not_in_the_pool_is_not_offered_nor_what_follows_it(scene: Scene) -> None:
     scene.ask("abcd", "abcd")
     row = scene.pool.lookup(key("c"))
-    assert row is not None
     scene.pool.flush([row])
     scene.named = [prompt("qr")]
     assert scene.hottest() == "ab"

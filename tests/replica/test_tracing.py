@@ -59,7 +59,6 @@ def test_a_span_belongs_to_its_request_s_trace(exported: InMemorySpanExporter) -
     span = FetchSpan(HEADERS)
     span.end(None)
     parent = only(exported).parent
-    assert parent is not None
     assert (f"{parent.trace_id:032x}", f"{parent.span_id:016x}") == (TRACE, PARENT)
 
 

@@ -18,6 +18,7 @@ from tests.tracker_pools import (
     wait_for_update,
 )
 from tests.tracker_pools import NAMESPACE as NS
+from xinference_xavier.protocol.load import Load, ScheduledPrompt, Serving
 from xinference_xavier.protocol.tracker import (
     Change,
     Member,
@@ -31,6 +32,8 @@ from xinference_xavier.tracker.actor import BlockTracker
 
 A, B = Member("a", "127.0.0.1:1"), Member("b", "127.0.0.1:1")
 K1, K2 = b"key1", b"key2"
+LOAD = Load(Serving(128, 1 << 20), prefill_tokens=100, prefill_s=0.1, requests=1, known=("r",))
+PROMPT = ScheduledPrompt("r", 100, b"k" * 12)
 
 
 async def test_a_member_sees_what_another_publishes(tracker: Any) -> None:
@@ -170,3 +173,8 @@ async def test_all_of_it_travels_between_processes(stoppable_tracker: tuple[Any,
     with pytest.raises(ValueError, match="sequence=0"):
         await tracker.publish(NS, "a", 0, K1, b"")
     assert await tracker.status()
+    assert await tracker.report_load(NS, "a", LOAD, (PROMPT,)) is False
+    await tracker.observe("", 0, 0, 0.0)
+    assert await tracker.report_load(NS, "a", LOAD, (PROMPT,)) is True
+    found = await tracker.observe("", 0, 0, 0.0)
+    assert (found.loads[0].load, found.prompts) == (LOAD, (PROMPT,))

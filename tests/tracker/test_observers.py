@@ -25,7 +25,6 @@ from xinference_xavier.protocol.tracker import (
     NotMemberError,
     Settings,
     TrackerFullError,
-    tracker_uid,
 )
 from xinference_xavier.tracker import namespaces as watchers_module
 from xinference_xavier.tracker import observers as observers_module
@@ -331,16 +330,6 @@ async def test_routers_count_as_watches(tracker: Any, monkeypatch: pytest.Monkey
     assert (await waiting).loads[0].load == LOAD
 
 
-async def test_all_of_it_travels_between_processes(stoppable_tracker: tuple[Any, str]) -> None:
-    tracker = await xo.actor_ref(address=stoppable_tracker[1], uid=tracker_uid(MODEL))
-    await join(tracker, A)
-    assert await tracker.report_load(NS, "a", LOAD, (PROMPT,)) is False
-    await look(tracker)
-    assert await tracker.report_load(NS, "a", LOAD, (PROMPT,)) is True
-    found = await look(tracker)
-    assert (found.loads[0].load, found.prompts) == (LOAD, (PROMPT,))
-
-
 NAMES = {"a": "model-0", "b": "model-1"}
 
 
@@ -390,14 +379,8 @@ def test_a_look_finds_what_is_newer_than_the_last_one(loads: Loads) -> None:
     assert news(loads, second.version) == News(second.version, False, (), (), ())
 
 
-def test_only_the_latest_load_of_a_replica_counts(loads: Loads) -> None:
-    seen = loads.version
-    for tokens in range(5):
-        loads.report("a", load(tokens), (), now=0.0)
-    assert reported(news(loads, seen)) == {"a": 4}
-
-
 def test_news_come_in_the_order_in_which_they_arrived(loads: Loads) -> None:
+    """Of the loads of one replica, only the latest one."""
     seen = loads.version
     for name in ("a", "b", "a"):
         loads.report(name, load(), prompts(f"of {name}"), now=0.0)

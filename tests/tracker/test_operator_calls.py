@@ -35,7 +35,6 @@ class Replica(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no types
     async def stats(self) -> dict[str, Any]:
         if self._stats is None:
             await asyncio.Event().wait()
-        assert self._stats is not None
         return self._stats
 
     async def set_weights_version(self, version: str) -> bool:
