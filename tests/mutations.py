@@ -338,7 +338,7 @@ def _run(
             finally:
                 if process.poll() is None:
                     os.killpg(process.pid, signal.SIGKILL)
-    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", output, re.M)
+    failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", output, re.M)
     said = failed[1] if failed else output.strip().rpartition("\n")[2]
     return status, said, time.monotonic() - began
 
