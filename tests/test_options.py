@@ -130,6 +130,10 @@ def test_port_range(ports: object) -> None:
     assert parsed(xavier_port_range=ports) == {"port_range": (40000, 40100)}
 
 
+def test_port_range_may_have_no_more_than_three_ports() -> None:
+    assert parsed(xavier_port_range="40000-40002") == {"port_range": (40000, 40002)}
+
+
 @pytest.mark.parametrize(
     ("wrong", "reason"),
     [
