@@ -95,6 +95,23 @@ def test_a_row_that_takes_long_holds_up_no_other(link: Link) -> None:
     assert checked[-1] == 0
 
 
+def test_only_rows_before_one_that_is_wrong_count(link: Link) -> None:
+    """Another thread has copied the row behind it."""
+    behind = threading.Event()
+
+    def check(slot: int) -> None:
+        if slot == 2:
+            assert behind.wait(PATIENCE)
+            raise LinkError("damaged")
+        if slot == 3:
+            behind.set()
+
+    rows = link.receive([1, 2, 3], [4, 5, 6], check)
+    assert next(rows) == 1
+    with pytest.raises(LinkError, match="damaged"):
+        next(rows)
+
+
 def test_a_row_outside_of_the_donors_memory_is_refused(link: Link, here: Side) -> None:
     before = here.region.array.copy()
     with pytest.raises(LinkError, match=f"row {ROWS} is outside the donor"):
