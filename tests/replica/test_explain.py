@@ -88,14 +88,11 @@ def test_a_run_too_short_to_be_fetched_is_computed() -> None:
     assert explain("--------", peer="xxx-----", min_fetch_tokens=21)["reuse"]["own"]["remote"] == 30
 
 
-def test_nothing_comes_from_peers_while_sharing_is_off() -> None:
-    answer = explain("x-------", peer="xxxx----", enabled=False)
-    assert answer["reuse"]["own"] == {"local_pool": 10, "remote": 0, "computed": 75}
-    assert answer["reuse"]["peer"] == {"local_pool": 40, "remote": 0, "computed": 45}
-
-
-def test_nothing_comes_from_a_peer_that_does_not_serve() -> None:
-    answer = explain("x-------", peer="xxxx----", down="peer")
+@pytest.mark.parametrize(
+    "without", [{"enabled": False}, {"down": "peer"}], ids=["sharing is off", "it does not serve"]
+)
+def test_nothing_comes_from_a_peer_that_cannot_be_asked(without: dict[str, Any]) -> None:
+    answer = explain("x-------", peer="xxxx----", **without)
     assert answer["reuse"]["own"] == {"local_pool": 10, "remote": 0, "computed": 75}
     assert answer["reuse"]["peer"] == {"local_pool": 40, "remote": 0, "computed": 45}
     assert answer["chunks"][1]["replicas"] == {"own": "none", "peer": "pool"}

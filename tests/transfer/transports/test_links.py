@@ -14,7 +14,7 @@ from tests.replica_process import wait_until
 from tests.transfer.transports.links import ROWS, SECRET, Link, Side, later
 from xinference_xavier.errors import LinkError, LinkTimeoutError
 from xinference_xavier.transfer.transports import gloo
-from xinference_xavier.transfer.transports.base import Transport
+from xinference_xavier.transfer.transports.base import PROOF_BYTES, Transport, prove, verify
 from xinference_xavier.transfer.transports.gloo import GlooTransport
 from xinference_xavier.transfer.transports.shared_memory import SharedMemoryTransport
 
@@ -70,6 +70,21 @@ def test_a_closed_link_takes_nothing(link: Link) -> None:
         [*link.receive([1], [1])]
 
 
+def test_a_proof_is_valid_only_for_its_secret_role_and_transcript() -> None:
+    proof = prove(SECRET, "donor", b"transcript")
+    assert len(proof) == PROOF_BYTES
+    verify(SECRET, "donor", b"transcript", proof)
+    for secret, role, transcript, given in (
+        (b"t" * 32, "donor", b"transcript", proof),
+        (SECRET, "consumer", b"transcript", proof),
+        (SECRET, "donor", b"another", proof),
+        (SECRET, "donor", b"transcript", proof[:-1]),
+        (SECRET, "donor", b"transcript", b""),
+    ):
+        with pytest.raises(LinkError, match="does not know this model's secret"):
+            verify(secret, role, transcript, given)
+
+
 def opened() -> tuple[int, int]:
     return psutil.Process().num_fds(), threading.active_count()
 
@@ -79,18 +94,25 @@ def test_who_does_not_know_the_secret_opens_nothing(here: Side, there: Side) -> 
     before = opened()
     strange = here.transport.offer(b"t" * 32, later())
     known = here.transport.offer(SECRET, later())
-    for hello in (strange.hello, known.hello[:-1], b"n" * 48):
-        with pytest.raises(LinkError, match="does not know this model's secret"):
+    wrong = (strange.hello, known.hello[:-1], known.hello + b"x", b"x" + known.hello[1:], b"n" * 48)
+    for hello in wrong:
+        with pytest.raises(LinkError, match=r"does not know this model's secret|malformed hello"):
             there.transport.accept(hello, SECRET, later())
     strange.withdraw()
     known.withdraw()
     wait_until(lambda: opened() == before, "all threads have ended")
 
 
-@pytest.mark.parametrize("what", [b"", b"x" * 15, b"x" * 47, b"x" * 49, "x" * 48, 7], ids=repr)
-def test_a_malformed_hello_or_answer_is_refused(here: Side, there: Side, what: Any) -> None:
+@pytest.mark.parametrize(
+    "what",
+    [7, "x" * 48, b"", b"x" * 15, b"x" * 32, b"x" * 100_000],
+    ids=lambda what: f"{what!r:.9}",
+)
+def test_a_malformed_hello_or_answer_is_refused_before_it_is_hashed(
+    here: Side, there: Side, what: Any
+) -> None:
     offer = here.transport.offer(SECRET, later())
     for give in (there.transport.accept, lambda what, *_: offer.complete(what, later())):
-        with pytest.raises(LinkError, match=r"malformed|does not know this model's secret"):
+        with pytest.raises(LinkError, match="malformed"):
             give(what, SECRET, later())
     offer.withdraw()

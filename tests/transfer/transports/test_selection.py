@@ -20,7 +20,6 @@ from xinference_xavier.transfer.transports import selection
 from xinference_xavier.transfer.transports.selection import (
     DIFFERENCES,
     MEMORY_NOT_SHARED,
-    OutOfReachError,
     TransportSelector,
     difference,
 )
@@ -52,34 +51,6 @@ def names(
 ) -> list[str]:
     found: Sequence[NoTransport] = choice.candidates(donor, at, host)  # type: ignore[assignment]
     return [transport.name for transport in found]
-
-
-def test_only_donors_of_this_host_are_linked_within_it(
-    region: Region,
-) -> None:
-    both = choice(region, Near, Far)
-    assert names(both, HERE) == ["near", "far"]
-    assert names(both, THERE) == names(both, None) == ["far"]
-    assert names(choice(region, Far), HERE) == ["far"]
-
-
-@pytest.mark.parametrize(
-    ("host", "reason"),
-    [
-        (None, "memory not shared"),
-        (THERE, "other network namespace"),
-        ("boot 1 7", "other user"),
-        ("another 1 0", "other machine"),
-    ],
-)
-def test_if_only_this_host_is_allowed_the_reason_is_named(
-    region: Region, host: str | None, reason: str
-) -> None:
-    demanding = choice(region, Near)
-    assert names(demanding, HERE) == ["near"]
-    with pytest.raises(OutOfReachError, match=f"no link by near: {reason}") as caught:
-        demanding.candidates("donor", ADDRESS, host)
-    assert caught.value.reason == reason
 
 
 def test_a_transport_that_failed_is_not_tried_again_with_the_same_transfer_process(
