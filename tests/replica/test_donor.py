@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from xinference_xavier.errors import GrantRefusedError
+from xinference_xavier.errors import GrantRefusedError, LinkError
 from xinference_xavier.pool.pool import Pool
-from xinference_xavier.protocol.transfer import PROTOCOL_VERSION, GrantRequest
+from xinference_xavier.protocol.transfer import MAX_ROWS_PER_FETCH, PROTOCOL_VERSION, GrantRequest
 from xinference_xavier.replica.donor import Donor, Grants
 
 A, B, C, D = (bytes([n]) for n in range(4))
@@ -85,17 +85,30 @@ def test_promises_to_the_dead_end_at_once(pool: Pool, grants: Grants) -> None:
     assert len(grants) == pinned(pool) == grants.granted_rows == 1
 
 
+REQUEST = GrantRequest(PROTOCOL_VERSION, "namespace", "consumer", (A,))
+
+
 @pytest.mark.parametrize(
-    ("trusted", "reason"), [("consumer", "no transfer process"), ("other", "not compared")]
+    ("request_", "namespace", "reason"),
+    [
+        (None, "namespace", "malformed"),
+        (REQUEST._replace(keys=[A]), "namespace", "malformed"),  # type: ignore[arg-type]
+        (REQUEST._replace(version=PROTOCOL_VERSION + 1), "namespace", "run the same version"),
+        (REQUEST._replace(keys=(A,) * (MAX_ROWS_PER_FETCH + 1)), "namespace", "too many rows"),
+        (REQUEST, None, "sharing is off"),
+        (REQUEST, "another", "other namespace"),
+        (REQUEST._replace(consumer="stranger"), "namespace", "not compared"),
+        (REQUEST, "namespace", "no transfer process"),
+    ],
 )
-def test_a_grant_needs_a_transfer_process_and_a_trusted_consumer(
-    pool: Pool, trusted: str, reason: str
+def test_what_is_not_granted_is_counted_and_pins_nothing(
+    pool: Pool, request_: Any, namespace: str | None, reason: str
 ) -> None:
+    """Here the donor has no transfer process, and trusts one consumer."""
     down: Any = SimpleNamespace(endpoint=None, ready=False)
     donor = Donor(pool, down, LIFETIME)
-    request = GrantRequest(PROTOCOL_VERSION, "namespace", "consumer", (A,))
-    with pytest.raises(GrantRefusedError, match=reason):
-        donor.grant(request, namespace="namespace", sequence=1, trusts=lambda name: name == trusted)
+    with pytest.raises((LinkError, GrantRefusedError), match=reason):
+        donor.grant(request_, namespace=namespace, sequence=1, trusts={"consumer"}.__contains__)
     assert (pinned(pool), donor.refused) == (0, 1)
 
 

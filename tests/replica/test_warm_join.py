@@ -56,15 +56,22 @@ def started(
 
 
 @contextmanager
-def new_replica(tracker: TrackerProcess, name: str, **options: object) -> Iterator[ReplicaProcess]:
-    replica = ReplicaProcess(name, tracker.address, rows=ROWS, **options)
+def launched(tracker: TrackerProcess, name: str, **options: object) -> Iterator[ReplicaProcess]:
+    """A replica that may not take requests yet."""
+    replica = ReplicaProcess(name, tracker.address, **{"rows": ROWS, **options})
     try:
-        wait_until(replica.is_warm, f"{name} takes requests")
         yield replica
     finally:
         if replica.process.is_alive():
             replica.stop()
         replica.kill()
+
+
+@contextmanager
+def new_replica(tracker: TrackerProcess, name: str, **options: object) -> Iterator[ReplicaProcess]:
+    with launched(tracker, name, **options) as replica:
+        wait_until(replica.is_warm, f"{name} takes requests")
+        yield replica
 
 
 def offer(tracker: TrackerProcess, donor: ReplicaProcess, keys: list[bytes], uses: int = 2) -> None:
@@ -105,14 +112,9 @@ class TestReplicas:
             prefixes = [fresh_keys(15) for _ in range(4)]
             for uses, prefix in enumerate(prefixes):
                 offer(tracker, donor, prefix, uses=2 + uses)
-            small = ReplicaProcess("small", tracker.address, rows=20)
-            try:
-                wait_until(small.is_warm, "it takes requests")
+            with new_replica(tracker, "small", rows=20) as small:
                 hottest = [*prefixes[3], *prefixes[2]]
                 assert sorted(small.held()) == sorted(hottest[:20])
-            finally:
-                small.stop()
-                small.kill()
 
     def test_without_anything_to_fetch_it_does_not_wait(self, tracker: TrackerProcess) -> None:
         with started(tracker, "first") as first:
@@ -137,10 +139,7 @@ class TestReplicas:
         with started(tracker, "donor", "tests.faults:StallingGloo") as donor:
             keys = fresh_keys(10)
             offer(tracker, donor, keys)
-            new = ReplicaProcess(
-                "new", tracker.address, rows=ROWS, transport="gloo", warm_join=SHORT
-            )
-            try:
+            with launched(tracker, "new", transport="gloo", warm_join=SHORT) as new:
                 new.report_load(LOAD)
                 wait_until(lambda: new.filled() == ROWS_BEFORE_STALL, "some have arrived")
                 assert not new.is_warm()
@@ -151,9 +150,6 @@ class TestReplicas:
                     lambda: new.counts().filling + new.counts().quarantined == 0, "rows are free"
                 )
                 assert new.wrong_rows() == []
-            finally:
-                new.stop()
-                new.kill()
 
     def test_a_peer_that_cannot_be_trusted_is_not_waited_for(self, tracker: TrackerProcess) -> None:
         """Their weights differ, which they find out by a chunk that both have computed."""
@@ -162,16 +158,12 @@ class TestReplicas:
             keys = fresh_keys(5)
             donor.store([canary])
             offer(tracker, donor, keys)
-            new = ReplicaProcess("new", tracker.address, rows=ROWS, factor=2.0, warm_join=60.0)
-            try:
+            with launched(tracker, "new", factor=2.0, warm_join=60.0) as new:
                 wait_until(lambda: new.all_holders(keys[0]) == ("donor",), "it knows what is held")
                 assert not new.is_warm()
                 new.store([canary])
                 wait_until(new.is_warm, "it takes requests")
                 assert new.held() == [canary]
-            finally:
-                new.stop()
-                new.kill()
 
     def test_a_peer_that_hangs_costs_no_more_than_the_limit(self, tracker: TrackerProcess) -> None:
         with started(tracker, "donor") as donor:

@@ -116,13 +116,6 @@ async def test_fetches_at_the_same_time_take_turns_on_a_link(consumer: Side, don
     assert await consumer.links() == 1
 
 
-async def test_both_directions_at_the_same_time(consumer: Side, donor: Side) -> None:
-    there, back = list(range(16)), list(range(16, ROWS))
-    results = await asyncio.gather(consumer.pull(donor, there), donor.pull(consumer, back))
-    assert results == [PullResult(16, None)] * 2
-    assert np.array_equal(consumer.rows, donor.rows)
-
-
 async def test_pulls_that_go_wrong_are_logged_once_for_each_donor(
     sides: Sides, donor: Side, kind: Kind, caplog: pytest.LogCaptureFixture
 ) -> None:

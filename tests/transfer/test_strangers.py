@@ -26,15 +26,9 @@ from tests.replica_process import (
     stored,
     wait_until,
 )
-from xinference_xavier.errors import GrantRefusedError, LinkError
 from xinference_xavier.pool.region import Region
 from xinference_xavier.protocol.tracker import Member, Settings, tracker_uid
-from xinference_xavier.protocol.transfer import (
-    MAX_ROWS_PER_FETCH,
-    PROTOCOL_VERSION,
-    TRANSFER_UID,
-    GrantRequest,
-)
+from xinference_xavier.protocol.transfer import PROTOCOL_VERSION, TRANSFER_UID, GrantRequest
 from xinference_xavier.runtime.addresses import replica_uid
 from xinference_xavier.transfer.transports.gloo import GlooTransport
 
@@ -57,15 +51,11 @@ def scene(tracker_process: TrackerProcess) -> Iterator[Scene]:
         yield Scene(*started)
 
 
-async def engine_of(scene: Scene) -> Any:
-    """The donor's."""
-    return await xoscar.actor_ref(scene.consumer.address("guarded"), replica_uid("guarded"))
-
-
 async def granted(scene: Scene, consumer: str) -> tuple[Any, Any, Any]:
     """The actors of the donor's engine and transfer process, and a grant for `consumer`."""
     keys = tuple(stored(scene.consumer, scene.donor, count=ROWS))
-    engine = await engine_of(scene)
+    address = scene.consumer.address(scene.donor.name)
+    engine = await xoscar.actor_ref(address, replica_uid(scene.donor.name))
     grant = await engine.grant(GrantRequest(PROTOCOL_VERSION, "namespace", consumer, keys))
     return engine, await xoscar.actor_ref(grant.address, TRANSFER_UID), grant
 
@@ -101,49 +91,6 @@ async def test_a_link_of_a_non_member_is_closed(
     assert_they_share(scene)
     link.close()
     region.close()
-
-
-async def test_a_ticket_is_of_no_use_on_a_friends_link(scene: Scene) -> None:
-    """A link carries only rows that were granted to its own consumer."""
-    assert_they_share(scene)  # this opens a link
-    engine, transfer, grant = await granted(scene, "stranger")
-    for link_id in ("", "0" * 16, "friend", None, []):
-        with pytest.raises(LinkError):
-            await transfer.serve(PROTOCOL_VERSION, link_id, grant.ticket, ROW_BYTES, PATIENCE)
-    await engine.release(grant.grant_id)
-    assert_they_share(scene)
-
-
-async def test_an_engine_refuses_bad_requests(scene: Scene) -> None:
-    """They are counted, and pin nothing."""
-    (key,) = stored(scene.consumer, scene.donor, count=1)
-    engine = await engine_of(scene)
-    good = GrantRequest(PROTOCOL_VERSION, "namespace", "stranger", (key,))
-    refused = scene.donor.stats()["grants"]["refused"]
-    requests = {
-        "malformed": (
-            None,
-            good._replace(keys=(key, [])),  # the second one is not hashable
-            good._replace(keys=[key]),
-            good._replace(consumer="x" * 10_000),
-            good._replace(namespace=None),
-        ),
-        "run the same version": [good._replace(version=PROTOCOL_VERSION + 1)],
-        "other namespace": [good._replace(namespace="another")],
-        "too many rows": [good._replace(keys=(key,) * (MAX_ROWS_PER_FETCH + 1))],
-    }
-    for reason, each in requests.items():
-        for request in each:
-            with pytest.raises((LinkError, GrantRefusedError), match=reason) as error:
-                await engine.grant(request)
-            if isinstance(error.value, GrantRefusedError):
-                assert error.value.reason == reason, "the counted reason, without an address"
-    count = sum(map(len, requests.values()))
-    assert scene.donor.stats()["grants"] == {"live": 0, "refused": refused + count}
-    assert scene.donor.counts().pinned == 0
-    grant = await engine.grant(good)
-    assert scene.donor.stats()["grants"]["live"] == 1
-    await engine.release(grant.grant_id)
 
 
 def ports(pid: int) -> list[int]:
