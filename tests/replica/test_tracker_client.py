@@ -168,6 +168,7 @@ async def test_what_a_replica_publishes_and_withdraws_the_others_mirror(
     await b.sees(K1)
     assert b.mirror.known_holders(K2) == ("a",)
     assert b.mirror.address("a") == "a.example:1"
+    assert b.mirror.snapshots == 1, "it asks only for what is new"
     assert a.mirror.known_holders(K2) == ()
 
 
@@ -502,16 +503,6 @@ async def test_a_new_tracker_keeps_sharing_switched_off(
     assert not a.mirror.enabled
 
 
-async def test_a_stale_entry_comes_back_with_the_donors_next_publication_of_it(
-    peers: Peers, tracker: Any
-) -> None:
-    a, b = await peers.start_two(K1)
-    b.mirror.record_stale(K1, "a", a.client.publisher.last_sequence)
-    assert b.mirror.known_holders(K1) == ()
-    a.store(K1)
-    await b.sees(K1, "a")
-
-
 async def test_namespaces_never_see_each_others_keys(peers: Peers, tracker: Any) -> None:
     a = await peers.start("a", K1)
     await peers.start("b", K2, namespace="other")
@@ -555,27 +546,6 @@ async def test_a_replica_can_be_stopped_just_after_a_change_of_namespace(
     await a.client.change_namespace("other")
     async with asyncio.timeout(PATIENCE):
         await a.crash()
-
-
-async def test_a_replica_far_behind_gets_a_snapshot(pool: Any, peers: Peers, tracker: Any) -> None:
-    """A replica that did not watch for long does not get every change since."""
-    a, b = await peers.start_two(K1)
-    await b.crash()
-    before = b.mirror.snapshots
-    many = [b"%04d" % number for number in range(9000)]
-    for _ in range(70):
-        await tracker.publish(
-            "namespace", "a", a.client.publisher.last_sequence + 1, b"".join(many), b""
-        )
-        await tracker.publish(
-            "namespace", "a", a.client.publisher.last_sequence + 2, b"", b"".join(many)
-        )
-        a.client.publisher.last_sequence += 2
-    a.store(K2)
-    await b.start()
-    await b.sees(K2, "a")
-    assert b.mirror.snapshots == before + 1
-    assert len(b.mirror) == 2
 
 
 async def test_a_tracker_that_hangs_holds_nobody_up(

@@ -9,14 +9,7 @@ from typing import Any
 import pytest
 import xoscar as xo
 
-from tests.tracker_pools import (
-    MODEL,
-    create_tracker,
-    join,
-    let_others_run,
-    look,
-    wait_for_update,
-)
+from tests.tracker_pools import MODEL, join, let_others_run, look, wait_for_update
 from tests.tracker_pools import NAMESPACE as NS
 from xinference_xavier.protocol.load import Load, ScheduledPrompt, Serving
 from xinference_xavier.protocol.tracker import (
@@ -109,14 +102,6 @@ async def test_the_join_reply_has_the_secret_and_the_sequence(tracker: Any) -> N
     assert len(reply.secret) == 32
     assert again.secret == reply.secret
     assert (reply.sequence, again.sequence) == (0, 7)
-
-
-async def test_a_member_without_heartbeats_is_removed(pool: Any) -> None:
-    tracker = await create_tracker(pool.external_address, lease=0.2, tick=0.02)
-    await join(tracker, A)
-    with pytest.raises(NotMemberError):
-        await tracker.watch(NS, "a", *(await look(tracker, "a"))[1::-1], 60.0)
-    assert not await tracker.heartbeat(NS, "a", {})
 
 
 async def test_only_members_watch(tracker: Any) -> None:
