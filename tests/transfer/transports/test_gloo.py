@@ -215,23 +215,6 @@ def test_a_malformed_rendezvous_is_refused_before_anything_starts(there: Side, p
     assert threading.active_count() == threads_before
 
 
-def test_the_donor_waits_for_the_consumer_until_the_deadline(here: Side, there: Side) -> None:
-    offer = here.transport.offer(SECRET, soon())
-    acceptance = there.transport.accept(offer.hello, SECRET, soon())
-    offer.withdraw()
-    assert acceptance.answer
-    with pytest.raises(LinkError):  # it may already be waiting for the proof
-        acceptance.complete(soon())
-
-
-def test_a_withdrawn_offer_leaves_no_thread(here: Side) -> None:
-    threads_before = threading.active_count()
-    offer = here.transport.offer(SECRET, later())
-    assert offer.hello
-    offer.withdraw()
-    wait_until(lambda: threading.active_count() == threads_before, "its thread ends")
-
-
 def test_half_links_that_come_to_nothing_leave_few_sockets(
     here: Side,
     there: Side,

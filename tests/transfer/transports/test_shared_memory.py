@@ -74,11 +74,6 @@ def test_no_hello_and_no_answer_are_malformed_ones(here: Side, there: Side) -> N
     offer.withdraw()
 
 
-def test_rows_of_another_size_are_refused(here: Side, threads: ThreadPoolExecutor) -> None:
-    with pytest.raises(LinkError, match=f"the donor's rows have {2 * ROW_BYTES} bytes"):
-        Link.make(here, Side.make(SharedMemoryTransport, seed=3, row_bytes=2 * ROW_BYTES), threads)
-
-
 def test_a_row_that_takes_long_holds_up_no_other(link: Link) -> None:
     slots = range(8)
     others = threading.Barrier(2)
@@ -312,11 +307,12 @@ def test_memory_that_is_not_mapped_yet_is_let_go_at_once(
 
 
 @pytest.mark.usefixtures("no_collector")
-def test_memory_that_is_of_no_use_is_let_go_at_once(
+def test_memory_with_rows_of_another_size_is_refused_and_let_go_at_once(
     here: Side, threads: ThreadPoolExecutor
 ) -> None:
     donor = Side.make(SharedMemoryTransport, seed=3, row_bytes=2 * ROW_BYTES)
-    with pytest.raises(LinkError) as failure:
+    wrong = f"the donor's rows have {2 * ROW_BYTES} bytes"
+    with pytest.raises(LinkError, match=wrong) as failure:
         Link.make(here, donor, threads)
     assert mappings(donor.region) == 1, "its own"
     assert failure.value.__traceback__ is not None
