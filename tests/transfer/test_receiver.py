@@ -214,20 +214,23 @@ async def linked_to(side: Side) -> dict[str, str]:
     return donors
 
 
+@pytest.mark.parametrize("full", ["consumer", "donor"])
 async def test_a_link_that_carries_a_batch_makes_no_room(
-    sides: Sides, consumer: Side, donor: Side, kind: Kind, monkeypatch: pytest.MonkeyPatch
+    sides: Sides, kind: Kind, monkeypatch: pytest.MonkeyPatch, full: str
 ) -> None:
     monkeypatch.setattr(links, "MAX_LINKS", 1)
     holding = Holding(kind)
     busy = await sides.start("busy", holding.transport)
+    consumer, other = [await sides.start(name) for name in ("consumer", "other")]
     first = asyncio.ensure_future(consumer.pull(busy, [1]))
     await holding.begun()
-    assert (await consumer.pull(donor, [2]))[:2] == (0, "link")
+    late, donor = (consumer, other) if full == "consumer" else (other, busy)
+    assert (await late.pull(donor, [2]))[:2] == (0, "link")
     holding.go_on()
     assert await first == PullResult(1, None)
     await busy.until("bytes_sent", ROW_BYTES)
-    assert await consumer.pull(donor, [2]) == PullResult(1, None)
-    assert set(await linked_to(consumer)) == {"donor"}
+    assert await late.pull(donor, [2]) == PullResult(1, None)
+    assert set(await linked_to(late)) == {donor.name}
 
 
 async def test_links_that_are_made_at_the_same_time_are_bounded_too(

@@ -18,7 +18,6 @@ from tests.transfer.sides import (
     ROW_BYTES,
     ROWS,
     SECRET,
-    Holding,
     Kind,
     Side,
     Sides,
@@ -134,22 +133,6 @@ async def test_the_link_that_was_not_used_for_longest_makes_room(
     assert closed == ["second"]
     assert await second.pull(donor, [4]) == PullResult(1, None), "it is not refused for ever"
     assert await donor.links() == 2
-
-
-async def test_a_link_that_carries_a_batch_makes_no_room(
-    sides: Sides, consumer: Side, kind: Kind, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(links, "MAX_LINKS", 1)
-    holding = Holding(kind)
-    donor = await sides.start("donor", holding.transport)
-    other = await sides.start("other")
-    carrying = asyncio.ensure_future(other.pull(donor, [1]))
-    await holding.begun()
-    assert (await consumer.pull(donor, [0]))[:2] == (0, "link")
-    holding.go_on()
-    assert await carrying == PullResult(1, None)
-    await donor.until("bytes_sent", ROW_BYTES)
-    assert await consumer.pull(donor, [0]) == PullResult(1, None)
 
 
 async def test_links_that_are_asked_for_at_the_same_time_are_bounded_too(
