@@ -34,7 +34,7 @@ from xinference_xavier.config import XavierConfig
 from xinference_xavier.pool.pool import Pool, PoolCounts
 from xinference_xavier.pool.region import Region
 from xinference_xavier.pool.sweep import shared_keys
-from xinference_xavier.pool.tier import Claim, Fetch, FetchState
+from xinference_xavier.pool.tier import Fetch, FetchState
 from xinference_xavier.protocol.load import Load, ScheduledPrompt
 from xinference_xavier.protocol.tracker import tracker_uid
 from xinference_xavier.replica.canary import ProbeResult, Sketch
@@ -157,7 +157,6 @@ class _Inside:
             fingerprint_fields=fingerprint_fields,
         )
         self.fetching: Fetch | None = None
-        self.claims: list[Claim] = []
         self.began = 0.0
         self.replica.start(self.engine)
 
@@ -225,20 +224,6 @@ class _Inside:
             np.array_equal(self.region.row(row.slot), content(row.key, self.region.row_bytes))
             for row in self.pool.rows()
         )
-
-    def claim(self, keys: Sequence[bytes]) -> int:
-        """How many leading chunks a peer is computing."""
-        claim = self.replica.tier.claim(keys, 60.0)
-        assert claim is not None, "there are peers"
-        wait_until(lambda: claim.held_by_peer is not None, "the tracker has answered the claim")
-        assert claim.held_by_peer is not None
-        self.claims.append(claim)
-        return claim.held_by_peer
-
-    def release_claims(self) -> None:
-        for claim in self.claims:
-            self.replica.tier.release_claim(claim)
-        self.claims.clear()
 
     def evict(self, keys: Sequence[bytes]) -> None:
         """Evict exactly these chunks, as if the pool had run out of room."""

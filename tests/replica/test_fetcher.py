@@ -12,7 +12,6 @@ from tests.replica_process import (
     ROW_BYTES,
     ReplicaProcess,
     TrackerProcess,
-    fresh_keys,
     replicas,
     stored,
     wait_until,
@@ -181,9 +180,3 @@ def test_nothing_is_fetched_while_sharing_is_switched_off(
         tracker_process.set_enabled(True)
     wait_until(lambda: alice.enabled() and bob.enabled(), "the switch arrived")
     assert bob.fetch("alice", keys, TIMEOUT).committed == 2
-
-
-def test_a_fetch_from_a_donor_that_left_is_rolled_back(bob: ReplicaProcess) -> None:
-    outcome = bob.fetch("nobody", fresh_keys(2), TIMEOUT)
-    assert (outcome.state, outcome.reason) == ("ROLLED_BACK", "donor gone")
-    assert bob.counts().filling == 0

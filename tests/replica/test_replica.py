@@ -310,17 +310,6 @@ async def test_replicas_of_two_namespaces_exchange_nothing(
         assert foreign.held() == keys[:1]
 
 
-def test_of_two_replicas_one_gets_the_claim(scene: Scene) -> None:
-    keys = fresh_keys(ROWS)
-    assert scene.plain.claim(keys) == 0
-    assert scene.consumer.claim(keys) == ROWS
-    scene.plain.release_claims()
-    wait_until(lambda: scene.consumer.claim(keys) == 0, "the claim is released")
-    scene.consumer.store(keys)
-    wait_until(lambda: scene.plain.claim(keys) == 0, "the chunks are published")
-    scene.plain.release_claims()
-
-
 def test_a_reset_while_rows_arrive(
     scene: Scene, tracker_process: TrackerProcess, transport: str
 ) -> None:
