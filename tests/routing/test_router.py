@@ -1,4 +1,5 @@
-"""A burst between two reports spreads, and follows the chunks that are expected."""
+"""A burst between two reports spreads, and follows the chunks that are expected. What has to wait
+waits in order of arrival."""
 
 from __future__ import annotations
 
@@ -8,12 +9,13 @@ from collections import Counter
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tests.routing.holdings import Held
 from xinference_xavier.mirror import PeerSets
 from xinference_xavier.routing.choice import Choice, Chunks, Prompt
 from xinference_xavier.routing.load import Rates, Report
-from xinference_xavier.routing.router import Expected, Router
+from xinference_xavier.routing.router import Expected, Queue, Router
 
 SIZE = Chunks(tokens=100, bytes=1000)
 RATES = Rates(token_s=0.001, fetch_s=0.01, byte_s=1e-5)
@@ -156,3 +158,69 @@ def test_a_chunk_is_expected_as_long_as_any_request_promises_it(
     expected.expire(10)
     assert not expected._until
     assert not expected._ends
+
+
+BOUND, PATIENCE = 3, 10.0
+
+
+def test_nobody_is_admitted_from_an_empty_queue() -> None:
+    queue = Queue(BOUND, PATIENCE)
+    assert queue.first == ""
+    with pytest.raises(KeyError):
+        queue.admit(0.0)
+
+
+def test_retry_after_is_as_long_as_the_queue_will_take() -> None:
+    assert Queue(BOUND, PATIENCE).retry_after(3.0) == 10  # nothing is known
+    queue = Queue(100, 60.0)
+    for number in range(24):
+        queue.join(f"{number}", 0.0)
+    for time in range(4):
+        queue.admit(2.0 * time)
+    assert queue.retry_after(8.0) == 40  # 20 requests, 2 s each
+    assert queue.retry_after(800.0) == 60
+
+
+class Waiting(RuleBasedStateMachine):
+    """A list of requests and their times does the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queue = Queue(BOUND, PATIENCE)
+        self.model: list[tuple[str, float]] = []
+        self.now = 0.0
+        self.count = 0
+
+    @rule(seconds=st.sampled_from([0.0, 1.0, 6.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.now += seconds
+
+    @rule()
+    def one_joins(self) -> None:
+        self.count += 1
+        joined = self.queue.join(f"{self.count}", self.now)
+        assert joined == (len(self.model) < BOUND)
+        if joined:
+            self.model.append((f"{self.count}", self.now))
+
+    @rule(number=st.integers(0, 20))
+    def one_leaves(self, number: int) -> None:
+        self.queue.leave(f"{number}")
+        self.model = [entry for entry in self.model if entry[0] != f"{number}"]
+
+    @precondition(lambda self: self.model)
+    @rule()
+    def one_is_admitted(self) -> None:
+        name, arrived = self.model.pop(0)
+        assert self.queue.first == name
+        assert self.queue.admit(self.now) == self.now - arrived
+
+    @invariant()
+    def agrees(self) -> None:
+        assert len(self.queue) == len(self.model) <= BOUND
+        assert self.queue.first == (self.model[0][0] if self.model else "")
+        assert 1 <= self.queue.retry_after(self.now) <= PATIENCE
+
+
+TestWaiting = Waiting.TestCase
+TestWaiting.settings = settings(max_examples=60, deadline=None, derandomize=True)

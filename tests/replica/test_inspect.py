@@ -1,15 +1,22 @@
-"""What a request would reuse follows from what the replicas hold."""
+"""What a request would reuse follows from what the replicas hold; a self-check finds problems with
+peers and ports. `test_doctor.py` covers healthy replicas and links that do not open."""
 
 from __future__ import annotations
 
+import json
+import socket
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+import xoscar as xo
 
+from xinference_xavier.config import XavierConfig
 from xinference_xavier.mirror import Mirror
 from xinference_xavier.pool.pool import Pool
 from xinference_xavier.protocol.tracker import Change, Member, Settings, Update, pack
-from xinference_xavier.replica.inspect import Chunked, explanation
+from xinference_xavier.replica.inspect import MAX_PEERS, Chunked, explanation, self_check
+from xinference_xavier.runtime.addresses import replica_uid
 
 CHUNK = 10
 PROMPT = 85
@@ -111,3 +118,89 @@ def test_each_chunk_names_its_holders() -> None:
 
 def test_a_chunk_counts_only_with_all_its_groups() -> None:
     assert explain("xxxx----", peer="xxxx----", groups=2)["reuse"]["own"]["local_pool"] == 0
+
+
+HOST = "127.0.0.1"
+
+
+class Process:
+    """A transfer process that did not start."""
+
+    endpoint = None
+    starts = 3
+    error = "it was killed"
+
+    async def probe_link(self, *peer: object) -> str | None:
+        raise AssertionError("no peer here has a transfer process")
+
+
+class Peer(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no types
+    def __init__(self, endpoint: object) -> None:
+        super().__init__()
+        self._endpoint = endpoint
+
+    async def transfer_endpoint(self) -> object:
+        return self._endpoint
+
+
+@pytest.fixture
+async def address() -> AsyncIterator[str]:
+    pool = await xo.create_actor_pool(f"{HOST}:0", n_process=0, use_uvloop=False)
+    async with pool:
+        yield pool.external_address
+
+
+async def check(*peers: Member, **config: Any) -> dict[str, Any]:
+    mirror = Mirror("own")
+    members = (Member("own", f"{HOST}:1"), *peers)
+    mirror.apply(Update(1, "epoch", True, Settings(), 4, members, ()))
+    process: Any = Process()
+    return await self_check(_config(**config), HOST, mirror, process, {"dtype": "float32"})
+
+
+def _config(**options: Any) -> XavierConfig:
+    return XavierConfig(model_uid="m", tracker_address=f"{HOST}:1", pool_bytes=1 << 20, **options)
+
+
+async def test_the_result_is_json() -> None:
+    checked = await check()
+    assert json.loads(json.dumps(checked)) == checked
+    assert checked["fingerprint_fields"] == {"dtype": "float32"}
+    assert checked["config"]["model_uid"] == "m"
+    assert (checked["transfer_address"], checked["transfer_starts"]) == (None, 3)
+    assert checked["transfer_error"] == "it was killed"
+
+
+async def test_each_peer_has_its_own_reason(address: str) -> None:
+    await xo.create_actor(Peer, None, address=address, uid=replica_uid("starting"))
+    await xo.create_actor(Peer, ("nonsense",), address=address, uid=replica_uid("odd"))
+    checked = await check(
+        Member("starting", address), Member("odd", address), Member("gone", f"{HOST}:1")
+    )
+    assert checked["peers"]["starting"] == "it has no transfer process"
+    for peer, where in (("odd", address), ("gone", f"{HOST}:1")):
+        assert checked["peers"][peer].startswith(f"its engine at {where} does not answer: ")
+    assert "own" not in checked["peers"]
+
+
+async def test_the_number_of_probed_peers_is_bounded(address: str) -> None:
+    many = [Member(f"{number:03}", address) for number in range(MAX_PEERS + 9)]
+    assert len((await check(*many))["peers"]) == MAX_PEERS
+
+
+async def test_free_ports_of_a_range_are_counted() -> None:
+    checked = await check()
+    assert (checked["free_ports"], checked["port_range_error"]) == (None, None)
+    with socket.create_server((HOST, 0)) as taken:
+        port = taken.getsockname()[1]
+        low = min(port, 65535 - 2)
+        checked = await check(port_range=(low, low + 2))
+    assert checked["free_ports"] in range(3), "at least one of three is taken"
+    assert checked["port_range_error"] is None
+
+
+async def test_a_range_that_gloo_cannot_use_is_an_error() -> None:
+    """It lies outside the kernel's ephemeral ports."""
+    checked = await check(port_range=(1024, 1030))
+    assert "1024-1030" in checked["port_range_error"]
+    assert checked["free_ports"] in range(8)
