@@ -105,6 +105,16 @@ REQUEST = GrantRequest(PROTOCOL_VERSION, "namespace", "consumer", (A,))
         (REQUEST._replace(consumer="stranger"), "namespace", "not compared"),
         (REQUEST, "namespace", "no transfer process"),
     ],
+    ids=[
+        "no request",
+        "keys in a list",
+        "another version",
+        "too many keys",
+        "outside of any namespace",
+        "of another namespace",
+        "a stranger",
+        "without a transfer process",
+    ],
 )
 def test_what_is_not_granted_is_counted_and_pins_nothing(
     pool: Pool, request_: Any, namespace: str | None, reason: str

@@ -278,15 +278,6 @@ async def test_routers_learn_a_replica_s_load_until_it_leaves(
     await until_loads(tracker)
 
 
-async def test_a_new_tracker_is_told_who_serves(pool: Any, peers: Peers, tracker: Any) -> None:
-    a = await peers.start("a")
-    a.client.set_serving(True)
-    await peers.lose(tracker)
-    await create_tracker(pool.external_address)
-    b = await peers.start("b")
-    await b.mirror.until(lambda mirror: mirror.serving == {"a"})
-
-
 async def test_heartbeats_carry_events(peers: Peers, tracker: Any) -> None:
     """Each event once. If there are too many, the oldest are dropped."""
 
@@ -340,19 +331,26 @@ async def test_failing_stats_do_not_end_the_membership(peers: Peers, tracker: An
 async def test_a_lost_tracker_is_filled_again_by_its_replicas(
     pool: Any, peers: Peers, tracker: Any
 ) -> None:
+    """With what they hold, who serves, and whether sharing is switched off."""
     a, b = await peers.start_two(K1)
+    a.client.set_serving(True)
+    await tracker.set_enabled(False)
+    await a.mirror.until(lambda mirror: not mirror.enabled)
     await peers.lose(tracker)
     a.store(K2)
     assert b.mirror.known_holders(K1) == ("a",), "the peer is still there, the tracker alone is not"
-    await create_tracker(pool.external_address)
+    tracker = await create_tracker(pool.external_address)
     await a.client.joined.wait()
     await b.client.joined.wait()
     await b.sees(K2, "a")
     await b.sees(K1, "a")
+    await b.mirror.until(lambda mirror: mirror.serving == {"a"})
     b.store(K3)
     await a.sees(K3, "b")
     assert a.client.counters.reconnects == 1
     assert a.secrets[0] != a.secrets[1] == b.secrets[1]
+    assert not (await tracker.status())["enabled"]
+    assert not a.mirror.enabled
 
 
 async def test_a_tracker_is_found_where_it_is_now(peers: Peers, tracker: Any) -> None:
@@ -435,6 +433,22 @@ async def test_a_replica_that_was_removed_by_mistake_joins_again(
     assert a.client.counters.reconnects == 1
 
 
+async def test_a_replica_whose_publication_nobody_knows_joins_again(
+    peers: Peers, tracker: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may publish before it notices that it was removed."""
+    a, b = await peers.start_two()
+
+    async def unknown(*publication: Any) -> Outcome:
+        monkeypatch.undo()
+        return Outcome.UNKNOWN
+
+    monkeypatch.setattr(BlockTracker, "publish", unknown)
+    a.store(K1)
+    await b.sees(K1, "a")
+    assert a.client.counters.reconnects == 1
+
+
 class DeafTracker(BlockTracker):
     """Applies most publications twice, and loses three that it acknowledges."""
 
@@ -488,19 +502,6 @@ async def test_sharing_can_be_switched_off_and_on(peers: Peers, tracker: Any) ->
         await b.mirror.until(
             lambda mirror, enabled=enabled: mirror.holders(K1) == (("a",) if enabled else ())
         )
-
-
-async def test_a_new_tracker_keeps_sharing_switched_off(
-    pool: Any, peers: Peers, tracker: Any
-) -> None:
-    a = await peers.start("a")
-    await tracker.set_enabled(False)
-    await a.mirror.until(lambda mirror: not mirror.enabled)
-    await peers.lose(tracker)
-    tracker = await create_tracker(pool.external_address)
-    await a.client.joined.wait()
-    assert not (await tracker.status())["enabled"]
-    assert not a.mirror.enabled
 
 
 async def test_namespaces_never_see_each_others_keys(peers: Peers, tracker: Any) -> None:

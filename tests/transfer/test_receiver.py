@@ -64,6 +64,7 @@ async def test_a_link_is_made_once_and_used_again(consumer: Side, donor: Side) -
 async def test_whole_rows_do_not_wait_for_the_donors_word_but_the_links_next_batch_does(
     sides: Sides, consumer: Side, kind: Kind
 ) -> None:
+    """What the donor has not finished yet must not be cancelled: that would close the link."""
     go_on = threading.Event()
 
     class Held(faults._FaultyLink):

@@ -34,16 +34,6 @@ from xinference_xavier.transfer.links import close_link
 from xinference_xavier.transfer.transports.shared_memory import DonorLink
 
 
-async def test_a_link_stays_good_if_the_consumer_is_done_first(
-    sides: Sides, consumer: Side, kind: Kind
-) -> None:
-    """What the donor has not finished yet must not be cancelled: that would close the link."""
-    donor = await sides.start("donor", kind.lingering)
-    for slot in range(3):
-        assert (await consumer.pull(donor, [slot]))[:2] == (1, None)
-    assert await consumer.links() == await donor.links() == 1
-
-
 async def test_failed_links_leave_nothing_behind(sides: Sides, donor: Side, kind: Kind) -> None:
     """Else a donor would refuse everybody after so many failures of anybody."""
     consumer = await sides.start("consumer", kind.corrupting)

@@ -10,7 +10,7 @@ import struct
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import psutil
 import pytest
@@ -28,7 +28,7 @@ from tests.replica_process import (
 )
 from xinference_xavier.pool.region import Region
 from xinference_xavier.protocol.tracker import Member, Settings, tracker_uid
-from xinference_xavier.protocol.transfer import PROTOCOL_VERSION, TRANSFER_UID, GrantRequest
+from xinference_xavier.protocol.transfer import PROTOCOL_VERSION, TRANSFER_UID
 from xinference_xavier.runtime.addresses import replica_uid
 from xinference_xavier.transfer.transports.gloo import GlooTransport
 
@@ -51,15 +51,6 @@ def scene(tracker_process: TrackerProcess) -> Iterator[Scene]:
         yield Scene(*started)
 
 
-async def granted(scene: Scene, consumer: str) -> tuple[Any, Any, Any]:
-    """The actors of the donor's engine and transfer process, and a grant for `consumer`."""
-    keys = tuple(stored(scene.consumer, scene.donor, count=ROWS))
-    address = scene.consumer.address(scene.donor.name)
-    engine = await xoscar.actor_ref(address, replica_uid(scene.donor.name))
-    grant = await engine.grant(GrantRequest(PROTOCOL_VERSION, "namespace", consumer, keys))
-    return engine, await xoscar.actor_ref(grant.address, TRANSFER_UID), grant
-
-
 def assert_they_share(scene: Scene) -> None:
     keys = stored(scene.consumer, scene.donor, count=ROWS)
     outcome = scene.consumer.fetch("guarded", keys, PATIENCE)
@@ -75,8 +66,9 @@ async def test_a_link_of_a_non_member_is_closed(
     late = Member("late", f"{HOST}:1")
     secret = (await tracker.join("elsewhere", late, KEY_BYTES, Settings())).secret
     await tracker.leave("elsewhere", "late")
-    engine, transfer, grant = await granted(scene, "late")
-    await engine.release(grant.grant_id)
+    address = scene.consumer.address(scene.donor.name)
+    engine = await xoscar.actor_ref(address, replica_uid(scene.donor.name))
+    transfer = await xoscar.actor_ref((await engine.transfer_endpoint()).address, TRANSFER_UID)
     assert_they_share(scene)  # this opens a link that stays
     links = scene.donor.transfer_stats()["links"]
     region = Region.create(ROWS, ROW_BYTES)
