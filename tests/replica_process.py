@@ -32,9 +32,8 @@ from benchmarks import forking
 from examples.waiting import until
 from xinference_xavier.config import XavierConfig
 from xinference_xavier.mirror import Mirror
-from xinference_xavier.pool.pool import Pool, PoolCounts
+from xinference_xavier.pool.pool import Pool, PoolCounts, shared_keys
 from xinference_xavier.pool.region import Region
-from xinference_xavier.pool.sweep import shared_keys
 from xinference_xavier.pool.tier import Claim, Fetch, FetchState
 from xinference_xavier.protocol.load import Load, ScheduledPrompt
 from xinference_xavier.protocol.tracker import tracker_uid
