@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from tests.faults import ROWS_BEFORE_STALL
 from tests.replica_process import (
@@ -152,7 +152,6 @@ def test_memory_is_bounded(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> Non
     assert scene.hottest() == "", "a prompt that is too long for it is forgotten, too"
 
 
-@settings(deadline=None)
 @given(st.lists(st.sampled_from(["a", "ab", "abc", "abd", "xy", "xyz", "q"]), max_size=12))
 def test_however_it_is_cut_each_chunk_is_behind_the_one_before_it(prompts: list[str]) -> None:
     scene = Scene()

@@ -134,7 +134,7 @@ def test_nothing_is_expected_of_a_replica_that_has_another_number(cluster: Clust
     assert cluster.router.choose(prompt("chat"), 0.0).reason == "backlog"
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=200, derandomize=True)
 @given(
     st.lists(
         st.tuples(
@@ -223,4 +223,4 @@ class Waiting(RuleBasedStateMachine):
 
 
 TestWaiting = Waiting.TestCase
-TestWaiting.settings = settings(max_examples=60, deadline=None, derandomize=True)
+TestWaiting.settings = settings(max_examples=60, derandomize=True)
