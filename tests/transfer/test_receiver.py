@@ -55,12 +55,6 @@ async def test_rows_are_pulled_verified_and_counted(
     await donor.until("bytes_sent", 4 * ROW_BYTES)
 
 
-async def test_a_link_is_made_once_and_used_again(consumer: Side, donor: Side) -> None:
-    for slot in range(5):
-        assert (await consumer.pull(donor, [slot]))[:2] == (1, None)
-    assert await consumer.links() == await donor.links() == 1
-
-
 async def test_whole_rows_do_not_wait_for_the_donors_word_but_the_links_next_batch_does(
     sides: Sides, consumer: Side, kind: Kind
 ) -> None:
