@@ -16,6 +16,7 @@ from PIL import UnidentifiedImageError
 from tests.e2e.text_routes import CHAT, COMPLETIONS, TEXT_ROUTES
 from tests.serving.text_api import NoPrefixes, Supervisor, TextApi
 from xinference_xavier.frontend.model_router import Route
+from xinference_xavier.protocol.prefixes import Keeping, keeping_of
 from xinference_xavier.serving import routing
 from xinference_xavier.serving.model_proxy import ModelProxy
 from xinference_xavier.serving.routed_model import RoutedModel
@@ -26,14 +27,48 @@ ROUTES = pytest.mark.parametrize("path", TEXT_ROUTES)
 
 
 @STREAMS
-async def test_every_route_is_answered_by_the_chosen_replica(
+async def test_every_route_is_answered_by_the_chosen_replica_and_says_why(
     text_api: TextApi, stream: bool
 ) -> None:
-    for path in TEXT_ROUTES:
+    chosen = set()
+    for path in (*TEXT_ROUTES, "/anthropic/v1/messages"):
         answer = await text_api.ask(path, stream=stream)
         assert answer.status_code == 200, answer.text
         assert answer.headers["x-xavier-replica"] in answer.text
+        assert answer.headers["x-xavier-route"].startswith("backlog; backlog=0.00")
+        chosen.add(answer.headers["x-xavier-replica"])
+    assert chosen == {"m-0", "m-1"}
     assert await text_api.serving() == {"m-0": 0, "m-1": 0}
+    assert not text_api.cluster.router._routes
+
+
+def assert_in_turn(answer: httpx.Response) -> None:
+    assert answer.status_code == 200, answer.text
+    assert "x-xavier-replica" not in answer.headers
+
+
+async def test_other_routes_and_models_go_in_turn(text_api: TextApi) -> None:
+    assert_in_turn(await text_api.ask("/v1/messages/count_tokens"))
+    assert_in_turn(await text_api.ask(COMPLETIONS, model="another"))
+
+
+async def test_while_routing_is_off_requests_go_in_turn(text_api: TextApi) -> None:
+    text_api.cluster.configure(routing="off")
+    assert_in_turn(await text_api.ask(COMPLETIONS))
+    text_api.cluster.configure(routing="auto")
+    assert "x-xavier-replica" in (await text_api.ask(COMPLETIONS)).headers
+
+
+async def test_a_replica_that_is_no_longer_there_is_left_out(text_api: TextApi) -> None:
+    """The supervisor knows it before the tracker does."""
+    del text_api.supervisor._replica_model_uid_to_worker["m-0"]
+    answers = [await text_api.ask(COMPLETIONS) for _ in range(4)]
+    assert {answer.headers["x-xavier-replica"] for answer in answers} == {"m-1"}
+
+
+async def test_without_any_replica_requests_go_in_turn(text_api: TextApi) -> None:
+    text_api.supervisor._replica_model_uid_to_worker.clear()
+    assert_in_turn(await text_api.ask(COMPLETIONS))
 
 
 def assert_refused(answer: httpx.Response) -> None:
@@ -42,6 +77,11 @@ def assert_refused(answer: httpx.Response) -> None:
     assert len(answer.headers.get_list("retry-after")) == 1
     assert "limit" in answer.text
     assert "x-xavier-replica" not in answer.headers
+
+
+async def test_a_full_queue_is_a_429_with_retry_after(start_text_api: Start) -> None:
+    api = await start_text_api(queue=0, request_limit=0)
+    assert_refused(await api.ask(COMPLETIONS))
 
 
 @ROUTES
@@ -343,18 +383,32 @@ async def test_a_prefix_of_another_kind_or_adapter_is_a_400_with_its_reason(
     assert not any([await model.asked() for model in api.models.values()])
 
 
+@pytest.mark.parametrize("mode", ["auto", "off"])
+@pytest.mark.parametrize("by", ["header", "body"])
+@pytest.mark.parametrize(
+    ("path", "name", "text", "adapter"),
+    [
+        (COMPLETIONS, "story", "Once upon a time", {}),
+        (COMPLETIONS, "poet", "A rose", {"lora_name": "poet"}),
+        (CHAT, "guide", "You are a guide.", {}),
+        (CHAT, "poets", "A rose", {"lora_name": "poet"}),
+    ],
+)
 async def test_a_prefix_of_the_right_kind_and_adapter_goes_before_the_request(
-    start_text_api: Start,
+    start_text_api: Start, path: str, name: str, text: str, adapter: Any, by: str, mode: str
 ) -> None:
     api = await start_text_api(Named())
-    poet = {"lora_name": "poet"}
-    for path, name, text, adapter in (
-        (COMPLETIONS, "story", "Once upon a time", {}),
-        (COMPLETIONS, "poet", "A rose", poet),
-        (CHAT, "guide", "You are a guide.", {}),
-        (CHAT, "poets", "A rose", poet),
-    ):
-        answer = await api.ask(path, prefix_name=name, **adapter)
-        assert answer.status_code == 200, answer.text
-        asked = (await api.models[answer.headers["x-xavier-replica"]].asked())[-1]
-        assert text in str(asked.content)
+    api.cluster.configure(routing=mode)
+    headers = {"x-xavier-prefix": name} if by == "header" else {}
+    named = {"prefix_name": name} if by == "body" else {}
+    answer = await api.ask(path, headers=headers, **named, **adapter)
+    assert answer.status_code == 200, answer.text
+    (asked,) = await api.asked()
+    assert text in str(asked.content)
+
+
+async def test_a_prompt_is_kept_as_openai_s_clients_ask(text_api: TextApi) -> None:
+    for retention in ("24h", "for ever", None):
+        await text_api.ask(COMPLETIONS, prompt_cache_retention=retention)
+    names = [asked.request_id or "" for asked in await text_api.asked()]
+    assert [*filter(None, map(keeping_of, names))] == [Keeping(86400.0, 1.0)]

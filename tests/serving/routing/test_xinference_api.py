@@ -15,7 +15,7 @@ from xinference import extensions
 from tests.e2e.text_routes import CHAT, COMPLETIONS, TEXT_ROUTES, body_of
 from tests.serving.text_api import NoPrefixes, TextApi, llm_router
 from xinference_xavier.errors import PrefixNotFoundError
-from xinference_xavier.frontend.question import prompt_text
+from xinference_xavier.frontend.question import MAX_BODY, prompt_text
 from xinference_xavier.serving.routing import remember_texts
 from xinference_xavier.serving.seam import TEXT_ENDPOINTS
 
@@ -78,15 +78,9 @@ def test_the_paths_of_text_routes_are_tested() -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
-async def test_every_text_route_goes_through_the_router(api: TextApi, path: str) -> None:
-    answer = await api.ask(path)
-    assert answer.status_code == 200, answer.text
-    assert answer.headers["x-xavier-replica"] in api.models
-
-
-@pytest.mark.parametrize("path", PATHS)
 async def test_every_text_route_knows_names(api: TextApi, path: str) -> None:
-    assert (await api.ask(path, prefix_name="another")).status_code == 404
+    unknown = await api.ask(path, prefix_name="another")
+    assert (unknown.status_code, unknown.headers["x-xavier-not-found"]) == (404, "prefix")
     assert (await api.ask(path, prefix_name=7)).status_code == 400
     assert not await api.asked()
 
@@ -107,6 +101,17 @@ async def test_a_tenants_prefix_is_of_the_salt_that_an_extension_supplies(
     assert answer.status_code == 200, answer.text
     (asked,) = await api.asked()
     assert asked.content == f"{tenant}'s contracthi"
+
+
+@pytest.mark.parametrize("by", ["header", "body"])
+async def test_a_long_body_keeps_its_prefix_and_its_tenant(api: TextApi, by: str) -> None:
+    long = "x" * (MAX_BODY + 1)
+    headers = {"x-xavier-prefix": "contract"} if by == "header" else {}
+    named = {"prefix_name": "contract"} if by == "body" else {}
+    answer = await api.ask(COMPLETIONS, long, headers, cache_salt="alice", **named)
+    assert answer.status_code == 200, answer.text
+    (asked,) = await api.asked()
+    assert asked.content == f"alice's contract{long}"
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/v1/responses"])
