@@ -135,18 +135,22 @@ def test_a_pools_states_add_up_to_its_size() -> None:
 
 
 def test_fetches_by_transport_outcome_and_reason() -> None:
-    figures = fetched((None, 0.02, 100), (None, 0.3, 200), ("timeout", 5.0, 0), ("link", 1.0, 50))
-    found = scraped([member("m-0", figures)])
+    link = ("link", 1.0, 50), ("link", 1.0, 0)
+    found = scraped(
+        [member("m-0", fetched((None, 0.02, 100), (None, 0.3, 200), ("timeout", 5.0, 0), *link))]
+    )
     fetches = {(s["outcome"], s["reason"]): count for s, count in found["fetches_total"]}
     assert fetches == {
         ("committed", ""): 2,
         ("rolled_back", "timeout"): 1,
-        ("rolled_back", "link"): 1,
+        ("rolled_back", "link"): 2,
     }
     assert value(found, "received_bytes_total", transport="gloo") == 350
-    assert value(found, "fetch_size_bytes", transport="gloo")["count"] == 3, (
-        "one fetch brought nothing"
-    )
+    sizes = value(found, "fetch_size_bytes", transport="gloo")
+    assert (sizes["count"], sizes["sum"]) == (3, 350), "two fetches brought nothing"
+    for outcome, seconds in (("committed", 0.32), ("rolled_back", 7.0)):
+        durations = value(found, "fetch_duration_seconds", outcome=outcome)
+        assert durations["sum"] == pytest.approx(seconds)
 
 
 def test_buckets_are_cumulative_and_include_their_bound() -> None:
