@@ -1,4 +1,5 @@
-"""Launch options: which are accepted, which are refused, and the messages."""
+"""Launch options: which are accepted, which are refused, and the messages; the configuration that
+an engine gets, and the values that each worker fills in."""
 
 from __future__ import annotations
 
@@ -15,6 +16,9 @@ from xinference_xavier.config import (
     UPSTREAM_OPTIONS,
     XavierConfig,
     default_pool_bytes,
+    for_worker,
+    kv_transfer_config,
+    own_transfer_config,
     take_launch_options,
 )
 from xinference_xavier.errors import ConfigError
@@ -251,3 +255,56 @@ def test_default_pool_is_a_tenth_of_free_memory_shared_by_the_replicas(
     assert default_pool_bytes(4) == 10 * GiB // 4
     monkeypatch.setattr(config_module, "free_memory_bytes", lambda: 1000 * GiB)
     assert default_pool_bytes(1) == MAX_DEFAULT_POOL_BYTES
+
+
+# -- the engine's configuration ---------------------------------------------------------------
+
+CONFIG = XavierConfig("m", "0.0.0.0:9999", replicas_per_host=2)
+
+
+def config_in(transfer: dict[str, Any]) -> XavierConfig:
+    return XavierConfig.from_dict(transfer["kv_connector_extra_config"]["xavier"])
+
+
+def test_it_names_our_connector_and_spec_and_survives_json() -> None:
+    transfer = json.loads(json.dumps(kv_transfer_config(CONFIG)))
+    assert transfer["kv_connector_module_path"] == "xinference_xavier.engine.entry"
+    assert transfer["kv_role"] == "kv_both"
+    assert transfer["kv_connector_extra_config"]["spec_name"] == "XavierSpec"
+    assert config_in(transfer) == CONFIG
+
+
+def test_ours_is_recognized_even_as_text() -> None:
+    ours = kv_transfer_config(CONFIG)
+    assert own_transfer_config(ours) == ours
+    assert own_transfer_config(json.dumps(ours)) == ours
+    for other in (None, {}, {"kv_connector": "XavierConnector"}, "{}", "not JSON", "[]", 7):
+        assert own_transfer_config(other) is None
+
+
+HERE = {"worker_address": "10.0.0.2:70", "supervisor_address": "10.0.0.1:9999"}
+WILDCARDS = {"worker_address": "0.0.0.0:70", "supervisor_address": "0.0.0.0:9999"}
+
+
+def test_a_worker_fills_in_its_own_values() -> None:
+    transfer = kv_transfer_config(CONFIG)
+    here = config_in(for_worker(transfer, **HERE))
+    assert transfer == kv_transfer_config(CONFIG)
+    assert (here.worker_address, here.tracker_address) == ("10.0.0.2:70", "10.0.0.1:9999")
+    assert here.pool_bytes is not None
+    assert here.pool_bytes > 0
+
+
+def test_a_replica_added_on_another_worker_starts_from_the_supervisor_s_values() -> None:
+    """xinference replays the first worker's launch arguments on the second."""
+    first = for_worker(kv_transfer_config(CONFIG), **WILDCARDS)
+    this_host = config_in(first)
+    assert this_host.worker_address == "127.0.0.1:70"
+    assert this_host.tracker_address == "127.0.0.1:9999"
+    second = config_in(for_worker(json.loads(json.dumps(first)), **HERE))
+    assert (second.worker_address, second.tracker_address) == ("10.0.0.2:70", "10.0.0.1:9999")
+
+
+def test_a_pool_size_that_was_given_stays() -> None:
+    given = kv_transfer_config(XavierConfig("m", "10.0.0.1:9999", pool_bytes=1 << 20))
+    assert config_in(for_worker(given, **HERE)).pool_bytes == 1 << 20
