@@ -43,6 +43,7 @@ GiB = 1 << 30
         ("port_range", "40000-40100", (40000, 40100)),
         ("port_range", " 40000 - 40100 ", (40000, 40100)),
         ("port_range", [40000, 40100], (40000, 40100)),
+        ("port_range", "40000-40002", (40000, 40002)),
         ("host", "10.0.0.1", "10.0.0.1"),
         ("host", "node-1.cluster", "node-1.cluster"),
         ("host", "fe80::1%eth0", "fe80::1%eth0"),
@@ -67,6 +68,9 @@ NO_SIZES = ["4QiB", "GiB", "4.GiB", "-1", "1e9", "", "4 GiB extra", 1.5, True, [
 NO_TIMES = [0, -1, "nan", "inf", float("inf"), "5s", True, None.__class__, 10**400]
 NO_ROUTINGS = ["fast", "", True, False, 1, [], ["auto"]]
 NO_RANGES = ["30000", 30000, "a-b", [30000, "30001"], [1, 2, 3]]
+REVERSED = ["30100-30000"]
+RESERVED = ["80-90", "60000-70000"]
+TOO_FEW = ["40000-40001"]
 QUEUE = "use a number of requests from 0 to 100000"
 
 
@@ -88,10 +92,10 @@ QUEUE = "use a number of requests from 0 to 100000"
         ("queue", [1.5, "ten", []], f"is not a whole number; {QUEUE}"),
         ("queue", [True], f"is not a number; {QUEUE}"),
         ("port_range", NO_RANGES, "is not a range"),
-        ("port_range", ["30100-30000"], "ends below its start"),
-        ("port_range", ["80-90", "60000-70000"], "is outside the ports that users may take"),
-        ("port_range", ["40000-40001"], "is too small for a replica's engine"),
-        ("port_range", [*NO_RANGES, "30100-30000", "80-90", "40000-40001"], "at least 3 ports"),
+        ("port_range", REVERSED, "ends below its start"),
+        ("port_range", RESERVED, "is outside the ports that users may take"),
+        ("port_range", TOO_FEW, "is too small for a replica's engine"),
+        ("port_range", [*NO_RANGES, *REVERSED, *RESERVED, *TOO_FEW], "at least 3 ports"),
         ("host", ["10.0.0.0/33", "gpu-7/8"], "is not a network"),
         ("host", ["0.0.0.0/0", "::/0"], "contains every address"),
         ("host", ["10.0.0.1:80"], "carries a port"),

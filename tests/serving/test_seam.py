@@ -29,8 +29,8 @@ from xinference_xavier.serving.seam import Feature
 
 
 @pytest.fixture(autouse=True)
-def warned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(seam, "_warned", set())
+def a_process_that_has_not_looked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(seam, "_missing_of", {})
 
 
 def test_the_installed_xinference_has_what_we_use() -> None:
@@ -136,14 +136,17 @@ def test_without_xinference_s_check_nobody_may_ask(monkeypatch: pytest.MonkeyPat
         model_access(api_context(object()))(request, "m")
 
 
-async def test_doctor_reports_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_doctor_reports_what_was_missing_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(SupervisorActor, "_gen_model_uid")
     monkeypatch.delattr(restful_api, "require_model")
     monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
     supervisor = SimpleNamespace(address="127.0.0.1:1")  # it knows no workers either
     supervisor.xavier_process_info = lambda: supervisor_process_info(supervisor)
     supervisor.xavier_models = lambda: xavier_models(supervisor)
-    findings = [*process_findings(await cluster_info(gateway_to(supervisor)))]
+    gateway = gateway_to(supervisor)
+    assert (await cluster_info(gateway))["api"]["faults"] == {}
+    XavierExtension().configure_api(api_context())
+    findings = [*process_findings(await cluster_info(gateway))]
     assert [*map(known, findings)] == [
         (f"SupervisorActor._gen_model_uid is gone: {Feature.SHARING}", True),
         (f"xinference.api.restful_api.require_model is gone: {Feature.ROUTING}", False),
