@@ -199,7 +199,7 @@ MUTATIONS = (
         "        return None\n",
         "",
         "a client makes up an id, and its request holds up a replica for ten minutes",
-        ("tests/protocol/test_elsewhere.py",),
+        ("tests/protocol/test_load.py",),
     ),
     # -- named prefixes ------------------------------------------------------------------------
     Mutation(
