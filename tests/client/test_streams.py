@@ -104,3 +104,9 @@ def test_progress_ends_when_nothing_is_left_to_do(server: Server) -> None:
         progress = client.watch_prefix("m", "guide", "a tenant")
         assert tuple(each.state for each in progress) == states
     assert server.asked == [("/v1/xavier/m/prefixes/guide/events", "a%20tenant")] * 2
+
+
+def test_where_nobody_answers_there_is_no_status() -> None:
+    with XavierClient("http://127.0.0.1:1") as client, pytest.raises(ApiError) as refused:
+        client.models()
+    assert refused.value.status is None
