@@ -207,7 +207,7 @@ MUTATIONS = (
         "DELETE FROM prefixes WHERE id = ? AND used + ttl <= ?",
         "DELETE FROM prefixes WHERE id = ? AND created + ttl <= ?",
         "a name that is in use at another process ends when it is as old as its lifetime",
-        ("tests/frontend/test_store.py",),
+        ("tests/frontend/test_names.py",),
     ),
     Mutation(
         "frontend/keeper.py",
