@@ -334,27 +334,6 @@ async def test_other_errors_pass() -> None:
         await answered_for("m", fails())
 
 
-async def test_each_route_requires_its_scope(supervisor: Any) -> None:
-    demanded: list[list[str]] = []
-
-    async def refuse(security_scopes: SecurityScopes) -> None:
-        demanded.append(security_scopes.scopes)
-        raise HTTPException(403, "no")
-
-    reading = [
-        ("GET", "/v1/xavier"),
-        ("GET", "/v1/xavier/m"),
-        ("GET", "/v1/xavier/m/events"),
-    ]
-    asking = [("POST", "/v1/xavier/m/explain")]
-    changing = [("POST", "/v1/xavier/m"), ("POST", "/v1/xavier/m/flush")]
-    async with client_of(supervisor, service=refuse) as client:
-        for method, path in reading + asking + changing:
-            assert (await client.request(method, path)).status_code == 403, path
-    expected = ["models:list"] * len(reading) + ["models:read"] + ["models:write"] * len(changing)
-    assert demanded == [[scope] for scope in expected]
-
-
 class Keys:
     """Lets everybody in. A key for another model is "elsewhere"."""
 

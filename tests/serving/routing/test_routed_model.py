@@ -8,12 +8,33 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+import xoscar as xo
 
 from tests.frontend.cluster import Cluster, document
-from tests.serving.routing.replicas import Replica
+from tests.serving.text_models import TextModel, text_of
 from xinference_xavier.frontend.model_router import Route
 from xinference_xavier.protocol.load import mark_of
 from xinference_xavier.serving.routed_model import RoutedModel, one_token
+
+STREAM = {"stream": True}
+ENDED = ConnectionResetError("the replica's process has ended")
+
+
+class Replica:
+    """One replica, with a pool of its own."""
+
+    pool: Any
+    model: Any
+
+    async def start(self, name: str) -> Replica:
+        self.pool = await xo.create_actor_pool("127.0.0.1:0", n_process=0, use_uvloop=False)
+        address = self.pool.external_address
+        self.model = await xo.create_actor(TextModel, name, address=address, uid=name)
+        await self.model.prepare()
+        return self
+
+    async def stop(self) -> None:
+        await self.pool.stop()
 
 
 class Serving:
@@ -43,15 +64,17 @@ class Serving:
         return self.replicas[replica].model
 
     async def asked(self, replica: str) -> list[str]:
-        asked, _ = await self.replicas[replica].model.requests()
-        return list(asked)
+        """The ids of its requests."""
+        return [each.request_id for each in await self.replicas[replica].model.asked()]
 
-    async def aborted(self, replica: str) -> list[str]:
-        _, aborted = await self.replicas[replica].model.requests()
-        return list(aborted)
+    async def generate(self, **how: Any) -> str:
+        return text_of(await self.model.generate("text", {}, **how))
 
-    async def chat(self, *words: str) -> list[str]:
-        return [word async for word in await self.model.chat([*words], {}, request_id="r")]
+    async def stream(self) -> Any:
+        return await self.model.chat([], STREAM, request_id="r")
+
+    async def chat(self) -> list[str]:
+        return [text_of(part) async for part in await self.stream()]
 
 
 @pytest.fixture
@@ -62,8 +85,8 @@ async def serving() -> AsyncIterator[Serving]:
 
 
 async def test_it_behaves_like_the_chosen_replica(serving: Serving) -> None:
-    assert await serving.chat("an", "answer") == ["an", "answer", "by", serving.first]
-    assert await serving.model.generate("text", {}, request_id="g") == f"text by {serving.first}"
+    assert await serving.chat() == ["by", serving.first]
+    assert await serving.generate() == f"by {serving.first}"
     assert await serving.model.is_vllm_backend()
     assert await serving.model.abort_request("r") == "done"
     assert serving.model.uid == serving.chosen.model.uid
@@ -72,8 +95,8 @@ async def test_it_behaves_like_the_chosen_replica(serving: Serving) -> None:
 async def test_the_router_knows_the_request_by_the_id_that_the_replica_reports(
     serving: Serving,
 ) -> None:
-    await serving.model.generate("text", {}, request_id="given")
-    await serving.model.generate("text", {})
+    await serving.generate(request_id="given")
+    await serving.generate()
     asked = await serving.asked(serving.first)
     assert asked[0] == "given"
     assert [*serving.cluster.router._names] == asked
@@ -81,19 +104,20 @@ async def test_the_router_knows_the_request_by_the_id_that_the_replica_reports(
 
 async def test_a_replica_that_was_killed_before(serving: Serving) -> None:
     await serving.chosen.stop()
-    assert await serving.chat("an", "answer") == ["an", "answer", "by", serving.other]
+    assert await serving.chat() == ["by", serving.other]
     assert serving.route.replica == serving.other
     assert serving.cluster.router.counts.moved == 1
 
 
 async def test_a_replica_that_dies_before_its_first_word(serving: Serving) -> None:
-    stream = await serving.model.chat(["hang"], {}, request_id="r")
-    answering = asyncio.create_task(anext(stream))
+    for replica in serving.replicas.values():
+        await replica.model.prepare(hangs=True)
+    answering = asyncio.create_task(anext(await serving.stream()))
     await asyncio.sleep(0)
     serving.chosen.model = None
     await serving.chosen.stop()
     serving.cluster.tell(gone=[serving.first])
-    with pytest.raises(TimeoutError):  # the other one hangs, too
+    with pytest.raises(TimeoutError):  # the other one hangs
         async with asyncio.timeout(0.2):
             await answering
     assert await serving.asked(serving.other) == ["r"]
@@ -101,11 +125,11 @@ async def test_a_replica_that_dies_before_its_first_word(serving: Serving) -> No
 
 async def test_a_replica_that_hangs_until_the_tracker_loses_it(serving: Serving) -> None:
     await serving.chosen.model.prepare(hangs=True)
-    answering = asyncio.create_task(serving.model.generate("text", {}, request_id="r"))
+    answering = asyncio.create_task(serving.generate())
     while not await serving.asked(serving.first):
         pass
     serving.cluster.tell(gone=[serving.first])
-    assert await answering == f"text by {serving.other}"
+    assert await answering == f"by {serving.other}"
 
 
 @pytest.mark.parametrize(
@@ -122,13 +146,13 @@ async def test_a_replica_that_refuses(serving: Serving, error: Exception) -> Non
             raise error
 
     serving.model._model = Refusing()
-    assert await serving.model.generate("text", {}) == f"text by {serving.other}"
+    assert await serving.generate() == f"by {serving.other}"
 
 
 async def test_an_error_of_the_request_itself_is_the_clients(serving: Serving) -> None:
     await serving.chosen.model.prepare(fails=ValueError("the prompt is too long"))
     with pytest.raises(ValueError, match="the prompt is too long"):
-        await serving.chat("an", "answer")
+        await serving.chat()
     assert serving.cluster.router.counts.moved == 0
 
 
@@ -136,27 +160,29 @@ async def test_a_request_moves_only_once(serving: Serving) -> None:
     for replica in serving.replicas.values():
         await replica.stop()
     with pytest.raises(ConnectionRefusedError):
-        await serving.chat("an", "answer")
+        await serving.chat()
     assert serving.cluster.router.counts.moved == 1
 
 
 async def test_an_answer_that_has_begun_ends_with_its_replica(serving: Serving) -> None:
-    stream = await serving.model.chat(["an", "fail"], {}, request_id="r")
-    assert await anext(stream) == "an"
+    stream = await serving.stream()
+    assert text_of(await anext(stream)) == "by"
+    await serving.chosen.model.prepare(breaks=ENDED)
     with pytest.raises(ConnectionResetError):
         await anext(stream)
     assert not await serving.asked(serving.other)
 
 
 async def test_an_error_before_the_first_word_of_a_stream_moves_it(serving: Serving) -> None:
-    stream = await serving.model.chat(["fail"], {}, request_id="r")
+    for replica in serving.replicas.values():
+        await replica.model.prepare(breaks=ENDED)
     with pytest.raises(ConnectionResetError):  # of the other one
-        await anext(stream)
+        await serving.chat()
     assert [len(await serving.asked(name)) for name in serving.replicas] == [1, 1]
 
 
 async def test_an_abandoned_stream_is_closed(serving: Serving) -> None:
-    stream = await serving.model.chat(["an", "hang"], {}, request_id="r")
+    stream = await serving.stream()
     await anext(stream)
     await stream.aclose()
     with pytest.raises(StopAsyncIteration):
@@ -167,7 +193,7 @@ async def test_without_another_replica_the_error_is_the_clients(serving: Serving
     serving.cluster.tell(gone=[serving.other])
     await serving.chosen.stop()
     with pytest.raises(ConnectionRefusedError):
-        await serving.chat("an", "answer")
+        await serving.chat()
 
 
 # -- a divided request ------------------------------------------------------------------------
@@ -192,7 +218,7 @@ async def prefilled(divided: Serving) -> None:
 
 
 async def test_both_replicas_get_the_request_at_the_same_time(divided: Serving) -> None:
-    assert await divided.model.generate("text", {}, request_id="r") == "text by decode"
+    assert await divided.generate(request_id="r") == "by decode"
     await prefilled(divided)
     assert await divided.asked("prefill") == ["r:prefill"]
     (name,) = await divided.asked("decode")
@@ -204,37 +230,37 @@ async def test_both_replicas_get_the_request_at_the_same_time(divided: Serving) 
 
 
 async def test_a_stream_comes_from_the_replica_that_decodes(divided: Serving) -> None:
-    stream = await divided.model.chat(["an", "answer"], {"stream": True}, request_id="r")
-    assert [word async for word in stream] == ["an", "answer", "by", "decode"]
+    assert await divided.chat() == ["by", "decode"]
 
 
 async def test_xinference_aborts_by_the_id_that_it_gave(divided: Serving) -> None:
-    await divided.model.generate("text", {}, request_id="r")
+    await divided.generate(request_id="r")
     await divided.model.abort_request("r")
-    assert await divided.aborted("decode") == await divided.asked("decode")
+    decode = divided.replicas["decode"].model
+    assert await decode.aborted() == await divided.asked("decode")
 
 
 async def test_a_prefill_that_fails_is_counted_and_changes_nothing(divided: Serving) -> None:
     await divided.replicas["prefill"].model.prepare(fails=ValueError("no"))
-    assert await divided.model.generate("text", {}, request_id="r") == "text by decode"
+    assert await divided.generate(request_id="r") == "by decode"
     await prefilled(divided)
     assert divided.cluster.router.counts.failed_prefills == 1
 
 
 async def test_a_request_that_ends_stops_its_prefill(divided: Serving) -> None:
     await divided.replicas["prefill"].model.prepare(hangs=True)
-    await divided.model.generate("text", {}, request_id="r")
+    await divided.generate(request_id="r")
     while not await divided.asked("prefill"):
         pass
     divided.cluster.router.end(divided.route)
     with pytest.raises(asyncio.CancelledError):
         await prefilled(divided)
-    assert await divided.aborted("prefill") == ["r:prefill"]
+    assert await divided.replicas["prefill"].model.aborted() == ["r:prefill"]
 
 
 async def test_a_killed_decode_replica_leaves_the_request_to_another(divided: Serving) -> None:
     await divided.replicas["decode"].stop()
-    assert await divided.model.generate("text", {}, request_id="r") == "text by prefill"
+    assert await divided.generate() == "by prefill"
 
 
 def test_only_the_prompt_is_computed() -> None:

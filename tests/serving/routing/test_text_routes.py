@@ -94,50 +94,43 @@ async def test_a_request_that_every_replica_refuses_is_a_429_with_retry_after(
     assert [len(await model.asked()) for model in text_api.models.values()] == [1, 1]
 
 
-@ROUTES
-@STREAMS
-async def test_a_refused_request_that_may_not_wait_is_a_429_with_retry_after(
-    start_text_api: Start, path: str, stream: bool
-) -> None:
-    api = await start_text_api(queue=0, request_limit=1)
-    await api.cluster.router.route()
+async def refuses(api: TextApi, replica: str) -> None:
     await api.prepare(limit=0)
-    assert_refused(await api.ask(path, stream=stream))
 
 
-@ROUTES
-@STREAMS
-async def test_a_request_of_a_lost_replica_that_may_not_wait_is_a_429_with_retry_after(
-    start_text_api: Start, path: str, stream: bool
-) -> None:
-    api = await start_text_api(queue=0, request_limit=1)
-    route = await api.cluster.router.route()
-    assert route is not None
-    (lost,) = api.models.keys() - {route.replica}
-    await api.end(lost)
-    assert_refused(await api.ask(path, stream=stream))
+async def was_lost(api: TextApi, replica: str) -> None:
+    await api.end(replica)
 
 
-@ROUTES
-async def test_a_stream_that_loses_its_replica_before_its_first_word_is_a_429_with_retry_after(
-    start_text_api: Start, path: str
-) -> None:
-    api = await start_text_api(queue=0, request_limit=1)
-    await api.cluster.router.route()
+async def breaks_before_the_first_word_of_a_stream(api: TextApi, replica: str) -> None:
     await api.prepare(breaks=xo.ServerClosed("the engine has ended"))
-    assert_refused(await api.ask(path, stream=True))
 
 
-async def test_a_replica_that_is_gone_for_a_request_that_may_not_wait_is_a_429(
-    start_text_api: Start,
+async def is_unknown_to_the_supervisor(api: TextApi, replica: str) -> None:
+    del api.supervisor._replica_model_uid_to_worker[replica]
+
+
+@ROUTES
+@pytest.mark.parametrize(
+    ("happens", "stream"),
+    [
+        (refuses, False),
+        (refuses, True),
+        (was_lost, False),
+        (was_lost, True),
+        (breaks_before_the_first_word_of_a_stream, True),
+        (is_unknown_to_the_supervisor, False),
+    ],
+)
+async def test_a_request_that_may_not_wait_is_a_429_with_retry_after_if_its_replica(
+    start_text_api: Start, path: str, happens: Any, stream: bool
 ) -> None:
     api = await start_text_api(queue=0, request_limit=1)
     route = await api.cluster.router.route()
     assert route is not None
-    (gone,) = api.models.keys() - {route.replica}
-    del api.supervisor._replica_model_uid_to_worker[gone]
-    for path in TEXT_ROUTES:
-        assert_refused(await api.ask(path))
+    (its,) = api.models.keys() - {route.replica}
+    await happens(api, its)
+    assert_refused(await api.ask(path, stream=stream))
 
 
 @ROUTES
@@ -358,12 +351,14 @@ class Named(NoPrefixes):
 
 @STREAMS
 @pytest.mark.parametrize(
-    ("path", "body", "reason"),
+    ("path", "name", "more", "reason"),
     [
-        (COMPLETIONS, {"prefix_name": "guide"}, "'guide' has messages; use it on a route of chats"),
-        (COMPLETIONS, {"prefix_name": "poet"}, "'poet' belongs to adapter 'poet'"),
+        (COMPLETIONS, "guide", {}, "'guide' has messages; use it on a route of chats"),
+        (COMPLETIONS, "poet", {}, "'poet' belongs to adapter 'poet'"),
+        (COMPLETIONS, "poet", {"lora_name": "clerk"}, "'poet' belongs to adapter 'poet'"),
+        (COMPLETIONS, "story", {"lora_name": "poet"}, "belongs to the model without an adapter"),
         *(
-            (path, {"prefix_name": name}, reason)
+            (path, name, {}, reason)
             for path in TEXT_ROUTES
             if path != COMPLETIONS
             for name, reason in (
@@ -374,10 +369,10 @@ class Named(NoPrefixes):
     ],
 )
 async def test_a_prefix_of_another_kind_or_adapter_is_a_400_with_its_reason(
-    start_text_api: Start, path: str, body: dict[str, Any], reason: str, stream: bool
+    start_text_api: Start, path: str, name: str, more: Any, reason: str, stream: bool
 ) -> None:
     api = await start_text_api(Named())
-    answer = await api.ask(path, stream=stream, **body)
+    answer = await api.ask(path, stream=stream, prefix_name=name, **more)
     assert answer.status_code == 400, answer.text
     assert reason in answer.text
     assert not any([await model.asked() for model in api.models.values()])
