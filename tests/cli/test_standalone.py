@@ -26,6 +26,16 @@ def configure(*words: str) -> Result:
     return CliRunner().invoke(main, ["transfer-config", *words])
 
 
+def told(*words: str) -> XavierConfig:
+    """The configuration that vLLM gets."""
+    result = configure("m", *ADDRESS, *words)
+    assert result.exit_code == 0, result.output
+    assert result.stdout.count("\n") == 1, "one line, to be passed as one argument"
+    transfer = own_transfer_config(result.stdout)
+    assert transfer is not None
+    return XavierConfig.from_dict(transfer["kv_connector_extra_config"]["xavier"])
+
+
 def weights(address: str, version: str) -> tuple[int, str]:
     """The command's exit code and what it prints."""
     words = [PROGRAM, "weights", MODEL, version, "--tracker", address]
@@ -65,15 +75,8 @@ def test_a_tracker_in_a_process_of_its_own() -> None:
 
 
 def test_vllm_gets_our_configuration() -> None:
-    result = configure(
-        "m", "--address", "10.0.0.1:9920", "--xavier_pool_bytes", "1GiB", "--xavier_fetch_timeout=2"
-    )
-    assert result.exit_code == 0, result.output
-    transfer = own_transfer_config(result.stdout)
-    assert transfer is not None
-    told = XavierConfig.from_dict(transfer["kv_connector_extra_config"]["xavier"])
-    assert told == XavierConfig("m", "10.0.0.1:9920", pool_bytes=1 << 30, fetch_timeout=2.0)
-    assert result.stdout.count("\n") == 1, "one line, to be passed as one argument"
+    expected = XavierConfig("m", "10.0.0.1:9920", pool_bytes=1 << 30, fetch_timeout=2.0)
+    assert told("--xavier_pool_bytes", "1GiB", "--xavier_fetch_timeout=2") == expected
 
 
 @pytest.mark.parametrize(
@@ -103,13 +106,9 @@ def test_wrong_arguments_are_refused(words: list[str], sentence: str) -> None:
 
 def test_a_server_may_have_a_name() -> None:
     """Another configuration is as before."""
-    words = ["m", *ADDRESS, "--xavier_pool_bytes", "1GiB"]
-    told = []
-    for result in (configure(*words), configure(*words, "--name", "a")):
-        transfer = own_transfer_config(result.stdout)
-        assert transfer is not None
-        told.append(XavierConfig.from_dict(transfer["kv_connector_extra_config"]["xavier"]))
-    assert [config.replica for config in told] == [None, "a"]
+    pool = ["--xavier_pool_bytes", "1GiB"]
+    assert told(*pool).replica is None
+    assert told(*pool, "--name", "a").replica == "a"
 
 
 def test_every_launch_option_is_taken_with_either_dash() -> None:

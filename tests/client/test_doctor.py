@@ -178,36 +178,25 @@ def taken(ports: tuple[int, int]) -> ExitStack:
     return stack
 
 
-def test_one_version_differs(planted: Planted) -> None:
-    planted.result.finds(
-        "replica foreign", "has xoscar 0.0.1, but others have", "pip install 'xoscar=="
-    )
-
-
-def test_byte_code_is_switched_off(planted: Planted) -> None:
-    planted.result.finds(
-        "replica foreign",
-        "PYTHONDONTWRITEBYTECODE is set",
-        "unset PYTHONDONTWRITEBYTECODE",
-        grave=False,
-    )
-
-
-def test_an_address_that_others_cannot_reach(planted: Planted) -> None:
-    for name in ("mute", "crippled", "foreign"):
-        planted.result.finds(
-            f"replica {name}", "other hosts cannot reach its address", "xinference-worker -H"
-        )
-
-
-def test_a_link_that_cannot_be_opened(planted: Planted) -> None:
-    planted.result.finds("replica well", "cannot fetch from mute: no link", "--xavier_port_range")
-    planted.result.finds("replica mute", "cannot fetch from well: no link", "iptables")
-
-
-def test_a_peer_without_a_transfer_process(planted: Planted) -> None:
-    planted.result.finds("replica crippled", "has no transfer process after", "--xavier_transport")
-    planted.result.finds("replica well", "cannot fetch from crippled: it has no transfer", "")
+@pytest.mark.parametrize(
+    ("replica", "problem", "remedy", "grave"),
+    [
+        ("foreign", "has xoscar 0.0.1, but others have", "pip install 'xoscar==", True),
+        ("foreign", "PYTHONDONTWRITEBYTECODE is set", "unset PYTHONDONTWRITEBYTECODE", False),
+        ("foreign", "other hosts cannot reach its address", "xinference-worker -H", True),
+        ("mute", "other hosts cannot reach its address", "xinference-worker -H", True),
+        ("mute", "cannot fetch from well: no link", "iptables", True),
+        ("crippled", "other hosts cannot reach its address", "xinference-worker -H", True),
+        ("crippled", "has no transfer process after", "--xavier_transport", True),
+        ("well", "cannot fetch from mute: no link", "--xavier_port_range", True),
+        ("well", "cannot fetch from crippled: it has no transfer", "", True),
+        ("well", "its pool holds only 16 chunks", "--xavier_pool_bytes", False),
+    ],
+)
+def test_each_problem_of_a_replica_is_found(
+    planted: Planted, replica: str, problem: str, remedy: str, grave: bool
+) -> None:
+    planted.result.finds(f"replica {replica}", problem, remedy, grave=grave)
 
 
 def test_ports_that_are_used_up(planted: Planted) -> None:
@@ -225,12 +214,6 @@ def test_replicas_in_two_namespaces_and_the_field_that_differs(planted: Planted)
     assert len(found) == 1
     assert "weights" not in found[0].problem
     assert "launch all replicas with the same arguments" in found[0].remedy
-
-
-def test_a_pool_of_a_few_chunks(planted: Planted) -> None:
-    planted.result.finds(
-        "replica well", "its pool holds only 16 chunks", "--xavier_pool_bytes", grave=False
-    )
 
 
 def test_too_few_replicas_a_lost_replica_and_a_lost_tracker() -> None:

@@ -34,6 +34,7 @@ STATS: dict[str, Any] = {
     "transport": "gloo",
 }
 QUESTION = {"prompt": "What?"}
+URL = "/v1/xavier/m"
 NO_ANSWER = {"detail": "the tracker of 'm' does not answer"}
 
 
@@ -75,22 +76,50 @@ async def client(supervisor: Any) -> AsyncIterator[httpx.AsyncClient]:
         yield client
 
 
-async def join_with(tracker: Any, address: str, incarnation: str, chunks: int) -> None:
-    await join(tracker, incarnation, address=address)
-    keys = b"".join(f"{incarnation}{number}".encode().ljust(KEY_BYTES) for number in range(chunks))
-    await tracker.replace("ns", incarnation, 1, keys)
+class Model:
+    """The model `m`: its tracker and replicas, at one address, and a client of the API."""
+
+    def __init__(self, client: httpx.AsyncClient, tracker: Any, address: str) -> None:
+        self.client, self.tracker, self.address = client, tracker, address
+
+    async def add(self, incarnation: str, chunks: int = 1, *, silent: bool = False) -> None:
+        """A replica joins, and says that it holds so many chunks."""
+        if not silent:
+            await xo.create_actor(Replica, address=self.address, uid=replica_uid(incarnation))
+        await join(self.tracker, incarnation, address=self.address)
+        keys = [f"{incarnation}{number}".encode().ljust(KEY_BYTES) for number in range(chunks)]
+        await self.tracker.replace("ns", incarnation, 1, b"".join(keys))
+
+    async def get(self) -> Any:
+        answer = await self.client.get(URL)
+        assert answer.status_code == 200
+        return answer.json()
+
+    async def post(self, path: str = "", **body: Any) -> Any:
+        answer = await self.client.post(f"{URL}{path}", json=body)
+        assert answer.status_code == 200
+        return answer.json()
+
+    async def explain(self) -> Any:
+        return await self.post("/explain", **QUESTION)
 
 
-async def test_replicas_and_totals(client: httpx.AsyncClient, address: str, tracker: Any) -> None:
-    for incarnation, chunks in (("a", 2), ("b", 3)):
-        await xo.create_actor(Replica, address=address, uid=replica_uid(incarnation))
-        await join_with(tracker, address, incarnation, chunks)
-    answer = await client.get("/v1/xavier/m")
-    assert answer.status_code == 200
-    body = answer.json()
+@pytest.fixture
+def model(client: httpx.AsyncClient, tracker: Any, address: str) -> Model:
+    return Model(client, tracker, address)
+
+
+async def test_replicas_and_totals(model: Model) -> None:
+    await model.add("a", 2)
+    await model.add("b", 3)
+    body = await model.get()
     assert (body["model_uid"], body["enabled"]) == ("m", True)
     first, second = sorted(body["replicas"], key=lambda replica: replica["incarnation"])
-    assert (first["incarnation"], first["address"], first["namespace"]) == ("a", address, "ns")
+    assert (first["incarnation"], first["address"], first["namespace"]) == (
+        "a",
+        model.address,
+        "ns",
+    )
     assert (first["holdings"], second["holdings"]) == (2, 3)
     assert 0 < first["lease_left_s"] <= 10
     assert first["stale"] is False
@@ -106,51 +135,40 @@ async def test_replicas_and_totals(client: httpx.AsyncClient, address: str, trac
     }
 
 
-async def test_a_replica_that_does_not_answer_is_marked(
-    client: httpx.AsyncClient, address: str, tracker: Any
-) -> None:
-    await join_with(tracker, address, "silent", 1)
-    (replica,) = (await client.get("/v1/xavier/m")).json()["replicas"]
+async def test_a_replica_that_does_not_answer_is_marked(model: Model) -> None:
+    await model.add("silent", silent=True)
+    (replica,) = (await model.get())["replicas"]
     assert replica["stale"] is True
     assert replica["hits"] == dict.fromkeys(HITS, 0)
 
 
-async def test_switching_off_and_on(client: httpx.AsyncClient, tracker: Any) -> None:
+async def test_switching_off_and_on(model: Model) -> None:
     for wanted in (False, True):
-        answer = await client.post("/v1/xavier/m", json={"enabled": wanted})
-        assert answer.status_code == 200
-        assert answer.json()["enabled"] is wanted
-        assert answer.json() == (await client.get("/v1/xavier/m")).json()
-        assert (await tracker.status())["enabled"] is wanted
+        answer = await model.post(enabled=wanted)
+        assert answer["enabled"] is wanted
+        assert answer == await model.get()
+        assert (await model.tracker.status())["enabled"] is wanted
 
 
-async def test_changing_how_requests_are_routed(
-    client: httpx.AsyncClient, address: str, tracker: Any
-) -> None:
+async def test_changing_how_requests_are_routed(model: Model) -> None:
     """The answer has the new way at once; the report has it when the process has heard of it."""
-    await join_with(tracker, address, "a", 1)
+    await model.add("a", silent=True)
     for wanted in ("backlog", "off", "auto"):
-        answer = await client.post("/v1/xavier/m", json={"routing": wanted})
-        assert answer.status_code == 200
-        assert answer.json()["routing"]["mode"] == wanted
+        assert (await model.post(routing=wanted))["routing"]["mode"] == wanted
         async with asyncio.timeout(60):
-            while (await client.get("/v1/xavier/m")).json()["routing"]["mode"] != wanted:
+            while (await model.get())["routing"]["mode"] != wanted:
                 pass
 
 
-async def test_loads_and_forecasts_of_the_replicas(
-    client: httpx.AsyncClient, address: str, tracker: Any
-) -> None:
+async def test_loads_and_forecasts_of_the_replicas(model: Model) -> None:
     """Replicas report them first."""
-    await xo.create_actor(Replica, address=address, uid=replica_uid("a"))
-    await join_with(tracker, address, "a", 1)
+    await model.add("a")
     serving = Serving(chunk_tokens=4, chunk_bytes=1, request_limit=3)
     load = Load(serving, 1000, 3600.0, 3, rates=(0.5, 0.0, 0.0, 0.0))
-    before = await client.get("/v1/xavier/m")
-    assert before.json()["routing"]["loads"] == {}
-    await tracker.report_load("ns", "a", load, ())
+    assert (await model.get())["routing"]["loads"] == {}
+    await model.tracker.report_load("ns", "a", load, ())
     async with asyncio.timeout(60):
-        while not (found := (await client.get("/v1/xavier/m")).json()["routing"])["loads"]:
+        while not (found := (await model.get())["routing"])["loads"]:
             pass
     assert found["mode"] == "auto"
     assert found["loads"]["a"] == {
@@ -159,29 +177,21 @@ async def test_loads_and_forecasts_of_the_replicas(
         "accepts": False,
         "role": "any",
     }
-    full = await client.post("/v1/xavier/m/explain", json=QUESTION)
-    assert full.json()["routing"] == {}, "it accepts no request"
-    await tracker.report_load("ns", "a", load._replace(requests=2), ())
+    assert (await model.explain())["routing"] == {}, "it accepts no request"
+    await model.tracker.report_load("ns", "a", load._replace(requests=2), ())
     async with asyncio.timeout(60):
-        while not (forecast := (await client.post("/v1/xavier/m/explain", json=QUESTION)).json())[
-            "routing"
-        ]:
+        while not (forecast := (await model.explain())["routing"]):
             pass
-    assert forecast["routing"] == {
+    assert forecast == {
         "a": {"backlog": pytest.approx(3600.0, abs=60.0), "fetch": 0.0, "compute": 0.5}
     }
 
 
-async def test_setting_the_weights_version(
-    client: httpx.AsyncClient, address: str, tracker: Any
-) -> None:
-    for incarnation in ("reset", "as it was"):
-        await xo.create_actor(Replica, address=address, uid=replica_uid(incarnation))
-        await join_with(tracker, address, incarnation, 1)
-    await join_with(tracker, address, "silent", 1)
-    answer = await client.post("/v1/xavier/m", json={"weights_version": "2"})
-    assert answer.status_code == 200
-    assert answer.json()["answers"] == {
+async def test_setting_the_weights_version(model: Model) -> None:
+    await model.add("reset")
+    await model.add("as it was")
+    await model.add("silent", silent=True)
+    assert (await model.post(weights_version="2"))["answers"] == {
         "joined": ["reset"],
         "not_reset": ["as it was"],
         "unreachable": ["silent"],
@@ -209,22 +219,17 @@ async def test_setting_the_weights_version(
         b'{"enabled": true, "weights_version": "2"}',
     ],
 )
-async def test_any_other_body_is_refused(
-    client: httpx.AsyncClient, tracker: Any, body: bytes
-) -> None:
-    answer = await client.post("/v1/xavier/m", content=body)
+async def test_any_other_body_is_refused(model: Model, body: bytes) -> None:
+    answer = await model.client.post(URL, content=body)
     assert answer.status_code == 400
     assert "the body must be" in answer.json()["detail"]
-    assert (await tracker.status())["enabled"] is True
+    assert (await model.tracker.status())["enabled"] is True
 
 
-async def test_all_models_at_once(client: httpx.AsyncClient, tracker: Any) -> None:
-    answer = await client.get("/v1/xavier")
+async def test_all_models_at_once(model: Model) -> None:
+    answer = await model.client.get("/v1/xavier")
     assert answer.status_code == 200
-    assert answer.json() == {
-        "models": [(await client.get("/v1/xavier/m")).json()],
-        "unavailable": {},
-    }
+    assert answer.json() == {"models": [await model.get()], "unavailable": {}}
 
 
 async def test_a_model_that_does_not_answer_does_not_hide_the_others(
@@ -237,28 +242,19 @@ async def test_a_model_that_does_not_answer_does_not_hide_the_others(
     }
 
 
-async def test_flushing_asks_all_replicas(
-    client: httpx.AsyncClient, address: str, tracker: Any
-) -> None:
-    await xo.create_actor(Replica, address=address, uid=replica_uid("a"))
-    await join_with(tracker, address, "a", 1)
-    await join_with(tracker, address, "silent", 1)
-    answer = await client.post("/v1/xavier/m/flush")
-    assert answer.status_code == 200
-    assert answer.json()["answers"] == {"flushed": ["a"], "unreachable": ["silent"]}
+async def test_flushing_asks_all_replicas(model: Model) -> None:
+    await model.add("a")
+    await model.add("silent", silent=True)
+    assert (await model.post("/flush"))["answers"] == {"flushed": ["a"], "unreachable": ["silent"]}
 
 
-async def test_explaining_passes_the_replicas_answer_on(
-    client: httpx.AsyncClient, address: str, tracker: Any
-) -> None:
-    empty = await client.post("/v1/xavier/m/explain", json=QUESTION)
+async def test_explaining_passes_the_replicas_answer_on(model: Model) -> None:
+    empty = await model.client.post(f"{URL}/explain", json=QUESTION)
     assert (empty.status_code, empty.json()["detail"]) == (503, "no replica has joined yet")
-    await xo.create_actor(Replica, address=address, uid=replica_uid("a"))
-    await join_with(tracker, address, "a", 1)
-    answer = await client.post("/v1/xavier/m/explain", json=QUESTION)
-    assert answer.status_code == 200
-    assert (answer.json()["prompt_tokens"], answer.json()["reuse"]) == (5, {"a": {}})
-    refused = await client.post("/v1/xavier/m/explain", json={"prompt": "else"})
+    await model.add("a")
+    answer = await model.explain()
+    assert (answer["prompt_tokens"], answer["reuse"]) == (5, {"a": {}})
+    refused = await model.client.post(f"{URL}/explain", json={"prompt": "else"})
     assert (refused.status_code, refused.json()["detail"]) == (503, "no tokenizer here")
 
 
@@ -274,20 +270,16 @@ async def test_explaining_passes_the_replicas_answer_on(
     ],
     ids=lambda body: body[:30].decode(),
 )
-async def test_any_other_question_is_refused(
-    client: httpx.AsyncClient, tracker: Any, body: bytes
-) -> None:
-    answer = await client.post("/v1/xavier/m/explain", content=body)
+async def test_any_other_question_is_refused(model: Model, body: bytes) -> None:
+    answer = await model.client.post(f"{URL}/explain", content=body)
     assert answer.status_code == 400
     assert "the body must be" in answer.json()["detail"]
 
 
-async def test_a_body_that_is_too_long_is_not_parsed(
-    client: httpx.AsyncClient, tracker: Any
-) -> None:
-    answer = await client.post("/v1/xavier/m/explain", content=b" " * (10 << 20))
+async def test_a_body_that_is_too_long_is_not_parsed(model: Model) -> None:
+    answer = await model.client.post(f"{URL}/explain", content=b" " * (10 << 20))
     assert (answer.status_code, "it has 10485760 bytes" in answer.text) == (400, True)
-    answer = await client.post("/v1/xavier/m", content=b" " * 1024 + b'{"enabled": true}')
+    answer = await model.client.post(URL, content=b" " * 1024 + b'{"enabled": true}')
     assert answer.status_code == 400
 
 
@@ -305,14 +297,14 @@ async def test_an_unknown_model_is_not_found(client: httpx.AsyncClient) -> None:
 
 
 async def test_a_tracker_lost_in_between_is_not_found(client: httpx.AsyncClient) -> None:
-    assert (await client.get("/v1/xavier/m")).status_code == 404
+    assert (await client.get(URL)).status_code == 404
 
 
 async def test_a_supervisor_that_does_not_answer_is_unavailable(
     client: httpx.AsyncClient, supervisor: Any
 ) -> None:
     await supervisor.leave()
-    for path in ("/v1/xavier/m", "/v1/xavier/m/events"):
+    for path in (URL, f"{URL}/events"):
         answer = await client.get(path)
         assert (answer.status_code, answer.json()) == (503, NO_ANSWER)
 
@@ -322,7 +314,7 @@ async def test_a_supervisor_that_is_gone_is_unavailable() -> None:
     gone = await xo.create_actor(Supervisor, address=pool.external_address)
     await pool.stop()
     async with client_of(gone) as client:
-        for path in ("/v1/xavier", "/v1/xavier/m", "/v1/xavier/m/events"):
+        for path in ("/v1/xavier", URL, f"{URL}/events"):
             assert (await client.get(path)).status_code == 503
 
 
@@ -347,7 +339,7 @@ class Keys:
 async def test_only_those_who_may_ask_a_model_see_its_names(supervisor: Any, tracker: Any) -> None:
     named = {"prefixes": [{"name": "guide"}], "prefix_states": {"kept": 1}}
     async with client_of(supervisor, named, service=Keys()) as client:
-        for path in ("/v1/xavier", "/v1/xavier/m"):
+        for path in ("/v1/xavier", URL):
             for key in ("here", "elsewhere"):
                 answer = await client.get(path, headers={"authorization": f"Bearer {key}"})
                 assert ("guide" in answer.text) == (key == "here")
@@ -377,7 +369,3 @@ def test_a_key_is_good_for_its_models_only(state: Any) -> None:
     check(request(**state), "mine")
     with pytest.raises(HTTPException, match="the API key is not valid for model 'other'"):
         check(request(**state), "other")
-
-
-def test_without_authentication_every_model_may_be_asked() -> None:
-    model_access(api_context())(request(), "other")

@@ -169,14 +169,6 @@ def test_without_permission_nobody_learns_whether_a_model_exists(guarded: Guarde
         assert guarded.api.http.get(f"/v1/xavier/{path}", headers=writer).status_code == 403
 
 
-def test_revoked_permissions_end_at_once(guarded: Guarded) -> None:
-    user = guarded.api.user("for-a-while", [LIST])
-    route = "GET /v1/xavier"
-    assert ask(guarded, route, user.headers).status_code == 200
-    guarded.api.disable(user)
-    assert ask(guarded, route, user.headers).status_code == 401
-
-
 @pytest.mark.parametrize("path", sorted(FOR_EVERYBODY))
 def test_pages_are_public_like_xinferences_own(guarded: Guarded, path: str) -> None:
     """They hold no data: everyone gets the same page."""

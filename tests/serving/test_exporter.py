@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,8 +22,8 @@ from fastapi import FastAPI
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.logged import messages
-from tests.replica_process import MODEL, TrackerProcess
 from tests.serving.supervisors import Bare, Supervisor, create_tracker, gateway_to, join
+from tests.tracker_pools import MODEL
 from xinference_xavier.runtime.aio import within
 from xinference_xavier.serving import metrics as exporter_module
 from xinference_xavier.serving.gateway import TrackerGateway
@@ -54,25 +53,6 @@ class Server:
 RESTfulAPI("127.0.0.1:1", "127.0.0.1", 0).serve(server_factory=Server)
 """
 """xinference's API with the extension of `XINFERENCE_EXTENSIONS`, without server and supervisor."""
-
-
-@pytest.fixture(scope="module")
-def tracker_alone() -> Iterator[TrackerProcess]:
-    tracker = TrackerProcess()
-    yield tracker
-    tracker.kill()
-
-
-@pytest.fixture
-def remote_tracker(tracker_alone: TrackerProcess) -> Iterator[TrackerProcess]:
-    """The tracker of `MODEL`, in a process that a test may suspend."""
-    yield tracker_alone
-    send(tracker_alone, signal.SIGCONT)
-
-
-def send(tracker: TrackerProcess, number: signal.Signals) -> None:
-    assert tracker.process.pid is not None
-    os.kill(tracker.process.pid, number)
 
 
 async def add_model(supervisor: Any, address: str, model_uid: str) -> Any:
@@ -175,12 +155,16 @@ async def test_names_are_escaped(scraper: Scraper, supervisor: Any, address: str
 
 
 async def test_a_tracker_that_hangs_costs_its_own_figures_only(
-    scraper: Scraper, supervisor: Any, address: str, remote_tracker: TrackerProcess
+    scraper: Scraper,
+    supervisor: Any,
+    address: str,
+    stoppable_tracker: tuple[asyncio.subprocess.Process, str],
 ) -> None:
+    process, its_address = stoppable_tracker
     await add_model(supervisor, address, "well")
-    await supervisor.put(MODEL, remote_tracker.address)
+    await supervisor.put(MODEL, its_address)
     assert value(await scraper.scrape(), "tracker_up", model=MODEL) == 1
-    send(remote_tracker, signal.SIGSTOP)
+    process.send_signal(signal.SIGSTOP)
     await asyncio.sleep(exporter_module.MAX_AGE)
     for missed in (1, 2, 3):
         began = time.monotonic()
@@ -191,19 +175,20 @@ async def test_a_tracker_that_hangs_costs_its_own_figures_only(
         assert value(found, "tracker_up", model=MODEL) == 0
         assert value(found, "scrape_failures_total") == missed
         assert [sample.labels["model"] for sample in found["enabled"]] == ["well"]
-    send(remote_tracker, signal.SIGCONT)
+    process.send_signal(signal.SIGCONT)
     async with asyncio.timeout(60):
         while value(await scraper.scrape(), "tracker_up", model=MODEL) != 1:
             pass
 
 
 async def test_a_supervisor_that_hangs_is_not_up(
-    address: str, remote_tracker: TrackerProcess
+    stoppable_tracker: tuple[asyncio.subprocess.Process, str],
 ) -> None:
-    send(remote_tracker, signal.SIGSTOP)
+    process, its_address = stoppable_tracker
+    process.send_signal(signal.SIGSTOP)
 
     async def hanging() -> Any:
-        return await xo.actor_ref(address=remote_tracker.address, uid="supervisor")
+        return await xo.actor_ref(address=its_address, uid="supervisor")
 
     exporter = Exporter(TrackerGateway(hanging))
     registry = Registry()

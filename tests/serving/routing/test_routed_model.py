@@ -149,13 +149,6 @@ async def test_a_replica_that_refuses(serving: Serving, error: Exception) -> Non
     assert await serving.generate() == f"by {serving.other}"
 
 
-async def test_an_error_of_the_request_itself_is_the_clients(serving: Serving) -> None:
-    await serving.chosen.model.prepare(fails=ValueError("the prompt is too long"))
-    with pytest.raises(ValueError, match="the prompt is too long"):
-        await serving.chat()
-    assert serving.cluster.router.counts.moved == 0
-
-
 async def test_a_request_moves_only_once(serving: Serving) -> None:
     for replica in serving.replicas.values():
         await replica.stop()
