@@ -38,12 +38,7 @@ from xinference_xavier.options import PARSERS
 from xinference_xavier.pool import region as region_module
 from xinference_xavier.pool.region import Region
 from xinference_xavier.protocol.load import check_load, check_observation, check_prompts
-from xinference_xavier.protocol.tracker import (
-    Member,
-    NotMemberError,
-    Settings,
-    TrackerFullError,
-)
+from xinference_xavier.protocol.tracker import NotMemberError, Settings, TrackerFullError
 from xinference_xavier.protocol.transfer import (
     Startup,
     check_grant,
@@ -59,8 +54,7 @@ from xinference_xavier.transfer.transports import base, gloo
 Check = Callable[[Any], None]
 
 ROWS = 8
-MEMBER = Member("a", "h:0")
-"""That of `UPDATE`, too."""
+_, MEMBER = UPDATE.members
 
 
 def nest(depth: int) -> list[Any]:

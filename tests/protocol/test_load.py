@@ -46,8 +46,8 @@ UPDATE = Update(
     False,
     Settings(1, True, "off"),
     4,
-    (Member("a", "h:1"),),
-    (Change("a", 2, b"key2", b"", False),),
+    (Member("own", "h:0"), Member("a", "h:1")),
+    (Change("a", 2, b"key2", b"key1", False),),
 )
 OBSERVATION = Observation(
     UPDATE, 7, False, (ReplicaLoad("a", "m-0", 0.1, LOAD),), ("b",), (PROMPT,)
