@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import xoscar as xo
 
-from tests.serving.supervisors import Supervisor, create_tracker
+from tests.serving.supervisors import Supervisor
 from tests.serving.text_api import TextApi
 from tests.serving.text_models import ModelProcess
+from tests.tracker_pools import create_tracker
 
 
 @pytest.fixture
@@ -30,7 +31,7 @@ async def supervisor(address: str) -> Any:
 @pytest.fixture
 async def tracker(address: str) -> Any:
     """The tracker of model `m`."""
-    return await create_tracker(address)
+    return await create_tracker(address, "m")
 
 
 @pytest.fixture(scope="session")

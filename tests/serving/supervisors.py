@@ -10,9 +10,8 @@ from fastapi import APIRouter, FastAPI
 from xinference.extensions import APIExtensionContext
 
 from xinference_xavier.errors import NotFoundError
-from xinference_xavier.protocol.tracker import Member, Settings, tracker_uid
+from xinference_xavier.protocol.tracker import Member, Settings
 from xinference_xavier.serving.gateway import TrackerGateway, supervisor_process_info
-from xinference_xavier.tracker.actor import BlockTracker
 
 KEY_BYTES = 36
 
@@ -50,11 +49,6 @@ class Supervisor(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no type
 
 class Bare(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no types
     """A process without our extension."""
-
-
-async def create_tracker(address: str, model_uid: str = "m") -> Any:
-    uid = tracker_uid(model_uid)
-    return await xo.create_actor(BlockTracker, model_uid, address=address, uid=uid)
 
 
 async def join(

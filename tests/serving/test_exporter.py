@@ -22,8 +22,8 @@ from fastapi import FastAPI
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.logged import messages
-from tests.serving.supervisors import Bare, Supervisor, create_tracker, gateway_to, join
-from tests.tracker_pools import MODEL
+from tests.serving.supervisors import Bare, Supervisor, gateway_to, join
+from tests.tracker_pools import MODEL, create_tracker
 from xinference_xavier.runtime.aio import within
 from xinference_xavier.serving import metrics as exporter_module
 from xinference_xavier.serving.gateway import TrackerGateway

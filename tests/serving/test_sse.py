@@ -17,7 +17,8 @@ import xoscar as xo
 from fastapi import FastAPI
 from uvicorn.lifespan.off import LifespanOff
 
-from tests.serving.supervisors import create_tracker, gateway_to, join
+from tests.serving.supervisors import gateway_to, join
+from tests.tracker_pools import create_tracker
 from xinference_xavier.serving import sse as module
 from xinference_xavier.serving.gateway import TrackerGateway
 from xinference_xavier.serving.sse import Listeners, Stream, live
@@ -108,7 +109,7 @@ async def test_the_events_of_a_replaced_tracker_are_its_own(
     await join(tracker, "a", "m-0")
     assert (await heard(messages, "event"))["replica"] == "m-0"
     await xo.destroy_actor(tracker)
-    successor = await create_tracker(address)
+    successor = await create_tracker(address, "m")
     await join(successor, "b", "m-1")
     assert (await heard(messages, "event"))["replica"] == "m-1"
 

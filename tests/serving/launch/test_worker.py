@@ -10,13 +10,13 @@ import pytest
 import xoscar as xo
 
 from tests.serving.launch.launching import config_of
+from tests.tracker_pools import create_tracker
 from xinference_xavier.config import XavierConfig, kv_transfer_config
 from xinference_xavier.errors import ConfigError, ReplicaStartError
-from xinference_xavier.protocol.tracker import INITIAL_SETTINGS, Member, tracker_uid
+from xinference_xavier.protocol.tracker import INITIAL_SETTINGS, Member
 from xinference_xavier.runtime.addresses import replica_uid
 from xinference_xavier.serving.launch import install
 from xinference_xavier.serving.launch import worker as module
-from xinference_xavier.tracker.actor import BlockTracker
 from xinference_xavier.vllm_versions import SHARES, UNTESTED
 
 NS = "namespace"
@@ -294,7 +294,7 @@ async def test_a_replica_is_ready_once_it_has_what_it_fetches_at_its_start(
 
 async def test_a_tracker_that_comes_later_is_asked(address: str) -> None:
     loading = Loading(address)
-    tracker = await xo.create_actor(BlockTracker, "m", address=address, uid=tracker_uid("m"))
+    tracker = await create_tracker(address, "m")
     await join(tracker, "m-rep0", "a", serves=True)
     assert await loading.is_ready()
 
