@@ -20,7 +20,7 @@ HEALTHY: dict[str, Any] = {
 
 
 def found_in_processes(**api: Any) -> list[Finding]:
-    """In a cluster without models whose processes are all like this one."""
+    """The findings in a cluster without models, whose processes are all like this one."""
     info = process_info()
     workers = {"127.0.0.1:1": info}
     return diagnose({"api": {**info, **api}, "supervisor": info, "workers": workers, "models": {}})
@@ -29,7 +29,8 @@ def found_in_processes(**api: Any) -> list[Finding]:
 def found(
     tracker: dict[str, Any] | None = None, check: dict[str, Any] | None = None, **figures: Any
 ) -> list[Finding]:
-    """In a model with two healthy replicas, but for what is given of its tracker and of `m-0`."""
+    """The findings in a model with two replicas. What is not given of its tracker and of `m-0` is
+    as in a healthy one."""
     replica = {"address": "h:1", "namespace": "n"}
     report = {
         "model_uid": "m",

@@ -353,7 +353,7 @@ async def test_what_is_used_is_not_removed(store: Store) -> None:
 
 
 def traces(folder: Path, text: str) -> list[str]:
-    """The files that have it."""
+    """The files that have this text."""
     return [each.name for each in folder.iterdir() if text.encode() in each.read_bytes()]
 
 

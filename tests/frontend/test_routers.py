@@ -77,7 +77,7 @@ async def report(tracker: Any, load: Load = LOAD) -> None:
 
 @pytest.fixture
 async def router(tracker: Any, routers: Followed) -> ModelRouter:
-    """That of the model, which has one replica."""
+    """The router of the model, which has one replica."""
     await join(tracker, A)
     await report(tracker)
     return await routers.router(routes)

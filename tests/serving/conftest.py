@@ -16,7 +16,7 @@ from tests.tracker_pools import create_tracker
 
 @pytest.fixture
 def address(pool: Any) -> str:
-    """Of a pool for the actors of a test."""
+    """The address of a pool for the actors of a test."""
     return str(pool.external_address)
 
 

@@ -75,7 +75,7 @@ async def _nobody() -> Any:
 def api_context(
     auth_service: Any = None, get_supervisor_ref: Callable[[], Awaitable[Any]] = _nobody
 ) -> APIExtensionContext:
-    """Of an API with authentication if there is a service for it."""
+    """What an API hands to an extension. With an `auth_service`, it requires authentication."""
     return APIExtensionContext(
         app=FastAPI(),
         router=APIRouter(),

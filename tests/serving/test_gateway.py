@@ -87,7 +87,7 @@ class Broken(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no types
 
 
 async def gathered(address: str, **workers: type[xo.Actor]) -> dict[str, Any]:
-    """Of a cluster in which two models share; "lost" has lost its tracker."""
+    """The facts of a cluster in which two models share; "lost" has lost its tracker."""
     refs = {name: await xo.create_actor(kind, address=address) for name, kind in workers.items()}
     supervisor = await xo.create_actor(Supervisor, refs, address=address)
     for model_uid in ("m", "lost"):

@@ -54,10 +54,6 @@ async def test_messages_that_were_prepared_with_them_get_them_once() -> None:
     assert (await model.chat(prepared["messages"], {}))[0] == [GUIDE, HELLO]
 
 
-async def test_everything_else_is_the_model_s() -> None:
-    assert ModelProxy(Model(), NamedPrefix("story", PROMPT)).uid == "m-0"
-
-
 @pytest.mark.parametrize("prompts", [["a", "b"], [1, 2]])
 async def test_it_goes_before_one_prompt_of_text(prompts: Any) -> None:
     """xinference refuses lists of prompts itself, today."""

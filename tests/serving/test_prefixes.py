@@ -32,7 +32,7 @@ STORED = NewPrefix("guide", "", {"prompt": "text"}, Terms())
 
 
 class Model:
-    """Of every replica."""
+    """The model actor of every replica."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[Any, ...]] = []
@@ -53,7 +53,7 @@ class Named(Prefixes):
         self.keeper._loads = cluster.loads
 
     async def get_model(self, name: str, xavier_replica: bool = False) -> Model:
-        """A supervisor's."""
+        """The supervisor's method."""
         assert (name, xavier_replica) == ("m-0", True)
         return self.model
 

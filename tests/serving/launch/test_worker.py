@@ -197,13 +197,13 @@ class Loading:
         await self.worker.wait_for_load("m-rep0")
 
     async def waits(self, tracker: Any) -> bool:
-        """Whether it does after another look at the tracker."""
+        """Whether its launch goes on waiting after another look at the tracker."""
         asked = asyncio.ensure_future(tracker.was_asked_twice())
         await asyncio.wait({self._task, asked}, return_when=asyncio.FIRST_COMPLETED)
         return not self._task.done()
 
     async def is_ready(self) -> bool:
-        """Whether it is once its worker no longer waits."""
+        """Whether the replica is ready once its worker no longer waits."""
         await self._task
         return self.worker.states == {"m-rep0": "ready"}
 

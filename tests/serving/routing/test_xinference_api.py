@@ -126,7 +126,7 @@ class Told(NamedTuple):
 
 @pytest.fixture
 def told(api: TextApi, monkeypatch: pytest.MonkeyPatch) -> list[Told]:
-    """Of each request so far."""
+    """What the router was told of each request so far."""
     route, told = api.cluster.router.route, []
 
     async def note(text: Text, session: str, **how: Any) -> Any:
