@@ -107,7 +107,8 @@ async def test_each_use_begins_a_lifetime_anew(names: Names, clock: Clock, file:
     await names.tend()
     clock.now += 300.0
     await names.tend()
-    assert names.models() == await reopened(file) == []
+    assert names.models() == []
+    assert await reopened(file) == []
 
 
 async def test_not_every_use_is_written(names: Names, clock: Clock, file: Path) -> None:

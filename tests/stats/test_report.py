@@ -62,16 +62,6 @@ def test_values_are_read_at_every_depth() -> None:
     assert read(Outer, sent) == Outer("a", 1.5, 2, False, inner, {"y": part}, [6, 7], sent)
 
 
-def test_missing_fields_have_their_defaults_and_unknown_ones_are_ignored() -> None:
-    assert read(Outer, {"name": "a", "moon": 1}).inner == Inner()
-    assert read(Outer, {"name": "a"}).enabled
-
-
-def test_a_missing_required_field_is_an_error() -> None:
-    with pytest.raises(KeyError, match="name"):
-        read(Outer, {})
-
-
 @pytest.mark.parametrize("number", ["1", None, True, -1, math.nan, math.inf, MAX_NUMBER, [1], {}])
 def test_anything_but_a_number_counts_as_zero(number: Any) -> None:
     sent = {"count": number, "by_name": {"x": number}}
