@@ -1,4 +1,5 @@
-"""A tracker and a configuration for vLLM servers without xinference."""
+"""A tracker and a configuration for vLLM servers without xinference; `test_wrong_input.py` has what
+is refused."""
 
 from __future__ import annotations
 
@@ -15,8 +16,6 @@ from tests.replica_process import MODEL, ReplicaProcess
 from xinference_xavier.cli.commands import main
 from xinference_xavier.config import XavierConfig, own_transfer_config
 from xinference_xavier.options import PARSERS
-
-pytestmark = pytest.mark.process
 
 ADDRESS = ["--address", "10.0.0.1:9920"]
 PROGRAM = Path(sys.executable).parent / "xinference-xavier"
@@ -43,6 +42,7 @@ def weights(address: str, version: str) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
+@pytest.mark.process
 def test_a_tracker_in_a_process_of_its_own() -> None:
     """It prints its address and each replica that joins, takes a version of the weights, ends on
     SIGINT, and refuses a taken port."""
@@ -79,31 +79,6 @@ def test_vllm_gets_our_configuration() -> None:
     assert told("--xavier_pool_bytes", "1GiB", "--xavier_fetch_timeout=2") == expected
 
 
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        (["--address", "10.0.0.1:9920"], "xavier_pool_bytes=None is required without xinference"),
-        (["--address", "0.0.0.0:9920"], "is not an address that replicas can reach"),
-        (["--address", "10.0.0.1:0"], "has no port"),
-        (["--address", "10.0.0.1"], "is not of the form host:port"),
-        (["--address", "10.0.0.1:9920", "--name", "a b"], "name='a b' is not a name"),
-        (["--address", "10.0.0.1:9920", "--xavier_pool_bytes", "4QiB"], "is not a size"),
-        (
-            ["--address", "10.0.0.1:9920", "--xavier_pool", "4GiB"],
-            "(Did you mean one of: '--xavier_hooks', '--xavier_pool_bytes', '--xavier_roles'?)",
-        ),
-        (
-            ["--address", "10.0.0.1:9920", "--xavier_pool_bytes"],
-            "'--xavier_pool_bytes' requires an argument",
-        ),
-    ],
-)
-def test_wrong_arguments_are_refused(words: list[str], sentence: str) -> None:
-    result = configure("m", *words)
-    assert result.exit_code == 2
-    assert sentence in result.output
-
-
 def test_a_server_may_have_a_name() -> None:
     """Another configuration is as before."""
     pool = ["--xavier_pool_bytes", "1GiB"]
@@ -117,15 +92,3 @@ def test_every_launch_option_is_taken_with_either_dash() -> None:
     assert configure("m", *plain).stdout == configure("m", *dashed).stdout != ""
     known = {option.name for option in main.commands["transfer-config"].params}
     assert known >= set(PARSERS)
-
-
-@pytest.mark.parametrize("words", [["x"], ["--x"], ["--xavier_pool_bytes", "1GiB", "x"]])
-def test_unknown_words_are_refused(words: list[str]) -> None:
-    assert configure("m", *ADDRESS, *words).exit_code == 2
-
-
-def test_a_tracker_takes_its_hooks_and_nothing_else() -> None:
-    words = ["tracker", "m", "--address", "127.0.0.1:0"]
-    refused = CliRunner().invoke(main, [*words, "--xavier-hooks", "nonsense"])
-    assert "xavier_hooks='nonsense' does not name a function" in refused.output
-    assert CliRunner().invoke(main, [*words, "--xavier_pool_bytes", "1GiB"]).exit_code == 2
