@@ -261,34 +261,28 @@ async def test_a_replica_that_never_serves_is_launched_all_the_same(
     assert "replica=m-rep0" in caplog.text
 
 
-class Warming:
-    """What it fetches at its start takes its time."""
+class Warming(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no types
+    """A replica whose fetches at its start end when they `may`."""
 
-    def __init__(self) -> None:
-        self.asked = asyncio.Event()
-        self.done = asyncio.Event()
+    def __init__(self, asked: asyncio.Event, may: asyncio.Event) -> None:
+        super().__init__()
+        self._asked, self._may = asked, may
 
     async def warm_join(self) -> None:
-        self.asked.set()
-        await self.done.wait()
-
-
-class WarmingActor(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no types
-    def __init__(self, replica: Warming) -> None:
-        super().__init__()
-        self.warm_join = replica.warm_join
+        self._asked.set()
+        await self._may.wait()
 
 
 async def test_a_replica_is_ready_once_it_has_what_it_fetches_at_its_start(
     tracker: Any, address: str
 ) -> None:
-    warming = Warming()
-    await xo.create_actor(WarmingActor, warming, address=address, uid=replica_uid("a"))
+    asked, may = asyncio.Event(), asyncio.Event()
+    await xo.create_actor(Warming, asked, may, address=address, uid=replica_uid("a"))
     await join(tracker, "m-rep0", "a", address=address, serves=True)
     loading = Loading(address)
-    await asyncio.wait_for(warming.asked.wait(), PATIENCE)
+    await asyncio.wait_for(asked.wait(), PATIENCE)
     assert loading.worker.states == {}
-    warming.done.set()
+    may.set()
     assert await loading.is_ready()
 
 

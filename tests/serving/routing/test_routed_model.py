@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from tests.frontend.cluster import Cluster, document
 from tests.serving.text_models import TextModel, text_of
 from xinference_xavier.frontend.model_router import Route
 from xinference_xavier.protocol.load import mark_of
+from xinference_xavier.serving.model_proxy import ModelProxy
 from xinference_xavier.serving.routed_model import RoutedModel, one_token
 
 STREAM = {"stream": True}
@@ -174,12 +176,66 @@ async def test_an_error_before_the_first_word_of_a_stream_moves_it(serving: Serv
     assert [len(await serving.asked(name)) for name in serving.replicas] == [1, 1]
 
 
-async def test_an_abandoned_stream_is_closed(serving: Serving) -> None:
+async def left(serving: Serving) -> None:
+    """Waits until no request occupies the first replica any more."""
+    async with asyncio.timeout(30):
+        while await serving.chosen.model.serving():
+            pass
+
+
+async def test_an_abandoned_stream_is_closed_and_leaves_its_place(serving: Serving) -> None:
     stream = await serving.stream()
     await anext(stream)
     await stream.aclose()
     with pytest.raises(StopAsyncIteration):
         await anext(stream)
+    await left(serving)
+    assert await serving.chosen.model.closed() == 1
+
+
+@pytest.mark.parametrize("kept", [False, True])
+async def test_a_stream_that_is_closed_before_its_first_item_leaves_its_place(
+    serving: Serving, kept: bool
+) -> None:
+    """`cache_control` and `prompt_cache_retention` put a stream around it."""
+    asked: Any = ModelProxy(serving.model, prompt_s=60.0) if kept else serving.model
+    stream = await asked.chat([], STREAM)
+    await stream.aclose()
+    with pytest.raises(StopAsyncIteration):
+        await anext(stream)
+    replica = serving.chosen.model
+    assert (await replica.serving(), await replica.closed()) == (0, 1)
+
+
+async def test_a_stream_that_nobody_closes_leaves_its_place_when_the_request_ends(
+    serving: Serving,
+) -> None:
+    await serving.stream()
+    serving.cluster.router.end(serving.route)
+    await left(serving)
+    assert await serving.chosen.model.closed() == 1
+
+
+async def test_a_stream_that_begins_as_its_request_is_cancelled_leaves_its_place(
+    serving: Serving,
+) -> None:
+    replica, begun = serving.chosen.model, asyncio.Event()
+
+    async def chat(*args: Any, **kwargs: Any) -> Any:
+        stream = await replica.chat(*args, **kwargs)
+        begun.set()
+        return stream
+
+    serving.model._model = SimpleNamespace(
+        chat=chat, decrease_serve_count=replica.decrease_serve_count
+    )
+    asking = asyncio.create_task(serving.stream())
+    await begun.wait()
+    asking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asking
+    await left(serving)
+    assert await replica.closed() == 1
 
 
 async def test_without_another_replica_the_error_is_the_clients(serving: Serving) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import httpx
@@ -15,11 +14,8 @@ from PIL import UnidentifiedImageError
 
 from tests.e2e.text_routes import CHAT, COMPLETIONS, TEXT_ROUTES
 from tests.serving.text_api import NoPrefixes, Supervisor, TextApi
-from xinference_xavier.frontend.model_router import Route
 from xinference_xavier.protocol.prefixes import Keeping, keeping_of
 from xinference_xavier.serving import routing
-from xinference_xavier.serving.model_proxy import ModelProxy
-from xinference_xavier.serving.routed_model import RoutedModel
 
 Start = Callable[..., Awaitable[TextApi]]
 STREAMS = pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
@@ -262,7 +258,7 @@ async def asked_one(api: TextApi) -> str:
 
 
 async def left(api: TextApi) -> None:
-    """Until no request occupies a replica any more."""
+    """Waits until no request occupies a replica any more."""
     async with asyncio.timeout(30):
         while any((await api.serving()).values()):
             pass
@@ -278,63 +274,6 @@ async def test_a_stream_whose_client_goes_before_its_first_word_is_closed(
     asking.cancel()
     await left(text_api)
     assert sum([await model.closed() for model in text_api.models.values()]) == 1
-
-
-async def routed(api: TextApi) -> tuple[RoutedModel, Any, Route]:
-    """A routed model, and the replica to which its request goes."""
-    route = await api.cluster.router.route()
-    assert route is not None
-    model = api.models[route.replica]
-    return RoutedModel(api.cluster.router, route, model, api.supervisor.get_model), model, route
-
-
-STREAM = {"stream": True}
-
-
-@pytest.mark.parametrize("kept", [False, True])
-async def test_a_stream_that_is_closed_before_its_first_item_leaves_its_place(
-    text_api: TextApi, kept: bool
-) -> None:
-    """`cache_control` and `prompt_cache_retention` put a stream around it."""
-    model, replica, _ = await routed(text_api)
-    asked: Any = ModelProxy(model, prompt_s=60.0) if kept else model
-    stream = await asked.chat([], STREAM)
-    await stream.aclose()
-    with pytest.raises(StopAsyncIteration):
-        await anext(stream)
-    assert (await replica.serving(), await replica.closed()) == (0, 1)
-
-
-async def test_a_stream_that_nobody_closes_leaves_its_place_when_the_request_ends(
-    text_api: TextApi,
-) -> None:
-    model, replica, route = await routed(text_api)
-    await model.chat([], STREAM)
-    text_api.cluster.router.end(route)
-    await left(text_api)
-    assert await replica.closed() == 1
-
-
-async def test_a_stream_that_begins_as_its_request_is_cancelled_leaves_its_place(
-    text_api: TextApi,
-) -> None:
-    model, replica, _ = await routed(text_api)
-    begun = asyncio.Event()
-    chat = replica.chat
-
-    async def noticed(*args: Any, **kwargs: Any) -> Any:
-        stream = await chat(*args, **kwargs)
-        begun.set()
-        return stream
-
-    model._model = SimpleNamespace(chat=noticed, decrease_serve_count=replica.decrease_serve_count)
-    asking = asyncio.create_task(model.chat([], STREAM))
-    await begun.wait()
-    asking.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await asking
-    await left(text_api)
-    assert await replica.closed() == 1
 
 
 class Named(NoPrefixes):
