@@ -215,7 +215,7 @@ def test_a_killed_replica_costs_no_request(model: LocalCluster, victim: str, see
         ),
         "another engine has taken the place of the killed one",
     )
-    assert role_of(model, victim) == role
+    wait_until(lambda: role_of(model, victim) == role, "the router knows its role")
     wait_until(lambda: divides(model), "it does again what it did")
 
 
