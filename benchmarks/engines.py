@@ -29,7 +29,7 @@ from benchmarks.asynchronous import schedule_asynchronously
 from benchmarks.steps import Step
 from benchmarks.watchers import MODEL, TrackerProcess
 from examples.make_model import CONTEXT, make_model
-from examples.waiting import until
+from examples.processes import until
 from xinference_xavier.config import XavierConfig, kv_transfer_config
 from xinference_xavier.errors import NotSharing
 from xinference_xavier.protocol.tracker import Member

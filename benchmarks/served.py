@@ -14,7 +14,6 @@ import contextlib
 import itertools
 import json
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -27,8 +26,7 @@ from benchmarks.engines import CHUNK, DTYPE, POOL_BYTES, engine_environment, own
 from benchmarks.figures import table
 from benchmarks.report import ROOT
 from benchmarks.watchers import MODEL, TrackerProcess
-from examples.local_cluster import answers, free_port
-from examples.waiting import until
+from examples.processes import answers, end, free_port, start, until
 from xinference_xavier.config import XavierConfig, kv_transfer_config
 
 PROMPT_TOKENS = 500
@@ -91,7 +89,6 @@ class Server:
         ]
         if transfer is not None:
             command += ["--kv-transfer-config", json.dumps(transfer)]
-        _LOG.parent.mkdir(exist_ok=True)
         paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
         environment = {
             **os.environ,
@@ -99,10 +96,7 @@ class Server:
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         }
-        with _LOG.open("ab") as log:
-            self._process = subprocess.Popen(
-                command, env=environment, stdout=log, stderr=subprocess.STDOUT
-            )
+        self._process = start(command, _LOG, environment, append=True)
 
     def __enter__(self) -> Self:
         return self
@@ -113,12 +107,7 @@ class Server:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._process.terminate()
-        try:
-            self._process.wait(_STOP_TIMEOUT)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        end(self._process, _STOP_TIMEOUT)
 
     def wait_ready(self) -> None:
         health = f"http://{_HOST}:{self.port}/health"

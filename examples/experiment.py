@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from examples.documents import document, prompt, questions
 from examples.local_cluster import ClusterError, Completion, LocalCluster
-from examples.waiting import until
+from examples.processes import until
 
 MIN_REUSED = 0.95
 """The smallest part of a prompt's whole chunks that must come from the peer."""

@@ -19,7 +19,7 @@ from typing import Any
 
 import psutil
 
-from examples.waiting import until
+from examples.processes import until
 from tests.chaos.mutations import Mutation
 from tests.chaos.names import NamedPrefixes
 from tests.chaos.node import Node, Settings

@@ -20,7 +20,7 @@ from typing import Any
 
 from examples.local_cluster import LocalCluster
 from examples.make_model import make_model
-from examples.waiting import until
+from examples.processes import until
 from tests.chaos.engines_fleet import Fleet
 from tests.chaos.engines_inside import install
 from tests.chaos.engines_kinds import FETCH_TIMEOUT, KINDS, RETURN_TIME, Scene

@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 import xoscar
 
-from tests.e2e.processes import ReplicaProcesses, of_member
+from tests.harness.processes import ReplicaProcesses, of_member
 from xinference_xavier.protocol.tracker import tracker_uid
 from xinference_xavier.runtime.aio import within
 

@@ -25,14 +25,14 @@ import requests
 import xoscar
 
 from examples.local_cluster import Completion, LocalCluster
-from examples.waiting import until
+from examples.processes import until
 from tests.chaos.engines_fleet import LEASE, Fleet, Replica
 from tests.chaos.engines_inside import with_image
 from tests.chaos.engines_questions import Question, generation
 from tests.chaos.engines_schedule import ADDED, REMOVED, Step
 from tests.chaos.engines_traffic import REQUEST_TIMEOUT, Traffic
-from tests.e2e.processes import frozen, kill, wait_gone
 from tests.faults import Order, order, taken, withdraw
+from tests.harness.processes import frozen, kill, wait_gone
 from xinference_xavier.client import XavierClient
 from xinference_xavier.errors import XavierError
 from xinference_xavier.runtime.aio import within

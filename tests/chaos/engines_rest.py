@@ -8,11 +8,10 @@ import psutil
 import xoscar
 
 from examples.local_cluster import Leftovers
-from examples.waiting import until
+from examples.processes import alive, until
 from tests.chaos.engines_fleet import Fleet, mapped_regions
 from tests.chaos.engines_kinds import EFFECT_TIME, Scene
 from tests.chaos.report import Leaks, Report
-from tests.e2e.processes import alive
 from tests.faults import Order, withdraw
 
 REST_TIME = 60.0

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from examples.waiting import until
+from examples.processes import until
 from tests.chaos.cluster import Cluster
 from tests.chaos.node import Node
 from tests.chaos.report import Leaks

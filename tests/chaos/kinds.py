@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 
-from examples.waiting import until
+from examples.processes import until
 from tests.chaos.cluster import FETCH_TIMEOUT, Cluster, standing_still
 from tests.chaos.schedule import Step
 from tests.chaos.tracker import LEASE

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from examples.waiting import until
+from examples.processes import until
 from tests.chaos.cluster import FETCH_TIMEOUT, POOLS, READY_TIME, Cluster
 from tests.chaos.invariants import Findings, come_to_rest
 from tests.chaos.kinds import KINDS

@@ -7,10 +7,10 @@ import pytest
 
 from benchmarks.asynchronous import PLUGINS
 from examples.local_cluster import LAUNCH_TIMEOUT, ClusterError, LocalCluster
-from examples.waiting import until
+from examples.processes import until
 from tests import replica_process
-from tests.e2e.separate_cluster import SeparateCluster
 from tests.faults import SCRIPT, Fault
+from tests.harness.clusters import SeparateCluster
 
 ROOT = Path(__file__).parents[2]
 ARGUMENTS = {

@@ -18,13 +18,13 @@ import pytest
 from examples.documents import document, prompt, questions
 from examples.local_cluster import Completion
 from tests.e2e.conftest import ARGUMENTS, ROOT, wait_until
-from tests.e2e.host_cluster import (
+from tests.harness.clusters import (
     SUPERVISOR,
     WORKER_PORT,
     HostCluster,
     allow_only_what_is_needed,
 )
-from tests.e2e.hosts import Hosts
+from tests.harness.hosts import Hosts
 from xinference_xavier.runtime.addresses import split_address
 
 pytestmark = pytest.mark.long

@@ -22,9 +22,9 @@ import xoscar
 
 from examples.documents import document, prompt, questions
 from examples.local_cluster import Completion
-from tests.e2e import processes
 from tests.e2e.conftest import REPLICAS, SEPARATE_UID, can_fetch, wait_for_engine, wait_until
-from tests.e2e.separate_cluster import SeparateCluster
+from tests.harness import processes
+from tests.harness.clusters import SeparateCluster
 
 pytestmark = pytest.mark.long
 

@@ -13,9 +13,9 @@ import requests
 
 from examples.documents import document
 from examples.local_cluster import LocalCluster
-from tests.e2e import processes
 from tests.e2e.conftest import ARGUMENTS, can_fetch, wait_for_engine, wait_until
 from tests.e2e.text_routes import CHAT, COMPLETIONS, TEXT_ROUTES, body_of, route_of
+from tests.harness import processes
 
 UID = "roles"
 PREFILL, DECODE = f"{UID}-rep0", f"{UID}-rep1"

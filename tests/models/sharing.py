@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from benchmarks.engines import SETTLE, Completion, Fleet, Kind
-from examples.waiting import until
+from examples.processes import until
 
 FIRST, SECOND, PLAIN = "first", "second", "plain"
 BLOCK = 32

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from benchmarks.engines import EngineError, Fleet
-from tests.e2e.processes import vllms_own_segments_removed
+from tests.harness.processes import vllms_own_segments_removed
 from tests.models.architectures import VOCABULARY, make
 from tests.models.sharing import (
     FIRST,

@@ -13,10 +13,10 @@ import requests
 from examples.documents import document
 from examples.local_cluster import LocalCluster
 from examples.make_model import Shape, make_model
-from tests.e2e import processes
 from tests.e2e.conftest import ARGUMENTS, can_fetch, wait_for_engine, wait_until
 from tests.e2e.one_launch.conftest import UID
 from tests.e2e.text_routes import CHAT, COMPLETIONS, TEXT_ROUTES, body_of
+from tests.harness import processes
 from xinference_xavier.client import XavierClient
 from xinference_xavier.errors import ApiError, UnknownPrefixError
 from xinference_xavier.stats.answers import NamedPrefix

@@ -13,10 +13,10 @@ import requests
 
 from examples.documents import document
 from examples.local_cluster import LocalCluster
-from tests.e2e import processes
 from tests.e2e.conftest import can_fetch, wait_for_engine, wait_until
 from tests.e2e.one_launch.conftest import UID
 from tests.e2e.text_routes import CHAT, COMPLETIONS, TEXT_ROUTES, body_of, question, route_of
+from tests.harness import processes
 
 ROWS = 60  # of a document's table: about 3,000 tokens
 TIMEOUT = 60.0

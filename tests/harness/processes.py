@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import psutil
 
+from examples.processes import alive
 from xinference_xavier.runtime.addresses import split_address
 
 GONE_TIMEOUT = 30.0
@@ -73,11 +74,6 @@ def replica_name(member: Mapping[str, Any]) -> str:
     """xinference's name for a replica in the tracker's list."""
     (title,) = (part for part in of_member(member).model.cmdline() if part)
     return title.strip().removeprefix("Model: ")
-
-
-def alive(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
-    """The processes that still run; a zombie does not."""
-    return [process for process in processes if _runs(process)]
 
 
 def kill(process: psutil.Process) -> None:
@@ -135,13 +131,6 @@ def _words(process: psutil.Process) -> list[str]:
         return process.cmdline()
     except (psutil.NoSuchProcess, psutil.AccessDenied):
         return []
-
-
-def _runs(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 @contextlib.contextmanager
