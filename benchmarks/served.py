@@ -22,11 +22,12 @@ from types import TracebackType
 from typing import Any, Self
 
 from benchmarks import pairs
-from benchmarks.engines import CHUNK, DTYPE, POOL_BYTES, engine_environment, own_model
 from benchmarks.figures import table
 from benchmarks.report import ROOT
-from benchmarks.watchers import MODEL, TrackerProcess
+from benchmarks.watchers import MeasuredTracker
 from examples.processes import answers, end, free_port, start, until
+from tests.harness.engines import CHUNK, DTYPE, POOL_BYTES, engine_environment, own_model
+from tests.harness.replicas import MODEL
 from xinference_xavier.config import XavierConfig, kv_transfer_config
 
 PROMPT_TOKENS = 500
@@ -56,7 +57,7 @@ def measure() -> dict[str, Any]:
     seeds = itertools.count()
     model = own_model()
     found = {}
-    with TrackerProcess() as tracker, Server(model, None) as off:
+    with MeasuredTracker() as tracker, Server(model, None) as off:
         config = XavierConfig(MODEL, tracker.address, pool_bytes=POOL_BYTES, chunk_tokens=CHUNK)
         with Server(model, kv_transfer_config(config)) as on:
             servers = {True: on, False: off}

@@ -12,9 +12,8 @@ import pytest
 import xoscar as xo
 
 from examples.make_model import make_model
-from tests.api_process import ApiProcess
-from tests.pair import Pair
-from tests.replica_process import TrackerProcess, replicas
+from tests.harness.api import ApiProcess, Pair
+from tests.harness.replicas import TrackerProcess, replicas
 from tests.tracker_pools import MODEL, TRACKER_PROCESS, create_tracker
 
 E2E = Path(__file__).parent / "e2e"

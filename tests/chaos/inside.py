@@ -15,12 +15,13 @@ import psutil
 
 from tests.chaos.mutations import Mutation, make_pool
 from tests.chaos.names import Watch
-from tests.chaos.node import ANSWER_TIME, Settings
+from tests.chaos.node import Settings
 from tests.chaos.scheduler import Scheduler
 from tests.chaos.worker import Worker
 from tests.chaos.workload import ROW_BYTES, row_content
 from tests.engine.scheduling import chunks
-from tests.replica_process import KEY_BYTES
+from tests.harness.remote import PATIENCE
+from tests.harness.replicas import KEY_BYTES
 from xinference_xavier.config import XavierConfig
 from xinference_xavier.pool.region import Region
 from xinference_xavier.pool.sweep import shared_keys
@@ -210,7 +211,7 @@ class Inside:
 
     def _in_background(self, work: Callable[..., Any], *args: Any) -> Any:
         running = asyncio.run_coroutine_threadsafe(work(*args), self.replica.tier._loop)
-        return running.result(ANSWER_TIME)
+        return running.result(PATIENCE)
 
     def forget(self, share: float, seconds: float) -> int:
         """Evict some rows and tell the tracker `seconds` later. Returns how many."""

@@ -93,7 +93,7 @@ class _Run:
         self._pause(False)
 
         def lacking() -> dict[str, int]:
-            found = {name: node.command("audit")["links"] for name, node in cluster.nodes.items()}
+            found = {name: node.call("audit")["links"] for name, node in cluster.nodes.items()}
             return {name: count for name, count in found.items() if count < links}
 
         if not until(lambda: not lacking(), READY_TIME, interval=0.5):
@@ -104,7 +104,7 @@ class _Run:
 
     def _pause(self, paused: bool) -> None:
         for node in self._cluster.nodes.values():
-            node.command("pause", paused)
+            node.call("pause", paused)
 
     # -- a round ------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from vllm.v1.kv_offload.base import OffloadKey
 
 from tests.engine.scheduling import chunks
-from tests.replica_process import content
+from tests.harness.replicas import content
 
 ROW_BYTES = 16 << 10
 FAMILIES = 6

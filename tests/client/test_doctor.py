@@ -16,10 +16,9 @@ from typing import NamedTuple
 import pytest
 from click.testing import CliRunner
 
-from tests import replica_process
-from tests.api_process import API_KEY, ApiProcess
-from tests.pair import Pair
-from tests.replica_process import MODEL, ReplicaProcess, wait_until
+from tests.harness import remote
+from tests.harness.api import API_KEY, ApiProcess, Pair
+from tests.harness.replicas import MODEL, ReplicaProcess, wait_until
 from xinference_xavier import __version__
 from xinference_xavier.cli.commands import main
 from xinference_xavier.client import XavierClient, doctor
@@ -195,7 +194,7 @@ def processes_find(folder: Path) -> Iterator[None]:
     """Processes that start now search `folder` first and write no byte code."""
     with pytest.MonkeyPatch.context() as patch:
         # Forked ones have imported what they would search for.
-        patch.setattr(replica_process, "start_context", partial(get_context, "spawn"))
+        patch.setattr(remote, "start_context", partial(get_context, "spawn"))
         patch.syspath_prepend(folder)
         patch.setenv("PYTHONDONTWRITEBYTECODE", "1")
         yield

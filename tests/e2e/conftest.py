@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.asynchronous import PLUGINS
 from examples.local_cluster import LAUNCH_TIMEOUT, ClusterError, LocalCluster
 from examples.processes import until
-from tests import replica_process
 from tests.faults import SCRIPT, Fault
+from tests.harness.asynchronous import PLUGINS
 from tests.harness.clusters import SeparateCluster
+from tests.harness.remote import PATIENCE
 
 ROOT = Path(__file__).parents[2]
 ARGUMENTS = {
@@ -30,7 +30,7 @@ REPLICAS = (f"{SEPARATE_UID}-rep0", f"{SEPARATE_UID}-rep1")
 
 def wait_until(condition: Callable[[], bool], what: str) -> None:
     """Poll xinference, but not so often that polling keeps it busy."""
-    replica_process.wait_until(condition, what, interval=0.2)
+    assert until(condition, PATIENCE, interval=0.2), f"never came true: {what}"
 
 
 def wait_for_engine(condition: Callable[[], bool], what: str) -> None:

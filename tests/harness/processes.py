@@ -14,7 +14,7 @@ import contextlib
 import signal
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +25,7 @@ from xinference_xavier.runtime.addresses import split_address
 
 GONE_TIMEOUT = 30.0
 """Seconds for a killed replica's other processes to notice and end."""
+_REGION = "memfd:xavier-region"
 
 
 class ReplicaProcesses(NamedTuple):
@@ -97,18 +98,40 @@ def wait_gone(processes: Iterable[psutil.Process], timeout: float = GONE_TIMEOUT
 
 
 @contextlib.contextmanager
-def frozen(processes: Iterable[psutil.Process]) -> Iterator[None]:
-    """Suspend the processes with SIGSTOP, and at the end resume those that still exist."""
+def frozen(processes: Iterable[psutil.Process]) -> Iterator[Callable[[], bool]]:
+    """Suspend the processes with SIGSTOP, and at the end resume those that still exist. Yields a
+    function that says whether they stand still."""
     stopped = []
     try:
         for process in processes:
             process.suspend()
             stopped.append(process)
-        yield
+        yield lambda: all(each.status() == psutil.STATUS_STOPPED for each in stopped)
     finally:
         for process in stopped:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.resume()
+
+
+def is_transfer(process: psutil.Process) -> bool:
+    """Whether it is a replica's transfer process, and has not ended."""
+    return "xinference_xavier.transfer" in _words(process)
+
+
+def mapped_regions(processes: Iterable[psutil.Process]) -> dict[int, int]:
+    """The pools' memory that these processes map: bytes by inode."""
+    found = {}
+    for process in processes:
+        try:
+            lines = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
+        except OSError:
+            continue  # it has ended
+        for line in lines:
+            if _REGION in line:
+                addresses, _, _, _, inode, *_ = line.split()
+                start, end = (int(address, 16) for address in addresses.split("-"))
+                found[int(inode)] = end - start
+    return found
 
 
 def _around(engine: psutil.Process) -> ReplicaProcesses:
@@ -117,7 +140,7 @@ def _around(engine: psutil.Process) -> ReplicaProcesses:
         raise LookupError(f"engine {engine.pid} has no parent any more")
     children = engine.children(recursive=True)
     workers = tuple(child for child in children if _is(child, "VLLM::Worker"))
-    transfers = [child for child in children if "xinference_xavier.transfer" in _words(child)]
+    transfers = [child for child in children if is_transfer(child)]
     return ReplicaProcesses(model, engine, workers, transfers[0] if transfers else None)
 
 

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmarks.engines import SETTLE, Completion, Fleet, Kind
 from examples.processes import until
+from tests.harness.engines import SETTLE, Completion, Fleet, Kind
 
 FIRST, SECOND, PLAIN = "first", "second", "plain"
 BLOCK = 32
@@ -96,7 +96,7 @@ class Engines:
         """`prompt` is a list of token ids, or anything else that vLLM accepts."""
         given = {"prompt_token_ids": prompt} if isinstance(prompt, list) else prompt
         how = {**GREEDY, **sampling}
-        answer: list[Completion] = self.fleet[name].do("generate", given, how, lora, rank)
+        answer: list[Completion] = self.fleet[name].call("generate", given, how, lora, rank)
         return answer
 
     def share(self, prompt: Any, **how: Any) -> Shared:
@@ -138,7 +138,7 @@ class Engines:
 
     def forget(self, name: str) -> None:
         """Empty the engine's own prefix cache, but not its pool."""
-        self.fleet[name].do("forget")
+        self.fleet[name].call("forget")
 
 
 def kind(arguments: Mapping[str, Any] = {}, options: Mapping[str, Any] = {}, **more: Any) -> Kind:

@@ -12,8 +12,8 @@ import httpx
 import yaml
 
 from examples.processes import answers, end, free_port, start
+from tests.harness.replicas import DEADLINE, wait_until
 from tests.monitor.files import ALERTS, PROMETHEUS
-from tests.replica_process import DEADLINE, wait_until
 
 
 def promtool(*arguments: object) -> subprocess.CompletedProcess[str]:

@@ -21,9 +21,9 @@ from fastapi import APIRouter, FastAPI
 from fastapi.routing import APIRoute
 from xinference.extensions import APIExtensionContext
 
-from tests.guarded_api import GuardedApi, User, bearer
-from tests.pair import Pair
-from tests.replica_process import CHUNK_TOKENS, MODEL
+from tests.harness.api import Pair
+from tests.harness.guarded_api import GuardedApi, User, bearer
+from tests.harness.replicas import CHUNK_TOKENS, MODEL
 from xinference_xavier.cli.commands import main
 from xinference_xavier.client import AsyncXavierClient, XavierClient
 from xinference_xavier.errors import ApiError

@@ -22,8 +22,8 @@ from aioprometheus.collectors import Counter, Registry
 from fastapi import FastAPI
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.harness.replicas import MODEL, TrackerProcess
 from tests.logged import messages
-from tests.replica_process import MODEL, TrackerProcess
 from xinference_xavier.errors import NotFoundError
 from xinference_xavier.protocol.tracker import Member, Settings, tracker_uid
 from xinference_xavier.runtime.aio import within

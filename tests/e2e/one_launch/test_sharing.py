@@ -18,12 +18,12 @@ import xoscar
 from click.testing import CliRunner
 from prometheus_client.parser import text_string_to_metric_families
 
-from benchmarks import asynchronous
 from examples import long_document_questions, multi_turn_chat, retrieval
 from examples.documents import document, prompt, questions
 from examples.local_cluster import Completion, LocalCluster
 from tests.e2e.conftest import can_fetch, wait_until
 from tests.e2e.one_launch.conftest import UID
+from tests.harness import asynchronous
 from xinference_xavier.cli.commands import main
 from xinference_xavier.client import XavierClient
 from xinference_xavier.pool.region import receive_region
