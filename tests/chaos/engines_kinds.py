@@ -28,8 +28,8 @@ from examples.processes import until
 from tests.chaos.engines_fleet import LEASE, Fleet, Replica
 from tests.chaos.engines_inside import with_image
 from tests.chaos.engines_questions import Question, generation
-from tests.chaos.engines_schedule import ADDED, REMOVED, Step
 from tests.chaos.engines_traffic import REQUEST_TIMEOUT, Traffic
+from tests.chaos.schedule import ADDED, REMOVED, Step
 from tests.chaos.transport import EFFECTS, bring_about, suspend
 from tests.faults import Order, order, taken, withdraw
 from tests.harness.processes import frozen, kill, wait_gone
