@@ -31,8 +31,7 @@ def measure() -> dict[str, Any]:
     with ExitStack() as stack:
         pair = Pair(0)
         stack.callback(pair.close)
-        tracker = TrackerProcess()
-        stack.callback(tracker.kill)
+        tracker = stack.enter_context(TrackerProcess())
         return {"sizes": list(_of_all_sizes(pair, tracker.address))}
 
 

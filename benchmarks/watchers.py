@@ -8,7 +8,6 @@ import struct
 import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
-from types import TracebackType
 from typing import Any, Self
 
 import xoscar
@@ -37,17 +36,6 @@ class MeasuredTracker(TrackerProcess):
     def __init__(self) -> None:
         super().__init__(context=spawned(), lease=_LEASE)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
     async def actor(self) -> Any:
         return await xoscar.actor_ref(self.address, tracker_uid(MODEL))
 
@@ -67,12 +55,7 @@ class Watchers:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         for process in self._processes:
             process.close()
 

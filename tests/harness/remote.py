@@ -21,7 +21,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, SpawnContext
-from typing import Any
+from typing import Any, Self
 
 import psutil
 import xoscar
@@ -83,6 +83,12 @@ class Remote:
         self.process.start()
         theirs.close()
         threading.Thread(target=self._listen, name=f"{self.name}-answers", daemon=True).start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.close()
 
     def wait_until_ready(self, seconds: float | None = None) -> Any:
         """What it tells when it can take commands, such as an address. Raises RemoteError if it
