@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from examples.documents import document, prompt, questions
 from examples.local_cluster import ClusterError, LocalCluster
+from tests.e2e.asking import CHUNK, published, question
 from tests.e2e.conftest import ARGUMENTS, ROOT, can_fetch, wait_until
 from tests.matrix.environments import Version, interpreter
 from xinference_xavier.cli.commands import main
@@ -26,8 +26,6 @@ pytestmark = pytest.mark.long
 UID = "own-environment"
 VLLM = os.environ.get("XAVIER_TEST_VLLM", "0.31.0")
 TOO_OLD = "0.30.0"
-ROWS = 60
-CHUNK = 128
 OF_THE_PARENT = ("torch", "torchaudio", "torchcodec", "torchvision", "triton")
 """Installed beside xinference as far as vLLM needs them on a CPU; PyPI's builds are for CUDA."""
 
@@ -66,14 +64,9 @@ def test_each_replica_says_which_vllm_it_runs(model: LocalCluster) -> None:
 
 
 def test_a_remote_hit(model: LocalCluster) -> None:
-    text = prompt(document(200, ROWS), questions(200, ROWS)[0])
-
-    def most_held() -> int:
-        return max(int(replica["holdings"]) for replica in model.xavier(UID)["replicas"])
-
-    cold = model.complete(UID, text)
+    text = question(200)
+    _, cold = published(model, UID, lambda: model.complete(UID, text))
     whole = cold.prompt_tokens // CHUNK
-    wait_until(lambda: most_held() >= whole, "its chunks are published")
     remote, local = (model.complete(UID, text) for _ in range(2))  # answered in turn
     assert [cold.cached_tokens, remote.cached_tokens] == [0, whole * CHUNK]
     assert cold.tokens == remote.tokens == local.tokens
