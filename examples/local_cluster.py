@@ -76,6 +76,17 @@ class Completion(NamedTuple):
         )
 
 
+def greedy(max_tokens: int = 8, **more: object) -> dict[str, object]:
+    """The parameters of a greedy answer that is always `max_tokens` long."""
+    return {
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "logprobs": 1,
+        **more,
+    }
+
+
 class Leftovers(NamedTuple):
     """What `stop` had to remove by force."""
 
@@ -286,15 +297,7 @@ class LocalCluster:
     ) -> Completion:
         """The greedy continuation of `prompt`, always `max_tokens` long. `more` goes into the
         request's body."""
-        body: dict[str, object] = {
-            "model": model_uid,
-            "prompt": prompt,
-            "max_tokens": max_tokens,
-            "temperature": 0,
-            "ignore_eos": True,
-            "logprobs": 1,
-            **more,
-        }
+        body = {"model": model_uid, "prompt": prompt, **greedy(max_tokens, **more)}
         begin = time.perf_counter()
         answer = self.call("POST", "/v1/completions", body)
         seconds = time.perf_counter() - begin
@@ -304,6 +307,11 @@ class LocalCluster:
         """What `GET /v1/xavier/{model_uid}` answers."""
         report: dict[str, Any] = self.call("GET", f"/v1/xavier/{model_uid}")
         return report
+
+    def members(self, model_uid: str) -> dict[str, dict[str, Any]]:
+        """What the tracker knows of each replica, by incarnation."""
+        found = self.xavier(model_uid)["replicas"]
+        return {replica["incarnation"]: replica for replica in found}
 
     def switch_sharing(self, model_uid: str, enabled: bool) -> None:
         self.call("POST", f"/v1/xavier/{model_uid}", {"enabled": enabled})

@@ -31,24 +31,19 @@ def question(seed: int, number: int = 0, *, rows: int = ROWS) -> str:
 # -- what the tracker knows ---------------------------------------------------------------------
 
 
-def members(cluster: LocalCluster, uid: str) -> dict[str, dict[str, Any]]:
-    """The replicas by incarnation."""
-    return {replica["incarnation"]: replica for replica in cluster.xavier(uid)["replicas"]}
-
-
 def published(
     cluster: LocalCluster, uid: str, ask: Callable[[], Completion], by: str | None = None
 ) -> tuple[str, Completion]:
     """Ask one replica; return when the prompt's chunks are published, by the incarnation `by` if
     it is known. Returns the replica's incarnation and its answer."""
-    before = members(cluster, uid)
+    before = cluster.members(uid)
     answer = ask()
     whole = answer.prompt_tokens // CHUNK
 
     def publishers() -> list[str]:
         return [
             incarnation
-            for incarnation, replica in members(cluster, uid).items()
+            for incarnation, replica in cluster.members(uid).items()
             if incarnation in ({by} if by is not None else before)
             and replica["holdings"] >= before[incarnation]["holdings"] + whole
         ]

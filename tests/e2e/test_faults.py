@@ -12,7 +12,7 @@ import pytest
 from xinference.client import Client
 
 from examples.local_cluster import Completion, LocalCluster
-from tests.e2e.asking import CHUNK, members, published, question
+from tests.e2e.asking import CHUNK, published, question
 from tests.e2e.conftest import ARGUMENTS, can_fetch, wait_until
 from tests.faults import CORRUPT_ROW, Fault
 
@@ -76,7 +76,7 @@ def test_a_donor_killed_while_it_serves_costs_a_recomputation(
 ) -> None:
     """Last in this module, because it costs a replica."""
     donor, cold = published(model, UID, lambda: model.complete(UID, question(201)))
-    engine = psutil.Process(members(model, UID)[donor]["transfer_pid"]).parent()
+    engine = psutil.Process(model.members(UID)[donor]["transfer_pid"]).parent()
     assert engine is not None
     fault.write_text(Fault.STALL)
     answers: list[Completion] = []

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from examples.local_cluster import Completion
-from tests.e2e.asking import CHUNK, members, published, question
+from tests.e2e.asking import CHUNK, published, question
 from tests.e2e.conftest import ARGUMENTS, ROOT, can_fetch, wait_until
 from tests.harness.clusters import (
     SUPERVISOR,
@@ -63,7 +63,7 @@ def replica_at(cluster: HostCluster, hosts: Hosts, name: str) -> dict[str, Any]:
     """The tracker's entry for the replica on that host."""
     found: list[dict[str, Any]] = [
         replica
-        for replica in members(cluster, UID).values()
+        for replica in cluster.members(UID).values()
         if split_address(replica["address"])[0] == hosts.address(name)
     ]
     (replica,) = found
@@ -101,7 +101,7 @@ def share(cluster: HostCluster, hosts: Hosts, donor: str, consumer: str, seed: i
 def test_replicas_tell_their_peers_their_hosts_own_addresses(
     cluster: HostCluster, hosts: Hosts
 ) -> None:
-    found = members(cluster, UID).values()
+    found = cluster.members(UID).values()
     addresses = [split_address(replica["address"]) for replica in found]
     assert sorted(host for host, _ in addresses) == sorted(map(hosts.address, WORKERS))
     assert all(port in PORTS for _, port in addresses)
@@ -153,7 +153,7 @@ def test_a_cut_in_the_middle_of_a_transfer_costs_a_recomputation_at_most(
     the link is back there are hits again without intervention. After a cut longer than the lease,
     the tracker drops the donor, which rejoins as the same incarnation."""
     seed = 410 + seconds
-    both = members(cluster, UID).keys()
+    both = cluster.members(UID).keys()
     cold = compute(cluster, hosts, FIRST, seed)
     before = replica_at(cluster, hosts, SECOND)
     document_bytes = cold.prompt_tokens // CHUNK * before["pool"]["row_bytes"]
@@ -181,7 +181,7 @@ def test_a_cut_in_the_middle_of_a_transfer_costs_a_recomputation_at_most(
         assert after["fetches"]["committed"] == before["fetches"]["committed"]
 
     wait_until(lambda: can_fetch(cluster, UID, 2), "both are members")
-    assert members(cluster, UID).keys() == both
+    assert cluster.members(UID).keys() == both
     share(cluster, hosts, FIRST, SECOND, seed + 100)
     share(cluster, hosts, SECOND, FIRST, seed + 200)
 

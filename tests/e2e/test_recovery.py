@@ -42,7 +42,7 @@ def model(separate_cluster: SeparateCluster) -> SeparateCluster:
 
 
 def members(cluster: SeparateCluster) -> dict[str, dict[str, Any]]:
-    return asking.members(cluster, UID)
+    return cluster.members(UID)
 
 
 def member_of(cluster: SeparateCluster, replica: str) -> dict[str, Any]:

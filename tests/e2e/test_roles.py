@@ -14,7 +14,7 @@ import pytest
 from examples.documents import document
 from examples.local_cluster import LocalCluster
 from tests.e2e import asking
-from tests.e2e.asking import ROWS, TIMEOUT, cached_tokens, members
+from tests.e2e.asking import ROWS, TIMEOUT, cached_tokens
 from tests.e2e.conftest import ARGUMENTS, can_fetch, wait_for_engine, wait_until
 from tests.e2e.text_routes import CHAT, COMPLETIONS, TEXT_ROUTES, route_of
 from tests.harness import processes
@@ -165,7 +165,7 @@ def test_a_transfer_that_breaks_off_costs_no_request(model: LocalCluster) -> Non
 @pytest.mark.long
 @pytest.mark.parametrize(("victim", "seed"), [(PREFILL, 80), (DECODE, 90)])
 def test_a_killed_replica_costs_no_request(model: LocalCluster, victim: str, seed: int) -> None:
-    before = members(model, UID).keys()
+    before = model.members(UID).keys()
     role = role_of(model, victim)
     with ThreadPoolExecutor(2) as clients:
         answering = [clients.submit(ask, model, document(seed + n, ROWS), 4) for n in range(2)]
@@ -174,7 +174,7 @@ def test_a_killed_replica_costs_no_request(model: LocalCluster, victim: str, see
         for each in answering:
             assert each.result(TIMEOUT).json()["usage"]["completion_tokens"] == 4
     wait_for_engine(
-        lambda: can_fetch(model, UID, 2) and len(members(model, UID).keys() & before) == 1,
+        lambda: can_fetch(model, UID, 2) and len(model.members(UID).keys() & before) == 1,
         "another engine has taken the place of the killed one",
     )
     assert role_of(model, victim) == role

@@ -26,11 +26,12 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import psutil
 import xoscar
 
-from examples.local_cluster import START_TIMEOUT, ClusterError, Completion, LocalCluster
+from examples.local_cluster import START_TIMEOUT, ClusterError, Completion, LocalCluster, greedy
 from examples.processes import free_port, start
 from tests.harness.hosts import Admitted, Hosts
 from tests.harness.processes import wait_gone
@@ -45,17 +46,11 @@ _HOST_SOCKET = "XINFERENCE_WORKER_HOST_SOCKET"
 
 
 def ask_replica(
-    worker_address: str, replica_model_uid: str, prompt: str, **more: object
+    worker_address: str, replica_model_uid: str, prompt: str, **more: Any
 ) -> Completion:
     """The replica's greedy continuation, asked directly. `more` are parameters of the generation.
     Raises what the worker or the model raises."""
-    options: dict[str, object] = {
-        "max_tokens": 8,
-        "temperature": 0.0,
-        "ignore_eos": True,
-        "logprobs": 1,
-        **more,
-    }
+    options = greedy(**more)
 
     async def ask() -> Completion:
         worker = await xoscar.actor_ref(worker_address, "worker")
@@ -213,7 +208,7 @@ class HostCluster(LocalCluster):
         for path in sockets:
             shutil.rmtree(Path(path).parent)
 
-    def complete_at(self, name: str, model_uid: str, prompt: str, **more: object) -> Completion:
+    def complete_at(self, name: str, model_uid: str, prompt: str, **more: Any) -> Completion:
         """Like `complete`, but ask the replica on that worker directly, without the supervisor."""
         (replica,) = (
             status["replica_model_uid"]

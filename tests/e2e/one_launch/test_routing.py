@@ -14,7 +14,7 @@ import requests
 from examples.documents import document
 from examples.local_cluster import LocalCluster
 from tests.e2e import asking
-from tests.e2e.asking import ROWS, TIMEOUT, cached_tokens, members
+from tests.e2e.asking import ROWS, TIMEOUT, cached_tokens
 from tests.e2e.conftest import can_fetch, wait_for_engine, wait_until
 from tests.e2e.one_launch.conftest import UID
 from tests.e2e.text_routes import CHAT, COMPLETIONS, TEXT_ROUTES, question, route_of
@@ -117,7 +117,7 @@ def test_an_operator_switches_routing_off_and_on(model: LocalCluster) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_no_request_fails_that_had_not_begun_to_answer(model: LocalCluster, stream: bool) -> None:
     """A replica is killed while its requests are being computed."""
-    before = members(model, UID).keys()
+    before = model.members(UID).keys()
     with ThreadPoolExecutor(4) as clients:
         prompts = [f"{number} {document(10 + number, 3 * ROWS)}" for number in range(4)]
         futures = [clients.submit(ask, model, prompt, stream=stream) for prompt in prompts]
@@ -127,7 +127,7 @@ def test_no_request_fails_that_had_not_begun_to_answer(model: LocalCluster, stre
     assert not any(ERROR.search(answer.text) for answer in answers)
     assert model.xavier(UID)["routing"]["moved"] > 0
     wait_for_engine(
-        lambda: can_fetch(model, UID, 2) and len(members(model, UID).keys() & before) == 1,
+        lambda: can_fetch(model, UID, 2) and len(model.members(UID).keys() & before) == 1,
         "another engine has taken the place of the killed one",
     )
     wait_until(lambda: both_take_requests(model), "both replicas take requests")

@@ -19,7 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from examples import long_document_questions, multi_turn_chat, retrieval
 from examples.documents import document, prompt, questions
 from examples.local_cluster import Completion, LocalCluster
-from tests.e2e.asking import CHUNK, ROWS, members, question, tracker_exists
+from tests.e2e.asking import CHUNK, ROWS, question, tracker_exists
 from tests.e2e.conftest import can_fetch, wait_until
 from tests.e2e.one_launch.conftest import UID
 from tests.harness import asynchronous
@@ -47,7 +47,7 @@ def empty_pools(model: LocalCluster) -> None:
 
 
 def replicas(cluster: LocalCluster) -> dict[str, dict[str, Any]]:
-    return members(cluster, UID)
+    return cluster.members(UID)
 
 
 def ask(cluster: LocalCluster, text: str, **options: Any) -> tuple[str, Completion]:
