@@ -120,11 +120,13 @@ class Load(NamedTuple):
 class Prompts:
     """Prompts of random tokens; no two share a chunk."""
 
-    def __init__(self, seed: int = 0) -> None:
+    def __init__(self, seed: int = 0, vocabulary: range = range(300, 8000)) -> None:
         self._random = np.random.default_rng(seed)
+        self._vocabulary = vocabulary
 
     def fresh(self, tokens: int) -> list[int]:
-        prompt: list[int] = self._random.integers(300, 8000, tokens).tolist()
+        first, end = self._vocabulary.start, self._vocabulary.stop
+        prompt: list[int] = self._random.integers(first, end, tokens).tolist()
         return prompt
 
 

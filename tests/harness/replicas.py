@@ -101,8 +101,8 @@ class _Lines(logging.Handler):
         self.seen.append((record.levelname, record.getMessage()))
 
 
-class _Engine:
-    """An engine whose counts and chunks a test sets."""
+class StillEngine:
+    """An engine that computes nothing. A test sets what it counts, reports and has done."""
 
     def __init__(self) -> None:
         self.chunker: Chunker = chunk_numbers
@@ -133,7 +133,7 @@ class _Inside:
 
     def __init__(self, name: str, rows: int, row_bytes: int, namespace: str, options: Any) -> None:
         fingerprint_fields = options.pop("fingerprint_fields", None)
-        self.engine = _Engine()
+        self.engine = StillEngine()
         self.factor = options.pop("factor", None)
         if self.factor is not None:
             self.engine.comparable = True
