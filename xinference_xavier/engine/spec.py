@@ -49,9 +49,11 @@ from xinference_xavier.engine.waiting import Arrivals
 from xinference_xavier.engine.worker.cpu import HostWorker
 from xinference_xavier.engine.worker.gpu import DeviceRegion, device_worker
 from xinference_xavier.errors import ConfigError, NotSharing, RegionError
+from xinference_xavier.mirror import Mirror
 from xinference_xavier.pool.pool import Pool
 from xinference_xavier.pool.region import ROW_ALIGNMENT, Region, RegionServer, receive_region
 from xinference_xavier.protocol.load import Serving
+from xinference_xavier.replica.peer_tier import PeerTier
 from xinference_xavier.replica.replica import Replica
 from xinference_xavier.runtime.host import free_memory_bytes
 
@@ -207,16 +209,7 @@ class XavierSpec(OffloadingSpec):
             }
             reports = self.kv_events_config.enable_kv_cache_events
             pool = Pool(region.rows, records_changes=reports)
-            replica = Replica(
-                self._xavier,
-                incarnation=self.config.engine_id,
-                namespace=identity.digest(fingerprint_fields),
-                key_bytes=identity.key_bytes(vllm_config),
-                region=region,
-                pool=pool,
-                fingerprint_fields=identity.readable(fingerprint_fields),
-                not_sharing=None if shares else NotSharing.NO_PREFIX_CACHING,
-            )
+            tier = PeerTier(pool, Mirror(self.config.engine_id))
             sketcher = Sketcher(
                 region,
                 pool,
@@ -229,7 +222,7 @@ class XavierSpec(OffloadingSpec):
             layout = self.layout(vllm_config, kv_cache_config)
             self._manager = XavierManager(
                 pool,
-                replica.tier,
+                tier,
                 layout=layout,
                 serving=serving_of(self._xavier, layout, region.row_bytes),
                 row_bytes=region.row_bytes,
@@ -249,10 +242,21 @@ class XavierSpec(OffloadingSpec):
                 ),
                 arrivals=Arrivals.at(vllm_config),
                 shares=shares,
-                on_shutdown=replica.stop,
+                on_shutdown=lambda: replica.stop(),
             )
             chunker = PromptChunker(vllm_config, self.config, self._chunk_tokens)
-            replica.start(EngineView(self._manager, sketcher, chunker))
+            replica = Replica(
+                self._xavier,
+                engine=EngineView(self._manager, sketcher, chunker),
+                tier=tier,
+                incarnation=self.config.engine_id,
+                namespace=identity.digest(fingerprint_fields),
+                key_bytes=identity.key_bytes(vllm_config),
+                region=region,
+                fingerprint_fields=identity.readable(fingerprint_fields),
+                not_sharing=None if shares else NotSharing.NO_PREFIX_CACHING,
+            )
+            replica.start()
             end_with_parent()
         return self._manager
 
