@@ -10,11 +10,16 @@ from typing import Any
 
 import pytest
 import xoscar as xo
+from hypothesis import settings
 
 from examples.make_model import make_model
 from tests.harness.api import ApiProcess, Pair
 from tests.harness.replicas import TrackerProcess, replicas
 from tests.tracker_pools import MODEL, TRACKER_PROCESS, create_tracker
+
+# No example has a time limit.
+settings.register_profile("xavier", deadline=None)
+settings.load_profile("xavier")
 
 E2E = Path(__file__).parent / "e2e"
 ENGINES = {E2E, *(Path(__file__).parent / name for name in ("models", "benchmarks", "chaos"))}

@@ -118,7 +118,7 @@ MUTATIONS = (
     # -- rollback ------------------------------------------------------------------------------
     Mutation(
         "replica/peer_tier.py",
-        "        for row in rows:\n            self._pool.abort(row)\n        return None",
+        "        for row in rows:\n            self.pool.abort(row)\n        return None",
         "        return None",
         "while the background thread is behind, fetches leave their slots filling for ever",
         ("tests/replica/test_peer_tier.py",),

@@ -134,9 +134,7 @@ def explore(check: Check, examples: st.SearchStrategy[Any], seconds: float) -> i
         check(example)
 
     for number in itertools.count(random.getrandbits(32)):
-        wanted = settings(
-            max_examples=200, deadline=None, database=None, suppress_health_check=list(HealthCheck)
-        )
+        wanted = settings(max_examples=200, database=None, suppress_health_check=list(HealthCheck))
         seed(number)(wanted(given(examples)(counted)))()
         if time.monotonic() > end:
             return count

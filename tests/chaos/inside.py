@@ -23,8 +23,8 @@ from tests.harness.remote import PATIENCE
 from tests.harness.replicas import KEY_BYTES, StillEngine
 from xinference_xavier.config import XavierConfig
 from xinference_xavier.mirror import Mirror
+from xinference_xavier.pool.pool import shared_keys
 from xinference_xavier.pool.region import Region
-from xinference_xavier.pool.sweep import shared_keys
 from xinference_xavier.replica.canary import ProbeResult
 from xinference_xavier.replica.kept_prefixes import ComputedPrefix
 from xinference_xavier.replica.peer_tier import PeerTier

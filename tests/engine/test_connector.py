@@ -21,7 +21,7 @@ from vllm.v1.kv_cache_interface import (
 
 from tests.engine.vllm_scheduler import BLOCK_TOKENS, Engine, engine_config
 from xinference_xavier.engine.connector import XavierConnector
-from xinference_xavier.engine.worker.connector import OnlyLoads
+from xinference_xavier.engine.worker import OnlyLoads
 from xinference_xavier.errors import ConfigError
 
 

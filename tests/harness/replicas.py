@@ -31,9 +31,8 @@ from examples.processes import until
 from tests.harness.remote import PATIENCE, Remote, obey, serve_actors
 from xinference_xavier.config import XavierConfig
 from xinference_xavier.mirror import Mirror
-from xinference_xavier.pool.pool import Pool, PoolCounts
+from xinference_xavier.pool.pool import Pool, PoolCounts, shared_keys
 from xinference_xavier.pool.region import Region
-from xinference_xavier.pool.sweep import shared_keys
 from xinference_xavier.pool.tier import Claim, Fetch, FetchState
 from xinference_xavier.protocol.load import Load, ScheduledPrompt
 from xinference_xavier.protocol.tracker import tracker_uid

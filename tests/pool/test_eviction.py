@@ -146,7 +146,7 @@ def test_an_eviction_examines_few_rows_and_each_of_them_once(count: int) -> None
     assert len(examined) <= before + count * MAX_SCAN
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=200, derandomize=True)
 @given(st.binary(max_size=4), st.binary(max_size=6), st.integers(0, 8))
 def test_victims_taken_together_are_those_taken_one_by_one(
     redundant: bytes, used: bytes, count: int
@@ -165,7 +165,7 @@ def test_victims_taken_together_are_those_taken_one_by_one(
     assert take(together, SLOTS) == take(one_by_one, SLOTS)
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=200, derandomize=True)
 @given(
     st.lists(
         st.tuples(st.sampled_from(["add", "touch", "remove", "take"]), st.integers(0, 11)),

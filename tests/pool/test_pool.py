@@ -8,8 +8,7 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
-from xinference_xavier.pool.pool import Pool, Row, RowState
-from xinference_xavier.pool.sweep import flush, shared_keys
+from xinference_xavier.pool.pool import Pool, Row, RowState, flush, shared_keys
 
 SLOTS = 6
 KEYS = st.sampled_from([bytes([n]) for n in range(12)])
@@ -220,9 +219,7 @@ class PoolAgainstModel(RuleBasedStateMachine):
 
 
 TestPoolAgainstModel = PoolAgainstModel.TestCase
-TestPoolAgainstModel.settings = settings(
-    max_examples=60, stateful_step_count=40, deadline=None, derandomize=True
-)
+TestPoolAgainstModel.settings = settings(max_examples=60, stateful_step_count=40, derandomize=True)
 
 
 def ready(pool: Pool, *keys: bytes) -> list[Row]:

@@ -4,8 +4,7 @@ import pytest
 
 from tests.pool.test_pool import ready
 from xinference_xavier.pool.eviction import Protection
-from xinference_xavier.pool.pool import Pool
-from xinference_xavier.pool.sweep import flush, protect, shared_keys
+from xinference_xavier.pool.pool import Pool, flush, protect, shared_keys
 
 
 def test_only_rows_from_one_donor_are_flushed() -> None:
@@ -29,7 +28,7 @@ def test_others_get_their_turn_while_all_rows_are_looked_at(
         ready_then.append(pool.counts().ready)
         pool.reserve([b"%d" % len(ready_then)])
 
-    monkeypatch.setattr("xinference_xavier.pool.sweep.PORTION", 2)
+    monkeypatch.setattr("xinference_xavier.pool.pool.PORTION", 2)
     monkeypatch.setattr("time.sleep", pause)
     assert shared_keys(pool) == [b"a", b"b", b"c", b"d", b"e", b"f"]
     assert ready_then == [6, 5, 4], "some were evicted in the pauses"

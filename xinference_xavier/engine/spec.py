@@ -16,6 +16,7 @@ import logging
 import secrets
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -44,15 +45,16 @@ from xinference_xavier.engine.manager import XavierManager
 from xinference_xavier.engine.probes import OwnRequests, Probes
 from xinference_xavier.engine.process import end_with_parent
 from xinference_xavier.engine.sketches import Sketcher
-from xinference_xavier.engine.view import EngineView
 from xinference_xavier.engine.waiting import Arrivals
-from xinference_xavier.engine.worker.cpu import HostWorker
-from xinference_xavier.engine.worker.gpu import DeviceRegion, device_worker
+from xinference_xavier.engine.worker import DeviceRegion, HostWorker, device_worker
 from xinference_xavier.errors import ConfigError, NotSharing, RegionError
 from xinference_xavier.mirror import Mirror
 from xinference_xavier.pool.pool import Pool
 from xinference_xavier.pool.region import ROW_ALIGNMENT, Region, RegionServer, receive_region
-from xinference_xavier.protocol.load import Serving
+from xinference_xavier.protocol.load import Load, ScheduledPrompt, Serving
+from xinference_xavier.replica.canary import ProbeResult, Sketch
+from xinference_xavier.replica.inspect import Chunker
+from xinference_xavier.replica.kept_prefixes import ComputedPrefix, MarkedPrompt
 from xinference_xavier.replica.peer_tier import PeerTier
 from xinference_xavier.replica.replica import Replica
 from xinference_xavier.runtime.host import free_memory_bytes
@@ -302,3 +304,37 @@ def longest_probe(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> in
     tokens = blocks * min(group.kv_cache_spec.block_size for group in groups)
     longest: int = vllm_config.model_config.max_model_len
     return min(longest - 1, tokens)
+
+
+@dataclass(frozen=True)
+class EngineView:
+    """What the replica asks of its engine, on its background thread: a `replica.Engine`."""
+
+    manager: XavierManager
+    sketcher: Sketcher
+    chunker: Chunker
+    comparable: bool = True
+
+    def stats(self) -> dict[str, Any]:
+        return self.manager.stats()
+
+    def sketch(self, key: bytes) -> Sketch | None:
+        return self.sketcher.sketch(key)
+
+    def work_on_probes(self) -> list[ProbeResult]:
+        return self.manager.probes.work()
+
+    def load(self) -> Load:
+        return self.manager.workload.load()
+
+    def take_finished(self) -> list[Sequence[bytes]]:
+        return self.manager.take_finished()
+
+    def take_prompts(self) -> tuple[ScheduledPrompt, ...]:
+        return self.manager.workload.take_prompts()
+
+    def take_computed(self) -> tuple[ComputedPrefix, ...]:
+        return self.manager.workload.take_computed()
+
+    def take_marked(self) -> tuple[MarkedPrompt, ...]:
+        return self.manager.workload.take_marked()

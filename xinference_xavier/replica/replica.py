@@ -24,8 +24,7 @@ from xinference_xavier.errors import NotSharing
 from xinference_xavier.events import Hooks
 from xinference_xavier.mirror import Mirror
 from xinference_xavier.options import TRANSPORTS
-from xinference_xavier.pool import sweep
-from xinference_xavier.pool.pool import Pool, Row
+from xinference_xavier.pool.pool import Pool, Row, flush, shared_keys
 from xinference_xavier.pool.region import Region
 from xinference_xavier.protocol.startup_errors import replica_name
 from xinference_xavier.protocol.transfer import Endpoint, Grant, GrantRequest
@@ -258,7 +257,7 @@ class Replica:
             key_bytes=key_bytes,
             locate=TrackerLocation(config).find,
             mirror=self.mirror,
-            holdings=partial(sweep.shared_keys, self._pool),
+            holdings=partial(shared_keys, self._pool),
             stats=self.stats,
             load_reporter=LoadReporter(engine, ready=lambda: self.warm_join.wait()),
             on_members=lambda members: self._departures.members_changed(members),
@@ -432,7 +431,7 @@ class Replica:
         return self._forget(lambda row: donor in (None, row.origin))
 
     def _forget(self, of: Callable[[Row], bool]) -> int:
-        keys = sweep.flush(self._pool, of)
+        keys = flush(self._pool, of)
         self._client.publisher.enqueue(keys, held=False)
         self._client.publisher.flush()
         return len(keys)
