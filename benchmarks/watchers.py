@@ -31,7 +31,8 @@ def stamped(count: int) -> bytes:
 
 
 class MeasuredTracker(TrackerProcess):
-    """A tracker in a process that has imported nothing else."""
+    """A tracker whose process begins with nothing: one that is forked from a large one has more to
+    look through when it collects garbage."""
 
     def __init__(self) -> None:
         super().__init__(context=spawned(), lease=_LEASE)
