@@ -31,7 +31,7 @@ FETCH_TIMEOUT = 1.0
 READY_TIME = 180.0
 """Seconds until a replica is up again; its transfer process imports torch and may pause."""
 POOLS = {"n0": 64, "n1": 96, "n2": 160, "n3": 240, "n4": 64}
-"""Rows; the working set is 312."""
+"""Rows; all documents together have 312 chunks."""
 
 
 class Cluster:

@@ -90,11 +90,14 @@ class FaultyTracker(BlockTracker):
 
 
 class _TrackerInside:
-    """Each public method is a command, run in the tracker's loop."""
+    """Each public method is a command, run in the tracker's loop, and so are the tracker's own."""
 
     def __init__(self, tracker: FaultyTracker, pool: Any) -> None:
         self._tracker = tracker
         self._pool = pool
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tracker, name)
 
     async def ask_for(self, order: str) -> None:
         self._tracker.orders[order] += 1
@@ -113,15 +116,6 @@ class _TrackerInside:
 
     async def jump(self, seconds: float) -> None:
         self._tracker.clock.ahead += seconds
-
-    async def set_enabled(self, enabled: bool) -> None:
-        await self._tracker.set_enabled(enabled)
-
-    async def set_weights_version(self, version: str) -> dict[str, list[str]]:
-        return await self._tracker.set_weights_version(version)
-
-    async def keep_prefixes(self, wanted: Any) -> Any:
-        return await self._tracker.keep_prefixes(wanted)
 
     async def actors(self) -> list[str]:
         return [uid.decode() if isinstance(uid, bytes) else uid for uid in self._pool._actors]

@@ -23,8 +23,6 @@ DOCUMENTS = 6
 """Documents per family; they have a common beginning."""
 COMMON_CHUNKS = 4
 OWN_CHUNKS = 8
-WORKING_SET = FAMILIES * (COMMON_CHUNKS + DOCUMENTS * OWN_CHUNKS)
-"""Chunks of all documents."""
 
 
 @lru_cache(maxsize=2000)
