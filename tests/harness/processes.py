@@ -12,15 +12,13 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
 
-from examples.processes import alive
+from examples.processes import alive, until
 from xinference_xavier.runtime.addresses import split_address
 
 GONE_TIMEOUT = 30.0
@@ -88,13 +86,10 @@ def wait_gone(processes: Iterable[psutil.Process], timeout: float = GONE_TIMEOUT
 
     A zombie counts as gone: its parent may be too busy or stopped to reap it.
     """
-    left = list(processes)
-    deadline = time.monotonic() + timeout
-    while left := alive(left):
-        if time.monotonic() > deadline:
-            still = ", ".join(f"{process.pid} {process.name()}" for process in left)
-            raise TimeoutError(f"still running after {timeout:g} s: {still}")
-        threading.Event().wait(0.05)
+    doomed = list(processes)
+    if not until(lambda: not alive(doomed), timeout):
+        still = ", ".join(f"{process.pid} {process.name()}" for process in alive(doomed))
+        raise TimeoutError(f"still running after {timeout:g} s: {still}")
 
 
 @contextlib.contextmanager
