@@ -187,7 +187,7 @@ def test_a_killed_replica_costs_no_request(model: LocalCluster, victim: str, see
         lambda: can_fetch(model, UID, 2) and len(model.members(UID).keys() & before) == 1,
         "another engine has taken the place of the killed one",
     )
-    assert role_of(model, victim) == role
+    wait_until(lambda: role_of(model, victim) == role, "the router knows its role")
     wait_until(lambda: divides(model), "it does again what it did")
 
 
