@@ -9,7 +9,7 @@ import pytest
 import xoscar
 
 from tests.faults import CORRUPT_ROW
-from tests.replica_process import (
+from tests.harness.replicas import (
     ROW_BYTES,
     ReplicaProcess,
     TrackerProcess,
@@ -118,9 +118,11 @@ def test_two_replicas_fetch_from_each_other_at_the_same_time(
     alice: ReplicaProcess, bob: ReplicaProcess
 ) -> None:
     hers, his = stored(alice, bob, 8), stored(bob, alice, 8)
-    alice.begin("fetch", "bob", his, TIMEOUT)
-    bob.begin("fetch", "alice", hers, TIMEOUT)
-    assert [side.finish().committed for side in (alice, bob)] == [8, 8]
+    fetches = [
+        alice.begin("fetch", "bob", his, TIMEOUT),
+        bob.begin("fetch", "alice", hers, TIMEOUT),
+    ]
+    assert [fetch.result().committed for fetch in fetches] == [8, 8]
     assert alice.wrong_rows() == bob.wrong_rows() == []
     assert_clean(alice, bob)
     assert_clean(bob, alice)

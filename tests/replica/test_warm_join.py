@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import pytest
 
 from tests.faults import ROWS_BEFORE_STALL
-from tests.replica_process import (
+from tests.harness.replicas import (
     ReplicaProcess,
     TrackerProcess,
     fresh_keys,

@@ -15,7 +15,7 @@ import numpy as np
 import psutil
 import pytest
 
-from tests.replica_process import wait_until
+from tests.harness.replicas import wait_until
 from xinference_xavier.errors import LinkError, LinkTimeoutError, TransportError
 from xinference_xavier.pool.region import Region
 from xinference_xavier.transfer.transports import gloo
