@@ -8,16 +8,15 @@ messages over a plain TCP connection, and copies the same rows with one thread's
 from __future__ import annotations
 
 import ctypes
-import multiprocessing
 import socket
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from tests.harness.remote import Remote, obey, spawned
 from xinference_xavier.pool.region import Region
 from xinference_xavier.transfer.transports.base import Acceptance, Link, Offer, Transport
 from xinference_xavier.transfer.transports.gloo import GlooTransport
@@ -44,7 +43,7 @@ class Span(NamedTuple):
 
 
 class _Inside:
-    """Runs in the process of an end; each public method is a command."""
+    """An end, in its process; each public method is a command."""
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(4)
@@ -146,72 +145,42 @@ def _later() -> float:
     return time.monotonic() + _PATIENCE
 
 
-def _run(pipe: Connection) -> None:
-    inside = _Inside()
-    while True:
-        try:
-            method, arguments = pipe.recv()
-        except EOFError:
-            return
-        pipe.send(getattr(inside, method)(*arguments))
-
-
-class End:
-    """The handle of an end's process; its commands are the methods of `_Inside`."""
-
-    def __init__(self) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_run, args=(theirs,), daemon=True)
-        self._process.start()
-        theirs.close()
-
-    def begin(self, method: str, *arguments: Any) -> None:
-        self._pipe.send((method, arguments))
-
-    def finish(self) -> Any:
-        """The answer to `begin`."""
-        return self._pipe.recv()
-
-    def do(self, method: str, *arguments: Any) -> Any:
-        self.begin(method, *arguments)
-        return self.finish()
-
-    def close(self) -> None:
-        self._pipe.close()
-        self._process.join()
-
-
 class Pair:
     """A donor and a consumer, linked by every transport and reference."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
-        self.donor, self.consumer = End(), End()
+        self.donor, self.consumer = (
+            Remote(obey, _Inside, name=name, context=spawned(), patience=2 * _PATIENCE)
+            for name in ("donor", "consumer")
+        )
+        self._moving: list[Future[Any]] = []
 
     def make(self, rows: int, row_bytes: int) -> None:
-        self.donor.begin("make_region", rows, row_bytes, self._seed)
-        self.consumer.do("make_region", rows, row_bytes, self._seed + 1)
-        self.donor.finish()
+        making = self.donor.begin("make_region", rows, row_bytes, self._seed)
+        self.consumer.call("make_region", rows, row_bytes, self._seed + 1)
+        making.result()
         for name in TRANSPORTS:
-            answer = self.donor.do("accept", name, self.consumer.do("offer", name))
-            self.consumer.do("complete", name, answer)
-            self.donor.do("completed", name)
-        self.consumer.do("connect", self.donor.do("listen"))
-        self.donor.do("connected")
+            answer = self.donor.call("accept", name, self.consumer.call("offer", name))
+            self.consumer.call("complete", name, answer)
+            self.donor.call("completed", name)
+        self.consumer.call("connect", self.donor.call("listen"))
+        self.donor.call("connected")
 
     def begin(self, name: str, slots: Sequence[int]) -> None:
-        self.consumer.begin("take", name, slots)
-        self.donor.begin("give", name, slots)
+        self._moving = [
+            self.consumer.begin("take", name, slots),
+            self.donor.begin("give", name, slots),
+        ]
 
     def finish(self) -> Span:
         """The time in which the consumer received the rows."""
-        self.donor.finish()
-        return Span(*self.consumer.finish())
+        taken, _ = (each.result() for each in self._moving)
+        return Span(*taken)
 
     def is_right(self) -> bool:
         """Whether the right rows have just arrived."""
-        return bool(self.consumer.do("same", self._seed))
+        return bool(self.consumer.call("same", self._seed))
 
     def close(self) -> None:
         self.donor.close()

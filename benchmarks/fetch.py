@@ -14,7 +14,7 @@ from typing import Any
 
 from benchmarks.ends import MEMCPY, TCP, Pair
 from benchmarks.figures import figure, ratio, shown, table
-from tests.replica_process import ReplicaProcess, TrackerProcess, fresh_keys, replicas, wait_until
+from tests.harness.replicas import ReplicaProcess, TrackerProcess, fresh_keys, replicas, wait_until
 
 ROWS = {1: (8, 32, 117), 4: (8, 29)}
 """Rows per fetch, by MiB per row."""
@@ -31,8 +31,7 @@ def measure() -> dict[str, Any]:
     with ExitStack() as stack:
         pair = Pair(0)
         stack.callback(pair.close)
-        tracker = TrackerProcess()
-        stack.callback(tracker.kill)
+        tracker = stack.enter_context(TrackerProcess())
         return {"sizes": list(_of_all_sizes(pair, tracker.address))}
 
 

@@ -24,8 +24,8 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.engines import CHUNK, Fleet, Kind, Prompts, whole_chunks
 from benchmarks.figures import figure, ratio, shown
+from tests.harness.engines import CHUNK, Fleet, Kind, Prompts, whole_chunks
 from xinference_xavier.pool.region import ROW_ALIGNMENT
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -325,14 +325,14 @@ def _hits_over(transport: str, scope: Scope) -> dict[str, Any]:
 def _ask_everybody(fleet: Fleet, prompt: list[int]) -> Sample:
     chunks = whole_chunks(len(prompt))
     donor, consumer = fleet["donor"], fleet["consumer"]
-    cold = donor.ask(prompt)
+    cold = donor.timed(prompt)
     fleet.wait_published("donor", chunks)
-    remote, local = consumer.ask(prompt), consumer.ask(prompt)
-    consumer.do("forget")
-    pool = consumer.ask(prompt)
+    remote, local = consumer.timed(prompt), consumer.timed(prompt)
+    consumer.call("forget")
+    pool = consumer.timed(prompt)
     fleet.flush()
     for engine in (donor, consumer):
-        engine.do("forget")
+        engine.call("forget")
     reused = remote.cached / (chunks * CHUNK)
     return Sample(cold.first, remote.first, local.first, pool.first, reused)
 
@@ -389,7 +389,7 @@ def no_hits(scope: Scope) -> dict[str, Any]:
         for turn in range(scope.rounds + 1):  # the first one warms up
             for name in [*kinds][:: 1 if turn % 2 else -1]:
                 asked = [prompts.fresh(PROMPT_TOKENS) for _ in range(PROMPTS)]
-                load = fleet[name].do("serve", asked, [ANSWER_TOKENS] * PROMPTS, AT_ONCE)
+                load = fleet[name].call("serve", asked, [ANSWER_TOKENS] * PROMPTS, AT_ONCE)
                 if turn:
                     rates[name].append(PROMPTS * ANSWER_TOKENS / load.seconds)
     return {
@@ -417,6 +417,7 @@ def _kind(transport: str | None, graphs: bool) -> Kind:
         "num_gpu_blocks_override": None,
         "block_size": BLOCK,
         "max_model_len": CONTEXT,
+        "max_num_batched_tokens": STEP_TOKENS,
     }
     return Kind(transport, arguments, {"pool_bytes": POOL_BYTES})
 
@@ -425,7 +426,7 @@ def _fleet(kinds: dict[str, Kind]) -> Fleet:
     folder = Path(tempfile.gettempdir(), "xavier-qwen2.5-7b-shape")
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(SHAPE))
-    return Fleet(kinds, model=folder, step_tokens=STEP_TOKENS)
+    return Fleet(kinds, model=folder)
 
 
 # -- the report -------------------------------------------------------------------------------

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 
 from benchmarks import transport
 from benchmarks.ends import MEMCPY, TCP, Pair
-from benchmarks.engines import ALWAYS_FETCH, CHUNK, Asked, Fleet, Kind, Prompts, whole_chunks
 from benchmarks.figures import figure, ratio, shown, table
+from tests.harness.engines import ALWAYS_FETCH, CHUNK, Asked, Fleet, Kind, Prompts, whole_chunks
 
 MODES = {"synchronous": (1000, 8000), "asynchronous": (4000,)}
 """Tokens of the prompts, by how the engines schedule."""
@@ -126,7 +126,7 @@ class Cycle:
     def run(self, tokens: int) -> Round:
         prompt = self._prompts.fresh(tokens)
         chunks = whole_chunks(tokens)
-        cold = self._fleet[_DONOR].ask(prompt)
+        cold = self._fleet[_DONOR].timed(prompt)
         if cold.cached:
             raise RuntimeError("a fresh prompt was known")
         self._fleet.wait_published(_DONOR, chunks)
@@ -147,10 +147,10 @@ class Cycle:
         """One hit each from the donor, vLLM's own prefix cache and the pool; then the consumer
         forgets the prompt."""
         consumer = self._fleet[name]
-        remote, local = consumer.ask(prompt), consumer.ask(prompt)
-        consumer.do("forget")
-        pool = consumer.ask(prompt)
-        consumer.do("forget")
+        remote, local = consumer.timed(prompt), consumer.timed(prompt)
+        consumer.call("forget")
+        pool = consumer.timed(prompt)
+        consumer.call("forget")
         self._fleet.flush([name])
         return remote, local, pool
 
@@ -216,9 +216,8 @@ def _at_once() -> dict[str, Any]:
 
 
 def _rush(fleet: Fleet, names: Sequence[str], prompt: list[int]) -> Rush:
-    for name in names:
-        fleet[name].begin("ask", prompt, 1)
-    asked = [fleet[name].finish() for name in names]
+    asking = [fleet[name].begin("timed", prompt, 1) for name in names]
+    asked = [each.result() for each in asking]
     fleet.flush()
     return Rush.of(asked, len(prompt))
 

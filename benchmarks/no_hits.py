@@ -24,9 +24,9 @@ from statistics import median, quantiles
 from typing import Any
 
 from benchmarks import pairs
-from benchmarks.engines import SETTLE, Engine, Fleet, Kind, Load, Prompts
 from benchmarks.figures import figure, shown, table
 from benchmarks.steps import Connector, Step
+from tests.harness.engines import SETTLE, Engine, Fleet, Kind, Load, Prompts
 
 PROMPT_TOKENS = 500
 ANSWER_TOKENS = (20, 44, 28, 36)
@@ -42,10 +42,11 @@ STEPS = 120
 STEP_LOADS = 20
 QUICK = {"SECONDS": 0.0, "STEP_LOADS": 5}
 _NAME = "engine"
+_KIND = Kind(arguments={"worker_extension_cls": "benchmarks.steps.StepTimes"})
 
 
 def measure() -> dict[str, Any]:
-    with Fleet({_NAME: Kind()}) as fleet:
+    with Fleet({_NAME: _KIND}) as fleet:
         loads = _Loads(fleet[_NAME])
         for on in (True, False):  # whatever is made at the first request
             loads.serve(on)
@@ -73,18 +74,19 @@ class _Loads:
     def steps(self) -> list[Step]:
         """The steps that answer a token to each of a load's requests."""
         self._turn(Connector.IN_TURNS)
-        self._engine.do("steps")
+        self._engine.call("collective_rpc", "benchmark_steps")
         self._load([STEPS] * AT_ONCE)
-        steps: list[Step] = self._engine.do("steps")
+        (found,) = self._engine.call("collective_rpc", "benchmark_steps")
+        steps = [Step(*step) for step in found]
         return [step for step in steps if step.requests == step.tokens == AT_ONCE]
 
     def _turn(self, state: Connector) -> None:
         time.sleep(SETTLE)
-        self._engine.do("connect", state.value)
+        self._engine.call("collective_rpc", "benchmark_connector", args=(state.value,))
 
     def _load(self, answers: Sequence[int]) -> Load:
         given = [self._prompts.fresh(PROMPT_TOKENS) for _ in answers]
-        load: Load = self._engine.do("serve", given, answers, AT_ONCE)
+        load: Load = self._engine.call("serve", given, answers, AT_ONCE)
         return load
 
 

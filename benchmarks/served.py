@@ -14,21 +14,19 @@ import contextlib
 import itertools
 import json
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from benchmarks import pairs
-from benchmarks.engines import CHUNK, DTYPE, POOL_BYTES, engine_environment, own_model
 from benchmarks.figures import table
 from benchmarks.report import ROOT
-from benchmarks.watchers import MODEL, TrackerProcess
-from examples.local_cluster import answers, free_port
-from examples.waiting import until
+from benchmarks.watchers import MeasuredTracker
+from examples.processes import answers, end, free_port, start, until
+from tests.harness.engines import CHUNK, DTYPE, POOL_BYTES, engine_environment, own_model
+from tests.harness.replicas import MODEL
 from xinference_xavier.config import XavierConfig, kv_transfer_config
 
 PROMPT_TOKENS = 500
@@ -58,7 +56,7 @@ def measure() -> dict[str, Any]:
     seeds = itertools.count()
     model = own_model()
     found = {}
-    with TrackerProcess() as tracker, Server(model, None) as off:
+    with MeasuredTracker() as tracker, Server(model, None) as off:
         config = XavierConfig(MODEL, tracker.address, pool_bytes=POOL_BYTES, chunk_tokens=CHUNK)
         with Server(model, kv_transfer_config(config)) as on:
             servers = {True: on, False: off}
@@ -91,7 +89,6 @@ class Server:
         ]
         if transfer is not None:
             command += ["--kv-transfer-config", json.dumps(transfer)]
-        _LOG.parent.mkdir(exist_ok=True)
         paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
         environment = {
             **os.environ,
@@ -99,26 +96,13 @@ class Server:
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         }
-        with _LOG.open("ab") as log:
-            self._process = subprocess.Popen(
-                command, env=environment, stdout=log, stderr=subprocess.STDOUT
-            )
+        self._process = start(command, _LOG, environment, append=True)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._process.terminate()
-        try:
-            self._process.wait(_STOP_TIMEOUT)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+    def __exit__(self, *raised: object) -> None:
+        end(self._process, _STOP_TIMEOUT)
 
     def wait_ready(self) -> None:
         health = f"http://{_HOST}:{self.port}/health"

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import psutil
 
 from benchmarks.figures import figure, ratio, shown, table
-from benchmarks.watchers import KEY_BYTES, NAMESPACE, TrackerProcess, Watchers, stamped
+from benchmarks.watchers import KEY_BYTES, NAMESPACE, MeasuredTracker, Watchers, stamped
 from xinference_xavier.mirror import Mirror
 from xinference_xavier.protocol.tracker import Member, Settings, unpack
 from xinference_xavier.tracker.index import Index
@@ -146,7 +146,7 @@ def _memory() -> int:
 async def _throughput() -> list[dict[str, Any]]:
     found = []
     for count in REPLICAS:
-        with TrackerProcess() as tracker:
+        with MeasuredTracker() as tracker:
             actor = await tracker.actor()
             publishers = [_Publisher(actor, f"publisher {number}") for number in range(count)]
             for publisher in publishers:
@@ -201,7 +201,7 @@ class _Run(NamedTuple):
 async def _propagation() -> list[dict[str, Any]]:
     found = []
     for count in REPLICAS:
-        with TrackerProcess() as tracker, Watchers(tracker.address, count) as watchers:
+        with MeasuredTracker() as tracker, Watchers(tracker.address, count) as watchers:
             runs = await _runs(tracker, watchers)
             figures = {name: figure([getattr(run, name) for run in runs]) for name in _Run._fields}
             found.append({"watchers": count, **figures})
@@ -209,7 +209,7 @@ async def _propagation() -> list[dict[str, Any]]:
     return found
 
 
-async def _runs(tracker: TrackerProcess, watchers: Watchers) -> list[_Run]:
+async def _runs(tracker: MeasuredTracker, watchers: Watchers) -> list[_Run]:
     actor = await tracker.actor()
     await actor.join(NAMESPACE, Member(_PUBLISHER, "127.0.0.1:1"), KEY_BYTES, Settings())
     return [
@@ -217,8 +217,8 @@ async def _runs(tracker: TrackerProcess, watchers: Watchers) -> list[_Run]:
     ]
 
 
-async def _run(actor: Any, first: int, tracker: TrackerProcess, watchers: Watchers) -> _Run:
-    spent = tracker.seconds(), watchers.seconds()
+async def _run(actor: Any, first: int, tracker: MeasuredTracker, watchers: Watchers) -> _Run:
+    spent = tracker.cpu_seconds(), watchers.cpu_seconds()
     began = time.monotonic()
     await _publish_on_time(actor, first)
     published = time.monotonic() - began
@@ -228,8 +228,8 @@ async def _run(actor: Any, first: int, tracker: TrackerProcess, watchers: Watche
         p50_ms=percentiles[49],
         p99_ms=percentiles[98],
         keys_per_s=PUBLICATIONS * _TIMED_KEYS / published,
-        tracker_cores=(tracker.seconds() - spent[0]) / took,
-        watchers_cores=(watchers.seconds() - spent[1]) / took,
+        tracker_cores=(tracker.cpu_seconds() - spent[0]) / took,
+        watchers_cores=(watchers.cpu_seconds() - spent[1]) / took,
     )
 
 

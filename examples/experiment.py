@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from examples.documents import document, prompt, questions
 from examples.local_cluster import ClusterError, Completion, LocalCluster
-from examples.waiting import until
+from examples.processes import until
 
 MIN_REUSED = 0.95
 """The smallest part of a prompt's whole chunks that must come from the peer."""
@@ -125,8 +125,8 @@ class Experiment:
         self._cluster = cluster
         self._model_uid = model_uid
         self._chunk_tokens = chunk_tokens
-        self._await(lambda: len(self._replicas()) == 2, "two replicas have joined the tracker")
-        self._incarnations = sorted(self._replicas())
+        self._await(lambda: len(self._members()) == 2, "two replicas have joined the tracker")
+        self._incarnations = sorted(self._members())
         self._last = ""
 
     def warm_up(self) -> None:
@@ -139,12 +139,12 @@ class Experiment:
     def share(self, requests: Sequence[str], first: int) -> Measurement:
         """Send four requests with one long prefix, the first to replica `first` (0 or 1)."""
         donor, consumer = self._incarnations[first], self._incarnations[1 - first]
-        before = self._replicas()[donor]
+        before = self._members()[donor]
         cold = self._ask(donor, requests[0])
         chunks = cold.completion.prompt_tokens // self._chunk_tokens
         wanted = min(before["holdings"] + chunks, before["pool"]["rows"])
         self._await(
-            lambda: self._replicas()[donor]["holdings"] >= wanted,
+            lambda: self._members()[donor]["holdings"] >= wanted,
             f"{donor} has published {chunks} chunks",
         )
         remote = self._ask(consumer, requests[1])
@@ -180,22 +180,21 @@ class Experiment:
         return answer
 
     def _answer(self, request: str) -> Answer:
-        before = self._replicas()
+        before = self._members()
         completion = self._cluster.complete(self._model_uid, request)
         self._await(
-            lambda: _requests(self._replicas()) == _requests(before) + 1,
+            lambda: _requests(self._members()) == _requests(before) + 1,
             "the replicas have counted the request",
         )
-        after = self._replicas()
+        after = self._members()
         (incarnation,) = (
             name for name in after if after[name]["requests"] > before[name]["requests"]
         )
         received = after[incarnation]["bytes_received"] - before[incarnation]["bytes_received"]
         return Answer(completion, incarnation, received)
 
-    def _replicas(self) -> dict[str, Any]:
-        replicas = self._cluster.xavier(self._model_uid)["replicas"]
-        return {replica["incarnation"]: replica for replica in replicas}
+    def _members(self) -> dict[str, dict[str, Any]]:
+        return self._cluster.members(self._model_uid)
 
     def _await(self, condition: Callable[[], bool], what: str) -> None:
         if not until(condition, COUNTERS_TIMEOUT, interval=0.02):

@@ -14,7 +14,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -27,7 +26,7 @@ from typing import Any, NamedTuple, Self
 import psutil
 import requests
 
-from examples.waiting import until
+from examples.processes import alive, answers, free_port, start, until
 
 SHARED_MEMORY = Path("/dev/shm")
 PYTHON_SEGMENT = re.compile(r"psm_\w+")
@@ -77,6 +76,17 @@ class Completion(NamedTuple):
         )
 
 
+def greedy(max_tokens: int = 8, **more: object) -> dict[str, object]:
+    """The parameters of a greedy answer that is always `max_tokens` long."""
+    return {
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "logprobs": 1,
+        **more,
+    }
+
+
 class Leftovers(NamedTuple):
     """What `stop` had to remove by force."""
 
@@ -110,6 +120,7 @@ class LocalCluster:
         self._session = requests.Session()
         self._home: tempfile.TemporaryDirectory[str] | None = None
         self._server: subprocess.Popen[bytes] | None = None
+        self._workers: dict[str, subprocess.Popen[bytes]] = {}  # where they are separate
         self._seen: set[psutil.Process] = set()
 
     def __enter__(self) -> Self:
@@ -145,9 +156,11 @@ class LocalCluster:
         self._start_servers(Path(self._home.name))
 
     def stop(self) -> Leftovers:
-        """Stop the server and wait until nothing of it is left; use force if necessary."""
+        """Stop the servers and wait until nothing of them is left; use force if necessary."""
         if self._server is None or self._home is None:
             return Leftovers((), ())
+        for worker in self._workers.values():
+            worker.send_signal(signal.SIGINT)
         segments = self._segments()
         self._server.send_signal(signal.SIGINT)
         gone = until(lambda: self._reaped() and not self.processes(), STOP_TIMEOUT / 2, 0.25)
@@ -163,6 +176,8 @@ class LocalCluster:
         self._server.kill()
         self._server.wait()
         psutil.wait_procs(stubborn, timeout=STOP_TIMEOUT)
+        for worker in self._workers.values():
+            worker.wait()
         until(lambda: not any(map(Path.exists, segments)), STOP_TIMEOUT / 4)
         kept = tuple(segment.name for segment in segments if segment.exists())
         for segment in segments:
@@ -180,7 +195,7 @@ class LocalCluster:
                     self._seen.update((process, *process.children(recursive=True)))
             except (psutil.NoSuchProcess, psutil.AccessDenied, ProcessLookupError):
                 continue
-        self._seen = {process for process in self._seen if _runs(process)}
+        self._seen = set(alive(self._seen))
         return sorted(self._seen, key=lambda process: process.pid)
 
     # Models
@@ -282,15 +297,7 @@ class LocalCluster:
     ) -> Completion:
         """The greedy continuation of `prompt`, always `max_tokens` long. `more` goes into the
         request's body."""
-        body: dict[str, object] = {
-            "model": model_uid,
-            "prompt": prompt,
-            "max_tokens": max_tokens,
-            "temperature": 0,
-            "ignore_eos": True,
-            "logprobs": 1,
-            **more,
-        }
+        body = {"model": model_uid, "prompt": prompt, **greedy(max_tokens, **more)}
         begin = time.perf_counter()
         answer = self.call("POST", "/v1/completions", body)
         seconds = time.perf_counter() - begin
@@ -300,6 +307,11 @@ class LocalCluster:
         """What `GET /v1/xavier/{model_uid}` answers."""
         report: dict[str, Any] = self.call("GET", f"/v1/xavier/{model_uid}")
         return report
+
+    def members(self, model_uid: str) -> dict[str, dict[str, Any]]:
+        """What the tracker knows of each replica, by incarnation."""
+        found = self.xavier(model_uid)["replicas"]
+        return {replica["incarnation"]: replica for replica in found}
 
     def switch_sharing(self, model_uid: str, enabled: bool) -> None:
         self.call("POST", f"/v1/xavier/{model_uid}", {"enabled": enabled})
@@ -329,15 +341,9 @@ class LocalCluster:
 
     def _start_servers(self, home: Path) -> None:
         program = "from xinference.deploy.cmdline import local; local()"
-        with self.log.open("wb") as log:
-            self._server = subprocess.Popen(
-                [self._python, "-c", program, "-H", self._host, "-p", str(self._port)],
-                env=self._environment(home),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+        words = [str(self._python), "-c", program, "-H", self._host, "-p", str(self._port)]
+        environment = self._environment(home)
+        self._server = start(words, self.log, environment, start_new_session=True)
         self._wait("the server answers", START_TIMEOUT, self._answers)
 
     def _environment(self, home: Path) -> dict[str, str]:
@@ -398,30 +404,6 @@ class LocalCluster:
 
     def _error(self, message: str) -> ClusterError:
         return ClusterError(f"{message} (log: {self.log})")
-
-
-def _runs(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
-def answers(url: str) -> bool:
-    """Whether a GET of `url` succeeds at this moment."""
-    try:
-        return requests.get(url, timeout=5).ok
-    except requests.RequestException:
-        return False
-
-
-def free_port(host: str) -> int:
-    """A port on which nothing listens at this moment."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as probe:
-        probe.bind((host, 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def _chat_template(folder: Path) -> str:

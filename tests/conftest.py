@@ -13,9 +13,8 @@ import xoscar as xo
 from hypothesis import settings
 
 from examples.make_model import make_model
-from tests.api_process import ApiProcess
-from tests.pair import Pair
-from tests.replica_process import TrackerProcess, replicas
+from tests.harness.api import ApiProcess, Pair
+from tests.harness.replicas import TrackerProcess, replicas
 from tests.tracker_pools import MODEL, TRACKER_PROCESS, create_tracker
 
 # No example has a time limit.

@@ -114,7 +114,7 @@ def test_drawings_have_descriptions_and_are_for_light_and_dark(drawing: Path) ->
 # -- docs/support.md -----------------------------------------------------------------------------
 
 SUPPORT = DOCS / "support.md"
-STATE = re.compile(r"supported|not in vLLM|(.* )?refused", re.DOTALL)
+STATE = re.compile(r"supported|not in vLLM|not tried|(.* )?refused", re.DOTALL)
 
 
 class Row(NamedTuple):

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from tests.harness.replicas import TrackerProcess, fresh_keys, replicas, wait_until
 from tests.recording import FILE, RECORD
-from tests.replica_process import TrackerProcess, fresh_keys, replicas, wait_until
 from xinference_xavier import events as module
 from xinference_xavier.errors import ConfigError
 from xinference_xavier.events import (

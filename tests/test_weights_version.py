@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.replica_process import (
+from tests.harness.replicas import (
     ReplicaProcess,
     TrackerProcess,
     fresh_keys,

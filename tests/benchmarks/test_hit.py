@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from benchmarks import bars, hit
-from benchmarks.engines import Asked, Prompts, whole_chunks
+from tests.harness.engines import Asked, Prompts, whole_chunks
 
 SAMPLES = [hit.Sample(2.0, 0.050, 0.040, 0.045, 0.005 * n) for n in range(1, 6)]
 ALONE = [hit.Rush((2.0,), 1000)] * 5

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from benchmarks import bars, no_hits, pairs, served
-from benchmarks.engines import Asked, Load
 from benchmarks.steps import Step
+from tests.harness.engines import Asked, Load
 
 LOAD = Load(2.0, [Asked(0.1 * n, (0.1 * n, 0.1 * n + 0.02), 0) for n in range(1, 5)])
 STEP = Step(True, 4, 4, 5.2e-3)

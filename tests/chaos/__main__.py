@@ -10,12 +10,13 @@ import argparse
 import sys
 import time
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 
 from tests.chaos.report import FULL, Report, to_json
-from xinference_xavier.options import DEFAULT_FETCH_TIMEOUT
 
-FULL_SECONDS = {"replicas": 540.0, "engines": 540.0}
+SECONDS = 540.0
+"""Of a full run of one part."""
 REPORT = Path("build/chaos-report.json")
 MAX_ATTEMPTS = 6
 """At most this many runs search for a shorter prefix that fails."""
@@ -25,35 +26,22 @@ def _say(line: str) -> None:
     print(line, flush=True)
 
 
-def _run_engines(seed: int, seconds: float) -> Report:
-    from tests.chaos import engines  # imports xinference
-
-    report = Report("engines", seed, DEFAULT_FETCH_TIMEOUT)
-    engines.run(seed, seconds, report)
+def _run(part: str, seed: int, seconds: float, steps: int | None) -> Report:
+    module = import_module(f"tests.chaos.{part}")  # imports vLLM or xinference
+    report: Report = module.run(seed, seconds, steps=steps, say=_say)
     return report
 
 
-def _run_replicas(seed: int, seconds: float, steps: int | None) -> Report:
-    from tests.chaos import replicas  # imports vLLM
+def _look_for_shorter_failure(seed: int, steps: int) -> None:
+    """Replicas start at once, so it does not take long."""
 
-    report = replicas.make_report(seed)
-    carried_out = replicas.run(seed, seconds, report, steps=steps, say=_say)
-    if report.failures():
-        for failure in report.failures():
-            _say(f"FAILED  {failure}")
-        shortest = shortest_failing(carried_out, lambda prefix: _fails(seed, prefix))
-        _say(f"seed {seed}: the shortest prefix seen to fail has {shortest} steps of the schedule")
-        _say(f"to run only that prefix: make chaos PART=replicas SEED={seed} STEPS={shortest}")
-    return report
+    def fails(prefix: int) -> bool:
+        _say(f"looking for a shorter failure: the first {prefix} steps")
+        return bool(_run("replicas", seed, SECONDS, prefix).failures())
 
-
-def _fails(seed: int, steps: int) -> bool:
-    from tests.chaos import replicas
-
-    _say(f"looking for a shorter failure: the first {steps} steps")
-    report = replicas.make_report(seed)
-    replicas.run(seed, FULL_SECONDS["replicas"], report, steps=steps, say=_say)
-    return bool(report.failures())
+    shortest = shortest_failing(steps, fails)
+    _say(f"seed {seed}: the shortest prefix seen to fail has {shortest} steps of the schedule")
+    _say(f"to run only that prefix: make chaos PART=replicas SEED={seed} STEPS={shortest}")
 
 
 def shortest_failing(steps: int, fails: Callable[[int], bool]) -> int:
@@ -74,18 +62,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
     parser.add_argument("--part", choices=sorted(FULL), help="run one part instead of all")
     parser.add_argument("--seconds", type=float, help="duration, instead of a full run")
-    parser.add_argument("--steps", type=int, help="at most this many steps, part replicas only")
+    parser.add_argument("--steps", type=int, help="at most this many steps of the schedule")
     parser.add_argument("--seed", type=int, default=int(time.time()))
     arguments = parser.parse_args()
     parts = [arguments.part] if arguments.part else ["replicas", "engines"]
     _say(f"seed {arguments.seed}, parts: {', '.join(parts)}")
     reports = []
     for part in parts:
-        seconds = arguments.seconds or FULL_SECONDS[part]
-        if part == "replicas":
-            reports.append(_run_replicas(arguments.seed, seconds, arguments.steps))
-        else:
-            reports.append(_run_engines(arguments.seed, seconds))
+        report = _run(part, arguments.seed, arguments.seconds or SECONDS, arguments.steps)
+        reports.append(report)
+        for failure in report.failures():
+            _say(f"FAILED  {failure}")
+        if report.failures() and part == "replicas":
+            _look_for_shorter_failure(arguments.seed, report.steps)
     REPORT.parent.mkdir(exist_ok=True)
     REPORT.write_text(to_json(reports))
     _say(REPORT.read_text())

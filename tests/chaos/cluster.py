@@ -6,8 +6,6 @@ Threading: the lanes' threads call everything here; only one lane at a time work
 from __future__ import annotations
 
 import math
-import os
-import signal
 import threading
 import time
 import zlib
@@ -19,19 +17,21 @@ from typing import Any
 
 import psutil
 
-from examples.waiting import until
+from examples.processes import until
 from tests.chaos.mutations import Mutation
 from tests.chaos.names import NamedPrefixes
 from tests.chaos.node import Node, Settings
 from tests.chaos.tracker import LEASE, HostNode, TrackerNode
 from tests.faults import taken
-from tests.replica_process import MODEL
+from tests.harness.processes import frozen
+from tests.harness.remote import EndedError
+from tests.harness.replicas import MODEL
 
 FETCH_TIMEOUT = 1.0
 READY_TIME = 180.0
 """Seconds until a replica is up again; its transfer process imports torch and may pause."""
 POOLS = {"n0": 64, "n1": 96, "n2": 160, "n3": 240, "n4": 64}
-"""Rows; the working set is 312."""
+"""Rows; all documents together have 312 chunks."""
 
 
 class Cluster:
@@ -66,13 +66,13 @@ class Cluster:
         """How often a replica left the others, or the tracker dropped it, after the warm-up."""
         self.host = HostNode()
         self.tracker = TrackerNode(mutation)
-        self.host.command("set_tracker", self.tracker.address)
+        self.host.call("set_tracker", self.tracker.address)
         for name in pools:
             self.start(name)
         self.names = NamedPrefixes(
             folder,
-            lambda *asked: self.tracker.command(*asked),
-            lambda: {each.incarnation: each.command for each in list(self.nodes.values())},
+            lambda *asked: self.tracker.call(*asked),
+            lambda: {each.incarnation: each.call for each in list(self.nodes.values())},
             self._computed,
         )
 
@@ -99,7 +99,7 @@ class Cluster:
             },
         )
         self.nodes[name] = Node(settings)
-        self.regions[incarnation] = self.nodes[name].command("region_inode")
+        self.regions[incarnation] = self.nodes[name].call("region_inode")
 
     def is_up(self, name: str) -> bool:
         """Whether it has joined and has a transfer process."""
@@ -112,7 +112,7 @@ class Cluster:
     def share(self, name: str) -> None:
         """Give a replica the common weights after its start or a reset, and let it share."""
         with self.resets:
-            self.nodes[name].command("reset", self.weights)
+            self.nodes[name].call("reset", self.weights)
             self.announce_weights([name])
 
     def announce_weights(self, names: list[str]) -> None:
@@ -121,8 +121,8 @@ class Cluster:
         def told() -> bool:
             if any(not self.nodes[name].figures().get("namespace") for name in names):
                 return False
-            with suppress(OSError, EOFError):  # another lane is killing the tracker
-                self.tracker.command("set_weights_version", self.weights)
+            with suppress(EndedError):  # another lane is killing the tracker
+                self.tracker.call("set_weights_version", self.weights)
             return all(self._is_sharing(name) for name in names)
 
         if not until(told, READY_TIME, interval=0.1):
@@ -138,7 +138,7 @@ class Cluster:
             self._weights_number += 1
             self.weights = f"w{self._weights_number}"
             for node in self.nodes.values():
-                node.command("reset", self.weights)
+                node.call("reset", self.weights)
             self.announce_weights(list(self.nodes))
 
     def kill(self, name: str) -> None:
@@ -161,7 +161,7 @@ class Cluster:
         node = self.nodes[name]
         began = time.monotonic()
         try:
-            with standing_still(node.pid) as stands_still:
+            with frozen([psutil.Process(node.pid)]) as stands_still:
                 yield stands_still
         finally:
             # It first catches up on what it missed, which takes a moment longer.
@@ -174,18 +174,18 @@ class Cluster:
 
     def replace_tracker(self, same_address: bool) -> None:
         """Kill the tracker and start another one, which the host tells replicas about."""
-        self._expired += self.tracker.command("expired")
+        self._expired += self.tracker.call("expired")
         port = self.tracker.port if same_address else 0
-        self.host.command("set_tracker", None)
+        self.host.call("set_tracker", None)
         self.tracker.kill()
         self.tracker = TrackerNode(self._mutation, port)
-        self.host.command("set_tracker", self.tracker.address)
+        self.host.call("set_tracker", self.tracker.address)
 
     def members(self) -> dict[str, set[str]]:
         """Incarnations by namespace, as the tracker knows them; empty while it is away."""
         try:
-            members: dict[str, set[str]] = self.tracker.command("members")
-        except (OSError, EOFError):
+            members: dict[str, set[str]] = self.tracker.call("members")
+        except EndedError:
             return {}
         return members
 
@@ -196,7 +196,7 @@ class Cluster:
         """Incarnations whose lease ended although they were never absent."""
         return [
             incarnation
-            for incarnation, at in self._expired + self.tracker.command("expired")
+            for incarnation, at in self._expired + self.tracker.call("expired")
             if not any(
                 absent == incarnation and began < at < ended
                 for absent, began, ended in self.absences
@@ -238,13 +238,3 @@ class Cluster:
             node.kill()
         self.tracker.kill()
         self.host.kill()
-
-
-@contextmanager
-def standing_still(pid: int) -> Iterator[Callable[[], bool]]:
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        yield lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED
-    finally:
-        with suppress(ProcessLookupError):  # its engine has ended it
-            os.kill(pid, signal.SIGCONT)

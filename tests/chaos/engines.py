@@ -20,15 +20,15 @@ from typing import Any
 
 from examples.local_cluster import LocalCluster
 from examples.make_model import make_model
-from examples.waiting import until
+from examples.processes import until
 from tests.chaos.engines_fleet import Fleet
 from tests.chaos.engines_inside import install
 from tests.chaos.engines_kinds import FETCH_TIMEOUT, KINDS, RETURN_TIME, Scene
 from tests.chaos.engines_questions import all_questions, ask_for_reference
 from tests.chaos.engines_rest import come_to_rest, look_after_stop, look_after_terminate
-from tests.chaos.engines_schedule import ADDED, HEAVY, REMOVED, STEADY, Step, schedule
 from tests.chaos.engines_traffic import CONVERSATIONS, Traffic
 from tests.chaos.report import Report
+from tests.chaos.schedule import ADDED, HEAVY, REMOVED, STEADY, Step, of_engines
 from tests.faults import ORDERS
 
 ROOT = Path(__file__).parents[2]
@@ -55,43 +55,33 @@ _REST = 30.0
 """Seconds of a run that are reserved for its end."""
 
 
-def _say(line: str) -> None:
-    print(line, flush=True)
-
-
 def run(
     seed: int,
     seconds: float,
-    report: Report,
     *,
     steps: int | None = None,
     only: Sequence[str] | None = None,
-    say: Callable[[str], None] = _say,
-) -> int:
-    """Fill `report`; returns how many steps of the schedule were carried out.
-
-    Ends about `seconds` after it began, or after `steps` steps, or when something is wrong. `only`
-    restricts the schedule to some kinds.
-    """
-    report.deadline_s = FETCH_TIMEOUT
+    say: Callable[[str], None] = print,
+) -> Report:
+    """Ends about `seconds` after it began, or after `steps` steps, or when something is wrong.
+    `only` restricts the schedule to some kinds."""
+    report = Report("engines", seed, FETCH_TIMEOUT)
     until_time = time.monotonic() + seconds - _REST
     with tempfile.TemporaryDirectory(prefix="chaos-orders-") as orders:
         install(Path(orders))
         environment = {"PYTHONPATH": f"{ROOT}:{orders}", ORDERS: orders}
         log = ROOT / "build" / "chaos-xinference.log"
-        order = (step for step in schedule(seed) if only is None or step.kind in only)
+        order = (step for step in of_engines(seed) if only is None or step.kind in only)
         cluster = LocalCluster(log, environment=environment, say=say)
         try:
             cluster.start()
-            carried_out = _with(
-                cluster, Path(orders), seed, islice(order, steps), until_time, report, say
-            )
+            _with(cluster, Path(orders), seed, islice(order, steps), until_time, report, say)
         finally:
             look_after_stop(cluster.stop(), report)
     if report.failures():
         say(f"xinference's output is in {log}")
-        say(f"seed {seed} failed after {carried_out} steps of the schedule")
-    return carried_out
+        say(f"seed {seed} failed after {report.steps} steps of the schedule")
+    return report
 
 
 def _with(
@@ -102,7 +92,7 @@ def _with(
     until_time: float,
     report: Report,
     say: Callable[[str], None],
-) -> int:
+) -> None:
     cluster.register(make_model(ROOT / "build" / "model"), MODEL)
     say("an engine that shares nothing answers first")
     cluster.launch(MODEL, "reference", replica=1, enable_prefix_caching=False, **_ENGINE)
@@ -116,12 +106,11 @@ def _with(
     with _running(fleet.watch(), *map(traffic.converse, range(CONVERSATIONS))) as loop:
         scene = Scene(cluster, fleet, traffic, loop, orders, wanted=2)
         breaking = _Run(scene, report, say)
-        carried_out = breaking.run(steps, until_time)
+        breaking.run(steps, until_time)
         come_to_rest(scene, report)
         breaking.conclude()
         cluster.terminate(UID)
         look_after_terminate(scene, report)
-    return carried_out
 
 
 @contextlib.contextmanager
@@ -162,16 +151,15 @@ class _Run:
         self._adding: threading.Thread | None = None
         self._began = time.monotonic()
 
-    def run(self, steps: Iterator[Step], until_time: float) -> int:
-        scene, carried_out = self._scene, 0
+    def run(self, steps: Iterator[Step], until_time: float) -> None:
         if not until(self._is_warm, _WARM_UP):
             self._report.problems.append("the replicas fetched nothing from each other")
-            return 0
+            return
         self._say("two replicas are up and share; now to the faults")
         for step in steps:
             if time.monotonic() > until_time or self._is_lost():
                 break
-            carried_out = step.number
+            self._report.begin(step)
             self._progress(step)
             if step.kind in (*HEAVY, *STEADY, ADDED, REMOVED) and not self._wait_for_all():
                 break
@@ -181,8 +169,7 @@ class _Run:
             else:
                 self._carry_out(step)
         self._wait_for_all()
-        scene.traffic.pause()
-        return carried_out
+        self._scene.traffic.pause()
 
     def _is_warm(self) -> bool:
         return self._scene.all_up() and self._scene.fleet.total("hits", "remote") > 0
@@ -199,12 +186,7 @@ class _Run:
         return is_complete
 
     def _carry_out(self, step: Step) -> None:
-        try:
-            observed = KINDS[step.kind](self._scene, step)
-        except Exception as error:
-            self._report.problems.append(f"step {step.number}, {step.kind}: {error!r}")
-            return
-        (self._report.faults if observed else self._report.unobserved)[step.kind] += 1
+        self._report.carry_out(step, lambda: KINDS[step.kind](self._scene, step))
 
     def _is_lost(self) -> bool:
         """Whether something is wrong that time will not mend."""
@@ -213,12 +195,10 @@ class _Run:
         return bool(self._report.problems or traffic.wrong or unexplained)
 
     def _progress(self, step: Step) -> None:
-        scene, report = self._scene, self._report
-        fleet, traffic = scene.fleet, scene.traffic
+        fleet, traffic = self._scene.fleet, self._scene.traffic
         self._say(
-            f"{time.monotonic() - self._began:5.0f} s  {report.faults.total()} faults of "
-            f"{len(report.faults)} kinds, {report.unobserved.total()} not observed; "
-            f"{len(fleet.up())} of {scene.wanted} replicas up, {traffic.answered} answers, "
+            f"{time.monotonic() - self._began:5.0f} s  {self._report.progress()}; "
+            f"{len(fleet.up())} of {self._scene.wanted} replicas up, {traffic.answered} answers, "
             f"{len(traffic.failures)} failed, {fleet.total('hits', 'remote')} tokens from peers; "
             f"next: {step.kind}"
         )

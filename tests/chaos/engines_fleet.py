@@ -14,13 +14,12 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import psutil
 import xoscar
 
-from tests.e2e.processes import ReplicaProcesses, of_member
+from tests.harness.processes import ReplicaProcesses, mapped_regions, of_member
 from xinference_xavier.protocol.tracker import tracker_uid
 from xinference_xavier.runtime.aio import within
 
@@ -28,7 +27,6 @@ LEASE = 10.0
 """The tracker's lease, in seconds."""
 _LOOK = 0.5
 _CALL = 5.0
-_REGION = "memfd:xavier-region"
 
 
 @dataclass
@@ -177,19 +175,3 @@ class Fleet:
 
 def _region(engine: psutil.Process) -> int:
     return next(iter(mapped_regions([engine])), 0)
-
-
-def mapped_regions(processes: Iterable[psutil.Process]) -> dict[int, int]:
-    """The pools' memory that these processes map: bytes by inode."""
-    found = {}
-    for process in processes:
-        try:
-            lines = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
-        except OSError:
-            continue  # it has ended
-        for line in lines:
-            if _REGION in line:
-                addresses, _, _, _, inode, *_ = line.split()
-                start, end = (int(address, 16) for address in addresses.split("-"))
-                found[int(inode)] = end - start
-    return found

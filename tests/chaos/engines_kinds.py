@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
-import time
 import uuid
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -25,21 +24,22 @@ import requests
 import xoscar
 
 from examples.local_cluster import Completion, LocalCluster
-from examples.waiting import until
+from examples.processes import until
 from tests.chaos.engines_fleet import LEASE, Fleet, Replica
 from tests.chaos.engines_inside import with_image
 from tests.chaos.engines_questions import Question, generation
-from tests.chaos.engines_schedule import ADDED, REMOVED, Step
 from tests.chaos.engines_traffic import REQUEST_TIMEOUT, Traffic
-from tests.e2e.processes import frozen, kill, wait_gone
+from tests.chaos.schedule import ADDED, REMOVED, Step
+from tests.chaos.transport import EFFECTS, bring_about, suspend
 from tests.faults import Order, order, taken, withdraw
+from tests.harness.processes import frozen, kill, wait_gone
 from xinference_xavier.client import XavierClient
 from xinference_xavier.errors import XavierError
 from xinference_xavier.runtime.aio import within
 
 FETCH_TIMEOUT = 3.0
 OCCASION_TIME = 20.0
-"""Seconds within which a fault of the transport must meet a fetch."""
+"""Seconds within which a fault of the transport must meet a fetch, and then have its effect."""
 EFFECT_TIME = 10.0
 LEASE_TIME = 3 * LEASE
 RETURN_TIME = 300.0
@@ -84,24 +84,17 @@ Kind = Callable[[Scene, Step], bool]
 # -- of the transport -------------------------------------------------------------------------
 
 
-def _of_transport(fault: Order, *effects: str) -> Kind:
-    """`effects` are reasons for rollbacks, one of which must be counted. Without any, it is enough
-    that the fault happened."""
+def _of_transport(fault: Order) -> Kind:
+    def inject(scene: Scene, step: Step) -> bool:
+        return bring_about(
+            fault,
+            scene.orders,
+            scene.fleet.rollbacks,
+            OCCASION_TIME,
+            lambda: _provoke_a_fetch(scene, step),
+        )
 
-    def bring_about(scene: Scene, step: Step) -> bool:
-        def seen() -> int:
-            return sum(scene.fleet.rollbacks()[effect] for effect in effects)
-
-        before, happened = seen(), taken(scene.orders)[fault]
-        order(scene.orders, fault)
-        deadline = time.monotonic() + OCCASION_TIME
-        while taken(scene.orders)[fault] == happened:
-            if time.monotonic() > deadline and withdraw(scene.orders, fault):
-                return False
-            _provoke_a_fetch(scene, step)
-        return not effects or until(lambda: seen() > before, EFFECT_TIME)
-
-    return bring_about
+    return inject
 
 
 def _provoke_a_fetch(scene: Scene, step: Step) -> None:
@@ -127,10 +120,7 @@ def _transfer_stopped(scene: Scene, step: Step) -> bool:
     transfer = _transfer(scene, scene.choose(step).incarnation)
     if transfer is None:
         return False
-    with frozen([transfer]):
-        seen = until(lambda: _stands_still(transfer), 1.0)
-        threading.Event().wait(FETCH_TIMEOUT * (0.3 + 1.7 * _fraction(step)))
-    return seen
+    return suspend(transfer, FETCH_TIMEOUT * (0.3 + 1.7 * _fraction(step)))
 
 
 def _transfer(scene: Scene, incarnation: str) -> psutil.Process | None:
@@ -140,10 +130,6 @@ def _transfer(scene: Scene, incarnation: str) -> psutil.Process | None:
         return None if pid is None else psutil.Process(pid)
     except psutil.NoSuchProcess:
         return None
-
-
-def _stands_still(process: psutil.Process) -> bool:
-    return bool(process.status() == psutil.STATUS_STOPPED)
 
 
 def _fraction(step: Step) -> float:
@@ -420,18 +406,7 @@ def _complete(scene: Scene, question: Question, **more: object) -> requests.Resp
 
 
 KINDS: Mapping[str, Kind] = {
-    Order.DAMAGE: _of_transport(Order.DAMAGE, "checksum"),
-    Order.SWAP: _of_transport(Order.SWAP, "checksum"),
-    Order.LATE: _of_transport(Order.LATE, "timeout"),
-    Order.OVERSIZE: _of_transport(Order.OVERSIZE, "transfer process died"),
-    Order.REFUSE: _of_transport(Order.REFUSE, "link"),
-    Order.STRANGER: _of_transport(Order.STRANGER, "link", "timeout"),
-    Order.DIE_RECEIVING: _of_transport(Order.DIE_RECEIVING, "transfer process died"),
-    Order.STALL: _of_transport(Order.STALL, "timeout"),
-    Order.TOO_FEW: _of_transport(Order.TOO_FEW, "timeout"),
-    Order.SLOW: _of_transport(Order.SLOW),
-    Order.CUT: _of_transport(Order.CUT, "link", "timeout"),
-    Order.DIE_SENDING: _of_transport(Order.DIE_SENDING, "link", "timeout"),
+    **{fault: _of_transport(fault) for fault in EFFECTS},
     "transfer process killed": _transfer_killed,
     "transfer process stopped": _transfer_stopped,
     "engine stopped beyond the lease": _engine_stopped,

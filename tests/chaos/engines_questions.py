@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import requests
 
 from examples.documents import document, prompt, questions
-from examples.local_cluster import Completion, LocalCluster
+from examples.local_cluster import Completion, LocalCluster, greedy
 
 DOCUMENTS = 10
 ROWS = 24
@@ -57,7 +57,7 @@ def all_questions(seed: int) -> list[Question]:
 
 def generation(**more: object) -> dict[str, Any]:
     """The parameters of each request: a greedy answer of a fixed length."""
-    return {"max_tokens": TOKENS, "temperature": 0, "ignore_eos": True, "logprobs": 2, **more}
+    return greedy(TOKENS, **{"logprobs": 2, **more})
 
 
 def ask_for_reference(

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import psutil
 import xoscar
 
 from examples.local_cluster import Leftovers
-from examples.waiting import until
-from tests.chaos.engines_fleet import Fleet, mapped_regions
+from examples.processes import alive, until
+from tests.chaos.engines_fleet import Fleet
 from tests.chaos.engines_kinds import EFFECT_TIME, Scene
 from tests.chaos.report import Leaks, Report
-from tests.e2e.processes import alive
 from tests.faults import Order, withdraw
+from tests.harness.processes import ReplicaProcesses, is_transfer, mapped_regions
 
 REST_TIME = 60.0
 """Seconds for requests to end, grants to expire and slow processes to exit."""
@@ -38,13 +39,14 @@ def leaks_of(scene: Scene) -> Leaks:
     stats = [fleet.figures[replica.incarnation] for replica in fleet.up()]
     everything = scene.cluster.processes()
     regions = mapped_regions(everything)
+    transfers = [process for process in everything if is_transfer(process)]
     return Leaks(
         grants=_sum(stats, "grants", "live"),
         filling=_sum(stats, "pool", "filling"),
         pinned=_sum(stats, "pool", "pinned"),
         quarantined=_sum(stats, "pool", "quarantined"),
         bytes=sum(size for inode, size in regions.items() if inode in fleet.dead_regions),
-        processes=len(_of_the_dead(fleet)) + abs(len(_transfers(everything)) - len(fleet.up())),
+        processes=len(_alive(fleet.dead)) + abs(len(transfers) - len(fleet.up())),
     )
 
 
@@ -52,19 +54,8 @@ def _sum(stats: list[dict[str, Any]], part: str, name: str) -> int:
     return sum(figures[part][name] for figures in stats)
 
 
-def _of_the_dead(fleet: Fleet) -> list[psutil.Process]:
-    return [process for family in fleet.dead for process in alive(family.all())]
-
-
-def _transfers(processes: list[psutil.Process]) -> list[psutil.Process]:
-    found = []
-    for process in processes:
-        try:
-            if "xinference_xavier.transfer" in process.cmdline():
-                found.append(process)
-        except psutil.NoSuchProcess:
-            continue
-    return found
+def _alive(families: Iterable[ReplicaProcesses]) -> list[psutil.Process]:
+    return [process for family in families for process in alive(family.all())]
 
 
 def _wrong(fleet: Fleet) -> list[str]:
@@ -82,11 +73,8 @@ def look_after_terminate(scene: Scene, report: Report) -> None:
     """Count a tracker and processes of the model as leaks."""
     families = [replica.processes for replica in scene.fleet.up()] + scene.fleet.dead
 
-    def left() -> list[psutil.Process]:
-        return [process for family in families for process in alive(family.all())]
-
-    until(lambda: not left(), REST_TIME)
-    report.leaks.processes += len(left())
+    until(lambda: not _alive(families), REST_TIME)
+    report.leaks.processes += len(_alive(families))
     report.leaks.bytes += sum(mapped_regions(scene.cluster.processes()).values())
 
     async def exists() -> bool:

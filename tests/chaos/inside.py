@@ -9,18 +9,18 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
-from unittest.mock import Mock
 
 import psutil
 
 from tests.chaos.mutations import Mutation, make_pool
 from tests.chaos.names import Watch
-from tests.chaos.node import ANSWER_TIME, Settings
+from tests.chaos.node import Settings
 from tests.chaos.scheduler import Scheduler
 from tests.chaos.worker import Worker
 from tests.chaos.workload import ROW_BYTES, row_content
 from tests.engine.scheduling import chunks
-from tests.replica_process import KEY_BYTES
+from tests.harness.remote import PATIENCE
+from tests.harness.replicas import KEY_BYTES, StillEngine
 from xinference_xavier.config import XavierConfig
 from xinference_xavier.mirror import Mirror
 from xinference_xavier.pool.pool import shared_keys
@@ -34,39 +34,28 @@ from xinference_xavier.runtime import aio
 CANARY = b"canary"
 
 
-class View:
+class View(StillEngine):
     """What the replica asks of `scheduler`, which takes part in comparisons only through canaries
     and reports no load."""
 
     def __init__(self, scheduler: Scheduler, comparable: bool) -> None:
+        super().__init__()
         self._scheduler = scheduler
         self.comparable = comparable
-        self.chunker = Mock()
+        self.take_computed = self._take_computed
 
     def stats(self) -> dict[str, Any]:
         return self._scheduler.manager.stats()
 
-    def sketch(self, key: bytes) -> None:
-        return None
-
     def work_on_probes(self) -> list[ProbeResult]:
         return self._scheduler.manager.probes.work()
-
-    def load(self) -> None:
-        return None
 
     def take_finished(self) -> list[Sequence[bytes]]:
         return self._scheduler.manager.take_finished()
 
-    def take_prompts(self) -> tuple[()]:
-        return ()
-
-    def take_computed(self) -> tuple[ComputedPrefix, ...]:
+    def _take_computed(self) -> tuple[ComputedPrefix, ...]:
         named = self._scheduler.named
         return tuple(named.popleft() for _ in range(len(named)))
-
-    def take_marked(self) -> tuple[()]:
-        return ()
 
 
 class Inside:
@@ -214,7 +203,7 @@ class Inside:
 
     def _in_background(self, work: Callable[..., Any], *args: Any) -> Any:
         running = asyncio.run_coroutine_threadsafe(work(*args), self.replica._thread.loop)
-        return running.result(ANSWER_TIME)
+        return running.result(PATIENCE)
 
     def forget(self, share: float, seconds: float) -> int:
         """Evict some rows and tell the tracker `seconds` later. Returns how many."""

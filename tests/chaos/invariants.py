@@ -11,11 +11,12 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from examples.waiting import until
+from examples.processes import until
 from tests.chaos.cluster import Cluster
 from tests.chaos.node import Node
 from tests.chaos.report import Leaks
 from tests.faults import Order
+from tests.harness.processes import is_transfer, mapped_regions
 from xinference_xavier.protocol.tracker import SHORT_KEY
 from xinference_xavier.transfer.transports.gloo import MAX_WITHDRAWN
 
@@ -59,7 +60,7 @@ def come_to_rest(cluster: Cluster, before: dict[str, Size] | None = None) -> Fin
     if problems:
         return Findings(problems, Leaks(), {})
     for node in cluster.nodes.values():
-        node.command("flush")
+        node.call("flush")
     found = _look(cluster, before)
     deadline = time.monotonic() + REST_TIME
     # Slow processes get time; a permanent fault is still there afterwards.
@@ -81,18 +82,18 @@ def _deaths(cluster: Cluster) -> list[str]:
 
 def _end_requests(cluster: Cluster) -> list[str]:
     for node in cluster.nodes.values():
-        node.command("pause", True)
+        node.call("pause", True)
     busy = [
         node.incarnation
         for node in cluster.nodes.values()
-        if not until(lambda node=node: node.command("is_idle"), REST_TIME)  # type: ignore[misc]
+        if not until(lambda node=node: node.call("is_idle"), REST_TIME)  # type: ignore[misc]
     ]
     return [f"{incarnation} still has requests" for incarnation in busy]
 
 
 def _look(cluster: Cluster, before: dict[str, Size] | None = None) -> Findings:
     nodes = cluster.nodes.values()
-    audits = {node.incarnation: node.command("audit") for node in nodes}
+    audits = {node.incarnation: node.call("audit") for node in nodes}
     problems = [
         *_about_rows(audits),
         *_about_membership(cluster, audits),
@@ -108,7 +109,7 @@ def _look(cluster: Cluster, before: dict[str, Size] | None = None) -> Findings:
         bytes=_bytes_of_the_dead(cluster),
         processes=_strange_processes(cluster),
         shared_memory=sum(_shared_memory(pid) for pid in _pids(cluster)),
-        actors=len(cluster.tracker.command("actors")) - 1,
+        actors=len(cluster.tracker.call("actors")) - 1,
     )
     if before:
         problems += _growth(before, sizes, leaks)
@@ -239,16 +240,10 @@ def _strange_processes(cluster: Cluster) -> int:
     strange = 0
     for node in cluster.nodes.values():
         strange += abs(len(psutil.Process(node.pid).children(recursive=True)) - 1)
-    gone = [pid for node in cluster.dead for pid in cluster.transfer_pids.get(node.incarnation, ())]
-    return strange + sum(_is_transfer_process(pid) for pid in gone)
-
-
-def _is_transfer_process(pid: int) -> bool:
-    try:
-        process = psutil.Process(pid)
-        return "xinference_xavier.transfer" in process.cmdline() and process.is_running()
-    except psutil.NoSuchProcess:
-        return False
+    gone = {pid for node in cluster.dead for pid in cluster.transfer_pids.get(node.incarnation, ())}
+    return strange + sum(
+        process.pid in gone and is_transfer(process) for process in psutil.process_iter()
+    )
 
 
 def _shared_memory(pid: int) -> int:
@@ -258,14 +253,5 @@ def _shared_memory(pid: int) -> int:
 def _bytes_of_the_dead(cluster: Cluster) -> int:
     """Bytes of dead incarnations' regions that any process still maps."""
     dead = {cluster.regions[node.incarnation] for node in cluster.dead}
-    found: dict[int, int] = {}
-    for process in psutil.process_iter():
-        try:
-            lines = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
-        except OSError:
-            continue
-        for line in lines:
-            if "memfd:xavier-region" in line and int(line.split()[4]) in dead:
-                start, end = line.split()[0].split("-")
-                found[int(line.split()[4])] = int(end, 16) - int(start, 16)
-    return sum(found.values())
+    regions = mapped_regions(psutil.process_iter())
+    return sum(size for inode, size in regions.items() if inode in dead)

@@ -7,19 +7,22 @@ undoes whatever would last. If it concerns one replica, that replica is up when 
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 
-from examples.waiting import until
-from tests.chaos.cluster import FETCH_TIMEOUT, Cluster, standing_still
+import psutil
+
+from examples.processes import until
+from tests.chaos.cluster import FETCH_TIMEOUT, Cluster
 from tests.chaos.schedule import Step
 from tests.chaos.tracker import LEASE
-from tests.faults import Order, order, taken, withdraw
+from tests.chaos.transport import EFFECTS, OF_CONSUMER, bring_about, suspend
+from tests.faults import Order, order, withdraw
+from tests.harness.remote import EndedError
 
-TAKEN_TIME = 6.0
-"""Seconds that a fault waits for an opportunity."""
 EFFECT_TIME = 6.0
-"""Seconds that we wait for its effect."""
+"""Seconds that a fault waits for an opportunity, and that we wait for its effect."""
 
 Kind = Callable[[Cluster, Step], bool]
 
@@ -31,32 +34,19 @@ def _wait(seconds: float) -> None:
 # -- of the transport -------------------------------------------------------------------------
 
 
-def _of_transport(fault: Order, *effects: str) -> Kind:
-    """`effects` are reasons for rollbacks, one of which must be counted: by this replica if it is
-    the consumer, by any if it is the donor. Without any, it is enough that the fault happened."""
-    of_consumer = fault in (
-        *(Order.DAMAGE, Order.SWAP, Order.LATE, Order.OVERSIZE),
-        *(Order.REFUSE, Order.STRANGER, Order.DIE_RECEIVING),
-    )
+def _of_transport(fault: Order) -> Kind:
+    """Its effect is counted by this replica if it is the consumer, by any if it is the donor."""
 
-    def bring_about(cluster: Cluster, step: Step) -> bool:
+    def inject(cluster: Cluster, step: Step) -> bool:
         node = cluster.nodes[step.target]
 
-        def seen() -> int:
-            if of_consumer:
-                reasons = node.figures()["replica"]["fetches"]["rolled_back"]
-                return sum(reasons.get(effect, 0) for effect in effects)
-            return sum(count for reason, count in cluster.rollbacks().items() if reason in effects)
+        def of_node() -> Counter[str]:
+            return Counter(node.figures()["replica"]["fetches"]["rolled_back"])
 
-        before, happened = seen(), taken(node.folder)[fault]
-        order(node.folder, fault)
-        if not until(lambda: taken(node.folder)[fault] > happened, TAKEN_TIME) and withdraw(
-            node.folder, fault
-        ):
-            return False
-        return not effects or until(lambda: seen() > before, EFFECT_TIME)
+        rollbacks = of_node if fault in OF_CONSUMER else cluster.rollbacks
+        return bring_about(fault, node.folder, rollbacks, EFFECT_TIME)
 
-    return bring_about
+    return inject
 
 
 def _data_port_closed(cluster: Cluster, step: Step) -> bool:
@@ -68,7 +58,7 @@ def _data_port_closed(cluster: Cluster, step: Step) -> bool:
         return any(donor in each.figures().get("left_out", ()) for each in others)
 
     order(node.folder, Order.CLOSED)
-    seen = until(left_out, TAKEN_TIME)
+    seen = until(left_out, EFFECT_TIME)
     withdraw(node.folder, Order.CLOSED)
     return until(lambda: not left_out(), 2 * EFFECT_TIME) and seen
 
@@ -79,10 +69,7 @@ def _transfer_process_stopped(cluster: Cluster, step: Step) -> bool:
     transfer = cluster.nodes[step.target].transfer()
     if transfer is None:
         return False
-    with standing_still(transfer.pid) as stands_still:
-        seen = until(stands_still, 1.0)
-        _wait(FETCH_TIMEOUT * (0.3 + 1.7 * step.strength))
-    return seen
+    return suspend(transfer, FETCH_TIMEOUT * (0.3 + 1.7 * step.strength))
 
 
 # -- of replicas ------------------------------------------------------------------------------
@@ -95,7 +82,7 @@ def _killed(cluster: Cluster, step: Step) -> bool:
         cluster.kill(step.target)
         cluster.start(step.target)
         cluster.share(step.target)
-    cluster.nodes[step.target].command("pause", False)
+    cluster.nodes[step.target].call("pause", False)
     return until(lambda: not cluster.is_member(node.incarnation), 4 * LEASE, 0.1)
 
 
@@ -121,7 +108,7 @@ def _stopped_beyond_the_lease(cluster: Cluster, step: Step) -> bool:
 
 def _donor_busy(cluster: Cluster, step: Step) -> bool:
     before = cluster.nodes[step.target].figures()["replica"]["grants"]["refused"]
-    cluster.nodes[step.target].command("is_busy", 0.3 + step.strength)
+    cluster.nodes[step.target].call("is_busy", 0.3 + step.strength)
     return until(
         lambda: cluster.nodes[step.target].figures()["replica"]["grants"]["refused"] > before, 1.0
     )
@@ -131,14 +118,14 @@ def _stale_entries(cluster: Cluster, step: Step) -> bool:
     """A peer asks for chunks that the replica no longer holds."""
     before = cluster.rollbacks()["not held"]
     node = cluster.nodes[step.target]
-    node.command("forget", 0.2 + 0.6 * step.strength, 0.5 + step.strength)
+    node.call("forget", 0.2 + 0.6 * step.strength, 0.5 + step.strength)
     return until(lambda: cluster.rollbacks()["not held"] > before, 1.0)
 
 
 def _pool_full(cluster: Cluster, step: Step) -> bool:
     node = cluster.nodes[step.target]
     before = node.figures()["pool_refusals"]
-    node.command("is_full", 0.3 + step.strength)
+    node.call("is_full", 0.3 + step.strength)
     return until(lambda: node.figures()["pool_refusals"] > before, 1.0)
 
 
@@ -146,8 +133,8 @@ def _of_scheduler(cluster: Cluster, step: Step) -> bool:
     """The replica's scheduler takes the next opportunity."""
     node = cluster.nodes[step.target]
     before = node.figures()["done"].get(step.kind, 0)
-    node.command("ask_for", step.kind, 1)
-    return until(lambda: node.figures()["done"].get(step.kind, 0) > before, TAKEN_TIME)
+    node.call("ask_for", step.kind, 1)
+    return until(lambda: node.figures()["done"].get(step.kind, 0) > before, EFFECT_TIME)
 
 
 def _reset(serving: bool) -> Kind:
@@ -158,7 +145,7 @@ def _reset(serving: bool) -> Kind:
         # Announced weights apply to every replica that was reset, so they must be true of all.
         with cluster.resets:
             cluster.partings += 2
-            happened = bool(node.command("reset_while", serving, f"own {step.number}", TAKEN_TIME))
+            happened = bool(node.call("reset_while", serving, f"own {step.number}", EFFECT_TIME))
             if happened:
                 _wait(0.3 * step.strength)
                 cluster.share(step.target)
@@ -175,17 +162,17 @@ def _computes_otherwise(wrong_rows: bool) -> Kind:
         node, other = cluster.nodes[step.target], f"other {step.number}"
         with cluster.resets:
             cluster.partings += 2
-            node.command("reset", other if wrong_rows else cluster.weights, other)
+            node.call("reset", other if wrong_rows else cluster.weights, other)
 
             def has_parted() -> bool:
                 if "+" in str(node.figures().get("namespace")):  # alone, since the reset
-                    with suppress(OSError, EOFError):  # another lane is killing the tracker
-                        cluster.tracker.command("set_weights_version", cluster.weights)
+                    with suppress(EndedError):  # another lane is killing the tracker
+                        cluster.tracker.call("set_weights_version", cluster.weights)
                 return str(node.figures().get("namespace")).startswith(
                     f"namespace@{cluster.weights}~"
                 )
 
-            happened = until(has_parted, TAKEN_TIME, 0.1)
+            happened = until(has_parted, EFFECT_TIME, 0.1)
             cluster.share(step.target)
         return happened
 
@@ -196,9 +183,9 @@ def _computes_otherwise(wrong_rows: bool) -> Kind:
 
 
 def _publication(cluster: Cluster, step: Step) -> bool:
-    before = cluster.tracker.command("done")[step.kind]
-    cluster.tracker.command("ask_for", step.kind)
-    return until(lambda: cluster.tracker.command("done")[step.kind] > before, EFFECT_TIME)
+    before = cluster.tracker.call("done")[step.kind]
+    cluster.tracker.call("ask_for", step.kind)
+    return until(lambda: cluster.tracker.call("done")[step.kind] > before, EFFECT_TIME)
 
 
 def _clock_jumps(sign: int) -> Kind:
@@ -206,7 +193,7 @@ def _clock_jumps(sign: int) -> Kind:
 
     def bring_about(cluster: Cluster, step: Step) -> bool:
         with cluster.membership:
-            cluster.tracker.command("jump", sign * LEASE * (1 + 9 * step.strength))
+            cluster.tracker.call("jump", sign * LEASE * (1 + 9 * step.strength))
             _wait(2.0)  # the tracker looks at its leases several times
         return True
 
@@ -216,9 +203,8 @@ def _clock_jumps(sign: int) -> Kind:
 def _tracker_stopped(cluster: Cluster, step: Step) -> bool:
     """No lease may expire because of it."""
     with cluster.membership:
-        with standing_still(cluster.tracker.pid) as stands_still:
-            seen = until(stands_still, 1.0)
-            _wait(LEASE * (1.1 + 0.4 * step.strength))
+        tracker = psutil.Process(cluster.tracker.pid)
+        seen = suspend(tracker, LEASE * (1.1 + 0.4 * step.strength))
         _wait(2.0)
     return seen
 
@@ -244,9 +230,9 @@ def _switched(cluster: Cluster, step: Step) -> bool:
         return all(node.figures()["enabled"] == enabled for node in cluster.nodes.values())
 
     with cluster.membership:
-        cluster.tracker.command("set_enabled", False)
+        cluster.tracker.call("set_enabled", False)
         off = until(lambda: all_are(False), 5.0)
-        cluster.tracker.command("set_enabled", True)
+        cluster.tracker.call("set_enabled", True)
         return until(lambda: all_are(True), 5.0) and off
 
 
@@ -258,21 +244,8 @@ def _other_weights(cluster: Cluster, step: Step) -> bool:
 
 
 KINDS: Mapping[str, Kind] = {
-    "damaged row": _of_transport(Order.DAMAGE, "checksum"),
-    "swapped rows": _of_transport(Order.SWAP, "checksum"),
-    "late bytes": _of_transport(Order.LATE, "timeout"),
-    "too many bytes": _of_transport(Order.OVERSIZE, "transfer process died"),
-    "link refused": _of_transport(Order.REFUSE, "link"),
-    "stranger": _of_transport(Order.STRANGER, "link", "timeout"),
-    "consumer's transfer process killed": _of_transport(
-        Order.DIE_RECEIVING, "transfer process died"
-    ),
-    "donor stalls": _of_transport(Order.STALL, "timeout"),
-    "too few rows": _of_transport(Order.TOO_FEW, "timeout"),
-    "donor is slow": _of_transport(Order.SLOW),
-    "link cut": _of_transport(Order.CUT, "link", "timeout"),
-    "donor's transfer process killed": _of_transport(Order.DIE_SENDING, "link", "timeout"),
-    "data port closed": _data_port_closed,
+    **{fault: _of_transport(fault) for fault in EFFECTS},
+    Order.CLOSED: _data_port_closed,
     "transfer process stopped": _transfer_process_stopped,
     "replica killed": _killed,
     "replica stopped for a moment": _stopped(0.1, 0.7 * FETCH_TIMEOUT),

@@ -14,7 +14,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any
 
-from examples.waiting import until
+from examples.processes import until
 from xinference_xavier.frontend.keeper import Keeper
 from xinference_xavier.frontend.names import Names, Store
 from xinference_xavier.frontend.prefix import Copies, NewPrefix, Retention, Terms

@@ -1,6 +1,6 @@
 """One replica of the chaos harness, as a process: only the engine's computing is simulated.
 
-Processes are forked from a server that has imported vLLM, so that a new one starts at once. A node
+Processes are forked from one that has imported vLLM, so that a new one starts at once. A node
 writes its figures to a file ten times a second: the file outlives it, and readers need not wait.
 """
 
@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
-import multiprocessing
 import os
-import threading
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,11 +17,10 @@ import psutil
 
 from tests.chaos.mutations import Mutation
 from tests.faults import ORDERS, UNCHECKED
+from tests.harness.remote import Remote, forked, obey
 
-PRELOAD = ["tests.chaos.inside"]
-"""The imports of the server that processes are forked from."""
-ANSWER_TIME = 30.0
-"""Seconds for a node to answer a command, unless it is stopped."""
+PRELOAD = "tests.chaos.inside"
+"""What the process imports that all are forked from."""
 
 
 class Settings(NamedTuple):
@@ -49,54 +46,23 @@ def _run(pipe: Connection, settings: Settings) -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     from tests.chaos.inside import Inside  # imports vLLM, which the controller does not need
 
-    inside = Inside(settings)
-    while True:
-        try:
-            method, args = pipe.recv()
-        except EOFError:
-            os._exit(0)
-        try:
-            pipe.send((True, getattr(inside, method)(*args)))
-        except Exception as error:
-            logging.exception("command %s", method)
-            pipe.send((False, repr(error)))
+    obey(pipe, Inside, settings)
 
 
-class Node:
-    """The controller's handle. Commands are forwarded to `Inside`, one at a time."""
+class Node(Remote):
+    """The controller's handle; its commands are the methods of `Inside`."""
 
     def __init__(self, settings: Settings) -> None:
         self.incarnation = settings.incarnation
         self.folder = settings.folder
         self.folder.mkdir(parents=True)
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOAD)
-        self._pipe, theirs = context.Pipe()
-        self._lock = threading.Lock()
-        self.process = context.Process(target=_run, args=(theirs, settings), daemon=True)
-        self.process.start()
-        theirs.close()
-
-    def command(self, method: str, *args: Any) -> Any:
-        with self._lock:
-            self._pipe.send((method, args))
-            if not self._pipe.poll(ANSWER_TIME):
-                raise TimeoutError(f"{self.incarnation} does not answer {method}")
-            ok, answer = self._pipe.recv()
-        if not ok:
-            raise RuntimeError(f"{self.incarnation}, {method}: {answer}")
-        return answer
+        super().__init__(_run, settings, name=settings.incarnation, context=forked(PRELOAD))
 
     def figures(self) -> dict[str, Any]:
         """Its latest figures, or a dead node's last; empty before the first."""
         path = self.folder / "figures"
         figures: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
         return figures
-
-    @property
-    def pid(self) -> int:
-        assert self.process.pid is not None
-        return self.process.pid
 
     def transfer(self) -> psutil.Process | None:
         """Its transfer process, or None if it has none at the moment."""
@@ -105,9 +71,3 @@ class Node:
             return None if pid is None else psutil.Process(pid)
         except psutil.NoSuchProcess:
             return None
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.join()
-        with self._lock:  # another thread may be waiting for an answer
-            self._pipe.close()

@@ -9,15 +9,16 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
-from examples.waiting import until
+from examples.processes import until
 from tests.chaos.cluster import FETCH_TIMEOUT, POOLS, READY_TIME, Cluster
 from tests.chaos.invariants import Findings, come_to_rest
 from tests.chaos.kinds import KINDS
 from tests.chaos.mutations import Mutation
 from tests.chaos.report import Report
-from tests.chaos.schedule import TRACKER, Step, schedule
+from tests.chaos.schedule import TRACKER, Step, of_replicas
 
 ROUND = 120.0
 """Seconds of faults between two rests."""
@@ -26,30 +27,24 @@ _AHEAD = 12
 """Steps that a lane may lag behind; the steps of a run are then a prefix of the schedule."""
 
 
-def make_report(seed: int) -> Report:
-    return Report("replicas", seed, FETCH_TIMEOUT)
-
-
 def run(
     seed: int,
     seconds: float,
-    report: Report,
     *,
     steps: int | None = None,
     only: Sequence[str] | None = None,
     mutation: Mutation | None = None,
     pools: Mapping[str, int] = POOLS,
     say: Callable[[str], None] = print,
-) -> int:
-    """Fill `report`; returns how many steps of the schedule were carried out.
-
-    Ends after `seconds`, or after `steps` steps, or when something is wrong.
-    """
+) -> Report:
+    """Ends after `seconds`, or after `steps` steps, or when something is wrong. `only` restricts
+    the schedule to some kinds."""
+    report = Report("replicas", seed, FETCH_TIMEOUT)
     folder = Path(tempfile.mkdtemp(prefix="chaos-"))
     cluster = Cluster(folder, seed, mutation, pools)
     try:
-        carried_out = _Run(cluster, report, say).run(
-            itertools.islice(schedule(seed, list(pools), only), steps), seconds
+        _Run(cluster, report, say).run(
+            itertools.islice(of_replicas(seed, list(pools), only), steps), seconds
         )
     finally:
         cluster.close()
@@ -57,7 +52,7 @@ def run(
         say(f"the replicas' output is in {folder}")
     else:
         shutil.rmtree(folder)
-    return carried_out
+    return report
 
 
 class _Run:
@@ -65,12 +60,10 @@ class _Run:
         self._cluster = cluster
         self._report = report
         self._say = say
-        self._count = threading.Lock()
-        self._steps = 0  # the number of the last step begun
         self._is_enough = False
         self._began = self._said = time.monotonic()
 
-    def run(self, steps: Iterator[Step], seconds: float) -> int:
+    def run(self, steps: Iterator[Step], seconds: float) -> None:
         self._warm_up()
         self._cluster.names.add()
         before = come_to_rest(self._cluster)
@@ -81,7 +74,6 @@ class _Run:
             after = come_to_rest(self._cluster, before.sizes)
             is_over |= bool(after.problems) or time.monotonic() - self._began >= seconds
         self._conclude(after)
-        return self._steps
 
     def _warm_up(self) -> None:
         """Wait until every replica has a link with every other."""
@@ -93,7 +85,7 @@ class _Run:
         self._pause(False)
 
         def lacking() -> dict[str, int]:
-            found = {name: node.command("audit")["links"] for name, node in cluster.nodes.items()}
+            found = {name: node.call("audit")["links"] for name, node in cluster.nodes.items()}
             return {name: count for name, count in found.items() if count < links}
 
         if not until(lambda: not lacking(), READY_TIME, interval=0.5):
@@ -104,7 +96,7 @@ class _Run:
 
     def _pause(self, paused: bool) -> None:
         for node in self._cluster.nodes.values():
-            node.command("pause", paused)
+            node.call("pause", paused)
 
     # -- a round ------------------------------------------------------------------------------
 
@@ -154,16 +146,12 @@ class _Run:
     def _lane(self, lane: queue.Queue[Step | None]) -> None:
         while (step := self._next(lane)) is not None:
             threading.Event().wait(step.pause)
-            try:
-                if step.target != TRACKER:
-                    self._cluster.wait_until_up(step.target)
-                observed = KINDS[step.kind](self._cluster, step)
-            except Exception as error:
-                with self._count:
-                    self._report.problems.append(f"step {step.number}, {step.kind}: {error!r}")
-                continue
-            with self._count:
-                (self._report.faults if observed else self._report.unobserved)[step.kind] += 1
+            self._report.carry_out(step, partial(self._inject, step))
+
+    def _inject(self, step: Step) -> bool:
+        if step.target != TRACKER:
+            self._cluster.wait_until_up(step.target)
+        return KINDS[step.kind](self._cluster, step)
 
     def _next(self, lane: queue.Queue[Step | None]) -> Step | None:
         while not self._is_enough:
@@ -172,8 +160,7 @@ class _Run:
             except queue.Empty:
                 continue
             if step is not None:
-                with self._count:
-                    self._steps = max(self._steps, step.number)
+                self._report.begin(step)
             return step
         return None
 
@@ -185,10 +172,9 @@ class _Run:
         requests = cluster.total(lambda figures: figures["requests"])
         waited = cluster.total(lambda figures: figures["waits"]["waited"])
         self._say(
-            f"{self._said - self._began:5.0f} s  {self._steps} steps, "
-            f"{report.faults.total()} faults of {len(report.faults)} kinds observed, "
-            f"{report.unobserved.total()} not observed; {requests} requests, {waited} of them "
-            f"waited for a peer's prefill; {cluster.rollbacks().total()} rollbacks"
+            f"{self._said - self._began:5.0f} s  {report.progress()}; {requests} requests, "
+            f"{waited} of them waited for a peer's prefill; "
+            f"{cluster.rollbacks().total()} rollbacks"
         )
 
     # -- the end ------------------------------------------------------------------------------

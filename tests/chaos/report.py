@@ -1,6 +1,7 @@
 """The findings of a chaos run, and whether it passed.
 
-Each part of a run fills a `Report`; `to_json` merges them into the text of
+Each part of a run has the schedule's steps carried out by a `Report`, which counts them, and fills
+in its other figures at the end; `to_json` merges the parts into the text of
 `build/chaos-report.json`. A part adds to `problems` whatever is wrong and has no figure.
 """
 
@@ -8,9 +9,12 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
+from threading import Lock
 from typing import Any
+
+from tests.chaos.schedule import Step
 
 DECISION_GRACE = 1.0
 """Seconds after its deadline within which a decision must be noticed."""
@@ -68,6 +72,32 @@ class Report:
     longest_scheduling_wait_s: float = 0.0
     leaks: Leaks = field(default_factory=Leaks)
     problems: list[str] = field(default_factory=list)
+    steps: int = 0
+    """How many steps of the schedule were begun."""
+    _lock: Lock = field(default_factory=Lock, repr=False, compare=False)
+
+    def begin(self, step: Step) -> None:
+        """Note that a step begins. Any thread may call this and `carry_out`."""
+        with self._lock:
+            self.steps = max(self.steps, step.number)
+
+    def carry_out(self, step: Step, inject: Callable[[], bool]) -> None:
+        """Inject a fault and count it, or note what went wrong. `inject` returns whether its effect
+        was observed."""
+        try:
+            observed = inject()
+        except Exception as error:
+            with self._lock:
+                self.problems.append(f"step {step.number}, {step.kind}: {error!r}")
+            return
+        with self._lock:
+            (self.faults if observed else self.unobserved)[step.kind] += 1
+
+    def progress(self) -> str:
+        return (
+            f"{self.steps} steps, {self.faults.total()} faults of {len(self.faults)} kinds "
+            f"observed, {self.unobserved.total()} not observed"
+        )
 
     def failures(self) -> list[str]:
         """Everything that is wrong, in words; empty for a run that passed."""

@@ -31,6 +31,5 @@ CASES = {
 @pytest.mark.parametrize("mutation", list(Mutation))
 def test_a_run_without_the_safeguard_fails_and_names_the_damage(mutation: Mutation) -> None:
     kinds, said = CASES[mutation]
-    report = replicas.make_report(SEED)
-    replicas.run(SEED, SECONDS, report, only=kinds, mutation=mutation, pools=POOLS)
+    report = replicas.run(SEED, SECONDS, only=kinds, mutation=mutation, pools=POOLS)
     assert any(said in failure for failure in report.failures()), report.failures()

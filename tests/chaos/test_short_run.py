@@ -19,8 +19,7 @@ def test_every_kind_of_the_schedule_can_be_injected() -> None:
 
 
 def test_a_short_run_leaves_no_wrong_byte_no_failed_request_and_nothing_behind() -> None:
-    report = replicas.make_report(SEED)
-    replicas.run(SEED, 600.0, report, steps=STEPS)
+    report = replicas.run(SEED, 600.0, steps=STEPS)
     assert report.failures() == []
     assert report.faults.total() >= STEPS // 2
     assert len(report.faults) >= 10

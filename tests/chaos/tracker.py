@@ -4,13 +4,8 @@ supervisor through which replicas find it again. Both sides are processes with a
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
-import os
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable
-from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -18,7 +13,8 @@ import xoscar
 
 from tests.chaos.mutations import Mutation
 from tests.chaos.node import PRELOAD
-from tests.replica_process import MODEL
+from tests.harness.remote import Remote, forked, serve_actors
+from tests.harness.replicas import MODEL
 from xinference_xavier.protocol.tracker import Outcome, tracker_uid
 from xinference_xavier.tracker.actor import BlockTracker
 
@@ -27,7 +23,6 @@ _TICK = 0.5
 _DELAY = 0.7
 _REPEATED_AFTER = 5
 """Publications of the same replica before one is repeated."""
-_ANSWER_TIME = 30.0
 
 
 class Clock:
@@ -95,11 +90,14 @@ class FaultyTracker(BlockTracker):
 
 
 class _TrackerInside:
-    """Each public method is a command, run in the tracker's loop."""
+    """Each public method is a command, run in the tracker's loop, and so are the tracker's own."""
 
     def __init__(self, tracker: FaultyTracker, pool: Any) -> None:
         self._tracker = tracker
         self._pool = pool
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tracker, name)
 
     async def ask_for(self, order: str) -> None:
         self._tracker.orders[order] += 1
@@ -118,15 +116,6 @@ class _TrackerInside:
 
     async def jump(self, seconds: float) -> None:
         self._tracker.clock.ahead += seconds
-
-    async def set_enabled(self, enabled: bool) -> None:
-        await self._tracker.set_enabled(enabled)
-
-    async def set_weights_version(self, version: str) -> dict[str, list[str]]:
-        return await self._tracker.set_weights_version(version)
-
-    async def keep_prefixes(self, wanted: Any) -> Any:
-        return await self._tracker.keep_prefixes(wanted)
 
     async def actors(self) -> list[str]:
         return [uid.decode() if isinstance(uid, bytes) else uid for uid in self._pool._actors]
@@ -155,14 +144,6 @@ class FakeWorker(xoscar.StatelessActor):  # type: ignore[misc]  # xoscar has no 
         return self._supervisor
 
 
-class _HostInside:
-    def __init__(self, supervisor: Any) -> None:
-        self._supervisor = supervisor
-
-    async def set_tracker(self, address: str | None) -> None:
-        await self._supervisor.set_tracker(address)
-
-
 async def _start_tracker(pool: Any, mutation: Mutation | None) -> _TrackerInside:
     uid = tracker_uid(MODEL)
     address = pool.external_address
@@ -170,83 +151,32 @@ async def _start_tracker(pool: Any, mutation: Mutation | None) -> _TrackerInside
     return _TrackerInside(pool._actors[uid.encode()], pool)
 
 
-async def _start_host(pool: Any, _: None) -> _HostInside:
+async def _start_host(pool: Any) -> Any:
     address = pool.external_address
     supervisor = await xoscar.create_actor(FakeSupervisor, address=address, uid="supervisor")
     await xoscar.create_actor(FakeWorker, supervisor, address=address, uid="worker")
-    return _HostInside(supervisor)
+    return supervisor
 
 
-def _serve(pipe: Connection, start: Callable[..., Any], argument: object, port: int) -> None:
-    async def serve() -> None:
-        address = f"127.0.0.1:{port}"
-        pool = await xoscar.create_actor_pool(address, n_process=0, use_uvloop=False)
-        inside = await start(pool, argument)
-        pipe.send((True, pool.external_address))
-        loop = asyncio.get_running_loop()
-        while True:
-            method, args = await loop.run_in_executor(None, pipe.recv)
-            try:
-                pipe.send((True, await getattr(inside, method)(*args)))
-            except Exception as error:
-                pipe.send((False, repr(error)))
-
-    with suppress(EOFError):
-        asyncio.run(serve())
-    os._exit(0)
+def _serve_tracker(pipe: Connection, mutation: Mutation | None, port: int) -> None:
+    serve_actors(pipe, _start_tracker, mutation, address=f"127.0.0.1:{port}")
 
 
-class _Process:
-    """Commands are forwarded into the process."""
+class TrackerNode(Remote):
+    """Its commands are the methods of `_TrackerInside`."""
 
-    def __init__(self, start: Callable[..., Any], argument: object, port: int) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOAD)
-        self._lock = threading.Lock()
-        self._pipe, theirs = context.Pipe()
-        self.process = context.Process(
-            target=_serve, args=(theirs, start, argument, port), daemon=True
-        )
-        self.process.start()
-        theirs.close()
-        self.address: str = self._answer()
-
-    def command(self, method: str, *args: Any) -> Any:
-        with self._lock:
-            self._pipe.send((method, args))
-            return self._answer()
-
-    def _answer(self) -> Any:
-        if not self._pipe.poll(_ANSWER_TIME):
-            raise TimeoutError("the tracker's process does not answer")
-        ok, answer = self._pipe.recv()
-        if not ok:
-            raise RuntimeError(answer)
-        return answer
-
-    @property
-    def pid(self) -> int:
-        assert self.process.pid is not None
-        return self.process.pid
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.join()
-        with self._lock:  # another thread may be waiting for an answer
-            self._pipe.close()
-
-
-class TrackerNode(_Process):
     def __init__(self, mutation: Mutation | None, port: int = 0) -> None:
-        super().__init__(_start_tracker, mutation, port)
+        super().__init__(_serve_tracker, mutation, port, context=forked(PRELOAD))
+        self.address: str = self.wait_until_ready()
 
     @property
     def port(self) -> int:
         return int(self.address.rpartition(":")[2])
 
 
-class HostNode(_Process):
-    """A worker, and the supervisor that it knows."""
+class HostNode(Remote):
+    """A worker, and the supervisor that it knows, whose methods are the commands."""
 
     def __init__(self) -> None:
-        super().__init__(_start_host, None, 0)
+        super().__init__(serve_actors, _start_host, context=forked(PRELOAD))
+        self.address: str = self.wait_until_ready()

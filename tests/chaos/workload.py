@@ -15,7 +15,7 @@ import numpy.typing as npt
 from vllm.v1.kv_offload.base import OffloadKey
 
 from tests.engine.scheduling import chunks
-from tests.replica_process import content
+from tests.harness.replicas import content
 
 ROW_BYTES = 16 << 10
 FAMILIES = 6
@@ -23,8 +23,6 @@ DOCUMENTS = 6
 """Documents per family; they have a common beginning."""
 COMMON_CHUNKS = 4
 OWN_CHUNKS = 8
-WORKING_SET = FAMILIES * (COMMON_CHUNKS + DOCUMENTS * OWN_CHUNKS)
-"""Chunks of all documents."""
 
 
 @lru_cache(maxsize=2000)

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from tests.pair import Pair
-from tests.replica_process import MODEL, fresh_numbers, make_key, wait_until
+from tests.harness.api import Pair
+from tests.harness.replicas import MODEL, fresh_numbers, make_key, wait_until
 from xinference_xavier.cli.commands import main
 from xinference_xavier.cli.tables import size
 from xinference_xavier.client import XavierClient

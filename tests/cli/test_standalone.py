@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from examples.local_cluster import free_port
-from tests.replica_process import MODEL, ReplicaProcess
+from examples.processes import free_port
+from tests.harness.replicas import MODEL, ReplicaProcess
 from xinference_xavier.cli.commands import main
 from xinference_xavier.config import XavierConfig, own_transfer_config
 from xinference_xavier.options import PARSERS

@@ -9,9 +9,8 @@ from contextlib import suppress
 
 import pytest
 
-from tests.api_process import ApiProcess
-from tests.pair import Pair
-from tests.replica_process import (
+from tests.harness.api import ApiProcess, Pair
+from tests.harness.replicas import (
     CHUNK_TOKENS,
     MODEL,
     fresh_keys,

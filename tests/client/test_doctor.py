@@ -15,10 +15,9 @@ from typing import NamedTuple
 import pytest
 from click.testing import CliRunner
 
-from tests import replica_process
-from tests.api_process import ApiProcess
-from tests.pair import Pair
-from tests.replica_process import MODEL, ReplicaProcess, wait_until
+from tests.harness import remote
+from tests.harness.api import ApiProcess, Pair
+from tests.harness.replicas import MODEL, ReplicaProcess, wait_until
 from xinference_xavier import __version__
 from xinference_xavier.cli.commands import main
 from xinference_xavier.client import XavierClient
@@ -161,7 +160,7 @@ def processes_find(folder: Path) -> Iterator[None]:
     """Processes that start now search `folder` first and write no byte code."""
     with pytest.MonkeyPatch.context() as patch:
         # Forked ones have imported what they would search for.
-        patch.setattr(replica_process, "start_context", partial(get_context, "spawn"))
+        patch.setattr(remote, "start_context", partial(get_context, "spawn"))
         patch.syspath_prepend(folder)
         patch.setenv("PYTHONDONTWRITEBYTECODE", "1")
         yield

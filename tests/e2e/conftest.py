@@ -1,19 +1,21 @@
 """One xinference for all end-to-end tests; each module launches and terminates its own models."""
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from benchmarks.asynchronous import PLUGINS
 from examples.local_cluster import LAUNCH_TIMEOUT, ClusterError, LocalCluster
-from examples.waiting import until
-from tests import replica_process
-from tests.e2e.separate_cluster import SeparateCluster
+from examples.processes import until
 from tests.faults import SCRIPT, Fault
+from tests.harness.asynchronous import PLUGINS
+from tests.harness.clusters import SeparateCluster
+from tests.harness.remote import PATIENCE
 
 ROOT = Path(__file__).parents[2]
-ARGUMENTS = {
+ARGUMENTS: dict[str, Any] = {
     "dtype": "float32",  # in bfloat16, rounding decides a random model's near ties
     "max_model_len": 16384,
     "block_size": 128,
@@ -30,7 +32,7 @@ REPLICAS = (f"{SEPARATE_UID}-rep0", f"{SEPARATE_UID}-rep1")
 
 def wait_until(condition: Callable[[], bool], what: str) -> None:
     """Poll xinference, but not so often that polling keeps it busy."""
-    replica_process.wait_until(condition, what, interval=0.2)
+    assert until(condition, PATIENCE, interval=0.2), f"never came true: {what}"
 
 
 def wait_for_engine(condition: Callable[[], bool], what: str) -> None:
@@ -46,6 +48,19 @@ def can_fetch(cluster: LocalCluster, model_uid: str, count: int) -> bool:
         return False
     ready = [each["serves"] and each["transfer_pid"] and not each["stale"] for each in replicas]
     return len(ready) == count and all(ready)
+
+
+@contextmanager
+def launched(
+    cluster: LocalCluster, uid: str, *, model: str = "small", **arguments: Any
+) -> Iterator[None]:
+    """Two replicas of a registered model that can fetch from each other."""
+    cluster.launch(model, uid, **ARGUMENTS | arguments)
+    try:
+        wait_for_engine(lambda: can_fetch(cluster, uid, 2), "both replicas can fetch")
+        yield
+    finally:
+        cluster.terminate(uid)
 
 
 @pytest.fixture(scope="session")

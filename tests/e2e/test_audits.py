@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from examples.local_cluster import LocalCluster
-from tests.e2e.conftest import ARGUMENTS, can_fetch, wait_for_engine
+from tests.e2e.conftest import launched, wait_for_engine
 from xinference_xavier.engine.probes import AUDIT_SHARE
 
 pytestmark = pytest.mark.long
@@ -21,9 +21,7 @@ def prompt(number: int) -> str:
 
 
 def test_an_idle_replica_audits_what_it_has_copied(cluster: LocalCluster) -> None:
-    cluster.launch("small", UID, **ARGUMENTS)
-    try:
-        wait_for_engine(lambda: can_fetch(cluster, UID, 2), "both replicas can fetch")
+    with launched(cluster, UID):
         stats = [replica["comparison"] for replica in cluster.xavier(UID)["replicas"]]
         assert [each["compared"] for each in stats] == [1, 1], "their canaries were equal"
         number = 0
@@ -45,8 +43,6 @@ def test_an_idle_replica_audits_what_it_has_copied(cluster: LocalCluster) -> Non
         wait_for_engine(audited, "an audit")
         assert sum(replica["hits"]["remote"] for replica in replicas(cluster)) > before
         assert [replica["comparison"]["failed_audits"] for replica in replicas(cluster)] == [0, 0]
-    finally:
-        cluster.terminate(UID)
 
 
 def replicas(cluster: LocalCluster) -> list[dict[str, dict[str, int]]]:

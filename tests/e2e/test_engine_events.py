@@ -18,21 +18,19 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.engines import (
-    CHUNK,
     CHUNKS,
-    PATIENCE,
     POOL_ROWS,
     ROW_BYTES,
-    Answer,
-    EngineError,
-    EngineProcess,
     Known,
     Tracker,
     fine_tune,
     prompt,
+    start_engine,
 )
 from tests.e2e.gates import Gate, closed
-from tests.replica_process import MODEL, wait_until
+from tests.harness.engines import ANSWER_PATIENCE, CHUNK, Answer, Engine
+from tests.harness.remote import RemoteError
+from tests.harness.replicas import MODEL, wait_until
 from xinference_xavier.config import XavierConfig
 
 pytestmark = pytest.mark.long
@@ -41,6 +39,8 @@ FETCH_TIMEOUT = 10.0
 """Seconds; longer than a test keeps a gate closed."""
 WHOLE = CHUNKS * CHUNK
 """Tokens of a prompt that can come from a pool."""
+PREEMPTIONS, CACHED = "vllm:num_preemptions", "vllm:prompt_tokens_cached_by_source"
+"""vLLM's own counters."""
 _seeds = itertools.count(1, 2)
 
 
@@ -68,10 +68,10 @@ class Cluster:
         for name in ("a", "b"):
             gates = folder / name
             gates.mkdir()
-            engine = EngineProcess(name, original, config, gates, asynchronous=asynchronous)
+            engine = start_engine(name, original, config, gates, asynchronous=asynchronous)
             self.engines.append(engine)
         self.a, self.b = self.engines
-        self._alone = EngineProcess("alone", original, None)
+        self._alone = start_engine("alone", original, None)
         self._alone_has = original
         self._right: dict[tuple[Path, int, tuple[int, ...]], tuple[int, ...]] = {}
         self._versions = itertools.count(1)
@@ -82,7 +82,7 @@ class Cluster:
             engine.wait_until_ready()
         for one, other in (self.engines, self.engines[::-1]):
 
-            def fetches(one: EngineProcess = one, other: EngineProcess = other) -> bool:
+            def fetches(one: Engine = one, other: Engine = other) -> bool:
                 asked = fresh()
                 self.hold(one, asked, self.original)
                 return other.answer(asked).cached == WHOLE
@@ -111,15 +111,15 @@ class Cluster:
         assert answer.tokens == self.right(asked, weights, len(answer.tokens))
         return answer
 
-    def ask(self, engine: EngineProcess, asked: Sequence[int], weights: Path) -> Answer:
+    def ask(self, engine: Engine, asked: Sequence[int], weights: Path) -> Answer:
         return self.check(engine.answer(asked), asked, weights)
 
     # -- what the tracker knows ---------------------------------------------------------------
 
-    def known(self, engine: EngineProcess) -> Known:
+    def known(self, engine: Engine) -> Known:
         return self.tracker.known(engine.name)
 
-    def wait_for_pool(self, engine: EngineProcess, **counts: int) -> None:
+    def wait_for_pool(self, engine: Engine, **counts: int) -> None:
         """Wait until the engine's pool has so many rows in these states."""
 
         def has() -> bool:
@@ -128,14 +128,14 @@ class Cluster:
 
         wait_until(has, f"{engine.name} has {counts}", interval=0.02)
 
-    def wait_for_requests(self, engine: EngineProcess, count: int) -> None:
+    def wait_for_requests(self, engine: Engine, count: int) -> None:
         wait_until(
             lambda: engine.call("unfinished") == count,
             f"{engine.name} has {count} requests",
             interval=0.02,
         )
 
-    def serves(self, engine: EngineProcess, grants: int = 1) -> None:
+    def serves(self, engine: Engine, grants: int = 1) -> None:
         """Wait until the engine has granted rows."""
         wait_until(
             lambda: self.known(engine).stats["grants"]["live"] == grants,
@@ -143,7 +143,7 @@ class Cluster:
             interval=0.02,
         )
 
-    def hold(self, engine: EngineProcess, asked: Sequence[int], weights: Path) -> None:
+    def hold(self, engine: Engine, asked: Sequence[int], weights: Path) -> None:
         """Have `engine` compute the prompt, and wait until the other one knows."""
         held = self.known(engine).holdings
         self.ask(engine, asked, weights)
@@ -167,10 +167,10 @@ class Cluster:
 
     # -- events -------------------------------------------------------------------------------
 
-    def load(self, engine: EngineProcess, weights: Path) -> None:
+    def load(self, engine: Engine, weights: Path) -> None:
         engine.call("load_weights", str(weights))
 
-    def reset(self, engine: EngineProcess) -> bool:
+    def reset(self, engine: Engine) -> bool:
         """Void everything computed, including running requests' blocks. Wait until the engine is in
         a namespace of its own, because nobody can set its weights version while it moves."""
         before = self.known(engine).namespace
@@ -258,7 +258,7 @@ class TestReset:
             cluster.serves(a)
             cluster.load(b, cluster.tuned)
             assert cluster.reset(b)
-            answer = cluster.check(waiting.result(PATIENCE), asked, cluster.tuned)
+            answer = cluster.check(waiting.result(ANSWER_PATIENCE), asked, cluster.tuned)
             assert answer.cached == 0
         assert cluster.ask(b, asked, cluster.tuned).cached in (0, WHOLE)
         assert cluster.ask(a, asked, cluster.original).cached == WHOLE
@@ -276,7 +276,7 @@ class TestReset:
             assert cluster.reset(a)
             for _ in range(POOL_ROWS // CHUNKS):
                 cluster.ask(a, fresh(), cluster.tuned)
-        cluster.check(waiting.result(PATIENCE), asked, cluster.original)
+        cluster.check(waiting.result(ANSWER_PATIENCE), asked, cluster.original)
         assert cluster.ask(a, asked, cluster.tuned).cached == 0
         cluster.ask(b, asked, cluster.original)
         cluster.nothing_is_left()
@@ -290,7 +290,9 @@ class TestReset:
             loading = a.ask(asked)
             cluster.wait_for_pool(a, pinned=CHUNKS)
             assert not a.call("reset_prefix_cache", reset_connector=True)
-        assert cluster.check(loading.result(PATIENCE), asked, cluster.original).cached == WHOLE
+        assert (
+            cluster.check(loading.result(ANSWER_PATIENCE), asked, cluster.original).cached == WHOLE
+        )
         cluster.load(a, cluster.tuned)
         assert cluster.reset(a)
         assert cluster.ask(a, asked, cluster.tuned).cached == 0
@@ -315,12 +317,12 @@ class TestWeightUpdate:
                 for engine in cluster.engines
             ]
         for pause in pauses:
-            pause.result(PATIENCE)
+            pause.result(ANSWER_PATIENCE)
         for engine in cluster.engines:
             cluster.load(engine, cluster.tuned)
             self.reset_and_resume(cluster, engine, mode)
         cluster.share_again()
-        reasons = [request.result(PATIENCE).reason for request in load]
+        reasons = [request.result(ANSWER_PATIENCE).reason for request in load]
         assert set(reasons) <= ({"abort", "length"} if mode == "abort" else {"length"})
         for asked in prompts:
             for engine in cluster.engines:
@@ -330,14 +332,14 @@ class TestWeightUpdate:
         assert cluster.ask(cluster.b, asked, cluster.tuned).cached == WHOLE
         cluster.nothing_is_left()
 
-    def reset_and_resume(self, cluster: Cluster, engine: EngineProcess, mode: str) -> None:
+    def reset_and_resume(self, cluster: Cluster, engine: Engine, mode: str) -> None:
         """A request that was paused between its load and its first step prevents a reset. vLLM says
         so, and can be reset after it has run for a moment."""
 
         def is_reset() -> bool:
             try:
                 return cluster.reset(engine)
-            except EngineError as error:
+            except RemoteError as error:
                 if "waiting for remote KV transfer" not in str(error):
                     raise
             engine.call("resume_generation")
@@ -381,14 +383,14 @@ class TestSleep:
             waiting = b.ask(asked)
             cluster.wait_for_pool(b, filling=CHUNKS)
             falling_asleep = b.begin("sleep", level=1)
-            assert waiting.result(PATIENCE).reason == "abort"
-        falling_asleep.result(PATIENCE)
+            assert waiting.result(ANSWER_PATIENCE).reason == "abort"
+        falling_asleep.result(ANSWER_PATIENCE)
         assert b.call("is_sleeping")
         cluster.load(b, cluster.tuned)
         asked_asleep = b.ask(asked)
         b.call("wake_up")
         assert not b.call("is_sleeping")
-        answer = cluster.check(asked_asleep.result(PATIENCE), asked, cluster.tuned)
+        answer = cluster.check(asked_asleep.result(ANSWER_PATIENCE), asked, cluster.tuned)
         assert answer.cached == 0
         cluster.ask(a, asked, cluster.original)
         cluster.nothing_is_left()
@@ -399,7 +401,7 @@ class TestShortOfRoom:
         """There are more growing requests than blocks in the KV cache: some lose their blocks and
         come back to rows of the pool or of the other engine."""
         prompts = [fresh(tail=CHUNK - 10) for _ in range(4)]
-        before = [engine.call("preemptions") for engine in cluster.engines]
+        before = [engine.call("counted", PREEMPTIONS) for engine in cluster.engines]
         orders = ([*prompts, *prompts[::-1]], [*prompts[::-1], *prompts])
         for engine in cluster.engines:
             engine.call(
@@ -414,8 +416,8 @@ class TestShortOfRoom:
             engine.call("resume_generation")
         for row, order in zip(answers, orders, strict=True):
             for future, each in zip(row, order, strict=True):
-                cluster.check(future.result(PATIENCE), each, cluster.original)
-        after = [engine.call("preemptions") for engine in cluster.engines]
+                cluster.check(future.result(ANSWER_PATIENCE), each, cluster.original)
+        after = [engine.call("counted", PREEMPTIONS) for engine in cluster.engines]
         assert all(late > early for early, late in zip(before, after, strict=True))
         cluster.nothing_is_left()
 
@@ -428,10 +430,10 @@ class TestShortOfRoom:
         a.call("forget")
         long = [fresh() for _ in range(3)]
         running = [a.ask(each, 30) for each in long]
-        answer = cluster.check(a.ask(asked).result(PATIENCE), asked, cluster.original)
+        answer = cluster.check(a.ask(asked).result(ANSWER_PATIENCE), asked, cluster.original)
         assert answer.cached == WHOLE
         for each, request in zip(long, running, strict=True):
-            cluster.check(request.result(PATIENCE), each, cluster.original)
+            cluster.check(request.result(ANSWER_PATIENCE), each, cluster.original)
         cluster.nothing_is_left()
 
     def test_the_pools_hold_a_third_of_all_prompts(self, cluster: Cluster) -> None:
@@ -446,7 +448,7 @@ class TestShortOfRoom:
             ]
             for order, answers in zip(orders, rounds, strict=True):
                 for each, answer in zip(order, answers, strict=True):
-                    cluster.check(answer.result(PATIENCE), each, cluster.original)
+                    cluster.check(answer.result(ANSWER_PATIENCE), each, cluster.original)
         for engine, before in zip(cluster.engines, started, strict=True):
             fetches = cluster.known(engine).stats["fetches"]["started"] - before
             assert fetches <= 2 * len(prompts)
@@ -476,9 +478,9 @@ if find_spec("vllm.v1.metrics.cache_hit_source"):  # from 0.32 on
             cluster.hold(a, asked, cluster.original)
 
             def grown(source: str, by: int) -> None:
-                before = b.call("cached_tokens")
+                before = b.call("counted", CACHED, "source")
                 assert cluster.ask(b, asked, cluster.original).cached == WHOLE
-                after = b.call("cached_tokens")
+                after = b.call("counted", CACHED, "source")
                 assert {name: after[name] - before[name] for name in after} == {
                     **dict.fromkeys(after, 0),
                     source: by,
@@ -502,7 +504,10 @@ class TestAtTheSameTime:
             cluster.serves(a)
             cluster.serves(b)
         for answer, asked in waiting:
-            assert cluster.check(answer.result(PATIENCE), asked, cluster.original).cached == WHOLE
+            assert (
+                cluster.check(answer.result(ANSWER_PATIENCE), asked, cluster.original).cached
+                == WHOLE
+            )
         cluster.nothing_is_left()
 
     @pytest.mark.parametrize("under_way", ["fetch", "load"])
@@ -520,7 +525,7 @@ class TestAtTheSameTime:
             state = {"filling": CHUNKS} if under_way == "fetch" else {"pinned": CHUNKS}
             cluster.wait_for_pool(b, **state)
             b.call("abort", names)
-            assert {request.result(PATIENCE).reason for request in storm} == {"abort"}
+            assert {request.result(ANSWER_PATIENCE).reason for request in storm} == {"abort"}
         cluster.wait_for_pool(b, ready=CHUNKS, filling=0, pinned=0)
         assert cluster.ask(b, asked, cluster.original).cached == WHOLE
         cluster.nothing_is_left()
@@ -531,14 +536,14 @@ class TestAtTheSameTime:
         prompts = [fresh() for _ in range(6)]
         names = itertools.count()
         staying: list[tuple[Future[Answer], list[int]]] = []
-        leaving: list[tuple[EngineProcess, str, Future[Answer]]] = []
+        leaving: list[tuple[Engine, str, Future[Answer]]] = []
         for number, asked in enumerate(prompts + prompts):
             for engine in cluster.engines:
                 name = f"leaving {next(names)}"
                 staying.append((engine.ask(asked, 6), asked))
                 leaving.append((engine, name, engine.ask(prompts[number % 4], 20, name)))
         for (answer, asked), (engine, name, gone) in zip(staying, leaving, strict=True):
-            cluster.check(answer.result(PATIENCE), asked, cluster.original)
+            cluster.check(answer.result(ANSWER_PATIENCE), asked, cluster.original)
             engine.call("abort", name)
-            assert gone.result(PATIENCE).reason in ("abort", "length")
+            assert gone.result(ANSWER_PATIENCE).reason in ("abort", "length")
         cluster.nothing_is_left()

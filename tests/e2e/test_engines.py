@@ -10,7 +10,7 @@ import pytest
 import xoscar
 
 from examples.documents import document
-from tests.e2e.processes import vllms_own_segments_removed
+from tests.harness.processes import vllms_own_segments_removed
 from xinference_xavier.config import XavierConfig, kv_transfer_config
 from xinference_xavier.protocol.tracker import tracker_uid
 from xinference_xavier.tracker.actor import BlockTracker

@@ -19,10 +19,10 @@ import psutil
 import pytest
 
 from examples.local_cluster import LAUNCH_TIMEOUT, ClusterError, LocalCluster
-from examples.waiting import until
-from tests.e2e import processes
+from examples.processes import until
 from tests.e2e.conftest import ARGUMENTS, can_fetch, wait_for_engine, wait_until
 from tests.e2e.test_launch import nothing_left
+from tests.harness import processes
 
 pytestmark = pytest.mark.long
 

@@ -11,16 +11,14 @@ import psutil
 import pytest
 from xinference.client import Client
 
-from examples.documents import document, prompt, questions
 from examples.local_cluster import Completion, LocalCluster
-from tests.e2e.conftest import ARGUMENTS, wait_until
+from tests.e2e.asking import CHUNK, published, question
+from tests.e2e.conftest import ARGUMENTS, can_fetch, wait_until
 from tests.faults import CORRUPT_ROW, Fault
 
 pytestmark = pytest.mark.main_job
 
 UID = "faults"
-CHUNK = 128
-ROWS = 60
 TIMEOUT = 5.0  # xavier_fetch_timeout's default
 
 
@@ -28,7 +26,7 @@ TIMEOUT = 5.0  # xavier_fetch_timeout's default
 def model(cluster: LocalCluster) -> Iterator[LocalCluster]:
     transport = "tests.faults:ScriptedGloo"
     launch_by_python_client(cluster, xavier_transport=transport)
-    wait_until(lambda: len(usable(cluster)) == 2, "both replicas can fetch")
+    wait_until(lambda: can_fetch(cluster, UID, 2), "both replicas can fetch")
     yield cluster
     cluster.terminate(UID)
 
@@ -52,36 +50,15 @@ def launch_by_python_client(cluster: LocalCluster, **options: Any) -> None:
     cluster.wait_ready(UID, 2)
 
 
-def usable(cluster: LocalCluster) -> list[dict[str, Any]]:
-    return [replica for replica in cluster.xavier(UID)["replicas"] if replica["transfer_pid"]]
-
-
 def totals(cluster: LocalCluster) -> dict[str, Any]:
     answer: dict[str, Any] = cluster.xavier(UID)["totals"]
     return answer
 
 
-def compute(cluster: LocalCluster, text: str) -> tuple[dict[str, Any], Completion]:
-    """Have one replica compute `text`; return it once its chunks are published, and the answer."""
-    before = {r["incarnation"]: r["holdings"] for r in usable(cluster)}
-    answer = cluster.complete(UID, text)
-    whole = answer.prompt_tokens // CHUNK
-
-    def publishers() -> list[dict[str, Any]]:
-        return [r for r in usable(cluster) if r["holdings"] >= before[r["incarnation"]] + whole]
-
-    wait_until(lambda: bool(publishers()), "the chunks are published")
-    return publishers()[0], answer
-
-
-def question(seed: int) -> str:
-    return prompt(document(seed, ROWS), questions(seed, ROWS)[0])
-
-
 def test_a_damaged_byte_is_noticed_and_the_answer_is_right(
     model: LocalCluster, fault: Path
 ) -> None:
-    _, cold = compute(model, question(200))
+    _, cold = published(model, UID, lambda: model.complete(UID, question(200)))
     fault.write_text(Fault.CORRUPT)
     try:
         answer = model.complete(UID, question(200))
@@ -98,8 +75,8 @@ def test_a_donor_killed_while_it_serves_costs_a_recomputation(
     model: LocalCluster, fault: Path
 ) -> None:
     """Last in this module, because it costs a replica."""
-    donor, cold = compute(model, question(201))
-    engine = psutil.Process(donor["transfer_pid"]).parent()
+    donor, cold = published(model, UID, lambda: model.complete(UID, question(201)))
+    engine = psutil.Process(model.members(UID)[donor]["transfer_pid"]).parent()
     assert engine is not None
     fault.write_text(Fault.STALL)
     answers: list[Completion] = []

@@ -15,16 +15,16 @@ from typing import Any
 
 import pytest
 
-from examples.documents import document, prompt, questions
 from examples.local_cluster import Completion
-from tests.e2e.conftest import ARGUMENTS, ROOT, wait_until
-from tests.e2e.host_cluster import (
+from tests.e2e.asking import CHUNK, published, question
+from tests.e2e.conftest import ARGUMENTS, ROOT, can_fetch, wait_until
+from tests.harness.clusters import (
     SUPERVISOR,
     WORKER_PORT,
     HostCluster,
     allow_only_what_is_needed,
 )
-from tests.e2e.hosts import Hosts
+from tests.harness.hosts import Hosts
 from xinference_xavier.runtime.addresses import split_address
 
 pytestmark = pytest.mark.long
@@ -32,8 +32,6 @@ pytestmark = pytest.mark.long
 UID = "hosts"
 FIRST, SECOND = WORKERS = ("first", "second")
 PORTS = range(33000, 33012)
-CHUNK = 128
-ROWS = 60  # of a document's table: about 3,000 tokens
 TIMEOUT = 5.0  # xavier_fetch_timeout's default
 LEASE = 10.0
 MEGABITS = 160
@@ -57,19 +55,15 @@ def cluster(hosts: Hosts, model_folder: Path) -> Iterator[HostCluster]:
         # The pools hold everything that these tests compute.
         options = {"xavier_port_range": f"{PORTS[0]}-{PORTS[-1]}", "xavier_pool_bytes": "1GiB"}
         cluster.launch("small", UID, replica=2, **ARGUMENTS | options)
-        wait_until(lambda: len(usable(cluster)) == 2, "both replicas can fetch")
+        wait_until(lambda: can_fetch(cluster, UID, 2), "both replicas can fetch")
         yield cluster
-
-
-def usable(cluster: HostCluster) -> list[dict[str, Any]]:
-    return [replica for replica in cluster.xavier(UID)["replicas"] if replica.get("transfer_pid")]
 
 
 def replica_at(cluster: HostCluster, hosts: Hosts, name: str) -> dict[str, Any]:
     """The tracker's entry for the replica on that host."""
     found: list[dict[str, Any]] = [
         replica
-        for replica in cluster.xavier(UID)["replicas"]
+        for replica in cluster.members(UID).values()
         if split_address(replica["address"])[0] == hosts.address(name)
     ]
     (replica,) = found
@@ -83,18 +77,13 @@ def decided(replica: dict[str, Any]) -> int:
     return sum(rolled_back.values(), start=int(fetches["committed"]))
 
 
-def question(seed: int) -> str:
-    return prompt(document(seed, ROWS), questions(seed, ROWS)[0])
-
-
 def compute(cluster: HostCluster, hosts: Hosts, name: str, seed: int) -> Completion:
     """Have the replica on that host compute a document; return when it has published it."""
-    before = replica_at(cluster, hosts, name)["holdings"]
-    cold = cluster.complete_at(name, UID, question(seed))
-    whole = cold.prompt_tokens // CHUNK
-    wait_until(
-        lambda: replica_at(cluster, hosts, name)["holdings"] >= before + whole,
-        f"the replica on {name} has published {whole} chunks",
+    _, cold = published(
+        cluster,
+        UID,
+        lambda: cluster.complete_at(name, UID, question(seed)),
+        by=replica_at(cluster, hosts, name)["incarnation"],
     )
     return cold
 
@@ -112,7 +101,8 @@ def share(cluster: HostCluster, hosts: Hosts, donor: str, consumer: str, seed: i
 def test_replicas_tell_their_peers_their_hosts_own_addresses(
     cluster: HostCluster, hosts: Hosts
 ) -> None:
-    addresses = [split_address(replica["address"]) for replica in usable(cluster)]
+    found = cluster.members(UID).values()
+    addresses = [split_address(replica["address"]) for replica in found]
     assert sorted(host for host, _ in addresses) == sorted(map(hosts.address, WORKERS))
     assert all(port in PORTS for _, port in addresses)
 
@@ -163,7 +153,7 @@ def test_a_cut_in_the_middle_of_a_transfer_costs_a_recomputation_at_most(
     the link is back there are hits again without intervention. After a cut longer than the lease,
     the tracker drops the donor, which rejoins as the same incarnation."""
     seed = 410 + seconds
-    members = {replica["incarnation"] for replica in usable(cluster)}
+    both = cluster.members(UID).keys()
     cold = compute(cluster, hosts, FIRST, seed)
     before = replica_at(cluster, hosts, SECOND)
     document_bytes = cold.prompt_tokens // CHUNK * before["pool"]["row_bytes"]
@@ -179,7 +169,7 @@ def test_a_cut_in_the_middle_of_a_transfer_costs_a_recomputation_at_most(
             cut_at = time.monotonic()
             assert hosts.sent(FIRST) - left < document_bytes
             if seconds > LEASE:
-                wait_until(lambda: len(usable(cluster)) == 1, "the donor's lease has ended")
+                wait_until(lambda: can_fetch(cluster, UID, 1), "the donor's lease has ended")
             threading.Event().wait(cut_at + seconds - time.monotonic())
     asking.join()
     (answer,) = answers
@@ -190,8 +180,8 @@ def test_a_cut_in_the_middle_of_a_transfer_costs_a_recomputation_at_most(
     if seconds >= TIMEOUT:
         assert after["fetches"]["committed"] == before["fetches"]["committed"]
 
-    wait_until(lambda: len(usable(cluster)) == 2, "both are members")
-    assert {replica["incarnation"] for replica in usable(cluster)} == members
+    wait_until(lambda: can_fetch(cluster, UID, 2), "both are members")
+    assert cluster.members(UID).keys() == both
     share(cluster, hosts, FIRST, SECOND, seed + 100)
     share(cluster, hosts, SECOND, FIRST, seed + 200)
 

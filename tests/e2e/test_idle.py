@@ -11,8 +11,8 @@ import psutil
 import pytest
 
 from examples.local_cluster import LocalCluster
-from tests.e2e import processes
 from tests.e2e.conftest import ARGUMENTS, ROOT, can_fetch, wait_for_engine
+from tests.harness import processes
 from xinference_xavier.client import AsyncXavierClient
 
 pytestmark = pytest.mark.long

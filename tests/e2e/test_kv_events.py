@@ -19,8 +19,9 @@ from vllm.distributed.kv_events import (
 from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 from vllm.v1.kv_offload.base import OffloadKey, get_offload_block_hash
 
-from tests.e2e.engines import CHUNK, CHUNKS, POOL_ROWS, ROW_BYTES, EngineProcess, Tracker, prompt
-from tests.replica_process import MODEL, wait_until
+from tests.e2e.engines import CHUNKS, POOL_ROWS, ROW_BYTES, Tracker, prompt, start_engine
+from tests.harness.engines import CHUNK
+from tests.harness.replicas import MODEL, wait_until
 from xinference_xavier.config import XavierConfig
 from xinference_xavier.protocol.tracker import unpack
 
@@ -75,12 +76,12 @@ class Publisher:
         self._tracker = tracker
         gates = folder / f"gates-of-{name}"
         gates.mkdir()
-        self.engine = EngineProcess(name, model, config, gates, kv_events_config=events)
+        self.engine = start_engine(name, model, config, gates, kv_events_config=events)
         self.router = Router(endpoint)
 
     def held(self) -> set[object]:
         """The blocks that its pool holds, as the tracker has heard."""
-        update = self._tracker._ask("observe", "", 0, 0, 0.0).update
+        update = self._tracker.call("observe", "", 0, 0, 0.0).update
         own = (each for each in update.changes if each.incarnation == self.engine.name)
         packed = b"".join(each.added for each in own)
         keys = unpack(packed, KEY_BYTES)
@@ -155,4 +156,4 @@ def test_a_router_knows_what_each_pool_holds(two: list[Publisher]) -> None:
 
 def flush(publisher: Publisher) -> None:
     """Empty the pools of all engines of the model."""
-    assert publisher._tracker._ask("flush")["unreachable"] == []
+    assert publisher._tracker.call("flush")["unreachable"] == []

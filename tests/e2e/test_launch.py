@@ -1,14 +1,10 @@
 """Launches that cannot work are refused with a helpful message and leave nothing behind."""
 
-import asyncio
-
 import pytest
-import xoscar
 
 from examples.local_cluster import ClusterError, LocalCluster
+from tests.e2e.asking import tracker_exists
 from tests.e2e.conftest import ARGUMENTS
-from xinference_xavier.protocol.tracker import tracker_uid
-from xinference_xavier.runtime.addresses import reachable_address
 
 UID = "refused"
 
@@ -68,14 +64,5 @@ def test_what_only_the_engine_can_know_fails_the_launch_with_its_own_words(
 
 def nothing_left(cluster: LocalCluster, uid: str = UID) -> bool:
     """There is neither a model nor a tracker of this uid."""
-
-    async def tracker_exists() -> bool:
-        address = reachable_address(cluster.supervisor_address())
-        try:
-            await xoscar.actor_ref(address, tracker_uid(uid))
-        except xoscar.ActorNotExist:
-            return False
-        return True
-
     models = cluster.call("GET", "/v1/models")["data"]
-    return all(model["id"] != uid for model in models) and not asyncio.run(tracker_exists())
+    return all(model["id"] != uid for model in models) and not tracker_exists(cluster, uid)

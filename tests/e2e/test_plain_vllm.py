@@ -6,7 +6,6 @@ import asyncio
 import os
 import re
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,8 +15,8 @@ import psutil
 import pytest
 import xoscar
 
-from examples.local_cluster import answers, free_port
 from examples.plain_vllm import ask
+from examples.processes import answers, free_port, start
 from tests.e2e.conftest import ROOT, wait_for_engine, wait_until
 from xinference_xavier.protocol.tracker import tracker_uid
 
@@ -49,14 +48,7 @@ def servers(model_folder: Path) -> Iterator[Servers]:
         "POOL": "256MiB",
     }
     log = ROOT / "build" / "test-plain-vllm.log"
-    log.parent.mkdir(exist_ok=True)
-    with log.open("wb") as output:
-        script = subprocess.Popen(
-            [SCRIPT, model_folder, *ARGUMENTS.split()],
-            env=environment,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-        )
+    script = start([SCRIPT, model_folder, *ARGUMENTS.split()], log, environment)
     started = psutil.Process(script.pid)
     try:
         endpoints = [f"http://{HOST}:{port}" for port in ports]

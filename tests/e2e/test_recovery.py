@@ -14,24 +14,25 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import psutil
 import pytest
 import xoscar
 
-from examples.documents import document, prompt, questions
 from examples.local_cluster import Completion
-from tests.e2e import processes
+from tests.e2e import asking
+from tests.e2e.asking import CHUNK, published
 from tests.e2e.conftest import REPLICAS, SEPARATE_UID, can_fetch, wait_for_engine, wait_until
-from tests.e2e.separate_cluster import SeparateCluster
+from tests.harness import processes
+from tests.harness.clusters import SeparateCluster
 
 pytestmark = pytest.mark.long
 
 UID = SEPARATE_UID
 FIRST, SECOND = REPLICAS
-CHUNK = 128
-ROWS = 30  # of a document's table: about 1,500 tokens
+question = partial(asking.question, rows=30)  # about 1,500 tokens
 
 
 @pytest.fixture
@@ -41,8 +42,7 @@ def model(separate_cluster: SeparateCluster) -> SeparateCluster:
 
 
 def members(cluster: SeparateCluster) -> dict[str, dict[str, Any]]:
-    """The tracker's entries by incarnation."""
-    return {member["incarnation"]: member for member in cluster.xavier(UID)["replicas"]}
+    return cluster.members(UID)
 
 
 def member_of(cluster: SeparateCluster, replica: str) -> dict[str, Any]:
@@ -52,21 +52,13 @@ def member_of(cluster: SeparateCluster, replica: str) -> dict[str, Any]:
     return member
 
 
-def question(seed: int) -> str:
-    return prompt(document(seed, ROWS), questions(seed, ROWS)[0])
-
-
 def compute(cluster: SeparateCluster, replica: str, seed: int) -> Completion:
     """Have that replica compute a document's question; return when its chunks are published."""
     incarnation = member_of(cluster, replica)["incarnation"]
-    before = members(cluster)[incarnation]["holdings"]
-    answer = cluster.ask(replica, question(seed))
-    assert answer.cached_tokens == 0
-    held = before + answer.prompt_tokens // CHUNK
-    wait_until(
-        lambda: members(cluster)[incarnation]["holdings"] >= held,
-        f"{replica} has published {held} chunks",
+    _, answer = published(
+        cluster, UID, lambda: cluster.ask(replica, question(seed)), by=incarnation
     )
+    assert answer.cached_tokens == 0
     return answer
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from importlib.util import find_spec
 from itertools import count
 from typing import Any
@@ -14,15 +15,16 @@ import requests
 
 from examples.documents import document
 from examples.local_cluster import LocalCluster
-from tests.e2e import processes
-from tests.e2e.conftest import ARGUMENTS, can_fetch, wait_for_engine, wait_until
-from tests.e2e.text_routes import CHAT, COMPLETIONS, TEXT_ROUTES, body_of, route_of
+from tests.e2e import asking
+from tests.e2e.asking import ROWS, TIMEOUT, cached_tokens
+from tests.e2e.conftest import can_fetch, launched, wait_for_engine, wait_until
+from tests.e2e.text_routes import CHAT, COMPLETIONS, TEXT_ROUTES, route_of
+from tests.harness import processes
 
 UID = "roles"
 PREFILL, DECODE = f"{UID}-rep0", f"{UID}-rep1"
 UNUSED = count(1000)  # documents
-ROWS = 60  # of a document's table: about 3,000 tokens
-TIMEOUT = 90.0
+post, ask = partial(asking.post, UID), partial(asking.complete, UID)
 SALTS = find_spec("xinference.cache_isolation") is not None
 ALONE = {"request_id": "alone"} | ({"cache_salt": "alone"} if SALTS else {})
 """A request with a name and a salt of its own is computed where it is answered."""
@@ -33,43 +35,16 @@ SCHEMA = {"schema": {**COLOURS, "required": ["colour"], "additionalProperties": 
 @pytest.fixture(scope="module")
 def model(cluster: LocalCluster) -> Iterator[LocalCluster]:
     roles = {"xavier_roles": "prefill:1,decode:1", "xavier_prefill_threshold": 500}
-    cluster.launch("small", UID, **{**ARGUMENTS, "xavier_routing": "auto", **roles})
-    wait_for_engine(lambda: can_fetch(cluster, UID, 2), "both replicas can fetch")
-    ask(cluster, "Hello")  # the first one only lets the API process look for the model
-    wait_until(lambda: bool(route_of(ask(cluster, "Hello"))[0]), "requests are routed")
-    wait_until(lambda: divides(cluster), "a prefill has been measured")
-    yield cluster
-    cluster.terminate(UID)
+    with launched(cluster, UID, xavier_routing="auto", **roles):
+        ask(cluster, "Hello")  # the first one only lets the API process look for the model
+        wait_until(lambda: bool(route_of(ask(cluster, "Hello"))[0]), "requests are routed")
+        wait_until(lambda: divides(cluster), "a prefill has been measured")
+        yield cluster
 
 
 def divides(cluster: LocalCluster) -> bool:
     """Whether a prefill is left to the prefill replica. None is until its speed is known."""
     return route_of(ask(cluster, document(next(UNUSED), ROWS))) == (DECODE, "prefill")
-
-
-def ask(cluster: LocalCluster, prompt: str, tokens: int = 1, **more: Any) -> requests.Response:
-    return post(cluster, COMPLETIONS, prompt, tokens, ignore_eos=True, **more)
-
-
-def post(
-    cluster: LocalCluster, path: str, text: str, tokens: int = 1, **more: Any
-) -> requests.Response:
-    answer = requests.post(
-        f"{cluster.endpoint}{path}",
-        json=body_of(path, UID, text, tokens, **more),
-        headers={"anthropic-version": "2023-06-01"},
-        timeout=TIMEOUT,
-    )
-    answer.raise_for_status()
-    return answer
-
-
-def replica(cluster: LocalCluster, name: str) -> dict[str, Any]:
-    return next(each for each in cluster.xavier(UID)["replicas"] if each["replica"] == name)
-
-
-def cached_tokens(answer: requests.Response) -> int:
-    return int(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
@@ -203,16 +178,13 @@ def test_a_transfer_that_breaks_off_costs_no_request(model: LocalCluster) -> Non
 @pytest.mark.long
 @pytest.mark.parametrize(("victim", "seed"), [(PREFILL, 80), (DECODE, 90)])
 def test_a_killed_replica_costs_no_request(model: LocalCluster, victim: str, seed: int) -> None:
-    before = {each["incarnation"] for each in model.xavier(UID)["replicas"]}
+    before = model.members(UID).keys()
     role = role_of(model, victim)
     with prefilling(model, seed, seed + 1) as answering:
         processes.kill(processes.model_process(victim))
         assert_answered(answering)
     wait_for_engine(
-        lambda: (
-            can_fetch(model, UID, 2)
-            and len({each["incarnation"] for each in model.xavier(UID)["replicas"]} & before) == 1
-        ),
+        lambda: can_fetch(model, UID, 2) and len(model.members(UID).keys() & before) == 1,
         "another engine has taken the place of the killed one",
     )
     wait_until(lambda: role_of(model, victim) == role, "the router knows its role")

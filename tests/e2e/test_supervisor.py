@@ -14,11 +14,11 @@ import pytest
 import xoscar
 
 from examples.documents import document
-from examples.local_cluster import free_port
-from tests.e2e import processes
+from examples.processes import free_port
 from tests.e2e.conftest import REPLICAS, SEPARATE_UID, can_fetch, wait_for_engine, wait_until
-from tests.e2e.separate_cluster import SeparateCluster
 from tests.e2e.test_recovery import assert_shares, compute, members, question
+from tests.harness import processes
+from tests.harness.clusters import SeparateCluster
 from xinference_xavier.client import XavierClient
 from xinference_xavier.protocol.tracker import tracker_uid
 

@@ -15,8 +15,8 @@ import pytest
 from examples import long_document_questions
 from examples.local_cluster import START_TIMEOUT, STOP_TIMEOUT, Leftovers
 from tests.e2e.conftest import ARGUMENTS, ROOT, wait_until
-from tests.e2e.host_cluster import REST_PORT, SUPERVISOR, WORKER_PORT, HostCluster
-from tests.e2e.hosts import Admitted, Hosts
+from tests.harness.clusters import REST_PORT, SUPERVISOR, WORKER_PORT, HostCluster
+from tests.harness.hosts import Admitted, Hosts
 
 pytestmark = pytest.mark.long
 

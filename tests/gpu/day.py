@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.gpu import REPORT
+from examples.processes import end, start
 
 SECONDS = 560.0
 """What a call of ten minutes leaves for the steps."""
@@ -55,10 +56,10 @@ STEPS = (
 def run(steps: Sequence[Step], folder: Path, seconds: float) -> bool:
     """Run the steps one after the other. True if all succeeded."""
     folder.mkdir(parents=True, exist_ok=True)
-    end = time.monotonic() + seconds
+    deadline = time.monotonic() + seconds
     good = True
     for step in steps:
-        left = end - time.monotonic() - _PATIENCE
+        left = deadline - time.monotonic() - _PATIENCE
         done = _done(step, folder, left) if left > 0 else {"step": step.name, "status": "no time"}
         good &= done["status"] == 0
         with (folder / "day.jsonl").open("a") as report:
@@ -72,13 +73,7 @@ def run(steps: Sequence[Step], folder: Path, seconds: float) -> bool:
 def _done(step: Step, folder: Path, left: float) -> dict[str, Any]:
     log = folder / f"{step.name.replace(' ', '-').replace(':', '')}.log"
     began = time.monotonic()
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [sys.executable, *step.words],
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+    process = start([sys.executable, *step.words], log, start_new_session=True)
     try:
         status: int | str = process.wait(min(step.seconds, left))
     except subprocess.TimeoutExpired:
@@ -95,12 +90,9 @@ def _done(step: Step, folder: Path, left: float) -> dict[str, Any]:
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     """End the step and the engines that it has started, which hold memory of the card."""
-    process.terminate()
-    with suppress(subprocess.TimeoutExpired):
-        process.wait(_PATIENCE)
+    end(process, _PATIENCE)
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
 
 
 if __name__ == "__main__":

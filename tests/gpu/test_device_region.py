@@ -3,11 +3,10 @@ that they fetched. Needs a card, but no model."""
 
 from __future__ import annotations
 
-import multiprocessing
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NamedTuple
@@ -18,7 +17,9 @@ import torch
 from vllm.v1.kv_offload.base import CanonicalKVCaches, GPULoadStoreSpec, OffloadingWorker
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
+from examples.processes import until
 from tests.engine.caches import cell_bytes, kv_caches, pages_of
+from tests.harness.remote import Remote, spawned, tell_ready
 from xinference_xavier.engine.worker import DeviceRegion, HostWorker, device_worker
 from xinference_xavier.pool.region import ROW_ALIGNMENT, Region, RegionServer, receive_region
 
@@ -221,21 +222,13 @@ def test_a_killed_worker_leaves_nothing(tmp_path: Path) -> None:
     """Neither shared memory nor the driver's pins."""
     before = shared_memory_bytes()
     size = 1 << 30
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    worker = context.Process(target=pin_and_wait, args=(theirs, size))
-    worker.start()
+    worker = Remote(pin_and_wait, size, context=spawned())
     try:
-        assert ours.poll(DEADLINE), "the worker pinned nothing"
-        assert ours.recv() == "pinned"
+        worker.wait_until_ready()
         assert shared_memory_bytes() >= before + size
     finally:
         worker.kill()
-        worker.join()
-    deadline = time.monotonic() + DEADLINE
-    while shared_memory_bytes() >= before + size // 2:
-        assert time.monotonic() < deadline, "its memory was not freed"
-        threading.Event().wait(0.05)
+    assert until(lambda: shared_memory_bytes() < before + size // 2, DEADLINE), "not freed"
     with of_the_card(*_large(size), 0):  # the card is usable again
         pass
 
@@ -245,9 +238,8 @@ def pin_and_wait(pipe: Connection, size: int) -> None:
     region.populate()
     with of_the_card(caches, region, 0):
         torch.cuda.synchronize()
-        pipe.send("pinned")
-        with suppress(EOFError):  # the test has ended
-            pipe.recv()
+        tell_ready(pipe)
+        pipe.recv()
 
 
 def _large(size: int) -> tuple[CanonicalKVCaches, Region]:

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import pytest
 
-from benchmarks.engines import ALWAYS_FETCH, CHUNK, Answer, Fleet, Kind, Prompts
 from examples.make_model import make_model
+from tests.harness.engines import ALWAYS_FETCH, CHUNK, Answer, Fleet, Kind, Prompts
 
 pytestmark = pytest.mark.gpu
 
@@ -62,7 +62,7 @@ def fleet(
 
 
 def answer(fleet: Fleet, name: str, prompt: list[int]) -> Answer:
-    (answer,) = fleet[name].do("answers", [prompt], TOKENS)
+    (answer,) = fleet[name].call("answers", [prompt], TOKENS)
     return answer  # type: ignore[no-any-return]
 
 
@@ -77,7 +77,7 @@ def test_hits_of_every_kind_give_one_answer(fleet: Fleet, consumer: str) -> None
     cold = answer(fleet, "donor", asked)
     fleet.wait_published("donor", CHUNKS)
     remote, local = answer(fleet, consumer, asked), answer(fleet, consumer, asked)
-    fleet[consumer].do("forget")
+    fleet[consumer].call("forget")
     pool = answer(fleet, consumer, asked)
     assert cold.cached == 0
     for hit in (remote, local, pool):
@@ -94,12 +94,12 @@ def test_many_at_once(fleet: Fleet, consumer: str) -> None:
     """Loads, stores and forward passes overlap on the card's streams."""
     asked = [prompt() for _ in range(AT_ONCE)]
     fleet.flush()
-    cold = fleet[consumer].do("answers", asked, TOKENS)  # and then drop it
-    fleet[consumer].do("forget")
+    cold = fleet[consumer].call("answers", asked, TOKENS)  # and then drop it
+    fleet[consumer].call("forget")
     fleet.flush()
-    fleet["donor"].do("answers", asked, TOKENS)
+    fleet["donor"].call("answers", asked, TOKENS)
     fleet.wait_published("donor", AT_ONCE * CHUNKS)
-    hits = fleet[consumer].do("answers", asked, TOKENS)
+    hits = fleet[consumer].call("answers", asked, TOKENS)
     assert {one.cached for one in cold} == {0}
     assert {one.cached for one in hits} == {CHUNKS * CHUNK}
     assert [one.logprobs[0] for one in hits] == pytest.approx(
@@ -112,12 +112,12 @@ def test_what_was_generated_is_shared_too(fleet: Fleet, consumer: str) -> None:
     """The next turn of a chat, at another replica."""
     first = PROMPTS.fresh(CHUNKS * CHUNK - TOKENS // 2)
     fleet.flush()
-    (said,) = fleet["donor"].do("answers", [first], CHUNK)
+    (said,) = fleet["donor"].call("answers", [first], CHUNK)
     fleet.wait_published("donor", CHUNKS)
     again = [*first, *said.tokens]
     hit = answer(fleet, consumer, again)
     assert hit.cached == CHUNKS * CHUNK
-    fleet[consumer].do("forget")
+    fleet[consumer].call("forget")
     fleet.flush()
     cold = answer(fleet, consumer, again)
     assert cold.cached == 0

@@ -260,6 +260,14 @@ ARCHITECTURES = {
         {"speculative_config": _MTP},
         finish=_glm4_moe_head,
     ),
+    "gpt_oss_eagle": Architecture(
+        transformers.GptOssConfig,
+        {"sliding_window": 128, "num_local_experts": 4, "num_experts_per_tok": 2},
+        {"speculative_config": _EAGLE, "num_gpu_blocks_override": 512},
+        finish=_add_eagle,
+        loads_all=False,
+        pool_bytes=7 << 19,
+    ),
     "unchunked": Architecture(
         transformers.LlamaConfig,
         arguments={"enable_chunked_prefill": False, "max_num_batched_tokens": CONTEXT},

@@ -8,10 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from benchmarks.engines import SETTLE, Completion, Fleet, Kind
-from examples.waiting import until
+from examples.processes import until
+from tests.harness.engines import SETTLE, Completion, Fleet, Kind, Prompts
 
 FIRST, SECOND, PLAIN = "first", "second", "plain"
 BLOCK = 32
@@ -65,24 +63,12 @@ def whole_chunks(tokens: int) -> int:
     return tokens // CHUNK * CHUNK
 
 
-class Prompts:
-    """Prompts of random tokens; no two share a chunk."""
-
-    def __init__(self, vocabulary: int) -> None:
-        self._random = np.random.default_rng(0)
-        self._vocabulary = vocabulary
-
-    def fresh(self, tokens: int) -> list[int]:
-        prompt: list[int] = self._random.integers(10, self._vocabulary, tokens).tolist()
-        return prompt
-
-
 class Engines:
     """The engines of a fleet with `FIRST`, `SECOND` and `PLAIN`."""
 
     def __init__(self, fleet: Fleet, vocabulary: int) -> None:
         self.fleet = fleet
-        self.prompts = Prompts(vocabulary)
+        self.prompts = Prompts(vocabulary=range(10, vocabulary))
 
     def ask(
         self,
@@ -96,7 +82,7 @@ class Engines:
         """`prompt` is a list of token ids, or anything else that vLLM accepts."""
         given = {"prompt_token_ids": prompt} if isinstance(prompt, list) else prompt
         how = {**GREEDY, **sampling}
-        answer: list[Completion] = self.fleet[name].do("generate", given, how, lora, rank)
+        answer: list[Completion] = self.fleet[name].call("generate", given, how, lora, rank)
         return answer
 
     def share(self, prompt: Any, **how: Any) -> Shared:
@@ -138,7 +124,7 @@ class Engines:
 
     def forget(self, name: str) -> None:
         """Empty the engine's own prefix cache, but not its pool."""
-        self.fleet[name].do("forget")
+        self.fleet[name].call("forget")
 
 
 def kind(arguments: Mapping[str, Any] = {}, options: Mapping[str, Any] = {}, **more: Any) -> Kind:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.engines import Fleet
+from tests.harness.engines import Fleet
 from tests.models import planted
 from tests.models.architectures import VOCABULARY, make
 from tests.models.planted import tune_between_samples
@@ -37,7 +37,7 @@ def engines(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Engines]
 
 
 def test_they_share_nothing_and_say_why(engines: Engines) -> None:
-    first, second = sorted(engines.fleet.run(engines.fleet.actor.status())["namespaces"])
+    first, second = sorted(engines.fleet.tracker.call("status")["namespaces"])
     assert second == f"{first}~1", "their namespaces list equal fields"
     found = [engines.stats(name)["comparison"] for name in (FIRST, SECOND)]
     assert [each["differing"] for each in found] == [1, 1]

@@ -109,7 +109,7 @@ def test_a_streamed_answer(engines: Engines) -> None:
     prompt = engines.prompts.fresh(PROMPT)
     engines.ask(FIRST, prompt)
     engines.settle()
-    asked = engines.fleet[SECOND].ask(prompt, 8)
+    asked = engines.fleet[SECOND].timed(prompt, 8)
     assert len(asked.times) == 8
     assert asked.cached == whole_chunks(PROMPT)
 
@@ -151,9 +151,9 @@ def test_requests_that_push_each_other_out(engines: Engines) -> None:
     cold = [engines.ask(PLAIN, prompt, sampling={"max_tokens": ANSWER})[0] for prompt in prompts]
     metric = "vllm:num_preemptions"
     for name in (FIRST, SECOND):
-        before = engines.fleet[name].do("counted", metric)
-        answers = engines.fleet[name].do("answers", prompts, ANSWER)
-        assert engines.fleet[name].do("counted", metric) > before
+        before = engines.fleet[name].call("counted", metric)
+        answers = engines.fleet[name].call("answers", prompts, ANSWER)
+        assert engines.fleet[name].call("counted", metric) > before
         assert [each.tokens for each in answers] == [each.tokens for each in cold]
         engines.settle()
     assert engines.hits(SECOND)["remote"] > 0

@@ -11,8 +11,10 @@ from typing import Any
 import psutil
 import pytest
 
-from benchmarks.engines import EngineError, Fleet
-from tests.e2e.processes import vllms_own_segments_removed
+from tests.harness.engines import Fleet
+from tests.harness.processes import vllms_own_segments_removed
+from tests.harness.remote import RemoteError
+from tests.harness.replicas import DEADLINE, TrackerProcess, fresh_keys, replicas, wait_until
 from tests.models.architectures import VOCABULARY, make
 from tests.models.sharing import (
     FIRST,
@@ -24,7 +26,6 @@ from tests.models.sharing import (
     kind,
     whole_chunks,
 )
-from tests.replica_process import DEADLINE, TrackerProcess, fresh_keys, replicas, wait_until
 from xinference_xavier.runtime.addresses import split_address
 
 pytestmark = pytest.mark.process
@@ -66,7 +67,7 @@ def test_tensor_parallel_engines_share_with_their_like_only(llama: Path) -> None
 
 def members(fleet: Fleet) -> dict[str, dict[str, Any]]:
     """All replicas, each with its namespace."""
-    found = fleet.run(fleet.actor.status())["namespaces"]
+    found = fleet.tracker.call("status")["namespaces"]
     return {
         replica["incarnation"]: replica | {"namespace": namespace}
         for namespace, known in found.items()
@@ -109,7 +110,7 @@ def test_vllm_itself_fails_with_pipeline_parallelism(llama: Path) -> None:
     with Fleet({PLAIN: like}, model=llama, may_fail=[PLAIN]) as fleet:
         if not fleet.failed:
             engines = Engines(fleet, VOCABULARY)
-            with pytest.raises(EngineError):
+            with pytest.raises(RemoteError):
                 engines.ask(PLAIN, engines.prompts.fresh(PROMPT))
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from tests.harness.api import Pair
 from tests.monitor.scene import COUNTED, Scene
-from tests.pair import Pair
 
 
 @pytest.fixture

@@ -11,9 +11,9 @@ from typing import Any
 import httpx
 import yaml
 
-from examples.local_cluster import answers, free_port
+from examples.processes import answers, end, free_port, start
+from tests.harness.replicas import DEADLINE, wait_until
 from tests.monitor.files import ALERTS, PROMETHEUS
-from tests.replica_process import DEADLINE, wait_until
 
 
 def promtool(*arguments: object) -> subprocess.CompletedProcess[str]:
@@ -35,21 +35,16 @@ class Prometheus:
         job |= {"metrics_path": metrics_path, "static_configs": [{"targets": [target]}]}
         (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
         self._log = folder / "log"
-        self._log.touch()
         executable = shutil.which("prometheus")
         assert executable is not None, "prometheus is missing: `make system` installs it"
         port = free_port("127.0.0.1")
-        with self._log.open("w") as log:
-            self._process = subprocess.Popen(
-                [
-                    executable,
-                    f"--config.file={folder / 'prometheus.yml'}",
-                    f"--storage.tsdb.path={folder / 'data'}",
-                    f"--web.listen-address=127.0.0.1:{port}",
-                ],
-                stdout=log,
-                stderr=log,
-            )
+        words = [
+            executable,
+            f"--config.file={folder / 'prometheus.yml'}",
+            f"--storage.tsdb.path={folder / 'data'}",
+            f"--web.listen-address=127.0.0.1:{port}",
+        ]
+        self._process = start(words, self._log)
         self._url = f"http://127.0.0.1:{port}"
         wait_until(self._is_ready, "Prometheus is ready", interval=0.1)
 
@@ -89,5 +84,4 @@ class Prometheus:
         return [line for line in lines if "level=warn" in line or "level=error" in line]
 
     def stop(self) -> None:
-        self._process.terminate()
-        self._process.wait(DEADLINE)
+        end(self._process, DEADLINE)

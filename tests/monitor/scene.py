@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.api_process import ApiProcess
-from tests.replica_process import (
+from tests.harness.api import ApiProcess
+from tests.harness.replicas import (
     CHUNK_TOKENS,
     DEADLINE,
     MODEL,

@@ -8,11 +8,11 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from tests.harness.api import Pair
+from tests.harness.replicas import replicas, wait_until
 from tests.monitor.files import ALERTS, PROMETHEUS, alerts, queries
 from tests.monitor.prometheus import Prometheus, promtool
 from tests.monitor.scene import COUNTED, IDLE, Scene
-from tests.pair import Pair
-from tests.replica_process import replicas, wait_until
 from xinference_xavier.serving.metrics import PREFIX
 
 pytestmark = pytest.mark.long

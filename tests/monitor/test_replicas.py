@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
+from tests.harness.replicas import DEADLINE, ReplicaProcess, fresh_keys, replicas, wait_until
 from tests.monitor.scene import HITS, IDLE, ROW_BYTES, Scene, Scraped
-from tests.replica_process import DEADLINE, ReplicaProcess, fresh_keys, replicas, wait_until
 from xinference_xavier.errors import NotSharing
 from xinference_xavier.stats.schema import SECONDS_BOUNDS
 

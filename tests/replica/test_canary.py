@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from tests.replica_process import (
+from tests.harness.replicas import (
     DEADLINE,
     ReplicaProcess,
     TrackerProcess,

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.faults import CORRUPT_ROW
-from tests.replica_process import (
+from tests.harness.replicas import (
     ROW_BYTES,
     ReplicaProcess,
     TrackerProcess,
@@ -101,9 +101,11 @@ def test_two_replicas_fetch_from_each_other_at_the_same_time(
     alice: ReplicaProcess, bob: ReplicaProcess
 ) -> None:
     hers, his = stored(bob, alice, count=8), stored(alice, bob, count=8)
-    alice.begin("fetch", "bob", his, TIMEOUT)
-    bob.begin("fetch", "alice", hers, TIMEOUT)
-    assert [side.finish().committed for side in (alice, bob)] == [8, 8]
+    fetches = [
+        alice.begin("fetch", "bob", his, TIMEOUT),
+        bob.begin("fetch", "alice", hers, TIMEOUT),
+    ]
+    assert [fetch.result().committed for fetch in fetches] == [8, 8]
     assert alice.wrong_rows() == bob.wrong_rows() == []
     assert_clean(alice, bob)
     assert_clean(bob, alice)

@@ -14,7 +14,7 @@ import pytest
 import xoscar
 
 from tests.faults import ROWS_BEFORE_STALL
-from tests.replica_process import (
+from tests.harness.replicas import (
     DEADLINE,
     Outcome,
     ReplicaProcess,

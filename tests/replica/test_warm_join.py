@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 
 from tests.faults import ROWS_BEFORE_STALL
-from tests.replica_process import (
+from tests.harness.replicas import (
     ReplicaProcess,
     TrackerProcess,
     fresh_keys,

@@ -19,9 +19,9 @@ from aioprometheus.collectors import Registry
 from click.testing import CliRunner, Result
 from fastapi.routing import APIRoute
 
-from tests.guarded_api import GuardedApi, User, bearer
-from tests.pair import Pair
-from tests.replica_process import CHUNK_TOKENS, MODEL
+from tests.harness.api import Pair
+from tests.harness.guarded_api import GuardedApi, User, bearer
+from tests.harness.replicas import CHUNK_TOKENS, MODEL
 from tests.serving.supervisors import api_context
 from xinference_xavier.cli.commands import main
 from xinference_xavier.client import AsyncXavierClient, XavierClient

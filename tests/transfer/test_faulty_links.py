@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.replica_process import (
+from tests.harness.replicas import (
     Outcome,
     ReplicaProcess,
     TrackerProcess,

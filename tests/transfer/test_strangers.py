@@ -16,7 +16,7 @@ import psutil
 import pytest
 import xoscar
 
-from tests.replica_process import (
+from tests.harness.replicas import (
     KEY_BYTES,
     MODEL,
     ROW_BYTES,

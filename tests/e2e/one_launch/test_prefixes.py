@@ -13,10 +13,10 @@ import requests
 from examples.documents import document
 from examples.local_cluster import LocalCluster
 from examples.make_model import Shape, make_model
-from tests.e2e import processes
-from tests.e2e.conftest import ARGUMENTS, can_fetch, wait_for_engine, wait_until
+from tests.e2e.conftest import ARGUMENTS, can_fetch, launched, wait_for_engine, wait_until
 from tests.e2e.one_launch.conftest import UID
 from tests.e2e.text_routes import CHAT, COMPLETIONS, TEXT_ROUTES, body_of
+from tests.harness import processes
 from xinference_xavier.client import XavierClient
 from xinference_xavier.errors import ApiError, UnknownPrefixError
 from xinference_xavier.stats.answers import NamedPrefix
@@ -172,8 +172,10 @@ def test_names_survive_a_launch_with_other_weights(
 def test_in_full_pools_hard_ones_stay_and_soft_ones_give_way(cluster: LocalCluster) -> None:
     """A document and the two names together are larger than a pool."""
     uid, numbers = "full", count(50)
-    cluster.launch("small", uid, **ARGUMENTS | {"xavier_pool_bytes": "128MiB"})
-    with XavierClient(cluster.endpoint) as client:
+    with (
+        launched(cluster, uid, xavier_pool_bytes="128MiB"),
+        XavierClient(cluster.endpoint) as client,
+    ):
         client.add_prefix(uid, "hard", document(48, ROWS), copies="all", retention="hard")
         client.add_prefix(uid, "soft", document(49, ROWS), copies="all")
         kept(client, "hard", uid)
@@ -187,7 +189,6 @@ def test_in_full_pools_hard_ones_stay_and_soft_ones_give_way(cluster: LocalClust
 
         wait_until(soft_gives_way, "the soft one gives way")
         kept(client, "soft", uid)  # once nobody asks
-    cluster.terminate(uid)
 
 
 @pytest.mark.long

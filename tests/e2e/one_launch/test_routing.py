@@ -6,21 +6,22 @@ import itertools
 import re
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from functools import partial
 
 import pytest
 import requests
 
 from examples.documents import document
 from examples.local_cluster import LocalCluster
-from tests.e2e import processes
+from tests.e2e import asking
+from tests.e2e.asking import ROWS, TIMEOUT, cached_tokens
 from tests.e2e.conftest import can_fetch, wait_for_engine, wait_until
 from tests.e2e.one_launch.conftest import UID
-from tests.e2e.text_routes import CHAT, COMPLETIONS, TEXT_ROUTES, body_of, question, route_of
+from tests.e2e.text_routes import CHAT, COMPLETIONS, TEXT_ROUTES, question, route_of
+from tests.harness import processes
 
-ROWS = 60  # of a document's table: about 3,000 tokens
-TIMEOUT = 60.0
 ERROR = re.compile(r'"error": *["{]')
+post, ask = partial(asking.post, UID), partial(asking.complete, UID)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -39,23 +40,6 @@ def switch_routing(cluster: LocalCluster, mode: str) -> None:
         return bool(route_of(ask(cluster, "Hello"))[0]) == (mode == "auto")
 
     wait_until(is_switched, f"routing is {mode}")
-
-
-def ask(cluster: LocalCluster, prompt: str, tokens: int = 1, **more: Any) -> requests.Response:
-    return post(cluster, COMPLETIONS, prompt, tokens, ignore_eos=True, **more)
-
-
-def post(
-    cluster: LocalCluster, path: str, text: str, tokens: int = 1, **more: Any
-) -> requests.Response:
-    answer = requests.post(
-        f"{cluster.endpoint}{path}",
-        json=body_of(path, UID, text, tokens, **more),
-        headers={"anthropic-version": "2023-06-01"},
-        timeout=TIMEOUT,
-    )
-    answer.raise_for_status()
-    return answer
 
 
 def all_of(futures: Sequence[Future[requests.Response]]) -> list[requests.Response]:
@@ -88,8 +72,7 @@ def test_questions_about_a_document_go_where_it_was_computed(
         asked.append(put(number))
     why = [answer.headers["x-xavier-route"] for answer in asked]
     assert [route_of(answer) for answer in asked] == [(replica, "local")] * 4, why
-    cached = [answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in asked]
-    assert min(cached) > 2000
+    assert min(map(cached_tokens, asked)) > 2000
 
 
 def documents(seed: int) -> Iterator[str]:
@@ -134,7 +117,7 @@ def test_an_operator_switches_routing_off_and_on(model: LocalCluster) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_no_request_fails_that_had_not_begun_to_answer(model: LocalCluster, stream: bool) -> None:
     """A replica is killed while its requests are being computed."""
-    before = incarnations(model)
+    before = model.members(UID).keys()
     with ThreadPoolExecutor(4) as clients:
         prompts = [f"{number} {document(10 + number, 3 * ROWS)}" for number in range(4)]
         futures = [clients.submit(ask, model, prompt, stream=stream) for prompt in prompts]
@@ -144,14 +127,10 @@ def test_no_request_fails_that_had_not_begun_to_answer(model: LocalCluster, stre
     assert not any(ERROR.search(answer.text) for answer in answers)
     assert model.xavier(UID)["routing"]["moved"] > 0
     wait_for_engine(
-        lambda: can_fetch(model, UID, 2) and len(incarnations(model) & before) == 1,
+        lambda: can_fetch(model, UID, 2) and len(model.members(UID).keys() & before) == 1,
         "another engine has taken the place of the killed one",
     )
     wait_until(lambda: both_take_requests(model), "both replicas take requests")
-
-
-def incarnations(cluster: LocalCluster) -> set[str]:
-    return {replica["incarnation"] for replica in cluster.xavier(UID)["replicas"]}
 
 
 def backlog(cluster: LocalCluster, replica: str) -> float:

@@ -1,6 +1,5 @@
 """The main job on real software: a replica does not compute again what another has computed."""
 
-import asyncio
 import json
 import os
 import re
@@ -14,28 +13,24 @@ from typing import Any
 
 import httpx
 import pytest
-import xoscar
 from click.testing import CliRunner
 from prometheus_client.parser import text_string_to_metric_families
 
-from benchmarks import asynchronous
 from examples import long_document_questions, multi_turn_chat, retrieval
 from examples.documents import document, prompt, questions
 from examples.local_cluster import Completion, LocalCluster
+from tests.e2e.asking import CHUNK, ROWS, question, tracker_exists
 from tests.e2e.conftest import can_fetch, wait_until
 from tests.e2e.one_launch.conftest import UID
+from tests.harness import asynchronous
 from xinference_xavier.cli.commands import main
 from xinference_xavier.client import XavierClient
 from xinference_xavier.pool.region import receive_region
-from xinference_xavier.protocol.tracker import tracker_uid
-from xinference_xavier.runtime.addresses import reachable_address
 from xinference_xavier.serving.metrics import PREFIX
 from xinference_xavier.stats.answers import Reuse
 
 pytestmark = pytest.mark.main_job
 
-CHUNK = 128
-ROWS = 60  # of a document's table: about 3,000 tokens
 SALTS = find_spec("xinference.cache_isolation") is not None
 """From 4.1 on, xinference passes a request's `cache_salt` on."""
 
@@ -52,7 +47,7 @@ def empty_pools(model: LocalCluster) -> None:
 
 
 def replicas(cluster: LocalCluster) -> dict[str, dict[str, Any]]:
-    return {replica["incarnation"]: replica for replica in cluster.xavier(UID)["replicas"]}
+    return cluster.members(UID)
 
 
 def ask(cluster: LocalCluster, text: str, **options: Any) -> tuple[str, Completion]:
@@ -74,23 +69,22 @@ def ask(cluster: LocalCluster, text: str, **options: Any) -> tuple[str, Completi
     return answered[0], answer
 
 
-def wait_published(cluster: LocalCluster, incarnation: str, chunks: int) -> None:
+def compute(cluster: LocalCluster, text: str, **options: Any) -> tuple[str, Completion]:
+    """Have one replica compute `text`: its incarnation, once the chunks are published, and its
+    answer."""
+    before = replicas(cluster)
+    replica, answer = ask(cluster, text, **options)
+    held = before[replica]["holdings"] + answer.prompt_tokens // CHUNK
     wait_until(
-        lambda: replicas(cluster)[incarnation]["holdings"] >= chunks,
-        f"{incarnation} has published {chunks} chunks",
+        lambda: replicas(cluster)[replica]["holdings"] >= held,
+        f"{replica} has published {held} chunks",
     )
-
-
-def question(seed: int, number: int = 0) -> str:
-    return prompt(document(seed, ROWS), questions(seed, ROWS)[number])
+    return replica, answer
 
 
 def share(cluster: LocalCluster, seed: int) -> tuple[str, str, Completion]:
     """Have one replica compute a document, then ask the other: (donor, consumer, answer)."""
-    before = replicas(cluster)
-    donor, cold = ask(cluster, question(seed))
-    whole = cold.prompt_tokens // CHUNK
-    wait_published(cluster, donor, before[donor]["holdings"] + whole)
+    donor, _ = compute(cluster, question(seed))
     consumer, answer = ask(cluster, question(seed))
     assert consumer != donor, "xinference sends requests to the replicas in turn"
     return donor, consumer, answer
@@ -153,15 +147,16 @@ def test_generated_tokens_are_offered_too(model: LocalCluster) -> None:
     replica, answer = ask(model, question(102), max_tokens=3 * CHUNK)
     with_answer = (answer.prompt_tokens + 3 * CHUNK - 1) // CHUNK
     assert with_answer > answer.prompt_tokens // CHUNK
-    wait_published(model, replica, before[replica]["holdings"] + with_answer)
+    wait_until(
+        lambda: replicas(model)[replica]["holdings"] >= before[replica]["holdings"] + with_answer,
+        "the chunks of prompt and answer are published",
+    )
 
 
 if SALTS:
 
     def test_a_tenants_salt_isolates_its_prefixes(model: LocalCluster) -> None:
-        before = replicas(model)
-        donor, cold = ask(model, question(103), cache_salt="tenant a")
-        wait_published(model, donor, before[donor]["holdings"] + cold.prompt_tokens // CHUNK)
+        _, cold = compute(model, question(103), cache_salt="tenant a")
         _, other = ask(model, question(103), cache_salt="tenant b")
         assert other.cached_tokens == 0
         assert other.tokens == cold.tokens
@@ -179,8 +174,7 @@ def test_sharing_is_switched_off_and_on_at_run_time(model: LocalCluster) -> None
 
 def test_explain_predicts_what_a_request_reuses(model: LocalCluster) -> None:
     before = replicas(model)
-    donor, cold = ask(model, question(110))
-    wait_published(model, donor, before[donor]["holdings"] + cold.prompt_tokens // CHUNK)
+    donor, cold = compute(model, question(110))
     (consumer,) = set(before) - {donor}
     whole = cold.prompt_tokens // CHUNK * CHUNK
     rest = cold.prompt_tokens - whole
@@ -210,9 +204,7 @@ def test_explain_knows_what_a_chat_becomes(model: LocalCluster) -> None:
 
 
 def test_what_was_dropped_is_computed_again(model: LocalCluster) -> None:
-    before = replicas(model)
-    donor, cold = ask(model, question(111))
-    wait_published(model, donor, before[donor]["holdings"] + cold.prompt_tokens // CHUNK)
+    donor, cold = compute(model, question(111))
     with XavierClient(model.endpoint) as client:
         dropped = client.flush(UID)
     assert [replica.pool.used for replica in dropped.replicas] == [0, 0]
@@ -334,8 +326,7 @@ def test_the_log_says_once_that_sharing_works_and_once_that_it_stopped(
 
 def test_a_killed_transfer_process_costs_a_recomputation_at_most(model: LocalCluster) -> None:
     before = replicas(model)
-    donor, cold = ask(model, question(106))
-    wait_published(model, donor, before[donor]["holdings"] + cold.prompt_tokens // CHUNK)
+    donor, cold = compute(model, question(106))
     (consumer,) = set(before) - {donor}
     os.kill(replicas(model)[consumer]["transfer_pid"], 9)
     _, answer = ask(model, question(106))
@@ -369,18 +360,6 @@ def test_a_removed_replica_disappears_from_the_tracker(model: LocalCluster) -> N
 
 
 def test_terminating_the_model_leaves_no_actor_of_ours(model: LocalCluster) -> None:
-    address = reachable_address(model.supervisor_address())
-    assert tracker_exists(address)
+    assert tracker_exists(model, UID)
     model.terminate(UID)
-    assert not tracker_exists(address)
-
-
-def tracker_exists(address: str) -> bool:
-    async def ask_for_it() -> bool:
-        try:
-            await xoscar.actor_ref(address, tracker_uid(UID))
-        except xoscar.ActorNotExist:
-            return False
-        return True
-
-    return asyncio.run(ask_for_it())
+    assert not tracker_exists(model, UID)

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.guarded_api import GuardedApi, User
-from tests.pair import Pair
-from tests.replica_process import CHUNK_TOKENS, fresh_numbers, make_key
+from tests.harness.api import Pair
+from tests.harness.guarded_api import GuardedApi, User
+from tests.harness.replicas import CHUNK_TOKENS, fresh_numbers, make_key
 from tests.serving.ui.browser import Browser
 
 pytestmark = pytest.mark.long

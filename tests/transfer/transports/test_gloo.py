@@ -12,7 +12,7 @@ import numpy as np
 import psutil
 import pytest
 
-from tests.replica_process import wait_until
+from tests.harness.replicas import wait_until
 from tests.transfer.transports.links import (
     HOST,
     PATIENCE,

@@ -10,7 +10,7 @@ import numpy as np
 import psutil
 import pytest
 
-from tests.replica_process import wait_until
+from tests.harness.replicas import wait_until
 from tests.transfer.transports.links import ROWS, SECRET, Link, Side, later
 from xinference_xavier.errors import LinkError, LinkTimeoutError
 from xinference_xavier.transfer.transports import gloo

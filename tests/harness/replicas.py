@@ -1,7 +1,6 @@
-"""Real replicas for tests, without vLLM: each is a process with a real pool, region, mirror and
-transfer process. The content of a row follows from its key, so that a single wrong byte is seen.
-
-xoscar keeps one event loop per process, so replicas cannot run in the test's process.
+"""Real trackers and replicas without vLLM, in processes of their own. A replica has a real pool,
+region, mirror and transfer process. The content of a row follows from its key, so that a single
+wrong byte is seen.
 """
 
 import asyncio
@@ -14,10 +13,10 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
+from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, SpawnContext
-from multiprocessing.process import BaseProcess
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,8 +27,8 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from benchmarks import forking
-from examples.waiting import until
+from examples.processes import until
+from tests.harness.remote import PATIENCE, Remote, obey, serve_actors
 from xinference_xavier.config import XavierConfig
 from xinference_xavier.mirror import Mirror
 from xinference_xavier.pool.pool import Pool, PoolCounts, shared_keys
@@ -49,9 +48,7 @@ KEY_BYTES = 36
 CHUNK_TOKENS = 128
 MODEL = "model"
 _NUMBERS = itertools.count()
-start_context: Callable[[], ForkServerContext | SpawnContext] = forking.context
-"""How processes are started: forked, as imports take seconds. A test may replace it."""
-DEADLINE = 60.0  # of the tests' own waits, far above any that was observed
+DEADLINE = PATIENCE  # of the tests' own waits
 
 
 def make_key(number: int) -> bytes:
@@ -105,8 +102,8 @@ class _Lines(logging.Handler):
         self.seen.append((record.levelname, record.getMessage()))
 
 
-class _Engine:
-    """An engine whose counts and chunks a test sets."""
+class StillEngine:
+    """An engine that computes nothing. A test sets what it counts, reports and has done."""
 
     def __init__(self) -> None:
         self.chunker: Chunker = chunk_numbers
@@ -137,7 +134,7 @@ class _Inside:
 
     def __init__(self, name: str, rows: int, row_bytes: int, namespace: str, options: Any) -> None:
         fingerprint_fields = options.pop("fingerprint_fields", None)
-        self.engine = _Engine()
+        self.engine = StillEngine()
         self.factor = options.pop("factor", None)
         if self.factor is not None:
             self.engine.comparable = True
@@ -341,94 +338,51 @@ class _Inside:
         self.replica.stop()
 
 
-def _start(target: Callable[..., None], *arguments: Any) -> tuple[BaseProcess, Connection]:
-    """A process that runs `target` with one end of a pipe, and the other end."""
-    context = start_context()
-    ours, theirs = context.Pipe()
-    process = context.Process(
-        target=_with_environment, args=(dict(os.environ), target, theirs, *arguments), daemon=True
-    )
-    process.start()
-    theirs.close()
-    return process, ours
+class TrackerProcess(Remote):
+    """A process with a real tracker; its commands are the tracker's methods."""
 
-
-def _with_environment(
-    environment: dict[str, str], target: Callable[..., None], *arguments: Any
-) -> None:
-    os.environ.clear()  # a forked process has that of the test which forked first
-    os.environ.update(environment)
-    target(*arguments)
-
-
-class TrackerProcess:
-    """A process with a real tracker."""
-
-    def __init__(self, **options: Any) -> None:
+    def __init__(
+        self,
+        host: str = "127.0.0.1",
+        context: ForkServerContext | SpawnContext | None = None,
+        **options: Any,
+    ) -> None:
         """`options` are keyword arguments of the tracker."""
-        self.process, self._pipe = _start(_track, options)
-        self.address: str = self._pipe.recv()
+        super().__init__(_track, host, options, context=context)
+        self.address: str = self.wait_until_ready()
 
     def set_enabled(self, enabled: bool) -> None:
-        self._ask("set_enabled", enabled)
+        self.call("set_enabled", enabled)
 
     def set_weights_version(self, version: str) -> dict[str, list[str]]:
-        told: dict[str, list[str]] = self._ask("set_weights_version", version)
+        told: dict[str, list[str]] = self.call("set_weights_version", version)
         return told
+
+    def replicas(self) -> dict[str, dict[str, Any]]:
+        """The current status of each replica, by its incarnation."""
+        namespaces = self.call("status")["namespaces"].values()
+        return {each["incarnation"]: each for known in namespaces for each in known["replicas"]}
 
     def holdings(self) -> int:
         """Chunks that replicas have published."""
-        namespaces = self._ask("status")["namespaces"].values()
-        return sum(each["holdings"] for namespace in namespaces for each in namespace["replicas"])
+        return sum(each["holdings"] for each in self.replicas().values())
 
     def loads(self) -> list[str]:
         """The incarnations that have reported their load."""
-        observation = self._ask("observe", "", 0, 0, 0.0)
-        return [each.incarnation for each in observation.loads]
-
-    def _ask(self, method: str, *args: Any) -> Any:
-        self._pipe.send((method, args))
-        return self._pipe.recv()
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.join()
+        return [each.incarnation for each in self.call("observe", "", 0, 0, 0.0).loads]
 
 
-def _track(pipe: Connection, options: dict[str, Any]) -> None:
-    async def serve() -> None:
-        pool = await xoscar.create_actor_pool("127.0.0.1:0", n_process=0, use_uvloop=False)
-        address = pool.external_address
-        uid = tracker_uid(MODEL)
-        tracker = await xoscar.create_actor(
-            BlockTracker, MODEL, address=address, uid=uid, **options
-        )
-        pipe.send(address)
-        loop = asyncio.get_running_loop()
-        while True:
-            method, args = await loop.run_in_executor(None, pipe.recv)
-            pipe.send(await getattr(tracker, method)(*args))
-
-    with suppress(EOFError):
-        asyncio.run(serve())
-    os._exit(0)
+def _track(pipe: Connection, host: str, options: dict[str, Any]) -> None:
+    serve_actors(pipe, _create_tracker, options, address=f"{host}:0")
 
 
-def _run(pipe: Connection, *arguments: Any) -> None:
-    inside = _Inside(*arguments)
-    while True:
-        try:
-            method, args = pipe.recv()
-        except EOFError:
-            os._exit(0)
-        try:
-            pipe.send((True, getattr(inside, method)(*args)))
-        except Exception as error:
-            pipe.send((False, repr(error)))
+async def _create_tracker(pool: Any, options: dict[str, Any]) -> Any:
+    address, uid = pool.external_address, tracker_uid(MODEL)
+    return await xoscar.create_actor(BlockTracker, MODEL, address=address, uid=uid, **options)
 
 
-class ReplicaProcess:
-    """The test's handle; forwards calls to `_Inside`."""
+class ReplicaProcess(Remote):
+    """A process with a replica; all other attributes are commands, the methods of `_Inside`."""
 
     def __init__(
         self,
@@ -440,38 +394,15 @@ class ReplicaProcess:
         namespace: str = "namespace",
         **options: Any,
     ) -> None:
-        self.name = name
         options |= {"model_uid": MODEL, "tracker_address": tracker_address}
-        self.process, self._pipe = _start(_run, name, rows, row_bytes, namespace, options)
-
-    def begin(self, method: str, *args: Any) -> None:
-        self._pipe.send((method, args))
-
-    def finish(self) -> Any:
-        """The answer to `begin`."""
-        assert self._pipe.poll(DEADLINE), f"{self.name} does not answer"
-        ok, answer = self._pipe.recv()
-        assert ok, answer
-        return answer
+        super().__init__(obey, _Inside, name, rows, row_bytes, namespace, options, name=name)
 
     def __getattr__(self, method: str) -> Callable[..., Any]:
-        def call(*args: Any) -> Any:
-            self.begin(method, *args)
-            return self.finish()
-
-        return call
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.join()
+        return partial(self.call, method)
 
     def send_signal(self, number: signal.Signals, process: str = "engine") -> None:
         """Send a signal to the "engine" or to its "transfer" process."""
-        if process == "engine":
-            assert self.process.pid is not None
-            os.kill(self.process.pid, number)
-        else:
-            os.kill(self.stats()["transfer_pid"], number)
+        os.kill(self.pid if process == "engine" else self.stats()["transfer_pid"], number)
 
 
 @contextmanager

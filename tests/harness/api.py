@@ -5,13 +5,14 @@ supervisor and of workers, and a tracker that real replicas can join.
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
 import os
 import socket
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from multiprocessing.connection import Connection
 from types import SimpleNamespace
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import uvicorn
 import xoscar as xo
@@ -20,7 +21,8 @@ from aioprometheus.collectors import Registry
 from fastapi import APIRouter, FastAPI, Header, HTTPException
 from fastapi.security import SecurityScopes
 
-from tests.replica_process import DEADLINE, MODEL
+from tests.harness.remote import PATIENCE, Remote, obey_at_once, spawned
+from tests.harness.replicas import MODEL, ReplicaProcess
 from xinference_xavier.protocol.tracker import tracker_uid
 from xinference_xavier.serving.api import add_routes
 from xinference_xavier.serving.gateway import (
@@ -78,44 +80,37 @@ class BareWorker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no type
     """A worker that was started without our extension."""
 
 
-class ApiProcess:
+class ApiProcess(Remote):
     """`endpoint` is open, `guarded` requires `API_KEY`, `bare` lacks our routes, and the supervisor
     of `behind` lacks our extension. All other attributes are methods of the supervisor."""
 
     def __init__(self) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self.process = context.Process(target=_run, args=(theirs,), daemon=True)
-        self.process.start()
-        theirs.close()
-        self.address, port = self._pipe.recv()
+        super().__init__(_run, context=spawned())
+        self.address, port = self.wait_until_ready()
         self.endpoint, self.guarded, self.bare, self.behind = (
             f"http://127.0.0.1:{port}/{name}" for name in ("open", "guarded", "bare", "behind")
         )
 
-    def __getattr__(self, method: str) -> Any:
-        def call(*args: object) -> None:
-            self._pipe.send((method, args))
-            assert self._pipe.poll(DEADLINE), f"no answer to {method}"
-            self._pipe.recv()
-
-        return call
+    def __getattr__(self, method: str) -> Callable[..., Any]:
+        return partial(self.call, method)
 
     def stop(self) -> None:
         """Stop it as uvicorn is stopped, with listeners connected; return when it has ended."""
         self.process.terminate()
-        self.process.join(DEADLINE)
+        self.process.join(PATIENCE)
         assert self.process.exitcode is not None, "the API process did not end"
 
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.join()
+
+class Pair(NamedTuple):
+    """A healthy pair of replicas behind an API, for all tests that use the fixture `pair`."""
+
+    api: ApiProcess
+    first: ReplicaProcess
+    second: ReplicaProcess
 
 
 def _run(pipe: Connection) -> None:
-    with suppress(EOFError):
-        asyncio.run(_serve(pipe))
-    os._exit(0)
+    asyncio.run(_serve(pipe))
 
 
 async def _serve(pipe: Connection) -> None:
@@ -135,16 +130,10 @@ async def _serve(pipe: Connection) -> None:
         listening.listen()  # clients that connect before uvicorn is ready wait
         server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="off"))
         serving = asyncio.ensure_future(server.serve(sockets=[listening]))
-        pipe.send((address, listening.getsockname()[1]))
-        commands = asyncio.ensure_future(_obey(pipe, supervisor))
+        about = (address, listening.getsockname()[1])
+        commands = asyncio.ensure_future(obey_at_once(pipe, supervisor, about))
         await asyncio.wait({serving, commands}, return_when=asyncio.FIRST_COMPLETED)
-
-
-async def _obey(pipe: Connection, supervisor: Any) -> None:
-    loop = asyncio.get_running_loop()
-    while True:
-        method, args = await loop.run_in_executor(None, pipe.recv)
-        pipe.send(await getattr(supervisor, method)(*args))
+        os._exit(0)
 
 
 def _application(supervisor: Any, *, guarded: bool = False) -> FastAPI:

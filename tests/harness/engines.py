@@ -1,8 +1,12 @@
-"""vLLM engines that share, each in a process that takes commands through a pipe.
+"""vLLM engines without xinference, each in a process that takes commands through a pipe.
 
-Times are taken beside the engine, from the call that gives it a request to its first output:
-without HTTP, tokenizer and our pipe. An engine runs one command at a time. To have several engines
-work at once, call `begin` on all of them and then `finish`.
+An engine serves many requests at once: `Engine.begin` and `Engine.ask` return futures. Its
+scheduler and worker share a process, unless it is asynchronous. Times are taken beside the engine,
+from the call that gives it a request to its first output: without HTTP, tokenizer and our pipe.
+
+Processes are forked from one that has imported vLLM. Each import takes 10 s of processor time, and
+an engine has two processes: the one that calls it and EngineCore. vLLM forks EngineCore wherever it
+may, but its CPU platform starts it anew.
 """
 
 from __future__ import annotations
@@ -10,26 +14,24 @@ from __future__ import annotations
 import asyncio
 import atexit
 import getpass
+import itertools
+import multiprocessing
 import os
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 import numpy as np
-import psutil
 
-from benchmarks import forking
-from benchmarks.asynchronous import schedule_asynchronously
-from benchmarks.steps import Step
-from benchmarks.watchers import MODEL, TrackerProcess
 from examples.make_model import CONTEXT, make_model
-from examples.waiting import until
+from examples.processes import until
+from tests.harness.asynchronous import schedule_asynchronously
+from tests.harness.remote import Remote, RemoteError, forked, obey_at_once
+from tests.harness.replicas import MODEL, TrackerProcess
 from xinference_xavier.config import XavierConfig, kv_transfer_config
 from xinference_xavier.errors import NotSharing
 from xinference_xavier.protocol.tracker import Member
@@ -43,19 +45,33 @@ DTYPE = "float32"
 """Processors without instructions for bfloat16 are 80 times as slow with it."""
 STEP_TOKENS = 2048
 """Tokens that an engine computes in one step, as vLLM's server does by default."""
-_MODEL = Path(__file__).resolve().parent.parent / "build" / "model"
+_MODEL = Path(__file__).parents[2] / "build" / "model"
 _KV_BLOCKS = 320  # two of the longest prompts, and vLLM's own reserve
 _BLOCK_BYTES = 2 << 20  # of the model in float32
 _START_TIMEOUT = 480.0
 _STOP_TIMEOUT = 20.0
-_PATIENCE = 300.0
+ANSWER_PATIENCE = 300.0
+"""Seconds for an answer of an engine with many requests."""
 _INTERVAL = 0.02
+_LEASE = 3600.0
 _CANARIES = 2  # that each engine computes: a short one and a long one
 SETTLE = GATHER + 0.1
 """Seconds until what was stored is in every mirror; more than is ever needed."""
 REST = 0.3
 """Seconds of rest before a request. OpenMP's threads spin for 0.2 s after they have computed, and a
 request within that time is faster than a later one. So all requests start from the same state."""
+
+
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # otherwise the platform uses a worker process
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # all engines use all cores
+}
+_FORGET = "forget_prefix_cache"
+"""A call of an engine's EngineCore that empties vLLM's own prefix cache and leaves our pool alone,
+as `reset_prefix_cache` does not. False if any block is in use."""
 
 
 class Asked(NamedTuple):
@@ -72,11 +88,14 @@ class Asked(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """The result of one request; `cached` counts reused prompt tokens."""
+    """The result of one request; `cached` counts reused prompt tokens. Log-probabilities are those
+    of the tokens, if they were asked for."""
 
     tokens: tuple[int, ...]
-    logprobs: tuple[float, ...]
     cached: int
+    reason: str
+    """"length" or "abort"."""
+    logprobs: tuple[float, ...] = ()
 
 
 class Completion(NamedTuple):
@@ -98,18 +117,16 @@ class Load(NamedTuple):
     asked: list[Asked]
 
 
-class EngineError(Exception):
-    """An error that an engine raised, as text."""
-
-
 class Prompts:
     """Prompts of random tokens; no two share a chunk."""
 
-    def __init__(self, seed: int = 0) -> None:
+    def __init__(self, seed: int = 0, vocabulary: range = range(300, 8000)) -> None:
         self._random = np.random.default_rng(seed)
+        self._vocabulary = vocabulary
 
     def fresh(self, tokens: int) -> list[int]:
-        prompt: list[int] = self._random.integers(300, 8000, tokens).tolist()
+        first, end = self._vocabulary.start, self._vocabulary.stop
+        prompt: list[int] = self._random.integers(first, end, tokens).tolist()
         return prompt
 
 
@@ -128,7 +145,7 @@ def engine_environment() -> dict[str, str]:
     # torch compiles for 20 s at the first request: keep the result.
     compiled = Path(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")
     kept = os.environ.get("TORCHINDUCTOR_CACHE_DIR", str(compiled))
-    return {**forking.ENVIRONMENT, "TORCHINDUCTOR_CACHE_DIR": kept}
+    return {**ENVIRONMENT, "TORCHINDUCTOR_CACHE_DIR": kept}
 
 
 class Kind(NamedTuple):
@@ -141,79 +158,81 @@ class Kind(NamedTuple):
     asynchronous: bool = False
     """On the CPU platform: schedule ahead of a worker that computes in a process of its own."""
     environment: Mapping[str, str] = {}
+    extra: Mapping[str, str] = {}
+    """What is added to the extra configuration of vLLM's connector."""
 
 
+_PLAIN = Kind()
 ALWAYS_FETCH = {"min_fetch_tokens": CHUNK}
 """Measure how long a fetch takes, not whether it pays."""
 
 
-class Engine:
-    """The handle of an engine's process; commands are the methods of `_Inside`."""
+class Engine(Remote):
+    """An engine in a process; its commands are the methods of `_Inside` and of vLLM's engine.
 
-    def __init__(self, name: str, arguments: dict[str, Any], kind: Kind) -> None:
-        self.name = name
-        self._has_answered = False
-        context = forking.context()
-        self._pipe, theirs = context.Pipe()
-        self.process = context.Process(target=_run, args=(theirs, arguments, kind))
-        self.process.start()
+    `name` is its incarnation. Without a `config` it shares nothing.
+    """
+
+    def __init__(
+        self, name: str, model: Path, kind: Kind = _PLAIN, config: XavierConfig | None = None
+    ) -> None:
+        super().__init__(
+            _run,
+            _arguments(name, model, kind, config),
+            kind,
+            name=name,
+            context=forked(),
+            daemon=False,  # it has processes of its own
+            patience=ANSWER_PATIENCE,
+        )
         atexit.register(self.close)  # at exit, multiprocessing would wait for it for ever
-        theirs.close()
 
-    def begin(self, method: str, *arguments: Any) -> None:
-        self._pipe.send((method, arguments))
+    def wait_until_ready(self, seconds: float | None = None) -> None:
+        super().wait_until_ready(_START_TIMEOUT if seconds is None else seconds)
 
-    def finish(self, timeout: float = _PATIENCE) -> Any:
-        """The answer to `begin`. Raises EngineError."""
-        try:
-            if not self._pipe.poll(timeout):
-                raise EngineError(f"{self.name} did not answer within {timeout:.0f} s")
-            error, answer = self._pipe.recv()
-            self._has_answered = True
-        except EOFError:
-            raise EngineError(f"{self.name} has ended") from None
-        if error is not None:
-            raise EngineError(f"{self.name}: {error}")
+    def ask(
+        self, prompt: Sequence[int], tokens: int = 8, name: str | None = None
+    ) -> Future[Answer]:
+        """Begin a request; a `name` makes it possible to abort it."""
+        return self.begin("answer", list(prompt), tokens, name)
+
+    def answer(self, prompt: Sequence[int], tokens: int = 8) -> Answer:
+        answer: Answer = self.call("answer", list(prompt), tokens)
         return answer
 
-    def do(self, method: str, *arguments: Any) -> Any:
-        self.begin(method, *arguments)
-        return self.finish()
-
-    def ask(self, prompt: Sequence[int], tokens: int = 1) -> Asked:
+    def timed(self, prompt: Sequence[int], tokens: int = 1) -> Asked:
+        """Time a request that comes after a rest."""
         time.sleep(REST)
-        asked: Asked = self.do("ask", prompt, tokens)
+        asked: Asked = self.call("timed", prompt, tokens)
         return asked
 
-    def cpu_seconds(self) -> float:
-        """CPU seconds of all of its processes."""
-        own = psutil.Process(self.process.pid)
-        return sum(_cpu_seconds(process) for process in (own, *own.children(recursive=True)))
-
-    def close(self) -> None:
+    def close(self, seconds: float = _STOP_TIMEOUT) -> None:
         """End all of its processes; idempotent. An engine that is still starting is killed."""
         atexit.unregister(self.close)
-        patience = _STOP_TIMEOUT if self._has_answered else 0.0
-        try:
-            started = psutil.Process(self.process.pid).children(recursive=True)
-        except psutil.NoSuchProcess:
-            started = []
-        with suppress(OSError):  # the process is dead
-            self._pipe.send(None)
-        self.process.join(patience)
-        if self.process.is_alive():
-            self.process.kill()
-            self.process.join()
-        for process in psutil.wait_procs(started, patience)[1]:
-            process.kill()
+        super().close(seconds if self._ready.done() else 0.0)
 
 
-def _cpu_seconds(process: psutil.Process) -> float:
-    try:
-        times = process.cpu_times()
-    except psutil.NoSuchProcess:
-        return 0.0
-    return float(times.user + times.system)
+def _arguments(name: str, model: Path, kind: Kind, config: XavierConfig | None) -> dict[str, Any]:
+    arguments: dict[str, Any] = {
+        "model": str(model),
+        "dtype": DTYPE,
+        "enforce_eager": True,
+        "max_model_len": CONTEXT,
+        "block_size": CHUNK,
+        "num_gpu_blocks_override": _KV_BLOCKS,
+        "kv_cache_memory_bytes": _KV_BLOCKS * _BLOCK_BYTES,
+        "max_num_batched_tokens": STEP_TOKENS,
+        "skip_tokenizer_init": True,
+        "distributed_executor_backend": "mp" if kind.asynchronous else "uni",
+    }
+    if config is not None:
+        transfer = kv_transfer_config(config)
+        extra = transfer["kv_connector_extra_config"] | dict(kind.extra)
+        arguments["kv_transfer_config"] = transfer | {
+            "engine_id": name,
+            "kv_connector_extra_config": extra,
+        }
+    return {**arguments, **kind.arguments}
 
 
 class Fleet:
@@ -229,26 +248,23 @@ class Fleet:
         *,
         model: Path | None = None,
         may_fail: Sequence[str] = (),
-        step_tokens: int = STEP_TOKENS,
         host: str = "127.0.0.1",
     ) -> None:
         self._kinds = kinds
         self._host = host
         self.model = model
         self._may_fail = may_fail
-        self._step_tokens = step_tokens
         self.engines: dict[str, Engine] = {}
         self.failed: dict[str, str] = {}
         self._loop = asyncio.Runner()
+        """For all calls to actors."""
 
     def __enter__(self) -> Self:
         model = self.model or own_model()
-        self._tracker = TrackerProcess(self._host)
+        self.tracker = TrackerProcess(self._host, lease=_LEASE)
         try:
-            self.actor = self.run(self._tracker.actor())
             for name, kind in self._kinds.items():
-                arguments = self._arguments(model, name, kind)
-                self.engines[name] = Engine(name, arguments, kind)
+                self.engines[name] = Engine(name, model, kind, self._config(kind))
             for name in self._kinds:
                 self._wait_ready(name)
             self._wait(self._have_joined, "all replicas have joined")
@@ -258,37 +274,21 @@ class Fleet:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.close()
 
     def close(self) -> None:
         with ThreadPoolExecutor() as threads:
             list(threads.map(Engine.close, self.engines.values()))
         self._loop.close()
-        self._tracker.close()
+        self.tracker.close()
 
     def __getitem__(self, name: str) -> Engine:
         return self.engines[name]
 
-    def run(self, call: Any) -> Any:
-        """Make a call to the tracker, always on the same loop."""
-
-        async def called() -> Any:
-            return await call
-
-        return self._loop.run(called())
-
     def replicas(self) -> dict[str, dict[str, Any]]:
         """The current status of each replica, from the tracker."""
-        namespaces = self.run(self.actor.status())["namespaces"].values()
-        return {
-            replica["incarnation"]: replica for known in namespaces for replica in known["replicas"]
-        }
+        return self.tracker.replicas()
 
     def wait_published(self, name: str, chunks: int) -> None:
         """Wait until all mirrors have `chunks` that `name` has published since the last `flush`."""
@@ -305,7 +305,7 @@ class Fleet:
         def are_empty() -> bool:
             replicas = self.replicas()
             members = [Member(name, replicas[name]["address"]) for name in names]
-            self.run(flush_all(members))  # again: recent chunks are still being stored
+            self._loop.run(flush_all(members))  # again: recent chunks are still being stored
             return not any(self.replicas()[name]["holdings"] for name in names)
 
         time.sleep(SETTLE)
@@ -326,7 +326,7 @@ class Fleet:
         }
 
         def have_compared() -> bool:
-            groups = self.run(self.actor.status())["namespaces"].values()
+            groups = self.tracker.call("status")["namespaces"].values()
             return all(
                 replica["stats"]["comparison"]["compared"] == len(group["replicas"]) - 1
                 and replica["stats"]["comparison"]["canaries"] == _CANARIES
@@ -339,80 +339,75 @@ class Fleet:
 
     def _wait_ready(self, name: str) -> None:
         try:
-            self.engines[name].finish(_START_TIMEOUT)
-        except EngineError as error:
+            self.engines[name].wait_until_ready()
+        except RemoteError as error:
             if name not in self._may_fail:
                 raise
             self.failed[name] = str(error)
             self.engines.pop(name).close()
 
     def _wait(self, condition: Any, what: str) -> None:
-        if not until(condition, _PATIENCE, _INTERVAL):
-            raise EngineError(f"not within {_PATIENCE:.0f} s: {what}")
+        if not until(condition, ANSWER_PATIENCE, _INTERVAL):
+            raise TimeoutError(f"not within {ANSWER_PATIENCE:.0f} s: {what}")
 
-    def _arguments(self, model: Path, name: str, kind: Kind) -> dict[str, Any]:
-        arguments: dict[str, Any] = {
-            "model": str(model),
-            "dtype": DTYPE,
-            "enforce_eager": True,
-            "max_model_len": CONTEXT,
-            "block_size": CHUNK,
-            "num_gpu_blocks_override": _KV_BLOCKS,
-            "kv_cache_memory_bytes": _KV_BLOCKS * _BLOCK_BYTES,
-            "max_num_batched_tokens": self._step_tokens,
-            "skip_tokenizer_init": True,
-            "distributed_executor_backend": "mp" if kind.asynchronous else "uni",
-            "worker_extension_cls": "benchmarks.steps.StepTimes",
-        }
-        if kind.transport is not None:
-            options = {"pool_bytes": POOL_BYTES, "chunk_tokens": CHUNK, **kind.options}
-            config = XavierConfig(MODEL, self._tracker.address, transport=kind.transport, **options)
-            arguments["kv_transfer_config"] = {**kv_transfer_config(config), "engine_id": name}
-        return {**arguments, **kind.arguments}
+    def _config(self, kind: Kind) -> XavierConfig | None:
+        if kind.transport is None:
+            return None
+        options = {"pool_bytes": POOL_BYTES, "chunk_tokens": CHUNK, **kind.options}
+        return XavierConfig(MODEL, self.tracker.address, transport=kind.transport, **options)
 
 
 # -- in the engine's process ------------------------------------------------------------------
 
 
 class _Inside:
-    """Runs in the engine's process; each public method is a command."""
+    """Each public method is a command."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
-        self._asked = 0
+        self._numbers = itertools.count()
 
-    async def ask(self, prompt: Sequence[int], tokens: int) -> Asked:
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def _name(self) -> str:
+        return f"request-{next(self._numbers)}"
+
+    async def timed(self, prompt: Sequence[int], tokens: int) -> Asked:
         from vllm import TokensPrompt
         from vllm.sampling_params import RequestOutputKind
 
         sampling = _greedy(tokens, output_kind=RequestOutputKind.DELTA)
-        self._asked += 1
         times: list[float] = []
         cached = 0
         given = TokensPrompt(prompt_token_ids=list(prompt))
         began = time.perf_counter()
-        async for output in self._engine.generate(given, sampling, f"request-{self._asked}"):
+        async for output in self._engine.generate(given, sampling, self._name()):
             times.append(time.perf_counter() - began)
             cached = output.num_cached_tokens or 0
         return Asked(times[0], tuple(times), cached)
 
-    async def answers(self, prompts: Sequence[Sequence[int]], tokens: int) -> list[Answer]:
-        """Answer all prompts at once."""
-        return await asyncio.gather(*(self._answer(prompt, tokens) for prompt in prompts))
-
-    async def _answer(self, prompt: Sequence[int], tokens: int) -> Answer:
+    async def answer(
+        self, prompt: Sequence[int], tokens: int, name: str | None = None, **sampling: Any
+    ) -> Answer:
         from vllm import TokensPrompt
-        from vllm.sampling_params import RequestOutputKind
 
-        sampling = _greedy(tokens, logprobs=0, output_kind=RequestOutputKind.FINAL_ONLY)
-        self._asked += 1
         given = TokensPrompt(prompt_token_ids=list(prompt))
-        async for output in self._engine.generate(given, sampling, f"request-{self._asked}"):
+        outputs = self._engine.generate(given, _greedy(tokens, **sampling), name or self._name())
+        found = Answer((), 0, "")
+        async for output in outputs:
             (said,) = output.outputs
-        logprobs = [
-            at[token].logprob for at, token in zip(said.logprobs, said.token_ids, strict=True)
-        ]
-        return Answer(tuple(said.token_ids), tuple(logprobs), output.num_cached_tokens or 0)
+            found = Answer(
+                tuple(said.token_ids),
+                output.num_cached_tokens or 0,
+                said.finish_reason or "",
+                _of_tokens(said.logprobs, said.token_ids),
+            )
+        return found
+
+    async def answers(self, prompts: Sequence[Sequence[int]], tokens: int) -> list[Answer]:
+        """Answer all prompts at once, with log-probabilities."""
+        return await asyncio.gather(*(self.answer(each, tokens, logprobs=0) for each in prompts))
 
     async def generate(
         self,
@@ -432,11 +427,10 @@ class _Inside:
             name: torch.from_numpy(value) if isinstance(value, np.ndarray) else value
             for name, value in prompt.items()
         }
-        self._asked += 1
         outputs = self._engine.generate(
             given,
             _sampling(**sampling),
-            f"request-{self._asked}",
+            self._name(),
             lora_request=None if lora is None else LoRARequest(**lora),
             data_parallel_rank=rank,
         )
@@ -457,13 +451,6 @@ class _Inside:
             for index in sorted(parts)
         ]
 
-    async def counted(self, metric: str) -> int:
-        """The value of one of vLLM's own counters."""
-        from vllm.v1.metrics.reader import Counter, get_metrics_snapshot
-
-        found = (each for each in get_metrics_snapshot() if isinstance(each, Counter))
-        return sum(each.value for each in found if each.name == metric)
-
     async def serve(
         self, prompts: Sequence[Sequence[int]], tokens: Sequence[int], at_once: int
     ) -> Load:
@@ -473,29 +460,41 @@ class _Inside:
         asked: list[Asked] = []
 
         async def one_after_the_other() -> None:
-            for prompt, count in left:
-                asked.append(await self.ask(prompt, count))
+            for prompt, answer in left:
+                asked.append(await self.timed(prompt, answer))
 
         began = time.perf_counter()
         await asyncio.gather(*(one_after_the_other() for _ in range(at_once)))
         return Load(time.perf_counter() - began, asked)
 
     async def forget(self) -> None:
-        """Reset vLLM's own prefix cache, but not the pool."""
-        end = time.monotonic() + _PATIENCE
-        while not await self._engine.engine_core.call_utility_async(forking.FORGET):
+        """Empty vLLM's own prefix cache, but not the pool, once no block is in use."""
+        end = time.monotonic() + ANSWER_PATIENCE
+        while not await self._engine.engine_core.call_utility_async(_FORGET):
             if time.monotonic() > end:
                 raise TimeoutError("blocks stay in use")
             await asyncio.sleep(_INTERVAL)
 
-    async def connect(self, state: str) -> None:
-        """Take the connector out or put it back: see `Connector`."""
-        await self._engine.collective_rpc("benchmark_connector", args=(state,))
+    async def load_weights(self, folder: str) -> None:
+        await self._engine.collective_rpc("reload_weights", kwargs={"weights_path": folder})
 
-    async def steps(self) -> list[Step]:
-        """The steps since the last call."""
-        (found,) = await self._engine.collective_rpc("benchmark_steps")
-        return [Step(*step) for step in found]
+    async def unfinished(self) -> int:
+        """The number of requests that have arrived and not ended."""
+        unfinished: int = self._engine.output_processor.get_num_unfinished_requests()
+        return unfinished
+
+    async def counted(self, metric: str, label: str | None = None) -> Any:
+        """The value of one of vLLM's own counters, or its values by a label."""
+        from vllm.v1.metrics.reader import Counter, get_metrics_snapshot
+
+        found = [
+            each
+            for each in get_metrics_snapshot()
+            if isinstance(each, Counter) and each.name == metric
+        ]
+        if label is None:
+            return sum(each.value for each in found)
+        return {each.labels[label]: each.value for each in found}
 
 
 def _greedy(tokens: int, **more: Any) -> Any:
@@ -518,6 +517,12 @@ def _sampling(*, structured: Mapping[str, Any] | None = None, **fields: Any) -> 
     )
 
 
+def _of_tokens(logprobs: Any, tokens: Sequence[int]) -> tuple[float, ...]:
+    if logprobs is None:
+        return ()
+    return tuple(at[token].logprob for at, token in zip(logprobs, tokens, strict=True))
+
+
 def _by_token(logprobs: Any) -> tuple[dict[int, float], ...]:
     return tuple(
         {token: each.logprob for token, each in (position or {}).items()}
@@ -527,36 +532,35 @@ def _by_token(logprobs: Any) -> tuple[dict[int, float], ...]:
 
 def _run(pipe: Connection, arguments: dict[str, Any], kind: Kind) -> None:
     os.environ.update(engine_environment(), **kind.environment)
-    forking.fork_engine_core()
+    _fork_engine_core()
     if kind.asynchronous:
         schedule_asynchronously()
     from vllm import AsyncEngineArgs
+    from vllm.platforms import current_platform
     from vllm.v1.engine.async_llm import AsyncLLM
 
     async def serve() -> None:
         engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
-        inside = _Inside(engine)
-        loop = asyncio.get_running_loop()
-        pipe.send((None, None))
-        while True:
-            try:
-                order = await loop.run_in_executor(None, pipe.recv)
-            except EOFError:  # the parent has ended
-                order = None
-            if order is None:
-                break
-            method, given = order
-            error, answer = None, None
-            try:
-                answer = await getattr(inside, method)(*given)
-            except Exception as raised:  # for the caller
-                error = repr(raised)
-            pipe.send((error, answer))
+        if not current_platform.is_cuda():
+            scheduling = engine.vllm_config.scheduler_config
+            assert scheduling.async_scheduling is kind.asynchronous
+        await obey_at_once(pipe, _Inside(engine))
         engine.shutdown()
 
-    try:
-        asyncio.run(serve())
-    except Exception as error:
-        with suppress(OSError):
-            pipe.send((repr(error), None))
-    os._exit(0)
+    asyncio.run(serve())
+
+
+def _fork_engine_core() -> None:
+    """Affects engines that this process creates from now on; not their workers, since OpenMP does
+    not survive a fork."""
+    from vllm.v1.engine import utils
+    from vllm.v1.engine.core import EngineCore
+
+    vars(utils)["get_mp_context"] = lambda: multiprocessing.get_context("fork")
+    setattr(EngineCore, _FORGET, _forget)
+
+
+def _forget(core: Any) -> bool:
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+
+    return KVCacheManager.reset_prefix_cache(core.scheduler.kv_cache_manager)

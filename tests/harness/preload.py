@@ -1,10 +1,10 @@
-"""What all engines import: the server imports it that their processes are forked from."""
+"""What the process imports that others are forked from: all that an engine needs."""
 
 # ruff: noqa: F401
 
 import os
 
-from benchmarks.forking import ENVIRONMENT
+from tests.harness.engines import ENVIRONMENT
 
 os.environ.update(ENVIRONMENT)  # some of it is read by imports
 
@@ -14,5 +14,4 @@ import vllm.v1.engine.core
 import vllm.v1.executor.uniproc_executor
 import vllm.v1.worker.cpu_worker
 
-import benchmarks.engines
 import xinference_xavier.engine.spec

@@ -12,18 +12,18 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import threading
-import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
 
+from examples.processes import alive, until
 from xinference_xavier.runtime.addresses import split_address
 
 GONE_TIMEOUT = 30.0
 """Seconds for a killed replica's other processes to notice and end."""
+_REGION = "memfd:xavier-region"
 
 
 class ReplicaProcesses(NamedTuple):
@@ -75,11 +75,6 @@ def replica_name(member: Mapping[str, Any]) -> str:
     return title.strip().removeprefix("Model: ")
 
 
-def alive(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
-    """The processes that still run; a zombie does not."""
-    return [process for process in processes if _runs(process)]
-
-
 def kill(process: psutil.Process) -> None:
     """Kill the process with SIGKILL; return when it is gone."""
     process.send_signal(signal.SIGKILL)
@@ -91,28 +86,47 @@ def wait_gone(processes: Iterable[psutil.Process], timeout: float = GONE_TIMEOUT
 
     A zombie counts as gone: its parent may be too busy or stopped to reap it.
     """
-    left = list(processes)
-    deadline = time.monotonic() + timeout
-    while left := alive(left):
-        if time.monotonic() > deadline:
-            still = ", ".join(f"{process.pid} {process.name()}" for process in left)
-            raise TimeoutError(f"still running after {timeout:g} s: {still}")
-        threading.Event().wait(0.05)
+    doomed = list(processes)
+    if not until(lambda: not alive(doomed), timeout):
+        still = ", ".join(f"{process.pid} {process.name()}" for process in alive(doomed))
+        raise TimeoutError(f"still running after {timeout:g} s: {still}")
 
 
 @contextlib.contextmanager
-def frozen(processes: Iterable[psutil.Process]) -> Iterator[None]:
-    """Suspend the processes with SIGSTOP, and at the end resume those that still exist."""
+def frozen(processes: Iterable[psutil.Process]) -> Iterator[Callable[[], bool]]:
+    """Suspend the processes with SIGSTOP, and at the end resume those that still exist. Yields a
+    function that says whether they stand still."""
     stopped = []
     try:
         for process in processes:
             process.suspend()
             stopped.append(process)
-        yield
+        yield lambda: all(each.status() == psutil.STATUS_STOPPED for each in stopped)
     finally:
         for process in stopped:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.resume()
+
+
+def is_transfer(process: psutil.Process) -> bool:
+    """Whether it is a replica's transfer process, and has not ended."""
+    return "xinference_xavier.transfer" in _words(process)
+
+
+def mapped_regions(processes: Iterable[psutil.Process]) -> dict[int, int]:
+    """The pools' memory that these processes map: bytes by inode."""
+    found = {}
+    for process in processes:
+        try:
+            lines = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
+        except OSError:
+            continue  # it has ended
+        for line in lines:
+            if _REGION in line:
+                addresses, _, _, _, inode, *_ = line.split()
+                start, end = (int(address, 16) for address in addresses.split("-"))
+                found[int(inode)] = end - start
+    return found
 
 
 def _around(engine: psutil.Process) -> ReplicaProcesses:
@@ -121,7 +135,7 @@ def _around(engine: psutil.Process) -> ReplicaProcesses:
         raise LookupError(f"engine {engine.pid} has no parent any more")
     children = engine.children(recursive=True)
     workers = tuple(child for child in children if _is(child, "VLLM::Worker"))
-    transfers = [child for child in children if "xinference_xavier.transfer" in _words(child)]
+    transfers = [child for child in children if is_transfer(child)]
     return ReplicaProcesses(model, engine, workers, transfers[0] if transfers else None)
 
 
@@ -135,13 +149,6 @@ def _words(process: psutil.Process) -> list[str]:
         return process.cmdline()
     except (psutil.NoSuchProcess, psutil.AccessDenied):
         return []
-
-
-def _runs(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 @contextlib.contextmanager

@@ -1,5 +1,5 @@
 """xinference's own API in a separate process, with authentication on and our extension loaded, in
-front of a supervisor of `tests/api_process.py`. There are no models and no accounts at first.
+front of a supervisor of `tests/harness/api.py`. There are no models and no accounts at first.
 
 xinference reads its environment when it is imported, so only the new process imports it.
 """
@@ -7,7 +7,6 @@ xinference reads its environment when it is imported, so only the new process im
 from __future__ import annotations
 
 import inspect
-import multiprocessing
 import os
 import socket
 from collections.abc import Sequence
@@ -16,6 +15,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import httpx
+
+from tests.harness.remote import Remote, spawned, tell_ready
 
 _PATIENCE = 300.0
 _PASSWORD = "a long password"
@@ -38,15 +39,8 @@ def bearer(token: str) -> dict[str, str]:
 class GuardedApi:
     def __init__(self, supervisor: str, home: Path) -> None:
         """`supervisor` is an address, `home` becomes XINFERENCE_HOME, where accounts are kept."""
-        context = multiprocessing.get_context("spawn")
-        pipe, theirs = context.Pipe()
-        self._process = context.Process(
-            target=_serve, args=(theirs, supervisor, str(home)), daemon=True
-        )
-        self._process.start()
-        theirs.close()
-        assert pipe.poll(_PATIENCE), "xinference's API did not start"
-        port, setup_token = pipe.recv()
+        self._process = Remote(_serve, supervisor, str(home), context=spawned())
+        port, setup_token = self._process.wait_until_ready(_PATIENCE)
         self.endpoint = f"http://127.0.0.1:{port}"
         connecting = httpx.HTTPTransport(retries=8)  # 4.0 is not listening yet
         self.http = httpx.Client(base_url=self.endpoint, timeout=_PATIENCE, transport=connecting)
@@ -57,7 +51,6 @@ class GuardedApi:
     def stop(self) -> None:
         self.http.close()
         self._process.kill()
-        self._process.join()
 
     def user(self, name: str, permissions: Sequence[str]) -> User:
         """A new account with these rights, signed in."""
@@ -104,7 +97,7 @@ def _serve(pipe: Connection, supervisor: str, home: str) -> None:
         port = listening.getsockname()[1]
         api = RESTfulAPI(supervisor, "127.0.0.1", port)
         setup_token = getattr(api._advanced_auth_service, "setup_token", "")  # from 4.1 on
-        pipe.send((port, setup_token))
+        tell_ready(pipe, (port, setup_token))
         if "sockets" in inspect.signature(api.serve).parameters:
             api.serve(sockets=[listening])
             return
