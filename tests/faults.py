@@ -31,8 +31,6 @@ ROWS_BEFORE_STALL = 3
 """Rows that StallingGloo sends before it hangs."""
 _STALL = b" and stall"
 """A stalling donor appends this to its answer."""
-LINGER = 0.1
-"""Seconds by which LingeringGloo is late."""
 
 
 class _FaultyLink(Link):
@@ -215,24 +213,6 @@ class _StallableOffer(_HalfLink):
     def complete(self, answer: bytes, deadline: float) -> Link:
         link: Link = self._half.complete(answer.removesuffix(_STALL), deadline)
         return self._fault(link) if answer.endswith(_STALL) else link
-
-
-class _LingeringLink(_FaultyLink):
-    def send(self, slots: Sequence[int], deadline: float) -> None:
-        self.link.send(slots, deadline)
-        threading.Event().wait(LINGER)
-
-
-class LingeringGloo(_FaultyGloo):
-    """A donor that is slow to notice that its rows have left."""
-
-    link = _LingeringLink
-
-
-class LingeringSharedMemory(_FaultySharedMemory):
-    """A donor that is slow to notice that its rows have left."""
-
-    link = _LingeringLink
 
 
 SCRIPT = "XAVIER_TEST_FAULT"

@@ -238,7 +238,7 @@ MUTATIONS = (
         "        seen = 0 if complete else seen\n",
         "",
         "after a supervisor's restart, routers do not learn of replicas that reported before",
-        ("tests/tracker/test_loads.py",),
+        ("tests/tracker/test_observers.py",),
     ),
     # -- events, figures, commands, options ----------------------------------------------------
     Mutation(
@@ -246,7 +246,7 @@ MUTATIONS = (
         "if self._lost.pop(name, None) is not None:",
         "if self._lost.pop(incarnation, None) is not None:",
         "hooks never hear that a lost replica has recovered",
-        ("tests/tracker/test_membership.py",),
+        ("tests/tracker/test_log.py",),
     ),
     Mutation(
         "engine/manager.py",

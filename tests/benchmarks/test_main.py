@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -57,3 +58,13 @@ def test_an_unknown_part_is_refused_before_anything_is_measured() -> None:
     with pytest.raises(SystemExit, match="unknown part two; the parts are one, other"):
         program.main(["one", "two"])
     assert not report.REPORT.exists()
+
+
+def test_a_part_that_is_measured_again_replaces_its_earlier_figures(tmp_path: Path) -> None:
+    file = tmp_path / "build" / "report.json"
+    for name, value in (("one", 1), ("two", 2), ("one", 3)):
+        report.add(report.load(file), name, {"value": value}, 0.5, file)
+    written = json.loads(file.read_text())["parts"]
+    assert {name: entry["value"] for name, entry in written.items()} == {"one": 3, "two": 2}
+    assert written["one"]["machine"]["cores"] >= 1
+    assert written["one"]["machine"]["vllm"]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from vllm.distributed.kv_transfer import kv_transfer_state
@@ -73,23 +73,20 @@ def test_it_is_out_in_two_of_four_steps(core: Core, recorder: steps._Recorder) -
     assert core.scheduler.connector is core.connector
 
 
-def happen(core: Core, what: str) -> None:
-    changes: dict[str, Any] = {
-        "a request waits": lambda: core.scheduler.waiting.append("new"),
-        "a request has ended": lambda: core.scheduler.finished_req_ids.add("old"),
-        "a block is full": lambda: setattr(core.request, "num_computed_tokens", 2 * BLOCK),
-        "a job runs": lambda: setattr(core.connector, "has_pending_push_work", lambda: True),
-    }
-    changes[what]()
-
-
 @pytest.mark.parametrize(
-    "what", ["a request waits", "a request has ended", "a block is full", "a job runs"]
+    "happens",
+    [
+        lambda core: core.scheduler.waiting.append("new"),
+        lambda core: core.scheduler.finished_req_ids.add("old"),
+        lambda core: setattr(core.request, "num_computed_tokens", 2 * BLOCK),
+        lambda core: setattr(core.connector, "has_pending_push_work", lambda: True),
+    ],
+    ids=["a request waits", "a request has ended", "a block is full", "a job runs"],
 )
 def test_it_is_in_and_nothing_is_counted_where_vllm_tells_it_something(
-    core: Core, recorder: steps._Recorder, what: str
+    core: Core, recorder: steps._Recorder, happens: Callable[[Core], object]
 ) -> None:
     recorder.turn(Connector.IN_TURNS)
-    happen(core, what)
+    happens(core)
     assert run(core, 4) == [True] * 4
     assert recorder.steps == []

@@ -33,7 +33,7 @@ from xinference_xavier.config import XavierConfig
 from xinference_xavier.mirror import Mirror
 from xinference_xavier.pool.pool import Pool, PoolCounts, shared_keys
 from xinference_xavier.pool.region import Region
-from xinference_xavier.pool.tier import Claim, Fetch, FetchState
+from xinference_xavier.pool.tier import Fetch, FetchState
 from xinference_xavier.protocol.load import Load, ScheduledPrompt
 from xinference_xavier.protocol.tracker import tracker_uid
 from xinference_xavier.replica.canary import ProbeResult, Sketch
@@ -156,7 +156,6 @@ class _Inside:
             fingerprint_fields=fingerprint_fields,
         )
         self.fetching: Fetch | None = None
-        self.claims: list[Claim] = []
         self.began = 0.0
         self.replica.start()
 
@@ -224,20 +223,6 @@ class _Inside:
             np.array_equal(self.region.row(row.slot), content(row.key, self.region.row_bytes))
             for row in self.pool.rows()
         )
-
-    def claim(self, keys: Sequence[bytes]) -> int:
-        """How many leading chunks a peer is computing."""
-        claim = self.replica.tier.claim(keys, 60.0)
-        assert claim is not None, "there are peers"
-        wait_until(lambda: claim.held_by_peer is not None, "the tracker has answered the claim")
-        assert claim.held_by_peer is not None
-        self.claims.append(claim)
-        return claim.held_by_peer
-
-    def release_claims(self) -> None:
-        for claim in self.claims:
-            self.replica.tier.release_claim(claim)
-        self.claims.clear()
 
     def evict(self, keys: Sequence[bytes]) -> None:
         """Evict exactly these chunks, as if the pool had run out of room."""
@@ -438,3 +423,26 @@ def replicas(
             if replica.process.is_alive():
                 replica.stop()
             replica.kill()
+
+
+def stored(consumer: ReplicaProcess, *donors: ReplicaProcess, count: int = 8) -> list[bytes]:
+    """Fresh chunks that all `donors` hold, as `consumer` knows."""
+    keys = fresh_keys(count)
+    for donor in donors:
+        donor.store(keys)
+        wait_until_known(consumer, donor, keys)
+    return keys
+
+
+def wait_until_known(consumer: ReplicaProcess, donor: ReplicaProcess, keys: list[bytes]) -> None:
+    wait_until(
+        lambda: all(donor.name in consumer.holders(key) for key in keys),
+        f"{consumer.name} knows what {donor.name} holds",
+    )
+
+
+def is_free(replica: ReplicaProcess) -> bool:
+    """Whether no row is being filled or pinned, and nothing is granted."""
+    counts = replica.counts()
+    grants = replica.stats()["grants"]["live"]
+    return (counts.filling, counts.pinned, counts.quarantined, grants) == (0, 0, 0, 0)

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from xinference_xavier.mirror import MAX_STALE, PIECE, Mirror
+from xinference_xavier import mirror as module
+from xinference_xavier.mirror import MAX_STALE, PIECE, Mirror, PeerSets
 from xinference_xavier.protocol.tracker import Change, Member, Settings, Update, pack
 
 KEY = b"key1"
@@ -168,22 +169,27 @@ class TestStaleEntries:
         mirror.record_stale(KEY, "a", 5)
         assert mirror.holders(KEY) == ("b",)
 
-    def test_what_was_on_its_way_before_the_answer_does_not_revive_it(self, mirror: Mirror) -> None:
+    @pytest.mark.parametrize(
+        ("publications", "holders"),
+        [
+            ([adds("a", 4, KEY), adds("a", 5, KEY)], ("b",)),
+            ([adds("a", 6, KEY)], ("a", "b")),
+            ([adds("a", 6, OTHER)], ("b",)),
+        ],
+        ids=["on their way before the answer", "later", "later, but unrelated"],
+    )
+    def test_only_a_later_publication_revives_it(
+        self, mirror: Mirror, publications: list[Change], holders: tuple[str, ...]
+    ) -> None:
         mirror.record_stale(KEY, "a", 5)
-        mirror.apply(update(adds("a", 4, KEY)))
-        mirror.apply(update(adds("a", 5, KEY)))
+        for publication in publications:
+            mirror.apply(update(publication))
+        assert mirror.holders(KEY) == holders
+
+    def test_a_snapshot_that_was_on_its_way_does_not_revive_it(self, mirror: Mirror) -> None:
+        mirror.record_stale(KEY, "a", 5)
         mirror.apply(update(replaces("a", 5, KEY), snapshot=True))
         assert mirror.holders(KEY) == ()
-
-    def test_a_later_publication_revives_it(self, mirror: Mirror) -> None:
-        mirror.record_stale(KEY, "a", 5)
-        mirror.apply(update(adds("a", 6, KEY)))
-        assert "a" in mirror.holders(KEY)
-
-    def test_an_unrelated_later_publication_does_not(self, mirror: Mirror) -> None:
-        mirror.record_stale(KEY, "a", 5)
-        mirror.apply(update(adds("a", 6, OTHER)))
-        assert mirror.holders(KEY) == ("b",)
 
     def test_an_answer_older_than_the_mirror_is_not_believed(self, mirror: Mirror) -> None:
         """The entry may be from the later publication, which will not be repeated."""
@@ -332,3 +338,62 @@ def test_a_key_takes_less_than_120_bytes() -> None:
         tracemalloc.stop()
     assert len(mirror) > 0.9 * count
     assert used / len(mirror) < 120
+
+
+@pytest.fixture
+def sets() -> PeerSets:
+    sets = PeerSets()
+    for peer in "abc":
+        sets.bit(peer)
+    return sets
+
+
+def test_a_set_names_its_peers(sets: PeerSets) -> None:
+    assert sets.bit("a") | sets.bit("c") == sets.set_of("ac")
+    assert sorted(sets.names(sets.set_of("ac"))) == ["a", "c"]
+    assert sets.names(0) == []
+    assert sets.peers == {"a", "b", "c"}
+
+
+def test_strangers_are_in_no_set(sets: PeerSets) -> None:
+    assert sets.set_of(["stranger", "b"]) == sets.bit("b")
+    assert "stranger" not in sets
+
+
+def test_a_set_from_before_everything_was_forgotten_names_nobody(sets: PeerSets) -> None:
+    """The scheduler may still have one."""
+    assert PeerSets().names(sets.set_of("abc")) == []
+
+
+def test_numbers_are_used_again(sets: PeerSets) -> None:
+    for number in range(1000):
+        sets.bit(f"{number}")
+        sets.forget([f"{number}"])
+    assert sets.bit("last") < 1 << 4
+    assert sets.names(sets.set_of(["last"])) == ["last"]
+
+
+def test_the_version_tells_when_a_number_means_another_peer(sets: PeerSets) -> None:
+    versions = [sets.version]
+    for change in (lambda: sets.bit("d"), lambda: sets.forget("a"), lambda: sets.bit("e")):
+        change()
+        versions.append(sets.version)
+    assert len(set(versions)) == 4
+    sets.bit("e")
+    assert sets.version == versions[-1]
+
+
+def test_equal_sets_are_one_object(sets: PeerSets) -> None:
+    large = [sets.bit(f"{number}") for number in range(100)]
+    assert sets.shared(sum(large)) is sets.shared(sum(reversed(large)))
+
+
+def test_sets_that_exist_no_more_are_forgotten(
+    sets: PeerSets, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MAX_SHARED", 2)
+    for names in ("a", "ab", "abc"):
+        assert sorted(sets.names(sets.shared(sets.set_of(names)))) == list(names)
+    assert len(sets._shared) == 2
+    sets.forget("b")
+    assert list(sets._shared) == [sets.set_of("a")]

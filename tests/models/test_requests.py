@@ -125,30 +125,23 @@ def test_a_chat_whose_history_has_what_another_engine_generated(engines: Engines
     assert shared.error < TOLERANCE
 
 
-def test_a_second_turn_copies_generated_chunks_that_nobody_asked_for_again(
-    engines: Engines,
+@pytest.mark.parametrize(
+    ("thoughts", "reused"),
+    [(0, (PROMPT + ANSWER - 1) // CHUNK * CHUNK), (ANSWER // 2, PROMPT // CHUNK * CHUNK)],
+    ids=["with all of the answer", "without the thoughts"],
+)
+def test_a_second_turn_copies_generated_chunks_up_to_what_it_drops(
+    engines: Engines, thoughts: int, reused: int
 ) -> None:
+    """Nobody asked for them since. Chunks after a dropped part have other keys than those that the
+    engine computed."""
     question = engines.prompts.fresh(PROMPT)
     (said,) = engines.ask(FIRST, question, sampling={"max_tokens": ANSWER})
     engines.settle()
-    history = question + list(said.tokens)
-    second_turn = history + engines.prompts.fresh(50)
-    cold = engines.ask(PLAIN, second_turn)
-    answer = engines.ask(SECOND, second_turn)
-    assert answer[0].cached == (len(history) - 1) // CHUNK * CHUNK > PROMPT
-    assert difference(cold, answer) < TOLERANCE
-
-
-def test_a_chat_whose_history_drops_the_thoughts(engines: Engines) -> None:
-    """The chunks after the dropped part have other keys than those that the engine computed."""
-    question = engines.prompts.fresh(PROMPT)
-    (said,) = engines.ask(FIRST, question, sampling={"max_tokens": ANSWER})
-    engines.settle()
-    thoughts = ANSWER // 2
     second_turn = question + list(said.tokens[thoughts:]) + engines.prompts.fresh(50)
     cold = engines.ask(PLAIN, second_turn)
     answer = engines.ask(SECOND, second_turn)
-    assert answer[0].cached == PROMPT // CHUNK * CHUNK
+    assert answer[0].cached == reused
     assert difference(cold, answer) < TOLERANCE
 
 

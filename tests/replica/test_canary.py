@@ -21,7 +21,7 @@ from tests.harness.replicas import (
 from xinference_xavier.mirror import Mirror
 from xinference_xavier.protocol.tracker import Member, Settings, Update
 from xinference_xavier.protocol.transfer import PROTOCOL_VERSION
-from xinference_xavier.replica.canary import Canary, Difference, difference
+from xinference_xavier.replica.canary import Canary, Difference, Sketch, difference
 from xinference_xavier.replica.namespace import SharedNamespace
 
 KEY = b"a canary"
@@ -34,47 +34,47 @@ def scaled(factor: float, layer: str = "layer 1") -> dict[str, tuple[str, list[f
     return {**SKETCH, layer: (dtype, [factor * sample for sample in samples])}
 
 
-class TestDifference:
-    @pytest.mark.parametrize("other", [SKETCH, scaled(1.05), scaled(1.005, "layer 0")])
-    def test_of_rounding_is_none(self, other: dict[str, tuple[str, list[float]]]) -> None:
-        assert difference(SKETCH, other) is None
+FIRST_LAYER = {"layer 0": SKETCH["layer 0"]}
+BACKWARDS = {layer: (dtype, SAMPLES[::-1]) for layer, (dtype, _) in SKETCH.items()}
+ZEROS = {"layer 0": ("float32", [0.0, 0.0])}
 
-    @pytest.mark.parametrize(
-        ("layer", "factor", "amount"),
-        [("layer 1", 1.5, 1 / 3), ("layer 0", 1.02, 0.02 / 1.02), ("layer 1", -1.0, 2.0)],
-    )
-    def test_of_samples_is_relative_to_their_size(
-        self, layer: str, factor: float, amount: float
-    ) -> None:
-        found = difference(SKETCH, scaled(factor, layer))
-        assert found == (layer, pytest.approx(amount))
 
-    def test_the_first_layer_is_named(self) -> None:
-        other = {layer: (dtype, SAMPLES[::-1]) for layer, (dtype, _) in SKETCH.items()}
-        found = difference(SKETCH, other)
-        assert found is not None
-        assert found.layer == "layer 0"
-
-    @pytest.mark.parametrize(
-        "other",
-        [
-            {**SKETCH, "layer 1": ("float16", SAMPLES)},
-            {**SKETCH, "layer 1": ("bfloat16", SAMPLES[:2])},
-        ],
-        ids=["type", "number"],
-    )
-    def test_of_shape_is_infinite(self, other: dict[str, tuple[str, list[float]]]) -> None:
-        assert difference(SKETCH, other) == Difference("layer 1", math.inf)
-
-    def test_layers_that_one_sketch_lacks_are_not_compared(self) -> None:
-        """The rows of a KV-cache group may be evicted, or not stored yet."""
-        one = {"layer 0": SKETCH["layer 0"]}
-        assert difference(one, SKETCH) is None
-        assert difference(SKETCH, one) is None
-
-    def test_of_zeros_is_none(self) -> None:
-        zero = {"layer 0": ("float32", [0.0, 0.0])}
-        assert difference(zero, zero) is None
+@pytest.mark.parametrize(
+    ("one", "other", "expected"),
+    [
+        (SKETCH, SKETCH, None),
+        (SKETCH, scaled(1.05), None),
+        (SKETCH, scaled(1.005, "layer 0"), None),
+        (ZEROS, ZEROS, None),
+        (FIRST_LAYER, SKETCH, None),
+        (SKETCH, FIRST_LAYER, None),
+        (SKETCH, scaled(1.5), ("layer 1", 1 / 3)),
+        (SKETCH, scaled(1.02, "layer 0"), ("layer 0", 0.02 / 1.02)),
+        (SKETCH, scaled(-1.0), ("layer 1", 2.0)),
+        (SKETCH, BACKWARDS, ("layer 0", math.sqrt(4 / 7))),
+        (SKETCH, {**SKETCH, "layer 1": ("float16", SAMPLES)}, ("layer 1", math.inf)),
+        (SKETCH, {**SKETCH, "layer 1": ("bfloat16", SAMPLES[:2])}, ("layer 1", math.inf)),
+    ],
+    ids=[
+        "none",
+        "rounding to bfloat16",
+        "rounding to float32",
+        "zeros",
+        "a layer that ours lacks: its rows may be evicted",
+        "a layer that the other lacks: its rows may not be stored yet",
+        "half as much again",
+        "more than rounding to float32",
+        "another sign",
+        "of several layers the first is named",
+        "another type",
+        "another number of samples",
+    ],
+)
+def test_a_difference_is_relative_to_the_size_of_the_samples(
+    one: Sketch, other: Sketch, expected: tuple[str, float] | None
+) -> None:
+    found = difference(one, other)
+    assert found == (expected and (expected[0], pytest.approx(expected[1])))
 
 
 class TestWhatDiffers:

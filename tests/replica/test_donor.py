@@ -1,16 +1,21 @@
-"""A donor's promises: rows stay as long as promised, and not longer."""
+"""A donor's promises: rows stay as long as promised, and not longer. What it offers has checksums,
+which are computed off the scheduler thread, however fast rows come."""
 
 from __future__ import annotations
 
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Iterator
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
-from xinference_xavier.errors import GrantRefusedError
-from xinference_xavier.pool.pool import Pool
-from xinference_xavier.protocol.transfer import PROTOCOL_VERSION, GrantRequest
-from xinference_xavier.replica.donor import Donor, Grants
+from xinference_xavier.errors import GrantRefusedError, LinkError
+from xinference_xavier.pool.pool import Pool, Row
+from xinference_xavier.pool.region import Region
+from xinference_xavier.protocol.transfer import MAX_ROWS_PER_FETCH, PROTOCOL_VERSION, GrantRequest
+from xinference_xavier.replica.donor import Checksums, Donor, Grants
 
 A, B, C, D = (bytes([n]) for n in range(4))
 LIFETIME = 10.0
@@ -85,20 +90,40 @@ def test_promises_to_the_dead_end_at_once(pool: Pool, grants: Grants) -> None:
     assert len(grants) == pinned(pool) == grants.granted_rows == 1
 
 
-def test_without_a_transfer_process_nothing_is_granted(pool: Pool) -> None:
+REQUEST = GrantRequest(PROTOCOL_VERSION, "namespace", "consumer", (A,))
+
+
+@pytest.mark.parametrize(
+    ("request_", "namespace", "reason"),
+    [
+        (None, "namespace", "malformed"),
+        (REQUEST._replace(keys=[A]), "namespace", "malformed"),  # type: ignore[arg-type]
+        (REQUEST._replace(version=PROTOCOL_VERSION + 1), "namespace", "run the same version"),
+        (REQUEST._replace(keys=(A,) * (MAX_ROWS_PER_FETCH + 1)), "namespace", "too many rows"),
+        (REQUEST, None, "sharing is off"),
+        (REQUEST, "another", "other namespace"),
+        (REQUEST._replace(consumer="stranger"), "namespace", "not compared"),
+        (REQUEST, "namespace", "no transfer process"),
+    ],
+    ids=[
+        "no request",
+        "keys in a list",
+        "another version",
+        "too many keys",
+        "outside of any namespace",
+        "of another namespace",
+        "a stranger",
+        "without a transfer process",
+    ],
+)
+def test_what_is_not_granted_is_counted_and_pins_nothing(
+    pool: Pool, request_: Any, namespace: str | None, reason: str
+) -> None:
+    """Here the donor has no transfer process, and trusts one consumer."""
     down: Any = SimpleNamespace(endpoint=None, ready=False)
     donor = Donor(pool, down, LIFETIME)
-    request = GrantRequest(PROTOCOL_VERSION, "namespace", "consumer", (A,))
-    with pytest.raises(GrantRefusedError, match="no transfer process"):
-        donor.grant(request, namespace="namespace", sequence=1, trusts=lambda consumer: True)
-    assert (pinned(pool), donor.refused) == (0, 1)
-
-
-def test_a_consumer_that_may_compute_otherwise_gets_nothing(pool: Pool) -> None:
-    donor = Donor(pool, cast(Any, SimpleNamespace(endpoint=None)), LIFETIME)
-    request = GrantRequest(PROTOCOL_VERSION, "namespace", "consumer", (A,))
-    with pytest.raises(GrantRefusedError, match="not compared"):
-        donor.grant(request, namespace="namespace", sequence=1, trusts={"other"}.__contains__)
+    with pytest.raises((LinkError, GrantRefusedError), match=reason):
+        donor.grant(request_, namespace=namespace, sequence=1, trusts={"consumer"}.__contains__)
     assert (pinned(pool), donor.refused) == (0, 1)
 
 
@@ -109,3 +134,111 @@ def test_two_promises_of_one_row_both_count(pool: Pool, grants: Grants) -> None:
     assert pinned(pool) == 1
     grants.release(second.grant_id)
     assert pinned(pool) == 0
+
+
+SLOTS = 4
+PATIENCE = 30.0
+
+
+@pytest.fixture
+def region() -> Iterator[Region]:
+    region = Region.create(SLOTS, 4096)
+    yield region
+    region.close()
+
+
+@pytest.fixture
+def empty() -> Pool:
+    return Pool(SLOTS)
+
+
+class Offers:
+    """Collects the offered keys, and announces each offer."""
+
+    def __init__(self) -> None:
+        self.keys: list[bytes] = []
+        self.changed = asyncio.Event()
+
+    def __call__(self, keys: list[bytes]) -> None:
+        self.keys += keys
+        self.changed.set()
+
+    async def until(self, count: int) -> None:
+        async with asyncio.timeout(PATIENCE):
+            while len(self.keys) < count:
+                await self.changed.wait()
+                self.changed.clear()
+
+
+@pytest.fixture
+async def offers() -> Offers:
+    return Offers()
+
+
+@pytest.fixture
+async def checksums(region: Region, empty: Pool, offers: Offers) -> AsyncIterator[Checksums]:
+    checksums = Checksums(region, empty, offers)
+    running = asyncio.create_task(checksums.run())
+    yield checksums
+    running.cancel()
+    await asyncio.wait({running})
+
+
+def store(pool: Pool, *keys: bytes) -> list[Row]:
+    rows = pool.reserve(keys).rows
+    for row in rows:
+        pool.commit(row)
+    return rows
+
+
+async def test_stored_rows_are_offered_with_their_checksums(
+    checksums: Checksums, region: Region, empty: Pool, offers: Offers
+) -> None:
+    rows = store(empty, b"one", b"two")
+    region.row(rows[0].slot)[:] = 7
+    checksums.add(rows)
+    await offers.until(2)
+    assert offers.keys == [b"one", b"two"]
+    assert [row.checksum for row in rows] == [region.checksum(r.slot, r.key) for r in rows]
+    assert empty.counts().pinned == 0
+    checksums.add(store(empty, b"three"))
+    await offers.until(3)
+
+
+async def test_rows_evicted_meanwhile_are_not_offered(
+    checksums: Checksums, empty: Pool, offers: Offers
+) -> None:
+    gone = store(empty, b"gone")
+    empty.reset()
+    checksums.add([*gone, *store(empty, b"here")])
+    await offers.until(1)
+    assert offers.keys == [b"here"]
+
+
+async def test_at_most_one_row_per_slot_waits(
+    checksums: Checksums,
+    region: Region,
+    empty: Pool,
+    offers: Offers,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A row that has left its slot makes way for the next one there. Otherwise the queue would grow
+    while rows are stored faster than their checksums are computed."""
+    proceed, at_work = threading.Event(), threading.Event()
+    sums = region.checksum
+
+    def slowly(slot: int, key: bytes) -> int:
+        at_work.set()
+        proceed.wait(PATIENCE)
+        return sums(slot, key)
+
+    monkeypatch.setattr(region, "checksum", slowly)
+    checksums.add(store(empty, b"first"))
+    await asyncio.to_thread(at_work.wait, PATIENCE)
+    for number in range(100):
+        checksums.add(store(empty, b"%d" % number))
+    assert len(checksums._waiting) <= SLOTS
+    proceed.set()
+    await offers.until(SLOTS)
+    assert set(offers.keys) == {b"first", b"97", b"98", b"99"}
+    assert (empty.counts().pinned, len(checksums._waiting)) == (0, 0)

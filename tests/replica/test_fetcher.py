@@ -6,20 +6,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-import xoscar
 
 from tests.faults import CORRUPT_ROW
 from tests.harness.replicas import (
     ROW_BYTES,
     ReplicaProcess,
     TrackerProcess,
-    fresh_keys,
     replicas,
+    stored,
     wait_until,
+    wait_until_known,
 )
-from xinference_xavier.errors import GrantRefusedError, LinkError
-from xinference_xavier.protocol.transfer import MAX_ROWS_PER_FETCH, PROTOCOL_VERSION, GrantRequest
-from xinference_xavier.replica.fetcher import replica_uid
 
 pytestmark = pytest.mark.process
 
@@ -58,20 +55,6 @@ def bob(all_replicas: dict[str, ReplicaProcess]) -> ReplicaProcess:
     return all_replicas["bob"]
 
 
-def stored(donor: ReplicaProcess, consumer: ReplicaProcess, count: int) -> list[bytes]:
-    """Fresh chunks that `donor` holds, as `consumer` knows."""
-    keys = fresh_keys(count)
-    donor.store(keys)
-    wait_until_known(consumer, donor, keys)
-    return keys
-
-
-def wait_until_known(consumer: ReplicaProcess, donor: ReplicaProcess, keys: list[bytes]) -> None:
-    wait_until(
-        lambda: all(donor.name in consumer.holders(key) for key in keys), "the index lists them"
-    )
-
-
 def assert_clean(consumer: ReplicaProcess, donor: ReplicaProcess) -> None:
     counts = consumer.counts()
     assert (counts.filling, counts.pinned, counts.quarantined) == (0, 0, 0)
@@ -88,7 +71,7 @@ def bytes_by(replica: ReplicaProcess, transport: str) -> int:
 def test_rows_arrive_byte_for_byte(
     alice: ReplicaProcess, bob: ReplicaProcess, transport: str
 ) -> None:
-    keys = stored(alice, bob, 5)
+    keys = stored(bob, alice, count=5)
     fetches, moved = bob.stats()["fetches"], bob.transfer_stats()["transports"][transport]
     before = bytes_by(bob, transport)
     outcome = bob.fetch("alice", keys, TIMEOUT)
@@ -107,7 +90,7 @@ def test_fetched_rows_are_published(
     all_replicas: dict[str, ReplicaProcess], alice: ReplicaProcess, bob: ReplicaProcess
 ) -> None:
     third = all_replicas["checked"]
-    keys = stored(alice, bob, 2)
+    keys = stored(bob, alice, count=2)
     bob.fetch("alice", keys, TIMEOUT)
     wait_until_known(alice, bob, keys)
     wait_until_known(third, bob, keys)
@@ -117,7 +100,7 @@ def test_fetched_rows_are_published(
 def test_two_replicas_fetch_from_each_other_at_the_same_time(
     alice: ReplicaProcess, bob: ReplicaProcess
 ) -> None:
-    hers, his = stored(alice, bob, 8), stored(bob, alice, 8)
+    hers, his = stored(bob, alice, count=8), stored(alice, bob, count=8)
     fetches = [
         alice.begin("fetch", "bob", his, TIMEOUT),
         bob.begin("fetch", "alice", hers, TIMEOUT),
@@ -134,7 +117,7 @@ def test_a_row_damaged_in_transit_never_becomes_a_hit(
 ) -> None:
     """With the check switched off, the same damage becomes a hit."""
     consumer = all_replicas[check]
-    keys = stored(alice, consumer, 5)
+    keys = stored(consumer, alice, count=5)
     outcome = consumer.fetch("alice", keys, TIMEOUT)
     if check == "unchecked":
         assert outcome.state == "COMMITTED"
@@ -151,7 +134,7 @@ def test_a_row_damaged_in_transit_never_becomes_a_hit(
 def test_a_stale_entry_is_a_miss_until_the_donor_publishes_again(
     alice: ReplicaProcess, bob: ReplicaProcess
 ) -> None:
-    keys = stored(alice, bob, 3)
+    keys = stored(bob, alice, count=3)
     alice.forget(keys)
     outcome = bob.fetch("alice", keys, TIMEOUT)
     assert (outcome.state, outcome.reason, outcome.committed) == ("ROLLED_BACK", "not held", 0)
@@ -166,7 +149,7 @@ def test_a_stale_entry_is_a_miss_until_the_donor_publishes_again(
 def test_the_leading_rows_that_the_donor_still_holds_are_fetched(
     alice: ReplicaProcess, bob: ReplicaProcess
 ) -> None:
-    keys = stored(alice, bob, 4)
+    keys = stored(bob, alice, count=4)
     alice.forget(keys[2:3])
     outcome = bob.fetch("alice", keys, TIMEOUT)
     assert (outcome.state, outcome.committed) == ("COMMITTED", 2)
@@ -179,7 +162,7 @@ def test_a_donor_grants_at_most_half_of_its_pool_and_the_rest_is_not_stale(
     alice: ReplicaProcess, bob: ReplicaProcess
 ) -> None:
     half = alice.counts().rows // 2
-    keys = stored(alice, bob, half + 3)
+    keys = stored(bob, alice, count=half + 3)
     outcome = bob.fetch("alice", keys, TIMEOUT)
     assert (outcome.state, outcome.committed) == ("COMMITTED", half)
     assert all("alice" in bob.holders(key) for key in keys[half:])
@@ -189,7 +172,7 @@ def test_a_donor_grants_at_most_half_of_its_pool_and_the_rest_is_not_stale(
 def test_nothing_is_fetched_while_sharing_is_switched_off(
     tracker_process: TrackerProcess, alice: ReplicaProcess, bob: ReplicaProcess
 ) -> None:
-    keys = stored(alice, bob, 2)
+    keys = stored(bob, alice, count=2)
     tracker_process.set_enabled(False)
     try:
         wait_until(lambda: not alice.enabled() and not bob.enabled(), "the switch arrived")
@@ -199,29 +182,3 @@ def test_nothing_is_fetched_while_sharing_is_switched_off(
         tracker_process.set_enabled(True)
     wait_until(lambda: alice.enabled() and bob.enabled(), "the switch arrived")
     assert bob.fetch("alice", keys, TIMEOUT).committed == 2
-
-
-def test_a_fetch_from_a_donor_that_left_is_rolled_back(bob: ReplicaProcess) -> None:
-    outcome = bob.fetch("nobody", fresh_keys(2), TIMEOUT)
-    assert (outcome.state, outcome.reason) == ("ROLLED_BACK", "donor gone")
-    assert bob.counts().filling == 0
-
-
-async def test_a_donor_checks_requests(alice: ReplicaProcess, bob: ReplicaProcess) -> None:
-    (key,) = stored(alice, bob, 1)
-    donor = await xoscar.actor_ref(bob.address("alice"), replica_uid("alice"))
-    good = GrantRequest(PROTOCOL_VERSION, "namespace", "bob", (key,))
-    refused = alice.stats()["grants"]["refused"]
-    with pytest.raises(GrantRefusedError) as error:
-        await donor.grant(good._replace(namespace="another"))
-    assert error.value.reason == "other namespace", "the counted reason, without an address"
-    with pytest.raises(GrantRefusedError) as error:
-        await donor.grant(good._replace(keys=(key,) * (MAX_ROWS_PER_FETCH + 1)))
-    assert error.value.reason == "too many rows"
-    with pytest.raises(LinkError, match="run the same version"):
-        await donor.grant(good._replace(version=PROTOCOL_VERSION + 1))
-    assert alice.stats()["grants"] == {"live": 0, "refused": refused + 3}
-    grant = await donor.grant(good)
-    assert alice.stats()["grants"]["live"] == 1
-    await donor.release(grant.grant_id)
-    assert_clean(bob, alice)

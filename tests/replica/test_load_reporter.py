@@ -76,7 +76,6 @@ async def scene(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Scene]:
     monkeypatch.setattr(reporter_module, "INTERVAL", INTERVAL)
     scene = Scene()
     yield scene
-    assert scene.running is not None
     scene.running.cancel()
     await asyncio.wait({scene.running})
 
@@ -122,85 +121,73 @@ async def test_nothing_is_reported_while_the_engine_starts(
     assert await scene.reports() != []
 
 
-class TestAtOnce:
-    async def test_a_load_is_reported_that_no_router_expects(self, scene: Scene) -> None:
-        await scene.reports()
-        for seconds in (2.0, 0.0):
-            scene.engine_load = load(seconds)
-            assert await scene.reports() == [(load(seconds), ())]
+@pytest.mark.parametrize(
+    "looks",
+    [
+        [(0.0, load(0.0), True), (0.0, load(2.0), True), (0.0, load(0.0), True)],
+        [
+            (0.0, load(2.0), True),
+            *((0.5, load(left), False) for left in (1.5, 1.0, 0.5, 0.0, 0.0)),
+        ],
+        [(0.0, load(2.0), True), (1.0, load(1.2), False), (0.0, load(1.3), True)],
+        [(0.0, load(2.0), True), (0.0, load(1.4), True)],
+        [(0.0, load(0.0), True), (0.0, load(0.04), False), (0.0, load(0.06), True)],
+        [
+            (0.0, UNMEASURED, True),
+            (0.0, UNMEASURED._replace(requests=1), True),
+            (0.0, load(0.0), True),
+            (0.0, load(0.0, requests=2), False),
+        ],
+    ],
+    ids=[
+        "work that no router expects",
+        "not work that takes its time",
+        "work that takes longer by a third, but not by a fifth",
+        "work that is done earlier",
+        "not a little work",
+        "anything of an engine that has measured nothing",
+    ],
+)
+async def test_what_routers_do_not_expect_is_reported_at_once(
+    scene: Scene, looks: list[tuple[float, Load, bool]]
+) -> None:
+    """Each look at the engine: the seconds since the last one, the load, and if it is reported.
+    Where no replica has measured anything, the one with the fewest requests is chosen."""
+    for seconds, seen, is_reported in looks:
+        scene.now += seconds
+        scene.engine_load = seen
+        assert await scene.reports() == ([(seen, ())] if is_reported else [])
 
-    async def test_nothing_is_reported_while_work_takes_its_time(self, scene: Scene) -> None:
-        scene.engine_load = load(2.0)
-        await scene.reports()
-        for left in (1.5, 1.0, 0.5, 0.0, 0.0):
-            scene.now += 0.5
-            scene.engine_load = load(left)
-            assert await scene.reports() == []
 
-    async def test_work_that_takes_longer_is_reported(self, scene: Scene) -> None:
-        scene.engine_load = load(2.0)
-        await scene.reports()
-        scene.now += 1.0
-        scene.engine_load = load(1.2)
-        assert await scene.reports() == [], "by a fifth"
-        scene.engine_load = load(1.3)
-        assert await scene.reports() == [(load(1.3), ())], "by a third"
-
-    async def test_work_that_is_done_earlier_is_reported(self, scene: Scene) -> None:
-        scene.engine_load = load(2.0)
-        await scene.reports()
-        scene.engine_load = load(1.4)
-        assert await scene.reports() == [(load(1.4), ())]
-
-    async def test_a_little_work_is_no_news(self, scene: Scene) -> None:
-        await scene.reports()
-        scene.engine_load = load(0.04)
-        assert await scene.reports() == []
-        scene.engine_load = load(0.06)
-        assert await scene.reports() == [(load(0.06), ())]
-
-    async def test_anything_is_news_of_an_engine_that_has_measured_nothing(
-        self, scene: Scene
-    ) -> None:
-        """Where no replica has, the one with the fewest requests is chosen."""
-        scene.engine_load = UNMEASURED
-        await scene.reports()
-        for news in (UNMEASURED._replace(requests=1), load(0.0)):
-            scene.engine_load = news
-            assert await scene.reports() == [(news, ())]
-        scene.engine_load = load(0.0, requests=2)
+async def test_prompts_are_reported_at_once_each_once(scene: Scene) -> None:
+    """Only from them do routers learn what the keys of a text are."""
+    await scene.reports()
+    for prompts in ([PROMPT], [OTHER, PROMPT]):
+        scene.prompts = [*prompts]
+        assert await scene.reports() == [(load(0.0), tuple(prompts))]
         assert await scene.reports() == []
 
-    async def test_prompts_are_reported_each_once(self, scene: Scene) -> None:
-        """Only from them do routers learn what the keys of a text are."""
-        await scene.reports()
-        for prompts in ([PROMPT], [OTHER, PROMPT]):
-            scene.prompts = [*prompts]
-            assert await scene.reports() == [(load(0.0), tuple(prompts))]
-            assert await scene.reports() == []
+
+async def test_a_failed_call_ends_the_session(scene: Scene) -> None:
+    """The replica joins again then."""
+    await scene.reports()
+    scene.tracker_error = NotMemberError("join first")
+    scene.now += INTERVAL
+    with pytest.raises(NotMemberError, match="join first"):
+        await scene.running
 
 
-class TestFailure:
-    async def test_of_a_call_ends_the_session(self, scene: Scene) -> None:
-        """The replica joins again then."""
-        await scene.reports()
-        scene.tracker_error = NotMemberError("join first")
-        scene.now += INTERVAL
-        assert scene.running is not None
-        with pytest.raises(NotMemberError, match="join first"):
-            await scene.running
-
-    async def test_to_count_the_load_does_not_end_the_session(
-        self, scene: Scene, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        """It is logged once, and the replica goes on sharing."""
-        await scene.reports()
-        scene.engine_error = RuntimeError("no such attribute")
-        scene.now += INTERVAL
-        assert await scene.reports() == []
-        assert caplog.text.count("no such attribute") == 1
-        scene.engine_error = None
-        assert await scene.reports() == [(load(0.0), ())]
+async def test_a_load_that_cannot_be_counted_is_logged_once(
+    scene: Scene, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The replica goes on sharing."""
+    await scene.reports()
+    scene.engine_error = RuntimeError("no such attribute")
+    scene.now += INTERVAL
+    assert await scene.reports() == []
+    assert caplog.text.count("no such attribute") == 1
+    scene.engine_error = None
+    assert await scene.reports() == [(load(0.0), ())]
 
 
 async def test_nothing_is_reported_before_the_replica_takes_requests(scene: Scene) -> None:

@@ -34,10 +34,13 @@ class Loop:
             publisher=publisher,
             add=self.calls.append,
             start=self.calls.append,
-            release=self._release,
+            claim=self._call,
+            release=self._call,
+            trusts_all=True,
         )
         self.pool = Pool(ROWS)
-        self.tier = PeerTier(self.pool, Mirror("own"))
+        self.mirror = Mirror("own")
+        self.tier = PeerTier(self.pool, self.mirror)
         self._loop = asyncio.new_event_loop()
         self._now = 0.0
         self._numbers = itertools.count()
@@ -49,7 +52,7 @@ class Loop:
         )
         self.tier.open(self.background)
 
-    async def _release(self, claim: Claim) -> None:
+    async def _call(self, claim: Claim) -> None:
         self.calls.append(claim)
 
     def fetch(self) -> Fetch | None:
@@ -165,12 +168,17 @@ def test_rows_stored_soon_after_others_are_published_together(loop: Loop) -> Non
     assert loop.calls == [[fourth]], "the next ones, too"
 
 
-def test_a_claim_is_released_after_its_last_chunks_are_offered(loop: Loop) -> None:
+def test_a_claim_is_made_where_there_are_peers_and_released_after_its_last_chunks_are_offered(
+    loop: Loop,
+) -> None:
     loop.store(b"first")
+    assert loop.tier.claim([b"first", b"last"], 1.0) is None
+    loop.mirror.apply(Update(1, "epoch", True, Settings(), 4, (Member("peer", "h:1"),), ()))
+    claim = loop.tier.claim([b"first", b"last"], 1.0)
     loop.run()
+    assert loop.calls[1:] == [claim]
     loop.calls.clear()
     last = loop.store(b"last")
-    claim = Claim([b"first", b"last"], 1.0)
     loop.tier.release_claim(claim)
     loop.run()
     assert loop.calls == [[last], claim]

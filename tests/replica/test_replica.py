@@ -20,7 +20,9 @@ from tests.harness.replicas import (
     ReplicaProcess,
     TrackerProcess,
     fresh_keys,
+    is_free,
     replicas,
+    stored,
     wait_until,
 )
 from xinference_xavier.errors import GrantRefusedError, LinkError
@@ -37,7 +39,7 @@ STALLABLE = {
     "gloo": "gloo",
     "shared_memory": "tests.faults:StallableSharedMemory",
 }
-ROWS = 8  # per fetch
+ROWS = 8  # per fetch, as many as `stored` makes
 NEVER = 30.0  # deadline of a fetch that should end earlier
 SHORT = 1.0  # deadline of a fetch that should end by it
 GRACE = 1.0  # until its end is noticed
@@ -74,18 +76,6 @@ def extra_replica(tracker: TrackerProcess, name: str, transport: str) -> Iterato
         yield replica
 
 
-def stored(consumer: ReplicaProcess, *donors: ReplicaProcess) -> list[bytes]:
-    """Fresh chunks that all `donors` hold, as `consumer` knows."""
-    keys = fresh_keys(ROWS)
-    for donor in donors:
-        donor.store(keys)
-    names = {donor.name for donor in donors}
-    wait_until(
-        lambda: all(names <= set(consumer.holders(key)) for key in keys), "the index lists them"
-    )
-    return keys
-
-
 def begin_stalled_fetch(
     consumer: ReplicaProcess, donor: ReplicaProcess, keys: list[bytes], timeout: float
 ) -> None:
@@ -94,16 +84,10 @@ def begin_stalled_fetch(
     wait_until(lambda: consumer.arrived() == ROWS_BEFORE_STALL, "some rows arrived")
 
 
-def all_is_free(replica: ReplicaProcess) -> bool:
-    counts = replica.counts()
-    grants = replica.stats()["grants"]["live"]
-    return (counts.filling, counts.pinned, counts.quarantined, grants) == (0, 0, 0, 0)
-
-
 def assert_recovers(scene: Scene, outcome: Outcome, keys: list[bytes]) -> None:
     """After a failed fetch, another donor brings the rows."""
     assert outcome.state == "ROLLED_BACK"
-    wait_until(lambda: all_is_free(scene.consumer), "the rows are free again")
+    wait_until(lambda: is_free(scene.consumer), "the rows are free again")
     wait_until(scene.consumer.is_up, "the consumer can fetch")
     missing = keys[outcome.committed :]
     assert not set(missing) & set(scene.consumer.held())
@@ -117,7 +101,7 @@ def test_a_stalled_donor(scene: Scene) -> None:
     assert outcome.reason == "timeout"
     assert outcome.seconds < SHORT + GRACE
     assert_recovers(scene, outcome, keys)
-    wait_until(lambda: all_is_free(scene.stalling), "the grant is released")
+    wait_until(lambda: is_free(scene.stalling), "the grant is released")
 
 
 def test_stats_show_rows_in_flight_and_bytes_by_donor(scene: Scene) -> None:
@@ -142,7 +126,7 @@ def test_a_donor_without_its_transfer_process(scene: Scene) -> None:
     assert (outcome.reason, outcome.committed) == ("link", ROWS_BEFORE_STALL)
     assert outcome.seconds < NEVER
     assert_recovers(scene, outcome, keys)
-    wait_until(lambda: all_is_free(scene.stalling), "the grant is released")
+    wait_until(lambda: is_free(scene.stalling), "the grant is released")
     wait_until(scene.stalling.is_up, "the donor's transfer process is back")
     few = stored(scene.consumer, scene.stalling)[:ROWS_BEFORE_STALL]
     assert scene.consumer.fetch("stalling", few, NEVER).committed == len(few)
@@ -223,7 +207,7 @@ def test_a_donor_is_suspended(scene: Scene, process: str) -> None:
             scene.stalling.send_signal(signal.SIGCONT)
         else:
             transfer.resume()
-    wait_until(lambda: all_is_free(scene.stalling), "the grant has ended")
+    wait_until(lambda: is_free(scene.stalling), "the grant has ended")
 
 
 def family(replica: ReplicaProcess) -> list[psutil.Process]:
@@ -285,7 +269,7 @@ def test_a_killed_consumers_grants_end_with_its_lease(
         assert donor.stats()["grants"]["live"] == 1
         assert donor.counts().pinned == ROWS
         victim.kill()
-        wait_until(lambda: all_is_free(donor), "the grant has ended")
+        wait_until(lambda: is_free(donor), "the grant has ended")
         wait_until_gone(processes)
 
 
@@ -296,10 +280,10 @@ async def test_a_grant_that_nobody_releases_ends_by_its_expiry(scene: Scene) -> 
     request = GrantRequest(PROTOCOL_VERSION, "namespace", "consumer", tuple(keys))
     grant = await donor.grant(request)
     assert scene.plain.counts().pinned == ROWS
-    wait_until(lambda: all_is_free(scene.plain), "the grant has expired")
+    wait_until(lambda: is_free(scene.plain), "the grant has expired")
     assert scene.plain.address("consumer") is not None, "its lease has not expired"
     await donor.release(grant.grant_id)  # too late, which does no harm
-    assert all_is_free(scene.plain)
+    assert is_free(scene.plain)
 
 
 async def test_replicas_of_two_namespaces_exchange_nothing(
@@ -322,19 +306,8 @@ async def test_replicas_of_two_namespaces_exchange_nothing(
             with pytest.raises((GrantRefusedError, LinkError)):
                 await donor.grant(request)
         assert scene.plain.transfer_stats()["bytes_sent"] == sent
-        assert all_is_free(scene.plain)
+        assert is_free(scene.plain)
         assert foreign.held() == keys[:1]
-
-
-def test_of_two_replicas_one_gets_the_claim(scene: Scene) -> None:
-    keys = fresh_keys(ROWS)
-    assert scene.plain.claim(keys) == 0
-    assert scene.consumer.claim(keys) == ROWS
-    scene.plain.release_claims()
-    wait_until(lambda: scene.consumer.claim(keys) == 0, "the claim is released")
-    scene.consumer.store(keys)
-    wait_until(lambda: scene.plain.claim(keys) == 0, "the chunks are published")
-    scene.plain.release_claims()
 
 
 def test_a_reset_while_rows_arrive(
@@ -352,7 +325,7 @@ def test_a_reset_while_rows_arrive(
         assert consumer.held() == []
         outcome = consumer.end_fetch()
         assert (outcome.state, outcome.committed) == ("ROLLED_BACK", 0)
-        wait_until(lambda: all_is_free(consumer), "the rows are free again")
+        wait_until(lambda: is_free(consumer), "the rows are free again")
         assert consumer.held() == []
         wait_until(lambda: consumer.namespace() not in ("", before), "it has another namespace")
         wait_until(lambda: scene.plain.holders(own[0]) == (), "it left the old one")

@@ -42,7 +42,6 @@ def test_a_span_has_the_fetch_s_attributes_and_events(exported: InMemorySpanExpo
     assert [(e.name, dict(e.attributes or {})) for e in exported_span.events] == [
         ("xavier.granted", {"xavier.chunks": 5})
     ]
-    assert exported_span.parent is None
     assert exported_span.status.is_unset
 
 
@@ -55,20 +54,20 @@ def test_a_rollback_is_an_error_with_its_reason(
     assert (status.status_code, status.description) == (trace.StatusCode.ERROR, "timeout")
 
 
-def test_a_span_belongs_to_its_request_s_trace(exported: InMemorySpanExporter) -> None:
-    span = FetchSpan(HEADERS)
-    span.end(None)
-    parent = only(exported).parent
-    assert parent is not None
-    assert (f"{parent.trace_id:032x}", f"{parent.span_id:016x}") == (TRACE, PARENT)
-
-
-def test_malformed_headers_begin_a_new_trace(
+@pytest.mark.parametrize(
+    ("headers", "expected"),
+    [(HEADERS, (TRACE, PARENT)), ({"traceparent": "rubbish"}, None), (None, None)],
+    ids=["its request's", "a new one after malformed headers", "a new one without headers"],
+)
+def test_a_span_belongs_to_a_trace(
     exported: InMemorySpanExporter,
+    headers: dict[str, str] | None,
+    expected: tuple[str, str] | None,
 ) -> None:
-    span = FetchSpan({"traceparent": "rubbish"})
-    span.end(None)
-    assert only(exported).parent is None
+    FetchSpan(headers).end(None)
+    parent = only(exported).parent
+    found = parent and (f"{parent.trace_id:032x}", f"{parent.span_id:016x}")
+    assert found == expected
 
 
 def test_without_tracing_no_attributes_are_computed(

@@ -14,13 +14,16 @@ import pytest
 import xoscar as xo
 
 from tests.tracker_pools import MODEL, create_tracker
+from xinference_xavier.config import XavierConfig
+from xinference_xavier.errors import NotFoundError
 from xinference_xavier.events import TrackerLost, event_dict
 from xinference_xavier.mirror import Mirror
 from xinference_xavier.protocol.load import Load, Observation, Serving
 from xinference_xavier.protocol.tracker import Outcome, Update, tracker_uid
+from xinference_xavier.replica import reports as reports_module
 from xinference_xavier.replica import tracker_client as client_module
 from xinference_xavier.replica.reports import LoadReporter
-from xinference_xavier.replica.tracker_client import Claim, TrackerClient
+from xinference_xavier.replica.tracker_client import Claim, TrackerClient, TrackerLocation
 from xinference_xavier.tracker.actor import BlockTracker
 
 K1, K2, K3 = b"key1", b"key2", b"key3"
@@ -127,11 +130,23 @@ class Peers:
         await peer.start()
         return peer
 
+    async def start_two(self, *keys: bytes) -> tuple[Peer, Peer]:
+        """`a` with `keys`, and `b`, which knows that `a` holds them."""
+        a, b = await self.start("a", *keys), await self.start("b")
+        for key in keys:
+            await b.sees(key, "a")
+        return a, b
+
     def make(self, name: str, *keys: bytes, **arguments: Any) -> Peer:
         peer = Peer(name, self.locate, **arguments)
         peer.pool.update(keys)
         self.all.append(peer)
         return peer
+
+    async def lose(self, tracker: Any) -> None:
+        """Destroy the tracker. All running peers have noticed it on return."""
+        await xo.destroy_actor(tracker)
+        await until_lost(*(peer for peer in self.all if peer.task and not peer.task.done()))
 
 
 @pytest.fixture
@@ -145,7 +160,7 @@ async def peers(pool: Any) -> AsyncIterator[Peers]:
 async def test_what_a_replica_publishes_and_withdraws_the_others_mirror(
     peers: Peers, tracker: Any
 ) -> None:
-    a, b = await peers.start("a"), await peers.start("b")
+    a, b = await peers.start_two()
     a.store(K1, K2)
     await b.sees(K1, "a")
     await b.sees(K2, "a")
@@ -153,20 +168,18 @@ async def test_what_a_replica_publishes_and_withdraws_the_others_mirror(
     await b.sees(K1)
     assert b.mirror.known_holders(K2) == ("a",)
     assert b.mirror.address("a") == "a.example:1"
+    assert b.mirror.snapshots == 1, "it asks only for what is new"
     assert a.mirror.known_holders(K2) == ()
 
 
 async def test_what_was_there_before_joining_is_published_too(peers: Peers, tracker: Any) -> None:
-    await peers.start("a", K1)
-    b = await peers.start("b")
-    await b.sees(K1, "a")
+    await peers.start_two(K1)
 
 
 async def test_keys_queued_together_travel_as_one_publication_with_their_net_effect(
     peers: Peers, tracker: Any
 ) -> None:
-    a, b = await peers.start("a", K3), await peers.start("b")
-    await b.sees(K3, "a")
+    a, b = await peers.start_two(K3)
     a.store(K1)
     a.store(K2)
     a.evict(K1)
@@ -178,8 +191,48 @@ async def test_keys_queued_together_travel_as_one_publication_with_their_net_eff
     assert a.client.publisher.last_sequence == 2
 
 
+async def test_withdrawn_keys_wait_for_the_next_held_ones(
+    peers: Peers, tracker: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A publication takes time from the engine and the tracker."""
+    monkeypatch.setattr(reports_module, "FLUSH_DELAY", 0.0)
+    a, b = await peers.start_two(K1)
+    a.client.publisher.enqueue([K1], held=False)
+    b.store(K3)
+    await a.sees(K3, "b")  # which takes longer than a publication
+    assert a.client.counters.batches == 0
+    a.store(K2)
+    await b.sees(K2, "a")
+    assert b.mirror.known_holders(K1) == ()
+    assert a.client.counters.batches == 1
+
+
+async def test_a_snapshot_replaces_a_queue_that_is_too_long(
+    peers: Peers, tracker: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reports_module, "MAX_QUEUED", 2)
+    a, b = await peers.start_two()
+    a.store(K1, K2, K3)
+    a.evict(K2, K3)
+    await b.sees(K1, "a")
+    assert len(b.mirror) == 1
+    assert (a.client.counters.batches, a.client.counters.replacements) == (0, 2)
+
+
+async def test_two_replicas_of_one_incarnation_end_each_other_s_sessions(
+    peers: Peers, tracker: Any
+) -> None:
+    errors: list[Exception | None] = []
+    a = await peers.start("a", on_session=errors.append)
+    await tracker.replace("namespace", "a", 7, K1)
+    a.store(K2)
+    await until_lost(a)
+    assert errors[0] is None
+    assert "another replica must not use this incarnation" in str(errors[1])
+
+
 async def test_a_replica_knows_the_secret_when_it_has_joined(peers: Peers, tracker: Any) -> None:
-    a, b = await peers.start("a"), await peers.start("b")
+    a, b = await peers.start_two()
     assert a.client.secret is not None
     assert a.secrets == b.secrets == [a.client.secret]
     assert a.client.joined.is_set()
@@ -223,16 +276,6 @@ async def test_routers_learn_a_replica_s_load_until_it_leaves(
     await until_loads(tracker, "a")
     await a.client.leave()
     await until_loads(tracker)
-
-
-async def test_a_new_tracker_is_told_who_serves(pool: Any, peers: Peers, tracker: Any) -> None:
-    a = await peers.start("a")
-    a.client.set_serving(True)
-    await xo.destroy_actor(tracker)
-    await until_lost(a)
-    await create_tracker(pool.external_address)
-    b = await peers.start("b")
-    await b.mirror.until(lambda mirror: mirror.serving == {"a"})
 
 
 async def test_heartbeats_carry_events(peers: Peers, tracker: Any) -> None:
@@ -288,30 +331,34 @@ async def test_failing_stats_do_not_end_the_membership(peers: Peers, tracker: An
 async def test_a_lost_tracker_is_filled_again_by_its_replicas(
     pool: Any, peers: Peers, tracker: Any
 ) -> None:
-    a, b = await peers.start("a", K1), await peers.start("b")
-    await b.sees(K1, "a")
-    await xo.destroy_actor(tracker)
-    await until_lost(a, b)
+    """With what they hold, who serves, and whether sharing is switched off."""
+    a, b = await peers.start_two(K1)
+    a.client.set_serving(True)
+    await tracker.set_enabled(False)
+    await a.mirror.until(lambda mirror: not mirror.enabled)
+    await peers.lose(tracker)
     a.store(K2)
     assert b.mirror.known_holders(K1) == ("a",), "the peer is still there, the tracker alone is not"
-    await create_tracker(pool.external_address)
+    tracker = await create_tracker(pool.external_address)
     await a.client.joined.wait()
     await b.client.joined.wait()
     await b.sees(K2, "a")
     await b.sees(K1, "a")
+    await b.mirror.until(lambda mirror: mirror.serving == {"a"})
     b.store(K3)
     await a.sees(K3, "b")
     assert a.client.counters.reconnects == 1
     assert a.secrets[0] != a.secrets[1] == b.secrets[1]
+    assert not (await tracker.status())["enabled"]
+    assert not a.mirror.enabled
 
 
 async def test_a_tracker_is_found_where_it_is_now(peers: Peers, tracker: Any) -> None:
     elsewhere = await xo.create_actor_pool("127.0.0.1:0", n_process=0, use_uvloop=False)
     try:
-        a, b = await peers.start("a", K1), await peers.start("b")
-        await xo.destroy_actor(tracker)
+        a, b = await peers.start_two(K1)
         peers.address = None
-        await until_lost(a, b)
+        await peers.lose(tracker)
         await create_tracker(elsewhere.external_address)
         peers.address = elsewhere.external_address
         a.store(K2)
@@ -330,8 +377,7 @@ async def test_a_new_tracker_does_not_make_peers_look_dead(
     await a.sees(K1, "b")
     assert a.peers[-1] == {"b"}
     await b.crash()
-    await xo.destroy_actor(tracker)
-    await until_lost(a)
+    await peers.lose(tracker)
     await create_tracker(pool.external_address)
     await a.mirror.until(lambda mirror: not mirror.peers)
     assert a.peers[-1] == {"b"}
@@ -344,14 +390,13 @@ async def test_after_a_lease_a_new_tracker_is_believed(
     b = await peers.start("b", K1)
     await a.sees(K1, "b")
     await b.crash()
-    await xo.destroy_actor(tracker)
-    await until_lost(a)
+    await peers.lose(tracker)
     await create_tracker(pool.external_address, lease=0.5, tick=0.05)
     await a.mirror.until(lambda mirror: a.peers[-1] == frozenset())
 
 
 async def test_losing_a_peer_is_reported_once(peers: Peers, tracker: Any) -> None:
-    a, b = await peers.start("a"), await peers.start("b")
+    a, b = await peers.start_two()
     await a.mirror.until(lambda mirror: bool(mirror.peers))
     await b.client.leave()
     await a.mirror.until(lambda mirror: not mirror.peers)
@@ -361,8 +406,7 @@ async def test_losing_a_peer_is_reported_once(peers: Peers, tracker: Any) -> Non
 
 async def test_a_crashed_replica_is_gone_when_its_lease_ends(pool: Any, peers: Peers) -> None:
     await create_tracker(pool.external_address, lease=0.5, tick=0.05)
-    a, b = await peers.start("a", K1), await peers.start("b")
-    await b.sees(K1, "a")
+    a, b = await peers.start_two(K1)
     await a.crash()
     await b.sees(K1)
     assert b.mirror.peers == frozenset()
@@ -372,11 +416,9 @@ async def test_a_crashed_replica_is_gone_when_its_lease_ends(pool: Any, peers: P
 async def test_a_replica_that_leaves_is_gone_at_once_and_stays_away(
     peers: Peers, tracker: Any
 ) -> None:
-    a, b = await peers.start("a", K1), await peers.start("b")
-    await b.sees(K1, "a")
+    a, b = await peers.start_two(K1)
     await a.client.leave()
     await b.sees(K1)
-    assert a.task is not None
     await asyncio.wait_for(a.task, PATIENCE)
     assert not a.client.joined.is_set()
 
@@ -384,10 +426,25 @@ async def test_a_replica_that_leaves_is_gone_at_once_and_stays_away(
 async def test_a_replica_that_was_removed_by_mistake_joins_again(
     peers: Peers, tracker: Any
 ) -> None:
-    a, b = await peers.start("a", K1), await peers.start("b")
-    await b.sees(K1, "a")
+    a, b = await peers.start_two(K1)
     await tracker.leave("namespace", "a")
     await b.sees(K1)
+    await b.sees(K1, "a")
+    assert a.client.counters.reconnects == 1
+
+
+async def test_a_replica_whose_publication_nobody_knows_joins_again(
+    peers: Peers, tracker: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may publish before it notices that it was removed."""
+    a, b = await peers.start_two()
+
+    async def unknown(*publication: Any) -> Outcome:
+        monkeypatch.undo()
+        return Outcome.UNKNOWN
+
+    monkeypatch.setattr(BlockTracker, "publish", unknown)
+    a.store(K1)
     await b.sees(K1, "a")
     assert a.client.counters.reconnects == 1
 
@@ -419,7 +476,7 @@ async def test_lost_and_repeated_publications_leave_no_trace(pool: Any, peers: P
     await xo.create_actor(
         DeafTracker, MODEL, heard, address=pool.external_address, uid=tracker_uid(MODEL)
     )
-    a, b = await peers.start("a"), await peers.start("b")
+    a, b = await peers.start_two()
     keys = (b"%04d" % number for number in range(1000))
     while a.client.publisher.last_sequence < 12:
         a.store(next(keys), next(keys))
@@ -445,31 +502,6 @@ async def test_sharing_can_be_switched_off_and_on(peers: Peers, tracker: Any) ->
         await b.mirror.until(
             lambda mirror, enabled=enabled: mirror.holders(K1) == (("a",) if enabled else ())
         )
-
-
-async def test_a_new_tracker_keeps_sharing_switched_off(
-    pool: Any, peers: Peers, tracker: Any
-) -> None:
-    a = await peers.start("a")
-    await tracker.set_enabled(False)
-    await a.mirror.until(lambda mirror: not mirror.enabled)
-    await xo.destroy_actor(tracker)
-    await until_lost(a)
-    tracker = await create_tracker(pool.external_address)
-    await a.client.joined.wait()
-    assert not (await tracker.status())["enabled"]
-    assert not a.mirror.enabled
-
-
-async def test_a_stale_entry_comes_back_with_the_donors_next_publication_of_it(
-    peers: Peers, tracker: Any
-) -> None:
-    a, b = await peers.start("a", K1), await peers.start("b")
-    await b.sees(K1, "a")
-    b.mirror.record_stale(K1, "a", a.client.publisher.last_sequence)
-    assert b.mirror.known_holders(K1) == ()
-    a.store(K1)
-    await b.sees(K1, "a")
 
 
 async def test_namespaces_never_see_each_others_keys(peers: Peers, tracker: Any) -> None:
@@ -501,8 +533,7 @@ async def test_the_namespace_can_change_while_the_tracker_is_lost(
     pool: Any, peers: Peers, tracker: Any
 ) -> None:
     a = await peers.start("a", K1)
-    await xo.destroy_actor(tracker)
-    await until_lost(a)
+    await peers.lose(tracker)
     await a.client.change_namespace("other")
     await create_tracker(pool.external_address)
     b = await peers.start("b", namespace="other")
@@ -516,28 +547,6 @@ async def test_a_replica_can_be_stopped_just_after_a_change_of_namespace(
     await a.client.change_namespace("other")
     async with asyncio.timeout(PATIENCE):
         await a.crash()
-
-
-async def test_a_replica_far_behind_gets_a_snapshot(pool: Any, peers: Peers, tracker: Any) -> None:
-    """A replica that did not watch for long does not get every change since."""
-    a, b = await peers.start("a", K1), await peers.start("b")
-    await b.sees(K1, "a")
-    await b.crash()
-    before = b.mirror.snapshots
-    many = [b"%04d" % number for number in range(9000)]
-    for _ in range(70):
-        await tracker.publish(
-            "namespace", "a", a.client.publisher.last_sequence + 1, b"".join(many), b""
-        )
-        await tracker.publish(
-            "namespace", "a", a.client.publisher.last_sequence + 2, b"", b"".join(many)
-        )
-        a.client.publisher.last_sequence += 2
-    a.store(K2)
-    await b.start()
-    await b.sees(K2, "a")
-    assert b.mirror.snapshots == before + 1
-    assert len(b.mirror) == 2
 
 
 async def test_a_tracker_that_hangs_holds_nobody_up(
@@ -575,7 +584,7 @@ async def claimed(peer: Peer, *keys: bytes) -> int | None:
 
 
 async def test_one_of_two_computes_what_both_want(peers: Peers, tracker: Any) -> None:
-    a, b = await peers.start("a"), await peers.start("b")
+    a, b = await peers.start_two()
     assert await claimed(a, K1, K2) == 0
     assert await claimed(b, K1, K2, K3) == 2
     await a.client.release(Claim([K1, K2], 10.0))
@@ -585,7 +594,8 @@ async def test_one_of_two_computes_what_both_want(peers: Peers, tracker: Any) ->
 async def test_without_a_tracker_everybody_computes(
     stoppable_tracker: tuple[asyncio.subprocess.Process, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that hangs, and one that is known to be lost and therefore not called."""
+    """One that hangs, and one that is known to be lost and therefore not called: that it was killed
+    is noticed at once."""
     monkeypatch.setattr(client_module, "CLAIM_DEADLINE", 0.2)
     process, address = stoppable_tracker
     peers = Peers(address)
@@ -594,21 +604,10 @@ async def test_without_a_tracker_everybody_computes(
     assert await claimed(a, K1) == 0
     assert a.client.counters.claim_failures == 1
     process.kill()
-    await until_lost(a)
+    await until_lost(a)  # without a heartbeat
     assert await claimed(a, K1) == 0
     await a.client.release(Claim([K1], 10.0))
     assert a.client.counters.claim_failures == 1
-    await a.crash()
-
-
-async def test_a_killed_tracker_is_noticed_at_once(
-    stoppable_tracker: tuple[asyncio.subprocess.Process, str],
-) -> None:
-    process, address = stoppable_tracker
-    peers = Peers(address)
-    a = await peers.start("a", heartbeat=3600.0, watch_timeout=3600.0)
-    process.kill()
-    await until_lost(a)
     await a.crash()
 
 
@@ -617,3 +616,72 @@ async def until_lost(*lost: Peer) -> None:
     async with asyncio.timeout(PATIENCE):
         for peer in lost:
             await peer.searching.wait()
+
+
+CONFIGURED, NAMED = "10.0.0.1:9999", "127.0.0.1:7777"
+
+
+class Supervisor(xo.StatelessActor):
+    """Has the tracker of "running" in its own pool, at an address with a wildcard."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._known = {"running"}
+
+    async def xavier_tracker_address(self, model_uid: str, create: bool, hooks: str | None) -> str:
+        assert create
+        assert hooks == "a:hook"
+        if model_uid not in self._known:
+            raise NotFoundError(f"model {model_uid!r} is not running here")
+        return "0.0.0.0:7777"
+
+    async def add_worker(self, model_uid: str) -> None:
+        self._known.add(model_uid)
+
+
+class Worker(xo.StatelessActor):
+    """Runs "forgotten", which the supervisor learns when the worker registers again."""
+
+    def __init__(self, supervisor: Any) -> None:
+        super().__init__()
+        self._supervisor = supervisor
+
+    async def get_supervisor_ref(self, add_worker: bool) -> Any:
+        if add_worker:
+            await self._supervisor.add_worker("forgotten")
+        return self._supervisor
+
+
+@pytest.mark.parametrize(
+    ("model", "then"),
+    [
+        ("running", [NAMED, NAMED]),
+        ("other", [CONFIGURED, CONFIGURED]),
+        ("forgotten", [CONFIGURED, NAMED]),
+    ],
+    ids=["known", "not known yet", "a restarted supervisor learns of it"],
+)
+async def test_a_lost_tracker_is_looked_for_at_the_worker_s_supervisor(
+    pool: Any, model: str, then: list[str]
+) -> None:
+    """First at the configured address. The replica asks its worker to register at once; by itself
+    it does so only every 15 s."""
+    address = pool.external_address
+    supervisor = await xo.create_actor(Supervisor, address=address, uid="supervisor")
+    await xo.create_actor(Worker, supervisor, address=address, uid="worker")
+    location = TrackerLocation(
+        XavierConfig(model, CONFIGURED, hooks="a:hook", worker_address=address)
+    )
+    assert [await location.find() for _ in range(3)] == [CONFIGURED, *then]
+
+
+async def test_without_a_worker_there_is_only_the_configured_address() -> None:
+    location = TrackerLocation(XavierConfig("running", CONFIGURED))
+    assert [await location.find() for _ in range(2)] == [CONFIGURED] * 2
+
+
+async def test_a_lost_worker_is_an_error_for_the_caller_to_retry() -> None:
+    location = TrackerLocation(XavierConfig("running", CONFIGURED, worker_address="127.0.0.1:1"))
+    await location.find()
+    with pytest.raises(OSError, match="Connect call failed"):
+        await location.find()

@@ -82,7 +82,6 @@ async def test_a_killed_one_is_replaced_and_gets_the_current_secret(region: Regi
         await process.configure(b"first")
         await until(lambda: process.ready)
         old = process.pid
-        assert old is not None
         os.kill(old, 9)
         await process.configure(b"second")
         await until(lambda: process.ready and process.pid != old)
@@ -97,39 +96,10 @@ async def test_whether_it_is_ready_is_told_at_once(region: Region) -> None:
         assert (told, process.ready) == ([True], True)
         await process.configure(b"second")
         assert told == [True, False, True], "for a moment, peers had another secret"
-        assert process.pid is not None
         os.kill(process.pid, 9)
         await until(lambda: len(told) == 5)
         assert told[3:] == [False, True]
     assert told[5:] == [False]
-
-
-async def test_what_was_being_fetched_fails_when_it_is_killed(region: Region) -> None:
-    """It does not wait for the deadline."""
-    with socket.create_server((HOST, 0)) as silent:  # accepts connections, and never answers
-        address = f"{HOST}:{silent.getsockname()[1]}"
-        async with running(region) as process:
-            await process.configure(b"secret")
-            await until(lambda: process.ready)
-            pulling = asyncio.ensure_future(process.pull(order(PATIENCE)._replace(address=address)))
-            connected, _ = await asyncio.to_thread(silent.accept)
-            assert process.pid is not None
-            os.kill(process.pid, 9)
-            async with asyncio.timeout(PATIENCE / 2):
-                assert await pulling == PullResult(0, "transfer process died")
-            connected.close()
-
-
-async def test_one_that_does_not_answer_is_killed(region: Region) -> None:
-    """Otherwise its rows could not be reused: it might still write them."""
-    async with running(region) as process:
-        await process.configure(b"secret")
-        await until(lambda: process.ready)
-        child = psutil.Process(process.pid)
-        child.suspend()
-        assert await process.pull(order(0.1)) == PullResult(0, "transfer process died")
-        assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
-        await until(lambda: process.ready and process.pid != child.pid)
 
 
 async def test_after_a_long_life_the_next_one_starts_soon(
@@ -141,7 +111,6 @@ async def test_after_a_long_life_the_next_one_starts_soon(
     async with running(region) as process:
         for starts in (1, 2):
             await until(lambda starts=starts: process.pid and process.starts == starts)
-            assert process.pid is not None
             old = process.pid
             os.kill(old, 9)
             await until(lambda old=old: process.pid != old)

@@ -1,5 +1,5 @@
 """A new replica has what its peers use most before it takes its first request, and takes it in time
-whatever its peers do."""
+whatever its peers do. They offer whole prefixes, the most important ones first."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import hypothesis.strategies as st
 import pytest
+from hypothesis import given
 
 from tests.faults import ROWS_BEFORE_STALL
 from tests.harness.replicas import (
@@ -18,9 +20,11 @@ from tests.harness.replicas import (
     replicas,
     wait_until,
 )
+from xinference_xavier.pool.pool import Pool
 from xinference_xavier.protocol.load import Load, Serving
 from xinference_xavier.protocol.transfer import HotChunks
-from xinference_xavier.replica.warm_join import Answer, chosen
+from xinference_xavier.replica import warm_join as module
+from xinference_xavier.replica.warm_join import Answer, RecentPrompts, chosen
 
 ROWS = 64
 SHORT = 1.0
@@ -47,6 +51,119 @@ def test_named_prefixes_come_first() -> None:
     assert letters(chosen(answers, 3)) == {"two": "xy", "one": "a"}
 
 
+OTHER_GROUP = 1
+
+
+def key(letter: str, group: int = 0) -> bytes:
+    return letter.encode() + group.to_bytes(4, "big")
+
+
+def prompt(letters: str) -> list[bytes]:
+    return [key(letter) for letter in letters]
+
+
+class Scene:
+    def __init__(self) -> None:
+        self.pool = Pool(ROWS)
+        self.finished: list[list[bytes]] = []
+        self.named: list[list[bytes]] = []
+        self.recent = RecentPrompts(self.pool, self.take, lambda: self.named)
+
+    def take(self) -> list[list[bytes]]:
+        finished, self.finished = self.finished, []
+        return finished
+
+    def hold(self, keys: list[bytes]) -> None:
+        for row in self.pool.reserve(keys).rows:
+            self.pool.commit(row, checksum=1)
+
+    def ask(self, *prompts: str) -> None:
+        for letters in prompts:
+            self.hold(prompt(letters))
+            self.finished.append(prompt(letters))
+
+    def hottest(self, most: int = ROWS) -> str:
+        keys = self.recent.hottest(most).keys
+        return "".join(chr(keys[place]) for place in range(0, len(keys), 5))
+
+
+@pytest.fixture
+def scene() -> Scene:
+    return Scene()
+
+
+def test_what_most_requests_began_with_comes_first(scene: Scene) -> None:
+    scene.ask("abc", "xy", "abd", "xy", "ae")
+    assert scene.hottest() == "axyb", "c, d and e have been used once"
+    assert scene.recent.hottest(ROWS).uses == (3, 2, 2, 2)
+
+
+def test_of_equal_ones_the_latest_comes_first(scene: Scene) -> None:
+    scene.ask("ab", "ab", "xy", "xy")
+    assert scene.hottest() == "xyab"
+    scene.ask("ab", "xyz")
+    assert scene.hottest() == "xyab"
+    scene.ask("ab", "ab")
+    assert scene.hottest(most=3) == "abx"
+
+
+def test_named_prefixes_come_before_all_others(scene: Scene) -> None:
+    scene.ask("abc", "abc", "xy")
+    scene.hold(prompt("uv"))
+    scene.named = [prompt("uv"), prompt("xy")]
+    assert scene.hottest() == "xyuvabc"
+    assert scene.recent.hottest(ROWS).named == 4
+    assert scene.recent.hottest(3).named == 3
+
+
+def test_what_is_not_in_the_pool_is_not_offered_nor_what_follows_it(scene: Scene) -> None:
+    scene.ask("abcd", "abcd")
+    row = scene.pool.lookup(key("c"))
+    scene.pool.flush([row])
+    scene.named = [prompt("qr")]
+    assert scene.hottest() == "ab"
+
+
+def test_a_chunk_without_a_checksum_is_not_offered(scene: Scene) -> None:
+    for row in scene.pool.reserve(prompt("a")).rows:
+        scene.pool.commit(row)
+    scene.finished = [prompt("a")] * 2
+    assert scene.hottest() == ""
+
+
+def test_a_group_that_looks_back_only_so_far_may_lack_its_first_chunks(scene: Scene) -> None:
+    full, window = [key(each) for each in "ab"], [key(each, OTHER_GROUP) for each in "ab"]
+    scene.hold([*full, window[1]])
+    scene.finished = [[*full, *window]] * 2
+    assert scene.hottest() == "abb"
+
+
+def test_only_the_latest_requests_count(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_REQUESTS", 3)
+    scene.ask("ab", "ab", "xy", "xy")
+    assert scene.hottest() == "xy"
+
+
+def test_memory_is_bounded(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_KEYS", 4)
+    scene.ask("abcd", "xy", "xy")
+    assert scene.hottest() == "xy"
+    scene.ask("abcde")
+    assert scene.hottest() == "", "a prompt that is too long for it is forgotten, too"
+
+
+@given(st.lists(st.sampled_from(["a", "ab", "abc", "abd", "xy", "xyz", "q"]), max_size=12))
+def test_however_it_is_cut_each_chunk_is_behind_the_one_before_it(prompts: list[str]) -> None:
+    scene = Scene()
+    scene.ask(*prompts)
+    before = {"b": "a", "c": "b", "d": "b", "y": "x", "z": "y"}
+    found = scene.hottest()
+    for place, letter in enumerate(found):
+        assert letter in "axq" or before[letter] in found[:place]
+    for most in range(len(found)):
+        assert scene.hottest(most) == found[:most]
+
+
 @contextmanager
 def started(
     tracker: TrackerProcess, name: str, transport: str = "auto", **options: object
@@ -56,15 +173,22 @@ def started(
 
 
 @contextmanager
-def new_replica(tracker: TrackerProcess, name: str, **options: object) -> Iterator[ReplicaProcess]:
-    replica = ReplicaProcess(name, tracker.address, rows=ROWS, **options)
+def launched(tracker: TrackerProcess, name: str, **options: object) -> Iterator[ReplicaProcess]:
+    """A replica that may not take requests yet."""
+    replica = ReplicaProcess(name, tracker.address, **{"rows": ROWS, **options})
     try:
-        wait_until(replica.is_warm, f"{name} takes requests")
         yield replica
     finally:
         if replica.process.is_alive():
             replica.stop()
         replica.kill()
+
+
+@contextmanager
+def new_replica(tracker: TrackerProcess, name: str, **options: object) -> Iterator[ReplicaProcess]:
+    with launched(tracker, name, **options) as replica:
+        wait_until(replica.is_warm, f"{name} takes requests")
+        yield replica
 
 
 def offer(tracker: TrackerProcess, donor: ReplicaProcess, keys: list[bytes], uses: int = 2) -> None:
@@ -105,14 +229,9 @@ class TestReplicas:
             prefixes = [fresh_keys(15) for _ in range(4)]
             for uses, prefix in enumerate(prefixes):
                 offer(tracker, donor, prefix, uses=2 + uses)
-            small = ReplicaProcess("small", tracker.address, rows=20)
-            try:
-                wait_until(small.is_warm, "it takes requests")
+            with new_replica(tracker, "small", rows=20) as small:
                 hottest = [*prefixes[3], *prefixes[2]]
                 assert sorted(small.held()) == sorted(hottest[:20])
-            finally:
-                small.stop()
-                small.kill()
 
     def test_without_anything_to_fetch_it_does_not_wait(self, tracker: TrackerProcess) -> None:
         with started(tracker, "first") as first:
@@ -137,10 +256,7 @@ class TestReplicas:
         with started(tracker, "donor", "tests.faults:StallingGloo") as donor:
             keys = fresh_keys(10)
             offer(tracker, donor, keys)
-            new = ReplicaProcess(
-                "new", tracker.address, rows=ROWS, transport="gloo", warm_join=SHORT
-            )
-            try:
+            with launched(tracker, "new", transport="gloo", warm_join=SHORT) as new:
                 new.report_load(LOAD)
                 wait_until(lambda: new.filled() == ROWS_BEFORE_STALL, "some have arrived")
                 assert not new.is_warm()
@@ -151,9 +267,6 @@ class TestReplicas:
                     lambda: new.counts().filling + new.counts().quarantined == 0, "rows are free"
                 )
                 assert new.wrong_rows() == []
-            finally:
-                new.stop()
-                new.kill()
 
     def test_a_peer_that_cannot_be_trusted_is_not_waited_for(self, tracker: TrackerProcess) -> None:
         """Their weights differ, which they find out by a chunk that both have computed."""
@@ -162,16 +275,12 @@ class TestReplicas:
             keys = fresh_keys(5)
             donor.store([canary])
             offer(tracker, donor, keys)
-            new = ReplicaProcess("new", tracker.address, rows=ROWS, factor=2.0, warm_join=60.0)
-            try:
+            with launched(tracker, "new", factor=2.0, warm_join=60.0) as new:
                 wait_until(lambda: new.all_holders(keys[0]) == ("donor",), "it knows what is held")
                 assert not new.is_warm()
                 new.store([canary])
                 wait_until(new.is_warm, "it takes requests")
                 assert new.held() == [canary]
-            finally:
-                new.stop()
-                new.kill()
 
     def test_a_peer_that_hangs_costs_no_more_than_the_limit(self, tracker: TrackerProcess) -> None:
         with started(tracker, "donor") as donor:

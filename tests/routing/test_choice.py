@@ -14,7 +14,6 @@ from xinference_xavier.routing.choice import (
     Choice,
     Chunks,
     Prompt,
-    Terms,
     choose,
     forecast,
     held_runs,
@@ -50,14 +49,8 @@ def chosen(
     return choose(loads, found, random.Random(seed), preferred)
 
 
-def terms(choice: Choice | None) -> Terms:
-    assert choice is not None
-    return choice.terms
-
-
 def test_between_idle_replicas_the_one_that_holds_the_prefix() -> None:
     choice = chosen(Held({"a": [], "b": KEYS[:5]}), {"a": 0.0, "b": 0.0})
-    assert choice is not None
     assert (choice.replica, choice.reason) == ("b", "local")
     assert choice.terms == pytest.approx((0.0, 0.0, 0.5))
     terms, _ = choice.all_terms["a"]
@@ -66,44 +59,41 @@ def test_between_idle_replicas_the_one_that_holds_the_prefix() -> None:
 
 def test_a_busy_owner_is_copied_from() -> None:
     choice = chosen(Held({"a": [], "b": KEYS[:5]}), {"a": 0.0, "b": 0.2})
-    assert choice is not None
     assert (choice.replica, choice.reason) == ("a", "fetch")
 
 
 def test_what_is_computed_sooner_is_not_fetched() -> None:
     slow = RATES._replace(fetch_s=10.0)
     choice = chosen(Held({"a": [], "b": KEYS[:5]}), {"a": 0.0, "b": 1.0}, rates=slow)
-    assert choice is not None
     assert (choice.replica, choice.reason) == ("a", "compute")
     assert choice.terms == pytest.approx((0.0, 0.0, 1.0))
 
 
 def test_a_peer_that_cannot_send_helps_nobody() -> None:
     held = Held({"a": [], "b": KEYS[:5]}, mute="b")
-    assert terms(chosen(held, {"a": 0.0, "b": 1.0})) == pytest.approx((0.0, 0.0, 1.0))
+    assert chosen(held, {"a": 0.0, "b": 1.0}).terms == pytest.approx((0.0, 0.0, 1.0))
 
 
 def test_only_what_one_peer_holds_from_the_start_can_be_fetched() -> None:
     held = Held({"a": [], "b": KEYS[:3], "c": [*KEYS[:2], *KEYS[4:]]})
-    assert terms(chosen(held, {"a": 0.0, "b": 9.0, "c": 9.0})).compute == pytest.approx(0.7)
+    assert chosen(held, {"a": 0.0, "b": 9.0, "c": 9.0}).terms.compute == pytest.approx(0.7)
 
 
 def test_without_keys_only_backlogs_count() -> None:
     held = Held({"a": KEYS, "b": []})
     choice = chosen(held, {"a": 0.2, "b": 0.1}, Prompt(1000))
-    assert choice is not None
     assert (choice.replica, choice.reason) == ("b", "backlog")
 
 
 def test_deep_tokens_take_longer() -> None:
     deep = Rates(0.001, depth_s=1e-6)
-    assert terms(chosen(Held({"a": KEYS[:5]}), {"a": 0.0}, rates=deep)).compute == pytest.approx(
+    assert chosen(Held({"a": KEYS[:5]}), {"a": 0.0}, rates=deep).terms.compute == pytest.approx(
         500 * (0.001 + 1e-6 * 750)
     )
 
 
 def test_the_last_token_is_always_computed() -> None:
-    assert terms(chosen(Held({"a": KEYS}), {"a": 0.0})).compute == pytest.approx(0.001)
+    assert chosen(Held({"a": KEYS}), {"a": 0.0}).terms.compute == pytest.approx(0.001)
 
 
 def test_among_equals_the_fewest_requests() -> None:
@@ -111,7 +101,6 @@ def test_among_equals_the_fewest_requests() -> None:
     backlogs = dict.fromkeys("abc", 0.0)
     for seed in range(5):
         choice = chosen(held, backlogs, requests={"a": 1, "c": 2}, seed=seed)
-        assert choice is not None
         assert choice.replica == "b"
 
 
@@ -125,8 +114,6 @@ def test_a_session_only_breaks_ties() -> None:
     held = Held({"a": [], "b": []})
     equal = chosen(held, {"a": 0.0, "b": 0.0}, requests={"b": 1}, preferred="b")
     busier = chosen(held, {"a": 0.0, "b": 1.0}, preferred="b")
-    assert equal is not None
-    assert busier is not None
     assert (equal.replica, busier.replica) == ("b", "a")
 
 
@@ -134,8 +121,6 @@ def test_a_replica_without_room_for_the_prompt_comes_last() -> None:
     held = Held({"a": KEYS, "b": []})
     roomy = chosen(held, {"a": 0.0, "b": 1.0}, free={"a": 999})
     full = chosen(held, {"a": 0.0, "b": 1.0}, free={"a": 999, "b": 0})
-    assert roomy is not None
-    assert full is not None
     assert (roomy.replica, full.replica) == ("b", "a")
 
 
@@ -195,5 +180,5 @@ def test_no_replica_would_finish_earlier(replicas: list[tuple[int, float]], toke
 
     earliest = min(finish(*replica) for replica in replicas)
     assert (
-        sum(terms(chosen(held, backlogs, prompt))) <= max(earliest * 1.01, earliest + 0.001) + 1e-9
+        sum(chosen(held, backlogs, prompt).terms) <= max(earliest * 1.01, earliest + 0.001) + 1e-9
     )

@@ -35,7 +35,6 @@ class Cluster:
 
     def choose(self, prompt: Prompt = PROMPT, *, whole: bool = False) -> Choice:
         choice = self.router.choose(prompt, 0.0, whole=whole)
-        assert choice is not None
         return choice
 
 

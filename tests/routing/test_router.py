@@ -1,17 +1,21 @@
-"""A burst between two reports spreads, and follows the chunks that are expected."""
+"""A burst between two reports spreads, and follows the chunks that are expected. What has to wait
+waits in order of arrival."""
 
 from __future__ import annotations
 
 import random
 from collections import Counter
 
+import hypothesis.strategies as st
 import pytest
+from hypothesis import given, settings
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tests.routing.holdings import Held
 from xinference_xavier.mirror import PeerSets
 from xinference_xavier.routing.choice import Choice, Chunks, Prompt
 from xinference_xavier.routing.load import Rates, Report
-from xinference_xavier.routing.router import Router
+from xinference_xavier.routing.router import Expected, Queue, Router
 
 SIZE = Chunks(tokens=100, bytes=1000)
 RATES = Rates(token_s=0.001, fetch_s=0.01, byte_s=1e-5)
@@ -31,7 +35,6 @@ class Cluster:
 
     def send(self, asked: Prompt, now: float = 0.0) -> Choice:
         choice = self.router.choose(asked, now)
-        assert choice is not None
         self.sent += 1
         self.router.sent(f"{self.sent}", choice, now)
         return choice
@@ -57,9 +60,7 @@ def test_the_next_turn_follows_the_first_before_it_is_computed(cluster: Cluster)
 
 def test_what_is_expected_is_not_expected_for_ever(cluster: Cluster) -> None:
     cluster.send(prompt("chat"), now=0.0)
-    (choice,) = [cluster.router.choose(prompt("chat"), 3.1)]
-    assert choice is not None
-    assert choice.reason == "backlog"
+    assert cluster.router.choose(prompt("chat"), 3.1).reason == "backlog"
 
 
 def test_a_hot_prefix_spreads_when_its_owner_is_busy(cluster: Cluster) -> None:
@@ -94,9 +95,29 @@ def test_nothing_is_expected_of_a_replica_that_was_lost(cluster: Cluster) -> Non
     lost = cluster.send(prompt("chat")).replica
     cluster.router.lost(lost)
     cluster.router.report(lost, Report(1.0, 0, 0.0, 0, RATES))
-    choice = cluster.router.choose(prompt("chat"), 1.0)
-    assert choice is not None
-    assert choice.reason == "backlog"
+    assert cluster.router.choose(prompt("chat"), 1.0).reason == "backlog"
+
+
+def test_an_unanswered_request_survives_the_loss_of_one_replica(cluster: Cluster) -> None:
+    """A second loss may be its own doing, and must not bring down a third replica."""
+    sent = {f"{number + 1}": cluster.send(prompt(f"{number}")).replica for number in range(12)}
+    lost = sent["1"]
+    moved = cluster.router.lost(lost)
+    assert moved == [request for request, replica in sent.items() if replica == lost]
+    assert cluster.router.lost(lost) == [], "they are at no replica"
+    choice = cluster.router.choose(prompt("0"), 0.0)
+    cluster.router.sent("1", choice, 0.0)
+    there = [request for request, replica in sent.items() if replica == choice.replica]
+    assert cluster.router.lost(choice.replica) == there
+    assert len(cluster.router.in_flight) == 11
+
+
+def test_a_request_is_at_one_replica_and_ends_once(cluster: Cluster) -> None:
+    choice = cluster.send(prompt("chat"))
+    with pytest.raises(AssertionError, match="it is at a replica"):
+        cluster.router.sent("1", choice, 0.0)
+    assert [cluster.router.in_flight.ended("1") for _ in range(2)] == [choice.replica, ""]
+    cluster.router.answered("1")
 
 
 def test_an_answer_that_has_begun_is_not_sent_again(cluster: Cluster) -> None:
@@ -110,6 +131,96 @@ def test_nothing_is_expected_of_a_replica_that_has_another_number(cluster: Clust
     cluster.held.sets = PeerSets()
     for name in "zdcba":
         cluster.held.sets.bit(name)
-    choice = cluster.router.choose(prompt("chat"), 0.0)
-    assert choice is not None
-    assert choice.reason == "backlog"
+    assert cluster.router.choose(prompt("chat"), 0.0).reason == "backlog"
+
+
+@settings(max_examples=200, derandomize=True)
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from([1, 2, 4]), st.lists(st.sampled_from([b"a", b"b"])), st.integers(1, 9)
+        )
+    ),
+    st.integers(0, 10),
+)
+def test_a_chunk_is_expected_as_long_as_any_request_promises_it(
+    added: list[tuple[int, list[bytes], int]], now: int
+) -> None:
+    expected = Expected()
+    for bit, keys, until in added:
+        expected.add(bit, keys, until)
+    expected.expire(now)
+    sets: dict[bytes, int] = {}
+    for bit, keys, until in added:
+        for key in keys if until > now else ():
+            sets[key] = sets.get(key, 0) | bit
+    assert expected.sets == sets
+    expected.expire(10)
+    assert not expected._until
+    assert not expected._ends
+
+
+BOUND, PATIENCE = 3, 10.0
+
+
+def test_nobody_is_admitted_from_an_empty_queue() -> None:
+    queue = Queue(BOUND, PATIENCE)
+    assert queue.first == ""
+    with pytest.raises(KeyError):
+        queue.admit(0.0)
+
+
+def test_retry_after_is_as_long_as_the_queue_will_take() -> None:
+    assert Queue(BOUND, PATIENCE).retry_after(3.0) == 10  # nothing is known
+    queue = Queue(100, 60.0)
+    for number in range(24):
+        queue.join(f"{number}", 0.0)
+    for time in range(4):
+        queue.admit(2.0 * time)
+    assert queue.retry_after(8.0) == 40  # 20 requests, 2 s each
+    assert queue.retry_after(800.0) == 60
+
+
+class Waiting(RuleBasedStateMachine):
+    """A list of requests and their times does the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queue = Queue(BOUND, PATIENCE)
+        self.model: list[tuple[str, float]] = []
+        self.now = 0.0
+        self.count = 0
+
+    @rule(seconds=st.sampled_from([0.0, 1.0, 6.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.now += seconds
+
+    @rule()
+    def one_joins(self) -> None:
+        self.count += 1
+        joined = self.queue.join(f"{self.count}", self.now)
+        assert joined == (len(self.model) < BOUND)
+        if joined:
+            self.model.append((f"{self.count}", self.now))
+
+    @rule(number=st.integers(0, 20))
+    def one_leaves(self, number: int) -> None:
+        self.queue.leave(f"{number}")
+        self.model = [entry for entry in self.model if entry[0] != f"{number}"]
+
+    @precondition(lambda self: self.model)
+    @rule()
+    def one_is_admitted(self) -> None:
+        name, arrived = self.model.pop(0)
+        assert self.queue.first == name
+        assert self.queue.admit(self.now) == self.now - arrived
+
+    @invariant()
+    def agrees(self) -> None:
+        assert len(self.queue) == len(self.model) <= BOUND
+        assert self.queue.first == (self.model[0][0] if self.model else "")
+        assert 1 <= self.queue.retry_after(self.now) <= PATIENCE
+
+
+TestWaiting = Waiting.TestCase
+TestWaiting.settings = settings(max_examples=60, derandomize=True)

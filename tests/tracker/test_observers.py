@@ -1,9 +1,10 @@
-"""A router learns of a model's holdings, loads and settings as soon as they change."""
+"""A router learns of a model's holdings, loads and settings as soon as they change. One that looks
+only from time to time misses no load, no departure and no prompt."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import pytest
@@ -24,12 +25,12 @@ from xinference_xavier.protocol.tracker import (
     NotMemberError,
     Settings,
     TrackerFullError,
-    tracker_uid,
 )
 from xinference_xavier.tracker import namespaces as watchers_module
+from xinference_xavier.tracker import observers as observers_module
 from xinference_xavier.tracker.actor import BlockTracker
 from xinference_xavier.tracker.namespaces import Namespaces
-from xinference_xavier.tracker.observers import LISTENS_FOR, Observers
+from xinference_xavier.tracker.observers import LISTENS_FOR, Loads, News, Observers
 
 A, B, C = (Member(name, "127.0.0.1:1") for name in "abc")
 K1, K2 = b"key1", b"key2"
@@ -74,7 +75,6 @@ async def test_the_first_look_finds_everything(tracker: Any) -> None:
     await tracker.report_load(NS, "a", LOAD)
     settings = await tracker.set_routing("backlog")
     found = await look(tracker)
-    assert found.update is not None
     assert (found.update.members, found.update.settings) == ((A, B), settings)
     assert Change("a", 1, K1, b"", True) in found.update.changes
     (load,) = found.loads
@@ -96,43 +96,37 @@ async def test_without_members_there_is_nothing(tracker: Any) -> None:
     assert (found.update, found.complete, found.loads) == (None, True, ())
 
 
-async def a_publication(tracker: Any) -> None:
-    await tracker.publish(NS, "a", 2, K2, K1)
-
-
-async def a_load(tracker: Any) -> None:
-    await tracker.report_load(NS, "a", LOAD._replace(requests=2))
-
-
-async def a_prompt(tracker: Any) -> None:
-    await tracker.report_load(NS, "a", LOAD, (PROMPT,))
-
-
-async def a_setting(tracker: Any) -> None:
-    await tracker.set_routing("off")
-
-
-async def a_departure(tracker: Any) -> None:
-    await tracker.leave(NS, "b")
-
-
-async def an_arrival(tracker: Any) -> None:
-    await join(tracker, C)
-
-
-NEWS: dict[Callable[[Any], Awaitable[None]], Callable[[Observation], object]] = {
-    a_publication: lambda found: found.update.changes == (Change("a", 2, K2, K1, False),),
-    a_load: lambda found: found.loads[0].load.requests == 2,
-    a_prompt: lambda found: found.prompts == (PROMPT,),
-    a_setting: lambda found: found.update.settings.routing == "off",
-    a_departure: lambda found: (found.update.left, found.gone) == (("b",), ("b",)),
-    an_arrival: lambda found: found.update.members == (C,),
-}
-
-
-@pytest.mark.parametrize("happens", NEWS, ids=lambda happens: happens.__name__)
+@pytest.mark.parametrize(
+    ("happens", "is_told"),
+    [
+        (
+            lambda tracker: tracker.publish(NS, "a", 2, K2, K1),
+            lambda found: found.update.changes == (Change("a", 2, K2, K1, False),),
+        ),
+        (
+            lambda tracker: tracker.report_load(NS, "a", LOAD._replace(requests=2)),
+            lambda found: found.loads[0].load.requests == 2,
+        ),
+        (
+            lambda tracker: tracker.report_load(NS, "a", LOAD, (PROMPT,)),
+            lambda found: found.prompts == (PROMPT,),
+        ),
+        (
+            lambda tracker: tracker.set_routing("off"),
+            lambda found: found.update.settings.routing == "off",
+        ),
+        (
+            lambda tracker: tracker.leave(NS, "b"),
+            lambda found: (found.update.left, found.gone) == (("b",), ("b",)),
+        ),
+        (lambda tracker: join(tracker, C), lambda found: found.update.members == (C,)),
+    ],
+    ids=["a publication", "a load", "a prompt", "a setting", "a departure", "an arrival"],
+)
 async def test_a_router_that_waits_is_told_at_once(
-    tracker: Any, happens: Callable[[Any], Awaitable[None]]
+    tracker: Any,
+    happens: Callable[[Any], Awaitable[object]],
+    is_told: Callable[[Observation], bool],
 ) -> None:
     await join(tracker, A, B)
     await tracker.publish(NS, "a", 1, K1, b"")
@@ -142,7 +136,7 @@ async def test_a_router_that_waits_is_told_at_once(
     await happens(tracker)
     found = await news
     assert not found.complete
-    assert NEWS[happens](found)
+    assert is_told(found)
 
 
 async def test_it_is_told_of_replicas_in_any_namespace(tracker: Any) -> None:
@@ -159,7 +153,6 @@ async def test_it_returns_empty_handed_when_its_time_is_over(tracker: Any) -> No
     await tracker.report_load(NS, "a", LOAD)
     seen = await look(tracker)
     again = await look(tracker, seen, 0.01)
-    assert again.update is not None
     assert (again.update.snapshot, again.update.changes, again.update.members) == (False, (), ())
     assert (again.version, again.complete, again.loads) == (seen.version, False, ())
 
@@ -185,19 +178,16 @@ async def test_changes_soon_after_others_come_together(
 
 
 class TestTheIndex:
-    async def test_is_that_of_the_largest_namespace(self, tracker: Any) -> None:
-        await join(tracker, A, namespace="one")
-        await join(tracker, B, C, namespace="two")
+    @pytest.mark.parametrize(
+        ("others", "seen"), [((B, C), (B, C)), ((B,), (A,))], ids=["largest", "oldest of equal"]
+    )
+    async def test_is_that_of_the_largest_namespace_or_the_oldest_of_equal_ones(
+        self, tracker: Any, others: tuple[Member, ...], seen: tuple[Member, ...]
+    ) -> None:
+        await join(tracker, A, namespace="two")
+        await join(tracker, *others, namespace="one")
         found = await look(tracker)
-        assert found.update is not None
-        assert found.update.members == (B, C)
-
-    async def test_is_that_of_the_oldest_of_equal_ones(self, tracker: Any) -> None:
-        await join(tracker, B, namespace="two")
-        await join(tracker, A, namespace="one")
-        found = await look(tracker)
-        assert found.update is not None
-        assert found.update.members == (B,)
+        assert found.update.members == seen
 
     async def test_is_another_one_once_that_is_larger(self, tracker: Any) -> None:
         await join(tracker, A, namespace="one")
@@ -206,7 +196,6 @@ class TestTheIndex:
         news = await wait_for_news(tracker)
         await join(tracker, C, namespace="two")
         found = await news
-        assert found.update is not None
         assert (found.update.snapshot, found.update.members) == (True, (B, C))
         assert Change("b", 1, K1, b"", True) in found.update.changes
 
@@ -219,7 +208,6 @@ class TestTheIndex:
         assert not news.done()
         await tracker.publish(NS, "a", 1, K2, b"")
         found = await news
-        assert found.update is not None
         assert found.update.changes == (Change("a", 1, K2, b"", False),)
 
 
@@ -321,7 +309,6 @@ async def test_a_new_tracker_tells_its_routers_everything(pool: Any, tracker: An
     await join(tracker, B)
     await tracker.report_load(NS, "b", LOAD)
     found = await look(tracker, seen)
-    assert found.update is not None
     assert (found.update.snapshot, found.update.members) == (True, (B,))
     assert (found.complete, [each.incarnation for each in found.loads]) == (True, ["b"])
 
@@ -337,11 +324,146 @@ async def test_routers_count_as_watches(tracker: Any, monkeypatch: pytest.Monkey
     assert (await waiting).loads[0].load == LOAD
 
 
-async def test_all_of_it_travels_between_processes(stoppable_tracker: tuple[Any, str]) -> None:
-    tracker = await xo.actor_ref(address=stoppable_tracker[1], uid=tracker_uid(MODEL))
-    await join(tracker, A)
-    assert await tracker.report_load(NS, "a", LOAD, (PROMPT,)) is False
-    await look(tracker)
-    assert await tracker.report_load(NS, "a", LOAD, (PROMPT,)) is True
-    found = await look(tracker)
-    assert (found.loads[0].load, found.prompts) == (LOAD, (PROMPT,))
+NAMES = {"a": "model-0", "b": "model-1"}
+
+
+def load(tokens: int = 0) -> Load:
+    return Load(SERVING, prefill_tokens=tokens, prefill_s=None, requests=1)
+
+
+def prompts(*names: str) -> Sequence[ScheduledPrompt]:
+    return [ScheduledPrompt(name, 100, b"") for name in names]
+
+
+def news(loads: Loads, seen: int, now: float = 0.0) -> News:
+    return loads.since(seen, lambda incarnation: NAMES.get(incarnation, incarnation), now)
+
+
+def reported(found: News) -> dict[str, int]:
+    """Tokens by incarnation."""
+    return {each.incarnation: each.load.prefill_tokens for each in found.loads}
+
+
+def prompted(found: News) -> list[str]:
+    return [prompt.request for prompt in found.prompts]
+
+
+@pytest.fixture
+def loads() -> Loads:
+    return Loads()
+
+
+def test_a_load_carries_its_replica_s_name_and_its_age(loads: Loads) -> None:
+    loads.report("a", load(7), (), now=100.0)
+    (found,) = news(loads, 0, now=101.5).loads
+    assert found == ReplicaLoad("a", "model-0", 1.5, load(7))
+    (found,) = news(loads, 0, now=99.0).loads
+    assert found.age == 0.0, "if a clock goes back"
+
+
+def test_a_look_finds_what_is_newer_than_the_last_one(loads: Loads) -> None:
+    loads.report("a", load(1), prompts("p"), now=0.0)
+    loads.report("b", load(2), prompts("q", "r"), now=0.0)
+    first = news(loads, 0)
+    assert (reported(first), prompted(first)) == ({"a": 1, "b": 2}, ["p", "q", "r"])
+    assert news(loads, first.version) == News(first.version, False, (), (), ())
+    loads.report("a", load(3), prompts("s"), now=1.0)
+    second = news(loads, first.version)
+    assert (reported(second), prompted(second), second.complete) == ({"a": 3}, ["s"], False)
+    assert news(loads, second.version) == News(second.version, False, (), (), ())
+
+
+def test_news_come_in_the_order_in_which_they_arrived(loads: Loads) -> None:
+    """Of the loads of one replica, only the latest one."""
+    seen = loads.version
+    for name in ("a", "b", "a"):
+        loads.report(name, load(), prompts(f"of {name}"), now=0.0)
+    found = news(loads, seen)
+    assert [each.incarnation for each in found.loads] == ["b", "a"]
+    assert prompted(found) == ["of a", "of b", "of a"]
+
+
+def test_a_replica_that_left_is_gone(loads: Loads) -> None:
+    loads.report("a", load(), (), now=0.0)
+    loads.report("b", load(), (), now=0.0)
+    seen = loads.version
+    loads.forget("a")
+    loads.forget("b")
+    found = news(loads, seen)
+    assert (found.loads, found.gone, found.complete) == ((), ("a", "b"), False)
+    assert found.version > seen, "a look that waits for news must find it"
+    assert news(loads, found.version).gone == ()
+
+
+def test_a_replica_that_left_and_reported_again_is_both(loads: Loads) -> None:
+    """What was sent to it before is lost."""
+    loads.report("a", load(1), (), now=0.0)
+    seen = loads.version
+    loads.forget("a")
+    loads.report("a", load(2), (), now=0.0)
+    found = news(loads, seen)
+    assert (found.gone, reported(found)) == (("a",), {"a": 2})
+
+
+def test_one_that_has_not_reported_cannot_be_gone(loads: Loads) -> None:
+    seen = loads.version
+    loads.forget("a")
+    assert news(loads, seen) == News(seen, False, (), (), ())
+
+
+@pytest.mark.parametrize("seen", ["nothing", "an earlier tracker", "a later tracker"])
+def test_who_has_followed_another_tracker_gets_everything(loads: Loads, seen: str) -> None:
+    """The members that are missing have left."""
+    first = loads.version
+    loads.report("a", load(1), prompts("p"), now=0.0)
+    loads.report("b", load(2), (), now=0.0)
+    loads.forget("b")
+    last = loads.version
+    version = {"nothing": 0, "an earlier tracker": first - 1, "a later tracker": last + 1}[seen]
+    found = news(loads, version)
+    assert (found.version, found.complete, found.gone) == (last, True, ())
+    assert (reported(found), prompted(found)) == ({"a": 1}, ["p"])
+
+
+def test_a_later_tracker_counts_on_from_above(loads: Loads) -> None:
+    for _ in range(100):
+        loads.report("a", load(), (), now=0.0)
+    assert Loads().version > loads.version
+
+
+def test_who_looks_so_late_that_departures_are_forgotten_gets_everything(
+    loads: Loads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(observers_module, "MAX_REMEMBERED", 2)
+    loads = Loads()
+    loads.report("stays", load(1), (), now=0.0)
+    seen = loads.version
+    for name in ("a", "b"):
+        loads.report(name, load(), (), now=0.0)
+        loads.forget(name)
+        before_last = loads.version
+    loads.report("c", load(), (), now=0.0)
+    loads.forget("c")
+    late = news(loads, seen)
+    assert (late.complete, late.gone, reported(late)) == (True, (), {"stays": 1})
+    in_time = news(loads, before_last)
+    assert (in_time.complete, in_time.gone, in_time.loads) == (False, ("c",), ())
+
+
+def test_the_latest_prompts_are_remembered(loads: Loads, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(observers_module, "MAX_REMEMBERED", 3)
+    loads = Loads()
+    loads.report("a", load(), prompts("p", "q"), now=0.0)
+    loads.report("a", load(), prompts("r", "s"), now=0.0)
+    assert prompted(news(loads, 0)) == ["q", "r", "s"]
+
+
+def test_prompts_are_remembered_as_far_as_their_keys_fit(
+    loads: Loads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(observers_module, "MAX_PROMPT_BYTES", 24)
+    for name, chunks in {"p": 1, "q": 1, "r": 1, "s": 3, "t": 1}.items():
+        loads.report("a", load(), [ScheduledPrompt(name, 100, chunks * b"k" * 12)], now=0.0)
+    assert prompted(news(loads, 0)) == ["t"]
+    loads.report("a", load(), [ScheduledPrompt("u", 100, b"k" * 12)], now=0.0)
+    assert prompted(news(loads, 0)) == ["t", "u"]

@@ -35,93 +35,69 @@ class Replica(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no types
     async def stats(self) -> dict[str, Any]:
         if self._stats is None:
             await asyncio.Event().wait()
-        assert self._stats is not None
         return self._stats
 
     async def set_weights_version(self, version: str) -> bool:
         return True
 
 
-async def test_the_switch_reaches_all_namespaces(tracker: Any) -> None:
+CHANGES = pytest.mark.parametrize(
+    ("method", "before", "after"), [("set_enabled", False, True), ("set_routing", "off", "auto")]
+)
+"""Settings that an operator changes: what an earlier tracker had, and what a new one gets."""
+
+
+@CHANGES
+async def test_a_setting_reaches_all_namespaces_and_changes_no_other(
+    tracker: Any, method: str, before: Any, after: Any
+) -> None:
     await join(tracker, A, namespace="one")
     await join(tracker, B, namespace="two")
+    first = await tracker.set_enabled(False)
+    second = await tracker.set_routing("backlog")
     watches = [await wait_for_update(tracker, *watcher) for watcher in (("a", "one"), ("b", "two"))]
-    off = await tracker.set_enabled(False)
-    assert [(await watch).settings for watch in watches] == [off, off]
-    assert not (await tracker.status())["enabled"]
-    on = await tracker.set_enabled(True)
-    assert (on.enabled, on.version > off.version) == (True, True)
+    changed = await getattr(tracker, method)(after)
+    field = method.removeprefix("set_")
+    assert changed == second._replace(version=changed.version, **{field: after})
+    assert changed.version > second.version > first.version
+    assert [(await watch).settings for watch in watches] == [changed, changed]
+    assert (await tracker.status())["enabled"] == changed.enabled
 
 
-async def test_a_new_tracker_learns_the_switch_from_its_replicas(tracker: Any) -> None:
-    await join(tracker, A)
-    watch = await wait_for_update(tracker, "a")
-    await tracker.join(NAMESPACE, B, 4, Settings(7, False))
-    assert (await watch).settings == Settings(7, False)
-    await tracker.join("other", A, 4, Settings(6, True))
-    assert (await look(tracker, "a", "other")).settings == Settings(7, False)
-
-
-async def test_switching_a_new_tracker_beats_what_replicas_learned_from_the_old_one(
-    pool: Any, tracker: Any
+@CHANGES
+async def test_a_new_tracker_learns_a_setting_from_its_replicas(
+    pool: Any, tracker: Any, method: str, before: Any, after: Any
 ) -> None:
-    for _ in range(3):
-        old = await tracker.set_enabled(False)
+    await join(tracker, A)
+    assert (await look(tracker, "a")).settings == Settings(), "as the replicas were launched"
+    old = await getattr(tracker, method)(before)
     await xo.destroy_actor(tracker)
     tracker = await create_tracker(pool.external_address)
-    new = await tracker.set_enabled(True)
+    await join(tracker, A)
+    watch = await wait_for_update(tracker, "a")
+    await tracker.join(NAMESPACE, B, 4, old)
+    assert (await watch).settings == old
+    await tracker.join("other", A, 4, old._replace(version=old.version - 1, enabled=True))
+    assert (await look(tracker, "a", "other")).settings == old, "the newest counts"
+
+
+@CHANGES
+async def test_a_change_of_a_new_tracker_beats_what_replicas_learned_from_the_old_one(
+    pool: Any, tracker: Any, method: str, before: Any, after: Any
+) -> None:
+    for _ in range(3):
+        old = await getattr(tracker, method)(before)
+    await xo.destroy_actor(tracker)
+    tracker = await create_tracker(pool.external_address)
+    new = await getattr(tracker, method)(after)
     await tracker.join(NAMESPACE, A, 4, old)
     assert (await look(tracker, "a")).settings == new
 
 
-class TestRouting:
-    async def test_is_changed_for_all_namespaces_and_leaves_sharing_as_it_is(
-        self, tracker: Any
-    ) -> None:
-        await join(tracker, A, namespace="one")
-        await join(tracker, B, namespace="two")
-        off = await tracker.set_enabled(False)
-        watches = [
-            await wait_for_update(tracker, *watcher) for watcher in (("a", "one"), ("b", "two"))
-        ]
-        settings = await tracker.set_routing("backlog")
-        assert settings == Settings(settings.version, enabled=False, routing="backlog")
-        assert settings.version > off.version
-        assert [(await watch).settings for watch in watches] == [settings, settings]
-        on = await tracker.set_enabled(True)
-        assert (on.enabled, on.routing) == (True, "backlog")
-
-    async def test_is_as_the_replicas_were_launched_until_an_operator_changes_it(
-        self, tracker: Any
-    ) -> None:
-        await join(tracker, A)
-        assert (await look(tracker, "a")).settings.routing is None
-
-    async def test_is_learned_by_a_new_tracker_from_the_first_replica_that_joins(
-        self, pool: Any, tracker: Any
-    ) -> None:
-        old = await tracker.set_routing("off")
-        await xo.destroy_actor(tracker)
-        tracker = await create_tracker(pool.external_address)
-        await tracker.join(NAMESPACE, A, 4, old)
-        assert (await look(tracker, "a")).settings == old
-        new = await tracker.set_routing("auto")
-        await tracker.join(NAMESPACE, B, 4, old)
-        assert (await look(tracker, "b")).settings == new
-
-    async def test_is_an_event(self, tracker: Any) -> None:
-        await tracker.set_routing("off")
-        (record,) = await tracker.wait_events(0, 0.0)
-        assert (record.event["event"], record.event["routing"]) == ("RoutingChanged", "off")
-
-    @pytest.mark.parametrize("wrong", ["fast", "", None, "OFF", ["off"], {}, 1])
-    async def test_is_one_of_a_few_ways(self, tracker: Any, wrong: Any) -> None:
-        await join(tracker, A)
-        with pytest.raises(ValueError, match="is not one of auto, backlog, off"):
-            await tracker.set_routing(wrong)
-        assert (await look(tracker, "a")).settings == Settings()
-        events = await tracker.wait_events(0, 0.0)
-        assert [record.event["event"] for record in events] == ["ReplicaJoined"]
+async def test_a_change_of_the_routing_is_an_event(tracker: Any) -> None:
+    await tracker.set_routing("off")
+    (record,) = await tracker.wait_events(0, 0.0)
+    assert (record.event["event"], record.event["routing"]) == ("RoutingChanged", "off")
 
 
 async def test_status_has_current_stats(pool: Any, tracker: Any) -> None:

@@ -7,16 +7,17 @@ names contains its next fault, which it commits once.
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
+from typing import cast
 
 import torch
 
+from tests.faults import _FaultyGloo, _FaultyLink
 from xinference_xavier.errors import LinkError
-from xinference_xavier.pool.region import Region
-from xinference_xavier.transfer.transports.base import Acceptance, Check, Link
-from xinference_xavier.transfer.transports.gloo import GlooLink, GlooTransport
+from xinference_xavier.transfer.transports.base import Acceptance
+from xinference_xavier.transfer.transports.gloo import GlooLink
 
 SCRIPT = "XAVIER_TEST_WRONG_DONOR"
 """The environment variable with the path of the file that names the donor's next fault."""
@@ -45,49 +46,11 @@ def is_done(wrong: Wrong) -> bool:
     return Path(os.environ[SCRIPT]).read_text() == f"done: {wrong}"
 
 
-class WrongDonor(GlooTransport):
-    def accept(self, hello: bytes, secret: bytes, deadline: float) -> Acceptance:  # type: ignore[override]
-        if _take() is Wrong.REFUSED:
-            _done(Wrong.REFUSED)
-            raise LinkError("refused")
-        return _WrongAcceptance(super().accept(hello, secret, deadline), self.region)
-
-
-class _WrongAcceptance:
-    def __init__(self, half: Acceptance, region: Region) -> None:
-        self._half = half
-        self._region = region
-
-    @property
-    def answer(self) -> bytes:
-        return self._half.answer
-
-    def complete(self, deadline: float) -> Link:
-        link = self._half.complete(deadline)
-        assert isinstance(link, GlooLink)
-        return _WrongLink(link, self._region)
-
-    def withdraw(self) -> None:
-        self._half.withdraw()
-
-
-class _WrongLink(Link):
-    def __init__(self, link: GlooLink, region: Region) -> None:
-        self._link = link
-        self._rows = torch.from_numpy(region.array)
-
-    def receive(
-        self, slots: Sequence[int], granted: Sequence[int], check: Check, deadline: float
-    ) -> Iterator[int]:
-        return self._link.receive(slots, granted, check, deadline)
-
-    def close(self) -> None:
-        self._link.close()
-
+class _WrongLink(_FaultyLink):
     def send(self, slots: Sequence[int], deadline: float) -> None:
         wrong = _take()
         if wrong is None:
-            self._link.send(slots, deadline)
+            self.link.send(slots, deadline)
             return
         try:
             self._send_wrong(wrong, slots, deadline)
@@ -96,14 +59,14 @@ class _WrongLink(Link):
 
     def _send_wrong(self, wrong: Wrong, slots: Sequence[int], deadline: float) -> None:
         if wrong is Wrong.OTHER_ROWS:
-            self._link.send(slots[::-1], deadline)
+            self.link.send(slots[::-1], deadline)
             return
         half = len(slots) // 2
-        self._link.send(slots[:half], deadline)
-        row = self._rows[slots[half]].clone()
+        self.link.send(slots[:half], deadline)
+        row = torch.from_numpy(self.region.row(slots[half]).copy())
         match wrong:
             case Wrong.CUT:
-                self._link.close()
+                self.link.close()
                 raise LinkError("cut")
             case Wrong.SHORTER:
                 self._post(row[: len(row) // 2], deadline)
@@ -112,14 +75,24 @@ class _WrongLink(Link):
             case Wrong.OTHER_BYTES:
                 row[-1] ^= 1
                 self._post(row, deadline)
-                self._link.send(slots[half + 1 :], deadline)
+                self.link.send(slots[half + 1 :], deadline)
             case Wrong.LATE:
                 threading.Event().wait(max(0.0, deadline - time.monotonic()) + LATE)
-                self._link.send(slots[half:], time.monotonic() + LATE)
+                self.link.send(slots[half:], time.monotonic() + LATE)
 
     def _post(self, message: torch.Tensor, deadline: float) -> None:
-        link = self._link
+        link = cast(GlooLink, self.link)
         link._wait(link._post("send", message, next(link._tags)), deadline)
+
+
+class WrongDonor(_FaultyGloo):
+    link = _WrongLink
+
+    def accept(self, hello: bytes, secret: bytes, deadline: float) -> Acceptance:
+        if _take() is Wrong.REFUSED:
+            _done(Wrong.REFUSED)
+            raise LinkError("refused")
+        return super().accept(hello, secret, deadline)
 
 
 def _take() -> Wrong | None:

@@ -34,26 +34,26 @@ class Kind(NamedTuple):
 
     plain: type[Transport]
     corrupting: type[Transport]
-    lingering: type[Transport]
+    faulty: type[Transport]  # without a fault of its own
     stalling: type[Transport]
     stallable: type[Transport]  # for the consumer of a `stalling` donor
 
     def with_link(self, link: type[faults._FaultyLink]) -> type[Transport]:
-        return type("Made", (self.lingering,), {"link": link})
+        return type("Made", (self.faulty,), {"link": link})
 
 
 KINDS = {
     "gloo": Kind(
         GlooTransport,
         faults.CorruptingGloo,
-        faults.LingeringGloo,
+        faults._FaultyGloo,
         faults.StallingGloo,
         GlooTransport,
     ),
     "shared_memory": Kind(
         SharedMemoryTransport,
         faults.CorruptingSharedMemory,
-        faults.LingeringSharedMemory,
+        faults._FaultySharedMemory,
         faults.StallingSharedMemory,
         faults.StallableSharedMemory,
     ),

@@ -152,13 +152,15 @@ async def test_a_consumer_that_requires_shared_memory_learns_why_it_is_impossibl
 
 @pytest.mark.parametrize("kind", ["gloo"], indirect=True)
 async def test_a_transport_that_the_donor_lacks_is_refused(sides: Sides) -> None:
-    consumer, donor = (
-        await sides.start("consumer"),
-        await sides.start("donor", SharedMemoryTransport),
-    )
-    assert await consumer.pull(donor, [1]) == PullResult(0, "link")
-    with pytest.raises(LinkError, match="offers shared_memory, not 'gloo'"):
-        await donor.actor.open_link(PROTOCOL_VERSION, "id", "us", "gloo", b"", 1.0)
+    consumer = await sides.start("consumer")
+    near, both = await sides.start("near", SharedMemoryTransport), await sides.start("both", *AUTO)
+    assert await consumer.pull(near, [1]) == PullResult(0, "link")
+    for donor, name, offers in (
+        (near, "gloo", "offers shared_memory, not 'gloo'"),
+        (both, "tcp", "offers shared_memory or gloo, not 'tcp'"),
+    ):
+        with pytest.raises(LinkError, match=offers):
+            await donor.actor.open_link(PROTOCOL_VERSION, "id", "us", name, b"", 1.0)
 
 
 def test_a_transport_is_found_by_its_path() -> None:

@@ -15,7 +15,9 @@ from tests.harness.replicas import (
     ReplicaProcess,
     TrackerProcess,
     fresh_keys,
+    is_free,
     replicas,
+    stored,
     wait_until,
 )
 from tests.transfer import faulty_links
@@ -24,7 +26,7 @@ from tests.transfer.faulty_links import Wrong
 pytestmark = pytest.mark.process
 
 WRONG = "tests.transfer.faulty_links:WrongDonor"
-ROWS = 8  # per fetch
+ROWS = 8  # per fetch, as many as `stored` makes
 HALF = ROWS // 2
 SHORT = 3.0  # seconds: the deadline of a fetch that should end by it
 GRACE = 2.0  # until its end is noticed
@@ -49,19 +51,6 @@ def scene(
             yield Scene(*started)
 
 
-def stored(scene: Scene) -> list[bytes]:
-    """Fresh chunks that both donors hold, as the consumer knows."""
-    keys = fresh_keys(ROWS)
-    donors = (scene.wrong, scene.right)
-    for donor in donors:
-        donor.store(keys)
-    names = {donor.name for donor in donors}
-    wait_until(
-        lambda: all(names <= set(scene.consumer.holders(k)) for k in keys), "the consumer knows"
-    )
-    return keys
-
-
 def fetch_wrong(scene: Scene, keys: list[bytes], wrong: Wrong, deadline: float) -> Outcome:
     if wrong is Wrong.REFUSED:
         started = scene.wrong.stats()["transfer_restarts"]
@@ -80,12 +69,6 @@ def fetch_wrong(scene: Scene, keys: list[bytes], wrong: Wrong, deadline: float) 
     return outcome
 
 
-def is_free(replica: ReplicaProcess) -> bool:
-    counts = replica.counts()
-    grants = replica.stats()["grants"]["live"]
-    return (counts.filling, counts.pinned, counts.quarantined, grants) == (0, 0, 0, 0)
-
-
 @pytest.mark.parametrize(
     ("wrong", "reason", "committed"),
     [
@@ -100,7 +83,7 @@ def is_free(replica: ReplicaProcess) -> bool:
     ],
 )
 def test_a_donor_that(scene: Scene, wrong: Wrong, reason: str, committed: int) -> None:
-    keys = stored(scene)
+    keys = stored(scene.consumer, scene.wrong, scene.right)
     restarts = scene.consumer.stats()["transfer_restarts"]
     engine = scene.consumer.process.pid
     outcome = fetch_wrong(scene, keys, wrong, SHORT if reason == "timeout" else LONG)
@@ -117,14 +100,14 @@ def test_a_donor_that(scene: Scene, wrong: Wrong, reason: str, committed: int) -
     assert scene.consumer.process.pid == engine
     assert scene.consumer.process.is_alive()
     wait_until(lambda: is_free(scene.wrong), "its grants have ended")
-    again = stored(scene)
+    again = stored(scene.consumer, scene.wrong, scene.right)
     assert scene.consumer.fetch("wrong", again, LONG).committed == ROWS, (
         "a donor that behaves again is used"
     )
 
 
 def test_what_comes_after_the_rollback_changes_nothing_that_was_reused(scene: Scene) -> None:
-    keys = stored(scene)
+    keys = stored(scene.consumer, scene.wrong, scene.right)
     fetch_wrong(scene, keys, Wrong.LATE, SHORT)
     wait_until(lambda: is_free(scene.consumer), "the rows are free again")
     assert not faulty_links.is_done(Wrong.LATE)

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import NamedTuple
 
-import numpy as np
 import psutil
 import pytest
 import xoscar
@@ -23,21 +22,18 @@ from tests.harness.replicas import (
     ROW_BYTES,
     ReplicaProcess,
     TrackerProcess,
-    fresh_keys,
     replicas,
+    stored,
     wait_until,
 )
-from xinference_xavier.errors import GrantRefusedError, LinkError
 from xinference_xavier.pool.region import Region
 from xinference_xavier.protocol.tracker import Member, Settings, tracker_uid
-from xinference_xavier.protocol.transfer import PROTOCOL_VERSION, TRANSFER_UID, GrantRequest
+from xinference_xavier.protocol.transfer import PROTOCOL_VERSION, TRANSFER_UID
 from xinference_xavier.runtime.addresses import replica_uid
 from xinference_xavier.transfer.transports.gloo import GlooTransport
-from xinference_xavier.transfer.transports.shared_memory import SharedMemoryTransport
 
 pytestmark = pytest.mark.process
 
-TRANSPORTS = {transport.name: transport for transport in (GlooTransport, SharedMemoryTransport)}
 HOST = "127.0.0.1"
 PATIENCE = 30.0
 ROWS = 4
@@ -55,16 +51,8 @@ def scene(tracker_process: TrackerProcess) -> Iterator[Scene]:
         yield Scene(*started)
 
 
-def stored(scene: Scene) -> list[bytes]:
-    keys = fresh_keys(ROWS)
-    scene.donor.store(keys)
-    known = scene.consumer.holders
-    wait_until(lambda: all("guarded" in known(key) for key in keys), "the consumer knows them")
-    return keys
-
-
 def assert_they_share(scene: Scene) -> None:
-    keys = stored(scene)
+    keys = stored(scene.consumer, scene.donor, count=ROWS)
     outcome = scene.consumer.fetch("guarded", keys, PATIENCE)
     assert (outcome.reason, outcome.committed) == (None, ROWS)
     assert scene.consumer.wrong_rows() == []
@@ -78,11 +66,9 @@ async def test_a_link_of_a_non_member_is_closed(
     late = Member("late", f"{HOST}:1")
     secret = (await tracker.join("elsewhere", late, KEY_BYTES, Settings())).secret
     await tracker.leave("elsewhere", "late")
-    engine = await xoscar.actor_ref(scene.consumer.address("guarded"), replica_uid("guarded"))
-    keys = tuple(stored(scene))
-    grant = await engine.grant(GrantRequest(PROTOCOL_VERSION, "namespace", "late", keys))
-    await engine.release(grant.grant_id)
-    transfer = await xoscar.actor_ref(grant.address, TRANSFER_UID)
+    address = scene.consumer.address(scene.donor.name)
+    engine = await xoscar.actor_ref(address, replica_uid(scene.donor.name))
+    transfer = await xoscar.actor_ref((await engine.transfer_endpoint()).address, TRANSFER_UID)
     assert_they_share(scene)  # this opens a link that stays
     links = scene.donor.transfer_stats()["links"]
     region = Region.create(ROWS, ROW_BYTES)
@@ -97,73 +83,6 @@ async def test_a_link_of_a_non_member_is_closed(
     assert_they_share(scene)
     link.close()
     region.close()
-
-
-@pytest.mark.parametrize("name", TRANSPORTS)
-async def test_a_client_that_has_another_secret_moves_nothing(scene: Scene, name: str) -> None:
-    """It speaks our protocol and has a grant, which an engine gives to anybody who asks."""
-    keys = stored(scene)
-    sent = scene.donor.transfer_stats()["bytes_sent"]
-    engine = await xoscar.actor_ref(scene.consumer.address("guarded"), replica_uid("guarded"))
-    grant = await engine.grant(GrantRequest(PROTOCOL_VERSION, "namespace", "stranger", tuple(keys)))
-    transfer = await xoscar.actor_ref(grant.address, TRANSFER_UID)
-    region = Region.create(ROWS, ROW_BYTES)
-    transport = TRANSPORTS[name](region, HOST, None)
-    offer = transport.offer(b"another secret", time.monotonic() + PATIENCE)
-    with pytest.raises(LinkError, match="does not know this model's secret"):
-        await transfer.open_link(
-            PROTOCOL_VERSION, "link", "stranger", transport.name, offer.hello, PATIENCE
-        )
-    with pytest.raises(LinkError, match="no such link"):
-        await transfer.serve(PROTOCOL_VERSION, "link", grant.ticket, ROW_BYTES, PATIENCE)
-    assert_they_share(scene)
-    total = sent + ROWS * ROW_BYTES
-    wait_until(
-        lambda: scene.donor.transfer_stats()["bytes_sent"] >= total, "the friend got its rows"
-    )
-    assert scene.donor.transfer_stats()["bytes_sent"] == total, "nobody else got any"
-    assert not np.any(region.array)
-    await engine.release(grant.grant_id)
-    offer.withdraw()
-    region.close()
-
-
-async def test_a_ticket_is_of_no_use_on_a_friends_link(scene: Scene) -> None:
-    """A link carries only rows that were granted to its own consumer."""
-    keys = stored(scene)
-    assert_they_share(scene)  # this opens a link
-    engine = await xoscar.actor_ref(scene.consumer.address("guarded"), replica_uid("guarded"))
-    grant = await engine.grant(GrantRequest(PROTOCOL_VERSION, "namespace", "stranger", tuple(keys)))
-    transfer = await xoscar.actor_ref(grant.address, TRANSFER_UID)
-    for link_id in ("", "0" * 16, "friend", None, []):
-        with pytest.raises(LinkError):
-            await transfer.serve(PROTOCOL_VERSION, link_id, grant.ticket, ROW_BYTES, PATIENCE)
-    await engine.release(grant.grant_id)
-    assert_they_share(scene)
-
-
-async def test_malformed_requests_to_an_engine_are_refused(scene: Scene) -> None:
-    """They are counted, and pin nothing."""
-    (key,) = fresh_keys(1)
-    scene.donor.store([key])
-    wait_until(lambda: "guarded" in scene.consumer.holders(key), "the consumer knows it")
-    engine = await xoscar.actor_ref(scene.consumer.address("guarded"), replica_uid("guarded"))
-    good = GrantRequest(PROTOCOL_VERSION, "namespace", "stranger", (key,))
-    refused = scene.donor.stats()["grants"]["refused"]
-    nonsense = [
-        None,
-        good._replace(keys=(key, [])),  # the second one is not hashable
-        good._replace(keys=[key]),
-        good._replace(consumer="x" * 10_000),
-        good._replace(namespace=None),
-        good._replace(version=PROTOCOL_VERSION + 1),
-    ]
-    for request in nonsense:
-        with pytest.raises((LinkError, GrantRefusedError)):
-            await engine.grant(request)
-    grants = scene.donor.stats()["grants"]
-    assert (grants["live"], grants["refused"]) == (0, refused + len(nonsense))
-    assert scene.donor.counts().pinned == 0
 
 
 def ports(pid: int) -> list[int]:
@@ -186,7 +105,6 @@ def noises() -> Iterator[bytes]:
 def test_noise_on_any_port_disturbs_nobody(scene: Scene) -> None:
     """Connections send nothing, nonsense or unfinished messages; half of them stay open."""
     donor = scene.donor
-    assert donor.process.pid is not None
     pids = [donor.process.pid, donor.stats()["transfer_pid"]]
     knocked = [port for pid in pids for port in ports(pid)]
     assert len(knocked) == 3, "xoscar's ports of both processes, and Gloo's"

@@ -1,4 +1,5 @@
-"""The latest events, the tracker's own and those that replicas report."""
+"""What a tracker notes: replicas that join, are lost and come back; the latest events, its own and
+those that replicas report."""
 
 from __future__ import annotations
 
@@ -7,13 +8,73 @@ from typing import Any
 
 import pytest
 
-from xinference_xavier.events import FetchRolledBack, check_event, event_dict
+from xinference_xavier.events import (
+    Event,
+    FetchRolledBack,
+    ReplicaJoined,
+    ReplicaLost,
+    ReplicaRecovered,
+    check_event,
+    event_dict,
+)
 from xinference_xavier.protocol.tracker import Member, Settings
 from xinference_xavier.tracker import log as module
 from xinference_xavier.tracker.actor import BlockTracker
-from xinference_xavier.tracker.log import EventLog
+from xinference_xavier.tracker.log import EventLog, Membership
 
 NS = "namespace"
+FIRST, SECOND = Member("engine-1", "host:1"), Member("engine-2", "host:2")
+
+
+@pytest.fixture
+def membership() -> Membership:
+    return Membership("m")
+
+
+def test_a_replica_joins_once_however_often_it_renews_or_moves(membership: Membership) -> None:
+    event = membership.joined("m-0", FIRST)
+    assert isinstance(event, ReplicaJoined)
+    assert (event.model_uid, event.replica) == ("m", "m-0")
+    assert (event.incarnation, event.address) == FIRST[:2]
+    assert membership.joined("m-0", FIRST) is None
+
+
+def test_without_a_name_a_replica_goes_by_its_incarnation(membership: Membership) -> None:
+    event = membership.joined("", FIRST)
+    assert isinstance(event, ReplicaJoined)
+    assert event.replica == "engine-1"
+
+
+@pytest.mark.parametrize(
+    ("name", "member", "kind"),
+    [
+        ("m-0", FIRST, ReplicaRecovered),
+        ("m-0", SECOND, ReplicaRecovered),
+        ("m-1", SECOND, ReplicaJoined),
+    ],
+    ids=["the same engine", "another engine", "another replica"],
+)
+def test_a_lost_replica_that_comes_back_has_recovered(
+    membership: Membership, name: str, member: Member, kind: type[Event]
+) -> None:
+    membership.joined("m-0", FIRST)
+    lost = membership.lost(FIRST.incarnation)
+    assert isinstance(lost, ReplicaLost)
+    assert (lost.replica, lost.incarnation) == ("m-0", "engine-1")
+    event = membership.joined(name, member)
+    assert isinstance(event, kind)
+    assert event.incarnation == member.incarnation
+    assert membership.joined(name, member) is None
+
+
+def test_the_remembered_replicas_are_bounded(
+    membership: Membership, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MAX_REMEMBERED", 2)
+    for number in range(3):
+        membership.joined("", Member(str(number), "host:1"))
+    assert isinstance(membership.joined("", Member("0", "host:1")), ReplicaJoined), "long forgotten"
+    assert membership.joined("", Member("2", "host:1")) is None
 
 
 def event(rows: int = 1, **fields: Any) -> dict[str, Any]:
