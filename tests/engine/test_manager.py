@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
-from typing import NoReturn
+from unittest.mock import Mock
 
 import pytest
 
@@ -19,11 +19,12 @@ from tests.engine.scheduling import (
 )
 from tests.logged import records
 
+FAILS = Mock(side_effect=ArithmeticError("planned"))
+
 
 class TestLookup:
     def test_a_cold_request_gets_a_miss_at_once(self, vllm: Scheduling) -> None:
-        request = vllm.arrive("r", chunks("prompt", 6))
-        assert vllm.attempt(request) == 0
+        assert vllm.attempt(vllm.ask(6)) == 0
         assert vllm.tier.fetches == []
         assert not vllm.manager.has_pending_work()
 
@@ -42,39 +43,34 @@ class TestLookup:
         vllm.stored(storing, begun)
         assert vllm.attempt(request) == 4
 
-    def test_a_run_that_is_too_short_gets_no_retry(self) -> None:
+    @pytest.mark.parametrize(
+        ("own", "held", "hits"),
+        [
+            (1, {"a": range(1, 5)}, None),
+            (1, {"a": range(1, 4)}, 1),
+            (3, {"a": range(6)}, 3),
+            (1, {"a": range(1, 3), "b": range(3, 6)}, 1),
+        ],
+        ids=["long enough", "too short", "the rest is too short", "held by two peers"],
+    )
+    def test_only_a_run_of_four_chunks_that_one_peer_holds_is_fetched(
+        self, own: int, held: dict[str, range], hits: int | None
+    ) -> None:
         vllm = Scheduling(min_fetch_chunks=4)
         keys = chunks("prompt", 6)
-        vllm.tier.peers_hold(a=keys[:3])
-        assert vllm.attempt(vllm.arrive("r", keys)) == 0
-        vllm.tier.peers_hold(a=keys[:4])
-        assert vllm.attempt(vllm.arrive("s", keys)) is None
-
-    def test_the_rest_of_a_prompt_can_be_too_short_as_well(self) -> None:
-        vllm = Scheduling(min_fetch_chunks=4)
-        keys = chunks("prompt", 6)
-        vllm.tier.peers_hold(a=keys)
-        vllm.fill(keys[:3])
-        assert vllm.attempt(vllm.arrive("r", keys)) == 3
-
-    def test_a_run_must_be_held_by_one_peer(self) -> None:
-        vllm = Scheduling(min_fetch_chunks=4)
-        keys = chunks("prompt", 6)
-        vllm.tier.peers_hold(a=keys[:2], b=keys[2:])
-        assert vllm.attempt(vllm.arrive("r", keys)) == 0
+        vllm.fill(keys[:own])
+        vllm.tier.peers_hold(**{peer: [keys[n] for n in numbers] for peer, numbers in held.items()})
+        assert vllm.attempt(vllm.arrive("r", keys)) == hits
 
     def test_chunks_being_stored_are_not_fetched(self, vllm: Scheduling) -> None:
-        keys = chunks("prompt", 6)
-        vllm.begin_store(vllm.arrive("s", keys), keys)
-        vllm.tier.peers_hold(a=keys)
-        assert vllm.attempt(vllm.arrive("r", keys)) == 0
+        storing = vllm.ask(6, "s", a=6)
+        vllm.begin_store(storing, storing.keys)
+        assert vllm.attempt(vllm.arrive("r", storing.keys)) == 0
         assert vllm.tier.fetches == []
 
     def test_nothing_is_fetched_while_the_tier_is_not_ready(self, vllm: Scheduling) -> None:
-        keys = chunks("prompt", 6)
-        vllm.tier.peers_hold(a=keys)
         vllm.tier.is_ready = False
-        assert vllm.attempt(vllm.arrive("r", keys)) == 0
+        assert vllm.attempt(vllm.ask(6, a=6)) == 0
 
 
 def test_an_engine_that_does_not_share_stores_and_loads_nothing() -> None:
@@ -89,34 +85,28 @@ def test_an_engine_that_does_not_share_stores_and_loads_nothing() -> None:
 class TestErrors:
     """An error of ours costs a hit or a store. It never ends the engine."""
 
-    @staticmethod
-    def fail(*_: object, **__: object) -> NoReturn:
-        raise ArithmeticError("planned")
-
     def test_a_lookup_that_raises_is_a_miss(
         self, vllm: Scheduling, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
-        keys = chunks("prompt", 6)
-        vllm.tier.peers_hold(a=keys)
-        monkeypatch.setattr(vllm.manager.selection, "plan", self.fail)
-        request = vllm.arrive("r", keys)
+        request = vllm.ask(6, a=6)
+        monkeypatch.setattr(vllm.manager.selection, "plan", FAILS)
         for _ in range(2):
             assert vllm.attempt(request) == 0
         assert vllm.manager.stats()["scheduler_errors"] == 1
         (record,) = records(caplog)
         assert record.exc_info is not None
         vllm.schedule(request, 0)
-        vllm.stored(request, vllm.begin_store(request, keys))
+        vllm.stored(request, vllm.begin_store(request, request.keys))
         vllm.finish(request)
         assert_nothing_left(vllm)
-        assert vllm.attempt(vllm.arrive("next", keys)) == 6
+        assert vllm.attempt(vllm.ask(6, "next")) == 6
 
     def test_a_request_that_cannot_be_looked_up_shares_nothing(
         self, vllm: Scheduling, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         keys = chunks("prompt", 4)
         vllm.fill(keys)
-        monkeypatch.setattr(vllm.manager.tier_lookup.idle_wait, "before_lookups", self.fail)
+        monkeypatch.setattr(vllm.manager.tier_lookup.idle_wait, "before_lookups", FAILS)
         request = vllm.arrive("r", keys)
         assert vllm.attempt(request) == 0
         assert vllm.begin_store(request, keys) == []
@@ -126,7 +116,7 @@ class TestErrors:
     def test_of_the_rest_of_a_step_is_counted(
         self, vllm: Scheduling, monkeypatch: pytest.MonkeyPatch, where: str
     ) -> None:
-        monkeypatch.setattr(vllm.manager.tier_lookup, where, self.fail)
+        monkeypatch.setattr(vllm.manager.tier_lookup, where, FAILS)
         request = vllm.arrive("r", chunks("prompt", 4))
         assert vllm.attempt(request) == 0
         vllm.schedule(request, 0)
@@ -160,10 +150,7 @@ class TestSettled:
         assert unsettled == 32 * 1024 / 64 / 128, "128 rows at a time, until one in 64 is free"
 
     def test_means_that_nothing_is_fetched(self, vllm: Scheduling) -> None:
-        keys = chunks("prompt", 6)
-        vllm.tier.peers_hold(a=keys)
-        request = vllm.arrive("r", keys)
-        assert vllm.attempt(request) is None
+        request = waiting(vllm)
         vllm.end_step()
         assert not vllm.manager.settled
         vllm.tier.end(vllm.tier.fetches[0])
@@ -175,7 +162,7 @@ class TestSettled:
     def test_means_that_nobody_waits(self) -> None:
         """The next step may have no place for a request that this one put off."""
         vllm = slow_engine()
-        assert vllm.attempt(vllm.arrive("r", chunks("prompt", 6))) is None
+        assert vllm.attempt(vllm.ask(6, a=0)) is None
         assert not vllm.manager.settled
         vllm.end_step()
         assert vllm.manager.settled
@@ -183,29 +170,15 @@ class TestSettled:
 
 class TestHit:
     def test_leaves_nothing_if_vllm_has_no_blocks_for_it(self, vllm: Scheduling) -> None:
-        keys = chunks("prompt", 6)
-        vllm.fill(keys)
-        request = vllm.arrive("r", keys)
+        vllm.fill(chunks("prompt", 6))
+        request = vllm.ask(6)
         assert vllm.attempt(request) == 6
         vllm.finish(request)
         assert_nothing_left(vllm)
 
-    def test_holds_until_it_is_loaded(self) -> None:
-        vllm = Scheduling(slots=6)
-        keys = chunks("prompt", 6)
-        vllm.fill(keys)
-        request = vllm.arrive("r", keys)
-        assert vllm.scan(request) == 6
-        vllm.schedule(request, 6)
-        other = vllm.arrive("s", chunks("other", 6))
-        assert vllm.begin_store(other, other.keys) == []
-        vllm.loaded(request, 6)
-        assert vllm.begin_store(other, other.keys) == other.keys
-
     def test_may_be_loaded_after_its_request_has_ended(self, vllm: Scheduling) -> None:
-        keys = chunks("prompt", 6)
-        vllm.fill(keys)
-        request = vllm.arrive("r", keys)
+        vllm.fill(chunks("prompt", 6))
+        request = vllm.ask(6)
         vllm.scan(request)
         vllm.schedule(request, 6)
         vllm.finish(request)
@@ -224,31 +197,18 @@ class TestTwoGroups:
         lookup = vllm.manager.lookup
         return full, window_scan(lookup, request.groups[1], self.WINDOW, request.context)
 
-    @pytest.fixture
-    def request_of_two(self, vllm: Scheduling) -> Request:
-        groups = chunks("prompt", 6, group=0), chunks("prompt", 6, group=1)
-        vllm.tier.peers_hold(a=groups[0] + groups[1])
-        return vllm.arrive("r", *groups)
-
-    def test_each_group_gets_a_retry_while_the_fetch_is_pending(
-        self, vllm: Scheduling, request_of_two: Request
-    ) -> None:
+    def test_each_gets_a_retry_while_the_fetch_for_both_is_pending(self, vllm: Scheduling) -> None:
         """vLLM would take a group without a RETRY for a miss, and compute the request."""
-        assert self.scan(vllm, request_of_two) == (None, None)
+        full, window = chunks("prompt", 6, group=0), chunks("prompt", 6, group=1)
+        vllm.tier.peers_hold(a=full + window)
+        request = vllm.arrive("r", full, window)
+        assert self.scan(vllm, request) == (None, None)
         vllm.end_step()
-        assert len(vllm.tier.fetches) == 1
-        assert self.scan(vllm, request_of_two) == (None, None)
-
-    def test_chunks_that_arrived_are_hits_in_both(
-        self, vllm: Scheduling, request_of_two: Request
-    ) -> None:
-        self.scan(vllm, request_of_two)
-        vllm.end_step()
-        assert {row.key for row in vllm.tier.fetches[0].rows} == {
-            key for group in request_of_two.groups for key in group
-        }
-        vllm.tier.end(vllm.tier.fetches[0])
-        assert self.scan(vllm, request_of_two) == (6, 6)
+        (fetch,) = vllm.tier.fetches
+        assert {row.key for row in fetch.rows} == {*full, *window}
+        assert self.scan(vllm, request) == (None, None)
+        vllm.tier.end(fetch)
+        assert self.scan(vllm, request) == (6, 6)
 
     def test_equal_hashes_of_two_groups_are_two_chunks(self, vllm: Scheduling) -> None:
         vllm.fill(chunks("prompt", 6, group=1))
@@ -271,10 +231,8 @@ class TestAccounting:
         }  # fmt: skip
 
     def test_of_a_request_with_tokens_from_every_source(self, vllm: Scheduling) -> None:
-        keys = chunks("prompt", 8)
-        vllm.fill(keys[:3])
-        vllm.tier.peers_hold(a=keys[:7])
-        request = vllm.arrive("r", keys)
+        request = vllm.ask(8, a=7)
+        vllm.fill(request.keys[:3])
         assert vllm.attempt(request, own_prefix=1) is None
         vllm.tier.end(vllm.tier.fetches[0])
         assert vllm.scan(request, own_prefix=1) == 6
@@ -300,12 +258,11 @@ class TestAccounting:
 
         def test_vllm_learns_which_chunks_a_peer_supplied(self, vllm: Scheduling) -> None:
             """vLLM asks only for chunks that it loads."""
-            keys = chunks("prompt", 6)
-            vllm.fill(keys[:2])
-            vllm.tier.peers_hold(a=keys)
-            request = vllm.arrive("r", keys)
+            request = vllm.ask(6, a=6)
+            vllm.fill(request.keys[:2])
             vllm.attempt(request)
             vllm.tier.end(vllm.tier.fetches[0])
             vllm.schedule(request, vllm.scan(request) or 0)
-            sources = [vllm.manager.get_load_source(key, request.context).value for key in keys]
+            source = vllm.manager.get_load_source
+            sources = [source(key, request.context).value for key in request.keys]
             assert sources == 2 * ["host"] + 4 * ["p2p"]

@@ -2,27 +2,38 @@
 
 from __future__ import annotations
 
-from vllm.v1.kv_offload.base import OffloadKey
+import pytest
 
 from tests.engine.scheduling import Scheduling, assert_nothing_left, chunks, waiting
+from xinference_xavier.pool.pool import PoolCounts
 
 
 class TestStore:
     def test_is_published_once_it_is_complete(self, vllm: Scheduling) -> None:
-        keys = chunks("prompt", 4)
-        request = vllm.arrive("r", keys)
-        begun = vllm.begin_store(request, keys)
-        assert (begun, vllm.tier.stored_rows) == (keys, [])
+        request = vllm.ask(4)
+        begun = vllm.begin_store(request, request.keys)
+        assert (begun, vllm.tier.stored_rows) == (request.keys, [])
         vllm.stored(request, begun)
-        assert {row.key for row in vllm.tier.stored_rows} == set(keys)
+        assert {row.key for row in vllm.tier.stored_rows} == set(request.keys)
 
     def test_that_fails_leaves_nothing(self, vllm: Scheduling) -> None:
-        keys = chunks("prompt", 4)
-        request = vllm.arrive("r", keys)
-        vllm.manager.complete_store(vllm.begin_store(request, keys), request.context, success=False)
+        request = vllm.ask(4)
+        begun = vllm.begin_store(request, request.keys)
+        vllm.manager.complete_store(begun, request.context, success=False)
         assert vllm.tier.stored_rows == []
         assert vllm.attempt(request) == 0
         assert_nothing_left(vllm)
+
+    def test_that_is_void_frees_its_rows(self, vllm: Scheduling) -> None:
+        """vLLM's workers would write wrong bytes into them."""
+        request = vllm.ask(3)
+        begun = vllm.begin_store(request, request.keys)
+        vllm.manager.void_store(request.req_id, begun)
+        vllm.stored(request, begun)
+        assert vllm.tier.stored_rows == []
+        assert_nothing_left(vllm)
+        vllm.stored(request, vllm.begin_store(request, request.keys))
+        assert len(vllm.tier.stored_rows) == 3
 
     def test_skips_chunks_that_are_held_or_being_stored(self, vllm: Scheduling) -> None:
         keys = chunks("prompt", 6)
@@ -31,26 +42,19 @@ class TestStore:
         assert vllm.begin_store(first, keys[:4]) == keys[2:4]
         assert vllm.begin_store(second, keys) == keys[4:]
 
-    def test_drops_the_tail_that_does_not_fit(self) -> None:
-        vllm = Scheduling(slots=4)
-        keys = chunks("prompt", 6)
-        request = vllm.arrive("r", keys)
-        assert vllm.begin_store(request, keys) == keys[:4]
-
-    def test_never_evicts_its_own_prefix(self) -> None:
+    def test_drops_the_tail_for_which_its_own_prefix_would_be_evicted(self) -> None:
         vllm = Scheduling(slots=6)
-        keys = chunks("prompt", 10)
-        vllm.fill(keys[:4])
+        request = vllm.ask(10)
+        vllm.fill(request.keys[:4])
         vllm.fill(chunks("other", 2))
-        request = vllm.arrive("r", keys)
-        assert vllm.begin_store(request, keys[4:]) == keys[4:6]
+        assert vllm.begin_store(request, request.keys[4:]) == request.keys[4:6]
         assert sorted(vllm.tier.evicted_keys) == sorted(chunks("other", 2))
 
     def test_evicts_the_least_recently_used_and_reports_it(self) -> None:
         vllm = Scheduling(slots=6)
         for name in ("old", "new"):
             vllm.fill(chunks(name, 3))
-        request = vllm.arrive("r", chunks("prompt", 3))
+        request = vllm.ask(3)
         vllm.begin_store(request, request.keys)
         assert sorted(vllm.tier.evicted_keys) == sorted(chunks("old", 3))
 
@@ -61,13 +65,13 @@ class TestStore:
         vllm.end_step()
         evicted = vllm.tier.evicted_keys[:]
         assert set(evicted) == set(old[-2:])
-        request = vllm.arrive("r", chunks("prompt", 2))
+        request = vllm.ask(2)
         assert vllm.begin_store(request, request.keys) == request.keys
         assert vllm.tier.evicted_keys == evicted
 
     def test_of_a_prompt_longer_than_the_pool_keeps_its_beginning(self) -> None:
         vllm = Scheduling(slots=128)
-        request = vllm.arrive("r", chunks("prompt", 200))
+        request = vllm.ask(200)
         for number in range(0, 200, 8):
             vllm.stored(request, vllm.begin_store(request, request.keys[number : number + 8]))
             vllm.end_step()
@@ -77,7 +81,7 @@ class TestStore:
         assert hits > 110
 
     def test_may_complete_after_its_request_has_ended(self, vllm: Scheduling) -> None:
-        request = vllm.arrive("r", chunks("prompt", 4))
+        request = vllm.ask(4)
         begun = vllm.begin_store(request, request.keys)
         vllm.finish(request)
         vllm.stored(request, begun)
@@ -106,44 +110,38 @@ class TestRecency:
 class TestCapacity:
     """Eviction while peers hold some of the chunks."""
 
-    def copied(self, keys: list[OffloadKey]) -> Scheduling:
-        """A pool of twelve rows, all in use. `keys` are copies from the peer `a`."""
+    KEYS = chunks("prompt", 4)
+
+    @pytest.fixture
+    def vllm(self) -> Scheduling:
+        """A pool of twelve rows, all in use. Those of `KEYS` are copies from the peer `a`."""
         vllm = Scheduling(slots=12)
         vllm.fill(chunks("old", 2))
-        vllm.tier.peers_hold(a=keys)
-        request = vllm.arrive("r", keys)
-        vllm.attempt(request)
+        request = waiting(vllm, 4)
         vllm.tier.end(vllm.tier.fetches[-1])
         vllm.attempt(request)
         vllm.finish(request)
         vllm.end_step()
-        vllm.fill(chunks("new", 10 - len(keys)))
+        vllm.fill(chunks("new", 6))
         return vllm
 
-    def test_copies_are_evicted_from_their_end_before_older_rows(self) -> None:
-        keys = chunks("prompt", 4)
-        vllm = self.copied(keys)
+    def test_copies_are_evicted_from_their_end_before_older_rows(self, vllm: Scheduling) -> None:
         vllm.fill(chunks("more", 3))
-        assert vllm.tier.evicted_keys == [keys[3], keys[2], keys[1]]
+        assert vllm.tier.evicted_keys == self.KEYS[:0:-1]
 
-    def test_a_copy_stays_if_the_original_is_gone(self) -> None:
-        keys = chunks("prompt", 4)
-        vllm = self.copied(keys)
-        vllm.tier.peers_hold(a=keys[:1], b=keys)
+    def test_a_copy_stays_if_the_original_is_gone(self, vllm: Scheduling) -> None:
+        vllm.tier.peers_hold(a=self.KEYS[:1], b=self.KEYS)
         vllm.fill(chunks("more", 2))
-        assert set(vllm.tier.evicted_keys) == {keys[0], chunks("old", 2)[1]}
+        assert set(vllm.tier.evicted_keys) == {self.KEYS[0], chunks("old", 2)[1]}
 
-    def test_an_original_stays_although_a_peer_copied_it(self) -> None:
-        vllm = self.copied(chunks("prompt", 4))
+    def test_an_original_stays_although_a_peer_copied_it(self, vllm: Scheduling) -> None:
         vllm.tier.peers_hold(a=chunks("old", 2))
         vllm.fill(chunks("more", 2))
         assert set(vllm.tier.evicted_keys) == set(chunks("old", 2)), "the oldest ones"
 
-    def test_a_copy_in_use_stays(self) -> None:
-        keys = chunks("prompt", 4)
-        vllm = self.copied(keys)
+    def test_a_copy_in_use_stays(self, vllm: Scheduling) -> None:
         for number in range(20):
-            request = vllm.arrive(f"again {number}", keys)
+            request = vllm.arrive(f"again {number}", self.KEYS)
             assert vllm.attempt(request) == 4
             vllm.finish(request)
             vllm.fill(chunks(f"more {number}", 2))
@@ -152,10 +150,41 @@ class TestCapacity:
 
 class TestReset:
     def test_leaves_no_hits(self, vllm: Scheduling) -> None:
-        keys = chunks("prompt", 4)
-        vllm.fill(keys)
+        vllm.fill(chunks("prompt", 4))
         vllm.manager.reset_cache()
-        assert vllm.attempt(vllm.arrive("r", keys)) == 0
+        assert vllm.attempt(vllm.ask(4)) == 0
+
+    def test_keeps_rows_of_jobs_in_quarantine_until_a_later_job_ends(
+        self, vllm: Scheduling
+    ) -> None:
+        """Until then, no slot is reused that a job from before may write or read."""
+        stored = chunks("stored", 3)
+        vllm.fill(chunks("loaded", 4))
+        loading = vllm.arrive("l", chunks("loaded", 4))
+        vllm.scan(loading)
+        vllm.schedule(loading, 4)
+        storing = vllm.arrive("s", stored)
+        vllm.begin_store(storing, stored)
+
+        vllm.manager.reset_cache()
+        in_quarantine = PoolCounts(rows=32, ready=0, filling=0, pinned=4, quarantined=7)
+        assert vllm.pool.counts() == in_quarantine
+
+        assert vllm.begin_store(storing, stored) == [], "they are of before the reset"
+        vllm.manager.begin_lookups(storing.req_id, 0)
+        begun = vllm.begin_store(storing, stored)
+        assert vllm.pool.counts().quarantined == 7
+        vllm.stored(storing, begun)
+        assert vllm.pool.counts().ready == 3
+        assert_nothing_left(vllm)
+
+    def test_frees_rows_of_jobs_when_vllm_reports_their_end(self, vllm: Scheduling) -> None:
+        """vLLM 0.33 and later report it."""
+        storing = vllm.ask(3)
+        vllm.begin_store(storing, storing.keys)
+        vllm.manager.reset_cache()
+        vllm.manager.on_reset_flushed()
+        assert_nothing_left(vllm)
 
     def test_voids_a_pending_fetch(self, vllm: Scheduling) -> None:
         request = waiting(vllm)

@@ -30,15 +30,7 @@ class TestFetchedRows:
             vllm.fill(chunks(f"other {number}", 2))
         assert vllm.attempt(request) == 6
 
-    def test_are_unpinned_after_a_time_limit(self, vllm: Scheduling) -> None:
-        request = waiting(vllm)
-        vllm.tier.end(vllm.tier.fetches[0])
-        assert vllm.attempt(request) == 6
-        vllm.clock.now += 2 * FETCH_TIMEOUT + 0.01
-        assert vllm.attempt(request) == 6
-        assert_nothing_left(vllm)
-
-    def test_are_not_fetched_again_after_the_time_limit(self) -> None:
+    def test_are_unpinned_after_a_time_limit_and_not_fetched_again(self) -> None:
         """They were evicted in the end; the request computes them instead."""
         vllm = Scheduling(slots=6)
         request = waiting(vllm)
@@ -46,6 +38,7 @@ class TestFetchedRows:
         assert vllm.attempt(request) == 6
         vllm.clock.now += 2 * FETCH_TIMEOUT + 0.01
         assert vllm.attempt(request) == 6
+        assert_nothing_left(vllm)
         vllm.fill(chunks("other", 6))
         assert [vllm.attempt(request), vllm.attempt(request)] == [0, 0]
         assert len(vllm.tier.fetches) == 1
@@ -74,10 +67,7 @@ class TestFetchedRows:
             vllm.finish(request)
         for request in crowd[:2]:
             assert vllm.scan(request) == 4
-            vllm.schedule(request, 4)
-            vllm.end_step()
-            vllm.loaded(request, 4)
-            vllm.finish(request)
+            vllm.load_and_finish(request, 4)
         assert len(vllm.tier.fetches) == 2
         assert_nothing_left(vllm)
 
@@ -119,9 +109,7 @@ class TestFetchedRows:
         assert vllm.pool.counts().ready == 6
 
     def test_are_not_fetched_for_a_request_aborted_in_the_same_step(self, vllm: Scheduling) -> None:
-        keys = chunks("prompt", 6)
-        vllm.tier.peers_hold(a=keys)
-        request = vllm.arrive("r", keys)
+        request = vllm.ask(6, a=6)
         vllm.scan(request)
         vllm.finish(request)
         vllm.end_step()
@@ -141,41 +129,33 @@ class TestFetchedRows:
     def test_do_not_evict_the_prefix_they_continue(self) -> None:
         """The prefix is the oldest in the pool."""
         vllm = Scheduling(slots=8)
-        keys = chunks("prompt", 8)
-        vllm.fill(keys[:4])
+        vllm.fill(chunks("prompt", 4))
         vllm.fill(chunks("other", 4))
-        vllm.tier.peers_hold(a=keys)
-        request = vllm.arrive("r", keys)
+        request = vllm.ask(8, a=8)
         assert vllm.attempt(request) is None
         assert sorted(vllm.tier.evicted_keys) == sorted(chunks("other", 4))
         vllm.tier.end(vllm.tier.fetches[0])
         assert vllm.attempt(request) == 8
 
 
-class TestPhases:
-    """Requests go through the phases as the module's table shows, and no other way."""
+def test_requests_go_each_way_of_the_module_s_table_and_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen = set[tuple[str, str]]()
 
-    @pytest.fixture(autouse=True)
-    def seen(self, monkeypatch: pytest.MonkeyPatch) -> set[tuple[str, str]]:
-        """The transitions of all requests."""
-        seen = set[tuple[str, str]]()
+    def record(request: Request, name: str, value: object) -> None:
+        before = getattr(request, "phase", value)
+        object.__setattr__(request, name, value)
+        if name == "phase" and before is not value:
+            seen.add((before.name, request.phase.name))
 
-        def record(request: Request, name: str, value: object) -> None:
-            before = getattr(request, "phase", value)
-            object.__setattr__(request, name, value)
-            if name == "phase" and before is not value:
-                seen.add((before.name, request.phase.name))
-
-        monkeypatch.setattr(Request, "__setattr__", record, raising=False)
-        return seen
-
-    def test_each_way_of_the_table_is_taken_and_no_other(self, seen: set[tuple[str, str]]) -> None:
-        fetches_and_computes_the_rest()
-        has_no_donor_left()
-        is_reset_while_it_fetches()
-        is_reset_while_a_peer_computes_its_prefix()
-        meets_an_error()
-        assert seen == table()
+    monkeypatch.setattr(Request, "__setattr__", record, raising=False)
+    fetches_and_computes_the_rest()
+    has_no_donor_left()
+    is_reset_while_it_fetches()
+    is_reset_while_a_peer_computes_its_prefix()
+    meets_an_error()
+    assert seen == table()
 
 
 def table() -> set[tuple[str, str]]:
@@ -191,9 +171,7 @@ def table() -> set[tuple[str, str]]:
 
 def fetches_and_computes_the_rest() -> None:
     vllm = Scheduling()
-    keys = chunks("prompt", 8)
-    vllm.tier.peers_hold(a=keys[:6])
-    request = vllm.arrive("r", keys)
+    request = vllm.ask(8, a=6)
     assert vllm.attempt(request) is None
     vllm.tier.end(vllm.tier.fetches[0])
     assert [vllm.attempt(request) for _ in range(2)] == [6, 6]
@@ -201,9 +179,7 @@ def fetches_and_computes_the_rest() -> None:
 
 def has_no_donor_left() -> None:
     vllm = Scheduling()
-    keys = chunks("prompt", 6)
-    vllm.tier.peers_hold(**dict.fromkeys("abc", keys))
-    request = vllm.arrive("r", keys)
+    request = vllm.ask(6, a=6, b=6, c=6)
     while vllm.attempt(request) is None:
         vllm.tier.end(vllm.tier.fetches[-1], arrived=0)
     assert len(vllm.tier.fetches) == MAX_DONORS
@@ -225,11 +201,8 @@ def is_reset_while_a_peer_computes_its_prefix() -> None:
 
 def meets_an_error() -> None:
     vllm = Scheduling()
-    keys = chunks("prompt", 6)
-    vllm.tier.peers_hold(a=[])
-    request = vllm.arrive("r", keys)
+    request = vllm.ask(6, a=0)
     assert vllm.scan(request) == 0
-    vllm.tier.peers_hold(a=keys)
-    vllm.tier.is_ready = True
+    vllm.tier.peers_hold(a=request.keys)
     vllm.manager.selection.plan = Mock(side_effect=RuntimeError)  # type: ignore[method-assign]
-    assert vllm.manager.lookup(keys[1], request.context) is LookupResult.MISS
+    assert vllm.manager.lookup(request.keys[1], request.context) is LookupResult.MISS

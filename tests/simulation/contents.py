@@ -30,7 +30,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-from tests.engine.any_version import made
+from tests.engine.any_version import called
 
 Numbers = npt.NDArray[np.uint64]
 
@@ -124,7 +124,7 @@ class Layout(NamedTuple):
     def config(self) -> KVCacheConfig:
         layers = [[group.names[layer] for group in self.groups] for layer in range(LAYERS)]
         tensors = [
-            made(
+            called(
                 KVCacheTensor,
                 size=self.blocks * PAGE_BYTES,
                 layers=sharing,

@@ -17,15 +17,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from vllm import SamplingParams
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
-from vllm.utils.hashing import get_hash_fn_by_name
-from vllm.v1.core.kv_cache_utils import (
-    get_request_block_hasher,
-    init_none_hash,
-    resolve_kv_cache_block_sizes,
-)
+from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -45,7 +39,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from tests.engine.scheduling import Clock
-from tests.engine.vllm_scheduler import NOBODY, called, probes_of
+from tests.engine.vllm_scheduler import NOBODY, hasher_of, probes_of, request_of
 from tests.simulation.contents import (
     BLOCK_TOKENS,
     LAYERS,
@@ -237,9 +231,7 @@ class Replica:
             oldest_allowed=lambda: self.oldest_allowed,
         )
         self.connector.register_kv_caches(self.runner.kv_caches)
-        digest = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
-        init_none_hash(digest)
-        self._hasher = get_request_block_hasher(hashed, digest)
+        self._hasher = hasher_of(config, hashed)
         self._hash_tokens = hashed
 
     def _config(self, config: VllmConfig) -> VllmConfig:
@@ -279,17 +271,7 @@ class Replica:
         )
 
     def _request(self, req_id: str, text: Text, prompt: int, answer: int) -> Request:
-        request: Request = called(
-            Request,
-            request_id=req_id,
-            prompt_token_ids=text.tokens[:prompt],
-            sampling_params=SamplingParams(max_tokens=answer, ignore_eos=True),
-            pooling_params=None,
-            arrival_time=0.0,
-            cache_salt=text.salt,
-            block_hasher=self._hasher,
-        )
-        return request
+        return request_of(req_id, text.tokens[:prompt], answer, self._hasher, text.salt)
 
     def learn(self, text: Text) -> list[list[bytes]]:
         """Know what the keys of the text stand for. Returns those of whole chunks, by group."""

@@ -22,7 +22,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_offload.base import CanonicalKVCaches
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
-from tests.engine.vllm_scheduler import called
+from tests.engine.vllm_scheduler import output_of
 from tests.simulation.contents import BLOCK_TOKENS, LAYERS, Group, Layout, Numbers, Text, ages
 from xinference_xavier.engine.connector import XavierConnector
 from xinference_xavier.engine.worker.cpu import HostWorker
@@ -162,18 +162,7 @@ class ModelRunner:
             kv_connector_worker_meta=connector.build_connector_worker_meta(),
         )
         connector.clear_connector_metadata()
-        req_ids = list(step.num_scheduled_tokens)
-        made: ModelRunnerOutput = called(
-            ModelRunnerOutput,
-            req_ids=req_ids,
-            req_id_to_index={req_id: index for index, req_id in enumerate(req_ids)},
-            sampled_token_ids=[sampled[req_id] for req_id in req_ids],
-            logprobs=None,
-            prompt_logprobs_dict={},
-            pooler_output=[],
-            kv_connector_output=output,
-        )
-        return made
+        return output_of(sampled, output)
 
     def _take_blocks(self, step: SchedulerOutput) -> None:
         for req_id in step.finished_req_ids:
