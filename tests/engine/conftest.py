@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import pytest
 import torch
@@ -16,11 +16,7 @@ from vllm.v1.kv_cache_interface import (
 
 from tests.engine.any_version import called
 from tests.engine.scheduling import Scheduling
-from tests.engine.vllm_scheduler import BLOCK_TOKENS, Engine, engine_config
-
-
-class MakeEngine(Protocol):
-    def __call__(self, **arguments: Any) -> Engine: ...  # of `engine_config`
+from tests.engine.vllm_scheduler import BLOCK_TOKENS, Engine, MakeEngine, engine_config
 
 
 @pytest.fixture

@@ -6,12 +6,10 @@ vLLM's own scheduler, with our connector and a pool.
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
-from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from tests.engine.vllm_scheduler import Engine, engine_config
+from tests.engine.vllm_scheduler import Engine
 
 PROMPT = list(range(300, 300 + 300))
 """Two whole chunks and a bit."""
@@ -28,13 +26,6 @@ def with_the_connector(engine: Engine) -> bool:
 
 def with_all_that_runs(engine: Engine) -> bool:
     return engine.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
-
-
-@pytest.fixture
-def engine(
-    model_folder: Path, cache_config: KVCacheConfig, monkeypatch: pytest.MonkeyPatch
-) -> Engine:
-    return Engine(engine_config(model_folder), cache_config, monkeypatch)
 
 
 def ready(engine: Engine) -> int:

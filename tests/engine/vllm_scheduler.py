@@ -205,3 +205,7 @@ class Engine:
     def run(self) -> None:
         while self.scheduler.has_requests():
             self.step()
+
+
+MakeEngine = Callable[..., Engine]
+"""Takes what `engine_config` takes after the folder."""
