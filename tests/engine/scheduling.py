@@ -148,7 +148,7 @@ class ScriptedTier(Tier):
 
     def end(self, fetch: Fetch, arrived: int | None = None, seconds: float = 0.01) -> None:
         """The first `arrived` rows arrived (default: all), and the rest will not."""
-        fetch.seconds = seconds
+        fetch.seconds, fetch.transport = seconds, "gloo"
         rows = fetch.rows if arrived is None else fetch.rows[:arrived]
         fetch.committed = [row for row in rows if self.pool.commit(row, checksum=1, pins=1)]
         complete = len(fetch.committed) == len(fetch.rows)

@@ -270,9 +270,7 @@ class TestRates:
                 engine.tier.peers_hold(**{peer: keys})
                 request = engine.arrive(f"{peer} {number}", keys)
                 assert engine.attempt(request) is None
-                fetch = engine.tier.fetches[-1]
-                fetch.transport = "gloo"
-                engine.tier.end(fetch, seconds=scale * (0.1 + 0.01 * count))
+                engine.tier.end(engine.tier.fetches[-1], seconds=scale * (0.1 + 0.01 * count))
                 assert engine.attempt(request) == count
                 engine.finish(request)
                 engine.end_step()
