@@ -11,15 +11,10 @@ import pytest
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
-from vllm.v1.kv_cache_interface import (
-    KVCacheConfig,
-    KVCacheGroupSpec,
-    KVCacheSpec,
-    SlidingWindowSpec,
-)
+from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.kv_offload.base import OffloadingCounterMetadata
 
-from tests.engine.vllm_scheduler import Engine, MakeEngine, engine_config
+from tests.engine.vllm_scheduler import Engine, MakeEngine, engine_config, slide_one_layer
 from xinference_xavier.engine.connector import XavierConnector
 from xinference_xavier.engine.metrics import HitReporter, definitions
 from xinference_xavier.engine.spec import XavierSpec
@@ -30,12 +25,6 @@ from xinference_xavier.stats.schema import HIT_SOURCES, Hits
 
 def worker(config: VllmConfig, cache_config: KVCacheConfig) -> XavierConnector:
     return XavierConnector(config, KVConnectorRole.WORKER, cache_config)
-
-
-def windowed(full: KVCacheSpec, window: int) -> SlidingWindowSpec:
-    """As `full`, but the attention reaches back `window` tokens."""
-    shape = ("block_size", "num_kv_heads", "head_size", "dtype")
-    return SlidingWindowSpec(**{name: getattr(full, name) for name in shape}, sliding_window=window)
 
 
 @pytest.mark.parametrize(("chunk_tokens", "blocks"), [(None, 4), (256, 8)])
@@ -82,8 +71,7 @@ def test_keys_that_no_other_process_computes_are_refused(
 def test_a_chunk_is_not_longer_than_the_sliding_window(
     model_folder: Path, cache_config: KVCacheConfig
 ) -> None:
-    (group,) = cache_config.kv_cache_groups
-    group.kv_cache_spec = windowed(group.kv_cache_spec, 100)
+    slide_one_layer(cache_config, 100)
     connector = worker(engine_config(model_folder), cache_config)
     assert connector.connector_worker is not None
     assert connector.connector_worker.spec.blocks_per_chunk == 3
@@ -190,11 +178,7 @@ def test_vllm_stores_as_much_without_requests_that_go_on_within_their_blocks(
 ) -> None:
     """Prompts and answers end everywhere in a chunk, and one request is preempted."""
     if window is not None:
-        (full,) = cache_config.kv_cache_groups
-        cache_config.kv_cache_groups = [
-            KVCacheGroupSpec(["layer.0"], full.kv_cache_spec),
-            KVCacheGroupSpec(["layer.1"], windowed(full.kv_cache_spec, window)),
-        ]
+        slide_one_layer(cache_config, window)
     preempted: set[str] = set()
 
     def stored() -> tuple[list[bytes], list[int]]:

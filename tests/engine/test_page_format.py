@@ -18,6 +18,20 @@ BLOCKS = 24
 LAYERS = [["full.0", "full.1"], ["window.0"]]
 
 
+def engine(dtype: torch.dtype) -> Any:
+    """What is read of a configuration."""
+    return SimpleNamespace(
+        model_config=SimpleNamespace(dtype=dtype),
+        cache_config=SimpleNamespace(cache_dtype="auto"),
+    )
+
+
+def cache_config(layers: list[list[str]], dtype: torch.dtype) -> KVCacheConfig:
+    spec = FullAttentionSpec(block_size=32, num_kv_heads=1, head_size=64, dtype=dtype)
+    groups = [KVCacheGroupSpec(names, spec) for names in layers]
+    return KVCacheConfig(num_blocks=BLOCKS, kv_cache_tensors=[], kv_cache_groups=groups)
+
+
 def test_the_number_of_blocks_does_not_matter() -> None:
     formats = {
         tensor_format(torch.empty(blocks, 2, 128, 4, 64), blocks) for blocks in (BLOCKS, 1000, 64)
@@ -53,14 +67,9 @@ def test_processors_lay_out_pages_of_equal_size_differently(
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: processor == "AMX")
     monkeypatch.setattr(current_platform, "get_cpu_architecture", lambda: architecture)
     monkeypatch.setattr(module, "get_current_attn_backends", lambda _config, _layers: [])
-    spec = FullAttentionSpec(block_size=32, num_kv_heads=1, head_size=64, dtype=torch.bfloat16)
-    groups = [KVCacheGroupSpec(["layer"], spec)]
-    cache = KVCacheConfig(num_blocks=BLOCKS, kv_cache_tensors=[], kv_cache_groups=groups)
-    config: Any = SimpleNamespace(
-        model_config=SimpleNamespace(dtype=torch.bfloat16),
-        cache_config=SimpleNamespace(cache_dtype="auto"),
-    )
-    (group,) = page_format(config, cache, {"layer": torch.empty(BLOCKS, 2, 32, 64)})
+    config = cache_config([["layer"]], torch.bfloat16)
+    layers = {"layer": torch.empty(BLOCKS, 2, 32, 64)}
+    (group,) = page_format(engine(torch.bfloat16), config, layers)
     assert group["kernels"] == [kernel]
 
 
@@ -72,20 +81,14 @@ def test_each_group_has_its_own_format(monkeypatch: pytest.MonkeyPatch) -> None:
         return [SimpleNamespace(get_name=lambda: name)]
 
     monkeypatch.setattr(module, "get_current_attn_backends", of_layers)
-    spec = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float32)
-    groups = [KVCacheGroupSpec(layers, spec) for layers in LAYERS]
-    config = KVCacheConfig(num_blocks=BLOCKS, kv_cache_tensors=[], kv_cache_groups=groups)
+    config = cache_config(LAYERS, torch.float32)
     caches: dict[str, Any] = {
         "full.0": torch.empty(BLOCKS, 2, 16, 8),
         "full.1": torch.empty(BLOCKS, 2, 16, 8),
         "window.0": [torch.empty(BLOCKS, 3), torch.empty(BLOCKS, 5)],  # a state in two tensors
     }
-    engine: Any = SimpleNamespace(
-        model_config=SimpleNamespace(dtype=torch.float32),
-        cache_config=SimpleNamespace(cache_dtype="auto"),
-    )
-    formats = page_format(engine, config, caches)
+    formats = page_format(engine(torch.float32), config, caches)
     assert [group["backends"] for group in formats] == [["FLASH_ATTN"], ["TRITON_ATTN"]]
     assert [len(group["tensors"]) for group in formats] == [1, 2]
     del caches["full.1"], caches["window.0"]  # another pipeline stage has them
-    assert [len(g["tensors"]) for g in page_format(engine, config, caches)] == [1, 0]
+    assert [len(g["tensors"]) for g in page_format(engine(torch.float32), config, caches)] == [1, 0]

@@ -26,7 +26,7 @@ from vllm.v1.core.kv_cache_utils import (
 )
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 from vllm.v1.kv_offload.base import BlockIDsLoadStoreSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
@@ -68,6 +68,20 @@ def engine_config(
         **arguments,
     }
     return EngineArgs(**all_arguments).create_engine_config()
+
+
+def slide_one_layer(caches: KVCacheConfig, window: int) -> None:
+    """The second of two layers attends to the last `window` tokens, and has a group of its own."""
+    (group,) = caches.kv_cache_groups
+    full = group.kv_cache_spec
+    shape = ("block_size", "num_kv_heads", "head_size", "dtype")
+    sliding = SlidingWindowSpec(
+        **{name: getattr(full, name) for name in shape}, sliding_window=window
+    )
+    caches.kv_cache_groups = [
+        KVCacheGroupSpec(group.layer_names[:1], full),
+        KVCacheGroupSpec(group.layer_names[1:], sliding),
+    ]
 
 
 def hasher_of(config: VllmConfig, block_tokens: int) -> Hasher:
