@@ -379,7 +379,11 @@ def waiting_for_prefill(vllm: Scheduling, keys: Sequence[OffloadKey]) -> Request
     return request
 
 
-def assert_nothing_left(vllm: Scheduling) -> None:
-    counts = vllm.pool.counts()
+def assert_unused(pool: Pool) -> None:
+    counts = pool.counts()
     assert (counts.pinned, counts.filling, counts.quarantined) == (0, 0, 0)
+
+
+def assert_nothing_left(vllm: Scheduling) -> None:
+    assert_unused(vllm.pool)
     assert not vllm.manager.has_pending_work()

@@ -100,30 +100,31 @@ class TestWindow:
         assert window_tokens(group) == 256
 
 
-class TestWholeChunks:
-    """The store of three chunks of one group and one of another."""
-
-    @staticmethod
-    def stored(spec: KVCacheSpec, size: int, start: int = 8, count: int = 3) -> bool:
-        keys = [*chunks("prompt", 1, group=0), *chunks("prompt", count, group=2)]
-        blocks = GPULoadStoreSpec(
-            range(BLOCKS_PER_CHUNK + size),
-            group_sizes=[BLOCKS_PER_CHUNK, size],
-            block_indices=[0, start],
-        )
-        return stores_whole_chunks(blocks, keys, {0: FULL, 2: spec}, BLOCKS_PER_CHUNK)
-
-    def test_all_blocks_are_there(self) -> None:
-        assert self.stored(SLIDING, 12)
-
-    def test_a_block_is_missing_in_the_middle(self) -> None:
-        assert not self.stored(SLIDING, 11)
-
-    def test_the_first_block_is_missing(self) -> None:
-        assert not self.stored(SLIDING, 11, start=9)
-
-    def test_a_recurrent_state_is_in_the_last_block(self) -> None:
-        assert self.stored(RECURRENT, 1, start=3, count=1)
-
-    def test_two_recurrent_states_would_move_together(self) -> None:
-        assert not self.stored(RECURRENT, 2, start=3, count=2)
+@pytest.mark.parametrize(
+    ("spec", "blocks", "start", "count", "whole"),
+    [
+        (SLIDING, 12, 8, 3, True),
+        (SLIDING, 11, 8, 3, False),
+        (SLIDING, 11, 9, 3, False),
+        (RECURRENT, 1, 3, 1, True),
+        (RECURRENT, 2, 3, 2, False),
+    ],
+    ids=[
+        "all blocks",
+        "one is missing in the middle",
+        "the first is missing",
+        "a state is in the last block",
+        "two states would move together",
+    ],
+)
+def test_only_whole_chunks_are_stored(
+    spec: KVCacheSpec, blocks: int, start: int, count: int, whole: bool
+) -> None:
+    """A store of `count` chunks of one group, after one chunk of another."""
+    keys = [*chunks("prompt", 1, group=0), *chunks("prompt", count, group=2)]
+    store = GPULoadStoreSpec(
+        range(BLOCKS_PER_CHUNK + blocks),
+        group_sizes=[BLOCKS_PER_CHUNK, blocks],
+        block_indices=[0, start],
+    )
+    assert stores_whole_chunks(store, keys, {0: FULL, 2: spec}, BLOCKS_PER_CHUNK) is whole

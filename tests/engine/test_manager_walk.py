@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 from vllm.v1.kv_offload.base import BlockIDsLoadStoreSpec, OffloadKey
 
-from tests.engine.scheduling import FETCH_TIMEOUT, Request, Scheduling, chunks
+from tests.engine.scheduling import FETCH_TIMEOUT, Request, Scheduling, assert_nothing_left, chunks
 from xinference_xavier.pool.tier import Fetch, FetchState
 
 SLOTS = 8
@@ -181,9 +181,7 @@ class Walk(RuleBasedStateMachine):
         last = chunks("last", 1)
         self.vllm.fill(last)  # a job that begins after every reset
         self.vllm.end_step()
-        counts = self.vllm.pool.counts()
-        assert (counts.pinned, counts.filling, counts.quarantined) == (0, 0, 0)
-        assert not self.vllm.manager.has_pending_work()
+        assert_nothing_left(self.vllm)
 
 
 TestWalk = Walk.TestCase

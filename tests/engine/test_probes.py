@@ -14,7 +14,14 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreRequestType
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.engine.output_processor import OutputProcessor
 
-from tests.engine.scheduling import CHUNK, Clock, Scheduling, assert_nothing_left, chunks
+from tests.engine.scheduling import (
+    CHUNK,
+    Clock,
+    Scheduling,
+    assert_nothing_left,
+    assert_unused,
+    chunks,
+)
 from tests.engine.vllm_scheduler import BLOCK_TOKENS, Engine, MakeEngine
 from xinference_xavier.engine.keys import GROUP
 from xinference_xavier.engine.probes import (
@@ -162,7 +169,7 @@ class TestCanary:
         assert (result.key, result.sketch) == (b"canary/128", scene.samples.sample([1]))
         assert scene.probes.work() == []
         assert len(scene.queued.asked) == 1
-        assert_free(scene.pool)
+        assert_unused(scene.pool)
 
     @pytest.mark.parametrize(("seconds", "computed"), [(0, 0), (600, -1)], ids=["idle", "late"])
     def test_a_long_one_follows_when_the_engine_is_idle_or_it_is_late(
@@ -211,7 +218,7 @@ class TestLost:
         scene.clock.now += 600
         scene.probes.work()
         assert scene.compute(late) == []
-        assert_free(scene.pool)
+        assert_unused(scene.pool)
 
     def test_an_engine_that_refuses_is_asked_again_later(self) -> None:
         scene = Scene()
@@ -222,11 +229,6 @@ class TestLost:
         assert scene.queued.asked == []
         scene.clock.now += 10
         scene.next()
-
-
-def assert_free(pool: Pool) -> None:
-    counts = pool.counts()
-    assert (counts.filling, counts.pinned, counts.quarantined) == (0, 0, 0)
 
 
 class TestAudit:
@@ -243,7 +245,7 @@ class TestAudit:
         assert probe.ends == {CHUNK, 5 * CHUNK}
         (result,) = scene.compute(probe)
         assert (result.key, result.donor, result.difference) == (None, "peer", None)
-        assert_free(scene.pool)
+        assert_unused(scene.pool)
 
     def test_a_difference_that_begins_deep_is_found(self, scene: Scene) -> None:
         scene.load(CHUNK, 5 * CHUNK)
@@ -271,7 +273,7 @@ class TestAudit:
         assert scene.pool.counts().pinned == 1, "the row stays as it is"
         scene.probes.work()
         assert scene.samples.sampled == before + 1
-        assert_free(scene.pool)
+        assert_unused(scene.pool)
 
     def test_every_other_one_is_of_the_first_chunk_alone(self) -> None:
         """Deep ones cost so much that an engine may not afford them for long."""
@@ -332,7 +334,7 @@ class TestReset:
         before = scene.next()
         scene.probes.reset()
         assert scene.compute(before) == []
-        assert_free(scene.pool)
+        assert_unused(scene.pool)
 
     @pytest.mark.parametrize("sampled", [False, True])
     def test_rows_from_before_are_not_audited(self, sampled: bool) -> None:
@@ -346,7 +348,7 @@ class TestReset:
         asked = len(scene.queued.asked)
         scene.probes.work()
         assert len(scene.queued.asked) == asked
-        assert_free(scene.pool)
+        assert_unused(scene.pool)
 
 
 class TestRequest:
