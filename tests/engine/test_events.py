@@ -55,14 +55,13 @@ class TestManager:
         assert [*vllm.manager.take_events()] == []
 
     def test_chunks_are_stored_once_they_are_complete(self, vllm: Scheduling) -> None:
-        keys = chunks("prompt", 3)
-        storing = vllm.arrive("s", keys)
-        begun = vllm.begin_store(storing, keys)
+        storing = vllm.ask(3)
+        begun = vllm.begin_store(storing, storing.keys)
         assert not vllm.manager.has_events
         vllm.stored(storing, begun)
         assert vllm.manager.has_events
         events = Events(vllm)
-        assert (events.stored, events.removed) == ({*keys}, set())
+        assert (events.stored, events.removed) == ({*storing.keys}, set())
         assert not vllm.manager.has_events
 
     def test_chunks_that_a_store_evicts_are_removed(self, vllm: Scheduling) -> None:
@@ -84,11 +83,10 @@ class TestManager:
 
     def test_chunks_that_a_store_lacks_are_removed(self, vllm: Scheduling) -> None:
         """vLLM keeps what it would say of them until then."""
-        keys = chunks("prompt", 3)
-        storing = vllm.arrive("s", keys)
-        begun = vllm.begin_store(storing, keys)
-        vllm.manager.void_store("s", keys[2:])
-        vllm.stored(storing, begun)
+        storing = vllm.ask(3)
+        keys = vllm.begin_store(storing, storing.keys)
+        vllm.manager.void_store(storing.req_id, keys[2:])
+        vllm.stored(storing, keys)
         events = Events(vllm)
         assert (events.stored, events.removed) == ({*keys[:2]}, {*keys[2:]})
 
@@ -123,13 +121,6 @@ class TestManager:
         vllm.fill([again])
         events = Events(vllm)
         assert (events.stored, events.removed) == ({again, kept}, set())
-
-    def test_a_reset_removes_them(self, vllm: Scheduling) -> None:
-        keys = chunks("prompt", 4)
-        vllm.fill(keys)
-        assert Events(vllm).stored == {*keys}
-        vllm.manager.reset_cache()
-        assert Events(vllm).removed == {*keys}
 
     def test_fetched_chunks_are_stored_once_they_are_looked_up(self, vllm: Scheduling) -> None:
         """vLLM knows their tokens then."""

@@ -32,12 +32,6 @@ def take(
     return b"".join(row.key for row in victims)
 
 
-def test_the_least_recently_used_row_goes_first() -> None:
-    policy = policy_with(b"abcdefgh")
-    policy.touch([b"b"])
-    assert take(policy, 8) == b"acdefghb"
-
-
 def test_redundant_rows_go_before_older_ones() -> None:
     assert take(policy_with(b"abcdefgh"), 8, redundant=b"bc") == b"bcadefgh"
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 from itertools import takewhile
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import settings
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
+from xinference_xavier.pool.eviction import Protection
 from xinference_xavier.pool.pool import Pool, Row, RowState
-from xinference_xavier.pool.sweep import flush, shared_keys
+from xinference_xavier.pool.sweep import flush, protect, shared_keys
 
 SLOTS = 6
 KEYS = st.sampled_from([bytes([n]) for n in range(12)])
@@ -108,6 +110,7 @@ class PoolAgainstModel(RuleBasedStateMachine):
 
     @rule(target=reading, keys=KEY_LISTS, shared=st.booleans())
     def pin(self, keys: list[bytes], shared: bool):  # type: ignore[no-untyped-def]
+        """Flushed rows, too: the scheduler pins by key what it looked up in the same step."""
         run = self.pool.pin_shared(keys) if shared else self.pool.pin(keys)
         rows = self.ready() if shared else [*self.idle, *self.flushed, *self.live()]
         found = {row.key: row for row in rows if not shared or row.checksum is not None}
@@ -232,24 +235,6 @@ def ready(pool: Pool, *keys: bytes) -> list[Row]:
     return rows
 
 
-def test_the_least_recently_used_row_goes_first() -> None:
-    pool = Pool(3)
-    ready(pool, b"a", b"b", b"c")
-    pool.touch([b"a"])
-    assert pool.reserve([b"d"]).evicted == [b"b"]
-    assert pool.lookup(b"a") is not None
-
-
-def test_the_tail_that_does_not_fit_is_dropped() -> None:
-    """A chunk is useless without its prefix, so the prefix is never evicted for it."""
-    pool = Pool(3)
-    prefix = [b"1", b"2", b"3", b"4", b"5"]
-    ready(pool, b"1", b"2")
-    rows, evicted = pool.reserve(prefix, prefix)
-    assert [row.key for row in rows] == [b"3"]
-    assert evicted == []
-
-
 def test_a_few_rows_are_evicted_before_they_are_needed() -> None:
     pool = Pool(192)
     keys = [b"%d" % number for number in range(192)]
@@ -269,38 +254,12 @@ def test_flushed_rows_go_before_they_are_needed_too() -> None:
     assert [row.state for row in rows[100:102]] == [RowState.FREE, RowState.FREE]
 
 
-def test_a_pinned_row_is_not_evicted_however_often_it_was_pinned() -> None:
-    pool = Pool(1)
-    (row,) = ready(pool, b"a")
-    pool.pin([b"a"])
-    pool.pin([b"a"])
-    pool.unpin([row])
-    assert pool.reserve([b"b"]) == ([], [])
-    pool.unpin([row])
-    assert pool.reserve([b"b"]).evicted == [b"a"]
-
-
-def test_a_run_is_pinned_up_to_the_first_gap() -> None:
-    pool = Pool(4)
-    ready(pool, b"a", b"b", b"d")
-    assert [row.key for row in pool.pin([b"a", b"b", b"c", b"d"])] == [b"a", b"b"]
-    assert pool.counts().pinned == 2
-
-
 def test_a_prefix_is_evicted_from_its_end() -> None:
     pool = Pool(4)
     ready(pool, b"1", b"2", b"3")
     ready(pool, b"other")
     pool.unpin(pool.pin_shared([b"1", b"2", b"3"]))
     assert pool.reserve([b"a", b"b", b"c"]).evicted == [b"other", b"3", b"2"]
-
-
-def test_redundant_rows_of_the_older_half_go_first() -> None:
-    pool = Pool(6)
-    ready(pool, b"a", b"b", b"c", b"d", b"e", b"f")
-    redundant = (b"b", b"f")
-    evicted = pool.reserve([b"x", b"y"], redundant=lambda row: row.key in redundant).evicted
-    assert evicted == [b"b", b"a"]
 
 
 def test_a_row_that_a_peer_copies_is_an_original() -> None:
@@ -312,27 +271,6 @@ def test_a_row_that_a_peer_copies_is_an_original() -> None:
     pool.unpin(pool.pin([b"a"]))
     pool.unpin(pool.pin_shared([b"b"]))
     assert [row.replicated_from for row in rows] == ["peer", None, "peer"]
-
-
-def test_only_rows_with_a_checksum_are_shared() -> None:
-    pool = Pool(2)
-    ready(pool, b"a")
-    (row,) = pool.reserve([b"b"]).rows
-    pool.commit(row)
-    assert shared_keys(pool) == [b"a"]
-    assert pool.pin_shared([b"b"]) == []
-    assert pool.set_checksum(row, 7)
-    assert shared_keys(pool) == [b"a", b"b"]
-
-
-def test_a_slot_that_may_still_be_written_is_not_reused() -> None:
-    pool = Pool(2)
-    rows = pool.reserve([b"a", b"b"]).rows
-    pool.quarantine(*rows)
-    assert not pool.holds(b"a")
-    assert pool.reserve([b"c"]).rows == []
-    pool.abort(*rows)
-    assert len(pool.reserve([b"c", b"d"]).rows) == 2
 
 
 def test_rows_that_are_complete_are_neither_aborted_nor_put_in_quarantine() -> None:
@@ -384,35 +322,6 @@ def test_flushed_rows_are_misses_and_their_slots_are_reused_first() -> None:
     assert pool.reserve([b"f"]).evicted == [b"c"]
 
 
-def test_a_row_looked_up_before_a_flush_can_still_be_loaded() -> None:
-    """The scheduler pins it by key, later in the same step."""
-    pool = Pool(1)
-    (row,) = ready(pool, b"a")
-    assert pool.lookup(b"a") is row
-    flush(pool)
-    assert pool.pin([b"a"]) == [row]
-    assert pool.holds(b"a")
-    assert pool.reserve([b"a", b"b"]) == ([], [])
-    assert pool.counts().pinned == 1
-    pool.unpin([row])
-    assert pool.counts().pinned == 0
-    (new,) = pool.reserve([b"a"]).rows
-    assert (row.state, new.slot) == (RowState.FREE, row.slot)
-
-
-def test_flushed_rows_are_forgotten_by_a_reset() -> None:
-    pool = Pool(2)
-    first, second = ready(pool, b"a", b"b")
-    flush(pool)
-    pool.pin([b"b"])
-    pool.reset()
-    assert first.state is RowState.FREE
-    assert second.state is RowState.QUARANTINED
-    pool.unpin([second])
-    assert pool.counts() == (2, 0, 0, 0, 0)
-    assert len(pool.reserve([b"d", b"e"]).rows) == 2
-
-
 def test_a_stale_handle_does_no_harm() -> None:
     pool = Pool(1)
     (old,) = ready(pool, b"a")
@@ -436,3 +345,45 @@ def test_whoever_must_not_evict_takes_only_free_slots() -> None:
     assert [row.key for row in rows] == [b"c", b"d"]
     assert evicted == []
     assert len(pool.reserve([b"x", b"y", b"z"]).rows) == 2, "flushed rows go when others need them"
+
+
+# -- all rows of a pool ----------------------------------------------------------------------
+
+
+def test_only_rows_from_one_donor_are_flushed() -> None:
+    pool = Pool(3)
+    rows = ready(pool, b"a", b"b", b"c")
+    rows[1].origin = "peer"
+    assert flush(pool, lambda row: row.origin == "peer") == [b"b"]
+    assert [row.key for row in rows if pool.lookup(row.key)] == [b"a", b"c"]
+    assert pool.reserve([b"d", b"e"]).evicted == [b"a"]
+
+
+def test_others_get_their_turn_while_all_rows_are_looked_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The scheduler thread must not wait for tens of thousands of rows."""
+    pool = Pool(6)
+    ready(pool, b"a", b"b", b"c", b"d", b"e", b"f")
+    ready_then: list[int] = []
+
+    def pause(seconds: float) -> None:
+        ready_then.append(pool.counts().ready)
+        pool.reserve([b"%d" % len(ready_then)])
+
+    monkeypatch.setattr("xinference_xavier.pool.sweep.PORTION", 2)
+    monkeypatch.setattr("time.sleep", pause)
+    assert shared_keys(pool) == [b"a", b"b", b"c", b"d", b"e", b"f"]
+    assert ready_then == [6, 5, 4], "some were evicted in the pauses"
+    assert flush(pool) == [b"d", b"e", b"f"]
+    assert ready_then[3:] == [1, 0, 0]
+
+
+def test_rows_are_protected_now_or_later() -> None:
+    pool = Pool(3)
+    ready(pool, b"a", b"b")
+    protect(pool, [b"a", b"c"], Protection.FIRM)
+    ready(pool, b"c")
+    assert pool.reserve([b"d", b"e"]).evicted == [b"b"]
+    protect(pool, [b"a"], Protection.NONE)
+    assert pool.reserve([b"e"]).evicted == [b"a"]
