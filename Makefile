@@ -35,12 +35,15 @@ STEPS ?=
 # Of `make test-matrix` (default: all).
 VERSIONS ?=
 
+# Of `make mutations`: the numbers of some of them (default: all).
+NUMBERS ?=
+
 # Of `make unit`: 1 measures which lines of the package it runs. Other tests are not measured: what
 # they start would start more slowly, and these are nine lines of ten.
 COVERAGE ?=
 PYTEST = $(BIN)/python -m pytest --durations=25 --durations-min=1
 
-.PHONY: help system native venv lint types test unit test-e2e test-replicas test-engines coverage test-long test-gpu test-matrix chaos bench demo docs links clean
+.PHONY: help system native venv lint types test unit test-e2e test-replicas test-engines coverage mutations test-long test-gpu test-matrix chaos bench demo docs links clean
 
 help:
 	@echo "make demo    two replicas share long prefixes, measured (MODEL=<folder> ARGS='--dtype bfloat16 …' DEVICE=cpu|cuda)"
@@ -48,6 +51,7 @@ help:
 	@echo "make unit    tests of modules, in parallel: about a minute"
 	@echo "make test-e2e  tests that start replicas and servers (test-replicas), vLLM engines and xinference (test-engines)"
 	@echo "make coverage  how much of the package make unit COVERAGE=1 ran; fails below 90 %"
+	@echo "make mutations  whether the unit tests catch faults that are put into the package, ten minutes (NUMBERS='3 …')"
 	@echo "make chaos   faults by the thousand, 20 minutes (PART=replicas|engines SECONDS=… SEED=…)"
 	@echo "make test-long  browsers, Prometheus, and clusters, hosts and engines that are broken on purpose: takes long"
 	@echo "make test-gpu  the tests that need an NVIDIA card, with the CUDA build of vLLM"
@@ -130,6 +134,9 @@ coverage: venv
 	@$(BIN)/python -m coverage combine --quiet
 	@echo "coverage of the package, lines and branches: $$($(BIN)/python -m coverage report --format=total) %"
 	@$(BIN)/python -m coverage report --format=total --fail-under=90 >/dev/null
+
+mutations: venv
+	$(BIN)/python -m tests.mutations $(NUMBERS)
 
 # In two, because clusters stay until the end of a run: all at once do not fit into 24 GiB.
 test-long: system venv

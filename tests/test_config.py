@@ -36,7 +36,7 @@ def test_text_that_means_no_is_no(no: object) -> None:
     assert kwargs == {ENABLE: False}
 
 
-@pytest.mark.parametrize("neither", ["maybe", "", 2, 1.0, [], "tru"])
+@pytest.mark.parametrize("neither", ["maybe", "", 2, [], "tru"])
 def test_values_that_are_neither_true_nor_false_are_refused(neither: object) -> None:
     assert "neither true nor false" in refusal(enable_xavier=neither)
 
@@ -134,7 +134,7 @@ class TestWhoseLaunchItIs:
         monkeypatch.setenv("XINFERENCE_XAVIER_BACKEND", "")
         assert self.is_ours()
         monkeypatch.setenv("XINFERENCE_XAVIER_BACKEND", "mine")
-        assert refusal().startswith("XINFERENCE_XAVIER_BACKEND='mine' is not a Xavier; use one of")
+        assert refusal().startswith("XINFERENCE_XAVIER_BACKEND='mine' is not a choice; use one of")
 
 
 class TestDefaultsOfTheCluster:

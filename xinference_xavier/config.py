@@ -171,7 +171,7 @@ def _backend(given: Mapping[str, Any], foreign: bool, environment: Mapping[str, 
     named = {_plain(name): value for name, value in given.items() if value is not None}
     own = next((name for name in named if name in PARSERS), None)
     if BACKEND in named:
-        backend = parse_backend(BACKEND, named[BACKEND])
+        backend: Backend = parse_backend(BACKEND, named[BACKEND])
         if backend == "builtin" and own is not None:
             raise ConfigError(
                 own,
@@ -190,7 +190,8 @@ def _backend(given: Mapping[str, Any], foreign: bool, environment: Mapping[str, 
 def default_backend(environment: Mapping[str, str] = os.environ) -> Backend:
     """The cluster's. Raises ConfigError."""
     variable = _variable(BACKEND)
-    return parse_backend(variable, environment.get(variable) or "extension")
+    backend: Backend = parse_backend(variable, environment.get(variable) or "extension")
+    return backend
 
 
 def parse_options(

@@ -1,16 +1,16 @@
-"""Parsers of the launch options.
+"""The launch options: what each accepts, and what a refusal says.
 
-Options come from Python, JSON and the command line, so numbers may be text. Each parser takes the
-option's name and its raw value, and raises ConfigError with a reason and a remedy of its own.
+Options come from Python, JSON and the command line, so numbers may be text.
 """
 
 from __future__ import annotations
 
 import ipaddress
-import math
 import re
-from collections.abc import Callable
-from typing import Any, Literal, cast, get_args
+from typing import Annotated, Any, Literal, NamedTuple, get_args
+
+import pydantic
+from pydantic import BeforeValidator, Field
 
 from xinference_xavier.errors import ConfigError
 from xinference_xavier.runtime.addresses import PORTS_PER_REPLICA, is_wildcard
@@ -50,251 +50,211 @@ _UNITS = {
 }
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)", re.ASCII)
 _PATH = re.compile(r"[\w.]+:\w+", re.ASCII)  # module:name
-_TRUE = frozenset({"true", "1", "yes", "on"})
-_FALSE = frozenset({"false", "0", "no", "off"})
+_LEAVE_OUT = "leave it out: replicas find their own"
 
 
-def parse_bool(option: str, value: object) -> bool:
+class Option(NamedTuple):
+    """`kind` is a type for pydantic, whose validators may raise ValueError with a reason of their
+    own and, as its second argument, a remedy of their own."""
+
+    kind: Any
+    remedy: str
+
+    def __call__(self, name: str, value: object) -> Any:
+        """The parsed value. Raises ConfigError, in which the option has this `name`."""
+        try:
+            return pydantic.TypeAdapter(self.kind).validate_python(value)
+        except pydantic.ValidationError as error:
+            fault = error.errors()[0]
+        if fault["type"] == "value_error":
+            reason, remedy = (*fault["ctx"]["error"].args, self.remedy)[:2]
+            raise ConfigError(name, value, reason, remedy)
+        reason = _REASONS.get(fault["type"], f"is malformed ({fault['msg']})")
+        raise ConfigError(name, value, reason, self.remedy)
+
+
+_REASONS = {
+    **dict.fromkeys(["int_type", "int_parsing", "int_from_float"], "is not a whole number"),
+    **dict.fromkeys(["float_type", "float_parsing", "finite_number"], "is not a number"),
+    **dict.fromkeys(["bool_type", "bool_parsing"], "is neither true nor false"),
+    **dict.fromkeys(["greater_than", "greater_than_equal"], "is too small"),
+    **dict.fromkeys(["less_than", "less_than_equal"], "is too large"),
+    "literal_error": "is not a choice",
+}
+"""By pydantic's name of the error."""
+
+
+def _word(value: object) -> object:
+    return value.strip().lower() if isinstance(value, str) else value
+
+
+def _no_bool(value: object) -> object:
+    """To pydantic, true is 1."""
     if isinstance(value, bool):
-        return value
-    if value is None:
-        return False
-    text = str(value).strip().lower() if isinstance(value, (str, int)) else ""
-    if text in _TRUE:
-        return True
-    if text in _FALSE:
-        return False
-    raise ConfigError(option, value, "is neither true nor false", "use true or false")
+        raise ValueError("is not a number")
+    return value
 
 
-def _parse_size(option: str, value: object) -> int:
-    remedy = "use a positive number of bytes or a size like 4GiB or 512MiB"
+def _bytes(value: object) -> int:
+    # pydantic's ByteSize ignores what follows a size, and reads 4,5GiB as four bytes.
     if isinstance(value, int) and not isinstance(value, bool):
-        size = value
-    else:
-        match = _SIZE.fullmatch(value.strip().lower()) if isinstance(value, str) else None
-        if match is None or match[2] not in _UNITS:
-            raise ConfigError(option, value, "is not a size", remedy)
-        whole, _, fraction = match[1].partition(".")
-        # In integers, because a float cannot hold every byte count.
-        unit = _UNITS[match[2]]
-        size = int(whole) * unit + int(fraction or 0) * unit // 10 ** len(fraction)
-    if size <= 0:
-        raise ConfigError(option, value, "is not positive", remedy)
+        return value
+    match = _SIZE.fullmatch(value.strip().lower()) if isinstance(value, str) else None
+    if match is None or match[2] not in _UNITS:
+        raise ValueError("is not a size")
+    whole, _, fraction = match[1].partition(".")
+    # In integers, because a float cannot hold every byte count.
+    unit = _UNITS[match[2]]
+    size: int = int(whole) * unit + int(fraction or 0) * unit // 10 ** len(fraction)
     return size
 
 
-def _parse_int(option: str, value: object, remedy: str) -> int:
-    if isinstance(value, int) and not isinstance(value, bool):
-        return value
-    if isinstance(value, str) and re.fullmatch(r"[+-]?\d+", value.strip(), re.ASCII):
-        return int(value)
-    raise ConfigError(option, value, "is not a whole number", remedy)
-
-
-def _parse_number(option: str, value: object, remedy: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
-        raise ConfigError(option, value, "is not a number", remedy)
-    try:
-        return float(value)
-    except (ValueError, OverflowError):
-        raise ConfigError(option, value, "is not a number", remedy) from None
-
-
-def _parse_chunk_tokens(option: str, value: object) -> int:
-    remedy = "use a positive multiple of the model's block size, such as 128"
-    tokens = _parse_int(option, value, remedy)
-    if tokens <= 0:
-        raise ConfigError(option, value, "is not positive", remedy)
-    return tokens
-
-
-def _parse_tokens(option: str, value: object) -> int:
-    remedy = "use a number of tokens, 0 or more"
-    tokens = _parse_int(option, value, remedy)
-    if tokens < 0:
-        raise ConfigError(option, value, "is negative", remedy)
-    return tokens
-
-
-def _parse_transport(option: str, value: object) -> str:
+def _transport(value: object) -> str:
     name = value.strip() if isinstance(value, str) else ""
     if name.lower() in TRANSPORTS:
         return name.lower()
     if _PATH.fullmatch(name):
         return name
-    raise ConfigError(
-        option,
-        value,
-        "is not a known transport",
-        f"use one of {', '.join(TRANSPORTS)}, or module:Class for one of your own",
-    )
+    raise ValueError("is not a known transport")
 
 
-def _parse_host(option: str, value: object) -> str:
+def _function(value: object) -> str:
+    path = value.strip() if isinstance(value, str) else ""
+    if not _PATH.fullmatch(path):
+        raise ValueError("does not name a function")
+    return path
+
+
+def _host(value: object) -> str:
     host = value.strip().removeprefix("[").removesuffix("]") if isinstance(value, str) else ""
     if "/" in host:
-        return _parse_network(option, host)
+        return _network(host)
     if not re.fullmatch(r"[\w.:%-]+", host, re.ASCII):
-        raise ConfigError(
-            option, value, "is not a host", "use a host name or an IP address without a port"
-        )
+        raise ValueError("is not a host")
     if is_wildcard(host):
-        raise ConfigError(
-            option,
-            value,
-            "is not an address a peer can reach",
-            "leave it out: replicas find their own",
-        )
+        raise ValueError("is not an address a peer can reach", _LEAVE_OUT)
     if host.count(":") == 1:
-        raise ConfigError(
-            option,
-            value,
-            "carries a port",
-            "give the host alone and the ports in xavier_port_range",
-        )
+        raise ValueError("carries a port", "give the host alone and the ports in xavier_port_range")
     return host
 
 
-def _parse_network(option: str, value: str) -> str:
+def _network(value: str) -> str:
     try:
         network = ipaddress.ip_network(value, strict=False)
     except ValueError:
-        raise ConfigError(
-            option, value, "is not a network", "use an address and a length, such as 10.0.0.0/8"
-        ) from None
+        remedy = "use an address and a length, such as 10.0.0.0/8"
+        raise ValueError("is not a network", remedy) from None
     if not network.prefixlen:
-        raise ConfigError(
-            option, value, "contains every address", "leave it out: replicas find their own"
-        )
+        raise ValueError("contains every address", _LEAVE_OUT)
     return str(network)
 
 
-def _parse_port_range(option: str, value: object) -> tuple[int, int]:
-    remedy = (
-        f"use LOW-HIGH within {_LOWEST_PORT}-{_HIGHEST_PORT}, such as 40000-40100, "
-        f"with at least {PORTS_PER_REPLICA} ports for every replica of a host"
-    )
+def _port_range(value: object) -> tuple[int, int]:
     if isinstance(value, str):
         match = re.fullmatch(r"(\d+)\s*-\s*(\d+)", value.strip(), re.ASCII)
         ports = [int(match[1]), int(match[2])] if match else []
     else:
         ports = list(value) if isinstance(value, (list, tuple)) else []
     if [type(port) for port in ports] != [int, int]:
-        raise ConfigError(option, value, "is not a range of ports", remedy)
+        raise ValueError("is not a range of ports")
     low, high = ports
     if low > high:
-        raise ConfigError(option, value, "ends below its start", remedy)
+        raise ValueError("ends below its start")
     if low < _LOWEST_PORT or high > _HIGHEST_PORT:
-        raise ConfigError(option, value, "is outside the ports that users may take", remedy)
+        raise ValueError("is outside the ports that users may take")
     if high - low + 1 < PORTS_PER_REPLICA:
-        reason = "is too small for a replica's engine, transfer process and data link"
-        raise ConfigError(option, value, reason, remedy)
+        raise ValueError("is too small for a replica's engine, transfer process and data link")
     return low, high
 
 
-def _parse_fetch_timeout(option: str, value: object) -> float:
-    remedy = f"use seconds above 0, such as {DEFAULT_FETCH_TIMEOUT:g}"
-    seconds = _parse_number(option, value, remedy)
-    if seconds >= MAX_FETCH_TIMEOUT:
-        raise ConfigError(option, value, "is an hour or more", remedy)
-    if not math.isfinite(seconds) or seconds <= 0:
-        raise ConfigError(option, value, "is not a positive, finite time", remedy)
-    return seconds
-
-
-def _parse_hooks(option: str, value: object) -> str:
-    path = value.strip() if isinstance(value, str) else ""
-    if _PATH.fullmatch(path):
-        return path
-    raise ConfigError(option, value, "does not name a function", "name one as module:function")
-
-
-def _parse_routing(option: str, value: object) -> str:
-    name = value.strip().lower() if isinstance(value, str) else ""
-    if name in get_args(Routing):
-        return name
-    remedy = f"use one of {', '.join(get_args(Routing))}"
-    raise ConfigError(option, value, "is not a way to route requests", remedy)
-
-
-def parse_backend(option: str, value: object) -> Backend:
-    name = value.strip().lower() if isinstance(value, str) else ""
-    for backend in get_args(Backend):
-        if name == backend:
-            return cast(Backend, backend)
-    remedy = f"use one of {', '.join(get_args(Backend))}"
-    raise ConfigError(option, value, "is not a Xavier", remedy)
-
-
-def _parse_queue(option: str, value: object) -> int:
-    remedy = f"use a number of requests from 0 to {MAX_QUEUE}"
-    length = _parse_int(option, value, remedy)
-    if not 0 <= length <= MAX_QUEUE:
-        raise ConfigError(option, value, "is out of range", remedy)
-    return length
-
-
-def _parse_pin_fraction(option: str, value: object) -> float:
-    remedy = f"use a part of the pool from 0 to 1, such as {DEFAULT_PIN_FRACTION:g}"
-    fraction = _parse_number(option, value, remedy)
-    if not 0 <= fraction <= 1:
-        raise ConfigError(option, value, "is out of range", remedy)
-    return fraction
-
-
-def parse_role(option: str, value: object) -> Role:
-    for role in get_args(Role):
-        if value == role:
-            return cast(Role, role)
-    raise ConfigError(option, value, "is not a role", f"use one of {', '.join(get_args(Role))}")
-
-
-def _parse_roles(option: str, value: object) -> tuple[Role, ...]:
+def _roles(value: object) -> tuple[str, ...]:
     """The role of each replica, in order."""
-    remedy = "use numbers of replicas by role, such as prefill:1,decode:2"
     match = re.fullmatch(r"(\w+:\d+)(,\w+:\d+)*", "".join(str(value).split()), re.ASCII)
     if match is None:
-        raise ConfigError(option, value, "is not a list of roles", remedy)
-    roles: list[Role] = []
+        raise ValueError("is not a list of roles")
+    roles: list[str] = []
     for role, _, count in (each.partition(":") for each in match[0].split(",")):
+        if role not in get_args(Role):
+            raise ValueError(f"has an unknown role, {role}")
         if int(count) > MAX_REPLICAS:
-            raise ConfigError(option, value, f"has more than {MAX_REPLICAS} replicas", remedy)
-        roles += [parse_role(option, role)] * int(count)
-    if "prefill" in roles and set(roles) == {"prefill"}:
-        raise ConfigError(
-            option, value, "has no replica that answers", "add one, such as prefill:1,decode:1"
-        )
+            raise ValueError(f"has more than {MAX_REPLICAS} replicas")
+        roles += [role] * int(count)
+    if set(roles) == {"prefill"}:
+        raise ValueError("has no replica that answers", "add one, such as prefill:1,decode:1")
     return tuple(roles)
 
 
-def _parse_warm_join(option: str, value: object) -> float:
-    remedy = f"use seconds from 0 (off) to {MAX_WARM_JOIN:g}, such as {DEFAULT_WARM_JOIN:g}"
-    seconds = _parse_number(option, value, remedy)
-    if not 0 <= seconds <= MAX_WARM_JOIN:
-        raise ConfigError(option, value, "is out of range", remedy)
-    return seconds
+def _choice(names: Any) -> Option:
+    return Option(
+        Annotated[names, BeforeValidator(_word)], f"use one of {', '.join(get_args(names))}"
+    )
 
 
-BASIC: dict[str, Callable[[str, object], Any]] = {
-    "xavier_pool_bytes": _parse_size,
-    "xavier_routing": _parse_routing,
-    "xavier_roles": _parse_roles,
-    "xavier_host": _parse_host,
-    "xavier_port_range": _parse_port_range,
+def _range(low: float, high: float, remedy: str) -> Option:
+    number = Annotated[float, BeforeValidator(_no_bool), Field(ge=low, le=high)]
+    return Option(number, remedy)
+
+
+_Whole = Annotated[int, BeforeValidator(_no_bool)]
+_TOKENS = Option(Annotated[_Whole, Field(ge=0)], "use a number of tokens, 0 or more")
+_SWITCH = Option(Annotated[bool, BeforeValidator(_word)], "use true or false")
+parse_backend = _choice(Backend)
+BASIC = {
+    "xavier_pool_bytes": Option(
+        Annotated[int, BeforeValidator(_bytes), Field(gt=0)],
+        "use a positive number of bytes or a size like 4GiB or 512MiB",
+    ),
+    "xavier_routing": _choice(Routing),
+    "xavier_roles": Option(
+        Annotated[tuple[Role, ...], BeforeValidator(_roles)],
+        "use numbers of replicas by role, such as prefill:1,decode:2",
+    ),
+    "xavier_host": Option(
+        Annotated[str, BeforeValidator(_host)], "use a host name or an IP address without a port"
+    ),
+    "xavier_port_range": Option(
+        Annotated[tuple[int, int], BeforeValidator(_port_range)],
+        f"use LOW-HIGH within {_LOWEST_PORT}-{_HIGHEST_PORT}, such as 40000-40100, "
+        f"with at least {PORTS_PER_REPLICA} ports for every replica of a host",
+    ),
 }
-EXPERT: dict[str, Callable[[str, object], Any]] = {
-    "xavier_chunk_tokens": _parse_chunk_tokens,
-    "xavier_transport": _parse_transport,
-    "xavier_fetch_timeout": _parse_fetch_timeout,
-    "xavier_min_fetch_tokens": _parse_tokens,
-    "xavier_queue": _parse_queue,
-    "xavier_prefill_threshold": _parse_tokens,
-    "xavier_pin_fraction": _parse_pin_fraction,
-    "xavier_warm_join": _parse_warm_join,
-    "xavier_audit": parse_bool,
-    "xavier_hooks": _parse_hooks,
-    "xavier_untested_vllm": parse_bool,
+EXPERT = {
+    "xavier_chunk_tokens": Option(
+        Annotated[_Whole, Field(gt=0)],
+        "use a positive multiple of the model's block size, such as 128",
+    ),
+    "xavier_transport": Option(
+        Annotated[str, BeforeValidator(_transport)],
+        f"use one of {', '.join(TRANSPORTS)}, or module:Class for one of your own",
+    ),
+    "xavier_fetch_timeout": Option(
+        Annotated[float, BeforeValidator(_no_bool), Field(gt=0, lt=MAX_FETCH_TIMEOUT)],
+        f"use seconds above 0 and below an hour, such as {DEFAULT_FETCH_TIMEOUT:g}",
+    ),
+    "xavier_min_fetch_tokens": _TOKENS,
+    "xavier_queue": Option(
+        Annotated[_Whole, Field(ge=0, le=MAX_QUEUE)],
+        f"use a number of requests from 0 to {MAX_QUEUE}",
+    ),
+    "xavier_prefill_threshold": _TOKENS,
+    "xavier_pin_fraction": _range(
+        0, 1, f"use a part of the pool from 0 to 1, such as {DEFAULT_PIN_FRACTION:g}"
+    ),
+    "xavier_warm_join": _range(
+        0,
+        MAX_WARM_JOIN,
+        f"use seconds from 0 (off) to {MAX_WARM_JOIN:g}, such as {DEFAULT_WARM_JOIN:g}",
+    ),
+    "xavier_audit": _SWITCH,
+    "xavier_hooks": Option(
+        Annotated[str, BeforeValidator(_function)], "name one as module:function"
+    ),
+    "xavier_untested_vllm": _SWITCH,
 }
 """Options whose defaults suit most clusters."""
 PARSERS = BASIC | EXPERT
+
+
+def parse_bool(option: str, value: object) -> bool:
+    """Raises ConfigError. What is not given is false."""
+    return value is not None and bool(_SWITCH(option, value))

@@ -38,11 +38,3 @@ def test_what_xinference_lacks(grave: bool) -> None:
     assert finding.where == "API process"
     assert "it has no ears: it does not hear" in finding.problem
     assert finding.grave is grave
-
-
-def test_what_xinference_lacks_in_two_processes_is_found_once() -> None:
-    cluster = {"api": {"faults": {"a": False, "b": False}}, "supervisor": {"faults": {"a": False}}}
-    info = process_info()
-    cluster = {name: {**info, **process} for name, process in cluster.items()}
-    findings = process_findings({**cluster, "workers": {}, "models": {}})
-    assert [finding.problem[-1] for finding in findings] == ["a", "b"]

@@ -250,6 +250,17 @@ class TestAccounting:
         assert self.counts(vllm)["remote"] == 6
         assert self.counts(vllm)["local_pool"] == 6
 
+    def test_of_a_request_that_is_scheduled_again_after_its_load(self, vllm: Scheduling) -> None:
+        keys = chunks("prompt", 6)
+        vllm.fill(keys[:4])
+        request = vllm.arrive("r", keys)
+        vllm.schedule(request, vllm.scan(request) or 0)
+        vllm.loaded(request, 4)
+        vllm.schedule(request, 0)
+        assert self.counts(vllm) == {
+            "prefix_cache": 0, "local_pool": 4, "remote": 0, "computed": 2,
+        }  # fmt: skip
+
     def test_of_finished_requests(self, vllm: Scheduling) -> None:
         vllm.finish(vllm.arrive("r", chunks("prompt", 1)))
         assert vllm.manager.stats()["requests"] == 1

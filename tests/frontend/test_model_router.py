@@ -174,12 +174,18 @@ async def test_requests_wait_in_order_where_all_replicas_are_at_their_limit() ->
 
 
 async def test_a_request_does_not_overtake_those_that_wait() -> None:
-    cluster = Cluster("m-0", request_limit=1)
-    running = await route(cluster)
+    """Not even to a replica that has been left alone for long enough."""
+    cluster = Cluster("m-0", "m-1", request_limit=1)
+    moved = await route(cluster)
+    left_alone = moved.replica
+    assert await cluster.router.move(moved)
     (first,) = await waiting(cluster)
-    cluster.router.end(running)
+    cluster.now += module.CLOSED - 1.0
+    cluster.tell(cluster.load("m-0"), cluster.load("m-1"))
+    cluster.now += 1.0
     (second,) = await waiting(cluster)
-    assert (await first).replica == "m-0"
+    cluster.tell(cluster.load("m-0"), cluster.load("m-1"))
+    assert (await first).replica == left_alone
     second.cancel()
 
 

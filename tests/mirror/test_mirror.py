@@ -103,6 +103,14 @@ def test_only_members_hold_keys(mirror: Mirror) -> None:
     assert (mirror.address("a"), mirror.peers) == (None, {"b"})
 
 
+def test_a_new_member_holds_nothing_of_one_that_left(mirror: Mirror) -> None:
+    """It gets that one's number."""
+    mirror.apply(update(adds("a", 1, KEY)))
+    mirror.apply(update(members=(), left=("a",)))
+    mirror.apply(update(adds("c", 1, OTHER), members=(Member("c", "h:3"),)))
+    assert (mirror.holders(KEY), mirror.holders(OTHER)) == ((), ("c",))
+
+
 def test_members_stay_until_they_leave(mirror: Mirror) -> None:
     mirror.apply(update(adds("a", 1, KEY)))
     mirror.apply(update(members=()))

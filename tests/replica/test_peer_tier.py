@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -40,6 +41,7 @@ class Loop:
         self.tier = PeerTier(self.pool, Mirror("own"), namespace)
         self._loop = asyncio.new_event_loop()
         self._now = 0.0
+        self._numbers = itertools.count()
         self._loop.time = lambda: self._now  # type: ignore[method-assign]
 
         async def open_tier() -> None:
@@ -51,7 +53,9 @@ class Loop:
         self.calls.append(claim)
 
     def fetch(self) -> Fetch | None:
-        return self.tier.submit_load("donor", self.pool.reserve([b"key"]).rows, NEVER)
+        """Of a chunk that no other one brings."""
+        rows = self.pool.reserve([b"key %d" % next(self._numbers)]).rows
+        return self.tier.submit_load("donor", rows, NEVER)
 
     def store(self, key: bytes) -> Row:
         (row,) = self.pool.reserve([key]).rows

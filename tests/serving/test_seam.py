@@ -32,8 +32,8 @@ from xinference_xavier.serving.seam import Feature
 
 
 @pytest.fixture(autouse=True)
-def warned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(seam, "_warned", set())
+def a_process_that_has_not_looked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(seam, "_missing_of", {})
 
 
 def test_the_installed_xinference_has_what_we_use() -> None:
@@ -148,7 +148,7 @@ def test_without_xinference_s_check_nobody_may_ask(monkeypatch: pytest.MonkeyPat
         model_access(context(auth_service=object(), auth_enabled=True))(request, "m")
 
 
-async def test_doctor_reports_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_doctor_reports_what_was_missing_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(SupervisorActor, "_gen_model_uid")
     monkeypatch.delattr(restful_api, "require_model")
     monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
@@ -159,7 +159,10 @@ async def test_doctor_reports_what_is_missing(monkeypatch: pytest.MonkeyPatch) -
     async def get_supervisor_ref() -> Any:
         return supervisor
 
-    findings = [*process_findings(await cluster_info(TrackerGateway(get_supervisor_ref)))]
+    gateway = TrackerGateway(get_supervisor_ref)
+    assert (await cluster_info(gateway))["api"]["faults"] == {}
+    XavierExtension().configure_api(context())
+    findings = [*process_findings(await cluster_info(gateway))]
     assert [*map(known, findings)] == [
         (f"SupervisorActor._gen_model_uid is gone: {Feature.SHARING}", True),
         (f"xinference.api.restful_api.require_model is gone: {Feature.ROUTING}", False),

@@ -136,6 +136,7 @@ async def test_a_member_without_heartbeats_is_removed(pool: Any) -> None:
 async def test_only_members_watch(tracker: Any) -> None:
     with pytest.raises(NotMemberError, match="'a' is not a member of namespace 'namespace'"):
         await look(tracker, "a")
+    assert (await tracker.status())["watches"] == 0, "its place is free again"
 
 
 async def test_pauses_of_the_tracker_extend_the_leases() -> None:

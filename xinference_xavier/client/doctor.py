@@ -46,12 +46,9 @@ def _extensions(cluster: Info) -> Iterator[Finding]:
                 f"runs without this extension, or another version ({info['error']})",
                 f"stop it and start it with {_EXTENSION} {program} …",
             )
-    # With faults, it may not know them.
-    if (
-        not workers
-        and not cluster["supervisor"].get("faults")
-        and "error" not in cluster["supervisor"]
-    ):
+    # With faults, the supervisor may not know them.
+    known = "error" not in cluster["supervisor"] and not cluster["api"].get("faults")
+    if known and not workers:
         yield Finding(
             "workers",
             "none is registered; the supervisor refuses workers whose extensions are not its own",
@@ -60,14 +57,10 @@ def _extensions(cluster: Info) -> Iterator[Finding]:
 
 
 def _faults(cluster: Info) -> Iterator[Finding]:
-    """Faults that both processes have are reported once."""
-    found: dict[str, tuple[str, bool]] = {}
-    for where, process in (("supervisor", "supervisor"), ("API process", "api")):
-        faults = cluster[process].get("faults", {})
-        found |= {fault: (where, grave) for fault, grave in faults.items()}
-    for fault, (where, grave) in found.items():
+    """The API process looks for the supervisor, too, which has the same installation."""
+    for fault, grave in cluster["api"].get("faults", {}).items():
         yield Finding(
-            where,
+            "API process",
             f"its xinference is not the one we know: {fault}",
             "pip install 'xinference>=4.0,<4.2' there, and restart it",
             grave,

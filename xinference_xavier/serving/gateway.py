@@ -4,9 +4,9 @@ gathers there from every process of a cluster:
     {"api": info, "supervisor": info, "workers": {address: info},
      "models": {model_uid: {"report": …, "tracker": info, "self_checks": {incarnation: …}}}}
 
-`info` is that of `process_info`, with `address` where there is an actor pool. Those of API and
-supervisor have `faults`: what xinference lacks there of what we use, and whether this keeps
-replicas from sharing. An `error` stands in place of a missing part.
+`info` is that of `process_info`, with `address` where there is an actor pool. That of the API has
+`faults`: what its xinference lacks of what we use, and whether this keeps replicas from sharing. An
+`error` stands in place of a missing part.
 
 Threading: event loops of API, supervisor and workers; every call has a deadline.
 """
@@ -128,7 +128,6 @@ async def supervisor_process_info(supervisor: Any) -> dict[str, Any]:
     answers = await asyncio.gather(*map(_ask_worker, workers.values()))
     return {
         **process_info(),
-        "faults": seam.graded_faults(seam.LAUNCHING),
         "address": supervisor.address,
         "workers": dict(zip(workers, answers, strict=True)),
     }
@@ -143,7 +142,7 @@ async def cluster_info(trackers: TrackerGateway) -> dict[str, Any]:
             zip(uids, await asyncio.gather(*(_model(trackers, uid) for uid in uids)), strict=True)
         )
     return {
-        "api": {**process_info(), "faults": seam.graded_faults()},
+        "api": {**process_info(), "faults": seam.known_faults()},
         "workers": supervisor.pop("workers", {}),
         "supervisor": supervisor,
         "models": models,

@@ -47,11 +47,6 @@ class Feature(StrEnum):
     DRAINING = "open streams delay the end of an API process"
 
 
-LAUNCHING = (
-    *(Feature.SHARING, Feature.ROLLBACKS, Feature.CANCELS, Feature.CAUSES, Feature.READINESS),
-    *(Feature.ENVIRONMENTS, Feature.WORKERS, Feature.FINDING),
-)
-"""Features of supervisors and workers; their check loads nothing of the API."""
 NEWER = frozenset({Feature.SALTS, Feature.MARKS, Feature.DRAINING})
 """Features that need xinference 4.1."""
 
@@ -157,31 +152,37 @@ NEEDS: dict[Feature, dict[str, tuple[str, ...]]] = {
 must take the named parameters."""
 
 
-_warned: set[Feature] = set()
+_missing_of: dict[Feature, list[str]] = {}
 
 
 def works(feature: Feature) -> bool:
-    """Whether the installed xinference has what it needs; a warning says once what is missing."""
-    missing = faults([feature])
-    if missing and feature not in _warned:
-        _warned.add(feature)
-        logger.warning("this xinference lacks what we use: %s", "; ".join(missing))
-    return not missing
+    """Whether the installed xinference has what it needs. The first call looks, which may import
+    much of xinference; a warning says what is missing."""
+    if feature not in _missing_of:
+        _missing_of[feature] = faults([feature])
+        if _missing_of[feature]:
+            missing = "; ".join(_missing_of[feature])
+            logger.warning("this xinference lacks what we use: %s", missing)
+    return not _missing_of[feature]
+
+
+def known_faults() -> dict[str, bool]:
+    """What `works` has found missing, and whether it keeps replicas from sharing."""
+    return {
+        fault: feature is Feature.SHARING
+        for feature, found in _missing_of.items()
+        for fault in found
+    }
 
 
 def faults(features: Iterable[Feature] = Feature) -> list[str]:
     """What the installed xinference lacks of what we use, a sentence each."""
-    return [*graded_faults(features)]
-
-
-def graded_faults(features: Iterable[Feature] = Feature) -> dict[str, bool]:
-    """The same, and whether it keeps replicas from sharing."""
-    return {
-        f"{missing}: {feature}": feature is Feature.SHARING
+    return [
+        f"{missing}: {feature}"
         for feature in features
         if feature not in NEWER or Version(metadata.version("xinference")) >= Version("4.1")
         for missing in _missing(feature)
-    }
+    ]
 
 
 def _missing(feature: Feature) -> Iterator[str]:

@@ -203,10 +203,16 @@ def test_a_row_that_takes_long_holds_up_no_other(pair: Pair) -> None:
     assert checked[-1] == 0
 
 
-def test_rows_before_one_that_is_wrong_count(pair: Pair) -> None:
+def test_only_rows_before_one_that_is_wrong_count(pair: Pair) -> None:
+    """Another thread has copied the row behind it."""
+    behind = threading.Event()
+
     def check(slot: int) -> None:
         if slot == 2:
+            assert behind.wait(PATIENCE)
             raise LinkError("damaged")
+        if slot == 3:
+            behind.set()
 
     rows = pair.consumer.receive([1, 2, 3], [4, 5, 6], check, later())
     assert next(rows) == 1

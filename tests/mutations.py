@@ -1,0 +1,347 @@
+"""Faults that a programmer could make, each in a copy of the package: unit tests must fail.
+
+`python -m tests.mutations [NUMBER …]`, by default all of `MUTATIONS`. First the tests must pass
+without any fault, as a test that fails anyway catches nothing. A run that takes longer than
+`LONGEST` counts as caught: `make unit` would not end either, and a fault such as a lost wake-up
+shows in no other way. A run that collects no test counts as not caught.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "xinference_xavier"
+UNIT = "not process and not long and not gpu"
+"""The tests of `make unit`."""
+LONGEST = 600.0
+"""Seconds of one mutation's tests, which take a few."""
+FAILED = 1
+"""pytest's exit status if tests ran and some failed."""
+
+
+class Mutation(NamedTuple):
+    """`old` occurs once in the package's `file`, and `new` takes its place. `harm` says what goes
+    wrong for a user. Some of `tests` must fail."""
+
+    file: str
+    old: str
+    new: str
+    harm: str
+    tests: tuple[str, ...]
+
+    def mutated(self) -> str:
+        """The file with the fault. Raises ValueError unless `old` occurs once."""
+        text = (PACKAGE / self.file).read_text()
+        if (count := text.count(self.old)) != 1:
+            raise ValueError(f"{self.file} has this text {count} times, not once:\n{self.old}")
+        return text.replace(self.old, self.new)
+
+
+MUTATIONS = (
+    # -- never a wrong token -------------------------------------------------------------------
+    Mutation(
+        "pool/region.py",
+        "(self.array[slot].data, seed=xxhash.xxh3_64_intdigest(key))",
+        "(self.array[slot].data)",
+        "a donor that sends another chunk's row is believed",
+        ("tests/pool/test_region.py",),
+    ),
+    Mutation(
+        "transfer/transports/shared_memory.py",
+        "yield from takewhile(batch.copied.__contains__, slots)",
+        "yield from (slot for slot in slots if slot in batch.copied)",
+        "a damaged row is used, because whole rows behind it are counted",
+        ("tests/transfer/transports/test_shared_memory.py",),
+    ),
+    Mutation(
+        "pool/pool.py",
+        "if row.state is _FILLING or row.pins:",
+        "if row.pins:",
+        "after a reset, a slot that is still being written gets another chunk",
+        ("tests/pool/test_pool.py",),
+    ),
+    Mutation(
+        "engine/request.py",
+        "return self.shares and not (self.stale or (replaced and self.reuses))",
+        "return self.shares and not (replaced and self.reuses)",
+        "after a reset, running requests store what the former weights computed",
+        ("tests/engine/test_resets.py",),
+    ),
+    Mutation(
+        "engine/jobs.py",
+        "if not success or (req_id, key) in self._void:",
+        "if not success:",
+        "a chunk of which vLLM stored only some blocks becomes a hit",
+        ("tests/engine/test_jobs.py",),
+    ),
+    Mutation(
+        "engine/adapters.py",
+        "if adapter is not None and adapter.version == version:",
+        "if adapter is not None:",
+        "requests to an adapter that was replaced get rows of the former one",
+        ("tests/engine/test_adapters.py",),
+    ),
+    Mutation(
+        "serving/answers.py",
+        "return check_tenant(given if supplied is None else supplied.value)",
+        "return check_tenant(given or (supplied.value if supplied else None))",
+        "a client that writes another tenant's salt gets that tenant's prefixes",
+        ("tests/serving/test_prefix_routes.py",),
+    ),
+    Mutation(
+        "replica/namespace.py",
+        "            if not self.is_isolated:\n                return False\n",
+        "",
+        "a replica that was not reset shares its old rows under the new weights' version",
+        ("tests/replica/test_namespace.py",),
+    ),
+    Mutation(
+        "replica/donor.py",
+        "            if not trusts(request.consumer):\n"
+        '                raise GrantRefusedError("not compared")\n',
+        "",
+        "a replica gets rows from a peer that was reset and may compute others",
+        ("tests/replica/test_donor.py",),
+    ),
+    # -- rollback ------------------------------------------------------------------------------
+    Mutation(
+        "replica/peer_tier.py",
+        "        for row in rows:\n            self._pool.abort(row)\n        return None",
+        "        return None",
+        "while the background thread is behind, fetches leave their slots filling for ever",
+        ("tests/replica/test_peer_tier.py",),
+    ),
+    Mutation(
+        "engine/request.py",
+        "if not waiting or now > fetch.deadline + self._patience:",
+        "if not waiting:",
+        "requests for which vLLM has no blocks keep what they fetched pinned without a limit",
+        ("tests/engine/test_request.py",),
+    ),
+    Mutation(
+        "replica/donor.py",
+        "        self.expire(now)\n        room =",
+        "        room =",
+        "consumers that died leave a donor busy, and nobody fetches from it",
+        ("tests/replica/test_donor.py",),
+    ),
+    Mutation(
+        "engine/tier_lookup.py",
+        "if request.pending and self._has_time(request):",
+        "if request.pending:",
+        "a request waits for a stalled donor beyond its deadline",
+        ("tests/engine/test_tier_lookup.py",),
+    ),
+    # -- bounds, and input of strangers --------------------------------------------------------
+    Mutation(
+        "protocol/transfer.py",
+        "if max(slots, default=0) >= rows:",
+        "if max(slots, default=0) > rows:",
+        "a peer asks for the row behind the last one, and the transfer process fails",
+        ("tests/protocol/test_transfer.py",),
+    ),
+    Mutation(
+        "tracker/namespaces.py",
+        "        try:\n"
+        "            yield max(0.0, min(timeout, MAX_WATCH))\n"
+        "        finally:\n"
+        "            self.count -= 1\n",
+        "        yield max(0.0, min(timeout, MAX_WATCH))\n        self.count -= 1\n",
+        "watches that are abandoned count for ever, until the tracker refuses all",
+        ("tests/tracker/test_actor.py",),
+    ),
+    # -- routing and roles ---------------------------------------------------------------------
+    Mutation(
+        "routing/choice.py",
+        "fetches = (missing > 0) & (fetch + rest < alone)",
+        "fetches = missing > 0",
+        "forecasts count on fetches where replicas compute, so requests go to the wrong replica",
+        ("tests/routing/test_choice.py",),
+    ),
+    Mutation(
+        "frontend/model_router.py",
+        "except BaseException:  # the client may go",
+        "except Exception:  # the client may go",
+        "clients that go as they get their turn occupy their replica's limit for ever",
+        ("tests/frontend/test_model_router.py",),
+    ),
+    Mutation(
+        "frontend/model_router.py",
+        "if self._queue.first or not self._send(route):",
+        "if not self._send(route):",
+        "new requests overtake those that wait, some of which are refused in the end",
+        ("tests/frontend/test_model_router.py",),
+    ),
+    Mutation(
+        "engine/tier_lookup.py",
+        "        if wait.peer and not self._tier.can_load_from(wait.peer):\n"
+        "            return False\n",
+        "",
+        "requests wait for a prefill replica that is gone",
+        ("tests/engine/test_tier_lookup_prefill_wait.py",),
+    ),
+    Mutation(
+        "protocol/load.py",
+        "    if not hmac.compare_digest(signature, "
+        '_signature(f"{replica}:{queue}:{seconds}", key)):\n'
+        "        return None\n",
+        "",
+        "a client makes up an id, and its request holds up a replica for ten minutes",
+        ("tests/protocol/test_elsewhere.py",),
+    ),
+    # -- named prefixes ------------------------------------------------------------------------
+    Mutation(
+        "frontend/names.py",
+        "DELETE FROM prefixes WHERE id = ? AND used + ttl <= ?",
+        "DELETE FROM prefixes WHERE id = ? AND created + ttl <= ?",
+        "a name that is in use at another process ends when it is as old as its lifetime",
+        ("tests/frontend/test_store.py",),
+    ),
+    Mutation(
+        "frontend/keeper.py",
+        "await self._check_budget(model_uid, chunks, new.terms)",
+        "self._check_budget(model_uid, chunks, new.terms)",
+        "a hard prefix for which no replica has room is accepted, and never kept",
+        ("tests/frontend/test_keeper.py",),
+    ),
+    # -- tracker and mirror --------------------------------------------------------------------
+    Mutation(
+        "mirror.py",
+        "        yield from self._remove_all(shards, ~self.sets.set_of(left))\n"
+        "        self.sets.forget(left)\n",
+        "        self.sets.forget(left)\n"
+        "        yield from self._remove_all(shards, ~self.sets.set_of(left))\n",
+        "a new replica is asked for the chunks of one that has left",
+        ("tests/mirror/test_mirror.py",),
+    ),
+    Mutation(
+        "tracker/index.py",
+        'self._record(Change(incarnation, lease.sequence, b"", b"", True), Left(incarnation))',
+        "self._record(Left(incarnation))",
+        "peers ask a replica that left and came back at once for chunks that it no longer has",
+        ("tests/tracker/test_index.py",),
+    ),
+    Mutation(
+        "tracker/observers.py",
+        "        seen = 0 if complete else seen\n",
+        "",
+        "after a supervisor's restart, routers do not learn of replicas that reported before",
+        ("tests/tracker/test_loads.py",),
+    ),
+    # -- events, figures, commands, options ----------------------------------------------------
+    Mutation(
+        "tracker/log.py",
+        "if self._lost.pop(name, None) is not None:",
+        "if self._lost.pop(incarnation, None) is not None:",
+        "hooks never hear that a lost replica has recovered",
+        ("tests/tracker/test_membership.py",),
+    ),
+    Mutation(
+        "engine/manager.py",
+        "        if request.counted.prompt:\n            return\n",
+        "",
+        "prompts with a load count twice as prompt tokens",
+        ("tests/engine/test_manager.py",),
+    ),
+    Mutation(
+        "cli/tables.py",
+        "if len(namespaces) > 1:",
+        "if len(namespaces) > 2:",
+        "`status` does not tell that two replicas share nothing",
+        ("tests/cli/test_tables.py",),
+    ),
+    Mutation(
+        "options.py",
+        "if high - low + 1 < PORTS_PER_REPLICA:",
+        "if high - low < PORTS_PER_REPLICA:",
+        "a range of exactly as many ports as a replica needs is refused",
+        ("tests/test_options.py",),
+    ),
+    # -- launches ------------------------------------------------------------------------------
+    Mutation(
+        "serving/launch/supervisor.py",
+        "                scope.undo(_destroy_tracker, address, model_uid)\n",
+        "",
+        "a launch that fails leaves its tracker, and the model seems to share",
+        ("tests/serving/launch/test_supervisor.py",),
+    ),
+)
+
+
+def main(words: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.mutations", description=__doc__)
+    parser.add_argument("number", nargs="*", type=int, help=f"from 1 to {len(MUTATIONS)}")
+    numbers = parser.parse_args(words).number or range(1, len(MUTATIONS) + 1)
+    if not 1 <= min(numbers) <= max(numbers) <= len(MUTATIONS):
+        parser.error(f"there are {len(MUTATIONS)} mutations")
+    chosen = {number: MUTATIONS[number - 1] for number in numbers}
+    texts = {number: each.mutated() for number, each in chosen.items()}
+    print("without a fault: the same tests", end=" … ", flush=True)
+    tests = dict.fromkeys(test for each in chosen.values() for test in each.tests)
+    status, said, seconds = _run({}, tests, longest=None)
+    print(f"{'pass' if status == 0 else said} ({seconds:.0f} s)", flush=True)
+    if status != 0:
+        return 1
+    missed = 0
+    for number, each in chosen.items():
+        print(f"{number:2}. {each.file}: {each.harm}", end=" … ", flush=True)
+        status, said, seconds = _run({each.file: texts[number]}, each.tests, LONGEST)
+        caught = status in (FAILED, None)
+        missed += not caught
+        print(f"{'caught by' if caught else 'NOT CAUGHT:'} {said} ({seconds:.0f} s)", flush=True)
+    print(f"{len(chosen) - missed} of {len(chosen)} caught")
+    return 1 if missed else 0
+
+
+def _run(
+    changed: dict[str, str], tests: Iterable[str], longest: float | None
+) -> tuple[int | None, str, float]:
+    """Run the tests with a copy of the package, some files of which are `changed`. Returns pytest's
+    exit status (None if it took too long), a test that failed or what pytest said last, and
+    seconds."""
+    began = time.monotonic()
+    with TemporaryDirectory(prefix="mutation-") as folder:
+        copy = Path(folder, PACKAGE.name)
+        shutil.copytree(PACKAGE, copy)
+        for file, text in changed.items():
+            (copy / file).write_text(text)
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
+        # The copy comes first: neither pytest nor the current folder puts the package before it.
+        command += ["-o", "pythonpath=", "-m", UNIT, *tests]
+        path = os.pathsep.join([folder, str(ROOT)])
+        with subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        ) as process:
+            try:
+                output, _ = process.communicate(timeout=longest)
+                status = process.returncode
+            except subprocess.TimeoutExpired:
+                output, status = "a run that does not end", None
+            finally:
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGKILL)
+    failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", output, re.M)
+    said = failed[1] if failed else output.strip().rpartition("\n")[2]
+    return status, said, time.monotonic() - began
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
