@@ -84,7 +84,7 @@ MUTATIONS = (
         "if not success or (req_id, key) in self._void:",
         "if not success:",
         "a chunk of which vLLM stored only some blocks becomes a hit",
-        ("tests/engine/test_manager_pool.py",),
+        ("tests/engine/test_manager.py",),
     ),
     Mutation(
         "engine/adapters.py",

@@ -292,6 +292,14 @@ class Scheduling:
         keys = request.keys[own_prefix : own_prefix + hits]
         self.manager.complete_load(set(keys), request.context)
 
+    def fetch_and_finish(self, request: Request, seconds: float = 0.01) -> None:
+        """All chunks of the request are fetched in so many seconds, and it ends."""
+        assert self.attempt(request) is None
+        self.tier.end(self.tier.fetches[-1], seconds=seconds)
+        assert self.attempt(request) == len(request.keys)
+        self.finish(request)
+        self.end_step()
+
     def load_and_finish(self, request: Request, hits: int) -> None:
         """vLLM has blocks for the request, loads its hits and ends it."""
         self.schedule(request, hits)

@@ -41,12 +41,7 @@ class Engine(Scheduling):
     def learn(self, overhead: float, per_row: float, peer: str = "a") -> None:
         self.manager.tier_lookup._selection.adaptive = False
         for count in (4, 4, 40, 10, 40):
-            request = self.request(count, peer)
-            assert self.attempt(request) is None
-            self.tier.end(self.tier.fetches[-1], seconds=overhead + per_row * count)
-            assert self.attempt(request) == count
-            self.finish(request)
-            self.end_step()
+            self.fetch_and_finish(self.request(count, peer), overhead + per_row * count)
         self.manager.tier_lookup._selection.adaptive = True
 
     def steps(self, seconds: dict[int, float]) -> None:
@@ -95,15 +90,6 @@ def test_nothing_is_fetched_when_less_time_is_left_than_any_fetch_takes() -> Non
     vllm.clock.now = deadline - 0.05
     assert vllm.attempt(request) == 30
     assert vllm.manager.stats()["scheduler_errors"] == 0
-
-
-def test_a_slow_peer_is_tried_again_after_a_while() -> None:
-    vllm = Engine()
-    vllm.learn(0.0, 1.0)
-    assert vllm.attempt(vllm.request(20)) == 0
-    vllm.clock.now += RETRY_AFTER + 1
-    assert vllm.attempt(vllm.request(20)) is None
-    assert vllm.attempt(vllm.request(20)) == 0, "one at a time"
 
 
 def test_a_fixed_threshold_replaces_the_cost_model() -> None:

@@ -90,18 +90,6 @@ class TestManager:
         events = Events(vllm)
         assert (events.stored, events.removed) == ({*keys[:2]}, {*keys[2:]})
 
-    def test_what_came_and_went_between_two_looks_is_not_reported(self, vllm: Scheduling) -> None:
-        """So nothing accumulates if nobody takes the events."""
-        kept = chunks("kept", 2)
-        vllm.fill(kept)
-        assert Events(vllm).stored == {*kept}
-        for number in range(100):
-            vllm.fill(chunks(f"prompt {number}", 8))
-        assert vllm.pool.changes is not None
-        assert len(vllm.pool.changes) == 10
-        events = Events(vllm)
-        assert (events.stored, events.removed) == ({*chunks("prompt 99", 8)}, {*kept})
-
     def test_a_flush_removes_them_on_whichever_thread(self, vllm: Scheduling) -> None:
         keys = chunks("prompt", 4)
         vllm.fill(keys)
@@ -110,17 +98,6 @@ class TestManager:
         assert Events(vllm).removed == {*keys}
         vllm.fill(keys)
         assert Events(vllm).stored == {*keys}
-
-    def test_whoever_forgot_the_rows_is_told_what_is_held(self, vllm: Scheduling) -> None:
-        """Even of a row whose removal it was not told of."""
-        again, kept, gone = chunks("prompt", 3)
-        vllm.fill([again, kept, gone])
-        assert Events(vllm).stored == {again, kept, gone}
-        vllm.pool.flush([row for key in (again, gone) if (row := vllm.pool.lookup(key))])
-        vllm.pool.restart_changes()
-        vllm.fill([again])
-        events = Events(vllm)
-        assert (events.stored, events.removed) == ({again, kept}, set())
 
     def test_fetched_chunks_are_stored_once_they_are_looked_up(self, vllm: Scheduling) -> None:
         """vLLM knows their tokens then."""

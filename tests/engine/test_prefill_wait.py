@@ -173,12 +173,7 @@ class TestOnePrefillPerCluster:
         for number in range(2):
             keys = chunks(f"other {number}", 4)
             vllm.tier.peers_hold(a=keys)
-            request = vllm.arrive(f"r{number}", keys)
-            vllm.attempt(request)
-            vllm.tier.end(vllm.tier.fetches[-1], seconds=20.0)
-            vllm.attempt(request)
-            vllm.finish(request)
-        vllm.end_step()
+            vllm.fetch_and_finish(vllm.arrive(f"r{number}", keys), 20.0)
         vllm.tier.peers_hold(a=[])
         request = self.waiting(vllm)
         vllm.tier.peers_hold(a=KEYS[:4])

@@ -71,18 +71,6 @@ class TestFetchedRows:
         assert len(vllm.tier.fetches) == 2
         assert_nothing_left(vllm)
 
-    def test_stay_pinned_until_they_are_loaded(self) -> None:
-        vllm = Scheduling(slots=6)
-        request = waiting(vllm)
-        vllm.tier.end(vllm.tier.fetches[0])
-        assert vllm.scan(request) == 6
-        vllm.schedule(request, 6)
-        vllm.end_step()
-        assert vllm.pool.counts().pinned == 6
-        assert vllm.begin_store(vllm.arrive("s", chunks("other", 2)), chunks("other", 2)) == []
-        vllm.loaded(request, 6)
-        assert vllm.pool.counts().pinned == 0
-
     def test_are_unpinned_if_their_request_does_not_need_them(self, vllm: Scheduling) -> None:
         """vLLM's own prefix cache holds all of it meanwhile."""
         request = waiting(vllm)
@@ -92,39 +80,12 @@ class TestFetchedRows:
         vllm.end_step()
         assert_nothing_left(vllm)
 
-    @pytest.mark.parametrize("arrived", [False, True])
-    def test_are_unpinned_if_their_request_is_aborted(
-        self, vllm: Scheduling, arrived: bool
-    ) -> None:
-        request = waiting(vllm)
-        if arrived:
-            vllm.tier.end(vllm.tier.fetches[0])
-        vllm.finish(request)
-        vllm.end_step()
-        if not arrived:
-            assert vllm.manager.has_pending_work()
-            vllm.tier.end(vllm.tier.fetches[0])
-            vllm.end_step()
-        assert_nothing_left(vllm)
-        assert vllm.pool.counts().ready == 6
-
     def test_are_not_fetched_for_a_request_aborted_in_the_same_step(self, vllm: Scheduling) -> None:
         request = vllm.ask(6, a=6)
         vllm.scan(request)
         vllm.finish(request)
         vllm.end_step()
         assert vllm.tier.fetches == []
-
-    def test_stay_in_quarantine_if_their_fetch_is_abandoned(self, vllm: Scheduling) -> None:
-        request = waiting(vllm)
-        vllm.tier.abandon(vllm.tier.fetches[0])
-        assert vllm.scan(request) == 0
-        vllm.schedule(request, 0)
-        vllm.end_step()
-        assert vllm.pool.counts().quarantined == 6
-        assert not vllm.manager.has_pending_work()
-        vllm.tier.drain(vllm.tier.fetches[0])
-        assert_nothing_left(vllm)
 
     def test_do_not_evict_the_prefix_they_continue(self) -> None:
         """The prefix is the oldest in the pool."""

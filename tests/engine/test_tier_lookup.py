@@ -347,12 +347,7 @@ class TestSeveralDonors:
         for number in range(4):  # the first fetch from each opens a link
             other = chunks(f"other {number}", 6)
             vllm.tier.peers_hold(**{"ab"[number % 2]: other})
-            earlier = vllm.arrive(f"earlier {number}", other)
-            vllm.attempt(earlier)
-            vllm.tier.end(vllm.tier.fetches[-1])
-            vllm.attempt(earlier)
-            vllm.finish(earlier)
-            vllm.end_step()
+            vllm.fetch_and_finish(vllm.arrive(f"earlier {number}", other))
         request = vllm.ask(6, a=6, b=6)
         assert vllm.attempt(request) is None
         first, second = vllm.tier.fetches[4:]

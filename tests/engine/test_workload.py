@@ -203,13 +203,6 @@ class TestSeconds:
 
 
 class TestKnownRequests:
-    def test_stay_known_until_they_end(self, engine: Counted) -> None:
-        request = engine.start("r", 1000)
-        engine.step(r=1000)
-        assert engine.load().known == ("r",)
-        engine.finish(request)
-        assert engine.load().known == ()
-
     def test_go_by_the_ids_that_their_clients_know(self, engine: Counted) -> None:
         """vLLM appends to an id, and prepends a number where a request wants several answers."""
         asked: Any = SimpleNamespace(
@@ -269,11 +262,7 @@ class TestRates:
                 keys = chunks(f"prompt {peer} {number}", count)
                 engine.tier.peers_hold(**{peer: keys})
                 request = engine.arrive(f"{peer} {number}", keys)
-                assert engine.attempt(request) is None
-                engine.tier.end(engine.tier.fetches[-1], seconds=scale * (0.1 + 0.01 * count))
-                assert engine.attempt(request) == count
-                engine.finish(request)
-                engine.end_step()
+                engine.fetch_and_finish(request, scale * (0.1 + 0.01 * count))
         rates = engine.load().rates
         assert rates == pytest.approx((1 / SPEED, 0.0, 0.2, 0.02 / ROW_BYTES))
 
@@ -366,7 +355,7 @@ class TestVllm:
         assert prompts_of(engine) == ["r"]
         assert (load_of(engine).prefill_tokens, load_of(engine).requests) == (0, 1)
         engine.run()
-        assert load_of(engine).requests == 0
+        assert (load_of(engine).known, load_of(engine).requests) == ((), 0)
 
     def test_has_to_compute_no_more_of_a_prompt_than_it_misses(self, engine: Engine) -> None:
         engine.ask("first", range(300), tokens=3)

@@ -91,6 +91,22 @@ def hasher_of(config: VllmConfig, block_tokens: int) -> Hasher:
     return get_request_block_hasher(block_tokens, digest)
 
 
+def scheduler_of(
+    config: VllmConfig, caches: KVCacheConfig, kind: type[Scheduler] = Scheduler
+) -> tuple[Scheduler, int]:
+    """vLLM's scheduler, made as an engine does, and the number of tokens for each hash."""
+    config.cache_config.num_gpu_blocks = caches.num_blocks
+    block, hashed = resolve_kv_cache_block_sizes(caches, config)
+    scheduler = kind(
+        vllm_config=config,
+        kv_cache_config=caches,
+        structured_output_manager=Mock(**{"should_advance.return_value": False}),
+        block_size=block,
+        hash_block_size=hashed,
+    )
+    return scheduler, hashed
+
+
 def request_of(
     req_id: str, prompt: Sequence[int], answer: int, hasher: Hasher, salt: str | None = None
 ) -> Request:
@@ -105,6 +121,13 @@ def request_of(
         cache_salt=salt,
         block_hasher=hasher,
     )
+
+
+def starts_of(step: SchedulerOutput) -> dict[str, int]:
+    """The number of tokens that each request of the step has computed before."""
+    cached = step.scheduled_cached_reqs
+    starts = {new.req_id: new.num_computed_tokens for new in step.scheduled_new_reqs}
+    return starts | dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
 
 
 def output_of(
@@ -166,15 +189,7 @@ class Engine:
             return self.own.manager
 
         monkeypatch.setattr(XavierSpec, "get_manager", manager)
-        config.cache_config.num_gpu_blocks = caches.num_blocks
-        block, hashed = resolve_kv_cache_block_sizes(caches, config)
-        self.scheduler = Scheduler(
-            vllm_config=config,
-            kv_cache_config=caches,
-            structured_output_manager=Mock(**{"should_advance.return_value": False}),
-            block_size=block,
-            hash_block_size=hashed,
-        )
+        self.scheduler, hashed = scheduler_of(config, caches)
         assert isinstance(self.scheduler.connector, XavierConnector)
         self.connector = self.scheduler.connector
         self.hasher = hasher_of(config, hashed)

@@ -24,10 +24,9 @@ def worker(
     *,
     region: Region | None = None,
     cell_offset: int = 0,
-    kind: type[HostWorker] = HostWorker,
 ) -> Iterator[HostWorker]:
-    own = region or Region.create(ROWS, cell_bytes(caches, blocks_per_chunk) + cell_offset)
-    working = kind(caches, own, blocks_per_chunk, cell_offset)
+    own = region or Region.create(ROWS, cell_bytes(caches, blocks_per_chunk))
+    working = HostWorker(caches, own, blocks_per_chunk, cell_offset)
     try:
         yield working
     finally:
@@ -107,22 +106,6 @@ def test_each_group_has_its_own_blocks_and_rows(blocks_per_chunk: int) -> None:
         assert pages_of(caches, 2, block + 12) == pages_of(caches, 2, block)
 
 
-def test_two_workers_use_the_same_rows_side_by_side() -> None:
-    first, second = kv_caches([[64, 40]], seed=1), kv_caches([[64, 40]], seed=2)
-    cell = cell_bytes(first, 2)
-    region = Region.create(ROWS, 2 * cell)
-    with (
-        worker(first, 2, region=region) as left,
-        worker(second, 2, region=region, cell_offset=cell) as right,
-    ):
-        for working in (left, right):
-            run(working, 1, store=True, gpu=one_group([0, 1]), slots=[5])
-        for working in (left, right):
-            run(working, 2, store=False, gpu=one_group([8, 9]), slots=[5])
-    for caches in (first, second):
-        assert [pages_of(caches, 0, b) for b in (8, 9)] == [pages_of(caches, 0, b) for b in (0, 1)]
-
-
 def test_a_cell_holds_tensor_after_tensor_block_by_block() -> None:
     """vLLM's own worker for devices has the same layout."""
     caches = kv_caches([[64, 40]], padding=24)
@@ -134,17 +117,27 @@ def test_a_cell_holds_tensor_after_tensor_block_by_block() -> None:
     assert region.row(2).tobytes() == bytes(16) + b"".join(in_order)
 
 
-def test_jobs_run_in_order_of_submission() -> None:
-    """Each one reads what the one before wrote."""
-    caches = kv_caches([[64]])
+@pytest.fixture
+def caches() -> CanonicalKVCaches:
+    return kv_caches([[64]])
+
+
+@pytest.fixture
+def working(caches: CanonicalKVCaches) -> Iterator[HostWorker]:
+    """Copies chunks of one block."""
     with worker(caches, 1) as working:
-        working.submit_store(1, one_group([0]), CPULoadStoreSpec([4]))
-        working.submit_load(2, CPULoadStoreSpec([4]), one_group([1]))
-        working.submit_store(3, one_group([1]), CPULoadStoreSpec([5]))
-        working.submit_load(4, CPULoadStoreSpec([5]), one_group([2]))
-        working.wait({4})
-        finished = working.get_finished()
-        assert working.get_finished() == []
+        yield working
+
+
+def test_jobs_run_in_order_of_submission(working: HostWorker, caches: CanonicalKVCaches) -> None:
+    """Each one reads what the one before wrote."""
+    working.submit_store(1, one_group([0]), CPULoadStoreSpec([4]))
+    working.submit_load(2, CPULoadStoreSpec([4]), one_group([1]))
+    working.submit_store(3, one_group([1]), CPULoadStoreSpec([5]))
+    working.submit_load(4, CPULoadStoreSpec([5]), one_group([2]))
+    working.wait({4})
+    finished = working.get_finished()
+    assert working.get_finished() == []
     assert [result.job_id for result in finished] == [1, 2, 3, 4]
     assert all(result.success and result.transfer_size == 64 for result in finished)
     assert pages_of(caches, 0, 2) == pages_of(caches, 0, 0)
@@ -153,8 +146,15 @@ def test_jobs_run_in_order_of_submission() -> None:
 class HeldWorker(HostWorker):
     """Copies only when `gate` is open, and records when it does."""
 
-    gate = threading.Event()
-    log: list[str]
+    def __init__(self, caches: CanonicalKVCaches, region: Region) -> None:
+        super().__init__(caches, region, 1, 0)
+        self.gate = threading.Event()
+        self.log: list[str] = []
+
+    def submit(self) -> None:
+        """Two jobs."""
+        for job_id in (1, 2):
+            self.submit_store(job_id, one_group([job_id]), CPULoadStoreSpec([job_id]))
 
     def _copy(self, job: _Job) -> int:
         self.gate.wait()
@@ -162,74 +162,67 @@ class HeldWorker(HostWorker):
         return super()._copy(job)
 
 
-def test_wait_returns_only_when_its_jobs_are_done() -> None:
+@pytest.fixture
+def held(caches: CanonicalKVCaches) -> Iterator[HeldWorker]:
+    region = Region.create(ROWS, cell_bytes(caches, 1))
+    held = HeldWorker(caches, region)
+    yield held
+    held.gate.set()
+    held.shutdown()
+    region.close()
+
+
+def test_wait_returns_only_when_its_jobs_are_done(held: HeldWorker) -> None:
     """vLLM reuses their blocks at once."""
-    caches = kv_caches([[64]])
-    log: list[str] = []
     waits = threading.Event()
-    with worker(caches, 1, kind=HeldWorker) as working:
-        assert isinstance(working, HeldWorker)
-        working.log, working.gate = log, threading.Event()
 
-        def wait() -> None:
-            working.wait({7})  # unknown, or done long ago
-            log.append("nothing to wait for")
-            waits.set()
-            working.wait({2})
-            log.append("waited")
+    def wait() -> None:
+        held.wait({7})  # unknown, or done long ago
+        held.log.append("nothing to wait for")
+        waits.set()
+        held.wait({2})
+        held.log.append("waited")
 
-        for job_id in (1, 2):
-            working.submit_store(job_id, one_group([job_id]), CPULoadStoreSpec([job_id]))
-        waiting = threading.Thread(target=wait)
-        waiting.start()
-        waits.wait()
-        assert working.get_finished() == []
-        working.gate.set()
-        waiting.join()
-    assert log == ["nothing to wait for", "copied 1", "copied 2", "waited"]
+    held.submit()
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    waits.wait()
+    assert held.get_finished() == []
+    held.gate.set()
+    waiting.join()
+    assert held.log == ["nothing to wait for", "copied 1", "copied 2", "waited"]
 
 
-def test_the_oldest_job_can_be_waited_for() -> None:
-    caches = kv_caches([[64]])
-    with worker(caches, 1, kind=HeldWorker) as working:
-        assert isinstance(working, HeldWorker)
-        working.log, working.gate = [], threading.Event()
-        assert working.await_finished(3600.0), "there is nothing to wait for"
-        for job_id in (1, 2):
-            working.submit_store(job_id, one_group([job_id]), CPULoadStoreSpec([job_id]))
-        assert not working.await_finished(0.0)
-        opening = threading.Thread(target=working.gate.set)
-        opening.start()
-        assert working.await_finished(3600.0)
-        opening.join()
-        assert working.get_finished()[0].job_id == 1
+def test_the_oldest_job_can_be_waited_for(held: HeldWorker) -> None:
+    assert held.await_finished(3600.0), "there is nothing to wait for"
+    held.submit()
+    assert not held.await_finished(0.0)
+    opening = threading.Thread(target=held.gate.set)
+    opening.start()
+    assert held.await_finished(3600.0)
+    opening.join()
+    assert held.get_finished()[0].job_id == 1
 
 
 @pytest.mark.parametrize("slots", [[0, ROWS], [ROWS, 0]])
-def test_a_failed_job_is_reported(slots: list[int]) -> None:
+def test_a_failed_job_is_reported(working: HostWorker, slots: list[int]) -> None:
     """vLLM then ends the engine, which is better than a request that hangs."""
-    caches = kv_caches([[64]])
-    with worker(caches, 1) as working:
-        working.submit_store(1, one_group([0, 1]), CPULoadStoreSpec(slots))
-        working.submit_store(2, one_group([0]), CPULoadStoreSpec([0]))
-        working.wait({1, 2})
-        assert [result.success for result in working.get_finished()] == [False, True]
+    working.submit_store(1, one_group([0, 1]), CPULoadStoreSpec(slots))
+    working.submit_store(2, one_group([0]), CPULoadStoreSpec([0]))
+    working.wait({1, 2})
+    assert [result.success for result in working.get_finished()] == [False, True]
 
 
-def test_an_expedited_load_is_a_load() -> None:
+def test_an_expedited_load_is_a_load(working: HostWorker, caches: CanonicalKVCaches) -> None:
     """vLLM 0.33 and later submit them."""
-    caches = kv_caches([[64]])
-    with worker(caches, 1) as working:
-        run(working, 1, store=True, gpu=one_group([0]), slots=[0])
-        working.submit_load(2, CPULoadStoreSpec([0]), one_group([1]), expedited=True)
-        working.wait({2})
+    run(working, 1, store=True, gpu=one_group([0]), slots=[0])
+    working.submit_load(2, CPULoadStoreSpec([0]), one_group([1]), expedited=True)
+    working.wait({2})
     assert pages_of(caches, 0, 1) == pages_of(caches, 0, 0)
 
 
-def test_shutdown_finishes_the_submitted_jobs() -> None:
-    caches = kv_caches([[64]])
-    with worker(caches, 1) as working:
-        for job_id in range(4):
-            working.submit_store(job_id, one_group([job_id]), CPULoadStoreSpec([job_id]))
-        working.shutdown()
-        assert len(working.get_finished()) == 4
+def test_shutdown_finishes_the_submitted_jobs(working: HostWorker) -> None:
+    for job_id in range(4):
+        working.submit_store(job_id, one_group([job_id]), CPULoadStoreSpec([job_id]))
+    working.shutdown()
+    assert len(working.get_finished()) == 4
