@@ -38,10 +38,11 @@ class Engine(Scheduling):
         self.tier.peers_hold(**dict.fromkeys(peers, keys))
         return self.arrive(f"request {self._prompts}", keys)
 
-    def learn(self, overhead: float, per_row: float, peer: str = "a") -> None:
+    def learn(self, overhead: float, per_row: float, peers: str = "a") -> None:
         self.manager.tier_lookup._selection.adaptive = False
-        for count in (4, 4, 40, 10, 40):
-            self.fetch_and_finish(self.request(count, peer), overhead + per_row * count)
+        for peer in peers:
+            for count in (4, 4, 40, 10, 40):
+                self.fetch_and_finish(self.request(count, peer), overhead + per_row * count)
         self.manager.tier_lookup._selection.adaptive = True
 
     def steps(self, seconds: dict[int, float]) -> None:
@@ -135,8 +136,7 @@ def rows_by_donor(vllm: Engine, request: Request) -> dict[str, int]:
 class TestSeveralDonors:
     def test_divide_a_long_fetch(self) -> None:
         vllm = Engine()
-        for peer in "abc":
-            vllm.learn(0.01, 0.01, peer)
+        vllm.learn(0.01, 0.01, "abc")
         vllm.clock.now += RETRY_AFTER + 1
         before = vllm.decisions["fetched"]
         assert rows_by_donor(vllm, vllm.request(40, "ab")) == {"a": 20, "b": 20}
@@ -148,8 +148,7 @@ class TestSeveralDonors:
 
     def test_do_not_divide_a_fetch_that_is_mostly_overhead(self) -> None:
         vllm = Engine()
-        for peer in "ab":
-            vllm.learn(1.0, 0.01, peer)
+        vllm.learn(1.0, 0.01, "ab")
         assert len(rows_by_donor(vllm, vllm.request(40, "ab"))) == 1
 
     def test_do_without_a_slow_or_busy_one(self) -> None:
@@ -167,8 +166,7 @@ class TestSeveralDonors:
     def test_that_are_no_faster_together_seldom_divide_a_fetch(self) -> None:
         """The consumer's own link or memory is the bottleneck."""
         vllm = Engine()
-        for peer in "ab":
-            vllm.learn(0.01, 0.01, peer)
+        vllm.learn(0.01, 0.01, "ab")
         divided = []
         for _ in range(50):
             request = vllm.request(40, "ab")

@@ -35,12 +35,12 @@ class TestLookup:
         vllm.fill(keys[4:])
         assert vllm.attempt(vllm.arrive("r", keys)) == 3
 
-    def test_chunks_being_stored_are_not_hits_yet(self, vllm: Scheduling) -> None:
-        keys = chunks("prompt", 4)
-        storing = vllm.arrive("s", keys)
-        begun = vllm.begin_store(storing, keys)
-        request = vllm.arrive("r", keys)
+    def test_chunks_being_stored_are_neither_hits_nor_fetched(self, vllm: Scheduling) -> None:
+        storing = vllm.ask(4, "s", a=4)
+        begun = vllm.begin_store(storing, storing.keys)
+        request = vllm.arrive("r", storing.keys)
         assert vllm.attempt(request) == 0
+        assert vllm.tier.fetches == []
         vllm.stored(storing, begun)
         assert vllm.attempt(request) == 4
 
@@ -62,12 +62,6 @@ class TestLookup:
         vllm.fill(keys[:own])
         vllm.tier.peers_hold(**{peer: [keys[n] for n in numbers] for peer, numbers in held.items()})
         assert vllm.attempt(vllm.arrive("r", keys)) == hits
-
-    def test_chunks_being_stored_are_not_fetched(self, vllm: Scheduling) -> None:
-        storing = vllm.ask(6, "s", a=6)
-        vllm.begin_store(storing, storing.keys)
-        assert vllm.attempt(vllm.arrive("r", storing.keys)) == 0
-        assert vllm.tier.fetches == []
 
     def test_nothing_is_fetched_while_the_tier_is_not_ready(self, vllm: Scheduling) -> None:
         vllm.tier.is_ready = False
@@ -356,14 +350,6 @@ class TestAccounting:
     def counts(self, vllm: Scheduling) -> dict[str, int]:
         hits: dict[str, int] = vllm.manager.stats()["hits"]
         return {name: tokens // CHUNK for name, tokens in hits.items()}
-
-    def test_of_a_cold_request(self, vllm: Scheduling) -> None:
-        request = vllm.arrive("r", chunks("prompt", 6))
-        vllm.scan(request, own_prefix=1)
-        vllm.schedule(request, 0, own_prefix=1)
-        assert self.counts(vllm) == {
-            "prefix_cache": 1, "local_pool": 0, "remote": 0, "computed": 5,
-        }  # fmt: skip
 
     def test_of_a_request_with_tokens_from_every_source(self, vllm: Scheduling) -> None:
         request = vllm.ask(8, a=7)

@@ -91,10 +91,6 @@ class TestFetch:
         vllm.tier.end(vllm.tier.fetches[0])
         assert vllm.attempt(request) == 6
         assert vllm.schedule(request, 6) == [row.slot for row in vllm.tier.fetches[0].rows]
-        vllm.end_step()
-        vllm.loaded(request, 6)
-        vllm.finish(request)
-        assert_nothing_left(vllm)
 
     @pytest.mark.parametrize("whole", [0, 2])
     def test_chunks_that_did_not_arrive_are_misses_and_not_fetched_again(
@@ -151,14 +147,7 @@ class TestFetch:
         assert vllm.attempt(second) is None
         assert len(vllm.tier.fetches) == 1
         vllm.tier.end(vllm.tier.fetches[0])
-        for request in (first, second):
-            assert vllm.attempt(request) == 6
-            vllm.schedule(request, 6)
-            vllm.end_step()
-        for request in (first, second):
-            vllm.loaded(request, 6)
-            vllm.finish(request)
-        assert_nothing_left(vllm)
+        assert [vllm.attempt(first), vllm.attempt(second)] == [6, 6]
 
     def test_serves_two_requests_of_one_step(self, vllm: Scheduling) -> None:
         requests = [vllm.ask(6, name, a=6) for name in "rs"]
@@ -179,6 +168,19 @@ class TestFetch:
         third = vllm.arrive("t", first.keys)
         assert vllm.attempt(third) is None
         assert len(vllm.tier.fetches) == 2
+
+    def test_that_fails_while_others_join_it_is_followed_by_one_from_another_peer(
+        self, vllm: Scheduling
+    ) -> None:
+        """It may fail at any time, also between a lookup and the end of the same step."""
+        first = waiting(vllm)
+        second = vllm.arrive("second", first.keys)
+        assert vllm.scan(second) is None
+        vllm.tier.peers_hold(b=first.keys)
+        vllm.tier.end(vllm.tier.fetches[0], arrived=0)
+        vllm.end_step()
+        assert vllm.attempt(second) is None
+        assert [fetch.source for fetch in vllm.tier.fetches] == ["a", "b"]
 
     def test_from_a_closed_tier_costs_one_retry(self, vllm: Scheduling) -> None:
         request = vllm.ask(6, a=6)
@@ -202,44 +204,6 @@ def test_three_donors_may_fail_a_request(vllm: Scheduling) -> None:
         vllm.tier.end(vllm.tier.fetches[-1], 0)
     assert vllm.attempt(request) == 0
     assert len({fetch.source for fetch in vllm.tier.fetches}) == 3
-
-
-class TestJoinedFetch:
-    """A request waits for a fetch that another request began."""
-
-    @pytest.mark.parametrize("arrived", [0, 2])
-    def test_that_fails_before_the_step_ends_leaves_no_row(
-        self, vllm: Scheduling, arrived: int
-    ) -> None:
-        """The background thread may roll it back at any time, also between a lookup and the end of
-        the same step."""
-        first = waiting(vllm)
-        second = vllm.arrive("second", first.keys)
-        assert vllm.scan(second) is None
-        vllm.tier.peers_hold()
-        vllm.tier.end(vllm.tier.fetches[0], arrived=arrived)
-        vllm.end_step()
-        for request in (first, second):
-            hits = vllm.attempt(request)
-            assert hits is not None
-            vllm.schedule(request, hits)
-            vllm.end_step()
-            vllm.loaded(request, hits) if hits else None
-            vllm.stored(request, vllm.begin_store(request, request.keys))
-            vllm.finish(request)
-        vllm.end_step()
-        assert_nothing_left(vllm)
-        assert vllm.attempt(vllm.arrive("later", first.keys)) == len(first.keys)
-
-    def test_that_fails_is_followed_by_one_from_another_peer(self, vllm: Scheduling) -> None:
-        first = waiting(vllm)
-        second = vllm.arrive("second", first.keys)
-        assert vllm.scan(second) is None
-        vllm.tier.peers_hold(b=first.keys)
-        vllm.tier.end(vllm.tier.fetches[0], arrived=0)
-        vllm.end_step()
-        assert vllm.attempt(second) is None
-        assert [fetch.source for fetch in vllm.tier.fetches] == ["a", "b"]
 
 
 def test_rows_of_a_fetch_that_cannot_begin_are_free_again(

@@ -70,7 +70,7 @@ class Simulation:
             except Exception as error:
                 events = "\n".join(self._events)
                 raise SimulationError(
-                    f"{error!r}\n{self._options}\nthe last events:\n{events}\n"
+                    f"{error!r}\n{vars(self._options)}\nthe last events:\n{events}\n"
                     f"python -m tests.simulation {self._options.seed}"
                 ) from error
             finally:

@@ -36,7 +36,7 @@ def config(model_folder: Path) -> Iterator[VllmConfig]:
 
 def run(seed: int, config: VllmConfig, mutate: Mutation | None = None) -> int:
     """Returns the number of checked reads."""
-    simulation = Simulation(Options.random(seed), config, mutate)
+    simulation = Simulation(Options(seed), config, mutate)
     simulation.run()
     return simulation.reads
 
@@ -56,7 +56,7 @@ def test_so_it_does_in_thousands_of_runs(number: int, config: VllmConfig) -> Non
 def test_a_seed_always_gives_the_same_run(config: VllmConfig) -> None:
     told: list[list[str]] = [[], []]
     for events in told:
-        simulation = Simulation(Options.random(7), config)
+        simulation = Simulation(Options(7), config)
         simulation.on_event = events.append
         simulation.run()
     assert told[0] == told[1]
