@@ -334,6 +334,14 @@ class TestReset:
         vllm.manager.on_reset_flushed()
         assert_nothing_left(vllm)
 
+    def test_voids_a_store_whose_end_is_reported_all_the_same(self, vllm: Scheduling) -> None:
+        storing = vllm.ask(2)
+        begun = vllm.begin_store(storing, storing.keys)
+        vllm.pool.reset()
+        vllm.stored(storing, begun)
+        assert vllm.tier.stored_rows == []
+        assert not vllm.pool.holds(storing.keys[0])
+
     def test_voids_a_pending_fetch(self, vllm: Scheduling) -> None:
         request = waiting(vllm)
         vllm.manager.reset_cache()

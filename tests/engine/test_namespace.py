@@ -222,6 +222,15 @@ def test_a_field_that_only_another_vllm_has(
     assert namespace(newer, cache_config) != own
 
 
+def test_an_object_counts_by_its_members(config: VllmConfig, cache_config: KVCacheConfig) -> None:
+    found = set()
+    for method in ("one draft model", "another"):
+        speculating = copy(config)
+        set_to(speculating, "speculative_config", SimpleNamespace(method=method))
+        found.add(namespace(speculating, cache_config))
+    assert len(found) == 2
+
+
 def test_what_a_value_says_counts_and_not_where_it_is(tmp_path: Path) -> None:
     one, same, other = (tmp_path / name for name in ("one", "same", "other"))
     for file, text in ((one, "1"), (same, "1"), (other, "2")):

@@ -135,7 +135,8 @@ class PoolAgainstModel:
 
     def pin(self) -> None:
         """Flushed rows, too: the scheduler pins by key what it looked up in the same step."""
-        keys, shared = self.draw(KEY_LISTS), self.draw(st.booleans())
+        here = st.permutations([row.key for row in (*self.idle, *self.flushed)])
+        keys, shared = self.draw(here | KEY_LISTS), self.draw(st.booleans())
         run = self.pool.pin_shared(keys) if shared else self.pool.pin(keys)
         rows = self.ready() if shared else [*self.idle, *self.flushed, *self.live()]
         found = {row.key: row for row in rows if not shared or row.checksum is not None}
